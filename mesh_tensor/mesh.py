@@ -1,0 +1,177 @@
+"""Mesh: named axes with sizes, and the device order (row-major, the first axis major)."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
+
+from .errors import listing, refuse
+
+
+class Mesh:
+    """A grid of devices with named axes. Immutable; equal and hashed by value; the order of the axes counts.
+
+    >>> mesh = Mesh({"x": 2, "y": 3})
+    >>> mesh.num_devices, mesh.coordinate(4), mesh.rank({"x": 1, "y": 1})
+    (6, {'x': 1, 'y': 1}, 4)
+    >>> mesh.groups(["y"])
+    ((0, 1, 2), (3, 4, 5))
+    """
+
+    __slots__ = ("_axes", "_sizes")
+
+    _axes: tuple[tuple[str, int], ...]
+    _sizes: dict[str, int]
+
+    def __init__(self, axes: Mapping[str, int] | Mesh) -> None:
+        items = axes._axes if isinstance(axes, Mesh) else _checked_axes(axes)
+        object.__setattr__(self, "_axes", items)
+        object.__setattr__(self, "_sizes", dict(items))
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Axis name -> size, in mesh order (a copy)."""
+        return dict(self._axes)
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The names of the axes, in mesh order."""
+        return tuple(self._sizes)
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices the mesh has."""
+        return math.prod(self._sizes.values())
+
+    def size(self, axis: str) -> int:
+        """The number of devices along `axis`."""
+        self.check_axes((axis,))
+        return self._sizes[axis]
+
+    def check_axes(self, axes: Iterable[str]) -> None:
+        """Raise a MeshTensorError that names every axis of `axes` that this mesh doesn't have."""
+        unknown = [axis for axis in axes if axis not in self]
+        if unknown:
+            refuse(
+                [f"unknown mesh axis {axis!r}" for axis in unknown],
+                where=str(self),
+                fix=f"use the axes of the mesh: {listing(self.axis_names)}",
+            )
+
+    def in_order(self, axes: str | Iterable[str]) -> tuple[str, ...]:
+        """The axes, each once, in mesh order; a str is one axis."""
+        wanted = (axes,) if isinstance(axes, str) else tuple(axes)
+        self.check_axes(wanted)
+        return tuple(axis for axis in self.axis_names if axis in wanted)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where the device `rank` sits: axis name -> coordinate."""
+        if not 0 <= rank < self.num_devices:
+            refuse(f"no device has rank {rank}", where=str(self), fix=f"ranks go from 0 to {self.num_devices - 1}")
+        place = {}
+        for axis, size in reversed(self._axes):
+            rank, place[axis] = divmod(rank, size)
+        return {axis: place[axis] for axis in self.axis_names}
+
+    def rank(self, coordinate: Mapping[str, int]) -> int:
+        """The rank of the device at `coordinate`, which names every axis."""
+        self.check_axes(coordinate)
+        bad = [
+            f"no coordinate on axis {axis!r}"
+            if axis not in coordinate
+            else f"coordinate {coordinate[axis]} on axis {axis!r} is not in 0..{size - 1}"
+            for axis, size in self._axes
+            if not 0 <= coordinate.get(axis, -1) < size
+        ]
+        if bad:
+            refuse(bad, where=str(self), fix="give one coordinate per mesh axis, within its size")
+        rank = 0
+        for axis, size in self._axes:
+            rank = rank * size + coordinate[axis]
+        return rank
+
+    def groups(self, axes: str | Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """The devices that differ only on `axes`, group by group; a group is row-major by those axes in mesh order."""
+        wanted = self.in_order(axes)
+        offsets = self._offsets(wanted)
+        leaders = self._offsets([axis for axis in self.axis_names if axis not in wanted])
+        return tuple(tuple(leader + offset for offset in offsets) for leader in leaders)
+
+    def group_of(self, rank: int, axes: str | Iterable[str]) -> tuple[int, ...]:
+        """The group of `groups(axes)` that holds `rank`."""
+        wanted = self.in_order(axes)
+        leader = self.rank({axis: 0 if axis in wanted else c for axis, c in self.coordinate(rank).items()})
+        return tuple(leader + offset for offset in self._offsets(wanted))
+
+    def _offsets(self, axes: Iterable[str]) -> list[int]:
+        strides = self._strides()
+        ranges = [range(0, self._sizes[axis] * strides[axis], strides[axis]) for axis in axes]
+        return [sum(steps) for steps in product(*ranges)]
+
+    def _strides(self) -> dict[str, int]:
+        strides, stride = {}, 1
+        for axis, size in reversed(self._axes):
+            strides[axis] = stride
+            stride *= size
+        return strides
+
+    def __contains__(self, axis: object) -> bool:
+        return isinstance(axis, str) and axis in self._sizes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sizes)
+
+    def __len__(self) -> int:
+        return len(self._axes)
+
+    def __eq__(self, other: object) -> bool:
+        return self._axes == other._axes if isinstance(other, Mesh) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._axes)
+
+    def __repr__(self) -> str:
+        inside = ", ".join(f'"{axis}": {size}' for axis, size in self._axes)
+        return f"Mesh({{{inside}}})"
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a Mesh is immutable: can't set {name!r}; make a new Mesh")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a Mesh is immutable: can't delete {name!r}")
+
+    def __reduce__(self) -> tuple[type[Mesh], tuple[dict[str, int]]]:
+        return Mesh, (self.shape,)
+
+
+def _checked_axes(axes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    fix = 'write it as {"x": 2, "y": 2}: axis names with the number of devices along each'
+    if not isinstance(axes, Mapping):
+        refuse(f"a mesh is a dict from axis names to sizes, not {axes!r}", fix=fix)
+    if not axes:
+        refuse("the mesh has no axis", fix=fix + '; {"x": 1} is the mesh of one device')
+    problems, items = [], []
+    for name, size in axes.items():
+        if not isinstance(name, str) or not name:
+            problems.append(f"axis name {name!r} is not a non-empty str")
+        number = _as_int(size)
+        if number is None:
+            problems.append(f"axis {name!r} has size {size!r}, which is not an int")
+        elif number < 1:
+            problems.append(f"axis {name!r} has size {number}, but a size is at least 1")
+        else:
+            items.append((name, number))
+    if problems:
+        refuse(problems, where=f"mesh {dict(axes)!r}", fix=fix)
+    return tuple(items)
+
+
+def _as_int(value: object) -> int | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
