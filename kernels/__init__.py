@@ -1,1 +1,1 @@
-"""Example kernels: plain TileLang in global view, each file with one kernel (and its variants) and its torch reference."""
+"""Example kernels: plain TileLang in global view; each file has one kernel, its variants and their torch reference."""

@@ -79,7 +79,7 @@ def batched_matmul(batch, M, N, K, block_M=64, block_N=64, block_K=32, dtype="fl
 
 def split_k_matmul(M, N, K, split=2, block_M=64, block_N=64, block_K=32, dtype="float32", accum_dtype="float32"):
     """`C += A @ B`, where `split` programs per block of C each walk a part of K and add to C with atomics."""
-    steps = -(-(-(-K // block_K)) // split)
+    steps = T.ceildiv(T.ceildiv(K, block_K), split)
 
     @T.prim_func
     def split_k_matmul_kernel(

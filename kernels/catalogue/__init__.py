@@ -1,0 +1,10 @@
+"""Every kernel of this package as a :class:`KernelCase`: what tests, sweeps and benchmarks iterate over."""
+
+from .case import KernelCase
+from .elementwise import ELEMENTWISE_CASES
+from .products import PRODUCT_CASES
+from .rows import ROW_CASES
+
+CASES: tuple[KernelCase, ...] = (*PRODUCT_CASES, *ROW_CASES, *ELEMENTWISE_CASES)
+
+__all__ = ["CASES", "KernelCase"]

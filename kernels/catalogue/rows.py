@@ -1,0 +1,122 @@
+"""Cases of the kernels that reduce along a dim: softmax, norms, reductions."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from kernels import reduce
+from kernels.layer_norm import layer_norm, layer_norm_reference, two_pass_layer_norm
+from kernels.rms_norm import rms_norm, rms_norm_reference, two_pass_rms_norm
+from kernels.softmax import online_softmax, softmax, softmax_reference, three_pass_softmax
+
+from .case import (
+    EXACT,
+    FLOAT16,
+    FLOAT32,
+    KernelCase,
+    KernelFactory,
+    Maker,
+    Tolerance,
+    integers,
+    normal,
+    tensors,
+    uniform,
+)
+from .sizes import LMN, MN
+
+
+def _softmax(
+    name: str,
+    kernel: KernelFactory,
+    dtype: torch.dtype = torch.float32,
+    tolerance: Tolerance = FLOAT32,
+    **blocks: int,
+) -> KernelCase:
+    build = partial(kernel, block_M=8, dtype=str(dtype).removeprefix("torch."), **blocks)
+    return KernelCase(name, build, softmax_reference, MN, tensors(normal("M N", dtype)), ("Y",), tolerance)
+
+
+def _reduce(
+    name: str,
+    kernel: KernelFactory,
+    dim: int,
+    op: str,
+    is_int: bool = False,
+    **blocks: int,
+) -> KernelCase:
+    is_3d = kernel is reduce.reduce_3d
+    names = {"dtype": "int32" if is_int else "float32"}
+    if kernel is not reduce.product_rows:
+        names["op"] = op
+    build = partial(partial(kernel, dim=dim) if is_3d else kernel, **names, **blocks)
+    reference = partial(reduce.reduce_reference, dim=dim, op=op)
+    tolerance = EXACT if is_int or op in ("max", "min", "absmax") else FLOAT32
+    maker = _values("L M N" if is_3d else "M N", op, is_int)
+    return KernelCase(name, build, reference, LMN if is_3d else MN, tensors(maker), ("B",), tolerance)
+
+
+def _values(dims: str, op: str, is_int: bool) -> Maker:
+    if is_int:
+        return integers(dims, -1000, 1000)
+    return uniform(dims, 0.5, 1.5) if op == "prod" else normal(dims)
+
+
+SOFTMAX_CASES = (
+    _softmax("softmax", softmax),
+    _softmax("softmax_float16", softmax, torch.float16, FLOAT16),
+    _softmax("three_pass_softmax", three_pass_softmax, block_N=8),
+    _softmax("online_softmax", online_softmax, block_N=8),
+)
+
+NORM_CASES = (
+    *(
+        KernelCase(
+            kernel.__name__,
+            partial(kernel, block_M=8, **blocks),
+            rms_norm_reference,
+            MN,
+            tensors(normal("M N"), normal("N")),
+            ("Y",),
+        )
+        for kernel, blocks in ((rms_norm, {}), (two_pass_rms_norm, {"block_N": 8}))
+    ),
+    *(
+        KernelCase(
+            kernel.__name__,
+            partial(kernel, block_M=8, **blocks),
+            layer_norm_reference,
+            MN,
+            tensors(normal("M N"), normal("N"), normal("N")),
+            ("Y",),
+        )
+        for kernel, blocks in ((layer_norm, {}), (two_pass_layer_norm, {"block_N": 8}))
+    ),
+)
+
+REDUCE_CASES = (
+    *(
+        _reduce(f"reduce_rows_{op}", reduce.reduce_rows, 1, op, block_M=8)
+        for op in ("sum", "max", "min", "abssum", "absmax")
+    ),
+    *(
+        _reduce(f"reduce_rows_{op}_int32", reduce.reduce_rows, 1, op, is_int=True, block_M=8)
+        for op in ("sum", "max", "bitand", "bitor", "bitxor")
+    ),
+    *(_reduce(f"reduce_columns_{op}", reduce.reduce_columns, 0, op, block_N=8) for op in ("sum", "min", "absmax")),
+    _reduce("reduce_columns_bitxor_int32", reduce.reduce_columns, 0, "bitxor", is_int=True, block_N=8),
+    *(
+        _reduce(f"reduce_row_blocks_{op}", reduce.reduce_row_blocks, 1, op, block_M=8, block_N=8)
+        for op in ("sum", "max", "min", "absmax")
+    ),
+    *(
+        _reduce(f"reduce_row_blocks_{op}_int32", reduce.reduce_row_blocks, 1, op, is_int=True, block_M=8, block_N=8)
+        for op in ("min", "bitand", "bitor", "bitxor")
+    ),
+    _reduce("product_rows", reduce.product_rows, 1, "prod", block_M=8),
+    *(_reduce(f"reduce_3d_dim{dim}", reduce.reduce_3d, dim, "sum", block=8) for dim in range(3)),
+    _reduce("reduce_3d_dim1_max", reduce.reduce_3d, 1, "max", block=8),
+)
+
+ROW_CASES = (*SOFTMAX_CASES, *NORM_CASES, *REDUCE_CASES)

@@ -1,0 +1,82 @@
+"""LayerNorm over the rows of a matrix: row held in a block, and in two passes over column blocks."""
+
+import tilelang.language as T
+import torch.nn.functional as F
+
+
+def layer_norm(M, N, eps=1e-5, block_M=16, dtype="float32", accum_dtype="float32"):
+    """`Y = (X - mean) / sqrt(var + eps) * weight + bias` per row; the variance is taken around the mean."""
+
+    @T.prim_func
+    def layer_norm_kernel(
+        X: T.Tensor((M, N), dtype),
+        weight: T.Tensor((N,), dtype),
+        bias: T.Tensor((N,), dtype),
+        Y: T.Tensor((M, N), dtype),
+    ):
+        with T.Kernel(T.ceildiv(M, block_M), threads=128) as bx:
+            x = T.alloc_fragment((block_M, N), accum_dtype)
+            squares = T.alloc_fragment((block_M, N), accum_dtype)
+            mean = T.alloc_fragment((block_M,), accum_dtype)
+            variance = T.alloc_fragment((block_M,), accum_dtype)
+            weight_shared = T.alloc_shared((N,), dtype)
+            bias_shared = T.alloc_shared((N,), dtype)
+            T.copy(weight, weight_shared)
+            T.copy(bias, bias_shared)
+            T.copy(X[bx * block_M, 0], x)
+            T.reduce_sum(x, mean, dim=1)
+            for i, j in T.Parallel(block_M, N):
+                x[i, j] = x[i, j] - mean[i] / N
+            for i, j in T.Parallel(block_M, N):
+                squares[i, j] = x[i, j] * x[i, j]
+            T.reduce_sum(squares, variance, dim=1)
+            for i, j in T.Parallel(block_M, N):
+                x[i, j] = x[i, j] * T.rsqrt(variance[i] / N + eps) * weight_shared[j] + bias_shared[j]
+            T.copy(x, Y[bx * block_M, 0])
+
+    return layer_norm_kernel
+
+
+def two_pass_layer_norm(M, N, eps=1e-5, block_M=16, block_N=64, dtype="float32", accum_dtype="float32"):
+    """LayerNorm over column blocks: the first pass sums values and squares, `var = mean(x^2) - mean(x)^2`."""
+
+    @T.prim_func
+    def two_pass_layer_norm_kernel(
+        X: T.Tensor((M, N), dtype),
+        weight: T.Tensor((N,), dtype),
+        bias: T.Tensor((N,), dtype),
+        Y: T.Tensor((M, N), dtype),
+    ):
+        with T.Kernel(T.ceildiv(M, block_M), threads=128) as bx:
+            x = T.alloc_fragment((block_M, block_N), accum_dtype)
+            squares = T.alloc_fragment((block_M, block_N), accum_dtype)
+            mean = T.alloc_fragment((block_M,), accum_dtype)
+            scale = T.alloc_fragment((block_M,), accum_dtype)
+            weight_shared = T.alloc_shared((block_N,), dtype)
+            bias_shared = T.alloc_shared((block_N,), dtype)
+            T.clear(mean)
+            T.clear(scale)
+            for ko in T.Pipelined(T.ceildiv(N, block_N), num_stages=1):
+                T.copy(X[bx * block_M, ko * block_N], x)
+                for i, j in T.Parallel(block_M, block_N):
+                    squares[i, j] = x[i, j] * x[i, j]
+                T.reduce_sum(x, mean, dim=1, clear=False)
+                T.reduce_sum(squares, scale, dim=1, clear=False)
+            for i in T.Parallel(block_M):
+                mean[i] = mean[i] / N
+            for i in T.Parallel(block_M):
+                scale[i] = T.rsqrt(scale[i] / N - mean[i] * mean[i] + eps)
+            for ko in T.Pipelined(T.ceildiv(N, block_N), num_stages=1):
+                T.copy(X[bx * block_M, ko * block_N], x)
+                T.copy(weight[ko * block_N], weight_shared)
+                T.copy(bias[ko * block_N], bias_shared)
+                for i, j in T.Parallel(block_M, block_N):
+                    x[i, j] = (x[i, j] - mean[i]) * scale[i] * weight_shared[j] + bias_shared[j]
+                T.copy(x, Y[bx * block_M, ko * block_N])
+
+    return two_pass_layer_norm_kernel
+
+
+def layer_norm_reference(x, weight, bias, eps=1e-5):
+    """LayerNorm over the last dim."""
+    return F.layer_norm(x.double(), x.shape[-1:], weight.double(), bias.double(), eps).to(x.dtype)

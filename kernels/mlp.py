@@ -1,0 +1,67 @@
+"""The two-layer perceptron `gelu(x @ w1) @ w2` as two kernels, with gelu fused into the first one or on its own."""
+
+import tilelang.language as T
+import torch.nn.functional as F
+
+from .activations import gelu
+from .matmul import matmul
+
+
+def mlp_up(tokens, hidden, model, block_M=64, block_N=64, block_K=32, dtype="float32", accum_dtype="float32"):
+    """`h[t, f] = gelu(sum_d x[t, d] * w1[d, f])` for `tokens` rows of `model` values and `hidden` features."""
+
+    @T.prim_func
+    def mlp_up_kernel(
+        x: T.Tensor((tokens, model), dtype),
+        w1: T.Tensor((model, hidden), dtype),
+        h: T.Tensor((tokens, hidden), dtype),
+    ):
+        with T.Kernel(T.ceildiv(hidden, block_N), T.ceildiv(tokens, block_M), threads=128) as (bx, by):
+            x_shared = T.alloc_shared((block_M, block_K), dtype)
+            w1_shared = T.alloc_shared((block_K, block_N), dtype)
+            h_local = T.alloc_fragment((block_M, block_N), accum_dtype)
+            T.clear(h_local)
+            for ko in T.Pipelined(T.ceildiv(model, block_K), num_stages=2):
+                T.copy(x[by * block_M, ko * block_K], x_shared)
+                T.copy(w1[ko * block_K, bx * block_N], w1_shared)
+                T.gemm(x_shared, w1_shared, h_local)
+            for i, j in T.Parallel(block_M, block_N):
+                h_local[i, j] = gelu(h_local[i, j])
+            T.copy(h_local, h[by * block_M, bx * block_N])
+
+    return mlp_up_kernel
+
+
+def mlp_gelu(tokens, hidden, block_M=64, block_N=64, dtype="float32", accum_dtype="float32"):
+    """`h[t, f] = gelu(g[t, f])`, for when the first product is a plain matmul."""
+
+    @T.prim_func
+    def mlp_gelu_kernel(g: T.Tensor((tokens, hidden), dtype), h: T.Tensor((tokens, hidden), dtype)):
+        with T.Kernel(T.ceildiv(hidden, block_N), T.ceildiv(tokens, block_M), threads=128) as (bx, by):
+            tile = T.alloc_fragment((block_M, block_N), accum_dtype)
+            T.copy(g[by * block_M, bx * block_N], tile)
+            for i, j in T.Parallel(block_M, block_N):
+                tile[i, j] = gelu(tile[i, j])
+            T.copy(tile, h[by * block_M, bx * block_N])
+
+    return mlp_gelu_kernel
+
+
+def mlp_down(tokens, hidden, model, block_M=64, block_N=64, block_K=32, dtype="float32", accum_dtype="float32"):
+    """`y[t, d] = sum_f h[t, f] * w2[f, d]`: a matmul that contracts the hidden features."""
+    return matmul(tokens, model, hidden, block_M, block_N, block_K, dtype=dtype, accum_dtype=accum_dtype)
+
+
+def mlp_gelu_reference(g):
+    """gelu in its tanh form."""
+    return F.gelu(g.double(), approximate="tanh").to(g.dtype)
+
+
+def mlp_up_reference(x, w1):
+    """`gelu(x @ w1)`."""
+    return F.gelu(x.double() @ w1.double(), approximate="tanh").to(x.dtype)
+
+
+def mlp_reference(x, w1, w2):
+    """`gelu(x @ w1) @ w2`."""
+    return (F.gelu(x.double() @ w1.double(), approximate="tanh") @ w2.double()).to(x.dtype)
