@@ -1,0 +1,57 @@
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+PIP_INSTALL := $(PY) -m pip install --quiet --constraint constraints.txt
+
+# Tests run one process per core, so torch's own threads would only get in each other's way.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+PYTEST_ARGS ?= -n logical
+SWEEP_ARGS ?=
+BENCH_ARGS ?=
+
+.PHONY: venv demo test check lint layers types sweep fuzz bench clean
+.DELETE_ON_ERROR:
+
+venv: $(INSTALLED)
+
+# torch comes first and on its own: with it there, nothing that asks for "any torch" picks another build.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) setuptools
+	$(PIP_INSTALL) --no-build-isolation --editable '.[test,bench,dev]'
+	touch $@
+
+demo: venv
+	$(PY) -m kernels.mlp
+
+test: venv
+	$(PYTEST) $(PYTEST_ARGS)
+
+check: lint layers types
+
+lint: venv
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+layers: venv
+	$(VENV)/bin/lint-imports
+
+types: venv
+	$(PY) -m mypy
+
+# Every kernel x sharding x mesh x size; SWEEP_ARGS="--kernel matmul --mesh 2x2 --limit 100" takes a part of it.
+sweep: venv
+	OMP_NUM_THREADS=1 $(PY) -m tests.sweep $(SWEEP_ARGS)
+
+# Random kernels until a counterexample or Ctrl-C.
+fuzz: venv
+	$(PYTEST) tests/test_random_kernels.py --hypothesis-profile=fuzz
+
+bench: venv
+	$(PY) -m benchmarks.bench_lower $(BENCH_ARGS)
+	$(PY) -m benchmarks.bench_run $(BENCH_ARGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info

@@ -1,0 +1,1 @@
+"""The tests mirror mesh_tensor/: one file per module, failures in files of their own."""
