@@ -6,47 +6,16 @@ in mesh order, splits the tile that the axes before it leave, so a collective ov
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ._sharding_text import parse_text
-from .errors import MeshTensorError, listing, refuse
+from ._placement import REDUCTION_OPS, Partial, Placement, Replicate, Shard, collect, how_to_state, state
+from ._sharding_text import how_to_write, parse_text
+from .errors import MeshTensorError, refuse
 from .mesh import Mesh
 
-REDUCTION_OPS = ("sum", "max", "min", "prod", "bitand", "bitor", "bitxor")
-
-
-@dataclass(frozen=True)
-class Shard:
-    """The axis splits dim `dim` of the tensor."""
-
-    dim: int
-
-    def __str__(self) -> str:
-        return f"S[{self.dim}]"
-
-
-@dataclass(frozen=True)
-class Replicate:
-    """Every device along the axis holds the same."""
-
-    def __str__(self) -> str:
-        return "R"
-
-
-@dataclass(frozen=True)
-class Partial:
-    """The tensor is what `op` makes of what the devices along the axis hold."""
-
-    op: str
-
-    def __str__(self) -> str:
-        return f"P[{self.op}]"
-
-
-Placement = Shard | Replicate | Partial
+__all__ = ["REDUCTION_OPS", "Partial", "Placement", "Replicate", "Shard", "Sharding", "ceildiv"]
 
 
 @dataclass(frozen=True)
@@ -67,14 +36,30 @@ class Sharding:
     partial: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        stated: list[tuple[str, Placement]] = [(axis, Shard(dim)) for dim, axes in enumerate(self.dims) for axis in axes]
+        stated: list[tuple[str, Placement]] = [(a, Shard(d)) for d, axes in enumerate(self.dims) for a in axes]
         stated += [(axis, Partial(op)) for axis, op in self.partial]
-        problems = [] if len(self.dims) == self.ndim else [f"dims {self.dims} are not {self.ndim} dims"]
-        by_axis = _placements(self.mesh, self.ndim, stated, problems)
+        by_axis, problems = collect(self.mesh, self.ndim, stated)
+        if len(self.dims) != self.ndim:
+            problems.append(f"dims {self.dims} are not those of {self.ndim} dims")
         if problems:
-            refuse(problems, where=f"a Sharding on {self.mesh}", fix="use Sharding.make")
-        object.__setattr__(self, "dims", _dims(self.mesh, self.ndim, by_axis))
-        object.__setattr__(self, "partial", _partial(self.mesh, by_axis))
+            refuse(problems, where=f"a Sharding on {self.mesh}", fix=how_to_state(self.mesh, self.ndim))
+        in_order = [(axis, by_axis.get(axis)) for axis in self.mesh]
+        dims = tuple(tuple(axis for axis, p in in_order if p == Shard(dim)) for dim in range(self.ndim))
+        object.__setattr__(self, "dims", dims)
+        object.__setattr__(self, "partial", tuple((axis, p.op) for axis, p in in_order if isinstance(p, Partial)))
+
+    @staticmethod
+    def of(mesh: Mesh, ndim: int, placements: Mapping[str, Placement]) -> Sharding:
+        """The Sharding with these placements, axis -> placement; an axis left out is replicated.
+
+        >>> str(Sharding.of(Mesh({"x": 2, "y": 2}), 2, {"y": Shard(0)}))
+        'R, S[0]'
+        """
+        by_axis, problems = collect(mesh, ndim, list(placements.items()))
+        if problems:
+            refuse(problems, where=f"a tensor of {ndim} dims on {mesh}", fix=how_to_state(mesh, ndim))
+        dims = tuple(tuple(axis for axis, p in by_axis.items() if p == Shard(dim)) for dim in range(ndim))
+        return Sharding(mesh, ndim, dims, tuple((axis, p.op) for axis, p in by_axis.items() if isinstance(p, Partial)))
 
     @staticmethod
     def make(
@@ -93,17 +78,10 @@ class Sharding:
         >>> str(Sharding.make(Mesh({"x": 2, "y": 2}), 2, {"x": -1}, partial={"y": "sum"}))
         'S[1], P[sum]'
         """
-        problems: list[str] = []
-        stated: list[tuple[str, Placement]] = []
-        for axis, dim in _items(sharding, "sharding", problems):
-            stated.append((axis, Replicate() if dim is None else Shard(dim)))
-        stated += [(axis, Replicate()) for axis in ([replicate] if isinstance(replicate, str) else replicate)]
-        stated += [(axis, Partial(op)) for axis, op in _items(partial, "partial", problems)]
-        by_axis = _placements(mesh, ndim, stated, problems)
+        by_axis, problems = state(mesh, ndim, sharding, replicate, partial)
         if problems:
-            where = f"buffer {name!r} ({ndim} dims) on {mesh}" if name else f"a tensor of {ndim} dims on {mesh}"
-            refuse(problems, where=where, fix=_fix(mesh, ndim))
-        return Sharding(mesh, ndim, _dims(mesh, ndim, by_axis), _partial(mesh, by_axis))
+            refuse(problems, where=_where(mesh, ndim, name), fix=how_to_state(mesh, ndim))
+        return Sharding.of(mesh, ndim, by_axis)
 
     @staticmethod
     def parse(mesh: Mesh, ndim: int, text: str, *, name: str = "") -> Sharding:
@@ -113,12 +91,15 @@ class Sharding:
         >>> Sharding.parse(mesh, 2, '{"x": 0}') == Sharding.parse(mesh, 2, "S[0], R")
         True
         """
-        sharding, partial = parse_text(mesh, text, name)
+        try:
+            sharding, partial = parse_text(mesh, text)
+        except MeshTensorError as error:
+            refuse(str(error), where=_where(mesh, ndim, name), fix=how_to_write(mesh))
         return Sharding.make(mesh, ndim, sharding, partial=partial, name=name)
 
     def text(self) -> str:
         """DistIR's form, one placement per mesh axis: `S[0], R`. `parse` reads it."""
-        return ", ".join(str(self.placement(axis)) for axis in self.mesh)
+        return ", ".join(str(placement) for placement in self.placements().values())
 
     def as_dict(self) -> dict[str, int]:
         """The dict form, axis -> dim, of the axes that split a dim."""
@@ -127,12 +108,19 @@ class Sharding:
     def __str__(self) -> str:
         return self.text()
 
+    def __repr__(self) -> str:
+        return f'Sharding({self.mesh}, {self.ndim}, "{self}")'
+
     def placement(self, axis: str) -> Placement:
         """What `axis` does with the tensor."""
         dim, op = self.dim_of(axis), self.partial_op(axis)
         if dim is not None:
             return Shard(dim)
         return Replicate() if op is None else Partial(op)
+
+    def placements(self) -> dict[str, Placement]:
+        """What every axis does with the tensor, in mesh order."""
+        return {axis: self.placement(axis) for axis in self.mesh}
 
     def dim_of(self, axis: str) -> int | None:
         """The dim that `axis` splits, or None."""
@@ -168,12 +156,7 @@ class Sharding:
         return self._with(axis, Partial(op))
 
     def _with(self, axis: str, placement: Placement) -> Sharding:
-        placements = {a: self.placement(a) for a in self.mesh}
-        placements[axis] = placement
-        sharding = {a: p.dim for a, p in placements.items() if isinstance(p, Shard)}
-        replicate = [a for a, p in placements.items() if isinstance(p, Replicate)]
-        partial = {a: p.op for a, p in placements.items() if isinstance(p, Partial)}
-        return Sharding.make(self.mesh, self.ndim, sharding, replicate=replicate, partial=partial)
+        return Sharding.of(self.mesh, self.ndim, {**self.placements(), axis: placement})
 
     def tile_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
         """The shape that every device allocates: ceildiv(dim, axis sizes). Dims may be symbolic."""
@@ -220,63 +203,5 @@ def ceildiv(size: Any, parts: int) -> Any:
     return size if parts == 1 else (size + parts - 1) // parts
 
 
-def _items(value: Mapping[str, Any] | None, what: str, problems: list[str]) -> list[tuple[str, Any]]:
-    if value is None:
-        return []
-    if not isinstance(value, Mapping):
-        problems.append(f"`{what}` is {value!r}, which is not a dict")
-        return []
-    return list(value.items())
-
-
-def _placements(
-    mesh: Mesh, ndim: int, stated: Sequence[tuple[str, Placement]], problems: list[str]
-) -> dict[str, Placement]:
-    """axis -> placement of everything stated; what is wrong with it goes to `problems`."""
-    by_axis: dict[str, Placement] = {}
-    for axis, placement in stated:
-        if axis not in mesh:
-            problems.append(f"unknown mesh axis {axis!r} (the mesh has {listing(mesh.axis_names)})")
-            continue
-        try:
-            normal = _normal(axis, placement, ndim)
-        except MeshTensorError as error:
-            problems.append(str(error))
-            continue
-        if by_axis.setdefault(axis, normal) != normal:
-            problems.append(f"axis {axis!r} {_in_words(by_axis[axis])}, but also {_in_words(normal)}")
-    return by_axis
-
-
-def _normal(axis: str, placement: Placement, ndim: int) -> Placement:
-    if isinstance(placement, Partial) and placement.op not in REDUCTION_OPS:
-        refuse(f"axis {axis!r} is partial with unknown op {placement.op!r} (known: {listing(REDUCTION_OPS)})")
-    if not isinstance(placement, Shard):
-        return placement
-    try:
-        dim = operator.index(placement.dim)
-    except TypeError:
-        refuse(f"axis {axis!r} is given dim {placement.dim!r}; an axis splits one dim, which is an int, or None")
-    if isinstance(placement.dim, bool) or not -ndim <= dim < ndim:
-        refuse(f"axis {axis!r} splits dim {placement.dim}, but there are {ndim} dims")
-    return Shard(dim % ndim)
-
-
-def _in_words(placement: Placement) -> str:
-    if isinstance(placement, Shard):
-        return f"splits dim {placement.dim}"
-    return "is replicated" if isinstance(placement, Replicate) else f"is partial ({placement.op})"
-
-
-def _fix(mesh: Mesh, ndim: int) -> str:
-    axes = listing(mesh.axis_names)
-    dims = f"one dim of 0..{ndim - 1}, " if ndim else ""
-    return f"give each axis ({axes}) {dims}None to replicate, or an op under `partial`; each axis once"
-
-
-def _dims(mesh: Mesh, ndim: int, by_axis: Mapping[str, Placement]) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(axis for axis in mesh if by_axis.get(axis) == Shard(dim)) for dim in range(ndim))
-
-
-def _partial(mesh: Mesh, by_axis: Mapping[str, Placement]) -> tuple[tuple[str, str], ...]:
-    return tuple((axis, p.op) for axis in mesh if isinstance(p := by_axis.get(axis), Partial))
+def _where(mesh: Mesh, ndim: int, name: str) -> str:
+    return f"buffer {name!r} ({ndim} dims) on {mesh}" if name else f"a tensor of {ndim} dims on {mesh}"
