@@ -1,0 +1,90 @@
+"""Timing of one thing against another, and the lines that every report starts with."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import tilelang
+import torch
+
+Run = Callable[[], object]
+
+
+def seconds(run: Run, calls: int = 1) -> float:
+    """The time of one call of `run`, over `calls` calls."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return (time.perf_counter() - start) / calls
+
+
+def interleaved(runs: dict[str, Run], rounds: int = 15, calls: int = 1) -> dict[str, list[float]]:
+    """Seconds per call of every run, per round. The runs take turns, and the turn's order reverses from round to round,
+    so that whatever slows the machine down slows all of them."""
+    for run in runs.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds):
+        for name in list(runs)[:: -1 if turn % 2 else 1]:
+            times[name].append(seconds(runs[name], calls))
+    return times
+
+
+def ratio(times: dict[str, list[float]], of: str, to: str) -> float:
+    """The median over rounds of `of`'s time over `to`'s in the same round."""
+    return statistics.median(a / b for a, b in zip(times[of], times[to], strict=True))
+
+
+def median_ms(times: Sequence[float]) -> float:
+    """The median in milliseconds."""
+    return statistics.median(times) * 1e3
+
+
+def header(title: str) -> str:
+    """The title of a report with its commit, hardware, versions and command."""
+    command = " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    return "\n".join(
+        [
+            f"# {title}",
+            "",
+            f"- commit: {_commit()}",
+            f"- hardware: {_hardware()}",
+            f"- versions: Python {platform.python_version()}, tilelang {tilelang.__version__}, torch {torch.__version__}",
+            f"- command: `{command}`",
+            "",
+        ]
+    )
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A markdown table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"
+
+
+def _commit() -> str:
+    commit = _output(["git", "rev-parse", "--short", "HEAD"])
+    return commit + (" with changes" if _output(["git", "status", "--porcelain", "--untracked-files=no"]) else "")
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _hardware() -> str:
+    names = [line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")]
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ", no GPU"
+    memory = psutil.virtual_memory().total / 2**30
+    return f"{names[0] if names else platform.processor()}, {psutil.cpu_count()} cores, {memory:.0f} GiB{gpu}"
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []

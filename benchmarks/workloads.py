@@ -1,0 +1,39 @@
+"""What the benchmarks lower and run."""
+
+from __future__ import annotations
+
+import tilelang.language as T
+from tilelang import tvm
+
+import mesh_tensor as mt
+from kernels.matmul import matmul
+
+K_SPLIT = {"A": {"x": 0, "y": 1}, "B": {"y": 0}, "C": {"x": 0}}
+M_SPLIT = {"A": {"x": 0}, "C": {"x": 0}}
+
+
+def matmul_on_grid(side: int, size: int = 8192) -> tvm.tirx.PrimFunc:
+    """A square matmul with M split over x and K over y, on a mesh of `side` x `side` devices."""
+    return mt.annotate(matmul(size, size, size), mt.Mesh({"x": side, "y": side}), K_SPLIT)
+
+
+def matmul_rows(size: int, devices: int) -> tuple[tvm.tirx.PrimFunc, tvm.tirx.PrimFunc]:
+    """A square matmul unsharded, and with its rows split over `devices`."""
+    kernel = matmul(size, size, size, block_M=128, block_N=128, block_K=128)
+    return kernel, mt.annotate(kernel, mt.Mesh({"x": devices}), M_SPLIT)
+
+
+def chain(length: int, size: int = 256) -> tvm.tirx.PrimFunc:
+    """An element-wise kernel of `length` statements, its rows split over x."""
+
+    @T.prim_func
+    def chain_kernel(A: T.Tensor((size, size), "float32"), B: T.Tensor((size, size), "float32")):
+        with T.Kernel(T.ceildiv(size, 32), T.ceildiv(size, 32), threads=128) as (bx, by):
+            tile = T.alloc_fragment((32, 32), "float32")
+            T.copy(A[by * 32, bx * 32], tile)
+            for _ in list(range(length)):  # a list: the loop is unrolled while the kernel is built
+                for i, j in T.Parallel(32, 32):
+                    tile[i, j] = tile[i, j] * 0.5 + A[by * 32 + i, bx * 32 + j]
+            T.copy(tile, B[by * 32, bx * 32])
+
+    return mt.annotate(chain_kernel, mt.Mesh({"x": 2, "y": 2}), {"A": {"x": 0}, "B": {"x": 0}})

@@ -1,0 +1,30 @@
+"""What all tests share: seeds, and how hypothesis looks for examples."""
+
+import random
+
+import numpy
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# `make test` sees the same examples every time; `make fuzz` looks for new ones until it is stopped.
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,
+    max_examples=300,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "fuzz", deadline=None, max_examples=10**9, print_blob=True, suppress_health_check=list(HealthCheck)
+)
+settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True)
+def seeds():
+    """Every test draws the same random numbers whichever tests ran before it."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
