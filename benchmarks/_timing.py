@@ -56,7 +56,8 @@ def header(title: str) -> str:
             "",
             f"- commit: {_commit()}",
             f"- hardware: {_hardware()}",
-            f"- versions: Python {platform.python_version()}, tilelang {tilelang.__version__}, torch {torch.__version__}",
+            f"- versions: Python {platform.python_version()}, tilelang {tilelang.__version__}, "
+            f"torch {torch.__version__}",
             f"- command: `{command}`",
             "",
         ]

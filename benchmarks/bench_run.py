@@ -1,4 +1,4 @@
-"""How fast a virtual mesh runs a kernel: two devices against the unsharded kernel, one device against calling it directly.
+"""How fast a virtual mesh runs a kernel: on two devices and on one, against calling the unsharded kernel directly.
 
 python -m benchmarks.bench_run
 """

@@ -1,7 +1,7 @@
-"""Runs every kernel x every sharding of its buffers x mesh x size on the interpreter, poisoned, and counts what comes out.
+"""Runs every kernel x sharding of its buffers x mesh x size on the interpreter, poisoned, and counts what comes out.
 
-`make sweep` runs it; SWEEP_ARGS are its arguments. It fails on one wrong result, and on one refusal of a kernel that may
-not be refused.
+`make sweep` runs it; SWEEP_ARGS are its arguments. It fails on one wrong result, and on one refusal of a kernel that
+may not be refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The points of the sweep (kernel x sharding of its buffers x mesh x size), and what comes of one: right, refused, wrong.
+"""The points of the sweep (kernel x sharding of its buffers x mesh x size), and what comes of each of them.
 
-A sharding gives every buffer, per mesh axis, one of its dims or None; axes may share a dim. The shardings of a kernel on
-a mesh are numbered, so that any of the (up to 10^11) can be named, drawn and run again.
+A sharding gives every buffer, per mesh axis, one of its dims or None; axes may share a dim. The shardings of a kernel
+on a mesh are numbered, so that any of the (up to 10^11) can be named, drawn and run again.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from kernels.catalogue.elementwise import ARITHMETIC_CASES
 from kernels.catalogue.products import MATMUL_CASES, MLP_CASES
 from kernels.catalogue.rows import NORM_CASES, REDUCE_CASES, SOFTMAX_CASES
 from mesh_tensor.runtime.interpreter import interpret
+from tests.kernels.adversarial import ADVERSARIAL_CASES
 
-KERNELS = {case.name: case for case in CASES}
+KERNELS = {case.name: case for case in (*CASES, *ADVERSARIAL_CASES)}
 MESHES = ((1,), (2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2))
 AXES = "xyz"
 
