@@ -44,15 +44,16 @@ class Partial:
 Placement = Shard | Replicate | Partial
 
 
-def state(
-    mesh: Mesh, ndim: int, sharding: Any, replicate: str | Iterable[str], partial: Any
-) -> tuple[dict[str, Placement], list[str]]:
+def state(mesh: Mesh, ndim: int, sharding: Any, replicate: Any, partial: Any) -> tuple[dict[str, Placement], list[str]]:
     """axis -> placement as the three arguments of `Sharding.make` state it, and all that is wrong with them."""
     problems: list[str] = []
     stated: list[tuple[str, Placement]] = []
     for axis, dim in _items(sharding, "sharding", problems):
         stated.append((axis, Replicate() if dim is None else Shard(dim)))
-    stated += [(axis, Replicate()) for axis in ([replicate] if isinstance(replicate, str) else replicate)]
+    if replicate is not None and not isinstance(replicate, Iterable):
+        problems.append(f"`replicate` is {replicate!r}, which is not a tuple of axis names")
+        replicate = ()
+    stated += [(axis, Replicate()) for axis in ([replicate] if isinstance(replicate, str) else replicate or ())]
     stated += [(axis, Partial(op)) for axis, op in _items(partial, "partial", problems)]
     by_axis, wrong = collect(mesh, ndim, stated)
     return by_axis, problems + wrong

@@ -1,0 +1,264 @@
+"""What users call inside and around a kernel: state how its buffers lie on a mesh, and read that back.
+
+An annotated function has two attributes: `mesh_tensor_info`, from the data variable of a parameter's buffer to its
+metadata, and `mesh_tensor_mesh`, the axes of the mesh with their sizes, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import tilelang.language as T
+from tvm import ir, tirx
+from tvm.script.ir_builder import IRBuilder
+
+from ._annotation import HOW_TO_ANNOTATE, Annotation, check, complete, from_attr, metadata_to_attr
+from .errors import listing, refuse
+from .mesh import Mesh
+from .sharding import ceildiv
+
+INFO_ATTR = "mesh_tensor_info"
+MESH_ATTR = "mesh_tensor_mesh"
+
+__all__ = ["INFO_ATTR", "MESH_ATTR", "Annotation", "annotate", "mesh_tensor_functions", "read_annotations"]
+
+_DEFAULT_MESH = Mesh({"x": 4, "y": 4})
+
+
+def mesh_tensor_functions(mesh_shape: Mapping[str, int] | Mesh = _DEFAULT_MESH) -> dict[str, Callable[..., Any]]:
+    """Helpers for the body of a kernel over a whole tensor that lies on a mesh: a dict with
+
+    - `annotate_mesh_tensor_info({buffer: {"block_shape", "program_id", "sharding"[, "replicate", "partial"]}, ...})`
+    - `get_tile_shape(buffer)`: the shape of what one device holds of an annotated buffer
+    - `mesh_tensor_copy(src, dst, *, src_coord=None, dst_coord=None)`: a `T.copy` of the blocks at these coordinates
+
+    which share what the first one stored, per buffer.
+
+    >>> sorted(mesh_tensor_functions({"x": 2}))
+    ['annotate_mesh_tensor_info', 'get_tile_shape', 'mesh_tensor_copy']
+    """
+    helpers = _Helpers(Mesh(mesh_shape))
+    return {
+        "annotate_mesh_tensor_info": helpers.annotate_mesh_tensor_info,
+        "get_tile_shape": helpers.get_tile_shape,
+        "mesh_tensor_copy": helpers.mesh_tensor_copy,
+    }
+
+
+class _Helpers:
+    """The three helpers and what they share: what is stated about each buffer, by its data variable."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._annotations: dict[tirx.Var, Annotation] = {}
+
+    def annotate_mesh_tensor_info(self, mesh_tensor_info: Mapping[tirx.Buffer, Mapping[str, Any]]) -> Any:
+        """State how buffers lie on the mesh. Call it once, before `T.Kernel`, with all the annotated parameters: it
+        attaches copies of the metadata to the kernel. (Outside of a kernel it returns the attributes instead.)"""
+        if not isinstance(mesh_tensor_info, Mapping):
+            refuse(f"the annotation is {mesh_tensor_info!r}, which is not a dict from buffers", fix=HOW_TO_ANNOTATE)
+        annotations, info, problems = {}, {}, []
+        for buffer, metadata in mesh_tensor_info.items():
+            if not isinstance(buffer, tirx.Buffer):
+                problems.append(f"{buffer!r} is annotated, but it is no buffer")
+                continue
+            annotation, wrong = check(self._mesh, len(buffer.shape), metadata)
+            problems += [f"buffer {buffer.name!r}: {problem}" for problem in wrong]
+            if annotation is not None:
+                annotations[buffer.data] = annotation
+                info[buffer.data] = metadata_to_attr(metadata, annotation)
+        if problems:
+            refuse(problems, where=str(self._mesh), fix=HOW_TO_ANNOTATE)
+        attached = _attach(self._mesh, info)
+        self._annotations.update(annotations)
+        return attached
+
+    def get_tile_shape(self, buffer: tirx.Buffer) -> tuple[Any, ...]:
+        """The shape of what one device holds of `buffer`: ceildiv(dim, axis sizes), symbolic where the dim is."""
+        return self._annotation(buffer).sharding.tile_shape([_constant(dim) for dim in buffer.shape])
+
+    def mesh_tensor_copy(self, src: Any, dst: Any, *, src_coord: Any = None, dst_coord: Any = None) -> Any:
+        """`T.copy` from `src` to `dst`; where a coordinate is given, from or to that block of the buffer."""
+        source, target = self._block(src, src_coord, "src_coord"), self._block(dst, dst_coord, "dst_coord")
+        _check_extents(source, target)
+        copy = T.copy(source, target)
+        if not IRBuilder.is_in_scope() or not isinstance(copy, tirx.PrimExpr):
+            return copy
+        T.evaluate(copy)
+        return None
+
+    def _block(self, buffer: Any, coordinate: Any, argument: str) -> Any:
+        if coordinate is None:
+            return buffer
+        block_shape = self._annotation(buffer).block_shape
+        place = coordinate if isinstance(coordinate, (list, tuple)) else (coordinate,)
+        where = f"mesh_tensor_copy, buffer {buffer.name!r}"
+        if block_shape is None:
+            refuse(f"`{argument}` is given, but the `block_shape` is None", where=where, fix="annotate a `block_shape`")
+        if len(place) != len(block_shape):
+            refuse(
+                f"`{argument}` {tuple(place)} has {len(place)} coordinates, but the buffer has {len(block_shape)} dims",
+                where=where,
+                fix=f"give one block coordinate per dim (block_shape is {block_shape})",
+            )
+        for index, (size, dim) in enumerate(zip(block_shape, buffer.shape, strict=True)):
+            _check_coordinate(place[index], size, _constant(dim), f"`{argument}`, dim {index}", where)
+        ranges = [ir.Range.from_min_extent(at * size, size) for at, size in zip(place, block_shape, strict=True)]
+        return tirx.BufferRegion(buffer, ranges)
+
+    def _annotation(self, buffer: Any) -> Annotation:
+        if not isinstance(buffer, tirx.Buffer):
+            refuse(f"{buffer!r} is no buffer", fix="give a whole buffer that annotate_mesh_tensor_info has annotated")
+        found = self._annotations.get(buffer.data)
+        if found is None:
+            refuse(
+                f"buffer {buffer.name!r} has no mesh metadata",
+                where=f"the helpers of {self._mesh}",
+                fix="annotate it with the annotate_mesh_tensor_info of the same mesh_tensor_functions(...), before "
+                f"this call: {HOW_TO_ANNOTATE}",
+            )
+        return found
+
+
+def annotate(prim_func: tirx.PrimFunc, mesh: Mesh | Mapping[str, int], shardings: Mapping[str, Any]) -> tirx.PrimFunc:
+    """`prim_func` with the layout of its parameters stated from outside, for a kernel that must not be edited.
+
+    `shardings` goes from the name of a parameter's buffer to how it lies on the mesh: `{"x": 0, "y": 1}`, a Sharding,
+    its text `"S[0], R"`, or a metadata dict that may leave out what it doesn't state, as
+    `{"sharding": {"x": 0}, "partial": {"y": "sum"}}`. What the kernel stated before is replaced; `prim_func` itself
+    stays as it is."""
+    mesh = Mesh(mesh)
+    buffers = {buffer.name: buffer for buffer in _parameters(prim_func)}
+    where = f"kernel {_name(prim_func)!r} on {mesh}"
+    if not isinstance(shardings, Mapping):
+        refuse(f"the shardings are {shardings!r}, which is not a dict from buffer names", where=where)
+    problems = [
+        f"buffer {name!r} is no parameter of the kernel (parameters: {listing(tuple(buffers))})"
+        for name in shardings
+        if name not in buffers
+    ]
+    info = {}
+    for name, buffer in buffers.items():
+        if name in shardings:
+            metadata = complete(mesh, shardings[name])
+            annotation, wrong = check(mesh, len(buffer.shape), metadata)
+            problems += [f"buffer {name!r}: {problem}" for problem in wrong]
+            if annotation is not None:
+                info[buffer.data] = metadata_to_attr(metadata, annotation)
+    if problems:
+        refuse(problems, where=where, fix=f"name parameters of the kernel; {HOW_TO_ANNOTATE}")
+    return prim_func.with_attr(_attrs(mesh, info))
+
+
+def read_annotations(func: tirx.PrimFunc) -> tuple[Mesh, dict[str, Annotation]]:
+    """The mesh of an annotated kernel, and what is stated per parameter, by the name of its buffer, in the order of the
+    parameters; a parameter that nothing annotates is left out."""
+    buffers = {buffer.data: buffer for buffer in _parameters(func)}
+    where = f"kernel {_name(func)!r}"
+    attrs = func.attrs or {}
+    missing = [f"the kernel has no `{key}` attribute" for key in (INFO_ATTR, MESH_ATTR) if key not in attrs]
+    if missing:
+        refuse(
+            missing,
+            where=where,
+            why="nothing says how its buffers lie on a mesh",
+            fix='call annotate_mesh_tensor_info in its body, or mesh_tensor.annotate(prim_func, mesh, {"A": {"x": 0}})',
+        )
+    mesh, info = Mesh(dict(from_attr(attrs[MESH_ATTR]))), attrs[INFO_ATTR]
+    problems = [
+        f"buffer {data.name!r} is annotated, but it is no parameter (parameters: {listing(_names(buffers.values()))})"
+        for data in info
+        if data not in buffers
+    ]
+    annotations = {}
+    for data, buffer in buffers.items():
+        if data in info:
+            annotation, wrong = check(mesh, len(buffer.shape), from_attr(info[data]))
+            problems += [f"buffer {buffer.name!r}: {problem}" for problem in wrong]
+            if annotation is not None:
+                annotations[buffer.name] = annotation
+    if problems:
+        refuse(problems, where=f"{where} on {mesh}", fix=f"annotate parameters of the kernel; {HOW_TO_ANNOTATE}")
+    return mesh, annotations
+
+
+def _parameters(func: Any) -> list[tirx.Buffer]:
+    if not isinstance(func, tirx.PrimFunc):
+        refuse(
+            f"{func!r} is no PrimFunc",
+            fix="give what @T.prim_func makes; of a @tilelang.jit function, what its get_tir(...) gives",
+        )
+    buffers = [func.buffer_map[param] for param in func.params if param in func.buffer_map]
+    names = _names(buffers)
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        refuse(
+            [f"several parameters are named {name!r}" for name in sorted(twice)],
+            where=f"kernel {_name(func)!r}",
+            fix="give every parameter's buffer a name of its own",
+        )
+    return buffers
+
+
+def _names(buffers: Iterable[tirx.Buffer]) -> list[str]:
+    return [str(buffer.name) for buffer in buffers]
+
+
+def _name(func: tirx.PrimFunc) -> str:
+    return str((func.attrs or {}).get("global_symbol", "main"))
+
+
+def _attrs(mesh: Mesh, info: dict[tirx.Var, dict[str, Any]]) -> dict[str, Any]:
+    return {INFO_ATTR: info, MESH_ATTR: [[axis, size] for axis, size in mesh.shape.items()]}
+
+
+def _attach(mesh: Mesh, info: dict[tirx.Var, dict[str, Any]]) -> Any:
+    attrs = _attrs(mesh, info)
+    if not IRBuilder.is_in_scope():
+        return attrs
+    try:
+        return T.func_attr(attrs)
+    except ValueError as error:
+        refuse(
+            "the annotation can't be attached to the kernel",
+            where=str(mesh),
+            why=str(error),
+            fix="call annotate_mesh_tensor_info once per kernel, before T.Kernel, with all the buffers it annotates",
+        )
+
+
+def _constant(dim: Any) -> Any:
+    return dim.value if isinstance(dim, tirx.IntImm) else dim
+
+
+def _check_coordinate(at: Any, size: Any, dim: Any, what: str, where: str) -> None:
+    """A constant coordinate names a block that exists."""
+    at, size = _constant(at), _constant(size)
+    if all(isinstance(value, int) for value in (at, size, dim)):
+        blocks = max(1, ceildiv(dim, size))
+        if not 0 <= at < blocks:
+            refuse(f"{what}: there is no block {at}", where=where, fix=f"blocks of {size} go from 0 to {blocks - 1}")
+
+
+def _check_extents(src: Any, dst: Any) -> None:
+    """Where both sides' extents are known, those other than 1 pair up in order: T.copy doesn't check that."""
+    extents = [_extents(side) for side in (src, dst)]
+    if None in extents or extents[0] == extents[1]:
+        return
+    names = [(side.buffer if isinstance(side, tirx.BufferRegion) else side).name for side in (src, dst)]
+    refuse(
+        f"can't copy {extents[0]} elements of {names[0]!r} to {extents[1]} elements of {names[1]!r}",
+        where="mesh_tensor_copy (dims of extent 1 are left out)",
+        fix="give `src_coord` or `dst_coord` where a block is meant, with a `block_shape` like the other side's shape",
+    )
+
+
+def _extents(side: Any) -> list[int] | None:
+    if isinstance(side, tirx.Buffer):
+        extents = [_constant(dim) for dim in side.shape]
+    elif isinstance(side, tirx.BufferRegion):
+        extents = [_constant(dim.extent) for dim in side.region]
+    else:
+        return None
+    return [extent for extent in extents if extent != 1] if all(isinstance(e, int) for e in extents) else None
