@@ -19,13 +19,14 @@ def flash_attention(
     groups=1,
     block_M=64,
     block_N=64,
-    dtype="float32",
+    dtype="float16",
     accum_dtype="float32",
 ):
     """`Out = softmax(Q @ K^T / sqrt(dim)) @ V` per batch and head, walking K and V in blocks with an online softmax.
 
     `causal`: query i sees the keys up to `i + seq_kv - seq_q`; with `skip_masked_blocks` the loop ends at the last
-    block that the query block sees. `groups` query heads share one head of K and V."""
+    block that the query block sees. `groups` query heads share one head of K and V. TileLang compiles float32 for
+    CPUs only."""
     scale = LOG2_E / math.sqrt(dim)
     past = seq_kv - seq_q
     kv_blocks = -(-seq_kv // block_N)
@@ -63,7 +64,7 @@ def flash_attention(
                         )
                     else:
                         scores[i, j] = T.if_then_else(ko * block_N + j < seq_kv, 0, -T.infinity(accum_dtype))
-                T.gemm(Q_shared, K_shared, scores, transpose_B=True)
+                T.gemm(Q_shared, K_shared, scores, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                 T.copy(row_max, row_max_prev)
                 T.reduce_max(scores, row_max, dim=1, clear=False)
                 for i in T.Parallel(block_M):
@@ -77,7 +78,7 @@ def flash_attention(
                     acc[i, j] = acc[i, j] * rescale[i]
                 T.copy(scores, weights)
                 T.copy(V[bz, by // groups, ko * block_N, 0], V_shared)
-                T.gemm(weights, V_shared, acc)
+                T.gemm(weights, V_shared, acc, policy=T.GemmWarpPolicy.FullRow)
             for i, j in T.Parallel(block_M, dim):
                 acc[i, j] = acc[i, j] / row_sum[i]
             T.copy(acc, Out[bz, by, bx * block_M, 0])
