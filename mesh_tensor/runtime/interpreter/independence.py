@@ -1,0 +1,148 @@
+"""Which loops of a nest may run all their iterations at once, without a difference from running them in order.
+
+A loop may, if any two accesses of one element (at least one of them a write) in the nest happen in the same iteration
+of that loop: then everything that depends on each other keeps its order. This is decided from the index expressions,
+as linear forms of the loop variables; what can't be decided runs in order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
+
+from tvm import tirx
+
+from .affine import Affine, AffineReader, joined_div_mod
+from .nest import Loop, Touch, read_nest
+
+
+def lanes_of(root: tirx.For) -> dict[int, int]:
+    """The axis of each loop (by the id of its variable) of the nest at `root` that may run all at once: its depth among
+    those."""
+    nest = read_nest(root)
+    if nest is None:
+        return {}
+    lanes = {var for var, bounds in nest.bounds.items() if not nest.changes(bounds)}
+    written = nest.written
+    touches = [t for t in nest.touches if t.data in written]
+    reader = AffineReader(nest.binds, nest.is_atom)
+    forms = {id(t): [reader.read(i) for i in joined_div_mod(t.indices)] for t in touches}
+    for a, b in combinations_with_replacement(touches, 2):
+        common = [x for x, y in zip(a.loops, b.loops, strict=False) if x is y]
+        if a.data != b.data or not (a.writes or b.writes) or lanes.isdisjoint(loop.var for loop in common):
+            continue
+        same = _same_iteration(a, b, forms[id(a)], forms[id(b)], common) if a.buffer.same_as(b.buffer) else set()
+        lanes -= {loop.var for loop in common} - same
+    axes: dict[int, int] = {}
+    _number(root, lanes, 0, axes)
+    return axes
+
+
+def _number(stmt: tirx.Stmt, lanes: set[int], depth: int, axes: dict[int, int]) -> None:
+    if isinstance(stmt, tirx.For):
+        if hash(stmt.loop_var) in lanes:
+            axes[hash(stmt.loop_var)] = depth
+            depth += 1
+        _number(stmt.body, lanes, depth, axes)
+    elif isinstance(stmt, tirx.SeqStmt):
+        for child in stmt.seq:
+            _number(child, lanes, depth, axes)
+    elif isinstance(stmt, tirx.IfThenElse):
+        _number(stmt.then_case, lanes, depth, axes)
+        if stmt.else_case is not None:
+            _number(stmt.else_case, lanes, depth, axes)
+    elif isinstance(stmt, tirx.AttrStmt):
+        _number(stmt.body, lanes, depth, axes)
+
+
+@dataclass(frozen=True)
+class _Unknown:
+    """A quantity in `low..high` that is multiplied by `scale`; `var` if it is the difference of a common loop's two
+    iterations."""
+
+    scale: int
+    low: float
+    high: float
+    var: int | None = None
+
+
+def _same_iteration(
+    a: Touch, b: Touch, at_a: list[Affine | None], at_b: list[Affine | None], common: list[Loop]
+) -> set[int]:
+    """The common loops that are in the same iteration whenever `a` and `b` touch the same element; all of them if they
+    never do."""
+    everything = {loop.var for loop in common}
+    equal = {loop.var for loop in common if loop.extent is not None and loop.extent <= 1}
+    equations = [_equation(x, y, a, b, common) for x, y in zip(at_a, at_b, strict=True)]
+    progress = True
+    while progress:
+        progress = False
+        for equation in equations:
+            if equation is None:
+                continue
+            unknowns, offset = equation
+            open_ones = [u for u in unknowns if u.var not in equal]
+            if _never_zero(open_ones, offset):
+                return everything
+            found = _forced(open_ones, offset)
+            progress |= not found <= equal
+            equal |= found
+    return equal
+
+
+def _equation(
+    x: Affine | None, y: Affine | None, a: Touch, b: Touch, common: list[Loop]
+) -> tuple[list[_Unknown], int] | None:
+    """`x == y` at two iterations, as `sum of unknowns + offset == 0`; None if nothing is known."""
+    if x is None or y is None:
+        return None
+    shared = {loop.var: loop for loop in common}
+    unknowns: list[_Unknown] = []
+    for form, touch, sign in ((x, a, 1), (y, b, -1)):
+        own = {loop.var: loop for loop in touch.loops}
+        for atom, scale in form.terms.items():
+            if atom in shared and x.terms.get(atom) == y.terms.get(atom):
+                if sign > 0:
+                    reach = _span(shared[atom])
+                    unknowns.append(_Unknown(scale, -reach, reach, atom))
+            elif atom in own:
+                loop = own[atom]
+                low = -math.inf if loop.low is None else loop.low
+                high = math.inf if loop.low is None else loop.low + _span(loop)
+                unknowns.append(_Unknown(sign * scale, low, high))
+            elif x.terms.get(atom) != y.terms.get(atom):
+                return None
+    return unknowns, x.const - y.const
+
+
+def _span(loop: Loop) -> float:
+    return math.inf if loop.extent is None else max(loop.extent - 1, 0)
+
+
+def _range(unknowns: Iterable[_Unknown], offset: int) -> tuple[float, float]:
+    low = high = float(offset)
+    for u in unknowns:
+        ends = (u.scale * u.low, u.scale * u.high)
+        low, high = low + min(ends), high + max(ends)
+    return low, high
+
+
+def _never_zero(unknowns: list[_Unknown], offset: int) -> bool:
+    low, high = _range(unknowns, offset)
+    divisor = math.gcd(*(u.scale for u in unknowns))
+    return low > 0 or high < 0 or (offset % divisor != 0 if divisor else offset != 0)
+
+
+def _forced(unknowns: list[_Unknown], offset: int) -> set[int]:
+    """The differences that must be 0: those whose one step is more than all the rest can make up for."""
+    forced: set[int] = set()
+    rest = sorted(unknowns, key=lambda u: -abs(u.scale))
+    while rest:
+        first, rest = rest[0], rest[1:]
+        low, high = _range(rest, offset)
+        if first.var is None or abs(first.scale) <= max(abs(low), abs(high)):
+            break
+        forced.add(first.var)
+    return forced

@@ -1,0 +1,302 @@
+"""TIR statements, compiled into closures over a frame. One small function per kind of node and one table.
+
+Grid loops and loops that carry something run as Python loops. A nest whose iterations are independent of each other
+(see `independence`) runs over lanes: each statement once, for all iterations together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from tvm import ir, tirx
+
+from mesh_tensor.errors import MeshTensorError
+from mesh_tensor.rules.tile_ops import Atomic, parse_tile_op
+
+from .access import Access
+from .expressions import compile_expr, under_mask
+from .independence import lanes_of
+from .nest import is_element_update, loads_in
+from .numerics import UFUNCS, convert, numpy_dtype, poisoned
+from .scope import MASK, Action, Code, Frame, Lane, Scope
+from .tiles import compile_tile_op
+
+_NO_EFFECT = {
+    "tirx.assume",
+    "tirx.tvm_storage_sync",
+    "tirx.ptx_commit_group",
+    "tirx.ptx_wait_group",
+    "tl.annotate_consumer_reg_alloc",
+    "tl.annotate_producer_reg_dealloc",
+    "tl.no_set_max_nreg",
+    "tl.ptx_commit_group",
+    "tl.ptx_wait_group",
+    "tl.sync_warp",
+    "tl.wait_wgmma",
+}
+
+
+class _Break(Exception):
+    """Leaves the innermost loop."""
+
+
+class _Continue(Exception):
+    """Goes on with the innermost loop's next iteration."""
+
+
+def compile_stmt(stmt: tirx.Stmt, scope: Scope) -> Action:
+    """`stmt` as a closure."""
+    build = _BUILDERS.get(type(stmt))
+    if build is None:
+        raise MeshTensorError(f"the interpreter does not know the statement {type(stmt).__name__}:\n{stmt}")
+    return build(stmt, scope)
+
+
+def _in_turn(actions: Sequence[Action]) -> Action:
+    if len(actions) == 1:
+        return actions[0]
+
+    def run(frame: Frame) -> None:
+        for action in actions:
+            action(frame)
+
+    return run
+
+
+def _nothing(frame: Frame) -> None:
+    return None
+
+
+def _seq(stmt: tirx.SeqStmt, scope: Scope) -> Action:
+    return _in_turn([a for a in [compile_stmt(s, scope) for s in stmt.seq] if a is not _nothing])
+
+
+def _for(stmt: tirx.For, scope: Scope) -> Action:
+    if not scope.axes:
+        axes = lanes_of(stmt)
+        if hash(stmt.loop_var) in axes:
+            scope.axis_of = axes
+            action = _lane_loop(stmt, scope)
+            scope.axis_of = {}
+            return action
+    if hash(stmt.loop_var) in scope.axis_of:
+        return _lane_loop(stmt, scope)
+    return _python_loop(stmt, scope)
+
+
+def _python_loop(stmt: tirx.For, scope: Scope) -> Action:
+    low, extent = compile_expr(stmt.min, scope), compile_expr(stmt.extent, scope)
+    if low.varies or extent.varies:
+        return _ragged_loop(stmt, low, extent, scope)
+    slot = scope.define(stmt.loop_var)
+    body = compile_stmt(stmt.body, scope)
+    body = _until(_Continue, body) if scope.jumps else body
+
+    def run(frame: Frame) -> None:
+        start = int(low.run(frame))
+        for step in range(start, start + int(extent.run(frame))):
+            frame[slot] = step
+            body(frame)
+
+    return _until(_Break, run) if scope.jumps else run
+
+
+def _ragged_loop(stmt: tirx.For, low: Code, extent: Code, scope: Scope) -> Action:
+    """A loop over lanes that don't all run as many iterations: those that are done are masked off."""
+    slot = scope.define(stmt.loop_var, low.varies)
+    body = compile_stmt(stmt.body, scope)
+
+    def run(frame: Frame) -> None:
+        start, count, mask = low.run(frame), np.asarray(extent.run(frame)), frame[MASK]
+        most = int(np.max(count if mask is None else np.where(mask, count, 0), initial=0))
+        for step in range(most):
+            frame[slot] = start + step
+            under_mask(frame, step < count, body)
+
+    return run
+
+
+def _lane_loop(stmt: tirx.For, scope: Scope) -> Action:
+    low, extent = compile_expr(stmt.min, scope), compile_expr(stmt.extent, scope)
+    slot = scope.define(stmt.loop_var, varies=True)
+    axis = scope.axis_of[hash(stmt.loop_var)]
+    lane = scope.lanes[hash(stmt.loop_var)] = Lane(axis, scope.new_slot(), scope.new_slot())
+    dtype = numpy_dtype(stmt.loop_var.dtype)
+    shape = tuple(-1 if a == axis else 1 for a in range(scope.axes))
+    body = compile_stmt(stmt.body, scope)
+
+    def run(frame: Frame) -> None:
+        start, count = int(low.run(frame)), int(extent.run(frame))
+        if count > 0:
+            frame[lane.start], frame[lane.size] = start, count
+            frame[slot] = np.arange(start, start + count, dtype=dtype).reshape(shape)
+            body(frame)
+
+    return run
+
+
+def _while(stmt: tirx.While, scope: Scope) -> Action:
+    condition, body = compile_expr(stmt.condition, scope), compile_stmt(stmt.body, scope)
+    body = _until(_Continue, body) if scope.jumps else body
+
+    def run(frame: Frame) -> None:
+        while condition.run(frame):
+            body(frame)
+
+    return _until(_Break, run) if scope.jumps else run
+
+
+def _if(stmt: tirx.IfThenElse, scope: Scope) -> Action:
+    condition, then = compile_expr(stmt.condition, scope), compile_stmt(stmt.then_case, scope)
+    otherwise = _nothing if stmt.else_case is None else compile_stmt(stmt.else_case, scope)
+
+    def scalar(frame: Frame) -> None:
+        if condition.run(frame):
+            then(frame)
+        else:
+            otherwise(frame)
+
+    def lanes(frame: Frame) -> None:
+        where = condition.run(frame)
+        under_mask(frame, where, then)
+        if otherwise is not _nothing:
+            under_mask(frame, ~where, otherwise)
+
+    return lanes if condition.varies else scalar
+
+
+def _bind(stmt: tirx.Bind, scope: Scope) -> Action:
+    value = stmt.value
+    if isinstance(value, tirx.Call) and isinstance(value.op, ir.Op) and value.op.name == "tl.launch_thread_idx":
+        return _nothing
+    code = compile_expr(value, scope)
+    if not loads_in(value):
+        scope.binds[hash(stmt.var)] = value
+    slot = scope.define(stmt.var, code.varies)
+
+    def scalar(frame: Frame) -> None:
+        frame[slot] = code.run(frame)
+
+    def lanes(frame: Frame) -> None:
+        new = code.run(frame)
+        frame[slot] = new if new.base is None else new.copy()
+
+    return lanes if code.varies else scalar
+
+
+def _store(stmt: tirx.BufferStore, scope: Scope) -> Action:
+    return Access(stmt.buffer, stmt.indices, scope, compile_expr).store(compile_expr(stmt.value, scope))
+
+
+def _update(op: Atomic, scope: Scope) -> Action:
+    """An atomic update of one element per lane."""
+    access = Access(op.dst.buffer, op.dst.mins, scope, compile_expr)
+    old, new = access.load(), compile_expr(op.value, scope)
+    combine, dtype = UFUNCS[op.op], numpy_dtype(op.dst.buffer.dtype)
+    return access.store(
+        Code(lambda frame: combine(old.run(frame), convert(new.run(frame), dtype)), old.varies or new.varies)
+    )
+
+
+def _evaluate(stmt: tirx.Evaluate, scope: Scope) -> Action:
+    op = parse_tile_op(stmt)
+    if isinstance(op, Atomic) and is_element_update(op):
+        return _update(op, scope)
+    if op is not None:
+        return compile_tile_op(op, scope)
+    if isinstance(stmt.value, (tirx.IntImm, tirx.Var)):
+        return _nothing
+    name = stmt.value.op.name if isinstance(stmt.value, tirx.Call) and isinstance(stmt.value.op, ir.Op) else ""
+    if name in _NO_EFFECT:
+        return _nothing
+    if name in ("tl.loop_break", "tirx.break_loop"):
+        return _jump(_Break, scope)
+    if name == "tirx.continue_loop":
+        return _jump(_Continue, scope)
+    if name.startswith("mesh."):
+        raise MeshTensorError(f"the interpreter runs one device's kernel; {name} is a collective and not part of one")
+    raise MeshTensorError(f"the interpreter does not know the operation {name or stmt.value}:\n{stmt}")
+
+
+def _jump(signal: type[Exception], scope: Scope) -> Action:
+    scope.jumps = True
+
+    def run(frame: Frame) -> None:
+        raise signal
+
+    return run
+
+
+def _until(signal: type[Exception], action: Action) -> Action:
+    def run(frame: Frame) -> None:
+        try:
+            action(frame)
+        except signal:
+            return
+
+    return run
+
+
+def _block_realize(stmt: tirx.SBlockRealize, scope: Scope) -> Action:
+    block = stmt.block
+    if block.init is not None or block.match_buffers:
+        raise MeshTensorError(f"block {block.name_hint!r} has an init or match_buffer: not a TileLang kernel's")
+    names = [
+        (scope.define(iter_var.var), compile_expr(value, scope).run)
+        for iter_var, value in zip(block.iter_vars, stmt.iter_values, strict=True)
+    ]
+    enter = _in_turn([*[_allocation(b, scope) for b in block.alloc_buffers], compile_stmt(block.body, scope)])
+    condition = compile_expr(stmt.predicate, scope)
+
+    def run(frame: Frame) -> None:
+        for slot, value in names:
+            frame[slot] = value(frame)
+        if condition.run(frame):
+            enter(frame)
+
+    return run
+
+
+def _allocation(buffer: tirx.Buffer, scope: Scope) -> Action:
+    extents = [compile_expr(n, scope) for n in buffer.shape]
+    dtype = numpy_dtype(buffer.dtype)
+    slot = scope.define_buffer(buffer)
+    make: Callable[..., Any] = poisoned if scope.poison else np.zeros
+
+    def run(frame: Frame) -> None:
+        frame[slot] = make([n.run(frame) for n in extents], dtype)
+
+    return run
+
+
+def _alloc_buffer(stmt: Any, scope: Scope) -> Action:
+    return _allocation(stmt.buffer, scope)
+
+
+def _assert(stmt: tirx.AssertStmt, scope: Scope) -> Action:
+    condition = compile_expr(stmt.condition, scope)
+    message = "".join(part.value for part in stmt.message_parts)
+
+    def run(frame: Frame) -> None:
+        if not condition.run(frame):
+            raise MeshTensorError(f"the kernel's assertion {stmt.condition} failed: {message}")
+
+    return run
+
+
+_BUILDERS: dict[type, Callable[[Any, Scope], Action]] = {
+    tirx.SeqStmt: _seq,
+    tirx.For: _for,
+    tirx.While: _while,
+    tirx.IfThenElse: _if,
+    tirx.Bind: _bind,
+    tirx.BufferStore: _store,
+    tirx.Evaluate: _evaluate,
+    tirx.SBlockRealize: _block_realize,
+    tirx.AttrStmt: lambda stmt, scope: compile_stmt(stmt.body, scope),
+    tirx.AllocBuffer: _alloc_buffer,
+    tirx.DeclBuffer: lambda stmt, scope: _nothing,
+    tirx.AssertStmt: _assert,
+}
