@@ -1,0 +1,104 @@
+"""Small helpers over TIR expressions and statements, shared by the passes for the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from tvm import ir, tirx
+
+BINARY = (
+    tirx.Add,
+    tirx.Sub,
+    tirx.Mul,
+    tirx.Div,
+    tirx.Mod,
+    tirx.FloorDiv,
+    tirx.FloorMod,
+    tirx.Min,
+    tirx.Max,
+)
+COMPARISON = (tirx.EQ, tirx.NE, tirx.LT, tirx.LE, tirx.GT, tirx.GE)
+LEAVES = (tirx.Var, tirx.IntImm, tirx.FloatImm, tirx.StringImm)
+
+
+def map_children(expr: tirx.PrimExpr, fn: Callable[[tirx.PrimExpr], tirx.PrimExpr]) -> tirx.PrimExpr:
+    """`expr` with `fn` applied to each of its operands; nothing is folded or simplified."""
+    if isinstance(expr, LEAVES):
+        return expr
+    if isinstance(expr, BINARY + COMPARISON + (tirx.And, tirx.Or)):
+        return type(expr)(fn(expr.a), fn(expr.b))
+    if isinstance(expr, tirx.Not):
+        return tirx.Not(fn(expr.a))
+    if isinstance(expr, tirx.Select):
+        return tirx.Select(fn(expr.condition), fn(expr.true_value), fn(expr.false_value))
+    if isinstance(expr, tirx.Cast):
+        return tirx.Cast(expr.dtype, fn(expr.value))
+    if isinstance(expr, tirx.Call):
+        return tirx.Call(expr.dtype, expr.op, [fn(arg) for arg in expr.args])
+    if isinstance(expr, tirx.BufferLoad):
+        return tirx.BufferLoad(expr.buffer, [fn(index) for index in expr.indices])
+    raise TypeError(f"{type(expr).__name__} is not an expression that the CPU passes know")
+
+
+def children(expr: tirx.PrimExpr) -> tuple[tirx.PrimExpr, ...]:
+    """The operands of `expr`."""
+    found: list[tirx.PrimExpr] = []
+
+    def take(child: tirx.PrimExpr) -> tirx.PrimExpr:
+        found.append(child)
+        return child
+
+    map_children(expr, take)
+    return tuple(found)
+
+
+def op_name(expr: object) -> str:
+    """The name of the operator that `expr` calls, or "" if it is no such call."""
+    return expr.op.name if isinstance(expr, tirx.Call) and isinstance(expr.op, ir.Op) else ""
+
+
+def is_pure_index(expr: tirx.PrimExpr) -> bool:
+    """Whether `expr` keeps its value: it reads no memory and calls nothing."""
+    if isinstance(expr, tirx.BufferLoad | tirx.Call):
+        return False
+    return isinstance(expr, LEAVES) or all(is_pure_index(child) for child in children(expr))
+
+
+def const(value: float, dtype: str) -> tirx.PrimExpr:
+    """`value` as an immediate of `dtype`."""
+    if dtype == "bool":
+        return tirx.IntImm("bool", int(value))
+    return tirx.IntImm(dtype, int(value)) if "int" in dtype else tirx.FloatImm(dtype, float(value))
+
+
+def all_of(conditions: Iterable[tirx.PrimExpr]) -> tirx.PrimExpr | None:
+    """The conjunction of `conditions`, or None if there are none."""
+    result = None
+    for condition in conditions:
+        result = condition if result is None else tirx.And(result, condition)
+    return result
+
+
+def seq(statements: Sequence[tirx.Stmt]) -> tirx.Stmt:
+    """`statements` as one."""
+    return statements[0] if len(statements) == 1 else tirx.SeqStmt(list(statements))
+
+
+def if_then(condition: tirx.PrimExpr | None, body: tirx.Stmt) -> tirx.Stmt:
+    """`body` under `condition`, or `body` itself if there is no condition."""
+    return body if condition is None else tirx.IfThenElse(condition, body, None)
+
+
+def loop_nest(
+    loops: Sequence[tuple[tirx.Var, tirx.PrimExpr, tirx.PrimExpr]], body: tirx.Stmt
+) -> tirx.Stmt:
+    """Serial loops over `(variable, begin, end)`, the first outermost."""
+    for var, begin, end in reversed(loops):
+        extent = end if isinstance(begin, tirx.IntImm) and begin.value == 0 else end - begin
+        body = tirx.For(var, begin, extent, tirx.ForKind.SERIAL, body)
+    return body
+
+
+def temporary(name: str, dtype: str, shape: Sequence[int] = (1,)) -> tirx.Buffer:
+    """A new buffer of a kernel's own."""
+    return tirx.decl_buffer(list(shape), dtype, name, scope="local")

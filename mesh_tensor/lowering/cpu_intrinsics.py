@@ -1,0 +1,57 @@
+"""How calls in TIR are spelled in C: the functions of `csrc/mesh_tensor_cpu.h`, one per operator and dtype."""
+
+from __future__ import annotations
+
+_FLOAT = frozenset({"float32", "float64"})
+_MATH = {
+    name: name
+    for name in (
+        "acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf exp exp10 exp2 fabs floor fma fmod hypot "
+        "log log10 log1p log2 nextafter pow rsqrt sigmoid sin sinh sqrt tan tanh trunc"
+    ).split()
+}
+_TIR = {f"tirx.{name}": function for name, function in _MATH.items()} | {
+    "tirx.round": "nearbyint",
+    "tirx.nearbyint": "nearbyint",
+    "tirx.isnan": "isnan",
+    "tirx.isinf": "isinf",
+    "tirx.isfinite": "isfinite",
+}
+_TL = {
+    "tl.__cos": "cos",
+    "tl.__exp": "exp",
+    "tl.__exp10": "exp10",
+    "tl.__log": "log",
+    "tl.__log10": "log10",
+    "tl.__log2": "log2",
+    "tl.__sin": "sin",
+    "tl.__tan": "tan",
+    "tl.fast_rcp": "rcp",
+    "tl.fma": "fma",
+    "tl.ieee_frcp": "rcp",
+    "tl.ieee_frsqrt": "rsqrt",
+    "tl.ieee_fsqrt": "sqrt",
+    "tl.max_nan": "max_nan",
+    "tl.min_nan": "min_nan",
+    "tl.round_ties_away_from_zero": "round",
+}
+FLOAT_FUNCTIONS = _TIR | _TL
+"""Operators on floats, by the name of the C function without `mt_` and its dtype."""
+
+EXACT = frozenset(
+    "fabs floor ceil trunc nearbyint round copysign isnan isinf isfinite max_nan min_nan max min fmod".split()
+)
+"""Functions whose result, for 16-bit arguments, needs no rounding."""
+
+LIBM = frozenset({"expf", "exp", "logf", "log", "sqrtf", "sqrt", "tanhf", "tanh", "erff", "erf", "powf", "pow"})
+"""What a kernel may call with T.call_extern."""
+
+BITWISE = frozenset(
+    f"tirx.{name}" for name in ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "shift_left", "shift_right")
+)
+
+
+def float_function(op: str, dtype: str) -> str | None:
+    """The C function for the operator `op` on arguments of `dtype`, or None if there is none."""
+    name = FLOAT_FUNCTIONS.get(op)
+    return f"mt_{name}_{dtype}" if name is not None and dtype in _FLOAT else None

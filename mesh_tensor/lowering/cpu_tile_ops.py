@@ -1,0 +1,315 @@
+"""Tile operations as plain loops.
+
+What lies outside a buffer is never touched: where a block may reach past the end, the loops are clipped (for what is
+written) and loads are guarded (for what is read, which is then 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tvm import tirx
+
+from ..errors import refuse
+from ..rules.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Region, Scan, TileOp, Transpose
+from .cpu_bounds import Bounds
+from .cpu_exprs import all_of, const, if_then, loop_nest, seq, temporary
+
+_INT_LIMITS = {
+    f"{sign}int{bits}": (0 if sign else -(1 << (bits - 1)), (1 << (bits if sign else bits - 1)) - 1)
+    for sign in ("", "u")
+    for bits in (8, 16, 32, 64)
+}
+
+
+class TileOps:
+    """Expands the tile operations of one kernel."""
+
+    def __init__(self, bounds: Bounds, safe_values: dict[tirx.Var, tirx.PrimExpr], kernel: str) -> None:
+        self._bounds = bounds
+        self._safe_values = safe_values
+        self._kernel = kernel
+        self._table: dict[type, Callable[..., tirx.Stmt]] = {
+            Copy: self._copy,
+            Fill: self._fill,
+            Gemm: self._gemm,
+            Reduce: self._reduce,
+            Atomic: self._atomic,
+            Scan: self._scan,
+            Transpose: self._transpose,
+        }
+
+    def expand(self, op: TileOp) -> tirx.Stmt:
+        """Plain loops that do what `op` does."""
+        return self._table[type(op)](op)
+
+    def _copy(self, op: Copy) -> tirx.Stmt:
+        return self._elementwise(op.src, op.dst, lambda _, value: value)
+
+    def _atomic(self, op: Atomic) -> tirx.Stmt:
+        def update(old: tirx.PrimExpr, value: tirx.PrimExpr) -> tirx.PrimExpr:
+            return combine(op.op, old, value)
+
+        if isinstance(op.value, Region):
+            return self._elementwise(op.value, op.dst, update)
+        return self._over(op.dst, lambda old: update(old, _cast(op.value, op.dst.buffer.dtype)))
+
+    def _fill(self, op: Fill) -> tirx.Stmt:
+        value = _cast(op.value, op.dst.buffer.dtype)
+        return self._over(op.dst, lambda _: value)
+
+    def _over(self, dst: Region, value_of: Callable[[tirx.PrimExpr], tirx.PrimExpr]) -> tirx.Stmt:
+        """Store `value_of(old value)` to every element of `dst`."""
+        loops, indices, conditions = self._walk(dst, [tirx.Var(f"i{d}", "int32") for d in dst.long_dims])
+        old = tirx.BufferLoad(dst.buffer, indices)
+        store = tirx.BufferStore(dst.buffer, value_of(old), indices)
+        return if_then(all_of(conditions), loop_nest(loops, store))
+
+    def _walk(
+        self, region: Region, variables: Sequence[tirx.Var]
+    ) -> tuple[list[tuple[tirx.Var, tirx.PrimExpr, tirx.PrimExpr]], list[tirx.PrimExpr], list[tirx.PrimExpr]]:
+        """Loops over the long dims of `region` clipped to its buffer, the indices, and what the other dims ask for."""
+        indices = list(region.mins)
+        loops, conditions = [], []
+        for dim, size in enumerate(region.buffer.shape):
+            if dim not in region.long_dims:
+                conditions += self._bounds.outside(region.mins[dim], size)
+                continue
+            var = variables[len(loops)]
+            loops.append((var, *self._bounds.clip(region.mins[dim], region.extents[dim], size)))
+            indices[dim] = region.mins[dim] + var
+        return loops, indices, conditions
+
+    def _elementwise(
+        self, src: Region, dst: Region, update: Callable[[tirx.PrimExpr, tirx.PrimExpr], tirx.PrimExpr]
+    ) -> tirx.Stmt:
+        """`dst[...] = update(dst[...], cast(src[...]))` for every element, 0 standing for what is outside `src`."""
+        if len(src.long_dims) != len(dst.long_dims):
+            self._refuse_shapes(src, dst)
+        variables = [tirx.Var(f"i{d}", "int32") for d in range(len(dst.long_dims))]
+        dst = self._no_longer_than(dst, src)
+        loops, dst_indices, conditions = self._walk(dst, variables)
+        src_loops, src_indices, src_conditions = self._walk(src, variables)
+
+        def nest(value: tirx.PrimExpr) -> tirx.Stmt:
+            new = update(tirx.BufferLoad(dst.buffer, dst_indices), _cast(value, dst.buffer.dtype))
+            return loop_nest(loops, tirx.BufferStore(dst.buffer, new, dst_indices))
+
+        load = tirx.BufferLoad(src.buffer, src_indices)
+        covered, element = list(src_conditions), list(src_conditions)
+        for (var, begin, end), (_, src_begin, src_end) in zip(loops, src_loops, strict=True):
+            if not self._bounds.proves(src_begin <= begin):
+                covered.append(src_begin <= begin)
+                element.append(src_begin <= var)
+            if not self._bounds.proves(end <= src_end):
+                covered.append(end <= src_end)
+                element.append(var < src_end)
+        whole = all_of(covered)
+        body = nest(load)
+        if whole is not None:
+            safe = _cast(self._safe_values.get(src.buffer.data, const(0, src.buffer.dtype)), src.buffer.dtype)
+            body = tirx.IfThenElse(whole, body, nest(tirx.Select(all_of(element), load, safe)))
+        return if_then(all_of(conditions), body)
+
+    def _no_longer_than(self, dst: Region, src: Region) -> Region:
+        extents = list(dst.extents)
+        for dst_dim, src_dim in zip(dst.long_dims, src.long_dims, strict=True):
+            if not self._bounds.proves(dst.extents[dst_dim] <= src.extents[src_dim]):
+                extents[dst_dim] = tirx.Min(dst.extents[dst_dim], src.extents[src_dim])
+        return Region(dst.buffer, dst.mins, tuple(extents))
+
+    def _refuse_shapes(self, src: Region, dst: Region) -> None:
+        refuse(
+            f"a block of {_describe(src)} can't be paired with a block of {_describe(dst)}",
+            where=f"kernel '{self._kernel}'",
+            why="they differ in the number of dims longer than 1",
+            fix="copy regions whose shapes agree, dims of extent 1 aside",
+        )
+
+    def _transpose(self, op: Transpose) -> tirx.Stmt:
+        rows, columns = op.src.mins[-2:], op.src.extents[-2:]
+        i, j = tirx.Var("i", "int32"), tirx.Var("j", "int32")
+        self._bounds.loop(i, const(0, "int32"), columns[0])
+        self._bounds.loop(j, const(0, "int32"), columns[1])
+        src = [*op.src.mins[:-2], rows[0] + i, rows[1] + j]
+        dst = [*op.dst.mins[:-2], op.dst.mins[-2] + j, op.dst.mins[-1] + i]
+        store = tirx.BufferStore(op.dst.buffer, _cast(self._load(op.src.buffer, src), op.dst.buffer.dtype), dst)
+        guarded = if_then(all_of(self._bounds.guard(op.dst.buffer, dst)), store)
+        zero = const(0, "int32")
+        return loop_nest([(j, zero, columns[1]), (i, zero, columns[0])], guarded)
+
+    def _load(self, buffer: tirx.Buffer, indices: Sequence[tirx.PrimExpr]) -> tirx.PrimExpr:
+        load = tirx.BufferLoad(buffer, list(indices))
+        guard = all_of(self._bounds.guard(buffer, indices))
+        return load if guard is None else tirx.Select(guard, load, const(0, buffer.dtype))
+
+    def _reduce(self, op: Reduce) -> tirx.Stmt:
+        return _ReduceLoops(op, self._bounds, self._load).build()
+
+    def _scan(self, op: Scan) -> tirx.Stmt:
+        variables = [tirx.Var(f"i{d}", "int32") for d in range(len(op.src.extents))]
+        zero, along = const(0, "int32"), op.src.extents[op.dim]
+        for var, extent in zip(variables, op.src.extents, strict=True):
+            self._bounds.loop(var, zero, extent)
+        place: list[tirx.PrimExpr] = list(variables)
+        if op.reverse:
+            place[op.dim] = along - 1 - variables[op.dim]
+        dtype = accumulator_dtype(op.dst.buffer.dtype)
+        total = temporary("total", dtype)
+        src = [start + at for start, at in zip(op.src.mins, place, strict=True)]
+        dst = [start + at for start, at in zip(op.dst.mins, place, strict=True)]
+        running = tirx.BufferLoad(total, [zero])
+        step = seq(
+            [
+                tirx.BufferStore(total, combine(op.op, running, _cast(self._load(op.src.buffer, src), dtype)), [zero]),
+                tirx.BufferStore(op.dst.buffer, _cast(running, op.dst.buffer.dtype), dst),
+            ]
+        )
+        start = tirx.BufferStore(total, neutral(op.op, dtype), [zero])
+        row = seq([tirx.AllocBuffer(total), start, loop_nest([(variables[op.dim], zero, along)], step)])
+        outer = [(v, zero, e) for d, (v, e) in enumerate(zip(variables, op.src.extents, strict=True)) if d != op.dim]
+        return loop_nest(outer, row)
+
+    def _gemm(self, op: Gemm) -> tirx.Stmt:
+        for region in (op.a, op.b, op.c):
+            if not all(self._inside(region, dim) for dim in range(len(region.extents))):
+                refuse(
+                    f"T.gemm over {_describe(region)} reaches past the buffer",
+                    where=f"kernel '{self._kernel}'",
+                    fix="copy the block to a shared buffer first: T.copy fills what lies outside with 0",
+                )
+        m, n = op.c.extents[-2:]
+        k = op.a.extents[-2] if op.trans_a else op.a.extents[-1]
+        a_strides = _strides(op.a.buffer)[-2:]
+        b_strides = _strides(op.b.buffer)[-2:]
+        a_m, a_k = reversed(a_strides) if op.trans_a else a_strides
+        b_k, b_n = reversed(b_strides) if op.trans_b else b_strides
+        c_m, c_n = _strides(op.c.buffer)[-2:]
+        pointers = [tirx.address_of(tirx.BufferLoad(r.buffer, list(r.mins))) for r in (op.a, op.b, op.c)]
+        name = "mt_gemm_" + "_".join(r.buffer.dtype for r in (op.a, op.b, op.c))
+        sizes = [_cast(e, "int64") for e in (m, n, k, a_m, a_k, b_k, b_n, c_m, c_n)]
+        call = tirx.call_extern("void", name, *pointers, *sizes, const(op.clear, "int32"))
+        return tirx.Evaluate(call)
+
+    def _inside(self, region: Region, dim: int) -> bool:
+        start, extent, size = region.mins[dim], region.extents[dim], region.buffer.shape[dim]
+        return self._bounds.proves(start >= 0) and self._bounds.proves(start + extent <= size)
+
+
+class _ReduceLoops:
+    """`outer` loops; accumulators for every `inner` position; the reduced loop around the inner ones, so that these
+    walk memory in order and vectorise."""
+
+    def __init__(self, op: Reduce, bounds: Bounds, load: Callable[..., tirx.PrimExpr]) -> None:
+        self._op, self._bounds, self._load = op, bounds, load
+        extents = op.src.extents
+        self._vars = [tirx.Var(f"i{d}", "int32") for d in range(len(extents))]
+        for var, extent in zip(self._vars, extents, strict=True):
+            bounds.loop(var, const(0, "int32"), extent)
+        constant = all(isinstance(e, tirx.IntImm) for e in extents[op.dim + 1 :])
+        self._split = op.dim + 1 if constant else len(extents)
+
+    def build(self) -> tirx.Stmt:
+        op, zero = self._op, const(0, "int32")
+        dtype = accumulator_dtype(op.dst.buffer.dtype)
+        inner = range(self._split, len(self._vars))
+        shape = [int(op.src.extents[d]) for d in inner] or [1]
+        totals = temporary("totals", dtype, shape)
+        at: list[tirx.PrimExpr] = [self._vars[d] for d in inner] or [zero]
+        total = tirx.BufferLoad(totals, at)
+        dst = self._dst_indices()
+        old = self._load(op.dst.buffer, dst)
+        start = neutral(op.op, dtype) if op.clear else _cast(old, dtype)
+        src = [start_ + var for start_, var in zip(op.src.mins, self._vars, strict=True)]
+        step = tirx.BufferStore(totals, combine(op.op, total, _cast(self._load(op.src.buffer, src), dtype)), at)
+        result = tirx.BufferStore(op.dst.buffer, _cast(total, op.dst.buffer.dtype), dst)
+        result = if_then(all_of(self._bounds.guard(op.dst.buffer, dst)), result)
+        body = seq(
+            [
+                tirx.AllocBuffer(totals),
+                self._nest(inner, tirx.BufferStore(totals, start, at)),
+                self._nest([op.dim, *inner], step),
+                self._nest(inner, result),
+            ]
+        )
+        return self._nest([d for d in range(self._split) if d != op.dim], body)
+
+    def _nest(self, dims: Sequence[int], body: tirx.Stmt) -> tirx.Stmt:
+        zero = const(0, "int32")
+        return loop_nest([(self._vars[d], zero, self._op.src.extents[d]) for d in dims], body)
+
+    def _dst_indices(self) -> list[tirx.PrimExpr]:
+        op = self._op
+        kept = [d for d in range(len(self._vars)) if d != op.dim]
+        indices = list(op.dst.mins)
+        if len(indices) == len(self._vars):
+            pairs = [(d, d) for d in kept]
+        elif len(indices) == len(kept):
+            pairs = list(enumerate(kept))
+        else:
+            pairs = list(zip(op.dst.long_dims, [d for d in kept if d in op.src.long_dims], strict=True))
+        for dst_dim, src_dim in pairs:
+            indices[dst_dim] = indices[dst_dim] + self._vars[src_dim]
+        return indices
+
+
+def combine(op: str, total: tirx.PrimExpr, value: tirx.PrimExpr) -> tirx.PrimExpr:
+    """`total op value`, as the reductions, scans and atomics of that name do it."""
+    if op == "sum":
+        return tirx.Add(total, value)
+    if op == "prod":
+        return tirx.Mul(total, value)
+    if op == "abssum":
+        return tirx.Add(total, _abs(value))
+    if op == "max":
+        return tirx.Max(total, value)
+    if op == "min":
+        return tirx.Min(total, value)
+    if op == "absmax":
+        return tirx.Max(total, _abs(value))
+    functions = {"bitand": tirx.bitwise_and, "bitor": tirx.bitwise_or, "bitxor": tirx.bitwise_xor}
+    return functions[op](total, value)
+
+
+def neutral(op: str, dtype: str) -> tirx.PrimExpr:
+    """The value that `op` leaves others unchanged by."""
+    if op in ("sum", "abssum", "bitor", "bitxor", "absmax"):
+        return const(0, dtype)
+    if op == "prod":
+        return const(1, dtype)
+    if op == "bitand":
+        return const(1 if dtype == "bool" else (-1 if dtype.startswith("int") else _INT_LIMITS[dtype][1]), dtype)
+    if "int" in dtype:
+        return tirx.min_value(dtype) if op == "max" else tirx.max_value(dtype)
+    return const(float("-inf") if op == "max" else float("inf"), dtype)
+
+
+def accumulator_dtype(dtype: str) -> str:
+    """What values of `dtype` are accumulated in."""
+    return "float32" if dtype in ("float16", "bfloat16") else dtype
+
+
+def _abs(value: tirx.PrimExpr) -> tirx.PrimExpr:
+    zero = const(0, value.dtype)
+    if "int" not in value.dtype:
+        return tirx.Call(value.dtype, "tirx.fabs", [value])
+    return value if value.dtype.startswith("u") else tirx.Select(tirx.GE(value, zero), value, tirx.Sub(zero, value))
+
+
+def _cast(value: tirx.PrimExpr, dtype: str) -> tirx.PrimExpr:
+    if value.dtype == dtype:
+        return value
+    return const(value.value, dtype) if isinstance(value, tirx.IntImm) else tirx.Cast(dtype, value)
+
+
+def _strides(buffer: tirx.Buffer) -> list[tirx.PrimExpr]:
+    if buffer.strides:
+        return list(buffer.strides)
+    strides: list[tirx.PrimExpr] = [const(1, "int32")]
+    for size in reversed(list(buffer.shape)[1:]):
+        strides.insert(0, strides[0] * size)
+    return strides
+
+
+def _describe(region: Region) -> str:
+    return f"'{region.buffer.name}' ({', '.join(str(e) for e in region.extents)})"

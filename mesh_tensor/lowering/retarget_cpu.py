@@ -1,0 +1,237 @@
+"""Re-target a GPU-style TileLang kernel for a CPU.
+
+The result holds nothing but serial loops, buffers with plain scopes, loads, stores and expressions: tile operations are
+expanded, grid and parallel loops become serial, pipelining and thread annotations go. Every access to memory is inside
+its buffer: where that can't be proved, loads read 0 and stores are dropped. A program (one block of the grid) runs as
+one thread, so barriers mean nothing and whatever asks which thread it is is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from tvm import tirx
+
+from ..errors import refuse
+from ..rules.tile_ops import Region, TileOp, parse_tile_op
+from .cpu_bounds import Bounds
+from .cpu_exprs import all_of, const, if_then, map_children, op_name, seq
+from .cpu_tile_ops import TileOps
+
+_WITHOUT_MEANING_ON_A_CPU = frozenset(
+    f"{namespace}.{name}"
+    for namespace, names in {
+        "tirx": ("tvm_storage_sync", "assume", "ptx_wait_group", "ptx_commit_group"),
+        "tl": (
+            "annotate_consumer_reg_alloc",
+            "annotate_producer_reg_dealloc",
+            "conflict_hint",
+            "fence_proxy_async",
+            "no_set_max_nreg",
+            "pdl_sync",
+            "pdl_trigger",
+            "set_max_nreg",
+            "sync_warp",
+            "wait_wgmma",
+            "warpgroup_arrive",
+            "warpgroup_commit_batch",
+            "warpgroup_wait",
+        ),
+    }.items()
+    for name in names
+)
+_IN_LOOP = {"tl.loop_break": "tirx.break_loop", "tirx.break_loop": "tirx.break_loop"}
+
+
+def retarget_for_cpu(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The same kernel for TileLang's CPU back end, or a MeshTensorError that names what can't run on one."""
+    return _Retarget(func).run()
+
+
+class _Retarget:
+    def __init__(self, func: tirx.PrimFunc) -> None:
+        self._func = func
+        self._kernel = str(func.attrs["global_symbol"]) if func.attrs and "global_symbol" in func.attrs else "main"
+        self._bounds = Bounds()
+        self._safe_values: dict[tirx.Var, tirx.PrimExpr] = {}
+        self._tile_ops = TileOps(self._bounds, self._safe_values, self._kernel)
+        self._thread_vars: set[tirx.Var] = set()
+        self._table: dict[type, Callable[..., tirx.Stmt | None]] = {
+            tirx.SBlockRealize: self._block,
+            tirx.SeqStmt: self._sequence,
+            tirx.For: self._for,
+            tirx.While: self._while,
+            tirx.IfThenElse: self._if,
+            tirx.Bind: self._bind,
+            tirx.BufferStore: self._store,
+            tirx.Evaluate: self._evaluate,
+            tirx.AttrStmt: lambda attr: self._stmt(attr.body),
+            tirx.AllocBuffer: lambda alloc: tirx.AllocBuffer(alloc.buffer),
+            tirx.DeclBuffer: lambda _: None,
+        }
+
+    def run(self) -> tirx.PrimFunc:
+        func = self._func
+        for buffer in func.buffer_map.values():
+            for size in [*buffer.shape, *buffer.strides]:
+                if isinstance(size, tirx.Var):
+                    self._bounds.not_negative(size)
+        body = self._stmt(func.body) or tirx.Evaluate(const(0, "int32"))
+        attrs = {"global_symbol": self._kernel}
+        return tirx.PrimFunc(func.params, body, func.ret_type, func.buffer_map, None).with_attr(attrs)
+
+    def _refuse(self, what: str, why: str, fix: str) -> None:
+        refuse(what, where=f"kernel '{self._kernel}', target 'c'", why=why, fix=fix)
+
+    def _stmt(self, stmt: tirx.Stmt) -> tirx.Stmt | None:
+        visit = self._table.get(type(stmt))
+        if visit is None:
+            self._refuse(
+                f"the statement {type(stmt).__name__} can't run on a CPU",
+                "the re-targeting pass doesn't know it",
+                'write it with loops, T.copy and stores, or use target="cuda"',
+            )
+        return visit(stmt)  # type: ignore[misc]
+
+    def _block(self, realize: tirx.SBlockRealize) -> tirx.Stmt | None:
+        block = realize.block
+        if "safe_value_map" in block.annotations:
+            self._safe_values.update(block.annotations["safe_value_map"].items())
+        body = self._stmt(block.body)
+        if body is None:
+            return None
+        body = seq([*(tirx.AllocBuffer(buffer) for buffer in block.alloc_buffers), body])
+        return if_then(None if _always(realize.predicate) else self._expr(realize.predicate), body)
+
+    def _sequence(self, sequence: tirx.SeqStmt) -> tirx.Stmt | None:
+        kept = [stmt for stmt in map(self._stmt, sequence.seq) if stmt is not None]
+        return seq(kept) if kept else None
+
+    def _for(self, loop: tirx.For) -> tirx.Stmt | None:
+        if loop.thread_binding is not None and not loop.thread_binding.thread_tag.startswith("blockIdx"):
+            self._thread_vars.add(loop.loop_var)
+        begin, extent = self._expr(loop.min), self._expr(loop.extent)
+        self._bounds.loop(loop.loop_var, loop.min, loop.extent)
+        body = self._stmt(loop.body)
+        if body is None:
+            return None
+        step = None if loop.step is None else self._expr(loop.step)
+        return tirx.For(loop.loop_var, begin, extent, tirx.ForKind.SERIAL, body, step=step)
+
+    def _while(self, loop: tirx.While) -> tirx.Stmt:
+        condition = self._expr(loop.condition)
+        with self._bounds.assume(loop.condition):
+            body = self._stmt(loop.body)
+        return tirx.While(condition, body or tirx.Evaluate(const(0, "int32")))
+
+    def _if(self, branch: tirx.IfThenElse) -> tirx.Stmt | None:
+        condition = self._expr(branch.condition)
+        with self._bounds.assume(branch.condition):
+            then_case = self._stmt(branch.then_case)
+        with self._bounds.assume(branch.condition, holds=False):
+            else_case = None if branch.else_case is None else self._stmt(branch.else_case)
+        if then_case is None:
+            return None if else_case is None else tirx.IfThenElse(tirx.Not(condition), else_case, None)
+        return tirx.IfThenElse(condition, then_case, else_case)
+
+    def _bind(self, bind: tirx.Bind) -> tirx.Stmt | None:
+        if op_name(bind.value) == "tl.launch_thread_idx":
+            self._thread_vars.add(bind.var)
+            return None
+        value = self._expr(bind.value)
+        self._bounds.let(bind.var, bind.value)
+        return tirx.Bind(bind.var, value)
+
+    def _store(self, store: tirx.BufferStore) -> tirx.Stmt:
+        indices = [self._expr(index) for index in store.indices]
+        guard = all_of(self._bounds.guard(store.buffer, indices))
+        value = store.value
+        if guard is not None:
+            with self._bounds.assume(guard):
+                return if_then(guard, tirx.BufferStore(store.buffer, self._expr(value), indices))
+        return tirx.BufferStore(store.buffer, self._expr(value), indices)
+
+    def _evaluate(self, stmt: tirx.Evaluate) -> tirx.Stmt | None:
+        name = op_name(stmt.value)
+        if isinstance(stmt.value, tirx.IntImm) or name in _WITHOUT_MEANING_ON_A_CPU:
+            return None
+        if name in _IN_LOOP:
+            return tirx.Evaluate(tirx.Call("void", _IN_LOOP[name], []))
+        op = parse_tile_op(stmt)
+        if op is None:
+            self._refuse(
+                f"{_spelling(name) or type(stmt.value).__name__} can't run on a CPU",
+                "it is no tile operation that the re-targeting pass knows",
+                'write it with loops, T.copy and stores, or use target="cuda"',
+            )
+        return self._tile_ops.expand(_with_expressions(op, self._expr))
+
+    def _expr(self, expr: tirx.PrimExpr) -> tirx.PrimExpr:
+        """`expr` with every load inside its buffer."""
+        if isinstance(expr, tirx.Var):
+            if expr in self._thread_vars:
+                self._refuse(
+                    f"the thread index '{expr.name}' can't be used on a CPU",
+                    "a program of the grid runs as one thread there",
+                    'write it with T.Parallel, T.copy and T.reduce_*, or use target="cuda"',
+                )
+            return expr
+        if isinstance(expr, tirx.Select) or op_name(expr) == "tirx.if_then_else":
+            parts = expr.args if isinstance(expr, tirx.Call) else (expr.condition, expr.true_value, expr.false_value)
+            return self._choice(*parts)
+        if isinstance(expr, tirx.And):
+            left = self._expr(expr.a)
+            with self._bounds.assume(expr.a):
+                return tirx.And(left, self._expr(expr.b))
+        if isinstance(expr, tirx.Or):
+            left = self._expr(expr.a)
+            with self._bounds.assume(expr.a, holds=False):
+                return tirx.Or(left, self._expr(expr.b))
+        if isinstance(expr, tirx.BufferLoad):
+            return self._load(expr)
+        try:
+            return map_children(expr, self._expr)
+        except TypeError:
+            self._refuse(
+                f"the expression {type(expr).__name__} can't run on a CPU",
+                "the re-targeting pass doesn't know it",
+                "write it as element-wise code in a T.Parallel or T.serial loop",
+            )
+            raise
+
+    def _choice(
+        self, condition: tirx.PrimExpr, true_value: tirx.PrimExpr, false_value: tirx.PrimExpr
+    ) -> tirx.PrimExpr:
+        """One side is evaluated, never both: the C code generator writes a Select as `?:`."""
+        test = self._expr(condition)
+        with self._bounds.assume(condition):
+            chosen = self._expr(true_value)
+        with self._bounds.assume(condition, holds=False):
+            return tirx.Select(test, chosen, self._expr(false_value))
+
+    def _load(self, load: tirx.BufferLoad) -> tirx.PrimExpr:
+        indices = [self._expr(index) for index in load.indices]
+        safe = tirx.BufferLoad(load.buffer, indices)
+        guard = all_of(self._bounds.guard(load.buffer, indices))
+        return safe if guard is None else tirx.Select(guard, safe, const(0, load.dtype))
+
+
+def _with_expressions(op: TileOp, rewrite: Callable[[tirx.PrimExpr], tirx.PrimExpr]) -> TileOp:
+    """The tile operation with `rewrite` applied to every expression in it."""
+    changes: dict[str, object] = {}
+    for name, value in vars(op).items():
+        if isinstance(value, Region):
+            mins, extents = tuple(map(rewrite, value.mins)), tuple(map(rewrite, value.extents))
+            changes[name] = Region(value.buffer, mins, extents)
+        elif isinstance(value, tirx.PrimExpr):
+            changes[name] = rewrite(value)
+    return dataclasses.replace(op, **changes)
+
+
+def _always(predicate: object) -> bool:
+    return isinstance(predicate, tirx.IntImm) and predicate.value == 1
+
+
+def _spelling(name: str) -> str:
+    return "T." + name.rpartition(".")[2] if name else ""

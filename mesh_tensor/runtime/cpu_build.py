@@ -1,0 +1,139 @@
+"""C source of a kernel, and the shared library made from it, kept on disk between runs."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import tilelang
+import tvm_ffi
+from tilelang.contrib.cc import get_cplus_compiler
+from tvm import ir, tirx
+from tvm.target import Target
+
+from ..errors import refuse
+from ..lowering.cpu_dtypes import compute_dtype, storage_dtype
+from ..lowering.cpu_legalize import CKernel, legalize_for_c
+from ..lowering.retarget_cpu import retarget_for_cpu
+
+ENTRY = "mesh_tensor_kernel"
+_BODY = "mesh_tensor_body"
+_HEADER = Path(__file__).parent / "csrc" / "mesh_tensor_cpu.h"
+_FLAGS = (
+    "-std=c++17 -O3 -march=native -fPIC -shared -w -fwrapv -fno-strict-aliasing -fno-math-errno -fno-trapping-math "
+    "-ffp-contract=off -fvisibility=hidden"
+).split()
+_C_TYPES = {"float32": "float", "float64": "double", "bool": "uint8_t", "float16": "mt_float16", "bfloat16": "mt_bfloat16"}
+
+
+def c_source(func: tirx.PrimFunc) -> str:
+    """The C++ source of `func` for a CPU: `int mesh_tensor_kernel(pointers and scalars...)`, 0 if it ran, 1 if there
+    was no memory for its blocks."""
+    kernel = legalize_for_c(retarget_for_cpu(func), _BODY)
+    generate = tvm_ffi.get_global_func("target.build.tilelang_c")
+    text = generate(ir.IRModule({_BODY: kernel.func}), Target("c")).inspect_source()
+    text = re.sub(r"#include <tl_templates/cpp/common.h>", _HEADER.read_text() + _gemms(kernel), text)
+    # Blocks never overlap anything else; TileLang's generator has no word for that.
+    text = re.sub(r"\* (mt_block\d+_\w+)(?=[,)])", r"* __restrict__ \1", text)
+    return text + _entry(kernel)
+
+
+def library_for(func: tirx.PrimFunc) -> ctypes.CDLL:
+    """The compiled library of `func`, from the cache on disk if it is there."""
+    script = func.script(show_meta=True)
+    key = hashlib.sha256("\0".join([_build_stamp(), script]).encode()).hexdigest()
+    path = _cache_folder() / f"{key}.so"
+    if not path.exists():
+        _compile(c_source(func), path)
+    return ctypes.CDLL(str(path))
+
+
+def _gemms(kernel: CKernel) -> str:
+    lines = []
+    for name in kernel.gemms:
+        a, b, c = name.removeprefix("mt_gemm_").split("_")
+        types = [*(_c_type(d) for d in (a, b, c, compute_dtype(c))), *(_c_type(storage_dtype(d)) for d in (a, b, c))]
+        lines.append(f"MT_GEMM({name}, {', '.join(types)})\n")
+    return "".join(lines)
+
+
+def _entry(kernel: CKernel) -> str:
+    """The function that Python calls: it finds memory for the kernel's blocks."""
+    params, names = [], []
+    for index, var in enumerate([*kernel.params, *kernel.sizes]):
+        is_scalar = var.dtype != "handle"
+        params.append(f"{_c_type(var.dtype)} p{index}" if is_scalar else f"void* p{index}")
+        names.append(f"p{index}" if is_scalar else f"({_pointer(kernel, index)})p{index}")
+    offset, casts = 0, []
+    for workspace in kernel.workspaces:
+        c_type = _c_type(workspace.dtype)
+        casts.append(f"({c_type}*)(memory + {offset})")
+        offset += -(-workspace.size * ctypes.sizeof(getattr(ctypes, f"c_{_ctypes_name(workspace.dtype)}")) // 64) * 64
+    call = f"{_BODY}({', '.join(names + casts)});"
+    if casts:
+        call = (
+            f"char* memory = (char*)aligned_alloc(64, {offset});\n  if (!memory) return 1;\n  {call}\n  free(memory);"
+        )
+    return (
+        f'extern "C" __attribute__((visibility("default"))) int {ENTRY}({", ".join(params)}) {{\n  {call}\n  return 0;\n}}\n'
+    )
+
+
+def _pointer(kernel: CKernel, index: int) -> str:
+    return f"{_c_type(kernel.func.params[index].type_annotation.element_type.dtype)}*"
+
+
+def _c_type(dtype: str) -> str:
+    return _C_TYPES.get(dtype, f"{dtype}_t")
+
+
+def _ctypes_name(dtype: str) -> str:
+    return {"float32": "float", "float64": "double"}.get(dtype, dtype)
+
+
+def _compile(source: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        text, library = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
+        text.write_text(source)
+        command = [get_cplus_compiler(), *_FLAGS, str(text), "-o", str(library)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            refuse(
+                "the C++ compiler rejects the code of a kernel",
+                where=" ".join(command),
+                why=done.stderr.strip()[:2000],
+                fix='report it as a bug of mesh_tensor; target="interpret" runs the kernel without a compiler',
+            )
+        os.replace(library, path)
+
+
+@functools.cache
+def _cache_folder() -> Path:
+    return Path(tilelang.env.TILELANG_CACHE_DIR) / "mesh_tensor"
+
+
+@functools.cache
+def _build_stamp() -> str:
+    """Everything but the kernel that its library depends on."""
+    compiler = get_cplus_compiler()
+    if compiler is None:
+        refuse("no C++ compiler was found", fix='install g++ or clang++, or use target="interpret"')
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    sources = [*sorted((Path(__file__).parents[1] / "lowering").glob("*cpu*.py")), Path(__file__), _HEADER]
+    return "\0".join([tilelang.__version__, version, _processor(), *_FLAGS, *(s.read_text() for s in sources)])
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "") + platform.machine()
