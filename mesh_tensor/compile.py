@@ -1,0 +1,285 @@
+"""compile: from an annotated kernel in global view to a MeshKernel, which is called with tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tvm import tirx
+
+from .errors import refuse
+from .frontend import read_annotations
+from .mesh import Mesh
+from .program import Program
+from .rules.sharding_rule import sharding_rule
+from .runtime.kernels import find_target
+from .runtime.launch import AnyTensor, Launch
+from .runtime.mesh_tensor import MeshTensor
+from .signature import Signature, Sizes
+from .specialize import specialize
+
+Lower = Callable[[tirx.PrimFunc, bool], Program]
+
+
+def compile(
+    func: tirx.PrimFunc,
+    target: str = "auto",
+    out_idx: int | Sequence[int] | None = None,
+    strict: bool = False,
+    poison: bool = False,
+) -> MeshKernel:
+    """Make an annotated TileLang kernel callable on a virtual mesh.
+
+    Args:
+        func: the kernel over whole tensors, annotated (`annotate`, or `annotate_mesh_tensor_info` inside it).
+        target: `c`, `cuda`, `interpret`, or `auto` (`cuda` where there is a GPU, else `c`).
+        out_idx: which parameters are made and returned at a call, as in `tilelang.compile`; None goes by the kernel's
+            `tilelang_out_idx` attribute, if it has one, else by what the kernel writes.
+        strict: refuse what needs replication or another layout than annotated, instead of moving data.
+        poison: with target `interpret`, padding and uninitialised memory hold NaN or extreme integers.
+
+    Returns:
+        The kernel. It is lowered and compiled here; a kernel with symbolic dims is at its first call with new sizes.
+
+    Raises:
+        MeshTensorError: what was asked for can't be done; the message says what, where, why and the way out.
+    """
+    return MeshKernel(func, target=target, out_idx=out_idx, strict=strict, poison=poison)
+
+
+@dataclass(frozen=True)
+class _CallForm:
+    """One way to call a kernel: the parameters that are passed, and those that are returned."""
+
+    passed: tuple[str, ...]
+    returned: tuple[str, ...]
+
+
+class MeshKernel:
+    """A kernel on a virtual mesh: takes global torch tensors and MeshTensors.
+
+    Called with the tensors that it reads, it returns those that it writes; called with all parameters, it writes into
+    the tensors given. What it both reads and writes is updated in place, and returned. If any argument is a MeshTensor,
+    all results are MeshTensors, laid out as annotated."""
+
+    def __init__(
+        self,
+        func: tirx.PrimFunc,
+        *,
+        target: str = "auto",
+        out_idx: int | Sequence[int] | None = None,
+        strict: bool = False,
+        poison: bool = False,
+        lower: Lower | None = None,
+    ) -> None:
+        if not isinstance(func, tirx.PrimFunc):
+            what = f"compile takes a TileLang prim_func, not {type(func).__name__}"
+            refuse(what, fix="of a @tilelang.jit function take .get_tir(...)")
+        self._func, self._strict, self._poison = func, strict, poison
+        self._target = find_target(target)
+        if poison and self._target.name != "interpret":
+            refuse(f"poison=True with target {self._target.name!r}", fix="use target='interpret'")
+        self._lower = lower or _lower
+        self._signature = Signature(func)
+        self._launches: dict[tuple[int, ...], Launch] = {}
+        self._current: Launch | None = None
+        if self._signature.symbols:
+            self.mesh: Mesh = read_annotations(func)[0]
+            reads, writes = _roles_by_rule(func)
+        else:
+            self._current = self._make({})
+            self.mesh = self._current.program.mesh
+            parameters = self._current.program.parameters
+            reads = [p.name for p in parameters if p.input is not None]
+            writes = [p.name for p in parameters if p.output is not None]
+        self._writes = frozenset(writes)
+        self._forms = self._call_forms(_given_out_idx(func, out_idx), frozenset(reads))
+        self._quick = [] if self._signature.symbols else self._quick_checks()
+
+    @property
+    def program(self) -> Program:
+        """The steps. Of a kernel with symbolic dims: those for the sizes of the last call."""
+        if self._current is None:
+            names = ", ".join(var.name for var in self._signature.symbols)
+            refuse(
+                f"kernel {self._signature.name!r} has no program yet: it has symbolic dims ({names})",
+                fix="call it first; its program is then that of the sizes it was called with",
+            )
+        return self._current.program
+
+    @property
+    def lowered(self) -> Program:
+        """What `explain` explains."""
+        return self.program
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that one device held at once, in tiles and workspaces, in any call so far."""
+        return max((launch.peak_bytes for launch in (*self._launches.values(), self._current) if launch), default=0)
+
+    def explain(self) -> str:
+        """Factors, placements, collectives with their bytes, and the cost per device, as text."""
+        from .explain import explain
+
+        return explain(self.lowered)
+
+    def __call__(self, *args: Any) -> Any:
+        form = self._forms.get(len(args)) or self._refuse_count(len(args))
+        given = dict(zip(form.passed, args, strict=True))
+        launch = self._current
+        if self._signature.symbols or not self._is_quick(given):
+            launch = self._launch_for(given)
+        assert launch is not None
+        as_mesh_tensors = any(isinstance(arg, MeshTensor) for arg in args)
+        tensors: dict[str, AnyTensor | None] = {name: _plain(given.get(name)) for name in self._signature.tensors}
+        for parameter in launch.program.parameters:
+            if parameter.input is not None and tensors[parameter.name] is None:
+                tensors[parameter.name] = launch.zeros(parameter, as_mesh_tensors)
+        results = launch(
+            tensors,
+            {name: value for name, value in given.items() if name not in tensors},
+            as_mesh_tensors=as_mesh_tensors,
+            entangled=_entangled(tensors, self._writes),
+        )
+        returned = [self._result(given.get(name), results[name]) for name in form.returned]
+        return returned[0] if len(returned) == 1 else tuple(returned)
+
+    @staticmethod
+    def _result(given: Any, result: AnyTensor) -> AnyTensor:
+        """The very tensor that was passed, where the result is in it."""
+        return given if isinstance(given, torch.Tensor) and isinstance(result, torch.Tensor) else result
+
+    def _launch_for(self, given: dict[str, Any]) -> Launch:
+        """Check the arguments; the launch for their sizes."""
+        device = torch.device(self._target.device_type)
+        sizes = self._signature.check(given, self.mesh, device)
+        if self._signature.symbols:
+            key = tuple(sizes[var] for var in self._signature.symbols)
+            launch = self._launches.get(key)
+            if launch is None:
+                launch = self._launches[key] = self._make(sizes)
+            self._current = launch
+        assert self._current is not None
+        self._check_placements(given, self._current.program)
+        return self._current
+
+    def _make(self, sizes: Sizes) -> Launch:
+        func = specialize(self._func, {var: sizes[var] for var in self._signature.symbols}) if sizes else self._func
+        return Launch(self._lower(func, self._strict), self._target, poison=self._poison)
+
+    def _check_placements(self, given: dict[str, Any], program: Program) -> None:
+        if not self._strict:
+            return
+        problems = []
+        for parameter in program.parameters:
+            tensor = given.get(parameter.name)
+            value = program.values.get(str(parameter.input or parameter.output))
+            if value and isinstance(tensor, MeshTensor) and tensor.sharding != (expected := value.sharding):
+                problems.append(f"parameter {parameter.name!r}: lies as '{tensor.sharding}', but expected '{expected}'")
+        if problems:
+            fix = "distribute or .redistribute it so, or compile without strict=True"
+            refuse(problems, where=f"call of kernel {self._signature.name!r} on {self.mesh}", fix=fix)
+
+    def _quick_checks(self) -> list[tuple[str, torch.Size, torch.dtype]]:
+        launch = self._current
+        assert launch is not None
+        return [(name, torch.Size(shape), dtype) for name, shape, dtype in launch.tensor_types()]
+
+    def _is_quick(self, given: dict[str, Any]) -> bool:
+        """The usual case, checked fast: plain tensors that fit. Whatever else is left to the thorough check."""
+        kind = self._target.device_type
+        for name, shape, dtype in self._quick:
+            tensor = given.get(name)
+            if tensor is None:
+                if name in given:
+                    return False
+            elif not (
+                type(tensor) is torch.Tensor
+                and tensor.dtype is dtype
+                and tensor.shape == shape
+                and tensor.is_contiguous()
+                and tensor.device.type == kind
+            ):
+                return False
+        return len(self._signature.params) == len(self._quick)
+
+    def _call_forms(self, out_idx: list[int] | None, reads: frozenset[str]) -> dict[int, _CallForm]:
+        """By the number of arguments."""
+        names = tuple(param.name for param in self._signature.params)
+        written = tuple(name for name in names if name in self._writes)
+        if out_idx is not None:
+            made = _checked_out_idx(out_idx, self._signature, self._writes)
+            passed = tuple(name for name in names if name not in made)
+            return {len(passed): _CallForm(passed, made)}
+        needed = tuple(name for name in names if name in reads or name not in self._writes)
+        return {len(names): _CallForm(names, written), len(needed): _CallForm(needed, written)}
+
+    def _refuse_count(self, count: int) -> _CallForm:
+        forms = [f"{len(form.passed)} ({', '.join(form.passed)})" for form in self._forms.values()]
+        return refuse(
+            f"{count} arguments, but expected {' or '.join(sorted(forms))}",
+            where=f"call of kernel {self._signature.name!r}",
+            fix="pass the tensors in the order of the kernel's parameters",
+        )
+
+    def __repr__(self) -> str:
+        names = ", ".join(param.name for param in self._signature.params)
+        return f"MeshKernel({self._signature.name}({names}), {self.mesh}, target={self._target.name!r})"
+
+
+def _lower(func: tirx.PrimFunc, strict: bool) -> Program:
+    from .lowering import lower_to_program
+
+    return lower_to_program(func, strict=strict)
+
+
+def _plain(value: Any) -> AnyTensor | None:
+    return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
+
+
+def _roles_by_rule(func: tirx.PrimFunc) -> tuple[list[str], list[str]]:
+    rule = sharding_rule(func)
+    return list(rule.inputs), list(rule.outputs)
+
+
+def _given_out_idx(func: tirx.PrimFunc, out_idx: int | Sequence[int] | None) -> list[int] | None:
+    if out_idx is None and func.attrs and "tilelang_out_idx" in func.attrs:
+        out_idx = [int(index) for index in func.attrs["tilelang_out_idx"]]
+    return [out_idx] if isinstance(out_idx, int) else None if out_idx is None else list(out_idx)
+
+
+def _checked_out_idx(out_idx: list[int], signature: Signature, writes: frozenset[str]) -> tuple[str, ...]:
+    count = len(signature.params)
+    problems, made = [], []
+    for index in out_idx:
+        if not isinstance(index, int) or not -count <= index < count:
+            problems.append(f"out_idx has {index!r}, but there are {count} parameters")
+        elif (name := signature.params[index].name) not in writes:
+            problems.append(f"out_idx has {index}, but the kernel does not write parameter {name!r}")
+        elif name in made:
+            problems.append(f"out_idx has parameter {name!r} twice")
+        else:
+            made.append(name)
+    if problems:
+        written = ", ".join(f"{i}: {p.name}" for i, p in enumerate(signature.params) if p.name in writes)
+        refuse(problems, where=f"kernel {signature.name!r}", fix=f"use the indices of what it writes ({written})")
+    return tuple(made)
+
+
+def _entangled(tensors: dict[str, AnyTensor | None], writes: frozenset[str]) -> bool:
+    """Some tensor that was passed and is written may overlap with another that was passed."""
+    if not any(tensors[name] is not None for name in writes):
+        return False
+    seen: set[int] = set()
+    for tensor in tensors.values():
+        if tensor is not None:
+            places = {
+                tile.untyped_storage().data_ptr()
+                for tile in ([tensor] if isinstance(tensor, torch.Tensor) else tensor.tiles())
+            }
+            if places & seen:
+                return True
+            seen |= places
+    return False

@@ -1,0 +1,5 @@
+"""Runs Programs: the backend interface, and the virtual mesh, which has all devices in one process."""
+
+from .mesh_tensor import MeshTensor, distribute
+
+__all__ = ["MeshTensor", "distribute"]

@@ -1,0 +1,79 @@
+"""One walker over a Program's steps, and what a runtime has to provide for it.
+
+A backend gives each kind of step its meaning once, ahead of any run; what it gives back is run at every call. The same
+walker serves whoever only wants to look at the steps (a simulator's meaning of a step is its cost).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from ..program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program
+
+T = TypeVar("T")
+Meaning_co = TypeVar("Meaning_co", covariant=True)
+
+
+class StepMeanings(Protocol[Meaning_co]):
+    """What each kind of step means to somebody."""
+
+    def kernel(self, step: KernelStep) -> Meaning_co:
+        """A device runs a local kernel."""
+
+    def collective(self, step: CollectiveStep) -> Meaning_co:
+        """Groups of devices change a value's layout."""
+
+    def alloc(self, step: AllocStep) -> Meaning_co:
+        """The memory of a workspace or an output comes to life."""
+
+    def free(self, step: FreeStep) -> Meaning_co:
+        """The memory of a workspace is given back."""
+
+
+def walk(program: Program, meanings: StepMeanings[T]) -> list[T]:
+    """The meaning of every step of `program`, in order."""
+    meaning_of: dict[type, Callable[[Any], T]] = {
+        KernelStep: meanings.kernel,
+        CollectiveStep: meanings.collective,
+        AllocStep: meanings.alloc,
+        FreeStep: meanings.free,
+    }
+    return [meaning_of[type(step)](step) for step in program.steps]
+
+
+class Memory:
+    """What this process holds while a program runs: per storage the local memory, in whatever form the backend has it,
+    and the kernel's own scalars. Keeps count of the bytes per device."""
+
+    __slots__ = ("_sizes", "held", "live_bytes", "peak_bytes", "scalars")
+
+    def __init__(self, scalars: dict[str, int | float]) -> None:
+        self.held: dict[str, Any] = {}
+        self.scalars = scalars
+        self._sizes: dict[str, int] = {}
+        self.live_bytes = self.peak_bytes = 0
+
+    def hold(self, storage: str, local: Any, nbytes: int) -> None:
+        """From now on `storage` is `local`, of `nbytes` on each device."""
+        self.held[storage] = local
+        self._sizes[storage] = nbytes
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def drop(self, storage: str) -> None:
+        """Forget `storage`."""
+        del self.held[storage]
+        self.live_bytes -= self._sizes.pop(storage)
+
+
+Action = Callable[[Memory], None]
+
+
+class Backend(StepMeanings[Action], Protocol):
+    """A runtime: how the steps run here. What can be prepared is, when a step is given its meaning."""
+
+    program: Program
+
+    def run(self, memory: Memory) -> None:
+        """Run all steps on a memory that holds the inputs' storages (and outputs', where the caller has them)."""

@@ -1,0 +1,81 @@
+"""Reductions of tensors, element by element and in a fixed order: what collectives are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..errors import listing, refuse
+
+Combine = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
+
+_OPS: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "prod": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "bitand": torch.bitwise_and,
+    "bitor": torch.bitwise_or,
+    "bitxor": torch.bitwise_xor,
+}
+_ROUNDING = ("sum", "prod")
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def combiner(op: str, dtype: torch.dtype) -> Combine:
+    """`combine(out, sources)`: out = sources[0] op sources[1] op ..., from left to right, so that runs agree bit for
+    bit. `out` may be `sources[0]` itself. Floats narrower than 32 bits accumulate in float32 and are rounded once."""
+    if op not in _OPS:
+        refuse(f"unknown reduction {op!r}", fix=f"use one of {listing(tuple(_OPS))}")
+    if op.startswith("bit") and dtype.is_floating_point:
+        refuse(f"{op!r} has no meaning for {dtype}", fix="reduce integers with bitwise ops")
+    apply = _OPS[op]
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        return lambda out, sources: _widened(apply, torch.float32, out, sources)
+    if dtype.is_floating_point and dtype.itemsize == 2 and op in _ROUNDING:
+        return lambda out, sources: _half(apply, out, sources)
+    if dtype in _SIGNED:
+        return _unsigned(op, apply, dtype)
+    return lambda out, sources: _fold(apply, out, sources)
+
+
+def _fold(apply: Callable[..., torch.Tensor], out: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+    if len(sources) == 1:
+        if out is not sources[0]:
+            out.copy_(sources[0])
+        return
+    apply(sources[0], sources[1], out=out)
+    for source in sources[2:]:
+        apply(out, source, out=out)
+
+
+def _half(apply: Callable[..., torch.Tensor], out: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+    if len(sources) <= 2:  # torch computes one operation on halves in float32
+        _fold(apply, out, sources)
+    else:
+        _widened(apply, torch.float32, out, sources)
+
+
+def _widened(
+    apply: Callable[..., torch.Tensor], dtype: torch.dtype, out: torch.Tensor, sources: Sequence[torch.Tensor]
+) -> None:
+    total = sources[0].to(dtype)
+    for source in sources[1:]:
+        apply(total, source.to(dtype), out=total)
+    out.copy_(total)
+
+
+def _unsigned(op: str, apply: Callable[..., torch.Tensor], dtype: torch.dtype) -> Combine:
+    """Torch computes little on unsigned integers: go by their signed bit patterns, in an order-preserving form."""
+    signed = _SIGNED[dtype]
+    if op not in ("max", "min"):
+        return lambda out, sources: _fold(apply, out.view(signed), [source.view(signed) for source in sources])
+    flip = torch.iinfo(signed).min
+
+    def combine(out: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+        ordered = [source.view(signed) ^ flip for source in sources]
+        _fold(apply, ordered[0], ordered)
+        out.view(signed).copy_(ordered[0] ^ flip)
+
+    return combine

@@ -1,0 +1,177 @@
+"""Between a global tensor and its tiles in this process: `Layout.spread` cuts, `Layout.collect` puts together.
+
+Nothing is copied that need not be: a tile whose elements lie together in the global tensor can be a view into it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import refuse
+from ..sharding import Sharding
+from .combine import combiner
+from .dtypes import neutral, poison_value, torch_dtype
+
+Tiles = list[torch.Tensor]
+_ALIGNMENT = 64  # bytes: kernels may load whole vectors from where a tile starts
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """One device's tile: `box` of the global tensor is its part `valid`; `owner` is the first device with that part.
+
+    `start` is the element of the global tensor where the tile lies as a whole and in one piece, if it does."""
+
+    box: tuple[slice, ...]
+    valid: tuple[slice, ...]
+    full: bool
+    start: int | None
+    owner: int
+    blank: bool
+
+
+class Layout:
+    """How a global tensor of `shape` and `dtype` lies on the devices of a virtual mesh under `sharding`."""
+
+    def __init__(self, shape: Sequence[int], dtype: str | torch.dtype, sharding: Sharding) -> None:
+        self.shape, self.sharding = tuple(shape), sharding
+        self.dtype = torch_dtype(dtype) if isinstance(dtype, str) else dtype
+        self.tile_shape: tuple[int, ...] = sharding.tile_shape(self.shape)
+        self.tile_bytes = math.prod(self.tile_shape) * self.dtype.itemsize
+        self._strides = _strides(self.tile_shape)
+        ops = {op for _, op in sharding.partial}
+        self._op = ops.pop() if len(ops) == 1 else None
+        self._mixed = bool(ops)
+        self._tiles = self._describe()
+        self._owners = sorted({tile.owner for tile in self._tiles})
+        self._is_one = sharding.mesh.num_devices == 1
+        self._contributors = self._partials() if self._op else {}
+
+    def _describe(self) -> list[_Tile]:
+        first: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+        strides, tiles = _strides(self.shape), []
+        for rank in range(self.sharding.mesh.num_devices):
+            at = self.sharding.mesh.coordinate(rank)
+            offset = self.sharding.tile_offset(self.shape, rank)
+            extent = self.sharding.valid_extent(self.shape, rank)
+            full = extent == self.tile_shape
+            start = sum(o * s for o, s in zip(offset, strides, strict=True))
+            lies = full and _contiguous(extent, self.shape) and start * self.dtype.itemsize % _ALIGNMENT == 0
+            owner = first.setdefault((offset, extent), rank)
+            tiles.append(
+                _Tile(
+                    box=tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True)) if all(extent) else (),
+                    valid=tuple(slice(0, e) for e in extent),
+                    full=full,
+                    start=start if lies else None,
+                    owner=owner,
+                    blank=any(at[axis] for axis, _ in self.sharding.partial),
+                )
+            )
+        return tiles
+
+    def _partials(self) -> dict[int, tuple[int, ...]]:
+        axes = [axis for axis, _ in self.sharding.partial]
+        return {rank: self.sharding.mesh.group_of(rank, axes) for rank in self._owners}
+
+    def allocate(self, device: torch.device, poison: bool = False) -> Tiles:
+        """A tile of its own for every device, uninitialised (poisoned, if so)."""
+        return [self._new(device, poison) for _ in self._tiles]
+
+    def spread(self, tensor: torch.Tensor, *, borrow: bool = False, share: bool = False, poison: bool = False) -> Tiles:
+        """The devices' tiles of `tensor`, padded with zeros (or poison). With `borrow`, a tile may be a view into
+        `tensor`: each part once, or as often as needed with `share`. With `share`, equal tiles have one memory."""
+        borrow = borrow and tensor.data_ptr() % _ALIGNMENT == 0
+        if borrow and self._is_one:
+            return [tensor]
+        self._check_reducible()
+        made: dict[int, torch.Tensor] = {}
+        tiles = []
+        for tile in self._tiles:
+            key = -1 if tile.blank else tile.owner
+            if not share or key not in made:
+                view = self._view(tensor, tile) if borrow and key not in made else None
+                made[key] = self._cut(tensor, tile, poison) if view is None else view
+            tiles.append(made[key])
+        return tiles
+
+    def spread_blank(self, tensor: torch.Tensor, poison: bool = False) -> Tiles:
+        """Tiles for a result that is to end up in `tensor`: views into it where possible; contents uninitialised."""
+        borrow = tensor.data_ptr() % _ALIGNMENT == 0
+        if borrow and self._is_one and not poison:
+            return [tensor]
+        tiles = []
+        for rank, tile in enumerate(self._tiles):
+            view = self._view(tensor, tile) if borrow and tile.owner == rank else None
+            if view is not None and poison:
+                view.fill_(poison_value(self.dtype))
+            tiles.append(self._new(tensor.device, poison) if view is None else view)
+        return tiles
+
+    def collect(self, tiles: Tiles, out: torch.Tensor) -> None:
+        """Write into `out` the global tensor that `tiles` are; views into `out` are there already."""
+        if self._is_one and tiles[0] is out:
+            return
+        self._check_reducible()
+        for rank in self._owners:
+            tile = self._tiles[rank]
+            if self.shape and not tile.box:
+                continue
+            target = out[tile.box] if self.shape else out
+            if self._op:
+                parts = [tiles[other][tile.valid] for other in self._contributors[rank]]
+                combiner(self._op, self.dtype)(target, parts)
+            elif not (tile.start is not None and tiles[rank].data_ptr() == target.data_ptr()):
+                target.copy_(tiles[rank][tile.valid])
+
+    def valid_part(self, tiles: Tiles, rank: int) -> torch.Tensor:
+        """The part of the tile of `rank` that holds elements of the tensor, as a view."""
+        tile = self._tiles[rank]
+        return tiles[rank] if tile.full else tiles[rank][tile.valid]
+
+    def _view(self, tensor: torch.Tensor, tile: _Tile) -> torch.Tensor | None:
+        if tile.start is None or tile.blank:
+            return None
+        if self.tile_shape == self.shape:
+            return tensor
+        return tensor.as_strided(self.tile_shape, self._strides, tensor.storage_offset() + tile.start)
+
+    def _cut(self, tensor: torch.Tensor, tile: _Tile, poison: bool) -> torch.Tensor:
+        new = torch.empty(self.tile_shape, dtype=self.dtype, device=tensor.device)
+        if tile.blank:
+            return new.fill_(neutral(self.dtype, str(self._op)))
+        if not tile.full:
+            new.fill_(poison_value(self.dtype) if poison else 0)
+        if all(self.shape) and (tile.box or not self.shape):
+            new[tile.valid].copy_(tensor[tile.box])
+        return new
+
+    def _new(self, device: torch.device, poison: bool) -> torch.Tensor:
+        new = torch.empty(self.tile_shape, dtype=self.dtype, device=device)
+        return new.fill_(poison_value(self.dtype)) if poison else new
+
+    def _check_reducible(self) -> None:
+        if self._mixed:
+            refuse(
+                f"a tensor that is partial with several ops has no global value: {self.sharding}",
+                where=str(self.sharding.mesh),
+                why="the order of the ops is not known",
+                fix="keep it as tiles, or reduce one axis after the other",
+            )
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return tuple(strides)
+
+
+def _contiguous(extent: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """A box of `extent` in a tensor of `shape` lies in one piece: full after its first dim that is longer than 1."""
+    split = next((dim for dim, size in enumerate(extent) if size != 1), len(extent))
+    return all(a == b for a, b in zip(extent[split + 1 :], shape[split + 1 :], strict=True))

@@ -1,0 +1,172 @@
+"""From one layout of a tensor to another on the same mesh: who sends which part of its tile to whom.
+
+This is right for every pair of layouts, uneven ones included: a destination tile is a box of the global tensor, and it
+is filled from the source tiles' boxes that it meets. Each collective is one such pair (see `collectives`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from ..errors import refuse
+from ..sharding import Partial, Replicate, Shard, Sharding
+from .combine import combiner
+from .dtypes import neutral, torch_dtype
+
+Region = tuple[slice, ...]
+Tiles = list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A region of a destination tile, and the regions of the source tiles (by rank, in order) that combine to it."""
+
+    region: Region
+    sources: tuple[tuple[int, Region], ...]
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """The destination devices `ranks` all get the same tile: `pieces`, or the neutral element where `blank`."""
+
+    ranks: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    blank: bool
+
+
+class Reshard:
+    """Turns tiles of layout `src` into tiles of layout `dst`. Planned once, run often.
+
+    Only valid extents are read, except where whole tiles are combined position by position (padding meets padding)."""
+
+    def __init__(self, shape: Sequence[int], dtype: str, src: Sharding, dst: Sharding) -> None:
+        self._deliveries = tuple(_deliveries(tuple(shape), src, dst))
+        torch_type = torch_dtype(dtype)
+        ops = _reduced_ops(src, dst)
+        self._combine = combiner(ops[0] if ops else "max", torch_type)
+        blanks = _blank_ops(src, dst)
+        self._blank = neutral(torch_type, blanks[0]) if blanks else 0
+        self.in_place = src.tile_shape(shape) == dst.tile_shape(shape) and all(map(_stays, self._deliveries))
+
+    def __call__(self, src: Tiles, dst: Tiles, *, share: bool = False) -> None:
+        """Fill `dst`. With `share`, devices that get the same tile have one memory: `dst`'s entries become that one.
+
+        `src` and `dst` may be the same memory where `in_place` says so."""
+        for delivery in self._deliveries:
+            leader, followers = delivery.ranks[0], delivery.ranks[1:]
+            out = dst[leader]
+            if delivery.blank:
+                out.fill_(self._blank)
+            for piece in delivery.pieces:
+                self._combine(_part(out, piece.region), [_part(src[rank], region) for rank, region in piece.sources])
+            for rank in followers:
+                if share:
+                    dst[rank] = out
+                else:
+                    dst[rank].copy_(out)
+
+
+def _part(tile: torch.Tensor, region: Region) -> torch.Tensor:
+    return tile[region] if region else tile
+
+
+def _stays(delivery: Delivery) -> bool:
+    """No other device reads what this delivery overwrites."""
+    whole = all(not piece.region for piece in delivery.pieces)
+    senders = {rank for piece in delivery.pieces for rank, _ in piece.sources}
+    return whole and senders <= set(delivery.ranks)
+
+
+def _reduced_ops(src: Sharding, dst: Sharding) -> list[str]:
+    ops = {op for axis, op in src.partial if dst.placement(axis) != Partial(op)}
+    if len(ops) > 1:
+        refuse(
+            f"a value that is partial with several ops ({', '.join(sorted(ops))}) can't be reduced in one go",
+            where=f"{src} -> {dst} on {src.mesh}",
+            why="the order of the ops is not known",
+            fix="reduce one axis after the other",
+        )
+    return sorted(ops)
+
+
+def _blank_ops(src: Sharding, dst: Sharding) -> list[str]:
+    ops = {op for axis, op in dst.partial if src.placement(axis) != Partial(op)}
+    if len(ops) > 1:
+        refuse(f"can't become partial with several ops at once: {src} -> {dst}", fix="go axis by axis")
+    return sorted(ops)
+
+
+def _deliveries(shape: tuple[int, ...], src: Sharding, dst: Sharding) -> Iterator[Delivery]:
+    """Devices with the same pieces share a Delivery; deliveries go by their first rank."""
+    ranks_of: dict[tuple[bool, tuple[tuple, ...]], list[int]] = {}
+    pieces_of = {}
+    blank_axes = [axis for axis, op in dst.partial if src.placement(axis) != Partial(op)]
+    changed = [axis for axis in src.mesh if src.placement(axis) != dst.placement(axis)]
+    for rank in range(src.mesh.num_devices):
+        at = src.mesh.coordinate(rank)
+        blank = any(at[axis] for axis in blank_axes)
+        pieces = () if blank else _pieces(shape, src, dst, rank, changed)
+        key = (blank, tuple((_key(p.region), *((r, _key(region)) for r, region in p.sources)) for p in pieces))
+        ranks_of.setdefault(key, []).append(rank)
+        pieces_of[key] = pieces
+    for key, ranks in ranks_of.items():
+        if key[0] or key[1]:
+            yield Delivery(tuple(ranks), pieces_of[key], key[0])
+
+
+def _key(region: Region) -> tuple[tuple[int, int], ...]:
+    return tuple((part.start, part.stop) for part in region)
+
+
+def _pieces(shape: tuple[int, ...], src: Sharding, dst: Sharding, rank: int, changed: list[str]) -> tuple[Piece, ...]:
+    """What fills the tile of `rank`: from devices that differ on the changed axes if they have all of it, else from
+    any device that has the rest."""
+    wanted = math.prod(dst.valid_extent(shape, rank))
+    for free in (changed, list(src.mesh)):
+        pieces = tuple(_pieces_from(shape, src, dst, rank, free))
+        if sum(volume for _, volume in pieces) == wanted:
+            return tuple(piece for piece, _ in pieces)
+    raise AssertionError(f"the tiles of {src} do not cover device {rank}'s tile of {dst}")
+
+
+def _pieces_from(
+    shape: tuple[int, ...], src: Sharding, dst: Sharding, rank: int, free: list[str]
+) -> Iterator[tuple[Piece, int]]:
+    mesh, at = src.mesh, src.mesh.coordinate(rank)
+    to, extent = dst.tile_offset(shape, rank), dst.valid_extent(shape, rank)
+    split = [axis for axis in free if isinstance(src.placement(axis), Shard)]
+    summed = [axis for axis, op in src.partial if dst.placement(axis) != Partial(op)]
+    for place in product(*(range(mesh.size(axis)) for axis in split)):
+        here = at | dict(zip(split, place, strict=True))
+        first = mesh.rank(here | dict.fromkeys(summed, 0))
+        start, size = src.tile_offset(shape, first), src.valid_extent(shape, first)
+        low = [max(a, b) for a, b in zip(to, start, strict=True)]
+        high = [min(a + m, b + n) for a, m, b, n in zip(to, extent, start, size, strict=True)]
+        if any(a >= b for a, b in zip(low, high, strict=True)):
+            continue
+        ranks = [mesh.rank(here | dict(zip(summed, c, strict=True))) for c in _coordinates(src, summed)]
+        region, source = _region(low, high, to), _region(low, high, start)
+        if src.tile_shape(shape) == dst.tile_shape(shape) and start == to and size == extent:
+            region = source = ()
+        yield Piece(region, tuple((r, source) for r in ranks)), math.prod(b - a for a, b in zip(low, high, strict=True))
+
+
+def _coordinates(src: Sharding, axes: list[str]) -> Iterator[tuple[int, ...]]:
+    return product(*(range(src.mesh.size(axis)) for axis in axes))
+
+
+def _region(low: list[int], high: list[int], origin: tuple[int, ...]) -> Region:
+    return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+
+
+def replicated(sharding: Sharding) -> Sharding:
+    """The layout in which every device holds all of the tensor."""
+    for axis in sharding.mesh:
+        if sharding.placement(axis) != Replicate():
+            sharding = sharding.with_replicate(axis)
+    return sharding

@@ -1,0 +1,125 @@
+"""The virtual mesh: every device of a mesh in one process, on the cores of a CPU or on one GPU.
+
+Devices run a kernel step at the same time, in threads; a collective copies between their tiles. Memory is a list of
+tiles, one per device, per storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Value
+from .backend import Action, Memory, walk
+from .kernels import Target
+from .placement import Layout
+from .reshard import Reshard
+from .threads import device_threads
+
+Tiles = list[torch.Tensor]
+
+
+class VirtualMesh:
+    """Runs `program` for all devices of its mesh: the Backend of one process."""
+
+    def __init__(self, program: Program, target: Target, *, poison: bool = False) -> None:
+        self.program = program
+        self.device = _device(target)
+        self.layouts = {name: Layout(v.shape, v.dtype, v.sharding) for name, v in program.values.items()}
+        self.last_write = _last_writes(program)
+        self._target, self._poison = target, poison
+        _check_storages(program)
+        self._position = 0
+        self._actions = [action for action in walk(program, self) if action is not None]
+
+    def run(self, memory: Memory) -> None:
+        """Run all steps, in order, on the storages that `memory` holds."""
+        for action in self._actions:
+            action(memory)
+
+    def kernel(self, step: KernelStep) -> Action:
+        """All devices run the step's kernel on their tiles."""
+        self._position += 1
+        kernel = self._target.compile(step.func, self._poison)
+        storages = [self.program.values[name].storage for name in step.args]
+        mesh = self.program.mesh
+        places = [[mesh.coordinate(rank)[axis] for axis in step.axes] for rank in range(mesh.num_devices)]
+
+        def of_device(memory: Memory) -> Callable[[int], None]:
+            held = memory.held
+            columns = [held[storage] for storage in storages]
+            scalars = [memory.scalars[name] for name in step.scalars]
+            return lambda rank: kernel(*[tiles[rank] for tiles in columns], *scalars, *places[rank])
+
+        if len(places) == 1 or not self._target.threaded:
+            return lambda memory: _one_by_one(of_device(memory), len(places))
+        return lambda memory: device_threads().run(of_device(memory), len(places))
+
+    def collective(self, step: CollectiveStep) -> Action | None:
+        """Tiles change from the layout of `src` to that of `dst`. Devices that end with the same tile share it where
+        nothing writes to it later."""
+        here, self._position = self._position, self._position + 1
+        src, dst = self.program.values[step.src], self.program.values[step.dst]
+        reshard = Reshard(dst.shape, dst.dtype, src.sharding, dst.sharding)
+        share = self.last_write[dst.storage] <= here
+        source, target = src.storage, dst.storage
+        if source != target:
+            return lambda memory: reshard(memory.held[source], memory.held[target], share=share)
+        if reshard.in_place:
+            return lambda memory: reshard(memory.held[source], memory.held[source], share=share)
+
+        def through_copies(memory: Memory) -> None:
+            tiles = memory.held[source]
+            reshard([tile.clone() for tile in tiles], tiles, share=share)
+
+        return through_copies
+
+    def alloc(self, step: AllocStep) -> Action:
+        """Every device gets a tile, unless the caller brought this storage."""
+        self._position += 1
+        storage, layout = self.program.values[step.value].storage, self.layouts[step.value]
+        device, poison = self.device, self._poison
+
+        def action(memory: Memory) -> None:
+            if storage not in memory.held:
+                memory.hold(storage, layout.allocate(device, poison), layout.tile_bytes)
+
+        return action
+
+    def free(self, step: FreeStep) -> Action:
+        """The tiles are forgotten."""
+        self._position += 1
+        storage = self.program.values[step.value].storage
+        return lambda memory: memory.drop(storage)
+
+
+def _one_by_one(work: Callable[[int], None], count: int) -> None:
+    for rank in range(count):
+        work(rank)
+
+
+def _device(target: Target) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if target.device_type == "cuda" else torch.device("cpu")
+
+
+def _last_writes(program: Program) -> dict[str, int]:
+    """storage -> the last step that writes it; storages that nothing writes are not there."""
+    last = {}
+    for position, step in enumerate(program.steps):
+        if isinstance(step, KernelStep):
+            last.update({program.values[name].storage: position for name in step.writes})
+        elif isinstance(step, CollectiveStep):
+            last[program.values[step.dst].storage] = position
+    return last
+
+
+def _check_storages(program: Program) -> None:
+    first: dict[str, Value] = {}
+    for value in program.values.values():
+        other = first.setdefault(value.storage, value)
+        if (other.tile_shape, other.dtype) != (value.tile_shape, value.dtype):
+            raise AssertionError(
+                f"program {program.name}: {other.name} and {value.name} can't share storage {value.storage!r}: "
+                f"tiles {other.tile_shape} {other.dtype} and {value.tile_shape} {value.dtype}"
+            )

@@ -1,0 +1,79 @@
+"""Kernels with symbolic dims: from the sizes that a call brings to a kernel without symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import tvm_ffi
+from tvm import tirx
+from tvm.arith import Analyzer
+from tvm.tirx.stmt_functor import post_order_visit, substitute
+
+from .frontend import INFO_ATTR
+
+
+def symbols(func: tirx.PrimFunc) -> tuple[tirx.Var, ...]:
+    """The variables in the shapes and strides of the parameters, in order of appearance."""
+    found: dict[tirx.Var, None] = {}
+    for param in func.params:
+        buffer = func.buffer_map.get(param)
+        for size in (*buffer.shape, *buffer.strides) if buffer is not None else ():
+            found.update(dict.fromkeys(_variables(size)))
+    return tuple(found)
+
+
+def specialize(func: tirx.PrimFunc, sizes: Mapping[tirx.Var, int]) -> tirx.PrimFunc:
+    """`func` with every symbol of `sizes` replaced by its value, in its annotations too. A scalar parameter that is
+    such a symbol is a parameter no more."""
+    values = {var: tirx.const(size, var.dtype) for var, size in sizes.items()}
+    bound: dict[tirx.Var, Any] = {param: values[param] for param in func.params if param in values}
+    bound |= {param: _buffer(buffer, values) for param, buffer in func.buffer_map.items()}
+    result = func.specialize(bound)
+    if result.attrs and INFO_ATTR in result.attrs:
+        result = result.with_attr(INFO_ATTR, _replace(result.attrs[INFO_ATTR], values))
+    return result
+
+
+def evaluate(size: Any, sizes: Mapping[tirx.Var, int]) -> int | None:
+    """The value of a dim, or None while a symbol in it is unknown."""
+    if isinstance(size, (int, tirx.IntImm)):
+        return int(size)
+    if any(var not in sizes for var in _variables(size)):
+        return None
+    values = {var: tirx.const(value, var.dtype) for var, value in sizes.items()}
+    return int(_simplify(substitute(size, values)))
+
+
+def _buffer(buffer: tirx.Buffer, values: Mapping[tirx.Var, tirx.PrimExpr]) -> tirx.Buffer:
+    return tirx.decl_buffer(
+        _replace(buffer.shape, values),
+        buffer.dtype,
+        buffer.name,
+        data=buffer.data,
+        strides=_replace(buffer.strides, values),
+        elem_offset=_replace(buffer.elem_offset, values),
+        scope=buffer.scope(),
+        data_alignment=buffer.data_alignment,
+        offset_factor=buffer.offset_factor,
+    )
+
+
+def _replace(value: Any, values: Mapping[tirx.Var, tirx.PrimExpr]) -> Any:
+    """`value`, an attribute or a part of one, with its symbols replaced."""
+    if isinstance(value, Mapping):
+        return {key: _replace(item, values) for key, item in value.items()}
+    if isinstance(value, (list, tuple, tvm_ffi.Array)):
+        return [_replace(item, values) for item in value]
+    return _simplify(substitute(value, values)) if isinstance(value, tirx.PrimExpr) else value
+
+
+def _simplify(expr: tirx.PrimExpr) -> tirx.PrimExpr:
+    return Analyzer().simplify(expr)
+
+
+def _variables(expr: Any) -> list[tirx.Var]:
+    found: list[tirx.Var] = []
+    if isinstance(expr, tirx.PrimExpr):
+        post_order_visit(expr, lambda node: found.append(node) if isinstance(node, tirx.Var) else None)
+    return found
