@@ -117,10 +117,13 @@ def _clip(
                     storage.outside("uses", tuple(mins), array.shape)
                 return None
             parts.append(low)
-            continue
-        start, stop = max(0, -low), max(0, min(extent, n - low))
-        whole &= start == 0 and stop == extent
-        where.append(slice(start, stop))
-        parts.append(slice(low + start, low + max(start, stop)))
+        elif low >= 0 and low + extent <= n:
+            where.append(slice(0, extent))
+            parts.append(slice(low, low + extent))
+        else:
+            start, stop = max(0, -low), max(0, min(extent, n - low))
+            whole = False
+            where.append(slice(start, stop))
+            parts.append(slice(low + start, low + max(start, stop)))
     parts.append(Ellipsis)
     return (None if whole else tuple(where)), tuple(parts)

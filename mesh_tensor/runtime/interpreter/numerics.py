@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -26,9 +27,9 @@ UFUNCS: dict[str, np.ufunc] = {
 
 @cache
 def numpy_dtype(name: str) -> np.dtype:
-    """The numpy dtype of a TIR one; ml_dtypes gives bfloat16 and the 8-bit floats."""
+    """The numpy dtype of a TIR one, or of a TIR vector's elements; ml_dtypes gives bfloat16 and the 8-bit floats."""
     try:
-        return np.dtype(name)
+        return np.dtype(re.sub(r"x\d+$", "", str(name)))
     except TypeError:
         raise MeshTensorError(f"the interpreter has no numpy dtype for {name!r}") from None
 

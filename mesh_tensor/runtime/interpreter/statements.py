@@ -260,6 +260,8 @@ def _block_realize(stmt: tirx.SBlockRealize, scope: Scope) -> Action:
 
 
 def _allocation(buffer: tirx.Buffer, scope: Scope) -> Action:
+    if buffer.scope() == "global":
+        raise MeshTensorError(f"the interpreter has no global memory for {buffer.name!r}: make it a parameter")
     extents = [compile_expr(n, scope) for n in buffer.shape]
     dtype = numpy_dtype(buffer.dtype)
     slot = scope.define_buffer(buffer)

@@ -14,8 +14,8 @@ from mesh_tensor.rules.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Region,
 
 from .expressions import compile_expr
 from .memory import box_view, read_box, write_box
-from .numerics import UFUNCS, neutral, numpy_dtype, wide
-from .scope import Action, Frame, Scope, Storage
+from .numerics import UFUNCS, convert, neutral, numpy_dtype, wide
+from .scope import Action, Code, Frame, Scope, Storage
 
 _DEPTH = {"local.fragment": 2, "local": 2, "shared": 1, "shared.dyn": 1, "shared.tmem": 1}
 
@@ -29,60 +29,73 @@ def compile_tile_op(op: TileOp, scope: Scope) -> Action:
 
 @dataclass(frozen=True)
 class _Box:
-    """A region whose corner and size are computed when it is used."""
+    """A region of a buffer: `mins` and `extents` (None: a single index) at run time; `known`, the same as an index of
+    the array, where that is known to be inside it at compile time."""
 
     storage: Storage
     array: Callable[[Frame], np.ndarray]
     mins: Callable[[Frame], list[int]]
-    extents: Callable[[Frame], list[int]]
-    long_dims: tuple[int, ...]
+    extents: Callable[[Frame], list[int | None]]
+    known: tuple[Any, ...] | None
 
     def view(self, frame: Frame) -> np.ndarray:
-        """The box, with all its dims; it has to be inside the buffer."""
-        return box_view(self.array(frame), self.mins(frame), self.extents(frame), self.storage)
+        """The box as a view with all its dims; it has to be inside the buffer."""
+        array = self.array(frame)
+        if self.known is not None:
+            return array[tuple(slice(i, i + 1) if isinstance(i, int) else i for i in self.known)]
+        return box_view(array, self.mins(frame), [1 if n is None else n for n in self.extents(frame)], self.storage)
 
-    def read(self, frame: Frame, long_extents: Sequence[int], fill: Any) -> np.ndarray:
-        """The box at this corner whose long dims have these extents; what is outside the buffer is `fill`."""
-        return read_box(self.array(frame), self.mins(frame), self._spread(long_extents), fill, self.storage)
+    def read(self, frame: Frame, fill: Any) -> np.ndarray:
+        """The box without its single-index dims; what is outside the buffer is `fill`."""
+        array = self.array(frame)
+        if self.known is not None:
+            return array[self.known]
+        return read_box(array, self.mins(frame), self.extents(frame), fill, self.storage)
 
-    def write(self, frame: Frame, long_extents: Sequence[int], block: Any) -> None:
+    def write(self, frame: Frame, block: Any) -> None:
         """Write what of the box is inside the buffer."""
-        write_box(self.array(frame), self.mins(frame), self._spread(long_extents), block, self.storage)
-
-    def long_extents(self, frame: Frame) -> list[int]:
-        """The extents of the dims that are not single indices."""
-        extents = self.extents(frame)
-        return [extents[d] for d in self.long_dims]
-
-    def _spread(self, long_extents: Sequence[int]) -> list[int | None]:
-        spread: list[int | None] = [None] * len(self.storage_dims)
-        for dim, extent in zip(self.long_dims, long_extents, strict=True):
-            spread[dim] = extent
-        return spread
-
-    @property
-    def storage_dims(self) -> Sequence[Any]:
-        """The buffer's dims."""
-        return self.storage.buffer.shape
+        array = self.array(frame)
+        if self.known is not None:
+            array[self.known] = block
+        else:
+            write_box(array, self.mins(frame), self.extents(frame), block, self.storage)
 
 
-def _box(region: Region, scope: Scope) -> _Box:
+def _box(region: Region, scope: Scope, base: Region | None = None) -> _Box:
+    """A region; its long dims have the extents of `base`'s, if that is given."""
+    sizes: list[tirx.PrimExpr | None] = [None] * len(region.mins)
+    base = region if base is None else base
+    for dim, from_dim in zip(region.long_dims, base.long_dims, strict=True):
+        sizes[dim] = base.extents[from_dim]
+    mins = [compile_expr(m, scope) for m in region.mins]
+    extents = [None if n is None else compile_expr(n, scope) for n in sizes]
     return _Box(
         scope.storage(region.buffer),
         scope.array(region.buffer),
-        _integers(region.mins, scope),
-        _integers(region.extents, scope),
-        region.long_dims,
+        _integers(mins),
+        _integers(extents),
+        _known(mins, extents, region.buffer),
     )
 
 
-def _integers(exprs: Sequence[tirx.PrimExpr], scope: Scope) -> Callable[[Frame], list[int]]:
-    codes = [compile_expr(e, scope) for e in exprs]
-    if all(code.const is not None for code in codes):
-        known = [int(code.const) for code in codes]
+def _integers(codes: Sequence[Code | None]) -> Callable[[Frame], list[Any]]:
+    if all(code is None or code.const is not None for code in codes):
+        known = [None if code is None else int(code.const) for code in codes]
         return lambda frame: known
-    runs = [code.run for code in codes]
-    return lambda frame: [int(run(frame)) for run in runs]
+    runs = [None if code is None else code.run for code in codes]
+    return lambda frame: [None if run is None else int(run(frame)) for run in runs]
+
+
+def _known(mins: Sequence[Code], extents: Sequence[Code | None], buffer: tirx.Buffer) -> tuple[Any, ...] | None:
+    index: list[Any] = []
+    for low, extent, n in zip(mins, extents, buffer.shape, strict=True):
+        if low.const is None or not isinstance(n, tirx.IntImm) or (extent is not None and extent.const is None):
+            return None
+        size = 1 if extent is None else extent.const
+        if low.const < 0 or low.const + size > int(n):
+            return None
+        index.append(low.const if extent is None else slice(low.const, low.const + size))
+    return (*index, Ellipsis)
 
 
 def _base(src: Region, dst: Region) -> Region:
@@ -97,34 +110,21 @@ def _base(src: Region, dst: Region) -> Region:
 
 
 def _copy(op: Copy, scope: Scope) -> Action:
-    src, dst, base = _box(op.src, scope), _box(op.dst, scope), _box(_base(op.src, op.dst), scope)
-
-    def run(frame: Frame) -> None:
-        extents = base.long_extents(frame)
-        dst.write(frame, extents, src.read(frame, extents, 0))
-
-    return run
+    base = _base(op.src, op.dst)
+    src, dst = _box(op.src, scope, base), _box(op.dst, scope, base)
+    return lambda frame: dst.write(frame, src.read(frame, 0))
 
 
 def _transpose(op: Transpose, scope: Scope) -> Action:
     src, dst = _box(op.src, scope), _box(op.dst, scope)
-    if len(src.long_dims) < 2 or len(src.long_dims) != len(dst.long_dims):
+    if len(op.src.long_dims) < 2 or len(op.src.long_dims) != len(op.dst.long_dims):
         raise MeshTensorError(f"the interpreter can't transpose {op.src.buffer.name} into {op.dst.buffer.name}")
-
-    def run(frame: Frame) -> None:
-        block = src.read(frame, src.long_extents(frame), 0).swapaxes(-1, -2)
-        dst.write(frame, block.shape, block)
-
-    return run
+    return lambda frame: dst.write(frame, src.read(frame, 0).swapaxes(-1, -2))
 
 
 def _fill(op: Fill, scope: Scope) -> Action:
     dst, value = _box(op.dst, scope), compile_expr(op.value, scope)
-
-    def run(frame: Frame) -> None:
-        dst.write(frame, dst.long_extents(frame), value.run(frame))
-
-    return run
+    return lambda frame: dst.write(frame, value.run(frame))
 
 
 def _gemm(op: Gemm, scope: Scope) -> Action:
@@ -187,21 +187,17 @@ def _scan(op: Scan, scope: Scope) -> Action:
 
 
 def _atomic(op: Atomic, scope: Scope) -> Action:
-    dst, dtype = _box(op.dst, scope), numpy_dtype(op.dst.buffer.dtype)
-    combine = UFUNCS[op.op]
-    value: Callable[[Frame, Sequence[int]], Any]
-    if isinstance(op.value, Region):
-        src, base = _box(op.value, scope), _box(_base(op.value, op.dst), scope)
-        start = neutral(op.op, numpy_dtype(op.value.buffer.dtype))
-        value = lambda frame, extents: src.read(frame, extents, start)  # noqa: E731
-    else:
-        base, code = dst, compile_expr(op.value, scope)
-        value = lambda frame, extents: np.asarray(code.run(frame))  # noqa: E731
+    combine, dtype = UFUNCS[op.op], numpy_dtype(op.dst.buffer.dtype)
+    if not isinstance(op.value, Region):
+        dst, value = _box(op.dst, scope), compile_expr(op.value, scope)
+        return lambda frame: dst.write(frame, combine(dst.read(frame, 0), convert(value.run(frame), dtype)))
+    base = _base(op.value, op.dst)
+    target, src = _box(op.dst, scope, base), _box(op.value, scope, base)
+    start = neutral(op.op, numpy_dtype(op.value.buffer.dtype))
 
     def run(frame: Frame) -> None:
-        extents = base.long_extents(frame)
-        old = dst.read(frame, extents, 0)
-        dst.write(frame, extents, combine(old, value(frame, extents).astype(dtype, copy=False)))
+        value = src.read(frame, start).astype(dtype, copy=False)
+        target.write(frame, combine(target.read(frame, 0), value))
 
     return run
 
