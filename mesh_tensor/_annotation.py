@@ -48,7 +48,7 @@ def check(mesh: Mesh, ndim: int, metadata: Any) -> tuple[Annotation | None, list
     problems += wrong
     if problems:
         return None, problems
-    blocks = None if block_shape is None else tuple(block_shape)
+    blocks = None if block_shape is None else tuple(int(size) if is_int(size) else size for size in block_shape)
     return Annotation(Sharding.of(mesh, ndim, by_axis), blocks, program_id), []
 
 
@@ -76,7 +76,7 @@ def to_attr(value: Any) -> Any:
         return {key: to_attr(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset, tvm_ffi.Array)):
         return [to_attr(item) for item in value]
-    return int(value) if not isinstance(value, bool) and isinstance(value, Integral) else value
+    return int(value) if is_int(value) else value
 
 
 def from_attr(value: Any) -> Any:
@@ -97,22 +97,24 @@ def _check_block_shape(block_shape: Any, ndim: int) -> list[str]:
         return [f"`block_shape` is {block_shape!r}, which is no sequence of sizes"]
     if len(block_shape) != ndim:
         return [f"`block_shape` {tuple(block_shape)} has {len(block_shape)} sizes, but the buffer has {ndim} dims"]
-    bad = [size for size in block_shape if not (_is_int(size, at_least=1) or _is_expression(size))]
+    bad = [size for size in block_shape if not _is_size(size, 1)]
     return [f"`block_shape` has the size {size!r}, which is no int of at least 1" for size in bad]
 
 
 def _is_program_id(value: Any) -> bool:
     if isinstance(value, (list, tuple, tvm_ffi.Array)):
-        return all(_is_int(item, at_least=0) or _is_expression(item) for item in value)
-    return value is None or _is_int(value, at_least=0) or _is_expression(value)
+        return all(_is_size(item, 0) for item in value)
+    return value is None or _is_size(value, 0)
 
 
-def _is_int(value: Any, *, at_least: int) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= at_least
+def is_int(value: Any) -> bool:
+    """Whether `value` is an int of Python's or numpy's, and no bool."""
+    return not isinstance(value, bool) and isinstance(value, Integral)
 
 
-def _is_expression(value: Any) -> bool:
-    return isinstance(value, tirx.PrimExpr) and (not isinstance(value, tirx.IntImm) or value.value >= 0)
+def _is_size(value: Any, at_least: int) -> bool:
+    value = value.value if isinstance(value, tirx.IntImm) else value
+    return value >= at_least if is_int(value) else isinstance(value, tirx.PrimExpr)
 
 
 def _placements(mesh: Mesh, ndim: int, metadata: Mapping[str, Any]) -> tuple[dict[str, Placement], list[str]]:

@@ -13,7 +13,7 @@ import tilelang.language as T
 from tvm import ir, tirx
 from tvm.script.ir_builder import IRBuilder
 
-from ._annotation import HOW_TO_ANNOTATE, Annotation, check, complete, from_attr, metadata_to_attr
+from ._annotation import HOW_TO_ANNOTATE, Annotation, check, complete, from_attr, is_int, metadata_to_attr
 from .errors import listing, refuse
 from .mesh import Mesh
 from .sharding import ceildiv
@@ -92,7 +92,7 @@ class _Helpers:
         if coordinate is None:
             return buffer
         block_shape = self._annotation(buffer).block_shape
-        place = coordinate if isinstance(coordinate, (list, tuple)) else (coordinate,)
+        place = [_constant(at) for at in (coordinate if isinstance(coordinate, (list, tuple)) else (coordinate,))]
         where = f"mesh_tensor_copy, buffer {buffer.name!r}"
         if block_shape is None:
             refuse(f"`{argument}` is given, but the `block_shape` is None", where=where, fix="annotate a `block_shape`")
@@ -103,7 +103,7 @@ class _Helpers:
                 fix=f"give one block coordinate per dim (block_shape is {block_shape})",
             )
         for index, (size, dim) in enumerate(zip(block_shape, buffer.shape, strict=True)):
-            _check_coordinate(place[index], size, _constant(dim), f"`{argument}`, dim {index}", where)
+            _check_coordinate(place[index], _constant(size), _constant(dim), f"`{argument}`, dim {index}", where)
         ranges = [ir.Range.from_min_extent(at * size, size) for at, size in zip(place, block_shape, strict=True)]
         return tirx.BufferRegion(buffer, ranges)
 
@@ -165,9 +165,10 @@ def read_annotations(func: tirx.PrimFunc) -> tuple[Mesh, dict[str, Annotation]]:
             why="nothing says how its buffers lie on a mesh",
             fix='call annotate_mesh_tensor_info in its body, or mesh_tensor.annotate(prim_func, mesh, {"A": {"x": 0}})',
         )
-    mesh, info = Mesh(dict(from_attr(attrs[MESH_ATTR]))), attrs[INFO_ATTR]
+    mesh, info = _read_mesh(attrs[MESH_ATTR], where), attrs[INFO_ATTR]
+    names = listing(_names(buffers.values()))
     problems = [
-        f"buffer {data.name!r} is annotated, but it is no parameter (parameters: {listing(_names(buffers.values()))})"
+        f"buffer {str(getattr(data, 'name', data))!r} is annotated, but it is no parameter (parameters: {names})"
         for data in info
         if data not in buffers
     ]
@@ -213,6 +214,14 @@ def _attrs(mesh: Mesh, info: dict[tirx.Var, dict[str, Any]]) -> dict[str, Any]:
     return {INFO_ATTR: info, MESH_ATTR: [[axis, size] for axis, size in mesh.shape.items()]}
 
 
+def _read_mesh(attr: Any, where: str) -> Mesh:
+    try:
+        axes = dict(from_attr(attr))
+    except (TypeError, ValueError):
+        refuse(f"the `{MESH_ATTR}` attribute {attr} is no list of [axis, size]", where=where, fix="use annotate")
+    return Mesh(axes)
+
+
 def _attach(mesh: Mesh, info: dict[tirx.Var, dict[str, Any]]) -> Any:
     attrs = _attrs(mesh, info)
     if not IRBuilder.is_in_scope():
@@ -228,14 +237,17 @@ def _attach(mesh: Mesh, info: dict[tirx.Var, dict[str, Any]]) -> Any:
         )
 
 
-def _constant(dim: Any) -> Any:
-    return dim.value if isinstance(dim, tirx.IntImm) else dim
+def _constant(value: Any) -> Any:
+    if isinstance(value, tirx.IntImm):
+        return value.value
+    return int(value) if is_int(value) else value
 
 
 def _check_coordinate(at: Any, size: Any, dim: Any, what: str, where: str) -> None:
-    """A constant coordinate names a block that exists."""
-    at, size = _constant(at), _constant(size)
-    if all(isinstance(value, int) for value in (at, size, dim)):
+    """A coordinate is an int or an expression, and names a block that exists where that is known."""
+    if not is_int(at) and not isinstance(at, tirx.PrimExpr):
+        refuse(f"{what}: {at!r} is no int or expression", where=where, fix="give the index of a block")
+    if is_int(at) and is_int(size) and is_int(dim):
         blocks = max(1, ceildiv(dim, size))
         if not 0 <= at < blocks:
             refuse(f"{what}: there is no block {at}", where=where, fix=f"blocks of {size} go from 0 to {blocks - 1}")
