@@ -1,0 +1,82 @@
+"""An independent account of layouts: what each device must hold of a tensor, by slicing axis after axis."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from mesh_tensor import Mesh, Partial, Replicate, Shard, Sharding
+from mesh_tensor.runtime import MeshTensor
+
+FOLDS = {
+    "sum": lambda a, b: a + b,
+    "prod": lambda a, b: a * b,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "bitand": lambda a, b: a & b,
+    "bitor": lambda a, b: a | b,
+    "bitxor": lambda a, b: a ^ b,
+}
+
+
+def cut(tensor: torch.Tensor, sharding: Sharding, rank: int) -> torch.Tensor:
+    """The part of `tensor` that device `rank` holds: every axis, in mesh order, cuts what the axes before it left."""
+    at = sharding.mesh.coordinate(rank)
+    parents = {dim: size for dim, size in enumerate(tensor.shape)}
+    for axis, place in sharding.placements().items():
+        if isinstance(place, Shard):
+            step = -(-parents[place.dim] // sharding.mesh.size(axis))
+            start = min(at[axis] * step, tensor.shape[place.dim])
+            tensor = tensor.narrow(place.dim, start, min(step, tensor.shape[place.dim] - start))
+            parents[place.dim] = step
+    return tensor
+
+
+def scatter(tensor: torch.Tensor, sharding: Sharding) -> tuple[MeshTensor, torch.Tensor]:
+    """A MeshTensor with padding that must not matter, and its global value. Where an axis is partial, every device along
+    it gets numbers of its own, so the value is not `tensor` but what the op makes of them."""
+    mesh, axes = sharding.mesh, [axis for axis, _ in sharding.partial]
+    layers = {}
+    for rank in range(mesh.num_devices):
+        at = mesh.coordinate(rank)
+        key = tuple(at[axis] for axis in axes)
+        layers.setdefault(key, tensor if not any(key) else tensor.roll(sum(key) * 3, 0) if tensor.ndim else tensor)
+    total = None
+    for key in sorted(layers):
+        total = layers[key] if total is None else FOLDS[sharding.partial[0][1]](total, layers[key])
+    assert total is not None
+    tiles = []
+    for rank in range(mesh.num_devices):
+        at = mesh.coordinate(rank)
+        part = cut(layers[tuple(at[axis] for axis in axes)], sharding, rank)
+        tile = garbage(sharding.tile_shape(tuple(tensor.shape)), tensor.dtype)
+        tile[tuple(slice(0, size) for size in part.shape)] = part
+        tiles.append(tile)
+    return MeshTensor(tiles, tensor.shape, sharding), total
+
+
+def garbage(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What padding may hold."""
+    return torch.full(shape, float("nan")).to(dtype) if dtype.is_floating_point else torch.full(shape, 113, dtype=dtype)
+
+
+def assert_holds(result: MeshTensor, expected: torch.Tensor) -> None:
+    """Every device holds its part of `expected` (where an axis is partial: coordinate 0 does, the others add nothing)."""
+    sharding = result.sharding
+    partial = [axis for axis, _ in sharding.partial]
+    for rank in range(result.mesh.num_devices):
+        part = cut(expected, sharding, rank)
+        tile = result.tile(rank)
+        assert tile.shape == part.shape, f"device {rank} of {sharding}"
+        if not partial:
+            assert torch.equal(tile, part), f"device {rank} of {sharding}"
+    assert torch.equal(result.full(), expected), str(sharding)
+
+
+def shardings(mesh: Mesh, ndim: int, op: str | None = "sum") -> Iterator[Sharding]:
+    """Every layout of a tensor of `ndim` dims on `mesh`."""
+    choices = [Replicate(), *(Shard(dim) for dim in range(ndim)), *([Partial(op)] if op else [])]
+    for places in itertools.product(choices, repeat=len(mesh)):
+        yield Sharding.of(mesh, ndim, dict(zip(mesh, places, strict=True)))

@@ -1,0 +1,75 @@
+"""From any layout to any layout."""
+
+import pytest
+import torch
+
+from mesh_tensor import Mesh, Sharding
+from mesh_tensor.runtime.reshard import Reshard
+
+from .reference import assert_holds, scatter, shardings
+
+MESHES = [Mesh({"x": 1}), Mesh({"x": 3}), Mesh({"x": 2, "y": 2}), Mesh({"x": 2, "y": 3})]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("shape", [(12, 6), (7, 5), (1, 4)], ids=str)
+def test_every_pair_of_layouts(mesh, shape):
+    tensor = torch.arange(shape[0] * shape[1]).reshape(shape)
+    for src in shardings(mesh, 2):
+        tiles, expected = scatter(tensor, src)
+        for dst in shardings(mesh, 2):
+            assert_holds(tiles.redistribute(dst), expected)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (11, 3)], ids=str)
+def test_some_pairs_on_three_axes(shape):
+    mesh = Mesh({"x": 2, "y": 2, "z": 2})
+    tensor = torch.arange(shape[0] * shape[1]).reshape(shape)
+    layouts = list(shardings(mesh, 2))
+    for src in layouts[::5]:
+        tiles, expected = scatter(tensor, src)
+        for dst in layouts[::7]:
+            assert_holds(tiles.redistribute(dst), expected)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5, 0)], ids=str)
+def test_scalars_and_empty_tensors(shape):
+    mesh = Mesh({"x": 2})
+    tensor = torch.ones(shape)
+    for src in shardings(mesh, len(shape)):
+        tiles, expected = scatter(tensor, src)
+        for dst in shardings(mesh, len(shape)):
+            assert_holds(tiles.redistribute(dst), expected)
+
+
+def test_an_axis_that_goes_major_takes_from_other_groups():
+    """Splitting dim 0 by x when y splits it already: x is major, so device (0, 1) needs rows of device (1, 0)'s tile."""
+    mesh = Mesh({"x": 2, "y": 2})
+    tensor = torch.arange(8)
+    tiles, expected = scatter(tensor, Sharding.make(mesh, 1, {"y": 0}))
+    result = tiles.redistribute({"x": 0, "y": 0})
+    assert_holds(result, expected)
+    assert result.tile({"x": 0, "y": 1}).tolist() == [2, 3]
+
+
+def test_in_place_where_nobody_else_reads_what_is_overwritten():
+    mesh = Mesh({"x": 2, "y": 2})
+    partial = Sharding.make(mesh, 1, {}, partial={"x": "sum"})
+    replicated = Sharding.make(mesh, 1, {})
+    assert Reshard((4,), "float32", partial, replicated).in_place
+    assert Reshard((4,), "float32", replicated, partial).in_place
+    columns, rows = Sharding.make(mesh, 2, {"x": 1}), Sharding.make(mesh, 2, {"x": 0})
+    assert not Reshard((4, 4), "float32", columns, rows).in_place
+    tiles = [torch.full((4,), float(rank)) for rank in range(4)]
+    before = list(tiles)
+    Reshard((4,), "float32", partial, replicated)(tiles, tiles)
+    assert [tile[0].item() for tile in before] == [2.0, 4.0, 2.0, 4.0]
+
+
+def test_shared_results_have_one_memory():
+    mesh = Mesh({"x": 3})
+    partial, replicated = Sharding.make(mesh, 1, {}, partial={"x": "sum"}), Sharding.make(mesh, 1, {})
+    tiles = [torch.full((4,), float(rank)) for rank in range(3)]
+    Reshard((4,), "float32", partial, replicated)(tiles, tiles, share=True)
+    assert len({tile.data_ptr() for tile in tiles}) == 1
+    assert tiles[2].tolist() == [3.0] * 4
