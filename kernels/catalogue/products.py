@@ -153,8 +153,8 @@ ATTENTION_CASES = (
     _attention(""),
     _attention("_causal", causal=True),
     _attention("_causal_skip", causal=True, skip_masked_blocks=True),
-    _attention("_causal_past", past=5, causal=True, skip_masked_blocks=True),
-    _attention("_cross", past=11),
+    _attention("_causal_past", past=8, causal=True, skip_masked_blocks=True),
+    _attention("_cross", past=12),
     _attention("_grouped", groups=2, causal=True),
     _attention("_float16", dtype=torch.float16, tolerance=FLOAT16_WITHIN),
 )

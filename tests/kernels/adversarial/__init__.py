@@ -3,7 +3,8 @@
 from kernels.catalogue import KernelCase
 
 from .accumulation import ACCUMULATION_CASES
-from .grids import GRID_CASES
+from .atomics import ATOMIC_CASES
+from .grids import GRID_CASES, PERSISTENT_CASE
 from .index_values import INDEX_VALUE_CASES
 from .neighbours import NEIGHBOUR_CASES
 from .order import ORDER_CASES
@@ -14,6 +15,9 @@ ADVERSARIAL_CASES: tuple[KernelCase, ...] = (
     *INDEX_VALUE_CASES,
     *NEIGHBOUR_CASES,
     *ACCUMULATION_CASES,
+    *ATOMIC_CASES,
     *ORDER_CASES,
     *ROLE_CASES,
 )
+
+__all__ = ["ADVERSARIAL_CASES", "PERSISTENT_CASE"]
