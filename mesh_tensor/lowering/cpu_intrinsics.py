@@ -31,15 +31,15 @@ _TL = {
     "tl.ieee_frcp": "rcp",
     "tl.ieee_frsqrt": "rsqrt",
     "tl.ieee_fsqrt": "sqrt",
-    "tl.max_nan": "max_nan",
-    "tl.min_nan": "min_nan",
+    "tl.max_nan": "max",
+    "tl.min_nan": "min",
     "tl.round_ties_away_from_zero": "round",
 }
 FLOAT_FUNCTIONS = _TIR | _TL
 """Operators on floats, by the name of the C function without `mt_` and its dtype."""
 
 EXACT = frozenset(
-    "fabs floor ceil trunc nearbyint round copysign isnan isinf isfinite max_nan min_nan max min fmod".split()
+    "fabs floor ceil trunc nearbyint round copysign isnan isinf isfinite max min fmod".split()
 )
 """Functions whose result, for 16-bit arguments, needs no rounding."""
 

@@ -44,18 +44,19 @@ class TileOps:
         return self._table[type(op)](op)
 
     def _copy(self, op: Copy) -> tirx.Stmt:
-        return self._elementwise(op.src, op.dst, lambda _, value: value)
+        safe = self._safe_values.get(op.src.buffer.data, const(0, op.src.buffer.dtype))
+        return self._elementwise(op.src, op.dst, lambda _, value: value, safe)
 
     def _atomic(self, op: Atomic) -> tirx.Stmt:
         def update(old: tirx.PrimExpr, value: tirx.PrimExpr) -> tirx.PrimExpr:
             return combine(op.op, old, value)
 
         if isinstance(op.value, Region):
-            return self._elementwise(op.value, op.dst, update)
-        return self._over(op.dst, lambda old: update(old, _cast(op.value, op.dst.buffer.dtype)))
+            return self._elementwise(op.value, op.dst, update, neutral(op.op, op.value.buffer.dtype))
+        return self._over(op.dst, lambda old: update(old, cast(op.value, op.dst.buffer.dtype)))
 
     def _fill(self, op: Fill) -> tirx.Stmt:
-        value = _cast(op.value, op.dst.buffer.dtype)
+        value = cast(op.value, op.dst.buffer.dtype)
         return self._over(op.dst, lambda _: value)
 
     def _over(self, dst: Region, value_of: Callable[[tirx.PrimExpr], tirx.PrimExpr]) -> tirx.Stmt:
@@ -81,18 +82,20 @@ class TileOps:
         return loops, indices, conditions
 
     def _elementwise(
-        self, src: Region, dst: Region, update: Callable[[tirx.PrimExpr, tirx.PrimExpr], tirx.PrimExpr]
+        self,
+        src: Region,
+        dst: Region,
+        update: Callable[[tirx.PrimExpr, tirx.PrimExpr], tirx.PrimExpr],
+        outside: tirx.PrimExpr,
     ) -> tirx.Stmt:
-        """`dst[...] = update(dst[...], cast(src[...]))` for every element, 0 standing for what is outside `src`."""
-        if len(src.long_dims) != len(dst.long_dims):
-            self._refuse_shapes(src, dst)
+        """`dst[...] = update(dst[...], cast(src[...]))` for every element; what is outside `src` reads as `outside`."""
+        src, dst = self._paired(src, dst)
         variables = [tirx.Var(f"i{d}", "int32") for d in range(len(dst.long_dims))]
-        dst = self._no_longer_than(dst, src)
         loops, dst_indices, conditions = self._walk(dst, variables)
         src_loops, src_indices, src_conditions = self._walk(src, variables)
 
         def nest(value: tirx.PrimExpr) -> tirx.Stmt:
-            new = update(tirx.BufferLoad(dst.buffer, dst_indices), _cast(value, dst.buffer.dtype))
+            new = update(tirx.BufferLoad(dst.buffer, dst_indices), cast(value, dst.buffer.dtype))
             return loop_nest(loops, tirx.BufferStore(dst.buffer, new, dst_indices))
 
         load = tirx.BufferLoad(src.buffer, src_indices)
@@ -107,24 +110,22 @@ class TileOps:
         whole = all_of(covered)
         body = nest(load)
         if whole is not None:
-            safe = _cast(self._safe_values.get(src.buffer.data, const(0, src.buffer.dtype)), src.buffer.dtype)
-            body = tirx.IfThenElse(whole, body, nest(tirx.Select(all_of(element), load, safe)))
+            guarded = tirx.Select(all_of(element), load, cast(outside, src.buffer.dtype))
+            body = tirx.IfThenElse(whole, body, nest(guarded))
         return if_then(all_of(conditions), body)
 
-    def _no_longer_than(self, dst: Region, src: Region) -> Region:
-        extents = list(dst.extents)
-        for dst_dim, src_dim in zip(dst.long_dims, src.long_dims, strict=True):
-            if not self._bounds.proves(dst.extents[dst_dim] <= src.extents[src_dim]):
-                extents[dst_dim] = tirx.Min(dst.extents[dst_dim], src.extents[src_dim])
-        return Region(dst.buffer, dst.mins, tuple(extents))
-
-    def _refuse_shapes(self, src: Region, dst: Region) -> None:
-        refuse(
-            f"a block of {_describe(src)} can't be paired with a block of {_describe(dst)}",
-            where=f"kernel '{self._kernel}'",
-            why="they differ in the number of dims longer than 1",
-            fix="copy regions whose shapes agree, dims of extent 1 aside",
-        )
+    def _paired(self, src: Region, dst: Region) -> tuple[Region, Region]:
+        """Both with the extents of the one that is deeper in the memory hierarchy: TileLang's rule where they differ."""
+        if len(src.long_dims) != len(dst.long_dims):
+            refuse(
+                f"a block of {_describe(src)} can't be paired with a block of {_describe(dst)}",
+                where=f"kernel '{self._kernel}'",
+                why="they differ in the number of dims longer than 1",
+                fix="copy regions whose shapes agree, dims of extent 1 aside",
+            )
+        if _depth(src) >= _depth(dst):
+            return src, _with_long_extents(dst, src)
+        return _with_long_extents(src, dst), dst
 
     def _transpose(self, op: Transpose) -> tirx.Stmt:
         rows, columns = op.src.mins[-2:], op.src.extents[-2:]
@@ -133,7 +134,7 @@ class TileOps:
         self._bounds.loop(j, const(0, "int32"), columns[1])
         src = [*op.src.mins[:-2], rows[0] + i, rows[1] + j]
         dst = [*op.dst.mins[:-2], op.dst.mins[-2] + j, op.dst.mins[-1] + i]
-        store = tirx.BufferStore(op.dst.buffer, _cast(self._load(op.src.buffer, src), op.dst.buffer.dtype), dst)
+        store = tirx.BufferStore(op.dst.buffer, cast(self._load(op.src.buffer, src), op.dst.buffer.dtype), dst)
         guarded = if_then(all_of(self._bounds.guard(op.dst.buffer, dst)), store)
         zero = const(0, "int32")
         return loop_nest([(j, zero, columns[1]), (i, zero, columns[0])], guarded)
@@ -161,8 +162,8 @@ class TileOps:
         running = tirx.BufferLoad(total, [zero])
         step = seq(
             [
-                tirx.BufferStore(total, combine(op.op, running, _cast(self._load(op.src.buffer, src), dtype)), [zero]),
-                tirx.BufferStore(op.dst.buffer, _cast(running, op.dst.buffer.dtype), dst),
+                tirx.BufferStore(total, combine(op.op, running, cast(self._load(op.src.buffer, src), dtype)), [zero]),
+                tirx.BufferStore(op.dst.buffer, cast(running, op.dst.buffer.dtype), dst),
             ]
         )
         start = tirx.BufferStore(total, neutral(op.op, dtype), [zero])
@@ -187,7 +188,7 @@ class TileOps:
         c_m, c_n = _strides(op.c.buffer)[-2:]
         pointers = [tirx.address_of(tirx.BufferLoad(r.buffer, list(r.mins))) for r in (op.a, op.b, op.c)]
         name = "mt_gemm_" + "_".join(r.buffer.dtype for r in (op.a, op.b, op.c))
-        sizes = [_cast(e, "int64") for e in (m, n, k, a_m, a_k, b_k, b_n, c_m, c_n)]
+        sizes = [cast(e, "int64") for e in (m, n, k, a_m, a_k, b_k, b_n, c_m, c_n)]
         call = tirx.call_extern("void", name, *pointers, *sizes, const(op.clear, "int32"))
         return tirx.Evaluate(call)
 
@@ -219,10 +220,10 @@ class _ReduceLoops:
         total = tirx.BufferLoad(totals, at)
         dst = self._dst_indices()
         old = self._load(op.dst.buffer, dst)
-        start = neutral(op.op, dtype) if op.clear else _cast(old, dtype)
+        start = neutral(op.op, dtype) if op.clear else cast(old, dtype)
         src = [start_ + var for start_, var in zip(op.src.mins, self._vars, strict=True)]
-        step = tirx.BufferStore(totals, combine(op.op, total, _cast(self._load(op.src.buffer, src), dtype)), at)
-        result = tirx.BufferStore(op.dst.buffer, _cast(total, op.dst.buffer.dtype), dst)
+        step = tirx.BufferStore(totals, combine(op.op, total, cast(self._load(op.src.buffer, src), dtype)), at)
+        result = tirx.BufferStore(op.dst.buffer, cast(total, op.dst.buffer.dtype), dst)
         result = if_then(all_of(self._bounds.guard(op.dst.buffer, dst)), result)
         body = seq(
             [
@@ -296,10 +297,22 @@ def _abs(value: tirx.PrimExpr) -> tirx.PrimExpr:
     return value if value.dtype.startswith("u") else tirx.Select(tirx.GE(value, zero), value, tirx.Sub(zero, value))
 
 
-def _cast(value: tirx.PrimExpr, dtype: str) -> tirx.PrimExpr:
+def cast(value: tirx.PrimExpr, dtype: str) -> tirx.PrimExpr:
     if value.dtype == dtype:
         return value
     return const(value.value, dtype) if isinstance(value, tirx.IntImm) else tirx.Cast(dtype, value)
+
+
+def _depth(region: Region) -> int:
+    scope = region.buffer.scope()
+    return 0 if scope == "global" else 1 if scope.startswith("shared") else 2
+
+
+def _with_long_extents(region: Region, base: Region) -> Region:
+    extents = list(region.extents)
+    for dim, base_dim in zip(region.long_dims, base.long_dims, strict=True):
+        extents[dim] = base.extents[base_dim]
+    return Region(region.buffer, region.mins, tuple(extents))
 
 
 def _strides(buffer: tirx.Buffer) -> list[tirx.PrimExpr]:

@@ -57,6 +57,8 @@ class _Retarget:
         self._safe_values: dict[tirx.Var, tirx.PrimExpr] = {}
         self._tile_ops = TileOps(self._bounds, self._safe_values, self._kernel)
         self._thread_vars: set[tirx.Var] = set()
+        self._in_scope: set[tirx.Var] = set()
+        self._inlined: dict[tirx.Var, tirx.PrimExpr] = {}
         self._table: dict[type, Callable[..., tirx.Stmt | None]] = {
             tirx.SBlockRealize: self._block,
             tirx.SeqStmt: self._sequence,
@@ -67,14 +69,17 @@ class _Retarget:
             tirx.BufferStore: self._store,
             tirx.Evaluate: self._evaluate,
             tirx.AttrStmt: lambda attr: self._stmt(attr.body),
-            tirx.AllocBuffer: lambda alloc: tirx.AllocBuffer(alloc.buffer),
+            tirx.AllocBuffer: lambda alloc: self._alloc(alloc.buffer),
             tirx.DeclBuffer: lambda _: None,
         }
 
     def run(self) -> tirx.PrimFunc:
         func = self._func
+        self._in_scope.update(func.params)
         for buffer in func.buffer_map.values():
+            self._in_scope.add(buffer.data)
             for size in [*buffer.shape, *buffer.strides]:
+                self._in_scope.update(tirx.analysis.undefined_vars(size))
                 if isinstance(size, tirx.Var):
                     self._bounds.not_negative(size)
         body = self._stmt(func.body) or tirx.Evaluate(const(0, "int32"))
@@ -98,11 +103,16 @@ class _Retarget:
         block = realize.block
         if "safe_value_map" in block.annotations:
             self._safe_values.update(block.annotations["safe_value_map"].items())
+        allocations = [self._alloc(buffer) for buffer in block.alloc_buffers]
         body = self._stmt(block.body)
         if body is None:
             return None
-        body = seq([*(tirx.AllocBuffer(buffer) for buffer in block.alloc_buffers), body])
+        body = seq([*allocations, body])
         return if_then(None if _always(realize.predicate) else self._expr(realize.predicate), body)
+
+    def _alloc(self, buffer: tirx.Buffer) -> tirx.Stmt:
+        self._in_scope.add(buffer.data)
+        return tirx.AllocBuffer(buffer)
 
     def _sequence(self, sequence: tirx.SeqStmt) -> tirx.Stmt | None:
         kept = [stmt for stmt in map(self._stmt, sequence.seq) if stmt is not None]
@@ -112,8 +122,10 @@ class _Retarget:
         if loop.thread_binding is not None and not loop.thread_binding.thread_tag.startswith("blockIdx"):
             self._thread_vars.add(loop.loop_var)
         begin, extent = self._expr(loop.min), self._expr(loop.extent)
-        self._bounds.loop(loop.loop_var, loop.min, loop.extent)
+        self._bounds.loop(loop.loop_var, begin, extent)
+        self._in_scope.add(loop.loop_var)
         body = self._stmt(loop.body)
+        self._in_scope.discard(loop.loop_var)
         if body is None:
             return None
         step = None if loop.step is None else self._expr(loop.step)
@@ -121,15 +133,15 @@ class _Retarget:
 
     def _while(self, loop: tirx.While) -> tirx.Stmt:
         condition = self._expr(loop.condition)
-        with self._bounds.assume(loop.condition):
+        with self._bounds.assume(condition):
             body = self._stmt(loop.body)
         return tirx.While(condition, body or tirx.Evaluate(const(0, "int32")))
 
     def _if(self, branch: tirx.IfThenElse) -> tirx.Stmt | None:
         condition = self._expr(branch.condition)
-        with self._bounds.assume(branch.condition):
+        with self._bounds.assume(condition):
             then_case = self._stmt(branch.then_case)
-        with self._bounds.assume(branch.condition, holds=False):
+        with self._bounds.assume(condition, holds=False):
             else_case = None if branch.else_case is None else self._stmt(branch.else_case)
         if then_case is None:
             return None if else_case is None else tirx.IfThenElse(tirx.Not(condition), else_case, None)
@@ -139,8 +151,13 @@ class _Retarget:
         if op_name(bind.value) == "tl.launch_thread_idx":
             self._thread_vars.add(bind.var)
             return None
+        if not self._in_scope.issuperset(tirx.analysis.undefined_vars(bind.value)):
+            # T.Persistent names its tile's coordinates before the loop that they depend on.
+            self._inlined[bind.var] = bind.value
+            return None
         value = self._expr(bind.value)
-        self._bounds.let(bind.var, bind.value)
+        self._bounds.let(bind.var, value)
+        self._in_scope.add(bind.var)
         return tirx.Bind(bind.var, value)
 
     def _store(self, store: tirx.BufferStore) -> tirx.Stmt:
@@ -176,17 +193,17 @@ class _Retarget:
                     "a program of the grid runs as one thread there",
                     'write it with T.Parallel, T.copy and T.reduce_*, or use target="cuda"',
                 )
-            return expr
+            return self._expr(self._inlined[expr]) if expr in self._inlined else expr
         if isinstance(expr, tirx.Select) or op_name(expr) == "tirx.if_then_else":
             parts = expr.args if isinstance(expr, tirx.Call) else (expr.condition, expr.true_value, expr.false_value)
             return self._choice(*parts)
         if isinstance(expr, tirx.And):
             left = self._expr(expr.a)
-            with self._bounds.assume(expr.a):
+            with self._bounds.assume(left):
                 return tirx.And(left, self._expr(expr.b))
         if isinstance(expr, tirx.Or):
             left = self._expr(expr.a)
-            with self._bounds.assume(expr.a, holds=False):
+            with self._bounds.assume(left, holds=False):
                 return tirx.Or(left, self._expr(expr.b))
         if isinstance(expr, tirx.BufferLoad):
             return self._load(expr)
@@ -205,9 +222,9 @@ class _Retarget:
     ) -> tirx.PrimExpr:
         """One side is evaluated, never both: the C code generator writes a Select as `?:`."""
         test = self._expr(condition)
-        with self._bounds.assume(condition):
+        with self._bounds.assume(test):
             chosen = self._expr(true_value)
-        with self._bounds.assume(condition, holds=False):
+        with self._bounds.assume(test, holds=False):
             return tirx.Select(test, chosen, self._expr(false_value))
 
     def _load(self, load: tirx.BufferLoad) -> tirx.PrimExpr:

@@ -73,12 +73,10 @@ MT_INLINE float mt_narrow_float64(double value) {
 MT_INLINE float mt_const_float32(int32_t bits) { return mt_bits<float>(bits); }
 MT_INLINE double mt_const_float64(int64_t bits) { return mt_bits<double>(bits); }
 
-// As on a GPU: a NaN on one side gives the other; max_nan and min_nan give NaN.
+// NaN on either side gives NaN, as in torch.
 #define MT_EXTREMES(type, name)                                                                     \
-  MT_INLINE type mt_max_##name(type a, type b) { return a > b || b != b ? a : b; }                   \
-  MT_INLINE type mt_min_##name(type a, type b) { return a < b || b != b ? a : b; }                   \
-  MT_INLINE type mt_max_nan_##name(type a, type b) { return a > b || a != a ? a : b; }               \
-  MT_INLINE type mt_min_nan_##name(type a, type b) { return a < b || a != a ? a : b; }
+  MT_INLINE type mt_max_##name(type a, type b) { return a > b || a != a ? a : b; }                   \
+  MT_INLINE type mt_min_##name(type a, type b) { return a < b || a != a ? a : b; }
 MT_EXTREMES(float, float32)
 MT_EXTREMES(double, float64)
 
