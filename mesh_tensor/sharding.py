@@ -36,6 +36,7 @@ class Sharding:
     partial: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "mesh", Mesh(self.mesh))
         stated: list[tuple[str, Placement]] = [(a, Shard(d)) for d, axes in enumerate(self.dims) for a in axes]
         stated += [(axis, Partial(op)) for axis, op in self.partial]
         by_axis, problems = collect(self.mesh, self.ndim, stated)
@@ -49,12 +50,13 @@ class Sharding:
         object.__setattr__(self, "partial", tuple((axis, p.op) for axis, p in in_order if isinstance(p, Partial)))
 
     @staticmethod
-    def of(mesh: Mesh, ndim: int, placements: Mapping[str, Placement]) -> Sharding:
+    def of(mesh: Mesh | Mapping[str, int], ndim: int, placements: Mapping[str, Placement]) -> Sharding:
         """The Sharding with these placements, axis -> placement; an axis left out is replicated.
 
         >>> str(Sharding.of(Mesh({"x": 2, "y": 2}), 2, {"y": Shard(0)}))
         'R, S[0]'
         """
+        mesh = Mesh(mesh)
         by_axis, problems = collect(mesh, ndim, list(placements.items()))
         if problems:
             refuse(problems, where=f"a tensor of {ndim} dims on {mesh}", fix=how_to_state(mesh, ndim))
@@ -63,7 +65,7 @@ class Sharding:
 
     @staticmethod
     def make(
-        mesh: Mesh,
+        mesh: Mesh | Mapping[str, int],
         ndim: int,
         sharding: Mapping[str, int | None] | None = None,
         *,
@@ -78,19 +80,21 @@ class Sharding:
         >>> str(Sharding.make(Mesh({"x": 2, "y": 2}), 2, {"x": -1}, partial={"y": "sum"}))
         'S[1], P[sum]'
         """
+        mesh = Mesh(mesh)
         by_axis, problems = state(mesh, ndim, sharding, replicate, partial)
         if problems:
             refuse(problems, where=_where(mesh, ndim, name), fix=how_to_state(mesh, ndim))
         return Sharding.of(mesh, ndim, by_axis)
 
     @staticmethod
-    def parse(mesh: Mesh, ndim: int, text: str, *, name: str = "") -> Sharding:
+    def parse(mesh: Mesh | Mapping[str, int], ndim: int, text: str, *, name: str = "") -> Sharding:
         """The Sharding that `text` states: `{"x": 0, "y": 1}`, or DistIR's `S[0], R` with one placement per mesh axis.
 
         >>> mesh = Mesh({"x": 2, "y": 2})
         >>> Sharding.parse(mesh, 2, '{"x": 0}') == Sharding.parse(mesh, 2, "S[0], R")
         True
         """
+        mesh = Mesh(mesh)
         try:
             sharding, partial = parse_text(mesh, text)
         except MeshTensorError as error:

@@ -38,6 +38,12 @@ def test_make():
     assert sharding.as_dict() == {"x": 1, "y": 0}
 
 
+def test_the_mesh_may_be_a_dict():
+    expected = Sharding.make(MESH, 2, {"x": 0})
+    assert expected == Sharding.make(MESH.shape, 2, {"x": 0}) == Sharding.parse(MESH.shape, 2, "S[0], R")
+    assert expected == Sharding.of(MESH.shape, 2, {"x": Shard(0)}) == Sharding(MESH.shape, 2, (("x",), ()))
+
+
 def test_axes_that_are_left_out_replicate():
     replicated = Sharding.make(MESH, 2)
     assert replicated == Sharding.make(MESH, 2, {}) == Sharding.make(MESH, 2, {"x": None, "y": None})
