@@ -230,7 +230,7 @@ class MeshKernel:
 
 
 def _lower(func: tirx.PrimFunc, strict: bool) -> Program:
-    from .lowering import lower_to_program
+    from .program import lower_to_program
 
     return lower_to_program(func, strict=strict)
 

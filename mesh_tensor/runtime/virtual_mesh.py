@@ -12,6 +12,7 @@ import torch
 
 from ..program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Value
 from .backend import Action, Memory, walk
+from .collectives import check_step
 from .kernels import Target
 from .placement import Layout
 from .reshard import Reshard
@@ -38,9 +39,11 @@ class VirtualMesh:
         for action in self._actions:
             action(memory)
 
-    def kernel(self, step: KernelStep) -> Action:
-        """All devices run the step's kernel on their tiles."""
+    def kernel(self, step: KernelStep) -> Action | None:
+        """All devices run the step's kernel on their tiles; nothing happens if what it writes has no elements."""
         self._position += 1
+        if all(self.layouts[name].tile_bytes == 0 for name in step.writes):
+            return None
         kernel = self._target.compile(step.func, self._poison)
         storages = [self.program.values[name].storage for name in step.args]
         mesh = self.program.mesh
@@ -61,6 +64,7 @@ class VirtualMesh:
         nothing writes to it later."""
         here, self._position = self._position, self._position + 1
         src, dst = self.program.values[step.src], self.program.values[step.dst]
+        check_step(step, src, dst)
         reshard = Reshard(dst.shape, dst.dtype, src.sharding, dst.sharding)
         share = self.last_write[dst.storage] <= here
         source, target = src.storage, dst.storage

@@ -2,15 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import tilelang.language as T
 from tvm import tirx
 
 from mesh_tensor import Mesh, Sharding
-from mesh_tensor.program import AllocStep, CollectiveStep, FreeStep, KernelStep, Parameter, Program, Value
+from mesh_tensor.compile import MeshKernel
+from mesh_tensor.program import AllocStep, CollectiveStep, KernelStep, Parameter, Program, Step, Value
+
+
+def value(
+    name: str,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    sharding: Mapping[str, int],
+    partial: Mapping[str, str] | None = None,
+    storage: str = "",
+    dtype: str = "float32",
+) -> Value:
+    """A Value; it has a storage of its own unless told."""
+    layout = Sharding.make(mesh, len(shape), sharding, partial=partial)
+    return Value(name, shape, dtype, layout, storage or name)
+
+
+def program(mesh: Mesh, values: Sequence[Value], steps: Sequence[Step], parameters: Sequence[str]) -> Program:
+    """A Program; a parameter is `A` (input), `>B` (output), or `C>D` (input and output values of parameter C)."""
+    described = []
+    for text in parameters:
+        source, arrow, target = text.partition(">")
+        described.append(Parameter(source or target, source or None, target if arrow else None))
+    return Program("test", mesh, tuple(described), {v.name: v for v in values}, tuple(steps))
+
+
+def kernel_of(func: tirx.PrimFunc, made: Program, target: str = "interpret", **options) -> MeshKernel:
+    """A MeshKernel for `func` whose lowering is `made`."""
+    return MeshKernel(func, target=target, lower=lambda func, strict: made, **options)
+
+
+def collective(kind: str, src: str, dst: str, axes: str, op=None, src_dim=None, dst_dim=None) -> CollectiveStep:
+    """A CollectiveStep over the axes named by the letters of `axes`."""
+    return CollectiveStep(kind, src, dst, tuple(axes), op, src_dim, dst_dim, 0, "")
 
 
 def matmul_kernel(m: int, n: int, k: int, block: int = 16, dtype: str = "float32") -> tirx.PrimFunc:
-    """C = A @ B on one device."""
+    """C = A @ B."""
 
     @T.prim_func
     def matmul(A: T.Tensor((m, k), dtype), B: T.Tensor((k, n), dtype), C: T.Tensor((m, n), dtype)):
@@ -29,7 +65,7 @@ def matmul_kernel(m: int, n: int, k: int, block: int = 16, dtype: str = "float32
 
 
 def add_one_kernel(size: int) -> tirx.PrimFunc:
-    """B = A + 1 on one device."""
+    """B = A + 1."""
 
     @T.prim_func
     def add_one(A: T.Tensor((size,), "float32"), B: T.Tensor((size,), "float32")):
@@ -41,10 +77,62 @@ def add_one_kernel(size: int) -> tirx.PrimFunc:
     return add_one
 
 
-def value(name: str, shape: tuple[int, ...], mesh: Mesh, sharding: dict, partial=None, storage="", dtype="float32"):
-    """A Value; it has a storage of its own unless told."""
-    layout = Sharding.make(mesh, len(shape), sharding, partial=partial)
-    return Value(name, shape, dtype, layout, storage or name)
+def accumulate_kernel(size: int) -> tirx.PrimFunc:
+    """B += A."""
+
+    @T.prim_func
+    def accumulate(A: T.Tensor((size,), "float32"), B: T.Tensor((size,), "float32")):
+        with T.Kernel(1, threads=128):
+            for i in T.serial(size):
+                B[i] = B[i] + A[i]
+
+    return accumulate
+
+
+def axpy_kernel(size: int) -> tirx.PrimFunc:
+    """B = alpha * A + n."""
+
+    @T.prim_func
+    def axpy(A: T.Tensor((size,), "float32"), alpha: T.float32, B: T.Tensor((size,), "float32"), n: T.int32):
+        with T.Kernel(1, threads=128):
+            for i in T.serial(size):
+                B[i] = alpha * A[i] + T.cast(n, "float32")
+
+    return axpy
+
+
+def local_axpy_kernel(size: int) -> tirx.PrimFunc:
+    """B = alpha * A + n + 100 * x + 10 * y: tensors first, then scalars, then the device's coordinates."""
+
+    @T.prim_func
+    def local_axpy(
+        A: T.Tensor((size,), "float32"),
+        B: T.Tensor((size,), "float32"),
+        alpha: T.float32,
+        n: T.int32,
+        x: T.int32,
+        y: T.int32,
+    ):
+        with T.Kernel(1, threads=128):
+            for i in T.serial(size):
+                B[i] = alpha * A[i] + T.cast(n + 100 * x + 10 * y, "float32")
+
+    return local_axpy
+
+
+def add_one_split(size: int, devices: int, sharding: Mapping[str, int] | None = None) -> MeshKernel:
+    """B = A + 1, both split (or laid out as told) over x."""
+    return kernel_of(add_one_kernel(size), add_one_program(size, devices, sharding))
+
+
+def add_one_program(size: int, devices: int, sharding: Mapping[str, int] | None = None) -> Program:
+    """The steps of `add_one_split`."""
+    mesh = Mesh({"x": devices})
+    layout = {"x": 0} if sharding is None else sharding
+    values = [value("A", (size,), mesh, layout), value("B", (size,), mesh, layout)]
+    func = add_one_kernel(values[0].tile_shape[0])
+    steps = [AllocStep("B"), KernelStep("kernel_0", func, ("A", "B"), (), ("B",), 0)]
+    return program(mesh, values, steps, ["A", ">B"])
 
 
 def matmul_k_split(m: int, n: int, k: int, devices: int = 2) -> Program:
@@ -57,10 +145,9 @@ def matmul_k_split(m: int, n: int, k: int, devices: int = 2) -> Program:
         value("C", (m, n), mesh, {}),
     ]
     func = matmul_kernel(m, n, k // devices)
-    steps = (
+    steps = [
         AllocStep("C_part"),
         KernelStep("kernel_0", func, ("A", "B", "C_part"), (), ("C_part",), 0),
-        CollectiveStep("all_reduce", "C_part", "C", ("x",), "sum", None, None, m * n * 4, "k is split"),
-    )
-    parameters = (Parameter("A", "A", None), Parameter("B", "B", None), Parameter("C", None, "C"))
-    return Program("matmul", mesh, parameters, {v.name: v for v in values}, steps)
+        collective("all_reduce", "C_part", "C", "x", "sum"),
+    ]
+    return program(mesh, values, steps, ["A", "B", ">C"])

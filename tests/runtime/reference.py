@@ -24,7 +24,7 @@ FOLDS = {
 def cut(tensor: torch.Tensor, sharding: Sharding, rank: int) -> torch.Tensor:
     """The part of `tensor` that device `rank` holds: every axis, in mesh order, cuts what the axes before it left."""
     at = sharding.mesh.coordinate(rank)
-    parents = {dim: size for dim, size in enumerate(tensor.shape)}
+    parents = dict(enumerate(tensor.shape))
     for axis, place in sharding.placements().items():
         if isinstance(place, Shard):
             step = -(-parents[place.dim] // sharding.mesh.size(axis))
@@ -35,8 +35,8 @@ def cut(tensor: torch.Tensor, sharding: Sharding, rank: int) -> torch.Tensor:
 
 
 def scatter(tensor: torch.Tensor, sharding: Sharding) -> tuple[MeshTensor, torch.Tensor]:
-    """A MeshTensor with padding that must not matter, and its global value. Where an axis is partial, every device along
-    it gets numbers of its own, so the value is not `tensor` but what the op makes of them."""
+    """A MeshTensor with padding that must not matter, and its global value. Where an axis is partial, every device
+    along it gets numbers of its own, so the value is not `tensor` but what the op makes of them."""
     mesh, axes = sharding.mesh, [axis for axis, _ in sharding.partial]
     layers = {}
     for rank in range(mesh.num_devices):
@@ -63,7 +63,7 @@ def garbage(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def assert_holds(result: MeshTensor, expected: torch.Tensor) -> None:
-    """Every device holds its part of `expected` (where an axis is partial: coordinate 0 does, the others add nothing)."""
+    """Every device holds its part of `expected`; where an axis is partial, the devices together do."""
     sharding = result.sharding
     partial = [axis for axis, _ in sharding.partial]
     for rank in range(result.mesh.num_devices):

@@ -43,7 +43,7 @@ def test_scalars_and_empty_tensors(shape):
 
 
 def test_an_axis_that_goes_major_takes_from_other_groups():
-    """Splitting dim 0 by x when y splits it already: x is major, so device (0, 1) needs rows of device (1, 0)'s tile."""
+    """x is major: to split by x what y splits already, device (0, 1) needs elements that (0, 0) and (1, 0) hold."""
     mesh = Mesh({"x": 2, "y": 2})
     tensor = torch.arange(8)
     tiles, expected = scatter(tensor, Sharding.make(mesh, 1, {"y": 0}))
