@@ -1,0 +1,158 @@
+"""Cut a kernel in two before one of its top-level statements; what is live across the cut goes through workspaces.
+
+Both parts are plain kernels in global view again: a workspace is a tensor with the dims that the on-chip buffer's elements
+stand for, so that it can be sharded, reduced and reduce-scattered like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from ..rules import tile_ops
+from ..rules.factors import Factor
+from ..rules.linear import Linear
+from ..rules.live_ranges import LiveRange
+from ..rules.reductions import Blocked
+from ..rules.sharding_rule import Analysis
+from ..rules.statements import Statement, body_statements
+from .expressions import as_expr
+from .rewrite import block_like, region_call, replace_block, sequence, tile_op
+
+
+@dataclass(frozen=True, eq=False)
+class Workspace:
+    """A tensor that carries an on-chip buffer over a cut. `factors` are those of its dims (None: a plain dim)."""
+
+    buffer: tirx.Buffer
+    handle: tirx.Var
+    factors: tuple[Factor | None, ...]
+    on_chip: tirx.Buffer
+    mins: tuple[tirx.PrimExpr, ...]
+    extents: tuple[tirx.PrimExpr, ...]
+
+    def save(self) -> tirx.Stmt:
+        return self._move(to_workspace=True)
+
+    def restore(self) -> tirx.Stmt:
+        return self._move(to_workspace=False)
+
+    def _move(self, *, to_workspace: bool) -> tirx.Stmt:
+        zeros = [tirx.IntImm("int32", 0)] * len(self.on_chip.shape)
+        if self.on_chip.scope() == "local.var":
+            if to_workspace:
+                return tirx.BufferStore(self.buffer, tirx.BufferLoad(self.on_chip, zeros), list(self.mins))
+            return tirx.BufferStore(self.on_chip, tirx.BufferLoad(self.buffer, list(self.mins)), zeros)
+        chip = region_call(self.on_chip, zeros, self.on_chip.shape, 1 if to_workspace else 2)
+        workspace = region_call(self.buffer, self.mins, self.extents, 2 if to_workspace else 1)
+        return tile_op("copy", chip, workspace) if to_workspace else tile_op("copy", workspace, chip)
+
+
+def cut(analysis: Analysis, at: int, suffix: str) -> tuple[tirx.PrimFunc, tirx.PrimFunc, list[Workspace]]:
+    """The kernel's statements before `at`, those from `at` on, and the workspaces between them.
+
+    Raises Blocked where something live can't be carried over."""
+    kernel = analysis.kernel
+    stmts = body_statements(kernel.root.body)
+    _check_binds(kernel.statements, at)
+    live = [r for r in analysis.coordinates.ranges.all if not r.is_param and _is_live(r, at)]
+    if len({r.buffer for r in live}) < len(live):
+        raise Blocked("a buffer has two values at the point where the kernel would be cut")
+    workspaces, again = [], []
+    for live_range in live:
+        copy = _reload(live_range, analysis, at)
+        if copy is not None:
+            again.append(copy)
+        else:
+            workspaces.append(_workspace(live_range, analysis, suffix))
+    first = _part(analysis, [*stmts[:at], *(w.save() for w in workspaces)], workspaces)
+    second = _part(analysis, [*again, *(w.restore() for w in workspaces), *stmts[at:]], workspaces)
+    return first, second, workspaces
+
+
+def _is_live(live_range: LiveRange, at: int) -> bool:
+    written_before = any(s.top < at for s, _ in live_range.writes)
+    used_after = any(s.top >= at for s, _ in live_range.reads) or any(
+        s.top >= at and s.op is not None and not s.fresh for s, _ in live_range.writes
+    )
+    partly_written = any(s.top >= at for s, _ in live_range.writes)
+    return written_before and (used_after or partly_written)
+
+
+def _check_binds(statements: Sequence[Statement], at: int) -> None:
+    for statement in statements:
+        if isinstance(statement.node, tirx.Bind) and statement.top < at and len(statement.loops) == 0:
+            raise Blocked(f"{statement.node.var.name} is loaded before the point where the kernel would be cut")
+        if isinstance(statement.node, tirx.Bind) and statement.top < at and all(x.kind == "grid" for x in statement.loops):
+            raise Blocked(f"{statement.node.var.name} is loaded before the point where the kernel would be cut")
+
+
+def _reload(live_range: LiveRange, analysis: Analysis, at: int) -> tirx.Stmt | None:
+    """The copy that filled the buffer, if repeating it after the cut gives the same: then no workspace is needed."""
+    before = [s for s, _ in live_range.writes if s.top < at]
+    if len(before) != 1 or not isinstance(before[0].tile_op, tile_ops.Copy) or before[0].conditions:
+        return None
+    if any(loop.kind not in ("grid", "tile") for loop in before[0].loops):
+        return None
+    source = before[0].reads[0].buffer
+    if not analysis.kernel.is_param(source) or analysis.written(source.name):
+        return None
+    return before[0].node
+
+
+def _workspace(live_range: LiveRange, analysis: Analysis, suffix: str) -> Workspace:
+    kernel, buffer = analysis.kernel, live_range.buffer
+    factors: list[Factor | None] = []
+    shape, mins, extents = [], [], []
+    covered: set[tirx.Var] = set()
+    for dim, size in enumerate(buffer.shape):
+        entry = analysis.coordinates.of_node((live_range, dim))
+        factor, base = entry if entry is not None else (None, Linear({}))
+        covered.update(base.terms)
+        factors.append(factor)
+        shape.append(size if factor is None else factor.size)
+        mins.append(as_expr(base))
+        extents.append(size)
+    grid = [x for x in kernel.grid if x.var in analysis.taints[live_range] and x.var not in covered]
+    one = tirx.IntImm("int32", 1)
+    name = f"{buffer.name}_{suffix}"
+    shape = [*(loop.extent for loop in grid), *shape]
+    handle, workspace = make_param(name, shape, buffer.dtype)
+    return Workspace(
+        workspace, handle, (*([None] * len(grid)), *factors), buffer, (*(x.var for x in grid), *mins),
+        (*([one] * len(grid)), *extents),
+    )
+
+
+def make_param(name: str, shape: Sequence, dtype: str) -> tuple[tirx.Var, tirx.Buffer]:
+    """A new tensor parameter, with contiguous rows."""
+    strides: list = []
+    step: object = 1
+    for size in reversed(list(shape)):
+        strides.insert(0, step)
+        step = step * size
+    buffer = tirx.decl_buffer(list(shape), dtype, name, strides=strides)
+    return tirx.Var(f"{name}_handle", "handle"), buffer
+
+
+def _part(analysis: Analysis, stmts: list[tirx.Stmt], workspaces: list[Workspace]) -> tirx.PrimFunc:
+    """A function with these statements as its kernel's body and only the parameters that they use."""
+    kernel = analysis.kernel
+    func = kernel.func
+    body = sequence(stmts)
+    used: set[tirx.Buffer] = set()
+
+    def visit(node: object) -> None:
+        if isinstance(node, (tirx.BufferLoad, tirx.BufferStore)):
+            used.add(node.buffer)
+
+    tirx.stmt_functor.post_order_visit(body, visit)
+    allocs = [b for b in kernel.root.alloc_buffers if b in used]
+    block = block_like(kernel.root, body, allocs)
+    buffer_map = {p: b for p, b in func.buffer_map.items() if b in used}
+    buffer_map |= {w.handle: w.buffer for w in workspaces}
+    params = [p for p in func.params if p in buffer_map or p not in func.buffer_map]
+    params = [p for p in params if p not in {w.handle for w in workspaces}] + [w.handle for w in workspaces]
+    return tirx.PrimFunc(params, replace_block(func.body, block, {}), func.ret_type, buffer_map)

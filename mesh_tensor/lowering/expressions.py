@@ -1,0 +1,144 @@
+"""Expressions in local view: coordinates that are values become global, loads past the tile's end read 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm import tirx
+
+from ..rules.linear import Linear
+from ..rules.sharding_rule import Analysis
+from ..rules.statements import Access
+from .shrink import Shrink
+from .splits import Split
+
+
+class ValueRewriter:
+    """Rewrites expressions of one kernel."""
+
+    def __init__(self, analysis: Analysis, splits: Sequence[Split], shrink: Shrink):
+        self.analysis, self.kernel, self.shrink = analysis, analysis.kernel, shrink
+        self.splits = {s.factor: s for s in splits}
+        self.offsets = self._find_offsets(splits)
+        self.accesses = self._find_accesses()
+
+    def rewrite(self, expr: tirx.PrimExpr) -> tirx.PrimExpr:
+        """The expression with split loops' variables at global coordinates, but for the indices of tiles."""
+        if isinstance(expr, (tirx.IntImm, tirx.FloatImm, tirx.StringImm)):
+            return expr
+        placeholders: dict[tirx.Var, tirx.PrimExpr] = {}
+
+        def hide(node: tirx.BufferLoad) -> tirx.PrimExpr:
+            var = tirx.Var("load", node.dtype)
+            placeholders[var] = self._load(node)
+            return var
+
+        skeleton = _replace_outer_loads(expr, hide)
+        skeleton = tirx.stmt_functor.substitute(skeleton, self.offsets)
+        return tirx.stmt_functor.substitute(skeleton, placeholders) if placeholders else skeleton
+
+    def indices(self, access: Access) -> list[tirx.PrimExpr]:
+        """An access's indices: local in the dims that tiles split, global values in dims that are needed whole."""
+        return [
+            self.rewrite(index) if self._is_value(access, dim) else index for dim, index in enumerate(access.indices)
+        ]
+
+    def guards(self, access: Access) -> list[tirx.PrimExpr]:
+        """Conditions under which a parameter's access stays inside the tile, where that is not certain.
+
+        TileLang guards what a kernel's own ragged blocks reach; the local kernel says so itself."""
+        found = []
+        for dim, index in enumerate(access.indices):
+            entry = self.analysis.coordinates.of_access(access, dim)
+            if entry is None:
+                continue
+            split = self.splits.get(entry[0])
+            size = access.buffer.shape[dim] if split is None else split.tile
+            if not self.kernel.analyzer.can_prove(self.shrink.coverage(entry[1]) <= size):
+                found.append(index < size)
+        return found
+
+    def _is_value(self, access: Access, dim: int) -> bool:
+        is_param = self.kernel.is_param(access.buffer)
+        return is_param and self.analysis.coordinates.of_access(access, dim) is None
+
+    def _load(self, load: tirx.BufferLoad) -> tirx.PrimExpr:
+        access = self.accesses.get(_key(load))
+        if access is None:
+            return load
+        buffer = self.shrink.buffers.get(load.buffer, load.buffer)
+        value: tirx.PrimExpr = tirx.BufferLoad(buffer, self.indices(access))
+        if self.kernel.is_param(load.buffer):
+            for condition in self.guards(access):
+                value = tirx.if_then_else(condition, value, tirx.const(0, load.dtype))
+        return value
+
+    def _find_accesses(self) -> dict[tuple, Access]:
+        return {
+            _key(access): access for statement in self.kernel.statements for access in statement.accesses
+        }
+
+    def _find_offsets(self, splits: Sequence[Split]) -> dict[tirx.Var, tirx.PrimExpr]:
+        """What to substitute for loop variables that are values.
+
+        Where only the coordinate counts, its innermost variable carries the offset. Where blocks count, tiles are whole
+        blocks, and the outermost variable is shifted by the blocks before."""
+        offsets: dict[tirx.Var, tirx.PrimExpr] = {}
+        for split in splits:
+            for form in self.analysis.coordinates.forms[split.factor]:
+                outer, step = form.ordered[0]
+                inner, _ = form.ordered[-1]
+                if split.factor.aligned is not None:
+                    offsets[outer] = outer + _divided(split.offset, step)
+                else:
+                    offsets[inner] = inner + split.offset
+        return offsets
+
+
+def _divided(offset: tirx.PrimExpr, step: int) -> tirx.PrimExpr:
+    return offset if step == 1 else tirx.floordiv(offset, step)
+
+
+def _key(access: Access | tirx.BufferLoad) -> tuple:
+    return (access.buffer, *access.indices)
+
+
+def _replace_outer_loads(expr: tirx.PrimExpr, replace) -> tirx.PrimExpr:
+    """Exchange the outermost loads of an expression (loads inside a load's index go with it)."""
+
+    def visit(node: object) -> object:
+        return replace(node) if isinstance(node, tirx.BufferLoad) else None
+
+    result = tirx.stmt_functor.ir_transform(tirx.Evaluate(expr), visit, None, ["tirx.BufferLoad"])
+    return result.value
+
+
+def contains_load(expr: tirx.PrimExpr) -> bool:
+    """Whether the expression reads memory."""
+    return _any_node(expr, lambda node: isinstance(node, tirx.BufferLoad))
+
+
+def has_trap(expr: tirx.PrimExpr) -> bool:
+    """Whether evaluating the expression on garbage could stop the program: integer division by something loaded."""
+
+    def traps(node: object) -> bool:
+        divides = isinstance(node, (tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod))
+        return divides and node.dtype.startswith(("int", "uint")) and not isinstance(node.b, tirx.IntImm)
+
+    return _any_node(expr, traps)
+
+
+def _any_node(expr: tirx.PrimExpr, test) -> bool:
+    found: list[bool] = []
+    tirx.stmt_functor.post_order_visit(expr, lambda node: found.append(True) if test(node) else None)
+    return bool(found)
+
+
+def as_expr(form: Linear) -> tirx.PrimExpr:
+    """The linear form as a TIR expression."""
+    total: tirx.PrimExpr | None = None if form.const == 0 else tirx.IntImm("int32", form.const)
+    for var, coefficient in form.ordered:
+        term = var if coefficient == 1 else var * coefficient
+        total = term if total is None else total + term
+    return tirx.IntImm("int32", 0) if total is None else total
+

@@ -1,0 +1,167 @@
+"""Make every layout change explicit: which tensor lies how, and the collectives between the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from ..mesh import Mesh
+from ..propagation import Assignment
+from ..rules.sharding_rule import Analysis
+from ..rules.statements import buffer_params
+from ..sharding import Sharding
+from .reshard import Move, plan_moves
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """A tensor in one layout. `shape` is global (symbolic sizes stay so). Tensors with the same `storage` share memory."""
+
+    name: str
+    shape: tuple[tirx.PrimExpr, ...]
+    dtype: str
+    sharding: Sharding
+    storage: str
+
+
+@dataclass(frozen=True, eq=False)
+class LocalKernel:
+    """A local kernel: buffer parameters get the tensors `args`, then come scalars, then the coordinates on `axes`."""
+
+    func: tirx.PrimFunc
+    args: tuple[str, ...]
+    axes: tuple[str, ...]
+    writes: tuple[str, ...]
+    analysis: Analysis
+    assignment: Assignment
+
+
+@dataclass(frozen=True, eq=False)
+class Collective:
+    """A layout change of one tensor: `move` turns `src` into `dst`."""
+
+    move: Move
+    src: str
+    dst: str
+    reason: str
+
+
+class Layouts:
+    """Follows every parameter and workspace through the kernels, and inserts what changes their layout."""
+
+    def __init__(self, mesh: Mesh, func: tirx.PrimFunc, asked: dict[str, Sharding]):
+        self.mesh, self.asked = mesh, asked
+        self.params = buffer_params(func)
+        self.tensors: dict[str, Tensor] = {}
+        self.steps: list[LocalKernel | Collective] = []
+        self.current: dict[str, str] = {}
+        self.inputs: dict[str, str] = {}
+        self.written: set[str] = set()
+        self.copies: dict[tuple[str, Sharding], str] = {}
+
+    def add_kernel(
+        self, analysis: Analysis, assignment: Assignment, local: tirx.PrimFunc, axes: tuple[str, ...]
+    ) -> None:
+        args, writes = [], []
+        for param, buffer in analysis.kernel.params.items():
+            name = None
+            if param in assignment.needed:
+                in_out = param in assignment.produced
+                name = self._read(param, buffer, assignment.needed[param], in_out, assignment)
+            if param in assignment.produced:
+                name = self._write(param, buffer, assignment.produced[param], name)
+                writes.append(name)
+            args.append(name)
+        self.steps.append(
+            LocalKernel(local, tuple(args), axes, tuple(writes), analysis, assignment)
+        )
+
+    def finish(self) -> None:
+        """Bring the outputs into the annotated layouts; what nothing annotates is left as it is, but complete."""
+        for param in self.params:
+            if param not in self.written:
+                continue
+            now = self.tensors[self.current[param]]
+            wanted = self.asked.get(param)
+            if wanted is None:
+                wanted = now.sharding
+                for axis, _ in now.sharding.partial:
+                    wanted = wanted.with_replicate(axis)
+            self.current[param] = self._reshard(now, wanted, "the output's layout").name
+
+    def parameters(self) -> tuple[tuple[str, str | None, str | None], ...]:
+        return tuple(
+            (param, self.inputs.get(param), self.current[param] if param in self.written else None)
+            for param in self.params
+            if param in self.inputs or param in self.written
+        )
+
+    def _read(self, param: str, buffer: tirx.Buffer, needed: Sharding, in_out: bool, assignment: Assignment) -> str:
+        if param not in self.current:
+            self._declare_input(param, buffer, needed)
+        now = self.tensors[self.current[param]]
+        known = self.copies.get((now.name, needed))
+        if known is not None and not in_out:
+            return known
+        result = self._reshard(now, needed, self._why(param, now.sharding, needed, assignment))
+        if not in_out:
+            self.copies[(now.name, needed)] = result.name
+        return result.name
+
+    def _declare_input(self, param: str, buffer: tirx.Buffer, needed: Sharding) -> None:
+        """An input that nothing annotates comes in as it is needed; a partial start comes in complete."""
+        layout = self.asked.get(param)
+        if layout is None:
+            layout = needed
+            for axis, _ in needed.partial:
+                layout = layout.with_replicate(axis)
+        self._add(Tensor(param, tuple(buffer.shape), buffer.dtype, layout, param))
+        self.current[param] = self.inputs[param] = param
+
+    def _write(self, param: str, buffer: tirx.Buffer, produced: Sharding, read: str | None) -> str:
+        before = None if read is None else self.tensors[read]
+        if param in self.params:
+            self.written.add(param)
+        if before is not None:
+            self.copies = {key: copy for key, copy in self.copies.items() if key[0] != before.name}
+        if before is not None and before.sharding == produced:
+            self.current[param] = before.name
+            return before.name
+        name = self._fresh(param)
+        storage = name if before is None else before.storage
+        self._add(Tensor(name, tuple(buffer.shape), buffer.dtype, produced, storage))
+        self.current[param] = name
+        return name
+
+    def _reshard(self, now: Tensor, wanted: Sharding, reason: str) -> Tensor:
+        for move in plan_moves(now.sharding, wanted):
+            name = self._fresh(now.name.split(".")[0])
+            in_place = move.kind == "all_reduce" and now.storage not in self.inputs
+            storage = now.storage if in_place else name
+            after = Tensor(name, now.shape, now.dtype, move.after, storage)
+            self._add(after)
+            self.steps.append(Collective(move, now.name, after.name, reason))
+            now = after
+        return now
+
+    def _why(self, param: str, now: Sharding, needed: Sharding, assignment: Assignment) -> str:
+        for dim, axes in enumerate(now.dims):
+            for axis in axes:
+                if needed.dim_of(axis) == dim:
+                    continue
+                if (param, dim) in assignment.whole:
+                    return f"dim {dim} is needed whole: {assignment.whole[(param, dim)]}"
+                return f"axis {axis!r} is used otherwise: {assignment.reasons[axis]}"
+        return "partial values are completed" if now.partial else "the kernel works on tiles of it"
+
+    def _fresh(self, name: str) -> str:
+        if name not in self.tensors:
+            return name
+        count = 1
+        while f"{name}.{count}" in self.tensors:
+            count += 1
+        return f"{name}.{count}"
+
+    def _add(self, tensor: Tensor) -> None:
+        self.tensors[tensor.name] = tensor

@@ -1,0 +1,176 @@
+"""The lowering of one annotated kernel, from its annotations to a list of local kernels and collectives.
+
+    annotated   read_annotations            the mesh, and how every buffer lies on it
+    ruled       normalize, analyse          factors, reductions, what can't be split
+    propagated  Propagation.decide          what every axis splits
+    (cut)       cut                         at collectives in the middle of the kernel; both parts are ruled again
+    explicit    Layouts.read / write        every layout change becomes a collective
+    local       localize                    tiles, offsets, masks
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tvm import tirx
+
+from ..errors import refuse
+from ..frontend import read_annotations
+from ..mesh import Mesh
+from ..propagation import Assignment, Propagation
+from ..rules.factors import Factor
+from ..rules.normalize import normalize
+from ..rules.reductions import Blocked
+from ..rules.sharding_rule import Analysis, ShardingRule, analyse, rule_of
+from ..rules.statements import buffer_params
+from ..sharding import Sharding
+from .cut import Workspace, cut
+from .layouts import Collective, Layouts, LocalKernel, Tensor
+from .localize import localize
+from .splits import DeviceCoordinates, make_split
+from .strict import check_strict
+
+_MOST_PARTS = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A kernel in local view. `steps` run in order over `tensors`; `parameters` are the kernel's own, in order, each with
+    the tensor it comes in (None if only written) and the one it leaves in (None if only read)."""
+
+    name: str
+    mesh: Mesh
+    func: tirx.PrimFunc
+    rule: ShardingRule
+    parameters: tuple[tuple[str, str | None, str | None], ...]
+    scalars: tuple[tirx.Var, ...]
+    tensors: dict[str, Tensor]
+    steps: tuple[LocalKernel | Collective, ...]
+    asked: dict[str, Sharding]
+    assignment: Assignment
+    whole: dict[tuple[str, int], str]
+
+
+class _Unsplittable(Exception):
+    """A factor that turned out not to be splittable in one part of the kernel."""
+
+    def __init__(self, factor: Factor, reason: str):
+        super().__init__(reason)
+        self.factor, self.reason = factor, reason
+
+
+@dataclass
+class _Part:
+    """One kernel of the cut-up function, with its decided assignment."""
+
+    func: tirx.PrimFunc
+    analysis: Analysis
+    assignment: Assignment
+    workspaces: list[Workspace] = field(default_factory=list)
+
+
+def lower_kernel(func: tirx.PrimFunc, *, strict: bool = False) -> Lowered:
+    """Lower an annotated kernel.
+
+    Raises:
+        MeshTensorError: no or invalid annotations, not one TileLang kernel, or, with `strict`, layouts that need a gather.
+    """
+    mesh, annotations = read_annotations(func)
+    asked = {name: annotation.sharding for name, annotation in annotations.items()}
+    name = str(func.attrs["global_symbol"]) if "global_symbol" in func.attrs else "main"
+    plain = normalize(func)
+    banned: dict[tuple[str, int], str] = {}
+    while True:
+        try:
+            return _Lowering(plain, name, mesh, asked, banned).run(strict)
+        except _Unsplittable as error:
+            banned |= {dim: error.reason for dim in error.factor.dims}
+
+
+class _Lowering:
+    def __init__(self, func, name: str, mesh: Mesh, asked: dict[str, Sharding], banned: dict):
+        self.func, self.name, self.mesh, self.asked, self.banned = func, name, mesh, asked, banned
+        self.same_dim: dict[tuple[str, int], tuple[str, int]] = {}
+        self.count = 0
+
+    def run(self, strict: bool) -> Lowered:
+        analysis = analyse(self.func)
+        whole = Propagation(analysis, self.mesh, self.asked, banned=self.banned).decide()
+        if strict:
+            check_strict(self.name, analysis, whole, self.asked, self.mesh)
+        parts = self._cut_up(self.func, analysis, whole)
+        layouts = Layouts(self.mesh, self.func, self.asked)
+        for index, part in enumerate(parts):
+            suffix = f"_{index}" if len(parts) > 1 else ""
+            local, axes = self._localize(part, f"{self.name}{suffix}")
+            layouts.add_kernel(part.analysis, part.assignment, local, axes)
+        layouts.finish()
+        scalars = tuple(p for p in self.func.params if p not in self.func.buffer_map)
+        return Lowered(
+            self.name, self.mesh, self.func, rule_of(analysis), layouts.parameters(), scalars, layouts.tensors,
+            tuple(layouts.steps), self.asked, whole, whole.whole,
+        )
+
+    def _cut_up(self, func: tirx.PrimFunc, analysis: Analysis, assignment: Assignment) -> list[_Part]:
+        """Cut where a split factor's result is needed complete in the middle of the kernel."""
+        cuts = {
+            reduction.cut: factor
+            for factor, reduction in analysis.reductions.items()
+            if reduction.cut is not None and self._is_split(assignment, factor)
+        }
+        if not cuts:
+            return [_Part(func, analysis, assignment)]
+        at = min(cuts)
+        self.count += 1
+        if self.count > _MOST_PARTS:
+            raise _Unsplittable(cuts[at], f"it would cut the kernel into more than {_MOST_PARTS} parts")
+        try:
+            first, second, workspaces = cut(analysis, at, f"w{self.count}")
+        except Blocked as error:
+            raise _Unsplittable(cuts[at], str(error)) from None
+        for workspace in workspaces:
+            for dim, factor in enumerate(workspace.factors):
+                if factor is not None:
+                    self.same_dim[(workspace.buffer.name, dim)] = self._canonical(factor)
+        return [part for f in (first, second) for part in self._cut_up(f, *self._decide(f, assignment))]
+
+    def _is_split(self, assignment: Assignment, factor: Factor) -> bool:
+        return any(self.mesh.size(axis) > 1 for axis in assignment.axes_of(factor))
+
+    def _canonical(self, factor: Factor) -> tuple[str, int]:
+        """One name for a factor in all parts of the kernel: a dim of an original parameter where there is one."""
+        return min(self.same_dim.get(dim, dim) for dim in factor.dims)
+
+    def _decide(self, func: tirx.PrimFunc, whole: Assignment) -> tuple[Analysis, Assignment]:
+        """A part keeps the axes of the factors that it has; axes whose factor is gone are free again."""
+        analysis = analyse(func)
+        fixed: dict[str, Factor | None] = {}
+        for axis, factor in whole.axes.items():
+            if factor is None:
+                continue
+            names = {self.same_dim.get(dim, dim) for dim in factor.dims}
+            for candidate in analysis.factors:
+                if names & {self.same_dim.get(dim, dim) for dim in candidate.dims}:
+                    fixed[axis] = candidate
+        asked = {p: s for p, s in self.asked.items() if p in analysis.kernel.params}
+        return analysis, Propagation(analysis, self.mesh, asked, fixed=fixed, banned=self.banned).decide()
+
+    def _localize(self, part: _Part, name: str) -> tuple[tirx.PrimFunc, tuple[str, ...]]:
+        analysis, assignment = part.analysis, part.assignment
+        coordinates = DeviceCoordinates(self.mesh)
+        splits = [
+            make_split(factor, axes, coordinates, analysis.kernel.analyzer)
+            for factor in analysis.factors
+            if (axes := assignment.axes_of(factor))
+        ]
+        try:
+            return localize(analysis, splits, coordinates, name)
+        except Blocked as error:
+            if not splits:
+                refuse(f"kernel {self.name!r} can't be lowered", why=str(error), fix="simplify the kernel")
+            raise _Unsplittable(splits[-1].factor, str(error)) from None
+
+
+def parameter_names(func: tirx.PrimFunc) -> list[str]:
+    """The kernel's buffer parameters, in order."""
+    return list(buffer_params(func))

@@ -1,0 +1,86 @@
+"""Rebuilding pieces of TileLang kernels: tile operations, copies, loop nests, the frame around a kernel's body."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tvm import ir, tirx
+
+
+def region_call(buffer: tirx.Buffer, mins: Sequence, extents: Sequence, mode: int) -> tirx.Call:
+    """`T.region(buffer[mins], mode, extents...)`; mode 1 reads, 2 writes, 3 does both."""
+    load = tirx.BufferLoad(buffer, list(mins))
+    return tirx.call_intrin("handle", ir.Op.get("tl.region"), load, mode, *extents)
+
+
+def tile_op(name: str, *args: object) -> tirx.Stmt:
+    """`T.evaluate(tl.tileop.<name>(...))`."""
+    return tirx.Evaluate(tirx.call_intrin("handle", ir.Op.get(f"tl.tileop.{name}"), *args))
+
+
+def with_args(stmt: tirx.Evaluate, args: Sequence) -> tirx.Stmt:
+    """The same call with other arguments (its annotations stay)."""
+    call = stmt.value
+    return tirx.Evaluate(tirx.Call(call.dtype, call.op, list(args), annotations=call.annotations, span=call.span))
+
+
+def parallel_nest(loop_vars: Sequence[tirx.Var], extents: Sequence, body: tirx.Stmt) -> tirx.Stmt:
+    """`for ... in T.Parallel(extents): body`."""
+    for var, extent in reversed(list(zip(loop_vars, extents, strict=True))):
+        body = tirx.For(var, 0, extent, tirx.ForKind.PARALLEL, body)
+    return body
+
+
+def sequence(stmts: Sequence[tirx.Stmt]) -> tirx.Stmt:
+    """The statements one after the other."""
+    if not stmts:
+        return tirx.Evaluate(0)
+    return stmts[0] if len(stmts) == 1 else tirx.SeqStmt(list(stmts))
+
+
+def replace_block(func_body: tirx.Stmt, block: tirx.SBlock, extents: Mapping[tirx.Var, tirx.PrimExpr]) -> tirx.Stmt:
+    """The function's body with the kernel's block exchanged and the grid's extents replaced."""
+    if isinstance(func_body, tirx.SBlockRealize):
+        old = func_body.block
+        inner = block if old.name_hint != "root" else _with_body(old, replace_block(old.body, block, extents))
+        return tirx.SBlockRealize(func_body.iter_values, func_body.predicate, inner)
+    if isinstance(func_body, tirx.For):
+        body = replace_block(func_body.body, block, extents)
+        return loop_like(func_body, extents.get(func_body.loop_var, func_body.extent), body)
+    *binds, last = func_body.seq
+    return tirx.SeqStmt([*binds, replace_block(last, block, extents)])
+
+
+def loop_like(loop: tirx.For, extent: tirx.PrimExpr, body: tirx.Stmt, *, start: tirx.PrimExpr | None = None) -> tirx.For:
+    """The same loop over another range."""
+    thread = loop.thread_binding
+    if thread is not None and not ir.structural_equal(extent, loop.extent):
+        thread = tirx.IterVar(thread.dom, thread.var, thread.iter_type, thread.thread_tag)
+    low = loop.min if start is None else start
+    return tirx.For(loop.loop_var, low, extent, loop.kind, body, thread, loop.annotations)
+
+
+def block_like(block: tirx.SBlock, body: tirx.Stmt, alloc_buffers: Sequence[tirx.Buffer]) -> tirx.SBlock:
+    """The same block with another body and other on-chip buffers."""
+    return tirx.SBlock(
+        block.iter_vars, block.reads, block.writes, block.name_hint, body, block.init, list(alloc_buffers),
+        block.match_buffers, block.annotations,
+    )
+
+
+def _with_body(block: tirx.SBlock, body: tirx.Stmt) -> tirx.SBlock:
+    return block_like(block, body, block.alloc_buffers)
+
+
+def reshaped(buffer: tirx.Buffer, shape: Sequence) -> tirx.Buffer:
+    """The buffer with another shape; same data variable, name, dtype and scope; rows stay contiguous."""
+    strides: list = []
+    if len(buffer.strides):
+        step: object = 1
+        for size in reversed(list(shape)):
+            strides.insert(0, step)
+            step = step * size
+    return tirx.decl_buffer(
+        list(shape), buffer.dtype, buffer.name, data=buffer.data, strides=strides or None, scope=buffer.scope(),
+        elem_offset=buffer.elem_offset,
+    )

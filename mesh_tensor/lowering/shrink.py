@@ -1,0 +1,107 @@
+"""The sizes of a local kernel: loop extents, on-chip buffers and parameters of split factors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm import tirx
+
+from ..rules.factors import Factor
+from ..rules.linear import Linear
+from ..rules.reductions import Blocked
+from ..rules.sharding_rule import Analysis
+from .rewrite import reshaped
+from .splits import Split
+
+
+class Shrink:
+    """`extents`: new extents of loop variables. `buffers`: parameters and on-chip buffers that change shape."""
+
+    def __init__(self, analysis: Analysis, splits: Sequence[Split]):
+        self.analysis, self.kernel = analysis, analysis.kernel
+        self.splits: dict[Factor, Split] = {s.factor: s for s in splits}
+        self.extents: dict[tirx.Var, tirx.PrimExpr] = {}
+        self._loop_extents = {loop.var: loop.extent for loop in self.kernel.loops.values()}
+        for factor, split in self.splits.items():
+            for form in analysis.coordinates.forms[factor]:
+                self._shrink_loops(form, split)
+        self.buffers: dict[tirx.Buffer, tirx.Buffer] = {}
+        self._shrink_params()
+        self._shrink_on_chip()
+
+    def extent(self, var: tirx.Var) -> tirx.PrimExpr:
+        return self.extents.get(var, self._loop_extents[var])
+
+    def coverage(self, form: Linear) -> tirx.PrimExpr:
+        """How far the local loops of a form reach: at least the tile, more where blocks reach past it."""
+        var, coefficient = form.ordered[0]
+        return self.extent(var) * coefficient
+
+    def overruns(self, split: Split) -> bool:
+        """Whether any block of the local kernel may reach past the tile's end."""
+        return any(not self.fits(form, split) for form in self.analysis.coordinates.forms[split.factor])
+
+    def fits(self, form: Linear, split: Split) -> bool:
+        return self.kernel.analyzer.can_prove(self.coverage(form) <= split.tile)
+
+    def _shrink_loops(self, form: Linear, split: Split) -> None:
+        """The outermost loop walks the tile in blocks; where one block is enough, the next loop in shrinks as well."""
+        terms = form.ordered
+        for position, (var, coefficient) in enumerate(terms):
+            old = self._loop_extents[var]
+            if len(terms) == 1 and not self.kernel.analyzer.can_prove_equal(old, split.factor.size):
+                return
+            new = ceildiv(split.tile, coefficient)
+            if position:
+                new = tirx.min(old, new) if not _are_ints(old, new) else tirx.IntImm("int32", min(int(old), int(new)))
+            self.extents[var] = new
+            last_loop = position >= len(terms) - 2
+            if last_loop or not (isinstance(new, tirx.IntImm) and int(new) == 1):
+                return
+
+    def _shrink_params(self) -> None:
+        for name, buffer in self.kernel.params.items():
+            shape = list(buffer.shape)
+            for factor, split in self.splits.items():
+                for param, dim in factor.dims:
+                    if param == name:
+                        shape[dim] = split.tile
+            if any(not new.same_as(old) for new, old in zip(shape, buffer.shape, strict=True)):
+                self.buffers[buffer] = reshaped(buffer, shape)
+
+    def _shrink_on_chip(self) -> None:
+        """A buffer that holds all of a split factor holds the tile."""
+        shapes: dict[tirx.Buffer, list] = {}
+        for live_range in self.analysis.coordinates.ranges.all:
+            if live_range.is_param:
+                continue
+            for dim in range(len(live_range.buffer.shape)):
+                entry = self.analysis.coordinates.of_node((live_range, dim))
+                if entry is None or entry[0] not in self.splits or entry[1].terms:
+                    continue
+                reach = [self.coverage(a.forms[dim]) for _, a in (*live_range.reads, *live_range.writes)]
+                shape = shapes.setdefault(live_range.buffer, list(live_range.buffer.shape))
+                known = [] if shape[dim] is live_range.buffer.shape[dim] else [shape[dim]]
+                shape[dim] = _largest([*known, *reach], live_range.buffer)
+        for buffer, shape in shapes.items():
+            self.buffers[buffer] = reshaped(buffer, shape)
+
+
+def ceildiv(size: tirx.PrimExpr, block: int) -> tirx.PrimExpr:
+    """`T.ceildiv`, folded for constants."""
+    if block == 1:
+        return size
+    if isinstance(size, tirx.IntImm):
+        return tirx.IntImm("int32", -(-int(size) // block))
+    return tirx.floordiv(size + (block - 1), block)
+
+
+def _largest(sizes: list[tirx.PrimExpr], buffer: tirx.Buffer) -> tirx.PrimExpr:
+    simplified = [tirx.IntImm("int32", int(s)) if isinstance(s, tirx.IntImm) else s for s in sizes]
+    if all(isinstance(s, tirx.IntImm) for s in simplified):
+        return max(simplified, key=int)
+    raise Blocked(f"{buffer.name} holds the whole dim on chip, and its tile has no constant size")
+
+
+def _are_ints(*exprs: tirx.PrimExpr) -> bool:
+    return all(isinstance(e, tirx.IntImm) for e in exprs)

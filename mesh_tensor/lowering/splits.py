@@ -1,0 +1,90 @@
+"""What splitting a factor means for one device: its tile, the tile's offset, and how much of it is valid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm import arith, tirx
+
+from ..mesh import Mesh
+from ..propagation import tile_extent
+from ..rules.factors import Factor
+
+
+class DeviceCoordinates:
+    """The int32 parameters of a local kernel that tell a device where it is: one per axis, made on first use."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        self._vars: dict[str, tirx.Var] = {}
+
+    def __getitem__(self, axis: str) -> tirx.Var:
+        if axis not in self._vars:
+            self._vars[axis] = tirx.Var(axis, "int32")
+        return self._vars[axis]
+
+    def mentioned_in(self, body: tirx.Stmt) -> dict[str, tirx.Var]:
+        """The axes whose coordinate the body uses, in mesh order."""
+        used: set[tirx.Var] = set()
+        tirx.stmt_functor.post_order_visit(body, lambda n: used.add(n) if isinstance(n, tirx.Var) else None)
+        return {axis: self._vars[axis] for axis in self.mesh.axis_names if self._vars.get(axis) in used}
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """A factor split over axes, major first. `tile` is what each device walks; it starts at global coordinate `offset`, and
+    `valid` of it exist (the whole tile where `even`)."""
+
+    factor: Factor
+    axes: tuple[str, ...]
+    tile: tirx.PrimExpr
+    even: bool
+    coordinates: DeviceCoordinates
+
+    @property
+    def offset(self) -> tirx.PrimExpr:
+        """The global coordinate of the tile's first element."""
+        total: tirx.PrimExpr = tirx.IntImm("int32", 0)
+        size: object = self.factor.size
+        for axis in self.axes:
+            n = self.coordinates.mesh.size(axis)
+            size = tile_extent(size, [n])
+            if n > 1:
+                total = total + self.coordinates[axis] * size
+        return total
+
+    @property
+    def valid(self) -> tirx.PrimExpr:
+        """How many of the tile's elements lie inside the tensor: 0 .. tile. Every axis splits its parent's tile."""
+        if self.even:
+            return self.tile
+        valid: tirx.PrimExpr = self.factor.size
+        size: object = self.factor.size
+        for axis in self.axes:
+            n = self.coordinates.mesh.size(axis)
+            size = tile_extent(size, [n])
+            if n > 1:
+                left = valid - self.coordinates[axis] * size
+                valid = tirx.max(tirx.min(left, tirx.IntImm("int32", size) if isinstance(size, int) else size), 0)
+        return valid
+
+    @property
+    def is_first(self) -> tirx.PrimExpr:
+        """Whether this device comes first on every axis of the split."""
+        condition: tirx.PrimExpr | None = None
+        for axis in self.axes:
+            if self.coordinates.mesh.size(axis) > 1:
+                here = self.coordinates[axis] == 0
+                condition = here if condition is None else tirx.And(condition, here)
+        return condition
+
+
+def make_split(factor: Factor, axes: tuple[str, ...], coordinates: DeviceCoordinates, analyzer: arith.Analyzer) -> Split:
+    """The split of `factor` over `axes` of the coordinates' mesh."""
+    sizes = [coordinates.mesh.size(a) for a in axes]
+    tile = tile_extent(factor.size, sizes)
+    tile = tirx.IntImm("int32", tile) if isinstance(tile, int) else tile
+    total: tirx.PrimExpr = tile
+    for n in sizes:
+        total = total * n
+    return Split(factor, axes, tile, analyzer.can_prove_equal(total, factor.size), coordinates)

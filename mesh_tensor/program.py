@@ -1,0 +1,184 @@
+"""The Program: what one device runs, as a list of steps that runtimes and simulators walk.
+
+A Program knows nothing of TileLang's code generators, of torch or of threads. Every device runs the same steps; where a
+kernel has to know which device it is on, it takes the device's coordinates as its last arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from tvm import tirx
+
+from .errors import refuse
+from .lowering.layouts import Collective, LocalKernel, Tensor
+from .lowering.pipeline import Lowered, lower_kernel
+from .mesh import Mesh
+from .propagation import dtype_bits
+from .rules.cost import count_flops
+from .sharding import Sharding
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of the program: `shape` is global, `sharding` says what of it each device holds.
+
+    Values with the same `storage` share memory (a collective that works in place goes from one to the other)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    sharding: Sharding
+    storage: str
+
+    @property
+    def tile_shape(self) -> tuple[int, ...]:
+        """The shape that every device allocates: ceildiv(dim, axis sizes)."""
+        return self.sharding.tile_shape(self.shape)
+
+
+@dataclass(frozen=True)
+class KernelStep:
+    """One device runs `func` on its tiles of `args`, then the kernel's own `scalars` (by name), then its coordinate on
+    each of `axes` (int32)."""
+
+    name: str
+    func: tirx.PrimFunc
+    args: tuple[str, ...]
+    axes: tuple[str, ...]
+    writes: tuple[str, ...]
+    flops: int
+    scalars: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CollectiveStep:
+    """The devices that differ only in their coordinates on `axes` turn `src`'s layout into `dst`'s.
+
+    kind          what changes over `axes`
+    all_reduce    partial(op) -> replicated
+    reduce_scatter partial(op) -> sharded on dst_dim
+    all_gather    sharded on src_dim -> replicated
+    all_to_all    sharded on src_dim -> sharded on dst_dim
+    slice         replicated -> sharded on dst_dim          (nothing is sent)
+    to_partial    replicated -> partial(op): only coordinate 0 keeps the value, the others take op's neutral element
+                  (nothing is sent)
+    """
+
+    kind: str
+    src: str
+    dst: str
+    axes: tuple[str, ...]
+    op: str | None
+    src_dim: int | None
+    dst_dim: int | None
+    bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class AllocStep:
+    """The memory of a workspace or an output comes to life here."""
+
+    value: str
+
+
+@dataclass(frozen=True)
+class FreeStep:
+    """Nothing uses this workspace any more."""
+
+    value: str
+
+
+Step = KernelStep | CollectiveStep | AllocStep | FreeStep
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of the kernel as its caller sees it: `input` is None if the kernel only writes it, `output` is None if
+    it only reads it. Both name Values with the layout that was annotated."""
+
+    name: str
+    input: str | None
+    output: str | None
+
+
+@dataclass(frozen=True)
+class Program:
+    """`steps` over `values`; `parameters` are in the order of the kernel's own."""
+
+    name: str
+    mesh: Mesh
+    parameters: tuple[Parameter, ...]
+    values: dict[str, Value]
+    steps: tuple[Step, ...]
+    lowered: Lowered | None = field(default=None, compare=False, repr=False)
+
+
+def lower_to_program(func: tirx.PrimFunc, strict: bool = False) -> Program:
+    """Lower an annotated kernel without symbolic sizes to the Program that every device runs.
+
+    Raises:
+        MeshTensorError: the kernel can't be lowered (see `lower`), or a size is symbolic.
+    """
+    return build_program(lower_kernel(func, strict=strict))
+
+
+def build_program(lowered: Lowered) -> Program:
+    """The Program of a lowered kernel: its kernels and collectives, and when memory lives."""
+    values = {name: _value(tensor) for name, tensor in lowered.tensors.items()}
+    steps = [_step(step, values, lowered, index) for index, step in enumerate(lowered.steps)]
+    parameters = tuple(Parameter(*parameter) for parameter in lowered.parameters)
+    return Program(lowered.name, lowered.mesh, parameters, values, _with_lifetimes(steps, values, parameters), lowered)
+
+
+def _value(tensor: Tensor) -> Value:
+    if not all(isinstance(size, (int, tirx.IntImm)) for size in tensor.shape):
+        refuse(
+            f"tensor {tensor.name!r} has the symbolic shape {tuple(tensor.shape)}",
+            why="a Program has sizes", fix="specialize the kernel to sizes first (compile does at the first call)",
+        )
+    return Value(tensor.name, tuple(int(s) for s in tensor.shape), tensor.dtype, tensor.sharding, tensor.storage)
+
+
+def _step(step: LocalKernel | Collective, values: dict[str, Value], lowered: Lowered, index: int) -> Step:
+    if isinstance(step, LocalKernel):
+        name = str(step.func.attrs["global_symbol"])
+        scalars = tuple(v.name for v in lowered.scalars)
+        return KernelStep(name, step.func, step.args, step.axes, step.writes, count_flops(step.func), scalars)
+    move = step.move
+    size = _bytes_sent(move.kind, values[step.src], math.prod(lowered.mesh.size(a) for a in move.axes))
+    return CollectiveStep(
+        move.kind, step.src, step.dst, move.axes, move.op, move.src_dim, move.dst_dim, size, step.reason
+    )
+
+
+def _bytes_sent(kind: str, src: Value, group: int) -> int:
+    """What one device sends, with the usual ring algorithms."""
+    tile = math.prod(src.tile_shape) * dtype_bits(src.dtype) // 8
+    share = {"all_reduce": 2 * (group - 1) / group, "all_gather": group - 1, "slice": 0, "to_partial": 0}
+    return int(tile * share.get(kind, (group - 1) / group))
+
+
+def _with_lifetimes(steps: list[Step], values: dict[str, Value], parameters: tuple[Parameter, ...]) -> tuple[Step, ...]:
+    """Allocate each storage before its first use, free workspaces after their last."""
+    kept = {values[p.input].storage for p in parameters if p.input is not None}
+    outputs = {values[p.output].storage for p in parameters if p.output is not None}
+    uses = [[values[name].storage for name in _names(step)] for step in steps]
+    last = {storage: index for index, names in enumerate(uses) for storage in names}
+    alive, result = set(kept), []
+    for index, step in enumerate(steps):
+        for storage in dict.fromkeys(uses[index]):
+            if storage not in alive:
+                alive.add(storage)
+                result.append(AllocStep(storage))
+        result.append(step)
+        for storage in dict.fromkeys(uses[index]):
+            if last[storage] == index and storage not in kept | outputs:
+                result.append(FreeStep(storage))
+    return tuple(result)
+
+
+def _names(step: Step) -> tuple[str, ...]:
+    return step.args if isinstance(step, KernelStep) else (step.src, step.dst)

@@ -1,0 +1,87 @@
+"""Integer linear forms of loop variables: `4*by + i`, the shape in which index expressions are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from tvm import tirx
+
+
+@dataclass(frozen=True)
+class Linear:
+    """`sum(coefficient * variable) + const`; no coefficient is zero. Variables compare by identity."""
+
+    terms: Mapping[tirx.Var, int]
+    const: int = 0
+
+    def __add__(self, other: Linear) -> Linear:
+        return self._combine(other, 1)
+
+    def __sub__(self, other: Linear) -> Linear:
+        return self._combine(other, -1)
+
+    def _combine(self, other: Linear, sign: int) -> Linear:
+        terms = dict(self.terms)
+        for var, coefficient in other.terms.items():
+            terms[var] = terms.get(var, 0) + sign * coefficient
+        return Linear({v: c for v, c in terms.items() if c}, self.const + sign * other.const)
+
+    def scaled(self, factor: int) -> Linear:
+        return Linear({v: c * factor for v, c in self.terms.items() if factor}, self.const * factor)
+
+    def same_as(self, other: Linear) -> bool:
+        difference = self - other
+        return not difference.terms and difference.const == 0
+
+    def shares_vars(self, other: Linear) -> bool:
+        return any(var in other.terms for var in self.terms)
+
+    @property
+    def ordered(self) -> list[tuple[tirx.Var, int]]:
+        """The terms, largest coefficient first."""
+        return sorted(self.terms.items(), key=lambda term: -term[1])
+
+
+def linear_form(expr: tirx.PrimExpr, binds: Mapping[tirx.Var, tirx.PrimExpr]) -> Linear | None:
+    """`expr` as a Linear over the variables that `binds` does not define, or None if it is none (symbolic sizes, products
+    of variables, divisions, loads)."""
+    if isinstance(expr, int):
+        return Linear({}, expr)
+    if isinstance(expr, tirx.IntImm):
+        return Linear({}, int(expr.value))
+    if isinstance(expr, tirx.Var):
+        return linear_form(binds[expr], binds) if expr in binds else Linear({expr: 1})
+    if isinstance(expr, tirx.Cast) and expr.dtype.startswith(("int", "uint")):
+        return linear_form(expr.value, binds)
+    if isinstance(expr, (tirx.Add, tirx.Sub, tirx.Mul)):
+        a, b = linear_form(expr.a, binds), linear_form(expr.b, binds)
+        if a is None or b is None:
+            return None
+        if isinstance(expr, tirx.Add):
+            return a + b
+        if isinstance(expr, tirx.Sub):
+            return a - b
+        if not a.terms:
+            return b.scaled(a.const)
+        if not b.terms:
+            return a.scaled(b.const)
+    return None
+
+
+def vars_of(exprs: Iterable[tirx.PrimExpr], binds: Mapping[tirx.Var, tirx.PrimExpr]) -> set[tirx.Var]:
+    """All variables in the expressions; a variable that `binds` defines counts as what it is bound to."""
+    found: set[tirx.Var] = set()
+
+    def visit(node: object) -> None:
+        if not isinstance(node, tirx.Var):
+            return
+        if node in binds:
+            found.update(vars_of([binds[node]], binds))
+        else:
+            found.add(node)
+
+    for expr in exprs:
+        if not isinstance(expr, int):
+            tirx.stmt_functor.post_order_visit(expr, visit)
+    return found

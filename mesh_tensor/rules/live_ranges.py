@@ -1,0 +1,211 @@
+"""Live ranges of on-chip buffers: which writes may reach which reads.
+
+A kernel reuses its staging buffers. What a buffer's dims mean can differ from one use to the next, so everything is said
+of *live ranges*: a new one begins where the whole buffer is overwritten, two merge where a read may see either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tvm import tirx
+
+from .statements import Access, Kernel, Loop, Statement
+
+
+@dataclass(eq=False)
+class LiveRange:
+    """One live range of an on-chip buffer, or a parameter (which has a single one for the whole kernel)."""
+
+    buffer: tirx.Buffer
+    is_param: bool
+    reads: list[tuple[Statement, Access]] = field(default_factory=list)
+    writes: list[tuple[Statement, Access]] = field(default_factory=list)
+    carried: set[tirx.Var] = field(default_factory=set)
+
+    @property
+    def scope(self) -> list[Loop]:
+        """The loops, outermost first, in one iteration of which the whole live range lies."""
+        if self.is_param:
+            return []
+        stacks = [[x for x in s.loops if x.kind != "tile"] for s, _ in (*self.reads, *self.writes)]
+        common: list[Loop] = []
+        for level in zip(*stacks, strict=False):
+            if any(loop is not level[0] for loop in level) or level[0].var in self.carried:
+                break
+            if level[0].kind == "parallel":
+                break
+            common.append(level[0])
+        return common
+
+
+class LiveRanges:
+    """The live ranges of a kernel; `of(access)` is the one that an access belongs to."""
+
+    def __init__(self, kernel: Kernel):
+        self._parent: list[int] = []
+        self._of_access: dict[int, int] = {}
+        self._buffers: list[tirx.Buffer] = []
+        self._carried: list[set[tirx.Var]] = []
+        self._kernel = kernel
+        self._param_ids = {buffer: self._new(buffer) for buffer in kernel.params.values()}
+        self._walk(kernel.tree, {})
+        self._ranges = self._collect()
+
+    def of(self, access: Access) -> LiveRange:
+        return self._ranges[self._find(self._of_access[id(access)])]
+
+    @property
+    def all(self) -> list[LiveRange]:
+        return list(self._ranges.values())
+
+    def _new(self, buffer: tirx.Buffer) -> int:
+        self._parent.append(len(self._parent))
+        self._buffers.append(buffer)
+        self._carried.append(set())
+        return len(self._parent) - 1
+
+    def _find(self, i: int) -> int:
+        while self._parent[i] != i:
+            i = self._parent[i]
+        return i
+
+    def _union(self, ids: set[int]) -> int:
+        roots = sorted({self._find(i) for i in ids})
+        for root in roots[1:]:
+            self._parent[root] = roots[0]
+            self._carried[roots[0]] |= self._carried[root]
+        return roots[0]
+
+    def _current(self, buffer: tirx.Buffer, env: dict[tirx.Buffer, set[int]], exposed: set) -> int:
+        """The live range that a use of `buffer` sees here; notes that it comes from before the loops around."""
+        if buffer in self._param_ids:
+            return self._param_ids[buffer]
+        if buffer not in env:
+            env[buffer] = {self._new(buffer)}
+        exposed.add(buffer)
+        root = self._union(env[buffer])
+        env[buffer] = {root}
+        return root
+
+    def _walk(self, tree: list, env: dict) -> set:
+        """Give every access in `tree` its live range; returns the buffers whose earlier content may be used in it."""
+        exposed: set = set()
+        killed: set = set()
+        for node in tree:
+            if isinstance(node, Statement):
+                inner, kills = self._statement(node, env)
+            elif node[0] == "loop":
+                inner, kills = self._loop(node, env)
+            else:
+                inner, kills = self._branch(node, env)
+            exposed |= inner - killed
+            killed |= kills
+        return exposed
+
+    def _statement(self, statement: Statement, env: dict) -> tuple[set, set]:
+        exposed: set = set()
+        for access in statement.reads:
+            self._of_access[id(access)] = self._current(access.buffer, env, exposed)
+        write = statement.write
+        if write is None:
+            return exposed, set()
+        if write.buffer not in self._param_ids and overwrites_all(statement, self._kernel):
+            fresh = self._new(write.buffer)
+            env[write.buffer] = {fresh}
+            self._of_access[id(write)] = fresh
+            return exposed, {write.buffer}
+        self._of_access[id(write)] = self._current(write.buffer, env, exposed)
+        return exposed, set()
+
+    def _loop(self, node: tuple, env: dict) -> tuple[set, set]:
+        _, loop, tree = node
+        before = {buffer: set(ids) for buffer, ids in env.items()}
+        exposed = self._walk(tree, env)
+        for buffer in exposed & set(env):
+            root = self._union(before.get(buffer, set()) | env[buffer])
+            env[buffer] = {root}
+            self._carried[root].add(loop.var)
+        if not _runs_at_least_once(loop):
+            for buffer, ids in before.items():
+                env[buffer] = env.get(buffer, set()) | ids
+            return exposed, set()
+        return exposed, {b for b in env if b not in exposed and env[b] != before.get(b)}
+
+    def _branch(self, node: tuple, env: dict) -> tuple[set, set]:
+        _, then, otherwise = node
+        other = {buffer: set(ids) for buffer, ids in env.items()}
+        exposed = self._walk(then, env) | self._walk(otherwise, other)
+        for buffer, ids in other.items():
+            env[buffer] = env.get(buffer, set()) | ids
+        return exposed, set()
+
+    def _collect(self) -> dict[int, LiveRange]:
+        ranges = {
+            root: LiveRange(self._buffers[root], self._buffers[root] in self._param_ids, carried=self._carried[root])
+            for root in {self._find(i) for i in range(len(self._parent))}
+        }
+        for statement in self._kernel.statements:
+            for access in statement.reads:
+                ranges[self._find(self._of_access[id(access)])].reads.append((statement, access))
+            if statement.write is not None:
+                ranges[self._find(self._of_access[id(statement.write)])].writes.append((statement, statement.write))
+        return ranges
+
+
+def overwrites_all(statement: Statement, kernel: Kernel) -> bool:
+    """Whether the statement, over all its innermost loops, overwrites its whole buffer without reading what was there."""
+    write = statement.write
+    if write is None or statement.unknown or (statement.op is not None and not statement.fresh):
+        return False
+    loops = {loop.var: loop for loop in statement.loops}
+    seen: set[tirx.Var] = set()
+    for form, size in zip(write.forms, write.buffer.shape, strict=True):
+        if form is None or form.const != 0 or len(form.terms) > 1:
+            return False
+        if not form.terms:
+            if not kernel.analyzer.can_prove_equal(size, 1):
+                return False
+            continue
+        ((var, coefficient),) = form.terms.items()
+        loop = loops.get(var)
+        if loop is None or coefficient != 1 or var in seen or loop.kind == "grid":
+            return False
+        if not kernel.analyzer.can_prove_equal(loop.extent, size) or not kernel.analyzer.can_prove_equal(loop.min, 0):
+            return False
+        seen.add(var)
+    if any(a.buffer.same_as(write.buffer) for a in statement.reads):
+        return False
+    return _unconditional(statement, seen) and _alone_in_nest(statement, seen, kernel)
+
+
+def _unconditional(statement: Statement, index_vars: set[tirx.Var]) -> bool:
+    """No condition around the store mentions the store's own index variables, so it covers all or (in a branch) nothing."""
+    found: list[tirx.Var] = []
+    for condition in statement.conditions:
+        tirx.stmt_functor.post_order_visit(condition, lambda n: found.append(n) if isinstance(n, tirx.Var) else None)
+        tirx.stmt_functor.post_order_visit(condition, lambda n: found.append(n) if isinstance(n, tirx.BufferLoad) else None)
+    return not any(isinstance(n, tirx.BufferLoad) or n in index_vars for n in found)
+
+
+def _alone_in_nest(statement: Statement, index_vars: set[tirx.Var], kernel: Kernel) -> bool:
+    """Within the loops that run over the buffer, every access to it is to the element just written."""
+    nest = {loop.var for loop in statement.loops if loop.var in index_vars and loop.kind != "tile"}
+    if not nest:
+        return True
+    write = statement.write
+    for other in kernel.statements:
+        if other is statement or not nest & {loop.var for loop in other.loops}:
+            continue
+        for access in other.accesses:
+            if access.buffer.same_as(write.buffer) and not _same_element(access, write):
+                return False
+    return True
+
+
+def _same_element(a: Access, b: Access) -> bool:
+    return all(x is not None and y is not None and x.same_as(y) for x, y in zip(a.forms, b.forms, strict=True))
+
+
+def _runs_at_least_once(loop: Loop) -> bool:
+    return loop.kind == "grid" or (isinstance(loop.extent, tirx.IntImm) and int(loop.extent) >= 1)

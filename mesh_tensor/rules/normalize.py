@@ -1,0 +1,60 @@
+"""Bring a kernel into the form that analysis and rewriting expect: index bindings inlined, expressions simplified."""
+
+from __future__ import annotations
+
+from tvm import ir, tirx
+
+
+def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Inline `x = by * 64 + i` bindings that load nothing, so that every index is an expression of loop variables."""
+    bound: dict[tirx.Var, tirx.PrimExpr] = {}
+
+    def collect(node: object) -> None:
+        if isinstance(node, tirx.Bind) and _is_index(node.value):
+            bound[node.var] = tirx.stmt_functor.substitute(node.value, bound)
+
+    _visit_in_order(func.body, collect)
+    if not bound:
+        return func
+    drop = set(bound)
+
+    def remove(node: object) -> object:
+        return tirx.Evaluate(0) if isinstance(node, tirx.Bind) and node.var in drop else None
+
+    body = tirx.stmt_functor.ir_transform(func.body, None, remove, ["tirx.Bind"])
+    return func.with_body(_without_noops(tirx.stmt_functor.substitute(body, bound)))
+
+
+def _visit_in_order(stmt: tirx.Stmt, visit) -> None:
+    binds: list[tirx.Bind] = []
+    tirx.stmt_functor.post_order_visit(stmt, lambda n: binds.append(n) if isinstance(n, tirx.Bind) else None)
+    for bind in binds:
+        visit(bind)
+
+
+def _is_index(value: tirx.PrimExpr) -> bool:
+    """Integer arithmetic that reads no memory and calls nothing but conversions."""
+    if not value.dtype.startswith(("int", "uint", "bool")):
+        return False
+    blockers: list[object] = []
+
+    def visit(node: object) -> None:
+        if isinstance(node, tirx.BufferLoad) or (
+            isinstance(node, tirx.Call) and not (isinstance(node.op, ir.Op) and node.op.name == "tirx.if_then_else")
+        ):
+            blockers.append(node)
+
+    tirx.stmt_functor.post_order_visit(value, visit)
+    return not blockers
+
+
+def _without_noops(body: tirx.Stmt) -> tirx.Stmt:
+    def clean(node: object) -> object:
+        kept = [s for s in node.seq if not (isinstance(s, tirx.Evaluate) and isinstance(s.value, tirx.IntImm))]
+        if len(kept) == len(node.seq):
+            return None
+        if not kept:
+            return tirx.Evaluate(0)
+        return kept[0] if len(kept) == 1 else tirx.SeqStmt(kept)
+
+    return tirx.stmt_functor.ir_transform(body, None, clean, ["tirx.SeqStmt"])

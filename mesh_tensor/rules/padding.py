@@ -1,0 +1,153 @@
+"""What a kernel computes past a dim's end.
+
+T.copy reads 0 there. Whether that counts depends on what follows: nothing is added by `0 * 0`, but `exp(0)` is 1 and a
+maximum sees the 0. This module evaluates statements at such a position, with constants only.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tvm import ir, tirx
+
+from . import tile_ops
+from .factors import Coordinates, Factor
+from .linear import Linear
+from .live_ranges import LiveRange
+from .statements import Access, Kernel, Statement
+from .values import neutral_number, number
+
+_FUNCTIONS = {
+    "tirx.exp": math.exp, "tirx.exp2": lambda v: 2.0**v, "tirx.tanh": math.tanh, "tirx.fabs": abs, "tirx.abs": abs,
+}
+
+
+def takes_whole_blocks(kernel: Kernel, factor: Factor) -> bool:
+    """Whether blocks divide the dim, so that nothing reaches past its end."""
+    if any(_reaches_past(kernel, factor, var) for var, c in factor.roles.items() if c == 1):
+        return False
+    return kernel.analyzer.can_prove_equal(tirx.floormod(factor.size, factor.block), 0)
+
+
+def _reaches_past(kernel: Kernel, factor: Factor, var: tirx.Var) -> bool:
+    """A single loop over the whole dim that is longer than the dim."""
+    extent = kernel.loops[var].extent if var in kernel.loops else None
+    alone = factor.block == 1
+    return alone and extent is not None and not kernel.analyzer.can_prove(extent <= factor.size)
+
+
+def padding_is_neutral(statement: Statement, kernel: Kernel, coordinates: Coordinates, factor: Factor) -> bool:
+    """Whether what an update combines past the factor's end is its operation's neutral element."""
+    value = _Padding(kernel, coordinates, factor).contribution(statement)
+    neutral = neutral_number(statement.op, statement.write.buffer.dtype)
+    return value is not None and value == neutral
+
+
+class _Padding:
+    def __init__(self, kernel: Kernel, coordinates: Coordinates, factor: Factor):
+        self.kernel, self.coordinates, self.factor = kernel, coordinates, factor
+        self.active: set[LiveRange] = set()
+
+    def contribution(self, statement: Statement) -> float | None:
+        record = statement.tile_op
+        reads = statement.reads
+        if isinstance(record, tile_ops.Gemm):
+            return 0.0 if 0.0 in (self._access(reads[0]), self._access(reads[1])) else None
+        if isinstance(record, tile_ops.Reduce):
+            value = self._access(reads[0])
+            return None if value is None else (abs(value) if record.op.startswith("abs") else value)
+        if isinstance(record, tile_ops.Atomic) and isinstance(record.value, tile_ops.Region):
+            return self._access(reads[0])
+        return self._written(statement)
+
+    def _written(self, statement: Statement) -> float | None:
+        """What the statement writes past the end."""
+        record = statement.tile_op
+        if isinstance(record, tile_ops.Copy):
+            return self._access(statement.reads[0])
+        form = self.coordinates.of_statement(statement).get(self.factor)
+        if not statement.values or form is None:
+            return None
+        if any(self._truth(c, form) is not True for c in statement.conditions):
+            return None
+        return self._value(statement.values[0], form)
+
+    def _access(self, access: Access) -> float | None:
+        entries = [self.coordinates.of_access(access, d) for d in range(len(access.indices))]
+        if not any(entry is not None and entry[0] is self.factor for entry in entries):
+            return None
+        live_range = self.coordinates.ranges.of(access)
+        if live_range.is_param:
+            return 0.0
+        if live_range in self.active or not live_range.writes:
+            return None
+        self.active.add(live_range)
+        values = {self._written(statement) for statement, _ in live_range.writes if statement.op is None}
+        self.active.discard(live_range)
+        updated = any(statement.op is not None for statement, _ in live_range.writes)
+        return values.pop() if len(values) == 1 and not updated else None
+
+    def _value(self, expr: tirx.PrimExpr, form: Linear) -> float | None:
+        constant = number(expr)
+        if constant is not None:
+            return constant
+        if isinstance(expr, tirx.Cast):
+            return self._value(expr.value, form)
+        if isinstance(expr, tirx.BufferLoad):
+            return self._load(expr)
+        if isinstance(expr, tirx.Select):
+            return self._choice(expr.condition, expr.true_value, expr.false_value, form)
+        if isinstance(expr, tirx.Call) and isinstance(expr.op, ir.Op):
+            return self._call(expr, form)
+        if isinstance(expr, (tirx.Add, tirx.Sub, tirx.Mul, tirx.Max, tirx.Min)):
+            return _fold(expr, self._value(expr.a, form), self._value(expr.b, form))
+        return None
+
+    def _call(self, expr: tirx.Call, form: Linear) -> float | None:
+        if expr.op.name in ("tirx.if_then_else",):
+            return self._choice(*expr.args, form)
+        if expr.op.name in _FUNCTIONS:
+            value = self._value(expr.args[0], form)
+            return None if value is None else _FUNCTIONS[expr.op.name](value)
+        return None
+
+    def _load(self, load: tirx.BufferLoad) -> float | None:
+        for statement in self.kernel.statements:
+            for access in statement.reads:
+                if access.buffer.same_as(load.buffer) and all(
+                    a.same_as(b) for a, b in zip(access.indices, load.indices, strict=True)
+                ):
+                    return self._access(access)
+        return None
+
+    def _choice(self, condition, then, otherwise, form: Linear) -> float | None:
+        truth = self._truth(condition, form)
+        if truth is not None:
+            return self._value(then if truth else otherwise, form)
+        values = {self._value(then, form), self._value(otherwise, form)}
+        return values.pop() if len(values) == 1 else None
+
+    def _truth(self, condition: tirx.PrimExpr, form: Linear) -> bool | None:
+        """The condition's value past the end, if that is known."""
+        analyzer = self.kernel.analyzer
+        coordinate: tirx.PrimExpr = tirx.IntImm("int32", form.const)
+        for var, coefficient in form.terms.items():
+            coordinate = coordinate + var * coefficient
+        with analyzer.constraint_scope(coordinate >= self.factor.size):
+            if analyzer.can_prove(condition):
+                return True
+            return False if analyzer.can_prove(tirx.Not(condition)) else None
+
+
+def _fold(expr: tirx.PrimExpr, a: float | None, b: float | None) -> float | None:
+    if isinstance(expr, tirx.Mul) and 0.0 in (a, b):
+        return 0.0
+    if a is None or b is None:
+        return None
+    if isinstance(expr, tirx.Add):
+        return a + b
+    if isinstance(expr, tirx.Sub):
+        return a - b
+    if isinstance(expr, tirx.Mul):
+        return a * b
+    return max(a, b) if isinstance(expr, tirx.Max) else min(a, b)

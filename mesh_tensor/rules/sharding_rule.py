@@ -1,0 +1,144 @@
+"""The sharding rule of a kernel, derived from its TIR: `A[m, k], B[k, n] -> C[m, n]; m, n parallel; k sum`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tvm import tirx
+
+from .factors import Coordinates, Factor
+from .live_ranges import LiveRanges
+from .normalize import normalize
+from .reductions import FactorAnalysis, Reduction, find_taints
+from .statements import Kernel, read_kernel
+
+_PARALLEL_NAMES = {1: ("m",), 2: ("m", "n"), 3: ("b", "m", "n"), 4: ("b", "h", "m", "n")}
+_REDUCED_NAMES = ("k", "l", "r", "s")
+_MORE_NAMES = "cdefgijopqtuvwxyz"
+
+
+@dataclass(eq=False)
+class Analysis:
+    """Everything the later stages ask about one kernel (a function with one grid)."""
+
+    kernel: Kernel
+    coordinates: Coordinates
+    reductions: dict[Factor, Reduction]
+    taints: dict
+
+    @property
+    def factors(self) -> list[Factor]:
+        return self.coordinates.factors
+
+    def factor_of(self, param: str, dim: int) -> Factor | None:
+        """The factor that indexes a parameter's dim; None if the dim is needed whole wherever it is used."""
+        return next((f for f in self.factors if (param, dim) in f.dims), None)
+
+    def reason_whole(self, param: str, dim: int) -> str | None:
+        """Why a parameter's dim can't be split, None if it can."""
+        factor = self.factor_of(param, dim)
+        return self.coordinates.detached.get((param, dim), "nothing walks it") if factor is None else factor.blocked
+
+    def written(self, param: str) -> bool:
+        buffer = self.kernel.params[param]
+        return any(s.write is not None and s.write.buffer.same_as(buffer) for s in self.kernel.statements)
+
+    def read(self, param: str) -> bool:
+        """Whether the kernel needs the parameter's earlier content (combining into it is a use, too)."""
+        buffer = self.kernel.params[param]
+        return any(
+            any(a.buffer.same_as(buffer) for a in s.reads)
+            or (s.write is not None and s.write.buffer.same_as(buffer) and s.op is not None and not s.fresh)
+            for s in self.kernel.statements
+        )
+
+
+@dataclass(frozen=True)
+class ShardingRule:
+    """Which factors index which dims of which buffers, and how each factor combines.
+
+    `inputs`, `outputs`: per buffer, its factors' names (None: the dim is needed whole). `factors`: per factor `parallel`, the
+    operations that reduce it (`sum`, `max, sum`), or `whole: reason`. `sizes`: the factors' extents."""
+
+    inputs: dict[str, tuple[str | None, ...]]
+    outputs: dict[str, tuple[str | None, ...]]
+    factors: dict[str, str]
+    sizes: dict[str, tirx.PrimExpr] = field(compare=False)
+
+    def __str__(self) -> str:
+        kinds: dict[str, list[str]] = {}
+        for name, kind in self.factors.items():
+            kinds.setdefault("replicated" if kind.startswith("whole") else kind, []).append(name)
+        order = sorted(kinds, key=lambda kind: (kind != "parallel", kind == "replicated"))
+        facts = "; ".join(f"{', '.join(kinds[kind])} {kind}" for kind in order)
+        signature = f"{_signature(self.inputs)} -> {_signature(self.outputs)}"
+        return f"{signature}; {facts}" if facts else signature
+
+
+def _signature(buffers: dict[str, tuple[str | None, ...]]) -> str:
+    return ", ".join(f"{name}[{', '.join(d or '*' for d in dims)}]" for name, dims in buffers.items())
+
+
+def analyse(func: tirx.PrimFunc) -> Analysis:
+    """Analyse a normalized function with one grid."""
+    kernel = read_kernel(func)
+    coordinates = Coordinates(kernel, LiveRanges(kernel))
+    taints = find_taints(kernel, coordinates)
+    reductions = {f: FactorAnalysis(kernel, coordinates, f, taints).run() for f in coordinates.factors}
+    analysis = Analysis(kernel, coordinates, reductions, taints)
+    _name_factors(analysis)
+    return analysis
+
+
+def sharding_rule(prim_func: tirx.PrimFunc) -> ShardingRule:
+    """The sharding rule of a TileLang kernel in global view.
+
+    Args:
+        prim_func: a PrimFunc with one `T.Kernel`, annotated or not.
+
+    Returns:
+        The rule; `str(rule)` reads like `A[m, k], B[k, n] -> C[m, n]; m, n parallel; k sum`. A dim printed as `*` and a factor
+        listed as `replicated` can't be split; `rule.factors` has the reason.
+
+    Raises:
+        MeshTensorError: the function is not one TileLang kernel.
+    """
+    return rule_of(analyse(normalize(prim_func)))
+
+
+def rule_of(analysis: Analysis) -> ShardingRule:
+    inputs, outputs = {}, {}
+    for name, buffer in analysis.kernel.params.items():
+        factors = (analysis.factor_of(name, d) for d in range(len(buffer.shape)))
+        dims = tuple(None if f is None else f.name for f in factors)
+        if analysis.read(name) or not analysis.written(name):
+            inputs[name] = dims
+        if analysis.written(name):
+            outputs[name] = dims
+    named = sorted(analysis.factors, key=lambda f: f.name)
+    kinds = {f.name: _kind(f, analysis.reductions[f]) for f in analysis.factors}
+    return ShardingRule(inputs, outputs, kinds, {f.name: f.size for f in named})
+
+
+def _kind(factor: Factor, reduction: Reduction) -> str:
+    if factor.blocked is not None:
+        return f"whole: {factor.blocked}"
+    return ", ".join(reduction.ops) or "parallel"
+
+
+def _name_factors(analysis: Analysis) -> None:
+    """m, n for what the outputs are indexed by, k for what is reduced: the names that people expect."""
+    outputs = [name for name in analysis.kernel.params if analysis.written(name)]
+    parallel: list[Factor] = []
+    for name in sorted(outputs, key=lambda n: -len(analysis.kernel.params[n].shape)):
+        for dim in range(len(analysis.kernel.params[name].shape)):
+            factor = analysis.factor_of(name, dim)
+            if factor is not None and factor not in parallel:
+                parallel.append(factor)
+    others = [f for f in analysis.factors if f not in parallel]
+    more = iter([*_MORE_NAMES, *(f"f{i}" for i in range(len(analysis.factors)))])
+    names = list(_PARALLEL_NAMES.get(len(parallel), ()))
+    for position, factor in enumerate(parallel):
+        factor.name = names[position] if names else next(more)
+    for position, factor in enumerate(others):
+        factor.name = _REDUCED_NAMES[position] if position < len(_REDUCED_NAMES) else next(more)
