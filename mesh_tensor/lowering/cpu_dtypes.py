@@ -104,8 +104,6 @@ class LegalExpr:
         if dtype in _LOW:
             if source == "float64":
                 legal = _extern("float32", "mt_narrow_float64", legal)
-            elif source in ("int64", "uint64", "int32", "uint32"):
-                legal = _extern("float32", "mt_narrow_float64", tirx.Cast("float64", legal))
             return _rounded(legal if legal.dtype == "float32" else tirx.Cast("float32", legal), dtype)
         if source.startswith(("float", "bfloat")) and dtype in (*_SMALL_INT, "uint32"):
             legal = tirx.Cast("int64" if dtype == "uint32" else "int32", legal)
@@ -151,6 +149,9 @@ class LegalExpr:
             return call
         if name == "tl.pow_of_int":
             return self._power(call)
+        if name == "tl.clamp":
+            value, low, high = call.args
+            return self(tirx.Min(tirx.Max(value, low), high))
         if name == "tl.ieee_fdiv":
             return self._binary(tirx.Div(call.args[0], call.args[1]))
         return self._math(call, name)

@@ -84,7 +84,6 @@ MATH = {
     "asinh": (T.asinh, torch.asinh),
     "acosh": (lambda x: T.acosh(T.max(x, 1)), lambda x: torch.acosh(x.clamp(min=1))),
     "fast exp": (T.__exp, torch.exp),
-    "cube": (lambda x: T.pow_of_int(x, 3), lambda x: x * x * x),
 }
 
 
@@ -107,9 +106,9 @@ EXACT = {
     "negate": (lambda x: -x, lambda x: -x),
     "relu": (lambda x: T.max(x, 0), torch.relu),
     "clamp": (lambda x: T.clamp(x, -1, 1), lambda x: x.clamp(-1, 1)),
-    "not a number": (lambda x: T.if_then_else(T.isnan(x), 1, 0), lambda x: x.isnan().to(x.dtype)),
-    "infinite": (lambda x: T.if_then_else(T.isinf(x), 1, 0), lambda x: x.isinf().to(x.dtype)),
-    "finite": (lambda x: T.if_then_else(T.isfinite(x), 1, 0), lambda x: x.isfinite().to(x.dtype)),
+    "not a number": (lambda x: T.if_then_else(T.isnan(T.cast(x, "float32")), 1, 0), lambda x: x.isnan().to(x.dtype)),
+    "infinite": (lambda x: T.if_then_else(T.isinf(T.cast(x, "float32")), 1, 0), lambda x: x.isinf().to(x.dtype)),
+    "finite": (lambda x: T.if_then_else(T.isfinite(T.cast(x, "float32")), 1, 0), lambda x: x.isfinite().to(x.dtype)),
 }
 
 
