@@ -49,12 +49,12 @@ def whole(compute, n_in, shape, out_shape=None, dtype="float32", out_dtype=None)
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernels(case):
-    for sizes in case.sizes:
-        func, inputs = case.build(**sizes), case.make_inputs(sizes)
-        for poison in {False, not case.reads_padding}:
-            args = case.arguments(func, inputs)
-            interpret(func, [as_numpy(tensor) for tensor in args.values()], poison=poison)
-            case.check({name: args[name] for name in case.outputs}, case.expected(inputs))
+    uneven = case.sizes[1]
+    func, inputs = case.build(**uneven), case.make_inputs(uneven)
+    for poison in {False, not case.reads_padding}:
+        args = case.arguments(func, inputs)
+        interpret(func, [as_numpy(tensor) for tensor in args.values()], poison=poison)
+        case.check({name: args[name] for name in case.outputs}, case.expected(inputs))
 
 
 def as_numpy(tensor):
@@ -228,7 +228,7 @@ def test_element_atomics_that_collide():
 def test_atomic_add_of_a_value_to_every_element():
     @T.prim_func
     def func(Y: T.Tensor((4, 5), "float32")):
-        with T.Kernel(3, threads=128) as bx:
+        with T.Kernel(3, threads=128) as _:
             T.atomic_add(Y[0:4, 1:3], T.float32(2))
 
     y = np.zeros((4, 5), np.float32)
