@@ -139,7 +139,7 @@ class MeshKernel:
                 tensors[parameter.name] = launch.zeros(parameter, as_mesh_tensors)
         results = launch(
             tensors,
-            {name: value for name, value in given.items() if name not in tensors},
+            self._signature.scalars(given),
             as_mesh_tensors=as_mesh_tensors,
             entangled=_entangled(tensors, self._writes),
         )

@@ -33,6 +33,10 @@ class Param:
         """Whether it is a tensor, not a scalar."""
         return self.shape is not None
 
+    def number(self, value: Any) -> int | float:
+        """A scalar argument as a Python number."""
+        return float(value) if "float" in self.dtype else int(value)
+
 
 class Signature:
     """The parameters of `func`, and how arguments are checked against them."""
@@ -42,6 +46,10 @@ class Signature:
         self.params = tuple(_param(func, var) for var in func.params)
         self.symbols = symbols(func)
         self.tensors = {param.name: param for param in self.params if param.is_tensor}
+
+    def scalars(self, args: Mapping[str, Any]) -> dict[str, int | float]:
+        """The numbers among checked `args`, as Python's own."""
+        return {p.name: p.number(args[p.name]) for p in self.params if not p.is_tensor and p.name in args}
 
     def check(self, args: Mapping[str, Any], mesh: Mesh, device: torch.device) -> Sizes:
         """The sizes of the symbols, or a MeshTensorError that names everything that is wrong with `args`: parameter
@@ -122,12 +130,13 @@ def _fits(shape: Sequence[Any], actual: Sequence[int], sizes: Sizes) -> bool:
     """Whether constants and symbols agree; learns what the symbols are. Expressions are checked later."""
     if len(shape) != len(actual):
         return False
+    learnt = dict(sizes)
     for expected, size in zip(shape, actual, strict=True):
         if isinstance(expected, tirx.Var):
-            if sizes.setdefault(expected, int(size)) != size:
-                return False
-        elif isinstance(expected, int) and expected != size:
+            expected = learnt.setdefault(expected, int(size))
+        if isinstance(expected, int) and expected != size:
             return False
+    sizes.update(learnt)
     return True
 
 

@@ -27,9 +27,9 @@ def specialize(func: tirx.PrimFunc, sizes: Mapping[tirx.Var, int]) -> tirx.PrimF
     """`func` with every symbol of `sizes` replaced by its value, in its annotations too. A scalar parameter that is
     such a symbol is a parameter no more."""
     values = {var: tirx.const(size, var.dtype) for var, size in sizes.items()}
-    bound: dict[tirx.Var, Any] = {param: values[param] for param in func.params if param in values}
-    bound |= {param: _buffer(buffer, values) for param, buffer in func.buffer_map.items()}
-    result = func.specialize(bound)
+    params = [*func.params, *(var for var in values if var not in set(func.params))]
+    as_params = tirx.PrimFunc(params, func.body, func.ret_type, func.buffer_map, func.attrs)
+    result = as_params.specialize(values)
     if result.attrs and INFO_ATTR in result.attrs:
         result = result.with_attr(INFO_ATTR, _replace(result.attrs[INFO_ATTR], values))
     return result
@@ -43,20 +43,6 @@ def evaluate(size: Any, sizes: Mapping[tirx.Var, int]) -> int | None:
         return None
     values = {var: tirx.const(value, var.dtype) for var, value in sizes.items()}
     return int(_simplify(substitute(size, values)))
-
-
-def _buffer(buffer: tirx.Buffer, values: Mapping[tirx.Var, tirx.PrimExpr]) -> tirx.Buffer:
-    return tirx.decl_buffer(
-        _replace(buffer.shape, values),
-        buffer.dtype,
-        buffer.name,
-        data=buffer.data,
-        strides=_replace(buffer.strides, values),
-        elem_offset=_replace(buffer.elem_offset, values),
-        scope=buffer.scope(),
-        data_alignment=buffer.data_alignment,
-        offset_factor=buffer.offset_factor,
-    )
 
 
 def _replace(value: Any, values: Mapping[tirx.Var, tirx.PrimExpr]) -> Any:
