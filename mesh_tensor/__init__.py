@@ -6,18 +6,33 @@ check_tvm()
 
 import tilelang as _tilelang  # noqa: E402, F401  (brings the TVM that every module below imports)
 
+from . import lowering  # noqa: E402
+from .compile import MeshKernel, compile  # noqa: E402
 from .errors import MeshTensorError  # noqa: E402
 from .frontend import annotate, mesh_tensor_functions  # noqa: E402
+from .lowering import lower  # noqa: E402
 from .mesh import Mesh  # noqa: E402
+from .program import Program  # noqa: E402
+from .rules import ShardingRule, sharding_rule  # noqa: E402
+from .runtime import MeshTensor, distribute  # noqa: E402
 from .sharding import Partial, Replicate, Shard, Sharding  # noqa: E402
 
 __all__ = [
     "Mesh",
+    "MeshKernel",
+    "MeshTensor",
     "MeshTensorError",
     "Partial",
+    "Program",
     "Replicate",
     "Shard",
     "Sharding",
+    "ShardingRule",
     "annotate",
+    "compile",
+    "distribute",
+    "lower",
+    "lowering",
     "mesh_tensor_functions",
+    "sharding_rule",
 ]

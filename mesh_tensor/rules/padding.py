@@ -36,16 +36,21 @@ def _reaches_past(kernel: Kernel, factor: Factor, var: tirx.Var) -> bool:
     return alone and extent is not None and not kernel.analyzer.can_prove(extent <= factor.size)
 
 
-def padding_is_neutral(statement: Statement, kernel: Kernel, coordinates: Coordinates, factor: Factor) -> bool:
-    """Whether what an update combines past the factor's end is its operation's neutral element."""
-    value = _Padding(kernel, coordinates, factor).contribution(statement)
+def padding_is_neutral(
+    statement: Statement, kernel: Kernel, coordinates: Coordinates, factor: Factor, *, past_the_end: bool
+) -> bool:
+    """Whether what an update combines outside its buffers is its operation's neutral element.
+
+    `past_the_end`: outside the whole dim, where the kernel's own bounds tests fail; else past the end of some tile, where
+    nothing is known of them."""
+    value = _Padding(kernel, coordinates, factor, past_the_end).contribution(statement)
     neutral = neutral_number(statement.op, statement.write.buffer.dtype)
     return value is not None and value == neutral
 
 
 class _Padding:
-    def __init__(self, kernel: Kernel, coordinates: Coordinates, factor: Factor):
-        self.kernel, self.coordinates, self.factor = kernel, coordinates, factor
+    def __init__(self, kernel: Kernel, coordinates: Coordinates, factor: Factor, past_the_end: bool):
+        self.kernel, self.coordinates, self.factor, self.past_the_end = kernel, coordinates, factor, past_the_end
         self.active: set[LiveRange] = set()
 
     def contribution(self, statement: Statement) -> float | None:
@@ -129,6 +134,8 @@ class _Padding:
 
     def _truth(self, condition: tirx.PrimExpr, form: Linear) -> bool | None:
         """The condition's value past the end, if that is known."""
+        if not self.past_the_end:
+            return None
         analyzer = self.kernel.analyzer
         coordinate: tirx.PrimExpr = tirx.IntImm("int32", form.const)
         for var, coefficient in form.terms.items():

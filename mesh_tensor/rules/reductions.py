@@ -291,10 +291,16 @@ class FactorAnalysis:
 
     def _check_padding(self, reduction: Reduction) -> None:
         """Positions past the dim's end that the kernel's own blocks reach must not count, or the kernel means them."""
-        neutral = all(padding_is_neutral(s, self.kernel, self.coordinates, self.factor) for s in self.direct)
-        reduction.masked = not neutral
-        if not neutral and not takes_whole_blocks(self.kernel, self.factor):
-            raise Blocked(f"blocks of {self.factor.block} reach past its end ({self.factor.size}), and what is there counts")
+        reduction.masked = not self._padding_is_neutral(past_the_end=False)
+        if takes_whole_blocks(self.kernel, self.factor) or self._padding_is_neutral(past_the_end=True):
+            return
+        raise Blocked(f"blocks of {self.factor.block} reach past its end ({self.factor.size}), and what is there counts")
+
+    def _padding_is_neutral(self, *, past_the_end: bool) -> bool:
+        return all(
+            padding_is_neutral(s, self.kernel, self.coordinates, self.factor, past_the_end=past_the_end)
+            for s in self.direct
+        )
 
 
 def keeps_partial(statement: Statement, access: Access, op: str) -> bool:

@@ -1,0 +1,5 @@
+"""Global view to local view: `lower`, and `LowerToLocalView` for a Sequential of TVM passes."""
+
+from .lower import LowerToLocalView, lower
+
+__all__ = ["LowerToLocalView", "lower"]

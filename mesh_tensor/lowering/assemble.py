@@ -1,0 +1,105 @@
+"""The local view as one function: kernels and collectives one after the other, as a person reads it."""
+
+from __future__ import annotations
+
+from tvm import ir, s_tir, tirx
+
+from .collectives import collective_block
+from .cut import make_param
+from .layouts import LocalKernel, Tensor
+from .pipeline import Lowered
+from .rewrite import sequence
+
+
+def assemble(lowered: Lowered) -> tirx.PrimFunc:
+    """One PrimFunc over tiles: the kernel's parameters, its scalars, then the device's coordinates that its kernels use.
+
+    Workspaces are allocated in its root block; every collective is a block named for it."""
+    return _Assembler(lowered).run()
+
+
+class _Assembler:
+    def __init__(self, lowered: Lowered):
+        self.lowered = lowered
+        self.buffers: dict[str, tirx.Buffer] = {}
+        self.handles: dict[str, tirx.Var] = {}
+        self.axes = {
+            axis: tirx.Var(axis, "int32")
+            for axis in lowered.mesh.axis_names
+            if any(isinstance(s, LocalKernel) and axis in s.axes for s in lowered.steps)
+        }
+
+    def run(self) -> tirx.PrimFunc:
+        lowered = self.lowered
+        params, owned = [], set()
+        for name, given, left in lowered.parameters:
+            tensor = lowered.tensors[left or given]
+            handle = self._declare(tensor, name)
+            params.append(handle)
+            owned.add(tensor.storage)
+            if given is not None and lowered.tensors[given].storage != tensor.storage:
+                params.append(self._declare(lowered.tensors[given], f"{name}_in"))
+                owned.add(lowered.tensors[given].storage)
+        workspaces = []
+        for tensor in lowered.tensors.values():
+            if tensor.storage not in owned and tensor.storage not in self.buffers:
+                self._declare(tensor, tensor.storage.replace(".", "_"))
+                workspaces.append(self.buffers[tensor.storage])
+        body = sequence([self._step(step) for step in lowered.steps])
+        root = tirx.SBlock([], [], [], "root", body, None, workspaces)
+        realize = tirx.SBlockRealize([], tirx.const(True, "bool"), root)
+        sizes = self._sizes(body)
+        buffer_map = {h: self.buffers[s] for s, h in self.handles.items() if h in params}
+        func = tirx.PrimFunc([*params, *lowered.scalars, *sizes, *self.axes.values()], realize, None, buffer_map)
+        return func.with_attr("global_symbol", lowered.name)
+
+    def _declare(self, tensor: Tensor, name: str) -> tirx.Var:
+        handle, buffer = make_param(name, list(tensor.sharding.tile_shape(tensor.shape)), tensor.dtype)
+        self.buffers[tensor.storage] = buffer
+        self.handles[tensor.storage] = handle
+        return handle
+
+    def _buffer(self, tensor: str) -> tirx.Buffer:
+        return self.buffers[self.lowered.tensors[tensor].storage]
+
+    def _step(self, step) -> tirx.Stmt:
+        if not isinstance(step, LocalKernel):
+            return collective_block(step.move, self._buffer(step.src), self._buffer(step.dst))
+        func = s_tir.renew_defs(step.func)  # kernels share variables, one function may not
+        kernel = func.body.block.body if isinstance(func.body, tirx.SBlockRealize) else func.body
+        tensors = [p for p in func.params if p in func.buffer_map]
+        mapping = {func.buffer_map[p]: self._buffer(arg) for p, arg in zip(tensors, step.args, strict=True)}
+        values = dict(zip(func.params[len(func.params) - len(step.axes) :], (self.axes[a] for a in step.axes), strict=True))
+        return _with_buffers(tirx.stmt_functor.substitute(kernel, values), mapping)
+
+    def _sizes(self, body: tirx.Stmt) -> list[tirx.Var]:
+        """Symbolic sizes that no tile's shape tells."""
+        told = {d for b in self.buffers.values() for d in b.shape if isinstance(d, tirx.Var)}
+        told |= {*self.lowered.scalars, *self.axes.values()}
+        symbols: list[tirx.Var] = []
+        for tensor in self.lowered.tensors.values():
+            for size in tensor.shape:
+                if not isinstance(size, (int, tirx.IntImm)):
+                    tirx.stmt_functor.post_order_visit(
+                        size, lambda n: symbols.append(n) if isinstance(n, tirx.Var) and n not in told else None
+                    )
+        return list(dict.fromkeys(symbols))
+
+
+def _with_buffers(stmt: tirx.Stmt, mapping: dict[tirx.Buffer, tirx.Buffer]) -> tirx.Stmt:
+    """The statement with other buffers in place of a kernel's parameters."""
+
+    def exchange(node: object) -> object:
+        if node.buffer not in mapping:
+            return None
+        if isinstance(node, tirx.BufferLoad):
+            return tirx.BufferLoad(mapping[node.buffer], node.indices)
+        return tirx.BufferStore(mapping[node.buffer], node.value, node.indices)
+
+    result = tirx.stmt_functor.ir_transform(stmt, None, exchange, ["tirx.BufferLoad", "tirx.BufferStore"])
+    return tirx.stmt_functor.substitute(result, {old.data: new.data for old, new in mapping.items()})
+
+
+def as_module(lowered: Lowered) -> ir.IRModule:
+    """The local view as a module with one function."""
+    return ir.IRModule({lowered.name: assemble(lowered)})

@@ -1,0 +1,40 @@
+"""lower, and the same as a TVM pass."""
+
+from __future__ import annotations
+
+from tvm import ir, transform, tirx
+
+from ..frontend import INFO_ATTR
+from .assemble import as_module, assemble
+from .pipeline import lower_kernel
+
+
+def lower(func: tirx.PrimFunc, *, strict: bool = False) -> ir.IRModule:
+    """Lower an annotated TileLang kernel in global view to local view.
+
+    Args:
+        func: the kernel, annotated by `annotate` or `annotate_mesh_tensor_info`.
+        strict: refuse what would have to be gathered or exchanged instead of moving it.
+
+    Returns:
+        A module with one function over tiles. Collectives are `mesh.*` calls in blocks named for them. After the kernel's own
+        parameters come the sizes that no tile tells, then the device's coordinates that the kernel uses.
+
+    Raises:
+        MeshTensorError: no or invalid annotations, not one TileLang kernel, or refused by `strict`.
+    """
+    return as_module(lower_kernel(func, strict=strict))
+
+
+def LowerToLocalView(*, strict: bool = False) -> transform.Pass:  # noqa: N802  (TVM names its passes so)
+    """`lower` as a pass: every annotated function of a module is lowered, the others stay as they are."""
+
+    @transform.module_pass(opt_level=0, name="mesh_tensor.LowerToLocalView")
+    def run(mod: ir.IRModule, _: transform.PassContext) -> ir.IRModule:
+        functions = {}
+        for name, func in mod.functions.items():
+            annotated = isinstance(func, tirx.PrimFunc) and func.attrs is not None and INFO_ATTR in func.attrs
+            functions[name] = assemble(lower_kernel(func, strict=strict)) if annotated else func
+        return ir.IRModule(functions, attrs=mod.attrs)
+
+    return run
