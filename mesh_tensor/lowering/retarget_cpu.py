@@ -102,7 +102,9 @@ class _Retarget:
     def _block(self, realize: tirx.SBlockRealize) -> tirx.Stmt | None:
         block = realize.block
         if "safe_value_map" in block.annotations:
-            self._safe_values.update(block.annotations["safe_value_map"].items())
+            for data, value in block.annotations["safe_value_map"].items():
+                is_number = isinstance(value, int | float)
+                self._safe_values[data] = const(value, "float32") if is_number else self._expr(value)
         allocations = [self._alloc(buffer) for buffer in block.alloc_buffers]
         body = self._stmt(block.body)
         if body is None:

@@ -47,12 +47,16 @@ def c_source(func: tirx.PrimFunc) -> str:
 
 def library_for(func: tirx.PrimFunc) -> ctypes.CDLL:
     """The compiled library of `func`, from the cache on disk if it is there."""
-    script = func.script(show_meta=True)
-    key = hashlib.sha256("\0".join([_build_stamp(), script]).encode()).hexdigest()
-    path = _cache_folder() / f"{key}.so"
+    path = library_path(func)
     if not path.exists():
         _compile(c_source(func), path)
     return ctypes.CDLL(str(path))
+
+
+def library_path(func: tirx.PrimFunc) -> Path:
+    """Where the library of `func` is kept: a name made from all that it depends on."""
+    key = hashlib.sha256("\0".join([_build_stamp(), func.script(show_meta=True)]).encode()).hexdigest()
+    return _cache_folder() / f"{key}.so"
 
 
 def _gemms(kernel: CKernel) -> str:
