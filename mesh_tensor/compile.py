@@ -79,6 +79,7 @@ class MeshKernel:
             refuse(what, fix="of a @tilelang.jit function take .get_tir(...)")
         self._func, self._strict, self._poison = func, strict, poison
         self._target = find_target(target)
+        self._device = self._target.device()
         if poison and self._target.name != "interpret":
             refuse(f"poison=True with target {self._target.name!r}", fix="use target='interpret'")
         self._lower = lower or _lower
@@ -153,8 +154,7 @@ class MeshKernel:
 
     def _launch_for(self, given: dict[str, Any]) -> Launch:
         """Check the arguments; the launch for their sizes."""
-        device = torch.device(self._target.device_type)
-        sizes = self._signature.check(given, self.mesh, device)
+        sizes = self._signature.check(given, self.mesh, self._device)
         if self._signature.symbols:
             key = tuple(sizes[var] for var in self._signature.symbols)
             launch = self._launches.get(key)
@@ -189,7 +189,7 @@ class MeshKernel:
 
     def _is_quick(self, given: dict[str, Any]) -> bool:
         """The usual case, checked fast: plain tensors that fit. Whatever else is left to the thorough check."""
-        kind = self._target.device_type
+        device = self._device
         for name, shape, dtype in self._quick:
             tensor = given.get(name)
             if tensor is None:
@@ -200,7 +200,7 @@ class MeshKernel:
                 and tensor.dtype is dtype
                 and tensor.shape == shape
                 and tensor.is_contiguous()
-                and tensor.device.type == kind
+                and tensor.device == device
             ):
                 return False
         return len(self._signature.params) == len(self._quick)
@@ -270,16 +270,16 @@ def _checked_out_idx(out_idx: list[int], signature: Signature, writes: frozenset
 
 def _entangled(tensors: dict[str, AnyTensor | None], writes: frozenset[str]) -> bool:
     """Some tensor that was passed and is written may overlap with another that was passed."""
-    if not any(tensors[name] is not None for name in writes):
+    if all(tensors[name] is None for name in writes):
         return False
-    seen: set[int] = set()
-    for tensor in tensors.values():
-        if tensor is not None:
-            places = {
-                tile.untyped_storage().data_ptr()
-                for tile in ([tensor] if isinstance(tensor, torch.Tensor) else tensor.tiles())
-            }
-            if places & seen:
-                return True
-            seen |= places
-    return False
+    places = {name: _places(tensor) for name, tensor in tensors.items() if tensor is not None}
+    return any(
+        name in writes and other != name and here & there
+        for name, here in places.items()
+        for other, there in places.items()
+    )
+
+
+def _places(tensor: AnyTensor) -> set[int]:
+    tiles = (tensor,) if isinstance(tensor, torch.Tensor) else tensor.tiles()
+    return {tile.untyped_storage().data_ptr() for tile in tiles}

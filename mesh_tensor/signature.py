@@ -107,8 +107,8 @@ def _check(param: Param, value: Any, sizes: Sizes, mesh: Mesh, device: torch.dev
     if not _fits(param.shape, value.shape, sizes):
         expected = _words(param.shape, sizes)
         return f"shape {tuple(value.shape)}, but expected {expected}", "pass tensors of the expected shapes"
-    if value.device.type != device.type:
-        return f"on device {value.device}, but expected {device.type}", f"move it with .to({device.type!r})"
+    if value.device != device:
+        return f"on device {value.device}, but expected {device}", f"move it with .to({str(device)!r})"
     if isinstance(value, MeshTensor):
         fix = "distribute it on the kernel's mesh, or pass its .full()"
         return None if value.mesh == mesh else (f"a MeshTensor on {value.mesh}, but expected {mesh}", fix)

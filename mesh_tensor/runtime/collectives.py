@@ -14,7 +14,7 @@ from ..errors import listing, refuse
 from ..program import CollectiveStep, Value
 from ..sharding import Partial, Placement, Replicate, Shard, Sharding
 from .mesh_tensor import MeshTensor, of_tiles
-from .placement import Layout
+from .placement import layout_of
 
 Axes = str | Iterable[str]
 
@@ -65,13 +65,13 @@ def broadcast(tensor: MeshTensor, axes: Axes, root: int | Mapping[str, int] = 0)
         copy = tiles[group[root]].clone()
         for rank in group:
             tiles[rank] = copy
-    return of_tiles(tiles, Layout(tensor.shape, tensor.dtype, tensor.sharding))
+    return of_tiles(tiles, layout_of(tensor.shape, tensor.dtype, tensor.sharding))
 
 
 def permute(tensor: MeshTensor, axis: str, pairs: Sequence[tuple[int, int]]) -> MeshTensor:
     """For each (source, target) of `pairs`, the device at coordinate `target` on `axis` gets the tile of the one at
     `source`. The layout stays; a device that gets nothing holds zeros. Every device gets at most one tile."""
-    mesh, layout = tensor.mesh, Layout(tensor.shape, tensor.dtype, tensor.sharding)
+    mesh, layout = tensor.mesh, layout_of(tensor.shape, tensor.dtype, tensor.sharding)
     size = mesh.size(axis)
     targets = [target for _, target in pairs]
     problems = [f"pair {pair} leaves 0..{size - 1}" for pair in pairs if not all(0 <= place < size for place in pair)]

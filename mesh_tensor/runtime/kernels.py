@@ -24,6 +24,10 @@ class Target:
     threaded: bool
     compiler: Callable[[tirx.PrimFunc, bool], Kernel]
 
+    def device(self) -> torch.device:
+        """The torch device that tensors have to be on."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.device_type == "cuda" else torch.device("cpu")
+
     def compile(self, func: tirx.PrimFunc, poison: bool = False) -> Kernel:
         """A callable on tensors, ints and floats in the order of `func`'s parameters, which writes in place."""
         return self.compiler(func, poison)

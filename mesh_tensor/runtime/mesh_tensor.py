@@ -9,8 +9,8 @@ import torch
 from ..errors import refuse
 from ..mesh import Mesh
 from ..sharding import Sharding
-from .placement import Layout
-from .reshard import Reshard
+from .placement import Layout, layout_of
+from .reshard import reshard_of
 
 ShardingLike = Sharding | Mapping[str, int | None] | str
 
@@ -32,7 +32,7 @@ class MeshTensor:
         tiles = list(tiles)
         if len(tiles) != sharding.mesh.num_devices:
             refuse(f"{len(tiles)} tiles for {sharding.mesh.num_devices} devices", where=str(sharding.mesh))
-        layout = Layout(shape, tiles[0].dtype, sharding)
+        layout = layout_of(tuple(shape), tiles[0].dtype, sharding)
         wrong = [
             f"the tile of device {rank} is {tuple(tile.shape)} {tile.dtype} on {tile.device}"
             for rank, tile in enumerate(tiles)
@@ -92,9 +92,9 @@ class MeshTensor:
         wanted = as_sharding(self.mesh, len(self.shape), sharding)
         if wanted == self.sharding:
             return self
-        layout = Layout(self.shape, self.dtype, wanted)
+        layout = layout_of(self.shape, self.dtype, wanted)
         tiles = layout.allocate(self.device)
-        Reshard(self.shape, _name(self.dtype), self.sharding, wanted)(self._tiles, tiles, share=True)
+        reshard_of(self.shape, self.dtype, self.sharding, wanted)(self._tiles, tiles, share=True)
         return of_tiles(tiles, layout)
 
     def _rank(self, device: int | Mapping[str, int]) -> int:
@@ -115,7 +115,7 @@ def distribute(tensor: torch.Tensor, mesh: Mesh | Mapping[str, int], sharding: S
     if not isinstance(tensor, torch.Tensor):
         refuse(f"distribute takes a torch tensor, not {type(tensor).__name__}", fix="wrap it with torch.as_tensor")
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
-    layout = Layout(tensor.shape, tensor.dtype, as_sharding(mesh, tensor.ndim, sharding))
+    layout = layout_of(tuple(tensor.shape), tensor.dtype, as_sharding(mesh, tensor.ndim, sharding))
     return of_tiles(layout.spread(tensor.detach(), share=True), layout)
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 from ..errors import refuse
 from ..sharding import Sharding
 from .combine import combiner
-from .dtypes import neutral, poison_value, torch_dtype
+from .dtypes import neutral, poison_value
 
 Tiles = list[torch.Tensor]
 _ALIGNMENT = 64  # bytes: kernels may load whole vectors from where a tile starts
@@ -37,9 +38,8 @@ class _Tile:
 class Layout:
     """How a global tensor of `shape` and `dtype` lies on the devices of a virtual mesh under `sharding`."""
 
-    def __init__(self, shape: Sequence[int], dtype: str | torch.dtype, sharding: Sharding) -> None:
-        self.shape, self.sharding = tuple(shape), sharding
-        self.dtype = torch_dtype(dtype) if isinstance(dtype, str) else dtype
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, sharding: Sharding) -> None:
+        self.shape, self.dtype, self.sharding = tuple(shape), dtype, sharding
         self.tile_shape: tuple[int, ...] = sharding.tile_shape(self.shape)
         self.tile_bytes = math.prod(self.tile_shape) * self.dtype.itemsize
         self._strides = _strides(self.tile_shape)
@@ -162,6 +162,12 @@ class Layout:
                 why="the order of the ops is not known",
                 fix="keep it as tiles, or reduce one axis after the other",
             )
+
+
+@lru_cache(maxsize=256)
+def layout_of(shape: tuple[int, ...], dtype: torch.dtype, sharding: Sharding) -> Layout:
+    """The Layout of these, described once."""
+    return Layout(shape, dtype, sharding)
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 import torch
 
 from ..errors import refuse
-from ..sharding import Partial, Replicate, Shard, Sharding
+from ..sharding import Partial, Shard, Sharding
 from .combine import combiner
-from .dtypes import neutral, torch_dtype
+from .dtypes import neutral
 
 Region = tuple[slice, ...]
 Tiles = list[torch.Tensor]
@@ -44,13 +45,12 @@ class Reshard:
 
     Only valid extents are read, except where whole tiles are combined position by position (padding meets padding)."""
 
-    def __init__(self, shape: Sequence[int], dtype: str, src: Sharding, dst: Sharding) -> None:
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, src: Sharding, dst: Sharding) -> None:
         self._deliveries = tuple(_deliveries(tuple(shape), src, dst))
-        torch_type = torch_dtype(dtype)
         ops = _reduced_ops(src, dst)
-        self._combine = combiner(ops[0] if ops else "max", torch_type)
+        self._combine = combiner(ops[0] if ops else "max", dtype)
         blanks = _blank_ops(src, dst)
-        self._blank = neutral(torch_type, blanks[0]) if blanks else 0
+        self._blank = neutral(dtype, blanks[0]) if blanks else 0
         self.in_place = src.tile_shape(shape) == dst.tile_shape(shape) and all(map(_stays, self._deliveries))
 
     def __call__(self, src: Tiles, dst: Tiles, *, share: bool = False) -> None:
@@ -69,6 +69,12 @@ class Reshard:
                     dst[rank] = out
                 else:
                     dst[rank].copy_(out)
+
+
+@lru_cache(maxsize=256)
+def reshard_of(shape: tuple[int, ...], dtype: torch.dtype, src: Sharding, dst: Sharding) -> Reshard:
+    """The Reshard of these, planned once."""
+    return Reshard(shape, dtype, src, dst)
 
 
 def _part(tile: torch.Tensor, region: Region) -> torch.Tensor:
@@ -162,11 +168,3 @@ def _coordinates(src: Sharding, axes: list[str]) -> Iterator[tuple[int, ...]]:
 
 def _region(low: list[int], high: list[int], origin: tuple[int, ...]) -> Region:
     return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
-
-
-def replicated(sharding: Sharding) -> Sharding:
-    """The layout in which every device holds all of the tensor."""
-    for axis in sharding.mesh:
-        if sharding.placement(axis) != Replicate():
-            sharding = sharding.with_replicate(axis)
-    return sharding

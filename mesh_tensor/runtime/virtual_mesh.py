@@ -13,9 +13,10 @@ import torch
 from ..program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Value
 from .backend import Action, Memory, walk
 from .collectives import check_step
+from .dtypes import torch_dtype
 from .kernels import Target
-from .placement import Layout
-from .reshard import Reshard
+from .placement import layout_of
+from .reshard import reshard_of
 from .threads import device_threads
 
 Tiles = list[torch.Tensor]
@@ -26,8 +27,10 @@ class VirtualMesh:
 
     def __init__(self, program: Program, target: Target, *, poison: bool = False) -> None:
         self.program = program
-        self.device = _device(target)
-        self.layouts = {name: Layout(v.shape, v.dtype, v.sharding) for name, v in program.values.items()}
+        self.device = target.device()
+        self.layouts = {
+            name: layout_of(v.shape, torch_dtype(v.dtype), v.sharding) for name, v in program.values.items()
+        }
         self.last_write = _last_writes(program)
         self._target, self._poison = target, poison
         _check_storages(program)
@@ -65,7 +68,7 @@ class VirtualMesh:
         here, self._position = self._position, self._position + 1
         src, dst = self.program.values[step.src], self.program.values[step.dst]
         check_step(step, src, dst)
-        reshard = Reshard(dst.shape, dst.dtype, src.sharding, dst.sharding)
+        reshard = reshard_of(dst.shape, torch_dtype(dst.dtype), src.sharding, dst.sharding)
         share = self.last_write[dst.storage] <= here
         source, target = src.storage, dst.storage
         if source != target:
@@ -101,10 +104,6 @@ class VirtualMesh:
 def _one_by_one(work: Callable[[int], None], count: int) -> None:
     for rank in range(count):
         work(rank)
-
-
-def _device(target: Target) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if target.device_type == "cuda" else torch.device("cpu")
 
 
 def _last_writes(program: Program) -> dict[str, int]:

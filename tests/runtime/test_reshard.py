@@ -56,13 +56,13 @@ def test_in_place_where_nobody_else_reads_what_is_overwritten():
     mesh = Mesh({"x": 2, "y": 2})
     partial = Sharding.make(mesh, 1, {}, partial={"x": "sum"})
     replicated = Sharding.make(mesh, 1, {})
-    assert Reshard((4,), "float32", partial, replicated).in_place
-    assert Reshard((4,), "float32", replicated, partial).in_place
+    assert Reshard((4,), torch.float32, partial, replicated).in_place
+    assert Reshard((4,), torch.float32, replicated, partial).in_place
     columns, rows = Sharding.make(mesh, 2, {"x": 1}), Sharding.make(mesh, 2, {"x": 0})
-    assert not Reshard((4, 4), "float32", columns, rows).in_place
+    assert not Reshard((4, 4), torch.float32, columns, rows).in_place
     tiles = [torch.full((4,), float(rank)) for rank in range(4)]
     before = list(tiles)
-    Reshard((4,), "float32", partial, replicated)(tiles, tiles)
+    Reshard((4,), torch.float32, partial, replicated)(tiles, tiles)
     assert [tile[0].item() for tile in before] == [2.0, 4.0, 2.0, 4.0]
 
 
@@ -70,6 +70,6 @@ def test_shared_results_have_one_memory():
     mesh = Mesh({"x": 3})
     partial, replicated = Sharding.make(mesh, 1, {}, partial={"x": "sum"}), Sharding.make(mesh, 1, {})
     tiles = [torch.full((4,), float(rank)) for rank in range(3)]
-    Reshard((4,), "float32", partial, replicated)(tiles, tiles, share=True)
+    Reshard((4,), torch.float32, partial, replicated)(tiles, tiles, share=True)
     assert len({tile.data_ptr() for tile in tiles}) == 1
     assert tiles[2].tolist() == [3.0] * 4
