@@ -12,7 +12,7 @@ from tvm import tirx
 from .errors import refuse
 from .frontend import read_annotations
 from .mesh import Mesh
-from .program import Program
+from .program import Program, lower_to_program
 from .rules.sharding_rule import sharding_rule
 from .runtime.kernels import find_target
 from .runtime.launch import AnyTensor, Launch
@@ -72,7 +72,7 @@ class MeshKernel:
         out_idx: int | Sequence[int] | None = None,
         strict: bool = False,
         poison: bool = False,
-        lower: Lower | None = None,
+        lower: Lower = lower_to_program,
     ) -> None:
         if not isinstance(func, tirx.PrimFunc):
             what = f"compile takes a TileLang prim_func, not {type(func).__name__}"
@@ -82,7 +82,7 @@ class MeshKernel:
         self._device = self._target.device()
         if poison and self._target.name != "interpret":
             refuse(f"poison=True with target {self._target.name!r}", fix="use target='interpret'")
-        self._lower = lower or _lower
+        self._lower = lower
         self._signature = Signature(func)
         self._launches: dict[tuple[int, ...], Launch] = {}
         self._current: Launch | None = None
@@ -111,9 +111,9 @@ class MeshKernel:
         return self._current.program
 
     @property
-    def lowered(self) -> Program:
-        """What `explain` explains."""
-        return self.program
+    def lowered(self) -> Any:
+        """The lowered kernel that the program was made of: what `explain` explains."""
+        return self.program.lowered
 
     @property
     def peak_bytes(self) -> int:
@@ -227,12 +227,6 @@ class MeshKernel:
     def __repr__(self) -> str:
         names = ", ".join(param.name for param in self._signature.params)
         return f"MeshKernel({self._signature.name}({names}), {self.mesh}, target={self._target.name!r})"
-
-
-def _lower(func: tirx.PrimFunc, strict: bool) -> Program:
-    from .program import lower_to_program
-
-    return lower_to_program(func, strict=strict)
 
 
 def _plain(value: Any) -> AnyTensor | None:

@@ -85,7 +85,8 @@ class VirtualMesh:
     def alloc(self, step: AllocStep) -> Action:
         """Every device gets a tile, unless the caller brought this storage."""
         self._position += 1
-        storage, layout = self.program.values[step.value].storage, self.layouts[step.value]
+        storage = self._storage(step.value)
+        layout = next(self.layouts[name] for name, v in self.program.values.items() if v.storage == storage)
         device, poison = self.device, self._poison
 
         def action(memory: Memory) -> None:
@@ -97,8 +98,13 @@ class VirtualMesh:
     def free(self, step: FreeStep) -> Action:
         """The tiles are forgotten."""
         self._position += 1
-        storage = self.program.values[step.value].storage
+        storage = self._storage(step.value)
         return lambda memory: memory.drop(storage)
+
+    def _storage(self, name: str) -> str:
+        """The storage of that name, or of the value of that name."""
+        values = self.program.values
+        return name if any(value.storage == name for value in values.values()) else values[name].storage
 
 
 def _one_by_one(work: Callable[[int], None], count: int) -> None:
