@@ -117,7 +117,7 @@ class LegalExpr:
         if "int" in dtype:
             return self._int(kind, a, b)
         if dtype == "bool":
-            return {tirx.Max: tirx.Or, tirx.Add: tirx.Or, tirx.Min: tirx.And, tirx.Mul: tirx.And}[kind](a, b)
+            return self._bool(kind, a, b)
         if kind in (tirx.Min, tirx.Max):
             return _extern(a.dtype, f"mt_{_NAMES[kind]}_{a.dtype}", a, b)
         if kind is tirx.Mod:
@@ -126,6 +126,12 @@ class LegalExpr:
             self._refuse("the remainder of a floor division of floats can't run on a CPU", "use T.fmod")
         result = _extern(a.dtype, f"mt_floordiv_{a.dtype}", a, b) if kind is tirx.FloorDiv else kind(a, b)
         return _rounded(result, dtype)
+
+    def _bool(self, kind: type, a: tirx.PrimExpr, b: tirx.PrimExpr) -> tirx.PrimExpr:
+        table = {tirx.Max: tirx.Or, tirx.Add: tirx.Or, tirx.Min: tirx.And, tirx.Mul: tirx.And}
+        if kind not in table:
+            self._refuse(f"{kind.__name__} of bools can't run on a CPU", "cast them to int32 first")
+        return table[kind](a, b)
 
     def _int(self, kind: type, a: tirx.PrimExpr, b: tirx.PrimExpr) -> tirx.PrimExpr:
         if kind not in _NAMES:

@@ -1,9 +1,10 @@
 """Re-target a GPU-style TileLang kernel for a CPU.
 
-The result holds nothing but serial loops, buffers with plain scopes, loads, stores and expressions: tile operations are
-expanded, grid and parallel loops become serial, pipelining and thread annotations go. Every access to memory is inside
-its buffer: where that can't be proved, loads read 0 and stores are dropped. A program (one block of the grid) runs as
-one thread, so barriers mean nothing and whatever asks which thread it is is refused.
+The result holds nothing but serial loops, allocations, loads, stores and expressions: tile operations are expanded (a
+`T.gemm` becomes a call into the CPU runtime's header), grid and parallel loops become serial, pipelining and thread
+annotations go; scopes of buffers are left as they are and mean nothing. Every access to memory is inside its buffer:
+where that can't be proved, loads read 0 and stores are dropped. A program (one block of the grid) runs as one thread, so
+barriers mean nothing, and whatever asks which thread it is is refused.
 """
 
 from __future__ import annotations

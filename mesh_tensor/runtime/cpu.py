@@ -23,13 +23,13 @@ class CpuKernel:
     Nothing is checked. The call releases the GIL, and several threads may call at the same time."""
 
     def __init__(self, func: tirx.PrimFunc) -> None:
+        is_tensor = [param in func.buffer_map for param in func.params]
+        sizes = _size_sources(func)
+        types = [_argument(param, tensor) for param, tensor in zip(func.params, is_tensor, strict=True)]
         self._library = library_for(func)
         self._entry = self._library[ENTRY]
         self._entry.restype = ctypes.c_int
-        is_tensor = [param in func.buffer_map for param in func.params]
-        sizes = _size_sources(func)
-        self._entry.argtypes = [_argument(param, tensor) for param, tensor in zip(func.params, is_tensor, strict=True)]
-        self._entry.argtypes += [_SCALARS[var.dtype] for var, _ in sizes]
+        self._entry.argtypes = [*types, *(_SCALARS[var.dtype] for var, _ in sizes)]
         self._is_tensor = tuple(is_tensor)
         self._sizes = tuple(source for _, source in sizes)
 
