@@ -15,26 +15,36 @@ from tvm import tirx
 
 from .affine import AffineReader
 from .memory import gather, inside, scatter
-from .scope import MASK, Action, Code, Frame, Lane, Scope
+from .scope import MASK, Action, Code, Frame, Lane, Scope, constant
 
 Compiler = Callable[[tirx.PrimExpr, Scope], Code]
-Part = tuple[Lane | None, Callable[[Frame], Any]]
+Part = tuple[Lane | None, Code]
 
 
 @dataclass(frozen=True)
 class Slices:
     """An access that is a slice: per dim the lane that walks it (or None) and where it starts; then how to bring the
-    slice's dims into the lanes' order."""
+    slice's dims into the lanes' order. `known`: the slice, where that is known at compile time to be inside."""
 
     parts: tuple[Part, ...]
     order: tuple[int, ...] | None
     expand: tuple[Any, ...] | None
+    known: tuple[Any, ...] | None
 
     def view(self, frame: Frame, array: np.ndarray) -> np.ndarray | None:
         """The slice, with one dim per axis; None if it is not wholly inside `array`."""
+        index = self.known if self.known is not None else self._index(frame, array.shape)
+        if index is None:
+            return None
+        found = array[index]
+        if self.order is not None:
+            found = found.transpose(self.order)
+        return found if self.expand is None else found[self.expand]
+
+    def _index(self, frame: Frame, shape: Sequence[int]) -> tuple[Any, ...] | None:
         index: list[Any] = []
-        for (lane, offset), n in zip(self.parts, array.shape, strict=True):
-            low = offset(frame)
+        for (lane, offset), n in zip(self.parts, shape, strict=True):
+            low = offset.run(frame)
             if lane is None:
                 if not 0 <= low < n:
                     return None
@@ -46,10 +56,7 @@ class Slices:
                 return None
             index.append(slice(low, high))
         index.append(Ellipsis)
-        found = array[tuple(index)]
-        if self.order is not None:
-            found = found.transpose(self.order)
-        return found if self.expand is None else found[self.expand]
+        return tuple(index)
 
 
 class Access:
@@ -64,7 +71,7 @@ class Access:
         self.index = [code.run for code in codes]
         self.varies = any(code.varies for code in codes)
         self.lanes = scope.axes > 0
-        self.slices = _slices(indices, codes, scope, compile_expr) if self.varies or self.lanes else None
+        self.slices = _slices(buffer, indices, codes, scope, compile_expr) if self.varies or self.lanes else None
 
     def load(self) -> Code:
         """The elements."""
@@ -120,14 +127,14 @@ class Access:
 
 
 def _slices(
-    indices: Sequence[tirx.PrimExpr], codes: Sequence[Code], scope: Scope, compile_expr: Compiler
+    buffer: tirx.Buffer, indices: Sequence[tirx.PrimExpr], codes: Sequence[Code], scope: Scope, compile_expr: Compiler
 ) -> Slices | None:
     reader = AffineReader(scope.binds, lambda e: isinstance(e, tirx.Var) or not compile_expr(e, scope).varies)
     parts: list[Part] = []
     axes: list[int] = []
     for index, code in zip(indices, codes, strict=True):
         if not code.varies:
-            parts.append((None, code.run))
+            parts.append((None, code))
             continue
         form = reader.read(index)
         if form is None:
@@ -137,20 +144,34 @@ def _slices(
         offsets = [(compile_expr(atom, scope), c) for atom, c in rest]
         if len(lanes) != 1 or lanes[0][1] != 1 or any(o.varies for o, _ in offsets):
             return None
-        parts.append((lanes[0][0], _sum([(o.run, c) for o, c in offsets], form.const)))
+        parts.append((lanes[0][0], _sum(offsets, form.const)))
         axes.append(lanes[0][0].axis)
     if len(set(axes)) < len(axes):
         return None
     order = tuple(sorted(range(len(axes)), key=axes.__getitem__))
     expand = tuple(slice(None) if axis in axes else None for axis in range(scope.axes))
     in_order = order == tuple(range(len(axes)))
-    return Slices(tuple(parts), None if in_order else order, None if None not in expand else expand)
+    order_if_needed, expand_if_needed = None if in_order else order, expand if None in expand else None
+    return Slices(tuple(parts), order_if_needed, expand_if_needed, _known_index(parts, buffer))
 
 
-def _sum(terms: list[tuple[Callable[[Frame], Any], int]], const: int) -> Callable[[Frame], Any]:
+def _known_index(parts: Sequence[Part], buffer: tirx.Buffer) -> tuple[Any, ...] | None:
+    index: list[Any] = []
+    for (lane, offset), extent in zip(parts, buffer.shape, strict=True):
+        steps = range(1) if lane is None else lane.known
+        if steps is None or offset.const is None or not isinstance(extent, tirx.IntImm):
+            return None
+        low, high = offset.const + steps.start, offset.const + steps.stop
+        if low < 0 or high > int(extent):
+            return None
+        index.append(low if lane is None else slice(low, high))
+    return (*index, Ellipsis)
+
+
+def _sum(terms: list[tuple[Code, int]], const: int) -> Code:
     if not terms:
-        return lambda frame: const
+        return constant(const)
     if len(terms) == 1:
-        ((run, scale),) = terms
-        return lambda frame: int(run(frame)) * scale + const
-    return lambda frame: sum(int(run(frame)) * scale for run, scale in terms) + const
+        ((only, scale),) = terms
+        return Code(lambda frame: int(only.run(frame)) * scale + const)
+    return Code(lambda frame: sum(int(term.run(frame)) * scale for term, scale in terms) + const)

@@ -29,9 +29,10 @@ def under_mask(frame: Frame, lanes: np.ndarray, run: Callable[[Frame], Any]) -> 
     """`run` where `lanes` holds too; None if that is nowhere."""
     outer = frame[MASK]
     mask = lanes if outer is None else outer & lanes
-    if not mask.any():
+    active = np.count_nonzero(mask)
+    if not active:
         return None
-    frame[MASK] = mask
+    frame[MASK] = None if active == mask.size else mask
     value = run(frame)
     frame[MASK] = outer
     return value
@@ -152,8 +153,6 @@ def _let(expr: tirx.Let, scope: Scope) -> Code:
 
 
 def _ramp(expr: tirx.Ramp, scope: Scope) -> Code:
-    if scope.axes:
-        raise MeshTensorError(f"the interpreter can't run the vector {expr} inside a loop that runs all at once")
     steps = np.arange(int(expr.lanes))
     return _apply(
         lambda base, stride: base + stride * steps, (compile_expr(expr.base, scope), compile_expr(expr.stride, scope))

@@ -85,7 +85,7 @@ FUNCTIONS: dict[str, Function] = {
     "tirx.bitwise_not": operator.invert,
     "tirx.shift_left": operator.lshift,
     "tirx.shift_right": operator.rshift,
-    "tirx.popcount": np.bitwise_count,
+    "tirx.popcount": lambda x: np.bitwise_count(x),
     "tl.__exp": np.exp,
     "tl.__exp10": lambda x: np.power(np.asarray(10, x.dtype), x),
     "tl.__log": np.log,

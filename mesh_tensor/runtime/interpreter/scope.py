@@ -42,11 +42,13 @@ def constant(value: Any) -> Code:
 
 @dataclass(frozen=True)
 class Lane:
-    """A loop that runs all at once, along `axis`; its first value and its extent are in the frame."""
+    """A loop that runs all at once, along `axis`: the slots of its first value and of its extent, and the range itself,
+    where that is known at compile time."""
 
     axis: int
     start: int
     size: int
+    known: range | None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Grid loops and loops that carry something run as Python loops. A nest whose iter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from mesh_tensor.errors import MeshTensorError
 from mesh_tensor.rules.tile_ops import Atomic, parse_tile_op
 
 from .access import Access
+from .control import Break, Continue, in_turn, jump, nothing, until
 from .expressions import compile_expr, under_mask
 from .independence import lanes_of
 from .nest import is_element_update, loads_in
@@ -38,14 +39,6 @@ _NO_EFFECT = {
 }
 
 
-class _Break(Exception):
-    """Leaves the innermost loop."""
-
-
-class _Continue(Exception):
-    """Goes on with the innermost loop's next iteration."""
-
-
 def compile_stmt(stmt: tirx.Stmt, scope: Scope) -> Action:
     """`stmt` as a closure."""
     build = _BUILDERS.get(type(stmt))
@@ -54,23 +47,8 @@ def compile_stmt(stmt: tirx.Stmt, scope: Scope) -> Action:
     return build(stmt, scope)
 
 
-def _in_turn(actions: Sequence[Action]) -> Action:
-    if len(actions) == 1:
-        return actions[0]
-
-    def run(frame: Frame) -> None:
-        for action in actions:
-            action(frame)
-
-    return run
-
-
-def _nothing(frame: Frame) -> None:
-    return None
-
-
 def _seq(stmt: tirx.SeqStmt, scope: Scope) -> Action:
-    return _in_turn([a for a in [compile_stmt(s, scope) for s in stmt.seq] if a is not _nothing])
+    return in_turn([a for a in [compile_stmt(s, scope) for s in stmt.seq] if a is not nothing])
 
 
 def _for(stmt: tirx.For, scope: Scope) -> Action:
@@ -92,7 +70,7 @@ def _python_loop(stmt: tirx.For, scope: Scope) -> Action:
         return _ragged_loop(stmt, low, extent, scope)
     slot = scope.define(stmt.loop_var)
     body = compile_stmt(stmt.body, scope)
-    body = _until(_Continue, body) if scope.jumps else body
+    body = until(Continue, body) if scope.jumps else body
 
     def run(frame: Frame) -> None:
         start = int(low.run(frame))
@@ -100,7 +78,7 @@ def _python_loop(stmt: tirx.For, scope: Scope) -> Action:
             frame[slot] = step
             body(frame)
 
-    return _until(_Break, run) if scope.jumps else run
+    return until(Break, run) if scope.jumps else run
 
 
 def _ragged_loop(stmt: tirx.For, low: Code, extent: Code, scope: Scope) -> Action:
@@ -120,18 +98,26 @@ def _ragged_loop(stmt: tirx.For, low: Code, extent: Code, scope: Scope) -> Actio
 
 def _lane_loop(stmt: tirx.For, scope: Scope) -> Action:
     low, extent = compile_expr(stmt.min, scope), compile_expr(stmt.extent, scope)
+    known = None
+    if low.const is not None and extent.const is not None:
+        known = range(low.const, low.const + extent.const)
     slot = scope.define(stmt.loop_var, varies=True)
     axis = scope.axis_of[hash(stmt.loop_var)]
-    lane = scope.lanes[hash(stmt.loop_var)] = Lane(axis, scope.new_slot(), scope.new_slot())
+    lane = scope.lanes[hash(stmt.loop_var)] = Lane(axis, scope.new_slot(), scope.new_slot(), known)
     dtype = numpy_dtype(stmt.loop_var.dtype)
     shape = tuple(-1 if a == axis else 1 for a in range(scope.axes))
     body = compile_stmt(stmt.body, scope)
 
+    def lanes(steps: range) -> np.ndarray:
+        return np.arange(steps.start, steps.stop, dtype=dtype).reshape(shape)
+
+    once = None if known is None else lanes(known)
+
     def run(frame: Frame) -> None:
-        start, count = int(low.run(frame)), int(extent.run(frame))
-        if count > 0:
-            frame[lane.start], frame[lane.size] = start, count
-            frame[slot] = np.arange(start, start + count, dtype=dtype).reshape(shape)
+        steps = range(start := int(low.run(frame)), start + int(extent.run(frame))) if known is None else known
+        if steps:
+            frame[lane.start], frame[lane.size] = steps.start, len(steps)
+            frame[slot] = lanes(steps) if once is None else once
             body(frame)
 
     return run
@@ -139,18 +125,18 @@ def _lane_loop(stmt: tirx.For, scope: Scope) -> Action:
 
 def _while(stmt: tirx.While, scope: Scope) -> Action:
     condition, body = compile_expr(stmt.condition, scope), compile_stmt(stmt.body, scope)
-    body = _until(_Continue, body) if scope.jumps else body
+    body = until(Continue, body) if scope.jumps else body
 
     def run(frame: Frame) -> None:
         while condition.run(frame):
             body(frame)
 
-    return _until(_Break, run) if scope.jumps else run
+    return until(Break, run) if scope.jumps else run
 
 
 def _if(stmt: tirx.IfThenElse, scope: Scope) -> Action:
     condition, then = compile_expr(stmt.condition, scope), compile_stmt(stmt.then_case, scope)
-    otherwise = _nothing if stmt.else_case is None else compile_stmt(stmt.else_case, scope)
+    otherwise = nothing if stmt.else_case is None else compile_stmt(stmt.else_case, scope)
 
     def scalar(frame: Frame) -> None:
         if condition.run(frame):
@@ -161,7 +147,7 @@ def _if(stmt: tirx.IfThenElse, scope: Scope) -> Action:
     def lanes(frame: Frame) -> None:
         where = condition.run(frame)
         under_mask(frame, where, then)
-        if otherwise is not _nothing:
+        if otherwise is not nothing:
             under_mask(frame, ~where, otherwise)
 
     return lanes if condition.varies else scalar
@@ -170,7 +156,7 @@ def _if(stmt: tirx.IfThenElse, scope: Scope) -> Action:
 def _bind(stmt: tirx.Bind, scope: Scope) -> Action:
     value = stmt.value
     if isinstance(value, tirx.Call) and isinstance(value.op, ir.Op) and value.op.name == "tl.launch_thread_idx":
-        return _nothing
+        return nothing
     code = compile_expr(value, scope)
     if not loads_in(value):
         scope.binds[hash(stmt.var)] = value
@@ -207,36 +193,17 @@ def _evaluate(stmt: tirx.Evaluate, scope: Scope) -> Action:
     if op is not None:
         return compile_tile_op(op, scope)
     if isinstance(stmt.value, (tirx.IntImm, tirx.Var)):
-        return _nothing
+        return nothing
     name = stmt.value.op.name if isinstance(stmt.value, tirx.Call) and isinstance(stmt.value.op, ir.Op) else ""
     if name in _NO_EFFECT:
-        return _nothing
+        return nothing
     if name in ("tl.loop_break", "tirx.break_loop"):
-        return _jump(_Break, scope)
+        return jump(Break, scope)
     if name == "tirx.continue_loop":
-        return _jump(_Continue, scope)
+        return jump(Continue, scope)
     if name.startswith("mesh."):
         raise MeshTensorError(f"the interpreter runs one device's kernel; {name} is a collective and not part of one")
     raise MeshTensorError(f"the interpreter does not know the operation {name or stmt.value}:\n{stmt}")
-
-
-def _jump(signal: type[Exception], scope: Scope) -> Action:
-    scope.jumps = True
-
-    def run(frame: Frame) -> None:
-        raise signal
-
-    return run
-
-
-def _until(signal: type[Exception], action: Action) -> Action:
-    def run(frame: Frame) -> None:
-        try:
-            action(frame)
-        except signal:
-            return
-
-    return run
 
 
 def _block_realize(stmt: tirx.SBlockRealize, scope: Scope) -> Action:
@@ -247,7 +214,7 @@ def _block_realize(stmt: tirx.SBlockRealize, scope: Scope) -> Action:
         (scope.define(iter_var.var), compile_expr(value, scope).run)
         for iter_var, value in zip(block.iter_vars, stmt.iter_values, strict=True)
     ]
-    enter = _in_turn([*[_allocation(b, scope) for b in block.alloc_buffers], compile_stmt(block.body, scope)])
+    enter = in_turn([*[_allocation(b, scope) for b in block.alloc_buffers], compile_stmt(block.body, scope)])
     condition = compile_expr(stmt.predicate, scope)
 
     def run(frame: Frame) -> None:
@@ -299,6 +266,6 @@ _BUILDERS: dict[type, Callable[[Any, Scope], Action]] = {
     tirx.SBlockRealize: _block_realize,
     tirx.AttrStmt: lambda stmt, scope: compile_stmt(stmt.body, scope),
     tirx.AllocBuffer: _alloc_buffer,
-    tirx.DeclBuffer: lambda stmt, scope: _nothing,
+    tirx.DeclBuffer: lambda stmt, scope: nothing,
     tirx.AssertStmt: _assert,
 }

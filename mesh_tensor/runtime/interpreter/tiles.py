@@ -22,8 +22,6 @@ _DEPTH = {"local.fragment": 2, "local": 2, "shared": 1, "shared.dyn": 1, "shared
 
 def compile_tile_op(op: TileOp, scope: Scope) -> Action:
     """A tile operation as a closure."""
-    if scope.axes:
-        raise MeshTensorError(f"the interpreter can't run {type(op).__name__} inside a loop that runs all at once")
     return _BUILDERS[type(op)](op, scope)
 
 
