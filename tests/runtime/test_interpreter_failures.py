@@ -103,6 +103,7 @@ def test_accesses_outside_an_on_chip_buffer_always_raise(poison):
         with T.Kernel(1, threads=128) as _:
             x, y = T.alloc_shared((8, 8), "float32"), T.alloc_fragment((4, 4), "float32")
             T.copy(X, x)
+            T.fill(x[at : at + 4, 0], 1)
             T.gemm(x[at : at + 4, 0:4], x[0:4, 0:4], y)
 
     interpret(boxes, [ones(8, 8), 4], poison=poison)

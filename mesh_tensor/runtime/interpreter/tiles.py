@@ -122,7 +122,14 @@ def _transpose(op: Transpose, scope: Scope) -> Action:
 
 def _fill(op: Fill, scope: Scope) -> Action:
     dst, value = _box(op.dst, scope), compile_expr(op.value, scope)
-    return lambda frame: dst.write(frame, value.run(frame))
+
+    def run(frame: Frame) -> None:
+        if dst.storage.is_param:
+            dst.write(frame, value.run(frame))
+        else:
+            dst.view(frame)[...] = value.run(frame)
+
+    return run
 
 
 def _gemm(op: Gemm, scope: Scope) -> Action:
