@@ -69,7 +69,8 @@ class _Assembler:
         kernel = func.body.block.body if isinstance(func.body, tirx.SBlockRealize) else func.body
         tensors = [p for p in func.params if p in func.buffer_map]
         mapping = {func.buffer_map[p]: self._buffer(arg) for p, arg in zip(tensors, step.args, strict=True)}
-        values = dict(zip(func.params[len(func.params) - len(step.axes) :], (self.axes[a] for a in step.axes), strict=True))
+        values = _renamed_sizes(func, step.func)
+        values.update(zip(func.params[len(func.params) - len(step.axes) :], (self.axes[a] for a in step.axes), strict=True))
         return _with_buffers(tirx.stmt_functor.substitute(kernel, values), mapping)
 
     def _sizes(self, body: tirx.Stmt) -> list[tirx.Var]:
@@ -84,6 +85,18 @@ class _Assembler:
                         size, lambda n: symbols.append(n) if isinstance(n, tirx.Var) and n not in told else None
                     )
         return list(dict.fromkeys(symbols))
+
+
+def _renamed_sizes(renewed: tirx.PrimFunc, func: tirx.PrimFunc) -> dict[tirx.Var, tirx.Var]:
+    """From the renewed function's scalars and symbolic sizes back to those of `func`, which all kernels share."""
+    pairs = list(zip(renewed.params, func.params, strict=True))
+    sizes = [
+        size
+        for new, old in pairs
+        if old in func.buffer_map
+        for size in zip(renewed.buffer_map[new].shape, func.buffer_map[old].shape, strict=True)
+    ]
+    return {new: old for new, old in (*pairs, *sizes) if isinstance(old, tirx.Var) and old.dtype != "handle"}
 
 
 def _with_buffers(stmt: tirx.Stmt, mapping: dict[tirx.Buffer, tirx.Buffer]) -> tirx.Stmt:

@@ -29,6 +29,7 @@ def register() -> None:
         if full not in ir.Op.list_op_names():
             ir._ffi_api.RegisterOp(full, f"mesh collective {name}")
             ir.register_op_attr(full, "TCallEffectKind", tirx.CallEffectKind.Opaque.value)
+            ir.register_op_attr(full, "TScriptPrinterName", full)
 
 
 def collective_block(move: Move, src: tirx.Buffer, dst: tirx.Buffer) -> tirx.Stmt:
