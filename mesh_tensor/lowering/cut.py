@@ -13,12 +13,11 @@ from tvm import tirx
 
 from ..rules import tile_ops
 from ..rules.factors import Factor
-from ..rules.linear import Linear
+from ..rules.linear import Linear, as_expr
 from ..rules.live_ranges import LiveRange
 from ..rules.reductions import Blocked
 from ..rules.sharding_rule import Analysis
 from ..rules.statements import Statement, body_statements
-from .expressions import as_expr
 from .rewrite import block_like, region_call, replace_block, sequence, tile_op
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from tvm import tirx
 
-from ..rules.linear import Linear
 from ..rules.sharding_rule import Analysis
 from ..rules.statements import Access
 from .shrink import Shrink
@@ -132,13 +131,3 @@ def _any_node(expr: tirx.PrimExpr, test) -> bool:
     found: list[bool] = []
     tirx.stmt_functor.post_order_visit(expr, lambda node: found.append(True) if test(node) else None)
     return bool(found)
-
-
-def as_expr(form: Linear) -> tirx.PrimExpr:
-    """The linear form as a TIR expression."""
-    total: tirx.PrimExpr | None = None if form.const == 0 else tirx.IntImm("int32", form.const)
-    for var, coefficient in form.ordered:
-        term = var if coefficient == 1 else var * coefficient
-        total = term if total is None else total + term
-    return tirx.IntImm("int32", 0) if total is None else total
-

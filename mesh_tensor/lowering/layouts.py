@@ -142,6 +142,8 @@ class Layouts:
             after = Tensor(name, now.shape, now.dtype, move.after, storage)
             self._add(after)
             self.steps.append(Collective(move, now.name, after.name, reason))
+            if in_place:
+                self.current = {p: after.name if name == now.name else name for p, name in self.current.items()}
             now = after
         return now
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from tvm import tirx
 
 from ..rules import tile_ops
-from ..rules.linear import Linear, vars_of
+from ..rules.linear import Linear, as_expr, vars_of
 from ..rules.sharding_rule import Analysis
 from ..rules.statements import Access, Statement, split_update
 from ..rules.values import neutral_element
-from .expressions import ValueRewriter, as_expr, contains_load, has_trap
+from .expressions import ValueRewriter, contains_load, has_trap
 from .rewrite import block_like, loop_like, parallel_nest, region_call, replace_block, sequence, tile_op, with_args
 from .shrink import Shrink
 from .splits import DeviceCoordinates, Split

@@ -71,7 +71,7 @@ class Shrink:
 
     def _shrink_on_chip(self) -> None:
         """A buffer that holds all of a split factor holds the tile."""
-        shapes: dict[tirx.Buffer, list] = {}
+        reaches: dict[tirx.Buffer, dict[int, list[tirx.PrimExpr]]] = {}
         for live_range in self.analysis.coordinates.ranges.all:
             if live_range.is_param:
                 continue
@@ -80,10 +80,9 @@ class Shrink:
                 if entry is None or entry[0] not in self.splits or entry[1].terms:
                     continue
                 reach = [self.coverage(a.forms[dim]) for _, a in (*live_range.reads, *live_range.writes)]
-                shape = shapes.setdefault(live_range.buffer, list(live_range.buffer.shape))
-                known = [] if shape[dim] is live_range.buffer.shape[dim] else [shape[dim]]
-                shape[dim] = _largest([*known, *reach], live_range.buffer)
-        for buffer, shape in shapes.items():
+                reaches.setdefault(live_range.buffer, {}).setdefault(dim, []).extend(reach)
+        for buffer, dims in reaches.items():
+            shape = [_largest(dims[d], buffer) if d in dims else size for d, size in enumerate(buffer.shape)]
             self.buffers[buffer] = reshaped(buffer, shape)
 
 

@@ -85,3 +85,12 @@ def vars_of(exprs: Iterable[tirx.PrimExpr], binds: Mapping[tirx.Var, tirx.PrimEx
         if not isinstance(expr, int):
             tirx.stmt_functor.post_order_visit(expr, visit)
     return found
+
+
+def as_expr(form: Linear) -> tirx.PrimExpr:
+    """The linear form as a TIR expression."""
+    total: tirx.PrimExpr | None = None if form.const == 0 else tirx.IntImm("int32", form.const)
+    for var, coefficient in form.ordered:
+        term = var if coefficient == 1 else var * coefficient
+        total = term if total is None else total + term
+    return tirx.IntImm("int32", 0) if total is None else total

@@ -12,7 +12,7 @@ from tvm import ir, tirx
 
 from . import tile_ops
 from .factors import Coordinates, Factor
-from .linear import Linear
+from .linear import Linear, as_expr
 from .live_ranges import LiveRange
 from .statements import Access, Kernel, Statement
 from .values import neutral_number, number
@@ -46,6 +46,15 @@ def padding_is_neutral(
     value = _Padding(kernel, coordinates, factor, past_the_end).contribution(statement)
     neutral = neutral_number(statement.op, statement.write.buffer.dtype)
     return value is not None and value == neutral
+
+
+def is_inside(condition: tirx.PrimExpr, coordinates: list[tuple[Linear, tirx.PrimExpr]], kernel: Kernel) -> bool:
+    """Whether the condition certainly holds at coordinates that lie inside their dims: a bounds test."""
+    inside: tirx.PrimExpr = tirx.const(True, "bool")
+    for form, size in coordinates:
+        inside = tirx.And(inside, tirx.And(as_expr(form) < size, as_expr(form) >= 0))
+    with kernel.analyzer.constraint_scope(inside):
+        return kernel.analyzer.can_prove(condition)
 
 
 class _Padding:
@@ -137,10 +146,7 @@ class _Padding:
         if not self.past_the_end:
             return None
         analyzer = self.kernel.analyzer
-        coordinate: tirx.PrimExpr = tirx.IntImm("int32", form.const)
-        for var, coefficient in form.terms.items():
-            coordinate = coordinate + var * coefficient
-        with analyzer.constraint_scope(coordinate >= self.factor.size):
+        with analyzer.constraint_scope(as_expr(form) >= self.factor.size):
             if analyzer.can_prove(condition):
                 return True
             return False if analyzer.can_prove(tirx.Not(condition)) else None

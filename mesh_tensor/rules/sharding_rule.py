@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from tvm import tirx
 
+from .content import needs_content
 from .factors import Coordinates, Factor
 from .live_ranges import LiveRanges
 from .normalize import normalize
@@ -44,13 +45,8 @@ class Analysis:
         return any(s.write is not None and s.write.buffer.same_as(buffer) for s in self.kernel.statements)
 
     def read(self, param: str) -> bool:
-        """Whether the kernel needs the parameter's earlier content (combining into it is a use, too)."""
-        buffer = self.kernel.params[param]
-        return any(
-            any(a.buffer.same_as(buffer) for a in s.reads)
-            or (s.write is not None and s.write.buffer.same_as(buffer) and s.op is not None and not s.fresh)
-            for s in self.kernel.statements
-        )
+        """Whether the kernel needs the parameter's earlier content: it reads it before writing it, or writes only parts."""
+        return needs_content(self.kernel, self.coordinates, param)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,68 @@
+"""Which parameters come in with content that counts."""
+
+from __future__ import annotations
+
+from tvm import tirx
+
+from .factors import Coordinates
+from .linear import Linear
+from .padding import is_inside
+from .statements import Access, Kernel, Statement
+
+
+def needs_content(kernel: Kernel, coordinates: Coordinates, param: str) -> bool:
+    """Whether a parameter's earlier content is read, combined into, or partly kept.
+
+    It is not if some store covers all of it, and whatever else touches it comes later and, in every program of the grid,
+    touches only what that program stored."""
+    buffer = kernel.params[param]
+    uses = [
+        (s, a)
+        for s in kernel.statements
+        for a in s.accesses
+        if a.buffer.same_as(buffer) and not (a is s.write and s.op is None and not s.unknown)
+    ]
+    stores = [s for s in kernel.statements if s.write is not None and s.write.buffer.same_as(buffer) and s.op is None]
+    if not stores:
+        return bool(uses)
+    covering = next((s for s in stores if _covers(s, kernel, coordinates)), None)
+    if covering is None:
+        return True
+    return any(
+        s.top <= covering.top or not _same_program(a, covering.write, kernel, coordinates) for s, a in uses
+    )
+
+
+def _covers(statement: Statement, kernel: Kernel, coordinates: Coordinates) -> bool:
+    """Whether the store, over all its loops, reaches every element of its buffer whatever the data are."""
+    write = statement.write
+    forms = [coordinates.of_access(write, dim) for dim in range(len(write.indices))]
+    sizes = [kernel.analyzer.can_prove_equal(size, 1) for size in write.buffer.shape]
+    if any(form is None and not one for form, one in zip(forms, sizes, strict=True)):
+        return False
+    inside = [(entry[1], entry[0].size) for entry in forms if entry is not None]
+    loop_bounds = [loop.extent for loop in statement.loops if not isinstance(loop.extent, tirx.IntImm)]
+    if not all(_is_size(bound) for bound in loop_bounds):
+        return False
+    return all(is_inside(condition, inside, kernel) for condition in statement.conditions)
+
+
+def _is_size(bound: tirx.PrimExpr) -> bool:
+    """A loop bound that no data decides."""
+    loads: list[object] = []
+    tirx.stmt_functor.post_order_visit(bound, lambda n: loads.append(n) if isinstance(n, tirx.BufferLoad) else None)
+    return not loads
+
+
+def _same_program(access: Access, stored: Access, kernel: Kernel, coordinates: Coordinates) -> bool:
+    """Whether a program of the grid touches, through `access`, only elements that it stored."""
+    grid = {loop.var for loop in kernel.grid}
+    for dim in range(len(access.indices)):
+        a, b = coordinates.of_access(access, dim), coordinates.of_access(stored, dim)
+        if a is None or b is None or _grid_part(a[1], grid) != _grid_part(b[1], grid):
+            return False
+    return True
+
+
+def _grid_part(form: Linear, grid: set[tirx.Var]) -> dict[tirx.Var, int]:
+    return {var: c for var, c in form.terms.items() if var in grid}
