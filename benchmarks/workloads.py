@@ -17,6 +17,27 @@ def matmul_on_grid(side: int, size: int = 8192) -> tvm.tirx.PrimFunc:
     return mt.annotate(matmul(size, size, size), mt.Mesh({"x": side, "y": side}), K_SPLIT)
 
 
+def matmul_for_c(size: int = 8192) -> tvm.tirx.PrimFunc:
+    """The same matmul as TileLang itself compiles it for a CPU: with memory scopes that its back end knows."""
+
+    @T.prim_func
+    def matmul_kernel(
+        A: T.Tensor((size, size), "float32"), B: T.Tensor((size, size), "float32"), C: T.Tensor((size, size), "float32")
+    ):
+        with T.Kernel(T.ceildiv(size, 64), T.ceildiv(size, 64), threads=128) as (bx, by):
+            A_shared = T.alloc_shared((64, 32), "float32", scope="shared")
+            B_shared = T.alloc_shared((32, 64), "float32", scope="shared")
+            C_local = T.alloc_local((64, 64), "float32")
+            T.clear(C_local)
+            for ko in T.Pipelined(T.ceildiv(size, 32), num_stages=2):
+                T.copy(A[by * 64, ko * 32], A_shared)
+                T.copy(B[ko * 32, bx * 64], B_shared)
+                T.gemm(A_shared, B_shared, C_local)
+            T.copy(C_local, C[by * 64, bx * 64])
+
+    return matmul_kernel
+
+
 def matmul_rows(size: int, devices: int) -> tuple[tvm.tirx.PrimFunc, tvm.tirx.PrimFunc]:
     """A square matmul unsharded, and with its rows split over `devices`."""
     kernel = matmul(size, size, size, block_M=128, block_N=128, block_K=128)
