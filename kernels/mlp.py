@@ -1,7 +1,13 @@
-"""The two-layer perceptron `gelu(x @ w1) @ w2` as two kernels, with gelu fused into the first one or on its own."""
+"""The two-layer perceptron `gelu(x @ w1) @ w2` as two kernels, with gelu fused into the first one or on its own.
+
+`python -m kernels.mlp` runs it sharded on virtual meshes.
+"""
 
 import tilelang.language as T
+import torch
 import torch.nn.functional as F
+
+import mesh_tensor as mt
 
 from .activations import gelu
 from .matmul import matmul
@@ -65,3 +71,47 @@ def mlp_up_reference(x, w1):
 def mlp_reference(x, w1, w2):
     """`gelu(x @ w1) @ w2`."""
     return (F.gelu(x.double() @ w1.double(), approximate="tanh") @ w2.double()).to(x.dtype)
+
+
+def sharded_mlp(mesh, tokens, hidden, model, **compile_options):
+    """The two kernels on a mesh, Megatron style: the hidden features are split over all axes of the mesh, so w1 lies split by
+    columns and w2 by rows, x and y are replicated, and only the second kernel needs a collective."""
+    mesh = mt.Mesh(mesh)
+    columns, rows = dict.fromkeys(mesh.axis_names, 1), dict.fromkeys(mesh.axis_names, 0)
+    up = mt.annotate(mlp_up(tokens, hidden, model), mesh, {"x": {}, "w1": columns, "h": columns})
+    down = mt.annotate(mlp_down(tokens, hidden, model), mesh, {"A": columns, "B": rows, "C": {}})
+    return mt.compile(up, **compile_options), mt.compile(down, **compile_options)
+
+
+def demonstrate(mesh, tokens=256, hidden=1024, model=256):
+    """Run the sharded MLP on a virtual mesh, say how, and compare it with torch."""
+    up, down = sharded_mlp(mesh, tokens, hidden, model)
+    print(f"\n===== {up.mesh}: x replicated, w1 split by columns, w2 by rows =====\n")
+    for kernel in (up, down):
+        print(kernel.explain(), "\n")
+    x, w1, w2 = torch.randn(tokens, model), torch.randn(model, hidden) / 16, torch.randn(hidden, model) / 32
+    columns, rows = dict.fromkeys(up.mesh.axis_names, 1), dict.fromkeys(up.mesh.axis_names, 0)
+    h = up(x, mt.distribute(w1, up.mesh, columns))
+    y = down(h, mt.distribute(w2, up.mesh, rows)).full()
+    error = (y - mlp_reference(x, w1, w2)).abs().max().item()
+    print(f"largest error against torch: {error:.2e}")
+    if not error < 1e-4:
+        raise SystemExit("the sharded MLP is wrong")
+
+
+def main():
+    """The seed's MLP on two devices and on 2 x 2."""
+    torch.manual_seed(0)
+    up, down = mlp_up(256, 1024, 256), mlp_down(256, 1024, 256)
+    print("sharding rules")
+    for kernel in (up, down):
+        print(f"  {kernel.attrs['global_symbol']}: {mt.sharding_rule(kernel)}")
+    print("\nlocal view of the second kernel on two devices\n")
+    annotated = mt.annotate(down, {"x": 2}, {"A": {"x": 1}, "B": {"x": 0}, "C": {}})
+    print(mt.lower(annotated).script())
+    demonstrate({"x": 2})
+    demonstrate({"x": 2, "y": 2})
+
+
+if __name__ == "__main__":
+    main()

@@ -111,11 +111,6 @@ class MeshKernel:
         return self._current.program
 
     @property
-    def lowered(self) -> Any:
-        """The lowered kernel that the program was made of: what `explain` explains."""
-        return self.program.lowered
-
-    @property
     def peak_bytes(self) -> int:
         """The most bytes that one device held at once, in tiles and workspaces, in any call so far."""
         return max((launch.peak_bytes for launch in (*self._launches.values(), self._current) if launch), default=0)
@@ -124,7 +119,7 @@ class MeshKernel:
         """Factors, placements, collectives with their bytes, and the cost per device, as text."""
         from .explain import explain
 
-        return explain(self.lowered)
+        return explain(self.program)
 
     def __call__(self, *args: Any) -> Any:
         form = self._forms.get(len(args)) or self._refuse_count(len(args))

@@ -27,6 +27,7 @@ class Assignment:
 
     axes: dict[str, Factor | None]
     reasons: dict[str, str]
+    factors: list[Factor]
     needed: dict[str, Sharding] = field(default_factory=dict)
     produced: dict[str, Sharding] = field(default_factory=dict)
     whole: dict[tuple[str, int], str] = field(default_factory=dict)
@@ -57,7 +58,7 @@ class Propagation:
         self.inputs = [p for p in params if p not in self.outputs or analysis.read(p)]
 
     def decide(self) -> Assignment:
-        assignment = Assignment({}, {})
+        assignment = Assignment({}, {}, self.analysis.factors)
         for axis in self.mesh.axis_names:
             assignment.axes[axis], assignment.reasons[axis] = self._decide_axis(axis)
         self._respect_blocks(assignment)
@@ -86,6 +87,8 @@ class Propagation:
         every = list(dict.fromkeys([*from_outputs, *from_inputs]))
         if len(every) < 2:
             chosen = every[0] if every else None
+            if chosen is None and any(s.dim_of(axis) is not None for s in self.asked.values()):
+                return None, "what it should split is needed whole"
             if chosen is None or from_outputs or self._is_reduction(chosen):
                 return chosen, "as annotated" if every else "no annotation uses it"
             return self._cheapest(axis, [chosen, None]), "fewest bytes"

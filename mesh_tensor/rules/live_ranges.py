@@ -7,6 +7,7 @@ of *live ranges*: a new one begins where the whole buffer is overwritten, two me
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from tvm import tirx
 
@@ -23,7 +24,7 @@ class LiveRange:
     writes: list[tuple[Statement, Access]] = field(default_factory=list)
     carried: set[tirx.Var] = field(default_factory=set)
 
-    @property
+    @cached_property
     def scope(self) -> list[Loop]:
         """The loops, outermost first, in one iteration of which the whole live range lies."""
         if self.is_param:

@@ -1,4 +1,7 @@
-"""Bring a kernel into the form that analysis and rewriting expect: index bindings inlined, expressions simplified."""
+"""Bring a kernel into the form that analysis and rewriting expect.
+
+Index bindings are inlined; a `T.gemm` that clears its accumulator on a condition becomes a conditional fill and a plain gemm.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from tvm import ir, tirx
 
 def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """Inline `x = by * 64 + i` bindings that load nothing, so that every index is an expression of loop variables."""
+    func = func.with_body(tirx.stmt_functor.ir_transform(func.body, None, _split_clear, ["tirx.Evaluate"]))
     bound: dict[tirx.Var, tirx.PrimExpr] = {}
 
     def collect(node: object) -> None:
@@ -23,6 +27,21 @@ def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
     body = tirx.stmt_functor.ir_transform(func.body, None, remove, ["tirx.Bind"])
     return func.with_body(_without_noops(tirx.stmt_functor.substitute(body, bound)))
+
+
+def _split_clear(stmt: tirx.Evaluate) -> tirx.Stmt | None:
+    """`gemm(..., clear_accum=condition)` as `if condition: fill(C, 0)`, then `gemm`."""
+    call = stmt.value
+    if not (isinstance(call, tirx.Call) and isinstance(call.op, ir.Op) and call.op.name == "tl.tileop.gemm"):
+        return None
+    clear = call.args[9]
+    if isinstance(clear, tirx.IntImm):
+        return None
+    accumulator = call.args[2]
+    fill = tirx.call_intrin("handle", ir.Op.get("tl.tileop.fill"), accumulator, tirx.const(0, accumulator.args[0].dtype))
+    args = [*call.args[:9], tirx.const(False, "bool"), *call.args[10:]]
+    gemm = tirx.Call(call.dtype, call.op, args, annotations=call.annotations, span=call.span)
+    return tirx.SeqStmt([tirx.IfThenElse(clear, tirx.Evaluate(fill), None), tirx.Evaluate(gemm)])
 
 
 def _visit_in_order(stmt: tirx.Stmt, visit) -> None:

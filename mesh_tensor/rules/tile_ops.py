@@ -124,7 +124,7 @@ def parse_tile_op(stmt: tirx.Stmt) -> TileOp | None:
         return Copy(region(args[0]), region(args[1]))
     if name == "tl.tileop.fill":
         return Fill(region(args[0]), args[1])
-    if name == "tl.tileop.gemm":
+    if name == "tl.tileop.gemm" and isinstance(args[9], tirx.IntImm):
         return Gemm(region(args[0]), region(args[1]), region(args[2]), _flag(args[3]), _flag(args[4]), _flag(args[9]))
     if name == "tl.tileop.reduce":
         return Reduce(region(args[0]), region(args[1]), _text(args[2]), int(args[3]), _flag(args[4]))

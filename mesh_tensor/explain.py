@@ -1,0 +1,129 @@
+"""explain: what was decided for a kernel, why, and what it costs, as text for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from tvm import tirx
+
+from .lowering.pipeline import Lowered
+from .program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Value
+from .propagation import dtype_bits, tile_extent
+
+
+def explain(program: Program) -> str:
+    """Factors and what splits them, every buffer's placement as asked and as used, every step with its bytes and reason, what
+    could not be split, and the cost per device.
+
+    Args:
+        program: a Program that `lower_to_program` made.
+
+    Returns:
+        Text in tables. Bytes and flops are those of one device.
+    """
+    lowered = program.lowered
+    if lowered is None:
+        return "\n".join(_steps(program))
+    sections = [
+        [f"kernel {program.name} on {program.mesh}", f"rule: {lowered.rule}"],
+        ["factors", *_factors(lowered)],
+        ["buffers", *_buffers(program, lowered)],
+        ["steps of each device", *_steps(program)],
+        _whole(lowered),
+        _costs(program),
+    ]
+    return "\n\n".join("\n".join(section) for section in sections if section)
+
+
+def _factors(lowered: Lowered) -> list[str]:
+    rows = [("factor", "size", "combines", "split by", "tile", "because")]
+    assignment = lowered.assignment
+    by_name = {factor.name: factor for factor in assignment.factors}
+    for name, kind in lowered.rule.factors.items():
+        axes = assignment.axes_of(by_name[name])
+        size = lowered.rule.sizes[name]
+        tile = tile_extent(size, [lowered.mesh.size(a) for a in axes])
+        why = "; ".join(dict.fromkeys(assignment.reasons[a] for a in axes)) or "no axis uses it"
+        rows.append((name, size, kind.split(":")[0], ", ".join(axes) or "-", tile, why))
+    unused = [axis for axis, factor in assignment.axes.items() if factor is None]
+    notes = [f"  axis {axis} splits nothing: {assignment.reasons[axis]}" for axis in unused]
+    return [*_table(rows), *notes]
+
+
+def _buffers(program: Program, lowered: Lowered) -> list[str]:
+    rows = [("buffer", "shape", "dtype", "asked", "used as", "tile")]
+    for parameter in program.parameters:
+        asked = lowered.asked.get(parameter.name)
+        used = _layouts_used(program, parameter.name)
+        value = program.values[str(parameter.output or parameter.input)]
+        shape = " x ".join(map(str, value.shape))
+        tile = " x ".join(map(str, value.tile_shape))
+        rows.append((parameter.name, shape, value.dtype, "(any)" if asked is None else asked, "; ".join(used), tile))
+    return _table(rows)
+
+
+def _layouts_used(program: Program, name: str) -> list[str]:
+    """The layouts in which kernels take or leave a parameter."""
+    mine = {v.name for v in program.values.values() if v.name == name or v.name.startswith(f"{name}.")}
+    kernels = (step for step in program.steps if isinstance(step, KernelStep))
+    used = [str(program.values[arg].sharding) for step in kernels for arg in step.args if arg in mine]
+    return list(dict.fromkeys(used)) or ["(unused)"]
+
+
+def _steps(program: Program) -> list[str]:
+    rows = [("step", "on", "over", "bytes sent", "flops", "because")]
+    for step in program.steps:
+        if isinstance(step, KernelStep):
+            rows.append((f"kernel {step.name}", ", ".join(step.args), "", "", f"{step.flops:,}", ""))
+        elif isinstance(step, CollectiveStep):
+            kind = f"{step.kind}({step.op})" if step.op else step.kind
+            layouts = f"{program.values[step.src].sharding} -> {program.values[step.dst].sharding}"
+            why = f"{step.reason} ({layouts})"
+            rows.append((kind, step.src, ", ".join(step.axes), f"{step.bytes:,}", "", why))
+    return _table(rows)
+
+
+def _whole(lowered: Lowered) -> list[str]:
+    if not lowered.whole:
+        return []
+    notes = [f"  {buffer} dim {dim}: {reason}" for (buffer, dim), reason in lowered.whole.items()]
+    return ["asked to be split, but needed whole", *notes]
+
+
+def _costs(program: Program) -> list[str]:
+    flops = sum(step.flops for step in program.steps if isinstance(step, KernelStep))
+    sent = sum(step.bytes for step in program.steps if isinstance(step, CollectiveStep))
+    return [f"per device: {flops:,} flops, {sent:,} bytes sent, at most {peak_bytes(program):,} bytes held"]
+
+
+def peak_bytes(program: Program) -> int:
+    """The most bytes of tiles and workspaces that one device holds at once."""
+    sizes: dict[str, int] = {}
+    for value in program.values.values():
+        sizes[value.storage] = max(sizes.get(value.storage, 0), _tile_bytes(value))
+    inputs = {program.values[p.input].storage for p in program.parameters if p.input is not None}
+    now = peak = sum(sizes[storage] for storage in inputs)
+    for step in program.steps:
+        if isinstance(step, AllocStep):
+            now += sizes[step.value]
+        elif isinstance(step, FreeStep):
+            now -= sizes[step.value]
+        peak = max(peak, now)
+    return peak
+
+
+def _tile_bytes(value: Value) -> int:
+    return math.prod(value.tile_shape) * dtype_bits(value.dtype) // 8
+
+
+def _table(rows: Iterable[Sequence[object]]) -> list[str]:
+    """Left-aligned columns, two spaces apart; the first row is the header."""
+    texts = [[_text(cell) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in texts) for column in range(len(texts[0]))]
+    lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in texts]
+    return [line.rstrip() for line in lines]
+
+
+def _text(cell: object) -> str:
+    return str(int(cell)) if isinstance(cell, tirx.IntImm) else str(cell)
