@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from tvm import tirx
 
 from .errors import refuse
+from .lowering import verify
 from .lowering.layouts import Collective, LocalKernel, Tensor
 from .lowering.pipeline import Lowered, lower_kernel
 from .mesh import Mesh
@@ -130,7 +131,13 @@ def build_program(lowered: Lowered) -> Program:
     values = {name: _value(tensor) for name, tensor in lowered.tensors.items()}
     steps = [_step(step, values, lowered, index) for index, step in enumerate(lowered.steps)]
     parameters = tuple(Parameter(*parameter) for parameter in lowered.parameters)
-    return Program(lowered.name, lowered.mesh, parameters, values, _with_lifetimes(steps, values, parameters), lowered)
+    all_steps = _with_lifetimes(steps, values, parameters)
+    program = Program(lowered.name, lowered.mesh, parameters, values, all_steps, lowered)
+    if verify.enabled():
+        from .verify_program import verify_program  # it checks what this module defines
+
+        verify_program(program)
+    return program
 
 
 def _value(tensor: Tensor) -> Value:

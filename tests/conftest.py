@@ -28,3 +28,9 @@ def seeds():
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def verified(monkeypatch):
+    """Every lowering and every Program checks itself, in every test."""
+    monkeypatch.setenv("MESH_TENSOR_VERIFY", "1")

@@ -24,6 +24,7 @@ from ..rules.reductions import Blocked
 from ..rules.sharding_rule import Analysis, ShardingRule, analyse, rule_of
 from ..rules.statements import buffer_params
 from ..sharding import Sharding
+from . import verify
 from .cut import Workspace, cut
 from .layouts import Collective, Layouts, LocalKernel, Tensor
 from .localize import localize
@@ -82,9 +83,13 @@ def lower_kernel(func: tirx.PrimFunc, *, strict: bool = False) -> Lowered:
     banned: dict[tuple[str, int], str] = {}
     while True:
         try:
-            return _Lowering(plain, name, mesh, asked, banned).run(strict)
+            lowered = _Lowering(plain, name, mesh, asked, banned).run(strict)
+            break
         except _Unsplittable as error:
             banned |= {dim: error.reason for dim in error.factor.dims}
+    if verify.enabled():
+        verify.verify_lowered(lowered)
+    return lowered
 
 
 class _Lowering:

@@ -1,0 +1,95 @@
+"""Which accesses of a kernel may leave their buffer: indices against shapes, under the loops and conditions around them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from tvm import arith, ir, tirx
+
+
+def accesses_outside(func: tirx.PrimFunc, unchecked: Collection[tuple[str, int]] = ()) -> list[str]:
+    """The direct accesses to `func`'s parameters that are not provably inside, one line each.
+
+    Tile operations are left out, as TileLang guards their regions; so are the (parameter, dim) in `unchecked`."""
+    walk = _Walk(func, frozenset(unchecked))
+    walk.stmt(func.body)
+    return list(dict.fromkeys(walk.problems))
+
+
+class _Walk:
+    def __init__(self, func: tirx.PrimFunc, unchecked: frozenset[tuple[str, int]]):
+        self.params = set(func.buffer_map.values())
+        self.unchecked = unchecked
+        self.analyzer = arith.Analyzer()
+        self.problems: list[str] = []
+
+    def stmt(self, stmt: tirx.Stmt) -> None:
+        if isinstance(stmt, tirx.SeqStmt):
+            for child in stmt.seq:
+                self.stmt(child)
+        elif isinstance(stmt, tirx.For):
+            self.exprs(stmt.min, stmt.extent)
+            self.analyzer.bind(stmt.loop_var, ir.Range.from_min_extent(stmt.min, stmt.extent))
+            self.stmt(stmt.body)
+        elif isinstance(stmt, tirx.IfThenElse):
+            self.exprs(stmt.condition)
+            with self.analyzer.constraint_scope(stmt.condition):
+                self.stmt(stmt.then_case)
+            if stmt.else_case is not None:
+                with self.analyzer.constraint_scope(tirx.Not(stmt.condition)):
+                    self.stmt(stmt.else_case)
+        elif isinstance(stmt, tirx.SBlockRealize):
+            self.stmt(stmt.block.body)
+        elif isinstance(stmt, tirx.BufferStore):
+            self.access(stmt.buffer, stmt.indices)
+            self.exprs(stmt.value, *stmt.indices)
+        elif isinstance(stmt, (tirx.Evaluate, tirx.Bind)):
+            self.exprs(stmt.value)
+        elif isinstance(stmt, (tirx.AttrStmt, tirx.While)):
+            self.exprs(stmt.value if isinstance(stmt, tirx.AttrStmt) else stmt.condition)
+            self.stmt(stmt.body)
+
+    def exprs(self, *exprs: tirx.PrimExpr) -> None:
+        for expr in exprs:
+            self.expr(expr)
+
+    def expr(self, expr: tirx.PrimExpr) -> None:
+        name = expr.op.name if isinstance(expr, tirx.Call) and isinstance(expr.op, ir.Op) else ""
+        if name == "tirx.if_then_else":
+            condition, then, otherwise = expr.args
+            self.expr(condition)
+            with self.analyzer.constraint_scope(condition):
+                self.expr(then)
+            with self.analyzer.constraint_scope(tirx.Not(condition)):
+                self.expr(otherwise)
+        elif name == "tl.region":
+            self.exprs(*expr.args[0].indices)
+        else:
+            if isinstance(expr, tirx.BufferLoad):
+                self.access(expr.buffer, expr.indices)
+            self.exprs(*_operands(expr))
+
+    def access(self, buffer: tirx.Buffer, indices: Collection[tirx.PrimExpr]) -> None:
+        if buffer not in self.params:
+            return
+        for dim, (index, size) in enumerate(zip(indices, buffer.shape, strict=True)):
+            if (buffer.name, dim) in self.unchecked:
+                continue
+            inside = self.analyzer.can_prove(index >= 0) and self.analyzer.can_prove(index < size)
+            if not inside:
+                self.problems.append(f"{buffer.name} dim {dim} is accessed at {index}, which may lie outside 0..{size}")
+
+
+def _operands(expr: tirx.PrimExpr) -> Iterator[tirx.PrimExpr]:
+    if isinstance(expr, tirx.BufferLoad):
+        yield from expr.indices
+    elif isinstance(expr, tirx.Call):
+        yield from (arg for arg in expr.args if isinstance(arg, tirx.PrimExpr))
+    elif isinstance(expr, tirx.Select):
+        yield from (expr.condition, expr.true_value, expr.false_value)
+    elif isinstance(expr, (tirx.Cast, tirx.Broadcast)):
+        yield expr.value
+    elif isinstance(expr, tirx.Let):
+        yield from (expr.value, expr.body)
+    else:
+        yield from (getattr(expr, name) for name in ("a", "b") if hasattr(expr, name))

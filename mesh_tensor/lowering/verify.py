@@ -1,0 +1,249 @@
+"""What has to hold after each stage of the lowering. A violation is a bug of the compiler, never of its user.
+
+    local      verify_local     no access leaves its tile; no global extent bounds a loop over a split factor; plain TIR
+    explicit   verify_lowered   every layout change is a collective; partial values reach no use that needs whole ones
+
+`mesh_tensor.verify_program` has the same for Programs. With MESH_TENSOR_VERIFY=1 in the environment, every lowering
+checks itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from tvm import arith, ir, tirx
+
+from ..frontend import INFO_ATTR, MESH_ATTR
+from ..mesh import Mesh
+from ..propagation import tile_extent
+from ..rules.statements import buffer_params
+from ..sharding import Sharding
+from .bounds import accesses_outside
+from .collectives import NAMES
+from .layouts import Collective, LocalKernel, Tensor
+from .reshard import Move
+from .shrink import ceildiv
+
+if TYPE_CHECKING:
+    from .pipeline import Lowered
+
+
+class VerificationError(AssertionError):
+    """A stage left something that must not be there: all of it, one fact per line."""
+
+
+def enabled() -> bool:
+    """Whether every lowering is to be checked (MESH_TENSOR_VERIFY=1)."""
+    return os.environ.get("MESH_TENSOR_VERIFY", "") not in ("", "0")
+
+
+def raise_on(problems: list[str], what: str) -> None:
+    """Raise a VerificationError if there are problems."""
+    if problems:
+        raise VerificationError("\n  ".join([f"{what} is not legal:", *problems]))
+
+
+def verify_local(kernel: LocalKernel, mesh: Mesh) -> None:
+    """Check one local kernel.
+
+    Raises:
+        VerificationError: lists what is wrong with it.
+    """
+    func = kernel.func
+    problems = [*leftovers(func), *collectives_in(func), *_long_loops(kernel, mesh)]
+    problems += accesses_outside(func, kernel.analysis.coordinates.detached)
+    if not tirx.analysis.verify_well_formed(func, assert_mode=False):
+        problems.append("it is not well-formed: a variable is used but not defined, or defined twice")
+    raise_on(problems, f"local kernel {name_of(func)}")
+
+
+def verify_lowered(lowered: Lowered) -> None:
+    """Check a lowered kernel: its local kernels, and how the layouts of their tensors chain.
+
+    Raises:
+        VerificationError: lists what is wrong with it.
+    """
+    for step in lowered.steps:
+        if isinstance(step, LocalKernel):
+            verify_local(step, lowered.mesh)
+    raise_on([*_Chain(lowered).problems(), *_ends(lowered)], f"lowered kernel {lowered.name}")
+
+
+# -- one local kernel --------------------------------------------------------------------------------------------------
+
+
+def name_of(func: tirx.PrimFunc) -> str:
+    return str(func.attrs["global_symbol"]) if func.attrs and "global_symbol" in func.attrs else "without a name"
+
+
+def leftovers(func: tirx.PrimFunc) -> list[str]:
+    """Annotations of the global view that are still on the function."""
+    attrs = func.attrs or {}
+    return [f"attribute {name} is still on it" for name in (INFO_ATTR, MESH_ATTR) if name in attrs]
+
+
+def collectives_in(func: tirx.PrimFunc) -> list[str]:
+    """The collectives inside a kernel: there must be none."""
+    found: list[str] = []
+
+    def visit(node: object) -> None:
+        if isinstance(node, tirx.Call) and isinstance(node.op, ir.Op) and node.op.name.startswith("mesh."):
+            found.append(f"{node.op.name} is inside it")
+
+    tirx.stmt_functor.post_order_visit(func.body, visit)
+    return found
+
+
+def _long_loops(kernel: LocalKernel, mesh: Mesh) -> list[str]:
+    """Loops over a split factor that run further than the tile."""
+    extents: dict[tirx.Var, tirx.PrimExpr] = {}
+
+    def visit(node: object) -> None:
+        if isinstance(node, tirx.For):
+            extents[node.loop_var] = node.extent
+
+    tirx.stmt_functor.post_order_visit(kernel.func.body, visit)
+    analyzer, problems = arith.Analyzer(), []
+    for factor in kernel.analysis.factors:
+        parts = [mesh.size(axis) for axis in kernel.assignment.axes_of(factor)]
+        if all(n == 1 for n in parts):
+            continue
+        tile = tirx.convert(tile_extent(factor.size, parts))
+        for form in kernel.analysis.coordinates.forms[factor]:
+            var, coefficient = form.ordered[0]
+            if var in extents and not analyzer.can_prove(extents[var] <= ceildiv(tile, coefficient)):
+                problems.append(f"loop {var} runs {extents[var]} times over tiles of {tile} in blocks of {coefficient}")
+    return problems
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------------
+
+
+class _Chain:
+    """Follows the tensors through the steps."""
+
+    def __init__(self, lowered: Lowered):
+        self.lowered = lowered
+        self.holds: dict[str, str] = {}  # storage -> the tensor that it holds now
+        for _, given, _ in lowered.parameters:
+            if given is not None:
+                self._set(given)
+
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        for number, step in enumerate(self.lowered.steps):
+            facts = self._kernel(step) if isinstance(step, LocalKernel) else self._collective(step)
+            found += [f"step {number}: {fact}" for fact in facts]
+        return found
+
+    def final(self, name: str) -> bool:
+        """Whether the tensor is there in the end."""
+        return self.holds.get(self._tensor(name).storage) == name
+
+    def _tensor(self, name: str) -> Tensor:
+        return self.lowered.tensors[name]
+
+    def _set(self, name: str) -> None:
+        self.holds[self._tensor(name).storage] = name
+
+    def _missing(self, name: str) -> list[str]:
+        held = self.holds.get(self._tensor(name).storage)
+        if held == name:
+            return []
+        return [f"{name} is used before it is defined" if held is None else f"{name} was overwritten by {held}"]
+
+    def _kernel(self, step: LocalKernel) -> Iterator[str]:
+        buffers = buffer_params(step.func)
+        for (param, buffer), arg in zip(buffers.items(), step.args, strict=True):
+            tensor = self._tensor(arg)
+            needed, produced = step.assignment.needed.get(param), step.assignment.produced.get(param)
+            if needed is None and produced is None:
+                yield f"parameter {param} has no placement"
+            if needed is not None:
+                yield from self._input(arg, needed, in_out=produced is not None)
+            if produced is not None and tensor.sharding != produced:
+                yield f"{arg} lies as {tensor.sharding}, but the kernel leaves {produced}"
+            if not _same_shape(buffer.shape, tensor.sharding.tile_shape(tensor.shape)):
+                yield f"parameter {param} has shape {buffer.shape}, which is no tile of {arg}"
+        for name in step.writes:
+            self._set(name)
+
+    def _input(self, arg: str, needed: Sharding, *, in_out: bool) -> Iterator[str]:
+        """An in-out tensor may change its layout under the kernel: what it was before has the same storage."""
+        before = self.holds.get(self._tensor(arg).storage) if in_out else arg
+        if before is None:
+            yield f"{arg} is used before it is defined"
+            return
+        yield from self._missing(before)
+        layout = self._tensor(before).sharding
+        if layout != needed:
+            yield f"{before} lies as {layout}, but the kernel needs {needed}"
+        if layout.partial and not in_out:
+            yield f"{before} is partial ({layout}), and the kernel reads it"
+
+    def _collective(self, step: Collective) -> Iterator[str]:
+        yield from self._missing(step.src)
+        src, dst = self._tensor(step.src), self._tensor(step.dst)
+        if (src.shape, src.dtype) != (dst.shape, dst.dtype):
+            yield f"{step.src} and {step.dst} are not the same tensor"
+        if dst.sharding != step.move.after:
+            yield f"{step.dst} lies as {dst.sharding}, but {step.move.kind} leaves {step.move.after}"
+        yield from (f"{step.move.kind} of {step.src}: {fact}" for fact in illegal_move(src.sharding, step.move))
+        self._set(step.dst)
+
+
+def _ends(lowered: Lowered) -> Iterator[str]:
+    """Outputs are there, complete and as annotated; inputs come in as annotated."""
+    chain = _Chain(lowered)
+    chain.problems()
+    for param, given, left in lowered.parameters:
+        asked = lowered.asked.get(param)
+        for name in (given, left):
+            layout = None if name is None else lowered.tensors[name].sharding
+            if layout is not None and asked is not None and layout != asked:
+                yield f"{param} is annotated {asked}, but {name} lies as {layout}"
+            if layout is not None and asked is None and layout.partial:
+                yield f"{param} is not annotated, and {name} is partial ({layout})"
+        if left is not None and not chain.final(left):
+            yield f"{left}, the result of {param}, is not there in the end"
+
+
+def illegal_move(src: Sharding, move: Move) -> list[str]:
+    """Why a collective can't make `move.after` of `src` inside the groups of its axes; nothing if it can."""
+    after, found = move.after, []
+    if move.kind not in NAMES:
+        found.append("there is no such collective")
+    if not move.axes:
+        found.append("it is over no axis")
+    others = [axis for axis in src.mesh if axis not in move.axes]
+    found += [
+        f"axis {a} changes from {src.placement(a)} to {after.placement(a)}"
+        for a in others
+        if src.placement(a) != after.placement(a)
+    ]
+    for axis in move.axes:
+        before, now = src.placement(axis), after.placement(axis)
+        expected = _EXPECTED.get(move.kind)
+        if expected is None or (str(before), str(now)) != expected(move):
+            found.append(f"axis {axis} goes from {before} to {now}")
+    for layout, dim in ((src, move.src_dim), (after, move.dst_dim)):
+        if dim is not None and layout.dims[dim][-len(move.axes) :] != move.axes:
+            found.append(f"axes {move.axes} are not the innermost of dim {dim} in {layout}")
+    return found
+
+
+_EXPECTED = {
+    "all_reduce": lambda move: (f"P[{move.op}]", "R"),
+    "reduce_scatter": lambda move: (f"P[{move.op}]", f"S[{move.dst_dim}]"),
+    "all_gather": lambda move: (f"S[{move.src_dim}]", "R"),
+    "all_to_all": lambda move: (f"S[{move.src_dim}]", f"S[{move.dst_dim}]"),
+    "slice": lambda move: ("R", f"S[{move.dst_dim}]"),
+    "to_partial": lambda move: ("R", f"P[{move.op}]"),
+}
+
+
+def _same_shape(a: Sequence[tirx.PrimExpr], b: Sequence[tirx.PrimExpr]) -> bool:
+    analyzer = arith.Analyzer()
+    return len(a) == len(b) and all(analyzer.can_prove_equal(x, y) for x, y in zip(a, b, strict=True))

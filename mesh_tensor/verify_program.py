@@ -1,0 +1,68 @@
+"""What has to hold of a Program: kernels without collectives, memory that lives while it is used, values that exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .lowering.verify import collectives_in, leftovers, raise_on
+from .program import AllocStep, FreeStep, KernelStep, Program, Step
+
+
+def verify_program(program: Program) -> None:
+    """Check a Program.
+
+    Raises:
+        VerificationError: lists what is wrong with it.
+    """
+    raise_on([*_unknown_values(program), *_kernels(program)], f"program {program.name}")
+    raise_on(_lifetimes(program), f"program {program.name}")
+
+
+def _names(step: Step) -> tuple[str, ...]:
+    """The values that a step uses."""
+    if isinstance(step, KernelStep):
+        return step.args
+    return () if isinstance(step, (AllocStep, FreeStep)) else (step.src, step.dst)
+
+
+def _unknown_values(program: Program) -> Iterator[str]:
+    named = [name for step in program.steps for name in _names(step)]
+    named += [name for p in program.parameters for name in (p.input, p.output) if name is not None]
+    yield from (f"there is no value {name}" for name in dict.fromkeys(named) if name not in program.values)
+
+
+def _kernels(program: Program) -> Iterator[str]:
+    for step in program.steps:
+        if not isinstance(step, KernelStep):
+            continue
+        yield from (f"kernel {step.name}: {fact}" for fact in (*collectives_in(step.func), *leftovers(step.func)))
+        tiles = [buffer for param, buffer in step.func.buffer_map.items() if param in step.func.params]
+        scalars = len(step.func.params) - len(tiles)
+        if len(tiles) != len(step.args):
+            yield f"kernel {step.name} takes {len(tiles)} tensors, and is given {len(step.args)}"
+        elif scalars != len(step.scalars) + len(step.axes):
+            yield f"kernel {step.name} takes {scalars} scalars, and is given {len(step.scalars) + len(step.axes)}"
+        yield from (f"kernel {step.name} writes {w}, no argument" for w in step.writes if w not in step.args)
+
+
+def _lifetimes(program: Program) -> list[str]:
+    """Storages are owned by a parameter, or allocated before their first use; workspaces are freed after their last."""
+    found: list[str] = []
+    inputs = {program.values[p.input].storage for p in program.parameters if p.input is not None}
+    outputs = {program.values[p.output].storage for p in program.parameters if p.output is not None}
+    alive = set(inputs)
+    for number, step in enumerate(program.steps):
+        if isinstance(step, AllocStep):
+            if step.value in alive:
+                found.append(f"step {number}: {step.value} is allocated, but is already there")
+            alive.add(step.value)
+        elif isinstance(step, FreeStep):
+            if step.value not in alive or step.value in inputs | outputs:
+                found.append(f"step {number}: {step.value} is freed, but is no workspace that is there")
+            alive.discard(step.value)
+        else:
+            gone = {program.values[name].storage for name in _names(step)} - alive
+            found += [f"step {number}: {storage} is used while it has no memory" for storage in sorted(gone)]
+    found += [f"workspace {storage} is never freed" for storage in sorted(alive - inputs - outputs)]
+    found += [f"output {storage} has no memory in the end" for storage in sorted(outputs - alive)]
+    return found
