@@ -125,7 +125,7 @@ class _Problem:
 
     func: object
     ndims: dict[str, int]
-    inputs: tuple[torch.Tensor, ...]
+    inputs: list[torch.Tensor]
     expected: dict[str, torch.Tensor]
     unsharded: dict[str, torch.Tensor]
 
@@ -139,19 +139,17 @@ def _problem(kernel: str, size: int) -> _Problem:
     interpret(func, [_as_numpy(tensor) for tensor in arguments.values()])
     unsharded = {name: arguments[name] for name in case.outputs}
     ndims = {name: tensor.ndim for name, tensor in arguments.items()}
-    return _Problem(func, ndims, tuple(inputs), case.expected(inputs), unsharded)
+    return _Problem(func, ndims, inputs, case.expected(inputs), unsharded)
 
 
 def _check(case: KernelCase, problem: _Problem, kernel: mt.MeshKernel) -> None:
-    inputs = [tensor.clone() for tensor in problem.inputs]
-    result = kernel(*inputs)
-    results = result if isinstance(result, tuple) else (result,)
-    actual = dict(zip(case.outputs, results, strict=True))
-    case.check(actual, problem.expected)
-    case.check(actual, problem.unsharded)
-    if not case.inouts:
-        for before, after in zip(problem.inputs, inputs, strict=True):
-            torch.testing.assert_close(after, before, rtol=0, atol=0, msg="an input was modified")
+    arguments = case.arguments(problem.func, problem.inputs)
+    kernel(*arguments.values())
+    case.check(arguments, problem.expected)
+    case.check(arguments, problem.unsharded)
+    for name, before in case.arguments(problem.func, problem.inputs).items():
+        if name not in case.outputs:
+            torch.testing.assert_close(arguments[name], before, rtol=0, atol=0, msg=f"input {name} was modified")
 
 
 def _while_lowering(error: mt.MeshTensorError) -> bool:
