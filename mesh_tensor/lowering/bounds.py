@@ -1,4 +1,4 @@
-"""Which accesses of a kernel may leave their buffer: indices against shapes, under the loops and conditions around them."""
+"""Which accesses of a kernel may leave their buffer: indices against shapes, under the loops and conditions around."""
 
 from __future__ import annotations
 
