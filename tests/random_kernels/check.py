@@ -1,0 +1,107 @@
+"""What becomes of a random kernel: right, refused or wrong, measured against the unsharded kernel."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+import mesh_tensor as mt
+from mesh_tensor.runtime.interpreter import interpret
+
+from .build import build
+from .spec import Case, Param
+
+#: `|actual - expected| <= tolerance * (|expected| + the largest |expected|)`, by the results' dtype.
+TOLERANCE = {"float32": 1e-4, "float16": 4e-3}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`verdict` is "right", "refused" or "wrong"; `reason` says why it is not right."""
+
+    verdict: str
+    reason: str = ""
+
+
+RIGHT = Outcome("right")
+
+
+def run(case: Case, target: str = "interpret") -> Outcome:
+    """Lower `case`, run it (poisoned, if interpreted) and compare with the unsharded kernel."""
+    func = build(case.kernel.source())
+    data = make_data(case)
+    expected = unsharded(case, data)
+    try:
+        annotated = mt.annotate(func, mt.Mesh(case.mesh), case.shardings)
+        kernel = mt.compile(annotated, target=target, poison=target == "interpret")
+    except mt.MeshTensorError as error:
+        return Outcome("refused", str(error))
+    except Exception:  # a crash is neither right nor refused, whatever its class
+        return Outcome("wrong", traceback.format_exc())
+    try:
+        actual = _call(case, kernel, data)
+    except Exception:  # what was not refused has to run
+        return Outcome("wrong", traceback.format_exc())
+    return _compare(case, actual, expected)
+
+
+def make_data(case: Case) -> dict[str, np.ndarray]:
+    """The parameters' content before the call. Outputs hold data, too: what a kernel doesn't write stays."""
+    rng = np.random.default_rng(case.seed)
+    return {param.name: _random(param, case.integers, rng) for param in case.kernel.params}
+
+
+def _random(param: Param, integers: bool, rng: np.random.Generator) -> np.ndarray:
+    if param.below is not None:
+        return rng.integers(0, param.below, param.shape).astype(param.dtype)
+    if integers or param.dtype == "int32":
+        return rng.integers(-3, 4, param.shape).astype(param.dtype)
+    return rng.standard_normal(param.shape).astype(param.dtype)
+
+
+def unsharded(case: Case, data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What the kernel itself makes of `data`."""
+    arrays = {name: array.copy() for name, array in data.items()}
+    interpret(build(case.kernel.source()), list(arrays.values()))
+    return {param.name: arrays[param.name] for param in case.kernel.written}
+
+
+def _call(case: Case, kernel: mt.MeshKernel, data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    tensors = {name: torch.from_numpy(array.copy()) for name, array in data.items()}
+    if case.blank:
+        result = kernel(*(tensors[p.name] for p in case.kernel.params if p.role != "out"))
+    else:
+        result = kernel(*tensors.values())
+    results = result if isinstance(result, tuple) else (result,)
+    names = [param.name for param in case.kernel.written]
+    for param in case.kernel.params:
+        if param.role == "in" and not np.array_equal(tensors[param.name].numpy(), data[param.name]):
+            raise AssertionError(f"the input {param.name} was modified")
+    return {name: tensor.numpy() for name, tensor in zip(names, results, strict=True)}
+
+
+def _compare(case: Case, actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> Outcome:
+    for name, want in expected.items():
+        have = actual[name]
+        if have.shape != want.shape or have.dtype != want.dtype:
+            return Outcome("wrong", f"{name} is {have.dtype}{have.shape}, expected {want.dtype}{want.shape}")
+        bad = ~_close(have, want, case.exact)
+        if bad.any():
+            at = tuple(int(i) for i in np.argwhere(bad)[0])
+            report = f"{name}: {bad.sum()} of {bad.size} elements differ, first {at}: {have[at]}, expected {want[at]}"
+            return Outcome("wrong", f"{report}\nactual:\n{have}\nexpected:\n{want}")
+    return RIGHT
+
+
+def _close(have: np.ndarray, want: np.ndarray, exact: bool) -> np.ndarray:
+    same = (have == want) | (np.isnan(have) & np.isnan(want)) if want.dtype.kind == "f" else have == want
+    if exact or want.dtype.kind != "f":
+        return same
+    with np.errstate(all="ignore"):
+        size = np.abs(want.astype(np.float64))
+        largest = np.max(size, initial=0.0, where=np.isfinite(size))
+        near = np.abs(have.astype(np.float64) - want) <= TOLERANCE[str(want.dtype)] * (size + largest)
+    return same | near

@@ -1,0 +1,210 @@
+"""Random loops over blocks of a dim, with what they accumulate."""
+
+from __future__ import annotations
+
+from .scene import Axis, Dim, Tile
+from .statements import Statements, combine
+
+
+class Loops(Statements):
+    """Emits serial loops over blocks."""
+
+    def walk(self, dim: Dim) -> None:
+        """A loop over the blocks of `dim` that adds to one or two accumulators, and may do more on the way."""
+        scene = self.scene
+        axis, header, guard = self._axis(dim)
+        pending = [self._accumulator(axis) for _ in range(1 + scene.chance(25))]
+        if guard is not None:
+            scene.emit(guard)
+        before = list(scene.tiles)
+        scene.open.append(axis)
+        scene.depth += 1
+        with scene.block(header):
+            self._body(axis, pending)
+        scene.depth -= 1
+        scene.open.remove(axis)
+        for tile in list(scene.tiles):
+            stale = axis in tile.axes or (tile not in before and not scene.chance(10))
+            if stale:
+                scene.drop(tile)
+
+    def _axis(self, dim: Dim) -> tuple[Axis, str, str | None]:
+        scene = self.scene
+        var = scene.name("ko")
+        block, blocks = dim.block, dim.blocks
+        kind = scene.pick(("T.serial", "T.serial", "T.Pipelined", "reversed", "peeled"))
+        if kind == "reversed" and blocks > 1:
+            return Axis(dim, block, f"({blocks - 1} - {var}) * {block}", var), f"for {var} in T.serial({blocks})", None
+        if kind == "peeled" and blocks > 1 and scene.chance(30):
+            return Axis(dim, block, f"{var} * {block}", var), f"for {var} in T.serial(1, {blocks})", None
+        count = f"T.ceildiv({dim.size}, {block})" if scene.chance(50) else str(blocks)
+        stages = ", num_stages=2" if kind == "T.Pipelined" else ""
+        loop = kind if kind == "T.Pipelined" else "T.serial"
+        base = var if block == 1 else f"{var} * {block}"
+        return Axis(dim, block, base, var), f"for {var} in {loop}({count}{stages})", None
+
+    # -- accumulators ----------------------------------------------------------------------------------------------
+
+    def _accumulator(self, axis: Axis) -> tuple[str, Tile, str, tuple[Axis, ...]]:
+        """Start an accumulator; returns how it is updated, itself, its operation, and axes that the way needs."""
+        scene = self.scene
+        ways = ["reduce", "reduce", "elements", "lanes", "gemm", "blocks", "count", "carry"]
+        way = scene.pick(ways)
+        op = scene.pick(("sum", "sum", "max", "min", "prod"))
+        if way in ("gemm", "count", "carry"):
+            op = "sum"
+        if way == "reduce" and op == "prod":
+            op = "sum"
+        extra: tuple[Axis, ...] = ()
+        if way == "gemm":
+            axes = tuple(scene.some([a for a in scene.axes() if a.dim is not axis.dim], 2, 2))
+            if len(axes) < 2:
+                way, axes = "reduce", self.choose_axes(0, 1)
+        elif way == "lanes":
+            lane = Axis(Dim("lane", axis.length, axis.length), axis.length)
+            extra = (lane,)
+            axes = (*self.choose_axes(0, 1), lane)
+        else:
+            axes = self.choose_axes(0, 2 if way in ("elements", "carry") else 1)
+        tile = scene.new_tile(axes, "fragment", scene.dtype)
+        self.start(tile, op)
+        return way, tile, op, extra
+
+    def _body(self, axis: Axis, pending: list) -> None:
+        scene = self.scene
+        for _ in range(scene.number(0, 1)):
+            tile = self.load(self.choose_axes(1, 2, include=(axis,)))
+            if scene.chance(40):
+                self.modify(tile)
+        for way, accumulator, op, extra in pending:
+            getattr(self, f"_{way}")(axis, accumulator, op, *extra)
+        if scene.depth < 2 and scene.chance(12):
+            others = [d for d in scene.dims if d is not axis.dim]
+            if others:
+                self.walk(scene.pick(others))
+        if scene.chance(20):
+            usable = [t for t in scene.tiles if not t.frozen]
+            if usable:
+                self.modify(scene.pick(usable))
+
+    def _times(self, axis: Axis) -> int:
+        return axis.dim.blocks * axis.length
+
+    def _reduce(self, axis: Axis, accumulator: Tile, op: str) -> None:
+        scene = self.scene
+        tile = self._tile_with((*accumulator.axes, axis))
+        self.contribution(tile, op, self._times(axis))
+        if tile.dtype == accumulator.dtype:
+            self.emit_reduce(tile, axis, accumulator, op, clear=False)
+        else:
+            self.update(accumulator, axis, op, tile)
+        self.grow(accumulator, tile, op, self._times(axis))
+        if scene.chance(10) and axis in tile.axes:
+            self.modify(tile)
+
+    def _tile_with(self, axes: tuple[Axis, ...]) -> Tile:
+        """A tile with just these axes, in this order or another."""
+        scene = self.scene
+        known = [t for t in scene.tiles if set(t.axes) == set(axes) and not t.frozen]
+        if known and scene.chance(50):
+            return scene.pick(known)
+        position = scene.number(0, len(axes) - 1)
+        ordered = [*axes[:-1]]
+        ordered.insert(len(ordered) - position, axes[-1])
+        tile = self.load(tuple(ordered))
+        if scene.chance(50):
+            self.modify(tile)
+        return tile
+
+    def _elements(self, axis: Axis, accumulator: Tile, op: str) -> None:
+        bound = self.update(accumulator, axis, op)
+        times = self._times(axis)
+        factor = {"sum": bound * times, "prod": 2.0 ** min(times, 1000)}.get(op, bound)
+        self.bounds[accumulator] = self.bounds.get(accumulator, 1.0) + factor
+
+    def _lanes(self, axis: Axis, accumulator: Tile, op: str, lane: Axis) -> None:
+        scene = self.scene
+        plain = [a for a in accumulator.axes if a is not lane]
+        names = self.names([*plain, axis])
+        here = self.expressions(names, accumulator)
+        value = self._fit(here, here.value(1), op)
+        target = accumulator.element({**names, lane: names[axis]})
+        with scene.block(*self.nest([*plain, axis], names)):
+            scene.emit(combine(target, value.text, op))
+        times = axis.dim.blocks
+        factor = {"sum": value.bound * times, "prod": 2.0 ** min(times, 1000)}.get(op, value.bound)
+        self.bounds[accumulator] = self.bounds.get(accumulator, 1.0) + factor
+
+    def _gemm(self, axis: Axis, accumulator: Tile, op: str) -> None:
+        scene = self.scene
+        m, n = accumulator.axes
+        transposed = [scene.chance(30), scene.chance(30)]
+        a = self._operand((axis, m) if transposed[0] else (m, axis))
+        b = self._operand((n, axis) if transposed[1] else (axis, n))
+        flags = ["transpose_A=True"] * transposed[0] + ["transpose_B=True"] * transposed[1]
+        scene.emit(f"T.gemm({', '.join([a.name, b.name, accumulator.name, *flags])})")
+        product = self.bounds.get(a, 3.0) * self.bounds.get(b, 3.0) * self._times(axis)
+        self.bounds[accumulator] = self.bounds.get(accumulator, 1.0) + product
+
+    def _operand(self, axes: tuple[Axis, ...]) -> Tile:
+        tile = self.load(axes, "shared")
+        if self.scene.chance(30):
+            self.modify(tile)
+        if self.bounds.get(tile, 3.0) > 50:
+            names = self.names(axes)
+            text = self.expressions(names).small(self.expressions(names).tile(tile), 1.0).text
+            self._assign_clamped(tile, names, text)
+        return tile
+
+    def _assign_clamped(self, tile: Tile, names: dict[Axis, str], text: str) -> None:
+        with self.scene.block(*self.nest(tile.axes, names)):
+            self.scene.emit(f"{tile.element(names)} = {text}")
+        self.bounds[tile] = 5.0
+
+    def _blocks(self, axis: Axis, accumulator: Tile, op: str) -> None:
+        """Reduce each block on its own, then combine the blocks."""
+        scene = self.scene
+        tile = self._tile_with((*accumulator.axes, axis))
+        inner = scene.pick((op, op, "max", "sum"))
+        part = self.reduce(tile, axis, "sum" if inner == "prod" else inner)
+        names = self.names(accumulator.axes)
+        here = self.expressions(names, accumulator)
+        value = self._fit(here, here.value(1, must=part) if scene.chance(30) else here.tile(part), op)
+        with scene.block(*self.nest(accumulator.axes, names)):
+            scene.emit(combine(accumulator.element(names), value.text, op))
+        times = axis.dim.blocks
+        factor = {"sum": value.bound * times, "prod": 2.0 ** min(times, 1000)}.get(op, value.bound)
+        self.bounds[accumulator] = self.bounds.get(accumulator, 1.0) + factor
+
+    def _count(self, axis: Axis, accumulator: Tile, op: str) -> None:
+        """Something that depends on how often the loop runs."""
+        scene = self.scene
+        names = self.names(accumulator.axes)
+        here = self.expressions(names, accumulator)
+        value = here.small(here.value(scene.number(0, 1)), 100.0)
+        headers = self.nest(accumulator.axes, names)
+        if scene.chance(30):
+            headers.insert(0, f"if {here.block_condition()}")
+        with scene.block(*headers):
+            scene.emit(combine(accumulator.element(names), value.text, "sum"))
+        self.bounds[accumulator] = self.bounds.get(accumulator, 1.0) + 100.0 * axis.dim.blocks
+
+    def _carry(self, axis: Axis, accumulator: Tile, op: str) -> None:
+        """A value that goes from one position to the next, and may be kept for each of them."""
+        scene = self.scene
+        axes = [*accumulator.axes, axis]
+        keep = scene.new_tile(tuple(axes), "", scene.dtype) if scene.chance(50) else None
+        names = self.names(axes)
+        hidden = (accumulator,) if keep is None else (accumulator, keep)
+        here = self.expressions(names, *hidden)
+        value, state = here.small(here.value(1), 100.0), accumulator.element(names)
+        step = scene.pick((f"{state} + {value.text}", f"{value.text} - {state}", f"T.max({state} + {value.text}, 0)"))
+        if scene.dtype == "float32":
+            step = step.replace(", 0)", ", 0.0)")
+        self.bounds[accumulator] = self.bounds.get(accumulator, 1.0) + value.bound * self._times(axis)
+        with scene.block(*self.nest(axes, names, serial=(axis,))):
+            scene.emit(f"{state} = {step}")
+            if keep is not None:
+                scene.emit(f"{keep.element(names)} = {state}")
+        if keep is not None:
+            self.bounds[keep] = self.bounds[accumulator]

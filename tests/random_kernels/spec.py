@@ -1,0 +1,98 @@
+"""A random kernel as data: parameters, grid, on-chip buffers and a body of nested lines, printed as TileLang source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Param:
+    """A buffer parameter. `role` is "in", "out" (every element is written, none is read before) or "inout" (earlier
+    content counts); the elements of an index buffer are in [0, `below`)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: str = "in"
+    below: int | None = None
+
+
+@dataclass(frozen=True)
+class OnChip:
+    """An on-chip buffer; `scope` is "fragment" or "shared"."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    scope: str
+
+
+@dataclass(frozen=True)
+class Block:
+    """A compound statement: `header:` and what stands below it."""
+
+    header: str
+    body: tuple[Block | str, ...]
+
+
+Line = Block | str
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel. `grid` is the launch variables with their extents. `exact`: with small integers for data, every value it
+    computes is exact, so the order of its sums can't matter."""
+
+    params: tuple[Param, ...]
+    grid: tuple[tuple[str, int], ...]
+    buffers: tuple[OnChip, ...]
+    body: tuple[Line, ...]
+    exact: bool
+
+    @property
+    def written(self) -> tuple[Param, ...]:
+        return tuple(p for p in self.params if p.role != "in")
+
+    def source(self) -> str:
+        """The kernel as TileLang source."""
+        params = ", ".join(f'{p.name}: T.Tensor({p.shape}, "{p.dtype}")' for p in self.params)
+        extents = ", ".join(str(extent) for _, extent in self.grid)
+        names = ", ".join(name for name, _ in self.grid)
+        header = f"with T.Kernel({extents}, threads=128) as {names if len(self.grid) == 1 else f'({names})'}"
+        allocs = tuple(f'{b.name} = T.alloc_{b.scope}({b.shape}, "{b.dtype}")' for b in self.buffers)
+        kernel = Block(f"def kernel({params})", (Block(header, (*allocs, *self.body)),))
+        return "\n".join(["@T.prim_func", *_render(kernel, 0)]) + "\n"
+
+
+def _render(line: Line, depth: int) -> Iterator[str]:
+    indent = "    " * depth
+    if isinstance(line, str):
+        yield indent + line
+        return
+    yield f"{indent}{line.header}:"
+    for inner in line.body or ("pass",):
+        yield from _render(inner, depth + 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel, how its parameters lie on a mesh (`shardings` is as `annotate` takes it; what it leaves out is not
+    annotated), and its data: small integers, or normal values. With `blank`, the call leaves the outputs out, else it
+    passes tensors for them."""
+
+    kernel: KernelSpec
+    mesh: dict[str, int]
+    shardings: dict[str, dict]
+    integers: bool = True
+    blank: bool = False
+    seed: int = 0
+
+    @property
+    def exact(self) -> bool:
+        return self.kernel.exact and self.integers
+
+    def __repr__(self) -> str:
+        """What it takes to write the case down as a test."""
+        rest = f"integers={self.integers}, blank={self.blank}, seed={self.seed}"
+        return f"\n{self.kernel.source()}\nmesh={self.mesh}\nshardings={self.shardings}\n{rest}\n"

@@ -1,0 +1,145 @@
+"""Strategies: random kernels, meshes, and how a kernel's parameters lie on them."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from .scene import Axis, Dim, Scene
+from .spec import Case, KernelSpec, Param
+from .stores import Stores
+
+_GRID_NAMES = ("bx", "by", "bz")
+
+
+@st.composite
+def kernels(draw) -> KernelSpec:
+    """A global-view kernel in which every element of an output has one meaning, whatever order programs run in."""
+    scene = Scene(draw, "float32", [])
+    scene.dtype = scene.pick(("float32",) * 8 + ("int32",))
+    scene.exact = scene.dtype == "int32" or not scene.chance(30)
+    _draw_dims(scene)
+    _draw_grid(scene)
+    stores = Stores(scene)
+    for _ in range(scene.number(1, 4)):
+        _phase(stores)
+    if not scene.tiles:
+        stores.load()
+    written = sum(p.role != "in" for p, _ in scene.params.values())
+    for tile in scene.some(scene.tiles[::-1], 1 if not written else 0, 2):
+        stores.store(tile)
+    if all(p.role == "in" for p, _ in scene.params.values()):
+        stores.store(scene.tiles[-1])
+    return KernelSpec(scene.sorted_params(), tuple(scene.grid), tuple(scene.buffers), tuple(scene.lines), scene.exact)
+
+
+def _draw_dims(scene: Scene) -> None:
+    for name in ("m", "n", "k")[: scene.pick((2, 1, 3))]:
+        known = [d.size for d in scene.dims]
+        if known and scene.chance(15):
+            size = scene.pick(known)
+        else:
+            size = scene.number(1, 40) if scene.chance(30) else scene.number(1, 13)
+        block = scene.pick((4, 8, 16, 2, 3, 1))
+        while size > 8 * block:
+            block *= 2
+        scene.dims.append(Dim(name, size, block))
+
+
+def _draw_grid(scene: Scene) -> None:
+    """Which dims the grid's programs share out, and by which map."""
+    walked = scene.some(scene.dims, 0, min(3, len(scene.dims)))
+    if len(walked) == 2 and scene.chance(10):
+        a, b = walked
+        scene.grid.append(("pid", a.blocks * b.blocks))
+        scene.open += [_grid_axis(a, f"(pid // {b.blocks})"), _grid_axis(b, f"(pid % {b.blocks})")]
+    else:
+        for name, dim in zip(_GRID_NAMES, walked, strict=False):
+            scene.grid.append((name, dim.blocks))
+            turned = dim.blocks > 1 and scene.chance(7)
+            base = f"({dim.blocks - 1} - {name}) * {dim.block}" if turned else ""
+            scene.open.append(_grid_axis(dim, name, base))
+    if not scene.grid:
+        scene.grid.append(("bx", 1))
+    scene.grid_axes = list(scene.open)
+
+
+def _grid_axis(dim: Dim, var: str, base: str = "") -> Axis:
+    return Axis(dim, dim.block, base or (var if dim.block == 1 else f"{var} * {dim.block}"), var)
+
+
+def _phase(stores: Stores) -> None:
+    """One step of the kernel's body, at its outermost level."""
+    scene = stores.scene
+    kinds = ["walk", "walk", "walk", "load", "compute"]
+    if scene.tiles:
+        kinds += ["modify", "reduce", "reduce", "store", "drop"]
+    kind = scene.pick(kinds)
+    if kind == "walk":
+        free = [d for d in scene.dims if all(a.dim is not d for a in scene.open)]
+        dims = scene.dims if not free or scene.chance(10) else free
+        stores.walk(scene.pick(dims))
+    elif kind == "load":
+        tile = stores.load()
+        if scene.chance(50):
+            stores.modify(tile)
+    elif kind == "compute":
+        stores.compute()
+    elif kind == "modify":
+        stores.modify(scene.pick(scene.tiles[::-1]))
+    elif kind == "store":
+        stores.store(scene.pick(scene.tiles[::-1]))
+    elif kind == "drop":
+        scene.drop(scene.pick(scene.tiles))
+    else:
+        tile = scene.pick(scene.tiles[::-1])
+        if tile.axes:
+            stores.reduce(tile, scene.pick(tile.axes), scene.pick(("sum", "max", "min", "prod")))
+
+
+# -- meshes and shardings ------------------------------------------------------------------------------------------
+
+
+@st.composite
+def meshes(draw) -> dict[str, int]:
+    """One to three axes of one to four devices, at most 8 in all."""
+    sizes = draw(st.sampled_from([(2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (1, 2), (2, 4), (2, 2, 2), (1,), (2, 1, 3)]))
+    return dict(zip("xyz", sizes, strict=False))
+
+
+@st.composite
+def shardings(draw, params: tuple[Param, ...], mesh: dict[str, int]) -> dict[str, dict]:
+    """For each parameter, per axis, a dim or None; some are not annotated."""
+    found: dict[str, dict] = {}
+    for param in params:
+        if draw(st.integers(0, 99)) >= 88 and (found or param is not params[-1]):
+            continue
+        choices = [None, *range(len(param.shape)), *range(len(param.shape))]
+        lies = {axis: draw(st.sampled_from(choices)) for axis in mesh}
+        found[param.name] = _stated(draw, param, lies)
+    return found
+
+
+def _stated(draw, param: Param, lies: dict[str, int | None]) -> dict:
+    """The annotation of one parameter, now and then with `replicate` or `partial`."""
+    free = [axis for axis, dim in lies.items() if dim is None]
+    if not free or draw(st.integers(0, 99)) < 92:
+        return {axis: dim for axis, dim in lies.items() if dim is not None or draw(st.booleans())}
+    sharding = {axis: dim for axis, dim in lies.items() if dim is not None}
+    if param.role == "out" and draw(st.booleans()):
+        return {"sharding": sharding, "partial": {free[0]: draw(st.sampled_from(["sum", "max"]))}}
+    return {"sharding": sharding, "replicate": (free[0],)}
+
+
+@st.composite
+def cases(draw) -> Case:
+    """A kernel on a mesh, with data."""
+    kernel = draw(kernels())
+    mesh = draw(meshes())
+    return Case(
+        kernel,
+        mesh,
+        draw(shardings(kernel.params, mesh)),
+        integers=kernel.exact or draw(st.booleans()),
+        blank=draw(st.booleans()),
+        seed=draw(st.integers(0, 3)),
+    )
