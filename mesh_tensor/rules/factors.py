@@ -82,13 +82,15 @@ class Coordinates:
                     found.setdefault(*entry)
         return found
 
-    def loop_forms(self, factor: Factor) -> list[Linear]:
-        """The distinct coordinates in the factor that are made of the kernel's own loops only."""
-        return [
-            form
-            for form in self.forms[factor]
-            if all(self.kernel.loops[v].kind != "tile" for v in form.terms)
-        ]
+    def around(self, statement: Statement, factor: Factor) -> Linear | None:
+        """The coordinate in the factor that the loops around a statement make, if they are a nest over it."""
+        inner = self._loop_forms[factor]
+        own = statement.vars
+        for loop in statement.loops:
+            form = inner.get(loop.var)
+            if form is not None and set(form.terms) <= own:
+                return form
+        return None
 
     # -- derivation ------------------------------------------------------------------------------------------------
 
@@ -336,12 +338,17 @@ class Coordinates:
         return list(self._by_root.values())
 
     def _collect_forms(self) -> dict[Factor, list[Linear]]:
-        forms: dict[Factor, list[Linear]] = {f: [] for f in self.factors}
+        """The distinct coordinates in each factor; those made of the kernel's own loops also by their innermost loop."""
+        forms: dict[Factor, dict[tuple, Linear]] = {f: {} for f in self.factors}
         for statement in self.kernel.statements:
             for factor, form in self.of_statement(statement).items():
-                if not any(form.same_as(known) for known in forms[factor]):
-                    forms[factor].append(form)
-        return forms
+                forms[factor].setdefault(form.key, form)
+        self._loop_forms: dict[Factor, dict[tirx.Var, Linear]] = {f: {} for f in self.factors}
+        for factor, distinct in forms.items():
+            for form in distinct.values():
+                if form.terms and all(self.kernel.loops[v].kind != "tile" for v in form.terms):
+                    self._loop_forms[factor].setdefault(form.ordered[-1][0], form)
+        return {factor: list(distinct.values()) for factor, distinct in forms.items()}
 
     def _param_order(self, dim: tuple[str, int]) -> tuple[int, int]:
         return list(self.kernel.params).index(dim[0]), dim[1]

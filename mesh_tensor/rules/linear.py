@@ -31,8 +31,12 @@ class Linear:
         return Linear({v: c * factor for v, c in self.terms.items() if factor}, self.const * factor)
 
     def same_as(self, other: Linear) -> bool:
-        difference = self - other
-        return not difference.terms and difference.const == 0
+        return self.const == other.const and self.terms == other.terms
+
+    @property
+    def key(self) -> tuple:
+        """Equal for equal forms, and hashable."""
+        return frozenset(self.terms.items()), self.const
 
     def shares_vars(self, other: Linear) -> bool:
         return any(var in other.terms for var in self.terms)

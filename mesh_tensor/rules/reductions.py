@@ -57,6 +57,7 @@ class FactorAnalysis:
         self.block_partial: dict[LiveRange, tuple[str, frozenset]] = {}
         self.contributions: dict[LiveRange, list[Statement]] = {}
         self.direct: dict[Statement, Linear] = {}
+        self.accounted: dict[Statement, set] = {}
         self.lanes: set[LiveRange] = set()
 
     def run(self) -> Reduction:
@@ -93,10 +94,7 @@ class FactorAnalysis:
     def _coordinate(self, statement: Statement) -> Linear | None:
         """The statement's coordinate: that of the buffers it touches, or that of the loops around it."""
         form = self.coordinates.of_statement(statement).get(self.factor)
-        if form is not None:
-            return form
-        around = statement.vars
-        return next((f for f in self.coordinates.loop_forms(self.factor) if set(f.terms) <= around), None)
+        return self.coordinates.around(statement, self.factor) if form is None else form
 
     def _check_ranges(self) -> None:
         """A buffer that holds the whole factor shrinks with it, so all its live ranges must agree on that."""
@@ -138,14 +136,24 @@ class FactorAnalysis:
             if not self._is_same_everywhere(statement):
                 raise Blocked(f"{_describe(statement)} keeps one of many coordinates' values: no reduction is known for it")
             return
+        if statement.fresh and any(v not in scope and not self._runs_once(v) for v in form.terms):
+            raise Blocked(f"{_describe(statement)} starts anew in every block of it and keeps the last block's value only")
         self._add_partial(self._range(write), statement.op, frozenset(v for v in form.terms if v in scope), statement)
+        self.accounted.setdefault(statement, set()).update(form.terms)
         self.direct[statement] = form
+
+    def _runs_once(self, var: tirx.Var) -> bool:
+        """Whether one run of a statement takes all values of the variable, or there is only one."""
+        loop = self.kernel.loops[var]
+        return loop.kind == "tile" or self.kernel.analyzer.can_prove_equal(loop.extent, 1)
 
     def _is_same_everywhere(self, statement: Statement) -> bool:
         """A store of a value that is the same at every coordinate of the factor, and not carried from one to the next."""
-        live_range = self._range(statement.write)
-        tainted = used_vars(statement, self.kernel) | {v for a in statement.reads for v in self.taints[self._range(a)]}
-        return not tainted & self.vars and not live_range.carried & self.vars
+        return not self._tainted(statement) & self.vars and not self._range(statement.write).carried & self.vars
+
+    def _tainted(self, statement: Statement) -> set[tirx.Var]:
+        """The loop variables that what the statement writes may depend on, but for what was there before."""
+        return used_vars(statement, self.kernel) | {v for a in statement.reads for v in self.taints[self._range(a)]}
 
     def _walks_factor(self, access: Access) -> bool:
         entries = (self.coordinates.of_access(access, dim) for dim in range(len(access.indices)))
@@ -204,15 +212,16 @@ class FactorAnalysis:
                         continue
                     op, outer = self.block_partial[live_range]
                     self._check_complete(statement, live_range)
-                    if not keeps_partial(statement, access, op):
+                    if not keeps_partial(statement, access, op) or self._walks_factor(statement.write):
                         uses.append((statement, live_range))
                         continue
                     target = self._range(statement.write)
                     scope = {loop.var for loop in target.scope}
                     inner = frozenset(v for v in outer if v in scope)
-                    if statement.op is None and inner != outer:
+                    if (statement.op is None or statement.fresh) and inner != outer:
                         raise Blocked(f"{_describe(statement)} keeps the last block's value only")
                     changed |= self._add_partial(target, op, inner, statement)
+                    self.accounted.setdefault(statement, set()).update(outer)
         uses += self._other_updates()
         for statement, live_range in uses:
             op, outer = self.block_partial[live_range]
@@ -259,13 +268,14 @@ class FactorAnalysis:
         own = set() if form is None else set(form.terms)
         around = {loop.var for loop in statement.loops if loop.var in self.vars and loop.kind != "tile"} - own
         live_range = self._range(statement.write)
-        if statement in self.contributions.get(live_range, ()):
-            return
+        around -= self.accounted.get(statement, set())
         if around <= {loop.var for loop in live_range.scope}:
             return
-        if statement.op is not None and not statement.fresh:
+        contributes = statement in self.contributions.get(live_range, ())
+        if statement.op is not None and not statement.fresh and not (contributes and statement.op in IDEMPOTENT):
             raise Blocked(f"{_describe(statement)} counts the blocks of it")
-        if not self._is_same_everywhere(statement):
+        same = not self._tainted(statement) & around if contributes else self._is_same_everywhere(statement)
+        if not same:
             raise Blocked(f"{_describe(statement)} carries a value from one block of it to the next")
 
     def _find_gated(self) -> list[Statement]:
