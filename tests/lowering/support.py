@@ -1,4 +1,4 @@
-"""What the tests of the lowering share: lowering by hand, facts about TIR, and the numeric twin of a structural test."""
+"""What the tests of the lowering share: lowering by hand, facts about TIR, numeric twins of structural tests."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def assert_right(
     rtol: float = 1e-5,
     atol: float = 1e-5,
 ) -> None:
-    """Run the kernel on the mesh and compare with the reference; float64 references are rounded to the result's dtype."""
+    """Run the kernel on the mesh; compare with the reference, rounded to the dtype of the result."""
     result = run(func, mesh, shardings, *(tensor.clone() for tensor in inputs))
     expected = reference(*inputs)
     torch.testing.assert_close(result, expected.to(result.dtype), rtol=rtol, atol=atol)
