@@ -148,9 +148,11 @@ class Propagation:
         """Take axes away from factors whose tiles would not be whole blocks, where the kernel depends on its blocks."""
         for factor in self.analysis.factors:
             while factor.aligned is not None and (axes := assignment.axes_of(factor)):
-                tile = tile_extent(factor.size, [self.mesh.size(a) for a in axes])
-                parts = math.prod(self.mesh.size(a) for a in axes)
-                if parts == 1 or self.analysis.kernel.analyzer.can_prove_equal(tirx.floormod(tile, factor.block), 0):
+                sizes = [n for a in axes if (n := self.mesh.size(a)) > 1]
+                tiles = [tile_extent(factor.size, sizes[: level + 1]) for level in range(len(sizes))]
+                can_prove_equal = self.analysis.kernel.analyzer.can_prove_equal
+                tile = next((t for t in tiles if not can_prove_equal(tirx.floormod(t, factor.block), 0)), None)
+                if tile is None:
                     break
                 reason = f"{factor.aligned}, and tiles of {tile} are not whole blocks of {factor.block}"
                 assignment.axes[axes[-1]], assignment.reasons[axes[-1]] = None, reason

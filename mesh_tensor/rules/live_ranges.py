@@ -89,8 +89,9 @@ class LiveRanges:
         env[buffer] = {root}
         return root
 
-    def _walk(self, tree: list, env: dict) -> set:
-        """Give every access in `tree` its live range; returns the buffers whose earlier content may be used in it."""
+    def _walk(self, tree: list, env: dict) -> tuple[set, set]:
+        """Give every access in `tree` its live range; returns the buffers whose earlier content may be used in it, and those
+        that it certainly overwrites."""
         exposed: set = set()
         killed: set = set()
         for node in tree:
@@ -102,12 +103,13 @@ class LiveRanges:
                 inner, kills = self._branch(node, env)
             exposed |= inner - killed
             killed |= kills
-        return exposed
+        return exposed, killed
 
     def _statement(self, statement: Statement, env: dict) -> tuple[set, set]:
         exposed: set = set()
         for access in statement.reads:
-            self._of_access[id(access)] = self._current(access.buffer, env, exposed)
+            if id(access) not in self._of_access:  # what a variable was bound to was read where it was bound
+                self._of_access[id(access)] = self._current(access.buffer, env, exposed)
         write = statement.write
         if write is None:
             return exposed, set()
@@ -122,7 +124,7 @@ class LiveRanges:
     def _loop(self, node: tuple, env: dict) -> tuple[set, set]:
         _, loop, tree = node
         before = {buffer: set(ids) for buffer, ids in env.items()}
-        exposed = self._walk(tree, env)
+        exposed, killed = self._walk(tree, env)
         for buffer in exposed & set(env):
             root = self._union(before.get(buffer, set()) | env[buffer])
             env[buffer] = {root}
@@ -131,15 +133,16 @@ class LiveRanges:
             for buffer, ids in before.items():
                 env[buffer] = env.get(buffer, set()) | ids
             return exposed, set()
-        return exposed, {b for b in env if b not in exposed and env[b] != before.get(b)}
+        return exposed, killed
 
     def _branch(self, node: tuple, env: dict) -> tuple[set, set]:
         _, then, otherwise = node
         other = {buffer: set(ids) for buffer, ids in env.items()}
-        exposed = self._walk(then, env) | self._walk(otherwise, other)
+        exposed, killed = self._walk(then, env)
+        also_exposed, also_killed = self._walk(otherwise, other)
         for buffer, ids in other.items():
             env[buffer] = env.get(buffer, set()) | ids
-        return exposed, set()
+        return exposed | also_exposed, killed & also_killed
 
     def _collect(self) -> dict[int, LiveRange]:
         ranges = {
@@ -177,16 +180,17 @@ def overwrites_all(statement: Statement, kernel: Kernel) -> bool:
         seen.add(var)
     if any(a.buffer.same_as(write.buffer) for a in statement.reads):
         return False
-    return _unconditional(statement, seen) and _alone_in_nest(statement, seen, kernel)
+    return _unconditional(statement, seen, kernel) and _alone_in_nest(statement, seen, kernel)
 
 
-def _unconditional(statement: Statement, index_vars: set[tirx.Var]) -> bool:
+def _unconditional(statement: Statement, index_vars: set[tirx.Var], kernel: Kernel) -> bool:
     """No condition around the store mentions the store's own index variables, so it covers all or (in a branch) nothing."""
-    found: list[tirx.Var] = []
+    found: list[object] = []
     for condition in statement.conditions:
-        tirx.stmt_functor.post_order_visit(condition, lambda n: found.append(n) if isinstance(n, tirx.Var) else None)
-        tirx.stmt_functor.post_order_visit(condition, lambda n: found.append(n) if isinstance(n, tirx.BufferLoad) else None)
-    return not any(isinstance(n, tirx.BufferLoad) or n in index_vars for n in found)
+        tirx.stmt_functor.post_order_visit(condition, found.append)
+    return not any(
+        isinstance(n, tirx.BufferLoad) or (isinstance(n, tirx.Var) and (n in index_vars or n in kernel.binds)) for n in found
+    )
 
 
 def _alone_in_nest(statement: Statement, index_vars: set[tirx.Var], kernel: Kernel) -> bool:

@@ -154,6 +154,7 @@ class _Reader:
         self.func = func
         self.analyzer = arith.Analyzer()
         self.binds: dict[tirx.Var, tirx.PrimExpr] = {}
+        self.bound_reads: dict[tirx.Var, tuple[Access, ...]] = {}
         self.loops: list[Loop] = []
         self.conditions: list[tirx.PrimExpr] = []
         self.statements: list[Statement] = []
@@ -178,7 +179,8 @@ class _Reader:
             return [self._add(self._store(stmt))]
         if isinstance(stmt, tirx.Bind):
             self.binds[stmt.var] = stmt.value
-            return [self._add(self._statement(stmt, reads=self._loads([stmt.value]), values=(stmt.value,)))]
+            self.bound_reads[stmt.var] = self._loads([stmt.value])
+            return [self._add(self._statement(stmt, reads=self.bound_reads[stmt.var], values=(stmt.value,)))]
         if isinstance(stmt, tirx.Evaluate):
             return [self._add(self._evaluate(stmt))]
         if isinstance(stmt, tirx.SBlockRealize):
@@ -235,7 +237,7 @@ class _Reader:
             if isinstance(node, tirx.BufferLoad):
                 found.append(self._access(node.buffer, node.indices))
             elif isinstance(node, tirx.Var) and node in self.binds:
-                found.extend(self._loads([self.binds[node]]))
+                found.extend(self.bound_reads[node] if node in self.bound_reads else self._loads([self.binds[node]]))
 
         for node in nodes:
             if not isinstance(node, int):
