@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from typing import NoReturn
 
 from tvm import ir, tirx
 
-from ..errors import refuse
+from ..errors import listing, refuse
 from .cpu_exprs import BINARY, COMPARISON, const, map_children, op_name
 from .cpu_intrinsics import BITWISE, EXACT, FLOAT_FUNCTIONS, LIBM, float_function
 
 _LOW = ("float16", "bfloat16")
 _SMALL_INT = ("int8", "uint8", "int16", "uint16")
 _STORED_AS = {"float16": "uint16", "bfloat16": "uint16", "bool": "uint8"}
-_SUPPORTED = frozenset(
-    "float16 bfloat16 float32 float64 bool int8 int16 int32 int64 uint8 uint16 uint32 uint64".split()
-)
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+_SUPPORTED = frozenset((*_FLOATS, "bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))))
 _NAMES = {
     tirx.Min: "min",
     tirx.Max: "max",
@@ -25,6 +25,7 @@ _NAMES = {
     tirx.Div: "div",
     tirx.Mod: "mod",
 }
+_IEEE = {"tl.ieee_add": tirx.Add, "tl.ieee_sub": tirx.Sub, "tl.ieee_mul": tirx.Mul, "tl.ieee_fdiv": tirx.Div}
 _GEMM = "mt_gemm_"
 
 Flatten = Callable[[tirx.Buffer, list[tirx.PrimExpr]], tuple[tirx.Buffer, tirx.PrimExpr]]
@@ -87,7 +88,7 @@ class LegalExpr:
         if dtype not in _SUPPORTED and dtype not in ("handle", "void", ""):
             self._refuse(f"dtype {dtype} can't run on a CPU", f"use one of {', '.join(sorted(_SUPPORTED))}")
 
-    def _refuse(self, what: str, fix: str) -> None:
+    def _refuse(self, what: str, fix: str) -> NoReturn:
         refuse(what, where=f"kernel '{self._kernel}', target 'c'", fix=fix)
 
     def _load(self, load: tirx.BufferLoad) -> tirx.PrimExpr:
@@ -105,7 +106,7 @@ class LegalExpr:
             if source == "float64":
                 legal = _extern("float32", "mt_narrow_float64", legal)
             return _rounded(legal if legal.dtype == "float32" else tirx.Cast("float32", legal), dtype)
-        if source.startswith(("float", "bfloat")) and dtype in (*_SMALL_INT, "uint32"):
+        if source in _FLOATS and dtype in (*_SMALL_INT, "uint32"):
             legal = tirx.Cast("int64" if dtype == "uint32" else "int32", legal)
         return legal if legal.dtype == dtype else tirx.Cast(dtype, legal)
 
@@ -140,6 +141,9 @@ class LegalExpr:
 
     def _call(self, call: tirx.Call) -> tirx.PrimExpr:
         name = op_name(call)
+        modes = [arg.value for arg in call.args if isinstance(arg, tirx.StringImm)]
+        if name.startswith("tl.ieee_") and modes != ["rn"]:
+            self._refuse(f"T.{name[3:]} with the rounding mode {listing(modes)} can't run on a CPU", 'use "rn"')
         if name in ("tirx.call_extern", "tirx.call_pure_extern"):
             return self._extern_call(call)
         if name == "tirx.address_of":
@@ -153,13 +157,11 @@ class LegalExpr:
             return self(call.args[0])
         if name == "tirx.break_loop" or name == "tirx.continue_loop":
             return call
-        if name == "tl.pow_of_int":
-            return self._power(call)
         if name == "tl.clamp":
             value, low, high = call.args
             return self(tirx.Min(tirx.Max(value, low), high))
-        if name == "tl.ieee_fdiv":
-            return self._binary(tirx.Div(call.args[0], call.args[1]))
+        if name in _IEEE:
+            return self._binary(_IEEE[name](call.args[0], call.args[1]))
         return self._math(call, name)
 
     def _math(self, call: tirx.Call, name: str) -> tirx.PrimExpr:
@@ -171,13 +173,6 @@ class LegalExpr:
         args = [self(arg) for arg in call.args if arg.dtype == dtype]
         result = _extern("bool" if call.dtype == "bool" else compute_dtype(dtype), function, *args)
         return result if FLOAT_FUNCTIONS[name] in EXACT else _rounded(result, dtype)
-
-    def _power(self, call: tirx.Call) -> tirx.PrimExpr:
-        base, exponent = call.args
-        power = base
-        for _ in range(int(exponent) - 1):
-            power = tirx.Mul(power, base)
-        return self(power)
 
     def _bitwise(self, call: tirx.Call) -> tirx.PrimExpr:
         args = [self(arg) for arg in call.args]

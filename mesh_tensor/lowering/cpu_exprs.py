@@ -20,6 +20,9 @@ BINARY = (
 COMPARISON = (tirx.EQ, tirx.NE, tirx.LT, tirx.LE, tirx.GT, tirx.GE)
 LEAVES = (tirx.Var, tirx.IntImm, tirx.FloatImm, tirx.StringImm)
 
+Loop = tuple[tirx.Var, tirx.PrimExpr, tirx.PrimExpr]
+"""A variable that runs from a begin to before an end."""
+
 
 def map_children(expr: tirx.PrimExpr, fn: Callable[[tirx.PrimExpr], tirx.PrimExpr]) -> tirx.PrimExpr:
     """`expr` with `fn` applied to each of its operands; nothing is folded or simplified."""
@@ -71,6 +74,13 @@ def const(value: float, dtype: str) -> tirx.PrimExpr:
     return tirx.IntImm(dtype, int(value)) if "int" in dtype else tirx.FloatImm(dtype, float(value))
 
 
+def cast(value: tirx.PrimExpr, dtype: str) -> tirx.PrimExpr:
+    """`value` in `dtype`; constants stay constants."""
+    if value.dtype == dtype:
+        return value
+    return const(value.value, dtype) if isinstance(value, tirx.IntImm) else tirx.Cast(dtype, value)
+
+
 def all_of(conditions: Iterable[tirx.PrimExpr]) -> tirx.PrimExpr | None:
     """The conjunction of `conditions`, or None if there are none."""
     result = None
@@ -89,10 +99,8 @@ def if_then(condition: tirx.PrimExpr | None, body: tirx.Stmt) -> tirx.Stmt:
     return body if condition is None else tirx.IfThenElse(condition, body, None)
 
 
-def loop_nest(
-    loops: Sequence[tuple[tirx.Var, tirx.PrimExpr, tirx.PrimExpr]], body: tirx.Stmt
-) -> tirx.Stmt:
-    """Serial loops over `(variable, begin, end)`, the first outermost."""
+def loop_nest(loops: Sequence[Loop], body: tirx.Stmt) -> tirx.Stmt:
+    """Serial loops, the first outermost."""
     for var, begin, end in reversed(loops):
         extent = end if isinstance(begin, tirx.IntImm) and begin.value == 0 else end - begin
         body = tirx.For(var, begin, extent, tirx.ForKind.SERIAL, body)

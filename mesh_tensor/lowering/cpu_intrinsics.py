@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
-_FLOAT = frozenset({"float32", "float64"})
-_MATH = {
-    name: name
-    for name in (
-        "acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf exp exp10 exp2 fabs floor fma fmod hypot "
-        "log log10 log1p log2 nextafter pow rsqrt sigmoid sin sinh sqrt tan tanh trunc"
-    ).split()
-}
-_TIR = {f"tirx.{name}": function for name, function in _MATH.items()} | {
-    "tirx.round": "nearbyint",
-    "tirx.nearbyint": "nearbyint",
-    "tirx.isnan": "isnan",
-    "tirx.isinf": "isinf",
-    "tirx.isfinite": "isfinite",
-}
+_SAME_NAME = (
+    "acos",
+    "acosh",
+    "asin",
+    "asinh",
+    "atan",
+    "atan2",
+    "atanh",
+    "ceil",
+    "copysign",
+    "cos",
+    "cosh",
+    "erf",
+    "exp",
+    "exp10",
+    "exp2",
+    "fabs",
+    "floor",
+    "fma",
+    "fmod",
+    "hypot",
+    "isfinite",
+    "isinf",
+    "isnan",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "nearbyint",
+    "nextafter",
+    "pow",
+    "rsqrt",
+    "sigmoid",
+    "sin",
+    "sinh",
+    "sqrt",
+    "tan",
+    "tanh",
+    "trunc",
+)
+_TIR = {f"tirx.{name}": name for name in _SAME_NAME} | {"tirx.round": "nearbyint"}
 _TL = {
     "tl.__cos": "cos",
     "tl.__exp": "exp",
@@ -39,7 +65,21 @@ FLOAT_FUNCTIONS = _TIR | _TL
 """Operators on floats, by the name of the C function without `mt_` and its dtype."""
 
 EXACT = frozenset(
-    "fabs floor ceil trunc nearbyint round copysign isnan isinf isfinite max min fmod".split()
+    (
+        "ceil",
+        "copysign",
+        "fabs",
+        "floor",
+        "fmod",
+        "isfinite",
+        "isinf",
+        "isnan",
+        "max",
+        "min",
+        "nearbyint",
+        "round",
+        "trunc",
+    )
 )
 """Functions whose result, for 16-bit arguments, needs no rounding."""
 
@@ -54,4 +94,4 @@ BITWISE = frozenset(
 def float_function(op: str, dtype: str) -> str | None:
     """The C function for the operator `op` on arguments of `dtype`, or None if there is none."""
     name = FLOAT_FUNCTIONS.get(op)
-    return f"mt_{name}_{dtype}" if name is not None and dtype in _FLOAT else None
+    return f"mt_{name}_{dtype}" if name is not None and dtype in ("float32", "float64") else None

@@ -1,9 +1,9 @@
 """From a re-targeted kernel to what TileLang's C code generator prints right.
 
-That generator knows flat buffers only, has no bfloat16, prints six digits of a float, evaluates both operands of min and
-max twice, computes small integers in C's int, and hoists `if_then_else` out of the expression it guards. So: indices
-become flat and 64 bits wide; 16-bit floats are stored as bit patterns and computed in float32, rounded after every
-operation; bools are stored as bytes; math, min, max and integer division are calls into `csrc/mesh_tensor_cpu.h`.
+That generator knows flat buffers only, has no bfloat16, prints six digits of a float, evaluates the operands of min and
+max twice, computes small integers in C's int, and moves `if_then_else` out of the expression that it is part of. So:
+indices become flat and 64 bits wide; 16-bit floats are stored as bit patterns and computed in float32, rounded after
+every operation; bools are stored as bytes; math, min, max and integer division are calls into the headers in `csrc`.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ class _Legalize:
             size *= int(extent)
         dtype = storage_dtype(buffer.dtype)
         if size * tirx_bytes(dtype) <= _STACK_BYTES:
-            return tirx.AllocBuffer(tirx.decl_buffer([size], dtype, buffer.name, self._pointer(buffer.data, buffer.dtype)))
+            return tirx.AllocBuffer(
+                tirx.decl_buffer([size], dtype, buffer.name, self._pointer(buffer.data, buffer.dtype))
+            )
         workspace = Workspace(f"mt_block{len(self._workspaces)}_{buffer.name}", dtype, size)
         pointer = tirx.Var(workspace.name, pointer_type(dtype))
         self._pointers[buffer.data] = pointer

@@ -13,13 +13,9 @@ from tvm import tirx
 from ..errors import refuse
 from ..rules.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Region, Scan, TileOp, Transpose
 from .cpu_bounds import Bounds
-from .cpu_exprs import all_of, const, if_then, loop_nest, seq, temporary
-
-_INT_LIMITS = {
-    f"{sign}int{bits}": (0 if sign else -(1 << (bits - 1)), (1 << (bits if sign else bits - 1)) - 1)
-    for sign in ("", "u")
-    for bits in (8, 16, 32, 64)
-}
+from .cpu_combine import accumulator_dtype, combine, neutral
+from .cpu_exprs import Loop, all_of, cast, const, if_then, loop_nest, seq, temporary
+from .cpu_reduce import ReduceLoops
 
 
 class TileOps:
@@ -68,10 +64,11 @@ class TileOps:
 
     def _walk(
         self, region: Region, variables: Sequence[tirx.Var]
-    ) -> tuple[list[tuple[tirx.Var, tirx.PrimExpr, tirx.PrimExpr]], list[tirx.PrimExpr], list[tirx.PrimExpr]]:
+    ) -> tuple[list[Loop], list[tirx.PrimExpr], list[tirx.PrimExpr]]:
         """Loops over the long dims of `region` clipped to its buffer, the indices, and what the other dims ask for."""
         indices = list(region.mins)
-        loops, conditions = [], []
+        loops: list[Loop] = []
+        conditions: list[tirx.PrimExpr] = []
         for dim, size in enumerate(region.buffer.shape):
             if dim not in region.long_dims:
                 conditions += self._bounds.outside(region.mins[dim], size)
@@ -115,7 +112,7 @@ class TileOps:
         return if_then(all_of(conditions), body)
 
     def _paired(self, src: Region, dst: Region) -> tuple[Region, Region]:
-        """Both with the extents of the one that is deeper in the memory hierarchy: TileLang's rule where they differ."""
+        """Both with the extents of the one that is deeper in the memory hierarchy, as TileLang takes them."""
         if len(src.long_dims) != len(dst.long_dims):
             refuse(
                 f"a block of {_describe(src)} can't be paired with a block of {_describe(dst)}",
@@ -145,7 +142,7 @@ class TileOps:
         return load if guard is None else tirx.Select(guard, load, const(0, buffer.dtype))
 
     def _reduce(self, op: Reduce) -> tirx.Stmt:
-        return _ReduceLoops(op, self._bounds, self._load).build()
+        return ReduceLoops(op, self._bounds, self._load).build()
 
     def _scan(self, op: Scan) -> tirx.Stmt:
         variables = [tirx.Var(f"i{d}", "int32") for d in range(len(op.src.extents))]
@@ -195,112 +192,6 @@ class TileOps:
     def _inside(self, region: Region, dim: int) -> bool:
         start, extent, size = region.mins[dim], region.extents[dim], region.buffer.shape[dim]
         return self._bounds.proves(start >= 0) and self._bounds.proves(start + extent <= size)
-
-
-class _ReduceLoops:
-    """`outer` loops; accumulators for every `inner` position; the reduced loop around the inner ones, so that these
-    walk memory in order and vectorise."""
-
-    def __init__(self, op: Reduce, bounds: Bounds, load: Callable[..., tirx.PrimExpr]) -> None:
-        self._op, self._bounds, self._load = op, bounds, load
-        extents = op.src.extents
-        self._vars = [tirx.Var(f"i{d}", "int32") for d in range(len(extents))]
-        for var, extent in zip(self._vars, extents, strict=True):
-            bounds.loop(var, const(0, "int32"), extent)
-        constant = all(isinstance(e, tirx.IntImm) for e in extents[op.dim + 1 :])
-        self._split = op.dim + 1 if constant else len(extents)
-
-    def build(self) -> tirx.Stmt:
-        op, zero = self._op, const(0, "int32")
-        dtype = accumulator_dtype(op.dst.buffer.dtype)
-        inner = range(self._split, len(self._vars))
-        shape = [int(op.src.extents[d]) for d in inner] or [1]
-        totals = temporary("totals", dtype, shape)
-        at: list[tirx.PrimExpr] = [self._vars[d] for d in inner] or [zero]
-        total = tirx.BufferLoad(totals, at)
-        dst = self._dst_indices()
-        old = self._load(op.dst.buffer, dst)
-        start = neutral(op.op, dtype) if op.clear else cast(old, dtype)
-        src = [start_ + var for start_, var in zip(op.src.mins, self._vars, strict=True)]
-        step = tirx.BufferStore(totals, combine(op.op, total, cast(self._load(op.src.buffer, src), dtype)), at)
-        result = tirx.BufferStore(op.dst.buffer, cast(total, op.dst.buffer.dtype), dst)
-        result = if_then(all_of(self._bounds.guard(op.dst.buffer, dst)), result)
-        body = seq(
-            [
-                tirx.AllocBuffer(totals),
-                self._nest(inner, tirx.BufferStore(totals, start, at)),
-                self._nest([op.dim, *inner], step),
-                self._nest(inner, result),
-            ]
-        )
-        return self._nest([d for d in range(self._split) if d != op.dim], body)
-
-    def _nest(self, dims: Sequence[int], body: tirx.Stmt) -> tirx.Stmt:
-        zero = const(0, "int32")
-        return loop_nest([(self._vars[d], zero, self._op.src.extents[d]) for d in dims], body)
-
-    def _dst_indices(self) -> list[tirx.PrimExpr]:
-        op = self._op
-        kept = [d for d in range(len(self._vars)) if d != op.dim]
-        indices = list(op.dst.mins)
-        if len(indices) == len(self._vars):
-            pairs = [(d, d) for d in kept]
-        elif len(indices) == len(kept):
-            pairs = list(enumerate(kept))
-        else:
-            pairs = list(zip(op.dst.long_dims, [d for d in kept if d in op.src.long_dims], strict=True))
-        for dst_dim, src_dim in pairs:
-            indices[dst_dim] = indices[dst_dim] + self._vars[src_dim]
-        return indices
-
-
-def combine(op: str, total: tirx.PrimExpr, value: tirx.PrimExpr) -> tirx.PrimExpr:
-    """`total op value`, as the reductions, scans and atomics of that name do it."""
-    if op == "sum":
-        return tirx.Add(total, value)
-    if op == "prod":
-        return tirx.Mul(total, value)
-    if op == "abssum":
-        return tirx.Add(total, _abs(value))
-    if op == "max":
-        return tirx.Max(total, value)
-    if op == "min":
-        return tirx.Min(total, value)
-    if op == "absmax":
-        return tirx.Max(total, _abs(value))
-    functions = {"bitand": tirx.bitwise_and, "bitor": tirx.bitwise_or, "bitxor": tirx.bitwise_xor}
-    return functions[op](total, value)
-
-
-def neutral(op: str, dtype: str) -> tirx.PrimExpr:
-    """The value that `op` leaves others unchanged by."""
-    if op in ("sum", "abssum", "bitor", "bitxor", "absmax"):
-        return const(0, dtype)
-    if op == "prod":
-        return const(1, dtype)
-    if op == "bitand":
-        return const(1 if dtype == "bool" else (-1 if dtype.startswith("int") else _INT_LIMITS[dtype][1]), dtype)
-    if "int" in dtype:
-        return tirx.min_value(dtype) if op == "max" else tirx.max_value(dtype)
-    return const(float("-inf") if op == "max" else float("inf"), dtype)
-
-
-def accumulator_dtype(dtype: str) -> str:
-    """What values of `dtype` are accumulated in."""
-    return "float32" if dtype in ("float16", "bfloat16") else dtype
-
-
-def _abs(value: tirx.PrimExpr) -> tirx.PrimExpr:
-    zero = const(0, value.dtype)
-    if "int" not in value.dtype:
-        return tirx.Call(value.dtype, "tirx.fabs", [value])
-    return value if value.dtype.startswith("u") else tirx.Select(tirx.GE(value, zero), value, tirx.Sub(zero, value))
-
-
-def cast(value: tirx.PrimExpr, dtype: str) -> tirx.PrimExpr:
-    if value.dtype == dtype:
-        return value
-    return const(value.value, dtype) if isinstance(value, tirx.IntImm) else tirx.Cast(dtype, value)
 
 
 def _depth(region: Region) -> int:

@@ -3,7 +3,7 @@
 The result holds nothing but serial loops, allocations, loads, stores and expressions: tile operations are expanded (a
 `T.gemm` becomes a call into the CPU runtime's header), grid and parallel loops become serial, pipelining and thread
 annotations go; scopes of buffers are left as they are and mean nothing. Every access to memory is inside its buffer:
-where that can't be proved, loads read 0 and stores are dropped. A program (one block of the grid) runs as one thread, so
+where that can't be proved, loads read 0 and stores are dropped. A program (one block of the grid) runs as one thread:
 barriers mean nothing, and whatever asks which thread it is is refused.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 from tvm import tirx
 
@@ -87,18 +88,18 @@ class _Retarget:
         attrs = {"global_symbol": self._kernel}
         return tirx.PrimFunc(func.params, body, func.ret_type, func.buffer_map, None).with_attr(attrs)
 
-    def _refuse(self, what: str, why: str, fix: str) -> None:
+    def _refuse(self, what: str, why: str, fix: str) -> NoReturn:
         refuse(what, where=f"kernel '{self._kernel}', target 'c'", why=why, fix=fix)
 
     def _stmt(self, stmt: tirx.Stmt) -> tirx.Stmt | None:
         visit = self._table.get(type(stmt))
         if visit is None:
-            self._refuse(
+            return self._refuse(
                 f"the statement {type(stmt).__name__} can't run on a CPU",
                 "the re-targeting pass doesn't know it",
                 'write it with loops, T.copy and stores, or use target="cuda"',
             )
-        return visit(stmt)  # type: ignore[misc]
+        return visit(stmt)
 
     def _block(self, realize: tirx.SBlockRealize) -> tirx.Stmt | None:
         block = realize.block
@@ -122,17 +123,33 @@ class _Retarget:
         return seq(kept) if kept else None
 
     def _for(self, loop: tirx.For) -> tirx.Stmt | None:
-        if loop.thread_binding is not None and not loop.thread_binding.thread_tag.startswith("blockIdx"):
+        if _is_grid(loop):
+            return self._grid(loop)
+        if loop.thread_binding is not None:
             self._thread_vars.add(loop.loop_var)
-        begin, extent = self._expr(loop.min), self._expr(loop.extent)
-        self._bounds.loop(loop.loop_var, begin, extent)
-        self._in_scope.add(loop.loop_var)
-        body = self._stmt(loop.body)
-        self._in_scope.discard(loop.loop_var)
-        if body is None:
-            return None
-        step = None if loop.step is None else self._expr(loop.step)
-        return tirx.For(loop.loop_var, begin, extent, tirx.ForKind.SERIAL, body, step=step)
+        return self._serial([loop], loop.body)
+
+    def _grid(self, loop: tirx.For) -> tirx.Stmt | None:
+        """The loops over the grid, x running fastest, as on a GPU: neighbours in memory are then handled together."""
+        loops, body = [], loop
+        while _is_grid(body):
+            loops.append(body)
+            body = body.body
+        return self._serial(sorted(loops, key=lambda found: found.thread_binding.thread_tag, reverse=True), body)
+
+    def _serial(self, loops: list[tirx.For], stmt: tirx.Stmt) -> tirx.Stmt | None:
+        """Serial loops around `stmt`, the first outermost."""
+        ranges = [(self._expr(loop.min), self._expr(loop.extent)) for loop in loops]
+        for loop, (begin, extent) in zip(loops, ranges, strict=True):
+            self._bounds.loop(loop.loop_var, begin, extent)
+            self._in_scope.add(loop.loop_var)
+        body = self._stmt(stmt)
+        for loop, (begin, extent) in reversed(list(zip(loops, ranges, strict=True))):
+            self._in_scope.discard(loop.loop_var)
+            if body is not None:
+                step = None if loop.step is None else self._expr(loop.step)
+                body = tirx.For(loop.loop_var, begin, extent, tirx.ForKind.SERIAL, body, step=step)
+        return body
 
     def _while(self, loop: tirx.While) -> tirx.Stmt:
         condition = self._expr(loop.condition)
@@ -179,13 +196,13 @@ class _Retarget:
         if name in _IN_LOOP:
             return tirx.Evaluate(tirx.Call("void", _IN_LOOP[name], []))
         op = parse_tile_op(stmt)
-        if op is None:
-            self._refuse(
-                f"{_spelling(name) or type(stmt.value).__name__} can't run on a CPU",
-                "it is no tile operation that the re-targeting pass knows",
-                'write it with loops, T.copy and stores, or use target="cuda"',
-            )
-        return self._tile_ops.expand(_with_expressions(op, self._expr))
+        if op is not None:
+            return self._tile_ops.expand(_with_expressions(op, self._expr))
+        return self._refuse(
+            f"{_spelling(name) or type(stmt.value).__name__} can't run on a CPU",
+            "it is no tile operation that the re-targeting pass knows",
+            'write it with loops, T.copy and stores, or use target="cuda"',
+        )
 
     def _expr(self, expr: tirx.PrimExpr) -> tirx.PrimExpr:
         """`expr` with every load inside its buffer."""
@@ -213,16 +230,13 @@ class _Retarget:
         try:
             return map_children(expr, self._expr)
         except TypeError:
-            self._refuse(
+            return self._refuse(
                 f"the expression {type(expr).__name__} can't run on a CPU",
                 "the re-targeting pass doesn't know it",
                 "write it as element-wise code in a T.Parallel or T.serial loop",
             )
-            raise
 
-    def _choice(
-        self, condition: tirx.PrimExpr, true_value: tirx.PrimExpr, false_value: tirx.PrimExpr
-    ) -> tirx.PrimExpr:
+    def _choice(self, condition: tirx.PrimExpr, true_value: tirx.PrimExpr, false_value: tirx.PrimExpr) -> tirx.PrimExpr:
         """One side is evaluated, never both: the C code generator writes a Select as `?:`."""
         test = self._expr(condition)
         with self._bounds.assume(test):
@@ -239,7 +253,7 @@ class _Retarget:
 
 def _with_expressions(op: TileOp, rewrite: Callable[[tirx.PrimExpr], tirx.PrimExpr]) -> TileOp:
     """The tile operation with `rewrite` applied to every expression in it."""
-    changes: dict[str, object] = {}
+    changes: dict[str, Any] = {}
     for name, value in vars(op).items():
         if isinstance(value, Region):
             mins, extents = tuple(map(rewrite, value.mins)), tuple(map(rewrite, value.extents))
@@ -247,6 +261,12 @@ def _with_expressions(op: TileOp, rewrite: Callable[[tirx.PrimExpr], tirx.PrimEx
         elif isinstance(value, tirx.PrimExpr):
             changes[name] = rewrite(value)
     return dataclasses.replace(op, **changes)
+
+
+def _is_grid(stmt: tirx.Stmt) -> bool:
+    if not isinstance(stmt, tirx.For) or stmt.thread_binding is None:
+        return False
+    return stmt.thread_binding.thread_tag.startswith("blockIdx")
 
 
 def _always(predicate: object) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tvm import tirx
 
-from ..errors import refuse
+from ..errors import listing, refuse
 from .cpu_build import ENTRY, library_for
 
 _SCALARS = {
@@ -73,10 +73,11 @@ def _size_sources(func: tirx.PrimFunc) -> list[tuple[tirx.Var, Callable[[tuple],
                 found.setdefault(stride, _stride_of(position, dim))
         needed.update(v for size in [*buffer.shape, *buffer.strides] for v in tirx.analysis.undefined_vars(size))
     scalars = {param for param in func.params if param not in func.buffer_map}
-    missing = [var.name for var in needed if var not in found and var not in scalars]
+    missing = sorted(var.name for var in needed if var not in found and var not in scalars)
     if missing:
         refuse(
-            f"the size {', '.join(map(repr, sorted(missing)))} of kernel '{func.attrs['global_symbol']}' is no dim by itself",
+            f"the size {listing(missing)} is no dim by itself",
+            where=f"kernel '{func.attrs['global_symbol']}', target 'c'",
             why="it can't be read from the shape of an argument",
             fix="give some parameter a dim of exactly that size, or pass it as a parameter of its own",
         )

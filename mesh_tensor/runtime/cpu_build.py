@@ -25,12 +25,22 @@ from ..lowering.retarget_cpu import retarget_for_cpu
 
 ENTRY = "mesh_tensor_kernel"
 _BODY = "mesh_tensor_body"
-_HEADER = Path(__file__).parent / "csrc" / "mesh_tensor_cpu.h"
+_HEADERS = {part: Path(__file__).parent / "csrc" / f"mesh_tensor_{part}.h" for part in ("cpu", "math", "gemm")}
 _FLAGS = (
-    "-std=c++17 -O3 -march=native -fPIC -shared -w -fwrapv -fno-strict-aliasing -fno-math-errno -fno-trapping-math "
-    "-ffp-contract=off -fvisibility=hidden"
-).split()
-_C_TYPES = {"float32": "float", "float64": "double", "bool": "uint8_t", "float16": "mt_float16", "bfloat16": "mt_bfloat16"}
+    *("-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-w"),
+    *("-O2", "-march=native", "-ftree-vectorize", "-fvect-cost-model=dynamic"),
+    # Integers wrap; blocks may be viewed with another dtype.
+    *("-fwrapv", "-fno-strict-aliasing"),
+    # IEEE results, NaN and infinity included: only what nothing can observe is given up.
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
+)
+_C_TYPES = {
+    "float32": "float",
+    "float64": "double",
+    "bool": "uint8_t",
+    "float16": "mt_float16",
+    "bfloat16": "mt_bfloat16",
+}
 
 
 def c_source(func: tirx.PrimFunc) -> str:
@@ -39,7 +49,7 @@ def c_source(func: tirx.PrimFunc) -> str:
     kernel = legalize_for_c(retarget_for_cpu(func), _BODY)
     generate = tvm_ffi.get_global_func("target.build.tilelang_c")
     text = generate(ir.IRModule({_BODY: kernel.func}), Target("c")).inspect_source()
-    text = re.sub(r"#include <tl_templates/cpp/common.h>", _HEADER.read_text() + _gemms(kernel), text)
+    text = re.sub(r"#include <tl_templates/cpp/common.h>", _prelude(kernel), text)
     # Blocks never overlap anything else; TileLang's generator has no word for that.
     text = re.sub(r"\* (mt_block\d+_\w+)(?=[,)])", r"* __restrict__ \1", text)
     return text + _entry(kernel)
@@ -59,13 +69,15 @@ def library_path(func: tirx.PrimFunc) -> Path:
     return _cache_folder() / f"{key}.so"
 
 
-def _gemms(kernel: CKernel) -> str:
-    lines = []
+def _prelude(kernel: CKernel) -> str:
+    """What the generated code is built on: the headers, and a function for each combination of dtypes in a gemm."""
+    parts = ["cpu", "math", *(["gemm"] if kernel.gemms else [])]
+    lines = [_HEADERS[part].read_text() for part in parts]
     for name in kernel.gemms:
         a, b, c = name.removeprefix("mt_gemm_").split("_")
         types = [*(_c_type(d) for d in (a, b, c, compute_dtype(c))), *(_c_type(storage_dtype(d)) for d in (a, b, c))]
-        lines.append(f"MT_GEMM({name}, {', '.join(types)})\n")
-    return "".join(lines)
+        lines.append(f"MT_GEMM({name}, {', '.join(types)})")
+    return "\n".join(lines)
 
 
 def _entry(kernel: CKernel) -> str:
@@ -85,9 +97,8 @@ def _entry(kernel: CKernel) -> str:
         call = (
             f"char* memory = (char*)aligned_alloc(64, {offset});\n  if (!memory) return 1;\n  {call}\n  free(memory);"
         )
-    return (
-        f'extern "C" __attribute__((visibility("default"))) int {ENTRY}({", ".join(params)}) {{\n  {call}\n  return 0;\n}}\n'
-    )
+    signature = f'extern "C" __attribute__((visibility("default"))) int {ENTRY}({", ".join(params)})'
+    return f"{signature} {{\n  {call}\n  return 0;\n}}\n"
 
 
 def _pointer(kernel: CKernel, index: int) -> str:
@@ -131,7 +142,7 @@ def _build_stamp() -> str:
     if compiler is None:
         refuse("no C++ compiler was found", fix='install g++ or clang++, or use target="interpret"')
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    sources = [*sorted((Path(__file__).parents[1] / "lowering").glob("*cpu*.py")), Path(__file__), _HEADER]
+    sources = [*sorted((Path(__file__).parents[1] / "lowering").glob("*cpu*.py")), Path(__file__), *_HEADERS.values()]
     return "\0".join([tilelang.__version__, version, _processor(), *_FLAGS, *(s.read_text() for s in sources)])
 
 

@@ -141,7 +141,10 @@ def test_control_flow(n):
     compile_for_cpu(control_flow(N))(x, y, n, scale)
     i = torch.arange(N)
     padded = torch.cat([torch.zeros(1), x, torch.zeros(200)])
-    totals = [sum((padded[1 + start + k] * scale for k in range(1, min(n, 5) + 1)), torch.tensor(0.0)) for start in range(0, N, 16)]
+    totals = [
+        sum((padded[1 + start + k] * scale for k in range(1, min(n, 5) + 1)), torch.tensor(0.0))
+        for start in range(0, N, 16)
+    ]
     torch.testing.assert_close(y[0], torch.stack(totals).repeat_interleave(16)[:N])
     odd = torch.where(i < n, -x * scale, 0.0)
     expected = [
@@ -276,7 +279,7 @@ def test_kernels_and_flags_that_differ_do_not_share_code(monkeypatch):
     first = cpu_build.library_path(dynamic_scale(1.0))
     assert cpu_build.library_path(dynamic_scale(1.0)) == first
     assert cpu_build.library_path(dynamic_scale(1.0000001)) != first
-    monkeypatch.setattr(cpu_build, "_FLAGS", [*cpu_build._FLAGS, "-DOTHER"])
+    monkeypatch.setattr(cpu_build, "_FLAGS", (*cpu_build._FLAGS, "-DOTHER"))
     cpu_build._build_stamp.cache_clear()
     try:
         assert cpu_build.library_path(dynamic_scale(1.0)) != first

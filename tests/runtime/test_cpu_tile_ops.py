@@ -1,7 +1,7 @@
 """Compiled tile operations against torch, ragged blocks included."""
 
-import tilelang.language as T
 import pytest
+import tilelang.language as T
 import torch
 
 from mesh_tensor.runtime.cpu import compile_for_cpu
@@ -275,9 +275,7 @@ def copies(M, N, shape, safe_value=None):
     """A block at (row, col), possibly across an edge, read and written back."""
 
     @T.prim_func
-    def copy_kernel(
-        X: T.Tensor((M, N)), Block: T.Tensor(shape), Y: T.Tensor((M, N)), row: T.int32, col: T.int32
-    ):
+    def copy_kernel(X: T.Tensor((M, N)), Block: T.Tensor(shape), Y: T.Tensor((M, N)), row: T.int32, col: T.int32):
         with T.Kernel(1, threads=128):
             block = T.alloc_shared(shape, "float32")
             if safe_value is not None:

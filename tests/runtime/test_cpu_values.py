@@ -1,7 +1,7 @@
-"""Compiled expressions against torch: functions, casts, integer arithmetic and 16-bit floats, bit by bit where exact."""
+"""Compiled expressions against torch: functions, casts, integers and 16-bit floats, bit by bit where exact."""
 
-import tilelang.language as T
 import pytest
+import tilelang.language as T
 import torch
 
 from mesh_tensor.runtime.cpu import compile_for_cpu
@@ -125,6 +125,8 @@ BINARY = {
     "divide": (lambda a, b: a / b, torch.div),
     "max": (T.max, torch.maximum),
     "min": (T.min, torch.minimum),
+    "ieee_add": (lambda a, b: T.ieee_add(a, b, "rn"), torch.add),
+    "ieee_fdiv": (lambda a, b: T.ieee_fdiv(a, b, "rn"), torch.div),
     "chain": (lambda a, b: (a + b) * a - b, lambda a, b: (a + b) * a - b),
 }
 

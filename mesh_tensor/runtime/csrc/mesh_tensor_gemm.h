@@ -1,0 +1,134 @@
+// c[i, j] += sum over k of a[i, k] * b[k, j] over a block, for any strides and dtypes. Sums are kept in `Sum`.
+//
+// A tile of ROWS x WIDTH sums stays in registers. Panels of b are packed, so that they are read in order; a is read in
+// place, or converted a few rows at a time where it isn't of type `Sum`.
+#pragma once
+
+#if defined(__AVX512F__)
+#define MT_VECTOR_BYTES 64
+#elif defined(__AVX__)
+#define MT_VECTOR_BYTES 32
+#else
+#define MT_VECTOR_BYTES 16
+#endif
+
+// Sums of products may use fused multiply-add; nothing else may (-ffp-contract=off).
+#if defined(__clang__)
+#define MT_FUSED __attribute__((noinline))
+#define MT_FUSED_BODY _Pragma("clang fp contract(fast)")
+#else
+#define MT_FUSED __attribute__((noinline, optimize("fp-contract=fast")))
+#define MT_FUSED_BODY
+#endif
+
+template <typename A, typename B> struct mt_same { static const bool value = false; };
+template <typename A> struct mt_same<A, A> { static const bool value = true; };
+
+template <typename Sum> struct mt_tile {
+  static const int LANES = MT_VECTOR_BYTES / sizeof(Sum);
+  static const int WIDTH = 2 * LANES;
+  static const int ROWS = MT_VECTOR_BYTES == 64 ? 8 : 4;
+  static const int DEPTH = 256;
+  typedef Sum vector __attribute__((vector_size(MT_VECTOR_BYTES)));
+  typedef Sum unaligned __attribute__((vector_size(MT_VECTOR_BYTES), aligned(sizeof(Sum)), may_alias));
+};
+
+template <typename Sum, int ROWS>
+MT_FUSED static void mt_gemm_tile(const Sum *a, int64_t a_m, int64_t a_k, const Sum *b, int64_t b_k, Sum *c, int64_t c_m,
+                                  int64_t depth, bool load) {
+  MT_FUSED_BODY
+  typedef typename mt_tile<Sum>::vector vector;
+  typedef typename mt_tile<Sum>::unaligned unaligned;
+  const int lanes = mt_tile<Sum>::LANES;
+  vector left[ROWS], right[ROWS];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r) {
+    left[r] = load ? (vector) * (const unaligned *)(c + r * c_m) : vector{};
+    right[r] = load ? (vector) * (const unaligned *)(c + r * c_m + lanes) : vector{};
+  }
+  for (int64_t p = 0; p < depth; ++p) {
+    vector b_left = (vector) * (const unaligned *)(b + p * b_k);
+    vector b_right = (vector) * (const unaligned *)(b + p * b_k + lanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+      Sum x = a[r * a_m + p * a_k];
+      left[r] += x * b_left;
+      right[r] += x * b_right;
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r) {
+    *(unaligned *)(c + r * c_m) = (unaligned)left[r];
+    *(unaligned *)(c + r * c_m + lanes) = (unaligned)right[r];
+  }
+}
+
+// `rows` rows (at most ROWS) of the tile, in steps that are powers of two.
+template <typename Sum, int ROWS>
+static inline void mt_gemm_rows(int rows, const Sum *a, int64_t a_m, int64_t a_k, const Sum *b, int64_t b_k, Sum *c,
+                                int64_t c_m, int64_t depth, bool load) {
+  if (rows >= ROWS) {
+    mt_gemm_tile<Sum, ROWS>(a, a_m, a_k, b, b_k, c, c_m, depth, load);
+    rows -= ROWS, a += ROWS * a_m, c += ROWS * c_m;
+  }
+  if constexpr (ROWS > 1) {
+    if (rows) mt_gemm_rows<Sum, ROWS / 2>(rows, a, a_m, a_k, b, b_k, c, c_m, depth, load);
+  }
+}
+
+// Copies rows x columns values, as `To`, into `out` with rows `out_width` apart; the columns up to `width` become 0.
+template <typename To, typename From>
+static inline void mt_pack(const From *in, int64_t in_row, int64_t in_column, To *out, int64_t out_width, int64_t rows,
+                           int64_t columns, int64_t width) {
+  for (int64_t r = 0; r < rows; ++r) {
+    if (in_column == 1) {
+      for (int64_t j = 0; j < columns; ++j) out[r * out_width + j] = mt_as<To>(in[r * in_row + j]);
+    } else {
+      for (int64_t j = 0; j < columns; ++j) out[r * out_width + j] = mt_as<To>(in[r * in_row + j * in_column]);
+    }
+    for (int64_t j = columns; j < width; ++j) out[r * out_width + j] = (To)0;
+  }
+}
+
+template <typename A, typename B, typename C, typename Sum>
+static void mt_gemm(const A *a, const B *b, C *c, int64_t m, int64_t n, int64_t k, int64_t a_m, int64_t a_k,
+                    int64_t b_k, int64_t b_n, int64_t c_m, int64_t c_n, int32_t clear) {
+  const int WIDTH = mt_tile<Sum>::WIDTH, ROWS = mt_tile<Sum>::ROWS, DEPTH = mt_tile<Sum>::DEPTH;
+  alignas(64) Sum panel[DEPTH * WIDTH], edge[ROWS * WIDTH], converted[mt_same<A, Sum>::value ? 1 : ROWS * DEPTH];
+  for (int64_t p0 = 0; p0 == 0 || p0 < k; p0 += DEPTH) {
+    int64_t depth = k - p0 < DEPTH ? k - p0 : DEPTH;
+    bool load = p0 > 0 || !clear;
+    for (int64_t j0 = 0; j0 < n; j0 += WIDTH) {
+      int64_t columns = n - j0 < WIDTH ? n - j0 : WIDTH;
+      mt_pack(b + p0 * b_k + j0 * b_n, b_k, b_n, panel, WIDTH, depth, columns, WIDTH);
+      for (int64_t i0 = 0; i0 < m; i0 += ROWS) {
+        int rows = (int)(m - i0 < ROWS ? m - i0 : ROWS);
+        const A *a_rows = a + i0 * a_m + p0 * a_k;
+        C *c_tile = c + i0 * c_m + j0 * c_n;
+        const Sum *x = (const Sum *)a_rows;
+        int64_t x_m = a_m, x_k = a_k;
+        if constexpr (!mt_same<A, Sum>::value) {
+          mt_pack(a_rows, a_m, a_k, converted, DEPTH, rows, depth, depth);
+          x = converted, x_m = DEPTH, x_k = 1;
+        }
+        if (mt_same<C, Sum>::value && c_n == 1 && columns == WIDTH) {
+          mt_gemm_rows<Sum, ROWS>(rows, x, x_m, x_k, panel, WIDTH, (Sum *)c_tile, c_m, depth, load);
+        } else {
+          if (load) mt_pack(c_tile, c_m, c_n, edge, WIDTH, rows, columns, WIDTH);
+          mt_gemm_rows<Sum, ROWS>(rows, x, x_m, x_k, panel, WIDTH, edge, WIDTH, depth, load);
+          for (int r = 0; r < rows; ++r)
+            for (int64_t j = 0; j < columns; ++j) c_tile[r * c_m + j * c_n] = mt_as<C>(edge[r * WIDTH + j]);
+        }
+      }
+    }
+  }
+}
+
+// A function of that name for C: pointers as the generated code has them.
+#define MT_GEMM(name, A, B, C, Sum, StoredA, StoredB, StoredC)                                       \
+  extern "C" {                                                                                      \
+  MT_INLINE void name(StoredA *a, StoredB *b, StoredC *c, int64_t m, int64_t n, int64_t k, int64_t a_m, int64_t a_k, \
+                      int64_t b_k, int64_t b_n, int64_t c_m, int64_t c_n, int32_t clear) {                           \
+    mt_gemm<A, B, C, Sum>((const A *)a, (const B *)b, (C *)c, m, n, k, a_m, a_k, b_k, b_n, c_m, c_n, clear);         \
+  }                                                                                                 \
+  }
