@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import sys
 import time
 from collections import Counter, defaultdict
@@ -113,6 +114,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Run the sweep that the command line asks for."""
     options, start = parse_arguments(), time.monotonic()
+    os.environ["MESH_TENSOR_VERIFY"] = "1"
     print(f"{'kernel':32}" + "".join(f"{title:>9}" for title in ("right", "refused", "wrong", "run")))
     status = report(sweep(options))
     print(f"\n{time.monotonic() - start:.0f} s")
