@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tvm import tirx
+from tvm import arith, ir, tirx
 
 from ..rules.sharding_rule import Analysis
 from ..rules.statements import Access
@@ -20,6 +20,7 @@ class ValueRewriter:
         self.splits = {s.factor: s for s in splits}
         self.offsets = self._find_offsets(splits)
         self.accesses = self._find_accesses()
+        self._ranges: arith.Analyzer | None = None
 
     def rewrite(self, expr: tirx.PrimExpr) -> tirx.PrimExpr:
         """The expression with split loops' variables at global coordinates, but for the indices of tiles."""
@@ -50,12 +51,25 @@ class ValueRewriter:
         for dim, index in enumerate(access.indices):
             entry = self.analysis.coordinates.of_access(access, dim)
             if entry is None:
+                found += self._outside(self.rewrite(index), access.buffer.shape[dim])
                 continue
             split = self.splits.get(entry[0])
             size = access.buffer.shape[dim] if split is None else split.tile
             if not self.kernel.analyzer.can_prove(self.shrink.coverage(entry[1]) <= size):
                 found.append(index < size)
         return found
+
+    def _outside(self, index: tirx.PrimExpr, size: tirx.PrimExpr) -> list[tirx.PrimExpr]:
+        """The bounds that an index into a whole dim may break, for some values of the loops' variables."""
+        if self._ranges is None:
+            self._ranges = arith.Analyzer()
+            for loop in self.kernel.loops.values():
+                self._ranges.bind(loop.var, ir.Range.from_min_extent(loop.min, self.shrink.extent(loop.var)))
+            for split in self.splits.values():
+                for axis in split.axes:
+                    here, count = split.coordinates[axis], split.coordinates.mesh.size(axis)
+                    self._ranges.bind(here, ir.Range(0, count))
+        return [bound for bound in (index >= 0, index < size) if not self._ranges.can_prove(bound)]
 
     def _is_value(self, access: Access, dim: int) -> bool:
         is_param = self.kernel.is_param(access.buffer)

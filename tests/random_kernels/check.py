@@ -72,7 +72,8 @@ def unsharded(case: Case, data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def _call(case: Case, kernel: mt.MeshKernel, data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     tensors = {name: torch.from_numpy(array.copy()) for name, array in data.items()}
     if case.blank:
-        result = kernel(*(tensors[p.name] for p in case.kernel.params if p.role != "out"))
+        needed = [p.name for p in kernel.program.parameters if p.input is not None]
+        result = kernel(*(tensors[p.name] for p in case.kernel.params if p.role == "in" or p.name in needed))
     else:
         result = kernel(*tensors.values())
     results = result if isinstance(result, tuple) else (result,)
