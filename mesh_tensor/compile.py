@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ def compile(
     out_idx: int | Sequence[int] | None = None,
     strict: bool = False,
     poison: bool = False,
+    view: str = "auto",
 ) -> MeshKernel:
     """Make an annotated TileLang kernel callable on a virtual mesh.
 
@@ -39,6 +41,8 @@ def compile(
             `tilelang_out_idx` attribute, if it has one, else by what the kernel writes.
         strict: refuse what needs replication or another layout than annotated, instead of moving data.
         poison: with target `interpret`, padding and uninitialised memory hold NaN or extreme integers.
+        view: `global` for a kernel over whole tensors, `local` for one that sizes its loops with `get_tile_shape`, `auto` to
+            see it from the loops.
 
     Returns:
         The kernel. It is lowered and compiled here; a kernel with symbolic dims is at its first call with new sizes.
@@ -46,7 +50,8 @@ def compile(
     Raises:
         MeshTensorError: what was asked for can't be done; the message says what, where, why and the way out.
     """
-    return MeshKernel(func, target=target, out_idx=out_idx, strict=strict, poison=poison)
+    lower = partial(lower_to_program, view=view)
+    return MeshKernel(func, target=target, out_idx=out_idx, strict=strict, poison=poison, lower=lower)
 
 
 @dataclass(frozen=True)

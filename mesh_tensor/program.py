@@ -117,13 +117,13 @@ class Program:
     lowered: Lowered | None = field(default=None, compare=False, repr=False)
 
 
-def lower_to_program(func: tirx.PrimFunc, strict: bool = False) -> Program:
+def lower_to_program(func: tirx.PrimFunc, strict: bool = False, view: str = "auto") -> Program:
     """Lower an annotated kernel without symbolic sizes to the Program that every device runs.
 
     Raises:
         MeshTensorError: the kernel can't be lowered (see `lower`), or a size is symbolic.
     """
-    return build_program(lower_kernel(func, strict=strict))
+    return build_program(lower_kernel(func, strict=strict, view=view))
 
 
 def build_program(lowered: Lowered) -> Program:
@@ -144,7 +144,8 @@ def _value(tensor: Tensor) -> Value:
     if not all(isinstance(size, (int, tirx.IntImm)) for size in tensor.shape):
         refuse(
             f"tensor {tensor.name!r} has the symbolic shape {tuple(tensor.shape)}",
-            why="a Program has sizes", fix="specialize the kernel to sizes first (compile does at the first call)",
+            why="a Program has sizes",
+            fix="specialize the kernel to sizes first (compile does at the first call)",
         )
     return Value(tensor.name, tuple(int(s) for s in tensor.shape), tensor.dtype, tensor.sharding, tensor.storage)
 

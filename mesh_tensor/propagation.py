@@ -39,6 +39,7 @@ class Assignment:
 class Propagation:
     """Decides one kernel's assignment.
 
+    `over_tiles`: the kernel is over tiles already (its blocks are whatever its author wrote).
     `asked`: the annotated layouts (others are free). `fixed`: axes that an earlier stage already decided (Factor or None).
     `banned`: factors that a later stage found it can't split, with the reason."""
 
@@ -50,9 +51,10 @@ class Propagation:
         *,
         fixed: Mapping[str, Factor | None] | None = None,
         banned: Mapping[tuple[str, int], str] | None = None,
+        over_tiles: bool = False,
     ):
         self.analysis, self.mesh, self.asked = analysis, mesh, asked
-        self.fixed, self.banned = dict(fixed or {}), dict(banned or {})
+        self.fixed, self.banned, self.over_tiles = dict(fixed or {}), dict(banned or {}), over_tiles
         params = analysis.kernel.params
         self.outputs = [p for p in params if analysis.written(p)]
         self.inputs = [p for p in params if p not in self.outputs or analysis.read(p)]
@@ -61,7 +63,8 @@ class Propagation:
         assignment = Assignment({}, {}, self.analysis.factors)
         for axis in self.mesh.axis_names:
             assignment.axes[axis], assignment.reasons[axis] = self._decide_axis(axis)
-        self._respect_blocks(assignment)
+        if not self.over_tiles:
+            self._respect_blocks(assignment)
         for param, buffer in self.analysis.kernel.params.items():
             if param in self.outputs:
                 assignment.produced[param] = self._layout(assignment, param, buffer, produced=True)

@@ -8,7 +8,7 @@ from .collectives import collective_block
 from .cut import make_param
 from .layouts import LocalKernel, Tensor
 from .pipeline import Lowered
-from .rewrite import sequence
+from .rewrite import exchange_buffers, sequence
 
 
 def assemble(lowered: Lowered) -> tirx.PrimFunc:
@@ -70,7 +70,9 @@ class _Assembler:
         tensors = [p for p in func.params if p in func.buffer_map]
         mapping = {func.buffer_map[p]: self._buffer(arg) for p, arg in zip(tensors, step.args, strict=True)}
         values = _renamed_sizes(func, step.func)
-        values.update(zip(func.params[len(func.params) - len(step.axes) :], (self.axes[a] for a in step.axes), strict=True))
+        values.update(
+            zip(func.params[len(func.params) - len(step.axes) :], (self.axes[a] for a in step.axes), strict=True)
+        )
         return _with_buffers(tirx.stmt_functor.substitute(kernel, values), mapping)
 
     def _sizes(self, body: tirx.Stmt) -> list[tirx.Var]:
@@ -100,17 +102,8 @@ def _renamed_sizes(renewed: tirx.PrimFunc, func: tirx.PrimFunc) -> dict[tirx.Var
 
 
 def _with_buffers(stmt: tirx.Stmt, mapping: dict[tirx.Buffer, tirx.Buffer]) -> tirx.Stmt:
-    """The statement with other buffers in place of a kernel's parameters."""
-
-    def exchange(node: object) -> object:
-        if node.buffer not in mapping:
-            return None
-        if isinstance(node, tirx.BufferLoad):
-            return tirx.BufferLoad(mapping[node.buffer], node.indices)
-        return tirx.BufferStore(mapping[node.buffer], node.value, node.indices)
-
-    result = tirx.stmt_functor.ir_transform(stmt, None, exchange, ["tirx.BufferLoad", "tirx.BufferStore"])
-    return tirx.stmt_functor.substitute(result, {old.data: new.data for old, new in mapping.items()})
+    """The statement with other buffers in place of a kernel's parameters, and of their data."""
+    return tirx.stmt_functor.substitute(exchange_buffers(stmt, mapping), {a.data: b.data for a, b in mapping.items()})
 
 
 def as_module(lowered: Lowered) -> ir.IRModule:

@@ -18,7 +18,14 @@ from .rewrite import region_call
 
 #: Every collective that the language has; `broadcast` and `permute` are there for kernels' authors and for runtimes.
 NAMES = (
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "permute", "slice", "to_partial",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "permute",
+    "slice",
+    "to_partial",
 )
 
 
@@ -39,7 +46,9 @@ def collective_block(move: Move, src: tirx.Buffer, dst: tirx.Buffer) -> tirx.Stm
         args.append(tirx.StringImm(move.op))
     args += [dim for dim in (move.src_dim, move.dst_dim) if dim is not None]
     args += [tirx.StringImm(axis) for axis in move.axes]
-    call = tirx.Call("handle", ir.Op.get(f"mesh.{move.kind}"), [tirx.convert(a) if isinstance(a, int) else a for a in args])
+    call = tirx.Call(
+        "handle", ir.Op.get(f"mesh.{move.kind}"), [tirx.convert(a) if isinstance(a, int) else a for a in args]
+    )
     block = tirx.SBlock([], [], [], move.kind, tirx.Evaluate(call))
     return tirx.SBlockRealize([], tirx.const(True, "bool"), block)
 

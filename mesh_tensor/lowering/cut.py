@@ -15,6 +15,7 @@ from ..rules import tile_ops
 from ..rules.factors import Factor
 from ..rules.linear import Linear, as_expr
 from ..rules.live_ranges import LiveRange
+from ..rules.padding import content_past_the_end, takes_whole_blocks
 from ..rules.reductions import Blocked
 from ..rules.sharding_rule import Analysis
 from ..rules.statements import Statement, body_statements
@@ -65,6 +66,7 @@ def cut(analysis: Analysis, at: int, suffix: str) -> tuple[tirx.PrimFunc, tirx.P
         if copy is not None:
             again.append(copy)
         else:
+            _check_padding(live_range, analysis)
             workspaces.append(_workspace(live_range, analysis, suffix))
     first = _part(analysis, [*stmts[:at], *(w.save() for w in workspaces)], workspaces)
     second = _part(analysis, [*again, *(w.restore() for w in workspaces), *stmts[at:]], workspaces)
@@ -84,8 +86,23 @@ def _check_binds(statements: Sequence[Statement], at: int) -> None:
     for statement in statements:
         if isinstance(statement.node, tirx.Bind) and statement.top < at and len(statement.loops) == 0:
             raise Blocked(f"{statement.node.var.name} is loaded before the point where the kernel would be cut")
-        if isinstance(statement.node, tirx.Bind) and statement.top < at and all(x.kind == "grid" for x in statement.loops):
+        if (
+            isinstance(statement.node, tirx.Bind)
+            and statement.top < at
+            and all(x.kind == "grid" for x in statement.loops)
+        ):
             raise Blocked(f"{statement.node.var.name} is loaded before the point where the kernel would be cut")
+
+
+def _check_padding(live_range: LiveRange, analysis: Analysis) -> None:
+    """Where blocks reach past a dim's end, a workspace reads as 0: what was there may not count, or has to be 0."""
+    for dim in range(len(live_range.buffer.shape)):
+        entry = analysis.coordinates.of_node((live_range, dim))
+        if entry is None or takes_whole_blocks(analysis.kernel, entry[0]):
+            continue
+        content = content_past_the_end(live_range, analysis.kernel, analysis.coordinates, entry[0])
+        if content != 0 and (content is not None or entry[0].blocked is not None):
+            raise Blocked(f"what {live_range.buffer.name} holds past its end may count where the kernel would be cut")
 
 
 def _reload(live_range: LiveRange, analysis: Analysis, at: int) -> tirx.Stmt | None:
@@ -120,7 +137,11 @@ def _workspace(live_range: LiveRange, analysis: Analysis, suffix: str) -> Worksp
     shape = [*(loop.extent for loop in grid), *shape]
     handle, workspace = make_param(name, shape, buffer.dtype)
     return Workspace(
-        workspace, handle, (*([None] * len(grid)), *factors), buffer, (*(x.var for x in grid), *mins),
+        workspace,
+        handle,
+        (*([None] * len(grid)), *factors),
+        buffer,
+        (*(x.var for x in grid), *mins),
         (*([one] * len(grid)), *extents),
     )
 

@@ -87,9 +87,7 @@ class ValueRewriter:
         return value
 
     def _find_accesses(self) -> dict[tuple, Access]:
-        return {
-            _key(access): access for statement in self.kernel.statements for access in statement.accesses
-        }
+        return {_key(access): access for statement in self.kernel.statements for access in statement.accesses}
 
     def _find_offsets(self, splits: Sequence[Split]) -> dict[tirx.Var, tirx.PrimExpr]:
         """What to substitute for loop variables that are values.

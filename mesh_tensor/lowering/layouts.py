@@ -9,7 +9,6 @@ from tvm import tirx
 from ..mesh import Mesh
 from ..propagation import Assignment
 from ..rules.sharding_rule import Analysis
-from ..rules.statements import buffer_params
 from ..sharding import Sharding
 from .reshard import Move, plan_moves
 
@@ -27,7 +26,9 @@ class Tensor:
 
 @dataclass(frozen=True, eq=False)
 class LocalKernel:
-    """A local kernel: buffer parameters get the tensors `args`, then come scalars, then the coordinates on `axes`."""
+    """A local kernel: buffer parameters get the tensors `args`, then come scalars, then the coordinates on `axes`.
+
+    `written_locally`: its author wrote it over tiles."""
 
     func: tirx.PrimFunc
     args: tuple[str, ...]
@@ -35,6 +36,7 @@ class LocalKernel:
     writes: tuple[str, ...]
     analysis: Analysis
     assignment: Assignment
+    written_locally: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +52,10 @@ class Collective:
 class Layouts:
     """Follows every parameter and workspace through the kernels, and inserts what changes their layout."""
 
-    def __init__(self, mesh: Mesh, func: tirx.PrimFunc, asked: dict[str, Sharding]):
-        self.mesh, self.asked = mesh, asked
-        self.params = buffer_params(func)
+    def __init__(
+        self, mesh: Mesh, asked: dict[str, Sharding], shapes: dict[str, tuple], params: list[str], over_tiles: bool
+    ):
+        self.mesh, self.asked, self.shapes, self.params, self.over_tiles = mesh, asked, shapes, params, over_tiles
         self.tensors: dict[str, Tensor] = {}
         self.steps: list[LocalKernel | Collective] = []
         self.current: dict[str, str] = {}
@@ -73,9 +76,7 @@ class Layouts:
                 name = self._write(param, buffer, assignment.produced[param], name)
                 writes.append(name)
             args.append(name)
-        self.steps.append(
-            LocalKernel(local, tuple(args), axes, tuple(writes), analysis, assignment)
-        )
+        self.steps.append(LocalKernel(local, tuple(args), axes, tuple(writes), analysis, assignment, self.over_tiles))
 
     def finish(self) -> None:
         """Bring the outputs into the annotated layouts; what nothing annotates is left as it is, but complete."""
@@ -116,7 +117,7 @@ class Layouts:
             layout = needed
             for axis, _ in needed.partial:
                 layout = layout.with_replicate(axis)
-        self._add(Tensor(param, tuple(buffer.shape), buffer.dtype, layout, param))
+        self._add(Tensor(param, self.shapes[param], buffer.dtype, layout, param))
         self.current[param] = self.inputs[param] = param
 
     def _write(self, param: str, buffer: tirx.Buffer, produced: Sharding, read: str | None) -> str:
@@ -130,7 +131,7 @@ class Layouts:
             return before.name
         name = self._fresh(param)
         storage = name if before is None else before.storage
-        self._add(Tensor(name, tuple(buffer.shape), buffer.dtype, produced, storage))
+        self._add(Tensor(name, self.shapes[param], buffer.dtype, produced, storage))
         self.current[param] = name
         return name
 

@@ -13,6 +13,7 @@ from tvm import tirx
 
 from ..rules import tile_ops
 from ..rules.linear import Linear, as_expr, vars_of
+from ..rules.reductions import Blocked
 from ..rules.sharding_rule import Analysis
 from ..rules.statements import Access, Statement, split_update
 from ..rules.values import neutral_element
@@ -56,7 +57,9 @@ class _Localizer:
 
     def _symbols(self, buffer_map: dict) -> list[tirx.Var]:
         """Sizes that no tile's shape tells any more: they become parameters."""
-        known = {d for b in buffer_map.values() for d in b.shape if isinstance(d, tirx.Var)} | set(self.kernel.func.params)
+        known = {d for b in buffer_map.values() for d in b.shape if isinstance(d, tirx.Var)} | set(
+            self.kernel.func.params
+        )
         used: list[tirx.Var] = []
         for buffer in self.kernel.func.buffer_map.values():
             used.extend(v for v in sorted(vars_of(buffer.shape, {}), key=lambda v: v.name) if v not in known)
@@ -209,8 +212,13 @@ class _Localizer:
     def _mask(self, operand: Access, statement: Statement, masks: list, op: str) -> tirx.Stmt | None:
         element = self._element_vars(operand, statement)
         relevant = [(s, f) for s, f in masks if set(f.terms) & set(element.values()) or self._indexes(operand, s)]
-        if not relevant or self.kernel.is_param(operand.buffer):
+        if not relevant:
             return None
+        if self.kernel.is_param(operand.buffer):
+            raise Blocked(
+                f"{operand.buffer.name} is combined as it lies, and what is past the end of a short tile would count",
+                relevant[0][0].factor,
+            )
         fresh = {var: tirx.Var("mn"[d % 2] + str(d), "int32") for d, var in element.items()}
         buffer = self.buffers.get(operand.buffer, operand.buffer)
         indices = [tirx.stmt_functor.substitute(i, fresh) for i in self.values.indices(operand)]
@@ -252,7 +260,9 @@ class _Localizer:
         if statement.op is not None and not statement.fresh:
             return tirx.IfThenElse(condition, call, None)
         write = statement.write
-        target = call.value.args[0] if isinstance(record, tile_ops.Fill) else call.value.args[_DESTINATION[type(record)]]
+        target = (
+            call.value.args[0] if isinstance(record, tile_ops.Fill) else call.value.args[_DESTINATION[type(record)]]
+        )
         fill = tile_op("fill", target, neutral_element(op, write.buffer.dtype))
         return tirx.IfThenElse(condition, call, fill)
 
@@ -296,6 +306,13 @@ def _with_attrs(block: tirx.SBlock, values: ValueRewriter) -> tirx.SBlock:
     """Block annotations name no buffers by shape; expressions in them keep their global meaning."""
     annotations = {k: values.rewrite(v) if isinstance(v, tirx.PrimExpr) else v for k, v in block.annotations.items()}
     return tirx.SBlock(
-        block.iter_vars, block.reads, block.writes, block.name_hint, block.body, block.init, block.alloc_buffers,
-        block.match_buffers, annotations,
+        block.iter_vars,
+        block.reads,
+        block.writes,
+        block.name_hint,
+        block.body,
+        block.init,
+        block.alloc_buffers,
+        block.match_buffers,
+        annotations,
     )

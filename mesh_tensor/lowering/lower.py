@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from tvm import ir, transform, tirx
+from tvm import ir, tirx, transform
 
 from ..frontend import INFO_ATTR
 from .assemble import as_module, assemble
 from .pipeline import lower_kernel
 
 
-def lower(func: tirx.PrimFunc, *, strict: bool = False) -> ir.IRModule:
+def lower(func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto") -> ir.IRModule:
     """Lower an annotated TileLang kernel in global view to local view.
 
     Args:
         func: the kernel, annotated by `annotate` or `annotate_mesh_tensor_info`.
         strict: refuse what would have to be gathered or exchanged instead of moving it.
+        view: `global` for a kernel over whole tensors, `local` for one that sizes its loops with `get_tile_shape` and so is
+            over tiles already, `auto` to see it from the loops.
 
     Returns:
         A module with one function over tiles. Collectives are `mesh.*` calls in blocks named for them. After the kernel's own
@@ -23,10 +25,10 @@ def lower(func: tirx.PrimFunc, *, strict: bool = False) -> ir.IRModule:
     Raises:
         MeshTensorError: no or invalid annotations, not one TileLang kernel, or refused by `strict`.
     """
-    return as_module(lower_kernel(func, strict=strict))
+    return as_module(lower_kernel(func, strict=strict, view=view))
 
 
-def LowerToLocalView(*, strict: bool = False) -> transform.Pass:  # noqa: N802  (TVM names its passes so)
+def LowerToLocalView(*, strict: bool = False) -> transform.Pass:
     """`lower` as a pass: every annotated function of a module is lowered, the others stay as they are."""
 
     @transform.module_pass(opt_level=0, name="mesh_tensor.LowerToLocalView")

@@ -1,11 +1,11 @@
 """The lowering of one annotated kernel, from its annotations to a list of local kernels and collectives.
 
-    annotated   read_annotations            the mesh, and how every buffer lies on it
-    ruled       normalize, analyse          factors, reductions, what can't be split
-    propagated  Propagation.decide          what every axis splits
-    (cut)       cut                         at collectives in the middle of the kernel; both parts are ruled again
-    explicit    Layouts.read / write        every layout change becomes a collective
-    local       localize                    tiles, offsets, masks
+annotated   read_annotations            the mesh, and how every buffer lies on it
+ruled       normalize, analyse          factors, reductions, what can't be split
+propagated  Propagation.decide          what every axis splits
+(cut)       cut                         at collectives in the middle of the kernel; both parts are ruled again
+explicit    Layouts.read / write        every layout change becomes a collective
+local       localize                    tiles, offsets, masks
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from .layouts import Collective, Layouts, LocalKernel, Tensor
 from .localize import localize
 from .splits import DeviceCoordinates, make_split
 from .strict import check_strict
+from .view import check_local_layouts, is_local_view, over_tiles
 
 _MOST_PARTS = 16
 
@@ -70,8 +71,8 @@ class _Part:
     workspaces: list[Workspace] = field(default_factory=list)
 
 
-def lower_kernel(func: tirx.PrimFunc, *, strict: bool = False) -> Lowered:
-    """Lower an annotated kernel.
+def lower_kernel(func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto") -> Lowered:
+    """Lower an annotated kernel, written over whole tensors or over tiles (`view`: auto, global, local).
 
     Raises:
         MeshTensorError: no or invalid annotations, not one TileLang kernel, or, with `strict`, layouts that need a gather.
@@ -80,31 +81,43 @@ def lower_kernel(func: tirx.PrimFunc, *, strict: bool = False) -> Lowered:
     asked = {name: annotation.sharding for name, annotation in annotations.items()}
     name = str(func.attrs["global_symbol"]) if "global_symbol" in func.attrs else "main"
     plain = normalize(func)
+    shapes = {param: tuple(buffer.shape) for param, buffer in buffer_params(plain).items()}
+    local_view = is_local_view(plain, asked, view)
+    if local_view:
+        plain = over_tiles(plain, asked)
     banned: dict[tuple[str, int], str] = {}
     while True:
         try:
-            lowered = _Lowering(plain, name, mesh, asked, banned).run(strict)
+            lowered = _Lowering(plain, name, mesh, asked, banned, shapes, local_view).run(strict)
             break
         except _Unsplittable as error:
-            banned |= {dim: error.reason for dim in error.factor.dims}
+            new = dict.fromkeys(error.factor.dims, error.reason)
+            if new.keys() <= banned.keys():
+                refuse(f"kernel {name!r} can't be lowered", why=error.reason, fix="simplify the kernel")
+            banned |= new
     if verify.enabled():
         verify.verify_lowered(lowered)
     return lowered
 
 
 class _Lowering:
-    def __init__(self, func, name: str, mesh: Mesh, asked: dict[str, Sharding], banned: dict):
+    def __init__(
+        self, func, name: str, mesh: Mesh, asked: dict[str, Sharding], banned: dict, shapes: dict, local_view: bool
+    ):
         self.func, self.name, self.mesh, self.asked, self.banned = func, name, mesh, asked, banned
+        self.shapes, self.local_view = dict(shapes), local_view
         self.same_dim: dict[tuple[str, int], tuple[str, int]] = {}
         self.count = 0
 
     def run(self, strict: bool) -> Lowered:
         analysis = analyse(self.func)
-        whole = Propagation(analysis, self.mesh, self.asked, banned=self.banned).decide()
+        whole = self._propagate(analysis, self.asked)
         if strict:
             check_strict(self.name, analysis, whole, self.asked, self.mesh)
+        if self.local_view:
+            check_local_layouts(self.name, whole.needed, self.asked)
         parts = self._cut_up(self.func, analysis, whole)
-        layouts = Layouts(self.mesh, self.func, self.asked)
+        layouts = Layouts(self.mesh, self.asked, self.shapes, list(buffer_params(self.func)), self.local_view)
         for index, part in enumerate(parts):
             suffix = f"_{index}" if len(parts) > 1 else ""
             local, axes = self._localize(part, f"{self.name}{suffix}")
@@ -112,8 +125,17 @@ class _Lowering:
         layouts.finish()
         scalars = tuple(p for p in self.func.params if p not in self.func.buffer_map)
         return Lowered(
-            self.name, self.mesh, self.func, rule_of(analysis), layouts.parameters(), scalars, layouts.tensors,
-            tuple(layouts.steps), self.asked, whole, whole.whole,
+            self.name,
+            self.mesh,
+            self.func,
+            rule_of(analysis),
+            layouts.parameters(),
+            scalars,
+            layouts.tensors,
+            tuple(layouts.steps),
+            self.asked,
+            whole,
+            whole.whole,
         )
 
     def _cut_up(self, func: tirx.PrimFunc, analysis: Analysis, assignment: Assignment) -> list[_Part]:
@@ -134,9 +156,12 @@ class _Lowering:
         except Blocked as error:
             raise _Unsplittable(cuts[at], str(error)) from None
         for workspace in workspaces:
+            shape = list(workspace.buffer.shape)
             for dim, factor in enumerate(workspace.factors):
                 if factor is not None:
                     self.same_dim[(workspace.buffer.name, dim)] = self._canonical(factor)
+                    shape[dim] = self._global_size(factor)
+            self.shapes[workspace.buffer.name] = tuple(shape)
         return [part for f in (first, second) for part in self._cut_up(f, *self._decide(f, assignment))]
 
     def _is_split(self, assignment: Assignment, factor: Factor) -> bool:
@@ -145,6 +170,11 @@ class _Lowering:
     def _canonical(self, factor: Factor) -> tuple[str, int]:
         """One name for a factor in all parts of the kernel: a dim of an original parameter where there is one."""
         return min(self.same_dim.get(dim, dim) for dim in factor.dims)
+
+    def _global_size(self, factor: Factor) -> tirx.PrimExpr:
+        """The size of the whole dim that a factor walks, or walks a tile of."""
+        param, dim = factor.dims[0]
+        return self.shapes[param][dim]
 
     def _decide(self, func: tirx.PrimFunc, whole: Assignment) -> tuple[Analysis, Assignment]:
         """A part keeps the axes of the factors that it has; axes whose factor is gone are free again."""
@@ -158,13 +188,18 @@ class _Lowering:
                 if names & {self.same_dim.get(dim, dim) for dim in candidate.dims}:
                     fixed[axis] = candidate
         asked = {p: s for p, s in self.asked.items() if p in analysis.kernel.params}
-        return analysis, Propagation(analysis, self.mesh, asked, fixed=fixed, banned=self.banned).decide()
+        return analysis, self._propagate(analysis, asked, fixed)
+
+    def _propagate(self, analysis: Analysis, asked: dict[str, Sharding], fixed: dict | None = None) -> Assignment:
+        return Propagation(
+            analysis, self.mesh, asked, fixed=fixed, banned=self.banned, over_tiles=self.local_view
+        ).decide()
 
     def _localize(self, part: _Part, name: str) -> tuple[tirx.PrimFunc, tuple[str, ...]]:
         analysis, assignment = part.analysis, part.assignment
         coordinates = DeviceCoordinates(self.mesh)
         splits = [
-            make_split(factor, axes, coordinates, analysis.kernel.analyzer)
+            make_split(factor, axes, coordinates, analysis.kernel.analyzer, self._global_size(factor), self.local_view)
             for factor in analysis.factors
             if (axes := assignment.axes_of(factor))
         ]
@@ -174,8 +209,3 @@ class _Lowering:
             if not splits:
                 refuse(f"kernel {self.name!r} can't be lowered", why=str(error), fix="simplify the kernel")
             raise _Unsplittable(splits[-1].factor, str(error)) from None
-
-
-def parameter_names(func: tirx.PrimFunc) -> list[str]:
-    """The kernel's buffer parameters, in order."""
-    return list(buffer_params(func))

@@ -51,7 +51,9 @@ def replace_block(func_body: tirx.Stmt, block: tirx.SBlock, extents: Mapping[tir
     return tirx.SeqStmt([*binds, replace_block(last, block, extents)])
 
 
-def loop_like(loop: tirx.For, extent: tirx.PrimExpr, body: tirx.Stmt, *, start: tirx.PrimExpr | None = None) -> tirx.For:
+def loop_like(
+    loop: tirx.For, extent: tirx.PrimExpr, body: tirx.Stmt, *, start: tirx.PrimExpr | None = None
+) -> tirx.For:
     """The same loop over another range."""
     thread = loop.thread_binding
     if thread is not None and not ir.structural_equal(extent, loop.extent):
@@ -63,8 +65,15 @@ def loop_like(loop: tirx.For, extent: tirx.PrimExpr, body: tirx.Stmt, *, start: 
 def block_like(block: tirx.SBlock, body: tirx.Stmt, alloc_buffers: Sequence[tirx.Buffer]) -> tirx.SBlock:
     """The same block with another body and other on-chip buffers."""
     return tirx.SBlock(
-        block.iter_vars, block.reads, block.writes, block.name_hint, body, block.init, list(alloc_buffers),
-        block.match_buffers, block.annotations,
+        block.iter_vars,
+        block.reads,
+        block.writes,
+        block.name_hint,
+        body,
+        block.init,
+        list(alloc_buffers),
+        block.match_buffers,
+        block.annotations,
     )
 
 
@@ -81,6 +90,24 @@ def reshaped(buffer: tirx.Buffer, shape: Sequence) -> tirx.Buffer:
             strides.insert(0, step)
             step = step * size
     return tirx.decl_buffer(
-        list(shape), buffer.dtype, buffer.name, data=buffer.data, strides=strides or None, scope=buffer.scope(),
+        list(shape),
+        buffer.dtype,
+        buffer.name,
+        data=buffer.data,
+        strides=strides or None,
+        scope=buffer.scope(),
         elem_offset=buffer.elem_offset,
     )
+
+
+def exchange_buffers(stmt: tirx.Stmt, mapping: Mapping[tirx.Buffer, tirx.Buffer]) -> tirx.Stmt:
+    """The statement with other buffers in place of some."""
+
+    def exchange(node: object) -> object:
+        if node.buffer not in mapping:
+            return None
+        if isinstance(node, tirx.BufferLoad):
+            return tirx.BufferLoad(mapping[node.buffer], node.indices)
+        return tirx.BufferStore(mapping[node.buffer], node.value, node.indices)
+
+    return tirx.stmt_functor.ir_transform(stmt, None, exchange, ["tirx.BufferLoad", "tirx.BufferStore"])

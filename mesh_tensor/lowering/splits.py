@@ -32,12 +32,15 @@ class DeviceCoordinates:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """A factor split over axes, major first. `tile` is what each device walks; it starts at global coordinate `offset`, and
-    `valid` of it exist (the whole tile where `even`)."""
+    """A factor split over axes, major first. `size` is the whole dim's, `tile` what each device walks; it starts at global
+    coordinate `offset`, and `valid` of it exist (the whole tile where `even`). A kernel that is `written_locally` already
+    walks tiles, and means local coordinates."""
 
     factor: Factor
     axes: tuple[str, ...]
+    size: tirx.PrimExpr
     tile: tirx.PrimExpr
+    written_locally: bool
     even: bool
     coordinates: DeviceCoordinates
 
@@ -45,7 +48,9 @@ class Split:
     def offset(self) -> tirx.PrimExpr:
         """The global coordinate of the tile's first element."""
         total: tirx.PrimExpr = tirx.IntImm("int32", 0)
-        size: object = self.factor.size
+        if self.written_locally:
+            return total
+        size: object = self.size
         for axis in self.axes:
             n = self.coordinates.mesh.size(axis)
             size = tile_extent(size, [n])
@@ -58,8 +63,8 @@ class Split:
         """How many of the tile's elements lie inside the tensor: 0 .. tile. Every axis splits its parent's tile."""
         if self.even:
             return self.tile
-        valid: tirx.PrimExpr = self.factor.size
-        size: object = self.factor.size
+        valid: tirx.PrimExpr = self.size
+        size: object = self.size
         for axis in self.axes:
             n = self.coordinates.mesh.size(axis)
             size = tile_extent(size, [n])
@@ -79,12 +84,20 @@ class Split:
         return condition
 
 
-def make_split(factor: Factor, axes: tuple[str, ...], coordinates: DeviceCoordinates, analyzer: arith.Analyzer) -> Split:
-    """The split of `factor` over `axes` of the coordinates' mesh."""
+def make_split(
+    factor: Factor,
+    axes: tuple[str, ...],
+    coordinates: DeviceCoordinates,
+    analyzer: arith.Analyzer,
+    size: tirx.PrimExpr,
+    written_locally: bool,
+) -> Split:
+    """The split of `factor` over `axes` of the coordinates' mesh; `size` is that of the whole dim."""
     sizes = [coordinates.mesh.size(a) for a in axes]
-    tile = tile_extent(factor.size, sizes)
+    tile = tile_extent(size, sizes)
     tile = tirx.IntImm("int32", tile) if isinstance(tile, int) else tile
     total: tirx.PrimExpr = tile
     for n in sizes:
         total = total * n
-    return Split(factor, axes, tile, analyzer.can_prove_equal(total, factor.size), coordinates)
+    even = analyzer.can_prove_equal(total, size)
+    return Split(factor, axes, size, tile, written_locally, even, coordinates)

@@ -9,9 +9,7 @@ from ..rules.sharding_rule import Analysis
 from ..sharding import Sharding
 
 
-def check_strict(
-    name: str, analysis: Analysis, assignment: Assignment, asked: dict[str, Sharding], mesh: Mesh
-) -> None:
+def check_strict(name: str, analysis: Analysis, assignment: Assignment, asked: dict[str, Sharding], mesh: Mesh) -> None:
     """Refuse inputs that would be gathered or exchanged, and outputs that would be gathered.
 
     Raises:

@@ -107,7 +107,7 @@ def _long_loops(kernel: LocalKernel, mesh: Mesh) -> list[str]:
     tirx.stmt_functor.post_order_visit(kernel.func.body, visit)
     analyzer, problems = arith.Analyzer(), []
     for factor in kernel.analysis.factors:
-        parts = [mesh.size(axis) for axis in kernel.assignment.axes_of(factor)]
+        parts = [] if kernel.written_locally else [mesh.size(axis) for axis in kernel.assignment.axes_of(factor)]
         if all(n == 1 for n in parts):
             continue
         tile = tirx.convert(tile_extent(factor.size, parts))

@@ -28,9 +28,7 @@ def needs_content(kernel: Kernel, coordinates: Coordinates, param: str) -> bool:
     covering = next((s for s in stores if _covers(s, kernel, coordinates)), None)
     if covering is None:
         return True
-    return any(
-        s.top <= covering.top or not _same_program(a, covering.write, kernel, coordinates) for s, a in uses
-    )
+    return any(s.top <= covering.top or not _same_program(a, covering.write, kernel, coordinates) for s, a in uses)
 
 
 def _covers(statement: Statement, kernel: Kernel, coordinates: Coordinates) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from tvm import tirx
 
+from .coverage import why_not_covered
 from .linear import Linear
 from .live_ranges import LiveRange, LiveRanges
 from .statements import Access, Kernel, Statement
@@ -162,47 +163,13 @@ class Coordinates:
                 if (live_range, dim) not in self._types:
                     continue
                 size = access.buffer.shape[dim]
-                problem = "the statement is not understood" if statement.unknown else self._covers(form, size, statement)
+                problem = (
+                    "the statement is not understood"
+                    if statement.unknown
+                    else why_not_covered(form, size, statement, self.kernel.analyzer)
+                )
                 if problem:
                     self._detach(access, dim, f"index {access.indices[dim]}: {problem}")
-
-    def _covers(self, form: Linear | None, size: tirx.PrimExpr, statement: Statement) -> str | None:
-        """Why `form`, over the statement's loops, is not each of 0 .. size-1 exactly once (blocks may reach past)."""
-        if form is None:
-            return "it is no sum of loop variables and constants"
-        if not form.terms:
-            return "it is the same in every iteration"
-        loops = {loop.var: loop for loop in statement.loops}
-        if any(var not in loops for var in form.terms):
-            return "it uses a variable that is no loop's"
-        analyzer = self.kernel.analyzer
-        if form.const != 0:
-            return "it is shifted"
-        below = 1
-        terms = form.ordered[::-1]
-        for position, (var, coefficient) in enumerate(terms):
-            loop = loops[var]
-            if not analyzer.can_prove_equal(loop.min, 0):
-                return f"loop {var} does not start at 0"
-            if coefficient != below:
-                return f"loop {var} steps by {coefficient} where blocks are {below} long"
-            if position < len(terms) - 1:
-                if not isinstance(loop.extent, tirx.IntImm):
-                    return f"loop {var} has no constant extent"
-                below = coefficient * int(loop.extent)
-        return self._outer_covers(terms[-1], loops, size)
-
-    def _outer_covers(self, outer: tuple[tirx.Var, int], loops: dict, size: tirx.PrimExpr) -> str | None:
-        var, coefficient = outer
-        extent = loops[var].extent
-        analyzer = self.kernel.analyzer
-        if analyzer.can_prove_equal(extent * coefficient, size):
-            return None
-        if analyzer.can_prove_equal(extent, tirx.floordiv(size + (coefficient - 1), coefficient)):
-            return None
-        if coefficient == 1 and loops[var].kind == "tile" and analyzer.can_prove(extent >= size):
-            return None
-        return f"loop {var} of {extent} blocks of {coefficient} does not walk a dim of {size}"
 
     def _join(self, statement: Statement) -> bool:
         """Join factors whose dims the statement touches at one coordinate; detach or block what disagrees."""
@@ -306,7 +273,7 @@ class Coordinates:
                 if entry is None:
                     continue
                 factor, form = entry
-                problem = self._covers(form, self._sizes[factor], statement)
+                problem = why_not_covered(form, self._sizes[factor], statement, self.kernel.analyzer)
                 if problem:
                     self._block(factor, f"{access.buffer.name} dim {dim}, index {access.indices[dim]}: {problem}")
                 for var, coefficient in form.terms.items():
@@ -357,4 +324,3 @@ class Coordinates:
 def _same_buffer(access: Access, dim: int, other: Access, other_dim: int) -> bool:
     """Two dims of one parameter can't be one factor: an axis would split both."""
     return access.buffer.same_as(other.buffer) and dim != other_dim
-

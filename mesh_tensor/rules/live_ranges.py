@@ -189,7 +189,8 @@ def _unconditional(statement: Statement, index_vars: set[tirx.Var], kernel: Kern
     for condition in statement.conditions:
         tirx.stmt_functor.post_order_visit(condition, found.append)
     return not any(
-        isinstance(n, tirx.BufferLoad) or (isinstance(n, tirx.Var) and (n in index_vars or n in kernel.binds)) for n in found
+        isinstance(n, tirx.BufferLoad) or (isinstance(n, tirx.Var) and (n in index_vars or n in kernel.binds))
+        for n in found
     )
 
 

@@ -38,7 +38,9 @@ def _split_clear(stmt: tirx.Evaluate) -> tirx.Stmt | None:
     if isinstance(clear, tirx.IntImm):
         return None
     accumulator = call.args[2]
-    fill = tirx.call_intrin("handle", ir.Op.get("tl.tileop.fill"), accumulator, tirx.const(0, accumulator.args[0].dtype))
+    fill = tirx.call_intrin(
+        "handle", ir.Op.get("tl.tileop.fill"), accumulator, tirx.const(0, accumulator.args[0].dtype)
+    )
     args = [*call.args[:9], tirx.const(False, "bool"), *call.args[10:]]
     gemm = tirx.Call(call.dtype, call.op, args, annotations=call.annotations, span=call.span)
     return tirx.SeqStmt([tirx.IfThenElse(clear, tirx.Evaluate(fill), None), tirx.Evaluate(gemm)])

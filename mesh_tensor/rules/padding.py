@@ -18,7 +18,11 @@ from .statements import Access, Kernel, Statement
 from .values import neutral_number, number
 
 _FUNCTIONS = {
-    "tirx.exp": math.exp, "tirx.exp2": lambda v: 2.0**v, "tirx.tanh": math.tanh, "tirx.fabs": abs, "tirx.abs": abs,
+    "tirx.exp": math.exp,
+    "tirx.exp2": lambda v: 2.0**v,
+    "tirx.tanh": math.tanh,
+    "tirx.fabs": abs,
+    "tirx.abs": abs,
 }
 
 
@@ -46,6 +50,13 @@ def padding_is_neutral(
     value = _Padding(kernel, coordinates, factor, past_the_end).contribution(statement)
     neutral = neutral_number(statement.op, statement.write.buffer.dtype)
     return value is not None and value == neutral
+
+
+def content_past_the_end(
+    live_range: LiveRange, kernel: Kernel, coordinates: Coordinates, factor: Factor
+) -> float | None:
+    """What an on-chip buffer holds past the end of the factor's dim, None if that is not known."""
+    return _Padding(kernel, coordinates, factor, past_the_end=True).content(live_range)
 
 
 def is_inside(condition: tirx.PrimExpr, coordinates: list[tuple[Linear, tirx.PrimExpr]], kernel: Kernel) -> bool:
@@ -90,7 +101,9 @@ class _Padding:
         entries = [self.coordinates.of_access(access, d) for d in range(len(access.indices))]
         if not any(entry is not None and entry[0] is self.factor for entry in entries):
             return None
-        live_range = self.coordinates.ranges.of(access)
+        return self.content(self.coordinates.ranges.of(access))
+
+    def content(self, live_range: LiveRange) -> float | None:
         if live_range.is_param:
             return 0.0
         if live_range in self.active or not live_range.writes:

@@ -25,7 +25,11 @@ IDEMPOTENT = ("max", "min", "bitand", "bitor")
 
 
 class Blocked(Exception):
-    """The factor can't be split; the message is the reason."""
+    """The factor (of a split, if it is known which) can't be split; the message is the reason."""
+
+    def __init__(self, reason: str, factor: Factor | None = None):
+        super().__init__(reason)
+        self.factor = factor
 
 
 @dataclass(eq=False)
@@ -134,10 +138,14 @@ class FactorAnalysis:
             return
         if statement.op is None:
             if not self._is_same_everywhere(statement):
-                raise Blocked(f"{_describe(statement)} keeps one of many coordinates' values: no reduction is known for it")
+                raise Blocked(
+                    f"{_describe(statement)} keeps one of many coordinates' values: no reduction is known for it"
+                )
             return
         if statement.fresh and any(v not in scope and not self._runs_once(v) for v in form.terms):
-            raise Blocked(f"{_describe(statement)} starts anew in every block of it and keeps the last block's value only")
+            raise Blocked(
+                f"{_describe(statement)} starts anew in every block of it and keeps the last block's value only"
+            )
         self._add_partial(self._range(write), statement.op, frozenset(v for v in form.terms if v in scope), statement)
         self.accounted.setdefault(statement, set()).update(form.terms)
         self.direct[statement] = form
@@ -285,7 +293,9 @@ class FactorAnalysis:
                 if op in IDEMPOTENT or statement in self.contributions[live_range] or is_neutral(statement, op):
                     continue
                 if outer:
-                    raise Blocked(f"{_describe(statement)} starts every block of it with a value that would count again")
+                    raise Blocked(
+                        f"{_describe(statement)} starts every block of it with a value that would count again"
+                    )
                 gated.append(statement)
         return gated
 
@@ -304,7 +314,9 @@ class FactorAnalysis:
         reduction.masked = not self._padding_is_neutral(past_the_end=False)
         if takes_whole_blocks(self.kernel, self.factor) or self._padding_is_neutral(past_the_end=True):
             return
-        raise Blocked(f"blocks of {self.factor.block} reach past its end ({self.factor.size}), and what is there counts")
+        raise Blocked(
+            f"blocks of {self.factor.block} reach past its end ({self.factor.size}), and what is there counts"
+        )
 
     def _padding_is_neutral(self, *, past_the_end: bool) -> bool:
         return all(

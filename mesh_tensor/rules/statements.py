@@ -105,7 +105,14 @@ def read_kernel(func: tirx.PrimFunc) -> Kernel:
     tree = reader.read(block.body)
     params = buffer_params(func)
     return Kernel(
-        func, params, tuple([*block.alloc_buffers, *reader.allocs]), loops, block, reader.statements, tree, reader.binds,
+        func,
+        params,
+        tuple([*block.alloc_buffers, *reader.allocs]),
+        loops,
+        block,
+        reader.statements,
+        tree,
+        reader.binds,
         {loop.var: loop for statement in reader.statements for loop in statement.loops} | {x.var: x for x in loops},
         reader.analyzer,
     )
@@ -183,7 +190,7 @@ class _Reader:
             return [self._add(self._statement(stmt, reads=self.bound_reads[stmt.var], values=(stmt.value,)))]
         if isinstance(stmt, tirx.Evaluate):
             return [self._add(self._evaluate(stmt))]
-        if isinstance(stmt, tirx.SBlockRealize):
+        if isinstance(stmt, tirx.SBlockRealize) and _is_plain(stmt):
             self.allocs.extend(stmt.block.alloc_buffers)
             return self._visit(stmt.block.body)
         if isinstance(stmt, tirx.AttrStmt):
@@ -219,8 +226,14 @@ class _Reader:
         bounds = [e for loop in self.loops for e in (loop.min, loop.extent) if not isinstance(e, tirx.IntImm)]
         guards = self._loads([*self.conditions, *bounds])
         return Statement(
-            node, (*self.loops, *extra), tuple(self.conditions), self.top, write, (*reads, *guards),
-            (*values, *self.conditions), **flags,
+            node,
+            (*self.loops, *extra),
+            tuple(self.conditions),
+            self.top,
+            write,
+            (*reads, *guards),
+            (*values, *self.conditions),
+            **flags,
         )
 
     def _opaque(self, stmt: tirx.Stmt, what: str) -> Statement:
@@ -276,8 +289,12 @@ class _TileReader:
 
     def read(self, record: tile_ops.TileOp) -> Statement:
         make = {
-            tile_ops.Copy: self._copy, tile_ops.Fill: self._fill, tile_ops.Gemm: self._gemm,
-            tile_ops.Reduce: self._reduce, tile_ops.Atomic: self._atomic, tile_ops.Transpose: self._transpose,
+            tile_ops.Copy: self._copy,
+            tile_ops.Fill: self._fill,
+            tile_ops.Gemm: self._gemm,
+            tile_ops.Reduce: self._reduce,
+            tile_ops.Atomic: self._atomic,
+            tile_ops.Transpose: self._transpose,
         }.get(type(record))
         if make is None:
             raise _Unmatched(f"T.{type(record).__name__.lower()}")
@@ -311,7 +328,12 @@ class _TileReader:
         mins = [i for access in (write, *reads) for i in access.indices]
         indirect = self.reader._loads(mins)
         return self.reader._statement(
-            self.stmt, write=write, reads=(*reads, *indirect), values=tuple(values), extra=self.loops, tile_op=record,
+            self.stmt,
+            write=write,
+            reads=(*reads, *indirect),
+            values=tuple(values),
+            extra=self.loops,
+            tile_op=record,
             **flags,
         )
 
@@ -392,7 +414,8 @@ def _is_load_of(expr: tirx.PrimExpr, store: tirx.BufferStore) -> bool:
 def _reads(expr: tirx.PrimExpr, buffer: tirx.Buffer) -> bool:
     found = []
     tirx.stmt_functor.post_order_visit(
-        expr, lambda node: found.append(1) if isinstance(node, tirx.BufferLoad) and node.buffer.same_as(buffer) else None
+        expr,
+        lambda node: found.append(1) if isinstance(node, tirx.BufferLoad) and node.buffer.same_as(buffer) else None,
     )
     return bool(found)
 
@@ -404,7 +427,9 @@ def _calls(expr: tirx.PrimExpr) -> Iterator[tirx.Call]:
 
 
 def _call_name(expr: tirx.PrimExpr) -> str:
-    return next((c.op.name for c in [expr, *_calls(expr)] if isinstance(c, tirx.Call) and isinstance(c.op, ir.Op)), "call")
+    return next(
+        (c.op.name for c in [expr, *_calls(expr)] if isinstance(c, tirx.Call) and isinstance(c.op, ir.Op)), "call"
+    )
 
 
 def _flip_last_two(region: tile_ops.Region) -> tile_ops.Region:
@@ -412,6 +437,13 @@ def _flip_last_two(region: tile_ops.Region) -> tile_ops.Region:
         return (*items[:-2], items[-1], items[-2])
 
     return tile_ops.Region(region.buffer, flip(region.mins), flip(region.extents))
+
+
+def _is_plain(stmt: tirx.SBlockRealize) -> bool:
+    """A block that only groups statements: no variables of its own, no condition, no initialisation."""
+    block = stmt.block
+    always = isinstance(stmt.predicate, tirx.IntImm) and bool(stmt.predicate.value)
+    return always and not len(block.iter_vars) and not len(block.match_buffers) and block.init is None
 
 
 def _is_const(expr: object, value: int) -> bool:

@@ -1,0 +1,100 @@
+"""Kernels that are written over tiles: their author sized the grid with `get_tile_shape`."""
+
+import pytest
+import tilelang.language as T
+import torch
+
+import mesh_tensor as mt
+
+
+def tiled_matmul(mesh, M, N, K, shardings, block=8):
+    fns = mt.mesh_tensor_functions(mesh)
+    annotate, copy, tile_shape = (
+        fns[name] for name in ("annotate_mesh_tensor_info", "mesh_tensor_copy", "get_tile_shape")
+    )
+
+    @T.prim_func
+    def kernel(A: T.Tensor((M, K), "float32"), B: T.Tensor((K, N), "float32"), C: T.Tensor((M, N), "float32")):
+        annotate(
+            {
+                A: {"block_shape": (block, block), "program_id": 0, "sharding": shardings["A"]},
+                B: {"block_shape": (block, block), "program_id": 0, "sharding": shardings["B"]},
+                C: {"block_shape": (block, block), "program_id": 0, "sharding": shardings["C"]},
+            }
+        )
+        tile_m, tile_k = tile_shape(A)
+        tile_n = tile_shape(B)[1]
+        with T.Kernel(T.ceildiv(tile_n, block), T.ceildiv(tile_m, block), threads=128) as (bx, by):
+            A_shared = T.alloc_shared((block, block), "float32")
+            B_shared = T.alloc_shared((block, block), "float32")
+            C_local = T.alloc_fragment((block, block), "float32")
+            T.clear(C_local)
+            for ko in T.Pipelined(T.ceildiv(tile_k, block), num_stages=2):
+                copy(A, A_shared, src_coord=(by, ko))
+                copy(B, B_shared, src_coord=(ko, bx))
+                T.gemm(A_shared, B_shared, C_local)
+            copy(C_local, C, dst_coord=(by, bx))
+
+    return kernel
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shardings"),
+    [
+        ({"x": 2}, {"A": {"x": 0}, "B": {}, "C": {"x": 0}}),
+        ({"x": 2}, {"A": {"x": 1}, "B": {"x": 0}, "C": {}}),
+        ({"x": 2, "y": 2}, {"A": {"x": 0, "y": 1}, "B": {"y": 0}, "C": {"x": 0}}),
+        ({"x": 3, "y": 2}, {"A": {"x": 0}, "B": {"y": 1}, "C": {"x": 0, "y": 1}}),
+    ],
+)
+@pytest.mark.parametrize("sizes", [(48, 32, 64), (46, 31, 60), (5, 40, 33)])
+@pytest.mark.parametrize("view", ["auto", "local"])
+def test_a_kernel_over_tiles_gives_the_whole_product(mesh, shardings, sizes, view):
+    M, N, K = sizes
+    func = tiled_matmul(mesh, M, N, K, shardings)
+    kernel = mt.compile(func, target="interpret", poison=True, view=view)
+    a, b = torch.randn(M, K), torch.randn(K, N)
+    torch.testing.assert_close(kernel(a, b), a @ b, rtol=1e-4, atol=1e-4)
+
+
+def test_a_kernel_over_tiles_is_not_split_again():
+    func = tiled_matmul({"x": 2}, 64, 32, 32, {"A": {"x": 0}, "B": {}, "C": {"x": 0}})
+    grid = [step.func.script() for step in mt.compile(func, target="interpret").program.steps if hasattr(step, "func")]
+    assert 'T.thread_binding(4, thread="blockIdx.y")' in grid[0]
+
+
+def test_a_kernel_over_tiles_gathers_nothing():
+    func = tiled_matmul({"x": 2}, 64, 32, 32, {"A": {"x": 0}, "B": {"x": 1}, "C": {"x": 0}})
+    with pytest.raises(mt.MeshTensorError) as error:
+        mt.lower(func, view="local")
+    assert "buffer 'B' is annotated 'S[1]'" in str(error.value)
+    assert "written over tiles" in str(error.value)
+
+
+@pytest.mark.parametrize("view", ["auto", "local"])
+def test_an_output_that_is_not_walked_by_its_tile_is_refused(view):
+    func = tiled_matmul({"y": 2}, 64, 32, 32, {"A": {"y": 1}, "B": {"y": 0}, "C": {"y": 1}})
+    with pytest.raises(mt.MeshTensorError, match=r"tile by tile: A\[1\], B\[0\]; walked otherwise: C\[1\]"):
+        mt.lower(func, view=view)
+
+
+def test_views_may_not_be_mixed():
+    @T.prim_func
+    def kernel(A: T.Tensor((32, 32), "float32"), B: T.Tensor((32, 32), "float32")):
+        with T.Kernel(4, 2, threads=128) as (bx, by):
+            tile = T.alloc_fragment((8, 8), "float32")
+            T.copy(A[by * 8, bx * 8], tile)
+            T.copy(tile, B[by * 8, bx * 8])
+
+    func = mt.annotate(kernel, {"x": 2, "y": 2}, {"A": {"x": 0, "y": 1}})
+    with pytest.raises(mt.MeshTensorError) as error:
+        mt.lower(func)
+    assert "A[0]" in str(error.value)
+    assert "A[1]" in str(error.value)
+    assert "view='global'" in str(error.value)
+
+
+def test_an_unknown_view_is_refused():
+    func = tiled_matmul({"x": 2}, 64, 32, 32, {"A": {"x": 0}, "B": {}, "C": {"x": 0}})
+    with pytest.raises(mt.MeshTensorError, match="view 'tile' is unknown"):
+        mt.lower(func, view="tile")
