@@ -114,7 +114,7 @@ class _Localizer:
         record = statement.tile_op
         masks = self._masks(statement)
         call = self._tile_call(statement, record)
-        return sequence([*masks, self._gated_tile_op(statement, call)])
+        return self._skipped(statement, sequence([*masks, self._gated_tile_op(statement, call)]), call)
 
     def _tile_call(self, statement: Statement, record: tile_ops.TileOp) -> tirx.Stmt:
         node: tirx.Evaluate = statement.node
@@ -211,7 +211,7 @@ class _Localizer:
 
     def _mask(self, operand: Access, statement: Statement, masks: list, op: str) -> tirx.Stmt | None:
         element = self._element_vars(operand, statement)
-        relevant = [(s, f) for s, f in masks if set(f.terms) & set(element.values()) or self._indexes(operand, s)]
+        relevant = [(s, f) for s, f in masks if set(f.terms) & set(element.values())]
         if not relevant:
             return None
         if self.kernel.is_param(operand.buffer):
@@ -230,9 +230,20 @@ class _Localizer:
         extents = [self.shrink.extents.get(v, tile_loops[v].extent) for v in element.values()]
         return parallel_nest([fresh[v] for v in element.values()], extents, tirx.BufferStore(buffer, value, indices))
 
-    def _indexes(self, access: Access, split: Split) -> bool:
-        entries = (self.analysis.coordinates.of_access(access, d) for d in range(len(access.indices)))
-        return any(entry is not None and entry[0] is split.factor for entry in entries)
+    def _skipped(self, statement: Statement, body: tirx.Stmt, call: tirx.Evaluate) -> tirx.Stmt:
+        """Tile operations that lie, as a whole, at one coordinate: past the valid part they combine nothing."""
+        record = statement.tile_op
+        if isinstance(record, tile_ops.Atomic) and not isinstance(record.value, tile_ops.Region):
+            return body
+        tiles = {loop.var for loop in statement.loops if loop.kind == "tile"}
+        otherwise: tirx.Stmt | None = None
+        if statement.fresh:
+            target = call.value.args[_DESTINATION[type(record)]]
+            otherwise = tile_op("fill", target, neutral_element(statement.op, statement.write.buffer.dtype))
+        for split, form in self._mask_of(statement):
+            if not set(form.terms) & tiles:
+                body = tirx.IfThenElse(as_expr(form) < split.valid, body, otherwise)
+        return body
 
     # -- what counts once ------------------------------------------------------------------------------------------
 
