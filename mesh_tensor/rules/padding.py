@@ -48,7 +48,9 @@ def padding_is_neutral(
     `past_the_end`: outside the whole dim, where the kernel's own bounds tests fail; else past the end of some tile, where
     nothing is known of them."""
     value = _Padding(kernel, coordinates, factor, past_the_end).contribution(statement)
-    neutral = neutral_number(statement.op, statement.write.buffer.dtype)
+    record = statement.tile_op
+    op = record.op if isinstance(record, tile_ops.Reduce) else statement.op  # 0 is neutral for absmax, not for max
+    neutral = neutral_number(op, statement.write.buffer.dtype)
     return value is not None and value == neutral
 
 
