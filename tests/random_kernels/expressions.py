@@ -77,8 +77,8 @@ class Expressions:
         """A tile's element, an input's element, a constant, or rarely a coordinate or the index of a block."""
         tiles = self.tiles()
         kinds = ["constant", "input", *(["tile"] * 3 if tiles else ["input"])]
-        kinds += ["coordinate"] if self.names and self.scene.chance(25) else []
-        kinds += ["block"] if self.scene.open and self.scene.chance(10) else []
+        kinds += ["coordinate"] if self.names and self.scene.chance(15) else []
+        kinds += ["block"] if self.scene.open and self.scene.chance(4) else []
         kind = self.scene.pick(kinds)
         if kind == "tile":
             return self.tile(self.scene.pick(tiles))
@@ -125,7 +125,7 @@ class Expressions:
     def index(self, axis: Axis) -> str:
         """Where an input is read: mostly at the coordinate itself."""
         scene, at, last = self.scene, axis.at(self.names[axis]), axis.dim.size - 1
-        if not scene.chance(12):
+        if not scene.chance(7):
             return at
         kind = scene.pick(("shift", "back", "reverse", "wrap", "halve", "stride", "gather"))
         if kind == "gather":
@@ -149,7 +149,8 @@ class Expressions:
     def condition(self, depth: int = 0) -> str:
         """A comparison of coordinates, of block indices, or of values that are exact."""
         scene = self.scene
-        kinds = ["limit", "parity", "block"] if self.names else ["block"]
+        kinds = ["limit", "parity", "limit"] if self.names else ["block"]
+        kinds += ["block"] if scene.chance(30) else []
         kinds += ["causal"] if len(self.names) > 1 else []
         kinds += ["value"] if scene.exact else []
         kind = scene.pick(kinds)

@@ -9,8 +9,8 @@ from .statements import Statements, combine
 class Loops(Statements):
     """Emits serial loops over blocks."""
 
-    def walk(self, dim: Dim) -> None:
-        """A loop over the blocks of `dim` that adds to one or two accumulators, and may do more on the way."""
+    def walk(self, dim: Dim) -> list[Tile]:
+        """A loop over the blocks of `dim` that adds to one or two accumulators, and may do more on the way; returns them."""
         scene = self.scene
         axis, header, guard = self._axis(dim)
         pending = [self._accumulator(axis) for _ in range(1 + scene.chance(25))]
@@ -27,6 +27,7 @@ class Loops(Statements):
             stale = axis in tile.axes or (tile not in before and not scene.chance(10))
             if stale:
                 scene.drop(tile)
+        return [tile for _, tile, _, _ in pending]
 
     def _axis(self, dim: Dim) -> tuple[Axis, str, str | None]:
         scene = self.scene
@@ -94,6 +95,8 @@ class Loops(Statements):
         scene = self.scene
         tile = self._tile_with((*accumulator.axes, axis))
         self.contribution(tile, op, self._times(axis))
+        if axis.dim.size % axis.length and scene.chance(50):
+            self.mask(tile, axis, op)
         if tile.dtype == accumulator.dtype:
             self.emit_reduce(tile, axis, accumulator, op, clear=False)
         else:

@@ -165,7 +165,8 @@ class Scene:
     def new_param(self, dims: tuple[Dim, ...], role: str, dtype: str = "", below: int | None = None) -> Param:
         stem = "ids" if below is not None else "ABDEFGHKLPQR"[sum(p.role == "in" for p, _ in self.params.values()) % 12]
         name = self.name(stem if role == "in" else "Y")
-        param = Param(name, tuple(d.size for d in dims), dtype or self.dtype, role, below)
+        shape = tuple(d.size for d in dims)
+        param = Param(name, shape, dtype or self.dtype, role, below, tuple(d.name for d in dims))
         self.params[name] = (param, dims)
         return param
 
@@ -178,10 +179,6 @@ class Scene:
             return self.pick(known)
         half = self.dtype == "float32" and self.chance(7)
         return self.new_param(dims, "in", "float16" if half else "")
-
-    def set_role(self, name: str, role: str) -> None:
-        param, dims = self.params[name]
-        self.params[name] = (Param(param.name, param.shape, param.dtype, role, param.below), dims)
 
     def sorted_params(self) -> tuple[Param, ...]:
         """Inputs first, as people write them."""

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Param:
     """A buffer parameter. `role` is "in", "out" (every element is written, none is read before) or "inout" (earlier
-    content counts); the elements of an index buffer are in [0, `below`)."""
+    content counts); the elements of an index buffer are in [0, `below`). `dims` names the logical dims it has."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     role: str = "in"
     below: int | None = None
+    dims: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

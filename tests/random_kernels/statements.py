@@ -8,6 +8,7 @@ from .expressions import LARGEST, Expressions, Value
 from .scene import Axis, Scene, Tile
 
 NEUTRAL = {
+    "float16": {"sum": "0.0", "max": '-T.infinity("float16")', "min": 'T.infinity("float16")', "prod": "1.0"},
     "float32": {"sum": "0.0", "max": '-T.infinity("float32")', "min": 'T.infinity("float32")', "prod": "1.0"},
     "int32": {"sum": "0", "max": 'T.min_value("int32")', "min": 'T.max_value("int32")', "prod": "1"},
 }
@@ -49,17 +50,18 @@ class Statements:
     # -- tiles -----------------------------------------------------------------------------------------------------
 
     def choose_axes(self, least: int = 1, most: int = 2, include: Sequence[Axis] = ()) -> tuple[Axis, ...]:
-        """Distinct axes for a tile; blocks of the loops around are likelier than whole dims."""
+        """Distinct axes for a tile: mostly those of the grid, and maybe others."""
         scene = self.scene
-        rest = [a for a in scene.axes() if a not in include]
-        opened = [a for a in rest if a in scene.open]
         chosen = list(include)
+        room = max(0, most - len(chosen))
+        if room and not scene.chance(20):
+            chosen += [a for a in scene.grid_axes if a not in chosen][:room]
         for _ in range(scene.number(max(0, least - len(chosen)), max(0, most - len(chosen)))):
-            pool = opened if opened and not scene.chance(35) else rest
-            pool = [a for a in pool if a not in chosen]
+            used = [a.dim for a in chosen]
+            pool = [a for a in scene.axes() if a not in chosen and (a.dim not in used or scene.chance(10))]
             if pool:
                 chosen.append(scene.pick(pool))
-        return tuple(scene.some(chosen, len(chosen), len(chosen))) if scene.chance(25) else tuple(chosen)
+        return tuple(scene.some(chosen, len(chosen), len(chosen))) if scene.chance(20) else tuple(chosen)
 
     def load(self, axes: tuple[Axis, ...] | None = None, scope: str = "") -> Tile:
         """A tile that is filled from an input, by a copy or by element."""
@@ -83,6 +85,15 @@ class Statements:
         tile = scene.new_tile(axes, scope, scene.dtype)
         self._assign(tile, axes, names, value)
         return tile
+
+    def mask(self, tile: Tile, axis: Axis, op: str) -> None:
+        """Set what lies past a dim's end to the neutral element."""
+        names = self.names(tile.axes)
+        element = tile.element(names)
+        inside = f"{axis.at(names[axis])} < {axis.dim.size}"
+        with self.scene.block(*self.nest(tile.axes, names)):
+            neutral = NEUTRAL[tile.dtype][op]
+            self.scene.emit(f"{element} = T.if_then_else({inside}, {element}, {neutral})")
 
     def _assign(self, tile: Tile, axes: Sequence[Axis], names: dict[Axis, str], value: Value) -> None:
         with self.scene.block(*self.nest(axes, names)):
@@ -138,6 +149,8 @@ class Statements:
         scene = self.scene
         rest = tuple(a for a in tile.axes if a is not axis)
         self.contribution(tile, op, axis.length)
+        if axis.length * axis.dim.blocks > axis.dim.size and scene.chance(60):
+            self.mask(tile, axis, op)
         result = scene.new_tile(rest, "fragment", scene.dtype)
         if tile.dtype == scene.dtype and op in ("sum", "max", "min") and scene.chance(75):
             clear = not scene.chance(25)

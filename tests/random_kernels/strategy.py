@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from .scene import Axis, Dim, Scene
+from .scene import Axis, Dim, Scene, Tile
 from .spec import Case, KernelSpec, Param
 from .stores import Stores
 
@@ -25,21 +25,30 @@ def kernels(draw) -> KernelSpec:
     if not scene.tiles:
         stores.load()
     written = sum(p.role != "in" for p, _ in scene.params.values())
-    for tile in scene.some(scene.tiles[::-1], 1 if not written else 0, 2):
+    for tile in _worth_storing(scene, 1 if not written else 0):
         stores.store(tile)
-    if all(p.role == "in" for p, _ in scene.params.values()):
-        stores.store(scene.tiles[-1])
     return KernelSpec(scene.sorted_params(), tuple(scene.grid), tuple(scene.buffers), tuple(scene.lines), scene.exact)
 
 
+def _worth_storing(scene: Scene, least: int) -> list[Tile]:
+    """Some tiles, those made last and those that all programs of the grid have a part of before others."""
+    apart = [t for t in scene.tiles[::-1] if all(a in t.axes for a in scene.grid_axes)]
+    rest = [t for t in scene.tiles[::-1] if t not in apart]
+    found = scene.some(apart[:3], min(least, len(apart)), 2)
+    return found + scene.some(rest[:3], 0 if found else least, 1)
+
+
 def _draw_dims(scene: Scene) -> None:
-    for name in ("m", "n", "k")[: scene.pick((2, 1, 3))]:
+    for name in ("m", "n", "k")[: scene.pick((2, 2, 2, 1, 3, 3, 3))]:
+        block = scene.pick((4, 4, 8, 8, 16, 2, 3, 1))
         known = [d.size for d in scene.dims]
-        if known and scene.chance(15):
-            size = scene.pick(known)
-        else:
-            size = scene.number(1, 40) if scene.chance(30) else scene.number(1, 13)
-        block = scene.pick((4, 8, 16, 2, 3, 1))
+        kind = scene.pick(("blocks", "blocks", "free", "free", "free", "large", "same", "one"))
+        size = {
+            "blocks": block * scene.pick((2, 1, 3, 4)),
+            "same": scene.pick(known or [8]),
+            "one": 1,
+            "large": scene.number(1, 40),
+        }.get(kind) or scene.number(1, 13)
         while size > 8 * block:
             block *= 2
         scene.dims.append(Dim(name, size, block))
@@ -47,7 +56,10 @@ def _draw_dims(scene: Scene) -> None:
 
 def _draw_grid(scene: Scene) -> None:
     """Which dims the grid's programs share out, and by which map."""
-    walked = scene.some(scene.dims, 0, min(3, len(scene.dims)))
+    count = scene.pick((1, 1, 1, 1, 2, 2, 2, 0, 3))
+    if count == len(scene.dims) > 1 and not scene.chance(30):
+        count -= 1
+    walked = scene.some(scene.dims, min(count, len(scene.dims)), count)
     if len(walked) == 2 and scene.chance(10):
         a, b = walked
         scene.grid.append(("pid", a.blocks * b.blocks))
@@ -55,7 +67,7 @@ def _draw_grid(scene: Scene) -> None:
     else:
         for name, dim in zip(_GRID_NAMES, walked, strict=False):
             scene.grid.append((name, dim.blocks))
-            turned = dim.blocks > 1 and scene.chance(7)
+            turned = dim.blocks > 1 and scene.chance(5)
             base = f"({dim.blocks - 1} - {name}) * {dim.block}" if turned else ""
             scene.open.append(_grid_axis(dim, name, base))
     if not scene.grid:
@@ -70,14 +82,16 @@ def _grid_axis(dim: Dim, var: str, base: str = "") -> Axis:
 def _phase(stores: Stores) -> None:
     """One step of the kernel's body, at its outermost level."""
     scene = stores.scene
-    kinds = ["walk", "walk", "walk", "load", "compute"]
+    kinds = ["walk", "walk", "walk", "walk", "load", "compute"]
     if scene.tiles:
-        kinds += ["modify", "reduce", "reduce", "store", "drop"]
+        kinds += ["modify", "modify", "modify", "reduce", "reduce", "reduce", "store", "drop"]
     kind = scene.pick(kinds)
     if kind == "walk":
         free = [d for d in scene.dims if all(a.dim is not d for a in scene.open)]
         dims = scene.dims if not free or scene.chance(10) else free
-        stores.walk(scene.pick(dims))
+        for result in stores.walk(scene.pick(dims)):
+            if scene.chance(50):
+                stores.modify(result)
     elif kind == "load":
         tile = stores.load()
         if scene.chance(50):
@@ -93,7 +107,9 @@ def _phase(stores: Stores) -> None:
     else:
         tile = scene.pick(scene.tiles[::-1])
         if tile.axes:
-            stores.reduce(tile, scene.pick(tile.axes), scene.pick(("sum", "max", "min", "prod")))
+            result = stores.reduce(tile, scene.pick(tile.axes), scene.pick(("sum", "sum", "max", "min", "prod")))
+            if scene.chance(50):
+                stores.modify(scene.pick((result, tile)))
 
 
 # -- meshes and shardings ------------------------------------------------------------------------------------------
@@ -108,15 +124,25 @@ def meshes(draw) -> dict[str, int]:
 
 @st.composite
 def shardings(draw, params: tuple[Param, ...], mesh: dict[str, int]) -> dict[str, dict]:
-    """For each parameter, per axis, a dim or None; some are not annotated."""
+    """For each parameter, per axis, a dim or None: mostly the same logical dim for all of them, as people do it, or any.
+    Some parameters are not annotated."""
+    logical = sorted({dim for param in params for dim in param.dims})
+    common = {axis: draw(st.sampled_from(logical)) for axis in mesh}
     found: dict[str, dict] = {}
     for param in params:
         if draw(st.integers(0, 99)) >= 88 and (found or param is not params[-1]):
             continue
-        choices = [None, *range(len(param.shape)), *range(len(param.shape))]
-        lies = {axis: draw(st.sampled_from(choices)) for axis in mesh}
+        follow = draw(st.integers(0, 99)) < 65
+        lies = {axis: _lies(draw, param, common[axis] if follow else None) for axis in mesh}
         found[param.name] = _stated(draw, param, lies)
     return found
+
+
+def _lies(draw, param: Param, wanted: str | None) -> int | None:
+    if wanted is not None:
+        return param.dims.index(wanted) if wanted in param.dims else None
+    ndim = len(param.shape)
+    return draw(st.sampled_from([None, *range(ndim), *range(ndim)]))
 
 
 def _stated(draw, param: Param, lies: dict[str, int | None]) -> dict:
