@@ -36,7 +36,7 @@ lint: venv
 	$(PY) -m ruff format --check .
 
 layers: venv
-	$(VENV)/bin/lint-imports
+	$(VENV)/bin/lint-imports --no-cache
 
 types: venv
 	$(PY) -m mypy
@@ -54,4 +54,4 @@ bench: venv
 	$(PY) -m benchmarks.bench_run $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
