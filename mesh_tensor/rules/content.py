@@ -5,7 +5,7 @@ from __future__ import annotations
 from tvm import tirx
 
 from .factors import Coordinates
-from .linear import Linear
+from .linear import Linear, vars_of
 from .padding import is_inside
 from .statements import Access, Kernel, Statement
 
@@ -23,6 +23,8 @@ def needs_content(kernel: Kernel, coordinates: Coordinates, param: str) -> bool:
         if a.buffer.same_as(buffer) and not (a is s.write and s.op is None and not s.unknown)
     ]
     stores = [s for s in kernel.statements if s.write is not None and s.write.buffer.same_as(buffer) and s.op is None]
+    if any(s.unknown and s.writes(buffer) for s in kernel.statements):
+        return True
     if not stores:
         return bool(uses)
     covering = next((s for s in stores if _covers(s, kernel, coordinates)), None)
@@ -39,17 +41,19 @@ def _covers(statement: Statement, kernel: Kernel, coordinates: Coordinates) -> b
     if any(form is None and not one for form, one in zip(forms, sizes, strict=True)):
         return False
     inside = [(entry[1], entry[0].size) for entry in forms if entry is not None]
-    loop_bounds = [loop.extent for loop in statement.loops if not isinstance(loop.extent, tirx.IntImm)]
-    if not all(_is_size(bound) for bound in loop_bounds):
+    if not all(_runs(loop.extent, kernel) for loop in statement.loops):
         return False
     return all(is_inside(condition, inside, kernel) for condition in statement.conditions)
 
 
-def _is_size(bound: tirx.PrimExpr) -> bool:
-    """A loop bound that no data decides."""
+def _runs(extent: tirx.PrimExpr, kernel: Kernel) -> bool:
+    """Whether a loop certainly runs: neither data nor other loops nor scalars decide, only the sizes of dims."""
+    if isinstance(extent, tirx.IntImm):
+        return int(extent) > 0
+    sizes = vars_of([size for buffer in kernel.params.values() for size in buffer.shape], {})
     loads: list[object] = []
-    tirx.stmt_functor.post_order_visit(bound, lambda n: loads.append(n) if isinstance(n, tirx.BufferLoad) else None)
-    return not loads
+    tirx.stmt_functor.post_order_visit(extent, lambda n: loads.append(n) if isinstance(n, tirx.BufferLoad) else None)
+    return not loads and vars_of([extent], kernel.binds) <= sizes
 
 
 def _same_program(access: Access, stored: Access, kernel: Kernel, coordinates: Coordinates) -> bool:

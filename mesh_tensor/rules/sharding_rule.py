@@ -42,7 +42,7 @@ class Analysis:
 
     def written(self, param: str) -> bool:
         buffer = self.kernel.params[param]
-        return any(s.write is not None and s.write.buffer.same_as(buffer) for s in self.kernel.statements)
+        return any(statement.writes(buffer) for statement in self.kernel.statements)
 
     def read(self, param: str) -> bool:
         """Whether the kernel needs the parameter's earlier content: it reads it before writing it, or writes only parts."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from tvm import arith, ir, tirx
 
 from ..errors import MeshTensorError
-from . import tile_ops
+from . import effects, tile_ops
 from .linear import Linear, linear_form, vars_of
 
 #: T.reduce's operations that do not start like the operation they combine with.
@@ -46,7 +46,8 @@ class Statement:
 
     `fresh` marks an update that first sets what it writes to the operation's neutral element. `values` are the expressions
     in which a loop variable would be a value and not an index; `conditions` guard the statement, outermost first.
-    `top` counts the statements of the kernel's body, the outermost level at which a kernel can be cut."""
+    `top` counts the statements of the kernel's body, the outermost level at which a kernel can be cut. `unknown` says why the
+    statement is not understood; it then has no `write`, but `may_write` has the buffers that it may store to."""
 
     node: tirx.Stmt
     loops: tuple[Loop, ...]
@@ -59,6 +60,12 @@ class Statement:
     fresh: bool = False
     tile_op: tile_ops.TileOp | None = None
     unknown: str | None = None
+    may_write: tuple[tirx.Buffer, ...] = ()
+
+    def writes(self, buffer: tirx.Buffer) -> bool:
+        """Whether the statement stores to the buffer, or may if it is not understood."""
+        written = self.may_write if self.write is None else (self.write.buffer,)
+        return any(buffer.same_as(other) for other in written)
 
     @property
     def accesses(self) -> tuple[Access, ...]:
@@ -178,6 +185,11 @@ class _Reader:
     def _visit(self, stmt: tirx.Stmt) -> list:
         if isinstance(stmt, tirx.SeqStmt):
             return [node for child in stmt.seq for node in self._visit(child)]
+        effect = effects.side_effect(stmt)
+        if effect is not None:
+            if isinstance(stmt, tirx.Bind):
+                self.binds[stmt.var] = stmt.value
+            return [self._add(self._opaque(stmt, effect))]
         if isinstance(stmt, tirx.For):
             return [self._visit_loop(stmt)]
         if isinstance(stmt, tirx.IfThenElse):
@@ -238,7 +250,7 @@ class _Reader:
 
     def _opaque(self, stmt: tirx.Stmt, what: str) -> Statement:
         """A statement that nothing is known of: it reads and writes every buffer in it, anywhere."""
-        return self._statement(stmt, reads=self._loads([stmt]), unknown=what)
+        return self._statement(stmt, reads=self._loads([stmt]), unknown=what, may_write=effects.written(stmt))
 
     def _access(self, buffer: tirx.Buffer, indices) -> Access:
         return Access(buffer, tuple(indices), tuple(linear_form(i, self.binds) for i in indices))

@@ -259,3 +259,42 @@ def test_an_index_into_a_whole_dim_stays_inside_where_the_tile_is_short():
 
     a = torch.randn(8, 8)
     check(kernel, [a], (a, a.mT))
+
+
+def test_a_while_loop_writes_its_output():
+    @T.prim_func
+    def kernel(A: T.Tensor((8,)), C: T.Tensor((8,))):
+        with T.Kernel(8, threads=32) as bx:
+            n = T.alloc_var("int32", init=0)
+            while n < 3:
+                C[bx] = A[bx] + T.cast(n, "float32")
+                n = n + 1
+
+    a = torch.randn(8)
+    check(kernel, [a], a + 2)
+    assert list(mt.sharding_rule(kernel).outputs) == ["C"]
+
+
+def test_elements_that_a_loop_may_leave_out_keep_their_content():
+    @T.prim_func
+    def kernel(A: T.Tensor((8,)), C: T.Tensor((8,))):
+        with T.Kernel(8, threads=32) as bx:
+            for j in T.serial(bx):
+                C[bx] = A[bx] + T.cast(j, "float32")
+
+    a = torch.randn(8)
+    expected = a + torch.arange(8) - 1
+    expected[0] = 0
+    check(kernel, [a], expected)
+
+
+def test_an_atomic_that_gives_the_previous_value_writes():
+    @T.prim_func
+    def kernel(A: T.Tensor((8,)), C: T.Tensor((8,)), D: T.Tensor((1,))):
+        with T.Kernel(8, threads=32) as bx:
+            previous = T.atomic_add(D[0], A[bx], return_prev=True)
+            C[bx] = previous
+
+    rule = mt.sharding_rule(kernel)
+    assert list(rule.outputs) == ["C", "D"]
+    assert all(kind.startswith("whole") for kind in rule.factors.values())

@@ -1,0 +1,71 @@
+"""What an expression or a statement may do besides computing a value."""
+
+from __future__ import annotations
+
+from tvm import ir, tirx
+
+#: Functions that TileLang registers as if they did more than compute a value.
+_PURE = frozenset(
+    f"tl.{name}" for name in ("__exp", "__exp10", "__log", "__log2", "__log10", "__sin", "__cos", "__tan", "fast_rcp")
+)
+_POINTERS = frozenset(("tl.access_ptr", "tirx.address_of", "tirx.tvm_access_ptr"))
+_WRITES = 2  # the bit in the access modes of tl.region and tl.access_ptr
+
+
+def side_effect(stmt: tirx.Stmt) -> str | None:
+    """The call with an effect in the expressions of a store, a binding, a condition or a loop's bounds; None without one.
+
+    Values that come through pointers count as such: what is read is more than the element that the pointer names."""
+    for expr in _expressions(stmt):
+        for call in _calls(expr):
+            if not isinstance(call.op, ir.Op):
+                return str(call.op)
+            if call.op.name in _POINTERS or not _is_pure(call.op):
+                return call.op.name
+    return None
+
+
+def written(stmt: tirx.Stmt) -> tuple[tirx.Buffer, ...]:
+    """The buffers that a statement of any kind may store to: by stores, or because a call gets a pointer or a region."""
+    found: list[tirx.Buffer] = []
+
+    def visit(node: object) -> None:
+        if isinstance(node, tirx.BufferStore):
+            found.append(node.buffer)
+        elif isinstance(node, tirx.Call) and isinstance(node.op, ir.Op) and node.args:
+            target = node.args[0]
+            if isinstance(target, tirx.BufferLoad) and _may_write(node):
+                found.append(target.buffer)
+
+    tirx.stmt_functor.post_order_visit(stmt, visit)
+    return tuple(found)
+
+
+def _may_write(call: tirx.Call) -> bool:
+    """Whether a call that takes an element as a place may write there."""
+    modes = {"tl.region": 1, "tl.access_ptr": 2}
+    if call.op.name in modes:
+        mode = call.args[modes[call.op.name]]
+        return not isinstance(mode, tirx.IntImm) or bool(int(mode) & _WRITES)
+    return call.op.name == "tirx.address_of"
+
+
+def _expressions(stmt: tirx.Stmt) -> list[tirx.PrimExpr]:
+    if isinstance(stmt, tirx.BufferStore):
+        return [stmt.value, *stmt.indices]
+    if isinstance(stmt, tirx.Bind):
+        return [stmt.value]
+    if isinstance(stmt, tirx.IfThenElse):
+        return [stmt.condition]
+    return [stmt.min, stmt.extent] if isinstance(stmt, tirx.For) else []
+
+
+def _is_pure(op: ir.Op) -> bool:
+    kind = op.get_attr("TCallEffectKind")
+    return kind is None or int(kind) <= 1 or op.name in _PURE
+
+
+def _calls(expr: tirx.PrimExpr) -> list[tirx.Call]:
+    found: list[tirx.Call] = []
+    tirx.stmt_functor.post_order_visit(expr, lambda n: found.append(n) if isinstance(n, tirx.Call) else None)
+    return found
