@@ -25,6 +25,13 @@ _NAMES = {
     tirx.Div: "div",
     tirx.Mod: "mod",
 }
+_KEYWORDS = frozenset(
+    ("alignas", "alignof", "asm", "auto", "bool", "catch", "class", "const", "constexpr", "decltype", "delete", "enum")
+    + ("explicit", "export", "false", "friend", "goto", "inline", "long", "mutable", "namespace", "new", "noexcept")
+    + ("nullptr", "operator", "private", "protected", "public", "short", "signed", "sizeof", "static", "struct")
+    + ("switch", "template", "this", "throw", "true", "try", "typedef", "typeid", "typename", "union", "unsigned")
+    + ("using", "virtual", "volatile", "wchar_t")
+)
 _IEEE = {"tl.ieee_add": tirx.Add, "tl.ieee_sub": tirx.Sub, "tl.ieee_mul": tirx.Mul, "tl.ieee_fdiv": tirx.Div}
 _GEMM = "mt_gemm_"
 
@@ -39,6 +46,11 @@ def storage_dtype(dtype: str) -> str:
 def compute_dtype(dtype: str) -> str:
     """What values of `dtype` are computed in."""
     return "float32" if dtype in _LOW else dtype
+
+
+def c_name(name: str) -> str:
+    """`name`, unless C++ means something by it."""
+    return f"{name}_" if name in _KEYWORDS else name
 
 
 class LegalExpr:
@@ -75,7 +87,7 @@ class LegalExpr:
 
     def fresh(self, var: tirx.Var) -> tirx.Var:
         """A new variable to stand for `var` from now on: in C, every declaration has its own."""
-        self._vars[var] = tirx.Var(var.name, compute_dtype(var.dtype))
+        self._vars[var] = tirx.Var(c_name(var.name), compute_dtype(var.dtype))
         return self._vars[var]
 
     def stored(self, value: tirx.PrimExpr, dtype: str) -> tirx.PrimExpr:
@@ -93,10 +105,12 @@ class LegalExpr:
 
     def _load(self, load: tirx.BufferLoad) -> tirx.PrimExpr:
         flat, index = self._flatten(load.buffer, list(load.indices))
-        value = tirx.BufferLoad(flat, [index])
-        if load.dtype in _LOW:
-            return _extern("float32", f"mt_load_{load.dtype}", value)
-        return tirx.NE(value, const(0, "uint8")) if load.dtype == "bool" else value
+        return self._from_storage(tirx.BufferLoad(flat, [index]), load.dtype)
+
+    def _from_storage(self, value: tirx.PrimExpr, dtype: str) -> tirx.PrimExpr:
+        if dtype in _LOW:
+            return _extern("float32", f"mt_load_{dtype}", value)
+        return tirx.NE(value, const(0, "uint8")) if dtype == "bool" else value
 
     def _cast(self, value: tirx.PrimExpr, dtype: str) -> tirx.PrimExpr:
         legal, source = self(value), value.dtype
@@ -155,8 +169,12 @@ class LegalExpr:
             return _float(float("inf"), call.dtype)
         if name in ("tirx.likely", "tl.__ldg", "tirx.tvm_thread_invariant"):
             return self(call.args[0])
-        if name == "tirx.break_loop" or name == "tirx.continue_loop":
+        if name in ("tirx.break_loop", "tirx.continue_loop", "tirx.large_uint_imm"):
             return call
+        if name == "tl.pow_of_int":
+            return self._power(call)
+        if name == "tirx.reinterpret":
+            return self._reinterpret(call)
         if name == "tl.clamp":
             value, low, high = call.args
             return self(tirx.Min(tirx.Max(value, low), high))
@@ -173,6 +191,19 @@ class LegalExpr:
         args = [self(arg) for arg in call.args if arg.dtype == dtype]
         result = _extern("bool" if call.dtype == "bool" else compute_dtype(dtype), function, *args)
         return result if FLOAT_FUNCTIONS[name] in EXACT else _rounded(result, dtype)
+
+    def _power(self, call: tirx.Call) -> tirx.PrimExpr:
+        base, dtype = self(call.args[0]), call.dtype
+        base = tirx.Cast("int32", base) if dtype in _SMALL_INT else base
+        power = _extern(base.dtype, f"mt_power_{base.dtype}", base, const(int(call.args[1]), "int32"))
+        return tirx.Cast(dtype, power) if dtype in _SMALL_INT else _rounded(power, dtype)
+
+    def _reinterpret(self, call: tirx.Call) -> tirx.PrimExpr:
+        value, dtype = call.args[0], call.dtype
+        bits, source = self.stored(value, value.dtype), storage_dtype(value.dtype)
+        if source != storage_dtype(dtype):
+            bits = _extern(storage_dtype(dtype), f"mt_bits_{source}_{storage_dtype(dtype)}", bits)
+        return self._from_storage(bits, dtype)
 
     def _bitwise(self, call: tirx.Call) -> tirx.PrimExpr:
         args = [self(arg) for arg in call.args]

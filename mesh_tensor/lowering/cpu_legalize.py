@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tvm import ir, tirx
 
 from ..errors import refuse
-from .cpu_dtypes import LegalExpr, pointer_type, storage_dtype
+from .cpu_dtypes import LegalExpr, c_name, pointer_type, storage_dtype
 from .cpu_exprs import const, seq
 
 _STACK_BYTES = 1 << 10
@@ -22,7 +22,7 @@ _STACK_BYTES = 1 << 10
 
 @dataclass(frozen=True)
 class Workspace:
-    """A buffer of the kernel's own that is too large for the stack: it becomes a parameter."""
+    """A buffer of the kernel's own that is too large for the stack, or shared by all programs: it becomes a parameter."""
 
     name: str
     dtype: str
@@ -69,10 +69,11 @@ class _Legalize:
         params: list[tirx.Var] = []
         for param in func.params:
             buffer = func.buffer_map.get(param)
-            params.append(param if buffer is None else self._pointer(buffer.data, buffer.dtype))
+            params.append(self._expr.fresh(param) if buffer is None else self._pointer(buffer.data, buffer.dtype))
         sizes = tuple(v for v in _size_variables(func) if v not in set(func.params))
+        size_params = [self._expr.fresh(size) for size in sizes]
         body = self._body(func.body)
-        all_params = [*params, *sizes, *(var for var, _ in self._workspaces)]
+        all_params = [*params, *size_params, *(var for var, _ in self._workspaces)]
         flat = tirx.PrimFunc(all_params, body, ir.PrimType("void"), {}, None).with_attr({"global_symbol": symbol})
         workspaces = tuple(workspace for _, workspace in self._workspaces)
         return CKernel(flat, tuple(func.params), sizes, workspaces, tuple(sorted(self._expr.gemms)))
@@ -112,7 +113,7 @@ class _Legalize:
                 )
             size *= int(extent)
         dtype = storage_dtype(buffer.dtype)
-        if size * tirx_bytes(dtype) <= _STACK_BYTES:
+        if size * bytes_of(dtype) <= _STACK_BYTES and buffer.scope() != "global":
             return tirx.AllocBuffer(
                 tirx.decl_buffer([size], dtype, buffer.name, self._pointer(buffer.data, buffer.dtype))
             )
@@ -124,7 +125,7 @@ class _Legalize:
 
     def _pointer(self, data: tirx.Var, dtype: str) -> tirx.Var:
         if data not in self._pointers:
-            self._pointers[data] = tirx.Var(data.name, pointer_type(dtype))
+            self._pointers[data] = tirx.Var(c_name(data.name), pointer_type(dtype))
         return self._pointers[data]
 
     def _flat(self, buffer: tirx.Buffer, indices: list[tirx.PrimExpr]) -> tuple[tirx.Buffer, tirx.PrimExpr]:
@@ -154,7 +155,7 @@ class _Legalize:
         return legal if legal.dtype == "int64" else tirx.Cast("int64", legal)
 
 
-def tirx_bytes(dtype: str) -> int:
+def bytes_of(dtype: str) -> int:
     """The size of one element of a storage dtype."""
     return max(8, int("".join(c for c in dtype if c.isdigit()))) // 8
 

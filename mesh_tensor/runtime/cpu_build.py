@@ -20,7 +20,7 @@ from tvm.target import Target
 
 from ..errors import refuse
 from ..lowering.cpu_dtypes import compute_dtype, storage_dtype
-from ..lowering.cpu_legalize import CKernel, legalize_for_c
+from ..lowering.cpu_legalize import CKernel, bytes_of, legalize_for_c
 from ..lowering.retarget_cpu import retarget_for_cpu
 
 ENTRY = "mesh_tensor_kernel"
@@ -48,7 +48,15 @@ def c_source(func: tirx.PrimFunc) -> str:
     was no memory for its blocks."""
     kernel = legalize_for_c(retarget_for_cpu(func), _BODY)
     generate = tvm_ffi.get_global_func("target.build.tilelang_c")
-    text = generate(ir.IRModule({_BODY: kernel.func}), Target("c")).inspect_source()
+    try:
+        text = generate(ir.IRModule({_BODY: kernel.func}), Target("c")).inspect_source()
+    except Exception as error:
+        refuse(
+            "TileLang's C code generator rejects a kernel",
+            where=f"kernel '{func.attrs['global_symbol']}', target 'c'",
+            why=str(error).strip().splitlines()[-1],
+            fix='report it as a bug of mesh_tensor; target="interpret" runs the kernel without a compiler',
+        )
     text = re.sub(r"#include <tl_templates/cpp/common.h>", _prelude(kernel), text)
     # Blocks never overlap anything else; TileLang's generator has no word for that.
     text = re.sub(r"\* (mt_block\d+_\w+)(?=[,)])", r"* __restrict__ \1", text)
@@ -56,7 +64,15 @@ def c_source(func: tirx.PrimFunc) -> str:
 
 
 def library_for(func: tirx.PrimFunc) -> ctypes.CDLL:
-    """The compiled library of `func`, from the cache on disk if it is there."""
+    """The compiled library of `func`, from the cache on disk if it is there (and TileLang's cache is not disabled)."""
+    func = tirx.PrimFunc(func.params, func.body, func.ret_type, func.buffer_map).with_attr(
+        {"global_symbol": func.attrs["global_symbol"]}
+    )
+    if not tilelang.env.is_cache_enabled():
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "kernel.so")
+            _compile(c_source(func), path)
+            return ctypes.CDLL(str(path))
     path = library_path(func)
     if not path.exists():
         _compile(c_source(func), path)
@@ -91,7 +107,7 @@ def _entry(kernel: CKernel) -> str:
     for workspace in kernel.workspaces:
         c_type = _c_type(workspace.dtype)
         casts.append(f"({c_type}*)(memory + {offset})")
-        offset += -(-workspace.size * ctypes.sizeof(getattr(ctypes, f"c_{_ctypes_name(workspace.dtype)}")) // 64) * 64
+        offset += -(-workspace.size * bytes_of(workspace.dtype) // 64) * 64
     call = f"{_BODY}({', '.join(names + casts)});"
     if casts:
         call = (
@@ -107,10 +123,6 @@ def _pointer(kernel: CKernel, index: int) -> str:
 
 def _c_type(dtype: str) -> str:
     return _C_TYPES.get(dtype, f"{dtype}_t")
-
-
-def _ctypes_name(dtype: str) -> str:
-    return {"float32": "float", "float64": "double"}.get(dtype, dtype)
 
 
 def _compile(source: str, path: Path) -> None:

@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+import tilelang
 import tilelang.language as T
 import torch
 
@@ -303,3 +304,54 @@ def test_many_threads_compile_the_same_kernel_at_once(tmp_path, monkeypatch):
         thread.join()
     assert results == [True] * 4
     assert [path.suffix for path in tmp_path.iterdir()] == [".so"]
+
+
+def test_without_a_cache_nothing_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu_build, "_cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(tilelang.env, "is_cache_enabled", lambda: False)
+    x, y = torch.randn(5, 7), torch.empty(5, 7)
+    compile_for_cpu(dynamic_scale(9.0))(x, y)
+    assert torch.equal(y, x * 9.0)
+    assert not list(tmp_path.iterdir())
+
+
+def keywords(N):
+    """Names that mean something in C++ or in the C library."""
+
+    @T.prim_func
+    def keyword_kernel(new: T.Tensor((N,)), free: T.Tensor((N,)), this: T.int32):
+        with T.Kernel(1, threads=32):
+            static = T.alloc_shared((N,), "float32")
+            T.copy(new, static)
+            for auto in T.Parallel(N):
+                double = static[auto] + 1.0
+                free[auto] = double * T.cast(this, "float32")
+
+    return keyword_kernel
+
+
+def test_names_that_mean_something_in_c():
+    x, y = torch.randn(400), torch.empty(400)
+    compile_for_cpu(keywords(400))(x, y, 2)
+    assert torch.equal(y, (x + 1) * 2)
+
+
+def shared_by_programs(N):
+    """Programs that leave something behind for those after them, in memory of the kernel's own."""
+
+    @T.prim_func
+    def shared_kernel(X: T.Tensor((N,)), Y: T.Tensor((N,))):
+        with T.Kernel(1, threads=32):
+            kept = T.alloc_global((4,), "float32")
+            T.clear(kept)
+            for i in T.serial(N):
+                kept[i % 4] = kept[i % 4] + X[i]
+                Y[i] = kept[i % 4]
+
+    return shared_kernel
+
+
+def test_global_memory_of_the_kernels_own():
+    x, y = torch.randn(40), torch.empty(40)
+    compile_for_cpu(shared_by_programs(40))(x, y)
+    torch.testing.assert_close(y, x.reshape(10, 4).cumsum(0).flatten())

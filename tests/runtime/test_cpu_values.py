@@ -83,6 +83,7 @@ MATH = {
     "atan": (T.atan, torch.atan),
     "asinh": (T.asinh, torch.asinh),
     "acosh": (lambda x: T.acosh(T.max(x, 1)), lambda x: torch.acosh(x.clamp(min=1))),
+    "cube": (lambda x: T.pow(x, 3), lambda x: x**3),
     "fast exp": (T.__exp, torch.exp),
 }
 
@@ -156,6 +157,8 @@ INTEGER = {
     "not": (lambda a, b: ~a, lambda a, b: ~a),
     "shift left": (lambda a, b: a << 2, lambda a, b: a << 2),
     "shift right": (lambda a, b: a >> 2, lambda a, b: a >> 2),
+    "abs": (lambda a, b: T.abs(a), lambda a, b: a.abs()),
+    "square": (lambda a, b: T.pow(a, 2), lambda a, b: a * a),
     "compare": (lambda a, b: T.if_then_else(a + b > a, a, b), lambda a, b: torch.where(a + b > a, a, b)),
 }
 
@@ -261,3 +264,12 @@ def test_bools_are_bytes():
     assert torch.equal(same, a == b)
     x = values("float32")
     assert torch.equal(run(lambda p: T.And(p > 0, p < 2), [x], "bool"), (x > 0) & (x < 2))
+
+
+@pytest.mark.parametrize(("source", "target"), [("float32", "int32"), ("int64", "float64"), ("bfloat16", "uint16")])
+def test_bits_are_reinterpreted(source, target):
+    x = values(source)
+    if source == "int64":
+        x = x * 2**20
+    actual = run(lambda a: T.reinterpret(a, target), [x], target)
+    assert torch.equal(actual.view(torch.uint8), x.view(torch_dtype(target)).view(torch.uint8))

@@ -72,6 +72,14 @@ MT_INLINE float mt_narrow_float64(double value) {
   return mt_bits<float>(truncated | 1u);
 }
 
+#define MT_REINTERPRET(type_a, a, type_b, b)                                                        \
+  MT_INLINE type_b mt_bits_##a##_##b(type_a value) { return mt_bits<type_b>(value); }                \
+  MT_INLINE type_a mt_bits_##b##_##a(type_b value) { return mt_bits<type_a>(value); }
+MT_REINTERPRET(float, float32, int32_t, int32) MT_REINTERPRET(float, float32, uint32_t, uint32)
+MT_REINTERPRET(double, float64, int64_t, int64) MT_REINTERPRET(double, float64, uint64_t, uint64)
+MT_REINTERPRET(int8_t, int8, uint8_t, uint8) MT_REINTERPRET(int16_t, int16, uint16_t, uint16)
+MT_REINTERPRET(int32_t, int32, uint32_t, uint32) MT_REINTERPRET(int64_t, int64, uint64_t, uint64)
+
 MT_INLINE float mt_const_float32(int32_t bits) { return mt_bits<float>(bits); }
 MT_INLINE double mt_const_float64(int64_t bits) { return mt_bits<double>(bits); }
 
@@ -107,6 +115,19 @@ MT_INT(int64_t, int64)
   MT_INLINE type mt_floormod_##name(type a, type b) { return mt_mod_##name(a, b); }
 MT_UINT(uint32_t, uint32)
 MT_UINT(uint64_t, uint64)
+
+#define MT_POWER(type, name, inverse)                                                                        \
+  MT_INLINE type mt_power_##name(type x, int32_t exponent) {                                         \
+    type power = 1;                                                                                  \
+    for (int32_t i = 0; i < (exponent < 0 ? -exponent : exponent); ++i) power *= x;                  \
+    return exponent < 0 ? inverse : power;                                                           \
+  }
+MT_POWER(float, float32, 1.0f / power)
+MT_POWER(double, float64, 1.0 / power)
+MT_POWER(int32_t, int32, mt_div_int32(1, power))
+MT_POWER(int64_t, int64, mt_div_int64(1, power))
+MT_POWER(uint32_t, uint32, mt_div_uint32(1, power))
+MT_POWER(uint64_t, uint64, mt_div_uint64(1, power))
 
 }  // extern "C"
 
