@@ -41,8 +41,8 @@ def compile(
             `tilelang_out_idx` attribute, if it has one, else by what the kernel writes.
         strict: refuse what needs replication or another layout than annotated, instead of moving data.
         poison: with target `interpret`, padding and uninitialised memory hold NaN or extreme integers.
-        view: `global` for a kernel over whole tensors, `local` for one that sizes its loops with `get_tile_shape`, `auto` to
-            see it from the loops.
+        view: `global` for a kernel over whole tensors, `local` for one that sizes its loops with `get_tile_shape`,
+            `auto` to see it from the loops.
 
     Returns:
         The kernel. It is lowered and compiled here; a kernel with symbolic dims is at its first call with new sizes.

@@ -13,6 +13,7 @@ import torch
 from ..errors import listing, refuse
 from ..program import CollectiveStep, Value
 from ..sharding import Partial, Placement, Replicate, Shard, Sharding
+from .elementwise import clone
 from .mesh_tensor import MeshTensor, of_tiles
 from .placement import layout_of
 
@@ -62,7 +63,7 @@ def broadcast(tensor: MeshTensor, axes: Axes, root: int | Mapping[str, int] = 0)
         refuse(f"root {root} is not in a group of {size} devices", where=f"broadcast over {listing(wanted)} of {mesh}")
     tiles = list(tensor.tiles())
     for group in mesh.groups(wanted):
-        copy = tiles[group[root]].clone()
+        copy = clone(tiles[group[root]])
         for rank in group:
             tiles[rank] = copy
     return of_tiles(tiles, layout_of(tensor.shape, tensor.dtype, tensor.sharding))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from ..errors import listing, refuse
+from .elementwise import elementwise
 
 Combine = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
 
@@ -32,15 +34,16 @@ def combiner(op: str, dtype: torch.dtype) -> Combine:
         refuse(f"{op!r} has no meaning for {dtype}", fix="reduce integers with bitwise ops")
     apply = _OPS[op]
     if dtype.is_floating_point and dtype.itemsize == 1:
-        return lambda out, sources: _widened(apply, torch.float32, out, sources)
+        return lambda out, sources: elementwise(partial(_widened, apply), out, *sources)
     if dtype.is_floating_point and dtype.itemsize == 2 and op in _ROUNDING:
-        return lambda out, sources: _half(apply, out, sources)
+        return lambda out, sources: elementwise(partial(_half, apply), out, *sources)
     if dtype in _SIGNED:
-        return _unsigned(op, apply, dtype)
-    return lambda out, sources: _fold(apply, out, sources)
+        unsigned = _unsigned(op, apply, dtype)
+        return lambda out, sources: elementwise(unsigned, out, *sources)
+    return lambda out, sources: elementwise(partial(_fold, apply), out, *sources)
 
 
-def _fold(apply: Callable[..., torch.Tensor], out: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+def _fold(apply: Callable[..., torch.Tensor], out: torch.Tensor, *sources: torch.Tensor) -> None:
     if len(sources) == 1:
         if out is not sources[0]:
             out.copy_(sources[0])
@@ -50,32 +53,30 @@ def _fold(apply: Callable[..., torch.Tensor], out: torch.Tensor, sources: Sequen
         apply(out, source, out=out)
 
 
-def _half(apply: Callable[..., torch.Tensor], out: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+def _half(apply: Callable[..., torch.Tensor], out: torch.Tensor, *sources: torch.Tensor) -> None:
     if len(sources) <= 2:  # torch computes one operation on halves in float32
-        _fold(apply, out, sources)
+        _fold(apply, out, *sources)
     else:
-        _widened(apply, torch.float32, out, sources)
+        _widened(apply, out, *sources)
 
 
-def _widened(
-    apply: Callable[..., torch.Tensor], dtype: torch.dtype, out: torch.Tensor, sources: Sequence[torch.Tensor]
-) -> None:
-    total = sources[0].to(dtype)
+def _widened(apply: Callable[..., torch.Tensor], out: torch.Tensor, *sources: torch.Tensor) -> None:
+    total = sources[0].to(torch.float32)
     for source in sources[1:]:
-        apply(total, source.to(dtype), out=total)
+        apply(total, source.to(torch.float32), out=total)
     out.copy_(total)
 
 
-def _unsigned(op: str, apply: Callable[..., torch.Tensor], dtype: torch.dtype) -> Combine:
+def _unsigned(op: str, apply: Callable[..., torch.Tensor], dtype: torch.dtype) -> Callable[..., None]:
     """Torch computes little on unsigned integers: go by their signed bit patterns, in an order-preserving form."""
     signed = _SIGNED[dtype]
     if op not in ("max", "min"):
-        return lambda out, sources: _fold(apply, out.view(signed), [source.view(signed) for source in sources])
+        return lambda out, *sources: _fold(apply, out.view(signed), *(source.view(signed) for source in sources))
     flip = torch.iinfo(signed).min
 
-    def combine(out: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+    def combine(out: torch.Tensor, *sources: torch.Tensor) -> None:
         ordered = [source.view(signed) ^ flip for source in sources]
-        _fold(apply, ordered[0], ordered)
+        _fold(apply, ordered[0], *ordered)
         out.view(signed).copy_(ordered[0] ^ flip)
 
     return combine

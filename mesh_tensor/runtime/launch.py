@@ -10,6 +10,7 @@ import torch
 from ..program import Parameter, Program
 from .backend import Memory
 from .dtypes import torch_dtype
+from .elementwise import clone, copy
 from .kernels import Target
 from .mesh_tensor import MeshTensor, distribute, of_tiles
 from .placement import Layout, Tiles
@@ -91,7 +92,7 @@ class Launch:
         if isinstance(tensor, MeshTensor):
             tiles = list(tensor.redistribute(port.input.sharding).tiles())
             if port.overwritten and not (port.in_place and apart and _all_differ(tiles)):
-                return [tile.clone() for tile in tiles]
+                return [clone(tile) for tile in tiles]
             return tiles
         borrow = not port.overwritten or (port.in_place and direct)
         return port.input.spread(tensor, borrow=borrow, share=not port.overwritten, poison=self._poison)
@@ -122,7 +123,7 @@ def _leave(port: _Port, tiles: Tiles, target: AnyTensor | None, as_mesh_tensors:
         made = of_tiles(tiles, port.output).redistribute(target.sharding)
         for tile, result in zip(target.tiles(), made.tiles(), strict=True):
             if tile is not result:
-                tile.copy_(result)
+                copy(tile, result)
         return target
     if target is not None:
         port.output.collect(tiles, target)

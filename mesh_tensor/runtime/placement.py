@@ -16,6 +16,7 @@ from ..errors import refuse
 from ..sharding import Sharding
 from .combine import combiner
 from .dtypes import neutral, poison_value
+from .elementwise import copy, fill
 
 Tiles = list[torch.Tensor]
 _ALIGNMENT = 64  # bytes: kernels may load whole vectors from where a tile starts
@@ -108,7 +109,7 @@ class Layout:
         for rank, tile in enumerate(self._tiles):
             view = self._view(tensor, tile) if borrow and tile.owner == rank else None
             if view is not None and poison:
-                view.fill_(poison_value(self.dtype))
+                fill(view, poison_value(self.dtype))
             tiles.append(self._new(tensor.device, poison) if view is None else view)
         return tiles
 
@@ -126,7 +127,7 @@ class Layout:
                 parts = [tiles[other][tile.valid] for other in self._contributors[rank]]
                 combiner(self._op, self.dtype)(target, parts)
             elif not (tile.start is not None and tiles[rank].data_ptr() == target.data_ptr()):
-                target.copy_(tiles[rank][tile.valid])
+                copy(target, tiles[rank][tile.valid])
 
     def valid_part(self, tiles: Tiles, rank: int) -> torch.Tensor:
         """The part of the tile of `rank` that holds elements of the tensor, as a view."""
@@ -143,16 +144,16 @@ class Layout:
     def _cut(self, tensor: torch.Tensor, tile: _Tile, poison: bool) -> torch.Tensor:
         new = torch.empty(self.tile_shape, dtype=self.dtype, device=tensor.device)
         if tile.blank:
-            return new.fill_(neutral(self.dtype, str(self._op)))
+            return fill(new, neutral(self.dtype, str(self._op)))
         if not tile.full:
-            new.fill_(poison_value(self.dtype) if poison else 0)
+            fill(new, poison_value(self.dtype) if poison else 0)
         if all(self.shape) and (tile.box or not self.shape):
-            new[tile.valid].copy_(tensor[tile.box])
+            copy(new[tile.valid], tensor[tile.box])
         return new
 
     def _new(self, device: torch.device, poison: bool) -> torch.Tensor:
         new = torch.empty(self.tile_shape, dtype=self.dtype, device=device)
-        return new.fill_(poison_value(self.dtype)) if poison else new
+        return fill(new, poison_value(self.dtype)) if poison else new
 
     def _check_reducible(self) -> None:
         if self._mixed:

@@ -18,6 +18,7 @@ from ..errors import refuse
 from ..sharding import Partial, Shard, Sharding
 from .combine import combiner
 from .dtypes import neutral
+from .elementwise import copy, fill
 
 Region = tuple[slice, ...]
 Tiles = list[torch.Tensor]
@@ -61,14 +62,14 @@ class Reshard:
             leader, followers = delivery.ranks[0], delivery.ranks[1:]
             out = dst[leader]
             if delivery.blank:
-                out.fill_(self._blank)
+                fill(out, self._blank)
             for piece in delivery.pieces:
                 self._combine(_part(out, piece.region), [_part(src[rank], region) for rank, region in piece.sources])
             for rank in followers:
                 if share:
                     dst[rank] = out
                 else:
-                    dst[rank].copy_(out)
+                    copy(dst[rank], out)
 
 
 @lru_cache(maxsize=256)

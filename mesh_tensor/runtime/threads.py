@@ -8,6 +8,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+import torch
+
 Work = Callable[[int], None]
 
 
@@ -67,13 +69,19 @@ class DeviceThreads:
 
     def _start(self, helpers: int) -> None:
         with self._lock:
+            torch_threads, ready = torch.get_num_threads(), threading.Semaphore(0)
             while self._helpers < helpers:
                 name = f"mesh_tensor-{self._helpers}"
-                threading.Thread(target=_serve, args=(self._jobs,), name=name, daemon=True).start()
+                threading.Thread(target=_serve, args=(self._jobs, ready), name=name, daemon=True).start()
+                ready.acquire()
                 self._helpers += 1
+            torch.set_num_threads(torch_threads)
 
 
-def _serve(jobs: queue.SimpleQueue[_Job]) -> None:
+def _serve(jobs: queue.SimpleQueue[_Job], ready: threading.Semaphore) -> None:
+    torch.get_num_threads()  # else the first operation would undo what follows
+    torch.set_num_threads(1)  # of this thread; and of threads to come, which the caller undoes
+    ready.release()
     while True:
         jobs.get().help()
 

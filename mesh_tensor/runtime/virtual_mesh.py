@@ -14,6 +14,7 @@ from ..program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, 
 from .backend import Action, Memory, walk
 from .collectives import check_step
 from .dtypes import torch_dtype
+from .elementwise import clone
 from .kernels import Target
 from .placement import layout_of
 from .reshard import reshard_of
@@ -78,7 +79,7 @@ class VirtualMesh:
 
         def through_copies(memory: Memory) -> None:
             tiles = memory.held[source]
-            reshard([tile.clone() for tile in tiles], tiles, share=share)
+            reshard([clone(tile) for tile in tiles], tiles, share=share)
 
         return through_copies
 

@@ -1,0 +1,66 @@
+"""Work on whole tensors, element by element, without getting in the way of the devices' threads.
+
+Torch's own threads keep spinning for a while after an operation, on the cores that the devices' kernels need next. So
+torch works with one thread at a time here, and large tensors are split over the devices' threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from .threads import device_threads
+
+_ALONE = 32768  # elements: with fewer, torch never starts threads
+_CHUNK = 1 << 20  # elements per thread: with fewer, handing work to another thread costs more than it saves
+
+
+def elementwise(work: Callable[..., object], *tensors: torch.Tensor) -> None:
+    """`work(*tensors)`, in parts: the tensors have one shape, and `work` treats every position by itself."""
+    size = tensors[0].numel()
+    if size < _ALONE or tensors[0].device.type != "cpu":
+        work(*tensors)
+        return
+    with _one_torch_thread():
+        if size < 2 * _CHUNK:
+            work(*tensors)
+            return
+        dim = next(dim for dim, extent in enumerate(tensors[0].shape) if extent > 1)
+        extent = -(-tensors[0].shape[dim] * _CHUNK // size)
+        parts = list(zip(*(tensor.split(extent, dim) for tensor in tensors), strict=True))
+        device_threads().run(lambda index: _do(work, parts[index]), len(parts))
+
+
+def copy(out: torch.Tensor, source: torch.Tensor) -> None:
+    """`out[...] = source`."""
+    elementwise(torch.Tensor.copy_, out, source)
+
+
+def fill(out: torch.Tensor, value: float | int) -> torch.Tensor:
+    """`out[...] = value`; gives back `out`."""
+    elementwise(partial(torch.Tensor.fill_, value=value), out)
+    return out
+
+
+def clone(source: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy."""
+    out = torch.empty(source.shape, dtype=source.dtype, device=source.device)
+    copy(out, source)
+    return out
+
+
+def _do(work: Callable[..., object], tensors: tuple[torch.Tensor, ...]) -> None:
+    work(*tensors)
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
