@@ -1,4 +1,4 @@
-"""Clauses 1 and 3: a split reduction is completed before anything that needs the whole value, in the accumulator's dtype."""
+"""Clauses 1 and 3: a split reduction is completed before its first use that needs it whole, in its own dtype."""
 
 import pytest
 import tilelang.language as T
