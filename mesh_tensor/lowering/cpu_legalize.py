@@ -22,7 +22,7 @@ _STACK_BYTES = 1 << 10
 
 @dataclass(frozen=True)
 class Workspace:
-    """A buffer of the kernel's own that is too large for the stack, or shared by all programs: it becomes a parameter."""
+    """A buffer of the kernel's own that is large, or shared by all programs: it becomes a parameter."""
 
     name: str
     dtype: str

@@ -72,8 +72,8 @@ MT_INLINE float mt_narrow_float64(double value) {
   return mt_bits<float>(truncated | 1u);
 }
 
-#define MT_REINTERPRET(type_a, a, type_b, b)                                                        \
-  MT_INLINE type_b mt_bits_##a##_##b(type_a value) { return mt_bits<type_b>(value); }                \
+#define MT_REINTERPRET(type_a, a, type_b, b) \
+  MT_INLINE type_b mt_bits_##a##_##b(type_a value) { return mt_bits<type_b>(value); } \
   MT_INLINE type_a mt_bits_##b##_##a(type_b value) { return mt_bits<type_a>(value); }
 MT_REINTERPRET(float, float32, int32_t, int32) MT_REINTERPRET(float, float32, uint32_t, uint32)
 MT_REINTERPRET(double, float64, int64_t, int64) MT_REINTERPRET(double, float64, uint64_t, uint64)
@@ -84,43 +84,43 @@ MT_INLINE float mt_const_float32(int32_t bits) { return mt_bits<float>(bits); }
 MT_INLINE double mt_const_float64(int64_t bits) { return mt_bits<double>(bits); }
 
 // NaN on either side gives NaN, as in torch.
-#define MT_EXTREMES(type, name)                                                                     \
-  MT_INLINE type mt_max_##name(type a, type b) { return a > b || a != a ? a : b; }                   \
+#define MT_EXTREMES(type, name) \
+  MT_INLINE type mt_max_##name(type a, type b) { return a > b || a != a ? a : b; } \
   MT_INLINE type mt_min_##name(type a, type b) { return a < b || a != a ? a : b; }
 MT_EXTREMES(float, float32)
 MT_EXTREMES(double, float64)
 
-#define MT_INT(type, name)                                                                          \
-  MT_INLINE type mt_max_##name(type a, type b) { return a > b ? a : b; }                             \
-  MT_INLINE type mt_min_##name(type a, type b) { return a < b ? a : b; }                             \
+#define MT_INT(type, name) \
+  MT_INLINE type mt_max_##name(type a, type b) { return a > b ? a : b; } \
+  MT_INLINE type mt_min_##name(type a, type b) { return a < b ? a : b; } \
   MT_INLINE type mt_div_##name(type a, type b) { return b == 0 ? 0 : b == (type)-1 ? 0 - a : a / b; } \
-  MT_INLINE type mt_mod_##name(type a, type b) { return b == 0 || b == (type)-1 ? 0 : a % b; }        \
-  MT_INLINE type mt_floordiv_##name(type a, type b) {                                                \
-    type quotient = mt_div_##name(a, b), rest = mt_mod_##name(a, b);                                 \
-    return rest != 0 && ((rest < 0) != (b < 0)) ? quotient - 1 : quotient;                           \
-  }                                                                                                 \
-  MT_INLINE type mt_floormod_##name(type a, type b) {                                                \
-    type rest = mt_mod_##name(a, b);                                                                 \
-    return rest != 0 && ((rest < 0) != (b < 0)) ? rest + b : rest;                                   \
+  MT_INLINE type mt_mod_##name(type a, type b) { return b == 0 || b == (type)-1 ? 0 : a % b; } \
+  MT_INLINE type mt_floordiv_##name(type a, type b) { \
+    type quotient = mt_div_##name(a, b), rest = mt_mod_##name(a, b); \
+    return rest != 0 && ((rest < 0) != (b < 0)) ? quotient - 1 : quotient; \
+  } \
+  MT_INLINE type mt_floormod_##name(type a, type b) { \
+    type rest = mt_mod_##name(a, b); \
+    return rest != 0 && ((rest < 0) != (b < 0)) ? rest + b : rest; \
   }
 MT_INT(int32_t, int32)
 MT_INT(int64_t, int64)
 
-#define MT_UINT(type, name)                                                                         \
-  MT_INLINE type mt_max_##name(type a, type b) { return a > b ? a : b; }                             \
-  MT_INLINE type mt_min_##name(type a, type b) { return a < b ? a : b; }                             \
-  MT_INLINE type mt_div_##name(type a, type b) { return b == 0 ? 0 : a / b; }                        \
-  MT_INLINE type mt_mod_##name(type a, type b) { return b == 0 ? 0 : a % b; }                        \
-  MT_INLINE type mt_floordiv_##name(type a, type b) { return mt_div_##name(a, b); }                  \
+#define MT_UINT(type, name) \
+  MT_INLINE type mt_max_##name(type a, type b) { return a > b ? a : b; } \
+  MT_INLINE type mt_min_##name(type a, type b) { return a < b ? a : b; } \
+  MT_INLINE type mt_div_##name(type a, type b) { return b == 0 ? 0 : a / b; } \
+  MT_INLINE type mt_mod_##name(type a, type b) { return b == 0 ? 0 : a % b; } \
+  MT_INLINE type mt_floordiv_##name(type a, type b) { return mt_div_##name(a, b); } \
   MT_INLINE type mt_floormod_##name(type a, type b) { return mt_mod_##name(a, b); }
 MT_UINT(uint32_t, uint32)
 MT_UINT(uint64_t, uint64)
 
-#define MT_POWER(type, name, inverse)                                                                        \
-  MT_INLINE type mt_power_##name(type x, int32_t exponent) {                                         \
-    type power = 1;                                                                                  \
-    for (int32_t i = 0; i < (exponent < 0 ? -exponent : exponent); ++i) power *= x;                  \
-    return exponent < 0 ? inverse : power;                                                           \
+#define MT_POWER(type, name, inverse) \
+  MT_INLINE type mt_power_##name(type x, int32_t exponent) { \
+    type power = 1; \
+    for (int32_t i = 0; i < (exponent < 0 ? -exponent : exponent); ++i) power *= x; \
+    return exponent < 0 ? inverse : power; \
   }
 MT_POWER(float, float32, 1.0f / power)
 MT_POWER(double, float64, 1.0 / power)

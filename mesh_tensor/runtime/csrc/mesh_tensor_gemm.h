@@ -1,7 +1,7 @@
 // c[i, j] += sum over k of a[i, k] * b[k, j] over a block, for any strides and dtypes. Sums are kept in `Sum`.
 //
 // A tile of ROWS x WIDTH sums stays in registers. Panels of b are packed, so that they are read in order; a is read in
-// place, or converted a few rows at a time where it isn't of type `Sum`.
+// place, or converted a few rows at a time where it isn't of type `Sum`. A `C` of 16 bits is rounded once per DEPTH.
 #pragma once
 
 #if defined(__AVX512F__)
@@ -125,10 +125,10 @@ static void mt_gemm(const A *a, const B *b, C *c, int64_t m, int64_t n, int64_t 
 }
 
 // A function of that name for C: pointers as the generated code has them.
-#define MT_GEMM(name, A, B, C, Sum, StoredA, StoredB, StoredC)                                       \
-  extern "C" {                                                                                      \
+#define MT_GEMM(name, A, B, C, Sum, StoredA, StoredB, StoredC) \
+  extern "C" { \
   MT_INLINE void name(StoredA *a, StoredB *b, StoredC *c, int64_t m, int64_t n, int64_t k, int64_t a_m, int64_t a_k, \
-                      int64_t b_k, int64_t b_n, int64_t c_m, int64_t c_n, int32_t clear) {                           \
-    mt_gemm<A, B, C, Sum>((const A *)a, (const B *)b, (C *)c, m, n, k, a_m, a_k, b_k, b_n, c_m, c_n, clear);         \
-  }                                                                                                 \
+                      int64_t b_k, int64_t b_n, int64_t c_m, int64_t c_n, int32_t clear) { \
+    mt_gemm<A, B, C, Sum>((const A *)a, (const B *)b, (C *)c, m, n, k, a_m, a_k, b_k, b_n, c_m, c_n, clear); \
+  } \
   }

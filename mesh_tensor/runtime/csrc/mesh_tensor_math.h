@@ -69,11 +69,11 @@ MT_INLINE float mt_erf_float32(float x) {
 }
 
 // The C library's.
-#define MT_MATH1(name)                                                                              \
-  MT_INLINE float mt_##name##_float32(float x) { return __builtin_##name##f(x); }                                \
+#define MT_MATH1(name) \
+  MT_INLINE float mt_##name##_float32(float x) { return __builtin_##name##f(x); } \
   MT_INLINE double mt_##name##_float64(double x) { return __builtin_##name(x); }
-#define MT_MATH2(name)                                                                              \
-  MT_INLINE float mt_##name##_float32(float x, float y) { return __builtin_##name##f(x, y); }                    \
+#define MT_MATH2(name) \
+  MT_INLINE float mt_##name##_float32(float x, float y) { return __builtin_##name##f(x, y); } \
   MT_INLINE double mt_##name##_float64(double x, double y) { return __builtin_##name(x, y); }
 #define MT_FLOAT64(name) MT_INLINE double mt_##name##_float64(double x) { return __builtin_##name(x); }
 MT_FLOAT64(erf) MT_FLOAT64(exp) MT_FLOAT64(exp2) MT_FLOAT64(tanh)
@@ -83,14 +83,14 @@ MT_MATH1(floor) MT_MATH1(log) MT_MATH1(log10) MT_MATH1(log1p) MT_MATH1(log2) MT_
 MT_MATH1(sin) MT_MATH1(sinh) MT_MATH1(sqrt) MT_MATH1(tan) MT_MATH1(trunc)
 MT_MATH2(atan2) MT_MATH2(copysign) MT_MATH2(fmod) MT_MATH2(hypot) MT_MATH2(nextafter) MT_MATH2(pow)
 
-#define MT_DERIVED(type, name, one, ten)                                                            \
-  MT_INLINE type mt_exp10_##name(type x) { return mt_pow_##name(ten, x); }                           \
-  MT_INLINE type mt_rsqrt_##name(type x) { return one / mt_sqrt_##name(x); }                         \
-  MT_INLINE type mt_rcp_##name(type x) { return one / x; }                                           \
-  MT_INLINE type mt_sigmoid_##name(type x) { return one / (one + mt_exp_##name(-x)); }               \
-  MT_INLINE type mt_floordiv_##name(type a, type b) { return mt_floor_##name(a / b); }               \
-  MT_INLINE bool mt_isnan_##name(type x) { return x != x; }                                          \
-  MT_INLINE bool mt_isinf_##name(type x) { return mt_fabs_##name(x) == (type)__builtin_inff(); }             \
+#define MT_DERIVED(type, name, one, ten) \
+  MT_INLINE type mt_exp10_##name(type x) { return mt_pow_##name(ten, x); } \
+  MT_INLINE type mt_rsqrt_##name(type x) { return one / mt_sqrt_##name(x); } \
+  MT_INLINE type mt_rcp_##name(type x) { return one / x; } \
+  MT_INLINE type mt_sigmoid_##name(type x) { return one / (one + mt_exp_##name(-x)); } \
+  MT_INLINE type mt_floordiv_##name(type a, type b) { return mt_floor_##name(a / b); } \
+  MT_INLINE bool mt_isnan_##name(type x) { return x != x; } \
+  MT_INLINE bool mt_isinf_##name(type x) { return mt_fabs_##name(x) == (type)__builtin_inff(); } \
   MT_INLINE bool mt_isfinite_##name(type x) { return mt_fabs_##name(x) < (type)__builtin_inff(); }
 MT_DERIVED(float, float32, 1.0f, 10.0f)
 MT_DERIVED(double, float64, 1.0, 10.0)
