@@ -41,8 +41,8 @@ class Value:
 
 @dataclass(frozen=True)
 class KernelStep:
-    """One device runs `func` on its tiles of `args`, then the kernel's own `scalars` (by name), then its coordinate on
-    each of `axes` (int32)."""
+    """One device runs `func`: its tensor parameters get the tiles of `args` in order, its scalar ones the kernel's own
+    `scalars` (by name) in order, and its last ones the device's coordinate on each of `axes` (int32)."""
 
     name: str
     func: tirx.PrimFunc

@@ -49,15 +49,14 @@ class VirtualMesh:
         if all(self.layouts[name].tile_bytes == 0 for name in step.writes):
             return None
         kernel = self._target.compile(step.func, self._poison)
-        storages = [self.program.values[name].storage for name in step.args]
+        order = self._argument_order(step)
         mesh = self.program.mesh
         places = [[mesh.coordinate(rank)[axis] for axis in step.axes] for rank in range(mesh.num_devices)]
 
         def of_device(memory: Memory) -> Callable[[int], None]:
             held = memory.held
-            columns = [held[storage] for storage in storages]
-            scalars = [memory.scalars[name] for name in step.scalars]
-            return lambda rank: kernel(*[tiles[rank] for tiles in columns], *scalars, *places[rank])
+            columns = [held[name] if is_tile else [memory.scalars[name]] * len(places) for is_tile, name in order]
+            return lambda rank: kernel(*[column[rank] for column in columns], *places[rank])
 
         if len(places) == 1 or not self._target.threaded:
             return lambda memory: _one_by_one(of_device(memory), len(places))
@@ -101,6 +100,14 @@ class VirtualMesh:
         self._position += 1
         storage = self._storage(step.value)
         return lambda memory: memory.drop(storage)
+
+    def _argument_order(self, step: KernelStep) -> list[tuple[bool, str]]:
+        """For every parameter of the step's kernel but the coordinates: (True, storage) or (False, scalar)."""
+        storages = iter([self.program.values[name].storage for name in step.args])
+        scalars = iter(step.scalars)
+        params = step.func.params[: len(step.func.params) - len(step.axes)]
+        tensors = [param in step.func.buffer_map for param in params]
+        return [(tensor, next(storages if tensor else scalars)) for tensor in tensors]
 
     def _storage(self, name: str) -> str:
         """The storage of that name, or of the value of that name."""

@@ -1,7 +1,5 @@
 """Programs on the virtual mesh: steps, storages, coordinates, scalars and the bytes that a device holds."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -170,14 +168,15 @@ def test_values_of_one_storage_have_one_tile_shape():
 
 
 def test_an_error_of_one_device_reaches_the_caller():
-    def fail_on_device_1(tile, out, x):
-        if x == 1:
+    def fail_on_device_1(tile, out, alpha, n, x, y):
+        if (x, y) == (0, 1):
             raise RuntimeError("device 1 failed")
         out.copy_(tile)
 
-    made = add_one_program(8, 4)
-    kernel = made.steps[1]
-    made = replace(made, steps=(made.steps[0], replace(kernel, axes=("x",))))
-    launch = Launch(made, Target("failing", "cpu", True, lambda func, poison: fail_on_device_1))
+    mesh = Mesh({"x": 2, "y": 2})
+    values = [value("A", (8,), mesh, {"x": 0, "y": 0}), value("B", (8,), mesh, {"x": 0, "y": 0})]
+    steps = [AllocStep("B"), step(local_axpy_kernel(2), ["A", "B"], ["B"], ["x", "y"], ["alpha", "n"])]
+    target = Target("failing", "cpu", True, lambda func, poison: fail_on_device_1)
+    launch = Launch(program(mesh, values, steps, ["A", ">B"]), target)
     with pytest.raises(RuntimeError, match="device 1 failed"):
-        launch({"A": torch.zeros(8), "B": None}, {})
+        launch({"A": torch.zeros(8), "B": None}, {"alpha": 1.0, "n": 1})
