@@ -70,7 +70,7 @@ class _Legalize:
         for param in func.params:
             buffer = func.buffer_map.get(param)
             params.append(self._expr.fresh(param) if buffer is None else self._pointer(buffer.data, buffer.dtype))
-        sizes = tuple(v for v in _size_variables(func) if v not in set(func.params))
+        sizes = size_variables(func)
         size_params = [self._expr.fresh(size) for size in sizes]
         body = self._body(func.body)
         all_params = [*params, *size_params, *(var for var, _ in self._workspaces)]
@@ -160,14 +160,12 @@ def bytes_of(dtype: str) -> int:
     return max(8, int("".join(c for c in dtype if c.isdigit()))) // 8
 
 
-def _size_variables(func: tirx.PrimFunc) -> list[tirx.Var]:
-    found: list[tirx.Var] = []
-    for buffer in func.buffer_map.values():
-        for size in [*buffer.shape, *buffer.strides]:
-            for var in tirx.analysis.undefined_vars(size) if not isinstance(size, tirx.Var) else [size]:
-                if var not in found:
-                    found.append(var)
-    return found
+def size_variables(func: tirx.PrimFunc) -> tuple[tirx.Var, ...]:
+    """The sizes and strides of parameters that are no parameters themselves, in the order of their first use."""
+    buffers = [func.buffer_map[param] for param in func.params if param in func.buffer_map]
+    exprs = [size for buffer in buffers for size in [*buffer.shape, *buffer.strides]]
+    found = dict.fromkeys(var for expr in exprs for var in tirx.analysis.undefined_vars(expr))
+    return tuple(var for var in found if var not in set(func.params))
 
 
 def _sequence(statements: list[tirx.Stmt | None]) -> tirx.Stmt | None:

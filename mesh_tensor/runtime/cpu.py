@@ -8,6 +8,7 @@ from collections.abc import Callable
 from tvm import tirx
 
 from ..errors import listing, refuse
+from ..lowering.cpu_legalize import size_variables
 from .cpu_build import ENTRY, library_for
 
 _SCALARS = {
@@ -60,7 +61,6 @@ def _argument(param: tirx.Var, is_tensor: bool) -> type:
 def _size_sources(func: tirx.PrimFunc) -> list[tuple[tirx.Var, Callable[[tuple], int]]]:
     """The sizes that are no parameters of their own, each with how to find it in the arguments."""
     found: dict[tirx.Var, Callable[[tuple], int]] = {}
-    needed: set[tirx.Var] = set()
     for position, param in enumerate(func.params):
         buffer = func.buffer_map.get(param)
         if buffer is None:
@@ -71,9 +71,8 @@ def _size_sources(func: tirx.PrimFunc) -> list[tuple[tirx.Var, Callable[[tuple],
         for dim, stride in enumerate(buffer.strides):
             if isinstance(stride, tirx.Var):
                 found.setdefault(stride, _stride_of(position, dim))
-        needed.update(v for size in [*buffer.shape, *buffer.strides] for v in tirx.analysis.undefined_vars(size))
-    scalars = {param for param in func.params if param not in func.buffer_map}
-    missing = sorted(var.name for var in needed if var not in found and var not in scalars)
+    sizes = size_variables(func)
+    missing = sorted(var.name for var in sizes if var not in found)
     if missing:
         refuse(
             f"the size {listing(missing)} is no dim by itself",
@@ -81,7 +80,7 @@ def _size_sources(func: tirx.PrimFunc) -> list[tuple[tirx.Var, Callable[[tuple],
             why="it can't be read from the shape of an argument",
             fix="give some parameter a dim of exactly that size, or pass it as a parameter of its own",
         )
-    return [(var, source) for var, source in found.items() if var not in scalars]
+    return [(var, found[var]) for var in sizes]
 
 
 def _shape_of(position: int, dim: int) -> Callable[[tuple], int]:

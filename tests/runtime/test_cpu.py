@@ -77,6 +77,24 @@ def test_one_compiled_kernel_for_every_size():
         assert torch.equal(y, x * 3.0)
 
 
+def halved():
+    n, m = T.dynamic("n"), T.dynamic("m")
+
+    @T.prim_func
+    def halved_kernel(X: T.Tensor((T.ceildiv(n, 2), m)), Y: T.Tensor((m,)), Z: T.Tensor((n,))):
+        with T.Kernel(1, threads=32):
+            for i, j in T.Parallel(T.ceildiv(n, 2), m):
+                X[i, j] = Z[2 * i] + Y[j]
+
+    return halved_kernel
+
+
+def test_sizes_that_are_computed_from_others():
+    x, y, z = torch.empty(6, 3), torch.randn(3), torch.randn(11)
+    compile_for_cpu(halved())(x, y, z)
+    assert torch.equal(x, z[::2, None] + y)
+
+
 def strided_copy():
     M, N = T.dynamic("m"), T.dynamic("n")
     s0, s1 = T.dynamic("s0"), T.dynamic("s1")
