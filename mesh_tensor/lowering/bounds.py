@@ -29,6 +29,8 @@ class _Walk:
                 self.stmt(child)
         elif isinstance(stmt, tirx.For):
             self.exprs(stmt.min, stmt.extent)
+            if self.analyzer.can_prove(stmt.extent <= 0):
+                return
             self.analyzer.bind(stmt.loop_var, ir.Range.from_min_extent(stmt.min, stmt.extent))
             self.stmt(stmt.body)
         elif isinstance(stmt, tirx.IfThenElse):

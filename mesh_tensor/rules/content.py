@@ -36,6 +36,8 @@ def needs_content(kernel: Kernel, coordinates: Coordinates, param: str) -> bool:
 def _covers(statement: Statement, kernel: Kernel, coordinates: Coordinates) -> bool:
     """Whether the store, over all its loops, reaches every element of its buffer whatever the data are."""
     write = statement.write
+    if any(kernel.analyzer.can_prove_equal(size, 0) for size in write.buffer.shape):
+        return True
     forms = [coordinates.of_access(write, dim) for dim in range(len(write.indices))]
     sizes = [kernel.analyzer.can_prove_equal(size, 1) for size in write.buffer.shape]
     if any(form is None and not one for form, one in zip(forms, sizes, strict=True)):

@@ -5,6 +5,7 @@ import tilelang.language as T
 import torch
 
 import mesh_tensor as mt
+from mesh_tensor.sharding import ceildiv
 
 from .kernels import matmul
 from .support import assert_right, extents, local_kernels, lowered, only_kernel, outline
@@ -57,11 +58,11 @@ LAYOUTS = [{"A": {"x": 0}, "B": {"x": 0}}, {"A": {"x": 0}, "B": {}}, {"A": {"x":
 def test_loops_that_walk_a_dim_shrink(devices, sizes):
     M, N, K = sizes
     rows = only_kernel(lowered(matmul(M, N, K), {"x": devices}, {"A": {"x": 0}, "C": {"x": 0}}))
-    tile = -(-M // devices)
-    assert extents(rows) == {"by": -(-tile // 16), "bx": -(-N // 16), "ko": -(-K // 16)}
+    tile = ceildiv(M, devices)
+    assert extents(rows) == {"by": ceildiv(tile, 16), "bx": ceildiv(N, 16), "ko": ceildiv(K, 16)}
     inner = local_kernels(lowered(matmul(M, N, K), {"x": devices}, {"A": {"x": 1}, "B": {"x": 0}}))[0]
-    assert extents(inner)["ko"] == -(-(-(-K // devices)) // 16)
-    assert extents(inner)["by"] == -(-M // 16)
+    assert extents(inner)["ko"] == ceildiv(ceildiv(K, devices), 16)
+    assert extents(inner)["by"] == ceildiv(M, 16)
 
 
 def test_the_next_loop_shrinks_where_a_tile_is_less_than_a_block():
