@@ -62,12 +62,12 @@ class Bounds:
         self, start: tirx.PrimExpr, extent: tirx.PrimExpr, size: tirx.PrimExpr
     ) -> tuple[tirx.PrimExpr, tirx.PrimExpr]:
         """The `i` in `begin <= i < end` are those of `0 ... extent - 1` for which `start + i` is inside `size`."""
-        zero = tirx.IntImm("int32", 0)
-        start, size = self.simplify(start), _as(size, start.dtype)
+        start = self.simplify(start)
+        zero, size, extent = tirx.IntImm(start.dtype, 0), _as(size, start.dtype), _as(extent, start.dtype)
         begin = zero if self.proves(start >= 0) else tirx.Max(zero, self.simplify(0 - start))
         inside = self.proves(start + extent <= size)
         end = extent if inside else tirx.Min(extent, self.simplify(size - start))
-        return begin, end
+        return _as(begin, "int32"), _as(end, "int32")
 
 
 def _as(expr: tirx.PrimExpr, dtype: str) -> tirx.PrimExpr:

@@ -95,6 +95,29 @@ def test_sizes_that_are_computed_from_others():
     assert torch.equal(x, z[::2, None] + y)
 
 
+def shifted():
+    """Sizes and positions of 64 bits."""
+    n = T.dynamic("n", "int64")
+
+    @T.prim_func
+    def shifted_kernel(X: T.Tensor((n, 8)), Y: T.Tensor((n, 8)), row: T.int64):
+        with T.Kernel(T.ceildiv(n, 16), threads=32) as bx:
+            x = T.alloc_shared((16, 8), "float32")
+            T.copy(X[row + bx * 16, 0], x)
+            for i, j in T.Parallel(16, 8):
+                if row + i < n:
+                    x[i, j] = x[i, j] + 1.0
+            T.copy(x, Y[bx * 16, 0])
+
+    return shifted_kernel
+
+
+def test_sizes_and_positions_of_64_bits():
+    x, y = torch.randn(37, 8), torch.empty(37, 8)
+    compile_for_cpu(shifted())(x, y, 5)
+    assert torch.equal(y, torch.cat([x[5:], torch.zeros(5, 8)]) + 1.0)
+
+
 def strided_copy():
     M, N = T.dynamic("m"), T.dynamic("n")
     s0, s1 = T.dynamic("s0"), T.dynamic("s1")
