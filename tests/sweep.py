@@ -1,7 +1,7 @@
 """Runs every kernel x sharding of its buffers x mesh x size on the interpreter, poisoned, and counts what comes out.
 
-`make sweep` runs it; SWEEP_ARGS are its arguments. It fails on one wrong result, and on one refusal of a kernel that
-may not be refused.
+`make sweep` runs it; SWEEP_ARGS are its arguments. Where there are more shardings than `--limit`, so many are drawn,
+the same ones every time. It fails on one wrong result, and on one refusal of a kernel that may not be refused.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mesh", action="append", type=mesh_shape, metavar="2x2", help="may be repeated")
     parser.add_argument("--size", type=int, help="which of the kernel's sizes (from 0); all by default")
     parser.add_argument("--index", action="append", type=int, help="run the sharding with this number only")
-    parser.add_argument("--limit", type=int, default=0, help="at most so many per kernel, mesh and size; 0: all")
+    parser.add_argument("--limit", type=int, default=100, help="at most so many per kernel, mesh, size; 0: all")
     parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count())
     return parser.parse_args(argv)
 
