@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from tvm import tirx
 
 from ..rules import tile_ops
+from ..rules.fused_loops import fuse
 from ..rules.linear import Linear, as_expr, vars_of
 from ..rules.reductions import Blocked
 from ..rules.sharding_rule import Analysis
@@ -48,7 +49,7 @@ class _Localizer:
         body = self._visit(root.body)
         block = block_like(root, body, [self.buffers.get(b, b) for b in root.alloc_buffers])
         block = _with_attrs(block, self.values)
-        new_body = replace_block(func.body, block, self.shrink.extents)
+        new_body = fuse(replace_block(func.body, block, self.shrink.extents))
         buffer_map = {p: self.buffers.get(b, b) for p, b in func.buffer_map.items()}
         axes = self.device.mentioned_in(new_body)
         params = [*func.params, *self._symbols(buffer_map), *axes.values()]

@@ -1,16 +1,24 @@
 """Bring a kernel into the form that analysis and rewriting expect.
 
-Index bindings are inlined; a `T.gemm` that clears its accumulator on a condition becomes a conditional fill and a plain gemm.
+Index bindings are inlined; a `T.gemm` that clears its accumulator on a condition becomes a conditional fill and a plain
+gemm; grid loops that walk two dims at once become two loops.
 """
 
 from __future__ import annotations
 
 from tvm import ir, tirx
 
+from .fused_loops import unfuse
+
 
 def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Inline `x = by * 64 + i` bindings that load nothing, so that every index is an expression of loop variables."""
+    """The same kernel, in which every index is an expression of loop variables."""
     func = func.with_body(tirx.stmt_functor.ir_transform(func.body, None, _split_clear, ["tirx.Evaluate"]))
+    return unfuse(_inline_bindings(func))
+
+
+def _inline_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Inline `x = by * 64 + i` bindings that load nothing."""
     bound: dict[tirx.Var, tirx.PrimExpr] = {}
 
     def collect(node: object) -> None:

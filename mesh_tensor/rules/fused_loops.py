@@ -1,0 +1,90 @@
+"""Grid loops that walk two dims at once: `bz` with `b = bz // heads` and `h = bz % heads`.
+
+For analysis and rewriting such a loop becomes the two loops that it stands for, so that each dim has a loop of its own;
+`fuse` puts them together again, over whatever extents they have by then.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+
+#: Marks the outer one of two loops that `unfuse` made; the value is the fused loop's thread binding.
+MARK = "mesh_tensor.fused"
+
+
+def unfuse(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Split every grid loop of `func` that is only used as `v // c` and `v % c`, with a constant c that divides its extent."""
+    body = func.body
+    for loop in _grid_loops(body):
+        part = _part(loop)
+        if part is not None:
+            body = _replace_loop(body, loop.loop_var, part)
+    return func if body is func.body else func.with_body(body)
+
+
+def fuse(body: tirx.Stmt) -> tirx.Stmt:
+    """Undo `unfuse`."""
+    return tirx.stmt_functor.ir_transform(body, None, _join, ["tirx.For"])
+
+
+def _grid_loops(body: tirx.Stmt) -> list[tirx.For]:
+    found: list[tirx.For] = []
+
+    def visit(node: object) -> None:
+        if isinstance(node, tirx.For) and node.thread_binding is not None:
+            found.append(node)
+
+    tirx.stmt_functor.post_order_visit(body, visit)
+    return found
+
+
+def _part(loop: tirx.For) -> int | None:
+    """The one constant by which the loop's variable is divided, if it divides the extent."""
+    parts: set[int] = set()
+
+    def visit(node: object) -> None:
+        if isinstance(node, (tirx.FloorDiv, tirx.FloorMod)) and loop.loop_var.same_as(node.a):
+            parts.add(int(node.b) if isinstance(node.b, tirx.IntImm) else 0)
+
+    tirx.stmt_functor.post_order_visit(loop.body, visit)
+    part = parts.pop() if len(parts) == 1 else 0
+    return part if part > 0 and isinstance(loop.extent, tirx.IntImm) and int(loop.extent) % part == 0 else None
+
+
+def _replace_loop(body: tirx.Stmt, var: tirx.Var, part: int) -> tirx.Stmt:
+    def split(node: tirx.For) -> tirx.Stmt | None:
+        return _split(node, part) if node.loop_var.same_as(var) else None
+
+    return tirx.stmt_functor.ir_transform(body, None, split, ["tirx.For"])
+
+
+def _split(loop: tirx.For, part: int) -> tirx.Stmt | None:
+    """The two loops, or None where the variable is used on its own, too."""
+    var = loop.loop_var
+    high, low = tirx.Var(f"{var.name}_div", var.dtype), tirx.Var(f"{var.name}_mod", var.dtype)
+
+    def replace(expr: object) -> object:
+        if not var.same_as(expr.a):
+            return None
+        return high if isinstance(expr, tirx.FloorDiv) else low
+
+    body = tirx.stmt_functor.ir_transform(loop.body, None, replace, ["tirx.FloorDiv", "tirx.FloorMod"])
+    left: list[object] = []
+    tirx.stmt_functor.post_order_visit(body, lambda n: left.append(n) if var.same_as(n) else None)
+    if left:
+        return None
+    inner = tirx.For(low, 0, part, tirx.ForKind.SERIAL, body)
+    marks = {**dict(loop.annotations), MARK: loop.thread_binding}
+    return tirx.For(high, 0, int(loop.extent) // part, tirx.ForKind.SERIAL, inner, None, marks)
+
+
+def _join(node: tirx.For) -> tirx.Stmt | None:
+    if MARK not in node.annotations:
+        return None
+    inner = node.body
+    var = tirx.Var(node.loop_var.name.removesuffix("_div"), node.loop_var.dtype)
+    parts = {node.loop_var: tirx.floordiv(var, inner.extent), inner.loop_var: tirx.floormod(var, inner.extent)}
+    body = tirx.stmt_functor.substitute(inner.body, parts)
+    marks = {key: value for key, value in node.annotations.items() if key != MARK}
+    kind = tirx.ForKind.THREAD_BINDING
+    return tirx.For(var, 0, node.extent * inner.extent, kind, body, node.annotations[MARK], marks)
