@@ -77,11 +77,11 @@ def _call(case: Case, kernel: mt.MeshKernel, data: dict[str, np.ndarray]) -> dic
     else:
         result = kernel(*tensors.values())
     results = result if isinstance(result, tuple) else (result,)
-    names = [param.name for param in case.kernel.written]
+    names = [param.name for param in kernel.program.parameters if param.output is not None]
     for param in case.kernel.params:
         if param.role == "in" and not np.array_equal(tensors[param.name].numpy(), data[param.name]):
             raise AssertionError(f"the input {param.name} was modified")
-    return {name: tensor.numpy() for name, tensor in zip(names, results, strict=True)}
+    return {**data, **{name: tensor.numpy() for name, tensor in zip(names, results, strict=True)}}
 
 
 def _compare(case: Case, actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> Outcome:

@@ -26,6 +26,8 @@ class Expressions:
 
     def __init__(self, scene: Scene, names: dict[Axis, str], bounds: dict[Tile, float], hidden: tuple[Tile, ...] = ()):
         self.scene, self.names, self.bounds, self.hidden = scene, names, bounds, hidden
+        self.lets: list[str] = []
+        self._may_let = True
 
     # -- values ----------------------------------------------------------------------------------------------------
 
@@ -80,10 +82,9 @@ class Expressions:
         kinds += ["coordinate"] if self.names and self.scene.chance(15) else []
         kinds += ["block"] if self.scene.open and self.scene.chance(4) else []
         kind = self.scene.pick(kinds)
-        if kind == "tile":
-            return self.tile(self.scene.pick(tiles))
-        if kind == "input":
-            return self.input()
+        if kind in ("tile", "input"):
+            value = self.tile(self.scene.pick(tiles)) if kind == "tile" else self.input()
+            return self._let(value) if self._may_let and self.scene.chance(6) else value
         if kind == "coordinate":
             axis = self.scene.pick(list(self.names))
             return self.cast(axis.at(self.names[axis]), axis.dim.size)
@@ -93,7 +94,21 @@ class Expressions:
         number = self.scene.pick((1, 2, -1, 3))
         return Value(self.constant(number), abs(number))
 
+    def _let(self, value: Value) -> Value:
+        """The value by a name that is bound in a line before the statement."""
+        name = self.scene.name("v")
+        self.lets.append(f"{name} = {value.text}")
+        return Value(name, value.bound)
+
+    def test(self) -> str:
+        """A condition that can stand before the lines of `lets`."""
+        self._may_let, before = False, self._may_let
+        text = self.condition()
+        self._may_let = before
+        return text
+
     def tiles(self) -> list[Tile]:
+        """The tiles that have an element here."""
         return [
             t for t in self.scene.tiles if t not in self.hidden and all(axis in self.names for axis in t.axes)
         ]
@@ -153,11 +168,14 @@ class Expressions:
         kinds += ["block"] if scene.chance(30) else []
         kinds += ["causal"] if len(self.names) > 1 else []
         kinds += ["value"] if scene.exact else []
+        kinds += ["length"] if scene.chance(10) else []
         kind = scene.pick(kinds)
         if kind == "block":
             return self.block_condition()
         if kind == "value":
             return f"{self.value(min(depth, 1)).text} {scene.pick(('>', '<='))} {self.constant(scene.pick((0, 1)))}"
+        if kind == "length":
+            return f"{self._position()} < {self._length()}"
         first, *rest = self.scene.some(list(self.names), 2, 2) if kind == "causal" else [scene.pick(list(self.names))]
         at = first.at(self.names[first])
         if kind == "causal" and rest:
@@ -165,6 +183,21 @@ class Expressions:
         if kind == "limit":
             return f"{at} {scene.pick(('<', '>='))} {scene.number(0, first.dim.size)}"
         return f"({at}) % 2 == {scene.number(0, 1)}"
+
+    def _position(self) -> str:
+        if not self.names:
+            return self.scene.open[0].var if self.scene.open else "0"
+        axis = self.scene.pick(list(self.names))
+        return axis.at(self.names[axis])
+
+    def _length(self) -> str:
+        """A limit that comes from data: a scalar loaded before, or an element of an index buffer."""
+        if self.scene.scalars:
+            return self.scene.pick(self.scene.scalars)
+        if not self.names:
+            return f"{self.ids(self.scene.dims[0]).name}[0]"
+        axis = self.scene.pick(list(self.names))
+        return f"{self.ids(axis.dim).name}[{axis.at(self.names[axis])}]"
 
     def block_condition(self) -> str:
         """A comparison of the index of a block."""

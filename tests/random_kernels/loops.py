@@ -39,6 +39,8 @@ class Loops(Statements):
         if kind == "peeled" and blocks > 1 and scene.chance(30):
             return Axis(dim, block, f"{var} * {block}", var), f"for {var} in T.serial(1, {blocks})", None
         count = f"T.ceildiv({dim.size}, {block})" if scene.chance(50) else str(blocks)
+        if scene.open and blocks > 1 and scene.chance(4):
+            count = f"T.min({scene.pick(scene.open).var} + 1, {blocks})"
         stages = ", num_stages=2" if kind == "T.Pipelined" else ""
         loop = kind if kind == "T.Pipelined" else "T.serial"
         base = var if block == 1 else f"{var} * {block}"
@@ -49,10 +51,11 @@ class Loops(Statements):
     def _accumulator(self, axis: Axis) -> tuple[str, Tile, str, tuple[Axis, ...]]:
         """Start an accumulator; returns how it is updated, itself, its operation, and axes that the way needs."""
         scene = self.scene
-        ways = ["reduce", "reduce", "elements", "lanes", "gemm", "blocks", "count", "carry"]
+        ways = ["reduce", "reduce", "reduce", "elements", "elements", "lanes", "gemm", "gemm", "blocks", "blocks"]
+        ways += ["count", "carry", "best", "rescale"]
         way = scene.pick(ways)
         op = scene.pick(("sum", "sum", "max", "min", "prod"))
-        if way in ("gemm", "count", "carry"):
+        if way in ("gemm", "count", "carry", "best", "rescale"):
             op = "sum"
         if way == "reduce" and op == "prod":
             op = "sum"
@@ -84,9 +87,7 @@ class Loops(Statements):
             if others:
                 self.walk(scene.pick(others))
         if scene.chance(20):
-            usable = [t for t in scene.tiles if not t.frozen]
-            if usable:
-                self.modify(scene.pick(usable))
+            self.modify(scene.pick(scene.tiles))
 
     def _times(self, axis: Axis) -> int:
         return axis.dim.blocks * axis.length
@@ -108,7 +109,7 @@ class Loops(Statements):
     def _tile_with(self, axes: tuple[Axis, ...]) -> Tile:
         """A tile with just these axes, in this order or another."""
         scene = self.scene
-        known = [t for t in scene.tiles if set(t.axes) == set(axes) and not t.frozen]
+        known = [t for t in scene.tiles if set(t.axes) == set(axes)]
         if known and scene.chance(50):
             return scene.pick(known)
         position = scene.number(0, len(axes) - 1)
@@ -133,7 +134,7 @@ class Loops(Statements):
         value = self._fit(here, here.value(1), op)
         target = accumulator.element({**names, lane: names[axis]})
         with scene.block(*self.nest([*plain, axis], names)):
-            scene.emit(combine(target, value.text, op))
+            scene.emit(*here.lets, combine(target, value.text, op))
         times = axis.dim.blocks
         factor = {"sum": value.bound * times, "prod": 2.0 ** min(times, 1000)}.get(op, value.bound)
         self.bounds[accumulator] = self.bounds.get(accumulator, 1.0) + factor
@@ -174,7 +175,7 @@ class Loops(Statements):
         here = self.expressions(names, accumulator)
         value = self._fit(here, here.value(1, must=part) if scene.chance(30) else here.tile(part), op)
         with scene.block(*self.nest(accumulator.axes, names)):
-            scene.emit(combine(accumulator.element(names), value.text, op))
+            scene.emit(*here.lets, combine(accumulator.element(names), value.text, op))
         times = axis.dim.blocks
         factor = {"sum": value.bound * times, "prod": 2.0 ** min(times, 1000)}.get(op, value.bound)
         self.bounds[accumulator] = self.bounds.get(accumulator, 1.0) + factor
@@ -189,8 +190,47 @@ class Loops(Statements):
         if scene.chance(30):
             headers.insert(0, f"if {here.block_condition()}")
         with scene.block(*headers):
-            scene.emit(combine(accumulator.element(names), value.text, "sum"))
+            scene.emit(*here.lets, combine(accumulator.element(names), value.text, "sum"))
         self.bounds[accumulator] = self.bounds.get(accumulator, 1.0) + 100.0 * axis.dim.blocks
+
+    def _best(self, axis: Axis, accumulator: Tile, op: str) -> None:
+        """Where a value is the largest so far: keep something else that belongs to it."""
+        scene = self.scene
+        rest = accumulator.axes
+        top = scene.new_tile(rest, "fragment", scene.dtype)
+        names = self.names([*rest, axis])
+        here = self.expressions(names, accumulator, top)
+        here.lets.clear()
+        kept, value = here.value(0), here.value(1)
+        largest, chosen = top.element(names), accumulator.element(names)
+        start = self.nest(rest, self.names(rest))
+        at = len(scene.lines)
+        with scene.block(*start):
+            scene.emit(f"{top.element(self.names(rest))} = {here.constant(-4)}")
+        if scene.chance(75):  # once before the loop, not in every block
+            scene.outer_lines[-1].extend(scene.lines[at:])
+            del scene.lines[at:]
+        with scene.block(*self.nest([*rest, axis], names, serial=(axis,))):
+            scene.emit(*here.lets)
+            with scene.block(f"if {value.text} > {largest}"):
+                scene.emit(f"{largest} = {value.text}", f"{chosen} = {kept.text}")
+        self.bounds[accumulator] = max(kept.bound, self.bounds.get(accumulator, 1.0))
+        self.bounds[top] = max(4.0, value.bound)
+
+    def _rescale(self, axis: Axis, accumulator: Tile, op: str) -> None:
+        """A sum that starts anew whenever the maximum so far grows, as an online softmax scales its."""
+        scene = self.scene
+        tile = self._tile_with((*accumulator.axes, axis))
+        self.contribution(tile, "sum", self._times(axis))
+        top, part = self.reduce(tile, axis, "max"), self.reduce(tile, axis, "sum")
+        names = self.names(accumulator.axes)
+        total = accumulator.element(names)
+        here = self.expressions(names)
+        limit = here.constant(scene.pick((1, 2, 3)))
+        anew = f"{top.element(names)} > {limit}"
+        with scene.block(*self.nest(accumulator.axes, names)):
+            scene.emit(f"{total} = T.if_then_else({anew}, {part.element(names)}, {total} + {part.element(names)})")
+        self.bounds[accumulator] = self.bounds.get(accumulator, 1.0) + self.bounds[part] * axis.dim.blocks
 
     def _carry(self, axis: Axis, accumulator: Tile, op: str) -> None:
         """A value that goes from one position to the next, and may be kept for each of them."""
@@ -201,12 +241,11 @@ class Loops(Statements):
         hidden = (accumulator,) if keep is None else (accumulator, keep)
         here = self.expressions(names, *hidden)
         value, state = here.small(here.value(1), 100.0), accumulator.element(names)
-        step = scene.pick((f"{state} + {value.text}", f"{value.text} - {state}", f"T.max({state} + {value.text}, 0)"))
-        if scene.dtype == "float32":
-            step = step.replace(", 0)", ", 0.0)")
+        zero = here.constant(0)
+        step = scene.pick((f"{state} + {value.text}", f"{value.text} - {state}", f"T.max({state} + {value.text}, {zero})"))
         self.bounds[accumulator] = self.bounds.get(accumulator, 1.0) + value.bound * self._times(axis)
         with scene.block(*self.nest(axes, names, serial=(axis,))):
-            scene.emit(f"{state} = {step}")
+            scene.emit(*here.lets, f"{state} = {step}")
             if keep is not None:
                 scene.emit(f"{keep.element(names)} = {state}")
         if keep is not None:

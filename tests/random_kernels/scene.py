@@ -47,13 +47,13 @@ class Axis:
 
 @dataclass(eq=False)
 class Tile:
-    """An on-chip buffer with what its dims stand for. No axes: one element."""
+    """An on-chip buffer with what its dims stand for. No axes: one element. `home` is the output that it was loaded from."""
 
     name: str
     axes: tuple[Axis, ...]
     dtype: str
     scope: str
-    frozen: bool = False
+    home: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,7 +79,9 @@ class Scene:
     tiles: list[Tile] = field(default_factory=list)
     buffers: list[OnChip] = field(default_factory=list)
     unused: list[OnChip] = field(default_factory=list)
+    scalars: list[str] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
+    outer_lines: list[list[Line]] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
     exact: bool = True
     integers: bool = True
@@ -112,17 +114,18 @@ class Scene:
         count = self.counters[stem] = self.counters.get(stem, -1) + 1
         return f"{stem}{count}" if count or stem in ("t", "g") else stem
 
-    def emit(self, line: str) -> None:
-        self.lines.append(line)
+    def emit(self, *lines: str) -> None:
+        self.lines.extend(lines)
 
     @contextmanager
     def block(self, *headers: str):
         """What is emitted inside stands below these headers, nested."""
-        outer, self.lines = self.lines, []
+        self.outer_lines.append(self.lines)
+        self.lines = []
         try:
             yield
         finally:
-            body, self.lines = self.lines, outer
+            body, self.lines = self.lines, self.outer_lines.pop()
             for header in reversed(headers):
                 body = [Block(header, tuple(body))]
             self.lines.extend(body)

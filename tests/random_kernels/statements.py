@@ -81,9 +81,10 @@ class Statements:
         scene = self.scene
         axes = self.choose_axes() if axes is None else axes
         names = self.names(axes)
-        value = self.expressions(names).value()
+        here = self.expressions(names)
+        value = here.value()
         tile = scene.new_tile(axes, scope, scene.dtype)
-        self._assign(tile, axes, names, value)
+        self._assign(tile, axes, names, value, here.lets)
         return tile
 
     def mask(self, tile: Tile, axis: Axis, op: str) -> None:
@@ -95,9 +96,11 @@ class Statements:
             neutral = NEUTRAL[tile.dtype][op]
             self.scene.emit(f"{element} = T.if_then_else({inside}, {element}, {neutral})")
 
-    def _assign(self, tile: Tile, axes: Sequence[Axis], names: dict[Axis, str], value: Value) -> None:
+    def _assign(
+        self, tile: Tile, axes: Sequence[Axis], names: dict[Axis, str], value: Value, lets: Sequence[str] = ()
+    ) -> None:
         with self.scene.block(*self.nest(axes, names)):
-            self.scene.emit(f"{tile.element(names)} = {value.text}")
+            self.scene.emit(*lets, f"{tile.element(names)} = {value.text}")
         self.bounds[tile] = value.bound
 
     def modify(self, tile: Tile) -> None:
@@ -112,16 +115,22 @@ class Statements:
         if scene.chance(10):
             headers.insert(0, f"if {here.block_condition()}")
         elif scene.chance(15):
-            headers.append(f"if {here.condition()}")
+            headers.append(f"if {here.test()}")
         with scene.block(*headers):
-            scene.emit(f"{tile.element(names)} = {text}")
+            scene.emit(*here.lets, f"{tile.element(names)} = {text}")
         self.bounds[tile] = max(self.bounds.get(tile, 3.0), value.bound)
 
     def start(self, tile: Tile, op: str) -> None:
         """Give an accumulator its first value: mostly neutral, else a constant, an input or an expression."""
         scene = self.scene
         names = self.names(tile.axes)
-        kind = scene.pick(("neutral", "neutral", "neutral", "neutral", "constant", "copy", "expression"))
+        kind = scene.pick(("neutral", "neutral", "neutral", "neutral", "neutral", "constant", "copy", "expression", "home"))
+        if kind == "home" and tile.axes and all(a in tile.axes for a in scene.grid_axes) and not scene.depth:
+            param = scene.new_param(tuple(a.dim for a in tile.axes), "inout")
+            tile.home = param.name
+            scene.emit(f"T.copy({param.name}[{', '.join(a.start for a in tile.axes)}], {tile.name})")
+            self.bounds[tile] = 3.0
+            return
         if kind == "copy" and tile.axes:
             param = scene.input(tuple(a.dim for a in tile.axes))
             if param.dtype == tile.dtype:
@@ -129,7 +138,8 @@ class Statements:
                 self.bounds[tile] = 3.0
                 return
         if kind == "expression" and op != "prod":
-            self._assign(tile, tile.axes, names, self.expressions(names, tile).value(1))
+            here = self.expressions(names, tile)
+            self._assign(tile, tile.axes, names, here.value(1), here.lets)
             return
         neutral = NEUTRAL[tile.dtype][op]
         number = "1" if tile.dtype == "int32" else "1.0"
@@ -141,6 +151,25 @@ class Statements:
             scene.emit(f"T.fill({tile.name}, {value})")
         else:
             self._assign(tile, tile.axes, names, Value(value, 1.0))
+
+    def scan(self, tile: Tile) -> None:
+        """Running sums along one of a tile's axes."""
+        if tile.axes and len(tile.axes) < 3 and tile.dtype != "float16" and not self.scene.chance(50):
+            axis = self.scene.pick(tile.axes)
+            self.contribution(tile, "sum", axis.length)
+            reverse = ", reverse=True" if self.scene.chance(20) else ""
+            self.scene.emit(f"T.cumsum({tile.name}, dim={tile.axes.index(axis)}{reverse})")
+            self.bounds[tile] = self.bounds.get(tile, 3.0) * axis.length
+
+    def scalar(self) -> None:
+        """A number loaded from an index buffer, for later conditions."""
+        scene = self.scene
+        dim = scene.pick(scene.dims)
+        axis = next((a for a in scene.open if a.dim is dim and a.length == 1), None)
+        name = scene.name("c")
+        ids = self.expressions({}).ids(dim).name
+        scene.emit(f"{name} = {ids}[{axis.start if axis and scene.chance(50) else 0}]")
+        scene.scalars.append(name)
 
     # -- reductions ------------------------------------------------------------------------------------------------
 
@@ -197,9 +226,9 @@ class Statements:
         target = result.element(names)
         headers = self.nest(axes, names, serial=(axis,))
         if tile is None and scene.chance(20):
-            headers.append(f"if {here.condition()}")
+            headers.append(f"if {here.test()}")
         with scene.block(*headers):
-            scene.emit(combine(target, value.text, op))
+            scene.emit(*here.lets, combine(target, value.text, op))
         return value.bound
 
     def _fit(self, here: Expressions, value: Value, op: str) -> Value:

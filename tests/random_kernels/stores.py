@@ -14,6 +14,9 @@ class Stores(Loops):
     def store(self, tile: Tile) -> None:
         """Write a tile to an output: a new one, or now and then once more to one that such a tile went to."""
         scene = self.scene
+        if tile.home and scene.chance(90):
+            scene.emit(f"T.copy({tile.name}, {tile.home}[{self._starts(tile)}])")
+            return
         missing = [a for a in scene.grid_axes if a not in tile.axes]
         if missing and any(a.dim.blocks > 1 for a in missing):
             if self._is_float16(tile) or not scene.chance(70):
@@ -90,11 +93,11 @@ class Stores(Loops):
             if axis.dim.size % axis.length or scene.chance(10):
                 inside.append(f"{at} < {axis.dim.size}")
             indices.append(f"{axis.dim.size - 1} - ({at})" if inside and axis in order and self._turn(axis, inside) else at)
-        conditions = [*inside, *([here.condition()] if condition else [])]
+        conditions = [*inside, *([here.test()] if condition else [])]
         text = value.text if param.dtype == scene.dtype else f'T.cast({here.small(value, 1000.0).text}, "{param.dtype}")'
         headers = self.nest(tile.axes, names) + ([f"if {' and '.join(conditions)}"] if conditions else [])
         with scene.block(*headers):
-            scene.emit(f"{param.name}[{', '.join(indices) or '0'}] = {text}")
+            scene.emit(*here.lets, f"{param.name}[{', '.join(indices) or '0'}] = {text}")
 
     def _turn(self, axis: Axis, inside: list[str]) -> bool:
         """Whether to store a dim from its end; only where a test keeps the index inside."""
@@ -114,7 +117,7 @@ class Stores(Loops):
         kind = scene.pick(("sum", "max", "other"))
         text = f"{target} = {value.text} - {target}" if kind == "other" else combine(target, value.text, kind)
         with scene.block(*self.nest(tile.axes, names), *([f"if {' and '.join(inside)}"] if inside else [])):
-            scene.emit(text)
+            scene.emit(*here.lets, text)
 
     def _atomic(self, tile: Tile) -> None:
         scene = self.scene

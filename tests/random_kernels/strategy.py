@@ -25,7 +25,8 @@ def kernels(draw) -> KernelSpec:
     if not scene.tiles:
         stores.load()
     written = sum(p.role != "in" for p, _ in scene.params.values())
-    for tile in _worth_storing(scene, 1 if not written else 0):
+    rest = _worth_storing(scene, 1 if not written else 0)
+    for tile in [*rest, *(t for t in scene.tiles if t.home and t not in rest)]:
         stores.store(tile)
     return KernelSpec(scene.sorted_params(), tuple(scene.grid), tuple(scene.buffers), tuple(scene.lines), scene.exact)
 
@@ -84,7 +85,7 @@ def _phase(stores: Stores) -> None:
     scene = stores.scene
     kinds = ["walk", "walk", "walk", "walk", "load", "compute"]
     if scene.tiles:
-        kinds += ["modify", "modify", "modify", "reduce", "reduce", "reduce", "store", "drop"]
+        kinds += ["modify", "modify", "modify", "reduce", "reduce", "reduce", "store", "drop", "scan", "scalar"]
     kind = scene.pick(kinds)
     if kind == "walk":
         free = [d for d in scene.dims if all(a.dim is not d for a in scene.open)]
@@ -102,6 +103,10 @@ def _phase(stores: Stores) -> None:
         stores.modify(scene.pick(scene.tiles[::-1]))
     elif kind == "store":
         stores.store(scene.pick(scene.tiles[::-1]))
+    elif kind == "scan":
+        stores.scan(scene.pick(scene.tiles[::-1]))
+    elif kind == "scalar":
+        stores.scalar()
     elif kind == "drop":
         scene.drop(scene.pick(scene.tiles))
     else:
