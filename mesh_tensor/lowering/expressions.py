@@ -63,12 +63,13 @@ class ValueRewriter:
         """The bounds that an index into a whole dim may break, for some values of the loops' variables."""
         if self._ranges is None:
             self._ranges = arith.Analyzer()
-            for loop in self.kernel.loops.values():
-                self._ranges.bind(loop.var, ir.Range.from_min_extent(loop.min, self.shrink.extent(loop.var)))
             for split in self.splits.values():
                 for axis in split.axes:
                     here, count = split.coordinates[axis], split.coordinates.mesh.size(axis)
                     self._ranges.bind(here, ir.Range(0, count))
+            for loop in self.kernel.loops.values():
+                extent = self.shrink.extents.get(loop.var, self.rewrite(loop.extent))
+                self._ranges.bind(loop.var, ir.Range.from_min_extent(self.rewrite(loop.min), extent))
         return [bound for bound in (index >= 0, index < size) if not self._ranges.can_prove(bound)]
 
     def _is_value(self, access: Access, dim: int) -> bool:

@@ -149,12 +149,25 @@ class LiveRanges:
             root: LiveRange(self._buffers[root], self._buffers[root] in self._param_ids, carried=self._carried[root])
             for root in {self._find(i) for i in range(len(self._parent))}
         }
+        for buffer, root in self._param_ids.items():
+            ranges[self._find(root)].carried |= _carried(buffer, self._kernel)
         for statement in self._kernel.statements:
             for access in statement.reads:
                 ranges[self._find(self._of_access[id(access)])].reads.append((statement, access))
             if statement.write is not None:
                 ranges[self._find(self._of_access[id(statement.write)])].writes.append((statement, statement.write))
         return ranges
+
+
+def _carried(param: tirx.Buffer, kernel: Kernel) -> set[tirx.Var]:
+    """The loops that both use a parameter's content and store to it: one iteration may see what another left."""
+    used, stored = set(), set()
+    for statement in kernel.statements:
+        if statement.writes(param):
+            stored |= statement.vars
+        if (statement.op and statement.writes(param)) or any(param.same_as(a.buffer) for a in statement.reads):
+            used |= statement.vars
+    return used & stored
 
 
 def overwrites_all(statement: Statement, kernel: Kernel) -> bool:

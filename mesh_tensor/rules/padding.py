@@ -7,6 +7,8 @@ maximum sees the 0. This module evaluates statements at such a position, with co
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from tvm import ir, tirx
 
@@ -70,6 +72,14 @@ def is_inside(condition: tirx.PrimExpr, coordinates: list[tuple[Linear, tirx.Pri
         return kernel.analyzer.can_prove(condition)
 
 
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """A statement, and its coordinate in the factor."""
+
+    statement: Statement
+    form: Linear
+
+
 class _Padding:
     def __init__(self, kernel: Kernel, coordinates: Coordinates, factor: Factor, past_the_end: bool):
         self.kernel, self.coordinates, self.factor, self.past_the_end = kernel, coordinates, factor, past_the_end
@@ -79,7 +89,7 @@ class _Padding:
         record = statement.tile_op
         reads = statement.reads
         if isinstance(record, tile_ops.Gemm):
-            return 0.0 if 0.0 in (self._access(reads[0]), self._access(reads[1])) else None
+            return 0.0 if self._annihilates(self._access(reads[0]), self._access(reads[1])) else None
         if isinstance(record, tile_ops.Reduce):
             value = self._access(reads[0])
             return None if value is None else (abs(value) if record.op.startswith("abs") else value)
@@ -95,9 +105,10 @@ class _Padding:
         form = self.coordinates.of_statement(statement).get(self.factor)
         if not statement.values or form is None:
             return None
-        if any(self._truth(c, form) is not True for c in statement.conditions):
+        place = _Place(statement, form)
+        if any(self._truth(c, place) is not True for c in statement.conditions):
             return None
-        return self._value(statement.values[0], form)
+        return self._value(statement.values[0], place)
 
     def _access(self, access: Access) -> float | None:
         entries = [self.coordinates.of_access(access, d) for d in range(len(access.indices))]
@@ -116,62 +127,75 @@ class _Padding:
         updated = any(statement.op is not None for statement, _ in live_range.writes)
         return values.pop() if len(values) == 1 and not updated else None
 
-    def _value(self, expr: tirx.PrimExpr, form: Linear) -> float | None:
+    def _value(self, expr: tirx.PrimExpr, place: _Place) -> float | None:
         constant = number(expr)
         if constant is not None:
             return constant
         if isinstance(expr, tirx.Cast):
-            return self._value(expr.value, form)
+            return self._value(expr.value, place)
         if isinstance(expr, tirx.BufferLoad):
-            return self._load(expr)
+            return self._load(expr, place)
         if isinstance(expr, tirx.Select):
-            return self._choice(expr.condition, expr.true_value, expr.false_value, form)
+            return self._choice(expr.condition, expr.true_value, expr.false_value, place)
         if isinstance(expr, tirx.Call) and isinstance(expr.op, ir.Op):
-            return self._call(expr, form)
+            return self._call(expr, place)
         if isinstance(expr, (tirx.Add, tirx.Sub, tirx.Mul, tirx.Max, tirx.Min)):
-            return _fold(expr, self._value(expr.a, form), self._value(expr.b, form))
+            a, b = self._value(expr.a, place), self._value(expr.b, place)
+            if isinstance(expr, tirx.Mul) and self._annihilates(a, b):
+                return 0.0
+            return None if a is None or b is None else _fold(expr, a, b)
         return None
 
-    def _call(self, expr: tirx.Call, form: Linear) -> float | None:
+    def _call(self, expr: tirx.Call, place: _Place) -> float | None:
         if expr.op.name in ("tirx.if_then_else",):
-            return self._choice(*expr.args, form)
+            return self._choice(*expr.args, place)
         if expr.op.name in _FUNCTIONS:
-            value = self._value(expr.args[0], form)
-            return None if value is None else _FUNCTIONS[expr.op.name](value)
+            value = self._value(expr.args[0], place)
+            return None if value is None else _apply(_FUNCTIONS[expr.op.name], value)
         return None
 
-    def _load(self, load: tirx.BufferLoad) -> float | None:
-        for statement in self.kernel.statements:
-            for access in statement.reads:
-                if access.buffer.same_as(load.buffer) and all(
-                    a.same_as(b) for a, b in zip(access.indices, load.indices, strict=True)
-                ):
-                    return self._access(access)
+    def _annihilates(self, a: float | None, b: float | None) -> bool:
+        """Whether a product is 0. 0 times infinity is not: past the end of the whole dim the kernel itself would have it, past
+        the end of a tile what is not known may be anything."""
+        if 0.0 not in (a, b):
+            return False
+        other = b if a == 0.0 else a
+        return self.past_the_end if other is None else math.isfinite(other)
+
+    def _load(self, load: tirx.BufferLoad, place: _Place) -> float | None:
+        for access in place.statement.reads:
+            if access.buffer.same_as(load.buffer) and all(
+                a.same_as(b) for a, b in zip(access.indices, load.indices, strict=True)
+            ):
+                return self._access(access)
         return None
 
-    def _choice(self, condition, then, otherwise, form: Linear) -> float | None:
-        truth = self._truth(condition, form)
+    def _choice(self, condition, then, otherwise, place: _Place) -> float | None:
+        truth = self._truth(condition, place)
         if truth is not None:
-            return self._value(then if truth else otherwise, form)
-        values = {self._value(then, form), self._value(otherwise, form)}
+            return self._value(then if truth else otherwise, place)
+        values = {self._value(then, place), self._value(otherwise, place)}
         return values.pop() if len(values) == 1 else None
 
-    def _truth(self, condition: tirx.PrimExpr, form: Linear) -> bool | None:
+    def _truth(self, condition: tirx.PrimExpr, place: _Place) -> bool | None:
         """The condition's value past the end, if that is known."""
         if not self.past_the_end:
             return None
         analyzer = self.kernel.analyzer
-        with analyzer.constraint_scope(as_expr(form) >= self.factor.size):
+        with analyzer.constraint_scope(as_expr(place.form) >= self.factor.size):
             if analyzer.can_prove(condition):
                 return True
             return False if analyzer.can_prove(tirx.Not(condition)) else None
 
 
-def _fold(expr: tirx.PrimExpr, a: float | None, b: float | None) -> float | None:
-    if isinstance(expr, tirx.Mul) and 0.0 in (a, b):
-        return 0.0
-    if a is None or b is None:
-        return None
+def _apply(function: Callable[[float], float], value: float) -> float | None:
+    try:
+        return function(value)
+    except OverflowError:
+        return math.inf
+
+
+def _fold(expr: tirx.PrimExpr, a: float, b: float) -> float:
     if isinstance(expr, tirx.Add):
         return a + b
     if isinstance(expr, tirx.Sub):

@@ -8,7 +8,7 @@ import torch
 
 import mesh_tensor as mt
 
-MESHES = [{"x": 2}, {"x": 3}, {"x": 2, "y": 2}]
+MESHES = [{"x": 2}, {"x": 3}, {"x": 2, "y": 2}, {"x": 2, "y": 3}]
 
 
 def layouts(ndims, axes):
@@ -298,3 +298,89 @@ def test_an_atomic_that_gives_the_previous_value_writes():
     rule = mt.sharding_rule(kernel)
     assert list(rule.outputs) == ["C", "D"]
     assert all(kind.startswith("whole") for kind in rule.factors.values())
+
+
+def test_an_output_whose_content_one_iteration_leaves_to_the_next():
+    @T.prim_func
+    def kernel(A: T.Tensor((8,)), B: T.Tensor((8,)), C: T.Tensor((1,))):
+        with T.Kernel(1, threads=32):
+            for i in T.serial(8):
+                B[i] = A[i] + C[0]
+                C[0] = 5.0
+
+    a = torch.randn(8)
+    expected = a + 5
+    expected[0] = a[0]
+    check(kernel, [a], (expected, torch.full((1,), 5.0)))
+
+
+def test_an_output_that_every_iteration_changes():
+    @T.prim_func
+    def kernel(A: T.Tensor((8,)), B: T.Tensor((8,)), C: T.Tensor((1,))):
+        with T.Kernel(1, threads=32):
+            C[0] = 0.5
+            for i in T.serial(8):
+                B[i] = A[i]
+                C[0] = C[0] * C[0] + 0.25
+
+    a, c = torch.randn(8), 0.5
+    for _ in range(8):
+        c = c * c + 0.25
+    check(kernel, [a], (a, torch.full((1,), c)))
+
+
+def test_zero_times_infinity_past_a_tile_does_not_count():
+    @T.prim_func
+    def kernel(A: T.Tensor((12,)), B: T.Tensor((12,)), C: T.Tensor((1,))):
+        with T.Kernel(1, threads=32):
+            a = T.alloc_fragment((4,), "float32")
+            b = T.alloc_fragment((4,), "float32")
+            ratio = T.alloc_fragment((4,), "float32")
+            total = T.alloc_fragment((1,), "float32")
+            T.clear(total)
+            for ko in T.serial(3):
+                T.copy(A[ko * 4], a)
+                T.copy(B[ko * 4], b)
+                for i in T.Parallel(4):
+                    ratio[i] = a[i] * (1.0 / b[i])
+                T.reduce_sum(ratio, total, dim=0, clear=False)
+            T.copy(total, C)
+
+    a, b = torch.randn(12), torch.randn(12).abs() + 1
+    check(kernel, [a, b], (a / b).sum().reshape(1))
+
+
+def test_an_overflow_past_the_end_is_no_error():
+    @T.prim_func
+    def kernel(A: T.Tensor((10,)), C: T.Tensor((1,))):
+        with T.Kernel(1, threads=32):
+            a = T.alloc_fragment((4,), "float32")
+            powers = T.alloc_fragment((4,), "float32")
+            total = T.alloc_fragment((1,), "float32")
+            T.clear(total)
+            for ko in T.serial(3):
+                for i in T.Parallel(4):
+                    a[i] = T.if_then_else(ko * 4 + i < 10, A[ko * 4 + i], 1000.0)
+                for i in T.Parallel(4):
+                    powers[i] = T.if_then_else(ko * 4 + i < 10, T.exp(a[i]), 0.0 * T.exp(-T.exp(a[i])))
+                T.reduce_sum(powers, total, dim=0, clear=False)
+            T.copy(total, C)
+
+    a = torch.randn(10)
+    check(kernel, [a], a.exp().sum().reshape(1))
+
+
+def test_loops_whose_length_depends_on_a_short_tile_stay_inside():
+    @T.prim_func
+    def kernel(A: T.Tensor((8, 8)), C: T.Tensor((8,))):
+        with T.Kernel(4, threads=32) as by:
+            total = T.alloc_fragment((2,), "float32")
+            T.clear(total)
+            for k in T.serial((by + 1) * 2):
+                for i in T.Parallel(2):
+                    if k <= by * 2 + i:
+                        total[i] += A[by * 2 + i, k]
+            T.copy(total, C[by * 2])
+
+    a = torch.randn(8, 8)
+    check(kernel, [a], a.tril().sum(1))
