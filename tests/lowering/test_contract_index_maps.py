@@ -95,7 +95,7 @@ def test_a_block_that_holds_the_whole_dim_holds_the_tile():
     assert tuple(map(int, on_chip.shape)) == (8,)
 
 
-@pytest.mark.parametrize("name", ["reversed", "swizzled", "xor"])
+@pytest.mark.parametrize("name", ["reversed", "xor"])
 def test_a_map_that_can_not_be_shrunk_is_gathered_and_says_so(name):
     rule = mt.sharding_rule(MAPS[name])
     assert rule.inputs["A"] == (None, "m"), "the rows are needed whole"
