@@ -66,7 +66,7 @@ class MeshKernel:
     """A kernel on a virtual mesh: takes global torch tensors and MeshTensors.
 
     Called with the tensors that it reads, it returns those that it writes; called with all parameters, it writes into
-    the tensors given. What it both reads and writes is updated in place, and returned. If any argument is a MeshTensor,
+    the tensors given (what it does not write stays as it is; in a tensor that it makes, that is 0). What it both reads and writes is updated in place, and returned. If any argument is a MeshTensor,
     all results are MeshTensors, laid out as annotated."""
 
     def __init__(
@@ -98,7 +98,7 @@ class MeshKernel:
             self._current = self._make({})
             self.mesh = self._current.program.mesh
             parameters = self._current.program.parameters
-            reads = [p.name for p in parameters if p.input is not None]
+            reads = [p.name for p in parameters if p.input is not None and not p.kept]
             writes = [p.name for p in parameters if p.output is not None]
         self._writes = frozenset(writes)
         self._forms = self._call_forms(_given_out_idx(func, out_idx), frozenset(reads))

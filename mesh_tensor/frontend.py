@@ -12,6 +12,7 @@ from typing import Any
 import tilelang.language as T
 from tvm import ir, tirx
 from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script.builder.frame import PrimFuncFrame
 
 from ._annotation import HOW_TO_ANNOTATE, Annotation, check, complete, from_attr, is_int, metadata_to_attr
 from .errors import listing, refuse
@@ -20,8 +21,17 @@ from .sharding import ceildiv
 
 INFO_ATTR = "mesh_tensor_info"
 MESH_ATTR = "mesh_tensor_mesh"
+TILES_ATTR = "mesh_tensor_tiles"
 
-__all__ = ["INFO_ATTR", "MESH_ATTR", "Annotation", "annotate", "mesh_tensor_functions", "read_annotations"]
+__all__ = [
+    "INFO_ATTR",
+    "MESH_ATTR",
+    "TILES_ATTR",
+    "Annotation",
+    "annotate",
+    "mesh_tensor_functions",
+    "read_annotations",
+]
 
 _DEFAULT_MESH = Mesh({"x": 4, "y": 4})
 
@@ -52,6 +62,7 @@ class _Helpers:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._annotations: dict[tirx.Var, Annotation] = {}
+        self._marked = False
 
     def annotate_mesh_tensor_info(self, mesh_tensor_info: Mapping[tirx.Buffer, Mapping[str, Any]]) -> Any:
         """State how buffers lie on the mesh. Call it once, before `T.Kernel`, with all the annotated parameters: it
@@ -72,11 +83,19 @@ class _Helpers:
             refuse(problems, where=str(self._mesh), fix=HOW_TO_ANNOTATE)
         attached = _attach(self._mesh, info)
         self._annotations.update(annotations)
+        self._marked = False
         return attached
 
     def get_tile_shape(self, buffer: tirx.Buffer) -> tuple[Any, ...]:
-        """The shape of what one device holds of `buffer`: ceildiv(dim, axis sizes), symbolic where the dim is."""
-        return self._annotation(buffer).sharding.tile_shape([_constant(dim) for dim in buffer.shape])
+        """The shape of what one device holds of `buffer`: ceildiv(dim, axis sizes), symbolic where the dim is.
+
+        A kernel that asks before its `T.Kernel` may be written over tiles: it gets the `mesh_tensor_tiles` attribute, at
+        which `lower` looks at its loops."""
+        annotation = self._annotation(buffer)
+        if not self._marked and IRBuilder.is_in_scope() and isinstance(IRBuilder.current().frames[-1], PrimFuncFrame):
+            self._marked = True
+            T.func_attr({TILES_ATTR: True})
+        return annotation.sharding.tile_shape([_constant(dim) for dim in buffer.shape])
 
     def mesh_tensor_copy(self, src: Any, dst: Any, *, src_coord: Any = None, dst_coord: Any = None) -> Any:
         """`T.copy` from `src` to `dst`; where a coordinate is given, from or to that block of the buffer."""

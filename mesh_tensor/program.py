@@ -98,11 +98,13 @@ Step = KernelStep | CollectiveStep | AllocStep | FreeStep
 @dataclass(frozen=True)
 class Parameter:
     """A parameter of the kernel as its caller sees it: `input` is None if the kernel only writes it, `output` is None if
-    it only reads it. Both name Values with the layout that was annotated."""
+    it only reads it. Both name Values with the layout that was annotated. `kept`: nothing looks at what comes in, but some
+    of it may stay; a caller who has nothing to keep may leave it out."""
 
     name: str
     input: str | None
     output: str | None
+    kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def build_program(lowered: Lowered) -> Program:
     """The Program of a lowered kernel: its kernels and collectives, and when memory lives."""
     values = {name: _value(tensor) for name, tensor in lowered.tensors.items()}
     steps = [_step(step, values, lowered, index) for index, step in enumerate(lowered.steps)]
-    parameters = tuple(Parameter(*parameter) for parameter in lowered.parameters)
+    parameters = tuple(Parameter(*parameter, parameter[0] in lowered.kept) for parameter in lowered.parameters)
     all_steps = _with_lifetimes(steps, values, parameters)
     program = Program(lowered.name, lowered.mesh, parameters, values, all_steps, lowered)
     if verify.enabled():

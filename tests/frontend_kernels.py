@@ -2,12 +2,12 @@
 
 import tilelang.language as T
 
-from mesh_tensor.frontend import INFO_ATTR, MESH_ATTR
+from mesh_tensor.frontend import INFO_ATTR, MESH_ATTR, TILES_ATTR
 
 
 def bare(func):
     """The function without what annotating adds to it."""
-    return func.without_attr(INFO_ATTR).without_attr(MESH_ATTR)
+    return func.without_attr(INFO_ATTR).without_attr(MESH_ATTR).without_attr(TILES_ATTR)
 
 
 def state(ndim, **metadata):

@@ -38,7 +38,8 @@ _MOST_PARTS = 16
 @dataclass(frozen=True, eq=False)
 class Lowered:
     """A kernel in local view. `steps` run in order over `tensors`; `parameters` are the kernel's own, in order, each with
-    the tensor it comes in (None if only written) and the one it leaves in (None if only read)."""
+    the tensor it comes in (None if only written) and the one it leaves in (None if only read). Of those `kept`, nothing looks
+    at what comes in, but some of it may stay."""
 
     name: str
     mesh: Mesh
@@ -51,6 +52,7 @@ class Lowered:
     asked: dict[str, Sharding]
     assignment: Assignment
     whole: dict[tuple[str, int], str]
+    kept: frozenset[str]
 
 
 class _Unsplittable(Exception):
@@ -136,6 +138,7 @@ class _Lowering:
             self.asked,
             whole,
             whole.whole,
+            frozenset(p for p in analysis.kernel.params if analysis.only_kept(p)),
         )
 
     def _cut_up(self, func: tirx.PrimFunc, analysis: Analysis, assignment: Assignment) -> list[_Part]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tvm import arith, tirx
 
 from ..errors import refuse
+from ..frontend import TILES_ATTR
 from ..rules.coverage import why_not_covered
 from ..rules.statements import Access, Kernel, Statement, buffer_params, read_kernel
 from ..sharding import Sharding
@@ -16,15 +17,17 @@ VIEWS = ("auto", "global", "local")
 def is_local_view(func: tirx.PrimFunc, asked: dict[str, Sharding], view: str) -> bool:
     """Whether the kernel walks tiles.
 
-    With `view="auto"` the loops tell: a kernel whose loops walk the split dims' tiles from end to end, and none of the whole
-    dims, is written in local view. Where they walk both (a block as large as the dim), both views mean the same.
+    With `view="auto"`, a kernel that asked for tile shapes and whose loops walk the split dims' tiles from end to end, and
+    none of the whole dims, is written over tiles. Where they walk both (a block as large as the dim), both views mean the
+    same.
 
     Raises:
         MeshTensorError: `view` is unknown, or some split dims are walked tile by tile and others are not.
     """
     if view not in VIEWS:
         refuse(f"view {view!r} is unknown", fix=f"use one of {', '.join(VIEWS)}")
-    if view == "global":
+    asked_for_tiles = func.attrs is not None and TILES_ATTR in func.attrs
+    if view == "global" or (view == "auto" and not asked_for_tiles):
         return False
     kernel = read_kernel(func)
     walked: dict[str, list[str]] = {"whole": [], "tile": [], "neither": []}

@@ -16,12 +16,7 @@ def needs_content(kernel: Kernel, coordinates: Coordinates, param: str) -> bool:
     It is not if some store covers all of it, and whatever else touches it comes later and, in every program of the grid,
     touches only what that program stored."""
     buffer = kernel.params[param]
-    uses = [
-        (s, a)
-        for s in kernel.statements
-        for a in s.accesses
-        if a.buffer.same_as(buffer) and not (a is s.write and s.op is None and not s.unknown)
-    ]
+    uses = _uses(kernel, buffer)
     stores = [s for s in kernel.statements if s.write is not None and s.write.buffer.same_as(buffer) and s.op is None]
     if any(s.unknown and s.writes(buffer) for s in kernel.statements):
         return True
@@ -31,6 +26,22 @@ def needs_content(kernel: Kernel, coordinates: Coordinates, param: str) -> bool:
     if covering is None:
         return True
     return any(s.top <= covering.top or not _same_program(a, covering.write, kernel, coordinates) for s, a in uses)
+
+
+def only_keeps_content(kernel: Kernel, coordinates: Coordinates, param: str) -> bool:
+    """Whether earlier content matters only because it may not all be overwritten: nothing looks at it."""
+    opaque = any(s.unknown and s.writes(kernel.params[param]) for s in kernel.statements)
+    return needs_content(kernel, coordinates, param) and not opaque and not _uses(kernel, kernel.params[param])
+
+
+def _uses(kernel: Kernel, buffer: tirx.Buffer) -> list[tuple[Statement, Access]]:
+    """Every access to a parameter but plain stores."""
+    return [
+        (s, a)
+        for s in kernel.statements
+        for a in s.accesses
+        if a.buffer.same_as(buffer) and not (a is s.write and s.op is None and not s.unknown)
+    ]
 
 
 def _covers(statement: Statement, kernel: Kernel, coordinates: Coordinates) -> bool:

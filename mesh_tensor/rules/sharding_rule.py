@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from tvm import tirx
 
-from .content import needs_content
+from .content import needs_content, only_keeps_content
 from .factors import Coordinates, Factor
 from .live_ranges import LiveRanges
 from .normalize import normalize
@@ -47,6 +47,10 @@ class Analysis:
     def read(self, param: str) -> bool:
         """Whether the kernel needs the parameter's earlier content: it reads it before writing it, or writes only parts."""
         return needs_content(self.kernel, self.coordinates, param)
+
+    def only_kept(self, param: str) -> bool:
+        """Whether a parameter that is written is `read` only because some of it may stay as it was."""
+        return self.written(param) and only_keeps_content(self.kernel, self.coordinates, param)
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ def rule_of(analysis: Analysis) -> ShardingRule:
     for name, buffer in analysis.kernel.params.items():
         factors = (analysis.factor_of(name, d) for d in range(len(buffer.shape)))
         dims = tuple(None if f is None else f.name for f in factors)
-        if analysis.read(name) or not analysis.written(name):
+        if (analysis.read(name) and not analysis.only_kept(name)) or not analysis.written(name):
             inputs[name] = dims
         if analysis.written(name):
             outputs[name] = dims

@@ -78,19 +78,47 @@ def test_an_output_that_is_not_walked_by_its_tile_is_refused(view):
         mt.lower(func, view=view)
 
 
+def copy_of_the_first_half(mesh):
+    """A kernel over whole tensors that writes what happens to be one device's tile."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((32, 8), "float32"), B: T.Tensor((32, 8), "float32")):
+        with T.Kernel(2, threads=128) as by:
+            tile = T.alloc_fragment((8, 8), "float32")
+            T.copy(A[by * 8, 0], tile)
+            T.copy(tile, B[by * 8, 0])
+
+    return mt.annotate(kernel, mesh, {"A": {"x": 0}, "B": {"x": 0}})
+
+
+def test_a_kernel_that_walks_half_a_dim_is_not_taken_for_one_over_tiles():
+    a, b = torch.randn(32, 8), torch.zeros(32, 8)
+    mt.compile(copy_of_the_first_half({"x": 2}), target="interpret", poison=True)(a, b)
+    assert torch.equal(b[:16], a[:16])
+    assert not b[16:].any()
+
+
+def test_unless_it_is_said_to_be_one():
+    a, b = torch.randn(32, 8), torch.zeros(32, 8)
+    mt.compile(copy_of_the_first_half({"x": 2}), target="interpret", poison=True, view="local")(a, b)
+    assert torch.equal(b, a)
+
+
 def test_views_may_not_be_mixed():
+    fns = mt.mesh_tensor_functions({"x": 2, "y": 2})
+    annotate, tile_shape = fns["annotate_mesh_tensor_info"], fns["get_tile_shape"]
+
     @T.prim_func
     def kernel(A: T.Tensor((32, 32), "float32"), B: T.Tensor((32, 32), "float32")):
-        with T.Kernel(4, 2, threads=128) as (bx, by):
+        annotate({A: {"block_shape": (8, 8), "program_id": None, "sharding": {"x": 0, "y": 1}}})
+        with T.Kernel(4, T.ceildiv(tile_shape(A)[0], 8), threads=128) as (bx, by):
             tile = T.alloc_fragment((8, 8), "float32")
             T.copy(A[by * 8, bx * 8], tile)
             T.copy(tile, B[by * 8, bx * 8])
 
-    func = mt.annotate(kernel, {"x": 2, "y": 2}, {"A": {"x": 0, "y": 1}})
     with pytest.raises(mt.MeshTensorError) as error:
-        mt.lower(func)
-    assert "A[0]" in str(error.value)
-    assert "A[1]" in str(error.value)
+        mt.lower(kernel)
+    assert "tile by tile: A[0]; walked otherwise: A[1]" in str(error.value)
     assert "view='global'" in str(error.value)
 
 
