@@ -61,14 +61,18 @@ def cut(analysis: Analysis, at: int, suffix: str) -> tuple[tirx.PrimFunc, tirx.P
     if len({r.buffer for r in live}) < len(live):
         raise Blocked("a buffer has two values at the point where the kernel would be cut")
     workspaces, again = [], []
+    idle: set[tirx.Stmt] = set()
     for live_range in live:
         copy = _reload(live_range, analysis, at)
         if copy is not None:
             again.append(copy)
+            if not any(s.top < at for s, _ in live_range.reads):
+                idle.add(copy)
         else:
             _check_padding(live_range, analysis)
             workspaces.append(_workspace(live_range, analysis, suffix))
-    first = _part(analysis, [*stmts[:at], *(w.save() for w in workspaces)], workspaces)
+    before = [stmt for stmt in stmts[:at] if stmt not in idle]
+    first = _part(analysis, [*before, *(w.save() for w in workspaces)], workspaces)
     second = _part(analysis, [*again, *(w.restore() for w in workspaces), *stmts[at:]], workspaces)
     return first, second, workspaces
 

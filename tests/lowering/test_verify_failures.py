@@ -63,7 +63,7 @@ def program_problems(result, change):
 
 def test_the_global_kernel_is_no_local_one(scaled):
     steps = (replace(scaled.steps[0], func=scale(32, 16)),)
-    assert "parameter A has shape [32, 16], which is no tile of A" in problems(scaled, steps=steps)
+    assert "parameter A has shape (32, 16), which is no tile of A" in problems(scaled, steps=steps)
 
 
 def test_a_loop_over_the_whole_dim(scaled):

@@ -1,0 +1,151 @@
+"""Cutting a kernel in two: what comes before and after, and how values get over the cut."""
+
+import pytest
+import tilelang.language as T
+import torch
+from tvm import ir
+
+from kernels.layer_norm import layer_norm
+from mesh_tensor.lowering.cut import cut
+from mesh_tensor.rules.normalize import normalize
+from mesh_tensor.rules.reductions import Blocked
+from mesh_tensor.rules.sharding_rule import analyse
+
+from .support import assert_right, local_kernels, lowered, outline, text
+
+
+def centred(M=16, N=32, block=4):
+    """Y = X - mean(X, dim 1): cut after the sum."""
+
+    @T.prim_func
+    def kernel(X: T.Tensor((M, N), "float32"), Y: T.Tensor((M, N), "float32")):
+        with T.Kernel(T.ceildiv(M, block), threads=32) as bx:
+            x = T.alloc_fragment((block, N), "float32")
+            s = T.alloc_fragment((block,), "float32")
+            T.copy(X[bx * block, 0], x)  # 0
+            T.reduce_sum(x, s, dim=1)  # 1
+            for i, j in T.Parallel(block, N):  # 2
+                x[i, j] = x[i, j] - s[i] / N
+            T.copy(x, Y[bx * block, 0])  # 3
+
+    return kernel
+
+
+def test_the_parts_are_kernels_in_global_view():
+    first, second, (workspace,) = cut(analyse(normalize(centred())), 2, "w")
+
+    def expected_first(M=16, N=32, block=4):
+        @T.prim_func
+        def kernel(X: T.Tensor((M, N), "float32"), W: T.Tensor((M,), "float32")):
+            with T.Kernel(T.ceildiv(M, block), threads=32) as bx:
+                x = T.alloc_fragment((block, N), "float32")
+                s = T.alloc_fragment((block,), "float32")
+                T.copy(X[bx * block, 0], x)
+                T.reduce_sum(x, s, dim=1)
+                T.copy(s, W[bx * block])
+
+        return kernel
+
+    ir.assert_structural_equal(first.without_attr("global_symbol"), expected_first().without_attr("global_symbol"))
+    assert [second.buffer_map[p].name for p in second.params] == ["X", "Y", "s_w"]
+    assert workspace.buffer.name == "s_w"
+    assert tuple(map(int, workspace.buffer.shape)) == (16,)
+    assert workspace.buffer.dtype == "float32"
+    assert [factor.name for factor in workspace.factors] == ["m"]
+
+
+def test_what_was_only_copied_in_is_copied_again():
+    _, second, workspaces = cut(analyse(normalize(centred())), 2, "w")
+    assert [w.on_chip.name for w in workspaces] == ["s"], "x comes from X again"
+    assert "T.copy(T.region(X[bx * 4, 0]" in text(second)
+
+
+def test_what_was_changed_goes_through_a_workspace():
+    @T.prim_func
+    def kernel(X: T.Tensor((16, 32), "float32"), Y: T.Tensor((16, 32), "float32")):
+        with T.Kernel(4, threads=32) as bx:
+            x = T.alloc_fragment((4, 32), "float32")
+            s = T.alloc_fragment((4,), "float32")
+            T.copy(X[bx * 4, 0], x)
+            for i, j in T.Parallel(4, 32):
+                x[i, j] = T.exp(x[i, j])
+            T.reduce_sum(x, s, dim=1)
+            for i, j in T.Parallel(4, 32):
+                x[i, j] = x[i, j] / s[i]
+            T.copy(x, Y[bx * 4, 0])
+
+    layouts = {"X": {"x": 1}, "Y": {"x": 1}}
+    result = lowered(kernel, {"x": 2}, layouts)
+    assert outline(result) == ["kernel(X, x_w1, s_w1)", "all_reduce(s_w1, sum, x)", "kernel(Y, x_w1, s_w1.1)"]
+    assert str(result.tensors["x_w1"].sharding) == "S[1]", "it is split like X"
+    assert_right(kernel, {"x": 2}, layouts, [torch.randn(16, 32)], lambda a: torch.softmax(a.double(), 1))
+
+
+def test_a_value_per_program_has_a_workspace_per_program():
+    @T.prim_func
+    def kernel(X: T.Tensor((12, 32), "float32"), Y: T.Tensor((12,), "float32")):
+        with T.Kernel(12, threads=32) as bx:
+            total = T.alloc_fragment((1,), "float32")
+            x = T.alloc_fragment((1, 32), "float32")
+            T.copy(X[bx, 0], x)
+            T.reduce_sum(x, total, dim=1)
+            Y[bx] = T.exp(total[0])
+
+    _, _, (workspace,) = cut(analyse(normalize(kernel)), 2, "w")
+    assert 12 in [int(size) for size in workspace.buffer.shape]
+    assert_right(kernel, {"x": 2}, {"X": {"x": 1}}, [torch.randn(12, 32)], lambda a: a.double().sum(1).exp())
+
+
+def test_parts_take_only_the_buffers_that_they_use():
+    first, second = local_kernels(lowered(centred(), {"x": 2}, {"X": {"x": 1}}))
+    assert [b.name for b in first.buffer_map.values()] == ["X", "s_w1"]
+    assert {b.name for b in second.buffer_map.values()} == {"X", "Y", "s_w1"}
+
+
+def test_a_kernel_is_cut_as_often_as_it_takes():
+    layouts = dict.fromkeys(("X", "Y"), {"x": 1})
+    result = lowered(layer_norm(16, 32, 8), {"x": 2}, layouts)
+    assert [step.split("(")[0] for step in outline(result) if "slice" not in step] == [
+        "kernel",
+        "all_reduce",
+        "kernel",
+        "all_reduce",
+        "kernel",
+    ]
+
+
+def test_parts_keep_the_factors_of_the_whole():
+    """Axes split the same dims before and after a cut."""
+    result = lowered(centred(), {"x": 2, "y": 2}, {"X": {"x": 0, "y": 1}, "Y": {"x": 0, "y": 1}})
+    assert outline(result) == ["kernel(X, s_w1)", "all_reduce(s_w1, sum, y)", "kernel(X, Y, s_w1.1)"]
+    assert str(result.tensors["s_w1"].sharding) == "S[0], P[sum]"
+
+
+def test_a_value_loaded_before_the_cut_stops_it():
+    @T.prim_func
+    def kernel(X: T.Tensor((16, 32), "float32"), n: T.Tensor((1,), "int32"), Y: T.Tensor((16,), "float32")):
+        with T.Kernel(4, threads=32) as bx:
+            x = T.alloc_fragment((4, 32), "float32")
+            s = T.alloc_fragment((4,), "float32")
+            count = n[0]
+            T.copy(X[bx * 4, 0], x)
+            T.reduce_sum(x, s, dim=1)
+            for i in T.Parallel(4):
+                s[i] = s[i] / T.Cast("float32", count)
+            T.copy(s, Y[bx * 4])
+
+    try:
+        cut(analyse(normalize(kernel)), 3, "w")
+    except Blocked as reason:
+        assert "is loaded before the point where the kernel would be cut" in str(reason)
+    inputs = [torch.randn(16, 32), torch.tensor([5], dtype=torch.int32)]
+    assert_right(kernel, {"x": 2}, {"X": {"x": 1}}, inputs, lambda x, n: x.double().sum(1) / n)
+
+
+@pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 3}, {"x": 2, "y": 2}], ids=str)
+@pytest.mark.parametrize("dims", [(1, 1), (1, 0), (1, None), (0, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [(16, 32), (7, 10)], ids=str)
+def test_numbers(mesh, dims, sizes):
+    layouts = {name: dict.fromkeys(mesh, dim) for name, dim in zip("XY", dims, strict=True)}
+    inputs = [torch.randn(sizes)]
+    assert_right(centred(*sizes), mesh, layouts, inputs, lambda a: a - a.double().mean(1, keepdim=True))
