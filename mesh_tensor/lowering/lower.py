@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import tvm_ffi
 from tvm import ir, tirx, transform
 
+from ..errors import MeshTensorError
 from ..frontend import INFO_ATTR
 from .assemble import as_module, assemble
 from .pipeline import lower_kernel
+
+# A pass is called through TVM's C++: what it raises comes out as the class that is registered under its name.
+tvm_ffi.register_error("MeshTensorError", MeshTensorError)
 
 
 def lower(func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto") -> ir.IRModule:

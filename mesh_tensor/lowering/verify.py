@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from tvm import arith, ir, tirx
 
-from ..frontend import INFO_ATTR, MESH_ATTR
+from ..frontend import INFO_ATTR, MESH_ATTR, TILES_ATTR
 from ..mesh import Mesh
 from ..propagation import tile_extent
 from ..rules.statements import buffer_params
@@ -81,7 +81,7 @@ def name_of(func: tirx.PrimFunc) -> str:
 def leftovers(func: tirx.PrimFunc) -> list[str]:
     """Annotations of the global view that are still on the function."""
     attrs = func.attrs or {}
-    return [f"attribute {name} is still on it" for name in (INFO_ATTR, MESH_ATTR) if name in attrs]
+    return [f"attribute {name} is still on it" for name in (INFO_ATTR, MESH_ATTR, TILES_ATTR) if name in attrs]
 
 
 def collectives_in(func: tirx.PrimFunc) -> list[str]:

@@ -134,10 +134,8 @@ def test_a_value_loaded_before_the_cut_stops_it():
                 s[i] = s[i] / T.Cast("float32", count)
             T.copy(s, Y[bx * 4])
 
-    try:
+    with pytest.raises(Blocked, match="count is loaded before the point where the kernel would be cut"):
         cut(analyse(normalize(kernel)), 3, "w")
-    except Blocked as reason:
-        assert "is loaded before the point where the kernel would be cut" in str(reason)
     inputs = [torch.randn(16, 32), torch.tensor([5], dtype=torch.int32)]
     assert_right(kernel, {"x": 2}, {"X": {"x": 1}}, inputs, lambda x, n: x.double().sum(1) / n)
 

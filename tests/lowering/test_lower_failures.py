@@ -1,0 +1,59 @@
+"""What lower refuses: the message says what, where, why and the way out."""
+
+import pytest
+import tilelang.language as T
+
+import mesh_tensor as mt
+
+from .kernels import matmul, scale
+
+
+def refused(func, **options):
+    with pytest.raises(mt.MeshTensorError) as error:
+        mt.lower(func, **options)
+    return str(error.value)
+
+
+def test_a_kernel_without_annotations():
+    message = refused(matmul(32, 32, 32))
+    assert "'matmul'" in message
+    assert "annotat" in message
+
+
+def test_two_kernels_in_one_function():
+    @T.prim_func
+    def two(A: T.Tensor((8,), "float32")):
+        with T.Kernel(1, threads=8) as bx:
+            for i in T.Parallel(8):
+                A[i] = bx * 1.0
+        with T.Kernel(1, threads=8) as bx:
+            for i in T.Parallel(8):
+                A[i] = A[i] + bx
+
+    message = refused(mt.annotate(two, {"x": 2}, {"A": {"x": 0}}))
+    assert "function 'two' is not one TileLang kernel" in message
+    assert "Write one T.Kernel per function" in message
+
+
+def test_symbolic_sizes_have_no_program():
+    rows = T.dynamic("rows")
+
+    @T.prim_func
+    def kernel(A: T.Tensor((rows,), "float32"), B: T.Tensor((rows,), "float32")):
+        with T.Kernel(T.ceildiv(rows, 8), threads=8) as bx:
+            for i in T.Parallel(8):
+                B[bx * 8 + i] = A[bx * 8 + i] + 1.0
+
+    from mesh_tensor.program import lower_to_program
+
+    with pytest.raises(mt.MeshTensorError) as error:
+        lower_to_program(mt.annotate(kernel, {"x": 2}, {"A": {"x": 0}}))
+    message = str(error.value)
+    assert "tensor 'A' has the symbolic shape" in message
+    assert "specialize the kernel to sizes first" in message
+
+
+def test_an_unknown_view():
+    message = refused(mt.annotate(scale(32, 16), {"x": 2}, {"A": {"x": 0}}), view="sideways")
+    assert "view 'sideways' is unknown" in message
+    assert "auto, global, local" in message

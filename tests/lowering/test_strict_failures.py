@@ -1,0 +1,76 @@
+"""strict=True: every buffer, dim and axis that can't lie as annotated is listed, with the reason."""
+
+import pytest
+import tilelang.language as T
+
+import mesh_tensor as mt
+from kernels.softmax import online_softmax
+
+from .kernels import matmul, scale
+from .support import lowered
+
+
+def refused(func, mesh, layouts):
+    with pytest.raises(mt.MeshTensorError) as error:
+        lowered(func, mesh, layouts, strict=True)
+    return str(error.value)
+
+
+def test_an_input_that_lies_otherwise():
+    message = refused(matmul(32, 32, 32), {"x": 2}, {"A": {"x": 0}, "B": {"x": 0}, "C": {"x": 0}})
+    assert "buffer 'B' is annotated sharded on dim 0 on axis 'x', but lies replicated" in message
+    assert "the axis splits factor m (outputs decide)" in message
+    assert "where: kernel 'matmul', strict=True" in message
+    assert "fix: annotate what the rule can split, or lower without strict=True" in message
+
+
+def test_an_output_that_would_be_gathered():
+    message = refused(scale(32, 16), {"x": 2}, {"A": {"x": 0}, "B": {"x": 1}})
+    assert "buffer 'A' is annotated sharded on dim 0 on axis 'x', but lies sharded on dim 1" in message
+
+
+def test_a_dim_that_needs_replication():
+    message = refused(online_softmax(16, 64, 8, 16), {"x": 2}, {"X": {"x": 1}, "Y": {"x": 1}})
+    assert message.startswith("2 problems:")
+    for name in "XY":
+        assert f"buffer '{name}' dim 1 on axis 'x' needs replication: " in message
+    assert "inside the loop that is still adding to it" in message
+
+
+def test_every_problem_is_listed():
+    layouts = {"A": {"x": 1, "y": 1}, "B": {"x": 1}, "C": {"x": 0, "y": 0}}
+    message = refused(matmul(32, 32, 32), {"x": 2, "y": 2}, layouts)
+    assert "problems:" in message
+    assert "buffer 'A' is annotated sharded on dim 1 on axis 'x'" in message
+    assert "buffer 'B' is annotated sharded on dim 1 on axis 'x'" in message
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        {"A": {"x": 0}, "C": {"x": 0}},
+        {"A": {"x": 1}, "B": {"x": 0}},
+        {"A": {"x": 1}, "B": {"x": 0}, "C": {"x": 0}},
+        {"A": {"x": 0, "y": 1}, "B": {"y": 0}, "C": {"x": 0}},
+        {},
+    ],
+    ids=str,
+)
+def test_what_needs_no_gather_is_not_refused(layouts):
+    assert lowered(matmul(32, 32, 32), {"x": 2, "y": 2}, layouts, strict=True).steps
+
+
+def test_axes_of_one_device_are_never_refused():
+    lowered(matmul(32, 32, 32), {"x": 1}, {"A": {"x": 0}, "B": {"x": 0}, "C": {"x": 1}}, strict=True)
+
+
+def test_compile_hands_it_on():
+    @T.prim_func
+    def shift(A: T.Tensor((33,), "float32"), B: T.Tensor((32,), "float32")):
+        with T.Kernel(4, threads=8) as bx:
+            for i in T.Parallel(8):
+                B[bx * 8 + i] = A[bx * 8 + i + 1]
+
+    annotated = mt.annotate(shift, {"x": 2}, {"A": {"x": 0}, "B": {"x": 0}})
+    with pytest.raises(mt.MeshTensorError, match="buffer 'A' dim 0 on axis 'x' needs replication: .*it is shifted"):
+        mt.compile(annotated, target="interpret", strict=True)
