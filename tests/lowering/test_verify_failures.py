@@ -115,7 +115,7 @@ def test_guarded_accesses_are_inside():
 
 
 @pytest.mark.parametrize(
-    ("index", "shown"), [(lambda m: m + 1, "+ 1"), (lambda m: m - 1, "- 1"), (lambda m: m * 2, "* 2")], ids=str
+    ("index", "shown"), [(lambda m: m + 1, "+ 1"), (lambda m: m - 1, "- 1"), (lambda m: m * 2, "* 2")]
 )
 def test_accesses_outside_are_found(index, shown):
     @T.prim_func
