@@ -74,8 +74,8 @@ def mlp_reference(x, w1, w2):
 
 
 def sharded_mlp(mesh, tokens, hidden, model, **compile_options):
-    """The two kernels on a mesh, Megatron style: the hidden features are split over all axes of the mesh, so w1 lies split by
-    columns and w2 by rows, x and y are replicated, and only the second kernel needs a collective."""
+    """The two kernels on a mesh, Megatron style: the hidden features are split over all axes of the mesh, so w1 lies
+    split by columns and w2 by rows, x and y are replicated, and only the second kernel needs a collective."""
     mesh = mt.Mesh(mesh)
     columns, rows = dict.fromkeys(mesh.axis_names, 1), dict.fromkeys(mesh.axis_names, 0)
     up = mt.annotate(mlp_up(tokens, hidden, model), mesh, {"x": {}, "w1": columns, "h": columns})

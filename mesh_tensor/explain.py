@@ -13,8 +13,8 @@ from .propagation import dtype_bits, tile_extent
 
 
 def explain(program: Program) -> str:
-    """Factors and what splits them, every buffer's placement as asked and as used, every step with its bytes and reason, what
-    could not be split, and the cost per device.
+    """Factors and what splits them, every buffer's placement as asked and as used, every step with its bytes and
+    reason, what could not be split, and the cost per device.
 
     Args:
         program: a Program that `lower_to_program` made.

@@ -97,9 +97,9 @@ Step = KernelStep | CollectiveStep | AllocStep | FreeStep
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of the kernel as its caller sees it: `input` is None if the kernel only writes it, `output` is None if
-    it only reads it. Both name Values with the layout that was annotated. `kept`: nothing looks at what comes in, but some
-    of it may stay; a caller who has nothing to keep may leave it out."""
+    """A parameter of the kernel as its caller sees it: `input` is None if the kernel only writes it, `output` is None
+    if it only reads it. Both name Values with the layout that was annotated. `kept`: nothing looks at what comes in,
+    but some of it may stay; a caller who has nothing to keep may leave it out."""
 
     name: str
     input: str | None

@@ -1,8 +1,9 @@
 """Placements from rules: which factor every mesh axis splits, and where each buffer then has to lie.
 
-Where annotations agree there is nothing to decide. Where they don't: if all inputs that use the axis ask for one reduced
-factor, it is split and the outputs are reduced (or reduce-scattered) into their layout; else the outputs decide (owner
-computes); among what remains, the choice that moves the fewest bytes wins, and the first one named breaks ties.
+Where annotations agree there is nothing to decide. Where they don't: if all inputs that use the axis ask for one
+reduced factor, it is split and the outputs are reduced (or reduce-scattered) into their layout; else the outputs
+decide (owner computes); among what remains, the choice that moves the fewest bytes wins, and the first one named
+breaks ties.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from .sharding import Sharding
 
 @dataclass(eq=False)
 class Assignment:
-    """What every axis splits (None: nothing), and why. `needed` and `produced` are the layouts in which the kernel takes
-    its inputs and leaves its outputs; `whole` are the dims that could not be split as asked, with the reason."""
+    """What every axis splits (None: nothing), and why. `needed` and `produced` are the layouts in which the kernel
+    takes its inputs and leaves its outputs; `whole` are the dims that could not be split as asked, with the reason."""
 
     axes: dict[str, Factor | None]
     reasons: dict[str, str]
@@ -40,8 +41,8 @@ class Propagation:
     """Decides one kernel's assignment.
 
     `over_tiles`: the kernel is over tiles already (its blocks are whatever its author wrote).
-    `asked`: the annotated layouts (others are free). `fixed`: axes that an earlier stage already decided (Factor or None).
-    `banned`: factors that a later stage found it can't split, with the reason."""
+    `asked`: the annotated layouts (others are free). `fixed`: axes that an earlier stage already decided (Factor or
+    None). `banned`: factors that a later stage found it can't split, with the reason."""
 
     def __init__(
         self,

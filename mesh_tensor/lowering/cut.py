@@ -1,7 +1,7 @@
 """Cut a kernel in two before one of its top-level statements; what is live across the cut goes through workspaces.
 
-Both parts are plain kernels in global view again: a workspace is a tensor with the dims that the on-chip buffer's elements
-stand for, so that it can be sharded, reduced and reduce-scattered like any other.
+Both parts are plain kernels in global view again: a workspace is a tensor with the dims that the on-chip buffer's
+elements stand for, so that it can be sharded, reduced and reduce-scattered like any other.
 """
 
 from __future__ import annotations

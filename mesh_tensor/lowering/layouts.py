@@ -15,7 +15,8 @@ from .reshard import Move, plan_moves
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor in one layout. `shape` is global (symbolic sizes stay so). Tensors with the same `storage` share memory."""
+    """A tensor in one layout. `shape` is global (symbolic sizes stay so). Tensors with the same `storage` share
+    memory."""
 
     name: str
     shape: tuple[tirx.PrimExpr, ...]

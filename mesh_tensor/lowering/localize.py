@@ -1,8 +1,9 @@
 """Global view to local view: the kernel that one device runs on its tiles.
 
-Loops of a split factor run over the tile, buffers' dims shrink to it, a coordinate that is used as a value gets the tile's
-offset. Where the tile is short or blocks reach past its end, what is reduced is masked with the neutral element, and direct
-accesses are guarded. What must count once, such as the start of an accumulator, counts on the first device only.
+Loops of a split factor run over the tile, buffers' dims shrink to it, a coordinate that is used as a value gets the
+tile's offset. Where the tile is short or blocks reach past its end, what is reduced is masked with the neutral
+element, and direct accesses are guarded. What must count once, such as the start of an accumulator, counts on the
+first device only.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from .splits import DeviceCoordinates, Split
 def localize(
     analysis: Analysis, splits: Sequence[Split], coordinates: DeviceCoordinates, name: str
 ) -> tuple[tirx.PrimFunc, tuple[str, ...]]:
-    """The local kernel and the axes it wants to know: its parameters are the kernel's own (as tiles), then this device's
-    coordinate on each of the axes.
+    """The local kernel and the axes it wants to know: its parameters are the kernel's own (as tiles), then this
+    device's coordinate on each of the axes.
 
     Raises `Blocked` (rules.reductions) where a split turns out not to be expressible."""
     return _Localizer(analysis, splits, coordinates).run(name)

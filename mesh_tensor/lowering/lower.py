@@ -20,12 +20,13 @@ def lower(func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto") -> i
     Args:
         func: the kernel, annotated by `annotate` or `annotate_mesh_tensor_info`.
         strict: refuse what would have to be gathered or exchanged instead of moving it.
-        view: `global` for a kernel over whole tensors, `local` for one that sizes its loops with `get_tile_shape` and so is
+        view: `global` for a kernel over whole tensors, `local` for one that sizes its loops with `get_tile_shape` and
+        so is
             over tiles already, `auto` to see it from the loops.
 
     Returns:
-        A module with one function over tiles. Collectives are `mesh.*` calls in blocks named for them. After the kernel's own
-        parameters come the sizes that no tile tells, then the device's coordinates that the kernel uses.
+        A module with one function over tiles. Collectives are `mesh.*` calls in blocks named for them. After the
+        kernel's own parameters come the sizes that no tile tells, then the device's coordinates that the kernel uses.
 
     Raises:
         MeshTensorError: no or invalid annotations, not one TileLang kernel, or refused by `strict`.

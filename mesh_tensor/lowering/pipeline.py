@@ -37,9 +37,9 @@ _MOST_PARTS = 16
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """A kernel in local view. `steps` run in order over `tensors`; `parameters` are the kernel's own, in order, each with
-    the tensor it comes in (None if only written) and the one it leaves in (None if only read). Of those `kept`, nothing looks
-    at what comes in, but some of it may stay."""
+    """A kernel in local view. `steps` run in order over `tensors`; `parameters` are the kernel's own, in order, each
+    with the tensor it comes in (None if only written) and the one it leaves in (None if only read). Of those `kept`,
+    nothing looks at what comes in, but some of it may stay."""
 
     name: str
     mesh: Mesh
@@ -77,7 +77,8 @@ def lower_kernel(func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto
     """Lower an annotated kernel, written over whole tensors or over tiles (`view`: auto, global, local).
 
     Raises:
-        MeshTensorError: no or invalid annotations, not one TileLang kernel, or, with `strict`, layouts that need a gather.
+        MeshTensorError: no or invalid annotations, not one TileLang kernel, or, with `strict`, layouts that need a
+        gather.
     """
     mesh, annotations = read_annotations(func)
     asked = {name: annotation.sharding for name, annotation in annotations.items()}

@@ -1,7 +1,8 @@
 """Layout changes as steps of single collectives.
 
-Every step changes one tensor over some axes and stays inside the groups of those axes. An axis can leave a dim only if no
-other axis splits that dim further, and can join it only after those that come before it in mesh order: tiles are nested.
+Every step changes one tensor over some axes and stays inside the groups of those axes. An axis can leave a dim only if
+no other axis splits that dim further, and can join it only after those that come before it in mesh order: tiles are
+nested.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def _next_move(current: Sharding, dst: Sharding) -> Move:
 
 
 def _wanted_next(axis: str, current: Sharding, dst: Sharding) -> int | None:
-    """The dim that `axis` has to split in `dst`, if everything that comes before it there is in place and nothing else is."""
+    """The dim that `axis` has to split in `dst`, if everything that comes before it there is in place and nothing else
+    is."""
     dim = dst.dim_of(axis)
     if dim is None:
         return None

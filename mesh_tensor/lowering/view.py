@@ -1,4 +1,5 @@
-"""Which view a kernel is written in: over whole tensors, or, with `get_tile_shape` sizing its grid, over tiles already."""
+"""Which view a kernel is written in: over whole tensors, or, with `get_tile_shape` sizing its grid, over tiles
+already."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ VIEWS = ("auto", "global", "local")
 def is_local_view(func: tirx.PrimFunc, asked: dict[str, Sharding], view: str) -> bool:
     """Whether the kernel walks tiles.
 
-    With `view="auto"`, a kernel that asked for tile shapes and whose loops walk the split dims' tiles from end to end, and
-    none of the whole dims, is written over tiles. Where they walk both (a block as large as the dim), both views mean the
-    same.
+    With `view="auto"`, a kernel that asked for tile shapes and whose loops walk the split dims' tiles from end to end,
+    and none of the whole dims, is written over tiles. Where they walk both (a block as large as the dim), both views
+    mean the same.
 
     Raises:
         MeshTensorError: `view` is unknown, or some split dims are walked tile by tile and others are not.

@@ -13,8 +13,8 @@ from .statements import Access, Kernel, Statement
 def needs_content(kernel: Kernel, coordinates: Coordinates, param: str) -> bool:
     """Whether a parameter's earlier content is read, combined into, or partly kept.
 
-    It is not if some store covers all of it, and whatever else touches it comes later and, in every program of the grid,
-    touches only what that program stored."""
+    It is not if some store covers all of it, and whatever else touches it comes later and, in every program of the
+    grid, touches only what that program stored."""
     buffer = kernel.params[param]
     uses = _uses(kernel, buffer)
     stores = [s for s in kernel.statements if s.write is not None and s.write.buffer.same_as(buffer) and s.op is None]

@@ -13,7 +13,8 @@ _WRITES = 2  # the bit in the access modes of tl.region and tl.access_ptr
 
 
 def side_effect(stmt: tirx.Stmt) -> str | None:
-    """The call with an effect in the expressions of a store, a binding, a condition or a loop's bounds; None without one.
+    """The call with an effect in the expressions of a store, a binding, a condition or a loop's bounds; None without
+    one.
 
     Values that come through pointers count as such: what is read is more than the element that the pointer names."""
     for expr in _expressions(stmt):
@@ -26,7 +27,8 @@ def side_effect(stmt: tirx.Stmt) -> str | None:
 
 
 def written(stmt: tirx.Stmt) -> tuple[tirx.Buffer, ...]:
-    """The buffers that a statement of any kind may store to: by stores, or because a call gets a pointer or a region."""
+    """The buffers that a statement of any kind may store to: by stores, or because a call gets a pointer or a
+    region."""
     found: list[tirx.Buffer] = []
 
     def visit(node: object) -> None:

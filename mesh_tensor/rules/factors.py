@@ -1,11 +1,11 @@
 """Factors of a kernel: which dims of which buffers are walked together.
 
-Every dim of a parameter starts as a factor of its own. A statement that touches two dims at one coordinate (`C[x] = A[x]`)
-joins their factors. An on-chip buffer's dim gets the coordinate that its elements stand for: after
+Every dim of a parameter starts as a factor of its own. A statement that touches two dims at one coordinate (`C[x] =
+A[x]`) joins their factors. An on-chip buffer's dim gets the coordinate that its elements stand for: after
 `copy(A[by * 64], A_s)`, element i of A_s is coordinate `by * 64 + i` of A's factor, so its *base* is `by * 64`.
 
-What does not fit is never guessed: a parameter's dim is *detached* (the whole dim is needed wherever it is used), or the
-factor is *blocked* (nothing may split it); both keep the reason.
+What does not fit is never guessed: a parameter's dim is *detached* (the whole dim is needed wherever it is used), or
+the factor is *blocked* (nothing may split it); both keep the reason.
 """
 
 from __future__ import annotations
@@ -264,8 +264,8 @@ class Coordinates:
         return changed
 
     def _assign_roles(self, statement: Statement) -> bool:
-        """Note which factor each loop variable walks. Factors that share a loop step by step are one; those that share one
-        in different steps can't be split."""
+        """Note which factor each loop variable walks. Factors that share a loop step by step are one; those that share
+        one in different steps can't be split."""
         changed = False
         for access in statement.accesses:
             for dim in range(len(access.indices)):
@@ -305,7 +305,8 @@ class Coordinates:
         return list(self._by_root.values())
 
     def _collect_forms(self) -> dict[Factor, list[Linear]]:
-        """The distinct coordinates in each factor; those made of the kernel's own loops also by their innermost loop."""
+        """The distinct coordinates in each factor; those made of the kernel's own loops also by their innermost
+        loop."""
         forms: dict[Factor, dict[tuple, Linear]] = {f: {} for f in self.factors}
         for statement in self.kernel.statements:
             for factor, form in self.of_statement(statement).items():

@@ -13,7 +13,8 @@ MARK = "mesh_tensor.fused"
 
 
 def unfuse(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Split every grid loop of `func` that is only used as `v // c` and `v % c`, with a constant c that divides its extent."""
+    """Split every grid loop of `func` that is only used as `v // c` and `v % c`, with a constant c that divides its
+    extent."""
     body = func.body
     for loop in _grid_loops(body):
         part = _part(loop)

@@ -48,8 +48,8 @@ class Linear:
 
 
 def linear_form(expr: tirx.PrimExpr, binds: Mapping[tirx.Var, tirx.PrimExpr]) -> Linear | None:
-    """`expr` as a Linear over the variables that `binds` does not define, or None if it is none (symbolic sizes, products
-    of variables, divisions, loads)."""
+    """`expr` as a Linear over the variables that `binds` does not define, or None if it is none (symbolic sizes,
+    products of variables, divisions, loads)."""
     if isinstance(expr, int):
         return Linear({}, expr)
     if isinstance(expr, tirx.IntImm):

@@ -1,7 +1,7 @@
 """Live ranges of on-chip buffers: which writes may reach which reads.
 
-A kernel reuses its staging buffers. What a buffer's dims mean can differ from one use to the next, so everything is said
-of *live ranges*: a new one begins where the whole buffer is overwritten, two merge where a read may see either.
+A kernel reuses its staging buffers. What a buffer's dims mean can differ from one use to the next, so everything is
+said of *live ranges*: a new one begins where the whole buffer is overwritten, two merge where a read may see either.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class LiveRanges:
         return root
 
     def _walk(self, tree: list, env: dict) -> tuple[set, set]:
-        """Give every access in `tree` its live range; returns the buffers whose earlier content may be used in it, and those
-        that it certainly overwrites."""
+        """Give every access in `tree` its live range; returns the buffers whose earlier content may be used in it, and
+        those that it certainly overwrites."""
         exposed: set = set()
         killed: set = set()
         for node in tree:
@@ -171,7 +171,8 @@ def _carried(param: tirx.Buffer, kernel: Kernel) -> set[tirx.Var]:
 
 
 def overwrites_all(statement: Statement, kernel: Kernel) -> bool:
-    """Whether the statement, over all its innermost loops, overwrites its whole buffer without reading what was there."""
+    """Whether the statement, over all its innermost loops, overwrites its whole buffer without reading what was
+    there."""
     write = statement.write
     if write is None or statement.unknown or (statement.op is not None and not statement.fresh):
         return False
@@ -197,7 +198,8 @@ def overwrites_all(statement: Statement, kernel: Kernel) -> bool:
 
 
 def _unconditional(statement: Statement, index_vars: set[tirx.Var], kernel: Kernel) -> bool:
-    """No condition around the store mentions the store's own index variables, so it covers all or (in a branch) nothing."""
+    """No condition around the store mentions the store's own index variables, so it covers all or (in a branch)
+    nothing."""
     found: list[object] = []
     for condition in statement.conditions:
         tirx.stmt_functor.post_order_visit(condition, found.append)

@@ -1,9 +1,9 @@
 """How each factor combines: parallel, a reduction, or nothing that may be split.
 
-Splitting a factor leaves a *partial* value wherever something is combined over it. This module finds those values, follows
-them through statements that keep them partial (copies, further combining with the same operation), and finds the first use
-that needs the whole value: the kernel is cut there. Whatever would depend on how coordinates are grouped into blocks, on
-their order, or on how often a loop runs, blocks the factor or asks for tiles of whole blocks.
+Splitting a factor leaves a *partial* value wherever something is combined over it. This module finds those values,
+follows them through statements that keep them partial (copies, further combining with the same operation), and finds
+the first use that needs the whole value: the kernel is cut there. Whatever would depend on how coordinates are grouped
+into blocks, on their order, or on how often a loop runs, blocks the factor or asks for tiles of whole blocks.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ class Blocked(Exception):
 class Reduction:
     """What splitting a factor leaves partial.
 
-    `partial`: live ranges with the operation that completes them. `updates`: the statements that combine over the factor,
-    with their coordinate in it (padding must be neutral there). `gated`: statements whose contribution must count on one device only. `cut`: the
-    top-level statement before which the partial values must be completed, None if only outputs are partial. `masked`:
-    False where padding that a block reaches past the tile's end is known to be neutral."""
+    `partial`: live ranges with the operation that completes them. `updates`: the statements that combine over the
+    factor, with their coordinate in it (padding must be neutral there). `gated`: statements whose contribution must
+    count on one device only. `cut`: the top-level statement before which the partial values must be completed, None if
+    only outputs are partial. `masked`: False where padding that a block reaches past the tile's end is known to be
+    neutral."""
 
     partial: dict[LiveRange, str] = field(default_factory=dict)
     updates: dict[Statement, Linear] = field(default_factory=dict)
@@ -115,7 +116,8 @@ class FactorAnalysis:
                 raise Blocked(f"{buffer.name} dim {dim} holds the whole dim in one place and something else in another")
 
     def _check_untyped_indices(self, statement: Statement) -> None:
-        """On-chip dims without a coordinate may not be indexed by the factor's loops, but for lanes of an accumulator."""
+        """On-chip dims without a coordinate may not be indexed by the factor's loops, but for lanes of an
+        accumulator."""
         for access in statement.accesses:
             live_range = self._range(access)
             for dim, index in enumerate(access.indices):
@@ -156,7 +158,8 @@ class FactorAnalysis:
         return loop.kind == "tile" or self.kernel.analyzer.can_prove_equal(loop.extent, 1)
 
     def _is_same_everywhere(self, statement: Statement) -> bool:
-        """A store of a value that is the same at every coordinate of the factor, and not carried from one to the next."""
+        """A store of a value that is the same at every coordinate of the factor, and not carried from one to the
+        next."""
         return not self._tainted(statement) & self.vars and not self._range(statement.write).carried & self.vars
 
     def _tainted(self, statement: Statement) -> set[tirx.Var]:
@@ -270,7 +273,8 @@ class FactorAnalysis:
                     self.factor.aligned = f"{live_range.buffer.name} keeps one value per position in a block"
 
     def _check_repeats(self, statement: Statement, form: Linear | None) -> None:
-        """A statement inside loops of the factor that are not its coordinate runs once per block: it must not notice."""
+        """A statement inside loops of the factor that are not its coordinate runs once per block: it must not
+        notice."""
         if statement.write is None:
             return
         own = set() if form is None else set(form.terms)

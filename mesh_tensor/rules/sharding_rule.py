@@ -45,7 +45,8 @@ class Analysis:
         return any(statement.writes(buffer) for statement in self.kernel.statements)
 
     def read(self, param: str) -> bool:
-        """Whether the kernel needs the parameter's earlier content: it reads it before writing it, or writes only parts."""
+        """Whether the kernel needs the parameter's earlier content: it reads it before writing it, or writes only
+        parts."""
         return needs_content(self.kernel, self.coordinates, param)
 
     def only_kept(self, param: str) -> bool:
@@ -57,8 +58,8 @@ class Analysis:
 class ShardingRule:
     """Which factors index which dims of which buffers, and how each factor combines.
 
-    `inputs`, `outputs`: per buffer, its factors' names (None: the dim is needed whole). `factors`: per factor `parallel`, the
-    operations that reduce it (`sum`, `max, sum`), or `whole: reason`. `sizes`: the factors' extents."""
+    `inputs`, `outputs`: per buffer, its factors' names (None: the dim is needed whole). `factors`: per factor
+    `parallel`, the operations that reduce it (`sum`, `max, sum`), or `whole: reason`. `sizes`: the factors' extents."""
 
     inputs: dict[str, tuple[str | None, ...]]
     outputs: dict[str, tuple[str | None, ...]]
@@ -97,8 +98,8 @@ def sharding_rule(prim_func: tirx.PrimFunc) -> ShardingRule:
         prim_func: a PrimFunc with one `T.Kernel`, annotated or not.
 
     Returns:
-        The rule; `str(rule)` reads like `A[m, k], B[k, n] -> C[m, n]; m, n parallel; k sum`. A dim printed as `*` and a factor
-        listed as `replicated` can't be split; `rule.factors` has the reason.
+        The rule; `str(rule)` reads like `A[m, k], B[k, n] -> C[m, n]; m, n parallel; k sum`. A dim printed as `*` and
+        a factor listed as `replicated` can't be split; `rule.factors` has the reason.
 
     Raises:
         MeshTensorError: the function is not one TileLang kernel.

@@ -1,7 +1,7 @@
 """A kernel as a flat list of statements: what is read and written, at which index, inside which loops.
 
-Tile operations become statements of the same kind as stores: their element loops get variables of their own (loops of kind
-"tile"). Everything that follows - live ranges, factors, reductions - looks at statements and not at TIR.
+Tile operations become statements of the same kind as stores: their element loops get variables of their own (loops of
+kind "tile"). Everything that follows - live ranges, factors, reductions - looks at statements and not at TIR.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ COMBINER = {"abssum": "sum", "absmax": "max"}
 
 @dataclass(eq=False)
 class Loop:
-    """One loop variable. `kind` is grid, serial, parallel (T.Parallel, vectorized, unrolled too) or tile (an element loop
-    of a tile operation). `node` is the TIR loop, None for tile loops."""
+    """One loop variable. `kind` is grid, serial, parallel (T.Parallel, vectorized, unrolled too) or tile (an element
+    loop of a tile operation). `node` is the TIR loop, None for tile loops."""
 
     var: tirx.Var
     min: tirx.PrimExpr
@@ -44,10 +44,11 @@ class Access:
 class Statement:
     """`write = value` (`op` None) or `write = write op value`, for every value of the loops' variables.
 
-    `fresh` marks an update that first sets what it writes to the operation's neutral element. `values` are the expressions
-    in which a loop variable would be a value and not an index; `conditions` guard the statement, outermost first.
-    `top` counts the statements of the kernel's body, the outermost level at which a kernel can be cut. `unknown` says why the
-    statement is not understood; it then has no `write`, but `may_write` has the buffers that it may store to."""
+    `fresh` marks an update that first sets what it writes to the operation's neutral element. `values` are the
+    expressions in which a loop variable would be a value and not an index; `conditions` guard the statement, outermost
+    first. `top` counts the statements of the kernel's body, the outermost level at which a kernel can be cut.
+    `unknown` says why the statement is not understood; it then has no `write`, but `may_write` has the buffers that it
+    may store to."""
 
     node: tirx.Stmt
     loops: tuple[Loop, ...]

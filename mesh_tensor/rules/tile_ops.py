@@ -1,8 +1,8 @@
 """TileLang tile operations as typed records.
 
 TileLang keeps `T.copy`, `T.gemm`, ... as opaque calls until its own lowering. Everything that has to understand them
-(the sharding rule, the CPU re-targeting, the interpreter) reads them through :func:`parse_tile_op`, so the layout of the
-calls' arguments is known in this file only.
+(the sharding rule, the CPU re-targeting, the interpreter) reads them through :func:`parse_tile_op`, so the layout of
+the calls' arguments is known in this file only.
 """
 
 from __future__ import annotations
