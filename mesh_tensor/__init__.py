@@ -15,6 +15,7 @@ from .mesh import Mesh  # noqa: E402
 from .program import Program  # noqa: E402
 from .rules import ShardingRule, sharding_rule  # noqa: E402
 from .runtime import MeshTensor, distribute  # noqa: E402
+from .runtime.distributed import from_dtensor, from_placements, to_dtensor, to_placements  # noqa: E402
 from .sharding import Partial, Replicate, Shard, Sharding  # noqa: E402
 
 __all__ = [
@@ -31,8 +32,12 @@ __all__ = [
     "annotate",
     "compile",
     "distribute",
+    "from_dtensor",
+    "from_placements",
     "lower",
     "lowering",
     "mesh_tensor_functions",
     "sharding_rule",
+    "to_dtensor",
+    "to_placements",
 ]

@@ -14,7 +14,9 @@ from .errors import refuse
 from .frontend import read_annotations
 from .mesh import Mesh
 from .program import Program, lower_to_program
+from .rank_kernel import Compiled, RankKernel
 from .rules.sharding_rule import sharding_rule
+from .runtime.distributed import is_dtensor, ranks_of
 from .runtime.kernels import find_target
 from .runtime.launch import AnyTensor, Launch
 from .runtime.mesh_tensor import MeshTensor
@@ -63,11 +65,13 @@ class _CallForm:
 
 
 class MeshKernel:
-    """A kernel on a virtual mesh: takes global torch tensors and MeshTensors.
+    """A kernel on a virtual mesh: takes global torch tensors and MeshTensors. On the ranks of a DeviceMesh: takes
+    DTensors, and `local` takes local tensors.
 
     Called with the tensors that it reads, it returns those that it writes; called with all parameters, it writes into
-    the tensors given (what it does not write stays as it is; in a tensor that it makes, that is 0). What it both reads and writes is updated in place, and returned. If any argument is a MeshTensor,
-    all results are MeshTensors, laid out as annotated."""
+    the tensors given (what it does not write stays as it is; in a tensor that it makes, that is 0). What it both reads
+    and writes is updated in place, and returned. If any argument is a MeshTensor, all results are MeshTensors, laid
+    out as annotated."""
 
     def __init__(
         self,
@@ -90,7 +94,10 @@ class MeshKernel:
         self._lower = lower
         self._signature = Signature(func)
         self._launches: dict[tuple[int, ...], Launch] = {}
+        self._programs: dict[tuple[int, ...], Program] = {}
+        self._program: Program | None = None
         self._current: Launch | None = None
+        self._on_ranks: dict[int, RankKernel] = {}
         if self._signature.symbols:
             self.mesh: Mesh = read_annotations(func)[0]
             reads, writes = _roles_by_rule(func)
@@ -107,13 +114,13 @@ class MeshKernel:
     @property
     def program(self) -> Program:
         """The steps. Of a kernel with symbolic dims: those for the sizes of the last call."""
-        if self._current is None:
+        if self._program is None:
             names = ", ".join(var.name for var in self._signature.symbols)
             refuse(
                 f"kernel {self._signature.name!r} has no program yet: it has symbolic dims ({names})",
                 fix="call it first; its program is then that of the sizes it was called with",
             )
-        return self._current.program
+        return self._program
 
     @property
     def peak_bytes(self) -> int:
@@ -131,6 +138,9 @@ class MeshKernel:
         given = dict(zip(form.passed, args, strict=True))
         launch = self._current
         if self._signature.symbols or not self._is_quick(given):
+            device_mesh = next((arg.device_mesh for arg in args if is_dtensor(arg)), None)
+            if device_mesh is not None:
+                return _unpacked(self._rank_kernel(device_mesh)(given, form.returned))
             launch = self._launch_for(given)
         assert launch is not None
         as_mesh_tensors = any(isinstance(arg, MeshTensor) for arg in args)
@@ -145,7 +155,29 @@ class MeshKernel:
             entangled=_entangled(tensors, self._writes),
         )
         returned = [self._result(given.get(name), results[name]) for name in form.returned]
-        return returned[0] if len(returned) == 1 else tuple(returned)
+        return _unpacked(returned)
+
+    def local(self, *args: Any, device_mesh: Any = None) -> Any:
+        """Run as this rank of a process group, on its parts of the tensors: plain tensors, without padding or whole
+        tiles.
+
+        Args:
+            args: as in a call, but each tensor is what this rank holds of it.
+            device_mesh: the ranks to run on; None: all ranks there are, in their order.
+
+        Returns:
+            This rank's parts of the results, without padding."""
+        form = self._forms.get(len(args)) or self._refuse_count(len(args))
+        given = dict(zip(form.passed, args, strict=True))
+        return _unpacked(self._rank_kernel(device_mesh).local(given, form.returned))
+
+    def _rank_kernel(self, device_mesh: Any) -> RankKernel:
+        ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
+        found = self._on_ranks.get(id(ranks))
+        if found is None or found.ranks is not ranks:
+            compiled = Compiled(self._signature, self._target, self._strict, self._poison, self._program_of)
+            found = self._on_ranks[id(ranks)] = RankKernel(compiled, ranks)
+        return found
 
     @staticmethod
     def _result(given: Any, result: AnyTensor) -> AnyTensor:
@@ -161,13 +193,22 @@ class MeshKernel:
             if launch is None:
                 launch = self._launches[key] = self._make(sizes)
             self._current = launch
+            self._program = launch.program
         assert self._current is not None
         self._check_placements(given, self._current.program)
         return self._current
 
     def _make(self, sizes: Sizes) -> Launch:
-        func = specialize(self._func, {var: sizes[var] for var in self._signature.symbols}) if sizes else self._func
-        return Launch(self._lower(func, self._strict), self._target, poison=self._poison)
+        return Launch(self._program_of(sizes), self._target, poison=self._poison)
+
+    def _program_of(self, sizes: Sizes) -> Program:
+        """The program for these sizes, lowered once."""
+        key = tuple(sizes[var] for var in self._signature.symbols)
+        if key not in self._programs:
+            func = specialize(self._func, {var: sizes[var] for var in self._signature.symbols}) if sizes else self._func
+            self._programs[key] = self._lower(func, self._strict)
+        self._program = self._programs[key]
+        return self._program
 
     def _check_placements(self, given: dict[str, Any], program: Program) -> None:
         if not self._strict:
@@ -227,6 +268,10 @@ class MeshKernel:
     def __repr__(self) -> str:
         names = ", ".join(param.name for param in self._signature.params)
         return f"MeshKernel({self._signature.name}({names}), {self.mesh}, target={self._target.name!r})"
+
+
+def _unpacked(results: list[Any]) -> Any:
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def _plain(value: Any) -> AnyTensor | None:

@@ -44,27 +44,29 @@ class Delivery:
 class Reshard:
     """Turns tiles of layout `src` into tiles of layout `dst`. Planned once, run often.
 
-    Only valid extents are read, except where whole tiles are combined position by position (padding meets padding)."""
+    Only valid extents are read, except where whole tiles are combined position by position (padding meets padding).
+    `deliveries` say what goes where, `combine` how several sources become one, `blank` is what is left where nothing is
+    delivered."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, src: Sharding, dst: Sharding) -> None:
-        self._deliveries = tuple(_deliveries(tuple(shape), src, dst))
+        self.deliveries = tuple(_deliveries(tuple(shape), src, dst))
         ops = _reduced_ops(src, dst)
-        self._combine = combiner(ops[0] if ops else "max", dtype)
+        self.combine = combiner(ops[0] if ops else "max", dtype)
         blanks = _blank_ops(src, dst)
-        self._blank = neutral(dtype, blanks[0]) if blanks else 0
-        self.in_place = src.tile_shape(shape) == dst.tile_shape(shape) and all(map(_stays, self._deliveries))
+        self.blank = neutral(dtype, blanks[0]) if blanks else 0
+        self.in_place = src.tile_shape(shape) == dst.tile_shape(shape) and all(map(_stays, self.deliveries))
 
     def __call__(self, src: Tiles, dst: Tiles, *, share: bool = False) -> None:
         """Fill `dst`. With `share`, devices that get the same tile have one memory: `dst`'s entries become that one.
 
         `src` and `dst` may be the same memory where `in_place` says so."""
-        for delivery in self._deliveries:
+        for delivery in self.deliveries:
             leader, followers = delivery.ranks[0], delivery.ranks[1:]
             out = dst[leader]
             if delivery.blank:
-                fill(out, self._blank)
+                fill(out, self.blank)
             for piece in delivery.pieces:
-                self._combine(_part(out, piece.region), [_part(src[rank], region) for rank, region in piece.sources])
+                self.combine(part(out, piece.region), [part(src[rank], region) for rank, region in piece.sources])
             for rank in followers:
                 if share:
                     dst[rank] = out
@@ -78,7 +80,8 @@ def reshard_of(shape: tuple[int, ...], dtype: torch.dtype, src: Sharding, dst: S
     return Reshard(shape, dtype, src, dst)
 
 
-def _part(tile: torch.Tensor, region: Region) -> torch.Tensor:
+def part(tile: torch.Tensor, region: Region) -> torch.Tensor:
+    """That region of a tile, as a view; an empty region is all of it."""
     return tile[region] if region else tile
 
 

@@ -1,0 +1,192 @@
+"""DTensors: their placements and ours, both ways, and MeshTensors as DTensors.
+
+torch's DTensor module takes most of a second to import, so it is imported where the first DTensor is made; until then
+nothing can be one.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+
+from ...errors import listing, refuse
+from ...mesh import Mesh
+from ...sharding import Partial, Placement, Replicate, Shard, Sharding, ceildiv
+from ..mesh_tensor import MeshTensor, of_tiles
+from ..placement import layout_of
+from .ranks import Ranks, ranks_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+_TORCH_OPS = {
+    "sum": "sum",
+    "max": "max",
+    "min": "min",
+    "prod": "product",
+    "bitand": "band",
+    "bitor": "bor",
+    "bitxor": "bxor",
+}
+_OUR_OPS = {theirs: ours for ours, theirs in _TORCH_OPS.items()}
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor."""
+    if type(value) is torch.Tensor:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def to_placements(sharding: Sharding) -> tuple[Any, ...]:
+    """The placements of a DTensor that lies as `sharding` says, one per mesh axis."""
+    return tuple(map(_torch_placement, sharding.placements().values()))
+
+
+def from_placements(mesh: Mesh | Mapping[str, int], ndim: int, placements: Sequence[Any]) -> Sharding:
+    """The Sharding of a DTensor of `ndim` dims with these placements, one per axis of `mesh`."""
+    mesh = Mesh(mesh)
+    if len(placements) != len(mesh):
+        refuse(f"{len(placements)} placements for {len(mesh)} axes", where=str(mesh), fix="give one placement per axis")
+    ours = {axis: _our_placement(axis, p, ndim) for axis, p in zip(mesh, placements, strict=True)}
+    return Sharding.of(mesh, ndim, ours)
+
+
+def lies_like_torch(sharding: Sharding, shape: Sequence[int]) -> bool:
+    """Whether a DTensor with the same placements has the same parts on all devices. Torch splits what the device has
+    over the next axis, we split the tile: that differs where several axes split a dim that they don't divide."""
+    for dim, axes in enumerate(sharding.dims):
+        if len(axes) > 1 and shape[dim] % sharding.num_shards(dim):
+            sizes = [sharding.mesh.size(axis) for axis in axes]
+            if not _nested_alike(shape[dim], shape[dim], sizes):
+                return False
+    return True
+
+
+def major_only(sharding: Sharding) -> Sharding:
+    """The same, but every dim is split by the first of its axes only: a layout in which torch and we agree."""
+    placements: dict[str, Placement] = dict(sharding.placements())
+    placements |= {axis: Replicate() for axes in sharding.dims for axis in axes[1:]}
+    return Sharding.of(sharding.mesh, sharding.ndim, placements)
+
+
+def local_part(tensor: DTensor) -> torch.Tensor:
+    """This rank's part of a DTensor, as a plain tensor on the same memory."""
+    local = tensor.to_local()
+    wait = getattr(local, "wait", None)  # a collective of torch's may still be under way
+    return local.detach() if wait is None else wait()
+
+
+def as_dtensor(local: torch.Tensor, device_mesh: DeviceMesh, sharding: Sharding, shape: Sequence[int]) -> DTensor:
+    """The DTensor of global `shape` whose part on this rank is `local`."""
+    from torch.distributed.tensor import DTensor
+
+    stride = tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensor.from_local(
+        local.contiguous(),
+        device_mesh,
+        to_placements(sharding),
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=stride,
+    )
+
+
+def to_dtensor(tensor: MeshTensor, device_mesh: DeviceMesh | None = None) -> DTensor:
+    """The MeshTensor, which every rank has as a whole, as a DTensor: each rank keeps its own tile. Nothing is sent.
+
+    Without `device_mesh`, the devices of the tensor's mesh are all ranks there are, in their order."""
+    ranks = ranks_of(tensor.mesh, device_mesh, tensor.device.type)
+    sharding = tensor.sharding
+    if not lies_like_torch(sharding, tensor.shape):
+        axes = [axes for axes in sharding.dims if len(axes) > 1]
+        refuse(
+            f"a DTensor has no placements for {tensor}",
+            why=f"{listing(axes[0])} split a dim of a size that they don't divide, and torch splits it differently",
+            fix=f"redistribute it first, for example to '{major_only(sharding)}'",
+        )
+    return as_dtensor(tensor.tile(ranks.rank).clone(), ranks.device_mesh, sharding, tensor.shape)
+
+
+def from_dtensor(tensor: DTensor, mesh: Mesh | Mapping[str, int] | None = None) -> MeshTensor:
+    """The DTensor as a MeshTensor: every rank gets the parts of all ranks. The axes are the DeviceMesh's, or
+    `mesh`'s."""
+    if not is_dtensor(tensor):
+        refuse(f"from_dtensor takes a DTensor, not {type(tensor).__name__}", fix="use mt.distribute for a plain tensor")
+    ranks = ranks_of(
+        mesh_of(tensor.device_mesh) if mesh is None else Mesh(mesh), tensor.device_mesh, tensor.device.type
+    )
+    with torch.no_grad():
+        sharding = from_placements(ranks.mesh, tensor.ndim, tensor.placements)
+        if not lies_like_torch(sharding, tensor.shape):
+            sharding = major_only(sharding)
+            tensor = tensor.redistribute(placements=to_placements(sharding))
+        layout = layout_of(tuple(tensor.shape), tensor.dtype, sharding)
+        mine = torch.zeros(layout.tile_shape, dtype=tensor.dtype, device=tensor.device)
+        local = local_part(tensor)
+        mine[tuple(slice(0, size) for size in local.shape)] = local
+        return of_tiles(_gathered(mine, ranks), layout)
+
+
+def mesh_of(device_mesh: DeviceMesh) -> Mesh:
+    """The Mesh with the axes of a DeviceMesh; `axis0`, `axis1` ... where they have no names."""
+    sizes = tuple(device_mesh.mesh.shape)
+    names = device_mesh.mesh_dim_names or tuple(f"axis{index}" for index in range(len(sizes)))
+    return Mesh(dict(zip(names, sizes, strict=True)))
+
+
+def _gathered(mine: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
+    """Everybody's tile, in order of rank."""
+    group = ranks.everybody()
+    count = len(group.members)
+    sent = mine.view(-1).view(torch.uint8).repeat(count)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group.process_group)
+    tiles = received.view(count, -1)
+    by_rank = {member: tiles[place].view(mine.dtype).view(mine.shape) for place, member in enumerate(group.members)}
+    return [by_rank[rank].clone() for rank in range(count)]
+
+
+def _nested_alike(ours: int, theirs: int, sizes: Sequence[int]) -> bool:
+    """Whether splitting over these axes leaves every device with as much either way: `ours` is the tile to split,
+    `theirs` what of it is there."""
+    if not sizes:
+        return True
+    tile, chunk = ceildiv(ours, sizes[0]), ceildiv(theirs, sizes[0])
+    parts = [
+        (max(0, min(tile, theirs - place * tile)), max(0, min(chunk, theirs - place * chunk)))
+        for place in range(sizes[0])
+    ]
+    return all(mine == torchs for mine, torchs in parts) and all(
+        _nested_alike(tile, valid, sizes[1:]) for valid, _ in parts
+    )
+
+
+def _torch_placement(placement: Placement) -> Any:
+    from torch.distributed import tensor
+
+    if isinstance(placement, Shard):
+        return tensor.Shard(placement.dim)
+    return tensor.Replicate() if isinstance(placement, Replicate) else tensor.Partial(_TORCH_OPS[placement.op])
+
+
+def _our_placement(axis: str, placement: Any, ndim: int) -> Placement:
+    from torch.distributed import tensor
+
+    if type(placement) is tensor.Shard:
+        return Shard(placement.dim)
+    if type(placement) is tensor.Replicate:
+        return Replicate()
+    if isinstance(placement, tensor.Partial) and placement.reduce_op in _OUR_OPS:
+        return Partial(_OUR_OPS[placement.reduce_op])
+    return refuse(
+        f"placement {placement} of axis {axis!r} has no counterpart",
+        fix=f"redistribute the DTensor to Shard, Replicate, or Partial with one of {listing(tuple(_OUR_OPS))}",
+    )

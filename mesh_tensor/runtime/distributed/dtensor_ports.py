@@ -1,0 +1,60 @@
+"""How DTensors enter and leave a rank's launch: as they lie where that fits, redistributed where it doesn't."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...sharding import Sharding
+from .dtensor import as_dtensor, lies_like_torch, local_part, major_only, to_placements
+from .rank_launch import RankLaunch, Tiling
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def enter(launch: RankLaunch, name: str, tensor: DTensor, layout: Sharding) -> torch.Tensor | None:
+    """This rank's part of a DTensor that lies as `layout`, in the layout of the parameter. None: there is nothing to
+    come in, and the result can't be written where it is to end up."""
+    port = launch.ports[name]
+    wanted, shape = port.tiling.sharding, tuple(tensor.shape)
+    fits = layout == wanted and lies_like_torch(layout, shape)
+    if fits:
+        return local_part(tensor)
+    if port.input is None:
+        return None
+    if not lies_like_torch(layout, shape):
+        layout = major_only(layout)
+        tensor = tensor.redistribute(placements=to_placements(layout))
+    local = local_part(tensor)
+    if layout == wanted:
+        return local
+    tiling = Tiling(shape, tensor.dtype, layout, launch.ranks.rank)
+    return launch.change(tiling, wanted, tiling.tile(local))
+
+
+def leave(launch: RankLaunch, name: str, given: DTensor | None, layout: Sharding | None, result: torch.Tensor) -> Any:
+    """The DTensor for a result: the one that was passed, filled, or a new one that lies as the parameter does."""
+    tiling = launch.ports[name].output
+    assert tiling is not None
+    sharding, device_mesh = tiling.sharding, launch.ranks.device_mesh
+    if given is None or layout is None:
+        return _made(launch, tiling, result, sharding, device_mesh)
+    if layout == sharding and lies_like_torch(layout, tiling.shape):
+        return given  # it was written
+    made = _made(launch, tiling, result, layout, device_mesh)
+    target = local_part(given)
+    if target.numel():
+        target.copy_(local_part(made))
+    return given
+
+
+def _made(launch: RankLaunch, tiling: Tiling, result: torch.Tensor, layout: Sharding, device_mesh: Any) -> DTensor:
+    """A DTensor that lies as `layout`, from this rank's valid part of the value."""
+    possible = layout if lies_like_torch(layout, tiling.shape) else major_only(layout)
+    if possible != tiling.sharding:
+        tile = launch.change(tiling, possible, tiling.tile(result))
+        result = Tiling(tiling.shape, tiling.dtype, possible, launch.ranks.rank).valid(tile)
+    made = as_dtensor(result, device_mesh, possible, tiling.shape)
+    return made if possible == layout else made.redistribute(placements=to_placements(layout))

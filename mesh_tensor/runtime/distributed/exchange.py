@@ -1,0 +1,195 @@
+"""Exchange: one rank's part in bringing tiles from one layout to another, as all-to-alls over a group.
+
+What goes from whom to whom is `reshard`'s plan, the same that the virtual mesh follows; what is received is combined
+here, in the plan's order, so that both give the same bits. Nothing is copied that already lies as it has to be sent or
+received.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..combine import Combine
+from ..elementwise import clone, fill
+from ..reshard import Delivery, Piece, Region, part
+from .ranks import Group
+from .sections import Receipt, Sections, region_shape, region_size, sections
+
+# Dtypes that every backend moves; others travel as bytes.
+_MOVED = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
+_MOVED |= {torch.int8, torch.uint8, torch.int32, torch.int64}
+_ROTATE_FROM = 1 << 20  # bytes: what goes to everybody is sent from where it lies, one all-to-all per peer
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the tiles are: their shapes before and after, and their dtype."""
+
+    src_shape: tuple[int, ...]
+    dst_shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """What goes into a piece: a region of the own tile, or what a round received at an offset."""
+
+    region: Region
+    round: int = -1
+    offset: int = 0
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Local:
+    """A piece of the new tile that is put together here. `stays`: it is where it has to be if the memory is the
+    same."""
+
+    region: Region
+    operands: tuple[_Operand, ...]
+    stays: bool
+
+
+class Exchange:
+    """The sends, receives and combinations of one rank. `group` is None where nobody sends anything.
+
+    All members of the group have to start it, in the same order as their other collectives."""
+
+    def __init__(
+        self, deliveries: Sequence[Delivery], rank: int, group: Group | None, form: Form, combine: Combine, blank: Any
+    ) -> None:
+        self._form, self._combine, self._blank = form, combine, blank
+        self._rank, self._group = rank, group
+        mine = next((delivery for delivery in deliveries if rank in delivery.ranks), None)
+        self._fills = mine is not None and mine.blank
+        pieces = mine.pieces if mine else ()
+        self._rounds = self._plan_rounds(deliveries, pieces) if group else []
+        self._locals = [local for index, piece in enumerate(pieces) if (local := self._local(index, piece))]
+        self._raw = form.dtype not in _MOVED
+
+    def __call__(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Fill the tile `dst` from the group's tiles `src`; both contiguous. They may be one memory where every piece
+        is a whole tile, or lies in the new tile where it lay in the old."""
+        self.start(src, dst).wait()
+
+    def start(self, src: torch.Tensor, dst: torch.Tensor) -> Pending:
+        """Begin to send and receive: `src` may not be written, nor `dst` used, before the wait."""
+        flat_src, flat_dst = src.view(-1), dst.view(-1)
+        received, works = [], []
+        for plan in self._rounds:
+            out = self._received(plan, flat_dst)
+            if plan.send_span is not None:
+                start, count = plan.send_span
+                sent = flat_src[start : start + count]
+            else:
+                sent = torch.cat([part(src, region).reshape(-1) for region in plan.regions])
+            received.append(out)
+            works.append(self._all_to_all(out, sent, plan))
+        return Pending(self, src, dst, received, works)
+
+    def finish(self, src: torch.Tensor, dst: torch.Tensor, received: list[torch.Tensor]) -> None:
+        """Put the new tile together from the old one and what was received."""
+        same = src.data_ptr() == dst.data_ptr()
+        if self._fills:
+            fill(dst, self._blank)
+        for local in self._locals:
+            if same and local.stays:
+                continue
+            operands = [
+                part(src, o.region)
+                if o.round < 0
+                else received[o.round][o.offset : o.offset + math.prod(o.shape)].view(o.shape)
+                for o in local.operands
+            ]
+            if same and any(o.round < 0 for o in local.operands[2:]):  # it would be overwritten before its turn
+                operands = [clone(t) if o.round < 0 else t for o, t in zip(local.operands, operands, strict=True)]
+            self._combine(part(dst, local.region), operands)
+
+    def _received(self, plan: Sections, flat_dst: torch.Tensor) -> torch.Tensor:
+        if plan.receive_span is None:
+            return torch.empty(sum(plan.receive_counts), dtype=flat_dst.dtype, device=flat_dst.device)
+        start, count = plan.receive_span
+        return flat_dst[start : start + count]
+
+    def _all_to_all(self, out: torch.Tensor, sent: torch.Tensor, plan: Sections) -> Any:
+        assert self._group is not None
+        receive, send = plan.receive_counts, plan.send_counts
+        if self._raw:
+            size = self._form.dtype.itemsize
+            out, sent = out.view(torch.uint8), sent.view(torch.uint8)
+            receive, send = [n * size for n in receive], [n * size for n in send]
+        return dist.all_to_all_single(out, sent, receive, send, group=self._group.process_group, async_op=True)
+
+    def _plan_rounds(self, deliveries: Sequence[Delivery], pieces: Sequence[Piece]) -> list[Sections]:
+        assert self._group is not None
+        members, me = self._group.members, self._rank
+        sends: dict[int, list[Region]] = {member: [] for member in members}
+        for delivery in deliveries:
+            for target in delivery.ranks:
+                if target in sends:
+                    sends[target] += [r for piece in delivery.pieces for source, r in piece.sources if source == me]
+        receipts: dict[int, list[Receipt]] = {member: [] for member in members}
+        for index, piece in enumerate(pieces):
+            for position, (source, region) in enumerate(piece.sources):
+                alone = piece.region if len(piece.sources) == 1 else None
+                receipts[source].append(Receipt(index, position, region, alone))
+        shapes = self._form.src_shape, self._form.dst_shape
+        if not self._rotates(deliveries):
+            return [sections(members, me, sends, receipts, *shapes)]
+        here, count = members.index(me), len(members)
+        rounds = []
+        for step in range(1, count):
+            to, source = members[(here + step) % count], members[(here - step) % count]
+            rounds.append(sections(members, me, {to: sends[to]}, {source: receipts[source]}, *shapes))
+        return rounds
+
+    def _rotates(self, deliveries: Sequence[Delivery]) -> bool:
+        """Everybody gets the same, and it is large. All ranks answer alike."""
+        assert self._group is not None
+        count = len(self._group.members)
+        if count <= 2 or any(len(delivery.ranks) < count for delivery in deliveries):
+            return False
+        regions = [region for d in deliveries for piece in d.pieces for _, region in piece.sources]
+        largest = max((region_size(region, self._form.src_shape) for region in regions), default=0)
+        return largest * self._form.dtype.itemsize >= _ROTATE_FROM
+
+    def _local(self, index: int, piece: Piece) -> _Local | None:
+        """How the piece is put together; None if it is received where it belongs."""
+        operands = []
+        for position, (source, region) in enumerate(piece.sources):
+            operand = _Operand(region)
+            for number, plan in enumerate(self._rounds):
+                offset = plan.offsets.get((index, position))
+                if offset is not None:
+                    shape = region_shape(region, self._form.src_shape)
+                    operand = _Operand(region, number, offset, shape)
+                    if plan.receive_span is not None:
+                        return None
+            assert operand.round >= 0 or source == self._rank
+            operands.append(operand)
+        stays = len(operands) == 1 and operands[0].round < 0 and operands[0].region == piece.region
+        return _Local(piece.region, tuple(operands), stays)
+
+
+class Pending:
+    """An exchange under way."""
+
+    __slots__ = ("_dst", "_exchange", "_received", "_src", "_works")
+
+    def __init__(
+        self, exchange: Exchange, src: torch.Tensor, dst: torch.Tensor, received: list[torch.Tensor], works: list[Any]
+    ) -> None:
+        self._exchange, self._src, self._dst = exchange, src, dst
+        self._received, self._works = received, works
+
+    def wait(self) -> None:
+        """Wait until everything is there; then the new tile is whole."""
+        for work in self._works:
+            work.wait()
+        self._exchange.finish(self._src, self._dst, self._received)

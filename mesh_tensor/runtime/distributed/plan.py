@@ -1,0 +1,100 @@
+"""Which exchanges bring a tensor from one layout to another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ...sharding import Sharding
+from ..combine import Combine
+from ..reshard import Delivery, Piece, reshard_of
+from .exchange import Exchange, Form, Pending
+from .ranks import Group, Ranks
+
+_IN_CHUNKS_FROM = 1 << 22  # bytes to send: from here on an all-reduce goes chunk by chunk instead of tile to everybody
+
+
+class ChunkedAllReduce:
+    """An all-reduce of large tiles: every rank reduces one chunk, then sends it to everybody."""
+
+    def __init__(self, rank: int, group: Group, ordered: Sequence[int], form: Form, combine: Combine) -> None:
+        total = math.prod(form.src_shape)
+        flat = Form((total,), (total,), form.dtype)
+        step = -(-total // len(ordered))
+        chunks = [(slice(min(i * step, total), min((i + 1) * step, total)),) for i in range(len(ordered))]
+        places = [
+            (member, chunk) for member, chunk in zip(ordered, chunks, strict=True) if chunk[0].start < chunk[0].stop
+        ]
+        reduced = [Delivery((m,), (Piece(c, tuple((o, c) for o in ordered)),), False) for m, c in places]
+        gathered = [Delivery(tuple(ordered), tuple(Piece(c, ((m, c),)) for m, c in places), False)]
+        self._reduce = Exchange(reduced, rank, group, flat, combine, 0)
+        self._gather = Exchange(gathered, rank, group, flat, combine, 0)
+
+    def __call__(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Fill the tile `dst` with the reduced tiles `src`; both contiguous, perhaps one memory."""
+        self.start(src, dst).wait()
+
+    def start(self, src: torch.Tensor, dst: torch.Tensor) -> _PendingChunks:
+        """Begin to send: `src` may not be written, nor `dst` used, before the wait."""
+        flat = dst.view(-1)
+        return _PendingChunks(self._reduce.start(src.view(-1), flat), self._gather, flat)
+
+
+class _PendingChunks:
+    """A chunked all-reduce under way."""
+
+    def __init__(self, reducing: Pending, gather: Exchange, flat: torch.Tensor) -> None:
+        self._reducing, self._gather, self._flat = reducing, gather, flat
+
+    def wait(self) -> None:
+        """Wait for the own chunk, then for everybody's."""
+        self._reducing.wait()
+        self._gather(self._flat, self._flat)
+
+
+def plan_exchange(
+    shape: tuple[int, ...], dtype: torch.dtype, src: Sharding, dst: Sharding, ranks: Ranks
+) -> Exchange | ChunkedAllReduce:
+    """This rank's part in going from `src` to `dst`. All ranks of the mesh have to plan it, in the same order."""
+    reshard = reshard_of(shape, dtype, src, dst)
+    form = Form(src.tile_shape(shape), dst.tile_shape(shape), dtype)
+    group = _group_for(reshard.deliveries, src, dst, ranks)
+    if group is not None and _in_chunks(reshard.deliveries, len(group.members), form):
+        mine = next(delivery for delivery in reshard.deliveries if ranks.rank in delivery.ranks)
+        ordered = [source for source, _ in mine.pieces[0].sources]
+        return ChunkedAllReduce(ranks.rank, group, ordered, form, reshard.combine)
+    return Exchange(reshard.deliveries, ranks.rank, group, form, reshard.combine, reshard.blank)
+
+
+def _group_for(deliveries: Sequence[Delivery], src: Sharding, dst: Sharding, ranks: Ranks) -> Group | None:
+    """The smallest group in which everything that is sent stays; None if nothing is."""
+    mesh = ranks.mesh
+    pairs = {
+        (source, target)
+        for delivery in deliveries
+        for piece in delivery.pieces
+        for source, _ in piece.sources
+        for target in delivery.ranks
+        if source != target
+    }
+    if not pairs:
+        return None
+    at = {rank: mesh.coordinate(rank) for pair in pairs for rank in pair}
+    axes = {axis for source, target in pairs for axis in mesh if at[source][axis] != at[target][axis]}
+    return ranks.group(axes)
+
+
+def _in_chunks(deliveries: Sequence[Delivery], count: int, form: Form) -> bool:
+    """Large whole tiles of the whole group combine to one, which everybody gets."""
+    whole = all(
+        len(d.ranks) == count == len(piece.sources)
+        and len(d.pieces) == 1
+        and not piece.region
+        and not any(region for _, region in piece.sources)
+        for d in deliveries
+        for piece in d.pieces
+    )
+    size = math.prod(form.src_shape) * form.dtype.itemsize
+    return whole and not any(d.blank for d in deliveries) and size * (count - 1) > _IN_CHUNKS_FROM

@@ -1,0 +1,96 @@
+"""One rank's runtime: the steps of a Program on this process's tile, the collectives over torch.distributed."""
+
+from __future__ import annotations
+
+import torch
+
+from ...program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Step
+from ..backend import Action, Memory, walk
+from ..collectives import check_step
+from ..dtypes import poison_value, torch_dtype
+from ..elementwise import clone, fill
+from ..kernels import Target
+from ..reshard import reshard_of
+from .faults import Faults
+from .plan import plan_exchange
+from .ranks import Ranks
+
+
+class RankBackend:
+    """Runs `program` for one device of its mesh: the Backend of one rank. Memory is one tile per storage."""
+
+    def __init__(self, program: Program, target: Target, ranks: Ranks, faults: Faults, *, poison: bool = False) -> None:
+        self.program = program
+        self.device = target.device()
+        self.written = _written(program)
+        self._target, self._ranks, self._faults, self._poison = target, ranks, faults, poison
+        meanings = zip(program.steps, walk(program, self), strict=True)
+        self._actions = [(step, action) for step, action in meanings if action is not None]
+
+    def run(self, memory: Memory) -> None:
+        """Run all steps, in order, on the storages that `memory` holds."""
+        current: Step | None = None
+        try:
+            for step, action in self._actions:
+                current = step
+                action(memory)
+        except Exception as error:
+            self._faults.explain(error, self.program, current)
+
+    def kernel(self, step: KernelStep) -> Action | None:
+        """The step's kernel on this rank's tiles; nothing happens if what it writes has no elements."""
+        values = [self.program.values[name] for name in step.args]
+        if all(0 in self.program.values[name].tile_shape for name in step.writes):
+            return None
+        kernel = self._target.compile(step.func, self._poison)
+        storages = [value.storage for value in values]
+        at = self._ranks.mesh.coordinate(self._ranks.rank)
+        place = [at[axis] for axis in step.axes]
+        if step.scalars:
+            return lambda memory: kernel(
+                *[memory.held[s] for s in storages], *[memory.scalars[name] for name in step.scalars], *place
+            )
+        return lambda memory: kernel(*[memory.held[storage] for storage in storages], *place)
+
+    def collective(self, step: CollectiveStep) -> Action | None:
+        """This rank's tile changes from the layout of `src` to that of `dst`."""
+        src, dst = self.program.values[step.src], self.program.values[step.dst]
+        check_step(step, src, dst)
+        dtype = torch_dtype(dst.dtype)
+        exchange = plan_exchange(dst.shape, dtype, src.sharding, dst.sharding, self._ranks)
+        source, target = src.storage, dst.storage
+        if source != target or reshard_of(dst.shape, dtype, src.sharding, dst.sharding).in_place:
+            return lambda memory: exchange(memory.held[source], memory.held[target])
+        return lambda memory: exchange(clone(memory.held[source]), memory.held[target])
+
+    def alloc(self, step: AllocStep) -> Action:
+        """A tile, unless the caller brought this storage."""
+        storage = self._storage(step.value)
+        value = next(v for v in self.program.values.values() if v.storage == storage)
+        shape, dtype, device, poison = value.tile_shape, torch_dtype(value.dtype), self.device, self._poison
+
+        def action(memory: Memory) -> None:
+            if storage not in memory.held:
+                tile = torch.empty(shape, dtype=dtype, device=device)
+                if poison:
+                    fill(tile, poison_value(dtype))
+                memory.hold(storage, tile, tile.nbytes)
+
+        return action
+
+    def free(self, step: FreeStep) -> Action:
+        """The tile is forgotten."""
+        storage = self._storage(step.value)
+        return lambda memory: memory.drop(storage)
+
+    def _storage(self, name: str) -> str:
+        """The storage of that name, or of the value of that name."""
+        values = self.program.values
+        return name if any(value.storage == name for value in values.values()) else values[name].storage
+
+
+def _written(program: Program) -> frozenset[str]:
+    """The storages that some step writes."""
+    kernels = [name for step in program.steps if isinstance(step, KernelStep) for name in step.writes]
+    moved = [step.dst for step in program.steps if isinstance(step, CollectiveStep)]
+    return frozenset(program.values[name].storage for name in (*kernels, *moved))

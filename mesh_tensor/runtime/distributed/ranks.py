@@ -1,0 +1,160 @@
+"""Ranks: a DeviceMesh of torch's, seen as the mesh of a kernel, with this process's place in it and its groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import listing, refuse
+from ...mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group: `members` are ranks of the mesh, in the group's own order; `process_group` runs the
+    collectives."""
+
+    members: tuple[int, ...]
+    process_group: dist.ProcessGroup
+
+
+class Ranks:
+    """`mesh` as processes: device i of the mesh is the process at place i of `device_mesh`; this one is `rank`."""
+
+    def __init__(self, mesh: Mesh, device_mesh: DeviceMesh, device_type: str) -> None:
+        _check_fit(mesh, device_mesh)
+        at = device_mesh.get_coordinate()
+        places = device_mesh.mesh.flatten().tolist()
+        if at is None:
+            refuse(
+                f"rank {dist.get_rank()} has no place in the DeviceMesh",
+                where=str(mesh),
+                why=f"its ranks are {places}",
+                fix="call the kernel on these ranks only",
+            )
+        self.mesh, self.device_mesh = mesh, device_mesh
+        self.rank = mesh.rank(dict(zip(mesh.axis_names, at, strict=True)))
+        self._places: list[int] = places
+        self._place_of = {place: rank for rank, place in enumerate(places)}
+        self._groups: dict[tuple[int, ...], Group] = {}
+        check_backend(device_type, dist.get_backend_config(device_mesh.get_group(0)), str(mesh))
+
+    def place(self, rank: int) -> int:
+        """The process that is device `rank` of the mesh, as torch.distributed numbers it."""
+        return self._places[rank]
+
+    def group(self, axes: Iterable[str]) -> Group:
+        """The ranks that differ from this one only on `axes`: the DeviceMesh's own group where it has one. Made once;
+        all members have to ask."""
+        wanted = self.mesh.in_order(axes)
+        members = self.mesh.group_of(self.rank, wanted)
+        if members not in self._groups:
+            self._groups[members] = self._group(wanted, members)
+        return self._groups[members]
+
+    def everybody(self) -> Group:
+        """All ranks of the mesh."""
+        return self.group(self.mesh.axis_names)
+
+    def _group(self, axes: tuple[str, ...], members: tuple[int, ...]) -> Group:
+        needed = [axis for axis in axes if self.mesh.size(axis) > 1]
+        places = sorted(self._places[member] for member in members)
+        if len(needed) <= 1:
+            axis = (needed or axes or self.mesh.axis_names)[0]
+            process_group = self.device_mesh.get_group(self.mesh.axis_names.index(axis))
+        elif places == list(range(dist.get_world_size())):
+            process_group = _world()
+        else:
+            process_group = dist.new_group(places, timeout=_timeout(), use_local_synchronization=True)
+        order = dist.get_process_group_ranks(process_group)
+        return Group(tuple(self._place_of[place] for place in order), process_group)
+
+
+def ranks_of(mesh: Mesh, device_mesh: DeviceMesh | None, device_type: str) -> Ranks:
+    """The Ranks of these, made once. Without a DeviceMesh, the mesh's devices are all ranks there are, in order."""
+    if not (dist.is_available() and dist.is_initialized()):
+        refuse(
+            "there is no process group",
+            where=str(mesh),
+            why="torch.distributed is not initialized in this process",
+            fix="start it with torchrun and call torch.distributed.init_process_group(); plain tensors run on a virtual"
+            " mesh without one",
+        )
+    if device_mesh is not None and type(device_mesh).__name__ != "DeviceMesh":
+        refuse(f"device_mesh is a {type(device_mesh).__name__}", where=str(mesh), fix="pass a torch DeviceMesh")
+    world = _world()
+    if _made and _made[0] is not world:
+        _known.clear()  # another process group than before: what was made with that one is gone
+    _made[:] = [world]
+    key = (mesh, device_mesh, device_type)
+    if key not in _known:
+        _known[key] = Ranks(mesh, device_mesh or _device_mesh_of(mesh, device_type), device_type)
+    return _known[key]
+
+
+_known: dict[tuple[Any, ...], Ranks] = {}
+_made: list[Any] = []
+
+
+def check_backend(device_type: str, config: str, where: str) -> None:
+    """The process group moves tensors of this device type; `config` is torch's, as in `cpu:gloo,cuda:nccl`."""
+    backends = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
+    backend = backends.get(device_type)
+    if backend is None or (device_type == "cuda" and backend == "gloo"):
+        backend_words = f"has {backend} for it" if backend else f"has {config}"
+        right = "nccl" if device_type == "cuda" else "gloo"
+        refuse(
+            f"the kernel's tensors are on {device_type!r}, but the process group {backend_words}",
+            where=where,
+            fix=f"init_process_group({f'{device_type}:{right}'!r}), or compile the kernel for another target",
+        )
+
+
+def _check_fit(mesh: Mesh, device_mesh: DeviceMesh) -> None:
+    names, sizes = device_mesh.mesh_dim_names, tuple(device_mesh.mesh.shape)
+    problems = []
+    if names is not None and tuple(names) != mesh.axis_names:
+        problems.append(f"the DeviceMesh has axes {listing(names)}, the kernel's mesh {listing(mesh.axis_names)}")
+    if sizes != tuple(mesh.shape.values()):
+        problems.append(f"the DeviceMesh has sizes {sizes}, the kernel's mesh {tuple(mesh.shape.values())}")
+    if problems:
+        axes = ", ".join(mesh.axis_names)
+        fix = f"use a DeviceMesh, or a part of one, with the axes {axes}, or annotate for the axes of this one"
+        refuse(problems, where=str(mesh), fix=fix)
+
+
+def _device_mesh_of(mesh: Mesh, device_type: str) -> DeviceMesh:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    world = dist.get_world_size()
+    if world != mesh.num_devices:
+        refuse(
+            f"the mesh has {mesh.num_devices} devices, but there are {world} ranks",
+            where=str(mesh),
+            fix=f"start {mesh.num_devices} ranks, use a mesh of {world} devices, or pass the DeviceMesh to run on",
+        )
+    return init_device_mesh(device_type, tuple(mesh.shape.values()), mesh_dim_names=mesh.axis_names)
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def _timeout() -> Any:
+    """The timeout of the process group that the user made, for those that are made here."""
+    world: Any = _world()
+    for device_type in ("cpu", "cuda"):
+        try:
+            return world._get_backend(torch.device(device_type)).options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+    return None
