@@ -9,6 +9,7 @@ from .cut import make_param
 from .layouts import LocalKernel, Tensor
 from .pipeline import Lowered
 from .rewrite import exchange_buffers, sequence
+from .splits import coordinate_var
 
 
 def assemble(lowered: Lowered) -> tirx.PrimFunc:
@@ -24,7 +25,7 @@ class _Assembler:
         self.buffers: dict[str, tirx.Buffer] = {}
         self.handles: dict[str, tirx.Var] = {}
         self.axes = {
-            axis: tirx.Var(axis, "int32")
+            axis: coordinate_var(axis)
             for axis in lowered.mesh.axis_names
             if any(isinstance(s, LocalKernel) and axis in s.axes for s in lowered.steps)
         }
@@ -33,7 +34,7 @@ class _Assembler:
         lowered = self.lowered
         params, owned = [], set()
         for name, given, left in lowered.parameters:
-            tensor = lowered.tensors[left or given]
+            tensor = lowered.tensors[str(left or given)]
             handle = self._declare(tensor, name)
             params.append(handle)
             owned.add(tensor.storage)

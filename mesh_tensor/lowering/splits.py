@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from keyword import iskeyword
 
 from tvm import arith, tirx
 
@@ -20,7 +22,7 @@ class DeviceCoordinates:
 
     def __getitem__(self, axis: str) -> tirx.Var:
         if axis not in self._vars:
-            self._vars[axis] = tirx.Var(axis, "int32")
+            self._vars[axis] = coordinate_var(axis)
         return self._vars[axis]
 
     def mentioned_in(self, body: tirx.Stmt) -> dict[str, tirx.Var]:
@@ -28,6 +30,12 @@ class DeviceCoordinates:
         used: set[tirx.Var] = set()
         tirx.stmt_functor.post_order_visit(body, lambda n: used.add(n) if isinstance(n, tirx.Var) else None)
         return {axis: self._vars[axis] for axis in self.mesh.axis_names if self._vars.get(axis) in used}
+
+
+def coordinate_var(axis: str) -> tirx.Var:
+    """The variable of a coordinate: it is called as the axis is, or nearly so where that is no name in C."""
+    name = re.sub(r"\W", "_", axis, flags=re.ASCII)
+    return tirx.Var(name if name.isidentifier() and not iskeyword(name) else f"axis_{name}", "int32")
 
 
 @dataclass(frozen=True, eq=False)

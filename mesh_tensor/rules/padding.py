@@ -28,6 +28,10 @@ _FUNCTIONS = {
 }
 
 
+#: What leaves every finite number as it is.
+_UNIT = {"sum": 0.0, "prod": 1.0}
+
+
 def takes_whole_blocks(kernel: Kernel, factor: Factor) -> bool:
     """Whether blocks divide the dim, so that nothing reaches past its end."""
     if any(_reaches_past(kernel, factor, var) for var, c in factor.roles.items() if c == 1):
@@ -47,12 +51,17 @@ def padding_is_neutral(
 ) -> bool:
     """Whether what an update combines outside its buffers is its operation's neutral element.
 
-    `past_the_end`: outside the whole dim, where the kernel's own bounds tests fail; else past the end of some tile, where
-    nothing is known of them."""
-    value = _Padding(kernel, coordinates, factor, past_the_end).contribution(statement)
+    `past_the_end`: outside the whole dim, where the kernel's own bounds tests fail; else past the end of some tile,
+    where nothing is known of them."""
+    padding = _Padding(kernel, coordinates, factor, past_the_end)
+    if padding.is_skipped(statement):
+        return True
+    value = padding.contribution(statement)
     record = statement.tile_op
-    op = record.op if isinstance(record, tile_ops.Reduce) else statement.op  # 0 is neutral for absmax, not for max
-    neutral = neutral_number(op, statement.write.buffer.dtype)
+    op = (
+        record.op if isinstance(record, tile_ops.Reduce) else statement.operation
+    )  # 0 is neutral for absmax, not for max
+    neutral = neutral_number(op, statement.target.buffer.dtype)
     return value is not None and value == neutral
 
 
@@ -84,6 +93,11 @@ class _Padding:
     def __init__(self, kernel: Kernel, coordinates: Coordinates, factor: Factor, past_the_end: bool):
         self.kernel, self.coordinates, self.factor, self.past_the_end = kernel, coordinates, factor, past_the_end
         self.active: set[LiveRange] = set()
+
+    def is_skipped(self, statement: Statement) -> bool:
+        """Whether a condition keeps the statement from running past the end."""
+        form = self.coordinates.of_statement(statement).get(self.factor)
+        return form is not None and any(self._truth(c, _Place(statement, form)) is False for c in statement.conditions)
 
     def contribution(self, statement: Statement) -> float | None:
         record = statement.tile_op
@@ -122,10 +136,29 @@ class _Padding:
         if live_range in self.active or not live_range.writes:
             return None
         self.active.add(live_range)
-        values = {self._written(statement) for statement, _ in live_range.writes if statement.op is None}
+        values = {self._start(s) for s, _ in live_range.writes if s.op is None or s.fresh}
+        value = values.pop() if len(values) == 1 else None
+        kept = all(self._keeps(s, value) for s, _ in live_range.writes if s.op is not None and not s.fresh)
         self.active.discard(live_range)
-        updated = any(statement.op is not None for statement, _ in live_range.writes)
-        return values.pop() if len(values) == 1 and not updated else None
+        return value if kept else None
+
+    def _start(self, statement: Statement) -> float | None:
+        """What a statement that does not build on the buffer's content leaves there."""
+        if not statement.fresh:
+            return self._written(statement)
+        value = self.contribution(statement)
+        return value if statement.operation in ("max", "min") or value == _UNIT.get(statement.operation) else None
+
+    def _keeps(self, statement: Statement, value: float | None) -> bool:
+        """Whether an update leaves the value as it is."""
+        if value is None:
+            return False
+        operand = self.contribution(statement)
+        if statement.op == "prod" and self._annihilates(value, operand):
+            return value == 0.0
+        if statement.op in ("max", "min") and operand is not None:
+            return (max if statement.op == "max" else min)(value, operand) == value
+        return operand is not None and operand == _UNIT.get(statement.operation) and math.isfinite(value)
 
     def _value(self, expr: tirx.PrimExpr, place: _Place) -> float | None:
         constant = number(expr)
@@ -148,15 +181,16 @@ class _Padding:
 
     def _call(self, expr: tirx.Call, place: _Place) -> float | None:
         if expr.op.name in ("tirx.if_then_else",):
-            return self._choice(*expr.args, place)
+            condition, then, otherwise = expr.args
+            return self._choice(condition, then, otherwise, place)
         if expr.op.name in _FUNCTIONS:
             value = self._value(expr.args[0], place)
             return None if value is None else _apply(_FUNCTIONS[expr.op.name], value)
         return None
 
     def _annihilates(self, a: float | None, b: float | None) -> bool:
-        """Whether a product is 0. 0 times infinity is not: past the end of the whole dim the kernel itself would have it, past
-        the end of a tile what is not known may be anything."""
+        """Whether a product is 0. 0 times infinity is not: past the end of the whole dim the kernel itself would have
+        it, past the end of a tile what is not known may be anything."""
         if 0.0 not in (a, b):
             return False
         other = b if a == 0.0 else a

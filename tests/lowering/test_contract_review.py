@@ -384,3 +384,42 @@ def test_loops_whose_length_depends_on_a_short_tile_stay_inside():
 
     a = torch.randn(8, 8)
     check(kernel, [a], a.tril().sum(1))
+
+
+def test_updates_past_the_end_that_change_nothing_do_not_keep_a_dim_whole():
+    @T.prim_func
+    def kernel(A: T.Tensor((5, 7)), C: T.Tensor((5,)), S: T.Tensor((1,))):
+        with T.Kernel(3, threads=32) as by:
+            tile = T.alloc_fragment((2, 2), "float32")
+            total = T.alloc_fragment((2,), "float32")
+            T.clear(total)
+            for k in T.serial(4):
+                T.copy(A[by * 2, k * 2], tile)
+                for i, j in T.Parallel(2, 2):
+                    tile[i, j] = tile[i, j] * T.cast(k + by, "float32")
+                T.reduce_sum(tile, total, dim=1, clear=False)
+            T.copy(total, C[by * 2])
+            for i in T.serial(2):
+                if by * 2 + i < 5:
+                    T.atomic_add(S[0], total[i])
+
+    a = torch.randn(5, 7)
+    total = (a * (torch.arange(7) // 2 + torch.arange(5)[:, None] // 2)).sum(1)
+    check(kernel, [a], (total, total.sum().reshape(1)))
+    assert accepted(kernel, {"x": 2}, {"A": {"x": 0}}) == {"m": "sum", "k": "sum"}
+
+
+@pytest.mark.parametrize("axis", ["data parallel", "for", "2d", "x-y", "µ", "int"])
+def test_axes_may_have_any_name(axis):
+    @T.prim_func
+    def kernel(A: T.Tensor((6, 7)), C: T.Tensor((6,))):
+        with T.Kernel(6, threads=32) as bx:
+            C[bx] = T.cast(bx, "float32")
+            for j in T.serial(7):
+                C[bx] += A[bx, j]
+
+    a = torch.randn(6, 7)
+    func = mt.annotate(kernel, mt.Mesh({axis: 2}), {"A": {axis: 0}, "C": {axis: 0}})
+    assert mt.lower(func).script()
+    result = mt.compile(func, target="c")(a, torch.zeros(6))
+    torch.testing.assert_close(result, a.sum(1) + torch.arange(6))
