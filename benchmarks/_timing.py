@@ -55,7 +55,7 @@ def header(title: str) -> str:
             f"# {title}",
             "",
             f"- commit: {_commit()}",
-            f"- hardware: {_hardware()}",
+            f"- hardware: {_hardware()}; load before this run {psutil.getloadavg()[0]:.1f}",
             f"- versions: Python {platform.python_version()}, tilelang {tilelang.__version__}, "
             f"torch {torch.__version__}",
             f"- command: `{command}`",
