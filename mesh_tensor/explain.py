@@ -37,7 +37,7 @@ def explain(program: Program) -> str:
 
 
 def _factors(lowered: Lowered) -> list[str]:
-    rows = [("factor", "size", "combines", "split by", "tile", "because")]
+    rows: list[tuple[object, ...]] = [("factor", "size", "combines", "split by", "tile", "because")]
     assignment = lowered.assignment
     by_name = {factor.name: factor for factor in assignment.factors}
     for name, kind in lowered.rule.factors.items():
@@ -52,7 +52,7 @@ def _factors(lowered: Lowered) -> list[str]:
 
 
 def _buffers(program: Program, lowered: Lowered) -> list[str]:
-    rows = [("buffer", "shape", "dtype", "asked", "used as", "tile")]
+    rows: list[tuple[object, ...]] = [("buffer", "shape", "dtype", "asked", "used as", "tile")]
     for parameter in program.parameters:
         asked = lowered.asked.get(parameter.name)
         used = _layouts_used(program, parameter.name)

@@ -177,7 +177,8 @@ def _with_lifetimes(steps: list[Step], values: dict[str, Value], parameters: tup
     outputs = {values[p.output].storage for p in parameters if p.output is not None}
     uses = [[values[name].storage for name in _names(step)] for step in steps]
     last = {storage: index for index, names in enumerate(uses) for storage in names}
-    alive, result = set(kept), []
+    alive = set(kept)
+    result: list[Step] = []
     for index, step in enumerate(steps):
         for storage in dict.fromkeys(uses[index]):
             if storage not in alive:
@@ -191,4 +192,6 @@ def _with_lifetimes(steps: list[Step], values: dict[str, Value], parameters: tup
 
 
 def _names(step: Step) -> tuple[str, ...]:
-    return step.args if isinstance(step, KernelStep) else (step.src, step.dst)
+    if isinstance(step, KernelStep):
+        return step.args
+    return (step.src, step.dst) if isinstance(step, CollectiveStep) else ()

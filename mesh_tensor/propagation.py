@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from tvm import tirx
 
@@ -100,7 +101,8 @@ class Propagation:
             return from_inputs[0], "the inputs agree; outputs are reduced into their layout"
         if len(from_outputs) == 1:
             return from_outputs[0], "outputs decide"
-        return self._cheapest(axis, from_outputs or [*from_inputs, None]), "fewest bytes"
+        candidates: list[Factor | None] = [*from_outputs] if from_outputs else [*from_inputs, None]
+        return self._cheapest(axis, candidates), "fewest bytes"
 
     def _demands(self, axis: str, params: list[str]) -> list[Factor]:
         found: list[Factor] = []
@@ -192,7 +194,7 @@ class Propagation:
         return whole
 
 
-def tile_extent(size: object, parts: list[int]) -> object:
+def tile_extent(size: Any, parts: list[int]) -> Any:
     """ceildiv of `size` by each of `parts`: the part of a dim that one device holds."""
     for n in parts:
         if n != 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tvm import arith, ir, tirx
 
@@ -133,7 +134,7 @@ def contains_load(expr: tirx.PrimExpr) -> bool:
 def has_trap(expr: tirx.PrimExpr) -> bool:
     """Whether evaluating the expression on garbage could stop the program: integer division by something loaded."""
 
-    def traps(node: object) -> bool:
+    def traps(node: Any) -> bool:
         divides = isinstance(node, (tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod))
         return divides and node.dtype.startswith(("int", "uint")) and not isinstance(node.b, tirx.IntImm)
 

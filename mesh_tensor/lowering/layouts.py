@@ -69,14 +69,14 @@ class Layouts:
     ) -> None:
         args, writes = [], []
         for param, buffer in analysis.kernel.params.items():
-            name = None
+            read = written = None
             if param in assignment.needed:
                 in_out = param in assignment.produced
-                name = self._read(param, buffer, assignment.needed[param], in_out, assignment)
+                read = self._read(param, buffer, assignment.needed[param], in_out, assignment)
             if param in assignment.produced:
-                name = self._write(param, buffer, assignment.produced[param], name)
-                writes.append(name)
-            args.append(name)
+                written = self._write(param, buffer, assignment.produced[param], read)
+                writes.append(written)
+            args.append(str(written or read))
         self.steps.append(LocalKernel(local, tuple(args), axes, tuple(writes), analysis, assignment, self.over_tiles))
 
     def finish(self) -> None:

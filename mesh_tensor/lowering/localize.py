@@ -102,7 +102,7 @@ class _Localizer:
 
     def _store(self, statement: Statement) -> tirx.Stmt:
         stmt: tirx.BufferStore = statement.node
-        indices = self.values.indices(statement.write)
+        indices = self.values.indices(statement.target)
         buffer = self.buffers.get(stmt.buffer, stmt.buffer)
         op, operand = split_update(stmt)
         if op is None:
@@ -114,6 +114,7 @@ class _Localizer:
 
     def _tile_op(self, statement: Statement) -> tirx.Stmt:
         record = statement.tile_op
+        assert record is not None
         masks = self._masks(statement)
         call = self._tile_call(statement, record)
         return self._skipped(statement, sequence([*masks, self._gated_tile_op(statement, call)]), call)
@@ -123,13 +124,13 @@ class _Localizer:
         args = list(node.value.args)
         if isinstance(record, (tile_ops.Copy, tile_ops.Transpose)):
             args[0] = self._region(args[0], statement.reads[0], statement)
-            args[1] = self._region(args[1], statement.write, statement)
+            args[1] = self._region(args[1], statement.target, statement)
         elif isinstance(record, tile_ops.Fill):
-            args[0] = self._region(args[0], statement.write, statement)
+            args[0] = self._region(args[0], statement.target, statement)
             args[1] = self.values.rewrite(args[1])
         elif isinstance(record, tile_ops.Reduce):
             args[0] = self._region(args[0], statement.reads[0], statement)
-            args[1] = self._region(args[1], statement.write, statement)
+            args[1] = self._region(args[1], statement.target, statement)
         elif isinstance(record, tile_ops.Gemm):
             args = self._gemm_args(args, statement)
         elif isinstance(record, tile_ops.Atomic):
@@ -140,7 +141,7 @@ class _Localizer:
         a, b = statement.reads[:2]
         args[0] = self._region(args[0], a, statement)
         args[1] = self._region(args[1], b, statement)
-        args[2] = self._region(args[2], statement.write, statement)
+        args[2] = self._region(args[2], statement.target, statement)
         m, n, k = (self.shrink.extents.get(loop.var, loop.extent) for loop in statement.loops[-3:])
         args[5], args[6], args[7] = m, n, k
         return args
@@ -148,17 +149,17 @@ class _Localizer:
     def _atomic_args(self, args: list, statement: Statement, record: tile_ops.Atomic) -> list:
         if isinstance(record.value, tile_ops.Region):
             args[0] = self._region(args[0], statement.reads[0], statement)
-            args[1] = self._region(args[1], statement.write, statement)
+            args[1] = self._region(args[1], statement.target, statement)
             return args
         value_at = 0 if statement.node.value.op.name.startswith("tl.tileop") else 1
         value = self._masked_value(statement, self.values.rewrite(args[value_at]))
         args[value_at] = self._gated_value(statement, value, record.op)
         if value_at == 0:
-            args[1] = self._region(args[1], statement.write, statement)
+            args[1] = self._region(args[1], statement.target, statement)
             return args
         pointer = args[0]
-        buffer = self.buffers.get(statement.write.buffer, statement.write.buffer)
-        load = tirx.BufferLoad(buffer, self.values.indices(statement.write))
+        buffer = self.buffers.get(statement.target.buffer, statement.target.buffer)
+        load = tirx.BufferLoad(buffer, self.values.indices(statement.target))
         args[0] = tirx.Call(pointer.dtype, pointer.op, [load, *pointer.args[1:]], annotations=pointer.annotations)
         return args
 
@@ -196,7 +197,7 @@ class _Localizer:
         return found
 
     def _masked_value(self, statement: Statement, value: tirx.PrimExpr) -> tirx.PrimExpr:
-        neutral = neutral_element(statement.op, value.dtype)
+        neutral = neutral_element(statement.operation, value.dtype)
         for split, form in self._mask_of(statement):
             value = tirx.if_then_else(as_expr(form) < split.valid, value, neutral)
         return value
@@ -208,7 +209,7 @@ class _Localizer:
         if not masks or (isinstance(record, tile_ops.Atomic) and not isinstance(record.value, tile_ops.Region)):
             return []
         operands = statement.reads[:2] if isinstance(record, tile_ops.Gemm) else statement.reads[:1]
-        op = record.op if isinstance(record, tile_ops.Reduce) else statement.op
+        op = record.op if isinstance(record, tile_ops.Reduce) else statement.operation
         return [loop for operand in operands if (loop := self._mask(operand, statement, masks, op)) is not None]
 
     def _mask(self, operand: Access, statement: Statement, masks: list, op: str) -> tirx.Stmt | None:
@@ -241,7 +242,7 @@ class _Localizer:
         otherwise: tirx.Stmt | None = None
         if statement.fresh:
             target = call.value.args[_DESTINATION[type(record)]]
-            otherwise = tile_op("fill", target, neutral_element(statement.op, statement.write.buffer.dtype))
+            otherwise = tile_op("fill", target, neutral_element(statement.operation, statement.target.buffer.dtype))
         for split, form in self._mask_of(statement):
             if not set(form.terms) & tiles:
                 body = tirx.IfThenElse(as_expr(form) < split.valid, body, otherwise)
@@ -249,13 +250,13 @@ class _Localizer:
 
     # -- what counts once ------------------------------------------------------------------------------------------
 
-    def _gates(self, statement: Statement) -> tuple[tirx.PrimExpr | None, str | None]:
-        condition, op = None, None
+    def _gates(self, statement: Statement) -> tuple[tirx.PrimExpr | None, str]:
+        condition, op = None, ""
         for split in self.splits:
             reduction = self.analysis.reductions[split.factor]
             if statement not in reduction.gated:
                 continue
-            op = reduction.partial[self.analysis.coordinates.ranges.of(statement.write)]
+            op = reduction.partial[self.analysis.coordinates.ranges.of(statement.target)]
             condition = split.is_first if condition is None else tirx.And(condition, split.is_first)
         return condition, op
 
@@ -272,11 +273,10 @@ class _Localizer:
             return call
         if statement.op is not None and not statement.fresh:
             return tirx.IfThenElse(condition, call, None)
-        write = statement.write
         target = (
             call.value.args[0] if isinstance(record, tile_ops.Fill) else call.value.args[_DESTINATION[type(record)]]
         )
-        fill = tile_op("fill", target, neutral_element(op, write.buffer.dtype))
+        fill = tile_op("fill", target, neutral_element(op, statement.target.buffer.dtype))
         return tirx.IfThenElse(condition, call, fill)
 
     # -- accesses outside the tile ---------------------------------------------------------------------------------
@@ -287,8 +287,8 @@ class _Localizer:
         direct = statement.tile_op is None or (
             isinstance(statement.tile_op, tile_ops.Atomic) and not statement.tile_op.dst.long_dims
         )
-        if direct and self.kernel.is_param(statement.write.buffer):
-            conditions += self.values.guards(statement.write)
+        if direct and self.kernel.is_param(statement.target.buffer):
+            conditions += self.values.guards(statement.target)
         if self._may_fault(statement):
             real = {loop.var for loop in statement.loops if loop.kind != "tile"}
             forms = self.analysis.coordinates.of_statement(statement)

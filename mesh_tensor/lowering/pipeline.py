@@ -188,9 +188,9 @@ class _Lowering:
             if factor is None:
                 continue
             names = {self.same_dim.get(dim, dim) for dim in factor.dims}
-            for candidate in analysis.factors:
-                if names & {self.same_dim.get(dim, dim) for dim in candidate.dims}:
-                    fixed[axis] = candidate
+            same = [f for f in analysis.factors if names & {self.same_dim.get(dim, dim) for dim in f.dims}]
+            if same:
+                fixed[axis] = max(same, key=lambda f: len(f.dims))
         asked = {p: s for p, s in self.asked.items() if p in analysis.kernel.params}
         return analysis, self._propagate(analysis, asked, fixed)
 

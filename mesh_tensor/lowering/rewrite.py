@@ -103,7 +103,7 @@ def reshaped(buffer: tirx.Buffer, shape: Sequence) -> tirx.Buffer:
 def exchange_buffers(stmt: tirx.Stmt, mapping: Mapping[tirx.Buffer, tirx.Buffer]) -> tirx.Stmt:
     """The statement with other buffers in place of some."""
 
-    def exchange(node: object) -> object:
+    def exchange(node: tirx.BufferLoad | tirx.BufferStore) -> object:
         if node.buffer not in mapping:
             return None
         if isinstance(node, tirx.BufferLoad):

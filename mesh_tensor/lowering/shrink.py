@@ -79,7 +79,8 @@ class Shrink:
                 entry = self.analysis.coordinates.of_node((live_range, dim))
                 if entry is None or entry[0] not in self.splits or entry[1].terms:
                     continue
-                reach = [self.coverage(a.forms[dim]) for _, a in (*live_range.reads, *live_range.writes)]
+                forms = [access.forms[dim] for _, access in (*live_range.reads, *live_range.writes)]
+                reach = [self.coverage(form) for form in forms if form is not None]
                 reaches.setdefault(live_range.buffer, {}).setdefault(dim, []).extend(reach)
         for buffer, dims in reaches.items():
             shape = [_largest(dims[d], buffer) if d in dims else size for d, size in enumerate(buffer.shape)]

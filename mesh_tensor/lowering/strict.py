@@ -36,12 +36,12 @@ def _differences(
         if mesh.size(axis) == 1:
             continue
         want, have = asked.dim_of(axis), used.dim_of(axis)
-        moves = have is not None if is_output else want is not None
-        if want == have or not moves or (is_output and used.partial_op(axis)):
-            if not (is_output and want is not None and have is None and (param, want) in assignment.whole):
-                continue
+        moves = (have if is_output else want) is not None and want != have
+        computed_whole = is_output and have is None and want is not None and (param, want) in assignment.whole
+        if not (moves and not (is_output and used.partial_op(axis))) and not computed_whole:
+            continue
         dim = have if want is None else want
-        reason = assignment.whole.get((param, dim))
+        reason = None if dim is None else assignment.whole.get((param, dim))
         if reason is not None:
             found.append(f"buffer {param!r} dim {dim} on axis {axis!r} needs replication: {reason}")
             continue

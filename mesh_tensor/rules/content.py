@@ -25,7 +25,7 @@ def needs_content(kernel: Kernel, coordinates: Coordinates, param: str) -> bool:
     covering = next((s for s in stores if _covers(s, kernel, coordinates)), None)
     if covering is None:
         return True
-    return any(s.top <= covering.top or not _same_program(a, covering.write, kernel, coordinates) for s, a in uses)
+    return any(s.top <= covering.top or not _same_program(a, covering.target, kernel, coordinates) for s, a in uses)
 
 
 def only_keeps_content(kernel: Kernel, coordinates: Coordinates, param: str) -> bool:
@@ -46,7 +46,7 @@ def _uses(kernel: Kernel, buffer: tirx.Buffer) -> list[tuple[Statement, Access]]
 
 def _covers(statement: Statement, kernel: Kernel, coordinates: Coordinates) -> bool:
     """Whether the store, over all its loops, reaches every element of its buffer whatever the data are."""
-    write = statement.write
+    write = statement.target
     if any(kernel.analyzer.can_prove_equal(size, 0) for size in write.buffer.shape):
         return True
     forms = [coordinates.of_access(write, dim) for dim in range(len(write.indices))]

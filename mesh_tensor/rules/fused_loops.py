@@ -64,7 +64,7 @@ def _split(loop: tirx.For, part: int) -> tirx.Stmt | None:
     var = loop.loop_var
     high, low = tirx.Var(f"{var.name}_div", var.dtype), tirx.Var(f"{var.name}_mod", var.dtype)
 
-    def replace(expr: object) -> object:
+    def replace(expr: tirx.FloorDiv | tirx.FloorMod) -> tirx.PrimExpr | None:
         if not var.same_as(expr.a):
             return None
         return high if isinstance(expr, tirx.FloorDiv) else low

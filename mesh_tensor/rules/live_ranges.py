@@ -214,7 +214,7 @@ def _alone_in_nest(statement: Statement, index_vars: set[tirx.Var], kernel: Kern
     nest = {loop.var for loop in statement.loops if loop.var in index_vars and loop.kind != "tile"}
     if not nest:
         return True
-    write = statement.write
+    write = statement.target
     for other in kernel.statements:
         if other is statement or not nest & {loop.var for loop in other.loops}:
             continue

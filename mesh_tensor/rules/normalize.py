@@ -78,7 +78,7 @@ def _is_index(value: tirx.PrimExpr) -> bool:
 
 
 def _without_noops(body: tirx.Stmt) -> tirx.Stmt:
-    def clean(node: object) -> object:
+    def clean(node: tirx.SeqStmt) -> tirx.Stmt | None:
         kept = [s for s in node.seq if not (isinstance(s, tirx.Evaluate) and isinstance(s.value, tirx.IntImm))]
         if len(kept) == len(node.seq):
             return None

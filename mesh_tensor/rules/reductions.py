@@ -160,7 +160,7 @@ class FactorAnalysis:
     def _is_same_everywhere(self, statement: Statement) -> bool:
         """A store of a value that is the same at every coordinate of the factor, and not carried from one to the
         next."""
-        return not self._tainted(statement) & self.vars and not self._range(statement.write).carried & self.vars
+        return not self._tainted(statement) & self.vars and not self._range(statement.target).carried & self.vars
 
     def _tainted(self, statement: Statement) -> set[tirx.Var]:
         """The loop variables that what the statement writes may depend on, but for what was there before."""
@@ -223,10 +223,10 @@ class FactorAnalysis:
                         continue
                     op, outer = self.block_partial[live_range]
                     self._check_complete(statement, live_range)
-                    if not keeps_partial(statement, access, op) or self._walks_factor(statement.write):
+                    if not keeps_partial(statement, access, op) or self._walks_factor(statement.target):
                         uses.append((statement, live_range))
                         continue
-                    target = self._range(statement.write)
+                    target = self._range(statement.target)
                     scope = {loop.var for loop in target.scope}
                     inner = frozenset(v for v in outer if v in scope)
                     if (statement.op is None or statement.fresh) and inner != outer:
@@ -384,7 +384,7 @@ def _without_loads(expr: tirx.PrimExpr) -> tirx.PrimExpr:
 def _describe(statement: Statement) -> str:
     record = statement.tile_op
     if record is not None:
-        return f"T.{type(record).__name__.lower()} into {statement.write.buffer.name}"
+        return f"T.{type(record).__name__.lower()} into {statement.target.buffer.name}"
     if statement.write is not None:
         return f"the store to {statement.write.buffer.name}"
     return "a statement"

@@ -6,8 +6,9 @@ kind "tile"). Everything that follows - live ranges, factors, reductions - looks
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from tvm import arith, ir, tirx
 
@@ -69,6 +70,18 @@ class Statement:
         return any(buffer.same_as(other) for other in written)
 
     @property
+    def target(self) -> Access:
+        """What a statement that is known to write writes."""
+        assert self.write is not None
+        return self.write
+
+    @property
+    def operation(self) -> str:
+        """The operation of a statement that is known to combine."""
+        assert self.op is not None
+        return self.op
+
+    @property
     def accesses(self) -> tuple[Access, ...]:
         return self.reads if self.write is None else (self.write, *self.reads)
 
@@ -115,7 +128,7 @@ def read_kernel(func: tirx.PrimFunc) -> Kernel:
     return Kernel(
         func,
         params,
-        tuple([*block.alloc_buffers, *reader.allocs]),
+        (*block.alloc_buffers, *reader.allocs),
         loops,
         block,
         reader.statements,
@@ -135,7 +148,9 @@ def body_statements(stmt: tirx.Stmt) -> list[tirx.Stmt]:
 
 def _find_grid(func: tirx.PrimFunc) -> tuple[tuple[Loop, ...], tirx.SBlock, dict]:
     """The grid's loops, the block that holds the kernel's body, and what is bound above it."""
-    stmt, loops, binds = func.body, [], {}
+    stmt = func.body
+    loops: list[Loop] = []
+    binds: dict[tirx.Var, tirx.PrimExpr] = {}
     while True:
         if isinstance(stmt, tirx.SBlockRealize):
             if stmt.block.name_hint != "root":
@@ -301,17 +316,17 @@ class _TileReader:
         self.loops: list[Loop] = []
 
     def read(self, record: tile_ops.TileOp) -> Statement:
-        make = {
+        makers: dict[type, Callable[[Any], Statement]] = {
             tile_ops.Copy: self._copy,
             tile_ops.Fill: self._fill,
             tile_ops.Gemm: self._gemm,
             tile_ops.Reduce: self._reduce,
             tile_ops.Atomic: self._atomic,
             tile_ops.Transpose: self._transpose,
-        }.get(type(record))
-        if make is None:
+        }
+        if type(record) not in makers:
             raise _Unmatched(f"T.{type(record).__name__.lower()}")
-        return make(record)
+        return makers[type(record)](record)
 
     def _loop(self, extent) -> tirx.Var:
         var = tirx.Var(f"t{len(self.loops)}", "int32")

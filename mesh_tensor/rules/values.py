@@ -60,7 +60,7 @@ def is_neutral(statement: Statement, op: str) -> bool:
     if statement.tile_op is not None and not isinstance(statement.tile_op, tile_ops.Fill):
         return False
     value = number(statement.values[0])
-    return value is not None and value == neutral_number(op, statement.write.buffer.dtype)
+    return value is not None and value == neutral_number(op, statement.target.buffer.dtype)
 
 
 def _is_float(dtype: str) -> bool:
