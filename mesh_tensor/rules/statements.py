@@ -22,7 +22,7 @@ COMBINER = {"abssum": "sum", "absmax": "max"}
 
 @dataclass(eq=False)
 class Loop:
-    """One loop variable. `kind` is grid, serial, parallel (T.Parallel, vectorized, unrolled too) or tile (an element
+    """One loop variable. `kind` is grid, serial (unrolled too), parallel (T.Parallel, vectorized) or tile (an element
     loop of a tile operation). `node` is the TIR loop, None for tile loops."""
 
     var: tirx.Var
@@ -228,7 +228,7 @@ class _Reader:
     def _visit_loop(self, stmt: tirx.For) -> tuple | Statement:
         if stmt.step is not None and not _is_const(stmt.step, 1):
             return self._add(self._opaque(stmt, f"a loop with step {stmt.step}"))
-        kind = "serial" if stmt.kind == tirx.ForKind.SERIAL else "parallel"
+        kind = "serial" if stmt.kind in (tirx.ForKind.SERIAL, tirx.ForKind.UNROLLED) else "parallel"
         loop = Loop(stmt.loop_var, stmt.min, stmt.extent, kind, stmt)
         self.loops.append(loop)
         tree = self._visit(stmt.body)
