@@ -69,8 +69,7 @@ class RankKernel:
         try:
             sizes, layouts = check()
             key = tuple(sizes[var] for var in self._signature.symbols)
-            launch = self._launches.get(key)
-            program = launch.program if launch else self._compiled.program_of(sizes)
+            launch, program = self._launches.get(key), self._compiled.program_of(sizes)
             self._check_strict(program, layouts)
         except MeshTensorError as error:
             if self._launches:

@@ -22,7 +22,9 @@ LIMIT = 120  # seconds until all ranks of a launch have to have ended
 TIMEOUT = 60  # of the process group, unless a body is about timeouts
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["mesh_tensor", "torch.distributed.tensor", "tests.distributed.bodies"])
+_context.set_forkserver_preload(
+    ["mesh_tensor", "torch.distributed.tensor", "tests.distributed.kernel_bodies", "tests.distributed.exchange_bodies"]
+)
 
 
 def run(body: Callable[[int], Any], count: int, *, timeout: float = TIMEOUT, group: bool = True) -> list[Any]:
@@ -78,7 +80,6 @@ def _rank(
 ) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    os.environ["MESH_TENSOR_VERIFY"] = "1"
     dist = torch.distributed
     try:
         if group:

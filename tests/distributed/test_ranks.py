@@ -1,6 +1,39 @@
-from . import bodies
+"""Kernels on ranks: DTensors and local tensors in and out, the same bits as on the virtual mesh."""
+
+from functools import partial
+
+import pytest
+
+from . import kernel_bodies as bodies
 from .launcher import run
 
 
 def test_k_split_matmul():
     run(bodies.k_split_matmul, 2)
+
+
+@pytest.mark.parametrize(("sizes", "step"), [((2,), 9), ((4,), 16), ((2, 2), 13)])
+def test_sample_of_the_sweep(sizes, step):
+    ran = run(partial(bodies.sample_of_the_sweep, sizes=sizes, step=step), 4 if sizes != (2,) else 2)
+    assert min(ran) > 4
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        bodies.partial_inputs_and_outputs,
+        bodies.strict_and_mixed,
+        bodies.in_and_out,
+        bodies.local_tensors,
+        bodies.symbolic_sizes,
+        bodies.inference_mode,
+    ],
+    ids=lambda body: body.__name__,
+)
+def test_on_two_ranks(body):
+    run(body, 2)
+
+
+@pytest.mark.parametrize("body", [bodies.results_that_are_made, bodies.mesh_tensors], ids=lambda body: body.__name__)
+def test_on_four_ranks(body):
+    run(body, 4)

@@ -61,8 +61,8 @@ def plan_exchange(
     reshard = reshard_of(shape, dtype, src, dst)
     form = Form(src.tile_shape(shape), dst.tile_shape(shape), dtype)
     group = _group_for(reshard.deliveries, src, dst, ranks)
-    if group is not None and _in_chunks(reshard.deliveries, len(group.members), form):
-        mine = next(delivery for delivery in reshard.deliveries if ranks.rank in delivery.ranks)
+    mine = next((delivery for delivery in reshard.deliveries if ranks.rank in delivery.ranks), None)
+    if group and mine and _in_chunks(reshard.deliveries, len(group.members), form):
         ordered = [source for source, _ in mine.pieces[0].sources]
         return ChunkedAllReduce(ranks.rank, group, ordered, form, reshard.combine)
     return Exchange(reshard.deliveries, ranks.rank, group, form, reshard.combine, reshard.blank)
