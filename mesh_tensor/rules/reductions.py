@@ -144,13 +144,22 @@ class FactorAnalysis:
                     f"{_describe(statement)} keeps one of many coordinates' values: no reduction is known for it"
                 )
             return
-        if statement.fresh and any(v not in scope and not self._runs_once(v) for v in form.terms):
+        if self._starts_anew(statement, form, scope):
+            if self._is_same_everywhere(statement):
+                return
             raise Blocked(
                 f"{_describe(statement)} starts anew in every block of it and keeps the last block's value only"
             )
         self._add_partial(self._range(write), statement.op, frozenset(v for v in form.terms if v in scope), statement)
         self.accounted.setdefault(statement, set()).update(form.terms)
         self.direct[statement] = form
+
+    def _starts_anew(self, statement: Statement, form: Linear, scope: set[tirx.Var]) -> bool:
+        """Whether some loop of the coordinate gives the target a new start in every iteration, and only the last counts."""
+        carried = self._range(statement.target).carried
+        return any(
+            v not in scope and not self._runs_once(v) and (statement.fresh or v not in carried) for v in form.terms
+        )
 
     def _runs_once(self, var: tirx.Var) -> bool:
         """Whether one run of a statement takes all values of the variable, or there is only one."""
