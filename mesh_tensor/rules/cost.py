@@ -5,7 +5,8 @@ from __future__ import annotations
 from tvm import ir, tirx
 
 from . import tile_ops
-from .statements import Statement, read_kernel
+from .reader import read_kernel
+from .statements import Statement
 
 _ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Max, tirx.Min)
 _NO_WORK = ("tirx.if_then_else", "tl.region", "tl.access_ptr", "tl.infinity", "tirx.reinterpret")

@@ -155,7 +155,8 @@ class FactorAnalysis:
         self.direct[statement] = form
 
     def _starts_anew(self, statement: Statement, form: Linear, scope: set[tirx.Var]) -> bool:
-        """Whether some loop of the coordinate gives the target a new start in every iteration, and only the last counts."""
+        """Whether some loop of the coordinate gives the target a new start in every iteration, and only the last
+        counts."""
         carried = self._range(statement.target).carried
         return any(
             v not in scope and not self._runs_once(v) and (statement.fresh or v not in carried) for v in form.terms
@@ -247,8 +248,8 @@ class FactorAnalysis:
             op, outer = self.block_partial[live_range]
             if outer:
                 raise Blocked(
-                    f"{_describe(statement)} uses the {op} of one block of it ({live_range.buffer.name}) before all blocks "
-                    "are combined"
+                    f"{_describe(statement)} uses the {op} of one block of it ({live_range.buffer.name}) before all "
+                    "blocks are combined"
                 )
         self._check_lanes()
         return uses

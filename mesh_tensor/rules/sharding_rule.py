@@ -10,8 +10,9 @@ from .content import needs_content, only_keeps_content
 from .factors import Coordinates, Factor
 from .live_ranges import LiveRanges
 from .normalize import normalize
+from .reader import read_kernel
 from .reductions import FactorAnalysis, Reduction, find_taints
-from .statements import Kernel, read_kernel
+from .statements import Kernel
 
 _PARALLEL_NAMES = {1: ("m",), 2: ("m", "n"), 3: ("b", "m", "n"), 4: ("b", "h", "m", "n")}
 _REDUCED_NAMES = ("k", "l", "r", "s")

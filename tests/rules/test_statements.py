@@ -5,7 +5,7 @@ import tilelang.language as T
 
 from kernels.matmul import matmul
 from mesh_tensor.rules import tile_ops
-from mesh_tensor.rules.statements import read_kernel
+from mesh_tensor.rules.reader import read_kernel
 
 from .kernels import kernel, on_rows, statements
 

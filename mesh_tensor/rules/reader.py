@@ -1,0 +1,216 @@
+"""Reading a kernel: its body flattened to statements, in program order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tvm import arith, ir, tirx
+
+from ..errors import MeshTensorError
+from . import effects, tile_ops
+from .linear import linear_form
+from .statements import Access, Kernel, Loop, Statement, body_statements, buffer_params, split_update
+from .tile_reader import TileReader, Unmatched
+
+
+def read_kernel(func: tirx.PrimFunc) -> Kernel:
+    """Flatten `func`, a function with one grid."""
+    reader = _Reader(func)
+    loops, block, binds = _find_grid(func)
+    reader.binds.update(binds)
+    reader.loops = list(loops)
+    tree = reader.read(block.body)
+    params = buffer_params(func)
+    return Kernel(
+        func,
+        params,
+        (*block.alloc_buffers, *reader.allocs),
+        loops,
+        block,
+        reader.statements,
+        tree,
+        reader.binds,
+        {loop.var: loop for statement in reader.statements for loop in statement.loops} | {x.var: x for x in loops},
+        reader.analyzer,
+    )
+
+
+def _find_grid(func: tirx.PrimFunc) -> tuple[tuple[Loop, ...], tirx.SBlock, dict]:
+    """The grid's loops, the block that holds the kernel's body, and what is bound above it."""
+    stmt = func.body
+    loops: list[Loop] = []
+    binds: dict[tirx.Var, tirx.PrimExpr] = {}
+    while True:
+        if isinstance(stmt, tirx.SBlockRealize):
+            if stmt.block.name_hint != "root":
+                return tuple(loops), stmt.block, binds
+            stmt = stmt.block.body
+        elif isinstance(stmt, tirx.For):
+            loops.append(Loop(stmt.loop_var, stmt.min, stmt.extent, "grid", stmt))
+            stmt = stmt.body
+        elif isinstance(stmt, tirx.SeqStmt) and all(isinstance(s, tirx.Bind) for s in stmt.seq[:-1]):
+            binds.update({s.var: s.value for s in stmt.seq[:-1] if not _is_thread_index(s.value)})
+            stmt = stmt.seq[-1]
+        else:
+            raise MeshTensorError(
+                f"function {_name(func)!r} is not one TileLang kernel: expected a `with T.Kernel(...)` body, found "
+                f"{type(stmt).__name__}. Write one T.Kernel per function."
+            )
+
+
+def _is_thread_index(value: tirx.PrimExpr) -> bool:
+    return isinstance(value, tirx.Call) and isinstance(value.op, ir.Op) and value.op.name == "tl.launch_thread_idx"
+
+
+def _name(func: tirx.PrimFunc) -> str:
+    return str(func.attrs["global_symbol"]) if func.attrs and "global_symbol" in func.attrs else "main"
+
+
+class _Reader:
+    """Walks a kernel's body once and collects statements."""
+
+    def __init__(self, func: tirx.PrimFunc):
+        self.func = func
+        self.analyzer = arith.Analyzer()
+        self.binds: dict[tirx.Var, tirx.PrimExpr] = {}
+        self.bound_reads: dict[tirx.Var, tuple[Access, ...]] = {}
+        self.loops: list[Loop] = []
+        self.conditions: list[tirx.PrimExpr] = []
+        self.statements: list[Statement] = []
+        self.allocs: list[tirx.Buffer] = []
+        self.top = -1
+
+    def read(self, body: tirx.Stmt) -> list:
+        tree: list = []
+        for top, stmt in enumerate(body_statements(body)):
+            self.top = top
+            tree.extend(self._visit(stmt))
+        return tree
+
+    def _visit(self, stmt: tirx.Stmt) -> list:
+        if isinstance(stmt, tirx.SeqStmt):
+            return [node for child in stmt.seq for node in self._visit(child)]
+        effect = effects.side_effect(stmt)
+        if effect is not None:
+            if isinstance(stmt, tirx.Bind):
+                self.binds[stmt.var] = stmt.value
+            return [self._add(self._opaque(stmt, effect))]
+        if isinstance(stmt, tirx.For):
+            return [self._visit_loop(stmt)]
+        if isinstance(stmt, tirx.IfThenElse):
+            return [self._visit_if(stmt)]
+        if isinstance(stmt, tirx.BufferStore):
+            return [self._add(self._store(stmt))]
+        if isinstance(stmt, tirx.Bind):
+            self.binds[stmt.var] = stmt.value
+            self.bound_reads[stmt.var] = self.loads([stmt.value])
+            return [self._add(self.statement(stmt, reads=self.bound_reads[stmt.var], values=(stmt.value,)))]
+        if isinstance(stmt, tirx.Evaluate):
+            return [self._add(self._evaluate(stmt))]
+        if isinstance(stmt, tirx.SBlockRealize) and _is_plain(stmt):
+            self.allocs.extend(stmt.block.alloc_buffers)
+            return self._visit(stmt.block.body)
+        if isinstance(stmt, tirx.AttrStmt):
+            return self._visit(stmt.body)
+        return [self._add(self._opaque(stmt, type(stmt).__name__))]
+
+    def _visit_loop(self, stmt: tirx.For) -> tuple | Statement:
+        if stmt.step is not None and not _is_const(stmt.step, 1):
+            return self._add(self._opaque(stmt, f"a loop with step {stmt.step}"))
+        kind = "serial" if stmt.kind in (tirx.ForKind.SERIAL, tirx.ForKind.UNROLLED) else "parallel"
+        loop = Loop(stmt.loop_var, stmt.min, stmt.extent, kind, stmt)
+        self.loops.append(loop)
+        tree = self._visit(stmt.body)
+        self.loops.pop()
+        return ("loop", loop, tree)
+
+    def _visit_if(self, stmt: tirx.IfThenElse) -> tuple:
+        self.conditions.append(stmt.condition)
+        then = self._visit(stmt.then_case)
+        self.conditions.pop()
+        otherwise: list = []
+        if stmt.else_case is not None:
+            self.conditions.append(tirx.Not(stmt.condition))
+            otherwise = self._visit(stmt.else_case)
+            self.conditions.pop()
+        return ("if", then, otherwise)
+
+    def _add(self, statement: Statement) -> Statement:
+        self.statements.append(statement)
+        return statement
+
+    def statement(self, node: tirx.Stmt, *, write=None, reads=(), values=(), extra=(), **flags) -> Statement:
+        bounds = [e for loop in self.loops for e in (loop.min, loop.extent) if not isinstance(e, tirx.IntImm)]
+        guards = self.loads([*self.conditions, *bounds])
+        return Statement(
+            node,
+            (*self.loops, *extra),
+            tuple(self.conditions),
+            self.top,
+            write,
+            (*reads, *guards),
+            (*values, *self.conditions),
+            **flags,
+        )
+
+    def _opaque(self, stmt: tirx.Stmt, what: str) -> Statement:
+        """A statement that nothing is known of: it reads and writes every buffer in it, anywhere."""
+        return self.statement(stmt, reads=self.loads([stmt]), unknown=what, may_write=effects.written(stmt))
+
+    def access(self, buffer: tirx.Buffer, indices) -> Access:
+        return Access(buffer, tuple(indices), tuple(linear_form(i, self.binds) for i in indices))
+
+    def loads(self, nodes) -> tuple[Access, ...]:
+        found: list[Access] = []
+
+        def visit(node: object) -> None:
+            if isinstance(node, tirx.BufferLoad):
+                found.append(self.access(node.buffer, node.indices))
+            elif isinstance(node, tirx.Var) and node in self.binds:
+                found.extend(self.bound_reads[node] if node in self.bound_reads else self.loads([self.binds[node]]))
+
+        for node in nodes:
+            if not isinstance(node, int):
+                tirx.stmt_functor.post_order_visit(node, visit)
+        return tuple(found)
+
+    def _store(self, stmt: tirx.BufferStore) -> Statement:
+        write = self.access(stmt.buffer, stmt.indices)
+        op, value = split_update(stmt)
+        return self.statement(
+            stmt, write=write, reads=(*self.loads([value]), *self.loads(stmt.indices)), values=(value,), op=op
+        )
+
+    def _evaluate(self, stmt: tirx.Evaluate) -> Statement:
+        record = tile_ops.parse_tile_op(stmt)
+        if record is None:
+            if not any(True for _ in _calls(stmt.value)):
+                return self.statement(stmt, values=(stmt.value,))
+            return self._opaque(stmt, _call_name(stmt.value))
+        try:
+            return TileReader(self, stmt).read(record)
+        except Unmatched as error:
+            return self._opaque(stmt, str(error))
+
+
+def _calls(expr: tirx.PrimExpr) -> Iterator[tirx.Call]:
+    found: list[tirx.Call] = []
+    tirx.stmt_functor.post_order_visit(expr, lambda n: found.append(n) if isinstance(n, tirx.Call) else None)
+    return iter(found)
+
+
+def _call_name(expr: tirx.PrimExpr) -> str:
+    return next(
+        (c.op.name for c in [expr, *_calls(expr)] if isinstance(c, tirx.Call) and isinstance(c.op, ir.Op)), "call"
+    )
+
+
+def _is_plain(stmt: tirx.SBlockRealize) -> bool:
+    """A block that only groups statements: no variables of its own, no condition, no initialisation."""
+    block = stmt.block
+    always = isinstance(stmt.predicate, tirx.IntImm) and bool(stmt.predicate.value)
+    return always and not len(block.iter_vars) and not len(block.match_buffers) and block.init is None
+
+
+def _is_const(expr: object, value: int) -> bool:
+    return isinstance(expr, (int, tirx.IntImm)) and int(expr) == value
