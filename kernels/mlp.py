@@ -1,7 +1,9 @@
 """The two-layer perceptron `gelu(x @ w1) @ w2` as two kernels, with gelu fused into the first one or on its own.
 
-`python -m kernels.mlp` runs it sharded on virtual meshes.
+`python -m kernels.mlp` runs it sharded on virtual meshes, `torchrun --nproc-per-node 4 -m kernels.mlp` on real ranks.
 """
+
+import os
 
 import tilelang.language as T
 import torch
@@ -99,9 +101,34 @@ def demonstrate(mesh, tokens=256, hidden=1024, model=256):
         raise SystemExit("the sharded MLP is wrong")
 
 
+def demonstrate_on_ranks(sizes, tokens=256, hidden=1024, model=256):
+    """Run the sharded MLP on the ranks of torch.distributed, with DTensors, and compare it with torch."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    up, down = sharded_mlp(sizes, tokens, hidden, model)
+    x, w1, w2 = torch.randn(tokens, model), torch.randn(model, hidden) / 16, torch.randn(hidden, model) / 32
+    replicated, columns, rows = ([placement] * len(sizes) for placement in (Replicate(), Shard(1), Shard(0)))
+    h = up(distribute_tensor(x, mesh, replicated), distribute_tensor(w1, mesh, columns))
+    y = down(h, distribute_tensor(w2, mesh, rows)).full_tensor()
+    error = (y - mlp_reference(x, w1, w2)).abs().max().item()
+    if mesh.get_rank() == 0:
+        print(f"{up.mesh}: h lies as {h.placements}; largest error against torch: {error:.2e}")
+    if not error < 1e-4:
+        raise SystemExit("the sharded MLP is wrong")
+
+
 def main():
-    """The seed's MLP on two devices and on 2 x 2."""
+    """The seed's MLP on two devices and on 2 x 2, or on as many ranks as torchrun started."""
     torch.manual_seed(0)
+    if "WORLD_SIZE" in os.environ:
+        torch.distributed.init_process_group("gloo")
+        world = torch.distributed.get_world_size()
+        for sizes in ({"x": world}, {"x": 2, "y": 2})[: 2 if world == 4 else 1]:
+            demonstrate_on_ranks(sizes)
+        torch.distributed.destroy_process_group()
+        return
     up, down = mlp_up(256, 1024, 256), mlp_down(256, 1024, 256)
     print("sharding rules")
     for kernel in (up, down):

@@ -8,6 +8,7 @@ import tilelang as _tilelang  # noqa: E402, F401  (brings the TVM that every mod
 
 from . import lowering  # noqa: E402
 from .compile import MeshKernel, compile  # noqa: E402
+from .custom_op import as_custom_op  # noqa: E402
 from .errors import MeshTensorError  # noqa: E402
 from .frontend import annotate, mesh_tensor_functions  # noqa: E402
 from .lowering import lower  # noqa: E402
@@ -30,6 +31,7 @@ __all__ = [
     "Sharding",
     "ShardingRule",
     "annotate",
+    "as_custom_op",
     "compile",
     "distribute",
     "from_dtensor",

@@ -123,6 +123,11 @@ class MeshKernel:
         return self._program
 
     @property
+    def device(self) -> torch.device:
+        """The torch device that tensors have to be on."""
+        return self._device
+
+    @property
     def peak_bytes(self) -> int:
         """The most bytes that one device held at once, in tiles and workspaces, in any call so far."""
         return max((launch.peak_bytes for launch in (*self._launches.values(), self._current) if launch), default=0)

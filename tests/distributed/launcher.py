@@ -84,8 +84,10 @@ def _rank(
     try:
         if group:
             dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=timeout)
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=TIMEOUT)
             )
+            dist.barrier()  # ranks may start seconds apart
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
         outcome = ("done", body(rank))
     except BaseException:
         outcome = ("failed", traceback.format_exc())

@@ -1,6 +1,23 @@
 """Programs on the ranks of torch.distributed: one process per device, DTensors or local tensors in and out."""
 
-from .dtensor import from_dtensor, from_placements, is_dtensor, to_dtensor, to_placements
+from .dtensor import (
+    dtensor_maker,
+    from_dtensor,
+    from_placements,
+    is_dtensor,
+    lies_like_torch,
+    to_dtensor,
+    to_placements,
+)
 from .ranks import ranks_of
 
-__all__ = ["from_dtensor", "from_placements", "is_dtensor", "ranks_of", "to_dtensor", "to_placements"]
+__all__ = [
+    "dtensor_maker",
+    "from_dtensor",
+    "from_placements",
+    "is_dtensor",
+    "lies_like_torch",
+    "ranks_of",
+    "to_dtensor",
+    "to_placements",
+]

@@ -54,7 +54,7 @@ def agree(ranks: Ranks, faults: Faults, device: torch.device, facts: Mapping[str
     if refusal:
         return
     by_rank = dict(sorted((ranks.place(m), found) for m, found in zip(group.members, everything, strict=True)))
-    refused = [f"rank {rank} refused the call: {text}" for rank, (_, text) in by_rank.items() if text]
+    refused = [f"rank {rank} refused the call: {_facts_in(text)}" for rank, (_, text) in by_rank.items() if text]
     refuse(
         refused or _differences({rank: found for rank, (found, _) in by_rank.items()}),
         where=f"call of kernel {facts.get('kernel', '')!r} on {ranks.mesh}",
@@ -82,6 +82,14 @@ def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
             sides = [f"{_named(ranks)}: {_short(text)}" for text, ranks in ranks_with.items()]
             found.append(f"{topic} differ between ranks: {'; '.join(sides)}")
     return found
+
+
+def _facts_in(refusal: str) -> str:
+    """What was wrong, of a MeshTensorError's message, on one line."""
+    lines = [line.strip() for line in refusal.splitlines()]
+    end = next((i for i, line in enumerate(lines) if line.startswith(("where: ", "why: ", "fix: "))), len(lines))
+    facts = lines[:end] if end < 2 else lines[1:end]
+    return "; ".join(fact.removeprefix("- ") for fact in facts)
 
 
 def _named(ranks: Sequence[int]) -> str:

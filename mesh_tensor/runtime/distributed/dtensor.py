@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -86,17 +86,23 @@ def local_part(tensor: DTensor) -> torch.Tensor:
 
 def as_dtensor(local: torch.Tensor, device_mesh: DeviceMesh, sharding: Sharding, shape: Sequence[int]) -> DTensor:
     """The DTensor of global `shape` whose part on this rank is `local`."""
+    return dtensor_maker(device_mesh, sharding, shape)(local)
+
+
+def dtensor_maker(
+    device_mesh: DeviceMesh, sharding: Sharding, shape: Sequence[int]
+) -> Callable[[torch.Tensor], DTensor]:
+    """From this rank's part to the DTensor of global `shape`; torch.compile can trace it."""
     from torch.distributed.tensor import DTensor
 
-    stride = tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
-    return DTensor.from_local(
-        local.contiguous(),
-        device_mesh,
-        to_placements(sharding),
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=stride,
-    )
+    placements, size = to_placements(sharding), torch.Size(shape)
+    stride = tuple(math.prod(max(extent, 1) for extent in size[dim + 1 :]) for dim in range(len(size)))
+
+    def make(local: torch.Tensor) -> DTensor:
+        whole = local.contiguous()
+        return DTensor.from_local(whole, device_mesh, placements, run_check=False, shape=size, stride=stride)
+
+    return make
 
 
 def to_dtensor(tensor: MeshTensor, device_mesh: DeviceMesh | None = None) -> DTensor:

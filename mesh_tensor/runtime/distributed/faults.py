@@ -7,6 +7,7 @@ Who says nothing has ended, hangs, or is somewhere else.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -35,8 +36,7 @@ class Faults:
 
     def tell(self, error: BaseException, doing: str) -> None:
         """Let the other ranks know what was raised here."""
-        words = (str(error).strip().splitlines() or [""])[0]
-        self._say({"raised": f"{type(error).__name__}: {words}", "doing": doing})
+        self._say({"raised": f"{type(error).__name__}: {_reason(error)}", "doing": doing})
 
     def explain(self, error: Exception, program: Program, step: Step | None) -> NoReturn:
         """What went wrong in a step, told to the others and raised: a collective's error as a MeshTensorError that
@@ -59,7 +59,7 @@ class Faults:
         refuse(
             self._verdict(others, heard),
             where=f"{doing}, of kernel {self._kernel!r} on {self._ranks.mesh}; seen on rank {dist.get_rank()}",
-            why=(str(error).strip().splitlines() or [type(error).__name__])[0],
+            why=_reason(error),
             fix="see what that rank says; this process group can't be used any more: end its ranks, or destroy it "
             "and make a new one",
         )
@@ -116,6 +116,12 @@ def _store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def _reason(error: BaseException) -> str:
+    """What an error says, on one line, without where in gloo's source that was and gloo's advice."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", line).split(" This is typically caused by", 1)[0]
 
 
 def _words(step: Step | None) -> str:
