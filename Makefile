@@ -8,6 +8,7 @@ PIP_INSTALL := $(PY) -m pip install --quiet --constraint constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PYTEST_ARGS ?= -n logical
 SWEEP_ARGS ?=
+FUZZ_ARGS ?=
 BENCH_ARGS ?=
 
 .PHONY: venv demo test check lint layers types sweep fuzz bench clean
@@ -45,9 +46,9 @@ types: venv
 sweep: venv
 	OMP_NUM_THREADS=1 $(PY) -m tests.sweep $(SWEEP_ARGS)
 
-# Random kernels until a counterexample or Ctrl-C.
+# Random kernels until Ctrl-C, or for FUZZ_SECONDS; FUZZ_ARGS="--seed 7 --rounds 1" runs a round again.
 fuzz: venv
-	$(PYTEST) tests/test_random_kernels.py --hypothesis-profile=fuzz
+	OMP_NUM_THREADS=1 $(PY) -m tests.fuzz $(FUZZ_ARGS)
 
 bench: venv
 	$(PY) -m benchmarks.bench_lower $(BENCH_ARGS)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import linecache
+import logging
 from functools import lru_cache
 
 import tilelang.language as T
 from tvm import tirx
+
+
+# TileLang logs the whole kernel when it can't be built, as happens while a counterexample is being made smaller.
+logging.getLogger("tilelang.language.eager.builder").setLevel(logging.CRITICAL + 1)
 
 
 @lru_cache(maxsize=64)

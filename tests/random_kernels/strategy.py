@@ -12,8 +12,9 @@ _GRID_NAMES = ("bx", "by", "bz")
 
 
 @st.composite
-def kernels(draw) -> KernelSpec:
-    """A global-view kernel in which every element of an output has one meaning, whatever order programs run in."""
+def kernels(draw) -> tuple[KernelSpec, bool]:
+    """A global-view kernel in which every element of an output has one meaning, whatever order programs run in; and whether
+    small integers make all its values exact."""
     scene = Scene(draw, "float32", [])
     scene.dtype = scene.pick(("float32",) * 8 + ("int32",))
     scene.exact = scene.dtype == "int32" or not scene.chance(30)
@@ -28,7 +29,8 @@ def kernels(draw) -> KernelSpec:
     rest = _worth_storing(scene, 1 if not written else 0)
     for tile in [*rest, *(t for t in scene.tiles if t.home and t not in rest)]:
         stores.store(tile)
-    return KernelSpec(scene.sorted_params(), tuple(scene.grid), tuple(scene.buffers), tuple(scene.lines), scene.exact)
+    spec = KernelSpec(scene.sorted_params(), tuple(scene.grid), tuple(scene.buffers), tuple(scene.lines))
+    return spec, scene.exact
 
 
 def _worth_storing(scene: Scene, least: int) -> list[Tile]:
@@ -164,13 +166,15 @@ def _stated(draw, param: Param, lies: dict[str, int | None]) -> dict:
 @st.composite
 def cases(draw) -> Case:
     """A kernel on a mesh, with data."""
-    kernel = draw(kernels())
+    kernel, exact = draw(kernels())
     mesh = draw(meshes())
     return Case(
-        kernel,
+        kernel.source(),
+        kernel.params,
         mesh,
         draw(shardings(kernel.params, mesh)),
-        integers=kernel.exact or draw(st.booleans()),
+        exact=exact,
+        integers=exact or draw(st.booleans()),
         blank=draw(st.booleans()),
         seed=draw(st.integers(0, 3)),
     )

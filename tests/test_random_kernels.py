@@ -1,0 +1,28 @@
+"""Random kernels on random meshes: what `compile` does not refuse has the unsharded kernel's result."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+
+from mesh_tensor.runtime.interpreter import interpret
+from tests.random_kernels.build import build
+from tests.random_kernels.check import make_data, run
+from tests.random_kernels.strategy import cases
+
+COUNTS: Counter = Counter()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_are_refused():
+    """Refusing everything would never be wrong."""
+    COUNTS.clear()
+    yield
+    assert COUNTS["refused"] <= 0.05 * sum(COUNTS.values())
+
+
+@given(cases())
+def test_sharded_as_unsharded(case):
+    outcome = run(case)
+    COUNTS[outcome.verdict] += 1
+    assert outcome.verdict != "wrong", outcome.reason
