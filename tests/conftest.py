@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import mesh_tensor  # noqa: F401  (brings TileLang's TVM before a test imports tvm)
+
 # `make test` sees the same examples every time; `make fuzz` looks for new ones until it is stopped.
 settings.register_profile(
     "ci",

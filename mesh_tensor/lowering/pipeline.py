@@ -212,4 +212,4 @@ class _Lowering:
         except Blocked as error:
             if not splits:
                 refuse(f"kernel {self.name!r} can't be lowered", why=str(error), fix="simplify the kernel")
-            raise _Unsplittable(splits[-1].factor, str(error)) from None
+            raise _Unsplittable(error.factor or splits[-1].factor, str(error)) from None
