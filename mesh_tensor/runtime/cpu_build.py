@@ -154,7 +154,9 @@ def _build_stamp() -> str:
     if compiler is None:
         refuse("no C++ compiler was found", fix='install g++ or clang++, or use target="interpret"')
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    sources = [*sorted((Path(__file__).parents[1] / "lowering").glob("*cpu*.py")), Path(__file__), *_HEADERS.values()]
+    package = Path(__file__).parents[1]
+    passes = [*sorted((package / "lowering").glob("*cpu*.py")), package / "rules" / "tile_ops.py"]
+    sources = [*passes, Path(__file__), *_HEADERS.values()]
     return "\0".join([tilelang.__version__, version, _processor(), *_FLAGS, *(s.read_text() for s in sources)])
 
 
