@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from tvm import tirx
 
+from .call_forms import CallForm, checked_out_idx, given_out_idx
 from .errors import refuse
 from .frontend import read_annotations
 from .mesh import Mesh
@@ -56,14 +56,6 @@ def compile(
     return MeshKernel(func, target=target, out_idx=out_idx, strict=strict, poison=poison, lower=lower)
 
 
-@dataclass(frozen=True)
-class _CallForm:
-    """One way to call a kernel: the parameters that are passed, and those that are returned."""
-
-    passed: tuple[str, ...]
-    returned: tuple[str, ...]
-
-
 class MeshKernel:
     """A kernel on a virtual mesh: takes global torch tensors and MeshTensors. On the ranks of a DeviceMesh: takes
     DTensors, and `local` takes local tensors.
@@ -108,7 +100,7 @@ class MeshKernel:
             reads = [p.name for p in parameters if p.input is not None and not p.kept]
             writes = [p.name for p in parameters if p.output is not None]
         self._writes = frozenset(writes)
-        self._forms = self._call_forms(_given_out_idx(func, out_idx), frozenset(reads))
+        self._forms = self._call_forms(given_out_idx(func, out_idx), frozenset(reads))
         self._quick = [] if self._signature.symbols else self._quick_checks()
 
     @property
@@ -251,18 +243,18 @@ class MeshKernel:
                 return False
         return len(self._signature.params) == len(self._quick)
 
-    def _call_forms(self, out_idx: list[int] | None, reads: frozenset[str]) -> dict[int, _CallForm]:
+    def _call_forms(self, out_idx: list[int] | None, reads: frozenset[str]) -> dict[int, CallForm]:
         """By the number of arguments."""
         names = tuple(param.name for param in self._signature.params)
         written = tuple(name for name in names if name in self._writes)
         if out_idx is not None:
-            made = _checked_out_idx(out_idx, self._signature, self._writes)
+            made = checked_out_idx(out_idx, self._signature, self._writes)
             passed = tuple(name for name in names if name not in made)
-            return {len(passed): _CallForm(passed, made)}
+            return {len(passed): CallForm(passed, made)}
         needed = tuple(name for name in names if name in reads or name not in self._writes)
-        return {len(names): _CallForm(names, written), len(needed): _CallForm(needed, written)}
+        return {len(names): CallForm(names, written), len(needed): CallForm(needed, written)}
 
-    def _refuse_count(self, count: int) -> _CallForm:
+    def _refuse_count(self, count: int) -> CallForm:
         forms = [f"{len(form.passed)} ({', '.join(form.passed)})" for form in self._forms.values()]
         return refuse(
             f"{count} arguments, but expected {' or '.join(sorted(forms))}",
@@ -286,30 +278,6 @@ def _plain(value: Any) -> AnyTensor | None:
 def _roles_by_rule(func: tirx.PrimFunc) -> tuple[list[str], list[str]]:
     rule = sharding_rule(func)
     return list(rule.inputs), list(rule.outputs)
-
-
-def _given_out_idx(func: tirx.PrimFunc, out_idx: int | Sequence[int] | None) -> list[int] | None:
-    if out_idx is None and func.attrs and "tilelang_out_idx" in func.attrs:
-        out_idx = [int(index) for index in func.attrs["tilelang_out_idx"]]
-    return [out_idx] if isinstance(out_idx, int) else None if out_idx is None else list(out_idx)
-
-
-def _checked_out_idx(out_idx: list[int], signature: Signature, writes: frozenset[str]) -> tuple[str, ...]:
-    count = len(signature.params)
-    problems, made = [], []
-    for index in out_idx:
-        if not isinstance(index, int) or not -count <= index < count:
-            problems.append(f"out_idx has {index!r}, but there are {count} parameters")
-        elif (name := signature.params[index].name) not in writes:
-            problems.append(f"out_idx has {index}, but the kernel does not write parameter {name!r}")
-        elif name in made:
-            problems.append(f"out_idx has parameter {name!r} twice")
-        else:
-            made.append(name)
-    if problems:
-        written = ", ".join(f"{i}: {p.name}" for i, p in enumerate(signature.params) if p.name in writes)
-        refuse(problems, where=f"kernel {signature.name!r}", fix=f"use the indices of what it writes ({written})")
-    return tuple(made)
 
 
 def _entangled(tensors: dict[str, AnyTensor | None], writes: frozenset[str]) -> bool:

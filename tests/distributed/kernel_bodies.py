@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import runpy
+
 import tilelang.language as T
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -205,3 +208,12 @@ def mesh_tensors(rank):
     text = refusal(lambda: mt.to_dtensor(mt.distribute(torch.arange(5), mesh, "S[0], S[0]")))
     assert "'x', 'y' split a dim of a size that they don't divide" in text
     assert "redistribute it first, for example to 'S[0], R'" in text
+
+
+def docs_page(rank, code, port):
+    """The Python of a page, as torchrun starts it."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    found = runpy.run_path(code)
+    expected = found["a"].full_tensor() @ found["b"].full_tensor()
+    torch.testing.assert_close(found["c"].to_local(), expected, rtol=1e-4, atol=1e-3)
+    assert torch.equal(found["part"], found["c"].to_local())

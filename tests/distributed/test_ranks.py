@@ -1,6 +1,9 @@
 """Kernels on ranks: DTensors and local tensors in and out, the same bits as on the virtual mesh."""
 
+import re
+import socket
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +40,13 @@ def test_on_two_ranks(body):
 @pytest.mark.parametrize("body", [bodies.results_that_are_made, bodies.mesh_tensors], ids=lambda body: body.__name__)
 def test_on_four_ranks(body):
     run(body, 4)
+
+
+def test_docs_page(tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "ranks.md"
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run(partial(bodies.docs_page, code=str(script), port=port), 2, group=False)

@@ -1,0 +1,45 @@
+"""The ways to call a kernel: which parameters are passed, and which are made and returned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from .errors import refuse
+from .signature import Signature
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """One way to call a kernel: the parameters that are passed, and those that are returned."""
+
+    passed: tuple[str, ...]
+    returned: tuple[str, ...]
+
+
+def given_out_idx(func: tirx.PrimFunc, out_idx: int | Sequence[int] | None) -> list[int] | None:
+    """`out_idx` as the caller states it, or else the kernel's own `tilelang_out_idx`, as a list."""
+    if out_idx is None and func.attrs and "tilelang_out_idx" in func.attrs:
+        out_idx = [int(index) for index in func.attrs["tilelang_out_idx"]]
+    return [out_idx] if isinstance(out_idx, int) else None if out_idx is None else list(out_idx)
+
+
+def checked_out_idx(out_idx: list[int], signature: Signature, writes: frozenset[str]) -> tuple[str, ...]:
+    """The names of the parameters that are made and returned, or a MeshTensorError with all that is wrong."""
+    count = len(signature.params)
+    problems, made = [], []
+    for index in out_idx:
+        if not isinstance(index, int) or not -count <= index < count:
+            problems.append(f"out_idx has {index!r}, but there are {count} parameters")
+        elif (name := signature.params[index].name) not in writes:
+            problems.append(f"out_idx has {index}, but the kernel does not write parameter {name!r}")
+        elif name in made:
+            problems.append(f"out_idx has parameter {name!r} twice")
+        else:
+            made.append(name)
+    if problems:
+        written = ", ".join(f"{i}: {p.name}" for i, p in enumerate(signature.params) if p.name in writes)
+        refuse(problems, where=f"kernel {signature.name!r}", fix=f"use the indices of what it writes ({written})")
+    return tuple(made)
