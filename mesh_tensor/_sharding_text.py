@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from typing import Any
 
@@ -26,17 +25,19 @@ def how_to_write(mesh: Mesh) -> str:
 
 
 def _parse_dict(text: str) -> dict[str, Any]:
+    """A Python dict display (JSON's null is None); an axis may be named once."""
     try:
-        return json.loads(text)
-    except ValueError:
-        pass
-    try:
-        value = ast.literal_eval(text)
+        tree = ast.parse(re.sub(r"\bnull\b", "None", text), mode="eval").body
+        pairs = list(zip(tree.keys, tree.values, strict=True)) if isinstance(tree, ast.Dict) else [(None, tree)]
+        items = [(ast.literal_eval(key or "*"), ast.literal_eval(value)) for key, value in pairs]
     except (ValueError, SyntaxError):
-        value = None
-    if not isinstance(value, dict):
         refuse(f"can't read the sharding {text!r}: it is not a dict")
-    return value
+    found: dict[str, Any] = {}
+    for axis, dim in items:
+        if axis in found:
+            refuse(f"can't read the sharding {text!r}: axis {axis!r} is on two dims, {found[axis]} and {dim}")
+        found[axis] = dim
+    return found
 
 
 def _parse_distir(mesh: Mesh, text: str) -> tuple[dict[str, int | None], dict[str, str]]:

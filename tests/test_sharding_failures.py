@@ -132,3 +132,8 @@ def test_shape_of_another_rank(shape):
 
 def test_rank_out_of_range():
     assert "no device has rank 6" in refusal(Sharding.make(MESH, 1, {"x": 0}).tile_offset, (4,), 6)
+
+
+def test_a_text_that_puts_one_axis_on_two_dims():
+    with pytest.raises(MeshTensorError, match="axis 'x' is on two dims, 0 and 1"):
+        Sharding.parse(Mesh({"x": 2}), 2, '{"x": 0, "x": 1}')
