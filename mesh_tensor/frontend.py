@@ -89,8 +89,8 @@ class _Helpers:
     def get_tile_shape(self, buffer: tirx.Buffer) -> tuple[Any, ...]:
         """The shape of what one device holds of `buffer`: ceildiv(dim, axis sizes), symbolic where the dim is.
 
-        A kernel that asks before its `T.Kernel` may be written over tiles: it gets the `mesh_tensor_tiles` attribute, at
-        which `lower` looks at its loops."""
+        A kernel that asks before its `T.Kernel` may be written over tiles: it gets the `mesh_tensor_tiles` attribute,
+        at which `lower` looks at its loops."""
         annotation = self._annotation(buffer)
         if not self._marked and IRBuilder.is_in_scope() and isinstance(IRBuilder.current().frames[-1], PrimFuncFrame):
             self._marked = True

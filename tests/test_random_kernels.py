@@ -5,9 +5,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 
-from mesh_tensor.runtime.interpreter import interpret
-from tests.random_kernels.build import build
-from tests.random_kernels.check import make_data, run
+from tests.random_kernels.check import run
 from tests.random_kernels.strategy import cases
 
 COUNTS: Counter = Counter()

@@ -13,7 +13,8 @@ from .splits import coordinate_var
 
 
 def assemble(lowered: Lowered) -> tirx.PrimFunc:
-    """One PrimFunc over tiles: the kernel's parameters, its scalars, then the device's coordinates that its kernels use.
+    """One PrimFunc over tiles: the kernel's parameters, its scalars, then the device's coordinates that its kernels
+    use.
 
     Workspaces are allocated in its root block; every collective is a block named for it."""
     return _Assembler(lowered).run()

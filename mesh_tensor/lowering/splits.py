@@ -40,9 +40,9 @@ def coordinate_var(axis: str) -> tirx.Var:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """A factor split over axes, major first. `size` is the whole dim's, `tile` what each device walks; it starts at global
-    coordinate `offset`, and `valid` of it exist (the whole tile where `even`). A kernel that is `written_locally` already
-    walks tiles, and means local coordinates."""
+    """A factor split over axes, major first. `size` is the whole dim's, `tile` what each device walks; it starts at
+    global coordinate `offset`, and `valid` of it exist (the whole tile where `even`). A kernel that is
+    `written_locally` already walks tiles, and means local coordinates."""
 
     factor: Factor
     axes: tuple[str, ...]

@@ -9,15 +9,14 @@ from functools import lru_cache
 import tilelang.language as T
 from tvm import tirx
 
-
 # TileLang logs the whole kernel when it can't be built, as happens while a counterexample is being made smaller.
 logging.getLogger("tilelang.language.eager.builder").setLevel(logging.CRITICAL + 1)
 
 
 @lru_cache(maxsize=64)
 def build(source: str) -> tirx.PrimFunc:
-    """The PrimFunc that `source`, a `@T.prim_func` named `kernel`, defines. TileLang's parser reads the text again, so it
-    has to be where `inspect` looks for it."""
+    """The PrimFunc that `source`, a `@T.prim_func` named `kernel`, defines. TileLang's parser reads the text again, so
+    it has to be where `inspect` looks for it."""
     name = f"<random kernel {hash(source):x}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     try:

@@ -56,8 +56,8 @@ def _made(kernel: mt.MeshKernel) -> frozenset[str]:
 
 
 def make_data(case: Case, left_out: Collection[str] = ()) -> dict[str, np.ndarray]:
-    """The parameters' content before the call. Outputs hold data, too: what a kernel doesn't write stays. Those that the
-    call leaves out start at 0."""
+    """The parameters' content before the call. Outputs hold data, too: what a kernel doesn't write stays. Those that
+    the call leaves out start at 0."""
     rng = np.random.default_rng(case.seed)
     data = {param.name: _random(param, case.integers, rng) for param in case.params}
     return {name: np.zeros_like(array) if name in left_out else array for name, array in data.items()}

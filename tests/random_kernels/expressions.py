@@ -109,9 +109,8 @@ class Expressions:
 
     def tiles(self) -> list[Tile]:
         """The tiles that have an element here."""
-        return [
-            t for t in self.scene.tiles if t not in self.hidden and all(axis in self.names for axis in t.axes)
-        ]
+        hidden = [*self.hidden, *(self.scene.building if self.scene.plain else ())]
+        return [t for t in self.scene.tiles if t not in hidden and all(axis in self.names for axis in t.axes)]
 
     def tile(self, tile: Tile) -> Value:
         text = tile.element(self.names)
@@ -165,7 +164,7 @@ class Expressions:
         """A comparison of coordinates, of block indices, or of values that are exact."""
         scene = self.scene
         kinds = ["limit", "parity", "limit"] if self.names else ["block"]
-        kinds += ["block"] if scene.chance(30) else []
+        kinds += ["block"] if scene.chance(5 if scene.plain else 30) else []
         kinds += ["causal"] if len(self.names) > 1 else []
         kinds += ["value"] if scene.exact else []
         kinds += ["length"] if scene.chance(10) else []

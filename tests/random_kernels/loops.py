@@ -10,7 +10,8 @@ class Loops(Statements):
     """Emits serial loops over blocks."""
 
     def walk(self, dim: Dim) -> list[Tile]:
-        """A loop over the blocks of `dim` that adds to one or two accumulators, and may do more on the way; returns them."""
+        """A loop over the blocks of `dim` that adds to one or two accumulators, and may do more on the way; returns
+        them."""
         scene = self.scene
         axis, header, guard = self._axis(dim)
         pending = [self._accumulator(axis) for _ in range(1 + scene.chance(25))]
@@ -18,16 +19,18 @@ class Loops(Statements):
             scene.emit(guard)
         before = list(scene.tiles)
         scene.open.append(axis)
+        scene.building += (accumulators := [tile for _, tile, _, _ in pending])
         scene.depth += 1
         with scene.block(header):
             self._body(axis, pending)
         scene.depth -= 1
         scene.open.remove(axis)
+        scene.building = [tile for tile in scene.building if tile not in accumulators]
         for tile in list(scene.tiles):
-            stale = axis in tile.axes or (tile not in before and not scene.chance(10))
+            stale = axis in tile.axes or (tile not in before and (scene.plain or not scene.chance(10)))
             if stale:
                 scene.drop(tile)
-        return [tile for _, tile, _, _ in pending]
+        return accumulators
 
     def _axis(self, dim: Dim) -> tuple[Axis, str, str | None]:
         scene = self.scene
@@ -52,7 +55,8 @@ class Loops(Statements):
         """Start an accumulator; returns how it is updated, itself, its operation, and axes that the way needs."""
         scene = self.scene
         ways = ["reduce", "reduce", "reduce", "elements", "elements", "lanes", "gemm", "gemm", "blocks", "blocks"]
-        ways += ["count", "carry", "best", "rescale"]
+        if not scene.plain:
+            ways += ["count", "carry", "best", "rescale"]
         way = scene.pick(ways)
         op = scene.pick(("sum", "sum", "max", "min", "prod"))
         if way in ("gemm", "count", "carry", "best", "rescale"):
@@ -87,7 +91,9 @@ class Loops(Statements):
             if others:
                 self.walk(scene.pick(others))
         if scene.chance(20):
-            self.modify(scene.pick(scene.tiles))
+            usable = [t for t in scene.tiles if axis in t.axes] if scene.plain else scene.tiles
+            if usable:
+                self.modify(scene.pick(usable))
 
     def _times(self, axis: Axis) -> int:
         return axis.dim.blocks * axis.length
@@ -96,7 +102,7 @@ class Loops(Statements):
         scene = self.scene
         tile = self._tile_with((*accumulator.axes, axis))
         self.contribution(tile, op, self._times(axis))
-        if axis.dim.size % axis.length and scene.chance(50):
+        if axis.dim.size % axis.length and scene.chance(80 if scene.plain else 50):
             self.mask(tile, axis, op)
         if tile.dtype == accumulator.dtype:
             self.emit_reduce(tile, axis, accumulator, op, clear=False)
@@ -109,7 +115,7 @@ class Loops(Statements):
     def _tile_with(self, axes: tuple[Axis, ...]) -> Tile:
         """A tile with just these axes, in this order or another."""
         scene = self.scene
-        known = [t for t in scene.tiles if set(t.axes) == set(axes)]
+        known = [t for t in scene.tiles if set(t.axes) == set(axes) and t not in scene.building]
         if known and scene.chance(50):
             return scene.pick(known)
         position = scene.number(0, len(axes) - 1)
@@ -169,7 +175,7 @@ class Loops(Statements):
         """Reduce each block on its own, then combine the blocks."""
         scene = self.scene
         tile = self._tile_with((*accumulator.axes, axis))
-        inner = scene.pick((op, op, "max", "sum"))
+        inner = op if scene.plain else scene.pick((op, op, "max", "sum"))
         part = self.reduce(tile, axis, "sum" if inner == "prod" else inner)
         names = self.names(accumulator.axes)
         here = self.expressions(names, accumulator)
@@ -242,7 +248,9 @@ class Loops(Statements):
         here = self.expressions(names, *hidden)
         value, state = here.small(here.value(1), 100.0), accumulator.element(names)
         zero = here.constant(0)
-        step = scene.pick((f"{state} + {value.text}", f"{value.text} - {state}", f"T.max({state} + {value.text}, {zero})"))
+        step = scene.pick(
+            (f"{state} + {value.text}", f"{value.text} - {state}", f"T.max({state} + {value.text}, {zero})")
+        )
         self.bounds[accumulator] = self.bounds.get(accumulator, 1.0) + value.bound * self._times(axis)
         with scene.block(*self.nest(axes, names, serial=(axis,))):
             scene.emit(*here.lets, f"{state} = {step}")

@@ -1,4 +1,5 @@
-"""Making a counterexample small: fewer lines, simpler expressions, fewer axes and annotations, as long as it stays wrong."""
+"""Making a counterexample small: fewer lines, simpler expressions, fewer axes and annotations, as long as it stays
+wrong."""
 
 from __future__ import annotations
 
@@ -159,7 +160,13 @@ def _parts(node: ast.AST) -> list[ast.expr]:
     if isinstance(node, ast.BoolOp):
         return list(node.values)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        parts = {"if_then_else": node.args[1:], "max": node.args, "min": node.args, "abs": node.args, "cast": node.args[:1]}
+        parts = {
+            "if_then_else": node.args[1:],
+            "max": node.args,
+            "min": node.args,
+            "abs": node.args,
+            "cast": node.args[:1],
+        }
         return list(parts.get(node.func.attr, []))
     return []
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-
-from hypothesis import strategies as st
+from random import Random
 
 from .spec import Block, Line, OnChip, Param
 
@@ -26,8 +25,8 @@ class Dim:
 
 @dataclass(eq=False)
 class Axis:
-    """What one dim of a tile stands for: a block of a dim at `base`, as long as the loop `var` is open, or the whole dim
-    (`var` is empty, `base` is "")."""
+    """What one dim of a tile stands for: a block of a dim at `base`, as long as the loop `var` is open, or the whole
+    dim (`var` is empty, `base` is "")."""
 
     dim: Dim
     length: int
@@ -47,7 +46,8 @@ class Axis:
 
 @dataclass(eq=False)
 class Tile:
-    """An on-chip buffer with what its dims stand for. No axes: one element. `home` is the output that it was loaded from."""
+    """An on-chip buffer with what its dims stand for. No axes: one element. `home` is the output that it was loaded
+    from."""
 
     name: str
     axes: tuple[Axis, ...]
@@ -66,11 +66,12 @@ class Tile:
 @dataclass(eq=False)
 class Scene:
     """Everything drawn so far. `tiles` are those that hold something that counts here; `open` are the axes of the grid
-    and of the loops around."""
+    and of the loops around. In a `plain` kernel loops do nothing but accumulate, so that most of its dims can be split;
+    `building` are the accumulators of the loops around."""
 
-    draw: object
-    dtype: str
-    dims: list[Dim]
+    random: Random
+    dtype: str = "float32"
+    dims: list[Dim] = field(default_factory=list)
     grid: list[tuple[str, int]] = field(default_factory=list)
     grid_axes: list[Axis] = field(default_factory=list)
     open: list[Axis] = field(default_factory=list)
@@ -83,22 +84,23 @@ class Scene:
     lines: list[Line] = field(default_factory=list)
     outer_lines: list[list[Line]] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
+    building: list[Tile] = field(default_factory=list)
     exact: bool = True
-    integers: bool = True
+    plain: bool = False
     depth: int = 0
 
     # -- drawing ---------------------------------------------------------------------------------------------------
 
     def pick(self, options: Sequence):
-        """One of `options`; the first is the simplest."""
-        return options[0] if len(options) == 1 else self.draw(st.sampled_from(list(options)))
+        """One of `options`; what is to come more often is in it more often."""
+        return self.random.choice(list(options))
 
     def chance(self, percent: int) -> bool:
-        """True in so many percent; False is simpler."""
-        return self.draw(st.integers(0, 99)) >= 100 - percent
+        """True in so many percent."""
+        return self.random.randrange(100) < percent
 
     def number(self, low: int, high: int) -> int:
-        return self.draw(st.integers(low, high))
+        return self.random.randint(low, high)
 
     def some(self, options: Sequence, least: int, most: int) -> list:
         """Between `least` and `most` different ones of `options`, in any order."""
@@ -176,7 +178,9 @@ class Scene:
     def input(self, dims: tuple[Dim, ...]) -> Param:
         """An input with these dims: one that is there, or a new one."""
         known = [
-            p for p, d in self.params.values() if p.role == "in" and p.below is None and [*map(id, d)] == [*map(id, dims)]
+            p
+            for p, d in self.params.values()
+            if p.role == "in" and p.below is None and [*map(id, d)] == [*map(id, dims)]
         ]
         if known and (len(self.params) > 4 or not self.chance(30)):
             return self.pick(known)

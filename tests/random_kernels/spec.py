@@ -72,9 +72,9 @@ def _render(line: Line, depth: int) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Case:
-    """The source of a kernel, how its parameters lie on a mesh (`shardings` is as `annotate` takes it; what it leaves out
-    is not annotated), and its data: small integers, or normal values. `exact`: with small integers, the order of its sums
-    can't matter. With `blank`, the call leaves the outputs out, else it passes tensors for them."""
+    """The source of a kernel, how its parameters lie on a mesh (`shardings` is as `annotate` takes it; what it leaves
+    out is not annotated), and its data: small integers, or normal values. `exact`: with small integers, the order of
+    its sums can't matter. With `blank`, the call leaves the outputs out, else it passes tensors for them."""
 
     source: str
     params: tuple[Param, ...]

@@ -1,4 +1,5 @@
-"""Random statements: loads, element-wise work and reductions of tiles. Loops and stores are in loops.py and stores.py."""
+"""Random statements: loads, element-wise work and reductions of tiles. Loops and stores are in loops.py and
+stores.py."""
 
 from __future__ import annotations
 
@@ -124,7 +125,9 @@ class Statements:
         """Give an accumulator its first value: mostly neutral, else a constant, an input or an expression."""
         scene = self.scene
         names = self.names(tile.axes)
-        kind = scene.pick(("neutral", "neutral", "neutral", "neutral", "neutral", "constant", "copy", "expression", "home"))
+        kind = scene.pick(
+            ("neutral", "neutral", "neutral", "neutral", "neutral", "constant", "copy", "expression", "home")
+        )
         if kind == "home" and tile.axes and all(a in tile.axes for a in scene.grid_axes) and not scene.depth:
             param = scene.new_param(tuple(a.dim for a in tile.axes), "inout")
             tile.home = param.name
@@ -225,7 +228,9 @@ class Statements:
         value = here.tile(tile) if tile is not None else self._fit(here, here.value(1), op)
         target = result.element(names)
         headers = self.nest(axes, names, serial=(axis,))
-        if tile is None and scene.chance(20):
+        if axis.dim.size % axis.length and scene.chance(60 if scene.plain else 20):
+            headers.append(f"if {axis.at(names[axis])} < {axis.dim.size}")
+        elif tile is None and scene.chance(20):
             headers.append(f"if {here.test()}")
         with scene.block(*headers):
             scene.emit(*here.lets, combine(target, value.text, op))

@@ -24,8 +24,27 @@ class Stores(Loops):
             else:
                 self._atomic(tile)
             return
-        ways = [self._copy, self._copy, self._elements_out, self._elements_out, self._in_place, self._atomic, self._scatter]
+        ways = [
+            self._copy,
+            self._copy,
+            self._elements_out,
+            self._elements_out,
+            self._in_place,
+            self._atomic,
+            self._scatter,
+        ]
         scene.pick(ways)(tile)
+
+    def split_reduction(self) -> None:
+        """Every program reduces its block of a dim, and adds it to an output atomically."""
+        scene = self.scene
+        axis = scene.pick(scene.grid_axes)
+        rest = [a for a in scene.axes() if a.dim is not axis.dim]
+        tile = self.load((*scene.some(rest, 0, 1), axis))
+        if scene.chance(50):
+            self.modify(tile)
+        op = scene.pick(("sum", "sum", "max", "min"))
+        self._atomic(self.reduce(tile, axis, op), {"sum": "add"}.get(op, op))
 
     def _is_float16(self, tile: Tile) -> bool:
         return tile.dtype == "float16"
@@ -92,9 +111,13 @@ class Stores(Loops):
             at = axis.at(names[axis])
             if axis.dim.size % axis.length or scene.chance(10):
                 inside.append(f"{at} < {axis.dim.size}")
-            indices.append(f"{axis.dim.size - 1} - ({at})" if inside and axis in order and self._turn(axis, inside) else at)
+            indices.append(
+                f"{axis.dim.size - 1} - ({at})" if inside and axis in order and self._turn(axis, inside) else at
+            )
         conditions = [*inside, *([here.test()] if condition else [])]
-        text = value.text if param.dtype == scene.dtype else f'T.cast({here.small(value, 1000.0).text}, "{param.dtype}")'
+        text = (
+            value.text if param.dtype == scene.dtype else f'T.cast({here.small(value, 1000.0).text}, "{param.dtype}")'
+        )
         headers = self.nest(tile.axes, names) + ([f"if {' and '.join(conditions)}"] if conditions else [])
         with scene.block(*headers):
             scene.emit(*here.lets, f"{param.name}[{', '.join(indices) or '0'}] = {text}")
@@ -119,11 +142,11 @@ class Stores(Loops):
         with scene.block(*self.nest(tile.axes, names), *([f"if {' and '.join(inside)}"] if inside else [])):
             scene.emit(*here.lets, text)
 
-    def _atomic(self, tile: Tile) -> None:
+    def _atomic(self, tile: Tile, op: str = "") -> None:
         scene = self.scene
         self._shrink(tile, 1000.0)
         param = self._output(tile, "inout")
-        op = scene.pick(("add", "add", "max", "min"))
+        op = op or scene.pick(("add", "add", "max", "min"))
         if op == "add" and tile.dtype == scene.dtype and tile.axes and scene.chance(50):
             scene.emit(f"T.atomic_add({param.name}[{self._starts(tile)}], {tile.name})")
             return
