@@ -98,14 +98,14 @@ def sample(kernel: str, mesh: tuple[int, ...], size: int, limit: int) -> list[Po
     return [Point(kernel, mesh, size, index) for index in indices]
 
 
-def run(point: Point) -> Outcome:
-    """Lower the kernel of `point`, run it on poisoned tiles, compare with the unsharded kernel and with torch."""
+def run(point: Point, target: str = "interpret") -> Outcome:
+    """Lower the kernel, run it (interpreted: on poisoned tiles), compare with the unsharded kernel and with torch."""
     case, problem = KERNELS[point.kernel], _problem(point.kernel, point.size)
     axes = AXES[: len(point.mesh)]
     shardings = sharding_at(problem.ndims, axes, point.index)
     try:
         func = mt.annotate(problem.func, mt.Mesh(dict(zip(axes, point.mesh, strict=True))), shardings)
-        kernel = mt.compile(func, target="interpret", poison=True)
+        kernel = mt.compile(func, target=target, poison=target == "interpret")
     except mt.MeshTensorError as error:
         return Outcome("refused", _reason(error))
     except Exception as error:  # a crash is neither right nor refused, whatever its class

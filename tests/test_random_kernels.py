@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from tests.random_kernels.check import run
 from tests.random_kernels.strategy import cases
@@ -23,4 +23,11 @@ def few_are_refused():
 def test_sharded_as_unsharded(case):
     outcome = run(case)
     COUNTS[outcome.verdict] += 1
+    assert outcome.verdict != "wrong", outcome.reason
+
+
+@settings(max_examples=15)
+@given(cases())
+def test_compiled_as_unsharded(case):
+    outcome = run(case, target="c")
     assert outcome.verdict != "wrong", outcome.reason

@@ -36,6 +36,13 @@ def test_sample_is_right_or_refused(kernel):
     assert kernel not in NEVER_REFUSED or not refused
 
 
+@pytest.mark.parametrize("kernel", list(KERNELS)[::5])
+def test_compiled_kernels_agree(kernel):
+    sizes = len(KERNELS[kernel].sizes)
+    outcomes = {point.arguments: run(point, target="c") for point in sample(kernel, (2, 2), 1 % sizes, 2)}
+    assert not {name: outcome.reason for name, outcome in outcomes.items() if outcome.verdict == "wrong"}
+
+
 def test_shardings_are_numbered_without_gaps_or_repeats():
     ndims = {"A": 2, "B": 1}
     found = {str(sharding_at(ndims, "xy", index)) for index in range(3**2 * 2**2)}
