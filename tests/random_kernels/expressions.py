@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .scene import Axis, Dim, Scene, Tile
+from .scene import Axis, Dim, Scene, Tile, walks
 
 #: Values above this are clamped before anything else is done with them.
 LARGEST = 2.0**18
@@ -110,7 +110,10 @@ class Expressions:
     def tiles(self) -> list[Tile]:
         """The tiles that have an element here."""
         hidden = [*self.hidden, *(self.scene.building if self.scene.plain else ())]
-        return [t for t in self.scene.tiles if t not in hidden and all(axis in self.names for axis in t.axes)]
+        return [t for t in self.scene.tiles if t not in hidden and all(self._is_here(axis) for axis in t.axes)]
+
+    def _is_here(self, axis: Axis) -> bool:
+        return axis in self.names or any(walks(a, axis) for a in self.names)
 
     def tile(self, tile: Tile) -> Value:
         text = tile.element(self.names)

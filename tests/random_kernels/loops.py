@@ -10,18 +10,16 @@ class Loops(Statements):
     """Emits serial loops over blocks."""
 
     def walk(self, dim: Dim) -> list[Tile]:
-        """A loop over the blocks of `dim` that adds to one or two accumulators, and may do more on the way; returns
-        them."""
+        """A loop over the blocks of `dim` that adds to one or two accumulators, and may do more on the way; returns them."""
         scene = self.scene
-        axis, header, guard = self._axis(dim)
+        axis, headers = self._axis(dim)
         pending = [self._accumulator(axis) for _ in range(1 + scene.chance(25))]
-        if guard is not None:
-            scene.emit(guard)
+        accumulators = [tile for _, tile, _, _ in pending]
         before = list(scene.tiles)
         scene.open.append(axis)
-        scene.building += (accumulators := [tile for _, tile, _, _ in pending])
+        scene.building += accumulators
         scene.depth += 1
-        with scene.block(header):
+        with scene.block(*headers):
             self._body(axis, pending)
         scene.depth -= 1
         scene.open.remove(axis)
@@ -32,22 +30,29 @@ class Loops(Statements):
                 scene.drop(tile)
         return accumulators
 
-    def _axis(self, dim: Dim) -> tuple[Axis, str, str | None]:
+    def _axis(self, dim: Dim) -> tuple[Axis, list[str]]:
+        """The axis of a loop's blocks, and the loop's header; two of them, where it takes two blocks per step."""
         scene = self.scene
         var = scene.name("ko")
         block, blocks = dim.block, dim.blocks
-        kind = scene.pick(("T.serial", "T.serial", "T.Pipelined", "reversed", "peeled"))
-        if kind == "reversed" and blocks > 1:
-            return Axis(dim, block, f"({blocks - 1} - {var}) * {block}", var), f"for {var} in T.serial({blocks})", None
-        if kind == "peeled" and blocks > 1 and scene.chance(30):
-            return Axis(dim, block, f"{var} * {block}", var), f"for {var} in T.serial(1, {blocks})", None
-        count = f"T.ceildiv({dim.size}, {block})" if scene.chance(50) else str(blocks)
-        if scene.open and blocks > 1 and scene.chance(4):
-            count = f"T.min({scene.pick(scene.open).var} + 1, {blocks})"
-        stages = ", num_stages=2" if kind == "T.Pipelined" else ""
-        loop = kind if kind == "T.Pipelined" else "T.serial"
         base = var if block == 1 else f"{var} * {block}"
-        return Axis(dim, block, base, var), f"for {var} in {loop}({count}{stages})", None
+        kind = scene.pick(("serial",) * 6 + ("pipelined",) * 2 + ("reversed", "peeled", "halves", "triangle"))
+        if kind == "reversed" and blocks > 1:
+            return Axis(dim, block, f"({blocks - 1} - {var}) * {block}", var), [f"for {var} in T.serial({blocks})"]
+        if kind == "peeled" and blocks > 1 and scene.chance(60):
+            return Axis(dim, block, base, var), [f"for {var} in T.serial(1, {blocks})"]
+        if kind == "halves" and blocks > 1:
+            inner = f"{var}h"
+            both = f"({var} * 2 + {inner})"
+            headers = [f"for {var} in T.serial({-(-blocks // 2)})", f"for {inner} in {scene.pick(('T.unroll', 'T.serial'))}(2)"]
+            return Axis(dim, block, f"{both} * {block}", both, loose=blocks % 2 == 1), headers
+        count = f"T.ceildiv({dim.size}, {block})" if scene.chance(50) else str(blocks)
+        if kind == "triangle" and scene.open and blocks > 1:
+            outer = scene.pick(scene.open).var
+            count = scene.pick((f"T.min({outer} + 1, {blocks})", f"T.min({outer}, {blocks})"))
+        if kind == "pipelined":
+            return Axis(dim, block, base, var), [f"for {var} in T.Pipelined({count}, num_stages=2)"]
+        return Axis(dim, block, base, var), [f"for {var} in T.serial({count})"]
 
     # -- accumulators ----------------------------------------------------------------------------------------------
 
@@ -55,6 +60,7 @@ class Loops(Statements):
         """Start an accumulator; returns how it is updated, itself, its operation, and axes that the way needs."""
         scene = self.scene
         ways = ["reduce", "reduce", "reduce", "elements", "elements", "lanes", "gemm", "gemm", "blocks", "blocks"]
+        ways += ["slices"] if axis.dim.size % axis.length == 0 and not axis.loose else []
         if not scene.plain:
             ways += ["count", "carry", "best", "rescale"]
         way = scene.pick(ways)
@@ -68,12 +74,18 @@ class Loops(Statements):
             axes = tuple(scene.some([a for a in scene.axes() if a.dim is not axis.dim], 2, 2))
             if len(axes) < 2:
                 way, axes = "reduce", self.choose_axes(0, 1)
+        elif way == "slices":
+            axes = (*self.choose_axes(0, 1), scene.whole(axis.dim))
+            axes = tuple(dict.fromkeys(axes))
         elif way == "lanes":
             lane = Axis(Dim("lane", axis.length, axis.length), axis.length)
             extra = (lane,)
             axes = (*self.choose_axes(0, 1), lane)
         else:
             axes = self.choose_axes(0, 2 if way in ("elements", "carry") else 1)
+        known = [t for t in scene.tiles if t.axes == axes and t.dtype == scene.dtype and t not in scene.building]
+        if known and not extra and scene.chance(25):
+            return way, scene.pick(known), op, extra
         tile = scene.new_tile(axes, "fragment", scene.dtype)
         self.start(tile, op)
         return way, tile, op, extra
@@ -84,6 +96,8 @@ class Loops(Statements):
             tile = self.load(self.choose_axes(1, 2, include=(axis,)))
             if scene.chance(40):
                 self.modify(tile)
+        if scene.chance(6):
+            self.add_directly(axis)
         for way, accumulator, op, extra in pending:
             getattr(self, f"_{way}")(axis, accumulator, op, *extra)
         if scene.depth < 2 and scene.chance(12):
@@ -94,6 +108,10 @@ class Loops(Statements):
             usable = [t for t in scene.tiles if axis in t.axes] if scene.plain else scene.tiles
             if usable:
                 self.modify(scene.pick(usable))
+
+    def add_directly(self, axis: Axis) -> None:
+        """What stores.py adds to loops."""
+        raise NotImplementedError
 
     def _times(self, axis: Axis) -> int:
         return axis.dim.blocks * axis.length
@@ -145,31 +163,35 @@ class Loops(Statements):
         factor = {"sum": value.bound * times, "prod": 2.0 ** min(times, 1000)}.get(op, value.bound)
         self.bounds[accumulator] = self.bounds.get(accumulator, 1.0) + factor
 
+    def _slices(self, axis: Axis, accumulator: Tile, op: str) -> None:
+        """Each block goes to its own part of a tile that holds the whole dim."""
+        scene = self.scene
+        rest = tuple(a for a in accumulator.axes if a is not scene.whole(axis.dim) and a is not axis)
+        part = tuple(axis if a is scene.whole(axis.dim) else a for a in accumulator.axes)
+        if scene.chance(30):
+            param = scene.input(tuple(a.dim for a in part))
+            if param.dtype == accumulator.dtype:
+                source = ", ".join(f"{a.start}:{a.start} + {a.length}" for a in part)
+                target = ", ".join(f"{axis.start}:{axis.start} + {axis.length}" if a is axis else f"0:{a.length}" for a in part)
+                scene.emit(f"T.copy({param.name}[{source}], {accumulator.name}[{target}])")
+                return
+        names = self.names([*rest, axis])
+        here = self.expressions(names, accumulator)
+        value = here.value(1)
+        with scene.block(*self.nest([*rest, axis], names)):
+            scene.emit(*here.lets, f"{accumulator.element(names)} = {value.text}")
+        self.bounds[accumulator] = max(value.bound, self.bounds.get(accumulator, 1.0))
+
     def _gemm(self, axis: Axis, accumulator: Tile, op: str) -> None:
         scene = self.scene
         m, n = accumulator.axes
         transposed = [scene.chance(30), scene.chance(30)]
-        a = self._operand((axis, m) if transposed[0] else (m, axis))
-        b = self._operand((n, axis) if transposed[1] else (axis, n))
+        a = self.operand((axis, m) if transposed[0] else (m, axis))
+        b = self.operand((n, axis) if transposed[1] else (axis, n))
         flags = ["transpose_A=True"] * transposed[0] + ["transpose_B=True"] * transposed[1]
         scene.emit(f"T.gemm({', '.join([a.name, b.name, accumulator.name, *flags])})")
         product = self.bounds.get(a, 3.0) * self.bounds.get(b, 3.0) * self._times(axis)
         self.bounds[accumulator] = self.bounds.get(accumulator, 1.0) + product
-
-    def _operand(self, axes: tuple[Axis, ...]) -> Tile:
-        tile = self.load(axes, "shared")
-        if self.scene.chance(30):
-            self.modify(tile)
-        if self.bounds.get(tile, 3.0) > 50:
-            names = self.names(axes)
-            text = self.expressions(names).small(self.expressions(names).tile(tile), 1.0).text
-            self._assign_clamped(tile, names, text)
-        return tile
-
-    def _assign_clamped(self, tile: Tile, names: dict[Axis, str], text: str) -> None:
-        with self.scene.block(*self.nest(tile.axes, names)):
-            self.scene.emit(f"{tile.element(names)} = {text}")
-        self.bounds[tile] = 5.0
 
     def _blocks(self, axis: Axis, accumulator: Tile, op: str) -> None:
         """Reduce each block on its own, then combine the blocks."""
@@ -209,10 +231,10 @@ class Loops(Statements):
         here.lets.clear()
         kept, value = here.value(0), here.value(1)
         largest, chosen = top.element(names), accumulator.element(names)
-        start = self.nest(rest, self.names(rest))
+        plain = self.names(rest)
         at = len(scene.lines)
-        with scene.block(*start):
-            scene.emit(f"{top.element(self.names(rest))} = {here.constant(-4)}")
+        with scene.block(*self.nest(rest, plain)):
+            scene.emit(f"{top.element(plain)} = {here.constant(-4)}")
         if scene.chance(75):  # once before the loop, not in every block
             scene.outer_lines[-1].extend(scene.lines[at:])
             del scene.lines[at:]

@@ -32,6 +32,7 @@ class Axis:
     length: int
     base: str = ""
     var: str = ""
+    loose: bool = False
 
     def at(self, element: str) -> str:
         """The coordinate of an element."""
@@ -60,14 +61,27 @@ class Tile:
         return tuple(axis.length for axis in self.axes) or (1,)
 
     def element(self, names: dict[Axis, str]) -> str:
-        return f"{self.name}[{', '.join(names[axis] for axis in self.axes) or '0'}]"
+        return f"{self.name}[{', '.join(spot(axis, names) for axis in self.axes) or '0'}]"
+
+
+def spot(axis: Axis, names: dict[Axis, str]) -> str:
+    """Where an axis is at the position that `names` tells; a whole dim may be at the coordinate of a loop's block."""
+    if axis in names:
+        return names[axis]
+    walk = next(a for a in names if walks(a, axis))
+    return walk.at(names[walk])
+
+
+def walks(loop: Axis, axis: Axis) -> bool:
+    """Whether the blocks of a loop lie in a whole dim."""
+    return bool(loop.var) and not axis.var and loop.dim is axis.dim and loop.dim.size % loop.length == 0 and not loop.loose
 
 
 @dataclass(eq=False)
 class Scene:
     """Everything drawn so far. `tiles` are those that hold something that counts here; `open` are the axes of the grid
     and of the loops around. In a `plain` kernel loops do nothing but accumulate, so that most of its dims can be split;
-    `building` are the accumulators of the loops around."""
+    `building` are the accumulators of the loops around, `depth` counts those loops and `guarded` the branches around."""
 
     random: Random
     dtype: str = "float32"
@@ -88,6 +102,7 @@ class Scene:
     exact: bool = True
     plain: bool = False
     depth: int = 0
+    guarded: int = 0
 
     # -- drawing ---------------------------------------------------------------------------------------------------
 
@@ -184,6 +199,10 @@ class Scene:
         ]
         if known and (len(self.params) > 4 or not self.chance(30)):
             return self.pick(known)
+        shape = tuple(d.size for d in dims)
+        alike = [p for p, _ in self.params.values() if p.role == "in" and p.below is None and p.shape == shape]
+        if alike and self.chance(15):
+            return self.pick(alike)
         half = self.dtype == "float32" and self.chance(7)
         return self.new_param(dims, "in", "float16" if half else "")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .elements import element_loops, element_names
 from .expressions import LARGEST, Expressions, Value
 from .scene import Axis, Scene, Tile
 
@@ -13,7 +14,6 @@ NEUTRAL = {
     "float32": {"sum": "0.0", "max": '-T.infinity("float32")', "min": 'T.infinity("float32")', "prod": "1.0"},
     "int32": {"sum": "0", "max": 'T.min_value("int32")', "min": 'T.max_value("int32")', "prod": "1"},
 }
-_VARS = "ijkl"
 
 
 class Statements:
@@ -23,27 +23,11 @@ class Statements:
         self.scene = scene
         self.bounds: dict[Tile, float] = {}
 
-    # -- loops over elements ---------------------------------------------------------------------------------------
-
-    def names(self, axes: Sequence[Axis]) -> dict[Axis, str]:
-        return {axis: "0" if axis.length == 1 else _VARS[n] for n, axis in enumerate(axes)}
+    def names(self, axes: Sequence[Axis], *, whole: bool = False) -> dict[Axis, str]:
+        return element_names(self.scene, axes, whole=whole)
 
     def nest(self, axes: Sequence[Axis], names: dict[Axis, str], serial: Sequence[Axis] = ()) -> list[str]:
-        """Headers of the loops over the elements of `axes`; those in `serial` have to go in order and are outermost."""
-        scene = self.scene
-        ordered = [a for a in serial if names[a] != "0"]
-        free = [a for a in axes if a not in serial and names[a] != "0"]
-        if ordered and free and scene.chance(15):
-            ordered += free
-            free = []
-        elif free and scene.chance(15):
-            ordered.append(free.pop(0))
-        headers = [f"for {names[a]} in T.serial({a.length})" for a in ordered]
-        if free:
-            loop = scene.pick(("T.Parallel", "T.Parallel", "T.grid")) if len(free) > 1 else "T.Parallel"
-            lengths = ", ".join(str(a.length) for a in free)
-            headers.append(f"for {', '.join(names[a] for a in free)} in {loop}({lengths})")
-        return headers
+        return element_loops(self.scene, axes, names, serial)
 
     def expressions(self, names: dict[Axis, str], *hidden: Tile) -> Expressions:
         return Expressions(self.scene, names, self.bounds, hidden)
@@ -70,6 +54,8 @@ class Statements:
         axes = self.choose_axes() if axes is None else axes
         if not axes or scene.chance(20):
             return self.compute(axes, scope)
+        if scene.chance(8):
+            return self._load_slice(axes, scope)
         param = scene.input(tuple(a.dim for a in axes))
         narrow = param.dtype == "float16" and scene.chance(40)
         tile = scene.new_tile(axes, scope, param.dtype if narrow else scene.dtype)
@@ -77,11 +63,46 @@ class Statements:
         self.bounds[tile] = 3.0
         return tile
 
+    def _load_slice(self, axes: tuple[Axis, ...], scope: str) -> Tile:
+        """A copy from an input that has one dim more, at one position of it."""
+        scene = self.scene
+        dim = scene.pick(scene.dims)
+        position = scene.pick(["0", str(dim.size - 1), *(a.start for a in scene.open if a.dim is dim)])
+        param = scene.new_param((dim, *(a.dim for a in axes)), "in")
+        tile = scene.new_tile(axes, scope, scene.dtype)
+        scene.emit(f"T.copy({param.name}[{', '.join([position, *(a.start for a in axes)])}], {tile.name})")
+        self.bounds[tile] = 3.0
+        return tile
+
+    def product(self) -> None:
+        """A T.gemm over whole dims, or over blocks of the loops around."""
+        scene = self.scene
+        axes = scene.some(scene.axes(), 3, 3)
+        if len({id(a.dim) for a in axes}) < 3:
+            return
+        m, n, k = axes
+        a, b = self.operand((m, k)), self.operand((k, n))
+        result = scene.new_tile((m, n), "fragment", scene.dtype)
+        self.start(result, "sum")
+        scene.emit(f"T.gemm({a.name}, {b.name}, {result.name})")
+        self.bounds[result] = self.bounds[result] + self.bounds[a] * self.bounds[b] * k.length
+
+    def operand(self, axes: tuple[Axis, ...]) -> Tile:
+        """A tile in shared memory whose values are small."""
+        tile = self.load(axes, "shared")
+        if self.scene.chance(30):
+            self.modify(tile)
+        if self.bounds.get(tile, 3.0) > 50:
+            names = self.names(axes)
+            here = self.expressions(names)
+            self._assign(tile, axes, names, here.small(here.tile(tile), 1.0))
+        return tile
+
     def compute(self, axes: tuple[Axis, ...] | None = None, scope: str = "") -> Tile:
         """A new tile from an expression."""
         scene = self.scene
         axes = self.choose_axes() if axes is None else axes
-        names = self.names(axes)
+        names = self.names(axes, whole=True)
         here = self.expressions(names)
         value = here.value()
         tile = scene.new_tile(axes, scope, scene.dtype)
@@ -107,7 +128,7 @@ class Statements:
     def modify(self, tile: Tile) -> None:
         """An element-wise change of a tile, maybe only where a condition holds."""
         scene = self.scene
-        names = self.names(tile.axes)
+        names = self.names(tile.axes, whole=True)
         here = self.expressions(names)
         value = here.value(must=tile)
         headers = self.nest(tile.axes, names)
@@ -128,7 +149,7 @@ class Statements:
         kind = scene.pick(
             ("neutral", "neutral", "neutral", "neutral", "neutral", "constant", "copy", "expression", "home")
         )
-        if kind == "home" and tile.axes and all(a in tile.axes for a in scene.grid_axes) and not scene.depth:
+        if kind == "home" and tile.axes and all(a in tile.axes for a in scene.grid_axes) and not scene.depth + scene.guarded:
             param = scene.new_param(tuple(a.dim for a in tile.axes), "inout")
             tile.home = param.name
             scene.emit(f"T.copy({param.name}[{', '.join(a.start for a in tile.axes)}], {tile.name})")
@@ -188,7 +209,8 @@ class Statements:
             clear = not scene.chance(25)
             if not clear:
                 self.start(result, op)
-            self.emit_reduce(tile, axis, result, op, clear)
+            kind = f"abs{op}" if clear and op != "min" and scene.chance(12) else op
+            self.emit_reduce(tile, axis, result, kind, clear)
         else:
             self.start(result, op)
             self.update(result, axis, op, tile)

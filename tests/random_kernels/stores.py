@@ -65,15 +65,14 @@ class Stores(Loops):
         names = self.names(tile.axes)
         here = self.expressions(names)
         if self.bounds.get(tile, 3.0) > largest:
-            self._assign_clamped(tile, names, here.small(here.tile(tile), 1.0).text)
+            self._assign(tile, tile.axes, names, here.small(here.tile(tile), 1.0))
 
     def _starts(self, tile: Tile) -> str:
         return ", ".join(a.start for a in tile.axes) or "0"
 
     def _covers(self, tile: Tile) -> bool:
-        """Whether storing the tile at every iteration of the loops around writes the whole output."""
-        peeled = [a for a in self.scene.open if a not in self.scene.grid_axes]
-        return not peeled
+        """Whether a store here certainly writes the whole output."""
+        return not self.scene.depth + self.scene.guarded
 
     def _copy(self, tile: Tile) -> None:
         param = self._output(tile, "out" if self._covers(tile) else "inout", narrow=True)
@@ -134,7 +133,7 @@ class Stores(Loops):
         names = self.names(tile.axes)
         indices = [a.at(names[a]) for a in tile.axes] or ["0"]
         target = f"{param.name}[{', '.join(indices)}]"
-        inside = [f"{a.at(names[a])} < {a.dim.size}" for a in tile.axes if a.dim.size % a.length]
+        inside = [f"{a.at(names[a])} < {a.dim.size}" for a in tile.axes if a.dim.size % a.length or a.loose]
         here = self.expressions(names)
         value = here.small(here.value(1, must=tile), 1000.0)
         kind = scene.pick(("sum", "max", "other"))
@@ -152,7 +151,7 @@ class Stores(Loops):
             return
         names = self.names(tile.axes)
         indices = [a.at(names[a]) for a in tile.axes] or ["0"]
-        inside = [f"{a.at(names[a])} < {a.dim.size}" for a in tile.axes if a.dim.size % a.length]
+        inside = [f"{a.at(names[a])} < {a.dim.size}" for a in tile.axes if a.dim.size % a.length or a.loose]
         value = self.expressions(names).tile(tile)
         with scene.block(*self.nest(tile.axes, names), *([f"if {' and '.join(inside)}"] if inside else [])):
             scene.emit(f"T.atomic_{op}({param.name}[{', '.join(indices)}], {value.text})")
@@ -170,10 +169,48 @@ class Stores(Loops):
         first, *rest = tile.axes
         at = first.at(names[first])
         indices = [f"{here.ids(first.dim).name}[{at}]", *(a.at(names[a]) for a in rest)]
-        inside = [f"{a.at(names[a])} < {a.dim.size}" for a in tile.axes if a.dim.size % a.length]
+        inside = [f"{a.at(names[a])} < {a.dim.size}" for a in tile.axes if a.dim.size % a.length or a.loose]
         value = here.tile(tile)
         with scene.block(*self.nest(tile.axes, names), *([f"if {' and '.join(inside)}"] if inside else [])):
             scene.emit(f"T.atomic_add({param.name}[{', '.join(indices)}], {value.text})")
+
+    def _spread(self, tile: Tile) -> None:
+        """Store to every second position of an output, or some way behind its start."""
+        if not tile.axes:
+            self._copy(tile)
+            return
+        scene = self.scene
+        first, *rest = tile.axes
+        step, behind = scene.pick(((2, 0), (2, 1), (1, 3)))
+        wide = Dim("wide", first.dim.size * step + behind, 1)
+        param = scene.new_param((wide, *(a.dim for a in rest)), "inout")
+        names = self.names(tile.axes)
+        at = first.at(names[first])
+        place = f"({at}) * {step} + {behind}" if step > 1 else f"{at} + {behind}"
+        inside = [f"{a.at(names[a])} < {a.dim.size}" for a in tile.axes if a.dim.size % a.length or a.loose]
+        here = self.expressions(names)
+        value = here.tile(tile)
+        indices = [place, *(a.at(names[a]) for a in rest)]
+        with scene.block(*self.nest(tile.axes, names), *([f"if {' and '.join(inside)}"] if inside else [])):
+            scene.emit(f"{param.name}[{', '.join(indices)}] = {value.text}")
+
+    def add_directly(self, axis: Axis) -> None:
+        """Combine into an output, element by element, inside a loop."""
+        scene = self.scene
+        missing = [a for a in scene.grid_axes if a not in scene.open]
+        others = scene.some([a for a in scene.axes() if a.dim is not axis.dim and a not in scene.grid_axes], 0, 1)
+        axes = [*(a for a in scene.grid_axes if a is not axis), *others]
+        if missing or axis in scene.grid_axes:
+            return
+        param = scene.new_param(tuple(a.dim for a in axes) or (Dim("one", 1, 1),), "inout")
+        names = self.names([*axes, axis])
+        here = self.expressions(names)
+        value = here.small(here.value(1), 1000.0)
+        inside = [f"{a.at(names[a])} < {a.dim.size}" for a in [*axes, axis] if a.dim.size % a.length or a.loose]
+        target = f"{param.name}[{', '.join(a.at(names[a]) for a in axes) or '0'}]"
+        headers = self.nest([*axes, axis], names, serial=(axis,))
+        with scene.block(*headers, *([f"if {' and '.join(inside)}"] if inside else [])):
+            scene.emit(*here.lets, combine(target, value.text, scene.pick(("sum", "sum", "max", "min"))))
 
     def _by_one_program(self, tile: Tile, missing: list[Axis]) -> None:
         """Only one of the programs that have the tile stores it."""

@@ -86,11 +86,27 @@ def _grid_axis(dim: Dim, var: str, base: str = "") -> Axis:
 
 
 def _phase(stores: Stores) -> None:
-    """One step of the kernel's body, at its outermost level."""
+    """One step of the kernel's body, at its outermost level, now and then in a branch."""
     scene = stores.scene
-    kinds = ["walk", "walk", "walk", "walk", "load", "compute", *(["split"] if scene.grid_axes else [])]
+    if not scene.grid_axes or not scene.chance(6):
+        _step(stores)
+        return
+    for header in (f"if {stores.expressions({}).block_condition()}", "else")[: scene.pick((1, 1, 2))]:
+        before, scalars = list(scene.tiles), list(scene.scalars)
+        scene.guarded += 1
+        with scene.block(header):
+            _step(stores)
+        scene.guarded -= 1
+        scene.scalars = scalars
+        for tile in [tile for tile in scene.tiles if tile not in before]:
+            scene.drop(tile)
+
+
+def _step(stores: Stores) -> None:
+    scene = stores.scene
+    kinds = ["walk"] * 4 + ["load", "compute", "product", *(["split"] if scene.grid_axes else [])]
     if scene.tiles:
-        kinds += ["modify", "modify", "modify", "reduce", "reduce", "reduce", "store", "drop", "scan", "scalar"]
+        kinds += ["modify"] * 3 + ["reduce"] * 3 + ["store", "drop", "scan", "scalar"]
     kind = scene.pick(kinds)
     if kind == "walk":
         free = [d for d in scene.dims if all(a.dim is not d for a in scene.open)]
@@ -98,30 +114,21 @@ def _phase(stores: Stores) -> None:
         for result in stores.walk(scene.pick(dims)):
             if scene.chance(50):
                 stores.modify(result)
-    elif kind == "split":
-        stores.split_reduction()
-    elif kind == "load":
-        tile = stores.load()
-        if scene.chance(50):
+    elif kind in ("load", "compute"):
+        tile = stores.load() if kind == "load" else stores.compute()
+        if scene.chance(30):
             stores.modify(tile)
-    elif kind == "compute":
-        stores.compute()
-    elif kind == "modify":
-        stores.modify(scene.pick(scene.tiles[::-1]))
-    elif kind == "store":
-        stores.store(scene.pick(scene.tiles[::-1]))
-    elif kind == "scan":
-        stores.scan(scene.pick(scene.tiles[::-1]))
-    elif kind == "scalar":
-        stores.scalar()
-    elif kind == "drop":
-        scene.drop(scene.pick(scene.tiles))
-    else:
+    elif kind == "reduce":
         tile = scene.pick(scene.tiles[::-1])
         if tile.axes:
             result = stores.reduce(tile, scene.pick(tile.axes), scene.pick(("sum", "sum", "max", "min", "prod")))
             if scene.chance(50):
                 stores.modify(result if scene.plain else scene.pick((result, tile)))
+    elif kind in ("product", "split", "scalar"):
+        {"product": stores.product, "split": stores.split_reduction, "scalar": stores.scalar}[kind]()
+    else:
+        act = {"modify": stores.modify, "store": stores.store, "drop": scene.drop, "scan": stores.scan}
+        act[kind](scene.pick(scene.tiles[::-1]))
 
 
 # -- meshes and shardings ------------------------------------------------------------------------------------------
@@ -175,7 +182,7 @@ def _stated(random: Random, param: Param, lies: dict[str, int | None]) -> dict:
     if not free or random.random() < 0.92:
         return {axis: dim for axis, dim in lies.items() if dim is not None or random.random() < 0.5}
     sharding = {axis: dim for axis, dim in lies.items() if dim is not None}
-    if param.role == "out" and random.random() < 0.5:
+    if param.role != "inout" and random.random() < 0.5:
         return {"sharding": sharding, "partial": {free[0]: random.choice(["sum", "max"])}}
     return {"sharding": sharding, "replicate": (free[0],)}
 
