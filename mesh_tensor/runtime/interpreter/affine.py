@@ -75,11 +75,23 @@ class AffineReader:
         return Affine({key: 1})
 
 
-def joined_div_mod(indices: Iterable[tirx.PrimExpr]) -> list[tirx.PrimExpr]:
-    """`[e // c, e % c]` says as much as `[e]`: the pairs replaced, the rest as it is."""
-    result = list(indices)
-    for quotient in [e for e in result if isinstance(e, tirx.FloorDiv)]:
-        for remainder in [e for e in result if isinstance(e, tirx.FloorMod)]:
-            if tvm.ir.structural_equal(quotient.a, remainder.a) and tvm.ir.structural_equal(quotient.b, remainder.b):
-                result = [e for e in result if e is not quotient and e is not remainder] + [quotient.a]
+#: Where an index stands: its dim, or the dims of a quotient and a remainder with their divisor.
+Place = tuple[int, ...]
+
+
+def joined_div_mod(indices: Iterable[tirx.PrimExpr]) -> dict[Place, tirx.PrimExpr]:
+    """The indices by where they stand. `[e // c, e % c]` says as much as `[e]`: such pairs are one."""
+    result: dict[Place, tirx.PrimExpr] = {(dim,): index for dim, index in enumerate(indices)}
+    for first, quotient in list(result.items()):
+        for second, remainder in list(result.items()):
+            if _is_div_mod(quotient, remainder) and first in result and second in result:
+                del result[first], result[second]
+                result[first[0], second[0], int(quotient.b)] = quotient.a
     return result
+
+
+def _is_div_mod(quotient: tirx.PrimExpr, remainder: tirx.PrimExpr) -> bool:
+    if not isinstance(quotient, tirx.FloorDiv) or not isinstance(remainder, tirx.FloorMod):
+        return False
+    same = tvm.ir.structural_equal
+    return isinstance(quotient.b, tirx.IntImm) and same(quotient.a, remainder.a) and same(quotient.b, remainder.b)

@@ -14,7 +14,7 @@ from itertools import combinations_with_replacement
 
 from tvm import tirx
 
-from .affine import Affine, AffineReader, joined_div_mod
+from .affine import Affine, AffineReader, Place, joined_div_mod
 from .nest import Loop, Touch, read_nest
 
 
@@ -28,7 +28,7 @@ def lanes_of(root: tirx.For) -> dict[int, int]:
     written = nest.written
     touches = [t for t in nest.touches if t.data in written]
     reader = AffineReader(nest.binds, nest.is_atom)
-    forms = {id(t): [reader.read(i) for i in joined_div_mod(t.indices)] for t in touches}
+    forms = {id(t): {place: reader.read(i) for place, i in joined_div_mod(t.indices).items()} for t in touches}
     for a, b in combinations_with_replacement(touches, 2):
         common = [x for x, y in zip(a.loops, b.loops, strict=False) if x is y]
         if a.data != b.data or not (a.writes or b.writes) or lanes.isdisjoint(loop.var for loop in common):
@@ -69,13 +69,13 @@ class _Unknown:
 
 
 def _same_iteration(
-    a: Touch, b: Touch, at_a: list[Affine | None], at_b: list[Affine | None], common: list[Loop]
+    a: Touch, b: Touch, at_a: dict[Place, Affine | None], at_b: dict[Place, Affine | None], common: list[Loop]
 ) -> set[int]:
     """The common loops that are in the same iteration whenever `a` and `b` touch the same element; all of them if they
     never do."""
     everything = {loop.var for loop in common}
     equal = {loop.var for loop in common if loop.extent is not None and loop.extent <= 1}
-    equations = [_equation(x, y, a, b, common) for x, y in zip(at_a, at_b, strict=True)]
+    equations = [_equation(at_a[place], at_b[place], a, b, common) for place in at_a if place in at_b]
     progress = True
     while progress:
         progress = False
