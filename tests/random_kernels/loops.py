@@ -13,6 +13,7 @@ class Loops(Statements):
         """A loop over the blocks of `dim` that adds to one or two accumulators, and may do more on the way; returns them."""
         scene = self.scene
         axis, headers = self._axis(dim)
+        may_not_run = "T.min(" in headers[0]
         pending = [self._accumulator(axis) for _ in range(1 + scene.chance(25))]
         accumulators = [tile for _, tile, _, _ in pending]
         before = list(scene.tiles)
@@ -25,7 +26,8 @@ class Loops(Statements):
         scene.open.remove(axis)
         scene.building = [tile for tile in scene.building if tile not in accumulators]
         for tile in list(scene.tiles):
-            stale = axis in tile.axes or (tile not in before and (scene.plain or not scene.chance(10)))
+            kept = tile in before or (not may_not_run and not scene.plain and scene.chance(10))
+            stale = axis in tile.axes or not kept
             if stale:
                 scene.drop(tile)
         return accumulators

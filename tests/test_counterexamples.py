@@ -1,0 +1,87 @@
+"""Kernels that were once wrong, found by random kernels: each written as small as it gets."""
+
+import numpy as np
+import pytest
+import tilelang.language as T
+import torch
+
+import mesh_tensor as mt
+from mesh_tensor.runtime.interpreter import interpret
+
+
+def same_as_unsharded(func, mesh, shardings):
+    """Run a kernel on small integers, whole and on a poisoned mesh: every tensor has to hold the same afterwards."""
+    rng = np.random.default_rng(0)
+    buffers = [func.buffer_map[param] for param in func.params]
+    expected = [rng.integers(0, 4, [int(n) for n in b.shape]).astype(b.dtype) for b in buffers]
+    actual = [torch.from_numpy(array.copy()) for array in expected]
+    interpret(func, expected)
+    mt.compile(mt.annotate(func, mt.Mesh(mesh), shardings), target="interpret", poison=True)(*actual)
+    for buffer, have, want in zip(buffers, actual, expected, strict=True):
+        np.testing.assert_array_equal(have.numpy(), want, err_msg=buffer.name)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_reads_past_the_end_of_a_whole_dim(devices):
+    """TileLang reads 0 there; the dim is not walked from its start, so it is needed whole."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((13,), "float32"), Y: T.Tensor((16,), "float32")):
+        with T.Kernel(4, threads=128) as bx:
+            for i in T.Parallel(4):
+                Y[(3 - bx) * 4 + i] = A[(3 - bx) * 4 + i]
+
+    same_as_unsharded(kernel, {"x": devices}, {"A": {"x": 0}, "Y": {"x": 0}})
+
+
+def test_a_reduction_of_one_element_past_the_end():
+    """Blocks of 1: no element loop of the reduction walks the dim, only the loop around it."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((7,), "float32"), Y: T.Tensor((1,), "float32")):
+        with T.Kernel(1, threads=128) as _:
+            one = T.alloc_fragment((1,), "float32")
+            total = T.alloc_fragment((1,), "float32")
+            T.clear(total)
+            for k in T.serial(7):
+                T.copy(A[k], one)
+                T.reduce_sum(one, total, dim=0, clear=False)
+            T.copy(total, Y[0])
+
+    same_as_unsharded(kernel, {"x": 3}, {"A": {"x": 0}})
+
+
+def test_an_accumulator_that_starts_anew_in_every_block():
+    """Only the last block's sum is left, which is the same in all of them."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((4,), "float32"), B: T.Tensor((3, 3), "float32"), Y: T.Tensor((3,), "float32")):
+        with T.Kernel(1, threads=128) as _:
+            unused = T.alloc_shared((1,), "float32")
+            tile = T.alloc_fragment((3, 3), "float32")
+            total = T.alloc_fragment((3,), "float32")
+            for k in T.serial(4):
+                T.copy(A[k], unused)
+                T.clear(total)
+                T.copy(B, tile)
+                T.reduce_sum(tile, total, dim=0, clear=False)
+            T.copy(total, Y)
+
+    same_as_unsharded(kernel, {"x": 2}, {"A": {"x": 0}})
+
+
+def test_two_indices_from_one_loop_beside_other_loops():
+    """The interpreter took `tile[e // 2, e % 2]` for one index, and compared it with the two of `tile[i, j]`."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((3, 2), "float32"), Y: T.Tensor((3, 2), "float32")):
+        with T.Kernel(1, threads=128) as _:
+            tile = T.alloc_fragment((3, 2), "float32")
+            for k in T.serial(2):
+                for e in T.Parallel(6):
+                    tile[e // 2, e % 2] = A[e // 2, e % 2] + k
+                for i, j in T.Parallel(3, 2):
+                    tile[i, j] = tile[i, j] * 2.0
+            T.copy(tile, Y)
+
+    same_as_unsharded(kernel, {"x": 2}, {"A": {"x": 0}, "Y": {"x": 0}})
