@@ -78,10 +78,10 @@ def test_two_indices_from_one_loop_beside_other_loops():
         with T.Kernel(1, threads=128) as _:
             tile = T.alloc_fragment((3, 2), "float32")
             for k in T.serial(2):
-                for e in T.Parallel(6):
-                    tile[e // 2, e % 2] = A[e // 2, e % 2] + k
                 for i, j in T.Parallel(3, 2):
-                    tile[i, j] = tile[i, j] * 2.0
+                    tile[i, j] = A[i, j] + k
+                for e in T.Parallel(6):
+                    tile[e // 2, e % 2] = tile[e // 2, e % 2] * 2.0
             T.copy(tile, Y)
 
     same_as_unsharded(kernel, {"x": 2}, {"A": {"x": 0}, "Y": {"x": 0}})
