@@ -12,8 +12,8 @@ _TWO_LEVELS = re.compile(r"\((\w+) \* (\d+) \+ (\w+)\)")
 
 
 def element_names(scene: Scene, axes: Sequence[Axis], *, whole: bool = False) -> dict[Axis, str]:
-    """What stands for the position along each axis: mostly a loop variable, else an expression of one or two. `whole`: one
-    loop may walk two axes at once."""
+    """What stands for the position along each axis: mostly a loop variable, else an expression of one or two. `whole`:
+    one loop may walk two axes at once."""
     names = {axis: "0" if axis.length == 1 else _VARS[n] for n, axis in enumerate(axes)}
     free = [axis for axis in axes if axis.length > 1]
     if whole and len(free) == 2 and scene.chance(3):
@@ -26,9 +26,7 @@ def element_names(scene: Scene, axes: Sequence[Axis], *, whole: bool = False) ->
     return names
 
 
-def element_loops(
-    scene: Scene, axes: Sequence[Axis], names: dict[Axis, str], serial: Sequence[Axis] = ()
-) -> list[str]:
+def element_loops(scene: Scene, axes: Sequence[Axis], names: dict[Axis, str], serial: Sequence[Axis] = ()) -> list[str]:
     """Headers of the loops over the elements of `axes`; those in `serial` have to go in order and are outermost."""
     fused = [axis for axis in axes if names[axis].startswith("(e ")]
     if fused:

@@ -10,7 +10,8 @@ class Loops(Statements):
     """Emits serial loops over blocks."""
 
     def walk(self, dim: Dim) -> list[Tile]:
-        """A loop over the blocks of `dim` that adds to one or two accumulators, and may do more on the way; returns them."""
+        """A loop over the blocks of `dim` that adds to one or two accumulators, and may do more on the way; returns
+        them."""
         scene = self.scene
         axis, headers = self._axis(dim)
         may_not_run = "T.min(" in headers[0]
@@ -46,7 +47,10 @@ class Loops(Statements):
         if kind == "halves" and blocks > 1:
             inner = f"{var}h"
             both = f"({var} * 2 + {inner})"
-            headers = [f"for {var} in T.serial({-(-blocks // 2)})", f"for {inner} in {scene.pick(('T.unroll', 'T.serial'))}(2)"]
+            headers = [
+                f"for {var} in T.serial({-(-blocks // 2)})",
+                f"for {inner} in {scene.pick(('T.unroll', 'T.serial'))}(2)",
+            ]
             return Axis(dim, block, f"{both} * {block}", both, loose=blocks % 2 == 1), headers
         count = f"T.ceildiv({dim.size}, {block})" if scene.chance(50) else str(blocks)
         if kind == "triangle" and scene.open and blocks > 1:
@@ -174,7 +178,9 @@ class Loops(Statements):
             param = scene.input(tuple(a.dim for a in part))
             if param.dtype == accumulator.dtype:
                 source = ", ".join(f"{a.start}:{a.start} + {a.length}" for a in part)
-                target = ", ".join(f"{axis.start}:{axis.start} + {axis.length}" if a is axis else f"0:{a.length}" for a in part)
+                target = ", ".join(
+                    f"{axis.start}:{axis.start} + {axis.length}" if a is axis else f"0:{a.length}" for a in part
+                )
                 scene.emit(f"T.copy({param.name}[{source}], {accumulator.name}[{target}])")
                 return
         names = self.names([*rest, axis])

@@ -74,14 +74,17 @@ def spot(axis: Axis, names: dict[Axis, str]) -> str:
 
 def walks(loop: Axis, axis: Axis) -> bool:
     """Whether the blocks of a loop lie in a whole dim."""
-    return bool(loop.var) and not axis.var and loop.dim is axis.dim and loop.dim.size % loop.length == 0 and not loop.loose
+    return (
+        bool(loop.var) and not axis.var and loop.dim is axis.dim and loop.dim.size % loop.length == 0 and not loop.loose
+    )
 
 
 @dataclass(eq=False)
 class Scene:
     """Everything drawn so far. `tiles` are those that hold something that counts here; `open` are the axes of the grid
     and of the loops around. In a `plain` kernel loops do nothing but accumulate, so that most of its dims can be split;
-    `building` are the accumulators of the loops around, `depth` counts those loops and `guarded` the branches around."""
+    `building` are the accumulators of the loops around, `depth` counts those loops and `guarded` the branches
+    around."""
 
     random: Random
     dtype: str = "float32"

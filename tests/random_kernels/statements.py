@@ -149,7 +149,12 @@ class Statements:
         kind = scene.pick(
             ("neutral", "neutral", "neutral", "neutral", "neutral", "constant", "copy", "expression", "home")
         )
-        if kind == "home" and tile.axes and all(a in tile.axes for a in scene.grid_axes) and not scene.depth + scene.guarded:
+        if (
+            kind == "home"
+            and tile.axes
+            and all(a in tile.axes for a in scene.grid_axes)
+            and not scene.depth + scene.guarded
+        ):
             param = scene.new_param(tuple(a.dim for a in tile.axes), "inout")
             tile.home = param.name
             scene.emit(f"T.copy({param.name}[{', '.join(a.start for a in tile.axes)}], {tile.name})")
