@@ -70,18 +70,16 @@ def test_an_accumulator_that_starts_anew_in_every_block():
     same_as_unsharded(kernel, {"x": 2}, {"A": {"x": 0}})
 
 
-def test_two_indices_from_one_loop_beside_other_loops():
-    """The interpreter took `tile[e // 2, e % 2]` for one index, and compared it with the two of `tile[i, j]`."""
+def test_two_indices_from_one_loop_beside_others():
+    """The interpreter took `tile[e // 2, e % 2]` for one index, and compared it with the two of `tile[0, e % 2]`."""
 
     @T.prim_func
     def kernel(A: T.Tensor((3, 2), "float32"), Y: T.Tensor((3, 2), "float32")):
         with T.Kernel(1, threads=128) as _:
             tile = T.alloc_fragment((3, 2), "float32")
-            for k in T.serial(2):
-                for i, j in T.Parallel(3, 2):
-                    tile[i, j] = A[i, j] + k
-                for e in T.Parallel(6):
-                    tile[e // 2, e % 2] = tile[e // 2, e % 2] * 2.0
+            T.copy(A, tile)
+            for e in T.serial(6):
+                tile[e // 2, e % 2] = tile[e // 2, e % 2] + tile[0, e % 2]
             T.copy(tile, Y)
 
     same_as_unsharded(kernel, {"x": 2}, {"A": {"x": 0}, "Y": {"x": 0}})
