@@ -166,7 +166,10 @@ class _Lowering:
                     self.same_dim[(workspace.buffer.name, dim)] = self._canonical(factor)
                     shape[dim] = self._global_size(factor)
             self.shapes[workspace.buffer.name] = tuple(shape)
-        return [part for f in (first, second) for part in self._cut_up(f, *self._decide(f, assignment))]
+        decided = self._decide(first, assignment)
+        if any(decided[0].read(workspace.buffer.name) for workspace in workspaces):
+            raise _Unsplittable(cuts[at], "not all of what is live at the cut is certainly saved")
+        return [*self._cut_up(first, *decided), *self._cut_up(second, *self._decide(second, assignment))]
 
     def _is_split(self, assignment: Assignment, factor: Factor) -> bool:
         return any(self.mesh.size(axis) > 1 for axis in assignment.axes_of(factor))
