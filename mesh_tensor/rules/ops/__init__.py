@@ -1,0 +1,7 @@
+"""Sharding rules of Relax operators: one short function per operator, in a table."""
+
+from .call import OpCall, TensorType
+from .rule import Dim, LocalCall, OpRule
+from .table import has_rule, rule_of
+
+__all__ = ["Dim", "LocalCall", "OpCall", "OpRule", "TensorType", "has_rule", "rule_of"]

@@ -1,0 +1,128 @@
+"""OpCall: one call of a Relax operator on tensors of known shape, as rules and runtimes look at it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tvm import ir, relax, tirx
+
+from ...errors import refuse
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """Shape and dtype of a tensor. Sizes are ints: modules are specialised to sizes before they are looked at."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def ndim(self) -> int:
+        """How many dims."""
+        return len(self.shape)
+
+    @property
+    def elements(self) -> int:
+        """How many elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class OpCall:
+    """`expr` calls the operator `name` (without "relax."): its tensor operands, with tuples of them flattened, are
+    `inputs`; its results are `outputs`."""
+
+    name: str
+    expr: relax.Call
+    inputs: tuple[TensorType, ...]
+    outputs: tuple[TensorType, ...]
+
+    def attr(self, name: str, default: Any = None) -> Any:
+        """An attribute as plain Python: ints, floats, strings, bools, tuples of them or None."""
+        value = getattr(self.expr.attrs, name, None) if self.expr.attrs is not None else None
+        return default if value is None else plain(value)
+
+    @cached_property
+    def literals(self) -> tuple[Any, ...]:
+        """The arguments that are no tensors, in order, as plain Python: R.shape and tuples of R.prim_value become tuples
+        of ints, R.prim_value a number, R.str a string."""
+        return tuple(plain(arg) for arg in self.expr.args if not _has_tensor(arg))
+
+    def axis(self, dim: int, operand: int = 0) -> int:
+        """`dim` counted from the front of that operand's dims."""
+        return dim % max(1, self.inputs[operand].ndim)
+
+    def axes(self, dims: int | tuple[int, ...] | None, operand: int = 0) -> tuple[int, ...]:
+        """Dims counted from the front; None means all of them."""
+        if dims is None:
+            return tuple(range(self.inputs[operand].ndim))
+        dims = (dims,) if isinstance(dims, int) else dims
+        return tuple(self.axis(dim, operand) for dim in dims)
+
+
+def op_call(expr: relax.Call) -> OpCall:
+    """The OpCall of a call whose struct info is known.
+
+    Raises:
+        MeshTensorError: a tensor's shape is unknown or symbolic.
+    """
+    name = expr.op.name.removeprefix("relax.") if isinstance(expr.op, ir.Op) else str(expr.op)
+    inputs = tuple(tensor_type(leaf.struct_info, name) for arg in expr.args for leaf in tensor_leaves(arg))
+    return OpCall(name, expr, inputs, tensor_types(expr.struct_info, name))
+
+
+def tensor_leaves(arg: relax.Expr) -> list[relax.Expr]:
+    """The tensors in an argument: itself, or the fields of a tuple."""
+    if isinstance(arg, relax.Tuple):
+        return [leaf for field in arg.fields for leaf in tensor_leaves(field)]
+    return [arg] if isinstance(arg.struct_info, relax.TensorStructInfo) else []
+
+
+def tensor_types(info: relax.StructInfo, what: str) -> tuple[TensorType, ...]:
+    """The tensors of a struct info, tuples flattened."""
+    if isinstance(info, relax.TupleStructInfo):
+        return tuple(t for field in info.fields for t in tensor_types(field, what))
+    return (tensor_type(info, what),)
+
+
+def tensor_type(info: relax.StructInfo, what: str) -> TensorType:
+    """Shape and dtype of a struct info; `what` names the tensor or operator in messages."""
+    if isinstance(info, relax.distributed.DTensorStructInfo):
+        info = info.tensor_sinfo
+    if not isinstance(info, relax.TensorStructInfo) or info.shape is None or not info.dtype:
+        refuse(
+            f"{what}: {info} is no tensor of known shape and dtype",
+            why="layouts can only be decided for tensors of known size",
+            fix="annotate the value's shape in the module, or let TVM infer it (relax.transform.Normalize)",
+        )
+    sizes = plain(info.shape)
+    if not all(isinstance(size, int) for size in sizes):
+        refuse(
+            f"{what}: the shape {tuple(sizes)} is symbolic",
+            fix="bind the symbolic sizes first (relax.transform.BindSymbolicVars, or call the module with tensors)",
+        )
+    return TensorType(sizes, str(info.dtype))
+
+
+def plain(value: Any) -> Any:
+    """A TVM value as plain Python where it has such a form."""
+    if isinstance(value, relax.PrimValue):
+        return plain(value.value)
+    if isinstance(value, (tirx.IntImm, tirx.FloatImm)):
+        return bool(value.value) if value.dtype == "bool" else value.value
+    if isinstance(value, (relax.StringImm, relax.DataTypeImm)):
+        return str(value.value)
+    if isinstance(value, relax.ShapeExpr):
+        return tuple(plain(size) for size in value.values)
+    if isinstance(value, relax.Tuple):
+        return tuple(plain(field) for field in value.fields)
+    if isinstance(value, (ir.Array, list, tuple)):
+        return tuple(plain(item) for item in value)
+    return value
+
+
+def _has_tensor(arg: relax.Expr) -> bool:
+    return bool(tensor_leaves(arg))

@@ -1,0 +1,66 @@
+"""The table of rules: operator name -> the function that makes its OpRule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...errors import refuse
+from .call import OpCall
+from .rule import OpRule, atoms_of
+
+RuleMaker = Callable[[OpCall], OpRule]
+_RULES: dict[str, RuleMaker] = {}
+
+
+def rule(*names: str) -> Callable[[RuleMaker], RuleMaker]:
+    """Register a function as the rule of the operators of these names (without "relax.")."""
+
+    def register(make: RuleMaker) -> RuleMaker:
+        _RULES.update(dict.fromkeys(names, make))
+        return make
+
+    return register
+
+
+def has_rule(name: str) -> bool:
+    """Whether the operator has a rule."""
+    return name in _RULES
+
+
+def rule_of(call: OpCall) -> OpRule:
+    """The rule of a call, checked against its shapes.
+
+    Raises:
+        MeshTensorError: the operator has no rule.
+    """
+    if call.name not in _RULES:
+        refuse(
+            f"operator R.{call.name} has no sharding rule",
+            where=str(call.expr),
+            fix="pass replicate_unknown=True to compute it replicated, or add a rule (docs/adding_an_op.md)",
+        )
+    made = _RULES[call.name](call)
+    _check(call, made)
+    return made
+
+
+def whole_rule(call: OpCall) -> OpRule:
+    """The rule of an operator that nothing is known of: every dim is needed whole."""
+    return OpRule(
+        tuple((None,) * t.ndim for t in call.inputs),
+        tuple((None,) * t.ndim for t in call.outputs),
+    )
+
+
+def _check(call: OpCall, made: OpRule) -> None:
+    """Every dim has its Dim, and a factor has one size."""
+    sizes = dict(made.sizes)
+    for types, all_dims in ((call.inputs, made.inputs), (call.outputs, made.outputs)):
+        assert len(types) == len(all_dims), f"the rule of {call.name} is for {len(all_dims)} tensors, not {len(types)}"
+        for tensor, dims in zip(types, all_dims, strict=True):
+            assert tensor.ndim == len(dims), f"the rule of {call.name} has {dims} for a tensor of shape {tensor.shape}"
+            for size, dim in zip(tensor.shape, dims, strict=True):
+                product = 1
+                for atom in atoms_of(dim):
+                    product *= sizes.setdefault(atom, size)
+                assert dim is None or product == size, f"{call.name}: {dim} of size {size} has factors of {product}"
