@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+_CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
 
 def on_ranks(body: Callable[..., Any], *arguments: Any, count: int = 2, timeout: float = 600) -> Any:
     """What `body(*arguments)` returns on rank 0. `body` is a module's function; arguments and result can be pickled.
@@ -32,8 +34,25 @@ def on_ranks(body: Callable[..., Any], *arguments: Any, count: int = 2, timeout:
         return pickle.loads(Path(folder, "result").read_bytes())
 
 
+def alone(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` by rank 0 alone, on all cores, while the other ranks, where it gives None, wait for it."""
+
+    def run_alone(*arguments: Any, **options: Any) -> Any:
+        result = None
+        if dist.get_rank() == 0:
+            _use(_CORES)
+            try:
+                result = run(*arguments, **options)
+            finally:
+                _use(_core_of(0))
+        dist.barrier()
+        return result
+
+    return run_alone
+
+
 def _rank(rank: int, count: int, folder: str, timeout: float, body: Callable[..., Any], arguments: tuple) -> None:
-    _pin(rank)
+    _use(_core_of(rank))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     store = f"file://{folder}/store"
@@ -45,8 +64,12 @@ def _rank(rank: int, count: int, folder: str, timeout: float, body: Callable[...
     dist.destroy_process_group()
 
 
-def _pin(rank: int) -> None:
-    """To a core of its own, where the system can do that; ranks share cores where there are fewer of them."""
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+def _use(cores: list[int]) -> None:
+    """The calling thread and those that it starts run on these cores, where the system can do that."""
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
+def _core_of(rank: int) -> list[int]:
+    """Ranks share cores where there are fewer of them."""
+    return [_CORES[rank % len(_CORES)]] if _CORES else []

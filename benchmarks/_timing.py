@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -45,6 +46,54 @@ def ratio(times: dict[str, list[float]], of: str, to: str) -> float:
 def median_ms(times: Sequence[float]) -> float:
     """The median in milliseconds."""
     return statistics.median(times) * 1e3
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one thing costs beside its peer, both from one run. `must`: the largest `ratio` (its time over the peer's)
+    that will do; None where the peer is there for comparison only. A peer that could not run has a `note` instead."""
+
+    what: str
+    who: str
+    peer: str
+    times: Sequence[float] = ()
+    peer_times: Sequence[float] = ()
+    must: float | None = None
+    note: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """Median over rounds; NaN where nothing was measured."""
+        rounds = zip(self.times, self.peer_times, strict=True)
+        return statistics.median(a / b for a, b in rounds) if self.times else float("nan")
+
+    @property
+    def holds(self) -> bool:
+        """It is as good as it must be, or need not be."""
+        return self.must is None or self.ratio <= self.must
+
+
+def row(what: str, times: dict[str, list[float]], who: str, peer: str, must: float | None = None) -> Row:
+    """The comparison of two runs that were interleaved."""
+    return Row(what, who, peer, times[who], times[peer], must)
+
+
+def verdicts(rows: Sequence[Row]) -> str:
+    """A table of rows: milliseconds as median (least), and whether each is as good as it must be."""
+    columns = ["what", "who", "ms", "peer", "its ms", "ratio", "must", ""]
+    return table(columns, [_verdict(row) for row in rows])
+
+
+def _verdict(row: Row) -> list[str]:
+    if row.note:
+        return [row.what, row.who, "", row.peer, "", "", "", row.note]
+    must = "" if row.must is None else f"<= {row.must:.2f}"
+    verdict = "" if row.must is None else "pass" if row.holds else "FAIL"
+    return [row.what, row.who, _ms(row.times), row.peer, _ms(row.peer_times), f"{row.ratio:.2f}", must, verdict]
+
+
+def _ms(times: Sequence[float]) -> str:
+    return f"{median_ms(times):.3g} ({min(times) * 1e3:.3g})"
 
 
 def header(title: str) -> str:

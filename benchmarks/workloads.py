@@ -7,9 +7,11 @@ from tilelang import tvm
 
 import mesh_tensor as mt
 from kernels.matmul import matmul
+from kernels.mlp import mlp_down, mlp_up
 
 K_SPLIT = {"A": {"x": 0, "y": 1}, "B": {"y": 0}, "C": {"x": 0}}
 M_SPLIT = {"A": {"x": 0}, "C": {"x": 0}}
+_BLOCKS = {"block_M": 512, "block_N": 256, "block_K": 256}
 
 
 def matmul_on_grid(side: int, size: int = 8192) -> tvm.tirx.PrimFunc:
@@ -42,6 +44,23 @@ def matmul_rows(size: int, devices: int) -> tuple[tvm.tirx.PrimFunc, tvm.tirx.Pr
     """A square matmul unsharded, and with its rows split over `devices`."""
     kernel = matmul(size, size, size, block_M=128, block_N=128, block_K=128)
     return kernel, mt.annotate(kernel, mt.Mesh({"x": devices}), M_SPLIT)
+
+
+def matmul_k_split(size: int, devices: int) -> tvm.tirx.PrimFunc:
+    """A square matmul that contracts a split dim, in blocks for a CPU."""
+    kernel = matmul(size, size, size, **_BLOCKS)
+    return mt.annotate(kernel, mt.Mesh({"x": devices}), {"A": {"x": 1}, "B": {"x": 0}, "C": {}})
+
+
+def megatron_mlp(tokens: int, model: int, hidden: int, devices: int) -> tuple[tvm.tirx.PrimFunc, tvm.tirx.PrimFunc]:
+    """Both kernels of a perceptron with its hidden features split over `devices`, in blocks for a CPU."""
+    mesh = mt.Mesh({"x": devices})
+    up = mlp_up(tokens, hidden, model, **_BLOCKS)
+    down = mlp_down(tokens, hidden, model, **_BLOCKS)
+    return (
+        mt.annotate(up, mesh, {"x": {}, "w1": {"x": 1}, "h": {"x": 1}}),
+        mt.annotate(down, mesh, {"A": {"x": 1}, "B": {"x": 0}, "C": {}}),
+    )
 
 
 def chain(length: int, size: int = 256) -> tvm.tirx.PrimFunc:
