@@ -47,8 +47,8 @@ class OpCall:
 
     @cached_property
     def literals(self) -> tuple[Any, ...]:
-        """The arguments that are no tensors, in order, as plain Python: R.shape and tuples of R.prim_value become tuples
-        of ints, R.prim_value a number, R.str a string."""
+        """The arguments that are no tensors, in order, as plain Python: R.shape and tuples of R.prim_value become
+        tuples of ints, R.prim_value a number, R.str a string."""
         return tuple(plain(arg) for arg in self.expr.args if not _has_tensor(arg))
 
     def axis(self, dim: int, operand: int = 0) -> int:
@@ -70,15 +70,15 @@ def op_call(expr: relax.Call) -> OpCall:
         MeshTensorError: a tensor's shape is unknown or symbolic.
     """
     name = expr.op.name.removeprefix("relax.") if isinstance(expr.op, ir.Op) else str(expr.op)
-    inputs = tuple(tensor_type(leaf.struct_info, name) for arg in expr.args for leaf in tensor_leaves(arg))
+    inputs = tuple(tensor_type(info, name) for arg in expr.args for info in tensor_infos(arg.struct_info))
     return OpCall(name, expr, inputs, tensor_types(expr.struct_info, name))
 
 
-def tensor_leaves(arg: relax.Expr) -> list[relax.Expr]:
-    """The tensors in an argument: itself, or the fields of a tuple."""
-    if isinstance(arg, relax.Tuple):
-        return [leaf for field in arg.fields for leaf in tensor_leaves(field)]
-    return [arg] if isinstance(arg.struct_info, relax.TensorStructInfo) else []
+def tensor_infos(info: relax.StructInfo) -> list[relax.StructInfo]:
+    """The tensors' struct infos in that of an argument: its own, or those of a tuple's fields; numbers are left out."""
+    if isinstance(info, relax.TupleStructInfo):
+        return [leaf for field in info.fields for leaf in tensor_infos(field)]
+    return [info] if isinstance(info, (relax.TensorStructInfo, relax.distributed.DTensorStructInfo)) else []
 
 
 def tensor_types(info: relax.StructInfo, what: str) -> tuple[TensorType, ...]:
@@ -125,4 +125,4 @@ def plain(value: Any) -> Any:
 
 
 def _has_tensor(arg: relax.Expr) -> bool:
-    return bool(tensor_leaves(arg))
+    return bool(tensor_infos(arg.struct_info))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tvm import relax
 
 from ...sharding import Sharding
-from .call import OpCall
+from .call import OpCall, tensor_infos
 
 # What a dim of a tensor is made of: a factor; several, major first, whose sizes multiply to the dim's (a reshape); or
 # None: the operator needs (or makes) this dim whole.
@@ -78,7 +78,10 @@ def atoms_of(dim: Dim) -> tuple[str, ...]:
     return (dim,) if isinstance(dim, str) else dim
 
 
-def _refill(arg: relax.Expr, tiles: Any) -> relax.Expr:
+def _refill(arg: relax.Expr, tiles: Iterator[relax.Expr]) -> relax.Expr:
     if isinstance(arg, relax.Tuple):
         return relax.Tuple([_refill(item, tiles) for item in arg.fields])
-    return next(tiles) if isinstance(arg.struct_info, relax.TensorStructInfo) else arg
+    count = len(tensor_infos(arg.struct_info))
+    if count and isinstance(arg.struct_info, relax.TupleStructInfo):
+        return relax.Tuple([next(tiles) for _ in range(count)])
+    return next(tiles) if count else arg

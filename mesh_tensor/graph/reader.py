@@ -1,0 +1,183 @@
+"""Reader: from a Relax function of known sizes to a Graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from tvm import ir, relax, tirx
+
+from ..errors import listing, refuse
+from ..mesh import Mesh
+from ..rules.ops.call import OpCall, op_call, tensor_infos, tensor_type
+from .ir import ANNOTATE, Annotation, Graph, Node, Scope, Tree, Value, leaves
+
+# (function name, variable name) -> what was stated for it
+Annotations = Mapping[tuple[str, str], Annotation]
+
+
+def read_graph(mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotations) -> Graph:
+    """The Graph of a function of `mod`, with all calls of other Relax functions entered.
+
+    Raises:
+        MeshTensorError: the function is missing or recursive, a size is symbolic, or an expression is no operator,
+            call, tuple or If.
+    """
+    func = _function(mod, function)
+    reader = _Reader(mod, annotations)
+    params = [reader.parameter(function, var) for var in func.params]
+    body = reader.body(function, func, params, ())
+    return Graph(function, mesh, params, reader.nodes, body, reader.annotations)
+
+
+class _Reader:
+    def __init__(self, mod: ir.IRModule, annotations: Annotations) -> None:
+        self.nodes: list[Node] = []
+        self.annotations: dict[Value, Annotation] = {}
+        self._mod, self._stated = mod, annotations
+        self._names: dict[str, int] = {}
+        self._constants: dict[relax.Constant, Value] = {}
+        self._sites = 0
+
+    def parameter(self, function: str, var: relax.Var) -> Value:
+        value = Value(self._unique(var.name_hint), tensor_type(var.struct_info, f"parameter {var.name_hint!r}"))
+        self._note(function, var.name_hint, value)
+        return value
+
+    def body(self, function: str, func: relax.Function, args: list[Tree], scopes: tuple[Scope, ...]) -> Tree:
+        """The nodes of a function's body on `args`, and what it returns."""
+        return _Body(self, function, dict(zip(func.params, args, strict=True)), scopes).expression(func.body)
+
+    def enter(self, var: ir.GlobalVar, args: list[Tree], scopes: tuple[Scope, ...]) -> Tree:
+        """The nodes of a call of a module's function."""
+        name = var.name_hint
+        func = _function(self._mod, name)
+        if any(scope.function == name for scope in scopes):
+            refuse(
+                f"function {name!r} calls itself",
+                why="its calls can't be laid out ahead",
+                fix="write the recursion as a loop over layers",
+            )
+        args = [self._annotated(name, param, arg, scopes) for param, arg in zip(func.params, args, strict=True)]
+        self._sites += 1
+        return self.body(name, func, args, (*scopes, Scope(name, self._sites)))
+
+    def kernel(self, var: relax.Expr) -> tirx.PrimFunc:
+        """The TIR function that a call_tir names."""
+        return self._mod[var]
+
+    def constant(self, constant: relax.Constant) -> Value:
+        if constant not in self._constants:
+            value = Value(self._unique("const"), tensor_type(constant.struct_info, "a constant"), constant)
+            self._constants[constant] = value
+        return self._constants[constant]
+
+    def add(
+        self, call: OpCall, inputs: list[Value], function: str, name: str, scopes: tuple[Scope, ...], kernel=None
+    ) -> list[Value]:
+        outputs = [Value(self._unique(name), out) for out in call.outputs]
+        self.nodes.append(Node(call, tuple(inputs), tuple(outputs), scopes, f"{function}.{name}", kernel))
+        if len(outputs) == 1:
+            self._note(function, name, outputs[0])
+        return outputs
+
+    def _annotated(self, function: str, param: relax.Var, arg: Tree, scopes: tuple[Scope, ...]) -> Tree:
+        """A parameter of a called function with a layout of its own: a point where the layout may change."""
+        if (function, param.name_hint) not in self._stated or not isinstance(arg, Value):
+            return arg
+        stand_in = relax.Var(param.name_hint, relax.TensorStructInfo(arg.type.shape, arg.type.dtype))
+        call = OpCall(ANNOTATE, stand_in, (arg.type,), (arg.type,))
+        return self.add(call, [arg], function, param.name_hint, scopes)[0]
+
+    def _note(self, function: str, name: str, value: Value) -> None:
+        stated = self._stated.get((function, name))
+        if stated is not None:
+            self.annotations[value] = stated
+
+    def _unique(self, name: str) -> str:
+        count = self._names[name] = self._names.get(name, 0) + 1
+        return name if count == 1 else self._unique(f"{name}_{count - 1}")
+
+
+class _Body:
+    """One function's bindings."""
+
+    def __init__(self, reader: _Reader, function: str, env: dict[relax.Var, Tree], scopes: tuple[Scope, ...]) -> None:
+        self._reader, self._function, self._env, self._scopes = reader, function, env, scopes
+
+    def expression(self, expr: relax.Expr, name: str = "result") -> Tree:
+        """What an expression is; its operators become nodes."""
+        for kind, read in self._kinds().items():
+            if isinstance(expr, kind):
+                return read(expr, name)
+        return refuse(
+            f"{type(expr).__name__} can't be distributed",
+            where=f"{self._function}.{name} = {expr}",
+            fix="use operators, call_tir, calls of the module's functions, tuples and If",
+        )
+
+    def _kinds(self) -> dict[type, Callable[[relax.Expr, str], Tree]]:
+        return {
+            relax.SeqExpr: self._sequence,
+            relax.Var: lambda var, _: self._env[var],
+            relax.Constant: lambda constant, _: self._reader.constant(constant),
+            relax.Tuple: lambda tup, name: tuple(self.expression(field, name) for field in tup.fields),
+            relax.TupleGetItem: lambda get, name: self._field(self.expression(get.tuple_value, name), get.index),
+            relax.If: self._if,
+            relax.Call: self._call,
+        }
+
+    @staticmethod
+    def _field(tree: Tree, index: int) -> Tree:
+        assert isinstance(tree, tuple)
+        return tree[index]
+
+    def _sequence(self, expr: relax.SeqExpr, name: str) -> Tree:
+        for block in expr.blocks:
+            for binding in block.bindings:
+                value = binding.value  # of a MatchCast too: sizes are known, so that it only gives a name
+                self._env[binding.var] = self.expression(value, binding.var.name_hint)
+        return self.expression(expr.body, name)
+
+    def _call(self, expr: relax.Call, name: str) -> Tree:
+        if isinstance(expr.op, ir.GlobalVar):
+            return self._reader.enter(expr.op, [self.expression(arg, name) for arg in expr.args], self._scopes)
+        if not isinstance(expr.op, ir.Op):
+            refuse(
+                f"a call of {expr.op} can't be distributed",
+                where=f"{self._function}.{name}",
+                fix="call operators and functions of the module by name",
+            )
+        call = op_call(expr)
+        kernel = self._reader.kernel(expr.args[0]) if call.name == "call_tir" else None
+        inputs: list[Value] = []
+        for arg in expr.args:
+            if tensor_infos(arg.struct_info):
+                inputs += leaves(self.expression(arg, name))
+        outputs = self._reader.add(call, inputs, self._function, name, self._scopes, kernel)
+        if isinstance(expr.struct_info, relax.TupleStructInfo):
+            return tuple(outputs)
+        return outputs[0]
+
+    def _if(self, expr: relax.If, name: str) -> Tree:
+        """Both branches are computed (Relax is pure), then one is taken."""
+        cond = self.expression(expr.cond, name)
+        branches = [self.expression(branch, name) for branch in (expr.true_branch, expr.false_branch)]
+        assert isinstance(cond, Value)
+        return self._select(cond, *branches, name)
+
+    def _select(self, cond: Value, then: Tree, other: Tree, name: str) -> Tree:
+        if isinstance(then, tuple) and isinstance(other, tuple):
+            return tuple(self._select(cond, a, b, name) for a, b in zip(then, other, strict=True))
+        assert isinstance(then, Value)
+        assert isinstance(other, Value)
+        operands = [cond, then, other]
+        stand_ins = [relax.Var(v.name, relax.TensorStructInfo(v.type.shape, v.type.dtype)) for v in operands]
+        call = relax.BlockBuilder().normalize(relax.op.where(*stand_ins))
+        return self._reader.add(op_call(call), operands, self._function, name, self._scopes)[0]
+
+
+def _function(mod: ir.IRModule, name: str) -> relax.Function:
+    functions = {var.name_hint: func for var, func in mod.functions_items() if isinstance(func, relax.Function)}
+    if name not in functions:
+        refuse(f"the module has no Relax function {name!r}", fix=f"it has {listing(functions) or 'none'}")
+    return functions[name]
