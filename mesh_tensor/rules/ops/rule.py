@@ -55,6 +55,7 @@ class OpRule:
     sizes             factor -> size, for factors of compound dims (all others have a dim's size)
     linear            sets of operands: the op is linear in the operands of a set taken together while the others are
                       fixed (add: {0, 1} together; matmul: {0}, {1}). Sums that are not yet reduced pass through.
+    unsplit           factors that no axis may split.
     moves             the op only moves elements: results pending with any op pass through.
     localize          how the call looks on tiles; None: the same call on the tiles.
 
@@ -68,6 +69,7 @@ class OpRule:
     sizes: Mapping[str, int] = field(default_factory=dict)
     linear: tuple[frozenset[int], ...] = ()
     moves: bool = False
+    unsplit: frozenset[str] = frozenset()
     localize: Localizer | None = None
 
 
