@@ -13,6 +13,7 @@ from .call_forms import CallForm, checked_out_idx, given_out_idx
 from .errors import refuse
 from .frontend import read_annotations
 from .mesh import Mesh
+from .overlap import check_overlap, with_overlap
 from .program import Program, lower_to_program
 from .rank_kernel import Compiled, RankKernel
 from .rules.sharding_rule import sharding_rule
@@ -33,6 +34,7 @@ def compile(
     strict: bool = False,
     poison: bool = False,
     view: str = "auto",
+    overlap: str | int = "auto",
 ) -> MeshKernel:
     """Make an annotated TileLang kernel callable on a virtual mesh.
 
@@ -45,6 +47,8 @@ def compile(
         poison: with target `interpret`, padding and uninitialised memory hold NaN or extreme integers.
         view: `global` for a kernel over whole tensors, `local` for one that sizes its loops with `get_tile_shape`,
             `auto` to see it from the loops.
+        overlap: whether collectives run beside kernels, slab by slab: `auto` leaves it to a cost model, `off` runs
+            everything in bulk, a number is into how many slabs a kernel is split wherever that can be done.
 
     Returns:
         The kernel. It is lowered and compiled here; a kernel with symbolic dims is at its first call with new sizes.
@@ -53,7 +57,7 @@ def compile(
         MeshTensorError: what was asked for can't be done; the message says what, where, why and the way out.
     """
     lower = partial(lower_to_program, view=view)
-    return MeshKernel(func, target=target, out_idx=out_idx, strict=strict, poison=poison, lower=lower)
+    return MeshKernel(func, target=target, out_idx=out_idx, strict=strict, poison=poison, overlap=overlap, lower=lower)
 
 
 class MeshKernel:
@@ -73,6 +77,7 @@ class MeshKernel:
         out_idx: int | Sequence[int] | None = None,
         strict: bool = False,
         poison: bool = False,
+        overlap: str | int = "auto",
         lower: Lower = lower_to_program,
     ) -> None:
         if not isinstance(func, tirx.PrimFunc):
@@ -83,6 +88,7 @@ class MeshKernel:
         self._device = self._target.device()
         if poison and self._target.name != "interpret":
             refuse(f"poison=True with target {self._target.name!r}", fix="use target='interpret'")
+        self._overlap = check_overlap(overlap)
         self._lower = lower
         self._signature = Signature(func)
         self._launches: dict[tuple[int, ...], Launch] = {}
@@ -172,7 +178,8 @@ class MeshKernel:
         ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
         found = self._on_ranks.get(id(ranks))
         if found is None or found.ranks is not ranks:
-            compiled = Compiled(self._signature, self._target, self._strict, self._poison, self._program_of)
+            options = (self._strict, self._poison, self._overlap)
+            compiled = Compiled(self._signature, self._target, *options, self._program_of, self._ran)
             found = self._on_ranks[id(ranks)] = RankKernel(compiled, ranks)
         return found
 
@@ -203,9 +210,13 @@ class MeshKernel:
         key = tuple(sizes[var] for var in self._signature.symbols)
         if key not in self._programs:
             func = specialize(self._func, {var: sizes[var] for var in self._signature.symbols}) if sizes else self._func
-            self._programs[key] = self._lower(func, self._strict)
+            self._programs[key] = with_overlap(self._lower(func, self._strict), self._overlap)
         self._program = self._programs[key]
         return self._program
+
+    def _ran(self, program: Program) -> None:
+        """Ranks may run another program than the virtual mesh."""
+        self._program = program
 
     def _check_placements(self, given: dict[str, Any], program: Program) -> None:
         if not self._strict:

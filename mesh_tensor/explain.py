@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from tvm import tirx
 
 from .lowering.pipeline import Lowered
-from .program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Value
+from .program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Value, WaitStep
 from .propagation import dtype_bits, tile_extent
 
 
@@ -30,6 +30,7 @@ def explain(program: Program) -> str:
         ["factors", *_factors(lowered)],
         ["buffers", *_buffers(program, lowered)],
         ["steps of each device", *_steps(program)],
+        _overlap(program),
         _whole(lowered),
         _costs(program),
     ]
@@ -65,7 +66,7 @@ def _buffers(program: Program, lowered: Lowered) -> list[str]:
 
 def _layouts_used(program: Program, name: str) -> list[str]:
     """The layouts in which kernels take or leave a parameter."""
-    mine = {v.name for v in program.values.values() if v.name == name or v.name.startswith(f"{name}.")}
+    mine = {v.name for v in program.values.values() if v.name == name or v.name.startswith((f"{name}.", f"{name}["))}
     kernels = (step for step in program.steps if isinstance(step, KernelStep))
     used = [str(program.values[arg].sharding) for step in kernels for arg in step.args if arg in mine]
     return list(dict.fromkeys(used)) or ["(unused)"]
@@ -80,8 +81,15 @@ def _steps(program: Program) -> list[str]:
             kind = f"{step.kind}({step.op})" if step.op else step.kind
             layouts = f"{program.values[step.src].sharding} -> {program.values[step.dst].sharding}"
             why = f"{step.reason} ({layouts})"
+            kind = kind if step.wait else f"start {kind}"
             rows.append((kind, step.src, ", ".join(step.axes), f"{step.bytes:,}", "", why))
+        elif isinstance(step, WaitStep):
+            rows.append((f"wait {step.collective.kind}", step.collective.dst, "", "", "", ""))
     return _table(rows)
+
+
+def _overlap(program: Program) -> list[str]:
+    return ["overlap", *(f"  {note}" for note in program.overlap)] if program.overlap else []
 
 
 def _whole(lowered: Lowered) -> list[str]:

@@ -7,6 +7,7 @@ kernel has to know which device it is on, it takes the device's coordinates as i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tvm import tirx
@@ -22,16 +23,27 @@ from .sharding import Sharding
 
 
 @dataclass(frozen=True)
+class Slab:
+    """A contiguous part of every device's tile: indices `start` to `stop` along `dim` (all dims before it are 1)."""
+
+    dim: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class Value:
     """A tensor of the program: `shape` is global, `sharding` says what of it each device holds.
 
-    Values with the same `storage` share memory (a collective that works in place goes from one to the other)."""
+    Values with the same `storage` share memory (a collective that works in place goes from one to the other). A value
+    with a `slab` is that part of the storage's tiles: a tensor of its own, whose tiles are the slabs."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     sharding: Sharding
     storage: str
+    slab: Slab | None = None
 
     @property
     def tile_shape(self) -> tuple[int, ...]:
@@ -65,6 +77,8 @@ class CollectiveStep:
     slice         replicated -> sharded on dst_dim          (nothing is sent)
     to_partial    replicated -> partial(op): only coordinate 0 keeps the value, the others take op's neutral element
                   (nothing is sent)
+
+    Where it is not to `wait`, it only starts: `src` is not written and `dst` not used before its WaitStep.
     """
 
     kind: str
@@ -76,6 +90,14 @@ class CollectiveStep:
     dst_dim: int | None
     bytes: int
     reason: str
+    wait: bool = True
+
+
+@dataclass(frozen=True)
+class WaitStep:
+    """The collective, which an earlier step started, has ended: its `dst` is there."""
+
+    collective: CollectiveStep
 
 
 @dataclass(frozen=True)
@@ -92,7 +114,7 @@ class FreeStep:
     value: str
 
 
-Step = KernelStep | CollectiveStep | AllocStep | FreeStep
+Step = KernelStep | CollectiveStep | WaitStep | AllocStep | FreeStep
 
 
 @dataclass(frozen=True)
@@ -109,7 +131,8 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Program:
-    """`steps` over `values`; `parameters` are in the order of the kernel's own."""
+    """`steps` over `values`; `parameters` are in the order of the kernel's own. `overlap`: what was decided about
+    running collectives beside kernels, and why."""
 
     name: str
     mesh: Mesh
@@ -117,6 +140,7 @@ class Program:
     values: dict[str, Value]
     steps: tuple[Step, ...]
     lowered: Lowered | None = field(default=None, compare=False, repr=False)
+    overlap: tuple[str, ...] = field(default=(), compare=False)
 
 
 def lower_to_program(func: tirx.PrimFunc, strict: bool = False, view: str = "auto") -> Program:
@@ -133,7 +157,7 @@ def build_program(lowered: Lowered) -> Program:
     values = {name: _value(tensor) for name, tensor in lowered.tensors.items()}
     steps = [_step(step, values, lowered, index) for index, step in enumerate(lowered.steps)]
     parameters = tuple(Parameter(*parameter, parameter[0] in lowered.kept) for parameter in lowered.parameters)
-    all_steps = _with_lifetimes(steps, values, parameters)
+    all_steps = with_lifetimes(steps, values, parameters)
     program = Program(lowered.name, lowered.mesh, parameters, values, all_steps, lowered)
     if verify.enabled():
         from .verify_program import verify_program  # it checks what this module defines
@@ -158,24 +182,26 @@ def _step(step: LocalKernel | Collective, values: dict[str, Value], lowered: Low
         scalars = tuple(v.name for v in lowered.scalars)
         return KernelStep(name, step.func, step.args, step.axes, step.writes, count_flops(step.func), scalars)
     move = step.move
-    size = _bytes_sent(move.kind, values[step.src], math.prod(lowered.mesh.size(a) for a in move.axes))
+    size = bytes_sent(move.kind, values[step.src], math.prod(lowered.mesh.size(a) for a in move.axes))
     return CollectiveStep(
         move.kind, step.src, step.dst, move.axes, move.op, move.src_dim, move.dst_dim, size, step.reason
     )
 
 
-def _bytes_sent(kind: str, src: Value, group: int) -> int:
+def bytes_sent(kind: str, src: Value, group: int) -> int:
     """What one device sends, with the usual ring algorithms."""
     tile = math.prod(src.tile_shape) * dtype_bits(src.dtype) // 8
     share = {"all_reduce": 2 * (group - 1) / group, "all_gather": group - 1, "slice": 0, "to_partial": 0}
     return int(tile * share.get(kind, (group - 1) / group))
 
 
-def _with_lifetimes(steps: list[Step], values: dict[str, Value], parameters: tuple[Parameter, ...]) -> tuple[Step, ...]:
-    """Allocate each storage before its first use, free workspaces after their last."""
+def with_lifetimes(
+    steps: Sequence[Step], values: dict[str, Value], parameters: tuple[Parameter, ...]
+) -> tuple[Step, ...]:
+    """`steps`, and each storage is allocated before its first use, and workspaces are freed after their last."""
     kept = {values[p.input].storage for p in parameters if p.input is not None}
     outputs = {values[p.output].storage for p in parameters if p.output is not None}
-    uses = [[values[name].storage for name in _names(step)] for step in steps]
+    uses = [[values[name].storage for name in names_in(step)] for step in steps]
     last = {storage: index for index, names in enumerate(uses) for storage in names}
     alive = set(kept)
     result: list[Step] = []
@@ -191,7 +217,10 @@ def _with_lifetimes(steps: list[Step], values: dict[str, Value], parameters: tup
     return tuple(result)
 
 
-def _names(step: Step) -> tuple[str, ...]:
+def names_in(step: Step) -> tuple[str, ...]:
+    """The values that a step uses."""
     if isinstance(step, KernelStep):
         return step.args
+    if isinstance(step, WaitStep):
+        step = step.collective
     return (step.src, step.dst) if isinstance(step, CollectiveStep) else ()

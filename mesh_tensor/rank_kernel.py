@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from .errors import MeshTensorError, refuse
+from .overlap import has_collectives, overlapped
 from .program import Program
 from .runtime.distributed.agree import agree, program_facts
 from .runtime.distributed.dtensor import from_placements, is_dtensor
@@ -16,6 +17,7 @@ from .runtime.distributed.dtensor_ports import enter, leave
 from .runtime.distributed.faults import Faults
 from .runtime.distributed.rank_launch import RankLaunch, Tiling, tiling_of
 from .runtime.distributed.ranks import Ranks
+from .runtime.distributed.rates import rates_of
 from .runtime.kernels import Target
 from .sharding import Sharding
 from .signature import Signature, Sizes
@@ -29,7 +31,9 @@ class Compiled:
     target: Target
     strict: bool
     poison: bool
+    overlap: str | int
     program_of: Callable[[Sizes], Program]
+    ran: Callable[[Program], None]
 
 
 class RankKernel:
@@ -79,17 +83,26 @@ class RankKernel:
             raise
         if launch is None:
             launch = self._launches[key] = self._make(program, layouts)
+        self._compiled.ran(launch.program)
         return launch, layouts
 
     def _make(self, program: Program, layouts: Mapping[str, Sharding]) -> RankLaunch:
         compiled = self._compiled
         facts = program_facts(program, compiled.target.name, {name: str(layout) for name, layout in layouts.items()})
-        agree(self.ranks, self._faults, self._device, facts)
+        agree(self.ranks, self._faults, self._device, {**facts, "overlap": str(compiled.overlap)})
+        if compiled.overlap == "auto" and has_collectives(program):
+            program = self._with_overlap(program)
         try:
             return RankLaunch(program, compiled.target, self.ranks, self._faults, poison=compiled.poison)
         except Exception as error:
             self._faults.tell(error, "making the kernel ready")
             raise
+
+    def _with_overlap(self, program: Program) -> Program:
+        """The program with collectives beside kernels where that pays on these ranks."""
+        if self._device.type != "cpu":
+            return replace(program, overlap=(f"auto: in bulk: nothing was measured on {self._device.type} ranks",))
+        return overlapped(program, rates_of(self.ranks, self._faults))
 
     def _check_dtensors(self, given: Mapping[str, Any]) -> tuple[Sizes, dict[str, Sharding]]:
         tensors = {name: value for name, value in given.items() if name in self._signature.tensors}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .lowering.verify import collectives_in, leftovers, raise_on
-from .program import AllocStep, FreeStep, KernelStep, Program, Step
+from .program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Step, Value, WaitStep, names_in
 
 
 def verify_program(program: Program) -> None:
@@ -15,18 +15,11 @@ def verify_program(program: Program) -> None:
         VerificationError: lists what is wrong with it.
     """
     raise_on([*_unknown_values(program), *_kernels(program)], f"program {program.name}")
-    raise_on(_lifetimes(program), f"program {program.name}")
-
-
-def _names(step: Step) -> tuple[str, ...]:
-    """The values that a step uses."""
-    if isinstance(step, KernelStep):
-        return step.args
-    return () if isinstance(step, (AllocStep, FreeStep)) else (step.src, step.dst)
+    raise_on([*_lifetimes(program), *_waits(program)], f"program {program.name}")
 
 
 def _unknown_values(program: Program) -> Iterator[str]:
-    named = [name for step in program.steps for name in _names(step)]
+    named = [name for step in program.steps for name in names_in(step)]
     named += [name for p in program.parameters for name in (p.input, p.output) if name is not None]
     yield from (f"there is no value {name}" for name in dict.fromkeys(named) if name not in program.values)
 
@@ -61,8 +54,41 @@ def _lifetimes(program: Program) -> list[str]:
                 found.append(f"step {number}: {step.value} is freed, but is no workspace that is there")
             alive.discard(step.value)
         else:
-            gone = {program.values[name].storage for name in _names(step)} - alive
+            gone = {program.values[name].storage for name in names_in(step)} - alive
             found += [f"step {number}: {storage} is used while it has no memory" for storage in sorted(gone)]
     found += [f"workspace {storage} is never freed" for storage in sorted(alive - inputs - outputs)]
     found += [f"output {storage} has no memory in the end" for storage in sorted(outputs - alive)]
     return found
+
+
+def _waits(program: Program) -> list[str]:
+    """What was started is waited for, once, and until then nothing writes what it reads, or uses what it makes."""
+    found: list[str] = []
+    pending: dict[str, CollectiveStep] = {}
+    for number, step in enumerate(program.steps):
+        if isinstance(step, WaitStep):
+            if pending.pop(step.collective.dst, None) != step.collective:
+                found.append(f"step {number}: nothing that makes {step.collective.dst} was started")
+            continue
+        for started in pending.values():
+            found += [f"step {number}: {fact}" for fact in _too_early(program, step, started)]
+        if isinstance(step, CollectiveStep) and not step.wait:
+            pending[step.dst] = step
+    return [*found, *(f"{name} is never waited for" for name in pending)]
+
+
+def _too_early(program: Program, step: Step, started: CollectiveStep) -> Iterator[str]:
+    values = program.values
+    written = step.writes if isinstance(step, KernelStep) else names_in(step)[1:]
+    for name in names_in(step):
+        if _overlap(values[name], values[started.dst]):
+            yield f"{name} is used before {started.kind} has made {started.dst}"
+        elif name in written and _overlap(values[name], values[started.src]):
+            yield f"{name} is written while {started.kind} reads {started.src}"
+
+
+def _overlap(a: Value, b: Value) -> bool:
+    """They share memory."""
+    if a.storage != b.storage or a.slab is None or b.slab is None:
+        return a.storage == b.storage
+    return a.slab.start < b.slab.stop and b.slab.start < a.slab.stop

@@ -11,6 +11,7 @@ from ..propagation import Assignment
 from ..rules.sharding_rule import Analysis
 from ..sharding import Sharding
 from .reshard import Move, plan_moves
+from .splits import Split
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +30,7 @@ class Tensor:
 class LocalKernel:
     """A local kernel: buffer parameters get the tensors `args`, then come scalars, then the coordinates on `axes`.
 
-    `written_locally`: its author wrote it over tiles."""
+    `splits`: what it was made with. `written_locally`: its author wrote it over tiles."""
 
     func: tirx.PrimFunc
     args: tuple[str, ...]
@@ -37,6 +38,7 @@ class LocalKernel:
     writes: tuple[str, ...]
     analysis: Analysis
     assignment: Assignment
+    splits: tuple[Split, ...]
     written_locally: bool = False
 
 
@@ -65,7 +67,12 @@ class Layouts:
         self.copies: dict[tuple[str, Sharding], str] = {}
 
     def add_kernel(
-        self, analysis: Analysis, assignment: Assignment, local: tirx.PrimFunc, axes: tuple[str, ...]
+        self,
+        analysis: Analysis,
+        assignment: Assignment,
+        splits: tuple[Split, ...],
+        local: tirx.PrimFunc,
+        axes: tuple[str, ...],
     ) -> None:
         args, writes = [], []
         for param, buffer in analysis.kernel.params.items():
@@ -77,7 +84,8 @@ class Layouts:
                 written = self._write(param, buffer, assignment.produced[param], read)
                 writes.append(written)
             args.append(str(written or read))
-        self.steps.append(LocalKernel(local, tuple(args), axes, tuple(writes), analysis, assignment, self.over_tiles))
+        decided = (analysis, assignment, splits, self.over_tiles)
+        self.steps.append(LocalKernel(local, tuple(args), axes, tuple(writes), *decided))
 
     def finish(self) -> None:
         """Bring the outputs into the annotated layouts; what nothing annotates is left as it is, but complete."""

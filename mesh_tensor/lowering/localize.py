@@ -38,7 +38,7 @@ def localize(
 class _Localizer:
     def __init__(self, analysis: Analysis, splits: Sequence[Split], coordinates: DeviceCoordinates):
         self.analysis, self.kernel = analysis, analysis.kernel
-        self.splits = [s for s in splits if any(coordinates.mesh.size(a) > 1 for a in s.axes)]
+        self.splits = [split for split in splits if split.divides]
         self.device = coordinates
         self.shrink = Shrink(analysis, self.splits)
         self.buffers = self.shrink.buffers

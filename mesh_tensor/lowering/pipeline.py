@@ -28,7 +28,7 @@ from . import verify
 from .cut import Workspace, cut
 from .layouts import Collective, Layouts, LocalKernel, Tensor
 from .localize import localize
-from .splits import DeviceCoordinates, make_split
+from .splits import DeviceCoordinates, Split, make_split
 from .strict import check_strict
 from .view import check_local_layouts, is_local_view, over_tiles
 
@@ -123,8 +123,8 @@ class _Lowering:
         layouts = Layouts(self.mesh, self.asked, self.shapes, list(buffer_params(self.func)), self.local_view)
         for index, part in enumerate(parts):
             suffix = f"_{index}" if len(parts) > 1 else ""
-            local, axes = self._localize(part, f"{self.name}{suffix}")
-            layouts.add_kernel(part.analysis, part.assignment, local, axes)
+            splits, local, axes = self._localize(part, f"{self.name}{suffix}")
+            layouts.add_kernel(part.analysis, part.assignment, splits, local, axes)
         layouts.finish()
         scalars = tuple(p for p in self.func.params if p not in self.func.buffer_map)
         return Lowered(
@@ -202,16 +202,16 @@ class _Lowering:
             analysis, self.mesh, asked, fixed=fixed, banned=self.banned, over_tiles=self.local_view
         ).decide()
 
-    def _localize(self, part: _Part, name: str) -> tuple[tirx.PrimFunc, tuple[str, ...]]:
+    def _localize(self, part: _Part, name: str) -> tuple[tuple[Split, ...], tirx.PrimFunc, tuple[str, ...]]:
         analysis, assignment = part.analysis, part.assignment
         coordinates = DeviceCoordinates(self.mesh)
-        splits = [
+        splits = tuple(
             make_split(factor, axes, coordinates, analysis.kernel.analyzer, self._global_size(factor), self.local_view)
             for factor in analysis.factors
             if (axes := assignment.axes_of(factor))
-        ]
+        )
         try:
-            return localize(analysis, splits, coordinates, name)
+            return splits, *localize(analysis, splits, coordinates, name)
         except Blocked as error:
             if not splits:
                 refuse(f"kernel {self.name!r} can't be lowered", why=str(error), fix="simplify the kernel")

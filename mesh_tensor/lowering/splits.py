@@ -42,7 +42,10 @@ def coordinate_var(axis: str) -> tirx.Var:
 class Split:
     """A factor split over axes, major first. `size` is the whole dim's, `tile` what each device walks; it starts at
     global coordinate `offset`, and `valid` of it exist (the whole tile where `even`). A kernel that is
-    `written_locally` already walks tiles, and means local coordinates."""
+    `written_locally` already walks tiles, and means local coordinates.
+
+    `start`: a device walks its tile slab by slab, one call each, and this is where in the tile the slab starts whose
+    length `tile` then is; None: it walks the tile as a whole."""
 
     factor: Factor
     axes: tuple[str, ...]
@@ -51,11 +54,12 @@ class Split:
     written_locally: bool
     even: bool
     coordinates: DeviceCoordinates
+    start: int | None = None
 
     @property
     def offset(self) -> tirx.PrimExpr:
-        """The global coordinate of the tile's first element."""
-        total: tirx.PrimExpr = tirx.IntImm("int32", 0)
+        """The global coordinate of the first element of the tile, or of the slab."""
+        total: tirx.PrimExpr = tirx.IntImm("int32", self.start or 0)
         if self.written_locally:
             return total
         size: object = self.size
@@ -80,6 +84,11 @@ class Split:
                 left = valid - self.coordinates[axis] * size
                 valid = tirx.max(tirx.min(left, tirx.IntImm("int32", size) if isinstance(size, int) else size), 0)
         return valid
+
+    @property
+    def divides(self) -> bool:
+        """Whether a call walks less than the whole dim."""
+        return self.start is not None or any(self.coordinates.mesh.size(axis) > 1 for axis in self.axes)
 
     @property
     def is_first(self) -> tirx.PrimExpr:

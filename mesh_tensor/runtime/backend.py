@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from ..program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program
+import torch
+
+from ..program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Value, WaitStep
 
 T = TypeVar("T")
 Meaning_co = TypeVar("Meaning_co", covariant=True)
@@ -22,7 +24,10 @@ class StepMeanings(Protocol[Meaning_co]):
         """A device runs a local kernel."""
 
     def collective(self, step: CollectiveStep) -> Meaning_co:
-        """Groups of devices change a value's layout."""
+        """Groups of devices change a value's layout, or begin to."""
+
+    def wait(self, step: WaitStep) -> Meaning_co:
+        """A collective that was started has ended."""
 
     def alloc(self, step: AllocStep) -> Meaning_co:
         """The memory of a workspace or an output comes to life."""
@@ -36,6 +41,7 @@ def walk(program: Program, meanings: StepMeanings[T]) -> list[T]:
     meaning_of: dict[type, Callable[[Any], T]] = {
         KernelStep: meanings.kernel,
         CollectiveStep: meanings.collective,
+        WaitStep: meanings.wait,
         AllocStep: meanings.alloc,
         FreeStep: meanings.free,
     }
@@ -44,12 +50,14 @@ def walk(program: Program, meanings: StepMeanings[T]) -> list[T]:
 
 class Memory:
     """What this process holds while a program runs: per storage the local memory, in whatever form the backend has it,
-    and the kernel's own scalars. Keeps count of the bytes per device."""
+    what was started and not yet waited for (by the name of the value that it makes), and the kernel's own scalars.
+    Keeps count of the bytes per device."""
 
-    __slots__ = ("_sizes", "held", "live_bytes", "peak_bytes", "scalars")
+    __slots__ = ("_sizes", "held", "live_bytes", "peak_bytes", "pending", "scalars")
 
     def __init__(self, scalars: dict[str, int | float]) -> None:
         self.held: dict[str, Any] = {}
+        self.pending: dict[str, Any] = {}
         self.scalars = scalars
         self._sizes: dict[str, int] = {}
         self.live_bytes = self.peak_bytes = 0
@@ -65,6 +73,12 @@ class Memory:
         """Forget `storage`."""
         del self.held[storage]
         self.live_bytes -= self._sizes.pop(storage)
+
+
+def part_of(value: Value, tile: torch.Tensor) -> torch.Tensor:
+    """What a value is of its storage's tile: the slab, as a view, or all of it."""
+    slab = value.slab
+    return tile if slab is None else tile.narrow(slab.dim, slab.start, slab.stop - slab.start)
 
 
 Action = Callable[[Memory], None]

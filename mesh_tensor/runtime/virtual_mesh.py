@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Value
-from .backend import Action, Memory, walk
+from ..program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Value, WaitStep
+from .backend import Action, Memory, part_of, walk
 from .collectives import check_step
 from .dtypes import torch_dtype
 from .elementwise import clone
@@ -55,7 +55,10 @@ class VirtualMesh:
 
         def of_device(memory: Memory) -> Callable[[int], None]:
             held = memory.held
-            columns = [held[name] if is_tile else [memory.scalars[name]] * len(places) for is_tile, name in order]
+            columns = [
+                [memory.scalars[given]] * len(places) if isinstance(given, str) else _parts(given, held[given.storage])
+                for given in order
+            ]
             return lambda rank: kernel(*[column[rank] for column in columns], *places[rank])
 
         if len(places) == 1 or not self._target.threaded:
@@ -69,24 +72,44 @@ class VirtualMesh:
         src, dst = self.program.values[step.src], self.program.values[step.dst]
         check_step(step, src, dst)
         reshard = reshard_of(dst.shape, torch_dtype(dst.dtype), src.sharding, dst.sharding)
-        share = self.last_write[dst.storage] <= here
         source, target = src.storage, dst.storage
-        if source != target:
-            return lambda memory: reshard(memory.held[source], memory.held[target], share=share)
-        if reshard.in_place:
-            return lambda memory: reshard(memory.held[source], memory.held[source], share=share)
+        share = self.last_write[target] <= here and dst.slab is None
+        copies = source == target and not reshard.in_place
 
-        def through_copies(memory: Memory) -> None:
-            tiles = memory.held[source]
-            reshard([clone(tile) for tile in tiles], tiles, share=share)
+        def action(memory: Memory) -> None:
+            tiles = _parts(src, memory.held[source])
+            made = tiles if source == target else _parts(dst, memory.held[target])
+            reshard([clone(tile) for tile in tiles] if copies else tiles, made, share=share)
 
-        return through_copies
+        if step.wait:
+            return action
+
+        def start(memory: Memory) -> None:
+            memory.pending[step.dst] = action
+            if not self._poison:
+                action(memory)
+
+        return start
+
+    def wait(self, step: WaitStep) -> Action:
+        """The collective has run when it was started. With poison it runs now: what used its result too early has found
+        poison."""
+        self._position += 1
+        made, poison = step.collective.dst, self._poison
+
+        def action(memory: Memory) -> None:
+            collective = memory.pending.pop(made)
+            if poison:
+                collective(memory)
+
+        return action
 
     def alloc(self, step: AllocStep) -> Action:
         """Every device gets a tile, unless the caller brought this storage."""
         self._position += 1
         storage = self._storage(step.value)
-        layout = next(self.layouts[name] for name, v in self.program.values.items() if v.storage == storage)
+        wholes = [name for name, value in self.program.values.items() if value.storage == storage and not value.slab]
+        layout = self.layouts[wholes[0]]
         device, poison = self.device, self._poison
 
         def action(memory: Memory) -> None:
@@ -101,18 +124,22 @@ class VirtualMesh:
         storage = self._storage(step.value)
         return lambda memory: memory.drop(storage)
 
-    def _argument_order(self, step: KernelStep) -> list[tuple[bool, str]]:
-        """For every parameter of the step's kernel but the coordinates: (True, storage) or (False, scalar)."""
-        storages = iter([self.program.values[name].storage for name in step.args])
+    def _argument_order(self, step: KernelStep) -> list[Value | str]:
+        """For every parameter of the step's kernel but the coordinates: the value, or the scalar's name."""
+        values = iter([self.program.values[name] for name in step.args])
         scalars = iter(step.scalars)
         params = step.func.params[: len(step.func.params) - len(step.axes)]
-        tensors = [param in step.func.buffer_map for param in params]
-        return [(tensor, next(storages if tensor else scalars)) for tensor in tensors]
+        return [next(values) if param in step.func.buffer_map else next(scalars) for param in params]
 
     def _storage(self, name: str) -> str:
         """The storage of that name, or of the value of that name."""
         values = self.program.values
         return name if any(value.storage == name for value in values.values()) else values[name].storage
+
+
+def _parts(value: Value, tiles: Tiles) -> Tiles:
+    """What a value is of the tiles of its storage."""
+    return tiles if value.slab is None else [part_of(value, tile) for tile in tiles]
 
 
 def _one_by_one(work: Callable[[int], None], count: int) -> None:
@@ -126,7 +153,8 @@ def _last_writes(program: Program) -> dict[str, int]:
     for position, step in enumerate(program.steps):
         if isinstance(step, KernelStep):
             last.update({program.values[name].storage: position for name in step.writes})
-        elif isinstance(step, CollectiveStep):
+        elif isinstance(step, (CollectiveStep, WaitStep)):
+            step = step.collective if isinstance(step, WaitStep) else step
             last[program.values[step.dst].storage] = position
     return last
 
@@ -134,6 +162,8 @@ def _last_writes(program: Program) -> dict[str, int]:
 def _check_storages(program: Program) -> None:
     first: dict[str, Value] = {}
     for value in program.values.values():
+        if value.slab is not None:
+            continue
         other = first.setdefault(value.storage, value)
         if (other.tile_shape, other.dtype) != (value.tile_shape, value.dtype):
             raise AssertionError(

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from ...errors import refuse
-from ...program import CollectiveStep, KernelStep, Program, Step
+from ...program import CollectiveStep, KernelStep, Program, Step, WaitStep
 from .ranks import Ranks
 
 _GRACE = 3.0  # seconds to wait for the others' words
@@ -43,6 +43,7 @@ class Faults:
         names the ranks to blame, any other as it is."""
         number = next((i for i, s in enumerate(program.steps, 1) if s is step), 0)
         doing = f"step {number} of {len(program.steps)}, {_words(step)}"
+        step = step.collective if isinstance(step, WaitStep) else step
         if isinstance(step, CollectiveStep) and isinstance(error, RuntimeError):
             self.blame(error, doing, self._ranks.mesh.group_of(self._ranks.rank, step.axes))
         self.tell(error, doing)
@@ -130,4 +131,6 @@ def _words(step: Step | None) -> str:
         return f"{step.kind}({step.src}{op}) over {', '.join(step.axes)}"
     if isinstance(step, KernelStep):
         return f"kernel {step.name}"
+    if isinstance(step, WaitStep):
+        return f"the end of {_words(step.collective)}"
     return "memory" if step is None else f"{type(step).__name__}({step.value})"

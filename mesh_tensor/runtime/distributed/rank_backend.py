@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ...program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Step
-from ..backend import Action, Memory, walk
+from ...program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Step, WaitStep
+from ..backend import Action, Memory, part_of, walk
 from ..collectives import check_step
 from ..dtypes import poison_value, torch_dtype
 from ..elementwise import clone, fill
@@ -46,9 +48,11 @@ class RankBackend:
         storages = [value.storage for value in values]
         at = self._ranks.mesh.coordinate(self._ranks.rank)
         place = [at[axis] for axis in step.axes]
-        if step.scalars:
+        if step.scalars or any(value.slab for value in values):
             return lambda memory: kernel(
-                *[memory.held[s] for s in storages], *[memory.scalars[name] for name in step.scalars], *place
+                *[part_of(value, memory.held[value.storage]) for value in values],
+                *[memory.scalars[name] for name in step.scalars],
+                *place,
             )
         return lambda memory: kernel(*[memory.held[storage] for storage in storages], *place)
 
@@ -59,14 +63,26 @@ class RankBackend:
         dtype = torch_dtype(dst.dtype)
         exchange = plan_exchange(dst.shape, dtype, src.sharding, dst.sharding, self._ranks)
         source, target = src.storage, dst.storage
-        if source != target or reshard_of(dst.shape, dtype, src.sharding, dst.sharding).in_place:
-            return lambda memory: exchange(memory.held[source], memory.held[target])
-        return lambda memory: exchange(clone(memory.held[source]), memory.held[target])
+        copies = source == target and not reshard_of(dst.shape, dtype, src.sharding, dst.sharding).in_place
+
+        def start(memory: Memory) -> Any:
+            tile = part_of(src, memory.held[source])
+            return exchange.start(clone(tile) if copies else tile, part_of(dst, memory.held[target]))
+
+        def start_only(memory: Memory) -> None:
+            memory.pending[step.dst] = start(memory)
+
+        return start_only if not step.wait else lambda memory: start(memory).wait()
+
+    def wait(self, step: WaitStep) -> Action:
+        """What this rank's tile needs has come in, and is put together."""
+        made = step.collective.dst
+        return lambda memory: memory.pending.pop(made).wait()
 
     def alloc(self, step: AllocStep) -> Action:
         """A tile, unless the caller brought this storage."""
         storage = self._storage(step.value)
-        value = next(v for v in self.program.values.values() if v.storage == storage)
+        value = next(v for v in self.program.values.values() if v.storage == storage and v.slab is None)
         shape, dtype, device, poison = value.tile_shape, torch_dtype(value.dtype), self.device, self._poison
 
         def action(memory: Memory) -> None:
