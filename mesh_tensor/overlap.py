@@ -1,12 +1,12 @@
 """Overlap: run a kernel slab by slab, and the collectives that feed it or take its result beside it.
 
-    bulk                 reduced, 2 slabs                        gathered, 2 slabs
-    kernel A B C         kernel A[0] B C[0]                      start all_gather A[0] -> A.1[0]
-    all_reduce C C.1     start all_reduce C[0] -> C.1[0]         start all_gather A[1] -> A.1[1]
-                         kernel A[1] B C[1]                      wait A.1[0]
-                         start all_reduce C[1] -> C.1[1]         kernel A.1[0] B C[0]
-                         wait C.1[0]                             wait A.1[1]
-                         wait C.1[1]                             kernel A.1[1] B C[1]
+    in bulk        with the result reduced             with an input gathered
+    kernel C       kernel C[0:32]                      start all_gather A[0:32]
+    all_reduce C   start all_reduce C[0:32]            start all_gather A[32:64]
+                   kernel C[32:64]                     wait for A[0:32]
+                   start all_reduce C[32:64]           kernel A[0:32]
+                   wait for C[0:32]                    wait for A[32:64]
+                   wait for C[32:64]                   kernel A[32:64]
 
 Slabs are along the first dim of what is communicated, so that each lies in one piece; `lowering.slabs` says when a
 kernel may be run so. Every element is computed and combined as in bulk, in the same order. What can't be done in
@@ -32,7 +32,7 @@ from .program import (
     Step,
     Value,
     WaitStep,
-    bytes_sent,
+    bytes_moved,
     with_lifetimes,
 )
 from .propagation import dtype_bits
@@ -252,14 +252,14 @@ class _Rewriter:
     def _schedule(self, site: _Site, bounds: Sequence[Bounds], kernels: Sequence[tuple]) -> list[Step]:
         """While slab i is computed, what slab i + 1 needs is on its way, and what slab i - 1 gave."""
         dims = slab_dims(site.kernel, site.factor)
-        feeds = [[self._slab_collective(c, c.dst, site, dims, b, i) for c in site.before] for i, b in enumerate(bounds)]
-        takes = [[self._slab_collective(c, c.src, site, dims, b, i) for c in site.after] for i, b in enumerate(bounds)]
+        feeds = [[self._slab_collective(c, c.dst, site, dims, bound) for c in site.before] for bound in bounds]
+        takes = [[self._slab_collective(c, c.src, site, dims, bound) for c in site.after] for bound in bounds]
         steps: list[Step] = [*feeds[0]]
         for index, (bound, (func, axes)) in enumerate(zip(bounds, kernels, strict=True)):
             steps += feeds[index + 1] if index + 1 < len(bounds) else []
             steps += map(WaitStep, feeds[index])
             names = {
-                site.step.args[position]: self._slab(site.step.args[position], dim, bound, index)
+                site.step.args[position]: self._slab(site.step.args[position], dim, bound)
                 for position, dim in dims.items()
             }
             steps.append(
@@ -278,17 +278,17 @@ class _Rewriter:
         return [*steps, *map(WaitStep, takes[-1])]
 
     def _slab_collective(
-        self, step: CollectiveStep, at_kernel: str, site: _Site, dims: dict[int, int], bound: Bounds, index: int
+        self, step: CollectiveStep, at_kernel: str, site: _Site, dims: dict[int, int], bound: Bounds
     ) -> CollectiveStep:
         dim = dims[site.step.args.index(at_kernel)]
-        src, dst = (self._slab(name, dim, bound, index) for name in (step.src, step.dst))
-        group = math.prod(self.program.mesh.size(axis) for axis in step.axes)
-        return replace(step, src=src, dst=dst, bytes=bytes_sent(step.kind, self.values[src], group), wait=False)
+        src, dst = (self._slab(name, dim, bound) for name in (step.src, step.dst))
+        size = bytes_moved(step.kind, self.values[src], self.values[dst], step.axes)
+        return replace(step, src=src, dst=dst, bytes=size, wait=False)
 
-    def _slab(self, name: str, dim: int, bound: Bounds, index: int) -> str:
+    def _slab(self, name: str, dim: int, bound: Bounds) -> str:
         """The slab of a value, which is a value: as long as the slabs of all devices that split the dim."""
-        whole, made = self.program.values[name], f"{name}[{index}]"
-        start, stop = bound
+        whole, (start, stop) = self.program.values[name], bound
+        made = f"{name}[{', '.join([*([':'] * dim), f'{start}:{stop}'])}]"
         shape = list(whole.shape)
         shape[dim] = (stop - start) * whole.sharding.num_shards(dim)
         self.values[made] = replace(whole, name=made, shape=tuple(shape), slab=Slab(dim, start, stop))
