@@ -11,7 +11,7 @@ SWEEP_ARGS ?=
 FUZZ_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: venv demo test check lint layers types sweep fuzz bench clean
+.PHONY: venv demo test check lint layers types sweep fuzz cuda bench clean
 .DELETE_ON_ERROR:
 
 venv: $(INSTALLED)
@@ -49,6 +49,10 @@ sweep: venv
 # Random kernels until Ctrl-C, or for FUZZ_SECONDS; FUZZ_ARGS="--seed 7 --rounds 1" runs a round again.
 fuzz: venv
 	OMP_NUM_THREADS=1 $(PY) -m tests.fuzz $(FUZZ_ARGS)
+
+# Every local kernel of the CUDA tests for every architecture, with nvcc.
+cuda: venv
+	$(PY) -m tests.runtime.cuda_kernels
 
 bench: venv
 	$(PY) -m benchmarks.bench_lower $(BENCH_ARGS)

@@ -14,6 +14,8 @@ from tvm.target import Target
 
 from ..errors import refuse
 
+_SPECIFIC_FROM = 90  # from Hopper on, the instructions that TileLang uses need the variant "a" of an architecture
+
 
 def compile_for_cuda(func: tirx.PrimFunc) -> Callable[..., None]:
     """A callable on CUDA tensors and numbers in the order of `func`'s parameters, for the current GPU."""
@@ -24,7 +26,7 @@ def compile_for_cuda(func: tirx.PrimFunc) -> Callable[..., None]:
 
 
 def cuda_source(func: tirx.PrimFunc, arch: str = "sm_80") -> str:
-    """The CUDA source of `func` for an architecture such as "sm_80" or "sm_90a". No GPU is needed."""
+    """The CUDA source of `func` for an architecture such as "sm_80", "sm_90a" or "sm_100a". No GPU is needed."""
     target = _target(arch)
     with target:
         return _explained(func, lambda: tilelang.lower(func, target=target).kernel_source)
@@ -40,13 +42,16 @@ def cuda_binary(func: tirx.PrimFunc, arch: str = "sm_80") -> bytes:
 
 
 def _target(arch: str) -> Target:
+    number = arch.removeprefix("sm_")
+    if number.isdigit() and int(number) >= _SPECIFIC_FROM:
+        why = "from sm_90 on, the code uses instructions that nvcc has only for the architecture-specific variant"
+        refuse(f"unsupported architecture {arch!r}", why=why, fix=f"use {arch + 'a'!r}")
     return Target({"kind": "cuda", "arch": arch})
 
 
 def _current_arch() -> str:
-    """From Hopper on, the instructions that TileLang uses need the architecture-specific variant ("a")."""
     major, minor = torch.cuda.get_device_capability()
-    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+    return f"sm_{major}{minor}{'a' if major * 10 + minor >= _SPECIFIC_FROM else ''}"
 
 
 def _explained(func: tirx.PrimFunc, build: Callable[[], Any]) -> Any:

@@ -39,3 +39,10 @@ def test_an_unknown_architecture_names_the_kernel():
         cuda.cuda_source(kernel(), "sm_none")
     assert "kernel 'square_kernel'" in str(caught.value)
     assert "why: " in str(caught.value)
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_an_architecture_without_its_variant(arch):
+    with pytest.raises(MeshTensorError, match=f"unsupported architecture '{arch}'") as caught:
+        cuda.cuda_source(kernel(), arch)
+    assert f"use '{arch}a'" in str(caught.value)
