@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import tvm_ffi
 from tvm import ir, relax, tirx
 
 from ...errors import refuse
@@ -119,7 +120,7 @@ def plain(value: Any) -> Any:
         return tuple(plain(size) for size in value.values)
     if isinstance(value, relax.Tuple):
         return tuple(plain(field) for field in value.fields)
-    if isinstance(value, (ir.Array, list, tuple)):
+    if isinstance(value, (tvm_ffi.Array, list, tuple)):
         return tuple(plain(item) for item in value)
     return value
 
