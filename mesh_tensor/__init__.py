@@ -14,9 +14,16 @@ from .frontend import annotate, mesh_tensor_functions  # noqa: E402
 from .lowering import lower  # noqa: E402
 from .mesh import Mesh  # noqa: E402
 from .program import Program  # noqa: E402
+from .redistribution import RedistributionPlan  # noqa: E402
 from .rules import ShardingRule, sharding_rule  # noqa: E402
-from .runtime import MeshTensor, distribute  # noqa: E402
-from .runtime.distributed import from_dtensor, from_placements, to_dtensor, to_placements  # noqa: E402
+from .runtime import MeshTensor, distribute, plan_redistribution  # noqa: E402
+from .runtime.distributed import (  # noqa: E402
+    from_dtensor,
+    from_placements,
+    redistribute,
+    to_dtensor,
+    to_placements,
+)
 from .sharding import Partial, Replicate, Shard, Sharding  # noqa: E402
 
 __all__ = [
@@ -26,6 +33,7 @@ __all__ = [
     "MeshTensorError",
     "Partial",
     "Program",
+    "RedistributionPlan",
     "Replicate",
     "Shard",
     "Sharding",
@@ -39,6 +47,8 @@ __all__ = [
     "lower",
     "lowering",
     "mesh_tensor_functions",
+    "plan_redistribution",
+    "redistribute",
     "sharding_rule",
     "to_dtensor",
     "to_placements",

@@ -74,6 +74,10 @@ def collect(mesh: Mesh, ndim: int, stated: Sequence[tuple[str, Placement]]) -> t
             continue
         if by_axis.setdefault(axis, normal) != normal:
             problems.append(f"axis {axis!r} {_in_words(by_axis[axis])}, but also {_in_words(normal)}")
+    ops = {axis: placement.op for axis, placement in by_axis.items() if isinstance(placement, Partial)}
+    if len(set(ops.values())) > 1:
+        stated_ops = ", ".join(f"axis {axis!r} by {op}" for axis, op in ops.items())
+        problems.append(f"partial by several ops ({stated_ops}): in which order they are taken would change the value")
     return by_axis, problems
 
 
@@ -82,7 +86,7 @@ def how_to_state(mesh: Mesh, ndim: int) -> str:
     dims = f"one dim of 0..{ndim - 1}, " if ndim else ""
     return (
         f"give each axis ({listing(mesh.axis_names)}) {dims}None to replicate it, or an op under `partial`; "
-        "each axis once"
+        "each axis once, one op for all"
     )
 
 

@@ -6,7 +6,6 @@ kernel has to know which device it is on, it takes the device's coordinates as i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ from .lowering.layouts import Collective, LocalKernel, Tensor
 from .lowering.pipeline import Lowered, lower_kernel
 from .mesh import Mesh
 from .propagation import dtype_bits
+from .redistribution import elements_received
 from .rules.cost import count_flops
 from .sharding import Sharding
 
@@ -77,6 +77,8 @@ class CollectiveStep:
     slice         replicated -> sharded on dst_dim          (nothing is sent)
     to_partial    replicated -> partial(op): only coordinate 0 keeps the value, the others take op's neutral element
                   (nothing is sent)
+    permute       sharded or replicated -> sharded otherwise, or replicated: every device gets one device's whole tile
+    exchange      the same, but every device gets boxes of several devices' tiles
 
     Where it is not to `wait`, it only starts: `src` is not written and `dst` not used before its WaitStep.
     """
@@ -182,17 +184,17 @@ def _step(step: LocalKernel | Collective, values: dict[str, Value], lowered: Low
         scalars = tuple(v.name for v in lowered.scalars)
         return KernelStep(name, step.func, step.args, step.axes, step.writes, count_flops(step.func), scalars)
     move = step.move
-    size = bytes_sent(move.kind, values[step.src], math.prod(lowered.mesh.size(a) for a in move.axes))
+    size = bytes_moved(move.kind, values[step.src], values[step.dst], move.axes)
     return CollectiveStep(
         move.kind, step.src, step.dst, move.axes, move.op, move.src_dim, move.dst_dim, size, step.reason
     )
 
 
-def bytes_sent(kind: str, src: Value, group: int) -> int:
-    """What one device sends, with the usual ring algorithms."""
-    tile = math.prod(src.tile_shape) * dtype_bits(src.dtype) // 8
-    share = {"all_reduce": 2 * (group - 1) / group, "all_gather": group - 1, "slice": 0, "to_partial": 0}
-    return int(tile * share.get(kind, (group - 1) / group))
+def bytes_moved(kind: str, src: Value, dst: Value, axes: tuple[str, ...]) -> int:
+    """What the busiest device of a collective receives, with the usual ring algorithms; at even sizes all devices send
+    and receive as much."""
+    elements = elements_received(kind, src.shape, src.sharding, dst.sharding, axes)
+    return elements * dtype_bits(src.dtype) // 8
 
 
 def with_lifetimes(

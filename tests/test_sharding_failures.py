@@ -50,6 +50,15 @@ def test_partial_that_contradicts():
     )
 
 
+def test_several_ops():
+    message = refusal(Sharding.make, MESH, 2, partial={"x": "sum", "y": "max"}, name="B")
+    assert "partial by several ops (axis 'x' by sum, axis 'y' by max): in which order" in message
+    assert "buffer 'B'" in message
+    assert "one op for all" in message
+    assert "partial by several ops" in refusal(Sharding.parse, MESH, 2, "P[sum], P[max]")
+    assert "partial by several ops" in refusal(Sharding, MESH, 1, ((),), (("x", "sum"), ("y", "min")))
+
+
 def test_unknown_op():
     message = refusal(Sharding.make, MESH, 2, partial={"y": "mean"})
     assert "axis 'y' is partial with unknown op 'mean' (known: 'sum', 'max', 'min', 'prod'" in message

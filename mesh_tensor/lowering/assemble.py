@@ -66,7 +66,8 @@ class _Assembler:
 
     def _step(self, step) -> tirx.Stmt:
         if not isinstance(step, LocalKernel):
-            return collective_block(step.move, self._buffer(step.src), self._buffer(step.dst))
+            before = self.lowered.tensors[step.src].sharding
+            return collective_block(step.move, self._buffer(step.src), self._buffer(step.dst), before)
         func = s_tir.renew_defs(step.func)  # kernels share variables, one function may not
         kernel = func.body.block.body if isinstance(func.body, tirx.SBlockRealize) else func.body
         tensors = [p for p in func.params if p in func.buffer_map]

@@ -6,17 +6,19 @@
         T.evaluate(mesh.all_gather(src_region, dst_region, src_dim, axis, ...))
 
 `reduce_scatter` has the operation and then the dim it scatters, `all_to_all` the dim it gathers and the one it splits,
-`slice` the dim it splits, `to_partial` the operation. The axes come last, in mesh order.
+`slice` the dim it splits, `to_partial` the operation, `permute` and `exchange` the layouts before and after as texts.
+The axes come last, in mesh order.
 """
 
 from __future__ import annotations
 
 from tvm import ir, tirx
 
-from .reshard import Move
+from ..redistribution import DIRECT_KINDS, Move
+from ..sharding import Sharding
 from .rewrite import region_call
 
-#: Every collective that the language has; `broadcast` and `permute` are there for kernels' authors and for runtimes.
+#: Every collective that the language has; `broadcast` is there for kernels' authors and for runtimes.
 NAMES = (
     "all_reduce",
     "all_gather",
@@ -24,6 +26,7 @@ NAMES = (
     "all_to_all",
     "broadcast",
     "permute",
+    "exchange",
     "slice",
     "to_partial",
 )
@@ -39,9 +42,11 @@ def register() -> None:
             ir.register_op_attr(full, "TScriptPrinterName", full)
 
 
-def collective_block(move: Move, src: tirx.Buffer, dst: tirx.Buffer) -> tirx.Stmt:
-    """The block that turns `src` into `dst`."""
+def collective_block(move: Move, src: tirx.Buffer, dst: tirx.Buffer, before: Sharding | None = None) -> tirx.Stmt:
+    """The block that turns `src` into `dst`. Of a permute or an exchange, `before` says how `src` lies."""
     args: list[object] = [_whole(src, 1), _whole(dst, 2)]
+    if move.kind in DIRECT_KINDS:
+        args += [tirx.StringImm(str(before)), tirx.StringImm(str(move.after))]
     if move.op is not None:
         args.append(tirx.StringImm(move.op))
     args += [dim for dim in (move.src_dim, move.dst_dim) if dim is not None]

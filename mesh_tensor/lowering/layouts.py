@@ -8,9 +8,10 @@ from tvm import tirx
 
 from ..mesh import Mesh
 from ..propagation import Assignment
+from ..redistribution import Move
 from ..rules.sharding_rule import Analysis
 from ..sharding import Sharding
-from .reshard import Move, plan_moves
+from .reshard import plan_for
 from .splits import Split
 
 
@@ -145,7 +146,7 @@ class Layouts:
         return name
 
     def _reshard(self, now: Tensor, wanted: Sharding, reason: str) -> Tensor:
-        for move in plan_moves(now.sharding, wanted):
+        for move in plan_for(now.sharding, wanted, now.shape):
             name = self._fresh(now.name.split(".")[0])
             in_place = move.kind == "all_reduce" and now.storage not in self.inputs
             storage = now.storage if in_place else name

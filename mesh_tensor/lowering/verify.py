@@ -18,12 +18,12 @@ from tvm import arith, ir, tirx
 from ..frontend import INFO_ATTR, MESH_ATTR, TILES_ATTR
 from ..mesh import Mesh
 from ..propagation import tile_extent
+from ..redistribution import DIRECT_KINDS, Move, direct_move
 from ..rules.statements import buffer_params
 from ..sharding import Sharding
 from .bounds import accesses_outside
 from .collectives import NAMES
 from .layouts import Collective, LocalKernel, Tensor
-from .reshard import Move
 from .shrink import ceildiv
 
 if TYPE_CHECKING:
@@ -223,6 +223,8 @@ def illegal_move(src: Sharding, move: Move) -> list[str]:
         for a in others
         if src.placement(a) != after.placement(a)
     ]
+    if move.kind in DIRECT_KINDS:
+        return found + _illegal_direct_move(src, move)
     for axis in move.axes:
         before, now = src.placement(axis), after.placement(axis)
         expected = _EXPECTED.get(move.kind)
@@ -232,6 +234,16 @@ def illegal_move(src: Sharding, move: Move) -> list[str]:
         if dim is not None and layout.dims[dim][-len(move.axes) :] != move.axes:
             found.append(f"axes {move.axes} are not the innermost of dim {dim} in {layout}")
     return found
+
+
+def _illegal_direct_move(src: Sharding, move: Move) -> list[str]:
+    """Boxes go where they are needed: over all the axes that this takes, and as they are."""
+    if src.partial != move.after.partial:
+        return [f"it goes from {src} to {move.after}, which changes what is partial"]
+    expected = direct_move(src, move.after)
+    if (move.kind, move.axes) != (expected.kind, expected.axes):
+        return [f"from {src} to {move.after} leads the {expected.kind} over {', '.join(expected.axes)}"]
+    return []
 
 
 _EXPECTED = {

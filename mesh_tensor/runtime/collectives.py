@@ -12,6 +12,7 @@ import torch
 
 from ..errors import listing, refuse
 from ..program import CollectiveStep, Value
+from ..redistribution import DIRECT_KINDS, direct_move
 from ..sharding import Partial, Placement, Replicate, Shard, Sharding
 from .elementwise import clone
 from .mesh_tensor import MeshTensor, of_tiles
@@ -126,14 +127,27 @@ _KINDS: dict[str, Callable[[CollectiveStep], tuple[Placement, ...]]] = {
 
 def check_step(step: CollectiveStep, src: Value, dst: Value) -> None:
     """A program's collective says what its values' layouts say."""
+    if step.kind in DIRECT_KINDS:
+        _check_direct(step, src, dst)
+        return
     if step.kind not in _KINDS:
-        refuse(f"unknown collective {step.kind!r}", where=f"{step.src} -> {step.dst}", fix=listing(tuple(_KINDS)))
+        known = listing((*_KINDS, *DIRECT_KINDS))
+        refuse(f"unknown collective {step.kind!r}", where=f"{step.src} -> {step.dst}", fix=f"use one of {known}")
     before, after = _KINDS[step.kind](step)
     placements = src.sharding.placements()
     if any(placements[axis] != before for axis in step.axes):
         raise AssertionError(f"{step.kind} over {step.axes} takes {before} of {step.src}, which is {src.sharding}")
     if (expected := placements | dict.fromkeys(step.axes, after)) != dst.sharding.placements():
         raise AssertionError(f"{step.kind} over {step.axes} gives {step.dst} {expected}, but it is {dst.sharding}")
+
+
+def _check_direct(step: CollectiveStep, src: Value, dst: Value) -> None:
+    if src.sharding.partial != dst.sharding.partial:
+        raise AssertionError(f"{step.kind} of {step.src} can't change what is partial: {src.sharding}, {dst.sharding}")
+    expected = direct_move(src.sharding, dst.sharding)
+    if (step.kind, step.axes) != (expected.kind, expected.axes):
+        leads = f"{expected.kind} over {expected.axes}"
+        raise AssertionError(f"{step.kind} over {step.axes} of {step.src}, but {leads} leads to {dst.sharding}")
 
 
 def _dim(dim: int | None) -> int:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
 
 import torch
 
 from ..errors import refuse
 from ..mesh import Mesh
+from ..redistribution import RedistributionPlan
 from ..sharding import Sharding
 from .placement import Layout, layout_of
 from .reshard import reshard_of
@@ -88,14 +91,16 @@ class MeshTensor:
         return out
 
     def redistribute(self, sharding: ShardingLike) -> MeshTensor:
-        """The same tensor in another layout on the same mesh."""
+        """The same tensor in another layout on the same mesh: the bits that `plan_redistribution`'s plan gives, in as
+        few copies as can be."""
         wanted = as_sharding(self.mesh, len(self.shape), sharding)
-        if wanted == self.sharding:
-            return self
-        layout = layout_of(self.shape, self.dtype, wanted)
-        tiles = layout.allocate(self.device)
-        reshard_of(self.shape, self.dtype, self.sharding, wanted)(self._tiles, tiles, share=True)
-        return of_tiles(tiles, layout)
+        made = self
+        for before, after in pairwise(_planned(self.shape, self.dtype, self.sharding, wanted).stages):
+            layout = layout_of(self.shape, self.dtype, after)
+            tiles = layout.allocate(self.device)
+            reshard_of(self.shape, self.dtype, before, after)(made._tiles, tiles, share=True)
+            made = of_tiles(tiles, layout)
+        return made
 
     def _rank(self, device: int | Mapping[str, int]) -> int:
         if isinstance(device, Mapping):
@@ -117,6 +122,32 @@ def distribute(tensor: torch.Tensor, mesh: Mesh | Mapping[str, int], sharding: S
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     layout = layout_of(tuple(tensor.shape), tensor.dtype, as_sharding(mesh, tensor.ndim, sharding))
     return of_tiles(layout.spread(tensor.detach(), share=True), layout)
+
+
+def plan_redistribution(
+    shape: Sequence[int], dtype: torch.dtype, src: Sharding, dst: ShardingLike
+) -> RedistributionPlan:
+    """How `redistribute` brings a tensor of global `shape` and `dtype` from layout `src` to `dst`, a dict from axis to
+    dim, a text or a Sharding. `print` shows the steps with the bytes that a device receives.
+
+    >>> mesh = Mesh({"x": 4})
+    >>> print(plan_redistribution((64, 64), torch.float32, Sharding.make(mesh, 2, {"x": 0}), {"x": 1}))
+    (64, 64) float32, 'S[0]' -> 'S[1]' on Mesh({"x": 4}): 3072 bytes per device
+      step        over  layout after  bytes per device
+      all_to_all  x     S[1]          3,072
+    """
+    if not isinstance(src, Sharding):
+        refuse(
+            f"the layout {src!r} is of no mesh",
+            where="plan_redistribution",
+            fix="pass a Sharding (Sharding.make or Sharding.parse makes one, and tensors have one)",
+        )
+    return _planned(tuple(shape), dtype, src, as_sharding(src.mesh, src.ndim, dst))
+
+
+@lru_cache(maxsize=1024)
+def _planned(shape: tuple[int, ...], dtype: torch.dtype, src: Sharding, dst: Sharding) -> RedistributionPlan:
+    return RedistributionPlan.make(shape, _name(dtype), dtype.itemsize, src, dst)
 
 
 def as_sharding(mesh: Mesh, ndim: int, sharding: ShardingLike) -> Sharding:

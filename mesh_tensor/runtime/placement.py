@@ -12,7 +12,6 @@ from functools import lru_cache
 
 import torch
 
-from ..errors import refuse
 from ..sharding import Sharding
 from .combine import combiner
 from .dtypes import neutral, poison_value
@@ -44,9 +43,7 @@ class Layout:
         self.tile_shape: tuple[int, ...] = sharding.tile_shape(self.shape)
         self.tile_bytes = math.prod(self.tile_shape) * self.dtype.itemsize
         self._strides = _strides(self.tile_shape)
-        ops = {op for _, op in sharding.partial}
-        self._op = ops.pop() if len(ops) == 1 else None
-        self._mixed = bool(ops)
+        self._op = sharding.partial[0][1] if sharding.partial else None
         self._tiles = self._describe()
         self._owners = sorted({tile.owner for tile in self._tiles})
         self._is_one = sharding.mesh.num_devices == 1
@@ -89,7 +86,6 @@ class Layout:
         borrow = borrow and tensor.data_ptr() % _ALIGNMENT == 0
         if borrow and self._is_one:
             return [tensor]
-        self._check_reducible()
         made: dict[int, torch.Tensor] = {}
         tiles = []
         for tile in self._tiles:
@@ -117,7 +113,6 @@ class Layout:
         """Write into `out` the global tensor that `tiles` are; views into `out` are there already."""
         if self._is_one and tiles[0] is out:
             return
-        self._check_reducible()
         for rank in self._owners:
             tile = self._tiles[rank]
             if self.shape and not tile.box:
@@ -154,15 +149,6 @@ class Layout:
     def _new(self, device: torch.device, poison: bool) -> torch.Tensor:
         new = torch.empty(self.tile_shape, dtype=self.dtype, device=device)
         return fill(new, poison_value(self.dtype)) if poison else new
-
-    def _check_reducible(self) -> None:
-        if self._mixed:
-            refuse(
-                f"a tensor that is partial with several ops has no global value: {self.sharding}",
-                where=str(self.sharding.mesh),
-                why="the order of the ops is not known",
-                fix="keep it as tiles, or reduce one axis after the other",
-            )
 
 
 @lru_cache(maxsize=256)

@@ -14,7 +14,6 @@ from itertools import product
 
 import torch
 
-from ..errors import refuse
 from ..sharding import Partial, Shard, Sharding
 from .combine import combiner
 from .dtypes import neutral
@@ -50,10 +49,10 @@ class Reshard:
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, src: Sharding, dst: Sharding) -> None:
         self.deliveries = tuple(_deliveries(tuple(shape), src, dst))
-        ops = _reduced_ops(src, dst)
-        self.combine = combiner(ops[0] if ops else "max", dtype)
-        blanks = _blank_ops(src, dst)
-        self.blank = neutral(dtype, blanks[0]) if blanks else 0
+        reduced = [op for axis, op in src.partial if dst.placement(axis) != Partial(op)]
+        self.combine = combiner(reduced[0] if reduced else "max", dtype)
+        started = [op for axis, op in dst.partial if src.placement(axis) != Partial(op)]
+        self.blank = neutral(dtype, started[0]) if started else 0
         self.in_place = src.tile_shape(shape) == dst.tile_shape(shape) and all(map(_stays, self.deliveries))
 
     def __call__(self, src: Tiles, dst: Tiles, *, share: bool = False) -> None:
@@ -90,25 +89,6 @@ def _stays(delivery: Delivery) -> bool:
     whole = all(not piece.region for piece in delivery.pieces)
     senders = {rank for piece in delivery.pieces for rank, _ in piece.sources}
     return whole and senders <= set(delivery.ranks)
-
-
-def _reduced_ops(src: Sharding, dst: Sharding) -> list[str]:
-    ops = {op for axis, op in src.partial if dst.placement(axis) != Partial(op)}
-    if len(ops) > 1:
-        refuse(
-            f"a value that is partial with several ops ({', '.join(sorted(ops))}) can't be reduced in one go",
-            where=f"{src} -> {dst} on {src.mesh}",
-            why="the order of the ops is not known",
-            fix="reduce one axis after the other",
-        )
-    return sorted(ops)
-
-
-def _blank_ops(src: Sharding, dst: Sharding) -> list[str]:
-    ops = {op for axis, op in dst.partial if src.placement(axis) != Partial(op)}
-    if len(ops) > 1:
-        refuse(f"can't become partial with several ops at once: {src} -> {dst}", fix="go axis by axis")
-    return sorted(ops)
 
 
 def _deliveries(shape: tuple[int, ...], src: Sharding, dst: Sharding) -> Iterator[Delivery]:

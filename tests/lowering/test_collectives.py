@@ -5,7 +5,7 @@ from tvm import ir, tirx
 
 import mesh_tensor as mt
 from mesh_tensor.lowering.collectives import NAMES, collective_block, register
-from mesh_tensor.lowering.reshard import Move
+from mesh_tensor.redistribution import Move
 
 MESH = mt.Mesh({"x": 2, "y": 2})
 LAYOUT = mt.Sharding.make(MESH, 2)

@@ -80,3 +80,10 @@ def shardings(mesh: Mesh, ndim: int, op: str | None = "sum") -> Iterator[Shardin
     choices = [Replicate(), *(Shard(dim) for dim in range(ndim)), *([Partial(op)] if op else [])]
     for places in itertools.product(choices, repeat=len(mesh)):
         yield Sharding.of(mesh, ndim, dict(zip(mesh, places, strict=True)))
+
+
+def layouts(mesh: Mesh, ndim: int) -> list[Sharding]:
+    """Every layout of a tensor of `ndim` dims on `mesh`, with sums, and a few with maxima."""
+    plain = list(shardings(mesh, ndim))
+    maxima = [s for s in shardings(mesh, ndim, "max") if s.partial]
+    return plain + maxima[:: max(1, len(maxima) // 3)]

@@ -10,6 +10,7 @@ from .dtensor import (
     to_placements,
 )
 from .ranks import ranks_of
+from .redistribution import redistribute
 
 __all__ = [
     "dtensor_maker",
@@ -18,6 +19,7 @@ __all__ = [
     "is_dtensor",
     "lies_like_torch",
     "ranks_of",
+    "redistribute",
     "to_dtensor",
     "to_placements",
 ]

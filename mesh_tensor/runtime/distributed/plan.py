@@ -1,17 +1,21 @@
-"""Which exchanges bring a tensor from one layout to another."""
+"""Which exchanges bring a tensor from one layout to another: in one move, or along a plan's."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
+from ...redistribution import plan_moves
 from ...sharding import Sharding
 from ..combine import Combine
+from ..elementwise import fill
 from ..reshard import Delivery, Piece, reshard_of
 from .exchange import Exchange, Form, Pending
 from .ranks import Group, Ranks
+from .senders import share_out
 
 _IN_CHUNKS_FROM = 1 << 22  # bytes to send: from here on an all-reduce goes chunk by chunk instead of tile to everybody
 
@@ -60,15 +64,47 @@ def plan_exchange(
     """This rank's part in going from `src` to `dst`. All ranks of the mesh have to plan it, in the same order."""
     reshard = reshard_of(shape, dtype, src, dst)
     form = Form(src.tile_shape(shape), dst.tile_shape(shape), dtype)
-    group = _group_for(reshard.deliveries, src, dst, ranks)
-    mine = next((delivery for delivery in reshard.deliveries if ranks.rank in delivery.ranks), None)
-    if group and mine and _in_chunks(reshard.deliveries, len(group.members), form):
+    deliveries = share_out(reshard.deliveries, src, dst, form.src_shape)
+    group = _group_for(deliveries, ranks)
+    mine = next((delivery for delivery in deliveries if ranks.rank in delivery.ranks), None)
+    if group and mine and _in_chunks(deliveries, len(group.members), form):
         ordered = [source for source, _ in mine.pieces[0].sources]
         return ChunkedAllReduce(ranks.rank, group, ordered, form, reshard.combine)
-    return Exchange(reshard.deliveries, ranks.rank, group, form, reshard.combine, reshard.blank)
+    return Exchange(deliveries, ranks.rank, group, form, reshard.combine, reshard.blank)
 
 
-def _group_for(deliveries: Sequence[Delivery], src: Sharding, dst: Sharding, ranks: Ranks) -> Group | None:
+class Change:
+    """This rank's part in a redistribution: the plan's moves, one exchange each. All ranks of the mesh have to make
+    it, and to call it, in the same order."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, src: Sharding, dst: Sharding, ranks: Ranks) -> None:
+        layouts = [src, *(move.after for move in plan_moves(src, dst, shape))]
+        self._steps = [
+            (
+                plan_exchange(shape, dtype, before, after, ranks),
+                after.tile_shape(shape),
+                reshard_of(shape, dtype, before, after).in_place,
+            )
+            for before, after in pairwise(layouts)
+        ]
+        self._padded = dst.valid_extent(shape, ranks.rank) != dst.tile_shape(shape)
+
+    def __call__(self, tile: torch.Tensor) -> torch.Tensor:
+        """The new tile of this rank, from the old one, which is not written. Padding is zero."""
+        now = tile
+        for number, (exchange, shape, in_place) in enumerate(self._steps, 1):
+            if in_place and now is not tile:
+                exchange(now, now)
+                continue
+            new = torch.empty(shape, dtype=tile.dtype, device=tile.device)
+            if self._padded and number == len(self._steps):
+                fill(new, 0)
+            exchange(now, new)
+            now = new
+        return now
+
+
+def _group_for(deliveries: Sequence[Delivery], ranks: Ranks) -> Group | None:
     """The smallest group in which everything that is sent stays; None if nothing is."""
     mesh = ranks.mesh
     pairs = {

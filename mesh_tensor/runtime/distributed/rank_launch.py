@@ -15,9 +15,8 @@ from ..backend import Memory
 from ..dtypes import poison_value, torch_dtype
 from ..elementwise import clone, copy, fill
 from ..kernels import Target
-from .exchange import Exchange
 from .faults import Faults
-from .plan import ChunkedAllReduce, plan_exchange
+from .plan import Change
 from .rank_backend import RankBackend
 from .ranks import Ranks
 
@@ -87,7 +86,7 @@ class RankLaunch:
         self._ports = [self._port(parameter) for parameter in program.parameters]
         self.ports = {port.name: port for port in self._ports}
         self.inputs = sum(port.input is not None for port in self._ports)
-        self._changes: dict[tuple, Exchange | ChunkedAllReduce] = {}
+        self._changes: dict[tuple, Change] = {}
 
     def __call__(
         self, locals_: Mapping[str, torch.Tensor | None], scalars: Mapping[str, int | float], entangled: bool = False
@@ -117,15 +116,12 @@ class RankLaunch:
         """The tile in another layout. All ranks have to ask."""
         key = (tiling.shape, tiling.dtype, tiling.sharding, to)
         if key not in self._changes:
-            self._changes[key] = plan_exchange(*key, self.ranks)
-        new = Tiling(tiling.shape, tiling.dtype, to, self.ranks.rank)
-        out = fill(torch.empty(new.tile_shape, dtype=tiling.dtype, device=tile.device), 0)
+            self._changes[key] = Change(*key, self.ranks)
         try:
-            self._changes[key](tile, out)
+            return self._changes[key](tile)
         except RuntimeError as error:
             doing = f"a change of layout, '{tiling.sharding}' -> '{to}'"
             self._faults.blame(error, doing, range(self.ranks.mesh.num_devices))
-        return out
 
     @staticmethod
     def _write(tiling: Tiling, tile: torch.Tensor, given: torch.Tensor) -> None:

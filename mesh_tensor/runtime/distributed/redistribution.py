@@ -1,0 +1,123 @@
+"""redistribute: a tensor in another layout: MeshTensors in this process, DTensors on the ranks that hold them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ...errors import MeshTensorError, refuse
+from ...sharding import Sharding
+from ..mesh_tensor import MeshTensor, ShardingLike, as_sharding
+from .agree import agree
+from .dtensor import (
+    as_dtensor,
+    from_placements,
+    is_dtensor,
+    lies_like_torch,
+    local_part,
+    major_only,
+    mesh_of,
+    to_placements,
+)
+from .faults import Faults
+from .plan import Change
+from .rank_launch import Tiling
+from .ranks import Ranks, ranks_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def redistribute(tensor: MeshTensor | DTensor, sharding: ShardingLike) -> Any:
+    """The tensor, a MeshTensor or a DTensor, in another layout on its mesh; `plan_redistribution` says by which steps.
+
+    `sharding` is a dict from axis to dim, a text or a Sharding. A DTensor's axes are named as its DeviceMesh names
+    them, or `axis0`, `axis1` ...; every rank has to call it, and the result is a DTensor with the placements of
+    `sharding`. What is in that layout already is given back as it is; else the result has memory of its own, and no
+    gradient.
+
+    Raises:
+        MeshTensorError: it is no such tensor, the sharding does not fit it, ranks ask for different things, or one
+        fails.
+    """
+    if isinstance(tensor, MeshTensor):
+        return tensor.redistribute(sharding)
+    if not is_dtensor(tensor):
+        refuse(
+            f"redistribute takes a MeshTensor or a DTensor, not {type(tensor).__name__}",
+            fix="give a plain tensor a layout with mt.distribute or torch.distributed.tensor.distribute_tensor",
+        )
+    mesh = mesh_of(tensor.device_mesh)
+    ranks = ranks_of(mesh, tensor.device_mesh, tensor.device.type)
+    with torch.no_grad():
+        return _changes_on(ranks).redistribute(tensor, sharding)
+
+
+class _Changes:
+    """The redistributions that were asked for on some ranks: agreed on once, made ready once."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self._faults = ranks, Faults(ranks, "mt.redistribute")
+        self._agreed: set[tuple] = set()
+        self._changes: dict[tuple, Change] = {}
+
+    def redistribute(self, tensor: DTensor, sharding: ShardingLike) -> DTensor:
+        self._faults.begin()
+        mesh, shape = self._ranks.mesh, tuple(tensor.shape)
+        try:
+            src = from_placements(mesh, tensor.ndim, tensor.placements)
+            wanted = as_sharding(mesh, tensor.ndim, sharding)
+        except MeshTensorError as error:
+            self._refused(error, tensor.device)
+            raise
+        self._agree(tensor, src, wanted)
+        if src == wanted:
+            return tensor
+        if not lies_like_torch(src, shape):
+            src = major_only(src)
+            tensor = tensor.redistribute(placements=to_placements(src))
+        possible = wanted if lies_like_torch(wanted, shape) else major_only(wanted)
+        local = local_part(tensor)
+        if src != possible:
+            local = self._change(Tiling(shape, tensor.dtype, src, self._ranks.rank), possible, local)
+        made = as_dtensor(local, self._ranks.device_mesh, possible, shape)
+        return made if possible == wanted else made.redistribute(placements=to_placements(wanted))
+
+    def _agree(self, tensor: DTensor, src: Sharding, wanted: Sharding) -> None:
+        """All ranks ask for the same; found out the first time."""
+        key = (tensor.shape, tensor.dtype, src, wanted)
+        if key in self._agreed:
+            return
+        asked = f"{tuple(tensor.shape)} {tensor.dtype}, '{src}' -> '{wanted}'"
+        agree(self._ranks, self._faults, tensor.device, {"kernel": "mt.redistribute", "redistributions": asked})
+        self._agreed.add(key)
+
+    def _refused(self, error: MeshTensorError, device: torch.device) -> None:
+        if self._agreed:
+            self._faults.tell(error, "the checks of the call")
+        else:
+            agree(self._ranks, self._faults, device, {}, refusal=str(error))
+
+    def _change(self, tiling: Tiling, to: Sharding, local: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the tensor in another layout."""
+        key = (tiling.shape, tiling.dtype, tiling.sharding, to)
+        if key not in self._changes:
+            self._changes[key] = Change(*key, self._ranks)
+        tile = local.contiguous() if local.shape == tiling.tile_shape else tiling.tile(local)
+        try:
+            new = self._changes[key](tile)
+        except RuntimeError as error:
+            doing = f"'{tiling.sharding}' -> '{to}' of a tensor {tiling.shape} {tiling.dtype}"
+            self._faults.blame(error, doing, range(self._ranks.mesh.num_devices))
+        return Tiling(tiling.shape, tiling.dtype, to, self._ranks.rank).valid(new)
+
+
+_changes: WeakKeyDictionary[Ranks, _Changes] = WeakKeyDictionary()
+
+
+def _changes_on(ranks: Ranks) -> _Changes:
+    if ranks not in _changes:
+        _changes[ranks] = _Changes(ranks)
+    return _changes[ranks]
