@@ -19,6 +19,7 @@ from .mesh import Mesh
 from .propagation import dtype_bits
 from .redistribution import elements_received
 from .rules.cost import count_flops
+from .rules.ops import OpCall
 from .sharding import Sharding
 
 
@@ -63,6 +64,21 @@ class KernelStep:
     writes: tuple[str, ...]
     flops: int
     scalars: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class OpStep:
+    """One device calls an operator on the tiles of `args`; what it gives are the tiles of `results`, in memory of their
+    own or views of the operands. `call` has the tiles' shapes as the operator knows them: values may have their dims
+    taken apart further. `whole`: the results that have to lie in one piece, for who uses them. `where` names the
+    binding."""
+
+    call: OpCall
+    args: tuple[str, ...]
+    results: tuple[str, ...]
+    whole: frozenset[str]
+    flops: int
+    where: str
 
 
 @dataclass(frozen=True)
@@ -116,7 +132,7 @@ class FreeStep:
     value: str
 
 
-Step = KernelStep | CollectiveStep | WaitStep | AllocStep | FreeStep
+Step = KernelStep | OpStep | CollectiveStep | WaitStep | AllocStep | FreeStep
 
 
 @dataclass(frozen=True)
@@ -211,7 +227,8 @@ def with_lifetimes(
         for storage in dict.fromkeys(uses[index]):
             if storage not in alive:
                 alive.add(storage)
-                result.append(AllocStep(storage))
+                if not isinstance(step, OpStep):  # its results come with their memory
+                    result.append(AllocStep(storage))
         result.append(step)
         for storage in dict.fromkeys(uses[index]):
             if last[storage] == index and storage not in kept | outputs:
@@ -223,6 +240,8 @@ def names_in(step: Step) -> tuple[str, ...]:
     """The values that a step uses."""
     if isinstance(step, KernelStep):
         return step.args
+    if isinstance(step, OpStep):
+        return (*step.args, *step.results)
     if isinstance(step, WaitStep):
         step = step.collective
     return (step.src, step.dst) if isinstance(step, CollectiveStep) else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .lowering.verify import collectives_in, leftovers, raise_on
-from .program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Step, Value, WaitStep, names_in
+from .program import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Program, Step, Value, WaitStep, names_in
 
 
 def verify_program(program: Program) -> None:
@@ -54,6 +54,8 @@ def _lifetimes(program: Program) -> list[str]:
                 found.append(f"step {number}: {step.value} is freed, but is no workspace that is there")
             alive.discard(step.value)
         else:
+            if isinstance(step, OpStep):
+                alive |= {program.values[name].storage for name in step.results}
             gone = {program.values[name].storage for name in names_in(step)} - alive
             found += [f"step {number}: {storage} is used while it has no memory" for storage in sorted(gone)]
     found += [f"workspace {storage} is never freed" for storage in sorted(alive - inputs - outputs)]

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ..program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Value, WaitStep
+from ..program import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Program, Value, WaitStep
 
 T = TypeVar("T")
 Meaning_co = TypeVar("Meaning_co", covariant=True)
@@ -22,6 +22,9 @@ class StepMeanings(Protocol[Meaning_co]):
 
     def kernel(self, step: KernelStep) -> Meaning_co:
         """A device runs a local kernel."""
+
+    def op(self, step: OpStep) -> Meaning_co:
+        """A device calls an operator."""
 
     def collective(self, step: CollectiveStep) -> Meaning_co:
         """Groups of devices change a value's layout, or begin to."""
@@ -40,6 +43,7 @@ def walk(program: Program, meanings: StepMeanings[T]) -> list[T]:
     """The meaning of every step of `program`, in order."""
     meaning_of: dict[type, Callable[[Any], T]] = {
         KernelStep: meanings.kernel,
+        OpStep: meanings.op,
         CollectiveStep: meanings.collective,
         WaitStep: meanings.wait,
         AllocStep: meanings.alloc,
@@ -65,8 +69,8 @@ class Memory:
     def hold(self, storage: str, local: Any, nbytes: int) -> None:
         """From now on `storage` is `local`, of `nbytes` on each device."""
         self.held[storage] = local
+        self.live_bytes += nbytes - self._sizes.get(storage, 0)
         self._sizes[storage] = nbytes
-        self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def drop(self, storage: str) -> None:

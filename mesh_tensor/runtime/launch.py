@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..program import Parameter, Program
+from ..program import OpStep, Parameter, Program
 from .backend import Memory
 from .dtypes import torch_dtype
 from .elementwise import clone, copy
@@ -23,7 +23,8 @@ AnyTensor = torch.Tensor | MeshTensor
 class _Port:
     """A parameter of the program: where its input comes in, where its output comes out, and in which layouts.
 
-    `overwritten`: the steps write to the input's storage. `in_place`: what they leave there is the output."""
+    `overwritten`: the steps write to the input's storage. `in_place`: what they leave there is the output.
+    `comes_made`: an operator makes the output, in memory of its own."""
 
     name: str
     input: Layout | None
@@ -32,6 +33,7 @@ class _Port:
     output_storage: str
     overwritten: bool
     in_place: bool
+    comes_made: bool
 
 
 class Launch:
@@ -66,7 +68,7 @@ class Launch:
         for port in self._ports:
             if port.output is not None:
                 tensor = targets[port.name] = self._target(port, tensors[port.name], as_mesh_tensors)
-                if not port.in_place:
+                if not port.in_place and not port.comes_made:
                     memory.hold(port.output_storage, self._room(port, tensor, direct), port.output.tile_bytes)
         self._mesh.run(memory)
         self.peak_bytes = max(self.peak_bytes, memory.peak_bytes)
@@ -136,6 +138,7 @@ def _port(parameter: Parameter, program: Program, mesh: VirtualMesh) -> _Port:
     values = program.values
     taken = values[parameter.input].storage if parameter.input else ""
     given = values[parameter.output].storage if parameter.output else ""
+    made = {values[name].storage for step in program.steps if isinstance(step, OpStep) for name in step.results}
     return _Port(
         name=parameter.name,
         input=mesh.layouts[parameter.input] if parameter.input else None,
@@ -144,4 +147,5 @@ def _port(parameter: Parameter, program: Program, mesh: VirtualMesh) -> _Port:
         output_storage=given,
         overwritten=taken in mesh.last_write,
         in_place=bool(taken) and taken == given,
+        comes_made=given in made,
     )

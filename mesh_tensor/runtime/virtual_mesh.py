@@ -10,12 +10,13 @@ from collections.abc import Callable
 
 import torch
 
-from ..program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Value, WaitStep
+from ..program import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Program, Value, WaitStep
 from .backend import Action, Memory, part_of, walk
 from .collectives import check_step
 from .dtypes import torch_dtype
 from .elementwise import clone
 from .kernels import Target
+from .op_steps import differs_by_rank, tile_function
 from .placement import layout_of
 from .reshard import reshard_of
 from .threads import device_threads
@@ -64,6 +65,32 @@ class VirtualMesh:
         if len(places) == 1 or not self._target.threaded:
             return lambda memory: _one_by_one(of_device(memory), len(places))
         return lambda memory: device_threads().run(of_device(memory), len(places))
+
+    def op(self, step: OpStep) -> Action:
+        """All devices call the operator; those whose operands are the same tensors call it once and share the
+        results."""
+        self._position += 1
+        by_rank = [tile_function(step, self.program, rank) for rank in range(self.program.mesh.num_devices)]
+        names = [self.program.values[name].storage for name in step.args]
+        results = [self.program.values[name].storage for name in step.results]
+        sizes = [self.layouts[name].tile_bytes for name in step.results]
+        alike = not differs_by_rank(step)
+
+        def action(memory: Memory) -> None:
+            operands = list(zip(*(memory.held[name] for name in names), strict=True)) or [()] * len(by_rank)
+            leaders = _leaders(operands) if alike else list(range(len(operands)))
+            work = sorted(set(leaders))
+            made: dict[int, list[torch.Tensor]] = {}
+
+            def of_device(index: int) -> None:
+                rank = work[index]
+                made[rank] = by_rank[rank](*operands[rank])
+
+            _run_apart(of_device, len(work))
+            for position, (name, size) in enumerate(zip(results, sizes, strict=True)):
+                memory.hold(name, [made[leader][position] for leader in leaders], size)
+
+        return action
 
     def collective(self, step: CollectiveStep) -> Action | None:
         """Tiles change from the layout of `src` to that of `dst`. Devices that end with the same tile share it where
@@ -140,6 +167,25 @@ class VirtualMesh:
 def _parts(value: Value, tiles: Tiles) -> Tiles:
     """What a value is of the tiles of its storage."""
     return tiles if value.slab is None else [part_of(value, tile) for tile in tiles]
+
+
+def _leaders(operands: list[tuple[torch.Tensor, ...]]) -> list[int]:
+    """Per device, the first one whose operands are the same tensors."""
+    first: dict[tuple[int, ...], int] = {}
+    return [first.setdefault(tuple(map(id, tiles)), rank) for rank, tiles in enumerate(operands)]
+
+
+def _run_apart(work: Callable[[int], None], count: int) -> None:
+    """Devices at the same time, torch in each of them with one thread; a single one with all of torch's threads."""
+    threads = torch.get_num_threads()
+    if count == 1 or threads == 1:
+        device_threads().run(work, count)
+        return
+    torch.set_num_threads(1)
+    try:
+        device_threads().run(work, count)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _one_by_one(work: Callable[[int], None], count: int) -> None:

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from ...program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Step, WaitStep
+from ...program import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Program, Step, WaitStep
 from ..backend import Action, Memory, part_of, walk
 from ..collectives import check_step
 from ..dtypes import poison_value, torch_dtype
 from ..elementwise import clone, fill
 from ..kernels import Target
+from ..op_steps import tile_function
 from ..reshard import reshard_of
 from .faults import Faults
 from .plan import plan_exchange
@@ -55,6 +56,19 @@ class RankBackend:
                 *place,
             )
         return lambda memory: kernel(*[memory.held[storage] for storage in storages], *place)
+
+    def op(self, step: OpStep) -> Action:
+        """The operator on this rank's tiles."""
+        function = tile_function(step, self.program, self._ranks.rank)
+        names = [self.program.values[name].storage for name in step.args]
+        results = [self.program.values[name].storage for name in step.results]
+
+        def action(memory: Memory) -> None:
+            made = function(*[memory.held[name] for name in names])
+            for name, tile in zip(results, made, strict=True):
+                memory.hold(name, tile, tile.nbytes)
+
+        return action
 
     def collective(self, step: CollectiveStep) -> Action | None:
         """This rank's tile changes from the layout of `src` to that of `dst`."""

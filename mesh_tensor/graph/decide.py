@@ -1,0 +1,111 @@
+"""What every mesh axis splits in every operator: the factor with which the fewest bytes move and the least work is
+repeated, given the values' layouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+from ..mesh import Mesh
+from ..propagation import dtype_bits
+from ..redistribution import RedistributionPlan
+from ..rules.ops.cost import count_flops
+from ..sharding import Partial, Placement, Shard, Sharding
+from .atoms import AtomFactors, Atoms, NodeRule
+from .ir import Node
+from .propagate import Layouts, tensors_of
+
+Split = Mapping[str, str | None]  # axis -> factor
+# What a device could compute while it receives a byte: where two splits move about as much, the one that repeats less
+# work wins. CPU ranks are near 50, GPUs with fast links near 2000.
+_FLOPS_PER_BYTE = 64
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the axes split in a node, and the layouts that follow for its operands and results."""
+
+    split: dict[str, str]
+    needed: tuple[Sharding, ...]
+    produced: tuple[Sharding, ...]
+
+
+class Decider:
+    """Decides node by node; the same question is answered once."""
+
+    def __init__(self, mesh: Mesh, atoms: Atoms, layouts: Layouts) -> None:
+        self._mesh, self._atoms, self._layouts = mesh, atoms, layouts
+        self._known: dict[tuple, dict[str, str]] = {}
+
+    def decide(self, node: Node) -> Decision:
+        """The cheapest split of a node. Where costs tie, more axes split, then the first factor named wins."""
+        rule = self._atoms.rules[node]
+        tensors = [(self._atoms.shape(v), v.type.dtype, self._layouts.of[v], f) for v, f in tensors_of(node, rule)]
+        key = (node.call.name, tuple(tensors), tuple(rule.reduced.items()), len(node.inputs))
+        if key not in self._known:
+            self._known[key] = self._cheapest(node, rule, tensors)
+        split = self._known[key]
+        needed = tuple(operand_layout(self._mesh, factors, split) for factors in rule.inputs)
+        produced = tuple(result_layout(self._mesh, factors, split, rule) for factors in rule.outputs)
+        return Decision(split, needed, produced)
+
+    def _cheapest(self, node: Node, rule: NodeRule, tensors: list[tuple]) -> dict[str, str]:
+        best: tuple[tuple, dict[str, str]] | None = None
+        for order, split in enumerate(self._splits(rule, tensors)):
+            cost = count_flops(node.call) // math.prod(self._mesh.size(a) for a in split) // _FLOPS_PER_BYTE
+            for index, (shape, dtype, layout, factors) in enumerate(tensors):
+                if index < len(node.inputs):
+                    src, dst = layout, operand_layout(self._mesh, factors, split)
+                else:
+                    src, dst = result_layout(self._mesh, factors, split, rule), layout
+                cost += bytes_moved(shape, dtype, src, dst)
+            rank = (cost, -len(split), order)
+            if best is None or rank < best[0]:
+                best = (rank, split)
+        assert best is not None
+        return best[1]
+
+    def _splits(self, rule: NodeRule, tensors: list[tuple]) -> Iterator[dict[str, str]]:
+        """All ways to give each axis one of the factors that it splits in some tensor's layout, or none. Results
+        come first: owner computes."""
+        choices = []
+        for axis in self._mesh:
+            found = [factors[p] for _, _, s, factors in reversed(tensors) if (p := s.dim_of(axis)) is not None]
+            choices.append(list(dict.fromkeys([*(f for f in found if f is not None), None])))
+        for combination in product(*choices):
+            split = {a: f for a, f in zip(self._mesh, combination, strict=True) if f is not None}
+            if _one_op(rule, split):
+                yield split
+
+
+def operand_layout(mesh: Mesh, factors: AtomFactors, split: Split) -> Sharding:
+    """How an operand with these factors has to lie."""
+    places = {axis: Shard(factors.index(f)) for axis, f in split.items() if f in factors}
+    return Sharding.of(mesh, len(factors), places)
+
+
+def result_layout(mesh: Mesh, factors: AtomFactors, split: Split, rule: NodeRule) -> Sharding:
+    """How a result with these factors comes out."""
+    places: dict[str, Placement] = {}
+    for axis, factor in split.items():
+        if factor in factors:
+            places[axis] = Shard(factors.index(factor))
+        elif factor in rule.reduced:
+            places[axis] = Partial(rule.reduced[factor])
+    return Sharding.of(mesh, len(factors), places)
+
+
+@lru_cache(maxsize=65536)
+def bytes_moved(shape: tuple[int, ...], dtype: str, src: Sharding, dst: Sharding) -> int:
+    """What one device receives when a tensor goes from one layout to another."""
+    if src == dst:
+        return 0
+    return RedistributionPlan.make(shape, dtype, max(1, dtype_bits(dtype) // 8), src, dst).bytes
+
+
+def _one_op(rule: NodeRule, split: Split) -> bool:
+    """A result can't be pending with two different ops."""
+    return len({rule.reduced[f] for f in split.values() if f in rule.reduced}) < 2

@@ -1,0 +1,74 @@
+"""What every step of an ExplicitGraph is as a Relax expression on tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import relax
+
+from ..rules.ops import LocalCall
+from ..rules.ops.wide import make_wide
+from .atoms import Atoms
+from .explicit import Cast, Fill, Form, Run, Step
+from .propagate import plain_sharding
+
+Tile = Callable[[Form], relax.Expr]
+
+
+def tile_shape(form: Form, atoms: Atoms) -> tuple[int, ...]:
+    """The shape that every device allocates for a form, with the value's own dims."""
+    return atoms.merge(form.value, form.sharding.tile_shape(atoms.shape(form.value)))
+
+
+def tile_info(form: Form, atoms: Atoms) -> relax.TensorStructInfo:
+    """The struct info of a form's tile."""
+    return relax.TensorStructInfo(tile_shape(form, atoms), form.dtype)
+
+
+def local_call(step: Step, atoms: Atoms, tile: Tile) -> relax.Expr:
+    """The expression that makes the step's results of its operands' tiles."""
+    if isinstance(step, Run):
+        return _run(step, atoms, tile)
+    if isinstance(step, Cast):
+        return relax.op.astype(tile(step.src), step.dst.dtype)
+    refined = relax.ShapeExpr(atoms.shape(step.src.value))
+    layout = relax.StringImm(step.src.sharding.text())
+    if isinstance(step, Fill):
+        args = [refined, layout, relax.ShapeExpr(step.dims), relax.StringImm(step.op)]
+        return packed("mesh.fill_padding", [tile(step.src), *args], tile_info(step.dst, atoms))
+    args = [refined, layout, relax.StringImm(step.dst.sharding.text()), relax.StringImm(", ".join(step.move.axes))]
+    return packed(f"mesh.{step.move.kind}", [tile(step.src), *args], tile_info(step.dst, atoms))
+
+
+def packed(name: str, args: list[relax.Expr], info: relax.StructInfo) -> relax.Call:
+    """A call of a registered function that has no side effects."""
+    return relax.op.call_pure_packed(name, *args, sinfo_args=[info])
+
+
+def outputs_of(step: Step) -> tuple[Form, ...]:
+    """The forms that a step makes."""
+    return step.outputs if isinstance(step, Run) else (step.dst,)
+
+
+def inputs_of(step: Step) -> tuple[Form, ...]:
+    """The forms that a step takes."""
+    return step.inputs if isinstance(step, Run) else (step.src,)
+
+
+def scopes_of(step: Step) -> tuple:
+    """The calls that a step stands in."""
+    return step.node.scopes if isinstance(step, Run) else step.scopes
+
+
+def _run(step: Run, atoms: Atoms, tile: Tile) -> relax.Expr:
+    node, rule = step.node, atoms.rules[step.node].rule
+    local = LocalCall(
+        node.call,
+        tuple(tile(form) for form in step.inputs),
+        tuple(tile_shape(form, atoms) for form in step.inputs),
+        tuple(tile_shape(form, atoms) for form in step.outputs),
+        tuple(plain_sharding(form.sharding, form.value, atoms) for form in step.inputs),
+    )
+    if any(form.dtype != form.value.type.dtype for form in step.outputs):
+        return make_wide(local)
+    return rule.localize(local) if rule.localize else local.again()

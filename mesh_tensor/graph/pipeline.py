@@ -1,0 +1,64 @@
+"""The way of a module from global view to a Program, in order: read, rules, atoms, propagate, reshards, program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from tvm import ir
+
+from ..mesh import Mesh
+from ..rules.ops import OpRule, has_rule, rule_of
+from ..rules.ops.table import whole_rule
+from .atoms import Atoms, find_atoms
+from .explicit import ExplicitGraph
+from .ir import Graph, Node
+from .localize import localize
+from .propagate import Layouts, propagate
+from .reader import Annotations, read_graph
+from .reshards import insert_reshards
+from .to_program import ModuleProgram, to_program
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """A function of a module, planned for a mesh: every stage of its way."""
+
+    graph: Graph
+    atoms: Atoms
+    layouts: Layouts
+    explicit: ExplicitGraph
+    made: ModuleProgram
+
+    @cached_property
+    def local_module(self) -> ir.IRModule:
+        """The Relax module that one device runs."""
+        return localize(self.explicit)
+
+
+def plan_module(
+    mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotations, *, replicate_unknown: bool = False
+) -> ModulePlan:
+    """Plan a function of known sizes.
+
+    Raises:
+        MeshTensorError: an operator has no rule (and `replicate_unknown` is not set), a size is symbolic, ...
+    """
+    graph = read_graph(mod, function, mesh, annotations)
+    rules = {node: _rule(node, replicate_unknown) for node in graph.nodes}
+    atoms = find_atoms(graph, rules)
+    layouts = propagate(graph, atoms)
+    explicit = insert_reshards(graph, atoms, layouts)
+    return ModulePlan(graph, atoms, layouts, explicit, to_program(explicit))
+
+
+def _rule(node: Node, replicate_unknown: bool) -> OpRule:
+    if node.is_annotation:
+        return OpRule((_dims(node),), (_dims(node),), moves=True)
+    if replicate_unknown and not has_rule(node.call.name):
+        return whole_rule(node.call)
+    return rule_of(node.call)
+
+
+def _dims(node: Node) -> tuple[str, ...]:
+    return tuple(f"d{dim}" for dim in range(node.call.inputs[0].ndim))

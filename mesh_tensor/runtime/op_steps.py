@@ -1,0 +1,39 @@
+"""What an OpStep is on one device: a function from tiles to tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..program import OpStep, Program
+from .ops import torch_function
+
+TileFunction = Callable[..., list[torch.Tensor]]
+
+
+def tile_function(step: OpStep, program: Program, rank: int) -> TileFunction:
+    """The step as a function of the operands' tiles on the device `rank`; it gives the results' tiles."""
+    function = torch_function(step.call, program.mesh, rank)
+    stored = [program.values[name].tile_shape for name in step.args]
+    known = [tensor.shape for tensor in step.call.inputs]
+    merge = [shape if shape != tile else None for tile, shape in zip(stored, known, strict=True)]
+    tiles = [program.values[name].tile_shape for name in step.results]
+    split = [tile if tile != tensor.shape else None for tile, tensor in zip(tiles, step.call.outputs, strict=True)]
+    whole = [name in step.whole for name in step.results]
+
+    def run(*operands: torch.Tensor) -> list[torch.Tensor]:
+        made = function(*[_as(tile, shape) for tile, shape in zip(operands, merge, strict=True)])
+        results = [_as(tile, shape) for tile, shape in zip(made, split, strict=True)]
+        return [tile.contiguous() if one else tile for tile, one in zip(results, whole, strict=True)]
+
+    return run
+
+
+def differs_by_rank(step: OpStep) -> bool:
+    """Whether the operator looks at where the device stands."""
+    return step.call.name == "call_pure_packed"
+
+
+def _as(tile: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
+    return tile if shape is None else tile.reshape(shape)
