@@ -54,9 +54,9 @@ fuzz: venv
 cuda: venv
 	$(PY) -m tests.runtime.cuda_kernels
 
+# Everything that has a peer, beside it; BENCH_ARGS="ranks gpu" runs some. `python -m benchmarks.bench_...` says more.
 bench: venv
-	$(PY) -m benchmarks.bench_lower $(BENCH_ARGS)
-	$(PY) -m benchmarks.bench_run $(BENCH_ARGS)
+	$(PY) -m benchmarks $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -98,7 +98,8 @@ def _ms(times: Sequence[float]) -> str:
 
 def header(title: str) -> str:
     """The title of a report with its commit, hardware, versions and command."""
-    command = " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    module = f"benchmarks.{Path(sys.argv[0]).stem}".removesuffix(".__main__")
+    command = " ".join(["python", "-m", module, *sys.argv[1:]])
     return "\n".join(
         [
             f"# {title}",

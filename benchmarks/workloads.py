@@ -46,6 +46,15 @@ def matmul_rows(size: int, devices: int) -> tuple[tvm.tirx.PrimFunc, tvm.tirx.Pr
     return kernel, mt.annotate(kernel, mt.Mesh({"x": devices}), M_SPLIT)
 
 
+def matmul_on_gpu(
+    size: int, block_M: int, block_N: int, block_K: int, num_stages: int, threads: int
+) -> tvm.tirx.PrimFunc:
+    """A square bfloat16 matmul on a mesh of one device."""
+    blocks = {"block_M": block_M, "block_N": block_N, "block_K": block_K}
+    kernel = matmul(size, size, size, **blocks, num_stages=num_stages, threads=threads, dtype="bfloat16")
+    return mt.annotate(kernel, mt.Mesh({"x": 1}), {"A": {}, "B": {}, "C": {}})
+
+
 def matmul_k_split(size: int, devices: int) -> tvm.tirx.PrimFunc:
     """A square matmul that contracts a split dim, in blocks for a CPU."""
     kernel = matmul(size, size, size, **_BLOCKS)

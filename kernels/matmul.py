@@ -16,6 +16,8 @@ def matmul(
     dtype="float32",
     accum_dtype="float32",
     out_dtype=None,
+    num_stages=2,
+    threads=128,
 ):
     """`C[m, n] = sum_k A[m, k] * B[k, n]`; A is stored (K, M) if `trans_A`, B is stored (N, K) if `trans_B`."""
     A_shape, A_block = ((K, M), (block_K, block_M)) if trans_A else ((M, K), (block_M, block_K))
@@ -27,12 +29,12 @@ def matmul(
         B: T.Tensor(B_shape, dtype),
         C: T.Tensor((M, N), out_dtype or dtype),
     ):
-        with T.Kernel(T.ceildiv(N, block_N), T.ceildiv(M, block_M), threads=128) as (bx, by):
+        with T.Kernel(T.ceildiv(N, block_N), T.ceildiv(M, block_M), threads=threads) as (bx, by):
             A_shared = T.alloc_shared(A_block, dtype)
             B_shared = T.alloc_shared(B_block, dtype)
             C_local = T.alloc_fragment((block_M, block_N), accum_dtype)
             T.clear(C_local)
-            for ko in T.Pipelined(T.ceildiv(K, block_K), num_stages=2):
+            for ko in T.Pipelined(T.ceildiv(K, block_K), num_stages=num_stages):
                 if trans_A:
                     T.copy(A[ko * block_K, by * block_M], A_shared)
                 else:
