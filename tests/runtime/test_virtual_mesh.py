@@ -1,10 +1,12 @@
 """Programs on the virtual mesh: steps, storages, coordinates, scalars and the bytes that a device holds."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from mesh_tensor import Mesh
-from mesh_tensor.program import AllocStep, FreeStep, KernelStep
+from mesh_tensor.program import AllocStep, FreeStep, KernelStep, WaitStep
 from mesh_tensor.runtime import distribute
 from mesh_tensor.runtime.kernels import Target, find_target
 from mesh_tensor.runtime.launch import Launch
@@ -180,3 +182,15 @@ def test_an_error_of_one_device_reaches_the_caller():
     launch = Launch(program(mesh, values, steps, ["A", ">B"]), target)
     with pytest.raises(RuntimeError, match="device 1 failed"):
         launch({"A": torch.zeros(8), "B": None}, {"alpha": 1.0, "n": 1})
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_what_is_used_before_its_wait_is_poison(early):
+    mesh = Mesh({"x": 2})
+    values = [value("A", (4,), mesh, {"x": 0}), value("W", (4,), mesh, {}), value("B", (4,), mesh, {})]
+    gather = replace(collective("all_gather", "A", "W", "x", src_dim=0), wait=False)
+    use, wait = step(add_one_kernel(4), ["W", "B"], ["B"]), WaitStep(gather)
+    steps = [AllocStep("W"), AllocStep("B"), gather, *((use, wait) if early else (wait, use)), FreeStep("W")]
+    kern = kernel_of(add_one_kernel(4), program(mesh, values, steps, ["A", ">B"]), poison=True)
+    a = torch.randn(4)
+    assert kern(a).isnan().all() if early else torch.equal(kern(a), a + 1)
