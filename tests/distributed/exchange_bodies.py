@@ -14,6 +14,7 @@ from mesh_tensor.runtime.distributed.plan import plan_exchange
 from mesh_tensor.runtime.distributed.ranks import Ranks
 from mesh_tensor.runtime.mesh_tensor import of_tiles
 from mesh_tensor.runtime.placement import layout_of
+from mesh_tensor.runtime.reshard import reshard_of
 from tests.runtime.reference import garbage, scatter, shardings
 
 DTYPES = [
@@ -109,7 +110,9 @@ def part_of_a_device_mesh(rank: int) -> None:
 
 def same_as_virtual(ranks: Ranks, source: MeshTensor, dst: Sharding, in_place: bool = False) -> None:
     """Bring `source` to `dst` on these ranks and on the virtual mesh."""
-    expected = source.redistribute(dst)
+    layout = layout_of(source.shape, source.dtype, dst)
+    expected = of_tiles(layout.allocate(source.device), layout)
+    reshard_of(source.shape, source.dtype, source.sharding, dst)(list(source.tiles()), list(expected.tiles()))
     src = source.padded_tile(ranks.rank).clone()
     change = plan_exchange(source.shape, source.dtype, source.sharding, dst, ranks)
     out = src if in_place else garbage(dst.tile_shape(source.shape), source.dtype)
