@@ -55,10 +55,16 @@ def matmul_on_gpu(
     return mt.annotate(kernel, mt.Mesh({"x": 1}), {"A": {}, "B": {}, "C": {}})
 
 
-def matmul_k_split(size: int, devices: int) -> tvm.tirx.PrimFunc:
-    """A square matmul that contracts a split dim, in blocks for a CPU."""
-    kernel = matmul(size, size, size, **_BLOCKS)
+def matmul_k_split(size: int, devices: int, depth: int = 0) -> tvm.tirx.PrimFunc:
+    """A matmul that contracts a split dim, in blocks for a CPU; square unless there is a `depth`."""
+    kernel = matmul(size, size, depth or size, **_BLOCKS)
     return mt.annotate(kernel, mt.Mesh({"x": devices}), {"A": {"x": 1}, "B": {"x": 0}, "C": {}})
+
+
+def matmul_gathered(size: int, devices: int, depth: int = 0) -> tvm.tirx.PrimFunc:
+    """The same with the columns split, where A comes split along the dim that is contracted and has to be gathered."""
+    kernel = matmul(size, size, depth or size, **_BLOCKS)
+    return mt.annotate(kernel, mt.Mesh({"x": devices}), {"A": {"x": 1}, "B": {"x": 1}, "C": {"x": 1}})
 
 
 def megatron_mlp(tokens: int, model: int, hidden: int, devices: int) -> tuple[tvm.tirx.PrimFunc, tvm.tirx.PrimFunc]:
