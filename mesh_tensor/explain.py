@@ -49,7 +49,7 @@ def _factors(lowered: Lowered) -> list[str]:
         rows.append((name, size, kind.split(":")[0], ", ".join(axes) or "-", tile, why))
     unused = [axis for axis, factor in assignment.axes.items() if factor is None]
     notes = [f"  axis {axis} splits nothing: {assignment.reasons[axis]}" for axis in unused]
-    return [*_table(rows), *notes]
+    return [*table(rows), *notes]
 
 
 def _buffers(program: Program, lowered: Lowered) -> list[str]:
@@ -61,7 +61,7 @@ def _buffers(program: Program, lowered: Lowered) -> list[str]:
         shape = " x ".join(map(str, value.shape))
         tile = " x ".join(map(str, value.tile_shape))
         rows.append((parameter.name, shape, value.dtype, "(any)" if asked is None else asked, "; ".join(used), tile))
-    return _table(rows)
+    return table(rows)
 
 
 def _layouts_used(program: Program, name: str) -> list[str]:
@@ -85,7 +85,7 @@ def _steps(program: Program) -> list[str]:
             rows.append((kind, step.src, ", ".join(step.axes), f"{step.bytes:,}", "", why))
         elif isinstance(step, WaitStep):
             rows.append((f"wait {step.collective.kind}", step.collective.dst, "", "", "", ""))
-    return _table(rows)
+    return table(rows)
 
 
 def _overlap(program: Program) -> list[str]:
@@ -125,7 +125,7 @@ def _tile_bytes(value: Value) -> int:
     return math.prod(value.tile_shape) * dtype_bits(value.dtype) // 8
 
 
-def _table(rows: Iterable[Sequence[object]]) -> list[str]:
+def table(rows: Iterable[Sequence[object]]) -> list[str]:
     """Left-aligned columns, two spaces apart; the first row is the header."""
     texts = [[_text(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in texts) for column in range(len(texts[0]))]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ..rules.ops import OpRule
 from ..rules.ops.rule import Dim, atoms_of
+from ..sharding import Sharding
 from .ir import Graph, Node, Value
 
 Sizes = tuple[int, ...]
@@ -73,6 +74,31 @@ def find_atoms(graph: Graph, rules: dict[Node, OpRule]) -> Atoms:
         for value in graph.values()
     }
     return Atoms(of, {node: _Refinement(node, rule, classes, broken).refine(of) for node, rule in rules.items()})
+
+
+def plain_sharding(sharding: Sharding, dims: tuple[Sizes, ...]) -> Sharding | None:
+    """A layout over atoms as one over the dims that they make up, if it is one: only first atoms are split, and evenly
+    where more follow."""
+    start, axes = 0, []
+    for atoms in dims:
+        uneven = len(atoms) > 1 and atoms[0] % sharding.num_shards(start) != 0
+        if uneven or any(sharding.axes_of(p) for p in range(start + 1, start + len(atoms))):
+            return None
+        axes.append(sharding.axes_of(start))
+        start += len(atoms)
+    return Sharding(sharding.mesh, len(dims), tuple(axes), sharding.partial)
+
+
+def made_plain(sharding: Sharding, dims: tuple[Sizes, ...]) -> Sharding:
+    """The layout over atoms in which no dim is split that isn't split in contiguous tiles."""
+    start = 0
+    for atoms in dims:
+        uneven = len(atoms) > 1 and atoms[0] % sharding.num_shards(start) != 0
+        for position in range(start if uneven else start + 1, start + len(atoms)):
+            for axis in sharding.axes_of(position):
+                sharding = sharding.with_replicate(axis)
+        start += len(atoms)
+    return sharding
 
 
 @dataclass(frozen=True)

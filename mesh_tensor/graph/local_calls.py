@@ -8,9 +8,8 @@ from tvm import relax
 
 from ..rules.ops import LocalCall
 from ..rules.ops.wide import make_wide
-from .atoms import Atoms
+from .atoms import Atoms, plain_sharding
 from .explicit import Cast, Fill, Form, Run, Step
-from .propagate import plain_sharding
 
 Tile = Callable[[Form], relax.Expr]
 
@@ -67,7 +66,7 @@ def _run(step: Run, atoms: Atoms, tile: Tile) -> relax.Expr:
         tuple(tile(form) for form in step.inputs),
         tuple(tile_shape(form, atoms) for form in step.inputs),
         tuple(tile_shape(form, atoms) for form in step.outputs),
-        tuple(plain_sharding(form.sharding, form.value, atoms) for form in step.inputs),
+        tuple(plain_sharding(form.sharding, atoms.of[form.value]) for form in step.inputs),
     )
     if any(form.dtype != form.value.type.dtype for form in step.outputs):
         return make_wide(local)

@@ -165,16 +165,3 @@ def refine_sharding(sharding: Sharding, value: Value, atoms: Atoms) -> dict[str,
         places[axis] = (even or large or list(positions))[0]
         taken[places[axis]] *= parts
     return places
-
-
-def plain_sharding(sharding: Sharding, value: Value, atoms: Atoms) -> Sharding | None:
-    """The layout over the value's own dims, if there is one: only first atoms are split, evenly where more follow."""
-    shape = atoms.shape(value)
-    dims = []
-    for dim in range(value.type.ndim):
-        first, *rest = atoms.positions(value, dim)
-        uneven = bool(rest) and shape[first] % sharding.num_shards(first) != 0
-        if uneven or any(sharding.axes_of(p) for p in rest):
-            return None
-        dims.append(sharding.axes_of(first))
-    return Sharding(sharding.mesh, value.type.ndim, tuple(dims), sharding.partial)

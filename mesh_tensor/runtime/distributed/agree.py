@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import refuse
-from ...program import CollectiveStep, KernelStep, Program
+from ...program import CollectiveStep, KernelStep, OpStep, Program
 from .faults import Faults
 from .ranks import Ranks
 
@@ -22,6 +22,7 @@ def program_facts(program: Program, target: str, layouts: Mapping[str, str]) -> 
     """All that has to be the same on every rank, by topic, as text. `layouts`: parameter -> how its argument lies."""
     values = program.values.values()
     kernels = [step.func.script(show_meta=True) for step in program.steps if isinstance(step, KernelStep)]
+    ops = [f"{s.results} = {s.call.expr}" for s in program.steps if isinstance(s, OpStep)]
     steps = [f"{s.kind}({s.src}, {s.dst}, {s.axes}, {s.op})" for s in program.steps if isinstance(s, CollectiveStep)]
     return {
         "version of mesh_tensor": _version(),
@@ -32,7 +33,7 @@ def program_facts(program: Program, target: str, layouts: Mapping[str, str]) -> 
         "layouts": ", ".join(f"{value.name} '{value.sharding}'" for value in values),
         "layouts of the arguments": ", ".join(f"{name} '{layout}'" for name, layout in layouts.items()),
         "target": target,
-        "steps": "\n".join([*steps, *kernels]),
+        "steps": "\n".join([*steps, *ops, *kernels]),
     }
 
 

@@ -1,0 +1,173 @@
+"""distribute_module: from a Relax module in global view to a callable on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tvm import ir
+
+from .errors import refuse
+from .graph.annotations import annotate_module, read_module_annotations
+from .graph.pipeline import ModulePlan, plan_module
+from .mesh import Mesh
+from .module_explain import explain_module
+from .module_inputs import ModuleSignature, bound
+from .module_launch import ModuleLaunch
+from .module_ranks import RankModuleLaunch
+from .program import Program
+from .runtime.distributed import is_dtensor, ranks_of
+from .runtime.distributed.dtensor import mesh_of
+from .runtime.kernels import find_target
+from .runtime.mesh_tensor import ShardingLike
+
+
+def distribute_module(
+    mod: ir.IRModule,
+    mesh: Any = None,
+    shardings: Mapping[str, ShardingLike] | None = None,
+    *,
+    weights: Mapping[str, Any] | None = None,
+    function: str = "main",
+    target: str = "auto",
+    strict: bool = False,
+    replicate_unknown: bool = False,
+) -> MeshModule:
+    """Make a Relax module callable on a mesh.
+
+    Args:
+        mod: the module in global view, with annotations (`annotate_module`, `R.dist.annotate_sharding`) or without.
+        mesh: a Mesh, a dict, or a DeviceMesh of torch's, on whose ranks the module then runs; None takes the mesh that
+            the module's annotations are for.
+        shardings: layouts of named parameters and values, as `annotate_module` takes them.
+        weights: parameters that stay: split once. What is left of the parameters is passed at every call.
+        function: the function to run.
+        target: where kernels run, as in `compile`.
+        strict: refuse annotations that contradict each other, instead of changing layouts between them.
+        replicate_unknown: compute operators without a sharding rule on whole tensors, on every device.
+
+    Returns:
+        The callable. It is planned here, or at the first call with new sizes if the function has symbolic ones.
+
+    Raises:
+        MeshTensorError: what was asked for can't be done; the message names the binding and the operator.
+    """
+    if shardings:
+        if mesh is None:
+            refuse("shardings without a mesh", fix="pass the mesh that they are for")
+        named = mesh_of(mesh) if type(mesh).__name__ == "DeviceMesh" else Mesh(mesh)
+        mod = annotate_module(mod, named, shardings, function)
+    return MeshModule(
+        mod,
+        mesh,
+        weights=weights or {},
+        function=function,
+        target=target,
+        strict=strict,
+        replicate_unknown=replicate_unknown,
+    )
+
+
+class MeshModule:
+    """A module on a mesh: takes global torch tensors, MeshTensors or DTensors in the order of the function's parameters
+    that are no weights, or by name; gives what the function returns. If any argument is a MeshTensor (a DTensor), all
+    results are.
+
+    It runs on a virtual mesh; if it was made for a DeviceMesh, or gets DTensors, on that one's ranks. There, global
+    tensors are the same on every rank."""
+
+    def __init__(
+        self,
+        mod: ir.IRModule,
+        mesh: Any,
+        *,
+        weights: Mapping[str, Any],
+        function: str,
+        target: str,
+        strict: bool,
+        replicate_unknown: bool,
+    ) -> None:
+        self._mod, self._function, self._target = mod, function, find_target(target)
+        self._strict, self._replicate_unknown = strict, replicate_unknown
+        self._signature = ModuleSignature(mod, function)
+        self._signature.check(weights)
+        self._weights = dict(weights)
+        self._device_mesh = mesh if type(mesh).__name__ == "DeviceMesh" else _device_mesh(weights)
+        named = mesh_of(mesh) if mesh is self._device_mesh and mesh is not None else mesh
+        self._stated = read_module_annotations(mod, function, None if named is None else Mesh(named), strict=strict)
+        self.mesh = self._stated.mesh
+        self._plans: dict[tuple[int, ...], ModulePlan] = {}
+        self._launches: dict[tuple, ModuleLaunch | RankModuleLaunch] = {}
+        self._plan: ModulePlan | None = None
+        if not self._signature.symbols:
+            self._plan = self._planned({})
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        tensors = self._signature.bind(self._weights, args, named)
+        sizes = self._signature.check(tensors)
+        launch = self._launch(sizes, self._device_mesh or _device_mesh(tensors))
+        with torch.no_grad():
+            return launch({name: tensor for name, tensor in tensors.items() if name not in self._weights})
+
+    @property
+    def plan(self) -> ModulePlan:
+        """Every stage of the module's way, for the sizes of the last call."""
+        if self._plan is None:
+            refuse(
+                f"module function {self._function!r} has no plan yet: it has symbolic sizes",
+                fix="call it first; its plan is then that of the sizes it was called with",
+            )
+        return self._plan
+
+    @property
+    def program(self) -> Program:
+        """The steps of every device, for the sizes of the last call."""
+        return self.plan.made.program
+
+    @property
+    def local_module(self) -> ir.IRModule:
+        """The Relax module that one device runs, for the sizes of the last call."""
+        return self.plan.local_module
+
+    def explain(self) -> str:
+        """What was decided, why, and what it costs."""
+        return explain_module(self.plan)
+
+    def _launch(self, sizes: Mapping[Any, int], device_mesh: Any) -> ModuleLaunch | RankModuleLaunch:
+        plan = self._plan = self._planned(sizes)
+        key = (self._key(sizes), device_mesh)
+        if key not in self._launches:
+            if device_mesh is None:
+                self._launches[key] = ModuleLaunch(plan, self._target, self._weights)
+            else:
+                ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
+                self._launches[key] = RankModuleLaunch(plan, self._target, ranks, self._weights)
+        return self._launches[key]
+
+    def _planned(self, sizes: Mapping[Any, int]) -> ModulePlan:
+        key = self._key(sizes)
+        if key not in self._plans:
+            mod = bound(self._mod, self._function, sizes)
+            stated = self._stated.annotations
+            plan = plan_module(mod, self._function, self.mesh, stated, replicate_unknown=self._replicate_unknown)
+            self._check_strict(plan)
+            self._plans[key] = plan
+        return self._plans[key]
+
+    def _key(self, sizes: Mapping[Any, int]) -> tuple[int, ...]:
+        return tuple(sizes[var] for var in self._signature.symbols)
+
+    def _check_strict(self, plan: ModulePlan) -> None:
+        if self._strict and plan.layouts.conflicts:
+            refuse(
+                [str(conflict) for conflict in plan.layouts.conflicts],
+                where=f"module function {self._function!r}, strict",
+                why="the annotations ask for different layouts there",
+                fix="annotate the values between them so that they agree, or leave out strict",
+            )
+
+
+def _device_mesh(tensors: Mapping[str, Any]) -> Any:
+    """The DeviceMesh of the DTensors among the tensors, if there are any."""
+    return next((tensor.device_mesh for tensor in tensors.values() if is_dtensor(tensor)), None)
