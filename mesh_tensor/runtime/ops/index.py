@@ -17,8 +17,8 @@ Tensor = torch.Tensor
 
 @placed_torch_op("take")
 def _take(call: OpCall, place: Place) -> Function:
-    """`fast` (what TVM does with indices out of range is undefined): they are refused, or poison in tiles; `clip` takes
-    the nearest, `wrap` goes round."""
+    """`clip` takes the nearest index of those out of range, `wrap` goes round; with `fast` they are undefined in TVM:
+    negative ones count from the end, others are refused, or poison in tiles."""
     axis, mode, shape = call.attr("axis"), call.attr("mode", "fast"), call.outputs[0].shape
     dim = 0 if axis is None else call.axis(axis)
     size = math.prod(call.inputs[0].shape) if axis is None else call.inputs[0].shape[dim]
@@ -74,6 +74,8 @@ def _local_take(call: OpCall, place: Place) -> Function:
             index = index.clamp(0, size - 1)
         elif "wrap" in mode:
             index = index.remainder(size)
+        else:
+            index = torch.where(index < 0, index + size, index)
         mine = (index >= first) & (index < first + held)
         if not held:
             found = x.new_zeros([index.numel() if d == dim else n for d, n in enumerate(x.shape)])
@@ -89,26 +91,26 @@ def _local_take(call: OpCall, place: Place) -> Function:
 
 
 class _Range:
-    """Checks indices against a dim's size: on whole tensors those outside are refused; in tiles they may be padding, so
-    they are brought inside, and which ones were inside already comes along (None: all)."""
+    """Checks indices against a dim's size; negative ones count from its end, which is what frontends mean by them. On
+    whole tensors those outside are refused; in tiles they may be padding, so they are brought inside, and which ones
+    were inside already comes along (None: all)."""
 
-    def __init__(self, call: OpCall, place: Place, from_end: bool = False) -> None:
-        self._call, self._place, self._from_end = call, place, from_end
+    def __init__(self, call: OpCall, place: Place) -> None:
+        self._call, self._place = call, place
 
     def __call__(self, index: Tensor, size: int) -> tuple[Tensor, Tensor | None]:
         if not index.numel():
             return index, None
-        if self._from_end:
-            index = torch.where(index < 0, index + size, index)
         low, high = (int(bound) for bound in torch.aminmax(index))
-        if low >= 0 and high < size:
+        if low < 0:
+            index = torch.where(index < 0, index + size, index)
+        if low >= -size and high < size:
             return index, None
         if not self._place.padded:
             refuse(
                 f"R.{self._call.name}: indices from {low} to {high} into a dim of {size}",
                 where=str(self._call.expr),
-                fix="keep indices inside the dim"
-                + ("" if self._from_end else "; negative ones don't count from its end"),
+                fix="keep indices inside the dim",
             )
         return index.clamp(0, max(0, size - 1)), (index >= 0) & (index < size)
 
@@ -169,8 +171,8 @@ class _Linear:
 
 @placed_torch_op("index_tensor")
 def _index_tensor(call: OpCall, place: Place) -> Function:
-    """data[indices]: the index tensors broadcast together; negative ones count from the end."""
-    check, sizes = _Range(call, place, from_end=True), call.inputs[0].shape
+    """data[indices]: the index tensors broadcast together."""
+    check, sizes = _Range(call, place), call.inputs[0].shape
 
     def index_tensor(x: Tensor, *indices: Tensor) -> Tensor:
         checked = [check(index.long(), size) for index, size in zip(indices, sizes, strict=False)]
@@ -186,8 +188,8 @@ def _index_tensor(call: OpCall, place: Place) -> Function:
 
 @torch_op("index_put")
 def _index_put(call: OpCall) -> Function:
-    """Negative indices count from the end; without `accumulate`, of several values for a place one stays."""
-    accumulate, check, sizes = bool(call.attr("accumulate", False)), _Range(call, Place(), True), call.inputs[0].shape
+    """Without `accumulate`, of several values for a place one stays."""
+    accumulate, check, sizes = bool(call.attr("accumulate", False)), _Range(call, Place()), call.inputs[0].shape
 
     def index_put(x: Tensor, *rest: Tensor) -> Tensor:
         *indices, values = rest
@@ -218,8 +220,7 @@ def _scatter_along(call: OpCall) -> Function:
 
 @torch_op("scatter_elements")
 def _scatter_elements(call: OpCall) -> Function:
-    """Negative indices count from the end."""
-    dim, scatter, check = call.axis(call.attr("axis")), _scatter_along(call), _Range(call, Place(), from_end=True)
+    dim, scatter, check = call.axis(call.attr("axis")), _scatter_along(call), _Range(call, Place())
     size = call.inputs[0].shape[dim]
     return lambda x, index, updates: scatter(x, dim, check(index.long(), size)[0], updates)
 
