@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import queue
@@ -47,8 +48,8 @@ class DeviceThreads:
     def __init__(self, threads: int) -> None:
         self._threads = threads
         self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        self._helpers = 0
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._helpers: list[threading.Thread] = []
 
     def run(self, work: Work, count: int) -> None:
         """`work(0)` ... `work(count - 1)`, at the same time as far as there are cores. All of them end before this
@@ -58,7 +59,7 @@ class DeviceThreads:
             for index in range(count):
                 work(index)
             return
-        if self._helpers < helpers:
+        if len(self._helpers) < helpers:
             self._start(helpers)
         job = _Job(work, count)
         for _ in range(helpers):
@@ -67,23 +68,34 @@ class DeviceThreads:
         if errors:
             raise errors[min(errors)]
 
+    def close(self) -> None:
+        """End the helpers, when they are done. A later job starts new ones."""
+        with self._lock:
+            helpers, self._helpers = self._helpers, []
+            for _ in helpers:
+                self._jobs.put(None)
+            for helper in helpers:
+                helper.join()
+
     def _start(self, helpers: int) -> None:
         with self._lock:
             torch_threads, ready = torch.get_num_threads(), threading.Semaphore(0)
-            while self._helpers < helpers:
-                name = f"mesh_tensor-{self._helpers}"
-                threading.Thread(target=_serve, args=(self._jobs, ready), name=name, daemon=True).start()
+            while len(self._helpers) < helpers:
+                name = f"mesh_tensor-{len(self._helpers)}"
+                helper = threading.Thread(target=_serve, args=(self._jobs, ready), name=name, daemon=True)
+                helper.start()
                 ready.acquire()
-                self._helpers += 1
+                self._helpers.append(helper)
             torch.set_num_threads(torch_threads)
 
 
-def _serve(jobs: queue.SimpleQueue[_Job], ready: threading.Semaphore) -> None:
+def _serve(jobs: queue.SimpleQueue[_Job | None], ready: threading.Semaphore) -> None:
     torch.get_num_threads()  # else the first operation would undo what follows
     torch.set_num_threads(1)  # of this thread; and of threads to come, which the caller undoes
     ready.release()
-    while True:
-        jobs.get().help()
+    while (job := jobs.get()) is not None:
+        job.help()
+        del job  # its tensors may be in its hands alone
 
 
 def cores() -> int:
@@ -100,6 +112,13 @@ def device_threads() -> DeviceThreads:
     if _device_threads is None:
         _device_threads = DeviceThreads(cores())
     return _device_threads
+
+
+@atexit.register
+def _close() -> None:
+    """A helper that the end of Python finds in torch, if only to free a job's tensors, would abort the process."""
+    if _device_threads is not None:
+        _device_threads.close()
 
 
 def _forget() -> None:

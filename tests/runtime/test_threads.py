@@ -1,5 +1,7 @@
 """The threads that devices run in."""
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -54,6 +56,30 @@ def test_threads_survive_errors_and_serve_several_callers():
     for thread in callers:
         thread.join(timeout=20)
     assert totals == [3] * 200
+
+
+def test_closed_threads_end_and_new_ones_start():
+    pool = DeviceThreads(3)
+    for _ in range(2):
+        done, before = [], threading.active_count()
+        pool.run(done.append, 7)
+        pool.close()
+        assert sorted(done) == list(range(7))
+        assert threading.active_count() == before
+
+
+def test_python_ends_while_a_helper_is_busy():
+    script = """if True:
+        import time, torch
+        from mesh_tensor.runtime import threads
+        pool = threads.device_threads()
+        pool._start(1)
+        tensor = torch.ones(1 << 26)
+        pool._jobs.put(threads._Job(lambda index: torch.add(tensor, tensor, out=tensor), 3))
+        time.sleep(0.02)
+    """
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_one_set_of_threads_per_process():
