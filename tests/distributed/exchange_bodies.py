@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mesh_tensor import Mesh, Partial, Replicate, Shard, Sharding
 from mesh_tensor.runtime import MeshTensor
-from mesh_tensor.runtime.distributed import exchange, plan, ranks_of
+from mesh_tensor.runtime.distributed import chunked, exchange, plan, ranks_of
 from mesh_tensor.runtime.distributed.plan import plan_exchange
 from mesh_tensor.runtime.distributed.ranks import Ranks
 from mesh_tensor.runtime.mesh_tensor import of_tiles
@@ -71,6 +71,7 @@ def all_dtypes_and_ops(rank: int, sizes: dict[str, int]) -> None:
 def large_ones(rank: int, sizes: dict[str, int]) -> None:
     """All-reduces by chunks, gathers without packing: chosen for large tensors, forced here on small ones."""
     plan._IN_CHUNKS_FROM = exchange._ROTATE_FROM = 0
+    chunked.SEGMENT = 24  # bytes: several segments, the last one shorter
     all_pairs(rank, sizes)
     ranks = ranks_of(Mesh(sizes), None, "cpu")
     for dtype in (torch.float16, torch.int16, torch.uint32):

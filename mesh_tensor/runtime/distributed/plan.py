@@ -10,52 +10,14 @@ import torch
 
 from ...redistribution import plan_moves
 from ...sharding import Sharding
-from ..combine import Combine
 from ..elementwise import fill
-from ..reshard import Delivery, Piece, reshard_of
-from .exchange import Exchange, Form, Pending
+from ..reshard import Delivery, reshard_of
+from .chunked import ChunkedAllReduce
+from .exchange import Exchange, Form
 from .ranks import Group, Ranks
 from .senders import share_out
 
 _IN_CHUNKS_FROM = 1 << 22  # bytes to send: from here on an all-reduce goes chunk by chunk instead of tile to everybody
-
-
-class ChunkedAllReduce:
-    """An all-reduce of large tiles: every rank reduces one chunk, then sends it to everybody."""
-
-    def __init__(self, rank: int, group: Group, ordered: Sequence[int], form: Form, combine: Combine) -> None:
-        total = math.prod(form.src_shape)
-        flat = Form((total,), (total,), form.dtype)
-        step = -(-total // len(ordered))
-        chunks = [(slice(min(i * step, total), min((i + 1) * step, total)),) for i in range(len(ordered))]
-        places = [
-            (member, chunk) for member, chunk in zip(ordered, chunks, strict=True) if chunk[0].start < chunk[0].stop
-        ]
-        reduced = [Delivery((m,), (Piece(c, tuple((o, c) for o in ordered)),), False) for m, c in places]
-        gathered = [Delivery(tuple(ordered), tuple(Piece(c, ((m, c),)) for m, c in places), False)]
-        self._reduce = Exchange(reduced, rank, group, flat, combine, 0)
-        self._gather = Exchange(gathered, rank, group, flat, combine, 0)
-
-    def __call__(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Fill the tile `dst` with the reduced tiles `src`; both contiguous, perhaps one memory."""
-        self.start(src, dst).wait()
-
-    def start(self, src: torch.Tensor, dst: torch.Tensor) -> _PendingChunks:
-        """Begin to send: `src` may not be written, nor `dst` used, before the wait."""
-        flat = dst.view(-1)
-        return _PendingChunks(self._reduce.start(src.view(-1), flat), self._gather, flat)
-
-
-class _PendingChunks:
-    """A chunked all-reduce under way."""
-
-    def __init__(self, reducing: Pending, gather: Exchange, flat: torch.Tensor) -> None:
-        self._reducing, self._gather, self._flat = reducing, gather, flat
-
-    def wait(self) -> None:
-        """Wait for the own chunk, then for everybody's."""
-        self._reducing.wait()
-        self._gather(self._flat, self._flat)
 
 
 def plan_exchange(
