@@ -10,14 +10,19 @@ from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
+from ._timing import seconds
+
 
 class Elsewhere:
     """A process that calls `function`, of the module `module`, with these ints, and gets a run from it. Each call makes
-    that run once, and returns when it is done. `environment` is added to this process's; `close` ends the process."""
+    that run once, and returns when it is done. `environment` is added to this process's; `close` ends the process.
+
+    `times`: the seconds of each call so far, as the process itself measured them."""
 
     def __init__(
         self, module: str, function: str, *arguments: int, environment: Mapping[str, str] | None = None
     ) -> None:
+        self.times: list[float] = []
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, module, function, *map(str, arguments)],
             cwd=Path(__file__).parents[1],
@@ -33,8 +38,10 @@ class Elsewhere:
         assert answers is not None
         commands.write("\n")
         commands.flush()
-        if not answers.readline():
+        answer = answers.readline()
+        if not answer:
             raise RuntimeError(f"a run elsewhere ended with exit status {self._process.wait()}; its error is above")
+        self.times.append(float(answer))
 
     def close(self) -> None:
         """End the process."""
@@ -44,8 +51,7 @@ class Elsewhere:
 def _serve(module: str, function: str, *arguments: str) -> None:
     run = getattr(import_module(module), function)(*map(int, arguments))
     for _ in sys.stdin:
-        run()
-        print("done", flush=True)
+        print(seconds(run), flush=True)
 
 
 if __name__ == "__main__":

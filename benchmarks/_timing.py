@@ -51,7 +51,8 @@ def median_ms(times: Sequence[float]) -> float:
 @dataclass(frozen=True)
 class Row:
     """What one thing costs beside its peer, both from one run. `must`: the largest `ratio` (its time over the peer's)
-    that will do; None where the peer is there for comparison only. A peer that could not run has a `note` instead."""
+    that will do; `within`: the most seconds per call that it may take longer; None where nothing is asked for. A row
+    that could not be measured has a `note` instead."""
 
     what: str
     who: str
@@ -59,23 +60,37 @@ class Row:
     times: Sequence[float] = ()
     peer_times: Sequence[float] = ()
     must: float | None = None
+    within: float | None = None
     note: str = ""
 
     @property
     def ratio(self) -> float:
-        """Median over rounds; NaN where nothing was measured."""
-        rounds = zip(self.times, self.peer_times, strict=True)
-        return statistics.median(a / b for a, b in rounds) if self.times else float("nan")
+        """Its time over the peer's, the median over rounds."""
+        return statistics.median(a / b for a, b in zip(self.times, self.peer_times, strict=True))
+
+    @property
+    def extra(self) -> float:
+        """Seconds per call that it takes longer than the peer, the median over rounds."""
+        return statistics.median(a - b for a, b in zip(self.times, self.peer_times, strict=True))
 
     @property
     def holds(self) -> bool:
-        """It is as good as it must be, or need not be."""
-        return self.must is None or self.ratio <= self.must
+        """It is as good as it must be; or that could not be measured."""
+        if self.note:
+            return True
+        return (self.must is None or self.ratio <= self.must) and (self.within is None or self.extra <= self.within)
 
 
-def row(what: str, times: dict[str, list[float]], who: str, peer: str, must: float | None = None) -> Row:
+def row(
+    what: str,
+    times: dict[str, list[float]],
+    who: str,
+    peer: str,
+    must: float | None = None,
+    within: float | None = None,
+) -> Row:
     """The comparison of two runs that were interleaved."""
-    return Row(what, who, peer, times[who], times[peer], must)
+    return Row(what, who, peer, times[who], times[peer], must, within)
 
 
 def verdicts(rows: Sequence[Row]) -> str:
@@ -87,9 +102,11 @@ def verdicts(rows: Sequence[Row]) -> str:
 def _verdict(row: Row) -> list[str]:
     if row.note:
         return [row.what, row.who, "", row.peer, "", "", "", row.note]
-    must = "" if row.must is None else f"<= {row.must:.2f}"
-    verdict = "" if row.must is None else "pass" if row.holds else "FAIL"
-    return [row.what, row.who, _ms(row.times), row.peer, _ms(row.peer_times), f"{row.ratio:.2f}", must, verdict]
+    musts = [] if row.must is None else [f"<= {row.must:.2f}"]
+    musts += [] if row.within is None else [f"+{row.extra * 1e6:.0f} <= {row.within * 1e6:.0f} µs"]
+    verdict = "" if not musts else "pass" if row.holds else "FAIL"
+    ratio = f"{row.ratio:.2f}"
+    return [row.what, row.who, _ms(row.times), row.peer, _ms(row.peer_times), ratio, ", ".join(musts), verdict]
 
 
 def _ms(times: Sequence[float]) -> str:
