@@ -11,6 +11,7 @@ from .compile import MeshKernel, compile  # noqa: E402
 from .custom_op import as_custom_op  # noqa: E402
 from .errors import MeshTensorError  # noqa: E402
 from .frontend import annotate, mesh_tensor_functions  # noqa: E402
+from .graph import ModuleAnnotations, annotate_module, read_module_annotations  # noqa: E402
 from .lowering import lower  # noqa: E402
 from .mesh import Mesh  # noqa: E402
 from .program import Program  # noqa: E402
@@ -24,6 +25,7 @@ from .runtime.distributed import (  # noqa: E402
     to_dtensor,
     to_placements,
 )
+from .sequential import run_sequential  # noqa: E402
 from .sharding import Partial, Replicate, Shard, Sharding  # noqa: E402
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "MeshKernel",
     "MeshTensor",
     "MeshTensorError",
+    "ModuleAnnotations",
     "Partial",
     "Program",
     "RedistributionPlan",
@@ -39,6 +42,7 @@ __all__ = [
     "Sharding",
     "ShardingRule",
     "annotate",
+    "annotate_module",
     "as_custom_op",
     "compile",
     "distribute",
@@ -48,7 +52,9 @@ __all__ = [
     "lowering",
     "mesh_tensor_functions",
     "plan_redistribution",
+    "read_module_annotations",
     "redistribute",
+    "run_sequential",
     "sharding_rule",
     "to_dtensor",
     "to_placements",

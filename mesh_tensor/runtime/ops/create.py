@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from ...errors import refuse
 from ...rules.ops.call import OpCall
 from ..dtypes import torch_dtype
 from .table import Function, torch_op
@@ -28,8 +31,15 @@ def _full(call: OpCall) -> Function:
 
 @torch_op("arange")
 def _arange(call: OpCall) -> Function:
-    start, _, step = call.literals
+    start, end, step = call.literals
     count, dtype = call.outputs[0].shape[0], torch_dtype(call.outputs[0].dtype)
+    if count != max(0, math.ceil((end - start) / step)):
+        refuse(
+            f"R.arange from {start} to {end} by {step}",
+            where=str(call.expr),
+            why=f"TVM takes it for {count} elements, as it does not count a negative step right",
+            fix="make it with a positive step and flip it",
+        )
     wide = torch.float64 if isinstance(start, float) or isinstance(step, float) else torch.int64
     return lambda: (torch.arange(count, dtype=wide) * step + start).to(dtype)
 

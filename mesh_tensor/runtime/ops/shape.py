@@ -95,6 +95,13 @@ def _strided_slice(call: OpCall) -> Function:
         dim = call.axis(dim)
         index[dim], backwards = _slice(begin, end, stride, call.inputs[0].shape[dim])
         flipped += [dim] if backwards else []
+        if len(range(*index[dim].indices(size := call.inputs[0].shape[dim]))) != call.outputs[0].shape[dim]:
+            refuse(
+                f"R.strided_slice of dim {dim} from {begin} to {end} by {stride}",
+                where=str(call.expr),
+                why=f"of {size} elements TVM takes {call.outputs[0].shape[dim]}",
+                fix="keep the slice's begin before its end, and both within the dim",
+            )
     where = tuple(index)
     if flipped:
         return lambda x: x.flip(flipped)[where]

@@ -1,0 +1,58 @@
+"""Products against TVM and numpy."""
+
+import numpy as np
+import pytest
+from tvm import relax
+
+from .cases import Case, assert_same, by_table, by_tvm, i, t
+
+op = relax.op
+CASES = {
+    "matrices": Case((t(3, 5), t(5, 4)), op.matmul, lambda a, b: np.einsum("ik,kj->ij", a, b)),
+    "batches": Case((t(2, 3, 5), t(2, 5, 4)), op.matmul, lambda a, b: np.einsum("bik,bkj->bij", a, b)),
+    "broadcast": Case(
+        (t(2, 1, 3, 5), t(6, 5, 4)), op.matmul, lambda a, b: np.einsum("bcik,ckj->bcij", a.repeat(6, 1), b)
+    ),
+    "vector first": Case((t(5), t(2, 5, 4)), op.matmul, lambda a, b: np.einsum("k,bkj->bj", a, b)),
+    "vector last": Case((t(2, 3, 5), t(5)), op.matmul, lambda a, b: np.einsum("bik,k->bi", a, b)),
+    "vectors": Case((t(5), t(5)), op.matmul, lambda a, b: np.sum(a * b)),
+    "int8 in int32": Case(
+        (i(3, 9, dtype="int8", low=-128, high=127), i(9, 4, dtype="int8", low=-128, high=127)),
+        lambda a, b: op.matmul(a, b, "int32"),
+        lambda a, b: np.einsum("ik,kj->ij", a.astype("int32"), b.astype("int32")),
+    ),
+    "float32 in float64": Case(
+        (t(3, 9), t(9, 4)),
+        lambda a, b: op.matmul(a, b, "float64"),
+        lambda a, b: np.einsum("ik,kj->ij", a.astype("float64"), b.astype("float64")),
+        tolerance={"rtol": 1e-12},
+    ),
+    "float16 in float32": Case(
+        (t(3, 9, dtype="float16"), t(9, 4, dtype="float16")),
+        lambda a, b: op.matmul(a, b, "float32"),
+        lambda a, b: np.einsum("ik,kj->ij", a.astype("float32"), b.astype("float32")),
+        tvm=False,
+    ),
+    "einsum": Case(
+        (t(2, 3, 4), t(2, 4, 5)),
+        lambda a, b: op.einsum((a, b), "bik,bkj->bji"),
+        lambda a, b: np.sum(a[:, None, :, :] * b.transpose(0, 2, 1)[:, :, None], -1),
+    ),
+    "outer": Case((t(3), t(4)), op.outer, lambda a, b: a[:, None] * b[None]),
+}
+
+
+@pytest.fixture(scope="module")
+def tvm_result():
+    return by_tvm(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_formula(name):
+    case = CASES[name]
+    assert_same(by_table(case), case.expected(*case.operands()), case)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.tvm])
+def test_tvm(name, tvm_result):
+    assert_same(by_table(CASES[name]), tvm_result(name), CASES[name])
