@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from tvm import tirx
+from tilelang import tvm
 
 import mesh_tensor as mt
 from kernels.flash_attention import flash_attention
@@ -35,7 +35,7 @@ class Case:
     """A sharded kernel. `products`: how many of its local kernels multiply tiles; `coordinates`: how many of them
     take the device's coordinate."""
 
-    kernel: tirx.PrimFunc
+    kernel: tvm.tirx.PrimFunc
     shardings: dict[str, dict[str, int]]
     kernels: int
     products: int = 0
