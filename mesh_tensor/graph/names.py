@@ -1,0 +1,132 @@
+"""Names of the values of a Relax function. TVM lets several variables have one name; annotations go by names."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tvm import ir, relax
+
+from ..errors import listing, refuse
+
+_MANY = 24
+
+
+def relax_functions(mod: ir.IRModule) -> dict[str, relax.Function]:
+    """The module's Relax functions by name."""
+    return {var.name_hint: func for var, func in mod.functions_items() if isinstance(func, relax.Function)}
+
+
+def relax_function(mod: ir.IRModule, name: str) -> relax.Function:
+    """The Relax function of that name, or a MeshTensorError that names those that there are."""
+    functions = relax_functions(mod)
+    if name not in functions:
+        refuse(f"the module has no Relax function {name!r}", fix=f"it has {listing(list(functions))}")
+    return functions[name]
+
+
+def reachable(mod: ir.IRModule, name: str) -> dict[str, relax.Function]:
+    """The function of that name and the Relax functions that it calls, directly or not."""
+    functions, found, todo = relax_functions(mod), {name: relax_function(mod, name)}, [name]
+    while todo:
+        for binding in bindings(found[todo.pop()]):
+            op = binding.value.op if isinstance(binding.value, relax.Call) else None
+            if isinstance(op, ir.GlobalVar) and op.name_hint in functions and op.name_hint not in found:
+                found[op.name_hint] = functions[op.name_hint]
+                todo.append(op.name_hint)
+    return found
+
+
+def bindings(func: relax.Function) -> Iterator[relax.Binding]:
+    """All bindings of a function in order, those in branches before the one that takes the branch's result."""
+    yield from _bindings(func.body)
+
+
+def variables(func: relax.Function) -> list[relax.Var]:
+    """The parameters, then what the bindings bind, in order."""
+    return [*func.params, *(binding.var for binding in bindings(func))]
+
+
+def known(wanted: str, names: Sequence[str]) -> str:
+    """Names for a message about a wanted one that does not exist: all of them, or those that are most like it."""
+    if len(names) <= _MANY:
+        return listing(names)
+    close = difflib.get_close_matches(wanted, names, n=5, cutoff=0.4) or list(names[:5])
+    return f"{listing(close)} and {len(names) - len(close)} more"
+
+
+def unique_names(mod: ir.IRModule) -> ir.IRModule:
+    """The same module, in which no two variables of a Relax function have the same name: a name that was there before
+    is numbered, as TVMScript prints it."""
+    changed = None
+    for name, func in relax_functions(mod).items():
+        if any(count > 1 for count in Counter(var.name_hint for var in variables(func)).values()):
+            changed = changed or mod.clone()
+            changed.update_func(changed.get_global_var(name), _Renamer(mod, func).renamed())
+    return changed or mod
+
+
+class Fresh:
+    """Names that are not taken."""
+
+    def __init__(self, taken: Sequence[str]) -> None:
+        self._taken = set(taken)
+
+    def name(self, wanted: str) -> str:
+        """`wanted`, with a number if it is taken; it is taken then."""
+        name, count = wanted, 0
+        while name in self._taken:
+            count += 1
+            name = f"{wanted}_{count}"
+        self._taken.add(name)
+        return name
+
+
+@relax.expr_functor.mutator
+class _Renamer(relax.PyExprMutator):
+    def __init__(self, mod: ir.IRModule, func: relax.Function) -> None:
+        super().__init__(mod)
+        self._func = func
+        self._seen: set[str] = set()
+        self._fresh = Fresh([var.name_hint for var in variables(func)])
+
+    def renamed(self) -> relax.Function:
+        func = self._func
+        params = [self._renamed(param) for param in func.params]
+        for old, new in zip(func.params, params, strict=True):
+            self.set_var_remap(old.vid, new)
+        return relax.Function(params, self.visit_expr(func.body), func.ret_struct_info, func.is_pure, func.attrs)
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        """Bind the same value to a variable with a name of its own."""
+        value = self.builder_.normalize(self.visit_expr(binding.value))
+        self._emit(binding.var, lambda var: relax.VarBinding(var, value))
+
+    def visit_match_cast_(self, binding: relax.MatchCast) -> None:
+        """Bind the same cast to a variable with a name of its own."""
+        value = self.visit_expr(binding.value)
+        self._emit(binding.var, lambda var: relax.MatchCast(var, value, binding.struct_info))
+
+    def _emit(self, old: relax.Var, make: Any) -> None:
+        new = self._renamed(old)
+        self.builder_.emit_normalized(make(new))
+        self.set_var_remap(old.vid, new)
+
+    def _renamed(self, var: relax.Var) -> relax.Var:
+        if var.name_hint not in self._seen:
+            self._seen.add(var.name_hint)
+            return var
+        return type(var)(self._fresh.name(var.name_hint), var.struct_info)
+
+
+def _bindings(expr: relax.Expr) -> Iterator[relax.Binding]:
+    if not isinstance(expr, relax.SeqExpr):
+        return
+    for block in expr.blocks:
+        for binding in block.bindings:
+            if isinstance(binding.value, relax.If):
+                yield from _bindings(binding.value.true_branch)
+                yield from _bindings(binding.value.false_branch)
+            yield binding

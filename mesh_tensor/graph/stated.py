@@ -1,0 +1,178 @@
+"""read_module_annotations: what a module's own annotations state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import ir, relax
+from tvm.relax.distributed import DeviceMesh, DTensorStructInfo, Placement
+
+from .._annotation import from_attr
+from .._placement import Partial, Replicate, Shard, collect, how_to_state
+from .._placement import Placement as MeshPlacement
+from ..errors import listing, refuse
+from ..mesh import Mesh
+from ..sharding import Sharding
+from .ir import Annotation
+from .meshes import device_meshes, fits, named_mesh, same
+from .names import bindings, reachable, unique_names
+
+HINTS_ATTR = "mesh_tensor_hints"
+_OPS = ("relax.dist.annotate_sharding", "relax.dist.redistribute")
+
+
+@dataclass(frozen=True)
+class ModuleAnnotations:
+    """What is stated about the values of `module`, in which every variable of a function has a name of its own.
+
+    `annotations`: (function, variable) -> layout. `conflicts` says, in words, which values are given several."""
+
+    module: ir.IRModule
+    mesh: Mesh
+    annotations: Mapping[tuple[str, str], Annotation]
+    conflicts: tuple[str, ...] = ()
+
+
+def read_module_annotations(
+    mod: ir.IRModule, function: str = "main", mesh: Mesh | Mapping[str, int] | None = None, *, strict: bool = False
+) -> ModuleAnnotations:
+    """What the annotations in `function`, and in the functions that it calls, state: `R.dist.annotate_sharding`, and
+    `R.DTensor` types.
+
+    Args:
+        mod: the module, annotated by `annotate_module` or written so.
+        function: the function that is to run.
+        mesh: the mesh that is meant; None takes the module's. Its names go where the module has none.
+        strict: refuse a value that is given several layouts, instead of only reporting it.
+
+    Raises:
+        MeshTensorError: layouts don't fit the values or the mesh, or are for several meshes; or there is no mesh.
+    """
+    mod = unique_names(mod)
+    functions = reachable(mod, function)
+    used = stated_meshes(mod, functions)
+    mesh = _mesh(mod, used, Mesh(mesh) if mesh is not None else None)
+    annotations: dict[tuple[str, str], Annotation] = {}
+    problems: list[str] = []
+    for name, func in functions.items():
+        hints = _hints(name, func)
+        for found in _statements(func):
+            annotation, wrong = _annotation(mesh, found, hints.get(found.var.name_hint, {}))
+            problems += [f"{name}.{found.var.name_hint}: {problem}" for problem in wrong]
+            if annotation is not None:
+                annotations[name, found.var.name_hint] = annotation
+    if problems:
+        refuse(problems, where=str(mesh), fix=how_to_state(mesh, 0))
+    conflicts = tuple(text for name, func in functions.items() for text in _conflicts(name, func, annotations))
+    if strict and conflicts:
+        refuse(list(conflicts), where="strict", fix="state one layout per value, or leave out strict")
+    return ModuleAnnotations(mod, mesh, annotations, conflicts)
+
+
+def stated_meshes(mod: ir.IRModule, functions: Mapping[str, relax.Function]) -> list[tuple[DeviceMesh, str]]:
+    """The meshes that annotations are for, each once, with the binding that names it first."""
+    found: list[tuple[DeviceMesh, str]] = []
+    for name, func in functions.items():
+        for statement in _statements(func):
+            if not any(same(statement.device, device) for device, _ in found):
+                found.append((statement.device, f"{name}.{statement.var.name_hint}"))
+    return found
+
+
+@dataclass(frozen=True)
+class _Statement:
+    """An annotation of `var`: by its type (`source` is None), or by a call that takes `source`."""
+
+    var: relax.Var
+    source: relax.Var | None
+    device: DeviceMesh
+    placement: Placement
+
+
+def _statements(func: relax.Function) -> Iterator[_Statement]:
+    for param in func.params:
+        if isinstance(param.struct_info, DTensorStructInfo):
+            yield _of_type(param)
+    for binding in bindings(func):
+        value, var = binding.value, binding.var
+        if isinstance(value, relax.Call) and isinstance(value.op, ir.Op) and value.op.name in _OPS:
+            yield _Statement(var, value.args[0], value.attrs.device_mesh, value.attrs.placement)
+        elif isinstance(var.struct_info, DTensorStructInfo):
+            yield _of_type(var)
+
+
+def _of_type(var: relax.Var) -> _Statement:
+    return _Statement(var, None, var.struct_info.device_mesh, var.struct_info.placement)
+
+
+def _mesh(mod: ir.IRModule, used: list[tuple[DeviceMesh, str]], mesh: Mesh | None) -> Mesh:
+    if len(used) > 1:
+        refuse(
+            [f"{where} is annotated for {named_mesh(mod, device)} {device}" for device, where in used],
+            why="several meshes at once are not supported: all annotations of a module are for one mesh",
+            fix="annotate for one mesh that has all the devices",
+        )
+    candidates = [device for device, _ in used] or device_meshes(mod)
+    if mesh is None:
+        if len(candidates) != 1:
+            has = f"has {len(candidates)} meshes, and no value is annotated" if candidates else "has no mesh"
+            refuse(f"the module {has}", fix="pass the mesh, or annotate the module (annotate_module)")
+        return named_mesh(mod, candidates[0])
+    for device, where in used:
+        if not fits(mod, device, mesh):
+            refuse(
+                f"the module is annotated for {named_mesh(mod, device)}, not for {mesh}",
+                where=where,
+                fix="pass that mesh, or none; or annotate the module for the other one",
+            )
+    return mesh
+
+
+def _annotation(mesh: Mesh, found: _Statement, hints: Mapping[str, Any]) -> tuple[Annotation | None, list[str]]:
+    info = found.var.struct_info
+    info = info.tensor_sinfo if isinstance(info, DTensorStructInfo) else info
+    if not isinstance(info, relax.TensorStructInfo) or info.ndim < 0:
+        return None, [f"{info} is no tensor of known rank"]
+    specs = list(found.placement.dim_specs)
+    if len(specs) != len(mesh):
+        return None, [f"the placement {found.placement} has {len(specs)} parts, but the mesh {len(mesh)} axes"]
+    stated: list[tuple[str, MeshPlacement]] = [
+        (axis, Shard(int(spec.axis)))
+        for axis, spec in zip(mesh, specs, strict=True)
+        if int(spec.kind) == 0  # PlacementSpecKind.kSharding
+    ]
+    stated += [(axis, Partial(op)) for axis, op in dict(hints.get("partial", {})).items()]
+    by_axis, wrong = collect(mesh, info.ndim, stated)
+    if wrong:
+        return None, wrong
+    sharding = Sharding.of(mesh, info.ndim, {axis: by_axis.get(axis, Replicate()) for axis in mesh})
+    return Annotation(sharding, bool(hints.get("open", False)), int(hints.get("priority", 0))), []
+
+
+def _hints(name: str, func: relax.Function) -> Mapping[str, Any]:
+    attr = (func.attrs or {}).get(HINTS_ATTR)
+    hints = from_attr(attr) if attr is not None else {}
+    stated = [found.var.name_hint for found in _statements(func)]
+    unknown = [value for value in hints if value not in stated]
+    if unknown:
+        refuse(
+            [f"the attribute `{HINTS_ATTR}` has {value!r}, which no annotation binds" for value in unknown],
+            where=f"module function {name!r}",
+            fix=f"annotations bind {listing(stated)}",
+        )
+    return hints
+
+
+def _conflicts(name: str, func: relax.Function, annotations: Mapping[tuple[str, str], Annotation]) -> Iterator[str]:
+    """Values that several annotations, directly on one another or beside one another, give different layouts."""
+    root: dict[relax.Var, relax.Var] = {}
+    first: dict[relax.Var, tuple[str, Sharding]] = {}
+    for found in _statements(func):
+        source = root.get(found.source, found.source) if found.source is not None else found.var
+        root[found.var] = source
+        here = found.var.name_hint, annotations[name, found.var.name_hint].sharding
+        there = first.setdefault(source, here)
+        if there[1] != here[1]:
+            yield f"{name}.{source.name_hint} is '{there[1]}' by {there[0]!r}, but '{here[1]}' by {here[0]!r}"
