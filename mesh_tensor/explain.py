@@ -73,7 +73,7 @@ def _layouts_used(program: Program, name: str) -> list[str]:
 
 
 def _steps(program: Program) -> list[str]:
-    rows = [("step", "on", "over", "bytes sent", "flops", "because")]
+    rows = [("step", "on", "over", "bytes received", "flops", "because")]
     for step in program.steps:
         if isinstance(step, KernelStep):
             rows.append((f"kernel {step.name}", ", ".join(step.args), "", "", f"{step.flops:,}", ""))
@@ -102,7 +102,7 @@ def _whole(lowered: Lowered) -> list[str]:
 def _costs(program: Program) -> list[str]:
     flops = sum(step.flops for step in program.steps if isinstance(step, KernelStep))
     sent = sum(step.bytes for step in program.steps if isinstance(step, CollectiveStep))
-    return [f"per device: {flops:,} flops, {sent:,} bytes sent, at most {peak_bytes(program):,} bytes held"]
+    return [f"per device: {flops:,} flops, {sent:,} bytes received, at most {peak_bytes(program):,} bytes held"]
 
 
 def peak_bytes(program: Program) -> int:
