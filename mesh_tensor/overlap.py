@@ -250,7 +250,8 @@ class _Rewriter:
     # -- how -----------------------------------------------------------------------------------------------------------
 
     def _schedule(self, site: _Site, bounds: Sequence[Bounds], kernels: Sequence[tuple]) -> list[Step]:
-        """While slab i is computed, what slab i + 1 needs is on its way, and what slab i - 1 gave."""
+        """While slab i is computed, what slab i + 1 needs is on its way, and what slabs i - 1 and i - 2 gave (an
+        all-reduce may go in two rounds)."""
         dims = slab_dims(site.kernel, site.factor)
         feeds = [[self._slab_collective(c, c.dst, site, dims, bound) for c in site.before] for bound in bounds]
         takes = [[self._slab_collective(c, c.src, site, dims, bound) for c in site.after] for bound in bounds]
@@ -273,9 +274,9 @@ class _Rewriter:
                     flops=count_flops(func),
                 )
             )
+            steps += map(WaitStep, takes[index - 2] if index > 1 else [])
             steps += takes[index]
-            steps += map(WaitStep, takes[index - 1] if index else [])
-        return [*steps, *map(WaitStep, takes[-1])]
+        return [*steps, *map(WaitStep, [*takes[-2], *takes[-1]])]
 
     def _slab_collective(
         self, step: CollectiveStep, at_kernel: str, site: _Site, dims: dict[int, int], bound: Bounds

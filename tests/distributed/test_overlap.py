@@ -10,7 +10,7 @@ from . import overlap_bodies as bodies
 from .launcher import run
 
 REDUCED = """
-kernel 0, start 0, kernel 1, start 1, end 0, kernel 2, start 2, end 1, end 2
+kernel 0, start 0, kernel 1, start 1, kernel 2, end 0, start 2, end 1, end 2
 """
 GATHERED = """
 start 0, start 1, end 0, kernel 0, start 2, end 1, kernel 1, end 2, kernel 2
@@ -21,6 +21,7 @@ start 0, start 1, end 0, kernel 0, start 2, end 1, kernel 1, end 2, kernel 2
     ("layouts", "held", "until", "expected"),
     [
         ("reduced", 0, 1, REDUCED),
+        ("reduced", 0, 2, REDUCED),
         ("reduced", 1, 2, REDUCED),
         ("scattered", 0, 1, REDUCED),
         ("gathered", 1, 0, GATHERED),

@@ -15,7 +15,7 @@ from .exchange import Exchange, Form, Pending
 from .ranks import Group
 
 SEGMENT = 1 << 23  # bytes of a tile that are reduced at a time: few enough to stay in caches, many next to a latency
-_AHEAD = 1  # segments on their way beside the one that is added up
+_AHEAD = 2  # segments on their way beside the one that is added up
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,22 @@ class _PendingSegments:
     def __init__(self, segments: Sequence[_Segment], src: torch.Tensor, dst: torch.Tensor) -> None:
         self._segments, self._src, self._dst = segments, src, dst
         self._reducing = [self._reduce(segment) for segment in segments[: _AHEAD + 1]]
+        self._gathering: list[Pending] = []
 
-    def wait(self) -> None:
-        """Wait for the own chunks, segment by segment, then for everybody's."""
-        gathering = []
-        for number, segment in enumerate(self._segments):
+    def advance(self) -> None:
+        """Wait for the own chunks, segment by segment, and begin to send them to everybody, unless that was done."""
+        for segment in self._segments[len(self._gathering) :]:
             self._reducing.pop(0).wait()
             reduced = self._dst[segment.span]
-            gathering.append(segment.gather.start(reduced, reduced))
-            if number + _AHEAD + 1 < len(self._segments):
-                self._reducing.append(self._reduce(self._segments[number + _AHEAD + 1]))
-        for pending in gathering:
+            self._gathering.append(segment.gather.start(reduced, reduced))
+            following = len(self._gathering) + _AHEAD
+            if following < len(self._segments):
+                self._reducing.append(self._reduce(self._segments[following]))
+
+    def wait(self) -> None:
+        """Wait for the own chunks, then for everybody's."""
+        self.advance()
+        for pending in self._gathering:
             pending.wait()
 
     def _reduce(self, segment: _Segment) -> Pending:

@@ -188,6 +188,9 @@ class Pending:
         self._exchange, self._src, self._dst = exchange, src, dst
         self._received, self._works = received, works
 
+    def advance(self) -> None:
+        """Begin what has to follow what was begun: nothing."""
+
     def wait(self) -> None:
         """Wait until everything is there; then the new tile is whole."""
         for work in self._works:

@@ -84,7 +84,10 @@ class RankBackend:
             return exchange.start(clone(tile) if copies else tile, part_of(dst, memory.held[target]))
 
         def start_only(memory: Memory) -> None:
+            before = list(memory.pending.values())
             memory.pending[step.dst] = start(memory)
+            for pending in before:  # what they still have to send goes beside what comes next, not into their waits
+                pending.advance()
 
         return start_only if not step.wait else lambda memory: start(memory).wait()
 
