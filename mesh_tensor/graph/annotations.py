@@ -150,7 +150,7 @@ def _sharding(mesh: Mesh, var: relax.Var, layout: Any) -> tuple[Sharding | None,
 
 def _device_mesh(mod: ir.IRModule, mesh: Mesh) -> DeviceMesh:
     """What the annotations name as their mesh: that of the annotations that are there already, which has to fit."""
-    used = stated_meshes(mod, relax_functions(mod))
+    used = stated_meshes(relax_functions(mod))
     for device, where in used:
         if len(used) > 1 or not fits(mod, device, mesh):
             refuse(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,33 +52,28 @@ def read_module_annotations(
     """
     mod = unique_names(mod)
     functions = reachable(mod, function)
-    used = stated_meshes(mod, functions)
-    mesh = _mesh(mod, used, Mesh(mesh) if mesh is not None else None)
+    statements = {name: list(_statements(func)) for name, func in functions.items()}
+    mesh = _mesh(mod, _meshes(statements), Mesh(mesh) if mesh is not None else None)
     annotations: dict[tuple[str, str], Annotation] = {}
     problems: list[str] = []
-    for name, func in functions.items():
-        hints = _hints(name, func)
-        for found in _statements(func):
+    for name, stated in statements.items():
+        hints = _hints(name, functions[name], stated)
+        for found in stated:
             annotation, wrong = _annotation(mesh, found, hints.get(found.var.name_hint, {}))
             problems += [f"{name}.{found.var.name_hint}: {problem}" for problem in wrong]
             if annotation is not None:
                 annotations[name, found.var.name_hint] = annotation
     if problems:
         refuse(problems, where=str(mesh), fix=how_to_state(mesh, 0))
-    conflicts = tuple(text for name, func in functions.items() for text in _conflicts(name, func, annotations))
+    conflicts = tuple(text for name, found in statements.items() for text in _conflicts(name, found, annotations))
     if strict and conflicts:
         refuse(list(conflicts), where="strict", fix="state one layout per value, or leave out strict")
     return ModuleAnnotations(mod, mesh, annotations, conflicts)
 
 
-def stated_meshes(mod: ir.IRModule, functions: Mapping[str, relax.Function]) -> list[tuple[DeviceMesh, str]]:
+def stated_meshes(functions: Mapping[str, relax.Function]) -> list[tuple[DeviceMesh, str]]:
     """The meshes that annotations are for, each once, with the binding that names it first."""
-    found: list[tuple[DeviceMesh, str]] = []
-    for name, func in functions.items():
-        for statement in _statements(func):
-            if not any(same(statement.device, device) for device, _ in found):
-                found.append((statement.device, f"{name}.{statement.var.name_hint}"))
-    return found
+    return _meshes({name: _statements(func) for name, func in functions.items()})
 
 
 @dataclass(frozen=True)
@@ -105,6 +100,15 @@ def _statements(func: relax.Function) -> Iterator[_Statement]:
 
 def _of_type(var: relax.Var) -> _Statement:
     return _Statement(var, None, var.struct_info.device_mesh, var.struct_info.placement)
+
+
+def _meshes(statements: Mapping[str, Iterable[_Statement]]) -> list[tuple[DeviceMesh, str]]:
+    found: list[tuple[DeviceMesh, str]] = []
+    for name, stated in statements.items():
+        for one in stated:
+            if not any(same(one.device, device) for device, _ in found):
+                found.append((one.device, f"{name}.{one.var.name_hint}"))
+    return found
 
 
 def _mesh(mod: ir.IRModule, used: list[tuple[DeviceMesh, str]], mesh: Mesh | None) -> Mesh:
@@ -151,10 +155,10 @@ def _annotation(mesh: Mesh, found: _Statement, hints: Mapping[str, Any]) -> tupl
     return Annotation(sharding, bool(hints.get("open", False)), int(hints.get("priority", 0))), []
 
 
-def _hints(name: str, func: relax.Function) -> Mapping[str, Any]:
+def _hints(name: str, func: relax.Function, statements: list[_Statement]) -> Mapping[str, Any]:
     attr = (func.attrs or {}).get(HINTS_ATTR)
     hints = from_attr(attr) if attr is not None else {}
-    stated = [found.var.name_hint for found in _statements(func)]
+    stated = [found.var.name_hint for found in statements]
     unknown = [value for value in hints if value not in stated]
     if unknown:
         refuse(
@@ -165,11 +169,13 @@ def _hints(name: str, func: relax.Function) -> Mapping[str, Any]:
     return hints
 
 
-def _conflicts(name: str, func: relax.Function, annotations: Mapping[tuple[str, str], Annotation]) -> Iterator[str]:
+def _conflicts(
+    name: str, statements: list[_Statement], annotations: Mapping[tuple[str, str], Annotation]
+) -> Iterator[str]:
     """Values that several annotations, directly on one another or beside one another, give different layouts."""
     root: dict[relax.Var, relax.Var] = {}
     first: dict[relax.Var, tuple[str, Sharding]] = {}
-    for found in _statements(func):
+    for found in statements:
         source = root.get(found.source, found.source) if found.source is not None else found.var
         root[found.var] = source
         here = found.var.name_hint, annotations[name, found.var.name_hint].sharding
