@@ -134,6 +134,8 @@ class _Frame:
 
     def __init__(self, runner: _Runner, function: str, values: dict[relax.Var, Value]) -> None:
         self._runner, self._function, self._values = runner, function, values
+        self._ends_here = set(values)  # what the next sequence may drop: its own variables and, the first one, these
+        self._sizes: dict[tirx.Var, int] = {}  # of the symbols that R.match_cast makes
 
     def run(self, expr: relax.Expr, name: str = "result") -> Value:
         """The value of an expression that is bound to `name`."""
@@ -144,13 +146,15 @@ class _Frame:
 
     def _sequence(self, expr: relax.SeqExpr, _: str) -> Value:
         bindings = [binding for block in expr.blocks for binding in block.bindings]
+        mine = self._ends_here | {binding.var for binding in bindings}
+        self._ends_here = set()
         for binding, finished in zip(bindings, _last_uses(bindings, expr.body), strict=True):
             name = binding.var.name_hint
             value = self.run(binding.value, name)
             if isinstance(binding, relax.MatchCast):
                 self._match(name, value, binding.struct_info)
             self._values[binding.var] = value
-            for var in finished:
+            for var in mine.intersection(finished):
                 self._values.pop(var, None)
         return self.run(expr.body)
 
@@ -159,8 +163,10 @@ class _Frame:
         for wanted, tensor in zip(tensor_infos(info), _leaves(value), strict=True):
             sizes = plain(wanted.shape) if isinstance(wanted.shape, relax.ShapeExpr) else None
             wrong = wanted.ndim not in (-1, tensor.ndim) or (wanted.dtype and torch_dtype(wanted.dtype) != tensor.dtype)
-            known = zip(sizes or (), tensor.shape, strict=False)
-            if wrong or any(isinstance(size, int) and size != actual for size, actual in known):
+            for size, actual in () if wrong else zip(sizes or (), tensor.shape, strict=True):
+                size = self._sizes.setdefault(size, actual) if isinstance(size, tirx.Var) else size
+                wrong = wrong or (isinstance(size, int) and size != actual)
+            if wrong:
                 self._refuse(name, f"R.match_cast to {wanted} of a {tuple(tensor.shape)} {tensor.dtype}")
 
     def _if(self, expr: relax.If, name: str) -> Value:
@@ -185,7 +191,7 @@ class _Frame:
             leaf for arg in expr.args if tensor_infos(arg.struct_info) for leaf in _leaves(self.run(arg, name))
         ]  # fmt: skip
         try:
-            call = op_call(expr)
+            call = op_call(_sized(expr, self._sizes) if self._sizes else expr)
             function = self._tir_function(call) if op == "call_tir" else torch_function(call)
             results = function(*tensors)
         except MeshTensorError as error:
@@ -240,6 +246,17 @@ def _last_uses(bindings: Sequence[relax.Binding], body: relax.Expr) -> list[list
         last.append([var for var in here if var not in used])
         used.update(here)
     return last[::-1]
+
+
+def _sized(expr: relax.Call, sizes: Mapping[tirx.Var, int]) -> relax.Call:
+    """The call with sizes in place of symbols, in the types of its operands too."""
+    free = relax.analysis.free_vars(expr)
+    makes = relax.Var("sizes", relax.ShapeStructInfo(list(sizes)))
+    builder = relax.BlockBuilder()
+    with builder.function("sized", [*free, makes]):
+        builder.emit_func_output(builder.emit(expr))
+    func = builder.get()["sized"].bind_symbolic_vars(dict(sizes))
+    return func.body.blocks[0].bindings[0].value
 
 
 def _leaves(value: Value) -> list[torch.Tensor]:
