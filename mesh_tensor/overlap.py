@@ -24,17 +24,7 @@ from .lowering import verify
 from .lowering.layouts import LocalKernel
 from .lowering.slabs import Bounds, local_size, slab_bounds, slab_dims, slab_kernels, why_no_slabs
 from .overlap_cost import COUNTS, Rates, Work, choose
-from .program import (
-    CollectiveStep,
-    KernelStep,
-    Program,
-    Slab,
-    Step,
-    Value,
-    WaitStep,
-    bytes_moved,
-    with_lifetimes,
-)
+from .program import CollectiveStep, KernelStep, Program, Slab, Step, Value, WaitStep, bytes_moved, with_lifetimes
 from .propagation import dtype_bits
 from .rules.cost import count_flops
 from .rules.factors import Factor

@@ -81,12 +81,19 @@ def _waits(program: Program) -> list[str]:
 
 def _too_early(program: Program, step: Step, started: CollectiveStep) -> Iterator[str]:
     values = program.values
-    written = step.writes if isinstance(step, KernelStep) else names_in(step)[1:]
     for name in names_in(step):
         if _overlap(values[name], values[started.dst]):
             yield f"{name} is used before {started.kind} has made {started.dst}"
-        elif name in written and _overlap(values[name], values[started.src]):
+        elif name in _written(step) and _overlap(values[name], values[started.src]):
             yield f"{name} is written while {started.kind} reads {started.src}"
+
+
+def _written(step: Step) -> tuple[str, ...]:
+    if isinstance(step, KernelStep):
+        return step.writes
+    if isinstance(step, OpStep):
+        return step.results
+    return (step.dst,) if isinstance(step, CollectiveStep) else ()
 
 
 def _overlap(a: Value, b: Value) -> bool:

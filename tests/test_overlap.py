@@ -1,5 +1,7 @@
 """Overlap: the steps of kernels in slabs, and that they compute the same bits as in bulk."""
 
+from dataclasses import replace
+
 import pytest
 import tilelang.language as T
 import torch
@@ -364,3 +366,11 @@ def test_a_kernel_that_writes_what_is_sent():
         steps[kernels[1]] = steps[kernels[0]]
 
     assert "C[0:32] is used before all_reduce has made C.1[0:32]" in broken(repeat)
+
+
+def test_a_collective_into_what_is_sent():
+    def gather_again(steps):
+        first = next(step for step in steps if isinstance(step, CollectiveStep))
+        steps.insert(steps.index(first) + 1, replace(first, src=first.dst, dst=first.src, wait=True))
+
+    assert "A[0:32] is written while all_gather reads A[0:32]" in broken(gather_again, GATHERED)

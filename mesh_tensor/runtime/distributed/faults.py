@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from ...errors import refuse
-from ...program import CollectiveStep, KernelStep, Program, Step, WaitStep
+from ...program import CollectiveStep, KernelStep, OpStep, Program, Step, WaitStep
 from .ranks import Ranks
 
 _GRACE = 3.0  # seconds to wait for the others' words
@@ -131,6 +131,8 @@ def _words(step: Step | None) -> str:
         return f"{step.kind}({step.src}{op}) over {', '.join(step.axes)}"
     if isinstance(step, KernelStep):
         return f"kernel {step.name}"
+    if isinstance(step, OpStep):
+        return f"operator {step.call.name} ({step.where})"
     if isinstance(step, WaitStep):
         return f"the end of {_words(step.collective)}"
     return "memory" if step is None else f"{type(step).__name__}({step.value})"
