@@ -88,7 +88,7 @@ class MeshModule:
         strict: bool,
         replicate_unknown: bool,
     ) -> None:
-        self._mod, self._function, self._target = mod, function, find_target(target)
+        self._function, self._target = function, find_target(target)
         self._strict, self._replicate_unknown = strict, replicate_unknown
         self._signature = ModuleSignature(mod, function)
         self._signature.check(weights)
@@ -96,7 +96,7 @@ class MeshModule:
         self._device_mesh = mesh if type(mesh).__name__ == "DeviceMesh" else _device_mesh(weights)
         named = mesh_of(mesh) if mesh is self._device_mesh and mesh is not None else mesh
         self._stated = read_module_annotations(mod, function, None if named is None else Mesh(named), strict=strict)
-        self.mesh = self._stated.mesh
+        self._mod, self.mesh = self._stated.module, self._stated.mesh
         self._plans: dict[tuple[int, ...], ModulePlan] = {}
         self._launches: dict[tuple, ModuleLaunch | RankModuleLaunch] = {}
         self._plan: ModulePlan | None = None

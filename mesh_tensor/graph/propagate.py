@@ -1,8 +1,8 @@
 """Propagation: a layout for every value of a Graph, from those that were stated.
 
 What is stated spreads both ways through the operators' factors, in waves: annotations of lower priority first; through
-factors that results have before factors that are summed over; what stands nearer to an annotation before what stands
-farther; then the larger tensor; then the order in the module. A value takes, per mesh axis, what reaches it first; what
+factors that results have before factors that are summed over; from operands to results before the other ways; what
+stands nearer to an annotation before what stands farther; then the larger tensor; then the order in the module. A value takes, per mesh axis, what reaches it first; what
 comes later and disagrees is a conflict, reported, and becomes a change of layout where the two meet.
 """
 
@@ -57,7 +57,7 @@ def propagate(graph: Graph, atoms: Atoms) -> Layouts:
 class _Spread:
     """Which atom of which value every axis splits, as far as it is known.
 
-    A wave is (in a summed factor?, distance, -elements, order, value, axis)."""
+    A wave is (in a summed factor?, to operands?, distance, -elements, order, axis, tensor of the node, node)."""
 
     def __init__(self, graph: Graph, atoms: Atoms) -> None:
         self._graph, self._atoms, self._mesh = graph, atoms, graph.mesh
@@ -86,8 +86,8 @@ class _Spread:
     def run(self) -> None:
         """Spread until nothing changes."""
         while self._waves:
-            summed, distance, _, _, axis, index, node = heapq.heappop(self._waves)
-            self._meet(node, axis, index, distance, summed)
+            _, back, distance, _, _, axis, index, node = heapq.heappop(self._waves)
+            self._meet(node, axis, index, distance, back)
 
     def conflicts(self) -> Iterator[Conflict]:
         """Where an axis reaches an operator through several factors."""
@@ -108,21 +108,23 @@ class _Spread:
             for index, (tensor, factors) in enumerate(tensors_of(node, rule)):
                 if tensor is value and (factor := self._factor_at(value, factors, axis)):
                     order = self._order[value]
-                    wave = (factor in rule.reduced, distance, -value.type.elements, order, axis, index, node)
-                    heapq.heappush(self._waves, _Wave(wave))
+                    for back in (False, True):
+                        wave = (factor in rule.reduced, back, distance, -value.type.elements, order, axis, index, node)
+                        heapq.heappush(self._waves, _Wave(wave))
 
     def _factor_at(self, value: Value, factors: tuple[str | None, ...], axis: str) -> str | None:
         place = self._places[value].get(axis)
         return None if place is None else factors[place]
 
-    def _meet(self, node: Node, axis: str, index: int, distance: int, summed: bool) -> None:
-        """A wave reaches an operator: the first one per axis goes on to the operator's other tensors."""
+    def _meet(self, node: Node, axis: str, index: int, distance: int, back: bool) -> None:
+        """A wave reaches an operator: the first one per axis goes on, to its operands or to its results."""
         rule = self._atoms.rules[node]
         tensors = list(tensors_of(node, rule))
         factor = self._factor_at(*tensors[index], axis)
         if factor is None or self._factor.setdefault((node, axis), factor) != factor:
             return
-        for value, factors in tensors:
+        count = len(node.inputs)
+        for value, factors in tensors[:count] if back else tensors[count:]:
             if factor in factors and axis not in self._places[value] and axis not in self._closed.get(value, ()):
                 self._places[value][axis] = factors.index(factor)
                 self._push(value, axis, distance + 1)
