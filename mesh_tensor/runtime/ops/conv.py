@@ -20,7 +20,7 @@ _ADAPTIVE = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_a
 
 def _spatial(call: OpCall) -> str:
     """The letters of the dims that the window slides over."""
-    return "DHW"[-(call.inputs[0].ndim - 2) :]
+    return next("DHW"[-n:] for n in (1, 2, 3) if f"{n}d" in call.name)
 
 
 def _order(call: OpCall, source: str, target: str) -> tuple[int, ...]:
@@ -96,6 +96,7 @@ def _pool(call: OpCall) -> Function:
     `count_include_pad` says so, and what a window reaches beyond it (`ceil_mode`) never does."""
     letters, layout = _spatial(call), call.attr("layout")
     n, largest = len(letters), "max" in call.name
+    _order(call, layout, "NC" + letters)
     back = _order(call, layout, call.attr("out_layout") or layout)
     padding, dtype = call.attr("padding"), torch_dtype(call.inputs[0].dtype)
     fill = extreme(dtype, -1) if largest else 0
