@@ -133,6 +133,8 @@ class Search:
         fixed = [boxes.sizes[a] for a, place in enumerate(start) if place == goal[a] == WHOLE]
         self._values = math.prod(boxes.shape) * math.prod(fixed)  # along fixed axes everything is done again
         self._ends = int(boxes.volumes(goal).sum())
+        shards = [math.prod(boxes.sizes[axis] for axis in axes_on(goal, dim)) for dim in range(len(boxes.shape))]
+        self._uneven = {dim for dim, size in enumerate(boxes.shape) if size % shards[dim]}
 
     def _dims(self) -> list[int]:
         """The dims that partial values may be scattered on: those that are split before or after, and the longest of
@@ -195,12 +197,26 @@ class Search:
             yield exchange(self._boxes, state, self._goal)
 
     def _reductions(self, state: State, summed: list[int]) -> Iterator[Edge]:
-        for axes in _subsets(summed):
-            yield Edge("all_reduce", axes, _with(state, axes, WHOLE))
-            for dim in sorted(self._choices[axes[0]] - {WHOLE, PARTIAL}):
-                after = _with(state, axes, dim)
-                if _innermost(after, dim, axes):
+        """Axes are scattered one by one, and together where they end on one dim. They are reduced whole where they end
+        whole, all at once, or where what they end on can't be scattered on now, or only unevenly; or all of them."""
+        ending_whole = tuple(axis for axis in summed if self._goal[axis] == WHOLE)
+        blocked = []
+        for axis in summed:
+            for dim in sorted(self._choices[axis] - {WHOLE, PARTIAL}):
+                free = _innermost(_with(state, (axis,), dim), dim, (axis,))
+                if free:
+                    yield Edge("reduce_scatter", (axis,), _with(state, (axis,), dim), dst_dim=dim)
+                if self._goal[axis] == dim and (not free or dim in self._uneven):
+                    blocked.append(axis)
+        for dim in range(len(self._boxes.shape)):
+            together = [axis for axis in summed if self._goal[axis] == dim]
+            for axes in _subsets(together, at_least=2):
+                if _innermost(after := _with(state, axes, dim), dim, axes):
                     yield Edge("reduce_scatter", axes, after, dst_dim=dim)
+        several = tuple(sorted({*ending_whole, *blocked}))
+        whole = [ending_whole, *((axis,) for axis in blocked), several, tuple(summed)]
+        for axes in dict.fromkeys(axes for axes in whole if axes):
+            yield Edge("all_reduce", axes, _with(state, axes, WHOLE))
 
     def _slices(self, state: State) -> Iterator[Edge]:
         for dim in range(len(self._boxes.shape)):
@@ -238,8 +254,8 @@ def exchange(boxes: Boxes, before: State, after: State) -> Edge:
     return Edge("permute" if whole_tiles else "exchange", tuple(sorted(axes)), after)
 
 
-def _subsets(axes: list[int]) -> Iterator[tuple[int, ...]]:
-    return chain.from_iterable(combinations(axes, count) for count in range(1, len(axes) + 1))
+def _subsets(axes: list[int], at_least: int = 1) -> Iterator[tuple[int, ...]]:
+    return chain.from_iterable(combinations(axes, count) for count in range(at_least, len(axes) + 1))
 
 
 def _with(state: State, axes: Sequence[int], place: int) -> State:

@@ -14,8 +14,7 @@ from ._redistribution_search import PARTIAL, WHOLE, Search, State, boxes_of, exc
 from .errors import refuse
 from .sharding import Placement, Replicate, Shard, Sharding
 
-#: What sends nothing, and what reduces.
-LOCAL_KINDS = ("slice", "to_partial")
+#: What reduces.
 REDUCING_KINDS = ("all_reduce", "reduce_scatter")
 #: What sends boxes of a layout straight to where another one needs them; its `before` and `after` say all.
 DIRECT_KINDS = ("permute", "exchange")

@@ -132,7 +132,7 @@ def plan_redistribution(
 
     >>> mesh = Mesh({"x": 4})
     >>> print(plan_redistribution((64, 64), torch.float32, Sharding.make(mesh, 2, {"x": 0}), {"x": 1}))
-    (64, 64) float32, 'S[0]' -> 'S[1]' on Mesh({"x": 4}): 3072 bytes per device
+    (64, 64) float32, 'S[0]' -> 'S[1]' on Mesh({"x": 4}): 3,072 bytes per device
       step        over  layout after  bytes per device
       all_to_all  x     S[1]          3,072
     """

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 
 import torch
 import torch.distributed as dist
@@ -90,6 +91,16 @@ def refusals(rank: int) -> None:
     assert "rank 0: (4, 4) torch.float32, 'S[0]' -> 'R'" in text
     assert "rank 1: (4, 4) torch.float32, 'S[0]' -> 'S[1]'" in text
     assert torch.equal(mt.redistribute(given, {}).to_local(), torch.zeros(4, 4))
+
+
+def dies_meanwhile(rank: int) -> str:
+    """Rank 1 ends after the first redistribution."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    given = torch.distributed.tensor.distribute_tensor(torch.zeros(4, 4), mesh, [placement_types.Shard(0)])
+    mt.redistribute(given, {"x": 1})
+    if rank == 1:
+        os._exit(1)
+    return refusal(lambda: mt.redistribute(given, {"x": 1}))
 
 
 def dtensor_never_moves_less(rank: int, sizes: tuple[int, ...], shape: tuple[int, ...], step: int) -> int:

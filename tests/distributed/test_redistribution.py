@@ -28,6 +28,14 @@ def test_dtensors(body):
     run(body, 2)
 
 
+def test_a_rank_dies():
+    first, second = run(bodies.dies_meanwhile, 2)
+    assert second is None
+    assert "rank 1 has ended, hangs, or is not in this collective" in first
+    assert "'S[0]' -> 'S[1]' of a tensor (4, 4) torch.float32" in first
+    assert "mt.redistribute" in first
+
+
 def test_layouts_that_torch_splits_otherwise():
     run(bodies.layouts_that_torch_splits_otherwise, 4)
 

@@ -57,6 +57,15 @@ def test_the_block_of_a_collective(move, args):
     assert [int(region.args[1]) for region in regions] == [1, 2], "one is read, the other written"
 
 
+@pytest.mark.parametrize("kind", ["permute", "exchange"])
+def test_direct_moves_name_both_layouts(kind):
+    a, b = buffers()
+    before = mt.Sharding.make(MESH, 2, {"x": 0})
+    realize = collective_block(Move(kind, ("x", "y"), LAYOUT.with_shard("y", 0)), a, b, before)
+    assert realize.block.name_hint == kind
+    assert call_of(realize) == (f"mesh.{kind}", ["S[0], R", "R, S[0]", "x", "y"])
+
+
 def test_how_it_prints():
     a, b = buffers()
     func = tirx.PrimFunc([], collective_block(Move("all_gather", ("y",), LAYOUT, src_dim=0), a, b))

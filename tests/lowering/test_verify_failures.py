@@ -183,6 +183,9 @@ def test_steps_in_the_wrong_order(cut):
         ("S[0], R", "all_gather", "x", "R, S[1]", {"src_dim": 0}, "axis y changes from R to S[1]"),
         ("S[0], R", "scatter", "x", "R, R", {}, "there is no such collective"),
         ("S[0], R", "all_gather", "", "S[0], R", {"src_dim": 0}, "it is over no axis"),
+        ("S[0], R", "exchange", "xy", "R, S[0]", {}, "from S[0], R to R, S[0] leads the permute over x, y"),
+        ("S[0], S[0]", "exchange", "x", "R, S[0]", {}, "from S[0], S[0] to R, S[0] leads the exchange over x, y"),
+        ("P[sum], S[0]", "permute", "xy", "S[0], R", {}, "which changes what is partial"),
     ],
 )
 def test_collectives_that_can_not_be(src, kind, axes, after, options, problem):

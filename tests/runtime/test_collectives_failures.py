@@ -75,5 +75,15 @@ def test_a_step_must_say_what_its_values_say():
     for step in wrong:
         with pytest.raises(AssertionError, match="over"):
             check_step(step, src, dst)
+    with pytest.raises(AssertionError, match="can't change what is partial"):
+        check_step(CollectiveStep("exchange", "A", "B", ("x",), None, None, None, 0, ""), src, dst)
     with pytest.raises(MeshTensorError, match="unknown collective 'gossip'"):
         check_step(CollectiveStep("gossip", "A", "B", ("x",), None, None, None, 0, ""), src, dst)
+
+
+def test_a_direct_step_must_be_over_all_axes_that_it_takes():
+    src, dst = value("A", (4,), MESH, {"x": 0}), value("B", (4,), MESH, {"y": 0})
+    check_step(CollectiveStep("permute", "A", "B", ("x", "y"), None, None, None, 0, ""), src, dst)
+    for step in (("permute", ("x",)), ("exchange", ("x", "y"))):
+        with pytest.raises(AssertionError, match=r"permute over \('x', 'y'\) leads to R, S\[0\]"):
+            check_step(CollectiveStep(step[0], "A", "B", step[1], None, None, None, 0, ""), src, dst)
