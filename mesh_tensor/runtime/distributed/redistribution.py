@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -114,10 +114,6 @@ class _Changes:
         return Tiling(tiling.shape, tiling.dtype, to, self._ranks.rank).valid(new)
 
 
-_changes: WeakKeyDictionary[Ranks, _Changes] = WeakKeyDictionary()
-
-
+@lru_cache(maxsize=64)
 def _changes_on(ranks: Ranks) -> _Changes:
-    if ranks not in _changes:
-        _changes[ranks] = _Changes(ranks)
-    return _changes[ranks]
+    return _Changes(ranks)
