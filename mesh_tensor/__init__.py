@@ -14,6 +14,7 @@ from .frontend import annotate, mesh_tensor_functions  # noqa: E402
 from .graph import ModuleAnnotations, annotate_module, read_module_annotations  # noqa: E402
 from .lowering import lower  # noqa: E402
 from .mesh import Mesh  # noqa: E402
+from .module import MeshModule, distribute_module  # noqa: E402
 from .program import Program  # noqa: E402
 from .redistribution import RedistributionPlan  # noqa: E402
 from .rules import ShardingRule, sharding_rule  # noqa: E402
@@ -31,6 +32,7 @@ from .sharding import Partial, Replicate, Shard, Sharding  # noqa: E402
 __all__ = [
     "Mesh",
     "MeshKernel",
+    "MeshModule",
     "MeshTensor",
     "MeshTensorError",
     "ModuleAnnotations",
@@ -46,6 +48,7 @@ __all__ = [
     "as_custom_op",
     "compile",
     "distribute",
+    "distribute_module",
     "from_dtensor",
     "from_placements",
     "lower",

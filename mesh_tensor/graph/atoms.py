@@ -224,6 +224,8 @@ class _Refinement:
         if (self._node, factor) in self._broken:
             self._whole.add(factor)
         atoms = self._classes.atoms(self._classes.of((self._node, factor), 0))
+        if factor in self._rule.positional and len(atoms) > 1:
+            self._whole.add(factor)
         if atoms == (1,) and not alone:
             return []
         names = [factor if len(atoms) == 1 else f"{factor}.{i}" for i in range(len(atoms))]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import tvm
 from tvm import relax
 
+from ..errors import refuse
 from ..rules.ops import LocalCall
-from ..rules.ops.wide import make_wide
 from .atoms import Atoms, plain_sharding
 from .explicit import Cast, Fill, Form, Run, Step
 
@@ -39,6 +40,17 @@ def local_call(step: Step, atoms: Atoms, tile: Tile) -> relax.Expr:
     return packed(f"mesh.{step.move.kind}", [tile(step.src), *args], tile_info(step.dst, atoms))
 
 
+def check_tile(form: Form, info: relax.StructInfo, atoms: Atoms) -> None:
+    """TVM infers the tile that was decided: an operator and its rule agree."""
+    expected = tile_info(form, atoms)
+    if not tvm.ir.structural_equal(info, expected):
+        refuse(
+            f"the tile of {form.name!r} is {expected}, but TVM infers {info}",
+            why="the operator's sharding rule and the operator disagree",
+            fix="report it as a bug of mesh_tensor; replicate the value meanwhile",
+        )
+
+
 def packed(name: str, args: list[relax.Expr], info: relax.StructInfo) -> relax.Call:
     """A call of a registered function that has no side effects."""
     return relax.op.call_pure_packed(name, *args, sinfo_args=[info])
@@ -67,7 +79,6 @@ def _run(step: Run, atoms: Atoms, tile: Tile) -> relax.Expr:
         tuple(tile_shape(form, atoms) for form in step.inputs),
         tuple(tile_shape(form, atoms) for form in step.outputs),
         tuple(plain_sharding(form.sharding, atoms.of[form.value]) for form in step.inputs),
+        wide=any(form.dtype != form.value.type.dtype for form in step.outputs),
     )
-    if any(form.dtype != form.value.type.dtype for form in step.outputs):
-        return make_wide(local)
     return rule.localize(local) if rule.localize else local.again()

@@ -12,10 +12,9 @@ from typing import Any
 import tvm
 from tvm import ir, relax
 
-from ..errors import refuse
 from .explicit import ExplicitGraph, Form, Step, forms_in
 from .ir import Scope
-from .local_calls import inputs_of, local_call, outputs_of, scopes_of, tile_info
+from .local_calls import check_tile, inputs_of, local_call, outputs_of, scopes_of, tile_info
 
 Numbered = list[tuple[int, Step]]
 
@@ -66,7 +65,7 @@ class _Localizer:
         var = self._builder.emit(local_call(step, self._atoms, env.__getitem__), outputs[0].name)
         self._bind(var, outputs, env)
         for form in outputs:
-            self._check(form, env[form].struct_info)
+            check_tile(form, env[form].struct_info, self._atoms)
 
     def _bind(self, var: relax.Var, outputs: Sequence[Form], env: dict[Form, relax.Expr]) -> None:
         if isinstance(var.struct_info, relax.TupleStructInfo):
@@ -102,16 +101,6 @@ class _Localizer:
         self._functions[var] = function
         same.append(var)
         return var
-
-    def _check(self, form: Form, info: relax.StructInfo) -> None:
-        """TVM infers the tile that was decided: a rule and its operator agree."""
-        expected = tile_info(form, self._atoms)
-        if not tvm.ir.structural_equal(info, expected):
-            refuse(
-                f"the tile of {form.name!r} is {expected}, but TVM infers {info}",
-                why="the operator's sharding rule and the operator disagree",
-                fix="report it as a bug of mesh_tensor; replicate the value meanwhile",
-            )
 
 
 def _last_uses(explicit: ExplicitGraph) -> dict[Form, int]:

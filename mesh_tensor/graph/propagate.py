@@ -2,8 +2,9 @@
 
 What is stated spreads both ways through the operators' factors, in waves: annotations of lower priority first; through
 factors that results have before factors that are summed over; from operands to results before the other ways; what
-stands nearer to an annotation before what stands farther; then the larger tensor; then the order in the module. A value takes, per mesh axis, what reaches it first; what
-comes later and disagrees is a conflict, reported, and becomes a change of layout where the two meet.
+stands nearer to an annotation before what stands farther; then the larger tensor; then the order in the module. A value
+takes, per mesh axis, what reaches it first; what comes later and disagrees is a conflict: reported, and a change of
+layout where the two meet.
 """
 
 from __future__ import annotations

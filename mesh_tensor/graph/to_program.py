@@ -10,11 +10,11 @@ from tvm import relax
 
 from ..program import CollectiveStep, OpStep, Parameter, Program, Value, bytes_moved, with_lifetimes
 from ..program import Step as ProgramStep
-from ..rules.ops.call import OpCall, op_call, tensor_type
+from ..rules.ops.call import OpCall, op_call, tensor_infos, tensor_type
 from ..rules.ops.cost import count_flops
 from ..sharding import Sharding
 from .explicit import Change, ExplicitGraph, Form, Run, Step, forms_in
-from .local_calls import inputs_of, local_call, outputs_of, tile_info
+from .local_calls import check_tile, inputs_of, local_call, outputs_of, tile_info
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,9 @@ class _Programmer:
         for var, call in self._bindings(local_call(step, self._atoms, self._tile)):
             operands = tuple(self._operand(leaf) for arg in call.expr.args for leaf in _tensors(arg))
             results = tuple(form.name for form in forms) if var is None else (self._inner(var, call),)
+            if var is None:
+                for form, info in zip(forms, tensor_infos(call.expr.struct_info), strict=True):
+                    check_tile(form, info, self._atoms)
             yield OpStep(call, operands, results, whole, count_flops(call), where)
 
     def _bindings(self, expr: relax.Expr) -> Iterator[tuple[relax.Var | None, OpCall]]:

@@ -21,14 +21,15 @@ class LocalCall:
     """An operator about to be called on one device's tiles.
 
     `args` are the tensor operands' tiles (flattened like `call.inputs`); `in_tiles` and `out_tiles` are the tiles'
-    shapes; `layouts` say how the operands lie. A layout is None where the dims were refined (see graph.atoms) and
-    nothing is split that the rule did not allow for."""
+    shapes; `layouts` say how the operands lie. A layout is None where an operand is not split into contiguous tiles
+    (see graph.atoms). `wide`: the result is a part of a low-precision sum, and has to be float32."""
 
     call: OpCall
     args: tuple[relax.Expr, ...]
     in_tiles: tuple[tuple[int, ...], ...]
     out_tiles: tuple[tuple[int, ...], ...]
     layouts: tuple[Sharding | None, ...]
+    wide: bool = False
 
     def again(self, *, attrs: Any = None, literals: Mapping[int, relax.Expr] | None = None) -> relax.Call:
         """The same call on the tiles: each argument position keeps its form (tuples are rebuilt), except that
@@ -56,6 +57,7 @@ class OpRule:
     linear            sets of operands: the op is linear in the operands of a set taken together while the others are
                       fixed (add: {0, 1} together; matmul: {0}, {1}). Sums that are not yet reduced pass through.
     unsplit           factors that no axis may split.
+    positional        factors of single dims whose tiles have to be contiguous: `localize` looks at where they lie.
     moves             the op only moves elements: results pending with any op pass through.
     localize          how the call looks on tiles; None: the same call on the tiles.
 
@@ -70,6 +72,7 @@ class OpRule:
     linear: tuple[frozenset[int], ...] = ()
     moves: bool = False
     unsplit: frozenset[str] = frozenset()
+    positional: frozenset[str] = frozenset()
     localize: Localizer | None = None
 
 
