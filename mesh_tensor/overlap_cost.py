@@ -33,10 +33,10 @@ class Rates:
     busy: float
 
 
-# Measured on 2 cores of a Xeon with AVX-512, gloo over the loopback: torch.mm on one thread beside an all-to-all of 1
-# to 16 MB took as long as one after the other, and the all-to-all used 0.8 s of CPU time per second.
+# Measured on 2 cores of an AMD EPYC, gloo over the loopback: torch.mm on one thread beside an all-to-all of 1 to 16 MB
+# took as long as one after the other or longer, and the all-to-all used 0.8 s of CPU time per second.
 GLOO = Rates("gloo with a core per rank", flops=1e11, memory=1e10, network=3e9, latency=2e-4, busy=1.0)
-# With a core for gloo's threads the memory's bandwidth is still shared.
+# Not measured: with a core for gloo's threads the memory's bandwidth is still shared.
 GLOO_BESIDE = replace(GLOO, name="gloo with cores to spare", busy=0.25)
 
 
