@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .explain import table
 from .graph.pipeline import ModulePlan
-from .program import CollectiveStep, OpStep, Program
+from .program import CollectiveStep, OpStep, Program, WaitStep
 from .runtime.ops.table import operator_name
 
 
@@ -43,9 +43,12 @@ def _steps(program: Program) -> list[str]:
             rows.append((f"torch {operator_name(step.call)}", ", ".join(step.results), "", "", f"{step.flops:,}", ""))
         elif isinstance(step, CollectiveStep):
             kind = f"{step.kind}({step.op})" if step.op else step.kind
+            kind = kind if step.wait else f"start {kind}"
             layouts = f"{program.values[step.src].sharding} -> {program.values[step.dst].sharding}"
             why = f"{step.reason} ({layouts})"
             rows.append((kind, step.dst, ", ".join(step.axes), f"{step.bytes:,}", "", why))
+        elif isinstance(step, WaitStep):
+            rows.append((f"wait {step.collective.kind}", step.collective.dst, "", "", "", ""))
     return table(rows)
 
 

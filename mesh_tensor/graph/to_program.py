@@ -8,13 +8,16 @@ from typing import Any
 
 from tvm import relax
 
+from ..lowering import verify
 from ..program import CollectiveStep, OpStep, Parameter, Program, Value, bytes_moved, with_lifetimes
 from ..program import Step as ProgramStep
 from ..rules.ops.call import OpCall, op_call, tensor_infos, tensor_type
 from ..rules.ops.cost import count_flops
 from ..sharding import Sharding
+from ..verify_program import verify_program
 from .explicit import Change, ExplicitGraph, Form, Run, Step, forms_in
 from .local_calls import check_tile, inputs_of, local_call, outputs_of, tile_info
+from .schedule import schedule
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,10 @@ class _Programmer:
             *(Parameter(name, name, None) for name in (*inputs, *self._constants)),
             *(Parameter(name, None, name) for name in computed),
         )
-        all_steps = with_lifetimes(steps, self._values, parameters)
+        all_steps = with_lifetimes(schedule(steps), self._values, parameters)
         program = Program(graph.name, graph.mesh, parameters, self._values, all_steps)
+        if verify.enabled():
+            verify_program(program)
         return ModuleProgram(program, inputs, self._constants, names_of(explicit.result))
 
     def _value(self, form: Form) -> Value:
