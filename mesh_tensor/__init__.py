@@ -12,6 +12,7 @@ from .custom_op import as_custom_op  # noqa: E402
 from .errors import MeshTensorError  # noqa: E402
 from .frontend import annotate, mesh_tensor_functions  # noqa: E402
 from .graph import ModuleAnnotations, annotate_module, read_module_annotations  # noqa: E402
+from .graph.frontends import ImportedModule, from_onnx, load_module  # noqa: E402
 from .lowering import lower  # noqa: E402
 from .mesh import Mesh  # noqa: E402
 from .module import MeshModule, distribute_module  # noqa: E402
@@ -28,8 +29,10 @@ from .runtime.distributed import (  # noqa: E402
 )
 from .sequential import run_sequential  # noqa: E402
 from .sharding import Partial, Replicate, Shard, Sharding  # noqa: E402
+from .torch_frontend import from_torch  # noqa: E402
 
 __all__ = [
+    "ImportedModule",
     "Mesh",
     "MeshKernel",
     "MeshModule",
@@ -50,7 +53,10 @@ __all__ = [
     "distribute",
     "distribute_module",
     "from_dtensor",
+    "from_onnx",
     "from_placements",
+    "from_torch",
+    "load_module",
     "lower",
     "lowering",
     "mesh_tensor_functions",

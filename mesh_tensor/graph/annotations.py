@@ -22,10 +22,10 @@ from .meshes import device_mesh, fits, named_mesh, with_mesh
 from .names import Fresh, known, relax_function, relax_functions, unique_names, variables
 from .stated import HINTS_ATTR, ModuleAnnotations, read_module_annotations, stated_meshes
 
-__all__ = ["TORCH_NAMES_ATTR", "ModuleAnnotations", "annotate_module", "read_module_annotations"]
+__all__ = ["SOURCE_NAMES_ATTR", "ModuleAnnotations", "annotate_module", "read_module_annotations"]
 
 # A function attribute that an importer sets: the source's name of a parameter -> the module's.
-TORCH_NAMES_ATTR = "mesh_tensor_names"
+SOURCE_NAMES_ATTR = "mesh_tensor_names"
 
 _HOW = (
     'give {name of a parameter or value: {axis: dim}, a text like "S[0], R", or an mt.Sharding}; '
@@ -82,14 +82,14 @@ class _Names:
     def __init__(self, mod: ir.IRModule, function: str) -> None:
         self._function = function
         self._vars = {name: _by_name(func) for name, func in relax_functions(mod).items()}
-        attr = (relax_function(mod, function).attrs or {}).get(TORCH_NAMES_ATTR)
-        self._torch_names = from_attr(attr) if attr is not None else {}
+        attr = (relax_function(mod, function).attrs or {}).get(SOURCE_NAMES_ATTR)
+        self._source_names = from_attr(attr) if attr is not None else {}
 
     def find(self, name: Any) -> tuple[tuple[str, str], relax.Var] | str:
         """((function, variable), the variable), or what is wrong with the name."""
         if not isinstance(name, str):
             return f"{name!r} is no name of a value"
-        where, value = self._function, self._torch_names.get(name, name)
+        where, value = self._function, self._source_names.get(name, name)
         other, _, rest = name.partition(".")
         if value not in self._vars[where] and other in self._vars:
             where, value = other, rest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tvm import ir, relax
@@ -68,6 +68,11 @@ def unique_names(mod: ir.IRModule) -> ir.IRModule:
     return changed or mod
 
 
+def renamed_parameters(mod: ir.IRModule, func: relax.Function, names: Mapping[str, str]) -> relax.Function:
+    """The function of `mod` with parameters renamed; what else has one of the new names gets another one."""
+    return _Renamer(mod, func, names).renamed()
+
+
 class Fresh:
     """Names that are not taken."""
 
@@ -86,15 +91,15 @@ class Fresh:
 
 @relax.expr_functor.mutator
 class _Renamer(relax.PyExprMutator):
-    def __init__(self, mod: ir.IRModule, func: relax.Function) -> None:
+    def __init__(self, mod: ir.IRModule, func: relax.Function, names: Mapping[str, str] | None = None) -> None:
         super().__init__(mod)
-        self._func = func
+        self._func, self._names = func, names or {}
         self._seen: set[str] = set()
-        self._fresh = Fresh([var.name_hint for var in variables(func)])
+        self._fresh = Fresh([*self._names.values(), *(var.name_hint for var in variables(func))])
 
     def renamed(self) -> relax.Function:
         func = self._func
-        params = [self._renamed(param) for param in func.params]
+        params = [self._parameter(param) for param in func.params]
         for old, new in zip(func.params, params, strict=True):
             self.set_var_remap(old.vid, new)
         return relax.Function(params, self.visit_expr(func.body), func.ret_struct_info, func.is_pure, func.attrs)
@@ -113,6 +118,13 @@ class _Renamer(relax.PyExprMutator):
         new = self._renamed(old)
         self.builder_.emit_normalized(make(new))
         self.set_var_remap(old.vid, new)
+
+    def _parameter(self, var: relax.Var) -> relax.Var:
+        name = self._names.get(var.name_hint)
+        if name is None or name == var.name_hint:
+            return self._renamed(var)
+        self._seen.add(name)
+        return relax.Var(name, var.struct_info)
 
     def _renamed(self, var: relax.Var) -> relax.Var:
         if var.name_hint not in self._seen:

@@ -1,0 +1,76 @@
+"""from_torch: an exported torch program as a Relax module that computes the same."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .errors import refuse
+from .graph.frontends import ImportedModule, import_torch
+from .sequential import run_sequential
+
+
+def from_torch(program: torch.export.ExportedProgram, *, check: bool = True) -> ImportedModule:
+    """The Relax module of what `torch.export.export` gave.
+
+    Its function `main` takes the inputs in torch's order (nested ones flattened), under torch's names for them, then
+    the parameters: "blocks.0.fc.weight" is called `blocks_0_fc_weight` (an identifier; `p_` stands in front of a name
+    that begins with a digit). `annotate_module` knows them by both names; it also takes the name of a submodule that is
+    called once, "blocks.0.fc", for the tensor that it gives. Buffers are constants. A single result is no tuple.
+    `scaled_dot_product_attention`, `layer_norm`, `rms_norm`, `gelu` and others that Relax has stay one operator each.
+
+    Args:
+        program: what `torch.export.export` gave.
+        check: run both on the program's example inputs, and refuse a module whose results are not torch's: TVM's
+            importer leaves out some options of some operators.
+
+    Raises:
+        MeshTensorError: an operator that can't be imported, random or of another result type than in torch, named with
+            the torch module it is in; a program that writes its buffers, or takes inputs that are no tensors; results
+            that differ.
+    """
+    module = import_torch(program)
+    if check and program.example_inputs is not None:
+        _check(module, program)
+    return module
+
+
+def _check(module: ImportedModule, program: torch.export.ExportedProgram) -> None:
+    args, kwargs = program.example_inputs
+    with torch.no_grad():
+        expected = pytree.tree_leaves(program.module()(*args, **kwargs))
+        results = run_sequential(module.mod, [*pytree.tree_leaves((args, kwargs)), *module.params.values()])
+    results = list(results) if isinstance(results, tuple) else [results]
+    problems = [
+        f"result {index} differs from torch's by {error:.2g} of its largest value"
+        for index, (result, meant) in enumerate(zip(results, expected, strict=True))
+        if (error := _error(result, meant)) > _tolerance(meant.dtype)
+    ]
+    if problems:
+        refuse(
+            problems,
+            where="the imported program, on its example inputs",
+            why="TVM's importer reads some operator in it differently",
+            fix="write the model with other operators; `check=False` leaves this check out",
+        )
+
+
+def _error(result: torch.Tensor, meant: torch.Tensor) -> float:
+    """The largest difference, by the largest value; what is not finite has to be equal."""
+    if result.shape != meant.shape or result.dtype != meant.dtype:
+        return float("inf")
+    wide, other = result.to(torch.float64), meant.to(torch.float64)
+    finite = other.isfinite()
+    if (
+        not torch.equal(wide.nan_to_num(7.0)[~finite], other.nan_to_num(7.0)[~finite])
+        or not wide[finite].isfinite().all()
+    ):
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    return float((wide - other)[finite].abs().max() / other[finite].abs().max().clamp_min(1e-6))
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """What sums in another order may change; nothing in whole numbers."""
+    return torch.finfo(dtype).eps ** 0.5 if dtype.is_floating_point else 0.0

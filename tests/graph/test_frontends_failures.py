@@ -1,0 +1,166 @@
+"""What can't be imported is refused by name."""
+
+import importlib
+
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import nn
+
+import mesh_tensor as mt
+from mesh_tensor.graph import torch_ops
+
+
+class Call(nn.Module):
+    """A function as a module, inside another one."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), _Function(function))
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class _Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def refused(model, *inputs):
+    with pytest.raises(mt.MeshTensorError) as error:
+        mt.from_torch(torch.export.export(model, inputs))
+    return str(error.value)
+
+
+def test_all_unknown_operators_are_named():
+    text = refused(Call(lambda x: torch.linalg.qr(x)[0] + torch.special.bessel_j0(x)), torch.randn(4, 4))
+    assert "torch operator aten.linalg_qr.default is not known (value 'linalg_qr' in inner.1)" in text
+    assert "torch operator aten.special_bessel_j0.default is not known" in text
+
+
+def test_random_operators():
+    text = refused(nn.Sequential(nn.Linear(4, 4), nn.Dropout()).train(), torch.randn(4, 4))
+    assert "random" in text
+    assert "eval mode" in text
+
+
+def test_operator_that_can_not_be_converted():
+    text = refused(
+        Call(lambda x: torch.nn.functional.max_pool2d(x[None], 2, return_indices=True)[1]), torch.randn(4, 4)
+    )
+    assert "torch operator aten.max_pool2d_with_indices.default can't be imported" in text
+    assert "the indices of a pooling" in text
+    assert "in inner.1" in text
+
+
+def test_attention_of_other_rank():
+    text = refused(Call(lambda x: nn.functional.scaled_dot_product_attention(x, x, x)), torch.randn(4, 4))
+    assert "attention of tensors of [2, 2, 2] dims" in text
+
+
+def test_results_of_another_type():
+    """TVM's importer makes float32 of the product in torch.conv1d."""
+    text = refused(Call(lambda x: nn.functional.conv1d(x[None], x[None, :, :2])).double(), torch.randn(4, 4).double())
+    assert "aten.convolution.default was imported as R.Tensor" in text or "aten.conv1d.default was imported as" in text
+    assert 'dtype="float32"), but in torch it is (1, 1, 3) float64' in text
+
+
+def test_results_that_differ(monkeypatch):
+    """A converter that forgets an option, as many of TVM's do."""
+    monkeypatch.setitem(torch_ops.CONVERTERS, "gelu.default", lambda node, importer: importer.env[node.args[0]])
+    text = refused(nn.GELU(), torch.randn(4, 4))
+    assert "result 0 differs from torch's by" in text
+    assert "example inputs" in text
+
+
+def test_written_buffers():
+    text = refused(nn.BatchNorm1d(4).train(), torch.randn(4, 4))
+    assert "the program writes 'running_mean' (buffer_mutation)" in text
+
+
+def test_inputs_that_are_no_tensors():
+    class Power(nn.Module):
+        def forward(self, x, exponent):
+            return x**exponent
+
+    assert "the input 'exponent' is no tensor" in refused(Power(), torch.randn(4), 3)
+
+
+def test_no_program():
+    with pytest.raises(mt.MeshTensorError, match="a Linear is no exported program"):
+        mt.from_torch(nn.Linear(2, 2))
+
+
+def save_onnx(path, op, **attributes):
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 4])]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 4])]
+    graph = helper.make_graph([helper.make_node(op, ["x"], ["y"], **attributes)], "graph", inputs, outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    model.ir_version = 9
+    onnx.save(model, path)
+    return path
+
+
+def test_onnx_operator(tmp_path):
+    with pytest.raises(mt.MeshTensorError, match="not supported for frontend ONNX: Bernoulli") as error:
+        mt.from_onnx(save_onnx(tmp_path / "model.onnx", "Bernoulli"))
+    assert "model.onnx" in str(error.value)
+
+
+def test_onnx_file(tmp_path):
+    with pytest.raises(mt.MeshTensorError, match="there is no file"):
+        mt.from_onnx(tmp_path / "none.onnx")
+    (tmp_path / "bad.onnx").write_bytes(b"no model")
+    with pytest.raises(mt.MeshTensorError, match="is no valid ONNX model"):
+        mt.from_onnx(tmp_path / "bad.onnx")
+
+
+def test_onnx_shapes(tmp_path):
+    with pytest.raises(mt.MeshTensorError, match="`shapes` has 'z', which is no input"):
+        mt.from_onnx(save_onnx(tmp_path / "model.onnx", "Relu"), shapes={"z": (2, 4)})
+
+
+def test_without_the_package(tmp_path, monkeypatch):
+    real = importlib.import_module
+
+    def without(name, *args):
+        if name == "onnx":
+            raise ImportError("No module named 'onnx'")
+        return real(name, *args)
+
+    monkeypatch.setattr(importlib, "import_module", without)
+    with pytest.raises(mt.MeshTensorError, match="needs the package onnx") as error:
+        mt.from_onnx(tmp_path / "model.onnx")
+    assert "pip install onnx" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is no JSON of a module"),
+        ("{}", "can't be read: it was saved by TVM an unknown version"),
+        ('{"root": 1, "nodes": [], "attrs": {"tvm_version": "0.8.0"}}', "can't be read"),
+        ('{"root_index": 0, "nodes": [{"type": "int", "data": 3}], "metadata": {}}', "holds a int"),
+        ("def f(:", "is neither JSON nor TVMScript"),
+        ("x = 1", r"holds 0 modules \(none\), not one"),
+        ("@R.function\ndef f(x: R.Tensor((2,), 'float32')):\n    return R.nope(x)\n", "can't be parsed as TVMScript"),
+        ("@I.ir_module\nclass A: pass\n@I.ir_module\nclass B: pass\n", "holds 2 modules"),
+    ],
+)
+def test_files_that_hold_no_module(tmp_path, text, message):
+    path = tmp_path / "module.txt"
+    path.write_text(text)
+    with pytest.raises(mt.MeshTensorError, match=message) as error:
+        mt.load_module(path)
+    assert "module.txt" in str(error.value)
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(mt.MeshTensorError, match="there is no file"):
+        mt.load_module(tmp_path / "module.json")
