@@ -13,13 +13,16 @@ def softmax(M, N, block_M=32, dtype="float32", accum_dtype="float32"):
             x = T.alloc_fragment((block_M, N), accum_dtype)
             row_max = T.alloc_fragment((block_M,), accum_dtype)
             row_sum = T.alloc_fragment((block_M,), accum_dtype)
+            scale = T.alloc_fragment((block_M,), accum_dtype)
             T.copy(X[bx * block_M, 0], x)
             T.reduce_max(x, row_max, dim=1, clear=True)
             for i, j in T.Parallel(block_M, N):
                 x[i, j] = T.exp(x[i, j] - row_max[i])
             T.reduce_sum(x, row_sum, dim=1)
+            for i in T.Parallel(block_M):
+                scale[i] = 1.0 / row_sum[i]
             for i, j in T.Parallel(block_M, N):
-                x[i, j] = x[i, j] / row_sum[i]
+                x[i, j] = x[i, j] * scale[i]
             T.copy(x, Y[bx * block_M, 0])
 
     return softmax_kernel

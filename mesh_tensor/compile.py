@@ -134,7 +134,7 @@ class MeshKernel:
         """Factors, placements, collectives with their bytes, and the cost per device, as text."""
         from .explain import explain
 
-        return explain(self.program)
+        return explain(self.program, self._target.name)
 
     def __call__(self, *args: Any) -> Any:
         form = self._forms.get(len(args)) or self._refuse_count(len(args))

@@ -10,14 +10,17 @@ from tvm import tirx
 from .lowering.pipeline import Lowered
 from .program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Value, WaitStep
 from .propagation import dtype_bits, tile_extent
+from .rules.reader import read_kernel
+from .rules.tile_ops import Gemm
 
 
-def explain(program: Program) -> str:
+def explain(program: Program, target: str = "") -> str:
     """Factors and what splits them, every buffer's placement as asked and as used, every step with its bytes and
     reason, what could not be split, and the cost per device.
 
     Args:
         program: a Program that `lower_to_program` made.
+        target: what it is compiled for, if it is: then the text says how products are computed there.
 
     Returns:
         Text in tables. Bytes and flops are those of one device.
@@ -32,6 +35,7 @@ def explain(program: Program) -> str:
         ["steps of each device", *_steps(program)],
         _overlap(program),
         _whole(lowered),
+        _products(program) if target == "c" else [],
         _costs(program),
     ]
     return "\n\n".join("\n".join(section) for section in sections if section)
@@ -97,6 +101,14 @@ def _whole(lowered: Lowered) -> list[str]:
         return []
     notes = [f"  {buffer} dim {dim}: {reason}" for (buffer, dim), reason in lowered.whole.items()]
     return ["asked to be split, but needed whole", *notes]
+
+
+def _products(program: Program) -> list[str]:
+    """How matrix products are computed on a CPU: BLAS is not asked, because on blocks it was measured no faster."""
+    kernels = [s for s in program.steps if isinstance(s, KernelStep)]
+    if not any(isinstance(s.tile_op, Gemm) for kernel in kernels for s in read_kernel(kernel.func).statements):
+        return []
+    return ["products: the own micro-kernel, register-blocked and vectorised for this machine's processor"]
 
 
 def _costs(program: Program) -> list[str]:

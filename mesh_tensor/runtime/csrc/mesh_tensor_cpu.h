@@ -85,8 +85,8 @@ MT_INLINE double mt_const_float64(int64_t bits) { return mt_bits<double>(bits); 
 
 // NaN on either side gives NaN, as in torch.
 #define MT_EXTREMES(type, name) \
-  MT_INLINE type mt_max_##name(type a, type b) { return a > b || a != a ? a : b; } \
-  MT_INLINE type mt_min_##name(type a, type b) { return a < b || a != a ? a : b; }
+  MT_INLINE type mt_max_##name(type a, type b) { type larger = a > b ? a : b; return a != a ? a : larger; } \
+  MT_INLINE type mt_min_##name(type a, type b) { type smaller = a < b ? a : b; return a != a ? a : smaller; }
 MT_EXTREMES(float, float32)
 MT_EXTREMES(double, float64)
 

@@ -5,37 +5,54 @@ extern "C" {
 
 // These of float32 have no branches and no calls, so that compilers vectorise them. Their errors are below 2 units in
 // the last place.
-MT_INLINE float mt_scale_float32(float value, float exponent) {
-  int32_t n = (int32_t)exponent, half = n >> 1;
-  return value * mt_bits<float>((half + 127) << 23) * mt_bits<float>((n - half + 127) << 23);
+MT_INLINE float mt_multiply_add(float a, float b, float c) {
+#ifdef __FMA__
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
 }
 
 // e^r for |r| <= ln(2) / 2.
 MT_INLINE float mt_exp_near_0(float r) {
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  return p * (r * r) + r + 1.0f;
+  float p = mt_multiply_add(1.9875691500e-4f, r, 1.3981999507e-3f);
+  p = mt_multiply_add(p, r, 8.3334519073e-3f);
+  p = mt_multiply_add(p, r, 4.1665795894e-2f);
+  p = mt_multiply_add(p, r, 1.6666665459e-1f);
+  p = mt_multiply_add(p, r, 5.0000001201e-1f);
+  return mt_multiply_add(p, r * r, r) + 1.0f;
 }
 
-MT_INLINE float mt_nearest(float x) { return (x + 12582912.0f) - 12582912.0f; }
-
-MT_INLINE float mt_exp_float32(float x) {
-  x = x > 89.0f ? 89.0f : x;
-  x = x < -104.0f ? -104.0f : x;
-  float n = mt_nearest(x * 1.44269504f);
-  float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  return mt_scale_float32(mt_exp_near_0(r), n);
+// x, at least low (< 0) and at most high (> 0). Integers are compared: that is one instruction each, where floats would
+// need masks because of NaN, which may become anything here.
+MT_INLINE float mt_between(float x, float low, float high) {
+  int32_t top = mt_bits<int32_t>(high), bits = mt_bits<int32_t>(x);
+  uint32_t bottom = mt_bits<uint32_t>(low), below = (uint32_t)(bits < top ? bits : top);
+  return mt_bits<float>(below < bottom ? below : bottom);
 }
 
-MT_INLINE float mt_exp2_float32(float x) {
-  x = x > 129.0f ? 129.0f : x;
-  x = x < -151.0f ? -151.0f : x;
-  float n = mt_nearest(x);
-  return mt_scale_float32(mt_exp_near_0((x - n) * 0.69314718f), n);
+// Adding it leaves the nearest integer in a float's lowest bits.
+#define MT_TO_INTEGER 12582912.0f
+
+// value * 2^n, where n is in the lowest bits of `integer`; in two steps, so that it may end up subnormal.
+MT_INLINE float mt_scale_float32(float value, float integer) {
+  int32_t n = mt_bits<int32_t>(integer) - mt_bits<int32_t>(MT_TO_INTEGER), half = n >> 1;
+  return value * mt_bits<float>((half + 127) << 23) * mt_bits<float>((n - half + 127) << 23);
+}
+
+MT_INLINE float mt_exp_float32(float value) {
+  float x = mt_between(value, -104.0f, 89.0f);
+  float integer = mt_multiply_add(x, 1.44269504f, MT_TO_INTEGER), n = integer - MT_TO_INTEGER;
+  float r = mt_multiply_add(n, 2.12194440e-4f, mt_multiply_add(n, -0.693359375f, x));
+  float result = mt_scale_float32(mt_exp_near_0(r), integer);
+  return value == value ? result : value;
+}
+
+MT_INLINE float mt_exp2_float32(float value) {
+  float x = mt_between(value, -151.0f, 129.0f);
+  float integer = x + MT_TO_INTEGER, n = integer - MT_TO_INTEGER;
+  float result = mt_scale_float32(mt_exp_near_0((x - n) * 0.69314718f), integer);
+  return value == value ? result : value;
 }
 
 MT_INLINE float mt_tanh_float32(float x) {
