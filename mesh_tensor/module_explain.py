@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .explain import table
 from .graph.pipeline import ModulePlan
-from .program import CollectiveStep, OpStep, Program, WaitStep
+from .program import CollectiveStep, KernelStep, OpStep, Program, WaitStep
 from .runtime.ops.table import operator_name
 
 
@@ -41,6 +41,8 @@ def _steps(program: Program) -> list[str]:
     for step in program.steps:
         if isinstance(step, OpStep):
             rows.append((f"torch {operator_name(step.call)}", ", ".join(step.results), "", "", f"{step.flops:,}", ""))
+        elif isinstance(step, KernelStep):
+            rows.append((f"kernel {step.name}", ", ".join(step.writes), "", "", f"{step.flops:,}", ""))
         elif isinstance(step, CollectiveStep):
             kind = f"{step.kind}({step.op})" if step.op else step.kind
             kind = kind if step.wait else f"start {kind}"
@@ -53,7 +55,7 @@ def _steps(program: Program) -> list[str]:
 
 
 def _costs(program: Program) -> list[str]:
-    flops = sum(step.flops for step in program.steps if isinstance(step, OpStep))
+    flops = sum(step.flops for step in program.steps if isinstance(step, (OpStep, KernelStep)))
     received = sum(step.bytes for step in program.steps if isinstance(step, CollectiveStep))
     return [f"per device: {flops:,} flops, {received:,} bytes received"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tvm_ffi
@@ -10,7 +10,9 @@ from tvm import tirx
 from tvm.arith import Analyzer
 from tvm.tirx.stmt_functor import post_order_visit, substitute
 
+from .errors import refuse
 from .frontend import INFO_ATTR
+from .rules.ops.call import TensorType
 
 
 def symbols(func: tirx.PrimFunc) -> tuple[tirx.Var, ...]:
@@ -33,6 +35,35 @@ def specialize(func: tirx.PrimFunc, sizes: Mapping[tirx.Var, int]) -> tirx.PrimF
     if result.attrs and INFO_ATTR in result.attrs:
         result = result.with_attr(INFO_ATTR, _replace(result.attrs[INFO_ATTR], values))
     return result
+
+
+def sized(
+    func: tirx.PrimFunc, inputs: Sequence[TensorType], outputs: Sequence[TensorType], numbers: Sequence[int]
+) -> tirx.PrimFunc:
+    """`func` as R.call_tir calls it on tensors and numbers: with the sizes that these bring in place of its symbols.
+
+    Raises:
+        MeshTensorError: `func` takes other parameters.
+    """
+    tensors = [*inputs, *outputs]
+    if len(func.params) != len(tensors) + len(numbers):
+        refuse(f"a TIR function of {len(func.params)} parameters is called with {len(tensors) + len(numbers)}")
+    sizes: dict[tirx.Var, int] = dict(zip(func.params[len(tensors) :], numbers, strict=True))
+    for param, tensor in zip(func.params, tensors, strict=False):
+        buffer = func.buffer_map[param]
+        sizes_differ = any(
+            isinstance(size, tirx.IntImm) and int(size) != actual
+            for size, actual in zip(buffer.shape, tensor.shape, strict=False)
+        )
+        if len(buffer.shape) != tensor.ndim or str(buffer.dtype) != tensor.dtype or sizes_differ:
+            refuse(
+                f"parameter {buffer.name!r} of a TIR function is {list(buffer.shape)} {buffer.dtype}, its argument "
+                f"{list(tensor.shape)} {tensor.dtype}"
+            )
+        for size, actual in zip(buffer.shape, tensor.shape, strict=True):
+            if isinstance(size, tirx.Var):
+                sizes.setdefault(size, actual)
+    return specialize(func, sizes) if sizes else func
 
 
 def evaluate(size: Any, sizes: Mapping[tirx.Var, int]) -> int | None:

@@ -23,13 +23,15 @@ AtomFactors = tuple[str | None, ...]
 
 @dataclass(frozen=True)
 class NodeRule:
-    """An operator's rule over the atoms of its tensors. `sizes` are those of the factors, `reduced` as in `rule`."""
+    """An operator's rule over the atoms of its tensors. `sizes` are those of the factors, `reduced` as in `rule`.
+    `even`: factors that axes have to divide, because tiles are to be contiguous parts of a dim that has more atoms."""
 
     rule: OpRule
     inputs: tuple[AtomFactors, ...]
     outputs: tuple[AtomFactors, ...]
     sizes: dict[str, int]
     reduced: dict[str, str]
+    even: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,15 +199,17 @@ class _Refinement:
         self._whole = set(rule.unsplit)
         self._base: dict[str, str] = {}
         self._sizes: dict[str, int] = {}
+        self._even: set[str] = set()
+        self._minor: set[str] = set()
 
     def refine(self, of: dict[Value, tuple[Sizes, ...]]) -> NodeRule:
         """The rule over atoms: what some tensor of the operator has to have whole is whole in all of them."""
         node, rule = self._node, self._rule
         inputs = [self._tensor(dims, of[value]) for value, dims in zip(node.inputs, rule.inputs, strict=True)]
         outputs = [self._tensor(dims, of[value]) for value, dims in zip(node.outputs, rule.outputs, strict=True)]
-        sizes = {name: size for name, size in self._sizes.items() if self._base[name] not in self._whole}
+        sizes = {name: size for name, size in self._sizes.items() if not self._is_whole(name)}
         reduced = {name: rule.reduced[self._base[name]] for name in sizes if self._base[name] in rule.reduced}
-        return NodeRule(rule, self._split(inputs), self._split(outputs), sizes, reduced)
+        return NodeRule(rule, self._split(inputs), self._split(outputs), sizes, reduced, frozenset(self._even))
 
     def _tensor(self, dims: tuple[Dim, ...], all_atoms: tuple[Sizes, ...]) -> list[str | None]:
         result: list[str | None] = []
@@ -224,20 +228,23 @@ class _Refinement:
         if (self._node, factor) in self._broken:
             self._whole.add(factor)
         atoms = self._classes.atoms(self._classes.of((self._node, factor), 0))
-        if factor in self._rule.positional and len(atoms) > 1:
-            self._whole.add(factor)
         if atoms == (1,) and not alone:
             return []
         names = [factor if len(atoms) == 1 else f"{factor}.{i}" for i in range(len(atoms))]
+        if factor in self._rule.positional and len(atoms) > 1:
+            self._even.add(names[0])
+            self._minor.update(names[1:])
         self._sizes.update(zip(names, atoms, strict=True))
         self._base.update(dict.fromkeys(names, factor))
         return names
 
     def _split(self, tensors: list[list[str | None]]) -> tuple[AtomFactors, ...]:
         return tuple(
-            tuple(None if name is None or self._base[name] in self._whole else name for name in names)
-            for names in tensors
+            tuple(None if name is None or self._is_whole(name) else name for name in names) for names in tensors
         )
+
+    def _is_whole(self, name: str) -> bool:
+        return self._base[name] in self._whole or name in self._minor
 
 
 def _tensors(node: Node, rule: OpRule):

@@ -12,6 +12,7 @@ from itertools import product
 from ..mesh import Mesh
 from ..propagation import dtype_bits
 from ..redistribution import RedistributionPlan
+from ..rules.cost import count_flops as count_kernel_flops
 from ..rules.ops.cost import count_flops
 from ..sharding import Partial, Placement, Shard, Sharding
 from .atoms import AtomFactors, Atoms, NodeRule
@@ -44,7 +45,7 @@ class Decider:
         """The cheapest split of a node. Where costs tie, more axes split, then the first factor named wins."""
         rule = self._atoms.rules[node]
         tensors = [(self._atoms.shape(v), v.type.dtype, self._layouts.of[v], f) for v, f in tensors_of(node, rule)]
-        key = (node.call.name, tuple(tensors), tuple(rule.reduced.items()), len(node.inputs))
+        key = (node.call.name, _flops(node), tuple(tensors), tuple(rule.reduced.items()), rule.even, len(node.inputs))
         if key not in self._known:
             self._known[key] = self._cheapest(node, rule, tensors)
         split = self._known[key]
@@ -55,7 +56,7 @@ class Decider:
     def _cheapest(self, node: Node, rule: NodeRule, tensors: list[tuple]) -> dict[str, str]:
         best: tuple[tuple, dict[str, str]] | None = None
         for order, split in enumerate(self._splits(rule, tensors)):
-            cost = count_flops(node.call) // math.prod(self._mesh.size(a) for a in split) // _FLOPS_PER_BYTE
+            cost = _flops(node) // math.prod(self._mesh.size(a) for a in split) // _FLOPS_PER_BYTE
             for index, (shape, dtype, layout, factors) in enumerate(tensors):
                 if index < len(node.inputs):
                     src, dst = layout, operand_layout(self._mesh, factors, split)
@@ -77,8 +78,12 @@ class Decider:
             choices.append(list(dict.fromkeys([*(f for f in found if f is not None), None])))
         for combination in product(*choices):
             split = {a: f for a, f in zip(self._mesh, combination, strict=True) if f is not None}
-            if _one_op(rule, split):
+            if _one_op(rule, split) and _is_even(rule, split, self._mesh):
                 yield split
+
+
+def _flops(node: Node) -> int:
+    return count_kernel_flops(node.kernel) if node.kernel is not None else count_flops(node.call)
 
 
 def operand_layout(mesh: Mesh, factors: AtomFactors, split: Split) -> Sharding:
@@ -109,3 +114,9 @@ def bytes_moved(shape: tuple[int, ...], dtype: str, src: Sharding, dst: Sharding
 def _one_op(rule: NodeRule, split: Split) -> bool:
     """A result can't be pending with two different ops."""
     return len({rule.reduced[f] for f in split.values() if f in rule.reduced}) < 2
+
+
+def _is_even(rule: NodeRule, split: Split, mesh: Mesh) -> bool:
+    """Axes divide the factors that they have to divide."""
+    parts = {f: math.prod(mesh.size(a) for a, other in split.items() if other == f) for f in rule.even}
+    return all(rule.sizes[factor] % count == 0 for factor, count in parts.items() if factor in rule.sizes)

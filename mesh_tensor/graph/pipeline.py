@@ -17,6 +17,8 @@ from .localize import localize
 from .propagate import Layouts, propagate
 from .reader import Annotations, read_graph
 from .reshards import insert_reshards
+from .tir_rule import kernel_rule
+from .tir_stages import expand_kernels
 from .to_program import ModuleProgram, to_program
 
 
@@ -45,6 +47,7 @@ def plan_module(
         MeshTensorError: an operator has no rule (and `replicate_unknown` is not set), a size is symbolic, ...
     """
     graph = read_graph(mod, function, mesh, annotations)
+    expand_kernels(graph)
     rules = {node: _rule(node, replicate_unknown) for node in graph.nodes}
     atoms = find_atoms(graph, rules)
     layouts = propagate(graph, atoms)
@@ -55,6 +58,8 @@ def plan_module(
 def _rule(node: Node, replicate_unknown: bool) -> OpRule:
     if node.is_annotation:
         return OpRule((_dims(node),), (_dims(node),), moves=True)
+    if node.kernel is not None:
+        return kernel_rule(node)
     if replicate_unknown and not has_rule(node.call.name):
         return whole_rule(node.call)
     return rule_of(node.call)

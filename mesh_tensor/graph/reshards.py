@@ -127,7 +127,7 @@ class _Writer:
         dims, ops = [], set()
         for dim, factor in enumerate(factors):
             uneven = shape[dim] % form.sharding.num_shards(dim) != 0
-            if uneven and factor in rule.reduced:
+            if uneven and factor in rule.reduced and not rule.rule.masks:
                 dims.append(dim)
                 ops.add(rule.reduced[factor])
         if not dims:

@@ -16,6 +16,7 @@ from ..rules.ops.cost import count_flops
 from ..sharding import Sharding
 from ..verify_program import verify_program
 from .explicit import Change, ExplicitGraph, Form, Run, Step, forms_in
+from .kernel_steps import KernelSteps, is_kernel
 from .local_calls import check_tile, inputs_of, local_call, outputs_of, tile_info
 from .schedule import schedule
 
@@ -44,8 +45,8 @@ class _Programmer:
         self._vars: dict[Form, relax.Var] = {}
         self._names: dict[relax.Var, str] = {}
         self._constants: dict[str, relax.Constant] = {}
-        changed = {form for step in explicit.steps if isinstance(step, Change) for form in inputs_of(step)}
-        self._in_one_piece = {*forms_in(explicit.result), *changed}
+        read = [step for step in explicit.steps if isinstance(step, Change) or is_kernel(step)]
+        self._in_one_piece = {*forms_in(explicit.result), *(form for step in read for form in inputs_of(step))}
 
     def made(self) -> ModuleProgram:
         explicit, graph = self._explicit, self._explicit.graph
@@ -78,6 +79,9 @@ class _Programmer:
             self._value(form)
         if isinstance(step, Change):
             yield self._collective(step)
+            return
+        if isinstance(step, Run) and is_kernel(step):
+            yield from KernelSteps(step, self._atoms, self._values).steps()
             return
         where = step.node.where if isinstance(step, Run) else forms[0].name
         whole = frozenset(form.name for form in forms if form in self._in_one_piece)

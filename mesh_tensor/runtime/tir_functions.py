@@ -10,9 +10,8 @@ import tvm
 from tvm import s_tir, tirx
 from tvm.tirx import stmt_functor
 
-from ..errors import refuse
 from ..rules.ops.call import TensorType
-from ..specialize import specialize
+from ..specialize import sized
 from .dtypes import poison_value, torch_dtype
 from .interpreter import interpret
 from .kernels import as_numpy
@@ -27,7 +26,7 @@ def tir_function(
     Raises:
         MeshTensorError: `func` takes other parameters, or has what the interpreter does not know.
     """
-    func, scratch = _as_loops(_sized(func, inputs, outputs, numbers))
+    func, scratch = _as_loops(sized(func, inputs, outputs, numbers))
     extra = [int(n) for n in numbers][: len(func.params) - len(inputs) - len(outputs) - len(scratch)]
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -44,27 +43,6 @@ def tir_function(
 def _poisoned(kind: TensorType) -> torch.Tensor:
     dtype = torch_dtype(kind.dtype)
     return torch.full(kind.shape, poison_value(dtype), dtype=dtype, device="cpu")
-
-
-def _sized(
-    func: tirx.PrimFunc, inputs: Sequence[TensorType], outputs: Sequence[TensorType], numbers: Sequence[int]
-) -> tirx.PrimFunc:
-    """`func` with the sizes that these tensors bring in place of its symbols."""
-    tensors = [*inputs, *outputs]
-    if len(func.params) != len(tensors) + len(numbers):
-        refuse(f"a TIR function of {len(func.params)} parameters is called with {len(tensors) + len(numbers)}")
-    sizes: dict[tirx.Var, int] = dict(zip(func.params[len(tensors) :], numbers, strict=True))
-    for param, tensor in zip(func.params, tensors, strict=False):
-        buffer = func.buffer_map[param]
-        if len(buffer.shape) != tensor.ndim or str(buffer.dtype) != tensor.dtype:
-            refuse(
-                f"parameter {buffer.name!r} of a TIR function is {list(buffer.shape)} {buffer.dtype}, its argument "
-                f"{list(tensor.shape)} {tensor.dtype}"
-            )
-        for size, actual in zip(buffer.shape, tensor.shape, strict=True):
-            if isinstance(size, tirx.Var):
-                sizes.setdefault(size, actual)
-    return specialize(func, sizes) if sizes else func
 
 
 @lru_cache(maxsize=512)

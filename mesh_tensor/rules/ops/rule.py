@@ -58,6 +58,7 @@ class OpRule:
                       fixed (add: {0, 1} together; matmul: {0}, {1}). Sums that are not yet reduced pass through.
     unsplit           factors that no axis may split.
     positional        factors of single dims whose tiles have to be contiguous: `localize` looks at where they lie.
+    masks             the operator minds its operands' padding itself: nothing has to set it.
     moves             the op only moves elements: results pending with any op pass through.
     localize          how the call looks on tiles; None: the same call on the tiles.
 
@@ -73,6 +74,7 @@ class OpRule:
     moves: bool = False
     unsplit: frozenset[str] = frozenset()
     positional: frozenset[str] = frozenset()
+    masks: bool = False
     localize: Localizer | None = None
 
 

@@ -1,0 +1,127 @@
+"""Nodes whose operator is a kernel, in a Program: what the lowering of kernels makes of them, spliced in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+from tvm import relax, tirx
+
+from ..frontend import annotate
+from ..lowering.pipeline import lower_kernel
+from ..mesh import Mesh
+from ..program import CollectiveStep, KernelStep, OpStep, Program, Step, Value, build_program
+from ..rules.ops.call import op_call
+from ..sharding import Sharding
+from .atoms import Atoms, plain_sharding
+from .explicit import Form, Run
+
+
+def is_kernel(step: object) -> bool:
+    """Whether a step runs a kernel."""
+    return isinstance(step, Run) and step.node.kernel is not None
+
+
+def kernel_program(step: Run, atoms: Atoms) -> Program:
+    """The Program of a node's kernel, for operands and results in the layouts of the step's forms. Parts of sums that
+    the kernel only carries through are no concern of its."""
+    assert step.node.kernel is not None
+    carried = any(form.sharding.partial for form in step.inputs)
+    layouts = []
+    for form in (*step.inputs, *step.outputs):
+        plain = plain_sharding(form.sharding, atoms.of[form.value])
+        assert plain is not None, f"{step.node.where}: the tiles of {form.name} are no contiguous parts"
+        layouts.append(Sharding(plain.mesh, plain.ndim, plain.dims) if carried else plain)
+    return _program(step.node.kernel, layouts[0].mesh, tuple(layouts))
+
+
+@lru_cache(maxsize=1024)
+def _program(kernel: tirx.PrimFunc, mesh: Mesh, layouts: tuple[Sharding, ...]) -> Program:
+    names = [str(kernel.buffer_map[param].name) for param in kernel.params]
+    return build_program(lower_kernel(annotate(kernel, mesh, dict(zip(names, layouts, strict=True))), view="global"))
+
+
+class KernelSteps:
+    """The steps of one node. `values` has its forms, and gets what else there is."""
+
+    def __init__(self, step: Run, atoms: Atoms, values: dict[str, Value]) -> None:
+        self._step, self._atoms, self._values = step, atoms, values
+        self._program = kernel_program(step, atoms)
+        self._prefix = step.outputs[0].name
+        self._names: dict[str, str] = {}
+        self._storages: dict[str, str] = {}
+
+    def steps(self) -> Iterator[Step]:
+        """Kernels and collectives; and around them what makes one dim of several atoms, and the dtype of wide parts."""
+        program, step = self._program, self._step
+        kernel = step.node.kernel
+        assert kernel is not None
+        by_name = {parameter.name: parameter for parameter in program.parameters}
+        names = [str(kernel.buffer_map[param].name) for param in kernel.params]
+        for name, form in zip(names, step.inputs, strict=False):
+            if name in by_name and (tensor := by_name[name].input) is not None:
+                yield from self._take(form, tensor)
+        after = []
+        for name, form in zip(names[len(step.inputs) :], step.outputs, strict=True):
+            tensor = by_name[name].output
+            assert tensor is not None
+            after += self._give(form, tensor)
+        for tensor, value in program.values.items():
+            if tensor not in self._names:
+                storage = self._storages.setdefault(value.storage, self._named(value.storage))
+                self._add(tensor, self._named(tensor), storage)
+        yield from (made for inner in program.steps for made in self._renamed(inner))
+        yield from after
+
+    def _renamed(self, step: Step) -> Iterator[Step]:
+        names = self._names
+        if isinstance(step, KernelStep):
+            writes = tuple(names[name] for name in step.writes)
+            yield replace(step, args=tuple(names[name] for name in step.args), writes=writes)
+        elif isinstance(step, CollectiveStep):
+            reason = f"{self._step.node.where} ({self._program.name}): {step.reason}"
+            yield replace(step, src=names[step.src], dst=names[step.dst], reason=reason)
+
+    def _take(self, form: Form, tensor: str) -> Iterator[Step]:
+        if self._is_same(form, tensor):
+            self._names[tensor] = form.name
+            self._storages[self._program.values[tensor].storage] = self._values[form.name].storage
+            return
+        inner = self._named(tensor)
+        self._storages[self._program.values[tensor].storage] = inner
+        self._add(tensor, inner, inner)
+        yield self._converted(form.name, inner)
+
+    def _give(self, form: Form, tensor: str) -> list[Step]:
+        storage = self._program.values[tensor].storage
+        if self._is_same(form, tensor):
+            self._names[tensor], self._storages[storage] = form.name, self._values[form.name].storage
+            return []
+        inner = self._named(tensor)
+        self._storages[storage] = inner
+        self._add(tensor, inner, inner)
+        return [self._converted(inner, form.name)]
+
+    def _is_same(self, form: Form, tensor: str) -> bool:
+        mine, its = self._values[form.name], self._program.values[tensor]
+        return mine.shape == its.shape and mine.dtype == its.dtype
+
+    def _converted(self, src: str, dst: str) -> OpStep:
+        """`dst`: the tiles of `src` in its own shape and dtype."""
+        before, after = self._values[src], self._values[dst]
+        expr: relax.Expr = relax.Var(src, relax.TensorStructInfo(before.tile_shape, before.dtype))
+        if before.dtype == after.dtype:
+            expr = relax.op.reshape(expr, after.tile_shape)
+        else:
+            expr = relax.op.astype(expr, after.dtype)
+        call = op_call(relax.BlockBuilder().normalize(expr))
+        return OpStep(call, (src,), (dst,), frozenset((dst,)), 0, self._step.node.where)
+
+    def _named(self, tensor: str) -> str:
+        return f"{self._prefix}.{tensor}"
+
+    def _add(self, tensor: str, name: str, storage: str) -> None:
+        value = self._program.values[tensor]
+        self._names[tensor] = name
+        self._values[name] = replace(value, name=name, storage=storage)

@@ -1,0 +1,182 @@
+"""Calls of TIR functions in a Graph: each becomes the kernels that the function is made of, as nodes of their own.
+
+A function as TE makes it is a list of loop nests with buffers between them. Each nest is a kernel, and the buffers are
+values of the graph: so what one nest sums up can be split, reduced, and carried like any value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tvm import ir, relax, tirx
+from tvm.tirx.stmt_functor import post_order_visit
+
+from ..errors import MeshTensorError, refuse
+from ..rules.effects import side_effect, written
+from ..rules.ops.call import OpCall, TensorType
+from ..rules.statements import body_statements
+from ..specialize import sized
+from .ir import Graph, Node, Value
+from .names import Fresh
+from .tir_nests import compact, kernel_of, loaded
+
+
+def expand_kernels(graph: Graph) -> None:
+    """Put in place of each call of a TIR function one node per kernel. A node's kernel has the node's operands and then
+    its results as parameters, and no others.
+
+    Raises:
+        MeshTensorError: a function does not fit its call, or is scheduled for threads; the message names the binding.
+    """
+    fresh = Fresh([value.name for value in graph.values()])
+    graph.nodes = [made for node in graph.nodes for made in (_expanded(node, fresh) if node.kernel else [node])]
+
+
+def _expanded(node: Node, fresh: Fresh) -> list[Node]:
+    try:
+        return list(_nodes(node, fresh))
+    except MeshTensorError as error:
+        raise MeshTensorError(f"{error}\n  binding: {node.where}") from None
+
+
+def _nodes(node: Node, fresh: Fresh) -> Iterator[Node]:
+    assert node.kernel is not None
+    numbers = [n for literal in node.call.literals for n in (literal if isinstance(literal, tuple) else ())]
+    func = sized(node.kernel, node.call.inputs, node.call.outputs, numbers)
+    name = node.call.expr.args[0].name_hint
+    buffers = [func.buffer_map[param] for param in func.params]
+    operands = dict(zip(buffers, node.inputs, strict=False))
+    results = dict(zip(buffers[len(node.inputs) :], node.outputs, strict=True))
+    if is_tile_kernel(func):
+        yield replace(node, kernel=func.with_attr("global_symbol", name))
+        return
+    values = {**operands, **results}
+    stages = list(_stages(func, list(operands)))
+    _check_written(name, results, stages)
+    for number, stage in enumerate(stages):
+        for buffer in stage.writes:
+            if buffer not in values:
+                values[buffer] = Value(fresh.name(f"{node.outputs[0].name}_{_plain(buffer.name)}"), _type(buffer))
+        taken = Fresh([])
+        params = {buffer: compact(buffer, taken.name(_plain(buffer.name))) for buffer in stage.buffers}
+        title = name if len(stages) == 1 else f"{name}_{number}"
+        yield _node(
+            node,
+            kernel_of(stage.stmts, params, title),
+            tuple(values[buffer] for buffer in stage.reads),
+            tuple(values[buffer] for buffer in stage.writes),
+        )
+
+
+def _node(node: Node, kernel: tirx.PrimFunc, inputs: tuple[Value, ...], outputs: tuple[Value, ...]) -> Node:
+    """A call of one of the kernels that the function of `node` is made of."""
+    operands = [relax.Var(value.name, relax.TensorStructInfo(value.type.shape, value.type.dtype)) for value in inputs]
+    infos = [relax.TensorStructInfo(value.type.shape, value.type.dtype) for value in outputs]
+    callee = ir.GlobalVar(str(kernel.attrs["global_symbol"]))
+    expr = relax.op.call_tir(callee, relax.Tuple(operands), infos if len(infos) > 1 else infos[0])
+    call = OpCall("call_tir", expr, tuple(v.type for v in inputs), tuple(v.type for v in outputs))
+    return replace(node, call=call, inputs=inputs, outputs=outputs, kernel=kernel)
+
+
+def is_tile_kernel(func: tirx.PrimFunc) -> bool:
+    """Whether the function is a TileLang kernel: a body in a T.Kernel."""
+    found: list[Any] = []
+    post_order_visit(
+        func.body,
+        lambda n: found.append(n) if isinstance(n, tirx.SBlock) and n.name_hint == "tilelang_root" else None,
+    )
+    return bool(found)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """Statements of a function that make one kernel. Buffers that are only for it are among those that it writes."""
+
+    stmts: tuple[tirx.Stmt, ...]
+    reads: tuple[tirx.Buffer, ...]
+    writes: tuple[tirx.Buffer, ...]
+
+    @property
+    def buffers(self) -> tuple[tirx.Buffer, ...]:
+        return (*self.reads, *self.writes)
+
+
+def _stages(func: tirx.PrimFunc, operands: Sequence[tirx.Buffer]) -> Iterator[_Stage]:
+    """The function's statements; those between two that write the same buffer go together."""
+    root = func.body
+    if not isinstance(root, tirx.SBlockRealize) or root.block.name_hint != "root" or len(root.block.iter_vars):
+        refuse(
+            "a TIR function has no root block",
+            fix="give a function in the form that TVMScript parses, or a TileLang kernel",
+        )
+    stmts = body_statements(root.block.body)
+    writes = [list(dict.fromkeys(written(stmt))) for stmt in stmts]
+    groups = _groups(stmts, writes)
+    made: set[tirx.Buffer] = set(operands)
+    for group in groups:
+        mine = dict.fromkeys(buffer for index in group for buffer in writes[index])
+        both = next((buffer for buffer in mine if buffer in operands), None)
+        if both is not None:
+            refuse(
+                f"a TIR function writes its operand {both.name!r}",
+                why="R.call_tir computes new tensors and leaves its operands as they are",
+                fix="write to an output; operators that work in place can't be distributed",
+            )
+        reads = [b for b in loaded([stmts[index] for index in group]) if b not in mine]
+        unknown = next((buffer for buffer in reads if buffer not in made), None)
+        if unknown is not None:
+            refuse(f"a TIR function reads {unknown.name!r} before it writes it", fix="write it first")
+        made |= set(mine)
+        yield _Stage(tuple(stmts[index] for index in group), tuple(reads), tuple(mine))
+
+
+def _groups(stmts: Sequence[tirx.Stmt], writes: Sequence[Sequence[tirx.Buffer]]) -> list[range]:
+    """Ranges of statements: all in one if something besides loops and stores happens."""
+    if any(not isinstance(stmt, (tirx.For, tirx.SBlockRealize)) or _has_effects(stmt) for stmt in stmts):
+        return [range(len(stmts))]
+    last = {buffer: index for index, found in enumerate(writes) for buffer in found}
+    groups: list[range] = []
+    start = end = 0
+    for index, found in enumerate(writes):
+        end = max([end, index, *(last[buffer] for buffer in found)])
+        if index == end:
+            groups.append(range(start, index + 1))
+            start = index + 1
+    return groups
+
+
+def _has_effects(stmt: tirx.Stmt) -> bool:
+    found: list[str] = []
+
+    def visit(node: object) -> None:
+        if isinstance(node, tirx.Evaluate):
+            found.append("a call")
+        elif isinstance(node, tirx.Stmt) and (effect := side_effect(node)) is not None:
+            found.append(effect)
+
+    post_order_visit(stmt, visit)
+    return bool(found)
+
+
+def _check_written(name: str, results: dict[tirx.Buffer, Value], stages: Sequence[_Stage]) -> None:
+    made = {buffer for stage in stages for buffer in stage.writes}
+    missing = [buffer.name for buffer in results if buffer not in made]
+    if missing:
+        refuse(
+            [f"TIR function {name!r} never writes its output {output!r}" for output in missing],
+            fix="R.call_tir takes operands first, then outputs, then numbers",
+        )
+
+
+def _type(buffer: tirx.Buffer) -> TensorType:
+    sizes = list(buffer.shape)
+    if not all(isinstance(size, tirx.IntImm) for size in sizes):
+        refuse(f"buffer {buffer.name!r} of a TIR function has the symbolic shape {sizes}", fix="give it known sizes")
+    return TensorType(tuple(int(size) for size in sizes), str(buffer.dtype))
+
+
+def _plain(name: str) -> str:
+    """A name that TVMScript can print: TE has "x_red_temp.v0"."""
+    return "".join(c if c.isalnum() else "_" for c in name)
