@@ -6,6 +6,7 @@ Each function takes the fx node and TVM's importer (`env`: node -> Relax value; 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from tvm import relax
 
 from ..errors import refuse
 
-Convert = Callable[[torch.fx.Node, Any], relax.Expr]
+Convert = Callable[[Any, Any], Any]
 _aten = torch.ops.aten
 
 # What torch would take apart into smaller operators, and what has an operator of its own in Relax, or a short form.
@@ -31,6 +32,24 @@ KEPT = (
     _aten.conv2d.default,
     _aten.max_pool2d.default,
 )
+
+
+def add(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """a + alpha * b."""
+    return _with_alpha(node, importer, relax.op.add, operator.add)
+
+
+def subtract(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """a - alpha * b."""
+    return _with_alpha(node, importer, relax.op.subtract, operator.sub)
+
+
+def flip(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """Along each of several dims."""
+    value, dims = _args(node, importer, 2)
+    for dim in dims:
+        value = _emit(importer, relax.op.flip(value, dim))
+    return value
 
 
 def linear(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -58,6 +77,15 @@ def layer_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
     x, sizes, weight, bias, epsilon = _args(node, importer, 2, weight=None, bias=None, eps=1e-5)
     weight, bias = _filled(weight, 1, sizes, x), _filled(bias, 0, sizes, x)
     return _emit(importer, relax.op.nn.layer_norm(x, weight, bias, axes=_last(sizes), epsilon=epsilon))
+
+
+def group_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """Over groups of channels (dim 1) and all later dims."""
+    x, groups, weight, bias, epsilon = _args(node, importer, 2, weight=None, bias=None, eps=1e-5)
+    shape = x.struct_info.shape
+    weight, bias = _filled(weight, 1, [shape[1]], x), _filled(bias, 0, [shape[1]], x)
+    axes = list(range(2, len(shape)))
+    return _emit(importer, relax.op.nn.group_norm(x, weight, bias, groups, channel_axis=1, axes=axes, epsilon=epsilon))
 
 
 def rms_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -152,13 +180,16 @@ def refused_indices(node: torch.fx.Node, importer: Any) -> relax.Expr:
 
 
 CONVERTERS: dict[str, Convert] = {
+    "add.Tensor": add,
     "addmm.default": addmm,
     "amax.default": largest,
     "amin.default": smallest,
     "bmm.default": matmul,
     "conv2d.default": conv2d,
     "embedding.default": embedding,
+    "flip.default": flip,
     "gelu.default": gelu,
+    "group_norm.default": group_norm,
     "layer_norm.default": layer_norm,
     "linear.default": linear,
     "matmul.default": matmul,
@@ -168,6 +199,7 @@ CONVERTERS: dict[str, Convert] = {
     "rms_norm.default": rms_norm,
     "scaled_dot_product_attention.default": attention,
     "std.correction": deviation,
+    "sub.Tensor": subtract,
     "var.correction": variance,
 }
 
@@ -178,6 +210,17 @@ def _args(node: torch.fx.Node, importer: Any, required: int, **defaults: Any) ->
     for index, (name, default) in enumerate(defaults.items(), required):
         values.append(node.args[index] if index < len(node.args) else node.kwargs.get(name, default))
     return [importer.env[value] if isinstance(value, torch.fx.Node) else value for value in values]
+
+
+def _with_alpha(node: torch.fx.Node, importer: Any, op: Convert, on_numbers: Convert) -> relax.Expr:
+    """TVM's conversion, which leaves alpha out; with it, of two tensors."""
+    alpha = node.kwargs.get("alpha", 1)
+    if alpha == 1:
+        return importer._binary_op(op, on_numbers)(node)
+    a, b = _args(node, importer, 2)
+    if not isinstance(a, relax.Expr) or not isinstance(b, relax.Expr):
+        refuse("alpha with a number instead of a tensor", fix="multiply the number by it")
+    return _emit(importer, op(a, _scaled(importer, b, alpha)))
 
 
 def _emit(importer: Any, expr: relax.Expr) -> relax.Var:
