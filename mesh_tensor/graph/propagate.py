@@ -2,9 +2,9 @@
 
 What is stated spreads both ways through the operators' factors, in waves: annotations of lower priority first; through
 factors that results have before factors that are summed over; from operands to results before the other ways; what
-stands nearer to an annotation before what stands farther; then the larger tensor; then the order in the module. A value
-takes, per mesh axis, what reaches it first; what comes later and disagrees is a conflict: reported, and a change of
-layout where the two meet.
+stands nearer to an annotation before what stands farther (operators with one operand are no distance: a transposed
+weight is as near as the weight); then the larger tensor; then the order in the module. A value takes, per mesh axis,
+what reaches it first; what comes later and disagrees is a conflict: reported, and a change of layout there.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class _Spread:
         for value, factors in tensors[:count] if back else tensors[count:]:
             if factor in factors and axis not in self._places[value] and axis not in self._closed.get(value, ()):
                 self._places[value][axis] = factors.index(factor)
-                self._push(value, axis, distance + 1)
+                self._push(value, axis, distance + (count > 1))
 
 
 class _Wave(tuple):
