@@ -1,6 +1,16 @@
 """Sharding rules of Relax operators: one short function per operator, in a table."""
 
-from . import attention, conv, create, elementwise, index, linear_algebra, nn, reduce, shape  # noqa: F401  (they fill the table)
+from . import (  # noqa: F401  (they fill the table)
+    attention,
+    conv,
+    create,
+    elementwise,
+    index,
+    linear_algebra,
+    nn,
+    reduce,
+    shape,
+)
 from .call import OpCall, TensorType
 from .rule import Dim, LocalCall, OpRule
 from .table import has_rule, rule_of

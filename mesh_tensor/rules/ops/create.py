@@ -1,4 +1,4 @@
-"""Rules of operators that make tensors."""
+"""Rules of operators that make tensors, or keep a part of one."""
 
 from __future__ import annotations
 
@@ -29,6 +29,13 @@ def like(call: OpCall) -> OpRule:
     return OpRule((dims, *((),) * (len(call.inputs) - 1)), (dims,))
 
 
-@rule("arange", "eye", "tril", "triu")
+@rule("tril", "triu")
+def triangle(call: OpCall) -> OpRule:
+    """Of every matrix of the last two dims, which are whole."""
+    dims = (*dims_of(call.inputs[0].ndim - 2), None, None)
+    return OpRule((dims,), (dims,), linear=(frozenset({0}),))
+
+
+@rule("arange", "eye", "eye_like", "hamming_window", "size")
 def whole(call: OpCall) -> OpRule:
     return whole_rule(call)

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from .call import OpCall
+from .call import OpCall, tensor_infos
 from .rule import Dim, OpRule
 from .table import rule
 
 _UNARY = (
     "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh erf exp floor isfinite isinf isnan log logical_not"
-    " negative round rsqrt sigmoid sign sin sinh sqrt square tan tanh trunc clip astype nn.gelu nn.gelu_tanh nn.relu"
-    " nn.silu nn.leakyrelu nn.selu nn.softplus"
+    " negative round rsqrt sigmoid sign sin sinh sqrt square tan tanh trunc clip astype wrap_param nn.gelu nn.gelu_tanh"
+    " nn.relu nn.silu nn.leakyrelu nn.selu nn.softplus"
 )
 _BINARY = (
     "add subtract multiply divide floor_divide mod floor_mod power maximum minimum equal not_equal less less_equal"
     " greater greater_equal logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor left_shift"
     " right_shift atan2 log_add_exp ewise_fma where"
 )
-_ADDS = frozenset({"add", "subtract"})
+# The sets of arguments (by position) that an operator is linear in.
+_LINEAR: dict[str, tuple[set[int], ...]] = {
+    "add": ({0, 1},),
+    "subtract": ({0, 1},),
+    "multiply": ({0}, {1}),
+    "divide": ({0},),
+    "negative": ({0},),
+    "ewise_fma": ({0, 2}, {1, 2}),
+    "where": ({1, 2},),
+}
 
 
 @rule(*_UNARY.split(), *_BINARY.split())
@@ -27,27 +36,46 @@ def elementwise(call: OpCall) -> OpRule:
     return OpRule(inputs, (dims_of(out.ndim),), linear=_linear(call))
 
 
-def dims_of(ndim: int) -> tuple[str, ...]:
+@rule("builtin.stop_lift_params", "grad.end_checkpoint", "grad.no_grad", "grad.start_checkpoint")
+def identity(call: OpCall) -> OpRule:
+    dims = dims_of(call.outputs[0].ndim)
+    return OpRule((dims,), (dims,), linear=(frozenset({0}),), moves=True)
+
+
+@rule("nn.prelu", "quantize", "dequantize")
+def per_channel(call: OpCall) -> OpRule:
+    """Parameters have an element per position of a dim, or one for all."""
+    dims, axis = dims_of(call.outputs[0].ndim), call.axis(call.attr("axis"))
+    size = call.outputs[0].shape[axis] if dims else 1
+    rest = tuple(tuple(dims[axis] if t.shape[d] == size else None for d in range(t.ndim)) for t in call.inputs[1:])
+    return OpRule((dims, *rest), (dims,))
+
+
+@rule("bucketize")
+def bucketize(call: OpCall) -> OpRule:
+    dims = dims_of(call.outputs[0].ndim)
+    return OpRule((dims, (None,)), (dims,))
+
+
+def dims_of(ndim: int, letter: str = "d") -> tuple[str, ...]:
     """A factor per dim."""
-    return tuple(f"d{dim}" for dim in range(ndim))
+    return tuple(f"{letter}{dim}" for dim in range(ndim))
 
 
-def broadcast_dims(shape: tuple[int, ...], out: tuple[int, ...]) -> tuple[Dim, ...]:
+def broadcast_dims(shape: tuple[int, ...], out: tuple[int, ...], letter: str = "d") -> tuple[Dim, ...]:
     """The factors of an operand that is broadcast to `out`."""
     skipped = len(out) - len(shape)
-    return tuple(None if size != out[skipped + d] else f"d{skipped + d}" for d, size in enumerate(shape))
+    return tuple(None if size != out[skipped + d] else f"{letter}{skipped + d}" for d, size in enumerate(shape))
 
 
 def _linear(call: OpCall) -> tuple[frozenset[int], ...]:
-    whole = frozenset(range(len(call.inputs)))
-    if call.name in _ADDS and len(call.inputs) == 2:
-        return (whole,)
-    if call.name == "multiply" and len(call.inputs) == 2:
-        return (frozenset({0}), frozenset({1}))
-    if call.name == "divide" and call.outputs[0].dtype.startswith(("float", "bfloat")):
-        return (frozenset({0}),)
-    if call.name == "negative":
-        return (whole,)
-    if call.name == "where":
-        return (frozenset({1, 2}),)
-    return ()
+    """The sets of operands that the operator is linear in. A number among the arguments is no operand: what adds one
+    is not linear."""
+    if call.name == "divide" and "float" not in call.outputs[0].dtype:
+        return ()
+    tensors = [position for position, arg in enumerate(call.expr.args) if tensor_infos(arg.struct_info)]
+    return tuple(
+        frozenset(map(tensors.index, arguments))
+        for arguments in _LINEAR.get(call.name, ())
+        if arguments <= set(tensors)
+    )

@@ -1,35 +1,112 @@
-"""Rules of operators that take elements by index."""
+"""Rules of operators that take or put elements by index."""
 
 from __future__ import annotations
 
 from tvm import relax
 
 from .call import OpCall
-from .rule import LocalCall, OpRule
-from .table import rule
+from .elementwise import broadcast_dims, dims_of
+from .rule import Dim, LocalCall, OpRule
+from .table import rule, whole_rule
+
+_FIRST = (frozenset({0}),)
 
 
 @rule("take")
 def take(call: OpCall) -> OpRule:
     """Where the table's rows are split, each device takes what it has, and 0 for the rest."""
-    table, indices = call.inputs[0], call.inputs[1]
-    axis = 0 if call.attr("axis") is None else call.axis(call.attr("axis"))
-    rows = tuple(f"i{d}" for d in range(indices.ndim))
-    dims = tuple("row" if d == axis else f"d{d}" for d in range(table.ndim))
-    out = (*dims[:axis], *rows, *dims[axis + 1 :])
-    linear = (frozenset({0}),)
-    return OpRule((dims, rows), (out,), {"row": "sum"}, linear=linear, localize=_local_take, positional=_ROW)
+    table, indices = call.inputs[0], call.inputs[1:]
+    axis = _axis(call)
+    if call.attr("axis") is None and table.ndim != 1:
+        return whole_rule(call)
+    rows = dims_of(indices[0].ndim, "i") if indices else ()
+    split = bool(indices) and table.dtype != "bool"
+    dims = tuple(("row" if split else None) if d == axis else f"d{d}" for d in range(table.ndim))
+    # An index that is a number stands for one index, in a dim of its own, or for none.
+    gone = (None,) * (call.outputs[0].ndim - table.ndim + 1) if not indices else rows
+    return OpRule(
+        (dims, *((rows,) if indices else ())),
+        ((*dims[:axis], *gone, *dims[axis + 1 :]),),
+        {"row": "sum"} if split else {},
+        linear=_FIRST,
+        positional=frozenset({"row"}),
+        localize=_local_take if split else None,
+    )
 
 
-_ROW = frozenset({"row"})
+def _axis(call: OpCall) -> int:
+    return 0 if call.attr("axis") is None else call.axis(call.attr("axis"))
 
 
 def _local_take(local: LocalCall) -> relax.Expr:
     call, layout = local.call, local.layouts[0]
-    axis = 0 if call.attr("axis") is None else call.axis(call.attr("axis"))
+    axis = _axis(call)
     if layout is None or not layout.axes_of(axis):
         return local.again()
     args = [relax.ShapeExpr(call.inputs[0].shape), relax.StringImm(layout.text()), relax.PrimValue(axis)]
     info = relax.TensorStructInfo(local.out_tiles[0], "float32" if local.wide else call.outputs[0].dtype)
     mode = relax.StringImm(call.attr("mode", "fast"))
     return relax.op.call_pure_packed("mesh.local_take", *local.args, *args, mode, sinfo_args=[info])
+
+
+@rule("gather_elements")
+def gather_elements(call: OpCall) -> OpRule:
+    """Where an element stands in the dims that are not indexed is where its index stands."""
+    data, index = call.inputs
+    axis = call.axis(call.attr("axis"))
+    same = tuple(
+        f"d{d}" if d != axis and a == b else None for d, (a, b) in enumerate(zip(data.shape, index.shape, strict=True))
+    )
+    taken = (*same[:axis], "i", *same[axis + 1 :])
+    return OpRule((same, taken), (taken,), linear=_FIRST)
+
+
+@rule("gather_nd")
+def gather_nd(call: OpCall) -> OpRule:
+    """Batch dims, then dims that are indexed, then whole pieces of the data."""
+    data, index = call.inputs
+    batch, count = call.attr("batch_dims", 0), index.shape[-1]
+    batches, places = dims_of(batch, "b"), dims_of(index.ndim - 1 - batch, "i")
+    rest = dims_of(data.ndim - batch - count)
+    return OpRule(
+        ((*batches, *(None,) * count, *rest), (*batches, *places, None)),
+        ((*batches, *places, *rest),),
+        linear=_FIRST,
+    )
+
+
+@rule("index_tensor")
+def index_tensor(call: OpCall) -> OpRule:
+    """Index tensors that broadcast together name places in the first dims."""
+    data, *indices = call.inputs
+    rest = dims_of(data.ndim - len(indices))
+    places = call.outputs[0].shape[: call.outputs[0].ndim - len(rest)]
+    return OpRule(
+        ((*(None,) * len(indices), *rest), *(broadcast_dims(index.shape, places, "i") for index in indices)),
+        ((*dims_of(len(places), "i"), *rest),),
+        linear=_FIRST,
+    )
+
+
+@rule("scatter_nd")
+def scatter_nd(call: OpCall) -> OpRule:
+    """Pieces of the data are updated, at places that every device knows."""
+    data, index, updates = call.inputs
+    count = index.shape[-1]
+    rest = dims_of(data.ndim - count)
+    made: tuple[Dim, ...] = (*(None,) * count, *rest)
+    changed = (*(None,) * (updates.ndim - len(rest)), *rest)
+    return OpRule((made, (None,) * index.ndim, changed), (made,))
+
+
+@rule("scatter_elements", "index_put")
+def whole(call: OpCall) -> OpRule:
+    """Indices that are padding would be written to."""
+    return whole_rule(call)
+
+
+@rule("one_hot")
+def one_hot(call: OpCall) -> OpRule:
+    axis = call.attr("axis") % call.outputs[0].ndim
+    dims = dims_of(call.inputs[0].ndim)
+    return OpRule((dims,), ((*dims[:axis], None, *dims[axis:]),))

@@ -1,18 +1,13 @@
-"""Rules of neural network operators."""
+"""Rules of neural network operators: normalisations, losses."""
 
 from __future__ import annotations
 
+from tvm import relax
+
 from .call import OpCall
 from .elementwise import dims_of
-from .rule import Dim, OpRule
-from .table import rule
-
-
-@rule("nn.softmax", "nn.log_softmax", "cumsum", "cumprod")
-def along_a_dim(call: OpCall) -> OpRule:
-    axis = call.axis(call.attr("axis", -1))
-    dims = tuple(None if d == axis else f"d{d}" for d in range(call.inputs[0].ndim))
-    return OpRule((dims,), (dims,))
+from .rule import Dim, LocalCall, OpRule
+from .table import rule, whole_rule
 
 
 @rule("nn.layer_norm", "nn.rms_norm")
@@ -21,6 +16,55 @@ def normalize(call: OpCall) -> OpRule:
     dims = tuple(None if d in axes else f"d{d}" for d in range(call.inputs[0].ndim))
     rest: tuple[tuple[Dim, ...], ...] = tuple((None,) * t.ndim for t in call.inputs[1:])
     return OpRule((dims, *rest), (dims,))
+
+
+@rule("nn.group_norm")
+def group_norm(call: OpCall) -> OpRule:
+    """The channels are (group, channel of the group): groups are parallel."""
+    data, groups = call.inputs[0], call.attr("num_groups")
+    channel, axes = call.axis(call.attr("channel_axis")), call.axes(call.attr("axes"))
+    size = data.shape[channel] // groups
+    dims: list[Dim] = [None if d in axes else f"d{d}" for d in range(data.ndim)]
+    dims[channel] = ("group", "channel")
+    return OpRule(
+        (tuple(dims), (dims[channel],), (dims[channel],)),
+        (tuple(dims),),
+        sizes={"group": groups, "channel": size},
+        unsplit=frozenset({"channel"}),
+        localize=_group_norm,
+    )
+
+
+def _group_norm(local: LocalCall) -> relax.Expr:
+    """The tile has as many groups as it has channels for."""
+    call = local.call
+    channel, axes = call.axis(call.attr("channel_axis")), call.axes(call.attr("axes"))
+    groups = local.in_tiles[0][channel] * call.attr("num_groups") // call.inputs[0].shape[channel]
+    more = {name: call.attr(name) for name in ("epsilon", "center", "scale")}
+    return relax.op.nn.group_norm(*local.args, groups, channel, list(axes), **more)
+
+
+@rule("nn.instance_norm")
+def instance_norm(call: OpCall) -> OpRule:
+    axes = call.axes(call.attr("axes"))
+    dims = tuple(None if d in axes else f"d{d}" for d in range(call.inputs[0].ndim))
+    channel = dims[call.axis(call.attr("channel_axis"))]
+    return OpRule((dims, (channel,), (channel,)), (dims,))
+
+
+@rule("nn.batch_norm")
+def batch_norm(call: OpCall) -> OpRule:
+    """In training all of a channel counts; else every element is on its own."""
+    ndim, channel = call.inputs[0].ndim, call.axis(call.attr("axis"))
+    whole = bool(call.attr("training"))
+    dims = tuple(None if whole and d != channel else f"d{d}" for d in range(ndim))
+    each = (dims[channel],)
+    return OpRule((dims, each, each, each, each), (dims, each, each))
+
+
+@rule("nn.cross_entropy_with_logits", "nn.nll_loss")
+def loss(call: OpCall) -> OpRule:
+    return whole_rule(call)
 
 
 @rule("nn.dropout")

@@ -56,6 +56,7 @@ class OpRule:
     sizes             factor -> size, for factors of compound dims (all others have a dim's size)
     linear            sets of operands: the op is linear in the operands of a set taken together while the others are
                       fixed (add: {0, 1} together; matmul: {0}, {1}). Sums that are not yet reduced pass through.
+                      Sets whose dtype is not that of the results are left out when the rule is looked up.
     unsplit           factors that no axis may split.
     positional        factors of single dims whose tiles have to be contiguous: `localize` looks at where they lie.
     masks             the operator minds its operands' padding itself: nothing has to set it.

@@ -9,7 +9,7 @@ from tvm import relax
 from .call import OpCall
 from .elementwise import broadcast_dims, dims_of
 from .rule import Dim, LocalCall, OpRule
-from .table import rule
+from .table import rule, whole_rule
 
 _ALL = (frozenset({0}),)
 
@@ -88,12 +88,32 @@ def broadcast_to(call: OpCall) -> OpRule:
     )
 
 
+@rule("meshgrid")
+def meshgrid(call: OpCall) -> OpRule:
+    """Every operand's dim is one of all results: the first two are swapped in Cartesian order."""
+    order = list(dims_of(len(call.inputs)))
+    inputs = tuple((dim,) for dim in order)
+    if call.attr("indexing", "ij") == "xy":
+        order[:2] = order[1::-1]
+    return OpRule(inputs, (tuple(order),) * len(inputs))
+
+
 @rule("concat")
 def concat(call: OpCall) -> OpRule:
-    axis = call.axis(call.attr("axis", 0))
-    dims = tuple(None if d == axis else f"d{d}" for d in range(call.inputs[0].ndim))
+    """Without a dim, the operands are flattened first."""
+    if call.attr("axis") is None and any(t.ndim != 1 for t in call.inputs):
+        return whole_rule(call)
+    dims = _but(call, call.axis(call.attr("axis", 0)))
     everything = frozenset(range(len(call.inputs)))
     return OpRule((dims,) * len(call.inputs), (dims,), linear=(everything,), moves=True)
+
+
+@rule("stack")
+def stack(call: OpCall) -> OpRule:
+    axis = call.attr("axis", 0) % call.outputs[0].ndim
+    dims = dims_of(call.inputs[0].ndim)
+    everything = frozenset(range(len(call.inputs)))
+    return OpRule((dims,) * len(call.inputs), ((*dims[:axis], None, *dims[axis:]),), linear=(everything,), moves=True)
 
 
 @rule("split")
@@ -101,17 +121,15 @@ def split(call: OpCall) -> OpRule:
     """Into n equal parts: the dim is (n, part), and nothing splits n."""
     axis = call.axis(call.attr("axis", 0))
     parts = [out.shape[axis] for out in call.outputs]
-    dims = tuple(None if d == axis else f"d{d}" for d in range(call.inputs[0].ndim))
-    whole = call.inputs[0].shape[axis]
-    if len(set(parts)) != 1 or parts[0] * len(parts) != whole:
+    dims = _but(call, axis)
+    if len(set(parts)) != 1 or parts[0] * len(parts) != call.inputs[0].shape[axis]:
         return OpRule((dims,), (dims,) * len(parts), linear=_ALL, moves=True)
-    taken: tuple[Dim, ...] = tuple(("n", "part") if d == axis else f"d{d}" for d in range(len(dims)))
-    made = tuple("part" if d == axis else f"d{d}" for d in range(len(dims)))
-    sizes = {"n": len(parts), "part": parts[0]}
+    taken: tuple[Dim, ...] = (*dims[:axis], ("n", "part"), *dims[axis + 1 :])
+    made: tuple[Dim, ...] = (*dims[:axis], "part", *dims[axis + 1 :])
     return OpRule(
         (taken,),
         (made,) * len(parts),
-        sizes=sizes,
+        sizes={"n": len(parts), "part": parts[0]},
         unsplit=frozenset({"n"}),
         linear=_ALL,
         moves=True,
@@ -119,15 +137,96 @@ def split(call: OpCall) -> OpRule:
     )
 
 
-@rule("strided_slice")
-def strided_slice(call: OpCall) -> OpRule:
-    dims = tuple(
-        f"d{d}" if a == b and d not in _sliced(call) else None
-        for d, (a, b) in enumerate(zip(call.inputs[0].shape, call.outputs[0].shape, strict=True))
-    )
+@rule("repeat")
+def repeat(call: OpCall) -> OpRule:
+    """Every element several times in a row: the result's dim is (elements, times)."""
+    axis, times = call.attr("axis"), call.attr("repeats")
+    if axis is None:
+        return whole_rule(call)
+    axis, dims = call.axis(axis), dims_of(call.inputs[0].ndim)
+    made: tuple[Dim, ...] = (*dims[:axis], (dims[axis], "times"), *dims[axis + 1 :])
+    sizes = {dims[axis]: call.inputs[0].shape[axis], "times": times}
+    return OpRule((dims,), (made,), sizes=sizes, unsplit=frozenset({"times"}), linear=_ALL)
+
+
+@rule("tile")
+def tile(call: OpCall) -> OpRule:
+    """The whole of a dim several times is needed whole; dims that are there once are parallel."""
+    source, out = call.inputs[0], call.outputs[0]
+    skipped = out.ndim - source.ndim
+    repeats = call.attr("repeats")
+    once = [
+        dim >= skipped and (0, *repeats)[max(0, 1 + dim - out.ndim + len(repeats))] in (0, 1) for dim in range(out.ndim)
+    ]
+    dims = tuple(f"d{dim}" if one else None for dim, one in enumerate(once))
+    return OpRule((dims[skipped:],), (dims,), linear=_ALL)
+
+
+@rule("flip")
+def flip(call: OpCall) -> OpRule:
+    dims = _but(call, call.axis(call.attr("axis")))
     return OpRule((dims,), (dims,), linear=_ALL, moves=True)
 
 
-def _sliced(call: OpCall) -> set[int]:
-    axes = call.literals[0]
-    return {axis % call.inputs[0].ndim for axis in axes}
+@rule("strided_slice")
+def strided_slice(call: OpCall) -> OpRule:
+    """Dims of which everything is taken are parallel; the tiles' slice leaves them out."""
+    cut = _cut_dims(call)
+    dims = tuple(None if d in cut else f"d{d}" for d in range(call.inputs[0].ndim))
+    return OpRule((dims,), (dims,), linear=_ALL, moves=True, localize=_slice)
+
+
+def _cut_dims(call: OpCall) -> dict[int, int]:
+    """The dims of which not everything is taken in order -> where they stand in the slice's arguments."""
+    axes, begins, _, *strides = call.literals
+    cut = {}
+    for position, (axis, begin) in enumerate(zip(axes, begins, strict=True)):
+        size, dim = call.inputs[0].shape[call.axis(axis)], call.axis(axis)
+        forward = not strides or strides[0][position] == 1
+        if not (forward and begin in (0, -size) and call.outputs[0].shape[dim] == size):
+            cut[dim] = position
+    return cut
+
+
+def _slice(local: LocalCall) -> relax.Expr:
+    call = local.call
+    kept = list(_cut_dims(call).values())
+    fields = [relax.Tuple([arg.fields[position] for position in kept]) for arg in call.expr.args[1:]]
+    return local.again(literals=dict(enumerate(fields, 1)))
+
+
+@rule("slice_scatter")
+def slice_scatter(call: OpCall) -> OpRule:
+    dims = _but(call, call.axis(call.attr("axis")))
+    return OpRule((dims, dims), (dims,), linear=(frozenset({0, 1}),), moves=True)
+
+
+@rule("nn.pad")
+def pad(call: OpCall) -> OpRule:
+    """Dims that get nothing added are parallel."""
+    widths = call.attr("pad_width")
+    dims = tuple(None if any(widths[2 * d : 2 * d + 2]) else f"d{d}" for d in range(call.inputs[0].ndim))
+    moves = call.attr("pad_mode", "constant") != "constant"
+    linear = _ALL if moves or not call.attr("pad_value", 0.0) else ()
+    return OpRule((dims,), (dims,), linear=linear, moves=moves)
+
+
+@rule("nn.pixel_shuffle")
+def pixel_shuffle(call: OpCall) -> OpRule:
+    """Of every channel's (row, column) of a square, (height, row) and (width, column)."""
+    factor = call.attr("upscale_factor")
+    batch = dims_of(call.inputs[0].ndim - 3)
+    channels, height, width = call.outputs[0].shape[-3], *call.inputs[0].shape[-2:]
+    return OpRule(
+        ((*batch, ("c", "row", "column"), "h", "w"),),
+        ((*batch, "c", ("h", "row"), ("w", "column")),),
+        sizes={"c": channels, "row": factor, "column": factor, "h": height, "w": width},
+        unsplit=frozenset({"row", "column"}),
+        linear=_ALL,
+        moves=True,
+    )
+
+
+def _but(call: OpCall, axis: int) -> tuple[Dim, ...]:
+    """The first operand's dims, parallel but for one."""
+    return tuple(None if d == axis else f"d{d}" for d in range(call.inputs[0].ndim))

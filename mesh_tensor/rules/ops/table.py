@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 from ...errors import refuse
 from .call import OpCall
@@ -41,7 +43,14 @@ def rule_of(call: OpCall) -> OpRule:
         )
     made = _RULES[call.name](call)
     _check(call, made)
-    return made
+    return replace(made, linear=tuple(filter(partial(_keeps_dtype, call), made.linear)))
+
+
+def _keeps_dtype(call: OpCall, together: frozenset[int]) -> bool:
+    """Whether sums of operands and of results are the same sums: int8 wraps where the int32 made of it does not,
+    and bools are not added."""
+    dtypes = {call.inputs[n].dtype for n in together} | {out.dtype for out in call.outputs}
+    return len(dtypes) == 1 and "bool" not in dtypes
 
 
 def whole_rule(call: OpCall) -> OpRule:
@@ -53,8 +62,16 @@ def whole_rule(call: OpCall) -> OpRule:
 
 
 def _check(call: OpCall, made: OpRule) -> None:
-    """Every dim has its Dim, and a factor has one size."""
+    """Every dim has its Dim, a factor has one size, and what devices make of their parts of it is known."""
     sizes = dict(made.sizes)
+    given, results = (
+        {f for dims in all_dims for dim in dims for f in atoms_of(dim)} for all_dims in (made.inputs, made.outputs)
+    )
+    lost = given - results - set(made.reduced) - made.unsplit
+    assert not lost, f"the rule of {call.name} does not say what becomes of {sorted(lost)}"
+    assert not results & set(made.reduced), (
+        f"the rule of {call.name} reduces {sorted(made.reduced)}, which results have"
+    )
     for types, all_dims in ((call.inputs, made.inputs), (call.outputs, made.outputs)):
         assert len(types) == len(all_dims), f"the rule of {call.name} is for {len(all_dims)} tensors, not {len(types)}"
         for tensor, dims in zip(types, all_dims, strict=True):
