@@ -9,7 +9,8 @@ from tvm import relax
 
 from ..errors import refuse
 from ..rules.ops import LocalCall
-from .atoms import Atoms, plain_sharding
+from ..sharding import Sharding
+from .atoms import Atoms, made_plain, plain_sharding
 from .explicit import Cast, Fill, Form, Run, Step
 
 Tile = Callable[[Form], relax.Expr]
@@ -78,7 +79,15 @@ def _run(step: Run, atoms: Atoms, tile: Tile) -> relax.Expr:
         tuple(tile(form) for form in step.inputs),
         tuple(tile_shape(form, atoms) for form in step.inputs),
         tuple(tile_shape(form, atoms) for form in step.outputs),
-        tuple(plain_sharding(form.sharding, atoms.of[form.value]) for form in step.inputs),
+        tuple(_contiguous(form, atoms) for form in step.inputs),
         wide=any(form.dtype != form.value.type.dtype for form in step.outputs),
     )
     return rule.localize(local) if rule.localize else local.again()
+
+
+def _contiguous(form: Form, atoms: Atoms) -> Sharding:
+    """How the form's own dims are split, of those that are split in contiguous tiles; the others count as whole."""
+    dims = atoms.of[form.value]
+    layout = plain_sharding(made_plain(form.sharding, dims), dims)
+    assert layout is not None
+    return layout
