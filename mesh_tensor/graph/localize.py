@@ -6,15 +6,18 @@ Functions of the module stay functions: one for each way in which its calls were
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import tvm
-from tvm import ir, relax
+from tvm import ir, relax, tirx
 
-from .explicit import ExplicitGraph, Form, Step, forms_in
+from .explicit import ExplicitGraph, Form, Run, Step, forms_in
 from .ir import Scope
-from .local_calls import check_tile, inputs_of, local_call, outputs_of, scopes_of, tile_info
+from .kernel_calls import KernelCalls
+from .kernel_steps import is_kernel
+from .local_calls import check_tile, inputs_of, local_call, outputs_of, packed, scopes_of, tile_info
 
 Numbered = list[tuple[int, Step]]
 
@@ -28,7 +31,7 @@ class _Localizer:
     def __init__(self, explicit: ExplicitGraph) -> None:
         self._explicit, self._atoms = explicit, explicit.atoms
         self._builder = relax.BlockBuilder()
-        self._functions: dict[ir.GlobalVar, relax.Function] = {}
+        self._functions: dict[ir.GlobalVar, relax.Function | tirx.PrimFunc] = {}
         self._by_hash: dict[tuple[str, int], list[ir.GlobalVar]] = {}
         self._constants = {form: form.value.data for form in explicit.constants}
         self._last_use = _last_uses(explicit)
@@ -39,7 +42,8 @@ class _Localizer:
         steps = list(enumerate(self._explicit.steps))
         main = self._function(self._explicit.params, steps, self._explicit.result, depth=0)
         main = main.with_attr("global_symbol", name)
-        return ir.IRModule({**self._functions, ir.GlobalVar(name): main})
+        functions = {var: _named(var.name_hint, function) for var, function in self._functions.items()}
+        return ir.IRModule({**functions, ir.GlobalVar(name): main})
 
     def _function(self, params: Sequence[Form], steps: Numbered, result: Any, depth: int) -> relax.Function:
         """A function on tiles that runs `steps` and gives the tree of forms `result`."""
@@ -62,10 +66,24 @@ class _Localizer:
     def _emit(self, step: Step, env: dict[Form, relax.Expr]) -> None:
         """Bind the step's results."""
         outputs = outputs_of(step)
+        if isinstance(step, Run) and is_kernel(step):
+            calls = KernelCalls(step, self._atoms, self._builder, self._unique, partial(self._coordinates, env))
+            env.update(zip(outputs, calls.emit([env[form] for form in step.inputs]), strict=True))
+            return
         var = self._builder.emit(local_call(step, self._atoms, env.__getitem__), outputs[0].name)
         self._bind(var, outputs, env)
         for form in outputs:
             check_tile(form, env[form].struct_info, self._atoms)
+
+    def _coordinates(self, env: dict[Any, Any]) -> dict[str, tirx.Var]:
+        """Where the device stands on each axis: known in each function from where it is asked for first."""
+        mesh = self._explicit.graph.mesh
+        if "coordinates" not in env:
+            call = packed("mesh.coordinates", [relax.StringImm(", ".join(mesh))], relax.ShapeStructInfo(ndim=len(mesh)))
+            axes = {axis: tirx.Var(axis, "int64") for axis in mesh}
+            self._builder.match_cast(self._builder.emit(call), relax.ShapeStructInfo(list(axes.values())))
+            env["coordinates"] = axes
+        return env["coordinates"]
 
     def _bind(self, var: relax.Var, outputs: Sequence[Form], env: dict[Form, relax.Expr]) -> None:
         if isinstance(var.struct_info, relax.TupleStructInfo):
@@ -89,7 +107,7 @@ class _Localizer:
         var = self._builder.emit(call, f"{callee.name_hint}_result")
         self._bind(var, results, env)
 
-    def _unique(self, name: str, function: relax.Function) -> ir.GlobalVar:
+    def _unique(self, name: str, function: relax.Function | tirx.PrimFunc) -> ir.GlobalVar:
         """The function of the module that is this one, or a new one."""
         same = self._by_hash.setdefault((name, tvm.ir.structural_hash(function)), [])
         for var in same:
@@ -101,6 +119,11 @@ class _Localizer:
         self._functions[var] = function
         same.append(var)
         return var
+
+
+def _named(name: str, function: relax.Function | tirx.PrimFunc) -> relax.Function | tirx.PrimFunc:
+    """A kernel is known by the name that it has in the module; the module's own functions are private."""
+    return function.with_attr("global_symbol", name) if isinstance(function, tirx.PrimFunc) else function
 
 
 def _last_uses(explicit: ExplicitGraph) -> dict[Form, int]:

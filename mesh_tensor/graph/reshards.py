@@ -86,8 +86,8 @@ class _Writer:
     def _annotation(self, node: Node) -> None:
         """Its result is its operand, in the layout that was stated."""
         (src,), (dst,) = node.inputs, node.outputs
-        form = self.obtain(src, self._layouts.of[dst], node.scopes, f"{node.where}: annotated")
-        self._forms[dst] = [Form(form.name, dst, form.sharding, form.dtype)]
+        self.obtain(src, self._layouts.of[dst], node.scopes, f"{node.where}: annotated")
+        self._forms[dst] = self._forms[src]
 
     def _carried_through(self, node: Node) -> Sharding:
         return next(self._carried[value] for value in node.inputs if value in self._carried)

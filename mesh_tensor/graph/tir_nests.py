@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import tvm
-from tvm import ir, s_tir, tirx
+from tvm import s_tir, tirx
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit, substitute
 
 from ..errors import refuse
@@ -175,15 +175,8 @@ def _framed(grid: Sequence[_Iter], body: tirx.Stmt):
     dims = dims or [(tirx.Var("bx", "int32"), 1)]
 
     def frame(inner: tirx.Stmt) -> tirx.Stmt:
-        block = tirx.SBlock(
-            [], [], [], "tilelang_root", inner, annotations={"tl.launch_threads": [tirx.IntImm("int32", 1)] * 3}
-        )
-        index = ir.Op.get("tl.launch_thread_idx")
-        threads = [
-            tirx.Bind(tirx.Var(f"t{dim}", "int32"), tirx.call_intrin("int32", index, position))
-            for position, dim in enumerate("xyz")
-        ]
-        stmt: tirx.Stmt = tirx.SeqStmt([*threads, tirx.SBlockRealize([], True, block)])
+        block = tirx.SBlock([], [], [], "tilelang_root", inner, annotations={"tl.launch_threads": [1, 1, 1]})
+        stmt: tirx.Stmt = tirx.SBlockRealize([], True, block)
         # The last of the grid's dims is that of blockIdx.x.
         for dim, (var, extent) in zip("xyz", reversed(dims), strict=False):
             thread = tirx.IterVar(None, tirx.Var(f"blockIdx_{dim}", "int32"), 1, f"blockIdx.{dim}")

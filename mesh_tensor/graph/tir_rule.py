@@ -79,7 +79,7 @@ def _check(node: Node, analysis: Analysis) -> None:
         refuse(
             facts,
             why="R.call_tir computes new tensors, and leaves its operands as they are",
-            fix="take operands first, then outputs; start sums in the kernel, or take what they start with as an operand",
+            fix="take operands first, then outputs; start sums in the kernel, or pass what they start with",
         )
 
 
