@@ -10,11 +10,11 @@ what reaches it first; what comes later and disagrees is a conflict: reported, a
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import refuse
-from ..sharding import Shard, Sharding
+from ..sharding import Partial, Placement, Shard, Sharding
 from .atoms import Atoms, NodeRule
 from .ir import Annotation, Graph, Node, Value
 
@@ -48,11 +48,16 @@ def propagate(graph: Graph, atoms: Atoms) -> Layouts:
             if annotation.priority == priority:
                 spread.state(value, annotation)
         spread.run()
-    layouts = {
-        value: Sharding.of(graph.mesh, len(atoms.shape(value)), {a: Shard(p) for a, p in spread.places(value).items()})
-        for value in graph.values()
-    }
+    layouts = {value: _layout(graph, atoms, value, spread.places(value)) for value in graph.values()}
     return Layouts(layouts, list(dict.fromkeys(spread.conflicts())))
+
+
+def _layout(graph: Graph, atoms: Atoms, value: Value, places: Mapping[str, int]) -> Sharding:
+    """What splits the value's atoms, and what it was stated to be partial over."""
+    placements: dict[str, Placement] = {axis: Shard(place) for axis, place in places.items()}
+    if value in graph.annotations:
+        placements |= {axis: Partial(op) for axis, op in graph.annotations[value].sharding.partial}
+    return Sharding.of(graph.mesh, len(atoms.shape(value)), placements)
 
 
 class _Spread:
@@ -79,7 +84,8 @@ class _Spread:
     def state(self, value: Value, annotation: Annotation) -> None:
         """The layout that was stated for a value: its own axes stay, and all others unless it is open."""
         places = refine_sharding(annotation.sharding, value, self._atoms)
-        self._closed[value] = frozenset(places if annotation.open else self._mesh)
+        stated = {*places, *(axis for axis, _ in annotation.sharding.partial)}
+        self._closed[value] = frozenset(stated if annotation.open else self._mesh)
         self._places[value] = {a: p for a, p in self._places[value].items() if a not in self._closed[value]} | places
         for axis in places:
             self._push(value, axis, 0)
