@@ -43,3 +43,49 @@ def _run(local: Callable[..., Any], shapes: list[tuple[int, int]], split: tuple)
     tensors = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
     placed = [jax.device_put(t, NamedSharding(mesh, spec)) for t, spec in zip(tensors, split, strict=True)]
     return lambda: compiled(*placed).block_until_ready()
+
+
+def partition_shardy(layers: int, width: int) -> Callable[[], Any]:
+    """Shardy's propagation of an MLP of so many layers, on the module that JAX traced."""
+    from jaxlib.mlir.passmanager import PassManager
+
+    module = _traced_mlp(layers, width).compiler_ir("stablehlo")
+    context = module.context
+
+    def run() -> None:
+        with context:
+            copy = module.operation.clone()
+            PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(copy)
+
+    return run
+
+
+def partition_xla(layers: int, width: int) -> Callable[[], Any]:
+    """XLA's compilation of the same: partitioning, optimisation and code."""
+    import jax
+
+    def run() -> None:
+        jax.clear_caches()
+        _traced_mlp(layers, width).compile()
+
+    return run
+
+
+def _traced_mlp(layers: int, width: int) -> Any:
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(jax.devices()), ("x",))  # its axes are left to the compiler
+
+    def whole(x: Any, weights: list) -> Any:
+        for weight in weights:
+            x = jax.nn.gelu(x @ weight)
+        return x
+
+    def shaped(*axes: str | None) -> Any:
+        spec = NamedSharding(mesh, PartitionSpec(*axes))
+        return jax.ShapeDtypeStruct((width, width), jax.numpy.float32, sharding=spec)
+
+    weights = [shaped("x", None) if layer % 2 else shaped(None, "x") for layer in range(layers)]
+    return jax.jit(whole).lower(shaped(), weights)
