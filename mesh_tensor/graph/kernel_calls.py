@@ -10,7 +10,7 @@ from tvm.tirx.stmt_functor import substitute
 from ..program import CollectiveStep, KernelStep, Program, Value
 from .atoms import Atoms
 from .explicit import Form, Run
-from .kernel_steps import kernel_program
+from .kernel_steps import filled, kernel_program, padded_dims
 from .local_calls import packed
 
 # The function of the module that is this one, under that name or a numbered one.
@@ -45,7 +45,7 @@ class KernelCalls:
             elif isinstance(inner, CollectiveStep):
                 self._collective(inner)
         outputs = [by_name[name].output for name in names[len(step.inputs) :]]
-        return [self._result(form, self._made[str(name)]) for form, name in zip(step.outputs, outputs, strict=True)]
+        return [self._result(form, str(name)) for form, name in zip(step.outputs, outputs, strict=True)]
 
     def _bind(self, tensor: str, expr: relax.Expr) -> None:
         self._made[tensor] = self._by_storage[self._program.values[tensor].storage] = expr
@@ -85,7 +85,10 @@ class KernelCalls:
         call = packed(f"mesh.{step.kind}", args, _tile_info(dst))
         self._bind(step.dst, self._builder.emit(call, self._step.outputs[0].name))
 
-    def _result(self, form: Form, expr: relax.Expr) -> relax.Expr:
+    def _result(self, form: Form, tensor: str) -> relax.Expr:
+        expr, value = self._made[tensor], self._program.values[tensor]
+        if dims := padded_dims(value):
+            return self._builder.emit(filled(expr, value, dims), form.name)
         if expr.struct_info.dtype == form.dtype:
             return expr
         return self._builder.emit(relax.op.astype(expr, form.dtype), form.name)

@@ -16,6 +16,7 @@ from ..rules.ops.call import op_call
 from ..sharding import Sharding
 from .atoms import Atoms, plain_sharding
 from .explicit import Form, Run
+from .local_calls import packed
 
 
 def is_kernel(step: object) -> bool:
@@ -40,6 +41,20 @@ def kernel_program(step: Run, atoms: Atoms) -> Program:
 def _program(kernel: tirx.PrimFunc, mesh: Mesh, layouts: tuple[Sharding, ...]) -> Program:
     names = [str(kernel.buffer_map[param].name) for param in kernel.params]
     return build_program(lower_kernel(annotate(kernel, mesh, dict(zip(names, layouts, strict=True))), view="global"))
+
+
+def padded_dims(value: Value) -> tuple[int, ...]:
+    """The dims along which tiles of integers have padding. A kernel leaves it as it found it, and what is no number of
+    the computation may not be used as an index or to divide by; with floats that does no harm."""
+    if value.dtype.startswith(("float", "bfloat")):
+        return ()
+    return tuple(d for d, size in enumerate(value.shape) if size % value.sharding.num_shards(d))
+
+
+def filled(tile: relax.Expr, value: Value, dims: tuple[int, ...]) -> relax.Expr:
+    """The tile of a value with zeros as padding."""
+    args = [tile, relax.ShapeExpr(value.shape), relax.StringImm(value.sharding.text())]
+    return packed("mesh.fill_padding", [*args, relax.ShapeExpr(dims), relax.StringImm("sum")], tile.struct_info)
 
 
 class KernelSteps:
@@ -95,13 +110,21 @@ class KernelSteps:
 
     def _give(self, form: Form, tensor: str) -> list[Step]:
         storage = self._program.values[tensor].storage
-        if self._is_same(form, tensor):
+        if self._is_same(form, tensor) and not padded_dims(self._program.values[tensor]):
             self._names[tensor], self._storages[storage] = form.name, self._values[form.name].storage
             return []
         inner = self._named(tensor)
         self._storages[storage] = inner
         self._add(tensor, inner, inner)
+        if dims := padded_dims(self._values[inner]):
+            return [self._filled(inner, form.name, dims)]
         return [self._converted(inner, form.name)]
+
+    def _filled(self, src: str, dst: str, dims: tuple[int, ...]) -> OpStep:
+        value = self._values[src]
+        tile = relax.Var(src, relax.TensorStructInfo(value.tile_shape, value.dtype))
+        call = op_call(relax.BlockBuilder().normalize(filled(tile, value, dims)))
+        return OpStep(call, (src,), (dst,), frozenset((dst,)), 0, self._step.node.where)
 
     def _is_same(self, form: Form, tensor: str) -> bool:
         mine, its = self._values[form.name], self._program.values[tensor]

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from tvm import ir
 
+from ..errors import refuse
 from ..mesh import Mesh
 from ..rules.ops import OpRule, has_rule, rule_of
 from ..rules.ops.table import whole_rule
@@ -60,6 +61,13 @@ def _rule(node: Node, replicate_unknown: bool) -> OpRule:
         return OpRule((_dims(node),), (_dims(node),), moves=True)
     if node.kernel is not None:
         return kernel_rule(node)
+    if node.call.name == "call_tir_inplace":
+        refuse(
+            "R.call_tir_inplace can't be distributed",
+            where=node.where,
+            why="it overwrites its operands",
+            fix="use R.call_tir, whose results are new tensors",
+        )
     if replicate_unknown and not has_rule(node.call.name):
         return whole_rule(node.call)
     return rule_of(node.call)

@@ -37,7 +37,9 @@ def kernel_rule(node: Node) -> OpRule:
         raise MeshTensorError(f"{error}\n  binding: {node.where}") from None
     names = list(analysis.kernel.params)
     inputs, outputs = names[: len(node.inputs)], names[len(node.inputs) :]
-    split = {factor for factor in analysis.factors if _splits(factor, analysis)}
+    split = {factor for factor in analysis.factors if _splits(factor)}
+    if any(analysis.read(param) and not analysis.only_kept(param) for param in outputs):
+        split = set()  # one part of a result is made from another
     reduced = {}
     for factor in list(split):
         ops = {_partial_op(param, factor, analysis) for param in outputs if not _walks(factor, param)}
@@ -73,7 +75,7 @@ def _check(node: Node, analysis: Analysis) -> None:
     facts += [
         f"kernel {name!r} needs what its result {param!r} held before"
         for param in outputs
-        if analysis.written(param) and analysis.read(param) and not analysis.only_kept(param)
+        if analysis.written(param) and not _starts(param, analysis)
     ]
     if facts:
         refuse(
@@ -83,7 +85,13 @@ def _check(node: Node, analysis: Analysis) -> None:
         )
 
 
-def _splits(factor: Factor, analysis: Analysis) -> bool:
+def _starts(param: str, analysis: Analysis) -> bool:
+    """Whether something in the kernel stores to the result, not only adds to it."""
+    buffer = analysis.kernel.params[param]
+    return any(s.writes(buffer) and (s.op is None or s.fresh or s.unknown) for s in analysis.kernel.statements)
+
+
+def _splits(factor: Factor) -> bool:
     """Whether an axis may split the factor: it walks no tensor twice."""
     counts = Counter(param for param, _ in factor.dims)
     return factor.blocked is None and all(count == 1 for count in counts.values())
