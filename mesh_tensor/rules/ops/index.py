@@ -41,7 +41,7 @@ def _axis(call: OpCall) -> int:
 def _local_take(local: LocalCall) -> relax.Expr:
     call, layout = local.call, local.layouts[0]
     axis = _axis(call)
-    if layout is None or not layout.axes_of(axis):
+    if not layout.axes_of(axis):
         return local.again()
     args = [relax.ShapeExpr(call.inputs[0].shape), relax.StringImm(layout.text()), relax.PrimValue(axis)]
     info = relax.TensorStructInfo(local.out_tiles[0], "float32" if local.wide else call.outputs[0].dtype)

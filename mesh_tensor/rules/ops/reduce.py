@@ -16,16 +16,22 @@ _OPS = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "prod": "prod"}
 @rule("sum", "mean", "max", "min", "prod", "variance", "std")
 def reduce(call: OpCall) -> OpRule:
     """A split dim is reduced part by part where the parts can be combined: not to a variance, nor to a mean of integers
-    (whose division rounds); and no device combines bools."""
+    (whose division rounds), nor to a product in low precision (whose parts leave its range); and no device combines
+    bools."""
     axes = call.axes(call.attr("axis"))
     tensor = call.inputs[0]
-    exact = tensor.dtype != "bool" and (call.name != "mean" or "float" in tensor.dtype)
-    op = _OPS.get(call.name) if exact else None
+    op = _OPS.get(call.name) if _combines(call.name, tensor.dtype) else None
     dims = tuple(f"d{d}" if d not in axes or op else None for d in range(tensor.ndim))
     reduced = {f"d{d}": op for d in axes} if op else {}
     linear = (frozenset({0}),) if op == "sum" else ()
     localize = _sum if op == "sum" else None
     return OpRule((dims,), (_kept(call, axes),), reduced, linear=linear, localize=localize)
+
+
+def _combines(name: str, dtype: str) -> bool:
+    if name == "mean":
+        return "float" in dtype
+    return dtype != "bool" and not (name == "prod" and dtype in ("float16", "bfloat16"))
 
 
 def _kept(call: OpCall, axes: tuple[int, ...]) -> tuple[Dim, ...]:

@@ -21,14 +21,15 @@ class LocalCall:
     """An operator about to be called on one device's tiles.
 
     `args` are the tensor operands' tiles (flattened like `call.inputs`); `in_tiles` and `out_tiles` are the tiles'
-    shapes; `layouts` say how the operands lie. A layout is None where an operand is not split into contiguous tiles
-    (see graph.atoms). `wide`: the result is a part of a low-precision sum, and has to be float32."""
+    shapes; `layouts` say how the operands lie, where they are split into contiguous tiles: a dim that is split in
+    strides (see graph.atoms) counts as whole. `wide`: the result is a part of a low-precision sum, and has to be
+    float32."""
 
     call: OpCall
     args: tuple[relax.Expr, ...]
     in_tiles: tuple[tuple[int, ...], ...]
     out_tiles: tuple[tuple[int, ...], ...]
-    layouts: tuple[Sharding | None, ...]
+    layouts: tuple[Sharding, ...]
     wide: bool = False
 
     def again(self, *, attrs: Any = None, literals: Mapping[int, relax.Expr] | None = None) -> relax.Call:
@@ -36,7 +37,7 @@ class LocalCall:
         `literals` (by position) replace arguments and `attrs` the attributes."""
         tiles = iter(self.args)
         replaced = literals or {}
-        args = [replaced.get(i) or _refill(arg, tiles) for i, arg in enumerate(self.call.expr.args)]
+        args = [replaced[i] if i in replaced else _refill(arg, tiles) for i, arg in enumerate(self.call.expr.args)]
         old = self.call.expr
         return relax.Call(old.op, args, attrs if attrs is not None else old.attrs, old.sinfo_args)
 

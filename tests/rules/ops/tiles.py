@@ -141,15 +141,13 @@ class _Run:
     def _coordinates(self, rank: int) -> tuple[int, ...]:
         return list(itertools.product(*(range(self.mesh.size(axis)) for axis in self.mesh)))[rank]
 
-    def _layout(self, dims: Sequence[Dim]) -> Sharding | None:
-        """The operand's layout, if its tiles are contiguous."""
+    def _layout(self, dims: Sequence[Dim]) -> Sharding:
+        """The operand's layout, of the dims whose tiles are contiguous."""
         split: dict[str, int] = {}
         for position, dim in enumerate(dims):
             for n, factor in enumerate(atoms_of(dim)):
-                if factor in self.axes:
-                    uneven = len(atoms_of(dim)) > 1 and self.rule.sizes[factor] % self._devices(factor)
-                    if n or uneven:
-                        return None
+                uneven = len(atoms_of(dim)) > 1 and self.rule.sizes[factor] % self._devices(factor)
+                if factor in self.axes and n == 0 and not uneven:
                     split[self.axes[factor]] = position
         return Sharding.make(self.mesh, len(dims), split)
 
@@ -159,7 +157,7 @@ def local_function(
     rule: OpRule,
     inputs: Sequence[tuple[int, ...]],
     outputs: Sequence[tuple[int, ...]],
-    layouts: Sequence[Sharding | None],
+    layouts: Sequence[Sharding],
     wide: bool = False,
 ) -> relax.Function:
     """The rule's local call as a function of tiles; TVM infers the tiles that the rule promises."""
