@@ -39,7 +39,7 @@ class Decider:
 
     def __init__(self, mesh: Mesh, atoms: Atoms, layouts: Layouts) -> None:
         self._mesh, self._atoms, self._layouts = mesh, atoms, layouts
-        self._known: dict[tuple, dict[str, str]] = {}
+        self._known: dict[tuple, Decision] = {}
 
     def decide(self, node: Node) -> Decision:
         """The cheapest split of a node. Where costs tie, more axes split, then the first factor named wins."""
@@ -47,11 +47,11 @@ class Decider:
         tensors = [(self._atoms.shape(v), v.type.dtype, self._layouts.of[v], f) for v, f in tensors_of(node, rule)]
         key = (node.call.name, _flops(node), tuple(tensors), tuple(rule.reduced.items()), rule.even, len(node.inputs))
         if key not in self._known:
-            self._known[key] = self._cheapest(node, rule, tensors)
-        split = self._known[key]
-        needed = tuple(operand_layout(self._mesh, factors, split) for factors in rule.inputs)
-        produced = tuple(result_layout(self._mesh, factors, split, rule) for factors in rule.outputs)
-        return Decision(split, needed, produced)
+            split = self._cheapest(node, rule, tensors)
+            needed = tuple(operand_layout(self._mesh, factors, split) for factors in rule.inputs)
+            produced = tuple(result_layout(self._mesh, factors, split, rule) for factors in rule.outputs)
+            self._known[key] = Decision(split, needed, produced)
+        return self._known[key]
 
     def _cheapest(self, node: Node, rule: NodeRule, tensors: list[tuple]) -> dict[str, str]:
         best: tuple[tuple, dict[str, str]] | None = None
