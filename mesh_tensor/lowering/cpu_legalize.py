@@ -135,7 +135,7 @@ class _Legalize:
             dtype = storage_dtype(buffer.dtype)
             self._flat_buffers[buffer] = tirx.decl_buffer([const(1, "int64")], dtype, buffer.name, pointer)
         strides = list(buffer.strides)
-        if not strides:
+        if not strides and len(buffer.shape):
             strides = [const(1, "int64")]
             for size in reversed(list(buffer.shape)[1:]):
                 strides.insert(0, strides[0] * self._wide(size))
