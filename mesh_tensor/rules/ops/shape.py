@@ -90,12 +90,9 @@ def broadcast_to(call: OpCall) -> OpRule:
 
 @rule("meshgrid")
 def meshgrid(call: OpCall) -> OpRule:
-    """Every operand's dim is one of all results: the first two are swapped in Cartesian order."""
-    order = list(dims_of(len(call.inputs)))
-    inputs = tuple((dim,) for dim in order)
-    if call.attr("indexing", "ij") == "xy":
-        order[:2] = order[1::-1]
-    return OpRule(inputs, (tuple(order),) * len(inputs))
+    """Every operand's dim is one of all results."""
+    order = dims_of(len(call.inputs))
+    return OpRule(tuple((dim,) for dim in order), (order,) * len(order))
 
 
 @rule("concat")

@@ -129,15 +129,17 @@ def _affine(x: Tensor, gamma: Tensor, beta: Tensor, scale: bool, center: bool) -
 
 @torch_op("nn.attention", "nn.attention_bias")
 def _attention(call: OpCall) -> Function:
-    """softmax(query @ key^T * scale + bias) @ value, on tensors of shape (batch, sequence, heads, head size)."""
+    """softmax(query @ key^T * scale + bias) @ value, on tensors of shape (batch, sequence, heads, head size). Of more
+    query heads than key heads, as many share a key head as follow each other."""
     scale, mask = call.attr("scale"), _mask(call)
+    shared = call.inputs[0].shape[2] != call.inputs[1].shape[2]
 
     def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
         if mask is not None:
             hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask.to(q.device), -torch.inf)
             bias = hidden if bias is None else bias + hidden
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=shared).transpose(1, 2)
 
     return attention
 

@@ -84,7 +84,14 @@ def _flip(call: OpCall) -> Function:
 @torch_op("meshgrid")
 def _meshgrid(call: OpCall) -> Function:
     indexing = call.attr("indexing", "ij")
-    return lambda *tensors: torch.meshgrid(*tensors, indexing=indexing)
+    if indexing != "ij":
+        refuse(
+            f"R.meshgrid with indexing={indexing!r}",
+            where=str(call.expr),
+            why="TVM infers the shapes of 'ij' for it",
+            fix="use indexing='ij', and R.permute_dims on its results",
+        )
+    return lambda *tensors: torch.meshgrid(*tensors, indexing="ij")
 
 
 @torch_op("strided_slice")

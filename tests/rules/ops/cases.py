@@ -22,6 +22,7 @@ op = relax.op
 _FAMILIES = (
     test_conv, test_create, test_elementwise, test_index, test_linear_algebra, test_nn, test_reduce, test_shape
 )  # fmt: skip
+_LOOSE = {"rtol": 1e-4, "atol": 1e-5}
 _HALF = {"rtol": 4e-3, "atol": 4e-3}
 _MORE = {
     "add, a dim of 1": Case((t(1, 5), t(4, 1)), op.add),
@@ -77,6 +78,72 @@ _MORE = {
     "take, a table of bool": Case((t(7, 3, dtype="bool"), i(5, low=0, high=7)), lambda x, n: op.take(x, n, 0)),
     "take a number": Case((t(7, 3),), lambda x: op.take(x, relax.PrimValue(2), 1)),
     "take, the last dim": Case((t(3, 7), i(2, 5, low=0, high=7)), lambda x, n: op.take(x, n, -1)),
+    "take one of the rows": Case((t(7, 3), i(values=3)), lambda x, n: op.take(x, n, 0)),
+    "take clip": Case((t(7, 3), i(5, low=-9, high=20)), lambda x, n: op.take(x, n, 0, "clip")),
+    "take wrap": Case((t(7, 3), i(5, low=-9, high=20)), lambda x, n: op.take(x, n, 0, "wrap")),
+    "attention, 6 heads on 3": Case((t(2, 3, 6, 4), t(2, 5, 3, 4), t(2, 5, 3, 4)), op.nn.attention, tolerance=_LOOSE),
+    "attention, 6 heads on 3, masked": Case(
+        (t(2, 5, 6, 4), t(2, 5, 3, 4), t(2, 5, 3, 2)),
+        lambda *x: op.nn.attention(*x, causal_mask="TopLeft"), tolerance=_LOOSE,
+    ),
+    "attention, one bias for all": Case(
+        (t(2, 3, 4, 4), t(2, 5, 4, 4), t(2, 5, 4, 4), t(1, 1, 1, 5)), op.nn.attention, tolerance=_LOOSE
+    ),
+    "attention, a bias for shared heads": Case(
+        (t(2, 3, 4, 4), t(2, 5, 2, 4), t(2, 5, 2, 4), t(1, 4, 3, 5)), op.nn.attention, tolerance=_LOOSE
+    ),
+    "conv2d of float16": Case(
+        (t(3, 5, 4, 4, dtype="float16"), t(3, 5, 2, 2, dtype="float16")), op.nn.conv2d, tolerance=_HALF
+    ),
+    "conv1d, depthwise": Case((t(3, 5, 6), t(5, 1, 2)), lambda x, w: op.nn.conv1d(x, w, groups=5), tolerance=_LOOSE),
+    "conv2d, groups of 2": Case(
+        (t(2, 4, 4, 6), t(2, 2, 2, 9)), tolerance=_LOOSE,
+        build=lambda x, w: op.nn.conv2d(x, w, groups=3, data_layout="NHWC", kernel_layout="HWIO"),
+    ),
+    "conv1d_transpose in groups": Case(
+        (t(2, 6, 4), t(6, 2, 3)), lambda x, w: op.nn.conv1d_transpose(x, w, groups=3), tolerance=_LOOSE
+    ),
+    "avg_pool2d out in another layout": Case(
+        (t(2, 5, 4, 4),), lambda x: op.nn.avg_pool2d(x, (2, 2), out_layout="NHWC"), tolerance=_LOOSE
+    ),
+    "group_norm, 3 groups": Case(
+        (t(2, 6, 3), t(6), t(6)), lambda *x: op.nn.group_norm(*x, 3, 1, [2]), tolerance=_LOOSE
+    ),
+    "group_norm, a group each": Case(
+        (t(2, 5, 3), t(5), t(5)), lambda *x: op.nn.group_norm(*x, 5, 1, [2]), tolerance=_LOOSE
+    ),
+    "instance_norm, channels last": Case(
+        (t(3, 4, 5), t(5), t(5)), lambda *x: op.nn.instance_norm(*x, -1, [1]), tolerance=_LOOSE
+    ),
+    "prelu, one slope": Case((t(3, 5), t(1)), lambda x, a: op.nn.prelu(x, a, 1)),
+    "einsum, implicit": Case((t(5, 3), t(3, 4)), lambda *x: op.einsum(x, "zb,bc"), tolerance=_LOOSE),
+    "einsum of three": Case((t(5, 3), t(3, 4), t(4)), lambda *x: op.einsum(x, "ab, bc, c -> a"), tolerance=_LOOSE),
+    "einsum, diagonal": Case((t(5, 5, 3),), lambda x: op.einsum((x,), "iij->ij")),
+    "einsum, trace": Case((t(5, 5, 3),), lambda x: op.einsum((x,), "iij->j"), tolerance=_LOOSE),
+    "einsum, more dims": Case((t(2, 3, 4), t(4, 5)), lambda *x: op.einsum(x, "...k,kn->...n"), tolerance=_LOOSE),
+    "einsum of float16": Case(
+        (t(5, 3, dtype="float16"), t(3, 4, dtype="float16")), lambda *x: op.einsum(x, "ij,jk->ik"), tolerance=_HALF
+    ),
+    "collapse_sum_to of float16": Case(
+        (t(5, 3, 4, dtype="float16"),), lambda x: op.collapse_sum_to(x, (3, 1)), tolerance=_HALF
+    ),
+    "gather_elements of fewer": Case(
+        (t(5, 4, 3), i(5, 2, 2, low=0, high=4)), lambda x, n: op.gather_elements(x, n, -2)
+    ),
+    "scatter_nd of rows": Case((t(5, 7), i(2, 2, 1, values=[[[0], [4]], [[1], [2]]]), t(2, 2, 7)), op.scatter_nd),
+    "one_hot in front": Case(
+        (i(5, low=0, high=4),), lambda n: op.one_hot(n, relax.PrimValue(1), relax.PrimValue(0), 4, 0)
+    ),
+    "repeat in the middle": Case((t(3, 5, 2),), lambda x: op.repeat(x, 3, -2)),
+    "tile of more dims": Case((t(5, 3),), lambda x: op.tile(x, (2, 1, 1))),
+    "tile of the first": Case((t(5, 3),), lambda x: op.tile(x, (2, 1))),
+    "stack at the end": Case((t(5, 3), t(5, 3), t(5, 3)), lambda *x: op.stack(x, -1)),
+    "flip a middle dim": Case((t(5, 3, 2),), lambda x: op.flip(x, -2)),
+    "meshgrid of three": Case((t(5), t(3), t(2)), lambda *x: op.meshgrid(x)),
+    "pad of zeros": Case((t(5, 3),), lambda x: op.nn.pad(x, (0, 0, 1, 2))),
+    "triu of batches": Case((t(5, 3, 4),), lambda x: op.triu(x)),
+    "sort, several rows": Case((t(5, 3, 2),), lambda x: op.sort(x, -2)),
+    "cross_entropy of a row": Case((t(4), t(4)), op.nn.cross_entropy_with_logits),
 }  # fmt: skip
 
 CASES: dict[str, Case] = {

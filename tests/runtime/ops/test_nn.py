@@ -118,6 +118,12 @@ CASES = {
         tolerance=_LOOSE,
     ),
     "attention": Case(_QKV, op.nn.attention, _attention),
+    "attention, shared key heads": Case(
+        (t(2, 4, 6, 8), t(2, 5, 3, 8), t(2, 5, 3, 8)),
+        op.nn.attention,
+        lambda q, k, v: _attention(q, k.repeat(2, 2), v.repeat(2, 2)),
+        tvm=False,
+    ),
     "attention with a scale": Case(
         _QKV, lambda *x: op.nn.attention(*x, scale=0.3), lambda *x: _attention(*x, scale=0.3)
     ),

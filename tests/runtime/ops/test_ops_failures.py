@@ -35,6 +35,10 @@ _REFUSED = {
         "no reduction 'mean'",
     ),
     "arange that TVM miscounts": (lambda: op.arange(9, 2, -2), "TVM takes it for 5 elements"),
+    "meshgrid that TVM shapes otherwise": (
+        lambda: op.meshgrid([_var(5), _var(3)], "xy"),
+        "R.meshgrid with indexing='xy'",
+    ),
     "local_take of a whole table": (
         lambda: op.call_pure_packed(
             "mesh.local_take",
