@@ -40,14 +40,14 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, positions, width) -> the same."""
-        batch, positions, width = x.shape
+        batch, positions, _ = x.shape
         if hasattr(self, "qkv"):
             q, k, v = self.qkv(x).view(batch, positions, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         else:
             layers = (self.q, self.k, self.v)
             q, k, v = (layer(x).view(batch, positions, self.heads, -1).transpose(1, 2) for layer in layers)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(y.transpose(1, 2).reshape(batch, positions, width))
+        return self.proj(y.transpose(1, 2).reshape(batch, positions, -1))
 
 
 class Block(nn.Module):
