@@ -70,7 +70,7 @@ def _rule(node: Node, replicate_unknown: bool) -> OpRule:
         )
     if replicate_unknown and not has_rule(node.call.name):
         return whole_rule(node.call)
-    return rule_of(node.call)
+    return rule_of(node.call, node.where)
 
 
 def _dims(node: Node) -> tuple[str, ...]:

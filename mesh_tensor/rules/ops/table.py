@@ -29,8 +29,8 @@ def has_rule(name: str) -> bool:
     return name in _RULES
 
 
-def rule_of(call: OpCall) -> OpRule:
-    """The rule of a call, checked against its shapes.
+def rule_of(call: OpCall, binding: str = "") -> OpRule:
+    """The rule of a call, checked against its shapes. `binding` is what the call is bound to, for messages.
 
     Raises:
         MeshTensorError: the operator has no rule.
@@ -38,7 +38,7 @@ def rule_of(call: OpCall) -> OpRule:
     if call.name not in _RULES:
         refuse(
             f"operator R.{call.name} has no sharding rule",
-            where=str(call.expr),
+            where=f"{binding} = {call.expr}" if binding else str(call.expr),
             fix="pass replicate_unknown=True to compute it replicated, or add a rule (docs/adding_an_op.md)",
         )
     made = _RULES[call.name](call)
