@@ -30,6 +30,7 @@ def take(call: OpCall) -> OpRule:
         {"row": "sum"} if split else {},
         linear=_FIRST,
         positional=frozenset({"row"}),
+        masks=split,
         localize=_local_take if split else None,
     )
 

@@ -143,6 +143,17 @@ _MORE = {
     "pad of zeros": Case((t(5, 3),), lambda x: op.nn.pad(x, (0, 0, 1, 2))),
     "triu of batches": Case((t(5, 3, 4),), lambda x: op.triu(x)),
     "sort, several rows": Case((t(5, 3, 2),), lambda x: op.sort(x, -2)),
+    "adaptive_avg_pool1d": Case((t(2, 5, 4),), lambda x: op.nn.adaptive_avg_pool1d(x, 2), tolerance=_LOOSE),
+    "adaptive_avg_pool3d": Case((t(1, 3, 4, 4, 2),), lambda x: op.nn.adaptive_avg_pool3d(x, 2), tolerance=_LOOSE),
+    "avg_pool3d": Case((t(1, 3, 4, 4, 2),), lambda x: op.nn.avg_pool3d(x, 2), tolerance=_LOOSE),
+    "max_pool1d": Case((t(2, 5, 4),), lambda x: op.nn.max_pool1d(x, 2)),
+    "conv3d_transpose": Case((t(1, 3, 2, 2, 2), t(3, 5, 2, 2, 2)), op.nn.conv3d_transpose, tolerance=_LOOSE),
+    "size": Case((t(5, 3),), op.size),
+    "wrap_param": Case((t(5, 3, dtype="float16"),), lambda x: op.wrap_param(x, "float32")),
+    "stop_lift_params": Case((t(5, 3),), op.builtin.stop_lift_params),
+    "no_grad": Case((t(5, 3),), op.grad.no_grad),
+    "start_checkpoint": Case((t(5, 3),), op.grad.start_checkpoint),
+    "end_checkpoint": Case((t(5, 3),), op.grad.end_checkpoint),
     "cross_entropy of a row": Case((t(4), t(4)), op.nn.cross_entropy_with_logits),
 }  # fmt: skip
 

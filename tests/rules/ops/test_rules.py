@@ -9,7 +9,9 @@ from tvm import relax
 
 from mesh_tensor.rules.ops import OpRule, rule_of
 from mesh_tensor.rules.ops.call import op_call
+from mesh_tensor.rules.ops.table import _RULES as rules
 from mesh_tensor.runtime.ops import torch_function
+from mesh_tensor.runtime.ops.table import _MAKERS as torch_functions
 
 from .cases import CASES
 from .tiles import assert_runs_on_tiles, factor_sizes
@@ -76,9 +78,21 @@ def test_moves(name):
         assert torch.equal(whole, torch.maximum(a, b))
 
 
-def test_linear_and_moving_operators_are_there():
+def test_what_moves_elements_is_linear():
+    """Sums pass through it, too."""
     assert len(LINEAR) > 40
     assert len(MOVES) > 20
+    assert set(MOVES) <= set(LINEAR)
+
+
+def test_every_operator_with_a_torch_function_has_a_rule_and_a_case():
+    """All but those of one device, and those that say where a tensor lies."""
+    placing = {"dist.annotate_sharding", "dist.redistribute", "hint_on_device", "to_vdevice"}
+    placing |= {name for name in torch_functions if name.startswith("mesh.")}
+    random = {"nn.dropout"}
+    assert set(torch_functions) - set(rules) == placing
+    assert set(rules) - set(torch_functions) == set()
+    assert set(rules) - {case.call().name for case in CASES.values()} == random
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ class _Run:
         places.sort(key=lambda place: place[1] in self.rule.reduced)  # poison first, then what is neutral
         for dim, factor, index in places:
             at, part = self._range(factor, x.shape[dim], index), self._part(factor, x.shape[dim])
-            op = self.rule.reduced.get(factor) if factor else None
+            op = self.rule.reduced.get(factor) if factor and not self.rule.masks else None
             fill = neutral(x.dtype, op) if op else poison_value(x.dtype)
             held = x.narrow(dim, at.start, at.stop - at.start)
             padding = [part - held.shape[dim] if d == dim else size for d, size in enumerate(held.shape)]
@@ -142,13 +142,13 @@ class _Run:
         return list(itertools.product(*(range(self.mesh.size(axis)) for axis in self.mesh)))[rank]
 
     def _layout(self, dims: Sequence[Dim]) -> Sharding:
-        """The operand's layout, of the dims whose tiles are contiguous."""
+        """The operand's layout, in which a dim that is split in strides counts as whole."""
         split: dict[str, int] = {}
         for position, dim in enumerate(dims):
-            for n, factor in enumerate(atoms_of(dim)):
-                uneven = len(atoms_of(dim)) > 1 and self.rule.sizes[factor] % self._devices(factor)
-                if factor in self.axes and n == 0 and not uneven:
-                    split[self.axes[factor]] = position
+            first, *minor = atoms_of(dim) or (None,)
+            strided = minor and first in self.axes and self.rule.sizes[first] % self._devices(first)
+            if first in self.axes and not strided:
+                split[self.axes[first]] = position
         return Sharding.make(self.mesh, len(dims), split)
 
 
