@@ -104,7 +104,7 @@ class Traps:
         for i, j in T.grid(14, 9):
             with T.sblock("C"):
                 vi, vj = T.axis.remap("SS", [i, j])
-                C[vi, vj] = T.if_then_else(7 <= vi, B[vi - 7, vj], A[vi, vj])
+                C[vi, vj] = T.if_then_else(vi >= 7, B[vi - 7, vj], A[vi, vj])
 
     @T.prim_func
     def joined_in_two(A: T.Buffer((7, 9), "float32"), B: T.Buffer((7, 9), "float32"), C: T.Buffer((14, 9), "float32")):

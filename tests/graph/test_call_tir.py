@@ -1,0 +1,425 @@
+"""Modules that call TIR functions: as TE makes them, and TileLang kernels. Against one device, and against torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import tvm
+from tvm import relax
+from tvm.script import from_source
+from tvm.script.parser import ir as I
+from tvm.script.parser import relax as R
+from tvm.script.parser import tirx as T
+
+import mesh_tensor as mt
+from kernels.matmul import matmul
+from kernels.rms_norm import two_pass_rms_norm
+from kernels.softmax import online_softmax, softmax, three_pass_softmax
+from mesh_tensor.program import KernelStep, OpStep
+
+from .test_call_tir_traps import collectives
+from .tir_modules import calling
+
+
+@I.ir_module
+class Mlp:
+    @R.function
+    def main(
+        x: R.Tensor((2, 6, 8), "float32"),
+        w1: R.Tensor((8, 12), "float32"),
+        b1: R.Tensor((12,), "float32"),
+        w2: R.Tensor((12, 8), "float32"),
+    ):
+        with R.dataflow():
+            h = R.nn.gelu(R.add(R.matmul(x, w1), b1))
+            z = R.add(x, R.matmul(h, w2))
+            R.output(z)
+        return z
+
+
+@I.ir_module
+class Norms:
+    @R.function
+    def main(x: R.Tensor((5, 9), "float32"), g: R.Tensor((9,), "float32"), b: R.Tensor((9,), "float32")):
+        with R.dataflow():
+            n = R.nn.layer_norm(x, g, b, axes=[-1])
+            s = R.nn.softmax(n, axis=-1)
+            t = R.permute_dims(s)
+            m = R.argmax(s, axis=1)
+            c = R.concat([s, n], axis=1)
+            z = R.sum(s, axis=[0])
+            R.output(t, m, c, z)
+        return t, m, c, z
+
+
+@I.ir_module
+class Seed:
+    """The module of TVM's DistIR documents in global view, with its TIR functions."""
+
+    I.module_attrs({"device_num": 10})
+    I.module_global_infos({"mesh": [R.device_mesh((2,), I.Range(0, 2)), R.device_mesh((1,), I.Range(4, 5))]})
+
+    @T.prim_func
+    def matmul(
+        A: T.Buffer((T.int64(128), T.int64(128)), "float32"),
+        B: T.Buffer((T.int64(128), T.int64(128)), "float32"),
+        matmul_1: T.Buffer((T.int64(128), T.int64(128)), "float32"),
+    ):
+        T.func_attr({"tir.noalias": T.bool(True)})
+        for i0, i1, k in T.grid(T.int64(128), T.int64(128), T.int64(128)):
+            with T.sblock("matmul"):
+                v_i0, v_i1, v_k = T.axis.remap("SSR", [i0, i1, k])
+                T.reads(A[v_i0, v_k], B[v_k, v_i1])
+                T.writes(matmul_1[v_i0, v_i1])
+                with T.init():
+                    matmul_1[v_i0, v_i1] = T.float32(0)
+                matmul_1[v_i0, v_i1] = matmul_1[v_i0, v_i1] + A[v_i0, v_k] * B[v_k, v_i1]
+
+    @R.function
+    def foo(
+        x: R.DTensor((128, 128), "float32", "mesh[0]", "R"),
+        weight1: R.DTensor((128, 128), "float32", "mesh[0]", "S[1]"),
+        weight2: R.DTensor((128, 128), "float32", "mesh[0]", "S[0]"),
+    ) -> R.DTensor((128, 128), "float32", "mesh[0]", "R"):
+        cls = Seed
+        lv0 = R.dist.call_tir(cls.matmul, (x, weight1), out_sinfo=R.DTensor((128, 128), "float32", "mesh[0]", "S[1]"))
+        lv1: R.DTensor((128, 128), "float32", "mesh[0]", "S[1]") = R.nn.gelu(lv0)
+        lv3 = R.dist.call_tir(cls.matmul, (lv1, weight2), out_sinfo=R.DTensor((128, 128), "float32", "mesh[0]", "R"))
+        return lv3
+
+
+MLP_SHARDINGS = [
+    {"w1": {"x": 1}, "b1": {"x": 0}, "w2": {"x": 0}},
+    {"x": {"x": 0}},
+    {"x": {"x": 1}},
+    {"w1": {"x": 0}},
+    {"w1": {"x": 1}, "z": {"x": 1}},
+]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("shardings", MLP_SHARDINGS, ids=str)
+def test_legalized_mlp_has_the_collectives_of_its_operators(shardings, size):
+    data = operands(Mlp)
+    as_operators = mt.distribute_module(Mlp, {"x": size}, shardings)
+    as_functions = mt.distribute_module(legalized(Mlp), {"x": size}, shardings)
+    torch.testing.assert_close(as_functions(*data), mt.run_sequential(Mlp, data), rtol=1e-4, atol=1e-5)
+    assert _moves(as_functions) == _moves(as_operators)
+    assert not any(isinstance(step, OpStep) for step in as_functions.program.steps)
+
+
+def test_legalized_mlp_on_two_axes():
+    data = operands(Mlp)
+    shardings = {"x": {"data": 0}, "w1": {"model": 1}, "w2": {"model": 0}}
+    made = mt.distribute_module(legalized(Mlp), {"data": 2, "model": 2}, shardings)
+    torch.testing.assert_close(made(*data), mt.run_sequential(Mlp, data), rtol=1e-4, atol=1e-5)
+    assert collectives(made) == ["all_reduce"]
+
+
+@pytest.mark.parametrize(
+    "sharding", [{"x": 0}, {"x": 1}, {"x": 0, "y": 1}, {"x": 1, "y": 0}, {"x": 1, "y": 1}], ids=str
+)
+def test_legalized_norms(sharding):
+    mesh = {"x": 2, "y": 2} if "y" in sharding else {"x": 3}
+    data = operands(Norms)
+    made = mt.distribute_module(legalized(Norms), mesh, {"x": sharding})
+    for result, expected in zip(made(*data), mt.run_sequential(Norms, data), strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_softmax_of_a_split_dim_sends_rows_and_not_the_tensor():
+    mod = legalized(module({"x": (6, 64)}, [("y", lambda bb, env: relax.op.nn.softmax(env["x"], axis=-1))]))
+    made = mt.distribute_module(mod, {"x": 4}, {"x": {"x": 1}})
+    data = operands(mod)
+    torch.testing.assert_close(made(*data), torch.softmax(data[0], -1))
+    assert [step.op for step in made.program.steps if hasattr(step, "op")] == ["max", "sum"]
+    assert all(step.bytes <= 2 * 6 * 4 for step in made.program.steps if hasattr(step, "bytes"))
+
+
+def test_pending_sums_are_carried_through_functions_that_are_linear():
+    def product(a, b):
+        return lambda bb, env: relax.op.matmul(env[a], env[b])
+
+    steps = [
+        ("a", product("x", "w")),
+        ("b", product("y", "v")),
+        ("c", lambda bb, env: relax.op.add(env["a"], env["b"])),
+        ("t", lambda bb, env: relax.op.permute_dims(env["c"])),
+    ]
+    mod = legalized(module({"x": (4, 8), "w": (8, 6), "y": (4, 8), "v": (8, 6)}, steps))
+    made = mt.distribute_module(mod, {"x": 2}, {"x": {"x": 1}, "w": {"x": 0}, "y": {"x": 1}, "v": {"x": 0}})
+    data = operands(mod)
+    torch.testing.assert_close(made(*data), (data[0] @ data[1] + data[2] @ data[3]).T)
+    assert collectives(made) == ["all_reduce"]
+
+
+def test_what_is_scattered_is_not_reduced_whole():
+    mod = legalized(module({"x": (4, 8), "w": (8, 6)}, [("a", lambda bb, env: relax.op.matmul(env["x"], env["w"]))]))
+    made = mt.distribute_module(mod, {"x": 2}, {"x": {"x": 1}, "w": {"x": 0}, "a": {"x": 0}})
+    data = operands(mod)
+    torch.testing.assert_close(made(*data), data[0] @ data[1])
+    assert collectives(made) == ["reduce_scatter"]
+
+
+def test_the_seeds_module():
+    data = [torch.randn(128, 128) for _ in range(3)]
+    made = mt.distribute_module(Seed, function="foo")
+    expected = torch.nn.functional.gelu(data[0] @ data[1]) @ data[2]
+    torch.testing.assert_close(made(*data), expected, rtol=1e-4, atol=1e-3)
+    assert collectives(made) == ["all_reduce"]
+
+
+M, K, N = 50, 70, 36
+
+
+def kernels_in_a_row():
+    """rms_norm and softmax of a product, each a TileLang kernel."""
+    return module(
+        {"x": (M, K), "w": (K, N), "g": (N,)},
+        [
+            ("a", call(matmul(M, N, K, 32, 32, 32), "x", "w", shape=(M, N))),
+            ("r", call(two_pass_rms_norm(M, N, block_N=32), "a", "g", shape=(M, N))),
+            ("s", call(three_pass_softmax(M, N), "r", shape=(M, N))),
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shardings", "expected"),
+    [
+        ({"x": 2}, {"x": {"x": 0}}, []),
+        ({"x": 2}, {"x": {"x": 1}, "w": {"x": 0}}, ["all_reduce"]),
+        ({"x": 3}, {"x": {"x": 1}, "w": {"x": 0}, "a": {"x": 0}}, ["reduce_scatter"]),
+        ({"x": 3}, {"w": {"x": 1}, "g": {"x": 0}}, ["all_reduce", "all_gather"]),
+        ({"x": 2, "y": 2}, {"x": {"x": 0, "y": 1}, "w": {"y": 0}}, ["all_reduce"]),
+        ({"x": 2, "y": 2}, {"x": {"x": 0}, "w": {"y": 1}}, ["all_reduce", "all_gather"]),
+    ],
+    ids=str,
+)
+def test_kernels(mesh, shardings, expected):
+    mod = kernels_in_a_row()
+    data = operands(mod)
+    reference = torch.softmax(torch.nn.functional.rms_norm(data[0] @ data[1], (N,), data[2], 1e-6), -1)
+    made = mt.distribute_module(mod, mesh, shardings)
+    torch.testing.assert_close(made(*data), reference, rtol=1e-4, atol=1e-5)
+    assert collectives(made) == expected
+    torch.testing.assert_close(mt.run_sequential(mod, data), reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [softmax, three_pass_softmax, online_softmax])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_kernels_along_a_dim_that_they_need_whole(kernel, dim):
+    mod = module({"x": (M, N)}, [("y", call(kernel(M, N), "x", shape=(M, N)))])
+    data = operands(mod)
+    made = mt.distribute_module(mod, {"x": 3}, {"x": {"x": dim}, "y": {"x": dim}}, target="interpret")
+    torch.testing.assert_close(made(*data), torch.softmax(data[0], -1), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shardings", "expected"),
+    [
+        ({"x": 2}, {"x": {"x": 0}}, []),
+        ({"x": 2, "y": 2}, {"x": {"x": 0, "y": 0}}, []),
+        ({"x": 2, "y": 2}, {"x": {"x": 0}, "w": {"y": 1}}, []),
+        ({"x": 3}, {"x": {"x": 0}}, ["all_gather"]),
+        ({"x": 2}, {"x": {"x": 1}}, ["all_gather"]),
+    ],
+    ids=str,
+)
+def test_kernels_on_merged_dims(mesh, shardings, expected):
+    """The batch stays split where its tiles are contiguous parts of the merged dim."""
+    mod = module(
+        {"x": (4, 6, 8), "w": (8, 10)},
+        [
+            ("f", lambda bb, env: relax.op.reshape(env["x"], (24, 8))),
+            ("y", call(matmul(24, 10, 8, 16, 16, 16), "f", "w", shape=(24, 10))),
+            ("z", lambda bb, env: relax.op.reshape(env["y"], (4, 6, 10))),
+        ],
+    )
+    data = operands(mod)
+    made = mt.distribute_module(mod, mesh, shardings)
+    torch.testing.assert_close(made(*data), data[0] @ data[1])
+    assert collectives(made) == expected
+
+
+def test_low_precision_products_are_reduced_in_float32():
+    mod = module(
+        {"x": (16, 64), "w": (64, 16)},
+        [("y", call(matmul(16, 16, 64, 16, 16, 16, dtype="float16"), "x", "w", shape=(16, 16), dtype="float16"))],
+        dtype="float16",
+    )
+    made = mt.distribute_module(mod, {"x": 2}, {"x": {"x": 1}, "w": {"x": 0}})
+    data = [tensor.half() for tensor in operands(mod)]
+    torch.testing.assert_close(made(*data), (data[0].float() @ data[1].float()).half(), rtol=2e-3, atol=2e-3)
+    (reduced,) = [step for step in made.program.steps if getattr(step, "kind", "") == "all_reduce"]
+    assert made.program.values[reduced.src].dtype == "float32"
+
+
+@T.prim_func
+def moments(A: T.Buffer((7, 9), "float32"), total: T.Buffer((7,), "float32"), bound: T.Buffer((7,), "float32")):
+    for i, k in T.grid(7, 9):
+        with T.sblock("total"):
+            vi, vk = T.axis.remap("SR", [i, k])
+            with T.init():
+                total[vi] = T.float32(0)
+            total[vi] = total[vi] + A[vi, vk]
+    for i, k in T.grid(7, 9):
+        with T.sblock("bound"):
+            vi, vk = T.axis.remap("SR", [i, k])
+            with T.init():
+                bound[vi] = T.min_value("float32")
+            bound[vi] = T.max(bound[vi], A[vi, vk] - total[vi])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_functions_with_several_results(dim):
+    def called(bb, env):
+        info = [relax.TensorStructInfo((7,), "float32")] * 2
+        return relax.op.call_tir(bb.add_func(moments, "moments"), [env["A"]], info)
+
+    mod = module({"A": (7, 9)}, [("both", called)])
+    (data,) = operands(mod)
+    total, bound = mt.distribute_module(mod, {"x": 2}, {"A": {"x": dim}})(data)
+    torch.testing.assert_close(total, data.sum(1))
+    torch.testing.assert_close(bound, (data - data.sum(1, keepdim=True)).amax(1))
+
+
+@T.prim_func
+def scaled(A: T.Buffer((7, 9), "float32"), C: T.Buffer((7, 9), "float32"), offset: T.int64):
+    for i, j in T.grid(7, 9):
+        with T.sblock("C"):
+            vi, vj = T.axis.remap("SS", [i, j])
+            C[vi, vj] = A[vi, vj] + T.Cast("float32", offset + T.Cast("int64", vi))
+
+
+def test_numbers():
+    mod = calling(scaled, "scaled", (3,))
+    (data,) = operands(mod)
+    made = mt.distribute_module(mod, {"x": 2}, {"A": {"x": 0}})
+    torch.testing.assert_close(made(data), data + torch.arange(3.0, 10.0)[:, None])
+
+
+def test_indices_in_padding_are_no_accident():
+    """Tiles are 3, 3 and 1 long; what lies behind the last index is taken, too."""
+
+    @T.prim_func
+    def below_five(A: T.Buffer((7,), "int64"), C: T.Buffer((7,), "int64")):
+        for i in range(7):
+            with T.sblock("C"):
+                vi = T.axis.spatial(7, i)
+                C[vi] = A[vi] % T.int64(5)
+
+    def called(bb, env):
+        return relax.op.call_tir(
+            bb.add_func(below_five, "below_five"), [env["i"]], relax.TensorStructInfo((7,), "int64")
+        )
+
+    steps = [("j", called), ("rows", lambda bb, env: relax.op.take(env["t"], env["j"], axis=0))]
+    mod = module({"t": (5, 4), "i": (7,)}, steps, dtypes={"i": "int64"})
+    table, indices = torch.randn(5, 4), torch.randint(0, 100, (7,))
+    made = mt.distribute_module(mod, {"x": 3}, {"i": {"x": 0}})
+    for _ in range(5):
+        torch.testing.assert_close(made(table, indices), table[indices % 5])
+
+
+def test_local_module_of_functions_parses():
+    made = mt.distribute_module(legalized(Norms), {"x": 2}, {"x": {"x": 1}})
+    local = made.local_module
+    tvm.ir.assert_structural_equal(from_source(local.script()), local)
+    text = local.script()
+    assert "R.call_tir(cls.layer_norm_0_local" in text
+    assert 'R.call_pure_packed("mesh.all_reduce"' in text
+    assert 'R.call_pure_packed("mesh.coordinates", R.str("x")' in text
+
+
+def test_local_kernels_are_made_once():
+    steps = [
+        ("a", call(matmul(8, 8, 8, 8, 8, 8), "x", "w", shape=(8, 8))),
+        ("b", call(matmul(8, 8, 8, 8, 8, 8), "a", "w", shape=(8, 8))),
+    ]
+    made = mt.distribute_module(module({"x": (8, 8), "w": (8, 8)}, steps), {"x": 2}, {"x": {"x": 0}})
+    functions = [var.name_hint for var in made.local_module.functions]
+    assert sorted(functions) == ["main", "matmul_kernel_local"]
+    again = tvm.ir.load_json(tvm.ir.save_json(made.local_module))
+    tvm.ir.assert_structural_equal(again, made.local_module)
+
+
+def test_explain_names_kernels_and_what_happens_inside_them():
+    made = mt.distribute_module(kernels_in_a_row(), {"x": 3}, {"w": {"x": 1}, "g": {"x": 0}})
+    text = made.explain()
+    assert "kernel two_pass_rms_norm_kernel_0" in text
+    assert "main.r (two_pass_rms_norm_kernel): partial values are completed" in text
+
+
+def test_kernels_in_called_functions():
+    mod = legalized(NestedFunctions)
+    data = operands(mod)
+    made = mt.distribute_module(mod, {"x": 2}, {"w": {"x": 1}, "v": {"x": 0}})
+    torch.testing.assert_close(made(*data), mt.run_sequential(mod, data), rtol=1e-4, atol=1e-5)
+    assert collectives(made) == ["all_reduce", "all_reduce"]
+    tvm.ir.assert_structural_equal(from_source(made.local_module.script()), made.local_module)
+    assert sum(isinstance(step, KernelStep) for step in made.program.steps) == 6
+
+
+@I.ir_module
+class NestedFunctions:
+    @R.function(private=True)
+    def layer(
+        x: R.Tensor((5, 8), "float32"), w: R.Tensor((8, 12), "float32"), v: R.Tensor((12, 8), "float32")
+    ) -> R.Tensor((5, 8), "float32"):
+        with R.dataflow():
+            h = R.nn.relu(R.matmul(x, w))
+            y = R.matmul(h, v)
+            R.output(y)
+        return y
+
+    @R.function
+    def main(x: R.Tensor((5, 8), "float32"), w: R.Tensor((8, 12), "float32"), v: R.Tensor((12, 8), "float32")):
+        cls = NestedFunctions
+        with R.dataflow():
+            a = cls.layer(x, w, v)
+            b = cls.layer(a, w, v)
+            R.output(b)
+        return b
+
+
+def module(shapes, steps, *, dtype="float32", dtypes=None):
+    """A module whose main binds each step's name to what the step makes; the last one is the result."""
+    builder = relax.BlockBuilder()
+    kinds = dtypes or {}
+    params = {n: relax.Var(n, relax.TensorStructInfo(s, kinds.get(n, dtype))) for n, s in shapes.items()}
+    with builder.function("main", list(params.values())):
+        with builder.dataflow():
+            env: dict = dict(params)
+            for name, make in steps:
+                env[name] = builder.emit(make(builder, env), name)
+            result = builder.emit_output(env[steps[-1][0]])
+        builder.emit_func_output(result)
+    return builder.get()
+
+
+def call(kernel, *args, shape, dtype="float32"):
+    """A step that calls a kernel."""
+    name = str(kernel.attrs["global_symbol"])
+
+    def make(builder, env):
+        info = relax.TensorStructInfo(shape, dtype)
+        return relax.op.call_tir(builder.add_func(kernel, name), [env[arg] for arg in args], info)
+
+    return make
+
+
+def legalized(mod):
+    """The module with TE's functions in place of operators."""
+    return relax.transform.LegalizeOps()(mod)
+
+
+def operands(mod) -> list[torch.Tensor]:
+    """Random operands."""
+    torch.manual_seed(3)
+    return [torch.randn([int(size) for size in param.struct_info.shape]) for param in mod["main"].params]
+
+
+def _moves(made) -> list[tuple]:
+    steps = made.program.steps
+    return [(step.kind, step.axes, step.bytes) for step in steps if hasattr(step, "kind")]
