@@ -1,4 +1,4 @@
-"""Which operators have a rule: docs/adding_an_op.md lists all operators of Relax, those with a rule and those without."""
+"""Which operators have a rule: docs/adding_an_op.md lists all of Relax, those with a rule and those without."""
 
 import re
 from pathlib import Path
