@@ -11,6 +11,7 @@ from tvm import ir
 from .errors import refuse
 from .graph.annotations import annotate_module, read_module_annotations
 from .graph.pipeline import ModulePlan, plan_module
+from .graph.to_program import Kernels
 from .mesh import Mesh
 from .module_explain import explain_module
 from .module_inputs import ModuleSignature, bound
@@ -33,6 +34,7 @@ def distribute_module(
     target: str = "auto",
     strict: bool = False,
     replicate_unknown: bool = False,
+    kernels: Kernels | None = None,
 ) -> MeshModule:
     """Make a Relax module callable on a mesh.
 
@@ -46,6 +48,8 @@ def distribute_module(
         target: where kernels run, as in `compile`.
         strict: refuse annotations that contradict each other, instead of changing layouts between them.
         replicate_unknown: compute operators without a sharding rule on whole tensors, on every device.
+        kernels: operators that run as TileLang kernels: from an operator's name to a function from its call on tiles to
+            a kernel on the operands, then the results, or None (torch computes the call).
 
     Returns:
         The callable. It is planned here, or at the first call with new sizes if the function has symbolic ones.
@@ -66,6 +70,7 @@ def distribute_module(
         target=target,
         strict=strict,
         replicate_unknown=replicate_unknown,
+        kernels=kernels or {},
     )
 
 
@@ -87,9 +92,11 @@ class MeshModule:
         target: str,
         strict: bool,
         replicate_unknown: bool,
+        kernels: Kernels,
     ) -> None:
         self._function, self._target = function, find_target(target)
-        self._strict, self._replicate_unknown = strict, replicate_unknown
+        self._strict = strict
+        self._options = {"replicate_unknown": replicate_unknown, "kernels": kernels}
         self._signature = ModuleSignature(mod, function)
         self._signature.check(weights)
         self._weights = dict(weights)
@@ -150,7 +157,7 @@ class MeshModule:
         if key not in self._plans:
             mod = bound(self._mod, self._function, sizes)
             stated = self._stated.annotations
-            plan = plan_module(mod, self._function, self.mesh, stated, replicate_unknown=self._replicate_unknown)
+            plan = plan_module(mod, self._function, self.mesh, stated, **self._options)
             self._check_strict(plan)
             self._plans[key] = plan
         return self._plans[key]

@@ -40,7 +40,8 @@ def _steps(program: Program) -> list[str]:
     rows: list[tuple[object, ...]] = [("step", "makes", "over", "bytes received", "flops", "because")]
     for step in program.steps:
         if isinstance(step, OpStep):
-            rows.append((f"torch {operator_name(step.call)}", ", ".join(step.results), "", "", f"{step.flops:,}", ""))
+            by = "torch" if step.kernel is None else f"kernel {step.kernel.attrs['global_symbol']} for"
+            rows.append((f"{by} {operator_name(step.call)}", ", ".join(step.results), "", "", f"{step.flops:,}", ""))
         elif isinstance(step, KernelStep):
             rows.append((f"kernel {step.name}", ", ".join(step.writes), "", "", f"{step.flops:,}", ""))
         elif isinstance(step, CollectiveStep):

@@ -71,7 +71,7 @@ class OpStep:
     """One device calls an operator on the tiles of `args`; what it gives are the tiles of `results`, in memory of their
     own or views of the operands. `call` has the tiles' shapes as the operator knows them: values may have their dims
     taken apart further. `whole`: the results that have to lie in one piece, for who uses them. `where` names the
-    binding."""
+    binding. `kernel` computes the same, where there is one that is faster: it takes the operands, then the results."""
 
     call: OpCall
     args: tuple[str, ...]
@@ -79,6 +79,7 @@ class OpStep:
     whole: frozenset[str]
     flops: int
     where: str
+    kernel: tirx.PrimFunc | None = None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from .reader import Annotations, read_graph
 from .reshards import insert_reshards
 from .tir_rule import kernel_rule
 from .tir_stages import expand_kernels
-from .to_program import ModuleProgram, to_program
+from .to_program import Kernels, ModuleProgram, to_program
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,13 @@ class ModulePlan:
 
 
 def plan_module(
-    mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotations, *, replicate_unknown: bool = False
+    mod: ir.IRModule,
+    function: str,
+    mesh: Mesh,
+    annotations: Annotations,
+    *,
+    replicate_unknown: bool = False,
+    kernels: Kernels | None = None,
 ) -> ModulePlan:
     """Plan a function of known sizes.
 
@@ -53,7 +59,7 @@ def plan_module(
     atoms = find_atoms(graph, rules)
     layouts = propagate(graph, atoms)
     explicit = insert_reshards(graph, atoms, layouts)
-    return ModulePlan(graph, atoms, layouts, explicit, to_program(explicit))
+    return ModulePlan(graph, atoms, layouts, explicit, to_program(explicit, kernels or {}))
 
 
 def _rule(node: Node, replicate_unknown: bool) -> OpRule:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tvm import relax
+from tvm import relax, tirx
 
 from ..lowering import verify
 from ..program import CollectiveStep, OpStep, Parameter, Program, Value, bytes_moved, with_lifetimes
@@ -32,13 +32,19 @@ class ModuleProgram:
     result: Any
 
 
-def to_program(explicit: ExplicitGraph) -> ModuleProgram:
-    """The steps of every device, as a Program over values whose shapes are those of their atoms."""
-    return _Programmer(explicit).made()
+# By operator: a kernel that computes a call on tiles, or None where it does not fit.
+Kernels = Mapping[str, Callable[[OpCall], "tirx.PrimFunc | None"]]
+
+
+def to_program(explicit: ExplicitGraph, kernels: Kernels) -> ModuleProgram:
+    """The steps of every device, as a Program over values whose shapes are those of their atoms. Operators run as
+    `kernels` where there is one."""
+    return _Programmer(explicit, kernels).made()
 
 
 class _Programmer:
-    def __init__(self, explicit: ExplicitGraph) -> None:
+    def __init__(self, explicit: ExplicitGraph, kernels: Kernels) -> None:
+        self._kernels = kernels
         self._explicit, self._atoms = explicit, explicit.atoms
         self._builder = relax.BlockBuilder()
         self._values: dict[str, Value] = {}
@@ -91,7 +97,8 @@ class _Programmer:
             if var is None:
                 for form, info in zip(forms, tensor_infos(call.expr.struct_info), strict=True):
                     check_tile(form, info, self._atoms)
-            yield OpStep(call, operands, results, whole, count_flops(call), where)
+            kernel = self._kernels[call.name](call) if call.name in self._kernels else None
+            yield OpStep(call, operands, results, whole, count_flops(call), where, kernel)
 
     def _bindings(self, expr: relax.Expr) -> Iterator[tuple[relax.Var | None, OpCall]]:
         """The calls that an expression is made of, each with the variable that holds it; None for the last."""

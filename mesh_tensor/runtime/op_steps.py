@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from tvm import tirx
 
 from ..program import OpStep, Program
+from .dtypes import torch_dtype
+from .kernels import Target
 from .ops import torch_function
 
 TileFunction = Callable[..., list[torch.Tensor]]
 
 
-def tile_function(step: OpStep, program: Program, rank: int) -> TileFunction:
+def tile_function(step: OpStep, program: Program, rank: int, target: Target) -> TileFunction:
     """The step as a function of the operands' tiles on the device `rank`; it gives the results' tiles."""
-    function = torch_function(step.call, program.mesh, rank)
+    if step.kernel is None:
+        function = torch_function(step.call, program.mesh, rank)
+    else:
+        function = _kernel_function(step.kernel, len(step.args), target)
     stored = [program.values[name].tile_shape for name in step.args]
     known = [tensor.shape for tensor in step.call.inputs]
     merge = [shape if shape != tile else None for tile, shape in zip(stored, known, strict=True)]
@@ -26,6 +32,25 @@ def tile_function(step: OpStep, program: Program, rank: int) -> TileFunction:
         made = function(*[_as(tile, shape) for tile, shape in zip(operands, merge, strict=True)])
         results = [_as(tile, shape) for tile, shape in zip(made, split, strict=True)]
         return [tile.contiguous() if one else tile for tile, one in zip(results, whole, strict=True)]
+
+    return run
+
+
+def _kernel_function(func: tirx.PrimFunc, operands: int, target: Target) -> Callable[..., list[torch.Tensor]]:
+    """A kernel that takes operands, then results, as a function that gives the results."""
+    kernel = target.compile(func)
+    buffers = [func.buffer_map[param] for param in func.params]
+    shapes = [tuple(map(int, buffer.shape)) for buffer in buffers]
+    dtypes = [torch_dtype(str(buffer.dtype)) for buffer in buffers]
+
+    def run(*tiles: torch.Tensor) -> list[torch.Tensor]:
+        given = [tile.reshape(shape).contiguous() for tile, shape in zip(tiles, shapes, strict=False)]
+        made = [
+            torch.empty(shape, dtype=dtype, device=tiles[0].device)
+            for shape, dtype in zip(shapes[operands:], dtypes[operands:], strict=True)
+        ]
+        kernel(*given, *made)
+        return made
 
     return run
 

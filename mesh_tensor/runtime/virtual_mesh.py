@@ -70,7 +70,8 @@ class VirtualMesh:
         """All devices call the operator; those whose operands are the same tensors call it once and share the
         results."""
         self._position += 1
-        by_rank = [tile_function(step, self.program, rank) for rank in range(self.program.mesh.num_devices)]
+        ranks = range(self.program.mesh.num_devices)
+        by_rank = [tile_function(step, self.program, rank, self._target) for rank in ranks]
         names = [self.program.values[name].storage for name in step.args]
         results = [self.program.values[name].storage for name in step.results]
         sizes = [self.layouts[name].tile_bytes for name in step.results]

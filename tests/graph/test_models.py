@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import mesh_tensor as mt
+from kernels.for_modules import FASTER_ON_CPU
 from kernels.models import convnet, gpt2, llama, mlp, together
 from mesh_tensor.program import CollectiveStep
 
@@ -124,3 +125,17 @@ def test_convolutional_net_by_batch(parts):
     model, inputs, run = distributed(convnet, config, {"data": parts}, convnet.data_parallel("data"))
     check(model, inputs, run)
     assert not collectives(run)
+
+
+def test_operators_as_kernels_where_they_are_faster():
+    config = llama.Config(width=128, heads=4, key_heads=2, positions=16)
+    torch.manual_seed(0)
+    model, inputs = llama.build(config), llama.example_inputs(config)
+    module = mt.from_torch(torch.export.export(model, inputs))
+    mod = mt.annotate_module(module.mod, {"model": 2}, llama.tensor_parallel(config, "model"))
+    run = mt.distribute_module(mod, weights=module.params, kernels=FASTER_ON_CPU)
+    check(model, inputs, run)
+    norms = 2 * config.layers + 1
+    assert run.explain().count("kernel rms_norm_kernel for nn.rms_norm") == norms
+    by_torch = mt.distribute_module(mod, weights=module.params)
+    torch.testing.assert_close(run(*inputs), by_torch(*inputs), rtol=1e-4, atol=2e-5)

@@ -59,7 +59,7 @@ class RankBackend:
 
     def op(self, step: OpStep) -> Action:
         """The operator on this rank's tiles."""
-        function = tile_function(step, self.program, self._ranks.rank)
+        function = tile_function(step, self.program, self._ranks.rank, self._target)
         names = [self.program.values[name].storage for name in step.args]
         results = [self.program.values[name].storage for name in step.results]
 
