@@ -8,6 +8,7 @@ import torch
 from tvm import tirx
 
 from ..program import OpStep, Program
+from ..rules.ops import OpCall
 from .dtypes import torch_dtype
 from .kernels import Target
 from .ops import torch_function
@@ -20,7 +21,7 @@ def tile_function(step: OpStep, program: Program, rank: int, target: Target) -> 
     if step.kernel is None:
         function = torch_function(step.call, program.mesh, rank)
     else:
-        function = _kernel_function(step.kernel, len(step.args), target)
+        function = _kernel_function(step.kernel, step.call, target)
     stored = [program.values[name].tile_shape for name in step.args]
     known = [tensor.shape for tensor in step.call.inputs]
     merge = [shape if shape != tile else None for tile, shape in zip(stored, known, strict=True)]
@@ -36,20 +37,17 @@ def tile_function(step: OpStep, program: Program, rank: int, target: Target) -> 
     return run
 
 
-def _kernel_function(func: tirx.PrimFunc, operands: int, target: Target) -> Callable[..., list[torch.Tensor]]:
+def _kernel_function(func: tirx.PrimFunc, call: OpCall, target: Target) -> Callable[..., list[torch.Tensor]]:
     """A kernel that takes operands, then results, as a function that gives the results."""
     kernel = target.compile(func)
     buffers = [func.buffer_map[param] for param in func.params]
     shapes = [tuple(map(int, buffer.shape)) for buffer in buffers]
-    dtypes = [torch_dtype(str(buffer.dtype)) for buffer in buffers]
+    results = [(torch_dtype(out.dtype), out.shape) for out in call.outputs]
 
     def run(*tiles: torch.Tensor) -> list[torch.Tensor]:
         given = [tile.reshape(shape).contiguous() for tile, shape in zip(tiles, shapes, strict=False)]
-        made = [
-            torch.empty(shape, dtype=dtype, device=tiles[0].device)
-            for shape, dtype in zip(shapes[operands:], dtypes[operands:], strict=True)
-        ]
-        kernel(*given, *made)
+        made = [torch.empty(shape, dtype=dtype, device=tiles[0].device) for dtype, shape in results]
+        kernel(*given, *(tile.view(shape) for tile, shape in zip(made, shapes[len(given) :], strict=True)))
         return made
 
     return run
