@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from tvm import ir, relax, tirx
@@ -43,31 +44,52 @@ def _expanded(node: Node, fresh: Fresh) -> list[Node]:
 
 def _nodes(node: Node, fresh: Fresh) -> Iterator[Node]:
     assert node.kernel is not None
-    numbers = [n for literal in node.call.literals for n in (literal if isinstance(literal, tuple) else ())]
-    func = sized(node.kernel, node.call.inputs, node.call.outputs, numbers)
+    numbers = tuple(n for literal in node.call.literals for n in (literal if isinstance(literal, tuple) else ()))
     name = node.call.expr.args[0].name_hint
-    buffers = [func.buffer_map[param] for param in func.params]
-    operands = dict(zip(buffers, node.inputs, strict=False))
-    results = dict(zip(buffers[len(node.inputs) :], node.outputs, strict=True))
-    if is_tile_kernel(func):
-        yield replace(node, kernel=func.with_attr("global_symbol", name))
+    parts = _parts(node.kernel, node.call.inputs, node.call.outputs, numbers, name)
+    if parts.is_tile_kernel:
+        yield replace(node, kernel=parts.kernels[0])
         return
-    values = {**operands, **results}
-    stages = list(_stages(func, list(operands)))
-    _check_written(name, results, stages)
-    for number, stage in enumerate(stages):
+    values = dict(zip(parts.buffers, (*node.inputs, *node.outputs), strict=True))
+    for stage, kernel in zip(parts.stages, parts.kernels, strict=True):
         for buffer in stage.writes:
             if buffer not in values:
                 values[buffer] = Value(fresh.name(f"{node.outputs[0].name}_{_plain(buffer.name)}"), _type(buffer))
+        reads, writes = (tuple(values[buffer] for buffer in buffers) for buffers in (stage.reads, stage.writes))
+        yield _node(node, kernel, reads, writes)
+
+
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """What a function is made of: the buffers that are its parameters, stages, and the kernel of each."""
+
+    buffers: tuple[tirx.Buffer, ...]
+    stages: tuple[_Stage, ...]
+    kernels: tuple[tirx.PrimFunc, ...]
+    is_tile_kernel: bool = False
+
+
+@lru_cache(maxsize=1024)
+def _parts(
+    func: tirx.PrimFunc,
+    inputs: tuple[TensorType, ...],
+    outputs: tuple[TensorType, ...],
+    numbers: tuple[int, ...],
+    name: str,
+) -> _Parts:
+    """Calls of one function on tensors of the same types have the same kernels."""
+    func = sized(func, inputs, outputs, numbers)
+    buffers = tuple(func.buffer_map[param] for param in func.params)
+    if is_tile_kernel(func):
+        return _Parts(buffers, (), (func.with_attr("global_symbol", name),), is_tile_kernel=True)
+    stages = tuple(_stages(func, buffers[: len(inputs)]))
+    _check_written(name, buffers[len(inputs) :], stages)
+    kernels = []
+    for number, stage in enumerate(stages):
         taken = Fresh([])
-        params = {buffer: compact(buffer, taken.name(_plain(buffer.name))) for buffer in stage.buffers}
-        title = name if len(stages) == 1 else f"{name}_{number}"
-        yield _node(
-            node,
-            kernel_of(stage.stmts, params, title),
-            tuple(values[buffer] for buffer in stage.reads),
-            tuple(values[buffer] for buffer in stage.writes),
-        )
+        params = {buffer: compact(buffer, taken.name(_plain(buffer.name))) for buffer in (*stage.reads, *stage.writes)}
+        kernels.append(kernel_of(stage.stmts, params, name if len(stages) == 1 else f"{name}_{number}"))
+    return _Parts(buffers, stages, tuple(kernels))
 
 
 def _node(node: Node, kernel: tirx.PrimFunc, inputs: tuple[Value, ...], outputs: tuple[Value, ...]) -> Node:
@@ -97,10 +119,6 @@ class _Stage:
     stmts: tuple[tirx.Stmt, ...]
     reads: tuple[tirx.Buffer, ...]
     writes: tuple[tirx.Buffer, ...]
-
-    @property
-    def buffers(self) -> tuple[tirx.Buffer, ...]:
-        return (*self.reads, *self.writes)
 
 
 def _stages(func: tirx.PrimFunc, operands: Sequence[tirx.Buffer]) -> Iterator[_Stage]:
@@ -160,7 +178,7 @@ def _has_effects(stmt: tirx.Stmt) -> bool:
     return bool(found)
 
 
-def _check_written(name: str, results: dict[tirx.Buffer, Value], stages: Sequence[_Stage]) -> None:
+def _check_written(name: str, results: Sequence[tirx.Buffer], stages: Sequence[_Stage]) -> None:
     made = {buffer for stage in stages for buffer in stage.writes}
     missing = [buffer.name for buffer in results if buffer not in made]
     if missing:
