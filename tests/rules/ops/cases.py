@@ -78,6 +78,7 @@ _MORE = {
     "take, a table of bool": Case((t(7, 3, dtype="bool"), i(5, low=0, high=7)), lambda x, n: op.take(x, n, 0)),
     "take a number": Case((t(7, 3),), lambda x: op.take(x, relax.PrimValue(2), 1)),
     "take, the last dim": Case((t(3, 7), i(2, 5, low=0, high=7)), lambda x, n: op.take(x, n, -1)),
+    "take, a large table": Case((t(65, 3), i(2, low=0, high=65)), lambda x, n: op.take(x, n, 0)),
     "take one of the rows": Case((t(7, 3), i(values=3)), lambda x, n: op.take(x, n, 0)),
     "take clip": Case((t(7, 3), i(5, low=-9, high=20)), lambda x, n: op.take(x, n, 0, "clip")),
     "take wrap": Case((t(7, 3), i(5, low=-9, high=20)), lambda x, n: op.take(x, n, 0, "wrap")),
