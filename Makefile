@@ -56,6 +56,7 @@ cuda: venv
 
 # Everything that has a peer, beside it; BENCH_ARGS="ranks gpu" runs some. `python -m benchmarks.bench_...` says more.
 bench: venv
+	$(PIP_INSTALL) '.[peers]'
 	$(PY) -m benchmarks $(BENCH_ARGS)
 
 clean:
