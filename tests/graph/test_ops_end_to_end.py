@@ -29,8 +29,8 @@ def _operands(case):
 
 
 def _layouts(case):
-    """Every dim of every operand, and of a result that is one tensor, over the axis x; and two dims of each, over both
-    axes of a mesh."""
+    """Every dim of every operand, and of a result that is one tensor, over the axis x; and the first dim, or the first
+    and the last one, of all of them over both axes of a mesh."""
     outputs = case.call().outputs
     types = {f"x{n}": TensorType(arg.shape, arg.dtype) for n, arg in enumerate(case.args)}
     if len(outputs) == 1 and not isinstance(case.call().expr.struct_info, relax.TupleStructInfo):
@@ -38,9 +38,10 @@ def _layouts(case):
     for name, tensor in types.items():
         for dim in range(tensor.ndim):
             yield {"x": 2}, {name: {"x": dim}}
-    first = {name: {"x": 0, "y": tensor.ndim - 1} for name, tensor in types.items() if tensor.ndim > 1}
-    if first:
-        yield {"x": 2, "y": 2}, first
+    for other in (0, -1):
+        layouts = {name: {"x": 0, "y": other % tensor.ndim} for name, tensor in types.items() if tensor.ndim}
+        if layouts:
+            yield {"x": 2, "y": 2}, layouts
 
 
 def _equal(found, expected, **tolerance):
