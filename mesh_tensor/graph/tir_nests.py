@@ -52,6 +52,11 @@ def loaded(nodes: Iterable[tirx.PrimExpr | tirx.Stmt]) -> list[tirx.Buffer]:
     return list(found)
 
 
+def is_count(low: tirx.PrimExpr, extent: tirx.PrimExpr) -> bool:
+    """Whether a loop takes a known number of values from 0 on."""
+    return isinstance(low, tirx.IntImm) and int(low) == 0 and isinstance(extent, tirx.IntImm)
+
+
 @dataclass(frozen=True)
 class _Iter:
     """A loop, by the block's variable that it walks."""
@@ -65,7 +70,7 @@ def _nest(stmt: tirx.Stmt) -> tuple[list[_Iter], tirx.Stmt] | None:
     """One block in loops that walk its dims one by one, as (the grid, what it runs); None for anything else."""
     loops: dict[tirx.Var, int] = {}
     while isinstance(stmt, tirx.For):
-        if stmt.kind == tirx.ForKind.THREAD_BINDING or not _is_count(stmt.min, stmt.extent):
+        if stmt.kind == tirx.ForKind.THREAD_BINDING or not is_count(stmt.min, stmt.extent):
             return None
         loops[stmt.loop_var] = int(stmt.extent)
         stmt = stmt.body
@@ -97,7 +102,7 @@ def _is_simple(realize: tirx.SBlockRealize, loops: Mapping[tirx.Var, int]) -> bo
     if any(value not in loops for value in values) or len(set(values)) < len(values):
         return False
     doms = [v.dom for v, value in zip(block.iter_vars, realize.iter_values, strict=True) if value in loops]
-    if any(not _is_count(d.min, d.extent) or int(d.extent) != loops[v] for d, v in zip(doms, values, strict=True)):
+    if any(not is_count(d.min, d.extent) or int(d.extent) != loops[v] for d, v in zip(doms, values, strict=True)):
         return False
     return all(isinstance(stmt, (tirx.BufferStore, tirx.Bind)) for stmt in body_statements(block.body))
 
@@ -230,10 +235,6 @@ def _narrow(expr: tirx.PrimExpr) -> tirx.PrimExpr | None:
         a, b = _narrow(expr.a), _narrow(expr.b)
         return None if a is None or b is None else type(expr)(a, b)
     return None
-
-
-def _is_count(low: tirx.PrimExpr, extent: tirx.PrimExpr) -> bool:
-    return isinstance(low, tirx.IntImm) and int(low) == 0 and isinstance(extent, tirx.IntImm)
 
 
 def _is_true(condition: tirx.PrimExpr) -> bool:

@@ -16,12 +16,13 @@ from tvm.tirx.stmt_functor import post_order_visit
 
 from ..errors import MeshTensorError, refuse
 from ..rules.effects import side_effect, written
-from ..rules.ops.call import OpCall, TensorType
+from ..rules.ops.call import OpCall, TensorType, op_call
 from ..rules.statements import body_statements
 from ..specialize import sized
 from .ir import Graph, Node, Value
 from .names import Fresh
 from .tir_nests import compact, kernel_of, loaded
+from .tir_reshape import is_reshape
 
 
 def expand_kernels(graph: Graph) -> None:
@@ -56,7 +57,7 @@ def _nodes(node: Node, fresh: Fresh) -> Iterator[Node]:
             if buffer not in values:
                 values[buffer] = Value(fresh.name(f"{node.outputs[0].name}_{_plain(buffer.name)}"), _type(buffer))
         reads, writes = (tuple(values[buffer] for buffer in buffers) for buffers in (stage.reads, stage.writes))
-        yield _node(node, kernel, reads, writes)
+        yield _reshape(node, reads, writes) if is_reshape(kernel) else _node(node, kernel, reads, writes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +101,14 @@ def _node(node: Node, kernel: tirx.PrimFunc, inputs: tuple[Value, ...], outputs:
     expr = relax.op.call_tir(callee, relax.Tuple(operands), infos if len(infos) > 1 else infos[0])
     call = OpCall("call_tir", expr, tuple(v.type for v in inputs), tuple(v.type for v in outputs))
     return replace(node, call=call, inputs=inputs, outputs=outputs, kernel=kernel)
+
+
+def _reshape(node: Node, inputs: tuple[Value, ...], outputs: tuple[Value, ...]) -> Node:
+    """The operator that takes the place of a function that only regroups dims: its tiles may be split in more ways."""
+    (src,), (dst,) = inputs, outputs
+    operand = relax.Var(src.name, relax.TensorStructInfo(src.type.shape, src.type.dtype))
+    call = op_call(relax.BlockBuilder().normalize(relax.op.reshape(operand, dst.type.shape)))
+    return replace(node, call=call, inputs=inputs, outputs=outputs, kernel=None)
 
 
 def is_tile_kernel(func: tirx.PrimFunc) -> bool:

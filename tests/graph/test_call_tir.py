@@ -161,6 +161,25 @@ def test_what_is_scattered_is_not_reduced_whole():
     assert collectives(made) == ["reduce_scatter"]
 
 
+def test_functions_that_regroup_dims_split_as_operators_do():
+    steps = [
+        ("heads", lambda bb, env: relax.op.reshape(env["x"], (2, 6, 4, 2))),
+        ("first", lambda bb, env: relax.op.permute_dims(env["heads"], (0, 2, 1, 3))),
+        ("flat", lambda bb, env: relax.op.reshape(env["first"], (8, 6, 2))),
+        ("twice", lambda bb, env: relax.op.add(env["flat"], env["flat"])),
+        ("apart", lambda bb, env: relax.op.reshape(env["twice"], (2, 4, 6, 2))),
+        ("back", lambda bb, env: relax.op.permute_dims(env["apart"], (0, 2, 1, 3))),
+        ("z", lambda bb, env: relax.op.reshape(env["back"], (2, 6, 8))),
+    ]
+    mod = module({"x": (2, 6, 8)}, steps)
+    (data,) = operands(mod)
+    for sharding, size in (({"x": 0}, 2), ({"x": 1}, 3)):
+        as_operators = mt.distribute_module(mod, {"x": size}, {"x": sharding})
+        as_functions = mt.distribute_module(legalized(mod), {"x": size}, {"x": sharding})
+        torch.testing.assert_close(as_functions(data), 2 * data)
+        assert _moves(as_functions) == _moves(as_operators) == []
+
+
 def test_the_seeds_module():
     data = [torch.randn(128, 128) for _ in range(3)]
     made = mt.distribute_module(Seed, function="foo")
