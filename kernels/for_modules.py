@@ -1,6 +1,6 @@
 """Kernels that stand in for operators of Relax modules where they were measured faster than torch on a CPU.
 
-    mt.distribute_module(mod, mesh, shardings, kernels=FASTER_ON_CPU)
+mt.distribute_module(mod, mesh, shardings, kernels=FASTER_ON_CPU)
 """
 
 from __future__ import annotations

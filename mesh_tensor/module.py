@@ -96,7 +96,7 @@ class MeshModule:
     ) -> None:
         self._function, self._target = function, find_target(target)
         self._strict = strict
-        self._options = {"replicate_unknown": replicate_unknown, "kernels": kernels}
+        self._replicate_unknown, self._kernels = replicate_unknown, kernels
         self._signature = ModuleSignature(mod, function)
         self._signature.check(weights)
         self._weights = dict(weights)
@@ -157,7 +157,14 @@ class MeshModule:
         if key not in self._plans:
             mod = bound(self._mod, self._function, sizes)
             stated = self._stated.annotations
-            plan = plan_module(mod, self._function, self.mesh, stated, **self._options)
+            plan = plan_module(
+                mod,
+                self._function,
+                self.mesh,
+                stated,
+                replicate_unknown=self._replicate_unknown,
+                kernels=self._kernels,
+            )
             self._check_strict(plan)
             self._plans[key] = plan
         return self._plans[key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from tvm import ir, relax, tirx
 
@@ -43,7 +43,7 @@ class _Reader:
         self._note(function, var.name_hint, value)
         return value
 
-    def body(self, function: str, func: relax.Function, args: list[Tree], scopes: tuple[Scope, ...]) -> Tree:
+    def body(self, function: str, func: relax.Function, args: Sequence[Tree], scopes: tuple[Scope, ...]) -> Tree:
         """The nodes of a function's body on `args`, and what it returns."""
         return _Body(self, function, dict(zip(func.params, args, strict=True)), scopes).expression(func.body)
 
@@ -161,9 +161,9 @@ class _Body:
     def _if(self, expr: relax.If, name: str) -> Tree:
         """Both branches are computed (Relax is pure), then one is taken."""
         cond = self.expression(expr.cond, name)
-        branches = [self.expression(branch, name) for branch in (expr.true_branch, expr.false_branch)]
+        then, other = (self.expression(branch, name) for branch in (expr.true_branch, expr.false_branch))
         assert isinstance(cond, Value)
-        return self._select(cond, *branches, name)
+        return self._select(cond, then, other, name)
 
     def _select(self, cond: Value, then: Tree, other: Tree, name: str) -> Tree:
         if isinstance(then, tuple) and isinstance(other, tuple):
@@ -179,5 +179,5 @@ class _Body:
 def _function(mod: ir.IRModule, name: str) -> relax.Function:
     functions = {var.name_hint: func for var, func in mod.functions_items() if isinstance(func, relax.Function)}
     if name not in functions:
-        refuse(f"the module has no Relax function {name!r}", fix=f"it has {listing(functions) or 'none'}")
+        refuse(f"the module has no Relax function {name!r}", fix=f"it has {listing(list(functions))}")
     return functions[name]

@@ -47,11 +47,11 @@ class _Writer:
         if node.is_annotation:
             self._annotation(node)
             return
-        pending = [self._carried.get(value) for value in node.inputs]
-        carried = any(pending)
+        carried = any(value in self._carried for value in node.inputs)
         inputs = []
         for position, (value, needed) in enumerate(zip(node.inputs, decision.needed, strict=True)):
-            wanted = with_partial(needed, pending[position]) if pending[position] else needed
+            pending = self._carried.get(value)
+            wanted = needed if pending is None else with_partial(needed, pending)
             form = self.obtain(value, wanted, node.scopes, f"{node.where} ({node.call.name}) needs it so")
             inputs.append(self._filled(form, node, decision, position))
         outputs = []

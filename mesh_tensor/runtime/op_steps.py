@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from tvm import tirx
@@ -18,10 +18,11 @@ TileFunction = Callable[..., list[torch.Tensor]]
 
 def tile_function(step: OpStep, program: Program, rank: int, target: Target) -> TileFunction:
     """The step as a function of the operands' tiles on the device `rank`; it gives the results' tiles."""
-    if step.kernel is None:
-        function = torch_function(step.call, program.mesh, rank)
-    else:
-        function = _kernel_function(step.kernel, step.call, target)
+    function: Callable[..., Sequence[torch.Tensor]] = (
+        torch_function(step.call, program.mesh, rank)
+        if step.kernel is None
+        else _kernel_function(step.kernel, step.call, target)
+    )
     stored = [program.values[name].tile_shape for name in step.args]
     known = [tensor.shape for tensor in step.call.inputs]
     merge = [shape if shape != tile else None for tile, shape in zip(stored, known, strict=True)]
