@@ -36,6 +36,7 @@ class _Reader:
         self._mod, self._stated = mod, annotations
         self._names: dict[str, int] = {}
         self._constants: dict[relax.Constant, Value] = {}
+        self._known_sizes: dict[tuple, relax.Function] = {}
         self._sites = 0
 
     def parameter(self, function: str, var: relax.Var) -> Value:
@@ -50,7 +51,7 @@ class _Reader:
     def enter(self, var: ir.GlobalVar, args: list[Tree], scopes: tuple[Scope, ...]) -> Tree:
         """The nodes of a call of a module's function."""
         name = var.name_hint
-        func = _function(self._mod, name)
+        func = self._sized(_function(self._mod, name), args)
         if any(scope.function == name for scope in scopes):
             refuse(
                 f"function {name!r} calls itself",
@@ -60,6 +61,20 @@ class _Reader:
         args = [self._annotated(name, param, arg, scopes) for param, arg in zip(func.params, args, strict=True)]
         self._sites += 1
         return self.body(name, func, args, (*scopes, Scope(name, self._sites)))
+
+    def _sized(self, func: relax.Function, args: list[Tree]) -> relax.Function:
+        """The function with the sizes that its arguments bring in place of its symbols."""
+        sizes: dict[tirx.Var, int] = {}
+        for param, arg in zip(func.params, args, strict=True):
+            for info, value in zip(tensor_infos(param.struct_info), leaves(arg), strict=True):
+                known = info.shape.values if isinstance(info.shape, relax.ShapeExpr) else ()
+                sizes |= {s: n for s, n in zip(known, value.type.shape, strict=False) if isinstance(s, tirx.Var)}
+        if not sizes:
+            return func
+        key = (func, tuple(sizes.values()))
+        if key not in self._known_sizes:
+            self._known_sizes[key] = func.bind_symbolic_vars(sizes)
+        return self._known_sizes[key]
 
     def kernel(self, var: relax.Expr) -> tirx.PrimFunc:
         """The TIR function that a call_tir names."""

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from tvm import tirx
 
+from ..errors import refuse
 from ..program import OpStep, Program
 from ..rules.ops import OpCall
 from .dtypes import torch_dtype
 from .kernels import Target
 from .ops import torch_function
+from .ops.table import operator_name
 
 TileFunction = Callable[..., list[torch.Tensor]]
 
@@ -31,7 +33,10 @@ def tile_function(step: OpStep, program: Program, rank: int, target: Target) -> 
     whole = [name in step.whole for name in step.results]
 
     def run(*operands: torch.Tensor) -> list[torch.Tensor]:
-        made = function(*[_as(tile, shape) for tile, shape in zip(operands, merge, strict=True)])
+        try:
+            made = function(*[_as(tile, shape) for tile, shape in zip(operands, merge, strict=True)])
+        except (RuntimeError, IndexError) as error:
+            refuse(f"R.{operator_name(step.call)} fails on tiles of {known}: {error}", where=step.where)
         results = [_as(tile, shape) for tile, shape in zip(made, split, strict=True)]
         return [tile.contiguous() if one else tile for tile, one in zip(results, whole, strict=True)]
 
