@@ -16,8 +16,10 @@ from .mesh import Mesh
 from .overlap import check_overlap, with_overlap
 from .program import Program, lower_to_program
 from .rank_kernel import Compiled, RankKernel
+from .rank_locals import Shapes
 from .rules.sharding_rule import sharding_rule
 from .runtime.distributed import is_dtensor, ranks_of
+from .runtime.distributed.dtensor_ports import Transfer
 from .runtime.kernels import find_target
 from .runtime.launch import AnyTensor, Launch
 from .runtime.mesh_tensor import MeshTensor
@@ -96,6 +98,7 @@ class MeshKernel:
         self._program: Program | None = None
         self._current: Launch | None = None
         self._on_ranks: dict[int, RankKernel] = {}
+        self._transfers: Callable[[], list[Transfer]] = list
         if self._signature.symbols:
             self.mesh: Mesh = read_annotations(func)[0]
             reads, writes = _roles_by_rule(func)
@@ -131,10 +134,11 @@ class MeshKernel:
         return max((launch.peak_bytes for launch in (*self._launches.values(), self._current) if launch), default=0)
 
     def explain(self) -> str:
-        """Factors, placements, collectives with their bytes, and the cost per device, as text."""
+        """Factors, placements, collectives with their bytes, what the DTensors of the last call needed to lie as
+        annotated, and the cost per device, as text."""
         from .explain import explain
 
-        return explain(self.program, self._target.name)
+        return explain(self.program, self._target.name, self._transfers())
 
     def __call__(self, *args: Any) -> Any:
         form = self._forms.get(len(args)) or self._refuse_count(len(args))
@@ -160,26 +164,30 @@ class MeshKernel:
         returned = [self._result(given.get(name), results[name]) for name in form.returned]
         return _unpacked(returned)
 
-    def local(self, *args: Any, device_mesh: Any = None) -> Any:
+    def local(self, *args: Any, device_mesh: Any = None, shapes: Shapes | None = None) -> Any:
         """Run as this rank of a process group, on its parts of the tensors: plain tensors, without padding or whole
         tiles.
 
         Args:
             args: as in a call, but each tensor is what this rank holds of it.
             device_mesh: the ranks to run on; None: all ranks there are, in their order.
+            shapes: for a kernel with symbolic dims: shapes of whole tensors, by parameter's name. Sizes that they don't
+                tell are those of dims that are not split, or else those that make the tiles even.
 
         Returns:
             This rank's parts of the results, without padding."""
         form = self._forms.get(len(args)) or self._refuse_count(len(args))
         given = dict(zip(form.passed, args, strict=True))
-        return _unpacked(self._rank_kernel(device_mesh).local(given, form.returned))
+        return _unpacked(self._rank_kernel(device_mesh).local(given, form.returned, shapes or {}))
 
     def _rank_kernel(self, device_mesh: Any) -> RankKernel:
         ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
         found = self._on_ranks.get(id(ranks))
         if found is None or found.ranks is not ranks:
             options = (self._strict, self._poison, self._overlap)
-            compiled = Compiled(self._signature, self._target, *options, self._program_of, self._ran)
+            stated = read_annotations(self._func)[1] if self._signature.symbols else {}
+            layouts = {name: annotation.sharding for name, annotation in stated.items()}
+            compiled = Compiled(self._signature, self._target, *options, layouts, self._program_of, self._ran)
             found = self._on_ranks[id(ranks)] = RankKernel(compiled, ranks)
         return found
 
@@ -214,9 +222,9 @@ class MeshKernel:
         self._program = self._programs[key]
         return self._program
 
-    def _ran(self, program: Program) -> None:
-        """Ranks may run another program than the virtual mesh."""
-        self._program = program
+    def _ran(self, program: Program, transfers: Callable[[], list[Transfer]]) -> None:
+        """Ranks may run another program than the virtual mesh, and their DTensors may need redistribution."""
+        self._program, self._transfers = program, transfers
 
     def _check_placements(self, given: dict[str, Any], program: Program) -> None:
         if not self._strict:

@@ -12,15 +12,17 @@ from .program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, V
 from .propagation import dtype_bits, tile_extent
 from .rules.reader import read_kernel
 from .rules.tile_ops import Gemm
+from .runtime.distributed.dtensor_ports import Transfer
 
 
-def explain(program: Program, target: str = "") -> str:
+def explain(program: Program, target: str = "", arrived: Sequence[Transfer] = ()) -> str:
     """Factors and what splits them, every buffer's placement as asked and as used, every step with its bytes and
     reason, what could not be split, and the cost per device.
 
     Args:
         program: a Program that `lower_to_program` made.
         target: what it is compiled for, if it is: then the text says how products are computed there.
+        arrived: the changes of layout that the DTensors of the last call needed.
 
     Returns:
         Text in tables. Bytes and flops are those of one device.
@@ -33,6 +35,7 @@ def explain(program: Program, target: str = "") -> str:
         ["factors", *_factors(lowered)],
         ["buffers", *_buffers(program, lowered)],
         ["steps of each device", *_steps(program)],
+        _arrived(arrived),
         _overlap(program),
         _whole(lowered),
         _products(program) if target == "c" else [],
@@ -90,6 +93,16 @@ def _steps(program: Program) -> list[str]:
         elif isinstance(step, WaitStep):
             rows.append((f"wait {step.collective.kind}", step.collective.dst, "", "", "", ""))
     return table(rows)
+
+
+def _arrived(transfers: Sequence[Transfer]) -> list[str]:
+    """Per DTensor that lay otherwise than the kernel takes or makes it: how it was redistributed."""
+    rows: list[tuple[object, ...]] = [("parameter", "goes", "from", "to", "steps", "bytes received")]
+    for name, comes_in, by_torch, plan in transfers:
+        moves = ", ".join(f"{m.kind}({m.op})" if m.op else f"{m.kind}({', '.join(m.axes)})" for m in plan.moves)
+        steps = f"{moves}, by torch" if by_torch else moves
+        rows.append((name, "in" if comes_in else "out", plan.src, plan.dst, steps, f"{plan.bytes:,}"))
+    return ["DTensors of the last call on ranks, redistributed", *table(rows)] if transfers else []
 
 
 def _overlap(program: Program) -> list[str]:

@@ -28,7 +28,7 @@ class RankModuleLaunch:
         self.plan, self._ranks = plan, ranks
         made = plan.made
         faults = Faults(ranks, made.program.name)
-        agree(ranks, faults, target.device(), program_facts(made.program, target.name, {}))
+        agree(ranks, faults, program_facts(made.program, target.name))
         self._run, self._faults, self._result = RankLaunch(made.program, target, ranks, faults), faults, made.result
         self._ports = {port.name: port for port in ports_of(plan)}
         self._inputs = dict(zip((value.name for value in plan.graph.params), made.inputs, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,12 @@ import torch
 from .errors import MeshTensorError, refuse
 from .overlap import has_collectives, overlapped
 from .program import Program
+from .rank_locals import Shapes, global_sizes, problem
 from .runtime.distributed.agree import agree, program_facts
 from .runtime.distributed.dtensor import from_placements, is_dtensor
-from .runtime.distributed.dtensor_ports import enter, leave
+from .runtime.distributed.dtensor_ports import Transfer, enter, leave, transfers
 from .runtime.distributed.faults import Faults
-from .runtime.distributed.rank_launch import RankLaunch, Tiling, tiling_of
+from .runtime.distributed.rank_launch import RankLaunch, Tiling, tilings_of
 from .runtime.distributed.ranks import Ranks
 from .runtime.distributed.rates import rates_of
 from .runtime.kernels import Target
@@ -25,15 +27,17 @@ from .signature import Signature, Sizes
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a kernel is, whatever runs it."""
+    """What a kernel is, whatever runs it. `layouts`: those of the annotated parameters; `ran` is told what a call ran,
+    and how to find out what its DTensors needed."""
 
     signature: Signature
     target: Target
     strict: bool
     poison: bool
     overlap: str | int
+    layouts: Mapping[str, Sharding]
     program_of: Callable[[Sizes], Program]
-    ran: Callable[[Program], None]
+    ran: Callable[[Program, Callable[[], list[Transfer]]], None]
 
 
 class RankKernel:
@@ -44,7 +48,9 @@ class RankKernel:
         self._signature, self._device = compiled.signature, compiled.target.device()
         self._faults = Faults(ranks, compiled.signature.name)
         self._launches: dict[tuple[int, ...], RankLaunch] = {}
-        self._tilings: dict[str, Tiling] = {}
+        self._facts: dict[tuple[int, ...], dict[str, str]] = {}
+        self._of_locals: dict[tuple, RankLaunch] = {}
+        self._agreed: tuple[RankLaunch, dict[str, Sharding]] | None = None  # what the last call ran
 
     def __call__(self, given: Mapping[str, Any], returned: Sequence[str]) -> list[Any]:
         """Run on DTensors; the written parameters `returned`, as DTensors that lie as annotated, or as what was
@@ -52,44 +58,57 @@ class RankKernel:
         self._faults.begin()
         with torch.no_grad():
             launch, layouts = self._ready(lambda: self._check_dtensors(given))
+            self._compiled.ran(launch.program, partial(transfers, launch, layouts, returned))
             tensors = {name: given[name] for name in layouts}
             locals_ = {name: enter(launch, name, tensor, layouts[name]) for name, tensor in tensors.items()}
             results = launch(locals_, self._signature.scalars(given), _entangled(locals_))
             return [leave(launch, name, tensors.get(name), layouts.get(name), results[name]) for name in returned]
 
-    def local(self, given: Mapping[str, Any], returned: Sequence[str]) -> list[torch.Tensor]:
-        """Run on this rank's local tensors: valid parts, or whole tiles."""
+    def local(self, given: Mapping[str, Any], returned: Sequence[str], shapes: Shapes) -> list[torch.Tensor]:
+        """Run on this rank's local tensors: valid parts, or whole tiles. `shapes`: global ones, where they are said."""
         self._faults.begin()
-        launch = self._launches.get(())
-        if launch is None or any(self._problem(name, given.get(name)) for name in self._tilings):
-            launch, _ = self._ready(lambda: self._check_locals(given))
-        locals_ = {name: _plain(given[name]) for name in self._tilings if name in given}
+        key = self._local_key(given, shapes)
+        launch = self._of_locals.get(key)
+        if launch is None or self._agreed != (launch, {}) or self._problems(launch.tilings, given):
+            launch, _ = self._ready(lambda: self._check_locals(given, shapes))
+            self._of_locals[key] = launch
+            self._compiled.ran(launch.program, list)
+        locals_ = {name: _plain(given[name]) for name in launch.tilings if name in given}
         entangled = len(locals_) > launch.inputs and _entangled(locals_)
         results = launch(locals_, self._signature.scalars(given), entangled)
         return [given.get(name, results[name]) for name in returned]
 
     def _ready(self, check: Callable[[], tuple[Sizes, dict[str, Sharding]]]) -> tuple[RankLaunch, dict[str, Sharding]]:
-        """The launch for these arguments, and how they lie. Before it is made, the ranks agree on it."""
+        """The launch for these arguments, and how they lie. Unless that is as at the last call, the ranks agree on
+        it."""
         try:
             sizes, layouts = check()
             key = tuple(sizes[var] for var in self._signature.symbols)
             launch, program = self._launches.get(key), self._compiled.program_of(sizes)
             self._check_strict(program, layouts)
         except MeshTensorError as error:
-            if self._launches:
-                self._faults.tell(error, "the checks of the call")
+            if self._agreed is None:
+                agree(self.ranks, self._faults, {}, refusal=str(error))
             else:
-                agree(self.ranks, self._faults, self._device, {}, refusal=str(error))
+                self._faults.tell(error, "the checks of the call")
             raise
+        if launch is None or self._agreed != (launch, layouts):
+            self._agree(key, program, layouts)
         if launch is None:
-            launch = self._launches[key] = self._make(program, layouts)
-        self._compiled.ran(launch.program)
+            launch = self._launches[key] = self._make(program)
+        self._agreed = launch, layouts
         return launch, layouts
 
-    def _make(self, program: Program, layouts: Mapping[str, Sharding]) -> RankLaunch:
+    def _agree(self, key: tuple[int, ...], program: Program, layouts: Mapping[str, Sharding]) -> None:
         compiled = self._compiled
-        facts = program_facts(program, compiled.target.name, {name: str(layout) for name, layout in layouts.items()})
-        agree(self.ranks, self._faults, self._device, {**facts, "overlap": str(compiled.overlap)})
+        if key not in self._facts:
+            facts = program_facts(program, compiled.target.name)
+            self._facts[key] = {**facts, "overlap": str(compiled.overlap)}
+        arguments = ", ".join(f"{name} '{layout}'" for name, layout in layouts.items())
+        agree(self.ranks, self._faults, {**self._facts[key], "layouts of the arguments": arguments})
+
+    def _make(self, program: Program) -> RankLaunch:
+        compiled = self._compiled
         if compiled.overlap == "auto" and has_collectives(program):
             program = self._with_overlap(program)
         try:
@@ -119,47 +138,29 @@ class RankKernel:
         sizes = self._signature.check(given, self.ranks.mesh, self._device)
         return sizes, {n: from_placements(self.ranks.mesh, t.ndim, t.placements) for n, t in tensors.items()}
 
-    def _check_locals(self, given: Mapping[str, Any]) -> tuple[Sizes, dict[str, Sharding]]:
-        if self._signature.symbols:
-            refuse(
-                "local tensors don't say how large the whole tensors are",
-                where=self._where(),
-                why="the kernel has symbolic dims",
-                fix="pass DTensors, or compile the kernel with its sizes",
-            )
-        if not self._tilings:
-            values, rank = self._compiled.program_of({}), self.ranks.rank
-            for parameter in values.parameters:
-                value = values.values[str(parameter.input or parameter.output)]
-                self._tilings[parameter.name] = tiling_of(value, rank)
-        problems = [
-            f"parameter {name!r}: {problem}"
-            for name in self._tilings
-            if (problem := self._problem(name, given.get(name)))
-        ]
+    def _check_locals(self, given: Mapping[str, Any], shapes: Shapes) -> tuple[Sizes, dict[str, Sharding]]:
+        sizes = global_sizes(self._signature, self._compiled.layouts, given, shapes, self._where())
+        program = self._compiled.program_of(sizes)
+        problems = self._problems(tilings_of(program, self.ranks.rank), given)
         if problems:
             fix = "pass this rank's part of every tensor, or its whole tile, padding included"
             refuse(problems, where=self._where(), fix=fix)
-        return {}, {}
+        return sizes, {}
 
-    def _problem(self, name: str, value: Any) -> str:
-        """What is wrong with a local tensor, if there is one."""
-        tiling = self._tilings[name]
-        if value is None or (
-            type(value) is torch.Tensor
-            and value.dtype is tiling.dtype
-            and (value.shape == tiling.tile_shape or value.shape == tiling.valid_shape)
-            and value.device == self._device
-        ):
-            return ""
-        if is_dtensor(value) or not isinstance(value, torch.Tensor):
-            return f"a {type(value).__name__}, but expected a plain torch tensor"
-        shapes = " or ".join(str(tuple(s)) for s in dict.fromkeys((tiling.valid_shape, tiling.tile_shape)))
-        is_ = f"{tuple(value.shape)} {value.dtype} on {value.device}"
-        if isinstance(value, torch.nn.Parameter) and f"{value.dtype}" == f"{tiling.dtype}":
-            value = value.detach()
-            return self._problem(name, value)
-        return f"{is_}, but expected {shapes} {tiling.dtype} on {self._device}"
+    def _problems(self, tilings: Mapping[str, Tiling], given: Mapping[str, Any]) -> list[str]:
+        """What is wrong with local tensors."""
+        found = {name: problem(tiling, self._device, given.get(name)) for name, tiling in tilings.items()}
+        return [f"parameter {name!r}: {words}" for name, words in found.items() if words]
+
+    def _local_key(self, given: Mapping[str, Any], shapes: Shapes) -> tuple:
+        """What the launch for local tensors depends on."""
+        tensors = self._signature.tensors
+        found = [
+            getattr(value, "shape", None) if name in tensors else value
+            for name, value in given.items()
+            if name in tensors or self._signature.symbols
+        ]
+        return (*found, *shapes.items()) if shapes else tuple(found)
 
     def _check_strict(self, program: Program, layouts: Mapping[str, Sharding]) -> None:
         if not self._compiled.strict:

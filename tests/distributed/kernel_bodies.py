@@ -170,7 +170,7 @@ def symbolic_sizes(rank):
         a = torch.randn(length)
         assert torch.equal(kern(distribute_tensor(a, mesh, [Shard(0)])).full_tensor(), 2 * a)
         assert kern.program.values["A"].shape == (length,)
-    assert "the kernel has symbolic dims" in refusal(lambda: kern.local(torch.randn(3)))
+    assert torch.equal(kern.local(a[:1].clone()), 2 * a[:1])
     assert kern(distribute_tensor(torch.ones(7), mesh, [Shard(0)])).full_tensor().sum() == 14
 
 

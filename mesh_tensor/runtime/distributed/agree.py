@@ -1,25 +1,21 @@
-"""agree: before the first collective of a kernel, all ranks find out together whether they are about to run the
-same."""
+"""agree: before ranks run something else than at their last call, they find out together whether all are about to run
+the same."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-
-import torch
-import torch.distributed as dist
 
 from ...errors import refuse
 from ...program import CollectiveStep, KernelStep, OpStep, Program
 from .faults import Faults
 from .ranks import Ranks
 
-_SIZE = 32
 
-
-def program_facts(program: Program, target: str, layouts: Mapping[str, str]) -> dict[str, str]:
-    """All that has to be the same on every rank, by topic, as text. `layouts`: parameter -> how its argument lies."""
+def program_facts(program: Program, target: str) -> dict[str, str]:
+    """All of a program that has to be the same on every rank, by topic, as text."""
     values = program.values.values()
     kernels = [step.func.script(show_meta=True) for step in program.steps if isinstance(step, KernelStep)]
     ops = [f"{s.results} = {s.call.expr}" for s in program.steps if isinstance(s, OpStep)]
@@ -31,30 +27,32 @@ def program_facts(program: Program, target: str, layouts: Mapping[str, str]) -> 
         "shapes": ", ".join(f"{value.name} {value.shape}" for value in values),
         "dtypes": ", ".join(f"{value.name} {value.dtype}" for value in values),
         "layouts": ", ".join(f"{value.name} '{value.sharding}'" for value in values),
-        "layouts of the arguments": ", ".join(f"{name} '{layout}'" for name, layout in layouts.items()),
         "target": target,
-        "steps": "\n".join([*steps, *ops, *kernels]),
+        "steps": f"digest {_digest(chr(10).join([*steps, *ops, *kernels]))[:12]}",
     }
 
 
-def agree(ranks: Ranks, faults: Faults, device: torch.device, facts: Mapping[str, str], refusal: str = "") -> None:
+def agree(ranks: Ranks, faults: Faults, facts: Mapping[str, str], refusal: str = "") -> None:
     """Return if all ranks have the same facts; else raise the same MeshTensorError on all of them.
 
-    A rank that can't run the call takes part with its `refusal`: it returns, the others raise."""
-    group = ranks.everybody()
-    mine = (facts, refusal)
-    digest = hashlib.sha256(repr((sorted(facts.items()), refusal)).encode()).digest()
+    A rank that can't run the call takes part with its `refusal`: it returns, the others raise. The first agreement runs
+    over the ranks' own group, which notices at once that a rank has ended; later ones apart from it, because a rank may
+    be left alone with its question while the others exchange data."""
+    talk = ranks.talk()
+    mine = json.dumps([dict(facts), refusal]).encode()
+    summary = hashlib.sha256(mine).digest() + len(mine).to_bytes(8, "big")
     try:
-        digests = _gather(digest, len(group.members), device, group.process_group)
-        if len(set(digests)) == 1 and not refusal:
+        summaries = talk.gather(summary)
+        if len(set(summaries)) == 1 and not refusal:
+            ranks.separate_talk()
             return
-        everything: list = [None] * len(group.members)
-        dist.all_gather_object(everything, mine, group=group.process_group)
+        longest = max(int.from_bytes(other[-8:], "big") for other in summaries)
+        everything = [json.loads(words) for words in talk.gather(mine.ljust(longest))]
     except RuntimeError as error:
-        faults.blame(error, "the agreement on what to run", group.members)
+        faults.blame(error, f"the agreement on what to run{_asked(facts)}", talk.members)
     if refusal:
         return
-    by_rank = dict(sorted((ranks.place(m), found) for m, found in zip(group.members, everything, strict=True)))
+    by_rank = dict(sorted((ranks.place(m), found) for m, found in zip(talk.members, everything, strict=True)))
     refused = [f"rank {rank} refused the call: {_facts_in(text)}" for rank, (_, text) in by_rank.items() if text]
     refuse(
         refused or _differences({rank: found for rank, (found, _) in by_rank.items()}),
@@ -62,14 +60,6 @@ def agree(ranks: Ranks, faults: Faults, device: torch.device, facts: Mapping[str
         why="all ranks of a mesh have to run the same steps",
         fix="compile the same kernel on every rank, and pass tensors of the same global shapes and dtypes",
     )
-
-
-def _gather(digest: bytes, count: int, device: torch.device, process_group: dist.ProcessGroup) -> list[bytes]:
-    sent = torch.frombuffer(bytearray(digest) * count, dtype=torch.uint8).to(device)
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=process_group)
-    data = bytes(received.cpu().tolist())
-    return [data[index : index + _SIZE] for index in range(0, len(data), _SIZE)]
 
 
 def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
@@ -98,9 +88,17 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _short(text: str) -> str:
-    if len(text) <= 300 and "\n" not in text:
-        return text
-    return f"digest {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return text if len(text) <= 300 else f"digest {_digest(text)[:12]}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _asked(facts: Mapping[str, str]) -> str:
+    """What a rank is about to run, for those that are not."""
+    asked = [facts[topic] for topic in ("shapes", "layouts of the arguments", "redistributions") if facts.get(topic)]
+    return f" ({_short('; '.join(asked))})" if asked else ""
 
 
 def _version() -> str:

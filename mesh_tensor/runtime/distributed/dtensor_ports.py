@@ -2,16 +2,61 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ...redistribution import RedistributionPlan
 from ...sharding import Sharding
 from .dtensor import as_dtensor, lies_like_torch, local_part, major_only, to_placements
 from .rank_launch import RankLaunch, Tiling
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+
+class Transfer(NamedTuple):
+    """How a DTensor for a parameter changed its layout, on its way in or out, and who moved it: we by `plan`, or
+    torch."""
+
+    parameter: str
+    comes_in: bool
+    by_torch: bool
+    plan: RedistributionPlan
+
+
+def transfers(launch: RankLaunch, layouts: Mapping[str, Sharding], returned: Sequence[str]) -> list[Transfer]:
+    """What `enter` and `leave` do for arguments that lie so."""
+    found = []
+    for name, layout in layouts.items():
+        port = launch.ports[name]
+        if port.input is not None:
+            mine = layout if lies_like_torch(layout, port.input.shape) else major_only(layout)
+            found += _between(name, True, port.input, [layout, mine, port.input.sharding], by_torch=0)
+    for name in returned:
+        tiling = launch.ports[name].output
+        assert tiling is not None
+        layout = layouts.get(name, tiling.sharding)
+        mine = layout if lies_like_torch(layout, tiling.shape) else major_only(layout)
+        found += _between(name, False, tiling, [tiling.sharding, mine, layout], by_torch=1)
+    return found
+
+
+def _between(name: str, comes_in: bool, tiling: Tiling, layouts: list[Sharding], by_torch: int) -> list[Transfer]:
+    """The changes from each layout to the next; the change number `by_torch` is torch's."""
+    dtype = str(tiling.dtype).removeprefix("torch.")
+    return [
+        Transfer(
+            name,
+            comes_in,
+            number == by_torch,
+            RedistributionPlan.make(tiling.shape, dtype, tiling.dtype.itemsize, before, after),
+        )
+        for number, (before, after) in enumerate(pairwise(layouts))
+        if before != after
+    ]
 
 
 def enter(launch: RankLaunch, name: str, tensor: DTensor, layout: Sharding) -> torch.Tensor | None:

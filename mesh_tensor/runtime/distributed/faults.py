@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ...errors import refuse
 from ...program import CollectiveStep, KernelStep, OpStep, Program, Step, WaitStep
-from .ranks import Ranks
+from .ranks import Ranks, default_store
 
 _GRACE = 3.0  # seconds to wait for the others' words
 _PAUSE = 0.02
@@ -58,14 +58,14 @@ class Faults:
         except (RuntimeError, ValueError):
             heard = None
         refuse(
-            self._verdict(others, heard),
+            self._verdict(others, heard, doing),
             where=f"{doing}, of kernel {self._kernel!r} on {self._ranks.mesh}; seen on rank {dist.get_rank()}",
             why=_reason(error),
             fix="see what that rank says; this process group can't be used any more: end its ranks, or destroy it "
             "and make a new one",
         )
 
-    def _verdict(self, others: Sequence[int], heard: dict[int, dict[str, Any]] | None) -> list[str]:
+    def _verdict(self, others: Sequence[int], heard: dict[int, dict[str, Any]] | None, doing: str) -> list[str]:
         place = self._ranks.place
         if heard is None:
             return [_STORE_GONE]
@@ -75,11 +75,14 @@ class Faults:
         silent = [member for member in others if member not in heard]
         if silent:
             return [f"rank {place(m)} has ended, hangs, or is not in this collective" for m in silent]
-        return [f"rank {place(m)} failed, too (in {said['doing']})" for m, said in heard.items()]
+        elsewhere = {m: said for m, said in heard.items() if said["doing"] != doing}
+        if elsewhere:
+            return [f"rank {place(m)} waited in vain somewhere else, in {s['doing']}" for m, s in elsewhere.items()]
+        return [f"rank {place(m)} failed, too" for m in heard]
 
     def _listen(self, others: Sequence[int]) -> dict[int, dict[str, Any]]:
         """What the others say: until one says that it raised, or all said something, or time is up."""
-        store, end = _store(), time.monotonic() + _GRACE
+        store, end = default_store(), time.monotonic() + _GRACE
         heard: dict[int, dict[str, Any]] = {}
         while True:
             for member in others:
@@ -91,7 +94,7 @@ class Faults:
 
     def _say(self, words: dict[str, Any]) -> None:
         try:
-            _store().set(self._key(self._ranks.rank), json.dumps(words))
+            default_store().set(self._key(self._ranks.rank), json.dumps(words))
         except (RuntimeError, ValueError):
             return  # the store is gone, and with it whoever could have listened
 
@@ -111,12 +114,6 @@ def _next_number(ranks: Ranks) -> int:
     ranks."""
     _numbers[id(ranks)] = _numbers.get(id(ranks), 0) + 1
     return _numbers[id(ranks)]
-
-
-def _store() -> Any:
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return _get_default_store()
 
 
 def _reason(error: BaseException) -> str:

@@ -85,6 +85,7 @@ class RankLaunch:
         self._backend = RankBackend(program, target, ranks, faults, poison=poison)
         self._ports = [self._port(parameter) for parameter in program.parameters]
         self.ports = {port.name: port for port in self._ports}
+        self.tilings = {port.name: port.tiling for port in self._ports}
         self.inputs = sum(port.input is not None for port in self._ports)
         self._changes: dict[tuple, Change] = {}
 
@@ -149,6 +150,12 @@ class RankLaunch:
             given.storage if given else "",
             taken is not None and taken.storage in self._backend.written,
         )
+
+
+def tilings_of(program: Program, rank: int) -> dict[str, Tiling]:
+    """How arguments for a program's parameters lie on a rank."""
+    values = program.values
+    return {p.name: tiling_of(values[str(p.input or p.output)], rank) for p in program.parameters}
 
 
 def tiling_of(value: Value, rank: int) -> Tiling:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,23 @@ class Group:
     process_group: dist.ProcessGroup
 
 
+@dataclass(frozen=True)
+class Talk:
+    """What ranks say to each other goes over it: `all_to_all(received, sent)` on bytes on `device`."""
+
+    members: tuple[int, ...]
+    device: torch.device
+    all_to_all: Callable[[torch.Tensor, torch.Tensor], None]
+
+    def gather(self, words: bytes) -> list[bytes]:
+        """What each member says; all say as much."""
+        sent = torch.frombuffer(bytearray(words) * len(self.members), dtype=torch.uint8).to(self.device)
+        received = torch.empty_like(sent)
+        self.all_to_all(received, sent)
+        data = received.cpu().numpy().tobytes()
+        return [data[start : start + len(words)] for start in range(0, len(data), len(words))]
+
+
 class Ranks:
     """`mesh` as processes: device i of the mesh is the process at place i of `device_mesh`; this one is `rank`."""
 
@@ -44,6 +62,8 @@ class Ranks:
         self._places: list[int] = places
         self._place_of = {place: rank for rank, place in enumerate(places)}
         self._groups: dict[tuple[int, ...], Group] = {}
+        self._talk: Talk | None = None
+        self._device = torch.device(device_type)
         check_backend(device_type, dist.get_backend_config(device_mesh.get_group(0)), str(mesh))
 
     def place(self, rank: int) -> int:
@@ -63,6 +83,32 @@ class Ranks:
         """All ranks of the mesh."""
         return self.group(self.mesh.axis_names)
 
+    def talk(self) -> Talk:
+        """The means of all ranks of the mesh to say something. Where one talks while another exchanges data, neither
+        takes the other's bytes for its own: that is so from `separate_talk` on."""
+        if self._talk is not None:
+            return self._talk
+        group = self.everybody()
+        return Talk(group.members, self._device, partial(dist.all_to_all_single, group=group.process_group))
+
+    def separate_talk(self) -> None:
+        """Make connections for talk, once. All ranks of the mesh have to ask at the same time.
+
+        It is no group of `new_group`'s: torch names groups by how many of them a process has, and ranks may differ in
+        that."""
+        if self._talk is not None or not dist.is_gloo_available():
+            return
+        group = self.everybody()
+        places = tuple(self._places[member] for member in group.members)
+        store = dist.PrefixStore(f"mesh_tensor/talk/{places}/{_next(places)}", default_store())
+        at, timeout = group.members.index(self.rank), _timeout(group.process_group)
+        gloo: Any = dist.ProcessGroupGloo(store, at, len(places), timeout)
+        self._talk = Talk(
+            group.members,
+            torch.device("cpu"),
+            lambda received, sent: gloo.alltoall_base(received, sent, [], []).wait(),
+        )
+
     def _group(self, axes: tuple[str, ...], members: tuple[int, ...]) -> Group:
         needed = [axis for axis in axes if self.mesh.size(axis) > 1]
         places = sorted(self._places[member] for member in members)
@@ -72,7 +118,7 @@ class Ranks:
         elif places == list(range(dist.get_world_size())):
             process_group = _world()
         else:
-            process_group = dist.new_group(places, timeout=_timeout(), use_local_synchronization=True)
+            process_group = dist.new_group(places, timeout=_timeout(_world()), use_local_synchronization=True)
         order = dist.get_process_group_ranks(process_group)
         return Group(tuple(self._place_of[place] for place in order), process_group)
 
@@ -131,7 +177,7 @@ def _check_fit(mesh: Mesh, device_mesh: DeviceMesh) -> None:
 
 
 def _device_mesh_of(mesh: Mesh, device_type: str) -> DeviceMesh:
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     world = dist.get_world_size()
     if world != mesh.num_devices:
@@ -140,7 +186,16 @@ def _device_mesh_of(mesh: Mesh, device_type: str) -> DeviceMesh:
             where=str(mesh),
             fix=f"start {mesh.num_devices} ranks, use a mesh of {world} devices, or pass the DeviceMesh to run on",
         )
-    return init_device_mesh(device_type, tuple(mesh.shape.values()), mesh_dim_names=mesh.axis_names)
+    sizes = tuple(mesh.shape.values())
+    if world in sizes:
+        return init_device_mesh(device_type, sizes, mesh_dim_names=mesh.axis_names)
+    # init_device_mesh gives the groups of several axes torch's default timeout, half an hour
+    timeout, groups = _timeout(_world()), []
+    for axis in mesh:
+        sides = sorted({mesh.group_of(rank, [axis]) for rank in range(world)})
+        groups.append(dist.new_subgroups_by_enumeration([list(side) for side in sides], timeout=timeout)[0])
+    places = torch.arange(world).view(sizes)
+    return DeviceMesh.from_group(groups, device_type, places, mesh_dim_names=mesh.axis_names)
 
 
 def _world() -> dist.ProcessGroup:
@@ -149,12 +204,26 @@ def _world() -> dist.ProcessGroup:
     return world
 
 
-def _timeout() -> Any:
-    """The timeout of the process group that the user made, for those that are made here."""
-    world: Any = _world()
+def default_store() -> Any:
+    """The store of the user's process group."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def _next(places: tuple[int, ...]) -> int:
+    """How many groups these ranks had, with this one; alike on all of them."""
+    _counts[places] = _counts.get(places, 0) + 1
+    return _counts[places]
+
+
+_counts: dict[tuple[int, ...], int] = {}
+
+
+def _timeout(process_group: Any) -> Any:
     for device_type in ("cpu", "cuda"):
         try:
-            return world._get_backend(torch.device(device_type)).options._timeout
+            return process_group._get_backend(torch.device(device_type)).options._timeout
         except (AttributeError, RuntimeError):
             continue
     return None

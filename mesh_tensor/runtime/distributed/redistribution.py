@@ -70,7 +70,7 @@ class _Changes:
             src = from_placements(mesh, tensor.ndim, tensor.placements)
             wanted = as_sharding(mesh, tensor.ndim, sharding)
         except MeshTensorError as error:
-            self._refused(error, tensor.device)
+            self._refused(error)
             raise
         self._agree(tensor, src, wanted)
         if src == wanted:
@@ -91,14 +91,14 @@ class _Changes:
         if key in self._agreed:
             return
         asked = f"{tuple(tensor.shape)} {tensor.dtype}, '{src}' -> '{wanted}'"
-        agree(self._ranks, self._faults, tensor.device, {"kernel": "mt.redistribute", "redistributions": asked})
+        agree(self._ranks, self._faults, {"kernel": "mt.redistribute", "redistributions": asked})
         self._agreed.add(key)
 
-    def _refused(self, error: MeshTensorError, device: torch.device) -> None:
+    def _refused(self, error: MeshTensorError) -> None:
         if self._agreed:
             self._faults.tell(error, "the checks of the call")
         else:
-            agree(self._ranks, self._faults, device, {}, refusal=str(error))
+            agree(self._ranks, self._faults, {}, refusal=str(error))
 
     def _change(self, tiling: Tiling, to: Sharding, local: torch.Tensor) -> torch.Tensor:
         """This rank's part of the tensor in another layout."""

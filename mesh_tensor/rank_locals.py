@@ -1,0 +1,111 @@
+"""Local tensors as arguments: what a rank holds of every tensor tells how large the whole tensors are, or is checked
+against what the caller says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tvm import tirx
+
+from .errors import listing, refuse
+from .runtime.distributed.dtensor import is_dtensor
+from .runtime.distributed.rank_launch import Tiling
+from .sharding import Sharding
+from .signature import Param, Signature, Sizes
+from .specialize import evaluate
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+def global_sizes(
+    signature: Signature, layouts: Mapping[str, Sharding], given: Mapping[str, Any], shapes: Shapes, where: str
+) -> Sizes:
+    """The sizes of the symbols: from `shapes`, global ones by parameter; else from dims that are not split; else from
+    split ones, as if their tiles were even. `layouts`: how the annotated parameters lie."""
+    _check_shapes(signature, shapes, where)
+    exact: Sizes = {}
+    even: dict[tirx.Var, dict[int, str]] = {var: {} for var in signature.symbols}
+    for name, value in given.items():
+        if name not in signature.tensors and isinstance(value, int):
+            exact.setdefault(next(p.var for p in signature.params if p.name == name), value)
+    for name, param in signature.tensors.items():
+        for dim, size in enumerate(param.shape or ()):
+            if not isinstance(size, tirx.Var):
+                continue
+            if name in shapes:
+                exact.setdefault(size, int(shapes[name][dim]))
+                continue
+            value, layout = given.get(name), layouts.get(name)
+            if layout is None or not isinstance(value, torch.Tensor) or value.ndim != layout.ndim:
+                continue
+            shards = layout.num_shards(dim)
+            if shards == 1:
+                exact.setdefault(size, value.shape[dim])
+            else:
+                even[size].setdefault(value.shape[dim] * shards, f"dim {dim} of {name!r} as {shards} tiles")
+    problems = [
+        f"local tensors don't say how large {var.name} is{_candidates(even[var])}"
+        for var in signature.symbols
+        if var not in exact and len(even[var]) != 1
+    ]
+    if problems:
+        refuse(problems, where=where, why="the kernel has symbolic dims", fix=_say(signature))
+    return {var: exact.get(var, next(iter(even[var]), 0)) for var in signature.symbols}
+
+
+def problem(tiling: Tiling, device: torch.device, value: Any) -> str:
+    """What is wrong with a local tensor, if there is something: it is neither a valid part nor a whole tile."""
+    if value is None or (
+        isinstance(value, torch.Tensor)
+        and (type(value) is torch.Tensor or isinstance(value, torch.nn.Parameter))
+        and value.dtype is tiling.dtype
+        and (value.shape == tiling.tile_shape or value.shape == tiling.valid_shape)
+        and value.device == device
+    ):
+        return ""
+    if is_dtensor(value) or not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}, but expected a plain torch tensor"
+    shapes = " or ".join(str(tuple(s)) for s in dict.fromkeys((tiling.valid_shape, tiling.tile_shape)))
+    is_ = f"{tuple(value.shape)} {value.dtype} on {value.device}"
+    return f"{is_}, but expected {shapes} {tiling.dtype} on {device}"
+
+
+def _check_shapes(signature: Signature, shapes: Shapes, where: str) -> None:
+    """The global shapes that the caller says fit the parameters, and each other."""
+    problems, sizes = [], dict[tirx.Var, int]()
+    for name, shape in shapes.items():
+        param = signature.tensors.get(name)
+        if param is None:
+            problems.append(f"shapes has {name!r}, but the tensors are {listing(tuple(signature.tensors))}")
+        elif not _fits(param, shape, sizes):
+            problems.append(f"shapes says {name!r} is {tuple(shape)}, but it is {_words(param, sizes)}")
+    if problems:
+        refuse(problems, where=where, fix=_say(signature))
+
+
+def _fits(param: Param, shape: Sequence[int], sizes: Sizes) -> bool:
+    """Learns what the symbols are."""
+    expected = param.shape or ()
+    if len(shape) != len(expected) or not all(isinstance(size, int) and size >= 0 for size in shape):
+        return False
+    for size, actual in zip(expected, shape, strict=True):
+        if isinstance(size, tirx.Var):
+            sizes.setdefault(size, actual)
+    known = [evaluate(size, sizes) for size in expected]
+    return all(size is None or size == actual for size, actual in zip(known, shape, strict=True))
+
+
+def _words(param: Param, sizes: Sizes) -> str:
+    parts = [f"{size}={sizes[size]}" if size in sizes else str(size) for size in param.shape or ()]
+    return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
+
+
+def _candidates(found: Mapping[int, str]) -> str:
+    return f": {', '.join(f'{size} by {words}' for size, words in found.items())}" if found else ""
+
+
+def _say(signature: Signature) -> str:
+    name, param = next(iter(signature.tensors.items()))
+    return f"say the whole tensors' shapes: local(..., shapes={{{name!r}: {_words(param, {})}}}), or pass DTensors"
