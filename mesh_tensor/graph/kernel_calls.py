@@ -11,7 +11,7 @@ from ..program import CollectiveStep, KernelStep, Program, Value
 from .atoms import Atoms
 from .explicit import Form, Run
 from .kernel_steps import filled, kernel_program, padded_dims
-from .local_calls import packed
+from .local_calls import packed, tile_shape
 
 # The function of the module that is this one, under that name or a numbered one.
 AddKernel = Callable[[str, tirx.PrimFunc], ir.GlobalVar]
@@ -25,6 +25,7 @@ class KernelCalls:
         self, step: Run, atoms: Atoms, builder: relax.BlockBuilder, add_kernel: AddKernel, coordinates: Coordinates
     ) -> None:
         self._step, self._builder, self._add_kernel, self._coordinates = step, builder, add_kernel, coordinates
+        self._atoms = atoms
         self._program: Program = kernel_program(step, atoms)
         self._made: dict[str, relax.Expr] = {}
         self._by_storage: dict[str, relax.Expr] = {}
@@ -38,14 +39,20 @@ class KernelCalls:
         by_name = {parameter.name: parameter for parameter in program.parameters}
         for name, tile in zip(names, tiles, strict=False):
             if name in by_name and (tensor := by_name[name].input) is not None:
-                self._bind(tensor, tile)
+                self._bind(tensor, self._shaped(tile, program.values[tensor].tile_shape))
         for inner in program.steps:
             if isinstance(inner, KernelStep):
                 self._kernel(inner)
             elif isinstance(inner, CollectiveStep):
                 self._collective(inner)
         outputs = [by_name[name].output for name in names[len(step.inputs) :]]
-        return [self._result(form, str(name)) for form, name in zip(step.outputs, outputs, strict=True)]
+        results = zip(step.outputs, outputs, strict=True)
+        return [self._shaped(self._result(f, str(n)), tile_shape(f, self._atoms)) for f, n in results]
+
+    def _shaped(self, tile: relax.Expr, shape: tuple[int, ...]) -> relax.Expr:
+        """The tile with the dims that are wanted: kernels may know them taken apart."""
+        known = tuple(int(size) for size in tile.struct_info.shape)
+        return tile if known == shape else self._builder.emit(relax.op.reshape(tile, shape))
 
     def _bind(self, tensor: str, expr: relax.Expr) -> None:
         self._made[tensor] = self._by_storage[self._program.values[tensor].storage] = expr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -17,6 +18,8 @@ from ..sharding import Sharding
 from .atoms import Atoms, plain_sharding
 from .explicit import Form, Run
 from .local_calls import packed
+from .tir_atoms import plain_dims, taken_apart
+from .tir_rule import analysed
 
 
 def is_kernel(step: object) -> bool:
@@ -27,14 +30,24 @@ def is_kernel(step: object) -> bool:
 def kernel_program(step: Run, atoms: Atoms) -> Program:
     """The Program of a node's kernel, for operands and results in the layouts of the step's forms. Parts of sums that
     the kernel only carries through are no concern of its."""
-    assert step.node.kernel is not None
+    kernel = step.node.kernel
+    assert kernel is not None
     carried = any(form.sharding.partial for form in step.inputs)
-    layouts = []
-    for form in (*step.inputs, *step.outputs):
-        plain = plain_sharding(form.sharding, atoms.of[form.value])
+    rule, plain_places = atoms.rules[step.node].rule, plain_dims(analysed(kernel))
+    layouts, sizes = [], []
+    forms = zip(kernel.params, (*step.inputs, *step.outputs), (*rule.inputs, *rule.outputs), strict=True)
+    for param, form, factors in forms:
+        name, dims = str(kernel.buffer_map[param].name), atoms.of[form.value]
+        # Dims of one factor have the same atoms; of others, that one loop walks, nothing is known.
+        apart = [factor is not None and (name, d) in plain_places for d, factor in enumerate(factors)]
+        sizes.append(tuple(dim if a else (math.prod(dim),) for a, dim in zip(apart, dims, strict=True)))
+        parts = [[(n,) for n in dim] if a else [dim] for a, dim in zip(apart, dims, strict=True)]
+        plain = plain_sharding(form.sharding, tuple(part for dim in parts for part in dim))
         assert plain is not None, f"{step.node.where}: the tiles of {form.name} are no contiguous parts"
         layouts.append(Sharding(plain.mesh, plain.ndim, plain.dims) if carried else plain)
-    return _program(step.node.kernel, layouts[0].mesh, tuple(layouts))
+    if any(len(dim) > 1 for dims in sizes for dim in dims):
+        kernel = taken_apart(kernel, tuple(sizes))
+    return _program(kernel, layouts[0].mesh, tuple(layouts))
 
 
 @lru_cache(maxsize=1024)

@@ -15,6 +15,7 @@ from ..rules.ops.rule import OpRule
 from ..rules.sharding_rule import Analysis, analyse
 from ..rules.statements import Statement
 from .ir import Node
+from .tir_atoms import plain_dims
 from .tir_nests import loaded
 
 _MOST_OPERANDS = 4
@@ -22,8 +23,8 @@ _FREE, _LINEAR = 0, 1
 
 
 def kernel_rule(node: Node) -> OpRule:
-    """How the dims of a kernel's operands and results relate. Its tiles have to be contiguous, and it minds their
-    padding itself.
+    """How the dims of a kernel's operands and results relate. It minds its tiles' padding itself; tiles have to be
+    contiguous along dims that can't be taken apart in it.
 
     Raises:
         MeshTensorError: the kernel writes an operand, or needs what a result held before; the message names the
@@ -31,7 +32,7 @@ def kernel_rule(node: Node) -> OpRule:
     """
     assert node.kernel is not None
     try:
-        analysis = _analysed(node.kernel)
+        analysis = analysed(node.kernel)
         _check(node, analysis)
     except MeshTensorError as error:
         raise MeshTensorError(f"{error}\n  binding: {node.where}") from None
@@ -50,7 +51,8 @@ def kernel_rule(node: Node) -> OpRule:
     walked = {place: factor.name for factor in split for place in factor.dims}
     params = analysis.kernel.params.items()
     dims = {param: tuple(walked.get((param, dim)) for dim in range(len(buffer.shape))) for param, buffer in params}
-    factors = frozenset(factor.name for factor in split)
+    plain = plain_dims(analysis)
+    factors = frozenset(factor.name for factor in split if not plain.issuperset(factor.dims))
     return OpRule(
         tuple(dims[param] for param in inputs),
         tuple(dims[param] for param in outputs),
@@ -62,7 +64,8 @@ def kernel_rule(node: Node) -> OpRule:
 
 
 @lru_cache(maxsize=1024)
-def _analysed(kernel: tirx.PrimFunc) -> Analysis:
+def analysed(kernel: tirx.PrimFunc) -> Analysis:
+    """The analysis of a kernel, made once."""
     return analyse(normalize(kernel))
 
 

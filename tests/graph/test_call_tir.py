@@ -173,11 +173,63 @@ def test_functions_that_regroup_dims_split_as_operators_do():
     ]
     mod = module({"x": (2, 6, 8)}, steps)
     (data,) = operands(mod)
-    for sharding, size in (({"x": 0}, 2), ({"x": 1}, 3)):
+    for sharding, size in (({"x": 2}, 2), ({"x": 2}, 4), ({"x": 0}, 2), ({"x": 1}, 3)):
         as_operators = mt.distribute_module(mod, {"x": size}, {"x": sharding})
         as_functions = mt.distribute_module(legalized(mod), {"x": size}, {"x": sharding})
         torch.testing.assert_close(as_functions(data), 2 * data)
         assert _moves(as_functions) == _moves(as_operators) == []
+
+
+@pytest.mark.parametrize("dim", range(4))
+def test_legalized_attention(dim):
+    """Functions on merged batch and heads are split along each of them."""
+
+    def attention(bb, env):
+        return relax.op.nn.attention(env["q"], env["k"], env["v"], causal_mask="TopLeft")
+
+    mod = module(dict.fromkeys("qkv", (2, 6, 4, 8)), [("z", attention)])
+    data = operands(mod)
+    made = mt.distribute_module(legalized(mod), {"x": 2}, {name: {"x": dim} for name in "qkv"}, target="interpret")
+    torch.testing.assert_close(made(*data), mt.run_sequential(mod, data), rtol=1e-4, atol=1e-5)
+    assert dim not in (0, 2) or collectives(made) == []
+    local = made.local_module
+    tvm.ir.assert_structural_equal(from_source(local.script()), local)
+
+
+@pytest.mark.parametrize(("size", "dim"), [(2, 1), (3, 1), (2, 2), (3, 2), (2, 3), (3, 0)])
+def test_indices_as_values_where_dims_are_taken_apart(size, dim):
+    """The place in a merged dim is made of the places in its atoms; 5 and 3 are not split evenly."""
+
+    @T.prim_func
+    def ramp(A: T.Buffer((20, 15), "float32"), C: T.Buffer((20, 15), "float32"), s: T.Buffer((20,), "float32")):
+        for i, j in T.grid(20, 15):
+            with T.sblock("C"):
+                vi, vj = T.axis.remap("SS", [i, j])
+                C[vi, vj] = A[vi, vj] * T.Cast("float32", vi * 100 + vj)
+        for i, k in T.grid(20, 15):
+            with T.sblock("s"):
+                vi, vk = T.axis.remap("SR", [i, k])
+                with T.init():
+                    s[vi] = T.float32(0)
+                s[vi] = s[vi] + T.exp(A[vi, vk]) * T.Cast("float32", vk)
+
+    def called(bb, env):
+        info = [relax.TensorStructInfo((20, 15), "float32"), relax.TensorStructInfo((20,), "float32")]
+        return relax.op.call_tir(bb.add_func(ramp, "ramp"), [env["f"]], info)
+
+    steps = [
+        ("f", lambda bb, env: relax.op.reshape(env["x"], (20, 15))),
+        ("both", called),
+        ("C", lambda bb, env: relax.op.reshape(relax.TupleGetItem(env["both"], 0), (4, 5, 3, 5))),
+        ("s", lambda bb, env: relax.op.reshape(relax.TupleGetItem(env["both"], 1), (4, 5))),
+        ("z", lambda bb, env: relax.op.add(relax.op.sum(env["C"], axis=[2, 3]), env["s"])),
+    ]
+    mod = module({"x": (4, 5, 3, 5)}, steps)
+    (data,) = operands(mod)
+    for target in ("interpret", "c"):
+        made = mt.distribute_module(mod, {"x": size}, {"x": {"x": dim}}, target=target)
+        torch.testing.assert_close(made(data), mt.run_sequential(mod, [data]), rtol=1e-4, atol=1e-3)
+        assert "all_gather" not in collectives(made)
 
 
 def test_the_seeds_module():
