@@ -1,4 +1,4 @@
-"""Modules that call TIR functions: as TE makes them, and TileLang kernels. Against one device, and against torch."""
+"""Modules that call TIR functions as TE makes them, against one device, and against torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from tvm.script.parser import relax as R
 from tvm.script.parser import tirx as T
 
 import mesh_tensor as mt
-from kernels.matmul import matmul
-from kernels.rms_norm import two_pass_rms_norm
-from kernels.softmax import online_softmax, softmax, three_pass_softmax
 from mesh_tensor.program import KernelStep, OpStep
 
-from .test_call_tir_traps import collectives
+from .step_modules import collectives, legalized, module, moves, operands
 from .tir_modules import calling
 
 
@@ -104,7 +101,7 @@ def test_legalized_mlp_has_the_collectives_of_its_operators(shardings, size):
     as_operators = mt.distribute_module(Mlp, {"x": size}, shardings)
     as_functions = mt.distribute_module(legalized(Mlp), {"x": size}, shardings)
     torch.testing.assert_close(as_functions(*data), mt.run_sequential(Mlp, data), rtol=1e-4, atol=1e-5)
-    assert _moves(as_functions) == _moves(as_operators)
+    assert moves(as_functions) == moves(as_operators)
     assert not any(isinstance(step, OpStep) for step in as_functions.program.steps)
 
 
@@ -177,7 +174,7 @@ def test_functions_that_regroup_dims_split_as_operators_do():
         as_operators = mt.distribute_module(mod, {"x": size}, {"x": sharding})
         as_functions = mt.distribute_module(legalized(mod), {"x": size}, {"x": sharding})
         torch.testing.assert_close(as_functions(data), 2 * data)
-        assert _moves(as_functions) == _moves(as_operators) == []
+        assert moves(as_functions) == moves(as_operators) == []
 
 
 @pytest.mark.parametrize("dim", range(4))
@@ -238,92 +235,6 @@ def test_the_seeds_module():
     expected = torch.nn.functional.gelu(data[0] @ data[1]) @ data[2]
     torch.testing.assert_close(made(*data), expected, rtol=1e-4, atol=1e-3)
     assert collectives(made) == ["all_reduce"]
-
-
-M, K, N = 50, 70, 36
-
-
-def kernels_in_a_row():
-    """rms_norm and softmax of a product, each a TileLang kernel."""
-    return module(
-        {"x": (M, K), "w": (K, N), "g": (N,)},
-        [
-            ("a", call(matmul(M, N, K, 32, 32, 32), "x", "w", shape=(M, N))),
-            ("r", call(two_pass_rms_norm(M, N, block_N=32), "a", "g", shape=(M, N))),
-            ("s", call(three_pass_softmax(M, N), "r", shape=(M, N))),
-        ],
-    )
-
-
-@pytest.mark.parametrize(
-    ("mesh", "shardings", "expected"),
-    [
-        ({"x": 2}, {"x": {"x": 0}}, []),
-        ({"x": 2}, {"x": {"x": 1}, "w": {"x": 0}}, ["all_reduce"]),
-        ({"x": 3}, {"x": {"x": 1}, "w": {"x": 0}, "a": {"x": 0}}, ["reduce_scatter"]),
-        ({"x": 3}, {"w": {"x": 1}, "g": {"x": 0}}, ["all_reduce", "all_gather"]),
-        ({"x": 2, "y": 2}, {"x": {"x": 0, "y": 1}, "w": {"y": 0}}, ["all_reduce"]),
-        ({"x": 2, "y": 2}, {"x": {"x": 0}, "w": {"y": 1}}, ["all_reduce", "all_gather"]),
-    ],
-    ids=str,
-)
-def test_kernels(mesh, shardings, expected):
-    mod = kernels_in_a_row()
-    data = operands(mod)
-    reference = torch.softmax(torch.nn.functional.rms_norm(data[0] @ data[1], (N,), data[2], 1e-6), -1)
-    made = mt.distribute_module(mod, mesh, shardings)
-    torch.testing.assert_close(made(*data), reference, rtol=1e-4, atol=1e-5)
-    assert collectives(made) == expected
-    torch.testing.assert_close(mt.run_sequential(mod, data), reference, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("kernel", [softmax, three_pass_softmax, online_softmax])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_kernels_along_a_dim_that_they_need_whole(kernel, dim):
-    mod = module({"x": (M, N)}, [("y", call(kernel(M, N), "x", shape=(M, N)))])
-    data = operands(mod)
-    made = mt.distribute_module(mod, {"x": 3}, {"x": {"x": dim}, "y": {"x": dim}}, target="interpret")
-    torch.testing.assert_close(made(*data), torch.softmax(data[0], -1), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "shardings", "expected"),
-    [
-        ({"x": 2}, {"x": {"x": 0}}, []),
-        ({"x": 2, "y": 2}, {"x": {"x": 0, "y": 0}}, []),
-        ({"x": 2, "y": 2}, {"x": {"x": 0}, "w": {"y": 1}}, []),
-        ({"x": 3}, {"x": {"x": 0}}, ["all_gather"]),
-        ({"x": 2}, {"x": {"x": 1}}, ["all_gather"]),
-    ],
-    ids=str,
-)
-def test_kernels_on_merged_dims(mesh, shardings, expected):
-    """The batch stays split where its tiles are contiguous parts of the merged dim."""
-    mod = module(
-        {"x": (4, 6, 8), "w": (8, 10)},
-        [
-            ("f", lambda bb, env: relax.op.reshape(env["x"], (24, 8))),
-            ("y", call(matmul(24, 10, 8, 16, 16, 16), "f", "w", shape=(24, 10))),
-            ("z", lambda bb, env: relax.op.reshape(env["y"], (4, 6, 10))),
-        ],
-    )
-    data = operands(mod)
-    made = mt.distribute_module(mod, mesh, shardings)
-    torch.testing.assert_close(made(*data), data[0] @ data[1])
-    assert collectives(made) == expected
-
-
-def test_low_precision_products_are_reduced_in_float32():
-    mod = module(
-        {"x": (16, 64), "w": (64, 16)},
-        [("y", call(matmul(16, 16, 64, 16, 16, 16, dtype="float16"), "x", "w", shape=(16, 16), dtype="float16"))],
-        dtype="float16",
-    )
-    made = mt.distribute_module(mod, {"x": 2}, {"x": {"x": 1}, "w": {"x": 0}})
-    data = [tensor.half() for tensor in operands(mod)]
-    torch.testing.assert_close(made(*data), (data[0].float() @ data[1].float()).half(), rtol=2e-3, atol=2e-3)
-    (reduced,) = [step for step in made.program.steps if getattr(step, "kind", "") == "all_reduce"]
-    assert made.program.values[reduced.src].dtype == "float32"
 
 
 @T.prim_func
@@ -403,25 +314,6 @@ def test_local_module_of_functions_parses():
     assert 'R.call_pure_packed("mesh.coordinates", R.str("x")' in text
 
 
-def test_local_kernels_are_made_once():
-    steps = [
-        ("a", call(matmul(8, 8, 8, 8, 8, 8), "x", "w", shape=(8, 8))),
-        ("b", call(matmul(8, 8, 8, 8, 8, 8), "a", "w", shape=(8, 8))),
-    ]
-    made = mt.distribute_module(module({"x": (8, 8), "w": (8, 8)}, steps), {"x": 2}, {"x": {"x": 0}})
-    functions = [var.name_hint for var in made.local_module.functions]
-    assert sorted(functions) == ["main", "matmul_kernel_local"]
-    again = tvm.ir.load_json(tvm.ir.save_json(made.local_module))
-    tvm.ir.assert_structural_equal(again, made.local_module)
-
-
-def test_explain_names_kernels_and_what_happens_inside_them():
-    made = mt.distribute_module(kernels_in_a_row(), {"x": 3}, {"w": {"x": 1}, "g": {"x": 0}})
-    text = made.explain()
-    assert "kernel two_pass_rms_norm_kernel_0" in text
-    assert "main.r (two_pass_rms_norm_kernel): partial values are completed" in text
-
-
 def test_kernels_in_called_functions():
     mod = legalized(NestedFunctions)
     data = operands(mod)
@@ -452,45 +344,3 @@ class NestedFunctions:
             b = cls.layer(a, w, v)
             R.output(b)
         return b
-
-
-def module(shapes, steps, *, dtype="float32", dtypes=None):
-    """A module whose main binds each step's name to what the step makes; the last one is the result."""
-    builder = relax.BlockBuilder()
-    kinds = dtypes or {}
-    params = {n: relax.Var(n, relax.TensorStructInfo(s, kinds.get(n, dtype))) for n, s in shapes.items()}
-    with builder.function("main", list(params.values())):
-        with builder.dataflow():
-            env: dict = dict(params)
-            for name, make in steps:
-                env[name] = builder.emit(make(builder, env), name)
-            result = builder.emit_output(env[steps[-1][0]])
-        builder.emit_func_output(result)
-    return builder.get()
-
-
-def call(kernel, *args, shape, dtype="float32"):
-    """A step that calls a kernel."""
-    name = str(kernel.attrs["global_symbol"])
-
-    def make(builder, env):
-        info = relax.TensorStructInfo(shape, dtype)
-        return relax.op.call_tir(builder.add_func(kernel, name), [env[arg] for arg in args], info)
-
-    return make
-
-
-def legalized(mod):
-    """The module with TE's functions in place of operators."""
-    return relax.transform.LegalizeOps()(mod)
-
-
-def operands(mod) -> list[torch.Tensor]:
-    """Random operands."""
-    torch.manual_seed(3)
-    return [torch.randn([int(size) for size in param.struct_info.shape]) for param in mod["main"].params]
-
-
-def _moves(made) -> list[tuple]:
-    steps = made.program.steps
-    return [(step.kind, step.axes, step.bytes) for step in steps if hasattr(step, "kind")]

@@ -9,6 +9,7 @@ import torch
 
 import mesh_tensor as mt
 
+from .step_modules import collectives
 from .tir_modules import Traps, calling
 
 NAMES = sorted(var.name_hint for var in Traps.functions)
@@ -96,12 +97,6 @@ def operands(mod) -> list[torch.Tensor]:
 def places(mod) -> list[tuple[str, int]]:
     """Every dim of every operand."""
     return [(param.name_hint, dim) for param in mod["main"].params for dim in range(param.struct_info.ndim)]
-
-
-def collectives(made) -> list[str]:
-    """The kinds of a module's collectives that send something, in order."""
-    steps = made.program.steps
-    return [step.kind for step in steps if hasattr(step, "kind") and step.bytes]
 
 
 def close(made: torch.Tensor, expected: torch.Tensor) -> None:

@@ -1,0 +1,119 @@
+"""Modules that call TileLang kernels, against torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import tvm
+from tvm import relax
+
+import mesh_tensor as mt
+from kernels.matmul import matmul
+from kernels.rms_norm import two_pass_rms_norm
+from kernels.softmax import online_softmax, softmax, three_pass_softmax
+
+from .step_modules import call, collectives, module, operands
+
+M, K, N = 50, 70, 36
+
+
+def kernels_in_a_row():
+    """rms_norm and softmax of a product, each a TileLang kernel."""
+    return module(
+        {"x": (M, K), "w": (K, N), "g": (N,)},
+        [
+            ("a", call(matmul(M, N, K, 32, 32, 32), "x", "w", shape=(M, N))),
+            ("r", call(two_pass_rms_norm(M, N, block_N=32), "a", "g", shape=(M, N))),
+            ("s", call(three_pass_softmax(M, N), "r", shape=(M, N))),
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shardings", "expected"),
+    [
+        ({"x": 2}, {"x": {"x": 0}}, []),
+        ({"x": 2}, {"x": {"x": 1}, "w": {"x": 0}}, ["all_reduce"]),
+        ({"x": 3}, {"x": {"x": 1}, "w": {"x": 0}, "a": {"x": 0}}, ["reduce_scatter"]),
+        ({"x": 3}, {"w": {"x": 1}, "g": {"x": 0}}, ["all_reduce", "all_gather"]),
+        ({"x": 2, "y": 2}, {"x": {"x": 0, "y": 1}, "w": {"y": 0}}, ["all_reduce"]),
+        ({"x": 2, "y": 2}, {"x": {"x": 0}, "w": {"y": 1}}, ["all_reduce", "all_gather"]),
+    ],
+    ids=str,
+)
+def test_kernels(mesh, shardings, expected):
+    mod = kernels_in_a_row()
+    data = operands(mod)
+    reference = torch.softmax(torch.nn.functional.rms_norm(data[0] @ data[1], (N,), data[2], 1e-6), -1)
+    made = mt.distribute_module(mod, mesh, shardings)
+    torch.testing.assert_close(made(*data), reference, rtol=1e-4, atol=1e-5)
+    assert collectives(made) == expected
+    torch.testing.assert_close(mt.run_sequential(mod, data), reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [softmax, three_pass_softmax, online_softmax])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_kernels_along_a_dim_that_they_need_whole(kernel, dim):
+    mod = module({"x": (M, N)}, [("y", call(kernel(M, N), "x", shape=(M, N)))])
+    data = operands(mod)
+    made = mt.distribute_module(mod, {"x": 3}, {"x": {"x": dim}, "y": {"x": dim}}, target="interpret")
+    torch.testing.assert_close(made(*data), torch.softmax(data[0], -1), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shardings", "expected"),
+    [
+        ({"x": 2}, {"x": {"x": 0}}, []),
+        ({"x": 2, "y": 2}, {"x": {"x": 0, "y": 0}}, []),
+        ({"x": 2, "y": 2}, {"x": {"x": 0}, "w": {"y": 1}}, []),
+        ({"x": 3}, {"x": {"x": 0}}, ["all_gather"]),
+        ({"x": 2}, {"x": {"x": 1}}, ["all_gather"]),
+    ],
+    ids=str,
+)
+def test_kernels_on_merged_dims(mesh, shardings, expected):
+    """The batch stays split where its tiles are contiguous parts of the merged dim."""
+    mod = module(
+        {"x": (4, 6, 8), "w": (8, 10)},
+        [
+            ("f", lambda bb, env: relax.op.reshape(env["x"], (24, 8))),
+            ("y", call(matmul(24, 10, 8, 16, 16, 16), "f", "w", shape=(24, 10))),
+            ("z", lambda bb, env: relax.op.reshape(env["y"], (4, 6, 10))),
+        ],
+    )
+    data = operands(mod)
+    made = mt.distribute_module(mod, mesh, shardings)
+    torch.testing.assert_close(made(*data), data[0] @ data[1])
+    assert collectives(made) == expected
+
+
+def test_low_precision_products_are_reduced_in_float32():
+    mod = module(
+        {"x": (16, 64), "w": (64, 16)},
+        [("y", call(matmul(16, 16, 64, 16, 16, 16, dtype="float16"), "x", "w", shape=(16, 16), dtype="float16"))],
+        dtype="float16",
+    )
+    made = mt.distribute_module(mod, {"x": 2}, {"x": {"x": 1}, "w": {"x": 0}})
+    data = [tensor.half() for tensor in operands(mod)]
+    torch.testing.assert_close(made(*data), (data[0].float() @ data[1].float()).half(), rtol=2e-3, atol=2e-3)
+    (reduced,) = [step for step in made.program.steps if getattr(step, "kind", "") == "all_reduce"]
+    assert made.program.values[reduced.src].dtype == "float32"
+
+
+def test_local_kernels_are_made_once():
+    steps = [
+        ("a", call(matmul(8, 8, 8, 8, 8, 8), "x", "w", shape=(8, 8))),
+        ("b", call(matmul(8, 8, 8, 8, 8, 8), "a", "w", shape=(8, 8))),
+    ]
+    made = mt.distribute_module(module({"x": (8, 8), "w": (8, 8)}, steps), {"x": 2}, {"x": {"x": 0}})
+    functions = [var.name_hint for var in made.local_module.functions]
+    assert sorted(functions) == ["main", "matmul_kernel_local"]
+    again = tvm.ir.load_json(tvm.ir.save_json(made.local_module))
+    tvm.ir.assert_structural_equal(again, made.local_module)
+
+
+def test_explain_names_kernels_and_what_happens_inside_them():
+    made = mt.distribute_module(kernels_in_a_row(), {"x": 3}, {"w": {"x": 1}, "g": {"x": 0}})
+    text = made.explain()
+    assert "kernel two_pass_rms_norm_kernel_0" in text
+    assert "main.r (two_pass_rms_norm_kernel): partial values are completed" in text
