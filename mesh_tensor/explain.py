@@ -99,8 +99,9 @@ def _arrived(transfers: Sequence[Transfer]) -> list[str]:
     """Per DTensor that lay otherwise than the kernel takes or makes it: how it was redistributed."""
     rows: list[tuple[object, ...]] = [("parameter", "goes", "from", "to", "steps", "bytes received")]
     for name, comes_in, by_torch, plan in transfers:
-        moves = ", ".join(f"{m.kind}({m.op})" if m.op else f"{m.kind}({', '.join(m.axes)})" for m in plan.moves)
-        steps = f"{moves}, by torch" if by_torch else moves
+        moves = [f"{m.kind}({m.op})" if m.op else m.kind for m in plan.moves]
+        steps = "; ".join(f"{kind} over {', '.join(m.axes)}" for kind, m in zip(moves, plan.moves, strict=True))
+        steps = f"{steps}, by torch" if by_torch else steps
         rows.append((name, "in" if comes_in else "out", plan.src, plan.dst, steps, f"{plan.bytes:,}"))
     return ["DTensors of the last call on ranks, redistributed", *table(rows)] if transfers else []
 

@@ -24,6 +24,8 @@ from .runtime.kernels import Target
 from .sharding import Sharding
 from .signature import Signature, Sizes
 
+_Run = tuple[RankLaunch, dict[str, Sharding]]  # the launch, and how the DTensors for it lie
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -49,15 +51,17 @@ class RankKernel:
         self._faults = Faults(ranks, compiled.signature.name)
         self._launches: dict[tuple[int, ...], RankLaunch] = {}
         self._facts: dict[tuple[int, ...], dict[str, str]] = {}
-        self._of_locals: dict[tuple, RankLaunch] = {}
-        self._agreed: tuple[RankLaunch, dict[str, Sharding]] | None = None  # what the last call ran
+        symbols = set(self._signature.symbols)
+        self._size_names = {p.name for p in self._signature.params if not p.is_tensor and p.var in symbols}
+        self._runs: dict[tuple, _Run] = {}
+        self._agreed: _Run | None = None  # what the last call ran
 
     def __call__(self, given: Mapping[str, Any], returned: Sequence[str]) -> list[Any]:
         """Run on DTensors; the written parameters `returned`, as DTensors that lie as annotated, or as what was
         passed."""
         self._faults.begin()
         with torch.no_grad():
-            launch, layouts = self._ready(lambda: self._check_dtensors(given))
+            launch, layouts = self._of_same(self._key(given), lambda: self._check_dtensors(given))
             self._compiled.ran(launch.program, partial(transfers, launch, layouts, returned))
             tensors = {name: given[name] for name in layouts}
             locals_ = {name: enter(launch, name, tensor, layouts[name]) for name, tensor in tensors.items()}
@@ -67,18 +71,35 @@ class RankKernel:
     def local(self, given: Mapping[str, Any], returned: Sequence[str], shapes: Shapes) -> list[torch.Tensor]:
         """Run on this rank's local tensors: valid parts, or whole tiles. `shapes`: global ones, where they are said."""
         self._faults.begin()
-        key = self._local_key(given, shapes)
-        launch = self._of_locals.get(key)
-        if launch is None or self._agreed != (launch, {}) or self._problems(launch.tilings, given):
-            launch, _ = self._ready(lambda: self._check_locals(given, shapes))
-            self._of_locals[key] = launch
-            self._compiled.ran(launch.program, list)
+        shapes = {name: tuple(shape) if isinstance(shape, Sequence) else (shape,) for name, shape in shapes.items()}
+        key = ("local", *shapes.items(), *self._key(given))
+        launch, _ = self._of_same(key, lambda: self._check_locals(given, shapes))
+        self._compiled.ran(launch.program, list)
         locals_ = {name: _plain(given[name]) for name in launch.tilings if name in given}
         entangled = len(locals_) > launch.inputs and _entangled(locals_)
         results = launch(locals_, self._signature.scalars(given), entangled)
         return [given.get(name, results[name]) for name in returned]
 
-    def _ready(self, check: Callable[[], tuple[Sizes, dict[str, Sharding]]]) -> tuple[RankLaunch, dict[str, Sharding]]:
+    def _of_same(self, key: tuple, check: Callable[[], tuple[Sizes, dict[str, Sharding]]]) -> _Run:
+        """What arguments like those with the same key run: checked the first time, agreed on unless it ran last."""
+        run = self._runs.get(key)
+        if run is None or run is not self._agreed:
+            run = self._runs[key] = self._ready(check)
+        return run
+
+    def _key(self, given: Mapping[str, Any]) -> tuple:
+        """All of the arguments that checks look at."""
+        found: list[object] = []
+        for name, value in given.items():
+            if isinstance(value, torch.Tensor):
+                found += (name, type(value), value.shape, value.dtype, value.device, value.is_contiguous())
+                if is_dtensor(value):
+                    found += (value.placements, value.device_mesh == self.ranks.device_mesh)
+            else:
+                found += (name, type(value), value if name in self._size_names else None)
+        return tuple(found)
+
+    def _ready(self, check: Callable[[], tuple[Sizes, dict[str, Sharding]]]) -> _Run:
         """The launch for these arguments, and how they lie. Unless that is as at the last call, the ranks agree on
         it."""
         try:
@@ -92,12 +113,13 @@ class RankKernel:
             else:
                 self._faults.tell(error, "the checks of the call")
             raise
-        if launch is None or self._agreed != (launch, layouts):
-            self._agree(key, program, layouts)
+        if self._agreed is not None and self._agreed == (launch, layouts):
+            return self._agreed
+        self._agree(key, program, layouts)
         if launch is None:
             launch = self._launches[key] = self._make(program)
         self._agreed = launch, layouts
-        return launch, layouts
+        return self._agreed
 
     def _agree(self, key: tuple[int, ...], program: Program, layouts: Mapping[str, Sharding]) -> None:
         compiled = self._compiled
@@ -105,7 +127,8 @@ class RankKernel:
             facts = program_facts(program, compiled.target.name)
             self._facts[key] = {**facts, "overlap": str(compiled.overlap)}
         arguments = ", ".join(f"{name} '{layout}'" for name, layout in layouts.items())
-        agree(self.ranks, self._faults, {**self._facts[key], "layouts of the arguments": arguments})
+        said = "; of uneven local tensors, say the whole shapes: local(..., shapes=...)" if key and not layouts else ""
+        agree(self.ranks, self._faults, {**self._facts[key], "layouts of the arguments": arguments}, fix=said)
 
     def _make(self, program: Program) -> RankLaunch:
         compiled = self._compiled
@@ -149,18 +172,8 @@ class RankKernel:
 
     def _problems(self, tilings: Mapping[str, Tiling], given: Mapping[str, Any]) -> list[str]:
         """What is wrong with local tensors."""
-        found = {name: problem(tiling, self._device, given.get(name)) for name, tiling in tilings.items()}
+        found = {name: problem(tilings[name], self._device, given[name]) for name in tilings if name in given}
         return [f"parameter {name!r}: {words}" for name, words in found.items() if words]
-
-    def _local_key(self, given: Mapping[str, Any], shapes: Shapes) -> tuple:
-        """What the launch for local tensors depends on."""
-        tensors = self._signature.tensors
-        found = [
-            getattr(value, "shape", None) if name in tensors else value
-            for name, value in given.items()
-            if name in tensors or self._signature.symbols
-        ]
-        return (*found, *shapes.items()) if shapes else tuple(found)
 
     def _check_strict(self, program: Program, layouts: Mapping[str, Sharding]) -> None:
         if not self._compiled.strict:

@@ -57,7 +57,7 @@ def global_sizes(
 
 def problem(tiling: Tiling, device: torch.device, value: Any) -> str:
     """What is wrong with a local tensor, if there is something: it is neither a valid part nor a whole tile."""
-    if value is None or (
+    if (
         isinstance(value, torch.Tensor)
         and (type(value) is torch.Tensor or isinstance(value, torch.nn.Parameter))
         and value.dtype is tiling.dtype
@@ -90,11 +90,15 @@ def _fits(param: Param, shape: Sequence[int], sizes: Sizes) -> bool:
     expected = param.shape or ()
     if len(shape) != len(expected) or not all(isinstance(size, int) and size >= 0 for size in shape):
         return False
+    learnt = dict(sizes)
     for size, actual in zip(expected, shape, strict=True):
         if isinstance(size, tirx.Var):
-            sizes.setdefault(size, actual)
-    known = [evaluate(size, sizes) for size in expected]
-    return all(size is None or size == actual for size, actual in zip(known, shape, strict=True))
+            learnt.setdefault(size, actual)
+    known = [evaluate(size, learnt) for size in expected]
+    if any(size not in (None, actual) for size, actual in zip(known, shape, strict=True)):
+        return False
+    sizes.update(learnt)
+    return True
 
 
 def _words(param: Param, sizes: Sizes) -> str:

@@ -70,6 +70,8 @@ def evaluate(size: Any, sizes: Mapping[tirx.Var, int]) -> int | None:
     """The value of a dim, or None while a symbol in it is unknown."""
     if isinstance(size, (int, tirx.IntImm)):
         return int(size)
+    if isinstance(size, tirx.Var):
+        return sizes.get(size)
     if any(var not in sizes for var in _variables(size)):
         return None
     values = {var: tirx.const(value, var.dtype) for var, value in sizes.items()}

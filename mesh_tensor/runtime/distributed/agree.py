@@ -32,12 +32,12 @@ def program_facts(program: Program, target: str) -> dict[str, str]:
     }
 
 
-def agree(ranks: Ranks, faults: Faults, facts: Mapping[str, str], refusal: str = "") -> None:
+def agree(ranks: Ranks, faults: Faults, facts: Mapping[str, str], refusal: str = "", fix: str = "") -> None:
     """Return if all ranks have the same facts; else raise the same MeshTensorError on all of them.
 
-    A rank that can't run the call takes part with its `refusal`: it returns, the others raise. The first agreement runs
-    over the ranks' own group, which notices at once that a rank has ended; later ones apart from it, because a rank may
-    be left alone with its question while the others exchange data."""
+    A rank that can't run the call takes part with its `refusal`: it returns, the others raise. `fix` adds to
+    the way out. The first agreement runs over the ranks' own group, which notices at once that a rank has ended; later
+    ones apart from it, because a rank may be left alone with its question while the others exchange data."""
     talk = ranks.talk()
     mine = json.dumps([dict(facts), refusal]).encode()
     summary = hashlib.sha256(mine).digest() + len(mine).to_bytes(8, "big")
@@ -58,7 +58,7 @@ def agree(ranks: Ranks, faults: Faults, facts: Mapping[str, str], refusal: str =
         refused or _differences({rank: found for rank, (found, _) in by_rank.items()}),
         where=f"call of kernel {facts.get('kernel', '')!r} on {ranks.mesh}",
         why="all ranks of a mesh have to run the same steps",
-        fix="compile the same kernel on every rank, and pass tensors of the same global shapes and dtypes",
+        fix=f"compile the same kernel on every rank, and pass tensors of the same global shapes and dtypes{fix}",
     )
 
 

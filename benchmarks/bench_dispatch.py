@@ -1,0 +1,104 @@
+"""What a call costs besides its kernels and collectives, on two gloo ranks: with tensors so small that nothing else
+takes time, and at the first call with a new size of a kernel with symbolic dims that was compiled before. Next to the
+bare collective, and to DTensor.
+
+python -m benchmarks.bench_dispatch
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+
+import tilelang.language as T
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import mesh_tensor as mt
+from kernels.matmul import matmul
+
+from ._ranks import on_ranks
+from ._timing import Row, header, interleaved, row, verdicts
+
+LOCAL, DTENSORS, BARE, DTENSOR = "local tensors", "DTensors", "bare collective", "DTensor"
+DEVICES, TINY = 2, 8
+_CALLS = 50  # per round
+Times = dict[str, list[float]]
+
+
+def rows(rounds: int = 41) -> list[Row]:
+    """All comparisons, measured."""
+    tiny, new = on_ranks(time_tiny, rounds), on_ranks(time_new_sizes, rounds)
+    what = f"call with tiny tensors: K-split matmul {TINY} x {TINY} x {TINY}"
+    return [
+        row(what, tiny, LOCAL, BARE, within=50e-6),
+        row(what, tiny, LOCAL, DTENSOR),
+        row(what, tiny, DTENSORS, DTENSOR),
+        row("first call with a new size: M-split matmul", new, DTENSORS, DTENSOR, must=0.1),
+    ]
+
+
+def time_tiny(rounds: int) -> Times:
+    """On each of two ranks: a product with the contracted dim split. Its collective sends each rank's tile to the
+    other."""
+    a, b = torch.randn(TINY, TINY), torch.randn(TINY, TINY)
+    here = dist.get_rank()
+    local_a, local_b = a.chunk(DEVICES, 1)[here].contiguous(), b.chunk(DEVICES, 0)[here].contiguous()
+    func = matmul(TINY, TINY, TINY, 16, 16, 16)
+    kernel = mt.compile(mt.annotate(func, {"x": DEVICES}, {"A": {"x": 1}, "B": {"x": 0}, "C": {}}), target="c")
+    mesh = init_device_mesh("cpu", (DEVICES,), mesh_dim_names=("x",))
+    shared_a, shared_b = (DTensor.from_local(t, mesh, [p]) for t, p in ((local_a, Shard(1)), (local_b, Shard(0))))
+    sent, received = torch.empty(TINY * TINY), torch.empty(TINY * TINY)
+    splits = [0 if member == here else TINY * TINY for member in range(DEVICES)]
+    runs: dict[str, Callable[[], torch.Tensor]] = {
+        LOCAL: lambda: kernel.local(local_a, local_b),
+        DTENSORS: lambda: kernel(shared_a, shared_b).to_local(),
+        DTENSOR: lambda: (shared_a @ shared_b).redistribute(placements=[Replicate()]).to_local(),
+    }
+    for run in runs.values():
+        torch.testing.assert_close(run(), a @ b, rtol=1e-4, atol=1e-4)
+    bare = {BARE: lambda: dist.all_to_all_single(received, sent, splits, splits)}
+    return interleaved({**bare, **runs}, rounds, _CALLS)
+
+
+def time_new_sizes(rounds: int) -> Times:
+    """On each of two ranks: a product with the rows split, of another size every time. The local kernels are on disk:
+    another kernel of the same source was called with the same sizes before."""
+    mesh, width = init_device_mesh("cpu", (DEVICES,), mesh_dim_names=("x",)), 16
+    weight = DTensor.from_local(torch.randn(width, width), mesh, [Replicate()])
+    dist.broadcast(weight.to_local(), 0)
+    tensors = [
+        DTensor.from_local(torch.randn(rows, width), mesh, [Shard(0)]) for rows in range(width, width + rounds + 1)
+    ]
+    func = matmul(T.dynamic("M"), width, width, 16, 16, 16)
+    layouts = {"A": {"x": 0}, "B": {}, "C": {"x": 0}}
+    before, kernel = (mt.compile(mt.annotate(func, {"x": DEVICES}, layouts), target="c") for _ in range(2))
+    for tensor in tensors:
+        before(tensor, weight)
+    runs = {DTENSORS: lambda tensor: kernel(tensor, weight), DTENSOR: lambda tensor: tensor @ weight}
+    return _first_calls(runs, tensors)
+
+
+def _first_calls(runs: dict[str, Callable[[DTensor], DTensor]], tensors: Sequence[DTensor]) -> Times:
+    """Seconds of each run on each tensor but the first."""
+    times: Times = {who: [] for who in runs}
+    for number, tensor in enumerate(tensors):
+        results = []
+        for who in list(runs)[:: -1 if number % 2 else 1]:
+            dist.barrier()
+            start = time.perf_counter()
+            results.append(runs[who](tensor).to_local())
+            times[who] += [time.perf_counter() - start] if number else []
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    return times
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=41)
+    options = parser.parse_args()
+    print(header("Calls"))
+    print(verdicts(rows(options.rounds)))

@@ -1,0 +1,120 @@
+"""Kernels with symbolic sizes, called with local tensors; and what `explain` says of calls on ranks."""
+
+from __future__ import annotations
+
+import tilelang.language as T
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import mesh_tensor as mt
+from kernels.matmul import matmul
+from tests.distributed.support import refusal
+
+
+def even_tiles(rank):
+    """Sizes from what is not split, or from tiles that are even: several, in turn, and as with DTensors."""
+    kern = symbolic_matmul({"A": {"x": 1}, "B": {"x": 0}, "C": {}})
+    for m, n, k in ((4, 6, 8), (5, 3, 2), (4, 6, 8), (1, 20, 36)):
+        a, b = torch.randn(m, k), torch.randn(k, n)
+        mine = a.chunk(2, 1)[rank].contiguous(), b.chunk(2, 0)[rank].contiguous()
+        for _ in range(2):
+            c = kern.local(*mine)
+            torch.testing.assert_close(c, a @ b, rtol=1e-4, atol=1e-4)
+            assert torch.equal(c, kern(a, b))
+        out = torch.empty(m, n)
+        assert kern.local(*mine, out) is out
+        assert torch.equal(out, c)
+
+
+def uneven_tiles(rank):
+    """Sizes that the caller says, with parts and with padded tiles; or that another tensor tells."""
+    split = symbolic_matmul({"A": {"x": 0}, "B": {}, "C": {"x": 0}})
+    told = symbolic_matmul({"A": {"x": 1}, "B": {}, "C": {}})
+    for m, n, k in ((7, 5, 6), (1, 4, 3), (3, 4, 5)):
+        a, b = torch.randn(m, k), torch.randn(k, n)
+        expected = split(a, b)
+        rows = -(-m // 2)
+        mine = a[rank * rows : (rank + 1) * rows].clone()
+        padded = torch.full((rows, k), float("nan"))
+        padded[: len(mine)] = mine
+        for part in (mine, padded):
+            c = split.local(part, b, shapes={"A": (m, k)})
+            assert torch.equal(c, expected[rank * rows : (rank + 1) * rows])
+        columns = -(-k // 2)
+        c = told.local(a[:, rank * columns : (rank + 1) * columns].contiguous(), b)
+        assert torch.equal(c, told(a, b))
+
+
+def expressions(rank):
+    """A dim that is an expression of a symbol is checked; a size that is also a parameter is taken from there."""
+    n = T.dynamic("n")
+
+    @T.prim_func
+    def pairs(A: T.Tensor((n * 2,), "float32"), B: T.Tensor((n,), "float32"), C: T.Tensor((n * 2,), "float32")):
+        with T.Kernel(T.ceildiv(n * 2, 16), threads=32) as bx:
+            for i in T.Parallel(16):
+                if bx * 16 + i < n * 2:
+                    C[bx * 16 + i] = A[bx * 16 + i] + 1.0
+
+    kern = mt.compile(mt.annotate(pairs, {"x": 2}, {"A": {"x": 0}, "B": {}, "C": {"x": 0}}), target="interpret")
+    a, b = torch.randn(12), torch.zeros(6)
+    mine = a[rank * 6 : rank * 6 + 6].clone()
+    assert torch.equal(kern.local(mine, b), mine + 1)
+    text = refusal(lambda: kern.local(mine, torch.zeros(7)))
+    assert "parameter 'A': (6,) torch.float32 on cpu, but expected (7,) torch.float32 on cpu" in text
+
+
+def sizes_that_nothing_tells(rank):
+    """What is ambiguous, or contradicts what the caller says, is refused, on every rank before anything is sent."""
+    kern = symbolic_matmul({"A": {"x": 0}, "B": {}, "C": {"x": 0}})
+    part = torch.ones(4 - rank, 6)
+    b = torch.ones(6, 5)
+    texts = [
+        refusal(lambda: kern.local(part, b)),
+        refusal(lambda: kern.local(part, b, shapes={"A": (9, 6)})),
+        refusal(lambda: kern.local(part, b, shapes={"D": (8, 6), "A": (7,), "B": (6.5, 5)})),
+        refusal(lambda: kern.local(part, b, shapes={"A": (7, 6), "B": (5, 5)})),
+        refusal(lambda: kern.local(part, b, shapes={"A": 7})),
+        refusal(lambda: kern.local(part, b[0])),
+    ]
+    assert kern.local(part, b, shapes={"A": (7, 6)}).eq(6).all()
+    both = symbolic_matmul({"A": {"x": 1}, "B": {"x": 0}, "C": {}})
+    texts.append(refusal(lambda: both.local(torch.ones(4, 3), torch.ones(5, 4))))
+    return texts
+
+
+def explained(rank):
+    """`explain` before any call, after calls whose DTensors lie as annotated, and otherwise."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    layouts = {"A": {"x": 0, "y": 1}, "B": {"y": 0}, "C": {"x": 0, "y": 0}}
+    kern = mt.compile(mt.annotate(matmul(10, 8, 8), {"x": 2, "y": 2}, layouts), target="interpret")
+    a, b = torch.randn(10, 8), torch.randn(8, 8)
+    whole, split = [Replicate(), Replicate()], [Shard(0), Shard(1)]
+    texts = [kern.explain()]
+    kern(distribute_tensor(a, mesh, split), distribute_tensor(b, mesh, [Replicate(), Shard(0)]))
+    texts.append(kern.explain())
+    partly = DTensor.from_local(b[:, :4].contiguous(), mesh, [Partial("sum"), Shard(1)])
+    out = distribute_tensor(torch.zeros(10, 8), mesh, whole)
+    kern(distribute_tensor(a, mesh, [Shard(0), Shard(0)]), partly, out)
+    texts.append(kern.explain())
+    return texts
+
+
+def strict_refuses(rank):
+    """What explain would say is refused under strict=True, on every rank, and nothing is written."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    func = mt.annotate(matmul(8, 8, 8), {"x": 2}, {"A": {"x": 1}, "B": {"x": 0}, "C": {}})
+    kern, a = mt.compile(func, target="interpret", strict=True), torch.ones(8, 8)
+    columns, rows, whole = (distribute_tensor(a, mesh, [p]) for p in (Shard(1), Shard(0), Replicate()))
+    texts = [refusal(lambda: kern(whole, whole)), refusal(lambda: kern(columns, rows, rows))]
+    assert rows.full_tensor().eq(1).all()
+    assert kern(columns, rows).to_local().eq(8).all()
+    texts.append(kern.explain())
+    return texts
+
+
+def symbolic_matmul(layouts):
+    """C = A @ B for any sizes."""
+    m, n, k = (T.dynamic(name) for name in "mnk")
+    return mt.compile(mt.annotate(matmul(m, n, k, 16, 16, 16), {"x": 2}, layouts), target="interpret")
