@@ -99,7 +99,7 @@ def tensor_type(info: relax.StructInfo, what: str) -> TensorType:
             why="layouts can only be decided for tensors of known size",
             fix="annotate the value's shape in the module, or let TVM infer it (relax.transform.Normalize)",
         )
-    sizes = plain(info.shape)
+    sizes = tuple(int(s) if isinstance(s, tirx.IntImm) else s for s in info.shape.values)
     if not all(isinstance(size, int) for size in sizes):
         refuse(
             f"{what}: the shape {tuple(sizes)} is symbolic",
