@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -43,6 +45,9 @@ class Talk:
         return [data[start : start + len(words)] for start in range(0, len(data), len(words))]
 
 
+_alive: WeakSet[Ranks] = WeakSet()
+
+
 class Ranks:
     """`mesh` as processes: device i of the mesh is the process at place i of `device_mesh`; this one is `rank`."""
 
@@ -64,6 +69,7 @@ class Ranks:
         self._groups: dict[tuple[int, ...], Group] = {}
         self._talk: Talk | None = None
         self._device = torch.device(device_type)
+        _alive.add(self)
         check_backend(device_type, dist.get_backend_config(device_mesh.get_group(0)), str(mesh))
 
     def place(self, rank: int) -> int:
@@ -109,6 +115,12 @@ class Ranks:
             lambda received, sent: gloo.alltoall_base(received, sent, [], []).wait(),
         )
 
+    def let_go(self) -> None:
+        """Forget all groups, for good."""
+        for group in self._groups.values():
+            vars(group).clear()  # exchanges of kernels that are still there have them, too
+        vars(self).clear()
+
     def _group(self, axes: tuple[str, ...], members: tuple[int, ...]) -> Group:
         needed = [axis for axis in axes if self.mesh.size(axis) > 1]
         places = sorted(self._places[member] for member in members)
@@ -147,6 +159,15 @@ def ranks_of(mesh: Mesh, device_mesh: DeviceMesh | None, device_type: str) -> Ra
 
 _known: dict[tuple[Any, ...], Ranks] = {}
 _made: list[Any] = []
+
+
+@atexit.register
+def _let_go() -> None:
+    """A group that is still held when Python takes itself apart, after torch's own end, aborts the process."""
+    _known.clear()
+    _made.clear()
+    for ranks in list(_alive):
+        ranks.let_go()
 
 
 def check_backend(device_type: str, config: str, where: str) -> None:
