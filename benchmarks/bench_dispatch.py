@@ -1,7 +1,6 @@
 """What a call costs besides its kernels and collectives, on two gloo ranks: with tensors so small that nothing else
 takes time, and at the first call with a new size of a kernel with symbolic dims that was compiled before. Next to the
-same by hand, with the same collective (one after a pause of some microseconds takes longer than one in a row of them), and
-to DTensor.
+same by hand, with the same collective (right after another one a collective takes less time), and to DTensor.
 
 python -m benchmarks.bench_dispatch
 """
