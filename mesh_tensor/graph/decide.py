@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from typing import NamedTuple
 
 from ..mesh import Mesh
 from ..propagation import dtype_bits
@@ -16,7 +17,7 @@ from ..rules.cost import count_flops as count_kernel_flops
 from ..rules.ops.cost import count_flops
 from ..sharding import Partial, Placement, Shard, Sharding
 from .atoms import AtomFactors, Atoms, NodeRule
-from .ir import Node
+from .ir import Node, Value
 from .propagate import Layouts, tensors_of
 
 Split = Mapping[str, str | None]  # axis -> factor
@@ -34,47 +35,66 @@ class Decision:
     produced: tuple[Sharding, ...]
 
 
+class _Tensor(NamedTuple):
+    """An operand or a result of a node: `there` are the layouts in which the value exists by then."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Sharding
+    factors: AtomFactors
+    there: tuple[Sharding, ...]
+
+
 class Decider:
-    """Decides node by node; the same question is answered once."""
+    """Decides node by node, in the order in which they run; the same question is answered once."""
 
     def __init__(self, mesh: Mesh, atoms: Atoms, layouts: Layouts) -> None:
         self._mesh, self._atoms, self._layouts = mesh, atoms, layouts
         self._known: dict[tuple, Decision] = {}
+        self._there: dict[Value, tuple[Sharding, ...]] = {value: (s,) for value, s in layouts.of.items()}
 
     def decide(self, node: Node) -> Decision:
         """The cheapest split of a node. Where costs tie, more axes split, then the first factor named wins."""
         rule = self._atoms.rules[node]
-        tensors = [(self._atoms.shape(v), v.type.dtype, self._layouts.of[v], f) for v, f in tensors_of(node, rule)]
+        tensors = [
+            _Tensor(self._atoms.shape(v), v.type.dtype, self._layouts.of[v], f, self._there[v])
+            for v, f in tensors_of(node, rule)
+        ]
         key = (node.call.name, _flops(node), tuple(tensors), tuple(rule.reduced.items()), rule.even, len(node.inputs))
         if key not in self._known:
             split = self._cheapest(node, rule, tensors)
             needed = tuple(operand_layout(self._mesh, factors, split) for factors in rule.inputs)
             produced = tuple(result_layout(self._mesh, factors, split, rule) for factors in rule.outputs)
             self._known[key] = Decision(split, needed, produced)
-        return self._known[key]
+        decision = self._known[key]
+        for value, layout in zip(node.inputs, decision.needed, strict=True):
+            if layout not in self._there[value]:
+                self._there[value] += (layout,)
+        return decision
 
-    def _cheapest(self, node: Node, rule: NodeRule, tensors: list[tuple]) -> dict[str, str]:
+    def _cheapest(self, node: Node, rule: NodeRule, tensors: list[_Tensor]) -> dict[str, str]:
         best: tuple[tuple, dict[str, str]] | None = None
         for order, split in enumerate(self._splits(rule, tensors)):
             cost = _flops(node) // math.prod(self._mesh.size(a) for a in split) // _FLOPS_PER_BYTE
-            for index, (shape, dtype, layout, factors) in enumerate(tensors):
+            for index, tensor in enumerate(tensors):
                 if index < len(node.inputs):
-                    src, dst = layout, operand_layout(self._mesh, factors, split)
+                    needed = operand_layout(self._mesh, tensor.factors, split)
+                    cost += min(bytes_moved(tensor.shape, tensor.dtype, there, needed) for there in tensor.there)
                 else:
-                    src, dst = result_layout(self._mesh, factors, split, rule), layout
-                cost += bytes_moved(shape, dtype, src, dst)
+                    produced = result_layout(self._mesh, tensor.factors, split, rule)
+                    cost += bytes_moved(tensor.shape, tensor.dtype, produced, tensor.layout)
             rank = (cost, -len(split), order)
             if best is None or rank < best[0]:
                 best = (rank, split)
         assert best is not None
         return best[1]
 
-    def _splits(self, rule: NodeRule, tensors: list[tuple]) -> Iterator[dict[str, str]]:
+    def _splits(self, rule: NodeRule, tensors: list[_Tensor]) -> Iterator[dict[str, str]]:
         """All ways to give each axis one of the factors that it splits in some tensor's layout, or none. Results
         come first: owner computes."""
         choices = []
         for axis in self._mesh:
-            found = [factors[p] for _, _, s, factors in reversed(tensors) if (p := s.dim_of(axis)) is not None]
+            found = [t.factors[p] for t in reversed(tensors) if (p := t.layout.dim_of(axis)) is not None]
             choices.append(list(dict.fromkeys([*(f for f in found if f is not None), None])))
         for combination in product(*choices):
             split = {a: f for a, f in zip(self._mesh, combination, strict=True) if f is not None}
