@@ -35,6 +35,7 @@ def distribute_module(
     strict: bool = False,
     replicate_unknown: bool = False,
     kernels: Kernels | None = None,
+    poison: bool = False,
 ) -> MeshModule:
     """Make a Relax module callable on a mesh.
 
@@ -50,6 +51,7 @@ def distribute_module(
         replicate_unknown: compute operators without a sharding rule on whole tensors, on every device.
         kernels: operators that run as TileLang kernels: from an operator's name to a function from its call on tiles to
             a kernel on the operands, then the results, or None (torch computes the call).
+        poison: on a virtual mesh, padding holds NaN or extreme integers, so that what reads it shows (for tests).
 
     Returns:
         The callable. It is planned here, or at the first call with new sizes if the function has symbolic ones.
@@ -71,6 +73,7 @@ def distribute_module(
         strict=strict,
         replicate_unknown=replicate_unknown,
         kernels=kernels or {},
+        poison=poison,
     )
 
 
@@ -93,9 +96,10 @@ class MeshModule:
         strict: bool,
         replicate_unknown: bool,
         kernels: Kernels,
+        poison: bool,
     ) -> None:
         self._function, self._target = function, find_target(target)
-        self._strict = strict
+        self._strict, self._poison = strict, poison
         self._replicate_unknown, self._kernels = replicate_unknown, kernels
         self._signature = ModuleSignature(mod, function)
         self._signature.check(weights)
@@ -116,6 +120,12 @@ class MeshModule:
         launch = self._launch(sizes, self._device_mesh or _device_mesh(tensors))
         with torch.no_grad():
             return launch({name: tensor for name, tensor in tensors.items() if name not in self._weights})
+
+    def bind(self, *args: Any, **named: Any) -> tuple[dict[str, Any], ModulePlan]:
+        """The tensors of a call by parameter, weights among them, and the plan for their sizes; nothing is run."""
+        tensors = self._signature.bind(self._weights, args, named)
+        self._plan = self._planned(self._signature.check(tensors))
+        return tensors, self._plan
 
     @property
     def plan(self) -> ModulePlan:
@@ -146,7 +156,7 @@ class MeshModule:
         key = (self._key(sizes), device_mesh)
         if key not in self._launches:
             if device_mesh is None:
-                self._launches[key] = ModuleLaunch(plan, self._target, self._weights)
+                self._launches[key] = ModuleLaunch(plan, self._target, self._weights, poison=self._poison)
             else:
                 ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
                 self._launches[key] = RankModuleLaunch(plan, self._target, ranks, self._weights)

@@ -17,8 +17,10 @@ from .runtime.mesh_tensor import MeshTensor
 class ModuleLaunch:
     """A plan, ready to run: weights and constants lie on the mesh already."""
 
-    def __init__(self, plan: ModulePlan, target: Target, weights: Mapping[str, torch.Tensor]) -> None:
-        self.plan, self._run = plan, Launch(plan.made.program, target)
+    def __init__(
+        self, plan: ModulePlan, target: Target, weights: Mapping[str, torch.Tensor], *, poison: bool = False
+    ) -> None:
+        self.plan, self._run = plan, Launch(plan.made.program, target, poison=poison)
         made = plan.made
         self._result = made.result
         self._ports = {port.name: port for port in ports_of(plan)}

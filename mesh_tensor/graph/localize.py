@@ -99,6 +99,7 @@ class _Localizer:
         params = [form for form in taken if form not in made and form not in self._constants]
         last = group[-1][0]
         results = [form for form in made if self._last_use.get(form, -1) > last]
+        results = results or list(made)[-1:]  # of nothing: TVM does not parse an empty tuple
         function = self._function(params, group, tuple(results), depth)
         return self._unique(scope.function, function), params, results
 

@@ -18,26 +18,34 @@ _SENDING = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute
 def schedule(steps: Sequence[Step]) -> list[Step]:
     """The steps with collectives started early where something can run beside them. The order in which collectives
     start is the same on every device."""
-    made = {name: index for index, step in enumerate(steps) for name in _results(step)}
-    before: dict[int, list[Step]] = {}
-    waits: dict[int, list[Step]] = {}
+    ready = {name: index + 1 for index, step in enumerate(steps) for name in _results(step)}
+    before: dict[int, list[CollectiveStep]] = {}
+    waits: dict[int, list[WaitStep]] = {}
     moved: set[int] = set()
     for index, step in enumerate(steps):
         if not isinstance(step, CollectiveStep) or step.kind not in _SENDING:
             continue
         first_use = next((i for i in range(index + 1, len(steps)) if step.dst in names_in(steps[i])), len(steps))
-        start = _earliest(steps, made.get(step.src, -1) + 1, index)
+        start = _earliest(steps, ready.get(step.src, 0), index)
         if _computes(steps[start:first_use]):
             started = replace(step, wait=False)
             moved.add(index)
+            ready[step.dst] = first_use
             before.setdefault(start, []).append(started)
             waits.setdefault(first_use, []).append(WaitStep(started))
     result: list[Step] = []
     for index, step in enumerate(steps):
-        result += [*before.get(index, ()), *waits.get(index, ())]
+        result += _here(before.get(index, []), waits.get(index, []))
         if index not in moved:
             result.append(step)
-    return [*result, *before.get(len(steps), ()), *waits.get(len(steps), ())]
+    return [*result, *_here(before.get(len(steps), []), waits.get(len(steps), []))]
+
+
+def _here(starts: list[CollectiveStep], waits: list[WaitStep]) -> list[Step]:
+    """Collectives start before others are waited for, but for those that send what is waited for."""
+    awaited = {wait.collective.dst for wait in waits}
+    later = [step for step in starts if step.src in awaited]
+    return [*(step for step in starts if step.src not in awaited), *waits, *later]
 
 
 def _earliest(steps: Sequence[Step], ready: int, index: int) -> int:

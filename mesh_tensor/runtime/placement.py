@@ -129,6 +129,14 @@ class Layout:
         tile = self._tiles[rank]
         return tiles[rank] if tile.full else tiles[rank][tile.valid]
 
+    def poisoned(self, tile: torch.Tensor, rank: int) -> torch.Tensor:
+        """The tile of `rank` with poison for its padding."""
+        if self._tiles[rank].full:
+            return tile
+        new, valid = self._new(tile.device, poison=True), self._tiles[rank].valid
+        copy(new[valid], tile[valid])
+        return new
+
     def _view(self, tensor: torch.Tensor, tile: _Tile) -> torch.Tensor | None:
         if tile.start is None or tile.blank:
             return None

@@ -75,7 +75,11 @@ class VirtualMesh:
         names = [self.program.values[name].storage for name in step.args]
         results = [self.program.values[name].storage for name in step.results]
         sizes = [self.layouts[name].tile_bytes for name in step.results]
-        alike = not differs_by_rank(step)
+        layouts = [self.layouts[name] for name in step.results]
+        # Devices with equal operands share results, but the padding of each is its own. What looks at where the device
+        # stands makes its padding on purpose.
+        poison = self._poison and not differs_by_rank(step)
+        alike = not differs_by_rank(step) and not poison
 
         def action(memory: Memory) -> None:
             operands = list(zip(*(memory.held[name] for name in names), strict=True)) or [()] * len(by_rank)
@@ -86,6 +90,8 @@ class VirtualMesh:
             def of_device(index: int) -> None:
                 rank = work[index]
                 made[rank] = by_rank[rank](*operands[rank])
+                if poison:
+                    made[rank] = [layout.poisoned(t, rank) for layout, t in zip(layouts, made[rank], strict=True)]
 
             _run_apart(of_device, len(work))
             for position, (name, size) in enumerate(zip(results, sizes, strict=True)):

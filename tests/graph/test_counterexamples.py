@@ -1,0 +1,59 @@
+"""Modules that were once wrong, found by random modules: each written as small as it gets."""
+
+import torch
+import tvm
+from tvm.script.parser import ir as I
+from tvm.script.parser import relax as R
+
+import mesh_tensor as mt
+
+
+def same_as_on_one_device(mod, mesh, shardings, **options):
+    """Run the module on small whole numbers, on one device and on a poisoned mesh."""
+    torch.manual_seed(0)
+    shapes = [[int(size) for size in var.struct_info.shape] for var in mod["main"].params]
+    inputs = [torch.randint(-3, 4, shape).float() for shape in shapes]
+    expected = mt.run_sequential(mod, inputs)
+    run = mt.distribute_module(mod, mesh, shardings, poison=True, **options)
+    torch.testing.assert_close(run(*inputs), expected, rtol=0, atol=0)
+    return run
+
+
+def test_a_function_of_which_nothing_is_used():
+    """Its local function gave an empty tuple, whose type TVM prints but doesn't parse."""
+
+    @I.ir_module
+    class Module:
+        @R.function(private=True)
+        def unused(a: R.Tensor((4, 4), "float32")):
+            b = R.nn.relu(a)
+            return b
+
+        @R.function
+        def main(x: R.Tensor((4, 4), "float32")):
+            cls = Module
+            y = cls.unused(x)  # noqa: F841
+            z = R.add(x, x)
+            return z
+
+    run = same_as_on_one_device(Module, {"x": 2}, {"x": {"x": 0}})
+    text = run.local_module.script(show_meta=True)
+    assert tvm.ir.structural_equal(tvm.script.from_source(text), run.local_module)
+
+
+def test_a_collective_on_the_result_of_another_one():
+    """The second one was started before the first one was waited for: both had been moved before the same products."""
+
+    @I.ir_module
+    class Module:
+        @R.function
+        def main(a: R.Tensor((4, 4), "float32"), b: R.Tensor((4, 4), "float32")):
+            s = R.sum(a, axis=[0])
+            p = R.matmul(b, b)
+            q = R.matmul(p, b)
+            r = R.add(q, s)
+            return (r, s)
+
+    for stated in ({"x": 0}, {"y": 0}, {"x": 0, "y": 0}):
+        for result in ({}, {"x": 0}, {"y": 0}, {"x": 0, "y": 0}):
+            same_as_on_one_device(Module, {"x": 2, "y": 2}, {"a": {"x": 0, "y": 0}, "s": stated, "r": result})

@@ -1,0 +1,110 @@
+"""Random modules on random meshes: one case per number, and all as a strategy."""
+
+from __future__ import annotations
+
+import re
+from random import Random
+
+from hypothesis import strategies as st
+
+from .scene import FLOATS, Scene, Shared, Value
+from .spec import Case, Param
+from .structure import emit, function_text
+
+_MESHES = ((2,), (2,), (2,), (3,), (4,), (2, 2), (2, 2), (2, 3), (3, 2), (2, 2, 2), (1,), (1, 2), (5,))
+_SIZES = ((4, 8, 2, 6), (2, 3, 4, 6), (5, 7, 3, 2), (1, 4, 6, 12), (1, 2, 5, 8), (8, 16, 4, 12))
+
+_OPERATOR = re.compile(r"(R\.(?:nn\.)?\w+|cls\.)\(?")
+# What TVM infers R.DTensor types for.
+_TYPED = (
+    "R.function R.Tensor R.dataflow R.output R.matmul R.add R.subtract R.multiply R.maximum R.minimum R.tanh R.negative"
+    " R.abs R.square R.nn.relu R.nn.gelu R.nn.silu R.sigmoid R.sum R.max R.min R.prod R.mean R.permute_dims R.shape"
+    " R.nn.softmax"
+)
+
+
+def make_case(number: int) -> Case:
+    """The case with this number."""
+    random = Random(number)
+    shared = Shared(random, random.choice(_SIZES), whole=random.random() < 0.5)
+    scene = Scene(shared, "main")
+    for _ in range(scene.number(1, 2)):
+        scene.parameter(scene.shape(1, 3), scene.pick(("float32",) * 8 + ("float16", "int32")))
+    for _ in range(scene.number(2, 11)):
+        emit(scene)
+    text, results = _result(scene)
+    params = [f'{p.name}: R.Tensor({p.shape}, "{p.dtype}")' for p in scene.params]
+    shared.texts.append(function_text("@R.function", "main", params, scene, text))
+    mesh = dict(zip("xyz", random.choice(_MESHES), strict=False))
+    shardings = _shardings(scene, mesh)
+    names = [p.name for p in scene.params]
+    return Case(
+        "@I.ir_module\nclass Module:\n" + "\n".join(shared.texts),
+        tuple(scene.params),
+        mesh,
+        shardings,
+        open=tuple(name for name in shardings if random.random() < 0.2),
+        priority={name: scene.number(0, 2) for name in shardings if random.random() < 0.2},
+        weights=tuple(names[1:]) if random.random() < 0.3 else (),
+        spread={p.name: _dims(random, len(p.shape), mesh) for p in scene.params if random.random() < 0.5}
+        if random.random() < 0.2
+        else {},
+        typed=_may_be_typed("".join(shared.texts)) and random.random() < 0.7,
+        whole=shared.whole,
+        exact=tuple(i for i, value in enumerate(results) if value.whole),
+        seed=number,
+    )
+
+
+def cases() -> st.SearchStrategy[Case]:
+    """Random modules, each on a random mesh. A counterexample is made smaller by `reduction.reduced`, not by
+    hypothesis: its parts depend on each other too much."""
+    return st.integers(0, 2**40).map(make_case)
+
+
+def _result(scene: Scene) -> tuple[str, list[Value]]:
+    """What main returns, as text: mostly what nothing uses; the values in it, in order."""
+    text = "\n".join(scene.lines)
+    unused = [v for v in scene.values if f"{v.name}" not in text.replace(f"{v.name} = ", "")]
+    found = [*scene.some(unused[::-1][:6], 1, 4), *scene.some(scene.values, 0, 1)] or scene.values[-1:]
+    if len(found) == 1:
+        return found[0].name, found
+    if len(found) > 2 and scene.chance(30):
+        inner = ", ".join(v.name for v in found[1:])
+        return f"({found[0].name}, ({inner}))", found
+    return f"({', '.join(v.name for v in found)})", found
+
+
+def _shardings(scene: Scene, mesh: dict[str, int]) -> dict[str, object]:
+    """Layouts of some parameters and of a few other values; sometimes of nearly everything, so that they clash."""
+    random = scene.random
+    share = random.choice((0.3, 0.6, 1.0))
+    inner = random.choice((0.0, 0.1, 0.4))
+    named = [v for v in scene.named if v.name.isidentifier()]
+    chosen = [(p.name, p) for p in scene.params if random.random() < share]
+    chosen += [(v.name, v) for v in named if random.random() < inner]
+    for function in scene.shared.functions:
+        chosen += [(f"{function.name}.{p.name}", p) for p in function.params if random.random() < inner / 2]
+    if not chosen:
+        chosen = [(scene.params[0].name, scene.params[0])]
+    return {name: _stated(random, value, mesh) for name, value in chosen}
+
+
+def _stated(random: Random, value: Param | Value, mesh: dict[str, int]) -> object:
+    """A layout in one of the forms that there are."""
+    dims = _dims(random, len(value.shape), mesh)
+    form = random.random()
+    if form < 0.15:
+        return ", ".join(f"S[{dims[axis]}]" if axis in dims else "R" for axis in mesh)
+    free = [axis for axis in mesh if axis not in dims]
+    if form < 0.22 and free and value.dtype in FLOATS:
+        return {"sharding": dims, "partial": {random.choice(free): random.choice(("sum", "max"))}}
+    return dims
+
+
+def _dims(random: Random, ndim: int, mesh: dict[str, int]) -> dict[str, int]:
+    return {axis: random.randrange(ndim) for axis in mesh if ndim and random.random() < 0.75}
+
+
+def _may_be_typed(text: str) -> bool:
+    return set(_OPERATOR.findall(text)) <= set(_TYPED.split()) and "if " not in text
