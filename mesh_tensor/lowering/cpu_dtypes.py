@@ -10,7 +10,7 @@ from tvm import ir, tirx
 
 from ..errors import listing, refuse
 from .cpu_exprs import BINARY, COMPARISON, const, map_children, op_name
-from .cpu_intrinsics import BITWISE, EXACT, FLOAT_FUNCTIONS, LIBM, float_function
+from .cpu_intrinsics import BITWISE, EXACT, FLOAT_FUNCTIONS, LIBM, PREFETCH, float_function
 
 _LOW = ("float16", "bfloat16")
 _SMALL_INT = ("int8", "uint8", "int16", "uint16")
@@ -218,7 +218,7 @@ class LegalExpr:
         function = call.args[0].value
         if function.startswith(_GEMM):
             self.gemms.add(function)
-        elif function not in LIBM:
+        elif not function.startswith(PREFETCH) and function not in LIBM:
             self._refuse(
                 f"the function '{function}' that T.call_extern names is unknown on a CPU",
                 f"write it with T's own operations, or use one of {', '.join(sorted(LIBM))}",

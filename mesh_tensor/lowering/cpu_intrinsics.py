@@ -83,8 +83,17 @@ EXACT = frozenset(
 )
 """Functions whose result, for 16-bit arguments, needs no rounding."""
 
+VECTORISED = frozenset(
+    ("ceil", "copysign", "erf", "exp", "exp2", "fabs", "floor", "fma", "max", "min", "nearbyint", "rcp", "rsqrt")
+    + ("sigmoid", "sqrt", "tanh", "trunc")
+)
+"""Functions that leave a loop over float32 one that compilers vectorise."""
+
 LIBM = frozenset({"expf", "exp", "logf", "log", "sqrtf", "sqrt", "tanhf", "tanh", "erff", "erf", "powf", "pow"})
 """What a kernel may call with T.call_extern."""
+
+PREFETCH = "mt_prefetch_"
+"""How the functions are called that ask for memory before it is needed; a dtype follows."""
 
 BITWISE = frozenset(
     f"tirx.{name}" for name in ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "shift_left", "shift_right")

@@ -11,14 +11,24 @@ from .cpu_bounds import Bounds
 from .cpu_combine import accumulator_dtype, combine, neutral
 from .cpu_exprs import all_of, cast, const, if_then, loop_nest, seq, temporary
 
-_LANES = 32
+LANES = 32
+"""How many totals a reduction along the last dim keeps."""
+
 _ZERO = const(0, "int32")
+
+
+def is_total(store: tirx.BufferStore, var: tirx.Var) -> bool:
+    """Whether iteration `var` of a loop combines something with total `var % LANES` by `store`."""
+    index = store.indices[0]
+    if len(store.indices) != 1 or not isinstance(index, tirx.FloorMod):
+        return False
+    return bool(index.a.same_as(var)) and getattr(index.b, "value", None) == LANES
 
 
 class ReduceLoops:
     """Totals are kept in a buffer of their own. There is one for each position of the dims behind the reduced one, and
     the loop over the reduced dim goes around them, so that memory is walked in order. Where the reduced dim is the last
-    one, its elements are dealt out to `_LANES` totals, which are combined at the end."""
+    one, its elements are dealt out to `LANES` totals, which are combined at the end."""
 
     def __init__(self, op: Reduce, bounds: Bounds, load: Callable[..., tirx.PrimExpr]) -> None:
         self._op, self._bounds, self._load = op, bounds, load
@@ -34,8 +44,8 @@ class ReduceLoops:
         """The whole reduction."""
         op, extent = self._op, self._op.src.extents[self._op.dim]
         is_last = op.dim == len(self._vars) - 1
-        if is_last and isinstance(extent, tirx.IntImm) and extent.value >= 2 * _LANES:
-            body = self._in_lanes(int(extent))
+        if is_last and isinstance(extent, tirx.IntImm) and extent.value >= 2 * LANES:
+            body = self._in_lanes()
         else:
             body = self._in_order()
         return self._nest([d for d in range(len(self._vars)) if d != op.dim and d not in self._inner], body)
@@ -53,32 +63,26 @@ class ReduceLoops:
             ]
         )
 
-    def _in_lanes(self, extent: int) -> tirx.Stmt:
-        totals = temporary("totals", self._dtype, [_LANES])
-        chunk, lane = tirx.Var("chunk", "int32"), tirx.Var("lane", "int32")
-        whole, rest = extent // _LANES, extent % _LANES
+    def _in_lanes(self) -> tirx.Stmt:
+        """Element i goes to total i % LANES; `cpu_lanes` turns that into steps of LANES elements."""
+        totals = temporary("totals", self._dtype, [LANES])
+        lane, mine = tirx.Var("lane", "int32"), tirx.FloorMod(self._vars[self._op.dim], const(LANES, "int32"))
 
-        def over(end: int, body: tirx.Stmt, begin: int = 0) -> tirx.Stmt:
-            return loop_nest([(lane, const(begin, "int32"), const(end, "int32"))], body)
+        def over_lanes(body: tirx.Stmt, begin: int = 0) -> tirx.Stmt:
+            return loop_nest([(lane, const(begin, "int32"), const(LANES, "int32"))], body)
 
-        def element(position: tirx.PrimExpr) -> list[tirx.PrimExpr]:
-            return [*self._vars[: self._op.dim], position]
-
-        self._bounds.loop(chunk, _ZERO, const(whole, "int32"))
-        self._bounds.loop(lane, _ZERO, const(_LANES, "int32"))
         first, other = tirx.BufferLoad(totals, [_ZERO]), tirx.BufferLoad(totals, [lane])
-        steps = over(_LANES, self._add(totals, [lane], element(chunk * _LANES + lane)))
-        statements = [
-            tirx.AllocBuffer(totals),
-            over(_LANES, tirx.BufferStore(totals, neutral(self._op.op, self._dtype), [lane])),
-            tirx.BufferStore(totals, self._start(), [_ZERO]),
-            loop_nest([(chunk, _ZERO, const(whole, "int32"))], steps),
-        ]
-        if rest:
-            self._bounds.loop(lane, _ZERO, const(rest, "int32"))
-            statements.append(over(rest, self._add(totals, [lane], element(lane + whole * _LANES))))
         gather = tirx.BufferStore(totals, combine(self._op.op, first, other), [_ZERO])
-        return seq([*statements, over(_LANES, gather, begin=1), self._finish(first)])
+        return seq(
+            [
+                tirx.AllocBuffer(totals),
+                over_lanes(tirx.BufferStore(totals, neutral(self._op.op, self._dtype), [lane])),
+                tirx.BufferStore(totals, self._start(), [_ZERO]),
+                self._nest([self._op.dim], self._add(totals, [mine], self._vars)),
+                over_lanes(gather, begin=1),
+                self._finish(first),
+            ]
+        )
 
     def _start(self) -> tirx.PrimExpr:
         if self._op.clear:

@@ -19,6 +19,8 @@ from ..errors import refuse
 from ..rules.tile_ops import Region, TileOp, parse_tile_op
 from .cpu_bounds import Bounds
 from .cpu_exprs import all_of, const, if_then, map_children, op_name, seq
+from .cpu_fuse import fuse_loops
+from .cpu_lanes import step_by_lanes
 from .cpu_tile_ops import TileOps
 
 _WITHOUT_MEANING_ON_A_CPU = frozenset(
@@ -85,6 +87,8 @@ class _Retarget:
                 if isinstance(size, tirx.Var):
                     self._bounds.not_negative(size)
         body = self._stmt(func.body) or tirx.Evaluate(const(0, "int32"))
+        params = frozenset(buffer.data for buffer in func.buffer_map.values())
+        body = step_by_lanes(fuse_loops(body, params), params)
         attrs = {"global_symbol": self._kernel}
         return tirx.PrimFunc(func.params, body, func.ret_type, func.buffer_map, None).with_attr(attrs)
 

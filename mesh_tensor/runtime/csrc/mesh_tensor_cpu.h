@@ -116,6 +116,19 @@ MT_INT(int64_t, int64)
 MT_UINT(uint32_t, uint32)
 MT_UINT(uint64_t, uint64)
 
+// Asks for the memory of 32 elements. Nothing is read: the address may be anywhere.
+#define MT_PREFETCH(type, name) \
+  MT_INLINE void mt_prefetch_##name(type *first, int32_t for_writing) { \
+    for (size_t byte = 0; byte < 32 * sizeof(type); byte += 64) { \
+      if (for_writing) __builtin_prefetch((const char *)first + byte, 1); \
+      else __builtin_prefetch((const char *)first + byte, 0); \
+    } \
+  }
+MT_PREFETCH(float, float32)
+MT_PREFETCH(double, float64)
+MT_PREFETCH(uint16_t, float16)
+MT_PREFETCH(uint16_t, bfloat16)
+
 #define MT_POWER(type, name, inverse) \
   MT_INLINE type mt_power_##name(type x, int32_t exponent) { \
     type power = 1; \

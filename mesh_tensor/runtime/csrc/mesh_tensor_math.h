@@ -15,12 +15,12 @@ MT_INLINE float mt_multiply_add(float a, float b, float c) {
 
 // e^r for |r| <= ln(2) / 2.
 MT_INLINE float mt_exp_near_0(float r) {
-  float p = mt_multiply_add(1.9875691500e-4f, r, 1.3981999507e-3f);
-  p = mt_multiply_add(p, r, 8.3334519073e-3f);
-  p = mt_multiply_add(p, r, 4.1665795894e-2f);
-  p = mt_multiply_add(p, r, 1.6666665459e-1f);
-  p = mt_multiply_add(p, r, 5.0000001201e-1f);
-  return mt_multiply_add(p, r * r, r) + 1.0f;
+  float p = mt_multiply_add(1.381459879e-3f, r, 8.368716575e-3f);
+  p = mt_multiply_add(p, r, 4.166838899e-2f);
+  p = mt_multiply_add(p, r, 1.666652113e-1f);
+  p = mt_multiply_add(p, r, 4.999999404e-1f);
+  p = mt_multiply_add(p, r, 1.0f);
+  return mt_multiply_add(p, r, 1.0f);
 }
 
 // x, at least low (< 0) and at most high (> 0). Integers are compared: that is one instruction each, where floats would
@@ -34,24 +34,27 @@ MT_INLINE float mt_between(float x, float low, float high) {
 // Adding it leaves the nearest integer in a float's lowest bits.
 #define MT_TO_INTEGER 12582912.0f
 
-// value * 2^n, where n is in the lowest bits of `integer`; in two steps, so that it may end up subnormal.
-MT_INLINE float mt_scale_float32(float value, float integer) {
-  int32_t n = mt_bits<int32_t>(integer) - mt_bits<int32_t>(MT_TO_INTEGER), half = n >> 1;
-  return value * mt_bits<float>((half + 127) << 23) * mt_bits<float>((n - half + 127) << 23);
+// value * 2^n for a value near 1, where n, of the sign of `x`, is in the lowest bits of `integer`. The exponent goes up
+// first where n < 0, else down, so that it stays one of a normal float; the multiplication that takes that back ends in
+// a subnormal or infinity where it must.
+MT_INLINE float mt_scale_float32(float value, float integer, float x) {
+  int32_t aside = x < 0.0f ? 64 << 23 : -(1 << 23);
+  uint32_t shifted = mt_bits<uint32_t>(value) + (mt_bits<uint32_t>(integer) << 23) + (uint32_t)aside;
+  return mt_bits<float>(shifted) * mt_bits<float>((127 << 23) - aside);
 }
 
 MT_INLINE float mt_exp_float32(float value) {
   float x = mt_between(value, -104.0f, 89.0f);
   float integer = mt_multiply_add(x, 1.44269504f, MT_TO_INTEGER), n = integer - MT_TO_INTEGER;
   float r = mt_multiply_add(n, 2.12194440e-4f, mt_multiply_add(n, -0.693359375f, x));
-  float result = mt_scale_float32(mt_exp_near_0(r), integer);
+  float result = mt_scale_float32(mt_exp_near_0(r), integer, x);
   return value == value ? result : value;
 }
 
 MT_INLINE float mt_exp2_float32(float value) {
   float x = mt_between(value, -151.0f, 129.0f);
   float integer = x + MT_TO_INTEGER, n = integer - MT_TO_INTEGER;
-  float result = mt_scale_float32(mt_exp_near_0((x - n) * 0.69314718f), integer);
+  float result = mt_scale_float32(mt_exp_near_0((x - n) * 0.69314718f), integer, x);
   return value == value ? result : value;
 }
 
