@@ -1,7 +1,7 @@
-"""Random kernels until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`.
+"""Random kernels and random modules until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`.
 
-Every kernel has a number; `python -m tests.fuzz --seed N --cases 1` runs it again. What is wrong is made smaller and
-printed as the source of a kernel with its mesh and shardings. The exit status is 1 if anything was wrong.
+Every number is a kernel and a module; `python -m tests.fuzz --seed N --cases 1 --of modules` runs one again. What is
+wrong is made smaller and printed as source with its mesh and shardings. The exit status is 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -12,34 +12,52 @@ import random
 import sys
 import time
 from collections import Counter
+from typing import Any
 
-from tests.random_kernels.check import run
-from tests.random_kernels.reduction import reduced
-from tests.random_kernels.strategy import make_case
+from tests.random_kernels import check as kernels
+from tests.random_kernels import reduction as kernel_reduction
+from tests.random_kernels.strategy import make_case as make_kernel_case
+from tests.random_modules import check as modules
+from tests.random_modules import reduction as module_reduction
+from tests.random_modules.strategy import make_case as make_module_case
 
-#: So many kernels between two lines of output.
+#: So many numbers between two lines of output.
 ROUND = 100
+KINDS = ("kernels", "modules")
 
 
 def fuzz(options: argparse.Namespace) -> Counter:
-    """Run kernels until time is up; the counts of verdicts."""
+    """Run cases until time is up; the counts of verdicts."""
     start, counts, number = time.monotonic(), Counter(), options.seed
     end = options.seed + options.cases if options.cases else float("inf")
     try:
         while number < end and time.monotonic() - start < options.seconds:
-            case = make_case(number)
-            outcome = run(case, options.target)
-            counts[outcome.verdict] += 1
-            if outcome.verdict == "wrong":
-                print(f"number {number}: {outcome.reason}", flush=True)
-                small = reduced(case) if options.target == "interpret" else case
-                print(f"{small}\n{run(small, options.target).reason}\n", flush=True)
+            for kind in options.of:
+                case = make_kernel_case(number) if kind == "kernels" else make_module_case(number)
+                outcome = run(kind, case, options.target)
+                counts[outcome.verdict] += 1
+                if outcome.verdict == "wrong":
+                    print(f"number {number} of {kind}: {outcome.reason}", flush=True)
+                    small = smaller(kind, case, options.target)
+                    print(f"{small}\n{run(kind, small, options.target).reason}\n", flush=True)
             number += 1
             if not (number - options.seed) % ROUND:
                 print(f"{time.monotonic() - start:6.0f} s, up to {number}: {told(counts)}", flush=True)
     except KeyboardInterrupt:
         print()
     return counts
+
+
+def run(kind: str, case: Any, target: str) -> Any:
+    """What becomes of a case; `target` is for kernels."""
+    return kernels.run(case, target) if kind == "kernels" else modules.run(case)
+
+
+def smaller(kind: str, case: Any, target: str) -> Any:
+    """The case made smaller, where that is quick enough."""
+    if kind == "modules":
+        return module_reduction.reduced(case)
+    return kernel_reduction.reduced(case) if target == "interpret" else case
 
 
 def told(counts: Counter) -> str:
@@ -55,7 +73,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=seconds, help="for so long; default: FUZZ_SECONDS, or for ever"
     )
-    parser.add_argument("--target", default="interpret", choices=("interpret", "c"))
+    parser.add_argument("--target", default="interpret", choices=("interpret", "c"), help="of kernels")
+    parser.add_argument("--of", nargs="+", default=KINDS, choices=KINDS, help="what to make; default: both")
     options = parser.parse_args(argv)
     print(f"first number: {options.seed}")
     counts = fuzz(options)
