@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 
+from ...mesh import Mesh
 from ...redistribution import plan_moves
 from ...sharding import Sharding
 from ..elementwise import fill
 from ..reshard import Delivery, reshard_of
 from .chunked import ChunkedAllReduce
 from .exchange import Exchange, Form
-from .ranks import Group, Ranks
+from .ranks import Group
 from .senders import share_out
 
 _IN_CHUNKS_FROM = 1 << 22  # bytes to send: from here on an all-reduce goes chunk by chunk instead of tile to everybody
 
 
+class Peers(Protocol):
+    """The devices of a mesh, seen from one of them: `Ranks` are some."""
+
+    mesh: Mesh
+    rank: int
+
+    def group(self, axes: Iterable[str]) -> Group:
+        """Those that differ from this one only on `axes`. All members have to ask."""
+
+
 def plan_exchange(
-    shape: tuple[int, ...], dtype: torch.dtype, src: Sharding, dst: Sharding, ranks: Ranks
+    shape: tuple[int, ...], dtype: torch.dtype, src: Sharding, dst: Sharding, ranks: Peers
 ) -> Exchange | ChunkedAllReduce:
     """This rank's part in going from `src` to `dst`. All ranks of the mesh have to plan it, in the same order."""
     reshard = reshard_of(shape, dtype, src, dst)
@@ -39,7 +51,7 @@ class Change:
     """This rank's part in a redistribution: the plan's moves, one exchange each. All ranks of the mesh have to make
     it, and to call it, in the same order."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, src: Sharding, dst: Sharding, ranks: Ranks) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, src: Sharding, dst: Sharding, ranks: Peers) -> None:
         layouts = [src, *(move.after for move in plan_moves(src, dst, shape))]
         self._steps = [
             (
@@ -66,7 +78,7 @@ class Change:
         return now
 
 
-def _group_for(deliveries: Sequence[Delivery], ranks: Ranks) -> Group | None:
+def _group_for(deliveries: Sequence[Delivery], ranks: Peers) -> Group | None:
     """The smallest group in which everything that is sent stays; None if nothing is."""
     mesh = ranks.mesh
     pairs = {

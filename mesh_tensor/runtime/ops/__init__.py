@@ -11,6 +11,6 @@ from . import (  # noqa: F401  (they fill the table)
     reduce,
     shape,
 )
-from .table import has_torch_function, torch_function
+from .table import has_torch_function, local_operators, torch_function
 
-__all__ = ["has_torch_function", "torch_function"]
+__all__ = ["has_torch_function", "local_operators", "torch_function"]

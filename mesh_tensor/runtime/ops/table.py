@@ -71,6 +71,11 @@ def has_torch_function(name: str) -> bool:
     return name in _MAKERS
 
 
+def local_operators() -> tuple[str, ...]:
+    """The operators of the namespace `mesh.`: what only one device of a mesh runs."""
+    return tuple(name for name in _MAKERS if name.startswith("mesh."))
+
+
 def torch_function(call: OpCall, mesh: Mesh | None = None, rank: int = 0) -> Callable[..., tuple[torch.Tensor, ...]]:
     """The torch function of a call: it takes the call's tensor operands, flattened, and gives its results, whose dtypes
     are those of `call.outputs`. Results may be views of operands.

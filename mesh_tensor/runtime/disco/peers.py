@@ -1,0 +1,112 @@
+"""WorkerPeers: the workers of a session as the devices of a mesh, seen from one of them.
+
+Their groups are gloo's, and known to nobody else: a process may be in torch.distributed's own group besides, and
+several workers may be threads of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ...mesh import Mesh
+from ...sharding import Sharding
+from ..combine import combiner
+from ..distributed.chunked import ChunkedAllReduce
+from ..distributed.exchange import Exchange, Form
+from ..distributed.plan import plan_exchange
+from ..distributed.ranks import Group
+from ..dtypes import neutral
+from ..reshard import Delivery, Piece, reshard_of
+
+HOST = "127.0.0.1"
+
+Shape = tuple[int, ...]
+
+
+class WorkerPeers:
+    """Worker i is device i of `mesh`; this one is `rank`. `timeout`, in seconds, is that of every collective."""
+
+    def __init__(self, mesh: Mesh, rank: int, store: dist.Store, timeout: float) -> None:
+        self.mesh, self.rank = mesh, rank
+        self._store, self._timeout = store, timeout
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self._backends: list[dist.ProcessGroupGloo] = []
+        self._made: dict[tuple, Exchange | ChunkedAllReduce] = {}
+
+    def group(self, axes: Iterable[str]) -> Group:
+        """The workers that differ from this one only on `axes`. Made once; all members have to ask."""
+        members = self.mesh.group_of(self.rank, self.mesh.in_order(axes))
+        if members not in self._groups:
+            self._groups[members] = Group(members, self._connect(members))
+        return self._groups[members]
+
+    def everybody(self) -> Group:
+        """All workers."""
+        return self.group(self.mesh.axis_names)
+
+    def change(self, shape: Shape, dtype: torch.dtype, src: Sharding, dst: Sharding) -> Exchange | ChunkedAllReduce:
+        """This worker's part in one collective, from tiles to tiles. Planned once, as all that follow."""
+        key = (shape, dtype, src, dst)
+        if key not in self._made:
+            self._made[key] = plan_exchange(shape, dtype, src, dst, self)
+        return self._made[key]
+
+    def scatter(self, shape: Shape, dtype: torch.dtype, dst: Sharding) -> Exchange | ChunkedAllReduce:
+        """From a whole tensor that only worker 0 has to tiles."""
+        key = ("scatter", shape, dtype, dst)
+        if key not in self._made:
+            deliveries = [_from_first(shape, dst, rank) for rank in range(self.mesh.num_devices)]
+            form, blank = (
+                Form(shape, dst.tile_shape(shape), dtype),
+                neutral(dtype, dst.partial[0][1] if dst.partial else "sum"),
+            )
+            self._made[key] = Exchange(deliveries, self.rank, self.everybody(), form, combiner("max", dtype), blank)
+        return self._made[key]
+
+    def gather(self, shape: Shape, dtype: torch.dtype, src: Sharding) -> Exchange | ChunkedAllReduce:
+        """From tiles to a whole tensor, which only worker 0 gets."""
+        key = ("gather", shape, dtype, src)
+        if key not in self._made:
+            reshard = reshard_of(shape, dtype, src, Sharding.of(self.mesh, len(shape), {}))
+            pieces = next((delivery.pieces for delivery in reshard.deliveries if 0 in delivery.ranks), ())
+            form = Form(src.tile_shape(shape), shape, dtype)
+            self._made[key] = Exchange(
+                [Delivery((0,), pieces, False)], self.rank, self.everybody(), form, reshard.combine, 0
+            )
+        return self._made[key]
+
+    def leave(self) -> None:
+        """Close the connections: who waits for this worker fails at once instead of when its time is up."""
+        for backend in self._backends:
+            backend.abort()
+        self._backends.clear()
+        self._groups.clear()
+        self._made.clear()
+
+    def _connect(self, members: tuple[int, ...]) -> dist.ProcessGroup:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
+        options._timeout = timedelta(seconds=self._timeout)
+        store = dist.PrefixStore(f"group/{members}", self._store)
+        at, count = members.index(self.rank), len(members)
+        backend = dist.ProcessGroupGloo(store, at, count, options)
+        self._backends.append(backend)
+        group, gloo = dist.ProcessGroup(store, at, count), dist.ProcessGroup.BackendType.GLOO
+        group._set_default_backend(gloo)
+        group._register_backend(torch.device("cpu"), gloo, backend)
+        return group
+
+
+def _from_first(shape: Shape, dst: Sharding, rank: int) -> Delivery:
+    """What worker `rank` gets of a tensor that worker 0 has."""
+    at = dst.mesh.coordinate(rank)
+    extent, offset = dst.valid_extent(shape, rank), dst.tile_offset(shape, rank)
+    if any(at[axis] for axis, _ in dst.partial):
+        return Delivery((rank,), (), True)
+    if 0 in extent:
+        return Delivery((rank,), (), False)
+    box = tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))
+    return Delivery((rank,), (Piece(tuple(slice(0, e) for e in extent), ((0, box),)),), False)
