@@ -59,6 +59,8 @@ def distribute_module(
     Raises:
         MeshTensorError: what was asked for can't be done; the message names the binding and the operator.
     """
+    if not isinstance(mod, ir.IRModule):
+        refuse(f"distribute_module takes an IRModule, not {type(mod).__name__}", fix="make one with @I.ir_module")
     if shardings:
         if mesh is None:
             refuse("shardings without a mesh", fix="pass the mesh that they are for")
@@ -102,7 +104,7 @@ class MeshModule:
         self._strict, self._poison = strict, poison
         self._replicate_unknown, self._kernels = replicate_unknown, kernels
         self._signature = ModuleSignature(mod, function)
-        self._signature.check(weights)
+        self._signature.check(weights, self._target.device_type)
         self._weights = dict(weights)
         self._device_mesh = mesh if type(mesh).__name__ == "DeviceMesh" else _device_mesh(weights)
         named = mesh_of(mesh) if mesh is self._device_mesh and mesh is not None else mesh
@@ -116,7 +118,7 @@ class MeshModule:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         tensors = self._signature.bind(self._weights, args, named)
-        sizes = self._signature.check(tensors)
+        sizes = self._signature.check(tensors, self._target.device_type)
         launch = self._launch(sizes, self._device_mesh or _device_mesh(tensors))
         with torch.no_grad():
             return launch({name: tensor for name, tensor in tensors.items() if name not in self._weights})

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tvm import ir, relax, tirx
+import torch
+from tvm import arith, ir, relax, tirx
 
 from .errors import listing, refuse
+from .graph.names import relax_function
 from .runtime.dtypes import torch_dtype
 
 
@@ -25,7 +27,7 @@ class ModuleSignature:
     """The parameters of a Relax function."""
 
     def __init__(self, mod: ir.IRModule, function: str) -> None:
-        func = mod[function]
+        func = relax_function(mod, function)
         self.function = function
         self.params = tuple(_param(var, function) for var in func.params)
         self.symbols = tuple(dict.fromkeys(size for p in self.params for size in p.shape if isinstance(size, tirx.Var)))
@@ -34,10 +36,12 @@ class ModuleSignature:
         """Every parameter's tensor: those that are no weights come from `args`, in order, or by name."""
         free = [p.name for p in self.params if p.name not in weights and p.name not in named]
         unknown = [name for name in named if name not in {p.name for p in self.params}]
-        if unknown or len(args) != len(free):
+        twice = [name for name in named if name in weights]
+        if unknown or twice or len(args) != len(free):
             refuse(
                 [
                     *(f"there is no parameter {name!r}" for name in unknown),
+                    *(f"parameter {name!r} is a weight, which was given already" for name in twice),
                     *([f"{len(args)} tensors for {len(free)} parameters"] if len(args) != len(free) else []),
                 ],
                 where=f"call of {self.function!r}, which takes {listing(free)}",
@@ -46,17 +50,23 @@ class ModuleSignature:
         given = {**weights, **dict(zip(free, args, strict=True)), **named}
         return {p.name: given[p.name] for p in self.params}
 
-    def check(self, tensors: Mapping[str, Any]) -> dict[tirx.Var, int]:
-        """The sizes of the symbols; a MeshTensorError names every tensor that does not fit, or that no parameter is
-        for. Parameters that are left out are not checked."""
+    def check(self, tensors: Mapping[str, Any], device_type: str | None = None) -> dict[tirx.Var, int]:
+        """The sizes of the symbols; a MeshTensorError names every tensor that does not fit, that is on a device where
+        nothing runs, or that no parameter is for. Parameters that are left out are not checked."""
         sizes: dict[tirx.Var, int] = {}
         names = [p.name for p in self.params]
         problems = [f"there is no parameter {name!r}, but {listing(names)}" for name in tensors if name not in names]
         problems += [
             f"parameter {p.name!r}: {problem}"
             for p in self.params
-            if p.name in tensors and (problem := _problem(p, tensors[p.name], sizes))
+            if p.name in tensors and (problem := _problem(p, tensors[p.name], sizes, device_type))
         ]
+        if not problems:  # every symbol has its size now
+            problems = [
+                f"parameter {p.name!r}: {tuple(tensors[p.name].shape)}, but expected {p.shape}, where {_told(sizes)}"
+                for p in self.params
+                if p.name in tensors and not _follows(p, tensors[p.name], sizes)
+            ]
         if problems:
             refuse(problems, where=f"call of {self.function!r}", fix="pass tensors of the module's shapes and dtypes")
         return sizes
@@ -74,7 +84,7 @@ def _param(var: relax.Var, function: str) -> ModuleParam:
     info = var.struct_info
     if isinstance(info, relax.distributed.DTensorStructInfo):
         info = info.tensor_sinfo
-    if not isinstance(info, relax.TensorStructInfo) or info.shape is None:
+    if not isinstance(info, relax.TensorStructInfo) or not isinstance(info.shape, relax.ShapeExpr):
         refuse(
             f"parameter {var.name_hint!r} of {function!r} is {var.struct_info}",
             fix="take tensors of known rank as parameters",
@@ -83,17 +93,34 @@ def _param(var: relax.Var, function: str) -> ModuleParam:
     return ModuleParam(var.name_hint, tuple(sizes), str(info.dtype))
 
 
-def _problem(param: ModuleParam, tensor: Any, sizes: dict[tirx.Var, int]) -> str:
+def _problem(param: ModuleParam, tensor: Any, sizes: dict[tirx.Var, int], device_type: str | None) -> str:
     shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
-    if shape is None:
+    if shape is None or not isinstance(dtype, torch.dtype):
         return f"a {type(tensor).__name__}, but expected a tensor"
     shape = tuple(shape)
     expected = f"{param.shape} {param.dtype}"
     if len(shape) != len(param.shape) or dtype != torch_dtype(param.dtype):
         return f"{shape} {str(dtype).removeprefix('torch.')}, but expected {expected}"
+    if device_type is not None and isinstance(tensor, torch.Tensor) and tensor.device.type not in ("cpu", device_type):
+        return f"on device {tensor.device}, but the module runs on {device_type}"
     for size, wanted in zip(shape, param.shape, strict=True):
         if isinstance(wanted, tirx.Var):
             wanted = sizes.setdefault(wanted, size)
         if isinstance(wanted, int) and size != wanted:
             return f"{shape}, but expected {expected} with the sizes of the other tensors"
     return ""
+
+
+def _follows(param: ModuleParam, tensor: Any, sizes: Mapping[tirx.Var, int]) -> bool:
+    """Whether sizes that are computed from symbols are what they should be, where the symbols are known."""
+    known = {var: tirx.IntImm(var.dtype, size) for var, size in sizes.items()}
+    for size, wanted in zip(tensor.shape, param.shape, strict=True):
+        if not isinstance(wanted, (int, tirx.Var)):
+            found = arith.Analyzer().simplify(tirx.stmt_functor.substitute(wanted, known))
+            if isinstance(found, tirx.IntImm) and int(found) != size:
+                return False
+    return True
+
+
+def _told(sizes: Mapping[tirx.Var, int]) -> str:
+    return ", ".join(f"{var} = {size}" for var, size in sizes.items())

@@ -85,7 +85,8 @@ class Graph:
     def values(self) -> Iterator[Value]:
         """Every value once: parameters, then constants and results in order of appearance."""
         seen: set[Value] = set()
-        for value in [*self.params, *(v for node in self.nodes for v in (*node.inputs, *node.outputs))]:
+        touched = (v for node in self.nodes for v in (*node.inputs, *node.outputs))
+        for value in [*self.params, *touched, *leaves(self.result)]:
             if value not in seen:
                 seen.add(value)
                 yield value

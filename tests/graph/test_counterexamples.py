@@ -57,3 +57,16 @@ def test_a_collective_on_the_result_of_another_one():
             return (rows, three, product, equal)
 
     same_as_on_one_device(Module, {"x": 2}, {"x": "S[1]", "three": {"x": 0}, "flat": {"x": 0}})
+
+
+def test_a_constant_that_is_only_returned():
+    """No operator touches it, so that it had no layout."""
+
+    @I.ir_module
+    class Module:
+        @R.function
+        def main(x: R.Tensor((4,), "float32")):
+            y = R.add(x, x)
+            return (y, R.const([1.0, 2.0, 3.0], "float32"))
+
+    same_as_on_one_device(Module, {"x": 2}, {"x": {"x": 0}})

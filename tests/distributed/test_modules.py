@@ -1,0 +1,19 @@
+"""Modules on ranks: random ones and a model, bit for bit as on the virtual mesh."""
+
+from functools import partial
+
+import pytest
+
+from . import module_bodies as bodies
+from .launcher import run
+
+
+@pytest.mark.parametrize(("sizes", "least"), [((2,), 15), ((2, 2), 8)])
+def test_random_modules(sizes, least):
+    ran = run(partial(bodies.random_modules, sizes=sizes, numbers=range(80)), 2 if sizes == (2,) else 4)
+    assert min(ran) >= least
+
+
+@pytest.mark.parametrize("sizes", [(2,), (2, 2)])
+def test_a_model(sizes):
+    run(partial(bodies.a_model, sizes=sizes), 2 if sizes == (2,) else 4)
