@@ -9,6 +9,7 @@ import tilelang as _tilelang  # noqa: E402, F401  (brings the TVM that every mod
 from . import lowering  # noqa: E402
 from .compile import MeshKernel, compile  # noqa: E402
 from .custom_op import as_custom_op  # noqa: E402
+from .disco import DiscoModule, DiscoSession, run_on_disco, to_disco  # noqa: E402
 from .errors import MeshTensorError  # noqa: E402
 from .frontend import annotate, mesh_tensor_functions  # noqa: E402
 from .graph import ModuleAnnotations, annotate_module, read_module_annotations  # noqa: E402
@@ -32,6 +33,8 @@ from .sharding import Partial, Replicate, Shard, Sharding  # noqa: E402
 from .torch_frontend import from_torch  # noqa: E402
 
 __all__ = [
+    "DiscoModule",
+    "DiscoSession",
     "ImportedModule",
     "Mesh",
     "MeshKernel",
@@ -63,8 +66,10 @@ __all__ = [
     "plan_redistribution",
     "read_module_annotations",
     "redistribute",
+    "run_on_disco",
     "run_sequential",
     "sharding_rule",
+    "to_disco",
     "to_dtensor",
     "to_placements",
 ]

@@ -49,6 +49,10 @@ class WorkerProcesses:
         self._ends.append(worker_reads)
         return from_worker, to_worker
 
+    def ids(self) -> dict[int, int]:
+        """The process of every worker."""
+        return {worker: process.pid for worker, process in self._processes.items()}
+
     def ended(self) -> dict[int, str]:
         """The workers that are no more, with how they ended."""
         return {

@@ -97,6 +97,11 @@ class DiscoSession:
         return [as_torch(tensor) for tensor in found]
 
     @property
+    def process_ids(self) -> dict[int, int]:
+        """The processes of the workers that have their own."""
+        return self._processes.ids()
+
+    @property
     def closed(self) -> bool:
         """Whether there are no workers any more."""
         return self._session is None
