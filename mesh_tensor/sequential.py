@@ -70,7 +70,8 @@ def _arguments(mod: ir.IRModule, inputs: Any, function: str) -> list[torch.Tenso
     signature = ModuleSignature(mod, function)
     args, named = ((), inputs) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     weights = {} if len(args) == len(signature.params) else _weights(mod[function])
-    given = {name: _tensor(value) for name, value in signature.bind(weights, args, named).items()}
+    kept = {name: value for name, value in weights.items() if name not in named}
+    given = {name: _tensor(value) for name, value in signature.bind(kept, args, named).items()}
     signature.check(given)
     return list(given.values())
 
