@@ -148,8 +148,13 @@ class _ForVirtualMachine(relax.PyExprMutator):
             return _kernel_call(call, kernel) if _is_tilelang(kernel) else call
         if not has_torch_function(name):
             return call
-        by_torch = name not in BY_TVM or _low_precision(call)
+        by_torch = name not in BY_TVM or _low_precision(call) or _of_nothing(call)
         return _operator_call(call) if by_torch or (self._trial and not _builds(call)) else call
+
+
+def _of_nothing(call: relax.Call) -> bool:
+    """Whether an operand has no elements: what TVM sums of them is what memory held."""
+    return any(0 in plain(tensor.struct_info.shape) for tensor in _tensors(call.args))
 
 
 def _low_precision(call: relax.Call) -> bool:

@@ -1,4 +1,4 @@
-"""The Python of README.md, of the tutorial and of the pages on redistribution and modules runs as it stands."""
+"""The Python of README.md, of the tutorial and of the pages on redistribution, modules and Disco runs as it stands."""
 
 import re
 import runpy
@@ -10,7 +10,9 @@ ROOT = Path(__file__).parent.parent
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md", "docs/redistribution.md", "docs/modules.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/tutorial.md", "docs/redistribution.md", "docs/modules.md", "docs/disco.md"]
+)
 def test_code_blocks_run(page, tmp_path, capsys):
     blocks = [code for language, code in CODE.findall((ROOT / page).read_text()) if language == "python"]
     script = tmp_path / "page.py"  # a file: TileLang reads a kernel's source

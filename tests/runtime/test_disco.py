@@ -155,6 +155,17 @@ def test_tilelang_kernels(threads):
     check(run, mod, operands(mod), threads({"x": 3}))
 
 
+def test_sums_of_nothing(threads):
+    """Where the code of TVM leaves memory as it was."""
+    mod = module({"x": (5, 0, 3), "w": (0, 4)}, [
+        ("s", lambda bb, env: relax.op.sum(env["x"], axis=[1])),
+        ("m", lambda bb, env: relax.op.matmul(relax.op.permute_dims(env["x"], [0, 2, 1]), env["w"])),
+        ("y", lambda bb, env: relax.op.add(env["s"], relax.op.sum(env["m"], axis=[2]))),
+    ])  # fmt: skip
+    run = mt.distribute_module(mod, {"x": 2}, {"x": {"x": 0}})
+    torch.testing.assert_close(mt.DiscoModule(run, threads({"x": 2}))(*operands(mod)), torch.zeros(5, 3))
+
+
 def test_symbolic_sizes_weights_and_names(threads):
     builder = relax.BlockBuilder()
     n = tirx.Var("n", "int64")
