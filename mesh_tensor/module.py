@@ -10,6 +10,7 @@ from tvm import ir
 
 from .errors import refuse
 from .graph.annotations import annotate_module, read_module_annotations
+from .graph.parameters import flat_arguments, with_flat_parameters
 from .graph.pipeline import ModulePlan, plan_module
 from .graph.to_program import Kernels
 from .mesh import Mesh
@@ -81,8 +82,8 @@ def distribute_module(
 
 class MeshModule:
     """A module on a mesh: takes global torch tensors, MeshTensors or DTensors in the order of the function's parameters
-    that are no weights, or by name; gives what the function returns. If any argument is a MeshTensor (a DTensor), all
-    results are.
+    that are no weights, or by name (a parameter that is a tuple is one per field: `t_0`, ...); gives what the function
+    returns. If any argument is a MeshTensor (a DTensor), all results are.
 
     It runs on a virtual mesh; if it was made for a DeviceMesh, or gets DTensors, on that one's ranks. There, global
     tensors are the same on every rank."""
@@ -103,6 +104,7 @@ class MeshModule:
         self._function, self._target = function, find_target(target)
         self._strict, self._poison = strict, poison
         self._replicate_unknown, self._kernels = replicate_unknown, kernels
+        mod = with_flat_parameters(mod, function)
         self._signature = ModuleSignature(mod, function)
         self._signature.check(weights, self._target.device_type)
         self._weights = dict(weights)
@@ -117,7 +119,7 @@ class MeshModule:
             self._plan = self._planned({})
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        tensors = self._signature.bind(self._weights, args, named)
+        tensors = self._signature.bind(self._weights, list(flat_arguments(args)), named)
         sizes = self._signature.check(tensors, self._target.device_type)
         launch = self._launch(sizes, self._device_mesh or _device_mesh(tensors))
         with torch.no_grad():
@@ -125,7 +127,7 @@ class MeshModule:
 
     def bind(self, *args: Any, **named: Any) -> tuple[dict[str, Any], ModulePlan]:
         """The tensors of a call by parameter, weights among them, and the plan for their sizes; nothing is run."""
-        tensors = self._signature.bind(self._weights, args, named)
+        tensors = self._signature.bind(self._weights, list(flat_arguments(args)), named)
         self._plan = self._planned(self._signature.check(tensors))
         return tensors, self._plan
 

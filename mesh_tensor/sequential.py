@@ -11,6 +11,7 @@ import tvm_ffi
 from tvm import ir, relax, tirx
 
 from .errors import MeshTensorError, listing, refuse
+from .graph.parameters import flat_arguments, with_flat_parameters
 from .module_inputs import ModuleSignature, bound
 from .rules.ops.call import OpCall, TensorType, op_call, plain, tensor_infos
 from .runtime.dtypes import torch_dtype
@@ -55,6 +56,7 @@ def run_sequential(
     if not any(var.name_hint == function and isinstance(f, relax.Function) for var, f in mod.functions_items()):
         known = [var.name_hint for var, f in mod.functions_items() if isinstance(f, relax.Function)]
         refuse(f"the module has no Relax function {function!r}", fix=f"it has {listing(known)}")
+    mod = with_flat_parameters(mod, function)
     tensors = _arguments(mod, inputs, function)
     device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
     with torch.no_grad(), torch.device(device):
@@ -68,7 +70,7 @@ def run_sequential(
 def _arguments(mod: ir.IRModule, inputs: Any, function: str) -> list[torch.Tensor]:
     """The function's arguments in order, checked."""
     signature = ModuleSignature(mod, function)
-    args, named = ((), inputs) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    args, named = ((), inputs) if isinstance(inputs, Mapping) else (tuple(flat_arguments(inputs)), {})
     weights = {} if len(args) == len(signature.params) else _weights(mod[function])
     kept = {name: value for name, value in weights.items() if name not in named}
     given = {name: _tensor(value) for name, value in signature.bind(kept, args, named).items()}

@@ -20,6 +20,7 @@ from ..sharding import Sharding
 from .ir import Annotation
 from .meshes import device_mesh, fits, named_mesh, with_mesh
 from .names import Fresh, known, relax_function, relax_functions, unique_names, variables
+from .parameters import with_flat_parameters
 from .stated import HINTS_ATTR, ModuleAnnotations, read_module_annotations, stated_meshes
 
 __all__ = ["SOURCE_NAMES_ATTR", "ModuleAnnotations", "annotate_module", "read_module_annotations"]
@@ -48,10 +49,11 @@ def annotate_module(
         mod: the module in global view; it stays as it is.
         mesh: the mesh. All annotations of a module are for one mesh.
         shardings: from names to layouts. A name is that of a parameter or of what a binding binds in `function`, as
-            TVMScript prints it; or "mlp.Y", the value Y of the module's function `mlp`, in all calls of it; or the
-            name that a parameter had in torch ("blocks.0.mlp.fc.weight"). A layout is a dict from axes to dims, a text
-            ("S[0], R": one placement per axis), an `mt.Sharding`, or {"sharding": ..., "partial": {axis: op}}. An axis
-            that is left out is replicated.
+            TVMScript prints it ("t_0" is the first field of a parameter `t` that is a tuple); or "mlp.Y", the value Y
+            of the module's function `mlp`, in all calls of it; or the name that a parameter had in torch
+            ("blocks.0.mlp.fc.weight"). A layout is a dict from axes to dims, a text ("S[0], R": one placement per
+            axis), an `mt.Sharding`, or {"sharding": ..., "partial": {axis: op}}. An axis that is left out is
+            replicated.
         function: where unqualified names are looked up.
         open: names of annotated values whose remaining axes propagation may use.
         priority: from names of annotated values to 0, 1, ...: lower ones spread first. 0 where nothing is said.
@@ -63,6 +65,7 @@ def annotate_module(
         MeshTensorError: a name, axis, rank or dim does not fit (all that is wrong is listed), the module is annotated
             for another mesh, or a value is given two layouts.
     """
+    mod = with_flat_parameters(mod, function)
     mesh, names = Mesh(mesh), _Names(mod, function)
     device = _device_mesh(mod, mesh)
     stated, problems = _read(names, mesh, shardings, open, priority or {})

@@ -62,10 +62,10 @@ class Node:
     @property
     def is_annotation(self) -> bool:
         """It only states a layout: its output is its input."""
-        return self.call.name == ANNOTATE
+        return self.call.name in (ANNOTATE, REDISTRIBUTE)
 
 
-ANNOTATE = "dist.annotate_sharding"
+ANNOTATE, REDISTRIBUTE = "dist.annotate_sharding", "dist.redistribute"
 
 # A value, or the fields of a tuple.
 Tree = Value | tuple["Tree", ...]
