@@ -12,6 +12,7 @@ from .program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, V
 from .propagation import dtype_bits, tile_extent
 from .rules.reader import read_kernel
 from .rules.tile_ops import Gemm
+from .runtime.cpu_blas import who_multiplies
 from .runtime.distributed.dtensor_ports import Transfer
 
 
@@ -118,11 +119,11 @@ def _whole(lowered: Lowered) -> list[str]:
 
 
 def _products(program: Program) -> list[str]:
-    """How matrix products are computed on a CPU: BLAS is not asked, because on blocks it was measured no faster."""
+    """How matrix products are computed on a CPU."""
     kernels = [s for s in program.steps if isinstance(s, KernelStep)]
     if not any(isinstance(s.tile_op, Gemm) for kernel in kernels for s in read_kernel(kernel.func).statements):
         return []
-    return ["products: the own micro-kernel, register-blocked and vectorised for this machine's processor"]
+    return [f"products: {who_multiplies()}"]
 
 
 def _costs(program: Program) -> list[str]:

@@ -22,9 +22,11 @@ from ..errors import refuse
 from ..lowering.cpu_dtypes import compute_dtype, storage_dtype
 from ..lowering.cpu_legalize import CKernel, bytes_of, legalize_for_c
 from ..lowering.retarget_cpu import retarget_for_cpu
+from .cpu_blas import blas_wanted, give_blas
 
 ENTRY = "mesh_tensor_kernel"
 _BODY = "mesh_tensor_body"
+_BLAS_GEMM = "mt_gemm_float32_float32_float32"
 _HEADERS = {part: Path(__file__).parent / "csrc" / f"mesh_tensor_{part}.h" for part in ("cpu", "math", "gemm")}
 _FLAGS = (
     *("-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-w"),
@@ -65,6 +67,12 @@ def c_source(func: tirx.PrimFunc) -> str:
 
 def library_for(func: tirx.PrimFunc) -> ctypes.CDLL:
     """The compiled library of `func`, from the cache on disk if it is there (and TileLang's cache is not disabled)."""
+    library = _load(func)
+    give_blas(library)
+    return library
+
+
+def _load(func: tirx.PrimFunc) -> ctypes.CDLL:
     func = tirx.PrimFunc(func.params, func.body, func.ret_type, func.buffer_map).with_attr(
         {"global_symbol": func.attrs["global_symbol"]}
     )
@@ -81,7 +89,8 @@ def library_for(func: tirx.PrimFunc) -> ctypes.CDLL:
 
 def library_path(func: tirx.PrimFunc) -> Path:
     """Where the library of `func` is kept: a name made from all that it depends on."""
-    key = hashlib.sha256("\0".join([_build_stamp(), func.script(show_meta=True)]).encode()).hexdigest()
+    parts = [_build_stamp(), "blas" if blas_wanted() else "own", func.script(show_meta=True)]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return _cache_folder() / f"{key}.so"
 
 
@@ -89,6 +98,8 @@ def _prelude(kernel: CKernel) -> str:
     """What the generated code is built on: the headers, and a function for each combination of dtypes in a gemm."""
     parts = ["cpu", "math", *(["gemm"] if kernel.gemms else [])]
     lines = [_HEADERS[part].read_text() for part in parts]
+    if _BLAS_GEMM in kernel.gemms and blas_wanted():
+        lines.insert(0, "#define MT_BLAS")
     for name in kernel.gemms:
         a, b, c = name.removeprefix("mt_gemm_").split("_")
         types = [*(_c_type(d) for d in (a, b, c, compute_dtype(c))), *(_c_type(storage_dtype(d)) for d in (a, b, c))]

@@ -91,7 +91,7 @@ static inline void mt_pack(const From *in, int64_t in_row, int64_t in_column, To
 }
 
 template <typename A, typename B, typename C, typename Sum>
-static void mt_gemm(const A *a, const B *b, C *c, int64_t m, int64_t n, int64_t k, int64_t a_m, int64_t a_k,
+static void mt_gemm_own(const A *a, const B *b, C *c, int64_t m, int64_t n, int64_t k, int64_t a_m, int64_t a_k,
                     int64_t b_k, int64_t b_n, int64_t c_m, int64_t c_n, int32_t clear) {
   const int WIDTH = mt_tile<Sum>::WIDTH, ROWS = mt_tile<Sum>::ROWS, DEPTH = mt_tile<Sum>::DEPTH;
   alignas(64) Sum panel[DEPTH * WIDTH], edge[ROWS * WIDTH], converted[mt_same<A, Sum>::value ? 1 : ROWS * DEPTH];
@@ -123,6 +123,51 @@ static void mt_gemm(const A *a, const B *b, C *c, int64_t m, int64_t n, int64_t 
     }
   }
 }
+
+template <typename A, typename B, typename C, typename Sum>
+static void mt_gemm(const A *a, const B *b, C *c, int64_t m, int64_t n, int64_t k, int64_t a_m, int64_t a_k,
+                    int64_t b_k, int64_t b_n, int64_t c_m, int64_t c_n, int32_t clear) {
+  mt_gemm_own<A, B, C, Sum>(a, b, c, m, n, k, a_m, a_k, b_k, b_n, c_m, c_n, clear);
+}
+
+// BLAS in place of the above, where a block lies as it asks for. It is kept to the calling thread.
+#if defined(MT_BLAS)
+typedef void (*mt_sgemm_function)(const char *, const char *, const int32_t *, const int32_t *, const int32_t *,
+                                  const float *, const float *, const int32_t *, const float *, const int32_t *,
+                                  const float *, float *, const int32_t *);
+static mt_sgemm_function mt_sgemm;
+static int (*mt_set_threads)(int);
+
+extern "C" __attribute__((visibility("default"))) void mesh_tensor_set_blas(void *sgemm, void *set_threads) {
+  mt_sgemm = (mt_sgemm_function)sgemm, mt_set_threads = (int (*)(int))set_threads;
+}
+
+// BLAS's results may depend on alignment: blocks begin at multiples of 64 bytes.
+MT_INLINE bool mt_blas_takes(const float *p, int64_t across, int64_t along, int64_t length) {
+  return (size_t)p % 64 == 0 && along == 1 && across >= length && across > 0 && across < ((int64_t)1 << 31);
+}
+
+// BLAS goes by columns: c' = b' a'.
+template <>
+void mt_gemm<float, float, float, float>(const float *a, const float *b, float *c, int64_t m, int64_t n, int64_t k,
+                                         int64_t a_m, int64_t a_k, int64_t b_k, int64_t b_n, int64_t c_m, int64_t c_n,
+                                         int32_t clear) {
+  bool a_rows = mt_blas_takes(a, a_m, a_k, k), a_columns = mt_blas_takes(a, a_k, a_m, m);
+  bool b_rows = mt_blas_takes(b, b_k, b_n, n), b_columns = mt_blas_takes(b, b_n, b_k, k);
+  bool fits = (a_rows || a_columns) && (b_rows || b_columns) && mt_blas_takes(c, c_m, c_n, n);
+  if (!mt_sgemm || !fits || m == 0 || n == 0 || k == 0) {
+    mt_gemm_own<float, float, float, float>(a, b, c, m, n, k, a_m, a_k, b_k, b_n, c_m, c_n, clear);
+    return;
+  }
+  int32_t sizes[] = {(int32_t)n, (int32_t)m, (int32_t)k}, ld_c = (int32_t)c_m;
+  int32_t ld_b = (int32_t)(b_rows ? b_k : b_n), ld_a = (int32_t)(a_rows ? a_m : a_k);
+  float alpha = 1.0f, beta = clear ? 0.0f : 1.0f;
+  int threads = mt_set_threads(1);
+  mt_sgemm(b_rows ? "N" : "T", a_rows ? "N" : "T", sizes, sizes + 1, sizes + 2, &alpha, b, &ld_b, a, &ld_a, &beta, c,
+           &ld_c);
+  mt_set_threads(threads);
+}
+#endif
 
 // A function of that name for C: pointers as the generated code has them.
 #define MT_GEMM(name, A, B, C, Sum, StoredA, StoredB, StoredC) \
