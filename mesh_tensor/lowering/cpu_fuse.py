@@ -71,6 +71,8 @@ def statements(stmt: tirx.Stmt) -> list[tirx.Stmt]:
 
 def contiguous(indices: tuple[tirx.PrimExpr, ...], var: tirx.Var) -> bool:
     """Whether the elements of neighbouring values of `var` are neighbours in memory."""
+    if not indices:
+        return False
     *outer, last = indices
     return _offset(last, var, {var}) is not None and not any(uses(index, var) for index in outer)
 

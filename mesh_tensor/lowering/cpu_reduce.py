@@ -19,9 +19,9 @@ _ZERO = const(0, "int32")
 
 def is_total(store: tirx.BufferStore, var: tirx.Var) -> bool:
     """Whether iteration `var` of a loop combines something with total `var % LANES` by `store`."""
-    index = store.indices[0]
-    if len(store.indices) != 1 or not isinstance(index, tirx.FloorMod):
+    if len(store.indices) != 1 or not isinstance(store.indices[0], tirx.FloorMod):
         return False
+    index = store.indices[0]
     return bool(index.a.same_as(var)) and getattr(index.b, "value", None) == LANES
 
 
