@@ -28,6 +28,7 @@ from .runtime.distributed import (  # noqa: E402
     to_dtensor,
     to_placements,
 )
+from .runtime.tilelang_gemm import register_cpu_gemm  # noqa: E402
 from .sequential import run_sequential  # noqa: E402
 from .sharding import Partial, Replicate, Shard, Sharding  # noqa: E402
 from .torch_frontend import from_torch  # noqa: E402
@@ -66,6 +67,7 @@ __all__ = [
     "plan_redistribution",
     "read_module_annotations",
     "redistribute",
+    "register_cpu_gemm",
     "run_on_disco",
     "run_sequential",
     "sharding_rule",

@@ -14,7 +14,7 @@ from ..errors import refuse
 from ..rules.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Region, Scan, TileOp, Transpose
 from .cpu_bounds import Bounds
 from .cpu_combine import accumulator_dtype, combine, neutral
-from .cpu_exprs import Loop, all_of, cast, const, if_then, loop_nest, seq, temporary
+from .cpu_exprs import Loop, all_of, cast, const, if_then, loop_nest, seq, strides_of, temporary
 from .cpu_reduce import ReduceLoops
 
 
@@ -178,11 +178,11 @@ class TileOps:
                 )
         m, n = op.c.extents[-2:]
         k = op.a.extents[-2] if op.trans_a else op.a.extents[-1]
-        a_strides = _strides(op.a.buffer)[-2:]
-        b_strides = _strides(op.b.buffer)[-2:]
+        a_strides = strides_of(op.a.buffer)[-2:]
+        b_strides = strides_of(op.b.buffer)[-2:]
         a_m, a_k = reversed(a_strides) if op.trans_a else a_strides
         b_k, b_n = reversed(b_strides) if op.trans_b else b_strides
-        c_m, c_n = _strides(op.c.buffer)[-2:]
+        c_m, c_n = strides_of(op.c.buffer)[-2:]
         pointers = [tirx.address_of(tirx.BufferLoad(r.buffer, list(r.mins))) for r in (op.a, op.b, op.c)]
         name = "mt_gemm_" + "_".join(r.buffer.dtype for r in (op.a, op.b, op.c))
         sizes = [cast(e, "int64") for e in (m, n, k, a_m, a_k, b_k, b_n, c_m, c_n)]
@@ -204,15 +204,6 @@ def _with_long_extents(region: Region, base: Region) -> Region:
     for dim, base_dim in zip(region.long_dims, base.long_dims, strict=True):
         extents[dim] = base.extents[base_dim]
     return Region(region.buffer, region.mins, tuple(extents))
-
-
-def _strides(buffer: tirx.Buffer) -> list[tirx.PrimExpr]:
-    if buffer.strides:
-        return list(buffer.strides)
-    strides: list[tirx.PrimExpr] = [const(1, "int32")]
-    for size in reversed(list(buffer.shape)[1:]):
-        strides.insert(0, strides[0] * size)
-    return strides
 
 
 def _describe(region: Region) -> str:

@@ -5,8 +5,8 @@
 #include <stdint.h>
 
 // The compiler's built-in functions stand for the C library's: its C++ headers take longer to read than a kernel.
-extern "C" void *aligned_alloc(size_t alignment, size_t size);
-extern "C" void free(void *memory);
+extern "C" void *aligned_alloc(size_t alignment, size_t size) noexcept;
+extern "C" void free(void *memory) noexcept;
 
 #define MT_INLINE static inline __attribute__((always_inline))
 
