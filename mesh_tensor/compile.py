@@ -13,8 +13,9 @@ from .call_forms import CallForm, checked_out_idx, given_out_idx
 from .errors import refuse
 from .frontend import read_annotations
 from .mesh import Mesh
-from .overlap import check_overlap, with_overlap
-from .program import Program, lower_to_program
+from .lowering.pipeline import Lowered, lower_kernel
+from .overlap import check_overlap
+from .program import Program
 from .rank_kernel import Compiled, RankKernel
 from .rank_locals import Shapes
 from .rules.sharding_rule import sharding_rule
@@ -24,9 +25,7 @@ from .runtime.kernels import find_target
 from .runtime.launch import AnyTensor, Launch
 from .runtime.mesh_tensor import MeshTensor
 from .signature import Signature, Sizes
-from .specialize import specialize
-
-Lower = Callable[[tirx.PrimFunc, bool], Program]
+from .symbolic import Lower, Programs
 
 
 def compile(
@@ -53,12 +52,13 @@ def compile(
             everything in bulk, a number is into how many slabs a kernel is split wherever that can be done.
 
     Returns:
-        The kernel. It is lowered and compiled here; a kernel with symbolic dims is at its first call with new sizes.
+        The kernel. It is lowered and compiled here; a kernel with symbolic dims is at its first call with sizes of a
+        new kind: multiples of its blocks, even on the mesh, or neither.
 
     Raises:
         MeshTensorError: what was asked for can't be done; the message says what, where, why and the way out.
     """
-    lower = partial(lower_to_program, view=view)
+    lower = partial(_lower, view=view)
     return MeshKernel(func, target=target, out_idx=out_idx, strict=strict, poison=poison, overlap=overlap, lower=lower)
 
 
@@ -80,21 +80,22 @@ class MeshKernel:
         strict: bool = False,
         poison: bool = False,
         overlap: str | int = "auto",
-        lower: Lower = lower_to_program,
+        lower: Lower | None = None,
     ) -> None:
         if not isinstance(func, tirx.PrimFunc):
             what = f"compile takes a TileLang prim_func, not {type(func).__name__}"
             refuse(what, fix="of a @tilelang.jit function take .get_tir(...)")
         self._func, self._strict, self._poison = func, strict, poison
-        self._target = find_target(target)
+        self._target = find_target(target).remembering()
         self._device = self._target.device()
         if poison and self._target.name != "interpret":
             refuse(f"poison=True with target {self._target.name!r}", fix="use target='interpret'")
         self._overlap = check_overlap(overlap)
-        self._lower = lower
         self._signature = Signature(func)
         self._launches: dict[tuple[int, ...], Launch] = {}
-        self._programs: dict[tuple[int, ...], Program] = {}
+        self._programs = Programs(
+            func, lower or _lower, strict, overlap, lambda local: self._target.compile(local, self._poison)
+        )
         self._program: Program | None = None
         self._current: Launch | None = None
         self._on_ranks: dict[int, RankKernel] = {}
@@ -214,12 +215,8 @@ class MeshKernel:
         return Launch(self._program_of(sizes), self._target, poison=self._poison)
 
     def _program_of(self, sizes: Sizes) -> Program:
-        """The program for these sizes, lowered once."""
-        key = tuple(sizes[var] for var in self._signature.symbols)
-        if key not in self._programs:
-            func = specialize(self._func, {var: sizes[var] for var in self._signature.symbols}) if sizes else self._func
-            self._programs[key] = with_overlap(self._lower(func, self._strict), self._overlap)
-        self._program = self._programs[key]
+        """The program for these sizes."""
+        self._program = self._programs.of(sizes)
         return self._program
 
     def _ran(self, program: Program, transfers: Callable[[], list[Transfer]]) -> None:
@@ -284,6 +281,10 @@ class MeshKernel:
     def __repr__(self) -> str:
         names = ", ".join(param.name for param in self._signature.params)
         return f"MeshKernel({self._signature.name}({names}), {self.mesh}, target={self._target.name!r})"
+
+
+def _lower(func: tirx.PrimFunc, strict: bool, view: str = "auto") -> Lowered:
+    return lower_kernel(func, strict=strict, view=view)
 
 
 def _unpacked(results: list[Any]) -> Any:

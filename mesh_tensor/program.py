@@ -6,8 +6,8 @@ kernel has to know which device it is on, it takes the device's coordinates as i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from tvm import tirx
 
@@ -18,8 +18,9 @@ from .lowering.pipeline import Lowered, lower_kernel
 from .mesh import Mesh
 from .propagation import dtype_bits
 from .redistribution import elements_received
-from .rules.cost import count_flops
+from .rules.cost import flops_function
 from .rules.ops import OpCall
+from .rules.sizes import size_function
 from .sharding import Sharding
 
 
@@ -55,7 +56,8 @@ class Value:
 @dataclass(frozen=True)
 class KernelStep:
     """One device runs `func`: its tensor parameters get the tiles of `args` in order, its scalar ones the kernel's own
-    `scalars` (by name) in order, and its last ones the device's coordinate on each of `axes` (int32)."""
+    `scalars` (by name) in order, then come the `sizes` that no tile tells, and its last ones get the device's
+    coordinate on each of `axes` (int32)."""
 
     name: str
     func: tirx.PrimFunc
@@ -64,6 +66,7 @@ class KernelStep:
     writes: tuple[str, ...]
     flops: int
     scalars: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,15 +154,20 @@ class Parameter:
 @dataclass(frozen=True)
 class Program:
     """`steps` over `values`; `parameters` are in the order of the kernel's own. `overlap`: what was decided about
-    running collectives beside kernels, and why."""
+    running collectives beside kernels, and why. `lowering` finds what it was made from, for these very sizes."""
 
     name: str
     mesh: Mesh
     parameters: tuple[Parameter, ...]
     values: dict[str, Value]
     steps: tuple[Step, ...]
-    lowered: Lowered | None = field(default=None, compare=False, repr=False)
+    lowering: Callable[[], Lowered] | None = field(default=None, compare=False, repr=False)
     overlap: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def lowered(self) -> Lowered | None:
+        """The kernel in local view that the steps are those of; None if nothing was lowered."""
+        return None if self.lowering is None else self.lowering()
 
 
 def lower_to_program(func: tirx.PrimFunc, strict: bool = False, view: str = "auto") -> Program:
@@ -173,38 +181,74 @@ def lower_to_program(func: tirx.PrimFunc, strict: bool = False, view: str = "aut
 
 def build_program(lowered: Lowered) -> Program:
     """The Program of a lowered kernel: its kernels and collectives, and when memory lives."""
-    values = {name: _value(tensor) for name, tensor in lowered.tensors.items()}
-    steps = [_step(step, values, lowered, index) for index, step in enumerate(lowered.steps)]
-    parameters = tuple(Parameter(*parameter, parameter[0] in lowered.kept) for parameter in lowered.parameters)
-    all_steps = with_lifetimes(steps, values, parameters)
-    program = Program(lowered.name, lowered.mesh, parameters, values, all_steps, lowered)
-    if verify.enabled():
-        from .verify_program import verify_program  # it checks what this module defines
-
-        verify_program(program)
-    return program
+    return OpenProgram(lowered).sized({}, lambda: lowered)
 
 
-def _value(tensor: Tensor) -> Value:
-    if not all(isinstance(size, (int, tirx.IntImm)) for size in tensor.shape):
-        refuse(
-            f"tensor {tensor.name!r} has the symbolic shape {tuple(tensor.shape)}",
-            why="a Program has sizes",
-            fix="specialize the kernel to sizes first (compile does at the first call)",
-        )
-    return Value(tensor.name, tuple(int(s) for s in tensor.shape), tensor.dtype, tensor.sharding, tensor.storage)
+class OpenProgram:
+    """The Program of a kernel in local view whose sizes may still be open: `sized` fills them in, and does no more."""
+
+    def __init__(self, lowered: Lowered) -> None:
+        self._name, self._mesh = lowered.name, lowered.mesh
+        self._tensors = lowered.tensors
+        self._shapes = {
+            name: tuple(size_function(size) for size in tensor.shape) for name, tensor in lowered.tensors.items()
+        }
+        self._parameters = tuple(Parameter(*parameter, parameter[0] in lowered.kept) for parameter in lowered.parameters)
+        steps = [_step(step, lowered) for step in lowered.steps]
+        self._steps = with_lifetimes(steps, lowered.tensors, self._parameters)
+        self._kernels = {
+            step.func: (flops_function(step.func), _size_parameters(step))
+            for step in steps
+            if isinstance(step, KernelStep)
+        }
+
+    def sized(self, sizes: Mapping[tirx.Var, int], lowering: Callable[[], Lowered]) -> Program:
+        """The Program for the sizes of all symbols. `lowering` gives the kernel lowered for just these sizes."""
+        values = {name: self._value(tensor, sizes) for name, tensor in self._tensors.items()}
+        steps = tuple(self._sized(step, values, sizes) for step in self._steps)
+        program = Program(self._name, self._mesh, self._parameters, values, steps, lowering)
+        if verify.enabled():
+            from .verify_program import verify_program  # it checks what this module defines
+
+            verify_program(program)
+        return program
+
+    def _value(self, tensor: Tensor, sizes: Mapping[tirx.Var, int]) -> Value:
+        try:
+            shape = tuple(size(sizes) for size in self._shapes[tensor.name])
+        except KeyError:
+            refuse(
+                f"tensor {tensor.name!r} has the symbolic shape {tuple(tensor.shape)}",
+                why="a Program has sizes",
+                fix="specialize the kernel to sizes first (compile does at the first call)",
+            )
+        return Value(tensor.name, shape, tensor.dtype, tensor.sharding, tensor.storage)
+
+    def _sized(self, step: Step, values: Mapping[str, Value], sizes: Mapping[tirx.Var, int]) -> Step:
+        if isinstance(step, KernelStep):
+            flops, parameters = self._kernels[step.func]
+            return replace(step, flops=flops(sizes), sizes=tuple(sizes[var] for var in parameters))
+        if isinstance(step, CollectiveStep):
+            return replace(step, bytes=bytes_moved(step.kind, values[step.src], values[step.dst], step.axes))
+        return step
 
 
-def _step(step: LocalKernel | Collective, values: dict[str, Value], lowered: Lowered, index: int) -> Step:
+def _step(step: LocalKernel | Collective, lowered: Lowered) -> Step:
+    """The step, without what depends on sizes."""
     if isinstance(step, LocalKernel):
         name = str(step.func.attrs["global_symbol"])
         scalars = tuple(v.name for v in lowered.scalars)
-        return KernelStep(name, step.func, step.args, step.axes, step.writes, count_flops(step.func), scalars)
+        return KernelStep(name, step.func, step.args, step.axes, step.writes, 0, scalars)
     move = step.move
-    size = bytes_moved(move.kind, values[step.src], values[step.dst], move.axes)
     return CollectiveStep(
-        move.kind, step.src, step.dst, move.axes, move.op, move.src_dim, move.dst_dim, size, step.reason
+        move.kind, step.src, step.dst, move.axes, move.op, move.src_dim, move.dst_dim, 0, step.reason
     )
+
+
+def _size_parameters(step: KernelStep) -> tuple[tirx.Var, ...]:
+    """Those between a kernel's own parameters and the coordinates."""
+    params = step.func.params
+    return tuple(params[len(step.args) + len(step.scalars) : len(params) - len(step.axes)])
 
 
 def bytes_moved(kind: str, src: Value, dst: Value, axes: tuple[str, ...]) -> int:
@@ -215,7 +259,7 @@ def bytes_moved(kind: str, src: Value, dst: Value, axes: tuple[str, ...]) -> int
 
 
 def with_lifetimes(
-    steps: Sequence[Step], values: dict[str, Value], parameters: tuple[Parameter, ...]
+    steps: Sequence[Step], values: Mapping[str, Value] | Mapping[str, Tensor], parameters: tuple[Parameter, ...]
 ) -> tuple[Step, ...]:
     """`steps`, and each storage is allocated before its first use, and workspaces are freed after their last."""
     kept = {values[p.input].storage for p in parameters if p.input is not None}

@@ -14,7 +14,6 @@ from .errors import refuse
 from .frontend import INFO_ATTR
 from .rules.ops.call import TensorType
 
-
 def symbols(func: tirx.PrimFunc) -> tuple[tirx.Var, ...]:
     """The variables in the shapes and strides of the parameters, in order of appearance."""
     found: dict[tirx.Var, None] = {}
@@ -25,10 +24,10 @@ def symbols(func: tirx.PrimFunc) -> tuple[tirx.Var, ...]:
     return tuple(found)
 
 
-def specialize(func: tirx.PrimFunc, sizes: Mapping[tirx.Var, int]) -> tirx.PrimFunc:
-    """`func` with every symbol of `sizes` replaced by its value, in its annotations too. A scalar parameter that is
-    such a symbol is a parameter no more."""
-    values = {var: tirx.const(size, var.dtype) for var, size in sizes.items()}
+def specialize(func: tirx.PrimFunc, sizes: Mapping[tirx.Var, int | tirx.PrimExpr]) -> tirx.PrimFunc:
+    """`func` with every symbol of `sizes` replaced by its value, or by an expression of other symbols, in its
+    annotations too. A scalar parameter that is such a symbol is a parameter no more."""
+    values = {var: tirx.const(size, var.dtype) if isinstance(size, int) else size for var, size in sizes.items()}
     params = [*func.params, *(var for var in values if var not in set(func.params))]
     as_params = tirx.PrimFunc(params, func.body, func.ret_type, func.buffer_map, func.attrs)
     result = as_params.specialize(values)

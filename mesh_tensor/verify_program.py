@@ -33,8 +33,8 @@ def _kernels(program: Program) -> Iterator[str]:
         scalars = len(step.func.params) - len(tiles)
         if len(tiles) != len(step.args):
             yield f"kernel {step.name} takes {len(tiles)} tensors, and is given {len(step.args)}"
-        elif scalars != len(step.scalars) + len(step.axes):
-            yield f"kernel {step.name} takes {scalars} scalars, and is given {len(step.scalars) + len(step.axes)}"
+        elif scalars != (given := len(step.scalars) + len(step.sizes) + len(step.axes)):
+            yield f"kernel {step.name} takes {scalars} scalars, and is given {given}"
         yield from (f"kernel {step.name} writes {w}, no argument" for w in step.writes if w not in step.args)
 
 

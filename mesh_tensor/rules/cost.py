@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
+
 from tvm import ir, tirx
 
 from . import tile_ops
+from .linear import vars_of
 from .reader import read_kernel
+from .sizes import size_function
 from .statements import Statement
 
 _ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Max, tirx.Min)
@@ -16,23 +21,35 @@ def count_flops(func: tirx.PrimFunc) -> int:
     """Floating-point operations of one run of a kernel: 2 per multiply-add, 1 per other operation or function.
 
     Loops whose extent is no constant count once. Branches count as taken."""
-    kernel = read_kernel(func)
-    return sum(_flops(statement) for statement in kernel.statements)
+    return _flops_function(func, set())({})
+
+
+def flops_function(func: tirx.PrimFunc) -> Callable[[Mapping[tirx.Var, int]], int]:
+    """`count_flops` as a function of the symbols in the shapes of the kernel's parameters, which loops' extents may
+    have."""
+    return _flops_function(func, vars_of([size for buffer in func.buffer_map.values() for size in buffer.shape], {}))
+
+
+def _flops_function(func: tirx.PrimFunc, symbols: set[tirx.Var]) -> Callable[[Mapping[tirx.Var, int]], int]:
+    terms = []
+    for statement in read_kernel(func).statements:
+        if each := _flops(statement):
+            extents = [loop.extent for loop in statement.loops if vars_of([loop.extent], {}) <= symbols]
+            terms.append((each, [size_function(extent) for extent in extents]))
+    return lambda sizes: sum(each * math.prod(extent(sizes) for extent in extents) for each, extents in terms)
 
 
 def _flops(statement: Statement) -> int:
-    times = 1
-    for loop in statement.loops:
-        times *= int(loop.extent) if isinstance(loop.extent, tirx.IntImm) else 1
+    """Of one run of the statement."""
     record = statement.tile_op
     if isinstance(record, tile_ops.Gemm):
-        return 2 * times
+        return 2
     if isinstance(record, (tile_ops.Reduce, tile_ops.Atomic)):
-        return times
+        return 1
     if statement.write is None or record is not None:
         return 0
     work = sum(_operations(value) for value in statement.values[:1])
-    return times * (work + (statement.op is not None))
+    return work + (statement.op is not None)
 
 
 def _operations(expr: tirx.PrimExpr) -> int:

@@ -6,7 +6,7 @@ walker serves whoever only wants to look at the steps (a simulator's meaning of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -83,6 +83,14 @@ def part_of(value: Value, tile: torch.Tensor) -> torch.Tensor:
     """What a value is of its storage's tile: the slab, as a view, or all of it."""
     slab = value.slab
     return tile if slab is None else tile.narrow(slab.dim, slab.start, slab.stop - slab.start)
+
+
+def arguments_of(step: KernelStep, program: Program) -> list[Value | str | int]:
+    """For every parameter of the step's kernel but the coordinates: the value, the scalar's name, or the size."""
+    values = iter([program.values[name] for name in step.args])
+    others: Iterator[str | int] = iter((*step.scalars, *step.sizes))
+    params = step.func.params[: len(step.func.params) - len(step.axes)]
+    return [next(values) if param in step.func.buffer_map else next(others) for param in params]
 
 
 Action = Callable[[Memory], None]

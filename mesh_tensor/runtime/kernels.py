@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,17 @@ class Target:
     def device(self) -> torch.device:
         """The torch device that tensors have to be on."""
         return torch.device("cuda", torch.cuda.current_device()) if self.device_type == "cuda" else torch.device("cpu")
+
+    def remembering(self) -> Target:
+        """The same target, but what it has compiled it does not compile again."""
+        made: dict[tuple[tirx.PrimFunc, bool], Kernel] = {}
+
+        def compiler(func: tirx.PrimFunc, poison: bool) -> Kernel:
+            if (func, poison) not in made:
+                made[func, poison] = self.compiler(func, poison)
+            return made[func, poison]
+
+        return replace(self, compiler=compiler)
 
     def compile(self, func: tirx.PrimFunc, poison: bool = False) -> Kernel:
         """A callable on tensors, ints and floats in the order of `func`'s parameters, which writes in place."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from ..program import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Program, Value, WaitStep
-from .backend import Action, Memory, part_of, walk
+from .backend import Action, Memory, arguments_of, part_of, walk
 from .collectives import check_step
 from .dtypes import torch_dtype
 from .elementwise import clone
@@ -50,14 +50,16 @@ class VirtualMesh:
         if all(self.layouts[name].tile_bytes == 0 for name in step.writes):
             return None
         kernel = self._target.compile(step.func, self._poison)
-        order = self._argument_order(step)
+        order = arguments_of(step, self.program)
         mesh = self.program.mesh
         places = [[mesh.coordinate(rank)[axis] for axis in step.axes] for rank in range(mesh.num_devices)]
 
         def of_device(memory: Memory) -> Callable[[int], None]:
             held = memory.held
             columns = [
-                [memory.scalars[given]] * len(places) if isinstance(given, str) else _parts(given, held[given.storage])
+                _parts(given, held[given.storage])
+                if isinstance(given, Value)
+                else [memory.scalars[given] if isinstance(given, str) else given] * len(places)
                 for given in order
             ]
             return lambda rank: kernel(*[column[rank] for column in columns], *places[rank])
@@ -157,13 +159,6 @@ class VirtualMesh:
         self._position += 1
         storage = self._storage(step.value)
         return lambda memory: memory.drop(storage)
-
-    def _argument_order(self, step: KernelStep) -> list[Value | str]:
-        """For every parameter of the step's kernel but the coordinates: the value, or the scalar's name."""
-        values = iter([self.program.values[name] for name in step.args])
-        scalars = iter(step.scalars)
-        params = step.func.params[: len(step.func.params) - len(step.axes)]
-        return [next(values) if param in step.func.buffer_map else next(scalars) for param in params]
 
     def _storage(self, name: str) -> str:
         """The storage of that name, or of the value of that name."""

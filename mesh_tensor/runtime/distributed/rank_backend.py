@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ...program import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Program, Step, WaitStep
-from ..backend import Action, Memory, part_of, walk
+from ...program import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Program, Step, Value, WaitStep
+from ..backend import Action, Memory, arguments_of, part_of, walk
 from ..collectives import check_step
 from ..dtypes import poison_value, torch_dtype
 from ..elementwise import clone, fill
@@ -42,20 +42,22 @@ class RankBackend:
 
     def kernel(self, step: KernelStep) -> Action | None:
         """The step's kernel on this rank's tiles; nothing happens if what it writes has no elements."""
-        values = [self.program.values[name] for name in step.args]
         if all(0 in self.program.values[name].tile_shape for name in step.writes):
             return None
         kernel = self._target.compile(step.func, self._poison)
-        storages = [value.storage for value in values]
+        arguments = arguments_of(step, self.program)
         at = self._ranks.mesh.coordinate(self._ranks.rank)
         place = [at[axis] for axis in step.axes]
-        if step.scalars or any(value.slab for value in values):
-            return lambda memory: kernel(
-                *[part_of(value, memory.held[value.storage]) for value in values],
-                *[memory.scalars[name] for name in step.scalars],
-                *place,
-            )
-        return lambda memory: kernel(*[memory.held[storage] for storage in storages], *place)
+        if all(isinstance(given, Value) and given.slab is None for given in arguments):
+            storages = [self.program.values[name].storage for name in step.args]
+            return lambda memory: kernel(*[memory.held[storage] for storage in storages], *place)
+
+        def of_memory(given: Value | str | int, memory: Memory) -> Any:
+            if isinstance(given, Value):
+                return part_of(given, memory.held[given.storage])
+            return memory.scalars[given] if isinstance(given, str) else given
+
+        return lambda memory: kernel(*[of_memory(given, memory) for given in arguments], *place)
 
     def op(self, step: OpStep) -> Action:
         """The operator on this rank's tiles."""
