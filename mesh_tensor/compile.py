@@ -12,8 +12,8 @@ from tvm import tirx
 from .call_forms import CallForm, checked_out_idx, given_out_idx
 from .errors import refuse
 from .frontend import read_annotations
-from .mesh import Mesh
 from .lowering.pipeline import Lowered, lower_kernel
+from .mesh import Mesh
 from .overlap import check_overlap
 from .program import Program
 from .rank_kernel import Compiled, RankKernel
@@ -93,9 +93,8 @@ class MeshKernel:
         self._overlap = check_overlap(overlap)
         self._signature = Signature(func)
         self._launches: dict[tuple[int, ...], Launch] = {}
-        self._programs = Programs(
-            func, lower or _lower, strict, overlap, lambda local: self._target.compile(local, self._poison)
-        )
+        compile_kernel = partial(self._target.compile, poison=poison)
+        self._programs = Programs(func, self._signature.symbols, lower or _lower, strict, overlap, compile_kernel)
         self._program: Program | None = None
         self._current: Launch | None = None
         self._on_ranks: dict[int, RankKernel] = {}
@@ -188,7 +187,8 @@ class MeshKernel:
             options = (self._strict, self._poison, self._overlap)
             stated = read_annotations(self._func)[1] if self._signature.symbols else {}
             layouts = {name: annotation.sharding for name, annotation in stated.items()}
-            compiled = Compiled(self._signature, self._target, *options, layouts, self._program_of, self._ran)
+            programs = (self._program_of, self._programs.exact)
+            compiled = Compiled(self._signature, self._target, *options, layouts, *programs, self._ran)
             found = self._on_ranks[id(ranks)] = RankKernel(compiled, ranks)
         return found
 

@@ -93,6 +93,16 @@ def overlapped(program: Program, wanted: int | Rates) -> Program:
     return made
 
 
+def why_in_bulk(program: Program, rates: Rates) -> str:
+    """Why slabs pay nowhere in a program, by how long its steps take; nothing if they may."""
+    kernels = [step for step in program.steps if isinstance(step, KernelStep)]
+    touched = sum(_tile_bytes(program.values[name]) for step in kernels for name in step.args)
+    sent = tuple(step.bytes for step in program.steps if isinstance(step, CollectiveStep) and step.bytes)
+    choice = choose(Work(sum(step.flops for step in kernels), touched, 0, sent), rates)
+    times = f"predicted {choice.bulk * 1e3:.2f} ms, at best {choice.slabs * 1e3:.2f} ms in slabs ({rates.name})"
+    return times if choice.count == 1 else ""
+
+
 @dataclass(frozen=True)
 class _Site:
     """A kernel with the collectives `before` and `after` it that can go along with its slabs along `factor`."""

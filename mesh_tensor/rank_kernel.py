@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from .errors import MeshTensorError, refuse
-from .overlap import has_collectives, overlapped
-from .program import Program
+from .overlap import has_collectives, overlapped, why_in_bulk
+from .program import CollectiveStep, Program
 from .rank_locals import Shapes, global_sizes, problem
 from .runtime.distributed.agree import agree, program_facts
-from .runtime.distributed.dtensor import from_placements, is_dtensor
+from .runtime.distributed.dtensor import from_placements, is_dtensor, lies_like_torch
 from .runtime.distributed.dtensor_ports import Transfer, enter, leave, transfers
 from .runtime.distributed.faults import Faults
 from .runtime.distributed.rank_launch import RankLaunch, Tiling, tilings_of
@@ -24,7 +24,14 @@ from .runtime.kernels import Target
 from .sharding import Sharding
 from .signature import Signature, Sizes
 
-_Run = tuple[RankLaunch, dict[str, Sharding]]  # the launch, and how the DTensors for it lie
+
+@dataclass(frozen=True)
+class _Run:
+    """A launch, and how the DTensors for it lie. `alone`: nothing is exchanged, so that nobody waits for anybody."""
+
+    launch: RankLaunch
+    layouts: dict[str, Sharding]
+    alone: bool
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,7 @@ class Compiled:
     overlap: str | int
     layouts: Mapping[str, Sharding]
     program_of: Callable[[Sizes], Program]
+    exact_program_of: Callable[[Sizes], Program]
     ran: Callable[[Program, Callable[[], list[Transfer]]], None]
 
 
@@ -61,7 +69,8 @@ class RankKernel:
         passed."""
         self._faults.begin()
         with torch.no_grad():
-            launch, layouts = self._of_same(self._key(given), lambda: self._check_dtensors(given))
+            run = self._of_same(self._key(given), lambda: self._check_dtensors(given))
+            launch, layouts = run.launch, run.layouts
             self._compiled.ran(launch.program, partial(transfers, launch, layouts, returned))
             tensors = {name: given[name] for name in layouts}
             locals_ = {name: enter(launch, name, tensor, layouts[name]) for name, tensor in tensors.items()}
@@ -73,7 +82,7 @@ class RankKernel:
         self._faults.begin()
         shapes = {name: tuple(shape) if isinstance(shape, Sequence) else (shape,) for name, shape in shapes.items()}
         key = ("local", *shapes.items(), *self._key(given))
-        launch, _ = self._of_same(key, lambda: self._check_locals(given, shapes))
+        launch = self._of_same(key, lambda: self._check_locals(given, shapes)).launch
         self._compiled.ran(launch.program, list)
         locals_ = {name: _plain(given[name]) for name in launch.tilings if name in given}
         entangled = len(locals_) > launch.inputs and _entangled(locals_)
@@ -83,7 +92,7 @@ class RankKernel:
     def _of_same(self, key: tuple, check: Callable[[], tuple[Sizes, dict[str, Sharding]]]) -> _Run:
         """What arguments like those with the same key run: checked the first time, agreed on unless it ran last."""
         run = self._runs.get(key)
-        if run is None or run is not self._agreed:
+        if run is None or not (run.alone or run is self._agreed):
             run = self._runs[key] = self._ready(check)
         return run
 
@@ -101,7 +110,7 @@ class RankKernel:
 
     def _ready(self, check: Callable[[], tuple[Sizes, dict[str, Sharding]]]) -> _Run:
         """The launch for these arguments, and how they lie. Unless that is as at the last call, the ranks agree on
-        it."""
+        it; once they have the same kernel, DTensors that need no exchange need no agreement."""
         try:
             sizes, layouts = check()
             key = tuple(sizes[var] for var in self._signature.symbols)
@@ -113,13 +122,18 @@ class RankKernel:
             else:
                 self._faults.tell(error, "the checks of the call")
             raise
-        if self._agreed is not None and self._agreed == (launch, layouts):
-            return self._agreed
-        self._agree(key, program, layouts)
+        agreed = self._agreed
+        if agreed is not None and agreed.launch is launch and agreed.layouts == layouts:
+            return agreed
+        alone = agreed is not None and bool(layouts) and not _exchanges(program, layouts)
+        if not alone:
+            self._agree(key, program, layouts)
         if launch is None:
-            launch = self._launches[key] = self._make(program)
-        self._agreed = launch, layouts
-        return self._agreed
+            launch = self._launches[key] = self._make(program, sizes)
+        run = _Run(launch, layouts, alone)
+        if not alone:
+            self._agreed = run
+        return run
 
     def _agree(self, key: tuple[int, ...], program: Program, layouts: Mapping[str, Sharding]) -> None:
         compiled = self._compiled
@@ -130,21 +144,26 @@ class RankKernel:
         said = "; of uneven local tensors, say the whole shapes: local(..., shapes=...)" if key and not layouts else ""
         agree(self.ranks, self._faults, {**self._facts[key], "layouts of the arguments": arguments}, fix=said)
 
-    def _make(self, program: Program) -> RankLaunch:
+    def _make(self, program: Program, sizes: Sizes) -> RankLaunch:
         compiled = self._compiled
         if compiled.overlap == "auto" and has_collectives(program):
-            program = self._with_overlap(program)
+            program = self._with_overlap(program, sizes)
         try:
             return RankLaunch(program, compiled.target, self.ranks, self._faults, poison=compiled.poison)
         except Exception as error:
             self._faults.tell(error, "making the kernel ready")
             raise
 
-    def _with_overlap(self, program: Program) -> Program:
+    def _with_overlap(self, program: Program, sizes: Sizes) -> Program:
         """The program with collectives beside kernels where that pays on these ranks."""
         if self._device.type != "cpu":
             return replace(program, overlap=(f"auto: in bulk: nothing was measured on {self._device.type} ranks",))
-        return overlapped(program, rates_of(self.ranks, self._faults))
+        rates = rates_of(self.ranks, self._faults)
+        if not sizes:
+            return overlapped(program, rates)
+        if why := why_in_bulk(program, rates):
+            return replace(program, overlap=(f"auto: in bulk: {why}",))
+        return overlapped(self._compiled.exact_program_of(sizes), rates)
 
     def _check_dtensors(self, given: Mapping[str, Any]) -> tuple[Sizes, dict[str, Sharding]]:
         tensors = {name: value for name, value in given.items() if name in self._signature.tensors}
@@ -190,6 +209,16 @@ class RankKernel:
 
     def _where(self) -> str:
         return f"call of kernel {self._signature.name!r} on {self.ranks.mesh}"
+
+
+def _exchanges(program: Program, layouts: Mapping[str, Sharding]) -> bool:
+    """Whether ranks exchange anything: in the program, or because DTensors lie otherwise than it takes them."""
+    values = program.values
+    wanted = {p.name: values[str(p.input or p.output)] for p in program.parameters}
+    return any(isinstance(step, CollectiveStep) for step in program.steps) or not all(
+        layout == wanted[name].sharding and lies_like_torch(layout, wanted[name].shape)
+        for name, layout in layouts.items()
+    )
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

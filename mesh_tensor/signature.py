@@ -43,8 +43,8 @@ class Signature:
 
     def __init__(self, func: tirx.PrimFunc) -> None:
         self.name = str(func.attrs["global_symbol"]) if func.attrs and "global_symbol" in func.attrs else "kernel"
-        self.params = tuple(_param(func, var) for var in func.params)
         self.symbols = symbols(func)
+        self.params = tuple(_param(func, var, self.symbols) for var in func.params)
         self.tensors = {param.name: param for param in self.params if param.is_tensor}
 
     def scalars(self, args: Mapping[str, Any]) -> dict[str, int | float]:
@@ -84,11 +84,13 @@ class Signature:
         return problems
 
 
-def _param(func: tirx.PrimFunc, var: tirx.Var) -> Param:
+def _param(func: tirx.PrimFunc, var: tirx.Var, found: tuple[tirx.Var, ...]) -> Param:
+    # One Python object per symbol: two for the same variable are compared as expressions, which takes long.
+    one = {symbol: symbol for symbol in found}
     buffer = func.buffer_map.get(var)
     if buffer is None:
-        return Param(var.name, str(var.dtype), None, var)
-    shape = tuple(int(size) if isinstance(size, (int, tirx.IntImm)) else size for size in buffer.shape)
+        return Param(var.name, str(var.dtype), None, one.get(var, var))
+    shape = tuple(int(size) if isinstance(size, (int, tirx.IntImm)) else one.get(size, size) for size in buffer.shape)
     return Param(buffer.name, str(buffer.dtype), shape, var)
 
 

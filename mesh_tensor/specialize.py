@@ -14,6 +14,7 @@ from .errors import refuse
 from .frontend import INFO_ATTR
 from .rules.ops.call import TensorType
 
+
 def symbols(func: tirx.PrimFunc) -> tuple[tirx.Var, ...]:
     """The variables in the shapes and strides of the parameters, in order of appearance."""
     found: dict[tirx.Var, None] = {}

@@ -22,7 +22,7 @@ from .frontend import read_annotations
 from .lowering.pipeline import Lowered
 from .overlap import with_overlap
 from .program import CollectiveStep, KernelStep, OpenProgram, Program, Step, build_program
-from .specialize import specialize, symbols
+from .specialize import specialize
 
 Sizes = Mapping[tirx.Var, int]
 Lower = Callable[[tirx.PrimFunc, bool], Lowered | Program]
@@ -33,10 +33,9 @@ _MOST = 1 << 20  # no family of multiples of more than this
 
 @dataclass(frozen=True)
 class _Family:
-    """`program` for sizes that are `unknowns` times what they are multiples of."""
+    """`program` for sizes that are multiples of `numbers`; its symbols say how many times."""
 
     numbers: tuple[int, ...]
-    unknowns: tuple[tirx.Var, ...]
     program: OpenProgram
 
 
@@ -46,6 +45,7 @@ class Programs:
     def __init__(
         self,
         func: tirx.PrimFunc,
+        symbols: tuple[tirx.Var, ...],
         lower: Lower,
         strict: bool,
         overlap: str | int,
@@ -53,8 +53,8 @@ class Programs:
     ) -> None:
         self._func, self._lower, self._strict, self._overlap = func, lower, strict, overlap
         self._compile_kernel = compile_kernel
-        self._symbols = symbols(func)
-        self._numbers = _numbers(func, self._symbols) if self._symbols else {}
+        self._symbols = symbols
+        self._numbers = _numbers(func, symbols) if symbols else {}
         self._families: dict[tuple[int, ...], _Family | None] = {}
         self._programs: dict[tuple[int, ...], Program] = {}
 
@@ -87,9 +87,8 @@ class Programs:
         return None if family is None else self._filled(family, sizes)
 
     def _filled(self, family: _Family, sizes: Sizes) -> Program:
-        wholes = zip(family.unknowns, self._symbols, family.numbers, strict=True)
-        unknowns = {unknown: sizes[var] // number for unknown, var, number in wholes}
-        program = family.program.sized(unknowns, cache(partial(self._lowered_exactly, sizes)))
+        times = [sizes[var] // number for var, number in zip(self._symbols, family.numbers, strict=True)]
+        program = family.program.sized(times, cache(partial(self._lowered_exactly, sizes)))
         return with_overlap(program, self._overlap)
 
     def _lowered_exactly(self, sizes: Sizes) -> Lowered:
@@ -106,7 +105,7 @@ class Programs:
             lowered = self._lower(specialize(self._func, sizes), self._strict)
             if isinstance(lowered, Program):
                 return None
-            family = _Family(numbers, unknowns, OpenProgram(lowered))
+            family = _Family(numbers, OpenProgram(lowered, unknowns))
             for some in self._typical(numbers):
                 program = self._filled(family, some)
                 if _plan(program) != _plan(self.exact(some)):

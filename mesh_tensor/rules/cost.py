@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from tvm import ir, tirx
 
@@ -21,22 +21,17 @@ def count_flops(func: tirx.PrimFunc) -> int:
     """Floating-point operations of one run of a kernel: 2 per multiply-add, 1 per other operation or function.
 
     Loops whose extent is no constant count once. Branches count as taken."""
-    return _flops_function(func, set())({})
+    return flops_function(func, ())(())
 
 
-def flops_function(func: tirx.PrimFunc) -> Callable[[Mapping[tirx.Var, int]], int]:
-    """`count_flops` as a function of the symbols in the shapes of the kernel's parameters, which loops' extents may
-    have."""
-    return _flops_function(func, vars_of([size for buffer in func.buffer_map.values() for size in buffer.shape], {}))
-
-
-def _flops_function(func: tirx.PrimFunc, symbols: set[tirx.Var]) -> Callable[[Mapping[tirx.Var, int]], int]:
-    terms = []
+def flops_function(func: tirx.PrimFunc, symbols: Sequence[tirx.Var]) -> Callable[[Sequence[int]], int]:
+    """`count_flops` for kernels with symbols in the extents of their loops: from the values of all `symbols`."""
+    known, terms = set(symbols), []
     for statement in read_kernel(func).statements:
         if each := _flops(statement):
-            extents = [loop.extent for loop in statement.loops if vars_of([loop.extent], {}) <= symbols]
-            terms.append((each, [size_function(extent) for extent in extents]))
-    return lambda sizes: sum(each * math.prod(extent(sizes) for extent in extents) for each, extents in terms)
+            extents = [loop.extent for loop in statement.loops if vars_of([loop.extent], {}) <= known]
+            terms.append((each, [size_function(extent, symbols) for extent in extents]))
+    return lambda values: sum(each * math.prod(extent(values) for extent in extents) for each, extents in terms)
 
 
 def _flops(statement: Statement) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm import tirx
 
-from ..errors import refuse
+from ..errors import listing, refuse
 
 _ARITHMETIC: dict[type, Callable[[int, int], int]] = {
     tirx.Add: operator.add,
@@ -21,15 +21,22 @@ _ARITHMETIC: dict[type, Callable[[int, int], int]] = {
 }
 
 
-def size_function(size: Any) -> Callable[[Mapping[tirx.Var, int]], int]:
-    """From the values of the symbols in a size to its own. The function raises a KeyError where it lacks one."""
+def size_function(size: Any, symbols: Sequence[tirx.Var]) -> Callable[[Sequence[int]], int]:
+    """From the values of all `symbols`, in their order, to the value of a size.
+
+    Raises:
+        MeshTensorError: there is something else in it than the symbols and arithmetic.
+    """
     if isinstance(size, (int, tirx.IntImm)):
         value = int(size)
-        return lambda sizes: value
+        return lambda values: value
     if isinstance(size, tirx.Var):
-        return lambda sizes: sizes[size]
+        position = next((index for index, symbol in enumerate(symbols) if symbol.same_as(size)), None)
+        if position is not None:
+            return lambda values: values[position]
     operation = _ARITHMETIC.get(type(size))
     if operation is None:
-        refuse(f"a dim is {size}", why="sizes are made of + - * // % min max", fix="write it so")
-    left, right = size_function(size.a), size_function(size.b)
-    return lambda sizes: operation(left(sizes), right(sizes))
+        known = listing([symbol.name for symbol in symbols]) if symbols else "numbers"
+        refuse(f"the size {size} is not known", why=f"only {known} are, and + - * // % min max of them")
+    left, right = size_function(size.a, symbols), size_function(size.b, symbols)
+    return lambda values: operation(left(values), right(values))

@@ -7,9 +7,11 @@ walker serves whoever only wants to look at the steps (a simulator's meaning of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import torch
+from tvm import tirx
 
 from ..program import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Program, Value, WaitStep
 
@@ -89,8 +91,15 @@ def arguments_of(step: KernelStep, program: Program) -> list[Value | str | int]:
     """For every parameter of the step's kernel but the coordinates: the value, the scalar's name, or the size."""
     values = iter([program.values[name] for name in step.args])
     others: Iterator[str | int] = iter((*step.scalars, *step.sizes))
-    params = step.func.params[: len(step.func.params) - len(step.axes)]
-    return [next(values) if param in step.func.buffer_map else next(others) for param in params]
+    takes_tensor = _takes_tensor(step.func)
+    own = takes_tensor[: len(takes_tensor) - len(step.axes)]
+    return [next(values) if is_tensor else next(others) for is_tensor in own]
+
+
+@lru_cache(maxsize=1024)
+def _takes_tensor(func: tirx.PrimFunc) -> tuple[bool, ...]:
+    """Per parameter."""
+    return tuple(param in func.buffer_map for param in func.params)
 
 
 Action = Callable[[Memory], None]

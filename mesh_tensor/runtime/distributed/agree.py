@@ -3,10 +3,13 @@ the same."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from importlib import metadata
+
+from tvm import tirx
 
 from ...errors import refuse
 from ...program import CollectiveStep, KernelStep, OpStep, Program
@@ -17,7 +20,7 @@ from .ranks import Ranks
 def program_facts(program: Program, target: str) -> dict[str, str]:
     """All of a program that has to be the same on every rank, by topic, as text."""
     values = program.values.values()
-    kernels = [step.func.script(show_meta=True) for step in program.steps if isinstance(step, KernelStep)]
+    kernels = [_text(step.func) for step in program.steps if isinstance(step, KernelStep)]
     ops = [f"{s.results} = {s.call.expr}" for s in program.steps if isinstance(s, OpStep)]
     steps = [f"{s.kind}({s.src}, {s.dst}, {s.axes}, {s.op})" for s in program.steps if isinstance(s, CollectiveStep)]
     return {
@@ -101,6 +104,12 @@ def _asked(facts: Mapping[str, str]) -> str:
     return f" ({_short('; '.join(asked))})" if asked else ""
 
 
+@functools.lru_cache(maxsize=256)
+def _text(func: tirx.PrimFunc) -> str:
+    return func.script(show_meta=True)
+
+
+@functools.cache
 def _version() -> str:
     try:
         return metadata.version("mesh-tensor")

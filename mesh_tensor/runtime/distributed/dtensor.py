@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -45,6 +46,7 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
+@lru_cache(maxsize=1024)
 def to_placements(sharding: Sharding) -> tuple[Any, ...]:
     """The placements of a DTensor that lies as `sharding` says, one per mesh axis."""
     return tuple(map(_torch_placement, sharding.placements().values()))
@@ -52,7 +54,11 @@ def to_placements(sharding: Sharding) -> tuple[Any, ...]:
 
 def from_placements(mesh: Mesh | Mapping[str, int], ndim: int, placements: Sequence[Any]) -> Sharding:
     """The Sharding of a DTensor of `ndim` dims with these placements, one per axis of `mesh`."""
-    mesh = Mesh(mesh)
+    return _sharding_of(Mesh(mesh), ndim, tuple(placements))
+
+
+@lru_cache(maxsize=1024)
+def _sharding_of(mesh: Mesh, ndim: int, placements: tuple[Any, ...]) -> Sharding:
     if len(placements) != len(mesh):
         refuse(f"{len(placements)} placements for {len(mesh)} axes", where=str(mesh), fix="give one placement per axis")
     ours = {axis: _our_placement(axis, p, ndim) for axis, p in zip(mesh, placements, strict=True)}
