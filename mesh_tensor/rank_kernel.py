@@ -12,7 +12,7 @@ import torch
 from .errors import MeshTensorError, refuse
 from .overlap import has_collectives, overlapped, why_in_bulk
 from .program import CollectiveStep, Program
-from .rank_locals import Shapes, global_sizes, problem
+from .rank_locals import Shapes, global_sizes, problem, says_all
 from .runtime.distributed.agree import agree, program_facts
 from .runtime.distributed.dtensor import from_placements, is_dtensor, lies_like_torch
 from .runtime.distributed.dtensor_ports import Transfer, enter, leave, transfers
@@ -23,6 +23,8 @@ from .runtime.distributed.rates import rates_of
 from .runtime.kernels import Target
 from .sharding import Sharding
 from .signature import Signature, Sizes
+
+_Checked = tuple[Sizes, dict[str, Sharding], bool]  # sizes, how DTensors lie, and whether the caller said all sizes
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class RankKernel:
         results = launch(locals_, self._signature.scalars(given), entangled)
         return [given.get(name, results[name]) for name in returned]
 
-    def _of_same(self, key: tuple, check: Callable[[], tuple[Sizes, dict[str, Sharding]]]) -> _Run:
+    def _of_same(self, key: tuple, check: Callable[[], _Checked]) -> _Run:
         """What arguments like those with the same key run: checked the first time, agreed on unless it ran last."""
         run = self._runs.get(key)
         if run is None or not (run.alone or run is self._agreed):
@@ -108,11 +110,11 @@ class RankKernel:
                 found += (name, type(value), value if name in self._size_names else None)
         return tuple(found)
 
-    def _ready(self, check: Callable[[], tuple[Sizes, dict[str, Sharding]]]) -> _Run:
+    def _ready(self, check: Callable[[], _Checked]) -> _Run:
         """The launch for these arguments, and how they lie. Unless that is as at the last call, the ranks agree on
-        it; once they have the same kernel, DTensors that need no exchange need no agreement."""
+        it; once they have the same kernel, they needn't where the caller says all sizes and nothing is exchanged."""
         try:
-            sizes, layouts = check()
+            sizes, layouts, said = check()
             key = tuple(sizes[var] for var in self._signature.symbols)
             launch, program = self._launches.get(key), self._compiled.program_of(sizes)
             self._check_strict(program, layouts)
@@ -125,7 +127,7 @@ class RankKernel:
         agreed = self._agreed
         if agreed is not None and agreed.launch is launch and agreed.layouts == layouts:
             return agreed
-        alone = agreed is not None and bool(layouts) and not _exchanges(program, layouts)
+        alone = agreed is not None and said and not _exchanges(program, layouts)
         if not alone:
             self._agree(key, program, layouts)
         if launch is None:
@@ -165,7 +167,7 @@ class RankKernel:
             return replace(program, overlap=(f"auto: in bulk: {why}",))
         return overlapped(self._compiled.exact_program_of(sizes), rates)
 
-    def _check_dtensors(self, given: Mapping[str, Any]) -> tuple[Sizes, dict[str, Sharding]]:
+    def _check_dtensors(self, given: Mapping[str, Any]) -> _Checked:
         tensors = {name: value for name, value in given.items() if name in self._signature.tensors}
         problems = [
             f"parameter {name!r}: a {type(value).__name__}, but other parameters are DTensors"
@@ -178,16 +180,16 @@ class RankKernel:
             fix = "pass DTensors of one DeviceMesh (torch.distributed.tensor.distribute_tensor makes them)"
             refuse(problems, where=self._where(), fix=fix)
         sizes = self._signature.check(given, self.ranks.mesh, self._device)
-        return sizes, {n: from_placements(self.ranks.mesh, t.ndim, t.placements) for n, t in tensors.items()}
+        return sizes, {n: from_placements(self.ranks.mesh, t.ndim, t.placements) for n, t in tensors.items()}, True
 
-    def _check_locals(self, given: Mapping[str, Any], shapes: Shapes) -> tuple[Sizes, dict[str, Sharding]]:
+    def _check_locals(self, given: Mapping[str, Any], shapes: Shapes) -> _Checked:
         sizes = global_sizes(self._signature, self._compiled.layouts, given, shapes, self._where())
         program = self._compiled.program_of(sizes)
         problems = self._problems(tilings_of(program, self.ranks.rank), given)
         if problems:
             fix = "pass this rank's part of every tensor, or its whole tile, padding included"
             refuse(problems, where=self._where(), fix=fix)
-        return sizes, {}
+        return sizes, {}, says_all(self._signature, shapes)
 
     def _problems(self, tilings: Mapping[str, Tiling], given: Mapping[str, Any]) -> list[str]:
         """What is wrong with local tensors."""

@@ -55,6 +55,12 @@ def global_sizes(
     return {var: exact.get(var, next(iter(even[var]), 0)) for var in signature.symbols}
 
 
+def says_all(signature: Signature, shapes: Shapes) -> bool:
+    """Whether the caller says how large everything is."""
+    said = {size.name for name in shapes for size in signature.tensors[name].shape or () if isinstance(size, tirx.Var)}
+    return said >= {var.name for var in signature.symbols}
+
+
 def problem(tiling: Tiling, device: torch.device, value: Any) -> str:
     """What is wrong with a local tensor, if there is something: it is neither a valid part nor a whole tile."""
     if (
