@@ -1,6 +1,7 @@
 """What a call costs besides its kernels and collectives, on two gloo ranks: with tensors so small that nothing else
-takes time, and at the first call with a new size of a kernel with symbolic dims that was compiled before. Next to the
-same by hand, with the same collective (right after another one a collective takes less time), and to DTensor.
+takes time, and at the first call with a new size of a kernel with symbolic dims. Next to the same by hand, with the
+same collective, and to DTensor. A collective's own time changes from call to call by more than a dispatch takes, and
+depends on what went before: where the question is what comes on top of it, it is timed apart.
 
 python -m benchmarks.bench_dispatch
 """
@@ -10,6 +11,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
 
 import tilelang.language as T
 import torch
@@ -31,10 +35,11 @@ Times = dict[str, list[float]]
 
 def rows(rounds: int = 41) -> list[Row]:
     """All comparisons, measured."""
-    tiny, new = on_ranks(time_tiny, rounds), on_ranks(time_new_sizes, rounds)
+    tiny, new, around = (on_ranks(time_, rounds) for time_ in (time_tiny, time_new_sizes, time_around_collectives))
     what = f"call with tiny tensors: K-split matmul {TINY} x {TINY} x {TINY}"
     return [
-        row(what, tiny, LOCAL, BY_HAND, within=50e-6),
+        row(f"{what}, without its collective", around, LOCAL, BY_HAND, within=50e-6),
+        row(what, tiny, LOCAL, BY_HAND),
         row(what, tiny, LOCAL, DTENSOR),
         row(what, tiny, DTENSORS, DTENSOR),
         row("first call with a new size: M-split matmul", new, LOCAL, DTENSOR, must=0.1),
@@ -45,6 +50,52 @@ def rows(rounds: int = 41) -> list[Row]:
 def time_tiny(rounds: int) -> Times:
     """On each of two ranks: a product with the contracted dim split. Its collective sends each rank's tile to the
     other."""
+    return interleaved(_tiny_runs(), rounds, _CALLS)
+
+
+def time_around_collectives(rounds: int) -> Times:
+    """The same calls, without the seconds from a collective's start to its end."""
+    inside = [0.0]
+    times: Times = {LOCAL: [], BY_HAND: []}
+    with patch.object(dist, "all_to_all_single", _timed(dist.all_to_all_single, inside)):
+        runs = _tiny_runs()
+        for turn in range(rounds):
+            for who in list(times)[:: -1 if turn % 2 else 1]:
+                inside[0] = 0.0
+                start = time.perf_counter()
+                for _ in range(_CALLS):
+                    runs[who]()
+                times[who].append((time.perf_counter() - start - inside[0]) / _CALLS)
+    return times
+
+
+def _timed(collective: Callable[..., Any], inside: list[float]) -> Callable[..., Any]:
+    """The collective; the seconds from its start to the end of the wait for it are added to `inside`."""
+
+    def timed(*args: Any, **options: Any) -> _Work | None:
+        start = time.perf_counter()
+        work = collective(*args, **options)
+        if work is not None:
+            return _Work(work, start, inside)
+        inside[0] += time.perf_counter() - start
+        return None
+
+    return timed
+
+
+@dataclass(frozen=True)
+class _Work:
+    work: dist.Work
+    start: float
+    inside: list[float]
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.inside[0] += time.perf_counter() - self.start
+
+
+def _tiny_runs() -> dict[str, Callable[[], torch.Tensor]]:
+    torch.manual_seed(0)
     a, b = torch.randn(TINY, TINY), torch.randn(TINY, TINY)
     here = dist.get_rank()
     local_a, local_b = a.chunk(DEVICES, 1)[here].contiguous(), b.chunk(DEVICES, 0)[here].contiguous()
@@ -68,7 +119,7 @@ def time_tiny(rounds: int) -> Times:
     }
     for run in runs.values():
         torch.testing.assert_close(run(), a @ b, rtol=1e-4, atol=1e-4)
-    return interleaved(runs, rounds, _CALLS)
+    return runs
 
 
 def time_new_sizes(rounds: int) -> Times:

@@ -47,7 +47,8 @@ class Mesh:
 
     def size(self, axis: str) -> int:
         """The number of devices along `axis`."""
-        self.check_axes((axis,))
+        if axis not in self:
+            self.check_axes((axis,))
         return self._sizes[axis]
 
     def check_axes(self, axes: Iterable[str]) -> None:

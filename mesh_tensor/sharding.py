@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from ._placement import REDUCTION_OPS, Partial, Placement, Replicate, Shard, collect, how_to_state, state
@@ -36,18 +37,25 @@ class Sharding:
     partial: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mesh", Mesh(self.mesh))
+        mesh = Mesh(self.mesh)
         stated: list[tuple[str, Placement]] = [(a, Shard(d)) for d, axes in enumerate(self.dims) for a in axes]
         stated += [(axis, Partial(op)) for axis, op in self.partial]
-        by_axis, problems = collect(self.mesh, self.ndim, stated)
+        by_axis, problems = collect(mesh, self.ndim, stated)
         if len(self.dims) != self.ndim:
             problems.append(f"dims {self.dims} are not those of {self.ndim} dims")
         if problems:
-            refuse(problems, where=f"a Sharding on {self.mesh}", fix=how_to_state(self.mesh, self.ndim))
-        in_order = [(axis, by_axis.get(axis)) for axis in self.mesh]
-        dims = tuple(tuple(axis for axis, p in in_order if p == Shard(dim)) for dim in range(self.ndim))
-        object.__setattr__(self, "dims", dims)
-        object.__setattr__(self, "partial", tuple((axis, p.op) for axis, p in in_order if isinstance(p, Partial)))
+            refuse(problems, where=f"a Sharding on {mesh}", fix=how_to_state(mesh, self.ndim))
+        dims, partial = _canonical(mesh, self.ndim, by_axis)
+        for name, value in (("mesh", mesh), ("dims", dims), ("partial", partial)):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "_hash", hash((mesh, self.ndim, dims, partial)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]  # set above
+
+    def __reduce__(self) -> tuple:
+        """Made anew: another process hashes strings differently."""
+        return Sharding, (self.mesh, self.ndim, self.dims, self.partial)
 
     @staticmethod
     def of(mesh: Mesh | Mapping[str, int], ndim: int, placements: Mapping[str, Placement]) -> Sharding:
@@ -60,8 +68,7 @@ class Sharding:
         by_axis, problems = collect(mesh, ndim, list(placements.items()))
         if problems:
             refuse(problems, where=f"a tensor of {ndim} dims on {mesh}", fix=how_to_state(mesh, ndim))
-        dims = tuple(tuple(axis for axis, p in by_axis.items() if p == Shard(dim)) for dim in range(ndim))
-        return Sharding(mesh, ndim, dims, tuple((axis, p.op) for axis, p in by_axis.items() if isinstance(p, Partial)))
+        return _interned(mesh, ndim, *_canonical(mesh, ndim, by_axis))
 
     @staticmethod
     def make(
@@ -200,6 +207,29 @@ class Sharding:
     def _check_rank(self, shape: Sequence[Any]) -> None:
         if len(shape) != self.ndim:
             refuse(f"shape {tuple(shape)} has {len(shape)} dims, but the sharding '{self}' is for {self.ndim}")
+
+
+def _canonical(
+    mesh: Mesh, ndim: int, by_axis: Mapping[str, Placement]
+) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, str], ...]]:
+    """`dims` and `partial` of a Sharding, in mesh order."""
+    dims: list[list[str]] = [[] for _ in range(ndim)]
+    partial = []
+    for axis in mesh:
+        placement = by_axis.get(axis)
+        if isinstance(placement, Shard):
+            dims[placement.dim].append(axis)
+        elif isinstance(placement, Partial):
+            partial.append((axis, placement.op))
+    return tuple(map(tuple, dims)), tuple(partial)
+
+
+@lru_cache(maxsize=4096)
+def _interned(
+    mesh: Mesh, ndim: int, dims: tuple[tuple[str, ...], ...], partial: tuple[tuple[str, str], ...]
+) -> Sharding:
+    """Equal layouts, most of the time as one object."""
+    return Sharding(mesh, ndim, dims, partial)
 
 
 def ceildiv(size: Any, parts: int) -> Any:
