@@ -19,7 +19,7 @@ from .program import Program
 from .rank_kernel import Compiled, RankKernel
 from .rank_locals import Shapes
 from .rules.sharding_rule import sharding_rule
-from .runtime.distributed import is_dtensor, ranks_of
+from .runtime.distributed import are_current, is_dtensor, ranks_of
 from .runtime.distributed.dtensor_ports import Transfer
 from .runtime.kernels import find_target
 from .runtime.launch import AnyTensor, Launch
@@ -98,6 +98,7 @@ class MeshKernel:
         self._program: Program | None = None
         self._current: Launch | None = None
         self._on_ranks: dict[int, RankKernel] = {}
+        self._last_on_ranks: tuple[Any, RankKernel] | None = None
         self._transfers: Callable[[], list[Transfer]] = list
         if self._signature.symbols:
             self.mesh: Mesh = read_annotations(func)[0]
@@ -181,6 +182,9 @@ class MeshKernel:
         return _unpacked(self._rank_kernel(device_mesh).local(given, form.returned, shapes or {}))
 
     def _rank_kernel(self, device_mesh: Any) -> RankKernel:
+        last = self._last_on_ranks
+        if last is not None and last[0] is device_mesh and are_current():
+            return last[1]
         ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
         found = self._on_ranks.get(id(ranks))
         if found is None or found.ranks is not ranks:
@@ -190,6 +194,7 @@ class MeshKernel:
             programs = (self._program_of, self._programs.exact)
             compiled = Compiled(self._signature, self._target, *options, layouts, *programs, self._ran)
             found = self._on_ranks[id(ranks)] = RankKernel(compiled, ranks)
+        self._last_on_ranks = device_mesh, found
         return found
 
     @staticmethod

@@ -46,10 +46,11 @@ class Signature:
         self.symbols = symbols(func)
         self.params = tuple(_param(func, var, self.symbols) for var in func.params)
         self.tensors = {param.name: param for param in self.params if param.is_tensor}
+        self._scalars = [param for param in self.params if not param.is_tensor]
 
     def scalars(self, args: Mapping[str, Any]) -> dict[str, int | float]:
         """The numbers among checked `args`, as Python's own."""
-        return {p.name: p.number(args[p.name]) for p in self.params if not p.is_tensor and p.name in args}
+        return {p.name: p.number(args[p.name]) for p in self._scalars if p.name in args}
 
     def check(self, args: Mapping[str, Any], mesh: Mesh, device: torch.device) -> Sizes:
         """The sizes of the symbols, or a MeshTensorError that names everything that is wrong with `args`: parameter

@@ -9,10 +9,11 @@ from .dtensor import (
     to_dtensor,
     to_placements,
 )
-from .ranks import ranks_of
+from .ranks import are_current, ranks_of
 from .redistribution import redistribute
 
 __all__ = [
+    "are_current",
     "dtensor_maker",
     "from_dtensor",
     "from_placements",

@@ -19,7 +19,7 @@ from ..combine import Combine
 from ..elementwise import clone, fill
 from ..reshard import Delivery, Piece, Region, part
 from .ranks import Group
-from .sections import Receipt, Sections, region_shape, region_size, sections
+from .sections import Receipt, Sections, Span, region_shape, region_size, sections
 
 # Dtypes that every backend moves; others travel as bytes.
 _MOVED = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
@@ -85,8 +85,7 @@ class Exchange:
         for plan in self._rounds:
             out = self._received(plan, flat_dst)
             if plan.send_span is not None:
-                start, count = plan.send_span
-                sent = flat_src[start : start + count]
+                sent = _section(flat_src, plan.send_span)
             else:
                 sent = torch.cat([part(src, region).reshape(-1) for region in plan.regions])
             received.append(out)
@@ -114,8 +113,7 @@ class Exchange:
     def _received(self, plan: Sections, flat_dst: torch.Tensor) -> torch.Tensor:
         if plan.receive_span is None:
             return torch.empty(sum(plan.receive_counts), dtype=flat_dst.dtype, device=flat_dst.device)
-        start, count = plan.receive_span
-        return flat_dst[start : start + count]
+        return _section(flat_dst, plan.receive_span)
 
     def _all_to_all(self, out: torch.Tensor, sent: torch.Tensor, plan: Sections) -> Any:
         assert self._group is not None
@@ -175,6 +173,11 @@ class Exchange:
             operands.append(operand)
         stays = len(operands) == 1 and operands[0].round < 0 and operands[0].region == piece.region
         return _Local(piece.region, tuple(operands), stays)
+
+
+def _section(flat: torch.Tensor, span: Span) -> torch.Tensor:
+    start, count = span
+    return flat if count == flat.numel() else flat[start : start + count]
 
 
 class Pending:

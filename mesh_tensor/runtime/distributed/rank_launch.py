@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -160,4 +161,9 @@ def tilings_of(program: Program, rank: int) -> dict[str, Tiling]:
 
 def tiling_of(value: Value, rank: int) -> Tiling:
     """How a value of a program lies on a rank."""
-    return Tiling(value.shape, torch_dtype(value.dtype), value.sharding, rank)
+    return _tiling(value.shape, str(value.dtype), value.sharding, rank)
+
+
+@lru_cache(maxsize=4096)
+def _tiling(shape: tuple[int, ...], dtype: str, sharding: Sharding, rank: int) -> Tiling:
+    return Tiling(shape, torch_dtype(dtype), sharding, rank)

@@ -157,6 +157,11 @@ def ranks_of(mesh: Mesh, device_mesh: DeviceMesh | None, device_type: str) -> Ra
     return _known[key]
 
 
+def are_current() -> bool:
+    """Whether what `ranks_of` gave last belongs to the process group that there is now."""
+    return bool(_made) and _made[0] is dist.group.WORLD
+
+
 _known: dict[tuple[Any, ...], Ranks] = {}
 _made: list[Any] = []
 
