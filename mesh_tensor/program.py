@@ -270,6 +270,7 @@ def with_lifetimes(
     outputs = {values[p.output].storage for p in parameters if p.output is not None}
     uses = [[values[name].storage for name in names_in(step)] for step in steps]
     last = {storage: index for index, names in enumerate(uses) for storage in names}
+    lasting = kept | outputs
     alive = set(kept)
     result: list[Step] = []
     for index, step in enumerate(steps):
@@ -280,7 +281,7 @@ def with_lifetimes(
                     result.append(AllocStep(storage))
         result.append(step)
         for storage in dict.fromkeys(uses[index]):
-            if last[storage] == index and storage not in kept | outputs:
+            if last[storage] == index and storage not in lasting:
                 result.append(FreeStep(storage))
     return tuple(result)
 

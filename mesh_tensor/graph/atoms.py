@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..rules.ops import OpRule
 from ..rules.ops.rule import Dim, atoms_of
@@ -43,7 +44,11 @@ class Atoms:
 
     def shape(self, value: Value) -> Sizes:
         """The value's shape with every dim taken apart."""
-        return tuple(size for dim in self.of[value] for size in dim)
+        return self._shapes[value]
+
+    @cached_property
+    def _shapes(self) -> dict[Value, Sizes]:
+        return {value: tuple(size for dim in dims for size in dim) for value, dims in self.of.items()}
 
     def positions(self, value: Value, dim: int) -> range:
         """Where the atoms of a dim stand in `shape`."""

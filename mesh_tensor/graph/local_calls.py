@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import tvm
 from tvm import relax
@@ -12,8 +12,6 @@ from ..rules.ops import LocalCall
 from ..sharding import Sharding
 from .atoms import Atoms, made_plain, plain_sharding
 from .explicit import Cast, Fill, Form, Run, Step
-
-Tile = Callable[[Form], relax.Expr]
 
 
 def tile_shape(form: Form, atoms: Atoms) -> tuple[int, ...]:
@@ -26,19 +24,20 @@ def tile_info(form: Form, atoms: Atoms) -> relax.TensorStructInfo:
     return relax.TensorStructInfo(tile_shape(form, atoms), form.dtype)
 
 
-def local_call(step: Step, atoms: Atoms, tile: Tile) -> relax.Expr:
-    """The expression that makes the step's results of its operands' tiles."""
+def local_call(step: Step, atoms: Atoms, tiles: Sequence[relax.Expr]) -> relax.Expr:
+    """The expression that makes the step's results of its operands' tiles, given in order."""
     if isinstance(step, Run):
-        return _run(step, atoms, tile)
+        return _run(step, atoms, tiles)
+    (tile,) = tiles
     if isinstance(step, Cast):
-        return relax.op.astype(tile(step.src), step.dst.dtype)
+        return relax.op.astype(tile, step.dst.dtype)
     refined = relax.ShapeExpr(atoms.shape(step.src.value))
     layout = relax.StringImm(step.src.sharding.text())
     if isinstance(step, Fill):
         args = [refined, layout, relax.ShapeExpr(step.dims), relax.StringImm(step.op)]
-        return packed("mesh.fill_padding", [tile(step.src), *args], tile_info(step.dst, atoms))
+        return packed("mesh.fill_padding", [tile, *args], tile_info(step.dst, atoms))
     args = [refined, layout, relax.StringImm(step.dst.sharding.text()), relax.StringImm(", ".join(step.move.axes))]
-    return packed(f"mesh.{step.move.kind}", [tile(step.src), *args], tile_info(step.dst, atoms))
+    return packed(f"mesh.{step.move.kind}", [tile, *args], tile_info(step.dst, atoms))
 
 
 def check_tile(form: Form, info: relax.StructInfo, atoms: Atoms) -> None:
@@ -72,11 +71,11 @@ def scopes_of(step: Step) -> tuple:
     return step.node.scopes if isinstance(step, Run) else step.scopes
 
 
-def _run(step: Run, atoms: Atoms, tile: Tile) -> relax.Expr:
+def _run(step: Run, atoms: Atoms, tiles: Sequence[relax.Expr]) -> relax.Expr:
     node, rule = step.node, atoms.rules[step.node].rule
     local = LocalCall(
         node.call,
-        tuple(tile(form) for form in step.inputs),
+        tuple(tiles),
         tuple(tile_shape(form, atoms) for form in step.inputs),
         tuple(tile_shape(form, atoms) for form in step.outputs),
         tuple(_contiguous(form, atoms) for form in step.inputs),

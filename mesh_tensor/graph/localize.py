@@ -17,19 +17,20 @@ from .explicit import ExplicitGraph, Form, Run, Step, forms_in
 from .ir import Scope
 from .kernel_calls import KernelCalls
 from .kernel_steps import is_kernel
-from .local_calls import check_tile, inputs_of, local_call, outputs_of, packed, scopes_of, tile_info
+from .local_calls import inputs_of, outputs_of, packed, scopes_of, tile_info
+from .tile_calls import TileCall, TileCalls
 
 Numbered = list[tuple[int, Step]]
 
 
-def localize(explicit: ExplicitGraph) -> ir.IRModule:
+def localize(explicit: ExplicitGraph, calls: TileCalls) -> ir.IRModule:
     """The local view of a module's function. It prints and parses as TVMScript."""
-    return _Localizer(explicit).module()
+    return _Localizer(explicit, calls).module()
 
 
 class _Localizer:
-    def __init__(self, explicit: ExplicitGraph) -> None:
-        self._explicit, self._atoms = explicit, explicit.atoms
+    def __init__(self, explicit: ExplicitGraph, calls: TileCalls) -> None:
+        self._explicit, self._atoms, self._calls = explicit, explicit.atoms, calls
         self._builder = relax.BlockBuilder()
         self._functions: dict[ir.GlobalVar, relax.Function | tirx.PrimFunc] = {}
         self._by_hash: dict[tuple[str, int], list[ir.GlobalVar]] = {}
@@ -70,10 +71,17 @@ class _Localizer:
             calls = KernelCalls(step, self._atoms, self._builder, self._unique, partial(self._coordinates, env))
             env.update(zip(outputs, calls.emit([env[form] for form in step.inputs]), strict=True))
             return
-        var = self._builder.emit(local_call(step, self._atoms, env.__getitem__), outputs[0].name)
-        self._bind(var, outputs, env)
-        for form in outputs:
-            check_tile(form, env[form].struct_info, self._atoms)
+        tiles = [env[form] for form in inputs_of(step)]
+        *inner, last = self._calls.of(step)
+        for call in inner:
+            tiles.append(self._bound(call, tiles, "lv"))
+        self._bind(self._bound(last, tiles, outputs[0].name), outputs, env)
+
+    def _bound(self, call: TileCall, tiles: list[relax.Expr], name: str) -> relax.Var:
+        """A variable for the call. Nothing is left to infer: BlockBuilder.emit would take several times as long."""
+        var = relax.DataflowVar(self._builder.get_unique_name(name), call.info)
+        self._builder.emit_normalized(relax.VarBinding(var, call.on(tiles)))
+        return var
 
     def _coordinates(self, env: dict[Any, Any]) -> dict[str, tirx.Var]:
         """Where the device stands on each axis: known in each function from where it is asked for first."""

@@ -18,6 +18,7 @@ from .localize import localize
 from .propagate import Layouts, propagate
 from .reader import Annotations, read_graph
 from .reshards import insert_reshards
+from .tile_calls import TileCalls
 from .tir_rule import kernel_rule
 from .tir_stages import expand_kernels
 from .to_program import Kernels, ModuleProgram, to_program
@@ -31,12 +32,13 @@ class ModulePlan:
     atoms: Atoms
     layouts: Layouts
     explicit: ExplicitGraph
+    calls: TileCalls
     made: ModuleProgram
 
     @cached_property
     def local_module(self) -> ir.IRModule:
         """The Relax module that one device runs."""
-        return localize(self.explicit)
+        return localize(self.explicit, self.calls)
 
 
 def plan_module(
@@ -59,7 +61,8 @@ def plan_module(
     atoms = find_atoms(graph, rules)
     layouts = propagate(graph, atoms)
     explicit = insert_reshards(graph, atoms, layouts)
-    return ModulePlan(graph, atoms, layouts, explicit, to_program(explicit, kernels or {}))
+    calls = TileCalls(atoms)
+    return ModulePlan(graph, atoms, layouts, explicit, calls, to_program(explicit, calls, kernels or {}))
 
 
 def _rule(node: Node, replicate_unknown: bool) -> OpRule:

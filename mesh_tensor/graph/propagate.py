@@ -12,10 +12,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..errors import refuse
 from ..sharding import Partial, Placement, Shard, Sharding
-from .atoms import Atoms, NodeRule
+from .atoms import AtomFactors, Atoms, NodeRule
 from .ir import Annotation, Graph, Node, Value
 
 
@@ -48,103 +49,107 @@ def propagate(graph: Graph, atoms: Atoms) -> Layouts:
             if annotation.priority == priority:
                 spread.state(value, annotation)
         spread.run()
-    layouts = {value: _layout(graph, atoms, value, spread.places(value)) for value in graph.values()}
-    return Layouts(layouts, list(dict.fromkeys(spread.conflicts())))
+    return Layouts(_layouts(graph, atoms, spread), list(dict.fromkeys(spread.conflicts())))
 
 
-def _layout(graph: Graph, atoms: Atoms, value: Value, places: Mapping[str, int]) -> Sharding:
-    """What splits the value's atoms, and what it was stated to be partial over."""
-    placements: dict[str, Placement] = {axis: Shard(place) for axis, place in places.items()}
-    if value in graph.annotations:
-        placements |= {axis: Partial(op) for axis, op in graph.annotations[value].sharding.partial}
-    return Sharding.of(graph.mesh, len(atoms.shape(value)), placements)
+def _layouts(graph: Graph, atoms: Atoms, spread: _Spread) -> dict[Value, Sharding]:
+    """Of every value: what splits its atoms, and what it was stated to be partial over."""
+    layouts: dict[Value, Sharding] = {}
+    known: dict[tuple, Sharding] = {}
+    for value, places in spread.places.items():
+        partial = graph.annotations[value].sharding.partial if value in graph.annotations else ()
+        key = (len(atoms.shape(value)), tuple(places.items()), partial)
+        if key not in known:
+            split: dict[str, Placement] = {axis: Shard(place) for axis, place in places.items()}
+            known[key] = Sharding.of(graph.mesh, key[0], split | {axis: Partial(op) for axis, op in partial})
+        layouts[value] = known[key]
+    return layouts
+
+
+class _Site(NamedTuple):
+    """A node, its operands and then its results (each with its atoms' factors), and where the results begin."""
+
+    node: Node
+    tensors: tuple[tuple[Value, AtomFactors], ...]
+    results: int
+    reduced: Mapping[str, str]
 
 
 class _Spread:
-    """Which atom of which value every axis splits, as far as it is known.
+    """Which atom of which value every axis splits, as far as it is known: `places` has axis -> atom.
 
-    A wave is (in a summed factor?, to operands?, distance, -elements, order, axis, tensor of the node, node)."""
+    A wave is (in a summed factor?, to operands?, distance, -elements, order, axis, tensor of the node, node), of which
+    the node is a number, too."""
 
     def __init__(self, graph: Graph, atoms: Atoms) -> None:
-        self._graph, self._atoms, self._mesh = graph, atoms, graph.mesh
-        self._places: dict[Value, dict[str, int]] = {value: {} for value in graph.values()}
+        self._atoms, self._mesh = atoms, graph.mesh
+        self.places: dict[Value, dict[str, int]] = {value: {} for value in graph.values()}
         self._closed: dict[Value, frozenset[str]] = {}
-        self._order = {value: index for index, value in enumerate(graph.values())}
-        self._touching: dict[Value, list[Node]] = {}
-        for node in graph.nodes:
-            for value in dict.fromkeys((*node.inputs, *node.outputs)):
-                self._touching.setdefault(value, []).append(node)
-        self._factor: dict[tuple[Node, str], str] = {}
-        self._waves: list[tuple] = []
-
-    def places(self, value: Value) -> dict[str, int]:
-        """axis -> atom."""
-        return self._places[value]
+        self._rank = {value: (-value.type.elements, order) for order, value in enumerate(self.places)}
+        self._sites: list[_Site] = []
+        self._touching: dict[Value, list[tuple[int, int]]] = {}  # (node, tensor of the node)
+        for number, node in enumerate(graph.nodes):
+            rule = atoms.rules[node]
+            site = _Site(node, tuple(tensors_of(node, rule)), len(node.inputs), rule.reduced)
+            self._sites.append(site)
+            for index, (value, _) in enumerate(site.tensors):
+                self._touching.setdefault(value, []).append((number, index))
+        self._factor: dict[tuple[int, str], str] = {}
+        self._waves: list[tuple[bool, bool, int, int, int, str, int, int]] = []
 
     def state(self, value: Value, annotation: Annotation) -> None:
         """The layout that was stated for a value: its own axes stay, and all others unless it is open."""
         places = refine_sharding(annotation.sharding, value, self._atoms)
         stated = {*places, *(axis for axis, _ in annotation.sharding.partial)}
         self._closed[value] = frozenset(stated if annotation.open else self._mesh)
-        self._places[value] = {a: p for a, p in self._places[value].items() if a not in self._closed[value]} | places
+        self.places[value] = {a: p for a, p in self.places[value].items() if a not in self._closed[value]} | places
         for axis in places:
             self._push(value, axis, 0)
 
     def run(self) -> None:
         """Spread until nothing changes."""
         while self._waves:
-            _, back, distance, _, _, axis, index, node = heapq.heappop(self._waves)
-            self._meet(node, axis, index, distance, back)
+            _, back, distance, _, _, axis, index, number = heapq.heappop(self._waves)
+            self._meet(number, axis, index, distance, back)
 
     def conflicts(self) -> Iterator[Conflict]:
         """Where an axis reaches an operator through several factors."""
-        for node in self._graph.nodes:
-            rule = self._atoms.rules[node]
+        for number, site in enumerate(self._sites):
             for axis in self._mesh:
-                found = [f for value, factors in tensors_of(node, rule) if (f := self._factor_at(value, factors, axis))]
-                different = list(dict.fromkeys(found))
-                taken = self._factor.get((node, axis))
-                for other in different:
-                    if taken is not None and other != taken:
-                        yield Conflict(node, axis, taken, other)
+                taken = self._factor.get((number, axis))
+                if taken is None:
+                    continue
+                found = [self._factor_at(value, factors, axis) for value, factors in site.tensors]
+                for other in dict.fromkeys(found):
+                    if other and other != taken:
+                        yield Conflict(site.node, axis, taken, other)
 
     def _push(self, value: Value, axis: str, distance: int) -> None:
         """The axis now splits the value: every operator on it hears of that."""
-        for node in self._touching.get(value, ()):
-            rule = self._atoms.rules[node]
-            for index, (tensor, factors) in enumerate(tensors_of(node, rule)):
-                if tensor is value and (factor := self._factor_at(value, factors, axis)):
-                    order = self._order[value]
-                    for back in (False, True):
-                        wave = (factor in rule.reduced, back, distance, -value.type.elements, order, axis, index, node)
-                        heapq.heappush(self._waves, _Wave(wave))
+        for number, index in self._touching.get(value, ()):
+            site = self._sites[number]
+            if factor := self._factor_at(*site.tensors[index], axis):
+                for back in (False, True):
+                    wave = (factor in site.reduced, back, distance, *self._rank[value], axis, index, number)
+                    heapq.heappush(self._waves, wave)
 
-    def _factor_at(self, value: Value, factors: tuple[str | None, ...], axis: str) -> str | None:
-        place = self._places[value].get(axis)
+    def _factor_at(self, value: Value, factors: AtomFactors, axis: str) -> str | None:
+        place = self.places[value].get(axis)
         return None if place is None else factors[place]
 
-    def _meet(self, node: Node, axis: str, index: int, distance: int, back: bool) -> None:
+    def _meet(self, number: int, axis: str, index: int, distance: int, back: bool) -> None:
         """A wave reaches an operator: the first one per axis goes on, to its operands or to its results."""
-        rule = self._atoms.rules[node]
-        tensors = list(tensors_of(node, rule))
-        factor = self._factor_at(*tensors[index], axis)
-        if factor is None or self._factor.setdefault((node, axis), factor) != factor:
+        site = self._sites[number]
+        factor = self._factor_at(*site.tensors[index], axis)
+        if factor is None or self._factor.setdefault((number, axis), factor) != factor:
             return
-        count = len(node.inputs)
-        for value, factors in tensors[:count] if back else tensors[count:]:
-            if factor in factors and axis not in self._places[value] and axis not in self._closed.get(value, ()):
-                self._places[value][axis] = factors.index(factor)
-                self._push(value, axis, distance + (count > 1))
+        for value, factors in site.tensors[: site.results] if back else site.tensors[site.results :]:
+            if factor in factors and axis not in self.places[value] and axis not in self._closed.get(value, ()):
+                self.places[value][axis] = factors.index(factor)
+                self._push(value, axis, distance + (site.results > 1))
 
 
-class _Wave(tuple):
-    """Waves are ordered by all but the node."""
-
-    def __lt__(self, other: tuple) -> bool:
-        return self[:-1] < other[:-1]
-
-
-def tensors_of(node: Node, rule: NodeRule) -> Iterator[tuple[Value, tuple[str | None, ...]]]:
+def tensors_of(node: Node, rule: NodeRule) -> Iterator[tuple[Value, AtomFactors]]:
     """The operands and results of a node, with the factors of their atoms."""
     yield from zip(node.inputs, rule.inputs, strict=True)
     yield from zip(node.outputs, rule.outputs, strict=True)

@@ -11,14 +11,14 @@ from tvm import relax, tirx
 from ..lowering import verify
 from ..program import CollectiveStep, OpStep, Parameter, Program, Value, bytes_moved, with_lifetimes
 from ..program import Step as ProgramStep
-from ..rules.ops.call import OpCall, op_call, tensor_infos, tensor_type
-from ..rules.ops.cost import count_flops
+from ..rules.ops.call import OpCall, tensor_type
 from ..sharding import Sharding
 from ..verify_program import verify_program
 from .explicit import Change, ExplicitGraph, Form, Run, Step, forms_in
 from .kernel_steps import KernelSteps, is_kernel
-from .local_calls import check_tile, inputs_of, local_call, outputs_of, tile_info
+from .local_calls import inputs_of, outputs_of
 from .schedule import schedule
+from .tile_calls import TileCalls
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,18 @@ class ModuleProgram:
 Kernels = Mapping[str, Callable[[OpCall], "tirx.PrimFunc | None"]]
 
 
-def to_program(explicit: ExplicitGraph, kernels: Kernels) -> ModuleProgram:
+def to_program(explicit: ExplicitGraph, calls: TileCalls, kernels: Kernels) -> ModuleProgram:
     """The steps of every device, as a Program over values whose shapes are those of their atoms. Operators run as
     `kernels` where there is one."""
-    return _Programmer(explicit, kernels).made()
+    return _Programmer(explicit, calls, kernels).made()
 
 
 class _Programmer:
-    def __init__(self, explicit: ExplicitGraph, kernels: Kernels) -> None:
-        self._kernels = kernels
+    def __init__(self, explicit: ExplicitGraph, calls: TileCalls, kernels: Kernels) -> None:
+        self._calls, self._kernels = calls, kernels
         self._explicit, self._atoms = explicit, explicit.atoms
-        self._builder = relax.BlockBuilder()
         self._values: dict[str, Value] = {}
-        self._vars: dict[Form, relax.Var] = {}
-        self._names: dict[relax.Var, str] = {}
+        self._known_kernels: dict[OpCall, tirx.PrimFunc | None] = {}
         self._constants: dict[str, relax.Constant] = {}
         read = [step for step in explicit.steps if isinstance(step, Change) or is_kernel(step)]
         self._in_one_piece = {*forms_in(explicit.result), *(form for step in read for form in inputs_of(step))}
@@ -75,8 +73,10 @@ class _Programmer:
 
     def _value(self, form: Form) -> Value:
         """A value's shape is over its atoms, like its layout."""
-        shape = self._atoms.shape(form.value)
-        return self._values.setdefault(form.name, Value(form.name, shape, form.dtype, form.sharding, form.name))
+        if form.name not in self._values:
+            shape = self._atoms.shape(form.value)
+            self._values[form.name] = Value(form.name, shape, form.dtype, form.sharding, form.name)
+        return self._values[form.name]
 
     def _steps(self, step: Step) -> Iterator[ProgramStep]:
         """A step; where an operator is several on tiles, each of them."""
@@ -91,34 +91,31 @@ class _Programmer:
             return
         where = step.node.where if isinstance(step, Run) else forms[0].name
         whole = frozenset(form.name for form in forms if form in self._in_one_piece)
-        for var, call in self._bindings(local_call(step, self._atoms, self._tile)):
-            operands = tuple(self._operand(leaf) for arg in call.expr.args for leaf in _tensors(arg))
-            results = tuple(form.name for form in forms) if var is None else (self._inner(var, call),)
-            if var is None:
-                for form, info in zip(forms, tensor_infos(call.expr.struct_info), strict=True):
-                    check_tile(form, info, self._atoms)
-            kernel = self._kernels[call.name](call) if call.name in self._kernels else None
-            yield OpStep(call, operands, results, whole, count_flops(call), where, kernel)
+        tiles, calls = [form.name for form in inputs_of(step)], self._calls.of(step)
+        for made in calls:
+            operands = tuple(tiles[o] if isinstance(o, int) else self._constant(o) for o in made.operands)
+            results = tuple(form.name for form in forms) if made is calls[-1] else (self._inner(made.call),)
+            tiles += results
+            yield OpStep(made.call, operands, results, whole, made.flops, where, self._kernel(made.call))
 
-    def _bindings(self, expr: relax.Expr) -> Iterator[tuple[relax.Var | None, OpCall]]:
-        """The calls that an expression is made of, each with the variable that holds it; None for the last."""
-        self._builder._begin_binding_block()
-        last = self._builder.emit(expr)
-        for binding in self._builder._end_block().bindings:
-            yield None if binding.var.same_as(last) else binding.var, op_call(binding.value)
+    def _kernel(self, call: OpCall) -> tirx.PrimFunc | None:
+        if call.name not in self._kernels:
+            return None
+        if call not in self._known_kernels:
+            self._known_kernels[call] = self._kernels[call.name](call)
+        return self._known_kernels[call]
 
-    def _operand(self, leaf: relax.Expr) -> str:
-        if isinstance(leaf, relax.Constant):
-            tensor, name = tensor_type(leaf.struct_info, "a constant"), f"const.{len(self._values)}"
-            self._constants[name] = leaf
-            self._add_whole(name, tensor.shape, tensor.dtype)
-            return name
-        return self._names[leaf]
+    def _constant(self, constant: relax.Constant) -> str:
+        """An operator's own constant."""
+        tensor, name = tensor_type(constant.struct_info, "a constant"), f"const.{len(self._values)}"
+        self._constants[name] = constant
+        self._add_whole(name, tensor.shape, tensor.dtype)
+        return name
 
-    def _inner(self, var: relax.Var, call: OpCall) -> str:
+    def _inner(self, call: OpCall) -> str:
         """A value between the calls of one operator: known as the tile that a device has, and as nothing else."""
         (tensor,) = call.outputs
-        name = self._names[var] = f"{var.name_hint}.{len(self._values)}"
+        name = f"gv.{len(self._values)}"
         self._add_whole(name, tensor.shape, tensor.dtype)
         return name
 
@@ -132,19 +129,7 @@ class _Programmer:
             move.kind, src.name, dst.name, move.axes, move.op, move.src_dim, move.dst_dim, size, step.reason
         )
 
-    def _tile(self, form: Form) -> relax.Var:
-        if form not in self._vars:
-            var = self._vars[form] = relax.Var(form.name, tile_info(form, self._atoms))
-            self._names[var] = form.name
-        return self._vars[form]
-
 
 def names_of(tree: Any) -> Any:
     """The tree with names in place of forms."""
     return tree.name if isinstance(tree, Form) else tuple(names_of(item) for item in tree)
-
-
-def _tensors(arg: relax.Expr) -> list[relax.Expr]:
-    if isinstance(arg, relax.Tuple):
-        return [leaf for field in arg.fields for leaf in _tensors(field)]
-    return [arg] if isinstance(arg.struct_info, relax.TensorStructInfo) else []

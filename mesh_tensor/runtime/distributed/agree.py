@@ -21,7 +21,7 @@ def program_facts(program: Program, target: str) -> dict[str, str]:
     """All of a program that has to be the same on every rank, by topic, as text."""
     values = program.values.values()
     kernels = [_text(step.func) for step in program.steps if isinstance(step, KernelStep)]
-    ops = [f"{s.results} = {s.call.expr}" for s in program.steps if isinstance(s, OpStep)]
+    ops = [f"{s.results} = {s.call.expr} of {s.args}" for s in program.steps if isinstance(s, OpStep)]
     steps = [f"{s.kind}({s.src}, {s.dst}, {s.axes}, {s.op})" for s in program.steps if isinstance(s, CollectiveStep)]
     return {
         "version of mesh_tensor": _version(),
