@@ -20,6 +20,7 @@ from tvm.target import Target
 
 from ..errors import refuse
 from ..lowering.cpu_dtypes import compute_dtype, storage_dtype
+from ..lowering.cpu_in_place import gemms_in_place
 from ..lowering.cpu_legalize import CKernel, bytes_of, legalize_for_c
 from ..lowering.retarget_cpu import retarget_for_cpu
 from .cpu_blas import blas_wanted, give_blas
@@ -48,7 +49,9 @@ _C_TYPES = {
 def c_source(func: tirx.PrimFunc) -> str:
     """The C++ source of `func` for a CPU: `int mesh_tensor_kernel(pointers and scalars...)`, 0 if it ran, 1 if there
     was no memory for its blocks."""
-    kernel = legalize_for_c(retarget_for_cpu(func), _BODY)
+    # BLAS wants its blocks where the kernel has put them: what it computes may depend on how they are aligned.
+    placed = func if blas_wanted() else gemms_in_place(func)
+    kernel = legalize_for_c(retarget_for_cpu(placed), _BODY)
     generate = tvm_ffi.get_global_func("target.build.tilelang_c")
     try:
         text = generate(ir.IRModule({_BODY: kernel.func}), Target("c")).inspect_source()
@@ -166,7 +169,8 @@ def _build_stamp() -> str:
         refuse("no C++ compiler was found", fix='install g++ or clang++, or use target="interpret"')
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     package = Path(__file__).parents[1]
-    passes = [*sorted((package / "lowering").glob("*cpu*.py")), package / "rules" / "tile_ops.py"]
+    others = (package / "lowering" / "rewrite.py", package / "rules" / "tile_ops.py", package / "rules" / "effects.py")
+    passes = [*sorted((package / "lowering").glob("*cpu*.py")), *others]
     sources = [*passes, Path(__file__), *_HEADERS.values()]
     return "\0".join([tilelang.__version__, version, _processor(), *_FLAGS, *(s.read_text() for s in sources)])
 

@@ -90,6 +90,14 @@ static inline void mt_pack(const From *in, int64_t in_row, int64_t in_column, To
   }
 }
 
+// Asks for `width` values in each of the rows begin ... end - 1. Nothing is read: the addresses may be anywhere.
+template <typename T>
+static inline void mt_ask_for(const T *in, int64_t in_row, int64_t begin, int64_t end, int64_t width) {
+  for (int64_t r = begin; r < end; ++r)
+    for (size_t byte = 0; byte < width * sizeof(T); byte += 64)
+      __builtin_prefetch((const char *)(in + r * in_row) + byte);
+}
+
 template <typename A, typename B, typename C, typename Sum>
 static void mt_gemm_own(const A *a, const B *b, C *c, int64_t m, int64_t n, int64_t k, int64_t a_m, int64_t a_k,
                     int64_t b_k, int64_t b_n, int64_t c_m, int64_t c_n, int32_t clear) {
@@ -100,8 +108,12 @@ static void mt_gemm_own(const A *a, const B *b, C *c, int64_t m, int64_t n, int6
     bool load = p0 > 0 || !clear;
     for (int64_t j0 = 0; j0 < n; j0 += WIDTH) {
       int64_t columns = n - j0 < WIDTH ? n - j0 : WIDTH;
-      mt_pack(b + p0 * b_k + j0 * b_n, b_k, b_n, panel, WIDTH, depth, columns, WIDTH);
+      const B *b_panel = b + p0 * b_k + j0 * b_n;
+      mt_pack(b_panel, b_k, b_n, panel, WIDTH, depth, columns, WIDTH);
       for (int64_t i0 = 0; i0 < m; i0 += ROWS) {
+        // The next panel comes near while this one is worked on: b's rows may be far apart, each in a page of its own.
+        if (n - j0 > WIDTH && b_n == 1)
+          mt_ask_for(b_panel + WIDTH, b_k, depth * i0 / m, depth * (i0 + ROWS < m ? i0 + ROWS : m) / m, WIDTH);
         int rows = (int)(m - i0 < ROWS ? m - i0 : ROWS);
         const A *a_rows = a + i0 * a_m + p0 * a_k;
         C *c_tile = c + i0 * c_m + j0 * c_n;
