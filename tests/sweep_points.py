@@ -69,7 +69,7 @@ RIGHT = Outcome("right")
 
 def count_shardings(kernel: str, mesh: Sequence[int]) -> int:
     """How many shardings the buffers of a kernel have on a mesh."""
-    ndims = _problem(kernel, 0).ndims.values()
+    ndims = problem_of(kernel, 0).ndims.values()
     return math.prod((ndim + 1) ** len(mesh) for ndim in ndims)
 
 
@@ -100,27 +100,27 @@ def sample(kernel: str, mesh: tuple[int, ...], size: int, limit: int) -> list[Po
 
 def run(point: Point, target: str = "interpret") -> Outcome:
     """Lower the kernel, run it (interpreted: on poisoned tiles), compare with the unsharded kernel and with torch."""
-    case, problem = KERNELS[point.kernel], _problem(point.kernel, point.size)
+    case, problem = KERNELS[point.kernel], problem_of(point.kernel, point.size)
     axes = AXES[: len(point.mesh)]
     shardings = sharding_at(problem.ndims, axes, point.index)
     try:
         func = mt.annotate(problem.func, mt.Mesh(dict(zip(axes, point.mesh, strict=True))), shardings)
         kernel = mt.compile(func, target=target, poison=target == "interpret")
     except mt.MeshTensorError as error:
-        return Outcome("refused", _reason(error))
+        return Outcome("refused", reason_of(error))
     except Exception as error:  # a crash is neither right nor refused, whatever its class
         return Outcome("wrong", f"{type(error).__name__}: {error}")
     try:
-        _check(case, problem, kernel)
+        check(case, problem, kernel)
     except Exception as error:  # an AssertionError on the numbers, or whatever stops a kernel that was not refused
         if isinstance(error, mt.MeshTensorError) and _while_lowering(error):
-            return Outcome("refused", _reason(error))
+            return Outcome("refused", reason_of(error))
         return Outcome("wrong", f"{type(error).__name__}: {error}")
     return RIGHT
 
 
 @dataclass(frozen=True)
-class _Problem:
+class Problem:
     """A kernel at a size, with inputs, and the outputs as torch and as the unsharded kernel compute them."""
 
     func: object
@@ -131,7 +131,8 @@ class _Problem:
 
 
 @lru_cache(maxsize=256)
-def _problem(kernel: str, size: int) -> _Problem:
+def problem_of(kernel: str, size: int) -> Problem:
+    """A kernel at one of its sizes."""
     case = KERNELS[kernel]
     sizes = case.sizes[size]
     func, inputs = case.build(**sizes), case.make_inputs(sizes)
@@ -139,10 +140,11 @@ def _problem(kernel: str, size: int) -> _Problem:
     interpret(func, [_as_numpy(tensor) for tensor in arguments.values()])
     unsharded = {name: arguments[name] for name in case.outputs}
     ndims = {name: tensor.ndim for name, tensor in arguments.items()}
-    return _Problem(func, ndims, inputs, case.expected(inputs), unsharded)
+    return Problem(func, ndims, inputs, case.expected(inputs), unsharded)
 
 
-def _check(case: KernelCase, problem: _Problem, kernel: mt.MeshKernel) -> None:
+def check(case: KernelCase, problem: Problem, kernel: mt.MeshKernel) -> None:
+    """Call the kernel with all its parameters, and compare what it leaves in them with what is right."""
     arguments = case.arguments(problem.func, problem.inputs)
     kernel(*arguments.values())
     case.check(arguments, problem.expected)
@@ -164,7 +166,7 @@ def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
-def _reason(error: mt.MeshTensorError) -> str:
+def reason_of(error: mt.MeshTensorError) -> str:
     """What refusals of one kind have in common: the first line without its names and numbers, and the `why`."""
     lines = str(error).splitlines()
     kept = [lines[0], *(line.strip() for line in lines[1:] if line.strip().startswith(("- ", "why:")))]

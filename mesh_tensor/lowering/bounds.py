@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterator
 
 from tvm import arith, ir, tirx
 
+_STRENGTHS = (arith.ProofStrength.DEFAULT, arith.ProofStrength.SYMBOLIC_BOUND)
+
 
 def accesses_outside(func: tirx.PrimFunc, unchecked: Collection[tuple[str, int]] = ()) -> list[str]:
     """The direct accesses to `func`'s parameters that are not provably inside, one line each.
@@ -31,7 +33,8 @@ class _Walk:
             self.exprs(stmt.min, stmt.extent)
             if self.analyzer.can_prove(stmt.extent <= 0):
                 return
-            self.analyzer.bind(stmt.loop_var, ir.Range.from_min_extent(stmt.min, stmt.extent))
+            extent = self.analyzer.simplify(stmt.extent)
+            self.analyzer.bind(stmt.loop_var, ir.Range.from_min_extent(stmt.min, extent))
             self.stmt(stmt.body)
         elif isinstance(stmt, tirx.IfThenElse):
             self.exprs(stmt.condition)
@@ -71,14 +74,16 @@ class _Walk:
                 self.access(expr.buffer, expr.indices)
             self.exprs(*_operands(expr))
 
+    def proves(self, condition: tirx.PrimExpr) -> bool:
+        return any(self.analyzer.can_prove(condition, strength) for strength in _STRENGTHS)
+
     def access(self, buffer: tirx.Buffer, indices: Collection[tirx.PrimExpr]) -> None:
         if buffer not in self.params:
             return
         for dim, (index, size) in enumerate(zip(indices, buffer.shape, strict=True)):
             if (buffer.name, dim) in self.unchecked:
                 continue
-            inside = self.analyzer.can_prove(index >= 0) and self.analyzer.can_prove(index < size)
-            if not inside:
+            if not (self.proves(index >= 0) and self.proves(index < size)):
                 self.problems.append(f"{buffer.name} dim {dim} is accessed at {index}, which may lie outside 0..{size}")
 
 

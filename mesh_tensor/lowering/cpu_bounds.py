@@ -10,6 +10,8 @@ from tvm import arith, ir, tirx
 from .cpu_exprs import is_pure_index
 
 _FAR = arith.ConstIntBound.POS_INF
+# The second one finds bounds of variables in each other, such as those of a loop over a symbolic number of blocks.
+_STRENGTHS = (arith.ProofStrength.DEFAULT, arith.ProofStrength.SYMBOLIC_BOUND)
 
 
 class Bounds:
@@ -25,7 +27,7 @@ class Bounds:
     def loop(self, var: tirx.Var, begin: tirx.PrimExpr, extent: tirx.PrimExpr) -> None:
         """`var` runs over `begin ... begin + extent - 1`."""
         if is_pure_index(begin) and is_pure_index(extent):
-            self._analyzer.bind(var, ir.Range.from_min_extent(begin, extent), True)
+            self._analyzer.bind(var, ir.Range.from_min_extent(begin, self.simplify(extent)), True)
 
     def let(self, var: tirx.Var, value: tirx.PrimExpr) -> None:
         """`var` is `value`."""
@@ -47,7 +49,7 @@ class Bounds:
 
     def proves(self, condition: tirx.PrimExpr) -> bool:
         """Whether `condition` always holds."""
-        return bool(self._analyzer.can_prove(condition))
+        return any(self._analyzer.can_prove(condition, strength) for strength in _STRENGTHS)
 
     def outside(self, index: tirx.PrimExpr, size: tirx.PrimExpr) -> list[tirx.PrimExpr]:
         """Those of `0 <= index` and `index < size` that can't be proved."""

@@ -18,7 +18,7 @@ from tvm import tirx
 from ..errors import refuse
 from ..rules.tile_ops import Region, TileOp, parse_tile_op
 from .cpu_bounds import Bounds
-from .cpu_exprs import all_of, const, if_then, map_children, op_name, seq
+from .cpu_exprs import all_of, const, if_then, is_pure_index, map_children, op_name, seq
 from .cpu_fuse import fuse_loops
 from .cpu_lanes import step_by_lanes
 from .cpu_tile_ops import TileOps
@@ -143,7 +143,7 @@ class _Retarget:
 
     def _serial(self, loops: list[tirx.For], stmt: tirx.Stmt) -> tirx.Stmt | None:
         """Serial loops around `stmt`, the first outermost."""
-        ranges = [(self._expr(loop.min), self._expr(loop.extent)) for loop in loops]
+        ranges = [(self._expr(loop.min), self._simplified(loop.extent)) for loop in loops]
         for loop, (begin, extent) in zip(loops, ranges, strict=True):
             self._bounds.loop(loop.loop_var, begin, extent)
             self._in_scope.add(loop.loop_var)
@@ -154,6 +154,10 @@ class _Retarget:
                 step = None if loop.step is None else self._expr(loop.step)
                 body = tirx.For(loop.loop_var, begin, extent, tirx.ForKind.SERIAL, body, step=step)
         return body
+
+    def _simplified(self, expr: tirx.PrimExpr) -> tirx.PrimExpr:
+        expr = self._expr(expr)
+        return self._bounds.simplify(expr) if is_pure_index(expr) else expr
 
     def _while(self, loop: tirx.While) -> tirx.Stmt:
         condition = self._expr(loop.condition)

@@ -112,7 +112,7 @@ def make_split(
     """The split of `factor` over `axes` of the coordinates' mesh; `size` is that of the whole dim."""
     sizes = [coordinates.mesh.size(a) for a in axes]
     tile = tile_extent(size, sizes)
-    tile = tirx.IntImm("int32", tile) if isinstance(tile, int) else tile
+    tile = tirx.IntImm("int32", tile) if isinstance(tile, int) else analyzer.simplify(tile)
     total: tirx.PrimExpr = tile
     for n in sizes:
         total = total * n
