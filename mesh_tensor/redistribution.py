@@ -132,8 +132,15 @@ def _planned(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> tuple[Move
 def elements_received(kind: str, shape: Sequence[int], before: Sharding, after: Sharding, axes: Sequence[str]) -> int:
     """The elements that the busiest device receives in one collective over `axes`. Padding is not sent, except that
     reductions are counted over whole tiles."""
+    return _elements_received(kind, tuple(shape), before, after, tuple(axes))
+
+
+@lru_cache(maxsize=4096)
+def _elements_received(
+    kind: str, shape: tuple[int, ...], before: Sharding, after: Sharding, axes: tuple[str, ...]
+) -> int:
     numbers = [before.mesh.axis_names.index(axis) for axis in axes]
-    return received(boxes_of(before.mesh, tuple(shape)), kind, _state(before), _state(after), numbers)
+    return received(boxes_of(before.mesh, shape), kind, _state(before), _state(after), numbers)
 
 
 def direct_move(before: Sharding, after: Sharding) -> Move:

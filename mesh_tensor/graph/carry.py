@@ -59,8 +59,10 @@ def _taken(
     node: Node, atoms: Atoms, decisions: Mapping[Node, Decision], pending: Mapping[Value, Pending]
 ) -> frozenset[int]:
     """The operands that the node takes partial: none, or a set that it is linear in."""
-    rule, decision = atoms.rules[node].rule, decisions[node]
     waiting = frozenset(i for i, value in enumerate(node.inputs) if value in pending)
+    if not waiting:
+        return waiting
+    rule, decision = atoms.rules[node].rule, decisions[node]
     parts = {pending[node.inputs[i]] for i in waiting}
     if len(parts) != 1 or node.is_annotation or any(s.partial for s in decision.produced):
         return frozenset()

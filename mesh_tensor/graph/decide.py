@@ -61,12 +61,12 @@ class Decider:
             for v, f in tensors_of(node, rule)
         ]
         key = (node.call.name, _flops(node), tuple(tensors), tuple(rule.reduced.items()), rule.even, len(node.inputs))
-        if key not in self._known:
+        decision = self._known.get(key)
+        if decision is None:
             split = self._cheapest(node, rule, tensors)
             needed = tuple(operand_layout(self._mesh, factors, split) for factors in rule.inputs)
             produced = tuple(result_layout(self._mesh, factors, split, rule) for factors in rule.outputs)
-            self._known[key] = Decision(split, needed, produced)
-        decision = self._known[key]
+            decision = self._known[key] = Decision(split, needed, produced)
         for value, layout in zip(node.inputs, decision.needed, strict=True):
             if layout not in self._there[value]:
                 self._there[value] += (layout,)

@@ -17,7 +17,7 @@ from .explicit import ExplicitGraph, Form, Run, Step, forms_in
 from .ir import Scope
 from .kernel_calls import KernelCalls
 from .kernel_steps import is_kernel
-from .local_calls import inputs_of, outputs_of, packed, scopes_of, tile_info
+from .local_calls import inputs_of, outputs_of, packed, scopes_of
 from .tile_calls import TileCall, TileCalls
 
 Numbered = list[tuple[int, Step]]
@@ -48,7 +48,7 @@ class _Localizer:
 
     def _function(self, params: Sequence[Form], steps: Numbered, result: Any, depth: int) -> relax.Function:
         """A function on tiles that runs `steps` and gives the tree of forms `result`."""
-        variables = [relax.Var(form.name, tile_info(form, self._atoms)) for form in params]
+        variables = [relax.Var(form.name, self._calls.info(form)) for form in params]
         env: dict[Form, relax.Expr] = {**self._constants, **dict(zip(params, variables, strict=True))}
         builder = self._builder
         inner = [(scope, list(group)) for scope, group in groupby(steps, lambda item: _scope_at(item[1], depth))]

@@ -50,11 +50,12 @@ class TileCall:
 
 
 class TileCalls:
-    """The calls of all steps of a plan."""
+    """The calls of all steps of a plan, and the struct infos of its tiles."""
 
     def __init__(self, atoms: Atoms) -> None:
         self._atoms = atoms
         self._builder = relax.BlockBuilder()
+        self._infos: dict[tuple, relax.TensorStructInfo] = {}
         self._of: dict[Step, tuple[TileCall, ...]] = {}
         self._known: dict[tuple, tuple[TileCall, ...]] = {}
 
@@ -67,16 +68,24 @@ class TileCalls:
         if step not in self._of:
             layouts = tuple(self._layout(form) for form in (*inputs_of(step), *outputs_of(step)))
             key = (type(step), _particulars(step), layouts)
-            if key not in self._known:
-                self._known[key] = self._make(step)
-            self._of[step] = self._known[key]
+            calls = self._known.get(key)
+            if calls is None:
+                calls = self._known[key] = self._make(step)
+            self._of[step] = calls
         return self._of[step]
+
+    def info(self, form: Form) -> relax.TensorStructInfo:
+        """The struct info of a form's tile."""
+        layout = self._layout(form)
+        if layout not in self._infos:
+            self._infos[layout] = tile_info(form, self._atoms)
+        return self._infos[layout]
 
     def _layout(self, form: Form) -> tuple:
         return self._atoms.of[form.value], form.sharding, form.dtype
 
     def _make(self, step: Step) -> tuple[TileCall, ...]:
-        stand_ins = [relax.Var(f"tile{i}", tile_info(form, self._atoms)) for i, form in enumerate(inputs_of(step))]
+        stand_ins = [relax.Var(f"tile{i}", self.info(form)) for i, form in enumerate(inputs_of(step))]
         self._builder._begin_binding_block()
         self._builder.emit(local_call(step, self._atoms, stand_ins))
         bindings = list(self._builder._end_block().bindings)
