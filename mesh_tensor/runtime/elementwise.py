@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from .threads import device_threads
+from .tile_memory import empty_tile
 
 _ALONE = 32768  # elements: with fewer, torch never starts threads
 _CHUNK = 1 << 20  # elements per thread: with fewer, handing work to another thread costs more than it saves
@@ -47,7 +48,7 @@ def fill(out: torch.Tensor, value: float | int) -> torch.Tensor:
 
 def clone(source: torch.Tensor) -> torch.Tensor:
     """A contiguous copy."""
-    out = torch.empty(source.shape, dtype=source.dtype, device=source.device)
+    out = empty_tile(source.shape, source.dtype, source.device)
     copy(out, source)
     return out
 

@@ -16,6 +16,7 @@ from ..sharding import Sharding
 from .combine import combiner
 from .dtypes import neutral, poison_value
 from .elementwise import copy, fill
+from .tile_memory import empty_tile
 
 Tiles = list[torch.Tensor]
 _ALIGNMENT = 64  # bytes: kernels may load whole vectors from where a tile starts
@@ -145,7 +146,7 @@ class Layout:
         return tensor.as_strided(self.tile_shape, self._strides, tensor.storage_offset() + tile.start)
 
     def _cut(self, tensor: torch.Tensor, tile: _Tile, poison: bool) -> torch.Tensor:
-        new = torch.empty(self.tile_shape, dtype=self.dtype, device=tensor.device)
+        new = empty_tile(self.tile_shape, self.dtype, tensor.device)
         if tile.blank:
             return fill(new, neutral(self.dtype, str(self._op)))
         if not tile.full:
@@ -155,7 +156,7 @@ class Layout:
         return new
 
     def _new(self, device: torch.device, poison: bool) -> torch.Tensor:
-        new = torch.empty(self.tile_shape, dtype=self.dtype, device=device)
+        new = empty_tile(self.tile_shape, self.dtype, device)
         return fill(new, poison_value(self.dtype)) if poison else new
 
 
