@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import tilelang.language as T
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -63,6 +65,32 @@ def expressions(rank):
     assert torch.equal(kern.local(mine, b), mine + 1)
     text = refusal(lambda: kern.local(mine, torch.zeros(7)))
     assert "parameter 'A': (6,) torch.float32 on cpu, but expected (7,) torch.float32 on cpu" in text
+
+
+def new_sizes_without_exchange(rank):
+    """Once the ranks have agreed on the kernel, one of them may call it with new sizes by itself where nothing is sent;
+    between such calls what was agreed on goes on as it was. A rank that can't run its call says so alone."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    rows, summed = symbolic_matmul({"A": {"x": 0}, "B": {}, "C": {"x": 0}}), symbolic_matmul({"A": {"x": 1}, "C": {}})
+    a, b = torch.randn(8, 6), torch.randn(6, 5)
+    shared = distribute_tensor(a, mesh, [Shard(0)]), distribute_tensor(b, mesh, [Replicate()])
+    split = distribute_tensor(a, mesh, [Shard(1)]), distribute_tensor(b, mesh, [Shard(0)])
+    for kern, tensors in ((rows, shared), (summed, split)):
+        torch.testing.assert_close(kern(*tensors).full_tensor(), a @ b)
+    for m in (6, 32, 7, 6):
+        if rank == 0:
+            new = torch.randn(m, 6)
+            half = new[: -(-m // 2)].clone()
+            part = DTensor.from_local(half, mesh, [Shard(0)], run_check=False, shape=new.shape, stride=new.stride())
+            torch.testing.assert_close(rows(part, shared[1]).to_local(), half @ b)
+            said = {"A": (m, 6), "B": (6, 5)}
+            torch.testing.assert_close(rows.local(half, b, device_mesh=mesh, shapes=said), half @ b)
+            assert rows.program.values["A"].shape == (m, 6)
+            said["A"] = (m + 2, 6)
+            text = refusal(partial(rows.local, half, b, device_mesh=mesh, shapes=said))
+            assert "parameter 'A'" in text
+        torch.testing.assert_close(summed(*split).to_local(), a @ b)
+    torch.testing.assert_close(rows(*shared).full_tensor(), a @ b)
 
 
 def sizes_that_nothing_tells(rank):

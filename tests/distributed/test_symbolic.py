@@ -6,8 +6,12 @@ from . import symbolic_bodies as bodies
 from .launcher import run
 
 
-@pytest.mark.parametrize("body", [bodies.even_tiles, bodies.uneven_tiles, bodies.expressions], ids=lambda b: b.__name__)
-def test_local_tensors(body):
+@pytest.mark.parametrize(
+    "body",
+    [bodies.even_tiles, bodies.uneven_tiles, bodies.expressions, bodies.new_sizes_without_exchange],
+    ids=lambda b: b.__name__,
+)
+def test_right(body):
     run(body, 2)
 
 
