@@ -123,11 +123,12 @@ class _Writer:
     def _filled(self, form: Form, node: Node, decision: Decision, position: int) -> Form:
         """The operand with its padding made neutral, where the node reduces over it."""
         rule = self._atoms.rules[node]
-        shape, factors = self._atoms.shape(form.value), rule.inputs[position]
+        if not rule.reduced or rule.rule.masks:
+            return form
+        shape = self._atoms.shape(form.value)
         dims, ops = [], set()
-        for dim, factor in enumerate(factors):
-            uneven = shape[dim] % form.sharding.num_shards(dim) != 0
-            if uneven and factor in rule.reduced and not rule.rule.masks:
+        for dim, factor in enumerate(rule.inputs[position]):
+            if factor in rule.reduced and shape[dim] % form.sharding.num_shards(dim):
                 dims.append(dim)
                 ops.add(rule.reduced[factor])
         if not dims:

@@ -81,7 +81,7 @@ class _Programmer:
     def _steps(self, step: Step) -> Iterator[ProgramStep]:
         """A step; where an operator is several on tiles, each of them."""
         forms = outputs_of(step)
-        for form in (*inputs_of(step), *forms):
+        for form in forms:
             self._value(form)
         if isinstance(step, Change):
             yield self._collective(step)
