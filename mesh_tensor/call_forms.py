@@ -43,3 +43,17 @@ def checked_out_idx(out_idx: list[int], signature: Signature, writes: frozenset[
         written = ", ".join(f"{i}: {p.name}" for i, p in enumerate(signature.params) if p.name in writes)
         refuse(problems, where=f"kernel {signature.name!r}", fix=f"use the indices of what it writes ({written})")
     return tuple(made)
+
+
+def call_forms(
+    signature: Signature, out_idx: list[int] | None, reads: frozenset[str], writes: frozenset[str]
+) -> dict[int, CallForm]:
+    """The ways to call a kernel that reads and writes these parameters, by the number of arguments."""
+    names = tuple(param.name for param in signature.params)
+    written = tuple(name for name in names if name in writes)
+    if out_idx is not None:
+        made = checked_out_idx(out_idx, signature, writes)
+        passed = tuple(name for name in names if name not in made)
+        return {len(passed): CallForm(passed, made)}
+    needed = tuple(name for name in names if name in reads or name not in writes)
+    return {len(names): CallForm(names, written), len(needed): CallForm(needed, written)}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tvm import tirx
 
-from .call_forms import CallForm, checked_out_idx, given_out_idx
+from .call_forms import CallForm, call_forms, given_out_idx
 from .errors import refuse
 from .frontend import read_annotations
 from .lowering.pipeline import Lowered, lower_kernel
@@ -22,7 +22,7 @@ from .rules.sharding_rule import sharding_rule
 from .runtime.distributed import are_current, is_dtensor, ranks_of
 from .runtime.distributed.dtensor_ports import Transfer
 from .runtime.kernels import find_target
-from .runtime.launch import AnyTensor, Launch
+from .runtime.launch import AnyTensor, Launch, entangled
 from .runtime.mesh_tensor import MeshTensor
 from .signature import Signature, Sizes
 from .symbolic import Lower, Programs
@@ -110,7 +110,7 @@ class MeshKernel:
             reads = [p.name for p in parameters if p.input is not None and not p.kept]
             writes = [p.name for p in parameters if p.output is not None]
         self._writes = frozenset(writes)
-        self._forms = self._call_forms(given_out_idx(func, out_idx), frozenset(reads))
+        self._forms = call_forms(self._signature, given_out_idx(func, out_idx), frozenset(reads), self._writes)
         self._quick = [] if self._signature.symbols else self._quick_checks()
 
     @property
@@ -160,7 +160,7 @@ class MeshKernel:
             tensors,
             self._signature.scalars(given),
             as_mesh_tensors=as_mesh_tensors,
-            entangled=_entangled(tensors, self._writes),
+            entangled=entangled(tensors, self._writes),
         )
         returned = [self._result(given.get(name), results[name]) for name in form.returned]
         return _unpacked(returned)
@@ -264,17 +264,6 @@ class MeshKernel:
                 return False
         return len(self._signature.params) == len(self._quick)
 
-    def _call_forms(self, out_idx: list[int] | None, reads: frozenset[str]) -> dict[int, CallForm]:
-        """By the number of arguments."""
-        names = tuple(param.name for param in self._signature.params)
-        written = tuple(name for name in names if name in self._writes)
-        if out_idx is not None:
-            made = checked_out_idx(out_idx, self._signature, self._writes)
-            passed = tuple(name for name in names if name not in made)
-            return {len(passed): CallForm(passed, made)}
-        needed = tuple(name for name in names if name in reads or name not in self._writes)
-        return {len(names): CallForm(names, written), len(needed): CallForm(needed, written)}
-
     def _refuse_count(self, count: int) -> CallForm:
         forms = [f"{len(form.passed)} ({', '.join(form.passed)})" for form in self._forms.values()]
         return refuse(
@@ -303,20 +292,3 @@ def _plain(value: Any) -> AnyTensor | None:
 def _roles_by_rule(func: tirx.PrimFunc) -> tuple[list[str], list[str]]:
     rule = sharding_rule(func)
     return list(rule.inputs), list(rule.outputs)
-
-
-def _entangled(tensors: dict[str, AnyTensor | None], writes: frozenset[str]) -> bool:
-    """Some tensor that was passed and is written may overlap with another that was passed."""
-    if all(tensors[name] is None for name in writes):
-        return False
-    places = {name: _places(tensor) for name, tensor in tensors.items() if tensor is not None}
-    return any(
-        name in writes and other != name and here & there
-        for name, here in places.items()
-        for other, there in places.items()
-    )
-
-
-def _places(tensor: AnyTensor) -> set[int]:
-    tiles = (tensor,) if isinstance(tensor, torch.Tensor) else tensor.tiles()
-    return {tile.untyped_storage().data_ptr() for tile in tiles}

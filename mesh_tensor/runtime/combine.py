@@ -33,14 +33,14 @@ def combiner(op: str, dtype: torch.dtype) -> Combine:
     if op.startswith("bit") and dtype.is_floating_point:
         refuse(f"{op!r} has no meaning for {dtype}", fix="reduce integers with bitwise ops")
     apply = _OPS[op]
+    work: Callable[..., None] = partial(_fold, apply)
     if dtype.is_floating_point and dtype.itemsize == 1:
-        return lambda out, sources: elementwise(partial(_widened, apply), out, *sources)
-    if dtype.is_floating_point and dtype.itemsize == 2 and op in _ROUNDING:
-        return lambda out, sources: elementwise(partial(_half, apply), out, *sources)
-    if dtype in _SIGNED:
-        unsigned = _unsigned(op, apply, dtype)
-        return lambda out, sources: elementwise(unsigned, out, *sources)
-    return lambda out, sources: elementwise(partial(_fold, apply), out, *sources)
+        work = partial(_widened, apply)
+    elif dtype.is_floating_point and dtype.itemsize == 2 and op in _ROUNDING:
+        work = partial(_half, apply)
+    elif dtype in _SIGNED:
+        work = _unsigned(op, apply, dtype)
+    return lambda out, sources: elementwise(work, out, *sources)
 
 
 def _fold(apply: Callable[..., torch.Tensor], out: torch.Tensor, *sources: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -112,6 +112,23 @@ class Launch:
         if direct and port.input is None and isinstance(target, torch.Tensor):
             return port.output.spread_blank(target, self._poison)
         return port.output.allocate(self._mesh.device, self._poison)
+
+
+def entangled(tensors: Mapping[str, AnyTensor | None], writes: Collection[str]) -> bool:
+    """Some tensor that was passed and is one of `writes` may overlap in memory with another that was passed."""
+    if all(tensors[name] is None for name in writes):
+        return False
+    places = {name: _places(tensor) for name, tensor in tensors.items() if tensor is not None}
+    return any(
+        name in writes and other != name and here & there
+        for name, here in places.items()
+        for other, there in places.items()
+    )
+
+
+def _places(tensor: AnyTensor) -> set[int]:
+    tiles = (tensor,) if isinstance(tensor, torch.Tensor) else tensor.tiles()
+    return {tile.untyped_storage().data_ptr() for tile in tiles}
 
 
 def _all_differ(tiles: Tiles) -> bool:

@@ -103,7 +103,7 @@ class Exchange:
             operands = [
                 part(src, o.region)
                 if o.round < 0
-                else received[o.round][o.offset : o.offset + math.prod(o.shape)].view(o.shape)
+                else _section(received[o.round], (o.offset, math.prod(o.shape))).view(o.shape)
                 for o in local.operands
             ]
             if same and any(o.round < 0 for o in local.operands[2:]):  # it would be overwritten before its turn
@@ -112,7 +112,7 @@ class Exchange:
 
     def _received(self, plan: Sections, flat_dst: torch.Tensor) -> torch.Tensor:
         if plan.receive_span is None:
-            return torch.empty(sum(plan.receive_counts), dtype=flat_dst.dtype, device=flat_dst.device)
+            return flat_dst.new_empty(sum(plan.receive_counts))
         return _section(flat_dst, plan.receive_span)
 
     def _all_to_all(self, out: torch.Tensor, sent: torch.Tensor, plan: Sections) -> Any:
