@@ -119,10 +119,12 @@ class Layout:
             if self.shape and not tile.box:
                 continue
             target = out[tile.box] if self.shape else out
+            is_there = tile.start is not None and tiles[rank].data_ptr() == target.data_ptr()
             if self._op:
                 parts = [tiles[other][tile.valid] for other in self._contributors[rank]]
-                combiner(self._op, self.dtype)(target, parts)
-            elif not (tile.start is not None and tiles[rank].data_ptr() == target.data_ptr()):
+                # Of dims of size 1 the two may have other strides; torch takes that for a partial overlap.
+                combiner(self._op, self.dtype)(parts[0] if is_there else target, parts)
+            elif not is_there:
                 copy(target, tiles[rank][tile.valid])
 
     def valid_part(self, tiles: Tiles, rank: int) -> torch.Tensor:

@@ -70,3 +70,31 @@ def test_a_constant_that_is_only_returned():
             return (y, R.const([1.0, 2.0, 3.0], "float32"))
 
     same_as_on_one_device(Module, {"x": 2}, {"x": {"x": 0}})
+
+
+def test_a_dim_of_size_1_that_becomes_part_of_another():
+    """An axis on it leaves all devices but one nothing to repeat: it is needed whole."""
+
+    @I.ir_module
+    class Module:
+        @R.function
+        def main(x: R.Tensor((5,), "float32")):
+            least = R.min(x, axis=[0], keepdims=True)
+            twice = R.repeat(least, 2, axis=0)
+            return twice
+
+    same_as_on_one_device(Module, {"x": 2}, {"least": {"x": 0}, "twice": {"x": 0}})
+
+
+def test_a_partial_result_in_place_whose_dim_of_size_1_has_another_stride():
+    """Torch took the tile, a view into the result, for something that overlaps with it in part."""
+
+    @I.ir_module
+    class Module:
+        @R.function
+        def main(x: R.Tensor((1, 5), "float32")):
+            y = R.nn.relu(x)
+            return y
+
+    largest = {"sharding": {"z": 1}, "partial": {"x": "max"}}
+    same_as_on_one_device(Module, {"x": 2, "y": 2, "z": 2}, {"y": largest})

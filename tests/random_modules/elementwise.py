@@ -23,7 +23,7 @@ def unary(scene: Scene) -> None:
         low = scene.number(-3, 0)
         scene.bind(f"R.clip({a.name}, {low}, {low + 4})", a.shape, a.dtype, a.whole, 4)
         return
-    names = list(keep) if not a.is_float or scene.chance(50) else list(_SMOOTH)
+    names = list(keep) if not a.is_float or scene.chance(75 if a.whole else 40) else list(_SMOOTH)
     name = scene.pick(names)
     if name == "nn.gelu" and a.dtype == "float16":
         name = "tanh"

@@ -24,7 +24,40 @@ def matmul(scene: Scene) -> None:
     rows = a.shape[-2:-1]
     result = (*batch, *rows, *(shape[-1:] if len(shape) > 1 else ()))
     if scene.fits(bound, a.dtype, whole, result):
-        scene.bind(f"R.matmul({a.name}, {b.name})", result, a.dtype, whole, bound)
+        made = scene.bind(f"R.matmul({a.name}, {b.name})", result, a.dtype, whole, bound)
+        scene.pending(made, {a.name: a.ndim - 1, b.name: max(0, b.ndim - 2)})
+
+
+def two_sums(scene: Scene) -> None:
+    """Two sums over the same dims of the same operand, and something of one or both."""
+    a = scene.find(dtypes=("float32",), ndim=2)
+    if a is None:
+        return
+    axis = scene.number(0, a.ndim - 1)
+    bound = a.bound * a.shape[axis]
+    shape = [size for d, size in enumerate(a.shape) if d != axis]
+    if not scene.fits(9 * bound**2, a.dtype, a.whole):
+        return
+    first = scene.bind(f"R.sum({a.name}, axis=[{axis}])", shape, a.dtype, a.whole, bound)
+    second = scene.bind(f"R.sum(R.negative({a.name}), axis=[{axis}])", shape, a.dtype, a.whole, bound)
+    mask, other = scene.operand(shape, "bool"), scene.operand(shape, "float32")
+    if mask is None or other is None:
+        return
+    text = scene.pick(
+        [
+            f"R.{scene.pick(('add', 'subtract', 'maximum', 'multiply'))}({first.name}, {second.name})",
+            f"R.{scene.pick(('add', 'subtract', 'maximum', 'multiply'))}({first.name}, {other.name})",
+            f"R.where({mask.name}, {first.name}, {second.name})",
+            f"R.where({mask.name}, {first.name}, {other.name})",
+            f"R.nn.{scene.pick(('relu', 'gelu', 'silu'))}({first.name})",
+            f"R.concat(({first.name}, {scene.pick((second, other)).name}), axis=0)",
+        ]
+    )
+    if "concat" in text:
+        shape = [2 * shape[0], *shape[1:]]
+    whole = a.whole and (other.whole or other.name not in text) and "lu(" not in text.replace("relu(", "")
+    made = scene.bind(text, shape, a.dtype, whole, 3 * bound * max(bound, other.bound))
+    scene.pending(made, {a.name: axis})
 
 
 def gram(scene: Scene) -> None:
@@ -55,7 +88,8 @@ def reduce(scene: Scene) -> None:
     name = scene.pick(names)
     written = "None" if len(axes) == a.ndim and scene.chance(50) else str([d - a.ndim * scene.chance(20) for d in axes])
     whole = a.whole and name not in ("mean", "variance")
-    scene.bind(f"R.{name}({a.name}, axis={written}, keepdims={keep})", shape, a.dtype, whole, bounds[name])
+    made = scene.bind(f"R.{name}({a.name}, axis={written}, keepdims={keep})", shape, a.dtype, whole, bounds[name])
+    scene.pending(made, {a.name: axes[0]})
 
 
 def along(scene: Scene) -> None:

@@ -47,11 +47,12 @@ class Function:
 
 @dataclass
 class Shared:
-    """What all functions of a module have in common."""
+    """What all functions of a module have in common. `favourites`: operators that it has more of than others."""
 
     random: Random
     sizes: tuple[int, ...]
     whole: bool
+    favourites: frozenset[str]
     texts: list[str] = field(default_factory=list)
     functions: list[Function] = field(default_factory=list)
     count: int = 0
@@ -70,6 +71,8 @@ class Scene:
         self.conditions: list[str] = []
         self.indent = 0
         self.may_branch = True
+        self.focus: Value | None = None  # what the next operator shall take
+        self.summed: list[dict[str, int]] = []  # dims, by value, that are summed over together
 
     # -- dice ----------------------------------------------------------------------------------------------------
 
@@ -104,6 +107,9 @@ class Scene:
             for v in self.values
             if (not dtypes or v.dtype in dtypes) and v.ndim >= ndim and (v.whole or not whole)
         ]  # fmt: skip
+        focus, self.focus = self.focus, None
+        if focus in found:
+            return focus
         if not found:
             return None
         return self.pick(found[-4:]) if self.chance(75) else self.pick(found)
@@ -137,6 +143,12 @@ class Scene:
         if not self.indent:
             self.named.append(value)
         return value
+
+    def pending(self, value: Value, dims: dict[str, int]) -> None:
+        """A value that is a sum over `dims` of others: where those are split, devices have parts of it, which what
+        comes next may or may not take as they are."""
+        self.summed.append({name: dim for name, dim in dims.items() if name.isidentifier()})
+        self.focus = value if self.chance(60) else None
 
     def fits(self, bound: float, dtype: str, whole: bool, shape: Sequence[int] = ()) -> bool:
         """Whether values so large can be made: whole ones stay exact, others tame."""

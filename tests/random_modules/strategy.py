@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from .scene import FLOATS, Scene, Shared, Value
 from .spec import Case, Param
-from .structure import emit, function_text
+from .structure import OPERATORS, emit, function_text
 
 _MESHES = ((2,), (2,), (2,), (3,), (4,), (2, 2), (2, 2), (2, 3), (3, 2), (2, 2, 2), (1,), (1, 2), (5,))
 _SIZES = ((4, 8, 2, 6), (2, 3, 4, 6), (5, 7, 3, 2), (1, 4, 6, 12), (1, 2, 5, 8), (8, 16, 4, 12))
@@ -26,12 +26,15 @@ _TYPED = (
 def make_case(number: int) -> Case:
     """The case with this number."""
     random = Random(number)
-    shared = Shared(random, random.choice(_SIZES), whole=random.random() < 0.5)
+    favourites = frozenset(op.__name__ for op in random.sample(list(OPERATORS), 3))
+    shared = Shared(random, random.choice(_SIZES), random.random() < 0.5, favourites)
     scene = Scene(shared, "main")
     for _ in range(scene.number(1, 2)):
         scene.parameter(scene.shape(1, 3), scene.pick(("float32",) * 8 + ("float16", "int32")))
-    for _ in range(scene.number(2, 11)):
+    length, tries = scene.number(2, 11), 0
+    while len(scene.lines) < length and tries < 40:
         emit(scene)
+        tries += 1
     text, results = _result(scene)
     params = [f'{p.name}: R.Tensor({p.shape}, "{p.dtype}")' for p in scene.params]
     shared.texts.append(function_text("@R.function", "main", params, scene, text))
@@ -87,7 +90,12 @@ def _shardings(scene: Scene, mesh: dict[str, int]) -> dict[str, object]:
         chosen += [(f"{function.name}.{p.name}", p) for p in function.params if random.random() < inner / 2]
     if not chosen:
         chosen = [(scene.params[0].name, scene.params[0])]
-    return {name: _stated(random, value, mesh) for name, value in chosen}
+    stated = {name: _stated(random, value, mesh) for name, value in chosen}
+    if scene.summed and random.random() < 0.7:
+        axis = random.choice(list(mesh))
+        for dims in random.sample(scene.summed, min(2, len(scene.summed))):
+            stated |= {name: {axis: dim} for name, dim in dims.items()}
+    return stated
 
 
 def _stated(random: Random, value: Param | Value, mesh: dict[str, int]) -> object:

@@ -29,6 +29,7 @@ OPERATORS: dict[Emit, int] = {
     moves.others: 1,
     reductions.matmul: 6,
     reductions.gram: 1,
+    reductions.two_sums: 6,
     reductions.reduce: 5,
     reductions.along: 2,
     reductions.normalize: 2,
@@ -45,7 +46,8 @@ def emit(scene: Scene) -> None:
     elif scene.chance(3):
         pair(scene)
     else:
-        scene.random.choices(list(OPERATORS), list(OPERATORS.values()))[0](scene)
+        weights = [weight * (4 if op.__name__ in scene.shared.favourites else 1) for op, weight in OPERATORS.items()]
+        scene.random.choices(list(OPERATORS), weights)[0](scene)
 
 
 def pair(scene: Scene) -> None:
