@@ -229,8 +229,8 @@ class _Refinement:
         return result
 
     def _pieces(self, factor: str, alone: bool) -> list[str]:
-        """The names of a factor's atoms. A factor of size 1 is no atom of a compound dim; where it is a dim by itself, an
-        axis on it would leave the other devices nothing to make the compound of."""
+        """The names of a factor's atoms. A factor of size 1 is no atom of a compound dim; where it is a dim by itself,
+        an axis on it would leave the other devices nothing to make the compound of."""
         if (self._node, factor) in self._broken:
             self._whole.add(factor)
         atoms = self._classes.atoms(self._classes.of((self._node, factor), 0))
