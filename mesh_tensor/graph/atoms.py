@@ -80,7 +80,30 @@ def find_atoms(graph: Graph, rules: dict[Node, OpRule]) -> Atoms:
         value: tuple(classes.atoms(classes.of((value, d), size)) for d, size in enumerate(value.type.shape))
         for value in graph.values()
     }
-    return Atoms(of, {node: _Refinement(node, rule, classes, broken).refine(of) for node, rule in rules.items()})
+    return Atoms(of, _refined(rules, of, classes, broken))
+
+
+def _refined(
+    rules: dict[Node, OpRule], of: dict[Value, tuple[Sizes, ...]], classes: _Classes, broken: dict[Node, set[str]]
+) -> dict[Node, NodeRule]:
+    """The rules over atoms. Nodes with one rule and the same atoms share theirs."""
+    known: dict[tuple, NodeRule] = {}
+    compounds = {id(rule): _in_compounds(rule) for rule in rules.values()}
+    refined = {}
+    for node, rule in rules.items():
+        factors = tuple(classes.atoms(classes.of((node, factor), 0)) for factor in compounds[id(rule)])
+        tensors = tuple(of[value] for value in (*node.inputs, *node.outputs))
+        key = (id(rule), tensors, factors, frozenset(broken.get(node, ())))
+        if key not in known:
+            known[key] = _Refinement(node, rule, classes, broken.get(node, set())).refine(of)
+        refined[node] = known[key]
+    return refined
+
+
+def _in_compounds(rule: OpRule) -> tuple[str, ...]:
+    """The factors whose atoms no dim tells."""
+    dims = [dim for tensor in (*rule.inputs, *rule.outputs) for dim in tensor]
+    return tuple(dict.fromkeys(factor for dim in dims if isinstance(dim, tuple) for factor in dim))
 
 
 def plain_sharding(sharding: Sharding, dims: tuple[Sizes, ...]) -> Sharding | None:
@@ -168,7 +191,7 @@ class _Classes:
         return tuple(high // low for low, high in zip(chain[:-1], chain[1:], strict=True))[::-1]
 
 
-def _settle(classes: _Classes, compounds: list[_Compound]) -> set[tuple[Node, str]]:
+def _settle(classes: _Classes, compounds: list[_Compound]) -> dict[Node, set[str]]:
     """Exchange cuts between compound dims and their factors until nothing changes. The factors of those where they
     don't fit together are given back: the operator needs them whole."""
     broken: set[int] = set()
@@ -182,7 +205,10 @@ def _settle(classes: _Classes, compounds: list[_Compound]) -> set[tuple[Node, st
             if None in results:
                 broken.add(index)
             changed = changed or any(results) or None in results
-    return {(compounds[i].node, name) for i in broken for name, _ in compounds[i].factors}
+    found: dict[Node, set[str]] = {}
+    for compound in map(compounds.__getitem__, broken):
+        found.setdefault(compound.node, set()).update(name for name, _ in compound.factors)
+    return found
 
 
 def _exchange(classes: _Classes, compound: _Compound):
@@ -199,9 +225,9 @@ def _exchange(classes: _Classes, compound: _Compound):
 class _Refinement:
     """A rule over atoms, in the making."""
 
-    def __init__(self, node: Node, rule: OpRule, classes: _Classes, broken: set[tuple[Node, str]]) -> None:
-        self._node, self._rule, self._classes, self._broken = node, rule, classes, broken
-        self._whole = set(rule.unsplit)
+    def __init__(self, node: Node, rule: OpRule, classes: _Classes, broken: set[str]) -> None:
+        self._node, self._rule, self._classes = node, rule, classes
+        self._whole = set(rule.unsplit) | broken
         self._base: dict[str, str] = {}
         self._sizes: dict[str, int] = {}
         self._even: set[str] = set()
@@ -231,8 +257,6 @@ class _Refinement:
     def _pieces(self, factor: str, alone: bool) -> list[str]:
         """The names of a factor's atoms. A factor of size 1 is no atom of a compound dim; where it is a dim by itself,
         an axis on it would leave the other devices nothing to make the compound of."""
-        if (self._node, factor) in self._broken:
-            self._whole.add(factor)
         atoms = self._classes.atoms(self._classes.of((self._node, factor), 0))
         if atoms == (1,) and not alone:
             self._whole.add(factor)

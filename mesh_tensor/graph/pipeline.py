@@ -13,7 +13,7 @@ from ..rules.ops import OpRule, has_rule, rule_of
 from ..rules.ops.table import whole_rule
 from .atoms import Atoms, find_atoms
 from .explicit import ExplicitGraph
-from .ir import Graph, Node
+from .ir import ANNOTATE, Graph, Node
 from .localize import localize
 from .propagate import Layouts, propagate
 from .reader import Annotations, read_graph
@@ -57,7 +57,7 @@ def plan_module(
     """
     graph = read_graph(mod, function, mesh, annotations)
     expand_kernels(graph)
-    rules = {node: _rule(node, replicate_unknown) for node in graph.nodes}
+    rules = _rules(graph, replicate_unknown)
     atoms = find_atoms(graph, rules)
     layouts = propagate(graph, atoms)
     explicit = insert_reshards(graph, atoms, layouts)
@@ -65,11 +65,24 @@ def plan_module(
     return ModulePlan(graph, atoms, layouts, explicit, calls, to_program(explicit, calls, kernels or {}))
 
 
+def _rules(graph: Graph, replicate_unknown: bool) -> dict[Node, OpRule]:
+    """The rule of every node; alike calls have one."""
+    known: dict[tuple, OpRule] = {}
+    rules = {}
+    for node in graph.nodes:
+        if node.kernel is not None:
+            rules[node] = kernel_rule(node)
+            continue
+        kind = (ANNOTATE, len(_dims(node))) if node.is_annotation else node.call.kind
+        if kind not in known:
+            known[kind] = _rule(node, replicate_unknown)
+        rules[node] = known[kind]
+    return rules
+
+
 def _rule(node: Node, replicate_unknown: bool) -> OpRule:
     if node.is_annotation:
         return OpRule((_dims(node),), (_dims(node),), moves=True)
-    if node.kernel is not None:
-        return kernel_rule(node)
     if node.call.name == "call_tir_inplace":
         refuse(
             "R.call_tir_inplace can't be distributed",

@@ -118,28 +118,27 @@ class _Body:
 
     def __init__(self, reader: _Reader, function: str, env: dict[relax.Var, Tree], scopes: tuple[Scope, ...]) -> None:
         self._reader, self._function, self._env, self._scopes = reader, function, env, scopes
-
-    def expression(self, expr: relax.Expr, name: str = "result") -> Tree:
-        """What an expression is; its operators become nodes."""
-        for kind, read in self._kinds().items():
-            if isinstance(expr, kind):
-                return read(expr, name)
-        return refuse(
-            f"{type(expr).__name__} can't be distributed",
-            where=f"{self._function}.{name} = {expr}",
-            fix="use operators, call_tir, calls of the module's functions, tuples and If",
-        )
-
-    def _kinds(self) -> dict[type, Callable[[relax.Expr, str], Tree]]:
-        return {
+        self._kinds: dict[type, Callable[[relax.Expr, str], Tree]] = {
             relax.SeqExpr: self._sequence,
             relax.Var: lambda var, _: self._env[var],
+            relax.DataflowVar: lambda var, _: self._env[var],
             relax.Constant: lambda constant, _: self._reader.constant(constant),
             relax.Tuple: lambda tup, name: tuple(self.expression(field, name) for field in tup.fields),
             relax.TupleGetItem: lambda get, name: self._field(self.expression(get.tuple_value, name), get.index),
             relax.If: self._if,
             relax.Call: self._call,
         }
+
+    def expression(self, expr: relax.Expr, name: str = "result") -> Tree:
+        """What an expression is; its operators become nodes."""
+        read = self._kinds.get(type(expr))
+        if read is not None:
+            return read(expr, name)
+        return refuse(
+            f"{type(expr).__name__} can't be distributed",
+            where=f"{self._function}.{name} = {expr}",
+            fix="use operators, call_tir, calls of the module's functions, tuples and If",
+        )
 
     @staticmethod
     def _field(tree: Tree, index: int) -> Tree:
@@ -162,16 +161,19 @@ class _Body:
                 where=f"{self._function}.{name}",
                 fix="call operators and functions of the module by name",
             )
-        call = op_call(expr)
-        kernel = self._reader.kernel(expr.args[0]) if call.name == "call_tir" else None
-        inputs: list[Value] = []
-        for arg in expr.args:
-            if tensor_infos(arg.struct_info):
-                inputs += leaves(self.expression(arg, name))
+        args = list(expr.args)
+        inputs = [operand for arg in args if self._is_operand(arg) for operand in leaves(self.expression(arg, name))]
+        call = op_call(expr, tuple(operand.type for operand in inputs))
+        kernel = self._reader.kernel(args[0]) if call.name == "call_tir" else None
         outputs = self._reader.add(call, inputs, self._function, name, self._scopes, kernel)
         if isinstance(expr.struct_info, relax.TupleStructInfo):
             return tuple(outputs)
         return outputs[0]
+
+    @staticmethod
+    def _is_operand(arg: relax.Expr) -> bool:
+        """Whether an argument has tensors; a variable of the module's always does."""
+        return isinstance(arg, relax.Var) or bool(tensor_infos(arg.struct_info))
 
     def _if(self, expr: relax.If, name: str) -> Tree:
         """Both branches are computed (Relax is pure), then one is taken."""

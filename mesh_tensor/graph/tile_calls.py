@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-import tvm
 from tvm import relax
 
 from ..rules.ops.call import OpCall, op_call, tensor_infos
@@ -96,37 +95,13 @@ class TileCalls:
         return tuple(_tile_call(op_call(binding.value), numbers) for binding in bindings)
 
 
-class _Structure:
-    """A TVM object, equal to those of the same structure."""
-
-    def __init__(self, node: Any) -> None:
-        self._node = node
-
-    def __hash__(self) -> int:
-        return tvm.ir.structural_hash(self._node)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Structure) and tvm.ir.structural_equal(self._node, other._node)
-
-
 def _particulars(step: Step) -> tuple:
     """All of a step that its calls depend on, but for the layouts of its operands and results."""
     if isinstance(step, Run):
-        call = step.node.call
-        attrs = None if call.expr.attrs is None else _Structure(call.expr.attrs)
-        arguments = tuple(_particulars_of(arg) for arg in call.expr.args)
-        infos = tuple(_Structure(info) for info in call.expr.sinfo_args)
-        return call.name, call.inputs, call.outputs, attrs, arguments, infos
+        return step.node.call.kind
     if isinstance(step, Change):
         return step.move.kind, step.move.axes
     return (step.dims, step.op) if isinstance(step, Fill) else ()
-
-
-def _particulars_of(arg: relax.Expr) -> Any:
-    """An argument, of which tensors only count in number."""
-    if isinstance(arg, relax.Tuple):
-        return tuple(_particulars_of(field) for field in arg.fields)
-    return len(tensor_infos(arg.struct_info)) or _Structure(arg)
 
 
 def _tile_call(call: OpCall, numbers: dict[relax.Var, int]) -> TileCall:

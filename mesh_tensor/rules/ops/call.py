@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import tvm
 import tvm_ffi
 from tvm import ir, relax, tirx
 
@@ -52,6 +53,14 @@ class OpCall:
         tuples of ints, R.prim_value a number, R.str a string."""
         return tuple(plain(arg) for arg in self.expr.args if not _has_tensor(arg))
 
+    @cached_property
+    def kind(self) -> tuple:
+        """Equal for calls that differ in nothing but the values of their operands."""
+        attrs = None if self.expr.attrs is None else _Structure(self.expr.attrs)
+        arguments = tuple(_kind_of(arg) for arg in self.expr.args)
+        infos = tuple(_Structure(info) for info in self.expr.sinfo_args)
+        return self.name, self.inputs, self.outputs, attrs, arguments, infos
+
     def axis(self, dim: int, operand: int = 0) -> int:
         """`dim` counted from the front of that operand's dims."""
         return dim % max(1, self.inputs[operand].ndim)
@@ -64,14 +73,35 @@ class OpCall:
         return tuple(self.axis(dim, operand) for dim in dims)
 
 
-def op_call(expr: relax.Call) -> OpCall:
-    """The OpCall of a call whose struct info is known.
+class _Structure:
+    """A TVM object, equal to those of the same structure."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def __hash__(self) -> int:
+        return tvm.ir.structural_hash(self._node)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Structure) and tvm.ir.structural_equal(self._node, other._node)
+
+
+def _kind_of(arg: relax.Expr) -> Any:
+    """An argument, of which tensors only count in number."""
+    if isinstance(arg, relax.Tuple):
+        return tuple(_kind_of(field) for field in arg.fields)
+    return len(tensor_infos(arg.struct_info)) or _Structure(arg)
+
+
+def op_call(expr: relax.Call, inputs: tuple[TensorType, ...] | None = None) -> OpCall:
+    """The OpCall of a call whose struct info is known; `inputs`: the operands' types, if they are known already.
 
     Raises:
         MeshTensorError: a tensor's shape is unknown or symbolic.
     """
     name = expr.op.name.removeprefix("relax.") if isinstance(expr.op, ir.Op) else str(expr.op)
-    inputs = tuple(tensor_type(info, name) for arg in expr.args for info in tensor_infos(arg.struct_info))
+    if inputs is None:
+        inputs = tuple(tensor_type(info, name) for arg in expr.args for info in tensor_infos(arg.struct_info))
     return OpCall(name, expr, inputs, tensor_types(expr.struct_info, name))
 
 
