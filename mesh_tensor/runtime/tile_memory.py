@@ -12,7 +12,6 @@ import math
 import mmap
 import sys
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -21,7 +20,7 @@ import torch
 _LARGE = 1 << 20  # bytes of a tile: smaller ones come from torch, which gets them from the C library's heap
 _KEPT = 1 << 28  # bytes: more than that is not kept for later
 
-_left: deque[mmap.mmap] = deque()
+_left: list[mmap.mmap] = []
 
 
 def empty_tile(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -42,7 +41,7 @@ def _take(size: int) -> mmap.mmap:
     """A region of that size: one that was left, or a new one."""
     for _ in range(len(_left)):
         try:
-            region = _left.popleft()
+            region = _left.pop(0)
         except IndexError:  # another thread was faster
             break
         if len(region) == size:
@@ -57,13 +56,14 @@ def _take(size: int) -> mmap.mmap:
 def _leave(region: mmap.mmap) -> None:
     """Keep the region for later, instead of those that were left first where there is too much.
 
-    The garbage collector may call this anywhere, in the middle of `_take` too: there is no lock to wait for. Threads
-    that meet here may keep a region more or less than they should."""
+    The garbage collector may call this anywhere, in the middle of `_take` too: there is no lock to wait for, and what
+    is done to the list is done in one step each. Threads that meet here may keep a region more or less than they
+    should."""
     if len(region) > _KEPT:
         return
     _left.append(region)
-    while sum(map(len, tuple(_left))) > _KEPT:
+    while sum(map(len, _left[:])) > _KEPT:
         try:
-            _left.popleft()
+            _left.pop(0)
         except IndexError:  # another thread was faster
             break
