@@ -12,7 +12,7 @@ import torch
 from .errors import MeshTensorError, refuse
 from .overlap import has_collectives, overlapped, why_in_bulk
 from .program import CollectiveStep, Program
-from .rank_locals import Shapes, global_sizes, problem, says_all
+from .rank_locals import Shapes, global_sizes, problem
 from .runtime.distributed.agree import agree, program_facts
 from .runtime.distributed.dtensor import from_placements, is_dtensor, lies_like_torch
 from .runtime.distributed.dtensor_ports import Transfer, enter, leave, transfers
@@ -183,13 +183,13 @@ class RankKernel:
         return sizes, {n: from_placements(self.ranks.mesh, t.ndim, t.placements) for n, t in tensors.items()}, True
 
     def _check_locals(self, given: Mapping[str, Any], shapes: Shapes) -> _Checked:
-        sizes = global_sizes(self._signature, self._compiled.layouts, given, shapes, self._where())
+        sizes, said = global_sizes(self._signature, self._compiled.layouts, given, shapes, self._where())
         program = self._compiled.program_of(sizes)
         problems = self._problems(tilings_of(program, self.ranks.rank), given)
         if problems:
             fix = "pass this rank's part of every tensor, or its whole tile, padding included"
             refuse(problems, where=self._where(), fix=fix)
-        return sizes, {}, says_all(self._signature, shapes)
+        return sizes, {}, said
 
     def _problems(self, tilings: Mapping[str, Tiling], given: Mapping[str, Any]) -> list[str]:
         """What is wrong with local tensors."""

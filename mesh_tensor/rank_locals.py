@@ -21,11 +21,14 @@ Shapes = Mapping[str, Sequence[int]]
 
 def global_sizes(
     signature: Signature, layouts: Mapping[str, Sharding], given: Mapping[str, Any], shapes: Shapes, where: str
-) -> Sizes:
+) -> tuple[Sizes, bool]:
     """The sizes of the symbols: from `shapes`, global ones by parameter; else from dims that are not split; else from
-    split ones, as if their tiles were even. `layouts`: how the annotated parameters lie."""
-    _check_shapes(signature, shapes, where)
-    exact: Sizes = {}
+    split ones, as if their tiles were even; and whether `shapes` says them all. `layouts`: how the annotated parameters
+    lie."""
+    exact = _said_sizes(signature, shapes, where)
+    if signature.symbols and len(exact) == len(signature.symbols):
+        _check_scalars(signature, given, exact, where)
+        return exact, True
     even: dict[tirx.Var, dict[int, str]] = {var: {} for var in signature.symbols}
     for name, value in given.items():
         if name not in signature.tensors and isinstance(value, int):
@@ -33,9 +36,6 @@ def global_sizes(
     for name, param in signature.tensors.items():
         for dim, size in enumerate(param.shape or ()):
             if not isinstance(size, tirx.Var):
-                continue
-            if name in shapes:
-                exact.setdefault(size, int(shapes[name][dim]))
                 continue
             value, layout = given.get(name), layouts.get(name)
             if layout is None or not isinstance(value, torch.Tensor) or value.ndim != layout.ndim:
@@ -52,13 +52,7 @@ def global_sizes(
     ]
     if problems:
         refuse(problems, where=where, why="the kernel has symbolic dims", fix=_say(signature))
-    return {var: exact.get(var, next(iter(even[var]), 0)) for var in signature.symbols}
-
-
-def says_all(signature: Signature, shapes: Shapes) -> bool:
-    """Whether the caller says how large everything is."""
-    said = {size.name for name in shapes for size in signature.tensors[name].shape or () if isinstance(size, tirx.Var)}
-    return said >= {var.name for var in signature.symbols}
+    return {var: exact.get(var, next(iter(even[var]), 0)) for var in signature.symbols}, False
 
 
 def problem(tiling: Tiling, device: torch.device, value: Any) -> str:
@@ -78,8 +72,9 @@ def problem(tiling: Tiling, device: torch.device, value: Any) -> str:
     return f"{is_}, but expected {shapes} {tiling.dtype} on {device}"
 
 
-def _check_shapes(signature: Signature, shapes: Shapes, where: str) -> None:
-    """The global shapes that the caller says fit the parameters, and each other."""
+def _said_sizes(signature: Signature, shapes: Shapes, where: str) -> Sizes:
+    """The sizes of symbols that follow from the global shapes that the caller says. These have to fit the parameters
+    and each other."""
     problems, sizes = [], dict[tirx.Var, int]()
     for name, shape in shapes.items():
         param = signature.tensors.get(name)
@@ -87,6 +82,18 @@ def _check_shapes(signature: Signature, shapes: Shapes, where: str) -> None:
             problems.append(f"shapes has {name!r}, but the tensors are {listing(tuple(signature.tensors))}")
         elif not _fits(param, shape, sizes):
             problems.append(f"shapes says {name!r} is {tuple(shape)}, but it is {_words(param, sizes)}")
+    if problems:
+        refuse(problems, where=where, fix=_say(signature))
+    return sizes
+
+
+def _check_scalars(signature: Signature, given: Mapping[str, Any], sizes: Sizes, where: str) -> None:
+    """Numbers among the arguments that are sizes, too, are those that the shapes say."""
+    problems = [
+        f"parameter {p.name!r}: {given[p.name]}, but shapes says it is {sizes[p.var]}"
+        for p in signature.params
+        if not p.is_tensor and p.var in sizes and given.get(p.name, sizes[p.var]) != sizes[p.var]
+    ]
     if problems:
         refuse(problems, where=where, fix=_say(signature))
 

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 
 from tvm import tirx
 from tvm.tirx.stmt_functor import post_order_visit
@@ -57,6 +57,7 @@ class Programs:
         self._numbers = _numbers(func, symbols) if symbols else {}
         self._families: dict[tuple[int, ...], _Family | None] = {}
         self._programs: dict[tuple[int, ...], Program] = {}
+        self._lowered: dict[tuple[int, ...], Lowered] = {}  # for explain and slabs
 
     def of(self, sizes: Sizes) -> Program:
         """The Program for these sizes, made once."""
@@ -88,13 +89,16 @@ class Programs:
 
     def _filled(self, family: _Family, sizes: Sizes) -> Program:
         times = [sizes[var] // number for var, number in zip(self._symbols, family.numbers, strict=True)]
-        program = family.program.sized(times, cache(partial(self._lowered_exactly, sizes)))
+        program = family.program.sized(times, partial(self._lowered_exactly, sizes))
         return with_overlap(program, self._overlap)
 
     def _lowered_exactly(self, sizes: Sizes) -> Lowered:
-        lowered = self.exact(sizes).lowered
-        assert lowered is not None
-        return lowered
+        key = tuple(sizes[var] for var in self._symbols)
+        if key not in self._lowered:
+            lowered = self.exact(sizes).lowered
+            assert lowered is not None
+            self._lowered[key] = lowered
+        return self._lowered[key]
 
     def _family(self, numbers: tuple[int, ...]) -> _Family | None:
         """The family of these multiples, if it can be lowered as one, compiled, and nothing is lost by it."""

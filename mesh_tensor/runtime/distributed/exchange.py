@@ -38,22 +38,27 @@ class Form:
 
 @dataclass(frozen=True)
 class _Operand:
-    """What goes into a piece: a region of the own tile, or what a round received at an offset."""
+    """What goes into a piece: a region of the own tile, or a span of what a round received."""
 
     region: Region
     round: int = -1
-    offset: int = 0
+    span: Span = (0, 0)
     shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Local:
     """A piece of the new tile that is put together here. `stays`: it is where it has to be if the memory is the
-    same."""
+    same. `late`: something of the own tile is its third operand, or a later one."""
 
     region: Region
     operands: tuple[_Operand, ...]
     stays: bool
+    late: bool
+
+
+# A part of the new tile, its operands, and which of them are the own tile's and have to be copied first.
+_Ready = tuple[torch.Tensor, list[torch.Tensor], Sequence[bool]]
 
 
 class Exchange:
@@ -90,25 +95,33 @@ class Exchange:
                 sent = torch.cat([part(src, region).reshape(-1) for region in plan.regions])
             received.append(out)
             works.append(self._all_to_all(out, sent, plan))
-        return Pending(self, src, dst, received, works)
+        return Pending(self, dst, self._ready(src, dst, received), works)
 
-    def finish(self, src: torch.Tensor, dst: torch.Tensor, received: list[torch.Tensor]) -> None:
-        """Put the new tile together from the old one and what was received."""
+    def _ready(self, src: torch.Tensor, dst: torch.Tensor, received: list[torch.Tensor]) -> list[_Ready]:
+        """What is put together of what, found while it is still under way."""
         same = src.data_ptr() == dst.data_ptr()
+        return [
+            (
+                part(dst, local.region),
+                [
+                    part(src, o.region) if o.round < 0 else _section(received[o.round], o.span).view(o.shape)
+                    for o in local.operands
+                ],
+                # It would be overwritten before its turn.
+                [o.round < 0 for o in local.operands] if same and local.late else (),
+            )
+            for local in self._locals
+            if not (same and local.stays)
+        ]
+
+    def finish(self, dst: torch.Tensor, ready: list[_Ready]) -> None:
+        """Put the new tile together from the old one and what was received."""
         if self._fills:
             fill(dst, self._blank)
-        for local in self._locals:
-            if same and local.stays:
-                continue
-            operands = [
-                part(src, o.region)
-                if o.round < 0
-                else _section(received[o.round], (o.offset, math.prod(o.shape))).view(o.shape)
-                for o in local.operands
-            ]
-            if same and any(o.round < 0 for o in local.operands[2:]):  # it would be overwritten before its turn
-                operands = [clone(t) if o.round < 0 else t for o, t in zip(local.operands, operands, strict=True)]
-            self._combine(part(dst, local.region), operands)
+        for target, operands, own in ready:
+            if own:
+                operands = [clone(t) if mine else t for t, mine in zip(operands, own, strict=True)]
+            self._combine(target, operands)
 
     def _received(self, plan: Sections, flat_dst: torch.Tensor) -> torch.Tensor:
         if plan.receive_span is None:
@@ -166,13 +179,14 @@ class Exchange:
                 offset = plan.offsets.get((index, position))
                 if offset is not None:
                     shape = region_shape(region, self._form.src_shape)
-                    operand = _Operand(region, number, offset, shape)
+                    operand = _Operand(region, number, (offset, math.prod(shape)), shape)
                     if plan.receive_span is not None:
                         return None
             assert operand.round >= 0 or source == self._rank
             operands.append(operand)
         stays = len(operands) == 1 and operands[0].round < 0 and operands[0].region == piece.region
-        return _Local(piece.region, tuple(operands), stays)
+        late = any(operand.round < 0 for operand in operands[2:])
+        return _Local(piece.region, tuple(operands), stays, late)
 
 
 def _section(flat: torch.Tensor, span: Span) -> torch.Tensor:
@@ -183,13 +197,10 @@ def _section(flat: torch.Tensor, span: Span) -> torch.Tensor:
 class Pending:
     """An exchange under way."""
 
-    __slots__ = ("_dst", "_exchange", "_received", "_src", "_works")
+    __slots__ = ("_dst", "_exchange", "_ready", "_works")
 
-    def __init__(
-        self, exchange: Exchange, src: torch.Tensor, dst: torch.Tensor, received: list[torch.Tensor], works: list[Any]
-    ) -> None:
-        self._exchange, self._src, self._dst = exchange, src, dst
-        self._received, self._works = received, works
+    def __init__(self, exchange: Exchange, dst: torch.Tensor, ready: list[_Ready], works: list[Any]) -> None:
+        self._exchange, self._dst, self._ready, self._works = exchange, dst, ready, works
 
     def advance(self) -> None:
         """Begin what has to follow what was begun: nothing."""
@@ -198,4 +209,4 @@ class Pending:
         """Wait until everything is there; then the new tile is whole."""
         for work in self._works:
             work.wait()
-        self._exchange.finish(self._src, self._dst, self._received)
+        self._exchange.finish(self._dst, self._ready)

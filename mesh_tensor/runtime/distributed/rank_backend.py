@@ -101,7 +101,9 @@ class RankBackend:
     def alloc(self, step: AllocStep) -> Action:
         """A tile, unless the caller brought this storage."""
         storage = self._storage(step.value)
-        value = next(v for v in self.program.values.values() if v.storage == storage and v.slab is None)
+        value = self.program.values.get(storage)
+        if value is None or value.storage != storage or value.slab is not None:
+            value = next(v for v in self.program.values.values() if v.storage == storage and v.slab is None)
         shape, dtype, device, poison = value.tile_shape, torch_dtype(value.dtype), self.device, self._poison
 
         def action(memory: Memory) -> None:
@@ -121,6 +123,8 @@ class RankBackend:
     def _storage(self, name: str) -> str:
         """The storage of that name, or of the value of that name."""
         values = self.program.values
+        if name in values and values[name].storage == name:
+            return name
         return name if any(value.storage == name for value in values.values()) else values[name].storage
 
 

@@ -100,7 +100,8 @@ class RankLaunch:
         for port in self._ports:
             given = locals_.get(port.name)
             if port.input is not None:
-                tile = self._enter(port, given)
+                ready = given is not None and not port.fresh and port.input.serves(given)
+                tile = given if ready else self._enter(port, given)
                 memory.hold(port.input_storage, tile, port.input.tile_bytes)
             elif given is not None and not entangled and port.output is not None and port.output.serves(given):
                 memory.hold(port.output_storage, given, port.output.tile_bytes)
