@@ -16,8 +16,8 @@ from ..rules.ops import OpRule
 from ..rules.ops.rule import Dim, atoms_of
 from ..sharding import Sharding
 from .ir import Graph, Node, Value
+from .wiring import Sizes, Wiring, settle
 
-Sizes = tuple[int, ...]
 # The factor of every atom of a tensor; None: needed (or made) whole.
 AtomFactors = tuple[str | None, ...]
 
@@ -48,7 +48,7 @@ class Atoms:
 
     @cached_property
     def _shapes(self) -> dict[Value, Sizes]:
-        return {value: tuple(size for dim in dims for size in dim) for value, dims in self.of.items()}
+        return {value: tuple([size for dim in dims for size in dim]) for value, dims in self.of.items()}
 
     def positions(self, value: Value, dim: int) -> range:
         """Where the atoms of a dim stand in `shape`."""
@@ -62,48 +62,27 @@ class Atoms:
 
 def find_atoms(graph: Graph, rules: dict[Node, OpRule]) -> Atoms:
     """The coarsest atoms on which every operator's compound dims are made of whole factors."""
-    classes = _Classes()
-    compounds = []
-    for node, rule in rules.items():
-        for value, dims in _tensors(node, rule):
-            for position, dim in enumerate(dims):
-                here = classes.of((value, position), value.type.shape[position])
-                if isinstance(dim, str):
-                    classes.join(here, classes.of((node, dim), value.type.shape[position]))
-                elif dim:
-                    sizes = [rule.sizes[f] if f in rule.sizes else _size(node, rule, f) for f in dim]
-                    compounds.append(
-                        _Compound(node, here, [(f, classes.of((node, f), s)) for f, s in zip(dim, sizes, strict=True)])
-                    )
-    broken = _settle(classes, compounds)
-    of = {
-        value: tuple(classes.atoms(classes.of((value, d), size)) for d, size in enumerate(value.type.shape))
-        for value in graph.values()
-    }
-    return Atoms(of, _refined(rules, of, classes, broken))
+    wiring = Wiring(graph, rules)
+    broken = settle(wiring.classes, wiring.compounds)
+    of = {value: wiring.atoms(value) for value in wiring.start}
+    return Atoms(of, _refined(rules, of, wiring, broken))
 
 
 def _refined(
-    rules: dict[Node, OpRule], of: dict[Value, tuple[Sizes, ...]], classes: _Classes, broken: dict[Node, set[str]]
+    rules: dict[Node, OpRule], of: dict[Value, tuple[Sizes, ...]], wiring: Wiring, broken: dict[Node, set[str]]
 ) -> dict[Node, NodeRule]:
     """The rules over atoms. Nodes with one rule and the same atoms share theirs."""
     known: dict[tuple, NodeRule] = {}
-    compounds = {id(rule): _in_compounds(rule) for rule in rules.values()}
     refined = {}
     for node, rule in rules.items():
-        factors = tuple(classes.atoms(classes.of((node, factor), 0)) for factor in compounds[id(rule)])
-        tensors = tuple(of[value] for value in (*node.inputs, *node.outputs))
-        key = (id(rule), tensors, factors, frozenset(broken.get(node, ())))
-        if key not in known:
-            known[key] = _Refinement(node, rule, classes, broken.get(node, set())).refine(of)
-        refined[node] = known[key]
+        whole = frozenset(broken[node]) if node in broken else frozenset[str]()
+        tensors = tuple([of[value] for value in (*node.inputs, *node.outputs)])
+        key = (id(rule), tensors, wiring.atoms_in_compounds(node, rule), whole)
+        made = known.get(key)
+        if made is None:
+            made = known[key] = _Refinement(node, rule, wiring.factor_atoms(node, rule), whole).refine(of)
+        refined[node] = made
     return refined
-
-
-def _in_compounds(rule: OpRule) -> tuple[str, ...]:
-    """The factors whose atoms no dim tells."""
-    dims = [dim for tensor in (*rule.inputs, *rule.outputs) for dim in tensor]
-    return tuple(dict.fromkeys(factor for dim in dims if isinstance(dim, tuple) for factor in dim))
 
 
 def plain_sharding(sharding: Sharding, dims: tuple[Sizes, ...]) -> Sharding | None:
@@ -131,103 +110,12 @@ def made_plain(sharding: Sharding, dims: tuple[Sizes, ...]) -> Sharding:
     return sharding
 
 
-@dataclass(frozen=True)
-class _Compound:
-    """A dim of a node's tensor made of several factors: the keys of the dim and of the factors in the classes."""
-
-    node: Node
-    dim: int
-    factors: list[tuple[str, int]]
-
-
-class _Classes:
-    """Sets of dims and factors that have the same atoms. `cuts` of a set are the products of its last atoms."""
-
-    def __init__(self) -> None:
-        self._ids: dict[tuple, int] = {}
-        self._parent: list[int] = []
-        self._size: list[int] = []
-        self._cuts: list[frozenset[int]] = []
-
-    def of(self, key: tuple, size: int) -> int:
-        """The class of a (value, dim) or (node, factor)."""
-        if key not in self._ids:
-            self._ids[key] = len(self._parent)
-            self._parent.append(len(self._parent))
-            self._size.append(size)
-            self._cuts.append(frozenset())
-        return self.find(self._ids[key])
-
-    def find(self, index: int) -> int:
-        while self._parent[index] != index:
-            self._parent[index] = index = self._parent[self._parent[index]]
-        return index
-
-    def join(self, a: int, b: int) -> None:
-        a, b = self.find(a), self.find(b)
-        self._parent[b] = a
-
-    def size(self, index: int) -> int:
-        return self._size[self.find(index)]
-
-    def cuts(self, index: int) -> frozenset[int]:
-        return self._cuts[self.find(index)]
-
-    def cut(self, index: int, cuts: frozenset[int]) -> bool | None:
-        """Add cuts: True if that changed something, None if they don't go with those that are there."""
-        index = self.find(index)
-        size, together = self._size[index], self._cuts[index] | {c for c in cuts if 1 < c < self._size[index]}
-        chain = [1, *sorted(together), size]
-        if any(low == 0 or high % low for low, high in zip(chain, chain[1:], strict=False)):
-            return None
-        changed = together != self._cuts[index]
-        self._cuts[index] = together
-        return changed
-
-    def atoms(self, index: int) -> Sizes:
-        chain = [1, *sorted(self.cuts(index)), self.size(index)]
-        if self.size(index) == 0:
-            return (0,)
-        return tuple(high // low for low, high in zip(chain[:-1], chain[1:], strict=True))[::-1]
-
-
-def _settle(classes: _Classes, compounds: list[_Compound]) -> dict[Node, set[str]]:
-    """Exchange cuts between compound dims and their factors until nothing changes. The factors of those where they
-    don't fit together are given back: the operator needs them whole."""
-    broken: set[int] = set()
-    changed = True
-    while changed:
-        changed = False
-        for index, compound in enumerate(compounds):
-            if index in broken:
-                continue
-            results = list(_exchange(classes, compound))
-            if None in results:
-                broken.add(index)
-            changed = changed or any(results) or None in results
-    found: dict[Node, set[str]] = {}
-    for compound in map(compounds.__getitem__, broken):
-        found.setdefault(compound.node, set()).update(name for name, _ in compound.factors)
-    return found
-
-
-def _exchange(classes: _Classes, compound: _Compound):
-    minor = 1
-    inside = classes.cuts(compound.dim)
-    for _, factor in reversed(compound.factors):
-        size = classes.size(factor)
-        yield classes.cut(compound.dim, frozenset([minor, *(c * minor for c in classes.cuts(factor))]))
-        within = {c for c in inside if minor < c < minor * size}
-        yield None if any(c % minor for c in within) else classes.cut(factor, frozenset(c // minor for c in within))
-        minor *= size
-
-
 class _Refinement:
     """A rule over atoms, in the making."""
 
-    def __init__(self, node: Node, rule: OpRule, classes: _Classes, broken: set[str]) -> None:
-        self._node, self._rule, self._classes = node, rule, classes
-        self._whole = set(rule.unsplit) | broken
+    def __init__(self, node: Node, rule: OpRule, atoms: dict[str, Sizes], broken: frozenset[str]) -> None:
+        self._node, self._rule, self._atoms = node, rule, atoms
+        self._whole = {*rule.unsplit, *broken}
         self._base: dict[str, str] = {}
         self._sizes: dict[str, int] = {}
         self._even: set[str] = set()
@@ -257,7 +145,7 @@ class _Refinement:
     def _pieces(self, factor: str, alone: bool) -> list[str]:
         """The names of a factor's atoms. A factor of size 1 is no atom of a compound dim; where it is a dim by itself,
         an axis on it would leave the other devices nothing to make the compound of."""
-        atoms = self._classes.atoms(self._classes.of((self._node, factor), 0))
+        atoms = self._atoms[factor]
         if atoms == (1,) and not alone:
             self._whole.add(factor)
             return []
@@ -276,16 +164,3 @@ class _Refinement:
 
     def _is_whole(self, name: str) -> bool:
         return self._base[name] in self._whole or name in self._minor
-
-
-def _tensors(node: Node, rule: OpRule):
-    yield from zip(node.inputs, rule.inputs, strict=True)
-    yield from zip(node.outputs, rule.outputs, strict=True)
-
-
-def _size(node: Node, rule: OpRule, factor: str) -> int:
-    for value, dims in _tensors(node, rule):
-        for dim, size in zip(dims, value.type.shape, strict=True):
-            if dim == factor:
-                return size
-    raise AssertionError(f"{node.where}: the rule of {node.call.name} gives factor {factor!r} no size")

@@ -6,7 +6,6 @@ that functions can be made again from what was decided.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,14 +81,10 @@ class Graph:
     result: Tree
     annotations: dict[Value, Annotation] = field(default_factory=dict)
 
-    def values(self) -> Iterator[Value]:
+    def values(self) -> list[Value]:
         """Every value once: parameters, then constants and results in order of appearance."""
-        seen: set[Value] = set()
-        touched = (v for node in self.nodes for v in (*node.inputs, *node.outputs))
-        for value in [*self.params, *touched, *leaves(self.result)]:
-            if value not in seen:
-                seen.add(value)
-                yield value
+        touched = [v for node in self.nodes for v in (*node.inputs, *node.outputs)]
+        return list(dict.fromkeys([*self.params, *touched, *leaves(self.result)]))
 
     def uses(self) -> dict[Value, list[tuple[Node, int]]]:
         """Per value: the nodes that take it, and as which operand."""

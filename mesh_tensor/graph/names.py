@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,21 +31,22 @@ def reachable(mod: ir.IRModule, name: str) -> dict[str, relax.Function]:
     functions, found, todo = relax_functions(mod), {name: relax_function(mod, name)}, [name]
     while todo:
         for binding in bindings(found[todo.pop()]):
-            op = binding.value.op if isinstance(binding.value, relax.Call) else None
+            value = binding.value
+            op = value.op if isinstance(value, relax.Call) else None
             if isinstance(op, ir.GlobalVar) and op.name_hint in functions and op.name_hint not in found:
                 found[op.name_hint] = functions[op.name_hint]
                 todo.append(op.name_hint)
     return found
 
 
-def bindings(func: relax.Function) -> Iterator[relax.Binding]:
+def bindings(func: relax.Function) -> list[relax.Binding]:
     """All bindings of a function in order, those in branches before the one that takes the branch's result."""
-    yield from _bindings(func.body)
+    return list(_bindings(func.body))
 
 
 def variables(func: relax.Function) -> list[relax.Var]:
     """The parameters, then what the bindings bind, in order."""
-    return [*func.params, *(binding.var for binding in bindings(func))]
+    return [*func.params[:], *(binding.var for binding in bindings(func))]
 
 
 def known(wanted: str, names: Sequence[str]) -> str:
@@ -62,7 +62,8 @@ def unique_names(mod: ir.IRModule) -> ir.IRModule:
     is numbered, as TVMScript prints it."""
     changed = None
     for name, func in relax_functions(mod).items():
-        if any(count > 1 for count in Counter(var.name_hint for var in variables(func)).values()):
+        names = [var.name_hint for var in variables(func)]
+        if len(set(names)) < len(names):
             changed = changed or mod.clone()
             changed.update_func(changed.get_global_var(name), _Renamer(mod, func).renamed())
     return changed or mod
@@ -136,9 +137,10 @@ class _Renamer(relax.PyExprMutator):
 def _bindings(expr: relax.Expr) -> Iterator[relax.Binding]:
     if not isinstance(expr, relax.SeqExpr):
         return
-    for block in expr.blocks:
-        for binding in block.bindings:
-            if isinstance(binding.value, relax.If):
-                yield from _bindings(binding.value.true_branch)
-                yield from _bindings(binding.value.false_branch)
+    for block in expr.blocks[:]:
+        for binding in block.bindings[:]:  # a slice is a list: TVM's arrays take several times as long to iterate over
+            value = binding.value
+            if isinstance(value, relax.If):
+                yield from _bindings(value.true_branch)
+                yield from _bindings(value.false_branch)
             yield binding

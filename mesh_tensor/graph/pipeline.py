@@ -73,10 +73,11 @@ def _rules(graph: Graph, replicate_unknown: bool) -> dict[Node, OpRule]:
         if node.kernel is not None:
             rules[node] = kernel_rule(node)
             continue
-        kind = (ANNOTATE, len(_dims(node))) if node.is_annotation else node.call.kind
-        if kind not in known:
-            known[kind] = _rule(node, replicate_unknown)
-        rules[node] = known[kind]
+        kind = (ANNOTATE, node.call.inputs[0].ndim) if node.is_annotation else node.call.kind
+        rule = known.get(kind)
+        if rule is None:
+            rule = known[kind] = _rule(node, replicate_unknown)
+        rules[node] = rule
     return rules
 
 

@@ -10,6 +10,7 @@ from ..errors import listing, refuse
 from ..mesh import Mesh
 from ..rules.ops.call import OpCall, op_call, tensor_infos, tensor_type
 from .ir import ANNOTATE, Annotation, Graph, Node, Scope, Tree, Value, leaves
+from .names import relax_functions
 
 # (function name, variable name) -> what was stated for it
 Annotations = Mapping[tuple[str, str], Annotation]
@@ -22,9 +23,9 @@ def read_graph(mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotat
         MeshTensorError: the function is missing or recursive, a size is symbolic, or an expression is no operator,
             call, tuple or If.
     """
-    func = _function(mod, function)
     reader = _Reader(mod, annotations)
-    params = [reader.parameter(function, var) for var in func.params]
+    func = reader.function(function)
+    params = [reader.parameter(function, var) for var in func.params[:]]
     body = reader.body(function, func, params, ())
     return Graph(function, mesh, params, reader.nodes, body, reader.annotations)
 
@@ -34,14 +35,22 @@ class _Reader:
         self.nodes: list[Node] = []
         self.annotations: dict[Value, Annotation] = {}
         self._mod, self._stated = mod, annotations
+        self._functions = relax_functions(mod)
         self._names: dict[str, int] = {}
         self._constants: dict[relax.Constant, Value] = {}
         self._known_sizes: dict[tuple, relax.Function] = {}
         self._sites = 0
 
+    def function(self, name: str) -> relax.Function:
+        """The module's Relax function of that name."""
+        if name not in self._functions:
+            refuse(f"the module has no Relax function {name!r}", fix=f"it has {listing(list(self._functions))}")
+        return self._functions[name]
+
     def parameter(self, function: str, var: relax.Var) -> Value:
-        value = Value(self._unique(var.name_hint), tensor_type(var.struct_info, f"parameter {var.name_hint!r}"))
-        self._note(function, var.name_hint, value)
+        name = var.name_hint
+        value = Value(self._unique(name), tensor_type(var.struct_info, f"parameter {name!r}"))
+        self._note(function, name, value)
         return value
 
     def body(self, function: str, func: relax.Function, args: Sequence[Tree], scopes: tuple[Scope, ...]) -> Tree:
@@ -51,7 +60,7 @@ class _Reader:
     def enter(self, var: ir.GlobalVar, args: list[Tree], scopes: tuple[Scope, ...]) -> Tree:
         """The nodes of a call of a module's function."""
         name = var.name_hint
-        func = self._sized(_function(self._mod, name), args)
+        func = self._sized(self.function(name), args)
         if any(scope.function == name for scope in scopes):
             refuse(
                 f"function {name!r} calls itself",
@@ -146,23 +155,17 @@ class _Body:
         return tree[index]
 
     def _sequence(self, expr: relax.SeqExpr, name: str) -> Tree:
-        for block in expr.blocks:
-            for binding in block.bindings:
-                value = binding.value  # of a MatchCast too: sizes are known, so that it only gives a name
-                self._env[binding.var] = self.expression(value, binding.var.name_hint)
+        for block in expr.blocks[:]:
+            for binding in block.bindings[:]:
+                var, value = binding.var, binding.value  # of a MatchCast too: sizes are known, it only gives a name
+                self._env[var] = self.expression(value, var.name_hint)
         return self.expression(expr.body, name)
 
     def _call(self, expr: relax.Call, name: str) -> Tree:
-        if isinstance(expr.op, ir.GlobalVar):
-            return self._reader.enter(expr.op, [self.expression(arg, name) for arg in expr.args], self._scopes)
         if not isinstance(expr.op, ir.Op):
-            refuse(
-                f"a call of {expr.op} can't be distributed",
-                where=f"{self._function}.{name}",
-                fix="call operators and functions of the module by name",
-            )
-        args = list(expr.args)
-        inputs = [operand for arg in args if self._is_operand(arg) for operand in leaves(self.expression(arg, name))]
+            return self._function_call(expr, name)
+        args = expr.args[:]
+        inputs = self._operands(args, name)
         call = op_call(expr, tuple(operand.type for operand in inputs))
         kernel = self._reader.kernel(args[0]) if call.name == "call_tir" else None
         outputs = self._reader.add(call, inputs, self._function, name, self._scopes, kernel)
@@ -170,10 +173,24 @@ class _Body:
             return tuple(outputs)
         return outputs[0]
 
-    @staticmethod
-    def _is_operand(arg: relax.Expr) -> bool:
-        """Whether an argument has tensors; a variable of the module's always does."""
-        return isinstance(arg, relax.Var) or bool(tensor_infos(arg.struct_info))
+    def _function_call(self, expr: relax.Call, name: str) -> Tree:
+        if not isinstance(expr.op, ir.GlobalVar):
+            refuse(
+                f"a call of {expr.op} can't be distributed",
+                where=f"{self._function}.{name}",
+                fix="call operators and functions of the module by name",
+            )
+        return self._reader.enter(expr.op, [self.expression(arg, name) for arg in expr.args], self._scopes)
+
+    def _operands(self, args: list[relax.Expr], name: str) -> list[Value]:
+        """The tensors among a call's arguments; a variable of the module's always has some."""
+        found: list[Value] = []
+        for arg in args:
+            if isinstance(arg, relax.Var):
+                found += leaves(self._env[arg])
+            elif tensor_infos(arg.struct_info):
+                found += leaves(self.expression(arg, name))
+        return found
 
     def _if(self, expr: relax.If, name: str) -> Tree:
         """Both branches are computed (Relax is pure), then one is taken."""
@@ -191,10 +208,3 @@ class _Body:
         stand_ins = [relax.Var(v.name, relax.TensorStructInfo(v.type.shape, v.type.dtype)) for v in operands]
         call = relax.BlockBuilder().normalize(relax.op.where(*stand_ins))
         return self._reader.add(op_call(call), operands, self._function, name, self._scopes)[0]
-
-
-def _function(mod: ir.IRModule, name: str) -> relax.Function:
-    functions = {var.name_hint: func for var, func in mod.functions_items() if isinstance(func, relax.Function)}
-    if name not in functions:
-        refuse(f"the module has no Relax function {name!r}", fix=f"it has {listing(list(functions))}")
-    return functions[name]

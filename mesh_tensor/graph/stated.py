@@ -21,6 +21,7 @@ from .names import bindings, reachable, unique_names
 
 HINTS_ATTR = "mesh_tensor_hints"
 _OPS = ("relax.dist.annotate_sharding", "relax.dist.redistribute")
+_SHARDING = 0  # PlacementSpecKind.kSharding
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,14 @@ def read_module_annotations(
     mesh = _mesh(mod, _meshes(statements), Mesh(mesh) if mesh is not None else None)
     annotations: dict[tuple[str, str], Annotation] = {}
     problems: list[str] = []
+    layouts = _Layouts(mesh)
     for name, stated in statements.items():
         hints = _hints(name, functions[name], stated)
         for found in stated:
-            annotation, wrong = _annotation(mesh, found, hints.get(found.var.name_hint, {}))
-            problems += [f"{name}.{found.var.name_hint}: {problem}" for problem in wrong]
+            annotation, wrong = layouts.annotation(found, hints.get(found.name, {}))
+            problems += [f"{name}.{found.name}: {problem}" for problem in wrong]
             if annotation is not None:
-                annotations[name, found.var.name_hint] = annotation
+                annotations[name, found.name] = annotation
     if problems:
         refuse(problems, where=str(mesh), fix=how_to_state(mesh, 0))
     conflicts = tuple(text for name, found in statements.items() for text in _conflicts(name, found, annotations))
@@ -78,8 +80,9 @@ def stated_meshes(functions: Mapping[str, relax.Function]) -> list[tuple[DeviceM
 
 @dataclass(frozen=True)
 class _Statement:
-    """An annotation of `var`: by its type (`source` is None), or by a call that takes `source`."""
+    """An annotation of `var`, called `name`: by its type (`source` is None), or by a call that takes `source`."""
 
+    name: str
     var: relax.Var
     source: relax.Var | None
     device: DeviceMesh
@@ -87,19 +90,20 @@ class _Statement:
 
 
 def _statements(func: relax.Function) -> Iterator[_Statement]:
-    for param in func.params:
-        if isinstance(param.struct_info, DTensorStructInfo):
-            yield _of_type(param)
+    for param in func.params[:]:
+        if isinstance(info := param.struct_info, DTensorStructInfo):
+            yield _of_type(param, info)
     for binding in bindings(func):
         value, var = binding.value, binding.var
-        if isinstance(value, relax.Call) and isinstance(value.op, ir.Op) and value.op.name in _OPS:
-            yield _Statement(var, value.args[0], value.attrs.device_mesh, value.attrs.placement)
-        elif isinstance(var.struct_info, DTensorStructInfo):
-            yield _of_type(var)
+        if isinstance(value, relax.Call) and isinstance(op := value.op, ir.Op) and op.name in _OPS:
+            attrs = value.attrs
+            yield _Statement(var.name_hint, var, value.args[0], attrs.device_mesh, attrs.placement)
+        elif isinstance(info := var.struct_info, DTensorStructInfo):
+            yield _of_type(var, info)
 
 
-def _of_type(var: relax.Var) -> _Statement:
-    return _Statement(var, None, var.struct_info.device_mesh, var.struct_info.placement)
+def _of_type(var: relax.Var, info: DTensorStructInfo) -> _Statement:
+    return _Statement(var.name_hint, var, None, info.device_mesh, info.placement)
 
 
 def _meshes(statements: Mapping[str, Iterable[_Statement]]) -> list[tuple[DeviceMesh, str]]:
@@ -107,7 +111,7 @@ def _meshes(statements: Mapping[str, Iterable[_Statement]]) -> list[tuple[Device
     for name, stated in statements.items():
         for one in stated:
             if not any(same(one.device, device) for device, _ in found):
-                found.append((one.device, f"{name}.{one.var.name_hint}"))
+                found.append((one.device, f"{name}.{one.name}"))
     return found
 
 
@@ -134,31 +138,49 @@ def _mesh(mod: ir.IRModule, used: list[tuple[DeviceMesh, str]], mesh: Mesh | Non
     return mesh
 
 
-def _annotation(mesh: Mesh, found: _Statement, hints: Mapping[str, Any]) -> tuple[Annotation | None, list[str]]:
-    info = found.var.struct_info
-    info = info.tensor_sinfo if isinstance(info, DTensorStructInfo) else info
-    if not isinstance(info, relax.TensorStructInfo) or info.ndim < 0:
-        return None, [f"{info} is no tensor of known rank"]
-    specs = list(found.placement.dim_specs)
-    if len(specs) != len(mesh):
-        return None, [f"the placement {found.placement} has {len(specs)} parts, but the mesh {len(mesh)} axes"]
-    stated: list[tuple[str, MeshPlacement]] = [
-        (axis, Shard(int(spec.axis)))
-        for axis, spec in zip(mesh, specs, strict=True)
-        if int(spec.kind) == 0  # PlacementSpecKind.kSharding
-    ]
-    stated += [(axis, Partial(op)) for axis, op in dict(hints.get("partial", {})).items()]
-    by_axis, wrong = collect(mesh, info.ndim, stated)
-    if wrong:
-        return None, wrong
-    sharding = Sharding.of(mesh, info.ndim, {axis: by_axis.get(axis, Replicate()) for axis in mesh})
-    return Annotation(sharding, bool(hints.get("open", False)), int(hints.get("priority", 0))), []
+class _Layouts:
+    """What statements say for a mesh. A placement of so many dims is checked once."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._known: dict[tuple[int, tuple[int | None, ...]], tuple[Annotation | None, list[str]]] = {}
+
+    def annotation(self, found: _Statement, hints: Mapping[str, Any]) -> tuple[Annotation | None, list[str]]:
+        """The annotation that is stated, or all that is wrong with it."""
+        info = found.var.struct_info
+        info = info.tensor_sinfo if isinstance(info, DTensorStructInfo) else info
+        if not isinstance(info, relax.TensorStructInfo) or info.ndim < 0:
+            return None, [f"{info} is no tensor of known rank"]
+        dims = tuple(int(s.axis) if int(s.kind) == _SHARDING else None for s in found.placement.dim_specs[:])
+        if len(dims) != len(self._mesh):
+            axes = len(self._mesh)
+            return None, [f"the placement {found.placement} has {len(dims)} parts, but the mesh {axes} axes"]
+        if hints:
+            return self._checked(info.ndim, dims, hints)
+        key = info.ndim, dims
+        if key not in self._known:
+            self._known[key] = self._checked(info.ndim, dims, {})
+        return self._known[key]
+
+    def _checked(
+        self, ndim: int, dims: tuple[int | None, ...], hints: Mapping[str, Any]
+    ) -> tuple[Annotation | None, list[str]]:
+        mesh = self._mesh
+        stated: list[tuple[str, MeshPlacement]] = [
+            (axis, Shard(dim)) for axis, dim in zip(mesh, dims, strict=True) if dim is not None
+        ]
+        stated += [(axis, Partial(op)) for axis, op in dict(hints.get("partial", {})).items()]
+        by_axis, wrong = collect(mesh, ndim, stated)
+        if wrong:
+            return None, wrong
+        sharding = Sharding.of(mesh, ndim, {axis: by_axis.get(axis, Replicate()) for axis in mesh})
+        return Annotation(sharding, bool(hints.get("open", False)), int(hints.get("priority", 0))), []
 
 
 def _hints(name: str, func: relax.Function, statements: list[_Statement]) -> Mapping[str, Any]:
     attr = (func.attrs or {}).get(HINTS_ATTR)
     hints = from_attr(attr) if attr is not None else {}
-    stated = [found.var.name_hint for found in statements]
+    stated = [found.name for found in statements]
     unknown = [value for value in hints if value not in stated]
     if unknown:
         refuse(
@@ -178,7 +200,7 @@ def _conflicts(
     for found in statements:
         source = root.get(found.source, found.source) if found.source is not None else found.var
         root[found.var] = source
-        here = found.var.name_hint, annotations[name, found.var.name_hint].sharding
+        here = found.name, annotations[name, found.name].sharding
         there = first.setdefault(source, here)
         if there[1] != here[1]:
             yield f"{name}.{source.name_hint} is '{there[1]}' by {there[0]!r}, but '{here[1]}' by {here[0]!r}"

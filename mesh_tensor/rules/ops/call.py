@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import tvm
 import tvm_ffi
@@ -14,8 +14,7 @@ from tvm import ir, relax, tirx
 from ...errors import refuse
 
 
-@dataclass(frozen=True)
-class TensorType:
+class TensorType(NamedTuple):
     """Shape and dtype of a tensor. Sizes are ints: modules are specialised to sizes before they are looked at."""
 
     shape: tuple[int, ...]
@@ -99,7 +98,8 @@ def op_call(expr: relax.Call, inputs: tuple[TensorType, ...] | None = None) -> O
     Raises:
         MeshTensorError: a tensor's shape is unknown or symbolic.
     """
-    name = expr.op.name.removeprefix("relax.") if isinstance(expr.op, ir.Op) else str(expr.op)
+    op = expr.op
+    name = op.name.removeprefix("relax.") if isinstance(op, ir.Op) else str(op)
     if inputs is None:
         inputs = tuple(tensor_type(info, name) for arg in expr.args for info in tensor_infos(arg.struct_info))
     return OpCall(name, expr, inputs, tensor_types(expr.struct_info, name))
@@ -123,19 +123,21 @@ def tensor_type(info: relax.StructInfo, what: str) -> TensorType:
     """Shape and dtype of a struct info; `what` names the tensor or operator in messages."""
     if isinstance(info, relax.distributed.DTensorStructInfo):
         info = info.tensor_sinfo
-    if not isinstance(info, relax.TensorStructInfo) or info.shape is None or not info.dtype:
+    is_tensor = isinstance(info, relax.TensorStructInfo)
+    shape, dtype = (info.shape, str(info.dtype)) if is_tensor else (None, "")
+    if shape is None or not dtype:
         refuse(
             f"{what}: {info} is no tensor of known shape and dtype",
             why="layouts can only be decided for tensors of known size",
             fix="annotate the value's shape in the module, or let TVM infer it (relax.transform.Normalize)",
         )
-    sizes = tuple(int(s) if isinstance(s, tirx.IntImm) else s for s in info.shape.values)
+    sizes = tuple([s.value if isinstance(s, tirx.IntImm) else s for s in shape.values[:]])
     if not all(isinstance(size, int) for size in sizes):
         refuse(
-            f"{what}: the shape {tuple(sizes)} is symbolic",
+            f"{what}: the shape {sizes} is symbolic",
             fix="bind the symbolic sizes first (relax.transform.BindSymbolicVars, or call the module with tensors)",
         )
-    return TensorType(sizes, str(info.dtype))
+    return TensorType(sizes, dtype)
 
 
 def plain(value: Any) -> Any:
