@@ -220,7 +220,8 @@ class OpenProgram:
     def _sized(self, step: Step, values: Mapping[str, Value], sizes: Sequence[int]) -> Step:
         if isinstance(step, KernelStep):
             flops, parameters = self._kernels[step.func]
-            return replace(step, flops=flops(sizes), sizes=tuple(sizes[position] for position in parameters))
+            own = tuple(sizes[position] for position in parameters)
+            return KernelStep(step.name, step.func, step.args, step.axes, step.writes, flops(sizes), step.scalars, own)
         if isinstance(step, CollectiveStep):
             return replace(step, bytes=bytes_moved(step.kind, values[step.src], values[step.dst], step.axes))
         return step

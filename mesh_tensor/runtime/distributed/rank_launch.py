@@ -32,8 +32,8 @@ class Tiling:
         self.tile_shape = torch.Size(sharding.tile_shape(shape))
         self.valid_shape = torch.Size(sharding.valid_extent(shape, rank))
         self.tile_bytes = math.prod(self.tile_shape) * dtype.itemsize
-        self._valid = tuple(slice(0, size) for size in self.valid_shape)
         self._full = self.tile_shape == self.valid_shape
+        self._valid = () if self._full else tuple(slice(0, size) for size in self.valid_shape)
 
     def tile(self, local: torch.Tensor, poison: bool = False) -> torch.Tensor:
         """A padded tile of a local tensor, which is the valid part or a whole tile: itself, where it serves."""
