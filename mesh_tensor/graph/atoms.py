@@ -48,7 +48,8 @@ class Atoms:
 
     @cached_property
     def _shapes(self) -> dict[Value, Sizes]:
-        return {value: tuple([size for dim in dims for size in dim]) for value, dims in self.of.items()}
+        flat = {dims: tuple(size for dim in dims for size in dim) for dims in set(self.of.values())}
+        return {value: flat[dims] for value, dims in self.of.items()}
 
     def positions(self, value: Value, dim: int) -> range:
         """Where the atoms of a dim stand in `shape`."""
@@ -64,7 +65,7 @@ def find_atoms(graph: Graph, rules: dict[Node, OpRule]) -> Atoms:
     """The coarsest atoms on which every operator's compound dims are made of whole factors."""
     wiring = Wiring(graph, rules)
     broken = settle(wiring.classes, wiring.compounds)
-    of = {value: wiring.atoms(value) for value in wiring.start}
+    of = wiring.atoms()
     return Atoms(of, _refined(rules, of, wiring, broken))
 
 

@@ -29,10 +29,9 @@ def relax_function(mod: ir.IRModule, name: str) -> relax.Function:
 def reachable(mod: ir.IRModule, name: str) -> dict[str, relax.Function]:
     """The function of that name and the Relax functions that it calls, directly or not."""
     functions, found, todo = relax_functions(mod), {name: relax_function(mod, name)}, [name]
-    while todo:
+    while todo and len(found) < len(functions):
         for binding in bindings(found[todo.pop()]):
-            value = binding.value
-            op = value.op if isinstance(value, relax.Call) else None
+            op = binding.value.op if isinstance(binding.value, relax.Call) else None
             if isinstance(op, ir.GlobalVar) and op.name_hint in functions and op.name_hint not in found:
                 found[op.name_hint] = functions[op.name_hint]
                 todo.append(op.name_hint)

@@ -127,46 +127,51 @@ class _Body:
 
     def __init__(self, reader: _Reader, function: str, env: dict[relax.Var, Tree], scopes: tuple[Scope, ...]) -> None:
         self._reader, self._function, self._env, self._scopes = reader, function, env, scopes
-        self._kinds: dict[type, Callable[[relax.Expr, str], Tree]] = {
-            relax.SeqExpr: self._sequence,
-            relax.Var: lambda var, _: self._env[var],
-            relax.DataflowVar: lambda var, _: self._env[var],
-            relax.Constant: lambda constant, _: self._reader.constant(constant),
-            relax.Tuple: lambda tup, name: tuple(self.expression(field, name) for field in tup.fields),
-            relax.TupleGetItem: lambda get, name: self._field(self.expression(get.tuple_value, name), get.index),
-            relax.If: self._if,
-            relax.Call: self._call,
-        }
 
     def expression(self, expr: relax.Expr, name: str = "result") -> Tree:
         """What an expression is; its operators become nodes."""
-        read = self._kinds.get(type(expr))
+        read = _READ.get(type(expr))
         if read is not None:
-            return read(expr, name)
+            return read(self, expr, name)
         return refuse(
             f"{type(expr).__name__} can't be distributed",
             where=f"{self._function}.{name} = {expr}",
             fix="use operators, call_tir, calls of the module's functions, tuples and If",
         )
 
-    @staticmethod
-    def _field(tree: Tree, index: int) -> Tree:
-        assert isinstance(tree, tuple)
-        return tree[index]
+    def variable(self, expr: relax.Var, name: str) -> Tree:
+        """What is bound to it."""
+        return self._env[expr]
 
-    def _sequence(self, expr: relax.SeqExpr, name: str) -> Tree:
+    def constant(self, expr: relax.Constant, name: str) -> Tree:
+        """The value of a constant, the same at all its uses."""
+        return self._reader.constant(expr)
+
+    def fields(self, expr: relax.Tuple, name: str) -> Tree:
+        """Its fields."""
+        return tuple(self.expression(field, name) for field in expr.fields)
+
+    def field(self, expr: relax.TupleGetItem, name: str) -> Tree:
+        """The field of a tuple."""
+        tree = self.expression(expr.tuple_value, name)
+        assert isinstance(tree, tuple)
+        return tree[expr.index]
+
+    def sequence(self, expr: relax.SeqExpr, name: str) -> Tree:
+        """What it ends with, after its bindings."""
         for block in expr.blocks[:]:
             for binding in block.bindings[:]:
                 var, value = binding.var, binding.value  # of a MatchCast too: sizes are known, it only gives a name
                 self._env[var] = self.expression(value, var.name_hint)
         return self.expression(expr.body, name)
 
-    def _call(self, expr: relax.Call, name: str) -> Tree:
+    def call(self, expr: relax.Call, name: str) -> Tree:
+        """The results of an operator, which becomes a node, or of a function's."""
         if not isinstance(expr.op, ir.Op):
             return self._function_call(expr, name)
         args = expr.args[:]
         inputs = self._operands(args, name)
-        call = op_call(expr, tuple(operand.type for operand in inputs))
+        call = op_call(expr, tuple([operand.type for operand in inputs]))
         kernel = self._reader.kernel(args[0]) if call.name == "call_tir" else None
         outputs = self._reader.add(call, inputs, self._function, name, self._scopes, kernel)
         if isinstance(expr.struct_info, relax.TupleStructInfo):
@@ -192,7 +197,7 @@ class _Body:
                 found += leaves(self.expression(arg, name))
         return found
 
-    def _if(self, expr: relax.If, name: str) -> Tree:
+    def branches(self, expr: relax.If, name: str) -> Tree:
         """Both branches are computed (Relax is pure), then one is taken."""
         cond = self.expression(expr.cond, name)
         then, other = (self.expression(branch, name) for branch in (expr.true_branch, expr.false_branch))
@@ -208,3 +213,16 @@ class _Body:
         stand_ins = [relax.Var(v.name, relax.TensorStructInfo(v.type.shape, v.type.dtype)) for v in operands]
         call = relax.BlockBuilder().normalize(relax.op.where(*stand_ins))
         return self._reader.add(op_call(call), operands, self._function, name, self._scopes)[0]
+
+
+# By kind of expression: how it is read, given the name of what it is bound to.
+_READ: dict[type, Callable[[_Body, relax.Expr, str], Tree]] = {
+    relax.SeqExpr: _Body.sequence,
+    relax.Var: _Body.variable,
+    relax.DataflowVar: _Body.variable,
+    relax.Constant: _Body.constant,
+    relax.Tuple: _Body.fields,
+    relax.TupleGetItem: _Body.field,
+    relax.If: _Body.branches,
+    relax.Call: _Body.call,
+}

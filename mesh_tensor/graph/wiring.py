@@ -70,10 +70,14 @@ class Wiring:
                 for (tensor, dim), factors in ties.compounds:
                     self.compounds.append(_Compound(node, starts[tensor] + dim, [(f, numbers[f]) for f in factors]))
 
-    def atoms(self, value: Value) -> tuple[Sizes, ...]:
-        """The atoms of each dim."""
-        start = self.start[value]
-        return tuple([self.classes.atoms(number) for number in range(start, start + value.type.ndim)])
+    def atoms(self) -> dict[Value, tuple[Sizes, ...]]:
+        """Of each value the atoms of each dim; what is equal is one object."""
+        known: dict[tuple[Sizes, ...], tuple[Sizes, ...]] = {}
+        found = {}
+        for value, start in self.start.items():
+            dims = tuple([self.classes.atoms(number) for number in range(start, start + value.type.ndim)])
+            found[value] = known.setdefault(dims, dims)
+        return found
 
     def factor_atoms(self, node: Node, rule: OpRule) -> dict[str, Sizes]:
         """The atoms of each factor of a node."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import tvm
@@ -55,9 +55,10 @@ class OpCall:
     @cached_property
     def kind(self) -> tuple:
         """Equal for calls that differ in nothing but the values of their operands."""
-        attrs = None if self.expr.attrs is None else _Structure(self.expr.attrs)
-        arguments = tuple(_kind_of(arg) for arg in self.expr.args)
-        infos = tuple(_Structure(info) for info in self.expr.sinfo_args)
+        expr = self.expr
+        attrs = None if expr.attrs is None else _Structure(expr.attrs)
+        arguments = tuple([_kind_of(arg) for arg in expr.args[:]])
+        infos = tuple([_Structure(info) for info in expr.sinfo_args[:]])
         return self.name, self.inputs, self.outputs, attrs, arguments, infos
 
     def axis(self, dim: int, operand: int = 0) -> int:
@@ -76,10 +77,10 @@ class _Structure:
     """A TVM object, equal to those of the same structure."""
 
     def __init__(self, node: Any) -> None:
-        self._node = node
+        self._node, self._hash = node, tvm.ir.structural_hash(node)
 
     def __hash__(self) -> int:
-        return tvm.ir.structural_hash(self._node)
+        return self._hash
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Structure) and tvm.ir.structural_equal(self._node, other._node)
@@ -107,9 +108,11 @@ def op_call(expr: relax.Call, inputs: tuple[TensorType, ...] | None = None) -> O
 
 def tensor_infos(info: relax.StructInfo) -> list[relax.StructInfo]:
     """The tensors' struct infos in that of an argument: its own, or those of a tuple's fields; numbers are left out."""
-    if isinstance(info, relax.TupleStructInfo):
-        return [leaf for field in info.fields for leaf in tensor_infos(field)]
-    return [info] if isinstance(info, (relax.TensorStructInfo, relax.distributed.DTensorStructInfo)) else []
+    if isinstance(info, (relax.TensorStructInfo, relax.distributed.DTensorStructInfo)):
+        return [info]
+    if not isinstance(info, relax.TupleStructInfo):
+        return []
+    return [leaf for field in info.fields for leaf in tensor_infos(field)]
 
 
 def tensor_types(info: relax.StructInfo, what: str) -> tuple[TensorType, ...]:
@@ -121,23 +124,27 @@ def tensor_types(info: relax.StructInfo, what: str) -> tuple[TensorType, ...]:
 
 def tensor_type(info: relax.StructInfo, what: str) -> TensorType:
     """Shape and dtype of a struct info; `what` names the tensor or operator in messages."""
-    if isinstance(info, relax.distributed.DTensorStructInfo):
-        info = info.tensor_sinfo
-    is_tensor = isinstance(info, relax.TensorStructInfo)
-    shape, dtype = (info.shape, str(info.dtype)) if is_tensor else (None, "")
+    tensor = info if isinstance(info, relax.TensorStructInfo) else getattr(info, "tensor_sinfo", None)
+    shape, dtype = (None, "") if tensor is None else (tensor.shape, str(tensor.dtype))
     if shape is None or not dtype:
         refuse(
             f"{what}: {info} is no tensor of known shape and dtype",
             why="layouts can only be decided for tensors of known size",
             fix="annotate the value's shape in the module, or let TVM infer it (relax.transform.Normalize)",
         )
-    sizes = tuple([s.value if isinstance(s, tirx.IntImm) else s for s in shape.values[:]])
-    if not all(isinstance(size, int) for size in sizes):
+    sizes = shape.values[:]
+    if [size for size in sizes if not isinstance(size, tirx.IntImm)]:
         refuse(
-            f"{what}: the shape {sizes} is symbolic",
+            f"{what}: the shape {plain(sizes)} is symbolic",
             fix="bind the symbolic sizes first (relax.transform.BindSymbolicVars, or call the module with tensors)",
         )
-    return TensorType(sizes, dtype)
+    return _interned(tuple([size.value for size in sizes]), dtype)
+
+
+@lru_cache(maxsize=4096)
+def _interned(shape: tuple[int, ...], dtype: str) -> TensorType:
+    """One object per type, of which most modules have few."""
+    return TensorType(shape, dtype)
 
 
 def plain(value: Any) -> Any:
