@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -44,20 +41,6 @@ class ModulePlan:
         return localize(self.explicit, self.calls)
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Without Python's cyclic garbage collector: a plan is many objects that stay, and for each few thousand of them
-    it would look through all that the process has."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_no_collection()
 def plan_module(
     mod: ir.IRModule,
     function: str,

@@ -1,7 +1,5 @@
 """Modules that can't be planned: the binding and its operator are named."""
 
-import gc
-
 import pytest
 import torch
 import tvm
@@ -35,22 +33,3 @@ def test_is_computed_replicated_if_the_caller_says_so():
     run = mt.distribute_module(_module(), {"x": 2}, {"x": {"x": 0}}, replicate_unknown=True)
     x = torch.randn(6, 4)
     torch.testing.assert_close(run(x), x.relu().exp())
-
-
-@pytest.mark.parametrize("replicate_unknown", [False, True])
-def test_garbage_is_collected_again_after_a_plan_and_after_none(replicate_unknown):
-    assert gc.isenabled()
-    try:
-        mt.distribute_module(_module(), {"x": 2}, {"x": {"x": 0}}, replicate_unknown=replicate_unknown)
-    except mt.MeshTensorError:
-        assert not replicate_unknown
-    assert gc.isenabled()
-
-
-def test_who_collects_no_garbage_has_none_collected_after_a_plan():
-    gc.disable()
-    try:
-        mt.distribute_module(_module(), {"x": 2}, {"x": {"x": 0}}, replicate_unknown=True)
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
