@@ -76,7 +76,7 @@ def _refined(
     known: dict[tuple, NodeRule] = {}
     refined = {}
     for node, rule in rules.items():
-        whole = frozenset(broken[node]) if node in broken else frozenset[str]()
+        whole = frozenset(broken.get(node, ()))
         tensors = tuple([of[value] for value in (*node.inputs, *node.outputs)])
         key = (id(rule), tensors, wiring.atoms_in_compounds(node, rule), whole)
         made = known.get(key)

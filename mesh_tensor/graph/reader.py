@@ -8,7 +8,7 @@ from tvm import ir, relax, tirx
 
 from ..errors import listing, refuse
 from ..mesh import Mesh
-from ..rules.ops.call import OpCall, op_call, tensor_infos, tensor_type
+from ..rules.ops.call import OpCall, op_call, op_name, tensor_infos, tensor_type, tensor_types
 from .ir import ANNOTATE, Annotation, Graph, Node, Scope, Tree, Value, leaves
 from .names import relax_functions
 
@@ -55,7 +55,7 @@ class _Reader:
 
     def body(self, function: str, func: relax.Function, args: Sequence[Tree], scopes: tuple[Scope, ...]) -> Tree:
         """The nodes of a function's body on `args`, and what it returns."""
-        return _Body(self, function, dict(zip(func.params, args, strict=True)), scopes).expression(func.body)
+        return _Body(self, function, dict(zip(func.params[:], args, strict=True)), scopes).expression(func.body)
 
     def enter(self, var: ir.GlobalVar, args: list[Tree], scopes: tuple[Scope, ...]) -> Tree:
         """The nodes of a call of a module's function."""
@@ -167,25 +167,23 @@ class _Body:
 
     def call(self, expr: relax.Call, name: str) -> Tree:
         """The results of an operator, which becomes a node, or of a function's."""
-        if not isinstance(expr.op, ir.Op):
-            return self._function_call(expr, name)
-        args = expr.args[:]
-        inputs = self._operands(args, name)
-        call = op_call(expr, tuple([operand.type for operand in inputs]))
-        kernel = self._reader.kernel(args[0]) if call.name == "call_tir" else None
+        op, args, info = expr.op, expr.args[:], expr.struct_info
+        if not isinstance(op, ir.Op):
+            return self._function_call(op, args, name)
+        inputs, called = self._operands(args, name), op_name(op)
+        call = OpCall(called, expr, tuple([operand.type for operand in inputs]), tensor_types(info, called))
+        kernel = self._reader.kernel(args[0]) if called == "call_tir" else None
         outputs = self._reader.add(call, inputs, self._function, name, self._scopes, kernel)
-        if isinstance(expr.struct_info, relax.TupleStructInfo):
-            return tuple(outputs)
-        return outputs[0]
+        return tuple(outputs) if isinstance(info, relax.TupleStructInfo) else outputs[0]
 
-    def _function_call(self, expr: relax.Call, name: str) -> Tree:
-        if not isinstance(expr.op, ir.GlobalVar):
+    def _function_call(self, op: relax.Expr, args: list[relax.Expr], name: str) -> Tree:
+        if not isinstance(op, ir.GlobalVar):
             refuse(
-                f"a call of {expr.op} can't be distributed",
+                f"a call of {op} can't be distributed",
                 where=f"{self._function}.{name}",
                 fix="call operators and functions of the module by name",
             )
-        return self._reader.enter(expr.op, [self.expression(arg, name) for arg in expr.args], self._scopes)
+        return self._reader.enter(op, [self.expression(arg, name) for arg in args], self._scopes)
 
     def _operands(self, args: list[relax.Expr], name: str) -> list[Value]:
         """The tensors among a call's arguments; a variable of the module's always has some."""

@@ -85,7 +85,9 @@ class Wiring:
 
     def atoms_in_compounds(self, node: Node, rule: OpRule) -> tuple[Sizes, ...]:
         """The atoms of the factors of a node whose atoms no dim tells."""
-        start = self._loose.get(node, 0)
+        start = self._loose.get(node)
+        if start is None:
+            return ()
         loose = self._ties[id(rule)].loose
         return tuple([self.classes.atoms(number) for number in range(start, start + len(loose))])
 

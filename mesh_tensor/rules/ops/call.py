@@ -93,17 +93,20 @@ def _kind_of(arg: relax.Expr) -> Any:
     return len(tensor_infos(arg.struct_info)) or _Structure(arg)
 
 
-def op_call(expr: relax.Call, inputs: tuple[TensorType, ...] | None = None) -> OpCall:
-    """The OpCall of a call whose struct info is known; `inputs`: the operands' types, if they are known already.
+def op_call(expr: relax.Call) -> OpCall:
+    """The OpCall of a call whose struct info is known.
 
     Raises:
         MeshTensorError: a tensor's shape is unknown or symbolic.
     """
-    op = expr.op
-    name = op.name.removeprefix("relax.") if isinstance(op, ir.Op) else str(op)
-    if inputs is None:
-        inputs = tuple(tensor_type(info, name) for arg in expr.args for info in tensor_infos(arg.struct_info))
+    name = op_name(expr.op)
+    inputs = tuple(tensor_type(info, name) for arg in expr.args[:] for info in tensor_infos(arg.struct_info))
     return OpCall(name, expr, inputs, tensor_types(expr.struct_info, name))
+
+
+def op_name(op: relax.Expr) -> str:
+    """An operator's name, without "relax."."""
+    return op.name.removeprefix("relax.") if isinstance(op, ir.Op) else str(op)
 
 
 def tensor_infos(info: relax.StructInfo) -> list[relax.StructInfo]:
