@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from tvm import tirx
 
@@ -57,3 +58,13 @@ def call_forms(
         return {len(passed): CallForm(passed, made)}
     needed = tuple(name for name in names if name in reads or name not in writes)
     return {len(names): CallForm(names, written), len(needed): CallForm(needed, written)}
+
+
+def refuse_count(kernel: str, count: int, forms: Mapping[int, CallForm]) -> NoReturn:
+    """Raise a MeshTensorError: `kernel` can't be called with that many arguments."""
+    expected = sorted(f"{len(form.passed)} ({', '.join(form.passed)})" for form in forms.values())
+    refuse(
+        f"{count} arguments, but expected {' or '.join(expected)}",
+        where=f"call of kernel {kernel!r}",
+        fix="pass the tensors in the order of the kernel's parameters",
+    )

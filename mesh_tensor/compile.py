@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from tvm import tirx
 
-from .call_forms import CallForm, call_forms, given_out_idx
-from .errors import refuse
+from .call_forms import CallForm, call_forms, given_out_idx, refuse_count
+from .errors import MeshTensorError, refuse
 from .frontend import read_annotations
 from .lowering.pipeline import Lowered, lower_kernel
 from .mesh import Mesh
 from .overlap import check_overlap
+from .plain_tensors import refuse_traced
 from .program import Program
 from .rank_kernel import Compiled, RankKernel
 from .rank_locals import Shapes
@@ -142,7 +143,8 @@ class MeshKernel:
         return explain(self.program, self._target.name, self._transfers())
 
     def __call__(self, *args: Any) -> Any:
-        form = self._forms.get(len(args)) or self._refuse_count(len(args))
+        refuse_traced(self._signature.name, args)
+        form = self._forms.get(len(args)) or self._refuse_count(args)
         given = dict(zip(form.passed, args, strict=True))
         launch = self._current
         if self._signature.symbols or not self._is_quick(given):
@@ -177,9 +179,11 @@ class MeshKernel:
 
         Returns:
             This rank's parts of the results, without padding."""
-        form = self._forms.get(len(args)) or self._refuse_count(len(args))
+        refuse_traced(self._signature.name, args)
+        on_ranks = self._rank_kernel(device_mesh)
+        form = self._forms.get(len(args)) or self._refuse_count(args, on_ranks)
         given = dict(zip(form.passed, args, strict=True))
-        return _unpacked(self._rank_kernel(device_mesh).local(given, form.returned, shapes or {}))
+        return _unpacked(on_ranks.local(given, form.returned, shapes or {}))
 
     def _rank_kernel(self, device_mesh: Any) -> RankKernel:
         last = self._last_on_ranks
@@ -212,9 +216,11 @@ class MeshKernel:
                 launch = self._launches[key] = self._make(sizes)
             self._current = launch
             self._program = launch.program
-        assert self._current is not None
-        self._check_placements(given, self._current.program)
-        return self._current
+        else:
+            launch = self._current
+        assert launch is not None
+        self._check_placements(given, launch.program)
+        return launch
 
     def _make(self, sizes: Sizes) -> Launch:
         return Launch(self._program_of(sizes), self._target, poison=self._poison)
@@ -258,19 +264,23 @@ class MeshKernel:
                 type(tensor) is torch.Tensor
                 and tensor.dtype is dtype
                 and tensor.shape == shape
+                and tensor.layout is torch.strided
                 and tensor.is_contiguous()
                 and tensor.device == device
             ):
                 return False
         return len(self._signature.params) == len(self._quick)
 
-    def _refuse_count(self, count: int) -> CallForm:
-        forms = [f"{len(form.passed)} ({', '.join(form.passed)})" for form in self._forms.values()]
-        return refuse(
-            f"{count} arguments, but expected {' or '.join(sorted(forms))}",
-            where=f"call of kernel {self._signature.name!r}",
-            fix="pass the tensors in the order of the kernel's parameters",
-        )
+    def _refuse_count(self, args: Sequence[Any], on_ranks: RankKernel | None = None) -> CallForm:
+        device_mesh = next((arg.device_mesh for arg in args if is_dtensor(arg)), None)
+        try:
+            return refuse_count(self._signature.name, len(args), self._forms)
+        except MeshTensorError as error:
+            if device_mesh is not None:
+                on_ranks = self._rank_kernel(device_mesh)
+            if on_ranks is not None:
+                on_ranks.refuse_call(error)
+            raise
 
     def __repr__(self) -> str:
         names = ", ".join(param.name for param in self._signature.params)

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from .errors import MeshTensorError, refuse
+from .errors import refuse
 from .overlap import has_collectives, overlapped, why_in_bulk
 from .program import CollectiveStep, Program
-from .rank_locals import Shapes, global_sizes, problem
+from .rank_locals import Shapes, global_sizes, problem, shares_memory
 from .runtime.distributed.agree import agree, program_facts
-from .runtime.distributed.dtensor import from_placements, is_dtensor, lies_like_torch
+from .runtime.distributed.dtensor import PART_FIX, from_placements, is_dtensor, lies_like_torch, part_problem
 from .runtime.distributed.dtensor_ports import Transfer, enter, leave, transfers
 from .runtime.distributed.faults import Faults
 from .runtime.distributed.rank_launch import RankLaunch, Tiling, tilings_of
-from .runtime.distributed.ranks import Ranks
+from .runtime.distributed.ranks import Ranks, named
 from .runtime.distributed.rates import rates_of
 from .runtime.kernels import Target
 from .sharding import Sharding
@@ -82,14 +82,25 @@ class RankKernel:
     def local(self, given: Mapping[str, Any], returned: Sequence[str], shapes: Shapes) -> list[torch.Tensor]:
         """Run on this rank's local tensors: valid parts, or whole tiles. `shapes`: global ones, where they are said."""
         self._faults.begin()
-        shapes = {name: tuple(shape) if isinstance(shape, Sequence) else (shape,) for name, shape in shapes.items()}
-        key = ("local", *shapes.items(), *self._key(given))
+        key = ("local", repr(shapes) if shapes else "", *self._key(given))
         launch = self._of_same(key, lambda: self._check_locals(given, shapes)).launch
         self._compiled.ran(launch.program, list)
         locals_ = {name: _plain(given[name]) for name in launch.tilings if name in given}
         entangled = len(locals_) > launch.inputs and _entangled(locals_)
         results = launch(locals_, self._signature.scalars(given), entangled)
         return [given.get(name, results[name]) for name in returned]
+
+    def refuse_call(self, error: Exception) -> None:
+        """Let the other ranks know that this one is about to raise `error` instead of a call."""
+        self._faults.begin()
+        self._refused(error)
+
+    def _refused(self, error: Exception) -> None:
+        """The others hear of it at once while nothing is agreed on, later when they wait in vain."""
+        if self._agreed is None:
+            agree(self.ranks, self._faults, {}, refusal=str(error))
+        else:
+            self._faults.tell(error, "the checks of the call")
 
     def _of_same(self, key: tuple, check: Callable[[], _Checked]) -> _Run:
         """What arguments like those with the same key run: checked the first time, agreed on unless it ran last."""
@@ -103,9 +114,11 @@ class RankKernel:
         found: list[object] = []
         for name, value in given.items():
             if isinstance(value, torch.Tensor):
-                found += (name, type(value), value.shape, value.dtype, value.device, value.is_contiguous())
+                places = value.stride() if value.layout is torch.strided else value.layout
+                found += (name, type(value), value.shape, value.dtype, value.device, places)
                 if is_dtensor(value):
-                    found += (value.placements, value.device_mesh == self.ranks.device_mesh)
+                    part = value.to_local().shape
+                    found += (value.placements, value.device_mesh == self.ranks.device_mesh, part)
             else:
                 found += (name, type(value), value if name in self._size_names else None)
         return tuple(found)
@@ -118,11 +131,8 @@ class RankKernel:
             key = tuple(sizes[var] for var in self._signature.symbols)
             launch, program = self._launches.get(key), self._compiled.program_of(sizes)
             self._check_strict(program, layouts)
-        except MeshTensorError as error:
-            if self._agreed is None:
-                agree(self.ranks, self._faults, {}, refusal=str(error))
-            else:
-                self._faults.tell(error, "the checks of the call")
+        except Exception as error:
+            self._refused(error)
             raise
         agreed = self._agreed
         if agreed is not None and agreed.launch is launch and agreed.layouts == layouts:
@@ -172,20 +182,28 @@ class RankKernel:
         problems = [
             f"parameter {name!r}: a {type(value).__name__}, but other parameters are DTensors"
             if not is_dtensor(value)
-            else f"parameter {name!r}: on {value.device_mesh}, but expected {self.ranks.device_mesh}"
+            else f"parameter {name!r}: on {named(value.device_mesh)}, but expected {named(self.ranks.device_mesh)}"
             for name, value in tensors.items()
             if not is_dtensor(value) or value.device_mesh != self.ranks.device_mesh
         ]
         if problems:
             fix = "pass DTensors of one DeviceMesh (torch.distributed.tensor.distribute_tensor makes them)"
             refuse(problems, where=self._where(), fix=fix)
-        sizes = self._signature.check(given, self.ranks.mesh, self._device)
-        return sizes, {n: from_placements(self.ranks.mesh, t.ndim, t.placements) for n, t in tensors.items()}, True
+        mesh, rank = self.ranks.mesh, self.ranks.rank
+        sizes = self._signature.check(given, mesh, self._device)
+        layouts = {name: from_placements(mesh, t.ndim, t.placements) for name, t in tensors.items()}
+        parts = {name: part_problem(tensor, layouts[name], rank) for name, tensor in tensors.items()}
+        problems = [f"parameter {name!r}: {words}" for name, words in parts.items() if words]
+        if problems:
+            refuse(problems, where=self._where(), fix=PART_FIX)
+        return sizes, layouts, True
 
     def _check_locals(self, given: Mapping[str, Any], shapes: Shapes) -> _Checked:
         sizes, said = global_sizes(self._signature, self._compiled.layouts, given, shapes, self._where())
         program = self._compiled.program_of(sizes)
         problems = self._problems(tilings_of(program, self.ranks.rank), given)
+        written = [p.name for p in program.parameters if p.output is not None]
+        problems += [f"parameter {n!r}: {words}" for n in written if (words := shares_memory(given.get(n)))]
         if problems:
             fix = "pass this rank's part of every tensor, or its whole tile, padding included"
             refuse(problems, where=self._where(), fix=fix)

@@ -10,6 +10,7 @@ import torch
 from tvm import tirx
 
 from .errors import listing, refuse
+from .plain_tensors import why_not_plain
 from .runtime.distributed.dtensor import is_dtensor
 from .runtime.distributed.rank_launch import Tiling
 from .sharding import Sharding
@@ -55,8 +56,19 @@ def global_sizes(
     return {var: exact.get(var, next(iter(even[var]), 0)) for var in signature.symbols}, False
 
 
+def shares_memory(value: object) -> str:
+    """What is wrong with a tensor to be written, if there is something: several of its elements are one in memory."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return ""
+    if any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
+        return f"is written, but has elements in one place of memory (strides {value.stride()})"
+    return ""
+
+
 def problem(tiling: Tiling, device: torch.device, value: Any) -> str:
     """What is wrong with a local tensor, if there is something: it is neither a valid part nor a whole tile."""
+    if isinstance(value, torch.Tensor) and (found := why_not_plain(value)):
+        return f"{found[0]}: {found[1]}"
     if (
         isinstance(value, torch.Tensor)
         and (type(value) is torch.Tensor or isinstance(value, torch.nn.Parameter))
@@ -76,12 +88,15 @@ def _said_sizes(signature: Signature, shapes: Shapes, where: str) -> Sizes:
     """The sizes of symbols that follow from the global shapes that the caller says. These have to fit the parameters
     and each other."""
     problems, sizes = [], dict[tirx.Var, int]()
-    for name, shape in shapes.items():
+    if not isinstance(shapes, Mapping):
+        refuse(f"shapes is a {type(shapes).__name__}, but expected a dict", where=where, fix=_say(signature))
+    for name, said in shapes.items():
+        shape = tuple(said) if isinstance(said, Sequence) else (said,)
         param = signature.tensors.get(name)
         if param is None:
             problems.append(f"shapes has {name!r}, but the tensors are {listing(tuple(signature.tensors))}")
         elif not _fits(param, shape, sizes):
-            problems.append(f"shapes says {name!r} is {tuple(shape)}, but it is {_words(param, sizes)}")
+            problems.append(f"shapes says {name!r} is {shape}, but it is {_words(param, sizes)}")
     if problems:
         refuse(problems, where=where, fix=_say(signature))
     return sizes

@@ -12,6 +12,7 @@ from tvm import tirx
 
 from .errors import refuse
 from .mesh import Mesh
+from .plain_tensors import why_not_plain
 from .runtime.dtypes import torch_dtype
 from .runtime.mesh_tensor import MeshTensor
 from .specialize import evaluate, symbols
@@ -110,6 +111,8 @@ def _check(param: Param, value: Any, sizes: Sizes, mesh: Mesh, device: torch.dev
     if not _fits(param.shape, value.shape, sizes):
         expected = _words(param.shape, sizes)
         return f"shape {tuple(value.shape)}, but expected {expected}", "pass tensors of the expected shapes"
+    if isinstance(value, torch.Tensor) and (problem := why_not_plain(value)):
+        return problem
     if value.device != device:
         return f"on device {value.device}, but expected {device}", f"move it with .to({str(device)!r})"
     if isinstance(value, MeshTensor):

@@ -30,8 +30,10 @@ def combiner(op: str, dtype: torch.dtype) -> Combine:
     bit. `out` may be `sources[0]` itself. Floats narrower than 32 bits accumulate in float32 and are rounded once."""
     if op not in _OPS:
         refuse(f"unknown reduction {op!r}", fix=f"use one of {listing(tuple(_OPS))}")
-    if op.startswith("bit") and dtype.is_floating_point:
+    if op.startswith("bit") and (dtype.is_floating_point or dtype.is_complex):
         refuse(f"{op!r} has no meaning for {dtype}", fix="reduce integers with bitwise ops")
+    if op in ("max", "min") and dtype.is_complex:
+        refuse(f"{op!r} has no meaning for {dtype}", fix="reduce real numbers with max and min")
     apply = _OPS[op]
     work: Callable[..., None] = partial(_fold, apply)
     if dtype.is_floating_point and dtype.itemsize == 1:

@@ -50,7 +50,7 @@ class Reshard:
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, src: Sharding, dst: Sharding) -> None:
         self.deliveries = tuple(_deliveries(tuple(shape), src, dst))
         reduced = [op for axis, op in src.partial if dst.placement(axis) != Partial(op)]
-        self.combine = combiner(reduced[0] if reduced else "max", dtype)
+        self.combine = combiner(reduced[0] if reduced else "sum", dtype)
         started = [op for axis, op in dst.partial if src.placement(axis) != Partial(op)]
         self.blank = neutral(dtype, started[0]) if started else 0
         self.in_place = src.tile_shape(shape) == dst.tile_shape(shape) and all(map(_stays, self.deliveries))

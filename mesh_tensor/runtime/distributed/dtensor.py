@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 
-from ...errors import listing, refuse
+from ...errors import MeshTensorError, listing, refuse
 from ...mesh import Mesh
 from ...sharding import Partial, Placement, Replicate, Shard, Sharding, ceildiv
 from ..mesh_tensor import MeshTensor, of_tiles
 from ..placement import layout_of
+from .agree import agree
+from .exchange import MOVED
+from .faults import Faults
 from .ranks import Ranks, ranks_of
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ _TORCH_OPS = {
     "bitxor": "bxor",
 }
 _OUR_OPS = {theirs: ours for ours, theirs in _TORCH_OPS.items()}
+_SAME_SIZE = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}  # that every backend moves
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
@@ -83,11 +87,47 @@ def major_only(sharding: Sharding) -> Sharding:
     return Sharding.of(sharding.mesh, sharding.ndim, placements)
 
 
+def moved_by_torch(tensor: DTensor, sharding: Sharding) -> DTensor:
+    """The DTensor as `sharding` says, where torch has to cut or gather it, because we would split it otherwise.
+    Nothing is reduced by that: what the process group has no dtype for is moved as another of its size."""
+    placements, dtype = to_placements(sharding), tensor.dtype
+    if dtype in MOVED or dtype.itemsize not in _SAME_SIZE:
+        return tensor.redistribute(placements=placements)
+    moved = _seen_as(tensor, _SAME_SIZE[dtype.itemsize]).redistribute(placements=placements)
+    return _seen_as(moved, dtype)
+
+
+def _seen_as(tensor: DTensor, dtype: torch.dtype) -> DTensor:
+    from torch.distributed.tensor import DTensor
+
+    local = local_part(tensor).view(dtype)
+    mesh, placements, shape = tensor.device_mesh, tensor.placements, tensor.shape
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=tensor.stride())
+
+
 def local_part(tensor: DTensor) -> torch.Tensor:
     """This rank's part of a DTensor, as a plain tensor on the same memory."""
     local = tensor.to_local()
     wait = getattr(local, "wait", None)  # a collective of torch's may still be under way
     return local.detach() if wait is None else wait()
+
+
+def part_problem(tensor: DTensor, sharding: Sharding, rank: int) -> str:
+    """What is wrong with a rank's part of a DTensor that lies as `sharding`, if there is something: it is not as large
+    as torch cuts it. DTensor.from_local takes parts of any size."""
+    at, expected = sharding.mesh.coordinate(rank), list(tensor.shape)
+    for dim, axes in enumerate(sharding.dims):
+        for axis in axes:
+            chunk = ceildiv(expected[dim], sharding.mesh.size(axis))
+            expected[dim] = max(0, min(chunk, expected[dim] - at[axis] * chunk))
+    with torch.no_grad():
+        found = tensor.to_local().shape
+    if found == torch.Size(expected) or (found.numel() == 0 and 0 in expected):
+        return ""
+    return f"this rank's part is {tuple(found)}, but expected {tuple(expected)}, of {tuple(tensor.shape)} '{sharding}'"
+
+
+PART_FIX = "make the DTensor from parts as torch.chunk cuts them, or with distribute_tensor"
 
 
 def as_dtensor(local: torch.Tensor, device_mesh: DeviceMesh, sharding: Sharding, shape: Sequence[int]) -> DTensor:
@@ -135,11 +175,19 @@ def from_dtensor(tensor: DTensor, mesh: Mesh | Mapping[str, int] | None = None) 
     ranks = ranks_of(
         mesh_of(tensor.device_mesh) if mesh is None else Mesh(mesh), tensor.device_mesh, tensor.device.type
     )
-    with torch.no_grad():
+    faults, facts = Faults(ranks, "mt.from_dtensor"), {"kernel": "mt.from_dtensor"}
+    try:
         sharding = from_placements(ranks.mesh, tensor.ndim, tensor.placements)
+        if problem := part_problem(tensor, sharding, ranks.rank):
+            refuse(problem, where=str(ranks.mesh), fix=PART_FIX)
+    except MeshTensorError as error:
+        agree(ranks, faults, facts, refusal=str(error))
+        raise
+    agree(ranks, faults, facts | {"tensors": f"{tuple(tensor.shape)} {tensor.dtype}, '{sharding}'"})
+    with torch.no_grad():
         if not lies_like_torch(sharding, tensor.shape):
             sharding = major_only(sharding)
-            tensor = tensor.redistribute(placements=to_placements(sharding))
+            tensor = moved_by_torch(tensor, sharding)
         layout = layout_of(tuple(tensor.shape), tensor.dtype, sharding)
         mine = torch.zeros(layout.tile_shape, dtype=tensor.dtype, device=tensor.device)
         local = local_part(tensor)
@@ -196,7 +244,8 @@ def _our_placement(axis: str, placement: Any, ndim: int) -> Placement:
         return Shard(placement.dim)
     if type(placement) is tensor.Replicate:
         return Replicate()
-    if isinstance(placement, tensor.Partial) and placement.reduce_op in _OUR_OPS:
+    # Its subclasses mean something else: torch has to apply the mask of an embedding, the root of a norm.
+    if type(placement) is tensor.Partial and placement.reduce_op in _OUR_OPS:
         return Partial(_OUR_OPS[placement.reduce_op])
     return refuse(
         f"placement {placement} of axis {axis!r} has no counterpart",

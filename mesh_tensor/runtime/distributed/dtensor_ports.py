@@ -10,7 +10,7 @@ import torch
 
 from ...redistribution import RedistributionPlan
 from ...sharding import Sharding
-from .dtensor import as_dtensor, lies_like_torch, local_part, major_only, to_placements
+from .dtensor import as_dtensor, lies_like_torch, local_part, major_only, moved_by_torch
 from .rank_launch import RankLaunch, Tiling
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def enter(launch: RankLaunch, name: str, tensor: DTensor, layout: Sharding) -> t
         return None
     if not lies_like_torch(layout, shape):
         layout = major_only(layout)
-        tensor = tensor.redistribute(placements=to_placements(layout))
+        tensor = moved_by_torch(tensor, layout)
     local = local_part(tensor)
     if layout == wanted:
         return local
@@ -102,4 +102,4 @@ def _made(launch: RankLaunch, tiling: Tiling, result: torch.Tensor, layout: Shar
         tile = launch.change(tiling, possible, tiling.tile(result))
         result = Tiling(tiling.shape, tiling.dtype, possible, launch.ranks.rank).valid(tile)
     made = as_dtensor(result, device_mesh, possible, tiling.shape)
-    return made if possible == layout else made.redistribute(placements=to_placements(layout))
+    return made if possible == layout else moved_by_torch(made, layout)

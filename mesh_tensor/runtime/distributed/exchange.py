@@ -22,8 +22,8 @@ from .ranks import Group
 from .sections import Receipt, Sections, Span, region_shape, region_size, sections
 
 # Dtypes that every backend moves; others travel as bytes.
-_MOVED = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
-_MOVED |= {torch.int8, torch.uint8, torch.int32, torch.int64}
+MOVED = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
+MOVED |= {torch.int8, torch.uint8, torch.int32, torch.int64}
 _ROTATE_FROM = 1 << 20  # bytes: what goes to everybody is sent from where it lies, one all-to-all per peer
 
 
@@ -76,7 +76,7 @@ class Exchange:
         pieces = mine.pieces if mine else ()
         self._rounds = self._plan_rounds(deliveries, pieces) if group else []
         self._locals = [local for index, piece in enumerate(pieces) if (local := self._local(index, piece))]
-        self._raw = form.dtype not in _MOVED
+        self._raw = form.dtype not in MOVED
 
     def __call__(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Fill the tile `dst` from the group's tiles `src`; both contiguous. They may be one memory where every piece

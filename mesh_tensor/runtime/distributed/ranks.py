@@ -189,6 +189,11 @@ def check_backend(device_type: str, config: str, where: str) -> None:
         )
 
 
+def named(device_mesh: DeviceMesh) -> str:
+    """A DeviceMesh with all that tells it from another."""
+    return f"{device_mesh} of ranks {device_mesh.mesh.tolist()}"
+
+
 def _check_fit(mesh: Mesh, device_mesh: DeviceMesh) -> None:
     names, sizes = device_mesh.mesh_dim_names, tuple(device_mesh.mesh.shape)
     problems = []

@@ -12,6 +12,7 @@ from ...sharding import Sharding
 from ..mesh_tensor import MeshTensor, ShardingLike, as_sharding
 from .agree import agree
 from .dtensor import (
+    PART_FIX,
     as_dtensor,
     from_placements,
     is_dtensor,
@@ -19,7 +20,8 @@ from .dtensor import (
     local_part,
     major_only,
     mesh_of,
-    to_placements,
+    moved_by_torch,
+    part_problem,
 )
 from .faults import Faults
 from .plan import Change
@@ -69,6 +71,8 @@ class _Changes:
         try:
             src = from_placements(mesh, tensor.ndim, tensor.placements)
             wanted = as_sharding(mesh, tensor.ndim, sharding)
+            if problem := part_problem(tensor, src, self._ranks.rank):
+                refuse(problem, where=str(mesh), fix=PART_FIX)
         except MeshTensorError as error:
             self._refused(error)
             raise
@@ -77,13 +81,13 @@ class _Changes:
             return tensor
         if not lies_like_torch(src, shape):
             src = major_only(src)
-            tensor = tensor.redistribute(placements=to_placements(src))
+            tensor = moved_by_torch(tensor, src)
         possible = wanted if lies_like_torch(wanted, shape) else major_only(wanted)
         local = local_part(tensor)
         if src != possible:
             local = self._change(Tiling(shape, tensor.dtype, src, self._ranks.rank), possible, local)
         made = as_dtensor(local, self._ranks.device_mesh, possible, shape)
-        return made if possible == wanted else made.redistribute(placements=to_placements(wanted))
+        return made if possible == wanted else moved_by_torch(made, wanted)
 
     def _agree(self, tensor: DTensor, src: Sharding, wanted: Sharding) -> None:
         """All ranks ask for the same; found out the first time."""
