@@ -118,12 +118,17 @@ class MeshKernel:
     def program(self) -> Program:
         """The steps. Of a kernel with symbolic dims: those for the sizes of the last call."""
         if self._program is None:
-            names = ", ".join(var.name for var in self._signature.symbols)
+            names = ", ".join(self.symbols)
             refuse(
                 f"kernel {self._signature.name!r} has no program yet: it has symbolic dims ({names})",
                 fix="call it first; its program is then that of the sizes it was called with",
             )
         return self._program
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """The names of its symbolic dims."""
+        return tuple(var.name for var in self._signature.symbols)
 
     @property
     def device(self) -> torch.device:

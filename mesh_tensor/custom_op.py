@@ -10,8 +10,8 @@ import torch
 
 from .compile import MeshKernel
 from .errors import refuse
-from .program import KernelStep, Parameter, Program
-from .runtime.distributed import dtensor_maker, is_dtensor, lies_like_torch, ranks_of, to_placements
+from .program import KernelStep, Parameter, Program, Value
+from .runtime.distributed import dtensor_maker, is_dtensor, lies_like_torch, named, ranks_of, to_placements
 from .runtime.dtypes import torch_dtype
 
 _LIBRARY = "mesh_tensor"
@@ -24,13 +24,13 @@ def as_custom_op(kernel: MeshKernel, name: str, *, device_mesh: Any = None) -> C
         kernel: a kernel with constant sizes and without scalar parameters.
         name: a Python identifier, not yet taken.
         device_mesh: None for a kernel that is called with whole tensors, on a virtual mesh; else it is called with
-        DTensors
-            on this DeviceMesh, or with what this rank holds of them.
+            DTensors on this DeviceMesh, or with what this rank holds of them.
 
     Returns:
         A function of the tensors that the kernel reads. It returns what the kernel writes; what the kernel updates is
         updated in place."""
     program = _checked(kernel)
+    _check_name(name)
     rank = None if device_mesh is None else ranks_of(kernel.mesh, device_mesh, kernel.device.type).rank
     passed = [p for p in program.parameters if p.input is not None and not p.kept]
     made = [p for p in program.parameters if p.output is not None and p not in passed]
@@ -41,7 +41,7 @@ def as_custom_op(kernel: MeshKernel, name: str, *, device_mesh: Any = None) -> C
         results = kernel(*tensors) if rank is None else kernel.local(*tensors, device_mesh=device_mesh)
         results = results if isinstance(results, tuple) else (results,)
         new = [result for result in results if not any(result is tensor for tensor in given.values())]
-        return _packed(new)
+        return _packed([result.contiguous() for result in new])  # as the fake ones are
 
     def fake(*tensors: torch.Tensor) -> Any:
         shapes = [_shape(program, parameter, rank) for parameter in made]
@@ -94,6 +94,11 @@ def _over(call: _Call, device_mesh: Any) -> Callable[..., Any]:
     def run(*tensors: Any) -> Any:
         if not any(is_dtensor(tensor) for tensor in tensors):
             return call.plain(*tensors)
+        found = [_misfit(t, p, v, device_mesh) for t, p, v in zip(tensors, call.passed, inputs, strict=True)]
+        problems = [words for words in found if words]
+        if problems:
+            fix = "pass DTensors of these shapes on the DeviceMesh that the operation was made for"
+            refuse(problems, where=f"operation of kernel {call.program.name!r}", fix=fix)
         for tensor, parameter, placements in zip(tensors, call.passed, wanted, strict=True):
             if parameter.output is not None and tuple(tensor.placements) != placements:
                 refuse(
@@ -110,7 +115,36 @@ def _over(call: _Call, device_mesh: Any) -> Callable[..., Any]:
     return run
 
 
+def _misfit(tensor: Any, parameter: Parameter, value: Value, device_mesh: Any) -> str:
+    """What is wrong with an argument of an operation on DTensors, if there is something."""
+    if not is_dtensor(tensor):
+        return f"parameter {parameter.name!r}: a {type(tensor).__name__}, but other parameters are DTensors"
+    if tensor.device_mesh != device_mesh:
+        return f"parameter {parameter.name!r}: on {named(tensor.device_mesh)}, but expected {named(device_mesh)}"
+    if tuple(tensor.shape) != value.shape:
+        return f"parameter {parameter.name!r}: shape {tuple(tensor.shape)}, but expected {value.shape}"
+    return ""
+
+
+def _check_name(name: str) -> None:
+    what = f"the operation can't be named {name!r}"
+    if not (isinstance(name, str) and name.isidentifier()):
+        refuse(what, fix="use a Python identifier")
+    if hasattr(getattr(torch.ops, _LIBRARY), name):
+        refuse(
+            what, why="there is an operation of that name, whose callers would run this kernel", fix="use another name"
+        )
+
+
 def _checked(kernel: MeshKernel) -> Program:
+    if not isinstance(kernel, MeshKernel):
+        refuse(f"as_custom_op takes a MeshKernel, not {type(kernel).__name__}", fix="mt.compile makes one")
+    if kernel.symbols:
+        refuse(
+            f"{kernel} has symbolic dims ({', '.join(kernel.symbols)})",
+            why="an operation of torch's has constant sizes here",
+            fix="compile it with the sizes built in, one operation for each",
+        )
     program = kernel.program
     scalars = [name for step in program.steps if isinstance(step, KernelStep) for name in step.scalars]
     if scalars:

@@ -5,7 +5,7 @@ import torch
 
 import mesh_tensor as mt
 from kernels.matmul import matmul
-from tests.distributed.compiled_bodies import compiled_model
+from tests.distributed.compiled_bodies import compiled_model, uneven_columns
 from tests.distributed.launcher import run
 from tests.runtime.programs import accumulate_kernel
 
@@ -42,3 +42,7 @@ def test_what_is_updated_in_place():
 
 def test_on_ranks():
     run(compiled_model, 2)
+
+
+def test_uneven_columns_on_ranks():
+    run(uneven_columns, 2)

@@ -9,7 +9,7 @@ from .dtensor import (
     to_dtensor,
     to_placements,
 )
-from .ranks import are_current, ranks_of
+from .ranks import are_current, named, ranks_of
 from .redistribution import redistribute
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "from_placements",
     "is_dtensor",
     "lies_like_torch",
+    "named",
     "ranks_of",
     "redistribute",
     "to_dtensor",
