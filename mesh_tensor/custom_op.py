@@ -11,7 +11,16 @@ import torch
 from .compile import MeshKernel
 from .errors import refuse
 from .program import KernelStep, Parameter, Program, Value
-from .runtime.distributed import dtensor_maker, is_dtensor, lies_like_torch, named, ranks_of, to_placements
+from .runtime.distributed import (
+    axes_out_of_order,
+    check_order,
+    dtensor_maker,
+    is_dtensor,
+    lies_like_torch,
+    named,
+    ranks_of,
+    to_placements,
+)
 from .runtime.dtypes import torch_dtype
 
 _LIBRARY = "mesh_tensor"
@@ -89,6 +98,7 @@ def _over(call: _Call, device_mesh: Any) -> Callable[..., Any]:
                 fix="annotate it otherwise, or call the kernel itself",
             )
     wanted = [to_placements(value.sharding) for value in inputs]
+    out_of_order = axes_out_of_order(device_mesh)
     makers = [dtensor_maker(device_mesh, value.sharding, value.shape) for value in outputs]
 
     def run(*tensors: Any) -> Any:
@@ -106,6 +116,8 @@ def _over(call: _Call, device_mesh: Any) -> Callable[..., Any]:
                     where=f"operation of kernel {call.program.name!r}",
                     fix="redistribute it so before",
                 )
+        for tensor, placements in zip(tensors, wanted, strict=True):
+            check_order(tensor, placements, out_of_order)
         laid = [t.redistribute(placements=p) for t, p in zip(tensors, wanted, strict=True)]
         new = call.op(*[tensor.to_local() for tensor in laid])
         new = list(new) if isinstance(new, (tuple, list)) else [] if new is None else [new]

@@ -117,6 +117,29 @@ def dtypes_that_torch_can_not_gather(rank):
         assert torch.equal(mt.from_dtensor(given).full().view(torch.uint8), whole.view(torch.uint8)), dtype
 
 
+def ranks_in_another_order(rank):
+    """A DeviceMesh whose ranks do not ascend: torch would gather in the wrong order, so what needs that is refused;
+    what we move is right."""
+    mesh = DeviceMesh("cpu", torch.tensor([[3, 1], [0, 2]]), mesh_dim_names=("x", "y"))
+    at, whole = mesh.get_coordinate(), torch.randn(5, 4)
+    form = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+    rows = [(0, 2, 3), (3, 4, 5)][at[0]]
+    nested = DTensor.from_local(whole[rows[at[1]] : rows[at[1] + 1]], mesh, [Shard(0), Shard(0)], **form)
+    plain = DTensor.from_local(whole[:3] if at[0] == 0 else whole[3:], mesh, [Shard(0), Replicate()], **form)
+    func = mt.annotate(matmul(4, 4, 4), {"x": 2, "y": 2}, {"A": {"x": 1, "y": 1}, "B": {"x": 0, "y": 0}, "C": {}})
+    op = mt.as_custom_op(mt.compile(func, target="interpret"), "in_another_order", device_mesh=mesh)
+    square = DTensor.from_local(torch.ones(4, 4)[:2], mesh, [Shard(0), Replicate()])
+    texts = [
+        refusal(lambda: mt.redistribute(nested, {})),
+        refusal(lambda: mt.from_dtensor(nested)),
+        refusal(lambda: op(square, square)),
+    ]
+    assert torch.equal(mt.redistribute(plain, {}).to_local(), whole)
+    assert torch.equal(mt.redistribute(plain, {"x": 0, "y": 0}).to_local(), nested.to_local())
+    assert_usable()
+    return texts
+
+
 def reductions_without_a_meaning(rank):
     """Complex numbers have no order and no bits to combine."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))

@@ -27,7 +27,7 @@ def compiled_model(rank):
     local = torch.compile(model, fullgraph=True, backend="aot_eager")
     part = slice(rank * 4, rank * 4 + 4)
     torch.testing.assert_close(local(a[:, part].contiguous(), b[part]), expected, rtol=1e-4, atol=1e-4)
-    for placements in ([Shard(1)], [Replicate()]):
+    for placements in ([Shard(1)], [Replicate()], [Shard(0)]):
         da, db = distribute_tensor(a, mesh, placements), distribute_tensor(b, mesh, [Shard(0)])
         torch.testing.assert_close(model(da, db).full_tensor(), expected, rtol=1e-4, atol=1e-4)
         with torch.no_grad():

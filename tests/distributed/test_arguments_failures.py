@@ -59,6 +59,15 @@ def test_dtypes_that_torch_can_not_gather():
     run(bodies.dtypes_that_torch_can_not_gather, 4, timeout=SHORT)
 
 
+def test_ranks_in_another_order():
+    for texts in run(bodies.ranks_in_another_order, 4, timeout=SHORT):
+        for text in texts:
+            assert "can't be brought to" in text
+            assert "of ranks [[3, 1], [0, 2]]" in text
+            assert "torch gathers in the order of ranks, and axis" in text
+            assert "use a DeviceMesh whose ranks ascend along every axis" in text
+
+
 def test_reductions_without_a_meaning():
     for texts in run(bodies.reductions_without_a_meaning, 2, timeout=SHORT):
         assert "'max' has no meaning for torch.complex64" in texts[0]

@@ -1,6 +1,8 @@
 """Programs on the ranks of torch.distributed: one process per device, DTensors or local tensors in and out."""
 
 from .dtensor import (
+    axes_out_of_order,
+    check_order,
     dtensor_maker,
     from_dtensor,
     from_placements,
@@ -14,6 +16,8 @@ from .redistribution import redistribute
 
 __all__ = [
     "are_current",
+    "axes_out_of_order",
+    "check_order",
     "dtensor_maker",
     "from_dtensor",
     "from_placements",

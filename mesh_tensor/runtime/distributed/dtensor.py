@@ -23,7 +23,7 @@ from ..placement import layout_of
 from .agree import agree
 from .exchange import MOVED
 from .faults import Faults
-from .ranks import Ranks, ranks_of
+from .ranks import Ranks, named, ranks_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -91,10 +91,30 @@ def moved_by_torch(tensor: DTensor, sharding: Sharding) -> DTensor:
     """The DTensor as `sharding` says, where torch has to cut or gather it, because we would split it otherwise.
     Nothing is reduced by that: what the process group has no dtype for is moved as another of its size."""
     placements, dtype = to_placements(sharding), tensor.dtype
+    check_order(tensor, placements, axes_out_of_order(tensor.device_mesh))
     if dtype in MOVED or dtype.itemsize not in _SAME_SIZE:
         return tensor.redistribute(placements=placements)
     moved = _seen_as(tensor, _SAME_SIZE[dtype.itemsize]).redistribute(placements=placements)
     return _seen_as(moved, dtype)
+
+
+def axes_out_of_order(device_mesh: DeviceMesh) -> tuple[int, ...]:
+    """The axes along which ranks do not ascend. Torch's groups have ranks in order: what torch gathers there is not."""
+    places = device_mesh.mesh
+    return tuple(axis for axis in range(places.ndim) if bool((places.diff(dim=axis) < 0).any()))
+
+
+def check_order(tensor: DTensor, placements: Sequence[Any], out_of_order: Sequence[int]) -> None:
+    """Raise a MeshTensorError if torch would get it wrong to redistribute the DTensor so."""
+    pairs = enumerate(zip(tensor.placements, placements, strict=True))
+    axes = [axis for axis, (old, new) in pairs if axis in out_of_order and old != new and not old.is_replicate()]
+    if axes:
+        refuse(
+            f"a DTensor as {tuple(tensor.placements)} can't be brought to {tuple(placements)} by torch",
+            where=named(tensor.device_mesh),
+            why=f"torch gathers in the order of ranks, and axis {axes[0]} of the DeviceMesh has them in another",
+            fix="use a DeviceMesh whose ranks ascend along every axis, or redistribute with mt.redistribute before",
+        )
 
 
 def _seen_as(tensor: DTensor, dtype: torch.dtype) -> DTensor:
