@@ -155,3 +155,17 @@ def test_dims_that_are_expressions():
         for size in (32, 16, 3, 8):
             a = torch.randn(2 * size + 1)
             assert torch.equal(kern(a, torch.zeros(size)), a + 1)
+
+
+def test_calls_of_several_sizes_at_once():
+    """A call keeps its sizes whatever other threads call meanwhile: here at the worst moment, between check and run."""
+    kern = compiled(K_SPLIT)
+    check = kern._check_placements
+
+    def interrupted(given, program):
+        kern._check_placements = check
+        assert kern(torch.ones(32, 16), torch.ones(16, 16)).eq(16).all()
+        check(given, program)
+
+    kern._check_placements = interrupted
+    assert kern(torch.ones(5, 6), torch.ones(6, 7)).eq(6).all()

@@ -130,6 +130,20 @@ def raises_in_the_middle(rank):
         return str(error)
 
 
+def raises_after_a_refusal(rank):
+    """Rank 1 calls another kernel first, so that the ranks have not made the same calls; then its kernel raises."""
+    kern, a = k_split(failing={1}, rank=rank), torch.ones(4, 4)
+    other = add_one_split(8, 2)
+    refusal(lambda: kern.local(a, a) if rank == 0 else other.local(torch.ones(4)))
+    try:
+        kern.local(a, a)
+    except ArithmeticError as error:
+        time.sleep(5)
+        return str(error)
+    except mt.MeshTensorError as error:
+        return str(error)
+
+
 def dies(rank):
     """Rank 2 ends in its kernel, without a word."""
     kern, a = k_split(4, failing={2}, rank=rank, how=lambda: os._exit(1)), torch.ones(4, 2)

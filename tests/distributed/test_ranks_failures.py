@@ -84,6 +84,12 @@ def test_raises_in_the_middle():
     )
 
 
+def test_raises_after_a_refusal():
+    first, second = run(bodies.raises_after_a_refusal, 2, timeout=3)
+    assert second == "bad numbers"
+    assert "rank 1 raised ArithmeticError: bad numbers (in step 2 of 3, kernel kernel_0)" in first
+
+
 def test_dies():
     texts = run(bodies.dies, 4)
     assert texts.pop(2) is None

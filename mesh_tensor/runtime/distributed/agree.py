@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import struct
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 
@@ -15,6 +16,8 @@ from ...errors import refuse
 from ...program import CollectiveStep, KernelStep, OpStep, Program
 from .faults import Faults
 from .ranks import Ranks
+
+_SUMMARY = struct.Struct(">32sQQ")  # of what a rank has to say: its digest, its length, and how many calls there were
 
 
 def program_facts(program: Program, target: str) -> dict[str, str]:
@@ -43,13 +46,14 @@ def agree(ranks: Ranks, faults: Faults, facts: Mapping[str, str], refusal: str =
     ones apart from it, because a rank may be left alone with its question while the others exchange data."""
     talk = ranks.talk()
     mine = json.dumps([dict(facts), refusal]).encode()
-    summary = hashlib.sha256(mine).digest() + len(mine).to_bytes(8, "big")
+    summary = hashlib.sha256(mine).digest(), len(mine), faults.calls
     try:
-        summaries = talk.gather(summary)
-        if len(set(summaries)) == 1 and not refusal:
+        summaries = [_SUMMARY.unpack(words) for words in talk.gather(_SUMMARY.pack(*summary))]
+        faults.calls = max(calls for _, _, calls in summaries)
+        if len({digest for digest, _, _ in summaries}) == 1 and not refusal:
             ranks.separate_talk()
             return
-        longest = max(int.from_bytes(other[-8:], "big") for other in summaries)
+        longest = max(length for _, length, _ in summaries)
         everything = [json.loads(words) for words in talk.gather(mine.ljust(longest))]
     except RuntimeError as error:
         faults.blame(error, f"the agreement on what to run{_asked(facts)}", talk.members)

@@ -23,16 +23,17 @@ _PAUSE = 0.02
 
 
 class Faults:
-    """Who failed in the calls of one kernel on one mesh. Calls are counted, so that old words are not taken for new."""
+    """Who failed in the calls of one kernel on one mesh. Calls are counted, so that old words are not taken for new;
+    ranks that agree on a call take the largest of their counts, as calls may have been refused before they counted."""
 
     def __init__(self, ranks: Ranks, kernel: str) -> None:
         self._ranks, self._kernel = ranks, kernel
-        self._number = _next_number(ranks)
-        self._calls = 0
+        self._number = ranks.next_number(kernel)
+        self.calls = 0
 
     def begin(self) -> None:
         """Another call begins."""
-        self._calls += 1
+        self.calls += 1
 
     def tell(self, error: BaseException, doing: str) -> None:
         """Let the other ranks know what was raised here."""
@@ -99,21 +100,12 @@ class Faults:
             return  # the store is gone, and with it whoever could have listened
 
     def _key(self, rank: int) -> str:
-        return f"mesh_tensor/faults/{self._kernel}/{self._number}/{self._calls}/{self._ranks.place(rank)}"
+        return f"mesh_tensor/faults/{self._kernel}/{self._number}/{self.calls}/{self._ranks.place(rank)}"
 
 
 _STORE_GONE = (
     "a rank has ended: the one that keeps the process group's store (rank 0, unless torchrun started the ranks)"
 )
-
-_numbers: dict[int, int] = {}
-
-
-def _next_number(ranks: Ranks) -> int:
-    """Kernels of one name on one mesh are told apart by the order in which they are first called, alike on all
-    ranks."""
-    _numbers[id(ranks)] = _numbers.get(id(ranks), 0) + 1
-    return _numbers[id(ranks)]
 
 
 def _reason(error: BaseException) -> str:

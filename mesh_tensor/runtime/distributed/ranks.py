@@ -67,6 +67,7 @@ class Ranks:
         self._places: list[int] = places
         self._place_of = {place: rank for rank, place in enumerate(places)}
         self._groups: dict[tuple[int, ...], Group] = {}
+        self._numbers: dict[str, int] = {}
         self._talk: Talk | None = None
         self._device = torch.device(device_type)
         _alive.add(self)
@@ -75,6 +76,11 @@ class Ranks:
     def place(self, rank: int) -> int:
         """The process that is device `rank` of the mesh, as torch.distributed numbers it."""
         return self._places[rank]
+
+    def next_number(self, kernel: str) -> int:
+        """Kernels of one name are told apart by the order in which they are first called, alike on all ranks."""
+        self._numbers[kernel] = self._numbers.get(kernel, 0) + 1
+        return self._numbers[kernel]
 
     def group(self, axes: Iterable[str]) -> Group:
         """The ranks that differ from this one only on `axes`: the DeviceMesh's own group where it has one. Made once;
@@ -114,6 +120,7 @@ class Ranks:
             torch.device("cpu"),
             lambda received, sent: gloo.alltoall_base(received, sent, [], []).wait(),
         )
+        self._talk.gather(b" ")  # nobody goes on, and perhaps ends, while others are still connecting
 
     def let_go(self) -> None:
         """Forget all groups, for good."""
