@@ -27,8 +27,7 @@ from .overlap_cost import COUNTS, Rates, Work, choose
 from .program import CollectiveStep, KernelStep, Program, Slab, Step, Value, WaitStep, bytes_moved, with_lifetimes
 from .propagation import dtype_bits
 from .rules.cost import count_flops
-from .rules.factors import Factor
-from .rules.reductions import Blocked
+from .rules.factors import Blocked, Factor
 
 _MOST = 64
 

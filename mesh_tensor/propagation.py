@@ -17,8 +17,8 @@ from tvm import tirx
 
 from .mesh import Mesh
 from .rules.factors import Factor
-from .rules.reductions import IDEMPOTENT
 from .rules.sharding_rule import Analysis
+from .rules.values import IDEMPOTENT
 from .sharding import Sharding
 
 

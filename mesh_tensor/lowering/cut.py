@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from ..rules import tile_ops
-from ..rules.factors import Factor
+from ..rules.factors import Blocked, Factor
 from ..rules.linear import Linear, as_expr
 from ..rules.live_ranges import LiveRange
 from ..rules.padding import content_past_the_end, takes_whole_blocks
-from ..rules.reductions import Blocked
 from ..rules.sharding_rule import Analysis
 from ..rules.statements import Statement, body_statements
 from .rewrite import block_like, region_call, replace_block, sequence, tile_op

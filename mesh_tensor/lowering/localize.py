@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from tvm import tirx
 
 from ..rules import tile_ops
+from ..rules.factors import Blocked
 from ..rules.fused_loops import fuse
 from ..rules.linear import Linear, as_expr, vars_of
-from ..rules.reductions import Blocked
 from ..rules.sharding_rule import Analysis
 from ..rules.statements import Access, Statement, split_update
 from ..rules.values import neutral_element
@@ -31,7 +31,7 @@ def localize(
     """The local kernel and the axes it wants to know: its parameters are the kernel's own (as tiles), then this
     device's coordinate on each of the axes.
 
-    Raises `Blocked` (rules.reductions) where a split turns out not to be expressible."""
+    Raises `Blocked` (rules.factors) where a split turns out not to be expressible."""
     return _Localizer(analysis, splits, coordinates).run(name)
 
 

@@ -18,9 +18,8 @@ from ..errors import refuse
 from ..frontend import read_annotations
 from ..mesh import Mesh
 from ..propagation import Assignment, Propagation
-from ..rules.factors import Factor
+from ..rules.factors import Blocked, Factor
 from ..rules.normalize import normalize
-from ..rules.reductions import Blocked
 from ..rules.sharding_rule import Analysis, ShardingRule, analyse, rule_of
 from ..rules.statements import buffer_params
 from ..sharding import Sharding

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from tvm import tirx
 
-from ..rules.factors import Factor
+from ..rules.factors import Blocked, Factor
 from ..rules.linear import Linear
-from ..rules.reductions import Blocked
 from ..rules.sharding_rule import Analysis
 from .rewrite import reshaped
 from .splits import Split

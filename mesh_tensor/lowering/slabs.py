@@ -81,7 +81,7 @@ def slab_kernels(
 ) -> list[tuple[tirx.PrimFunc, tuple[str, ...]]]:
     """Per slab, the kernel and the axes whose coordinates it takes. Slabs for which the same code serves have one.
 
-    Raises `Blocked` (rules.reductions) where the kernel can't be written so."""
+    Raises `Blocked` (rules.factors) where the kernel can't be written so."""
     made: list[tuple[tirx.PrimFunc, tuple[str, ...]]] = []
     name = f"{kernel.func.attrs['global_symbol']}_slab"
     for start, stop in bounds:

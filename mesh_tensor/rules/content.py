@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tvm import tirx
 
-from .factors import Coordinates
+from .coordinates import Coordinates
 from .linear import Linear, vars_of
 from .padding import is_inside
 from .statements import Access, Kernel, Statement

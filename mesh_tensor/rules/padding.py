@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from tvm import ir, tirx
 
 from . import tile_ops
-from .factors import Coordinates, Factor
+from .coordinates import Coordinates
+from .factors import Factor
 from .linear import Linear, as_expr
 from .live_ranges import LiveRange
 from .statements import Access, Kernel, Statement
@@ -125,10 +126,8 @@ class _Padding:
         return self._value(statement.values[0], place)
 
     def _access(self, access: Access) -> float | None:
-        entries = [self.coordinates.of_access(access, d) for d in range(len(access.indices))]
-        if not any(entry is not None and entry[0] is self.factor for entry in entries):
-            return None
-        return self.content(self.coordinates.ranges.of(access))
+        walks = self.coordinates.walks(access, self.factor)
+        return self.content(self.coordinates.ranges.of(access)) if walks else None
 
     def content(self, live_range: LiveRange) -> float | None:
         if live_range.is_param:

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from tvm import tirx
 
 from .content import needs_content, only_keeps_content
-from .factors import Coordinates, Factor
+from .coordinates import Coordinates
+from .factors import Factor
 from .live_ranges import LiveRanges
 from .normalize import normalize
 from .reader import read_kernel
-from .reductions import FactorAnalysis, Reduction, find_taints
+from .reductions import FactorAnalysis, Reduction
 from .statements import Kernel
+from .taints import Taints, find_taints
 
 _PARALLEL_NAMES = {1: ("m",), 2: ("m", "n"), 3: ("b", "m", "n"), 4: ("b", "h", "m", "n")}
 _REDUCED_NAMES = ("k", "l", "r", "s")
@@ -26,7 +28,7 @@ class Analysis:
     kernel: Kernel
     coordinates: Coordinates
     reductions: dict[Factor, Reduction]
-    taints: dict
+    taints: Taints
 
     @property
     def factors(self) -> list[Factor]:
@@ -84,8 +86,8 @@ def _signature(buffers: dict[str, tuple[str | None, ...]]) -> str:
 def analyse(func: tirx.PrimFunc) -> Analysis:
     """Analyse a normalized function with one grid."""
     kernel = read_kernel(func)
-    coordinates = Coordinates(kernel, LiveRanges(kernel))
-    taints = find_taints(kernel, coordinates)
+    ranges = LiveRanges(kernel)
+    coordinates, taints = Coordinates(kernel, ranges), find_taints(kernel, ranges)
     reductions = {f: FactorAnalysis(kernel, coordinates, f, taints).run() for f in coordinates.factors}
     analysis = Analysis(kernel, coordinates, reductions, taints)
     _name_factors(analysis)

@@ -83,6 +83,11 @@ class Statement:
     def vars(self) -> set[tirx.Var]:
         return {loop.var for loop in self.loops}
 
+    @property
+    def bounds(self) -> list[tirx.PrimExpr]:
+        """Where the loops around it start, and how far they go, but for constants."""
+        return [e for loop in self.loops for e in (loop.min, loop.extent) if not isinstance(e, tirx.IntImm)]
+
 
 @dataclass(eq=False)
 class Kernel:
@@ -156,6 +161,12 @@ def _reads(expr: tirx.PrimExpr, buffer: tirx.Buffer) -> bool:
 
 def used_vars(statement: Statement, kernel: Kernel) -> set[tirx.Var]:
     """Every loop variable that the statement's values, conditions, loop bounds or indices mention."""
-    bounds = [e for loop in statement.loops for e in (loop.min, loop.extent) if not isinstance(e, tirx.IntImm)]
     indices = [i for access in statement.accesses for i in access.indices]
-    return vars_of([*statement.values, *bounds, *indices], kernel.binds)
+    return vars_of([*statement.values, *statement.bounds, *indices], kernel.binds)
+
+
+def describe(statement: Statement) -> str:
+    """What a message calls the statement: `T.copy into A_shared`, `the store to C`."""
+    if statement.tile_op is not None:
+        return f"T.{type(statement.tile_op).__name__.lower()} into {statement.target.buffer.name}"
+    return "a statement" if statement.write is None else f"the store to {statement.write.buffer.name}"

@@ -9,6 +9,9 @@ from tvm import tirx
 from . import tile_ops
 from .statements import Statement
 
+#: Combining a value with itself changes nothing: such reductions need not count their start once.
+IDEMPOTENT = ("max", "min", "bitand", "bitor")
+
 
 def neutral_element(op: str, dtype: str) -> tirx.PrimExpr:
     """The value that changes nothing under `op`: 0 for sum, 1 for prod, the smallest value for max, ..."""

@@ -49,3 +49,8 @@ def on_rows(body, M=32, N=48, block=8):
             T.copy(b, B[bx * block])
 
     return rows
+
+
+def why_blocked(body) -> str | None:
+    """Why the columns of a kernel over blocks of rows can't be split."""
+    return factor(analysis(on_rows(body)), "A", 1).blocked
