@@ -81,7 +81,7 @@ class ValueRewriter:
         access = self.accesses.get(_key(load))
         if access is None:
             return load
-        buffer = self.shrink.buffers.get(load.buffer, load.buffer)
+        buffer = self.shrink.buffer(load.buffer)
         value: tirx.PrimExpr = tirx.BufferLoad(buffer, self.indices(access))
         if self.kernel.is_param(load.buffer):
             for condition in self.guards(access):

@@ -62,7 +62,13 @@ def loop_like(
     return tirx.For(loop.loop_var, low, extent, loop.kind, body, thread, loop.annotations)
 
 
-def block_like(block: tirx.SBlock, body: tirx.Stmt, alloc_buffers: Sequence[tirx.Buffer]) -> tirx.SBlock:
+def block_like(
+    block: tirx.SBlock,
+    body: tirx.Stmt,
+    alloc_buffers: Sequence[tirx.Buffer],
+    *,
+    annotations: Mapping[str, object] | None = None,
+) -> tirx.SBlock:
     """The same block with another body and other on-chip buffers."""
     return tirx.SBlock(
         block.iter_vars,
@@ -73,7 +79,7 @@ def block_like(block: tirx.SBlock, body: tirx.Stmt, alloc_buffers: Sequence[tirx
         block.init,
         list(alloc_buffers),
         block.match_buffers,
-        block.annotations,
+        block.annotations if annotations is None else annotations,
     )
 
 

@@ -28,7 +28,12 @@ class Shrink:
         self._shrink_params()
         self._shrink_on_chip()
 
+    def buffer(self, buffer: tirx.Buffer) -> tirx.Buffer:
+        """The buffer as this device has it."""
+        return self.buffers.get(buffer, buffer)
+
     def extent(self, var: tirx.Var) -> tirx.PrimExpr:
+        """How far a loop goes on this device."""
         return self.extents.get(var, self._loop_extents[var])
 
     def coverage(self, form: Linear) -> tirx.PrimExpr:

@@ -84,6 +84,17 @@ class Statement:
         return {loop.var for loop in self.loops}
 
     @property
+    def element_vars(self) -> set[tirx.Var]:
+        """The variables of a tile operation's element loops."""
+        return {loop.var for loop in self.loops if loop.kind == "tile"}
+
+    def element_dims(self, access: Access) -> dict[int, tirx.Var]:
+        """Per dim of a tile operation's access, the variable that runs over its elements; dims at one place have
+        none."""
+        elements = self.element_vars
+        return {dim: var for dim, index in enumerate(access.indices) for var in vars_of([index], {}) & elements}
+
+    @property
     def bounds(self) -> list[tirx.PrimExpr]:
         """Where the loops around it start, and how far they go, but for constants."""
         return [e for loop in self.loops for e in (loop.min, loop.extent) if not isinstance(e, tirx.IntImm)]

@@ -1,0 +1,48 @@
+"""What counts once: where an accumulator starts from is added on the first device of a split only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm import tirx
+
+from ..rules.sharding_rule import Analysis
+from ..rules.statements import Statement
+from ..rules.values import neutral_element
+from .rewrite import tile_op
+from .splits import Split
+
+
+class CountedOnce:
+    """Makes what the analysis found `gated` count on one device, and start the others with the neutral element."""
+
+    def __init__(self, analysis: Analysis, splits: Sequence[Split]):
+        self._splits = [(split, analysis.reductions[split.factor]) for split in splits]
+        self._ranges = analysis.coordinates.ranges
+
+    def value(self, statement: Statement, value: tirx.PrimExpr, op: str | None = None) -> tirx.PrimExpr:
+        """What a store writes, or what an update with `op` combines, on this device."""
+        condition, partial_op = self._gate(statement)
+        if condition is None:
+            return value
+        return tirx.if_then_else(condition, value, neutral_element(op or partial_op, value.dtype))
+
+    def tile_op(self, statement: Statement, call: tirx.Stmt, target: tirx.Call) -> tirx.Stmt:
+        """A tile operation into the region `target`: a plain update is left out on the other devices, what does not
+        build on the target's content is a fill there."""
+        condition, op = self._gate(statement)
+        if condition is None:
+            return call
+        if statement.op is not None and not statement.fresh:
+            return tirx.IfThenElse(condition, call, None)
+        fill = tile_op("fill", target, neutral_element(op, statement.target.buffer.dtype))
+        return tirx.IfThenElse(condition, call, fill)
+
+    def _gate(self, statement: Statement) -> tuple[tirx.PrimExpr | None, str]:
+        """Whether this device is the one that counts, None if all do; and what completes the partial value."""
+        condition, op = None, ""
+        for split, reduction in self._splits:
+            if statement in reduction.gated:
+                op = reduction.partial[self._ranges.of(statement.target)]
+                condition = split.is_first if condition is None else tirx.And(condition, split.is_first)
+        return condition, op
