@@ -271,6 +271,7 @@ class MeshKernel:
                 and tensor.shape == shape
                 and tensor.layout is torch.strided
                 and tensor.is_contiguous()
+                and not tensor.is_neg()
                 and tensor.device == device
             ):
                 return False

@@ -118,6 +118,8 @@ def _check(param: Param, value: Any, sizes: Sizes, mesh: Mesh, device: torch.dev
     if isinstance(value, MeshTensor):
         fix = "distribute it on the kernel's mesh, or pass its .full()"
         return None if value.mesh == mesh else (f"a MeshTensor on {value.mesh}, but expected {mesh}", fix)
+    if value.is_neg():
+        return "a view that torch negates when it reads it", "pass a copy: .resolve_neg()"
     if not value.is_contiguous():
         return f"layout is not contiguous (strides {value.stride()})", "pass a copy: .contiguous()"
     return None

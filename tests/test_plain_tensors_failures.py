@@ -51,6 +51,21 @@ def test_layouts(kern, layout):
     assert "pass a dense copy: .to_dense()" in text
 
 
+def test_views_that_are_negated(kern):
+    """Such as the imaginary part of a conjugate: their memory holds the opposite."""
+    text = refusal(lambda: kern(torch._neg_view(ONES), ONES))
+    assert "parameter 'A': a view that torch negates when it reads it" in text
+    assert ".resolve_neg()" in text
+
+
+def test_distribute():
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(ONES)
+    assert "a FakeTensor, which has no data" in refusal(lambda: mt.distribute(fake, {"x": 2}, {"x": 0}))
+    text = refusal(lambda: mt.distribute(ONES.to_sparse(), {"x": 2}, {"x": 0}))
+    assert "layout torch.sparse_coo, but expected torch.strided" in text
+
+
 def test_what_watches_only(kern):
     """Modes and transforms that leave tensors as they are."""
     with FlopCounterMode(display=False):

@@ -10,6 +10,7 @@ import torch
 
 from ..errors import refuse
 from ..mesh import Mesh
+from ..plain_tensors import why_not_plain
 from ..redistribution import RedistributionPlan
 from ..sharding import Sharding
 from .placement import Layout, layout_of
@@ -119,6 +120,8 @@ def distribute(tensor: torch.Tensor, mesh: Mesh | Mapping[str, int], sharding: S
     neutral element of its op."""
     if not isinstance(tensor, torch.Tensor):
         refuse(f"distribute takes a torch tensor, not {type(tensor).__name__}", fix="wrap it with torch.as_tensor")
+    if problem := why_not_plain(tensor):
+        refuse(problem[0], where="distribute", fix=problem[1])
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     layout = layout_of(tuple(tensor.shape), tensor.dtype, as_sharding(mesh, tensor.ndim, sharding))
     return of_tiles(layout.spread(tensor.detach(), share=True), layout)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mesh_tensor as mt
 from kernels.matmul import matmul
@@ -115,6 +116,28 @@ def dtypes_that_torch_can_not_gather(rank):
         back = mt.redistribute(made, {"x": 0, "y": 0})
         assert torch.equal(back.to_local().view(torch.uint8), part.view(torch.uint8)), dtype
         assert torch.equal(mt.from_dtensor(given).full().view(torch.uint8), whole.view(torch.uint8)), dtype
+
+
+def views_that_are_not_as_their_memory(rank):
+    """Conjugates and negated views, which torch computes when it reads them."""
+    mesh, kern = init_device_mesh("cpu", (2,), mesh_dim_names=("x",)), k_split()
+    whole, ones = torch.randn(4, 4, dtype=torch.complex64), torch.ones(8, 8)
+    given = DTensor.from_local(whole[rank * 2 :][:2].conj(), mesh, [Shard(0)])
+    assert torch.equal(mt.redistribute(given, {}).to_local(), whole.conj())
+    assert torch.equal(mt.redistribute(given, {"x": 1}).to_local(), whole.conj()[:, rank * 2 :][:, :2])
+    assert torch.equal(mt.from_dtensor(given).full(), whole.conj())
+    negated = torch._neg_view(ones[:, :4].contiguous())
+    assert kern.local(negated, ones[:4]).eq(-8).all()
+    text = refusal(
+        lambda: kern(DTensor.from_local(negated, mesh, [Shard(1)]), distribute_tensor(ones, mesh, [Shard(0)]))
+    )
+    assert "parameter 'A': a view that torch negates when it reads it" in text
+
+
+def fake_group(rank):
+    """A process group that only pretends."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    return refusal(lambda: k_split().local(torch.ones(8, 4), torch.ones(4, 8)))
 
 
 def ranks_in_another_order(rank):

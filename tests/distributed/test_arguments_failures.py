@@ -59,6 +59,16 @@ def test_dtypes_that_torch_can_not_gather():
     run(bodies.dtypes_that_torch_can_not_gather, 4, timeout=SHORT)
 
 
+def test_views_that_are_not_as_their_memory():
+    run(bodies.views_that_are_not_as_their_memory, 2, timeout=SHORT)
+
+
+def test_fake_group():
+    (text,) = run(bodies.fake_group, 1, group=False)
+    assert "the process group is a fake one, which moves nothing" in text
+    assert "use a virtual mesh" in text
+
+
 def test_ranks_in_another_order():
     for texts in run(bodies.ranks_in_another_order, 4, timeout=SHORT):
         for text in texts:

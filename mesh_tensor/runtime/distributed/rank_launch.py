@@ -49,7 +49,12 @@ class Tiling:
 
     def serves(self, local: torch.Tensor) -> bool:
         """Whether a kernel can work on this very tensor."""
-        return local.shape == self.tile_shape and local.is_contiguous() and local.data_ptr() % _ALIGNMENT == 0
+        return (
+            local.shape == self.tile_shape
+            and local.is_contiguous()
+            and local.data_ptr() % _ALIGNMENT == 0
+            and not local.is_neg()
+        )
 
     def valid(self, tile: torch.Tensor) -> torch.Tensor:
         """The valid part of a tile, as a view."""

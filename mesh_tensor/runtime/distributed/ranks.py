@@ -108,7 +108,7 @@ class Ranks:
 
         It is no group of `new_group`'s: torch names groups by how many of them a process has, and ranks may differ in
         that."""
-        if self._talk is not None or not dist.is_gloo_available():
+        if self._talk is not None or not dist.is_gloo_available() or default_store() is None:
             return
         group = self.everybody()
         places = tuple(self._places[member] for member in group.members)
@@ -186,6 +186,10 @@ def check_backend(device_type: str, config: str, where: str) -> None:
     """The process group moves tensors of this device type; `config` is torch's, as in `cpu:gloo,cuda:nccl`."""
     backends = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
     backend = backends.get(device_type)
+    if backend == "fake":
+        refuse(
+            "the process group is a fake one, which moves nothing", where=where, fix="use a virtual mesh without ranks"
+        )
     if backend is None or (device_type == "cuda" and backend == "gloo"):
         backend_words = f"has {backend} for it" if backend else f"has {config}"
         right = "nccl" if device_type == "cuda" else "gloo"

@@ -109,6 +109,7 @@ class _Changes:
         key = (tiling.shape, tiling.dtype, tiling.sharding, to)
         if key not in self._changes:
             self._changes[key] = Change(*key, self._ranks)
+        local = local.resolve_conj().resolve_neg()  # memory is sent as it is
         tile = local.contiguous() if local.shape == tiling.tile_shape else tiling.tile(local)
         try:
             new = self._changes[key](tile)
