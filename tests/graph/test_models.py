@@ -56,6 +56,23 @@ def test_gpt2_tensor_parallel(parts, fused):
 
 
 @pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("file", [gpt2, llama])
+@pytest.mark.parametrize("sizes", [(8, 64, 64), (2, 5, 64)])
+def test_as_many_collectives_for_all_sizes(file, sizes, parts):
+    """Also where weights are much smaller than activations, or larger: gathering both would move fewer bytes."""
+    batch, positions, width = sizes
+    options = {"key_heads": 4} if file is llama else {}
+    config = file.Config(width=width, heads=4, layers=1, batch=batch, positions=positions, **options)
+    split = file.tensor_parallel(config, "model")
+    model, inputs, run = distributed(file, config, {"model": parts}, split)
+    check(model, inputs, run)
+    assert collectives(run) == {"all_reduce": 2}
+    if positions % parts == 0:
+        run = distributed(file, config, {"model": parts}, together(split, file.sequence_parallel(config, "model")))[2]
+        assert collectives(run) == {"all_gather": 2, "reduce_scatter": 2}
+
+
+@pytest.mark.parametrize("parts", [2, 4])
 def test_gpt2_sequence_parallel(parts):
     config = gpt2.Config()
     both = together(gpt2.tensor_parallel(config, "model"), gpt2.sequence_parallel(config, "model"))
