@@ -16,18 +16,19 @@ slabs, or is not predicted to pay, stays as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from .errors import refuse
 from .lowering import verify
 from .lowering.layouts import LocalKernel
-from .lowering.slabs import Bounds, local_size, slab_bounds, slab_dims, slab_kernels, why_no_slabs
+from .lowering.slabs import local_size, slab_bounds, slab_dims, slab_kernels
 from .overlap_cost import COUNTS, Rates, Work, choose
-from .program import CollectiveStep, KernelStep, Program, Slab, Step, Value, WaitStep, bytes_moved, with_lifetimes
+from .overlap_schedule import schedule
+from .overlap_sites import Site, Sites
+from .program import CollectiveStep, KernelStep, Program, Step, Value, WaitStep, with_lifetimes
 from .propagation import dtype_bits
-from .rules.cost import count_flops
-from .rules.factors import Blocked, Factor
+from .rules.factors import Blocked
 
 _MOST = 64
 
@@ -102,21 +103,6 @@ def why_in_bulk(program: Program, rates: Rates) -> str:
     return times if choice.count == 1 else ""
 
 
-@dataclass(frozen=True)
-class _Site:
-    """A kernel with the collectives `before` and `after` it that can go along with its slabs along `factor`."""
-
-    step: KernelStep
-    kernel: LocalKernel
-    factor: Factor
-    before: tuple[CollectiveStep, ...]
-    after: tuple[CollectiveStep, ...]
-
-    @property
-    def collectives(self) -> tuple[CollectiveStep, ...]:
-        return (*self.before, *self.after)
-
-
 class _Rewriter:
     """Goes through a program's steps; `result` are the new ones, `values` the slabs, `notes` what was decided."""
 
@@ -127,88 +113,26 @@ class _Rewriter:
         self.values: dict[str, Value] = {}
         self.notes: list[str] = []
         self.result: list[Step] = []
-        self._reasons: dict[int, str] = {}
-        self._done: set[int] = set()
+        self._sites = Sites(steps, program.values)
 
     def run(self) -> None:
-        slabs_at = {}
-        for position in self.kernels:
-            site = self._site(position)
+        slabs_at: dict[int, list[Step]] = {}
+        taken: set[int] = set()
+        for position, kernel in self.kernels.items():
+            site = self._sites.at(position, kernel, taken)
             if site is not None and (steps := self._in_slabs(site)):
                 slabs_at[position] = steps
-                self._done |= {id(collective) for collective in site.collectives}
+                taken |= {id(collective) for collective in site.collectives}
         for position, step in enumerate(self.steps):
             if position in slabs_at:
                 self.result += slabs_at[position]
-            elif id(step) not in self._done:
+            elif id(step) not in taken:
                 self.result.append(step)
-            if isinstance(step, CollectiveStep) and id(step) not in self._done and step.bytes:
-                why = self._reasons.get(id(step), "no kernel directly before or after it")
+            if isinstance(step, CollectiveStep) and id(step) not in taken and step.bytes:
+                why = self._sites.why_in_bulk.get(id(step), "no kernel directly before or after it")
                 self.notes.append(f"{_words(step)}: in bulk: {why}")
 
-    # -- where ---------------------------------------------------------------------------------------------------------
-
-    def _site(self, position: int) -> _Site | None:
-        """What can be done at a kernel: along the factor with the most bytes to send."""
-        step, kernel = self.steps[position], self.kernels[position]
-        assert isinstance(step, KernelStep)
-        found: dict[Factor, tuple[list[CollectiveStep], list[CollectiveStep]]] = {}
-        for is_after, collective in self._beside(position, step):
-            reason = self._why_not(kernel, step, collective, is_after)
-            if isinstance(reason, str):
-                self._reasons.setdefault(id(collective), reason)
-            else:
-                found.setdefault(reason, ([], []))[is_after].append(collective)
-        if not found:
-            return None
-        best = max(found, key=lambda factor: sum(c.bytes for side in found[factor] for c in side))
-        for factor, sides in found.items():
-            for collective in (*sides[0], *sides[1]):
-                if factor is not best:
-                    self._reasons[id(collective)] = f"the kernel is split along {best.name} instead"
-        return _Site(step, kernel, best, tuple(found[best][0]), tuple(found[best][1]))
-
-    def _beside(self, position: int, step: KernelStep) -> Iterator[tuple[bool, CollectiveStep]]:
-        """The collectives right before the kernel that feed it and nothing in between, and those right after it that
-        take what it wrote."""
-        start = stop = position
-        while start > 0 and isinstance(self.steps[start - 1], CollectiveStep):
-            start -= 1
-        while stop + 1 < len(self.steps) and isinstance(self.steps[stop + 1], CollectiveStep):
-            stop += 1
-        before = [c for c in self.steps[start:position] if isinstance(c, CollectiveStep)]
-        after = [c for c in self.steps[position + 1 : stop + 1] if isinstance(c, CollectiveStep)]
-        for index, collective in enumerate(before):
-            later = {other.src for other in before[index + 1 :]}
-            free = collective.dst in step.args and collective.dst not in later and id(collective) not in self._done
-            if free and collective.bytes:
-                yield False, collective
-        for collective in after:
-            if collective.src in step.writes and collective.bytes:
-                yield True, collective
-
-    def _why_not(
-        self, kernel: LocalKernel, step: KernelStep, collective: CollectiveStep, is_after: bool
-    ) -> Factor | str:
-        """The factor along which the collective can go in slabs, or why there is none."""
-        values = self.program.values
-        inner, outer = values[collective.src], values[collective.dst]
-        if not is_after:
-            inner, outer = outer, inner
-        dim = next((d for d, size in enumerate(inner.tile_shape) if size > 1), 0)
-        param = list(kernel.analysis.kernel.params)[step.args.index(inner.name)]
-        factor = kernel.analysis.factor_of(param, dim) if inner.shape else None
-        if factor is None:
-            return f"dim {dim} of {param} is needed whole"
-        if inner.sharding.dims[dim] != outer.sharding.dims[dim]:
-            return f"it changes how dim {dim}, along which slabs would be, is split"
-        if any(size != 1 for size in outer.tile_shape[:dim]):
-            return f"slabs of {outer.name} don't lie in one piece"
-        return why_no_slabs(kernel, factor) or factor
-
-    # -- whether -------------------------------------------------------------------------------------------------------
-
-    def _in_slabs(self, site: _Site) -> list[Step]:
+    def _in_slabs(self, site: Site) -> list[Step]:
         """The steps of a site in slabs; none if it stays in bulk."""
         count, why = self._decide(site)
         bounds = slab_bounds(site.kernel, site.factor, count)
@@ -222,14 +146,16 @@ class _Rewriter:
             except Blocked as error:
                 why = str(error)
         if not kernels:
-            self._reasons |= {id(collective): why for collective in site.collectives}
+            self._sites.why_in_bulk |= {id(collective): why for collective in site.collectives}
             return []
         sizes = ", ".join(dict.fromkeys(str(stop - start) for start, stop in bounds))
         what = f"beside kernel {site.step.name} in {len(bounds)} slabs of {sizes} of {site.factor.name}"
         self.notes += [f"{_words(collective)}: {what}: {why}" for collective in site.collectives]
-        return self._schedule(site, bounds, kernels)
+        steps, slabs = schedule(site, bounds, kernels, self.program.values)
+        self.values |= slabs
+        return steps
 
-    def _decide(self, site: _Site) -> tuple[int, str]:
+    def _decide(self, site: Site) -> tuple[int, str]:
         """How many slabs, and why."""
         if isinstance(self.wanted, int):
             return self.wanted, f"overlap={self.wanted}"
@@ -240,59 +166,11 @@ class _Rewriter:
         times = f"predicted {choice.slabs * 1e3:.2f} ms, in bulk {choice.bulk * 1e3:.2f} ms ({self.wanted.name})"
         return choice.count, times
 
-    def _work(self, site: _Site) -> Work:
+    def _work(self, site: Site) -> Work:
         sliced = slab_dims(site.kernel, site.factor)
         sizes = [_tile_bytes(self.program.values[name]) for name in site.step.args]
         repeated = sum(size for position, size in enumerate(sizes) if position not in sliced)
         return Work(site.step.flops, sum(sizes), repeated, tuple(c.bytes for c in site.collectives))
-
-    # -- how -----------------------------------------------------------------------------------------------------------
-
-    def _schedule(self, site: _Site, bounds: Sequence[Bounds], kernels: Sequence[tuple]) -> list[Step]:
-        """While slab i is computed, what slab i + 1 needs is on its way, and what slabs i - 1 and i - 2 gave (an
-        all-reduce may go in two rounds)."""
-        dims = slab_dims(site.kernel, site.factor)
-        feeds = [[self._slab_collective(c, c.dst, site, dims, bound) for c in site.before] for bound in bounds]
-        takes = [[self._slab_collective(c, c.src, site, dims, bound) for c in site.after] for bound in bounds]
-        steps: list[Step] = [*feeds[0]]
-        for index, (bound, (func, axes)) in enumerate(zip(bounds, kernels, strict=True)):
-            steps += feeds[index + 1] if index + 1 < len(bounds) else []
-            steps += map(WaitStep, feeds[index])
-            names = {
-                site.step.args[position]: self._slab(site.step.args[position], dim, bound)
-                for position, dim in dims.items()
-            }
-            steps.append(
-                replace(
-                    site.step,
-                    name=f"{site.step.name}[{index}]",
-                    func=func,
-                    axes=axes,
-                    args=tuple(names.get(name, name) for name in site.step.args),
-                    writes=tuple(names[name] for name in site.step.writes),
-                    flops=count_flops(func),
-                )
-            )
-            steps += map(WaitStep, takes[index - 2] if index > 1 else [])
-            steps += takes[index]
-        return [*steps, *map(WaitStep, [*takes[-2], *takes[-1]])]
-
-    def _slab_collective(
-        self, step: CollectiveStep, at_kernel: str, site: _Site, dims: dict[int, int], bound: Bounds
-    ) -> CollectiveStep:
-        dim = dims[site.step.args.index(at_kernel)]
-        src, dst = (self._slab(name, dim, bound) for name in (step.src, step.dst))
-        size = bytes_moved(step.kind, self.values[src], self.values[dst], step.axes)
-        return replace(step, src=src, dst=dst, bytes=size, wait=False)
-
-    def _slab(self, name: str, dim: int, bound: Bounds) -> str:
-        """The slab of a value, which is a value: as long as the slabs of all devices that split the dim."""
-        whole, (start, stop) = self.program.values[name], bound
-        made = f"{name}[{', '.join([*([':'] * dim), f'{start}:{stop}'])}]"
-        shape = list(whole.shape)
-        shape[dim] = (stop - start) * whole.sharding.num_shards(dim)
-        self.values[made] = replace(whole, name=made, shape=tuple(shape), slab=Slab(dim, start, stop))
-        return made
 
 
 def _words(step: CollectiveStep) -> str:
