@@ -13,10 +13,11 @@ from .disco import DiscoModule, DiscoSession, run_on_disco, to_disco  # noqa: E4
 from .errors import MeshTensorError  # noqa: E402
 from .frontend import annotate, mesh_tensor_functions  # noqa: E402
 from .graph import ModuleAnnotations, annotate_module, read_module_annotations  # noqa: E402
-from .graph.frontends import ImportedModule, from_onnx, load_module  # noqa: E402
+from .graph.frontends import ImportedModule, load_module  # noqa: E402
 from .lowering import lower  # noqa: E402
 from .mesh import Mesh  # noqa: E402
 from .module import MeshModule, distribute_module  # noqa: E402
+from .onnx_frontend import from_onnx  # noqa: E402
 from .program import Program  # noqa: E402
 from .redistribution import RedistributionPlan  # noqa: E402
 from .rules import ShardingRule, sharding_rule  # noqa: E402

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.utils import _pytree as pytree
 
-from .errors import refuse
 from .graph.frontends import ImportedModule, import_torch
+from .imported_results import refuse_differences
 from .sequential import run_sequential
 
 
@@ -40,37 +40,10 @@ def _check(module: ImportedModule, program: torch.export.ExportedProgram) -> Non
     with torch.no_grad():
         expected = pytree.tree_leaves(program.module()(*args, **kwargs))
         results = run_sequential(module.mod, [*pytree.tree_leaves((args, kwargs)), *module.params.values()])
-    results = list(results) if isinstance(results, tuple) else [results]
-    problems = [
-        f"result {index} differs from torch's by {error:.2g} of its largest value"
-        for index, (result, meant) in enumerate(zip(results, expected, strict=True))
-        if (error := _error(result, meant)) > _tolerance(meant.dtype)
-    ]
-    if problems:
-        refuse(
-            problems,
-            where="the imported program, on its example inputs",
-            why="TVM's importer reads some operator in it differently",
-            fix="write the model with other operators; `check=False` leaves this check out",
-        )
-
-
-def _error(result: torch.Tensor, meant: torch.Tensor) -> float:
-    """The largest difference, by the largest value; what is not finite has to be equal."""
-    if result.shape != meant.shape or result.dtype != meant.dtype:
-        return float("inf")
-    wide, other = result.to(torch.float64), meant.to(torch.float64)
-    finite = other.isfinite()
-    if (
-        not torch.equal(wide.nan_to_num(7.0)[~finite], other.nan_to_num(7.0)[~finite])
-        or not wide[finite].isfinite().all()
-    ):
-        return float("inf")
-    if not finite.any():
-        return 0.0
-    return float((wide - other)[finite].abs().max() / other[finite].abs().max().clamp_min(1e-6))
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    """What sums in another order may change; nothing in whole numbers."""
-    return torch.finfo(dtype).eps ** 0.5 if dtype.is_floating_point else 0.0
+    refuse_differences(
+        results,
+        expected,
+        "torch",
+        "the imported program, on its example inputs",
+        "write the model with other operators",
+    )

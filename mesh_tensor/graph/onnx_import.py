@@ -1,8 +1,9 @@
-"""from_onnx: an ONNX model as a Relax module."""
+"""import_onnx: an ONNX model as a Relax module."""
 
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -17,23 +18,16 @@ from .annotations import SOURCE_NAMES_ATTR
 from .imported import ImportedModule, identifiers
 from .names import renamed_parameters
 
+_WHOLE = {6, 7}  # onnx.TensorProto's int32 and int64
+_FEW = 64
 
-def from_onnx(path: str | os.PathLike[str], *, shapes: Mapping[str, Sequence[int]] | None = None) -> ImportedModule:
-    """The Relax module of an ONNX file. Needs the package `onnx` (the extra `mesh-tensor[onnx]`).
 
-    Its function `main` takes the inputs in the file's order, then the weights (initializers), under their names as
-    identifiers: "fc.weight" is called `fc_weight`. `annotate_module` knows them by both names.
-
-    Args:
-        path: the file; tensors in files of their own lie beside it.
-        shapes: sizes of inputs, by name, in place of the file's (which may leave some open).
-
-    Raises:
-        MeshTensorError: the package or the file is missing, the model is not valid, or operators that TVM can't import.
-    """
+def import_onnx(path: str | os.PathLike[str], shapes: Mapping[str, Sequence[int]] | None = None) -> ImportedModule:
+    """The Relax module of an ONNX file: `mesh_tensor.from_onnx`, without its check of results."""
     onnx, frontend = _packages()
     model = _loaded(onnx, path)
     graph = model.graph
+    _settle(onnx, graph)
     names = identifiers([t.name for t in graph.initializer], [])
     places = {name: f"p{index}_" for index, name in enumerate(names)}
     inputs = [value.name for value in graph.input if value.name not in places]
@@ -62,14 +56,79 @@ def _packages() -> tuple[Any, Any]:
 
 
 def _loaded(onnx: Any, path: str | os.PathLike[str]) -> Any:
-    if not os.path.isfile(path):
-        refuse(f"there is no file {os.fspath(path)!r}", fix="pass the path of an ONNX file")
+    if not isinstance(path, (str, os.PathLike)) or not os.path.isfile(path):
+        refuse(f"there is no file {path!r}", fix="pass the path of an ONNX file")
     try:
         model = onnx.load(os.fspath(path))
         onnx.checker.check_model(model)
     except Exception as error:  # protobuf's and the checker's own classes
         refuse(f"{os.fspath(path)!r} is no valid ONNX model", why=str(error), fix="export it again")
     return model
+
+
+def _settle(onnx: Any, graph: Any) -> None:
+    """Make constants of what is no weight but says how operators work (sizes, axes, counts), which TVM's importer has
+    to know; and write some operators as it reads them."""
+    results = {value.name for value in graph.output}
+    small = [
+        tensor
+        for tensor in graph.initializer
+        if tensor.data_type in _WHOLE and len(tensor.dims) < 2 and math.prod(tensor.dims) <= _FEW
+    ]
+    settled = {tensor.name: tensor for tensor in small if tensor.name not in results}
+    for values in (graph.initializer, graph.input):
+        kept = [value for value in values if value.name not in settled]
+        del values[:]
+        values.extend(kept)
+    nodes = [_constant(onnx, name, tensor) for name, tensor in settled.items()]
+    for node in graph.node:
+        rewrite = _REWRITTEN.get(node.op_type)
+        nodes += rewrite(onnx, graph, settled, node) if rewrite else [node]
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _layer_norm(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> list[Any]:
+    """With a bias: without one, TVM's importer takes the wrong size."""
+    scale = next((tensor for tensor in graph.initializer if tensor.name == node.input[1]), None)
+    if scale is None or "".join(node.input[2:]):
+        return [node]
+    name = f"{node.output[0]}_bias"
+    node.input[2:] = [name]
+    zeros = onnx.helper.make_tensor(name, scale.data_type, scale.dims, [0.0] * math.prod(scale.dims))
+    return [_constant(onnx, name, zeros), node]
+
+
+def _topk(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> list[Any]:
+    """With a count that is no vector, which TVM's importer can't take the number out of; it makes int32 of indices."""
+    count = settled.get(node.input[1]) or _made(graph, node.input[1])
+    if count is None:
+        return [node]
+    name, indices = (f"{node.output[1]}_{what}" for what in ("count", "int32"))
+    cast = onnx.helper.make_node("Cast", [indices], [node.output[1]], to=onnx.TensorProto.INT64)
+    node.input[1], node.output[1] = name, indices
+    count = onnx.helper.make_tensor(name, count.data_type, [], onnx.numpy_helper.to_array(count).flatten())
+    return [_constant(onnx, name, count), node, cast]
+
+
+def _is_inf(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> list[Any]:
+    """Of both signs: TVM's importer leaves out which ones."""
+    if any(attribute.i == 0 for attribute in node.attribute):
+        refuse("IsInf of one sign is not supported", where=f"node {node.name or node.output[0]!r}", fix="compare")
+    return [node]
+
+
+_REWRITTEN = {"LayerNormalization": _layer_norm, "TopK": _topk, "IsInf": _is_inf}
+
+
+def _constant(onnx: Any, name: str, tensor: Any) -> Any:
+    return onnx.helper.make_node("Constant", [], [name], value=tensor)
+
+
+def _made(graph: Any, name: str) -> Any:
+    """The tensor of the Constant of that name."""
+    nodes = [node for node in graph.node if node.op_type == "Constant" and node.output[0] == name]
+    return next((attribute.t for node in nodes for attribute in node.attribute if attribute.name == "value"), None)
 
 
 def _rename(graph: Any, names: Mapping[str, str]) -> None:

@@ -1,0 +1,117 @@
+"""ONNX models compute what onnx's reference evaluator computes, or are refused."""
+
+import numpy as np
+import onnx
+import onnx.reference
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+import mesh_tensor as mt
+
+TYPES = {
+    np.dtype("float32"): TensorProto.FLOAT,
+    np.dtype("int64"): TensorProto.INT64,
+    np.dtype("bool"): TensorProto.BOOL,
+}
+
+
+def random(*shape):
+    return np.random.default_rng(0).standard_normal(shape).astype("float32")
+
+
+def save(path, op, inputs, weights, opset=17, outputs=1, sizes=None, **attributes):
+    """A file of one operator; what onnx's reference gives."""
+    node = helper.make_node(op, [*inputs, *weights], [f"y{i}" for i in range(outputs)], **attributes)
+    shapes = sizes or {name: value.shape for name, value in inputs.items()}
+    into = [helper.make_tensor_value_info(name, TYPES[inputs[name].dtype], shapes[name]) for name in inputs]
+    constants = [numpy_helper.from_array(np.asarray(value), name) for name, value in weights.items()]
+    outputs = [onnx.ValueInfoProto(name=name) for name in node.output]
+    graph = helper.make_graph([node], "graph", into, outputs, constants)
+    options = {"opset_imports": [helper.make_opsetid("", opset)], "ir_version": 8}
+    results = onnx.reference.ReferenceEvaluator(helper.make_model(graph, **options)).run(None, inputs)
+    del graph.output[:]
+    for name, result in zip(node.output, results, strict=True):
+        shape = [None] * result.ndim if sizes else result.shape
+        graph.output.append(helper.make_tensor_value_info(name, TYPES[result.dtype], shape))
+    onnx.save(helper.make_model(graph, **options), path)
+    return [torch.from_numpy(np.array(result)) for result in results]
+
+
+X = random(3, 5, 8)
+
+
+@pytest.mark.parametrize(
+    ("op", "weights", "options"),
+    [
+        ("Split", {"sizes": np.array([3, 4, 1])}, {"axis": 2, "outputs": 3}),
+        ("TopK", {"k": np.array([3])}, {"axis": 2, "outputs": 2}),
+        ("Expand", {"shape": np.array([2, 1, 1, 1])}, {}),
+        ("LayerNormalization", {"scale": random(8)}, {}),
+        ("LayerNormalization", {"scale": random(5, 8)}, {"axis": 1, "epsilon": 0.1}),
+        ("ReduceMean", {"axes": np.array([-1, 0])}, {"keepdims": 0, "opset": 18}),
+    ],
+)
+def test_what_says_how_operators_work_is_constant(tmp_path, op, weights, options):
+    expected = save(tmp_path / "model.onnx", op, {"x": X}, weights, **options)
+    module = mt.from_onnx(tmp_path / "model.onnx")
+    assert list(module.params) == [name for name, value in weights.items() if value.dtype == np.float32]
+    run = mt.distribute_module(module.mod, {"a": 2}, {"x": {"a": 1}}, weights=module.params)
+    results = run(torch.from_numpy(X))
+    for result, meant in zip(results if isinstance(results, tuple) else [results], expected, strict=True):
+        torch.testing.assert_close(result, meant, rtol=1e-4, atol=1e-5)
+
+
+def test_batch_norm_before_opset_14_is_for_inference(tmp_path):
+    x, weights = random(2, 3, 4, 4), {name: random(3) for name in ("scale", "bias", "mean")}
+    save(tmp_path / "model.onnx", "BatchNormalization", {"x": x}, weights | {"var": random(3) ** 2}, opset=9)
+    module = mt.from_onnx(tmp_path / "model.onnx")
+    result = mt.run_sequential(module.mod, {"x": torch.from_numpy(x), **module.params})
+    scale, bias, mean, var = (module.params[name] for name in ("scale", "bias", "mean", "var"))
+    expected = torch.nn.functional.batch_norm(torch.from_numpy(x), mean, var, scale, bias)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("op", "weights", "options"),
+    [
+        ("Softmax", {}, {"axis": 1, "opset": 11}),
+        ("LogSoftmax", {}, {"opset": 11}),
+        ("MaxPool", {}, {"kernel_shape": [3], "strides": [2], "auto_pad": "SAME_LOWER"}),
+        (
+            "ScatterElements",
+            {"at": np.array([[[1] * 8, [1] * 8]]), "new": random(1, 2, 8)},
+            {"axis": 1, "reduction": "add", "opset": 18},
+        ),
+    ],
+)
+def test_what_tvm_reads_differently(tmp_path, op, weights, options):
+    save(tmp_path / "model.onnx", op, {"x": X}, weights, **options)
+    with pytest.raises(mt.MeshTensorError, match="result 0 differs from onnx's reference's by") as error:
+        mt.from_onnx(tmp_path / "model.onnx")
+    assert "model.onnx, on random inputs" in str(error.value)
+    assert "`check=False` leaves this check out" in str(error.value)
+    assert mt.from_onnx(tmp_path / "model.onnx", check=False).mod["main"].params
+
+
+def test_infinities_of_one_sign(tmp_path):
+    save(tmp_path / "model.onnx", "IsInf", {"x": X}, {}, detect_negative=0)
+    with pytest.raises(mt.MeshTensorError, match="IsInf of one sign is not supported"):
+        mt.from_onnx(tmp_path / "model.onnx")
+
+
+def test_open_sizes_are_tried(tmp_path):
+    inputs, sizes = {"x": random(4, 6), "y": random(4, 6)}, {"x": ("n", 6), "y": ("m", 6)}
+    save(tmp_path / "model.onnx", "Add", inputs, {}, sizes=sizes)
+    assert mt.from_onnx(tmp_path / "model.onnx").mod["main"].params
+    inputs, sizes = {"x": random(35, 6)}, {"x": ("n", 6)}
+    save(tmp_path / "model.onnx", "Reshape", inputs, {"shape": np.array([5, 7, 6])}, sizes=sizes)
+    with pytest.raises(mt.MeshTensorError, match="onnx's reference evaluator, .* can't run the model") as error:
+        mt.from_onnx(tmp_path / "model.onnx")
+    assert "settle open sizes by `shapes`" in str(error.value)
+    assert mt.from_onnx(tmp_path / "model.onnx", shapes={"x": (35, 6)}).mod["main"].params
+
+
+def test_path_that_is_none():
+    with pytest.raises(mt.MeshTensorError, match="there is no file 3"):
+        mt.from_onnx(3)
