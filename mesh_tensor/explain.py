@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 from tvm import tirx
 
 from .lowering.pipeline import Lowered
-from .program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Value, WaitStep
-from .propagation import dtype_bits, tile_extent
+from .program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, WaitStep
+from .propagation import tile_extent
 from .rules.reader import read_kernel
 from .rules.tile_ops import Gemm
 from .runtime.cpu_blas import who_multiplies
@@ -136,7 +135,7 @@ def peak_bytes(program: Program) -> int:
     """The most bytes of tiles and workspaces that one device holds at once."""
     sizes: dict[str, int] = {}
     for value in program.values.values():
-        sizes[value.storage] = max(sizes.get(value.storage, 0), _tile_bytes(value))
+        sizes[value.storage] = max(sizes.get(value.storage, 0), value.tile_bytes)
     inputs = {program.values[p.input].storage for p in program.parameters if p.input is not None}
     now = peak = sum(sizes[storage] for storage in inputs)
     for step in program.steps:
@@ -146,10 +145,6 @@ def peak_bytes(program: Program) -> int:
             now -= sizes[step.value]
         peak = max(peak, now)
     return peak
-
-
-def _tile_bytes(value: Value) -> int:
-    return math.prod(value.tile_shape) * dtype_bits(value.dtype) // 8
 
 
 def table(rows: Iterable[Sequence[object]]) -> list[str]:

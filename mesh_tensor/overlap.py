@@ -15,7 +15,6 @@ slabs, or is not predicted to pay, stays as it is.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -27,8 +26,8 @@ from .overlap_cost import COUNTS, Rates, Work, choose
 from .overlap_schedule import schedule
 from .overlap_sites import Site, Sites
 from .program import CollectiveStep, KernelStep, Program, Step, Value, WaitStep, with_lifetimes
-from .propagation import dtype_bits
 from .rules.factors import Blocked
+from .verify_program import verify_program
 
 _MOST = 64
 
@@ -87,8 +86,6 @@ def overlapped(program: Program, wanted: int | Rates) -> Program:
         overlap=tuple(rewriter.notes),
     )
     if verify.enabled():
-        from .verify_program import verify_program  # as in `program`
-
         verify_program(made)
     return made
 
@@ -96,7 +93,7 @@ def overlapped(program: Program, wanted: int | Rates) -> Program:
 def why_in_bulk(program: Program, rates: Rates) -> str:
     """Why slabs pay nowhere in a program, by how long its steps take; nothing if they may."""
     kernels = [step for step in program.steps if isinstance(step, KernelStep)]
-    touched = sum(_tile_bytes(program.values[name]) for step in kernels for name in step.args)
+    touched = sum(program.values[name].tile_bytes for step in kernels for name in step.args)
     sent = tuple(step.bytes for step in program.steps if isinstance(step, CollectiveStep) and step.bytes)
     choice = choose(Work(sum(step.flops for step in kernels), touched, 0, sent), rates)
     times = f"predicted {choice.bulk * 1e3:.2f} ms, at best {choice.slabs * 1e3:.2f} ms in slabs ({rates.name})"
@@ -168,14 +165,10 @@ class _Rewriter:
 
     def _work(self, site: Site) -> Work:
         sliced = slab_dims(site.kernel, site.factor)
-        sizes = [_tile_bytes(self.program.values[name]) for name in site.step.args]
+        sizes = [self.program.values[name].tile_bytes for name in site.step.args]
         repeated = sum(size for position, size in enumerate(sizes) if position not in sliced)
         return Work(site.step.flops, sum(sizes), repeated, tuple(c.bytes for c in site.collectives))
 
 
 def _words(step: CollectiveStep) -> str:
     return f"{step.kind} of {step.src} over {', '.join(step.axes)}"
-
-
-def _tile_bytes(value: Value) -> int:
-    return math.prod(value.tile_shape) * dtype_bits(value.dtype) // 8

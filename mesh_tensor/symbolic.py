@@ -21,7 +21,8 @@ from .errors import MeshTensorError
 from .frontend import read_annotations
 from .lowering.pipeline import Lowered
 from .overlap import with_overlap
-from .program import CollectiveStep, KernelStep, OpenProgram, Program, Step, build_program
+from .program import CollectiveStep, KernelStep, Program, Step
+from .program_builder import OpenProgram, build_program
 from .specialize import specialize
 
 Sizes = Mapping[tirx.Var, int]

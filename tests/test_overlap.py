@@ -4,7 +4,8 @@ import mesh_tensor as mt
 from kernels.matmul import matmul
 from mesh_tensor.overlap import overlapped
 from mesh_tensor.overlap_cost import GLOO, GLOO_BESIDE
-from mesh_tensor.program import CollectiveStep, KernelStep, WaitStep, lower_to_program
+from mesh_tensor.program import CollectiveStep, KernelStep, WaitStep
+from mesh_tensor.program_builder import lower_to_program
 
 from .runtime.programs import matmul_k_split
 

@@ -3,7 +3,8 @@
 import mesh_tensor as mt
 from kernels.matmul import batched_matmul
 from mesh_tensor.overlap import overlapped
-from mesh_tensor.program import CollectiveStep, KernelStep, lower_to_program
+from mesh_tensor.program import CollectiveStep, KernelStep
+from mesh_tensor.program_builder import lower_to_program
 
 from .test_overlap import BOTH, GATHERED, REDUCED, X2, program, small, words
 

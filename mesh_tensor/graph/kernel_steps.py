@@ -12,7 +12,8 @@ from tvm import relax, tirx
 from ..frontend import annotate
 from ..lowering.pipeline import lower_kernel
 from ..mesh import Mesh
-from ..program import CollectiveStep, KernelStep, OpStep, Program, Step, Value, build_program
+from ..program import CollectiveStep, KernelStep, OpStep, Program, Step, Value
+from ..program_builder import build_program
 from ..rules.ops.call import op_call
 from ..sharding import Sharding
 from .atoms import Atoms, plain_sharding

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import mesh_tensor as mt
 from kernels.matmul import matmul
 from mesh_tensor.overlap import overlapped
-from mesh_tensor.program import lower_to_program
+from mesh_tensor.program_builder import lower_to_program
 from mesh_tensor.runtime.distributed import exchange, ranks_of
 from mesh_tensor.runtime.distributed.faults import Faults
 from mesh_tensor.runtime.distributed.rank_launch import RankLaunch

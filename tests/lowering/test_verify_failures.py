@@ -10,7 +10,8 @@ from mesh_tensor.lowering.bounds import accesses_outside
 from mesh_tensor.lowering.collectives import collective_block
 from mesh_tensor.lowering.layouts import Collective, LocalKernel
 from mesh_tensor.lowering.verify import VerificationError, illegal_move, verify_local, verify_lowered
-from mesh_tensor.program import AllocStep, FreeStep, KernelStep, build_program
+from mesh_tensor.program import AllocStep, FreeStep, KernelStep
+from mesh_tensor.program_builder import build_program
 from mesh_tensor.redistribution import Move
 from mesh_tensor.verify_program import verify_program
 
