@@ -10,6 +10,7 @@ from tvm import ir
 
 from .errors import refuse
 from .graph.annotations import annotate_module, read_module_annotations
+from .graph.names import check_module
 from .graph.parameters import flat_arguments, with_flat_parameters
 from .graph.pipeline import ModulePlan, plan_module
 from .graph.to_program import Kernels
@@ -45,7 +46,8 @@ def distribute_module(
         mesh: a Mesh, a dict, or a DeviceMesh of torch's, on whose ranks the module then runs; None takes the mesh that
             the module's annotations are for.
         shardings: layouts of named parameters and values, as `annotate_module` takes them.
-        weights: parameters that stay: split once. What is left of the parameters is passed at every call.
+        weights: parameters that stay, by name (the module's, or that in torch): split once. What is left of the
+            parameters is passed at every call.
         function: the function to run.
         target: where kernels run, as in `compile`.
         strict: refuse annotations that contradict each other, instead of changing layouts between them.
@@ -60,8 +62,9 @@ def distribute_module(
     Raises:
         MeshTensorError: what was asked for can't be done; the message names the binding and the operator.
     """
-    if not isinstance(mod, ir.IRModule):
-        refuse(f"distribute_module takes an IRModule, not {type(mod).__name__}", fix="make one with @I.ir_module")
+    check_module(mod, "distribute_module")
+    if kernels and not (isinstance(kernels, Mapping) and all(callable(made) for made in kernels.values())):
+        refuse(f"the kernels are {kernels!r}", fix="give a dict from operators' names to functions that make kernels")
     if shardings:
         if mesh is None:
             refuse("shardings without a mesh", fix="pass the mesh that they are for")
@@ -70,7 +73,7 @@ def distribute_module(
     return MeshModule(
         mod,
         mesh,
-        weights=weights or {},
+        weights={} if weights is None else weights,
         function=function,
         target=target,
         strict=strict,
@@ -106,8 +109,7 @@ class MeshModule:
         self._replicate_unknown, self._kernels = replicate_unknown, kernels
         mod = with_flat_parameters(mod, function)
         self._signature = ModuleSignature(mod, function)
-        self._signature.check(weights, self._target.device_type)
-        self._weights = dict(weights)
+        self._weights = weights = self._signature.weights(weights, self._target.device_type)
         self._device_mesh = mesh if type(mesh).__name__ == "DeviceMesh" else _device_mesh(weights)
         named = mesh_of(mesh) if mesh is self._device_mesh and mesh is not None else mesh
         self._stated = read_module_annotations(mod, function, None if named is None else Mesh(named), strict=strict)

@@ -10,7 +10,8 @@ import torch
 from tvm import arith, ir, relax, tirx
 
 from .errors import listing, refuse
-from .graph.names import relax_function
+from .graph.names import relax_function, source_names
+from .plain_tensors import why_not_plain
 from .runtime.dtypes import torch_dtype
 
 
@@ -30,6 +31,7 @@ class ModuleSignature:
         func = relax_function(mod, function)
         self.function = function
         self.params = tuple(_param(var, function) for var in func.params)
+        self._source_names = source_names(func)
         self.symbols = tuple(dict.fromkeys(size for p in self.params for size in p.shape if isinstance(size, tirx.Var)))
 
     def bind(self, weights: Mapping[str, Any], args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,7 +52,20 @@ class ModuleSignature:
         given = {**weights, **dict(zip(free, args, strict=True)), **named}
         return {p.name: given[p.name] for p in self.params}
 
-    def check(self, tensors: Mapping[str, Any], device_type: str | None = None) -> dict[tirx.Var, int]:
+    def weights(self, weights: Any, device_type: str) -> dict[str, Any]:
+        """Weights by parameter, checked; they may go by the names that they had where the module comes from."""
+        if not isinstance(weights, Mapping):
+            refuse(f"the weights are a {type(weights).__name__}", fix="give a dict from parameters to tensors")
+        names = self._source_names | {param.name: param.name for param in self.params}
+        named = {str(names.get(name, name)): tensor for name, tensor in weights.items()}
+        if len(named) < len(weights):
+            refuse("a weight is given under two names", where=f"weights of {self.function!r}", fix="give it once")
+        self.check(named, device_type, what="weights")
+        return named
+
+    def check(
+        self, tensors: Mapping[str, Any], device_type: str | None = None, *, what: str = "call"
+    ) -> dict[tirx.Var, int]:
         """The sizes of the symbols; a MeshTensorError names every tensor that does not fit, that is on a device where
         nothing runs, or that no parameter is for. Parameters that are left out are not checked."""
         sizes: dict[tirx.Var, int] = {}
@@ -68,7 +83,7 @@ class ModuleSignature:
                 if p.name in tensors and not _follows(p, tensors[p.name], sizes)
             ]
         if problems:
-            refuse(problems, where=f"call of {self.function!r}", fix="pass tensors of the module's shapes and dtypes")
+            refuse(problems, where=f"{what} of {self.function!r}", fix="pass tensors of the module's shapes and dtypes")
         return sizes
 
 
@@ -97,6 +112,8 @@ def _problem(param: ModuleParam, tensor: Any, sizes: dict[tirx.Var, int], device
     shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
     if shape is None or not isinstance(dtype, torch.dtype):
         return f"a {type(tensor).__name__}, but expected a tensor"
+    if isinstance(tensor, torch.Tensor) and (found := why_not_plain(tensor)):
+        return f"{found[0]}; {found[1]}"
     shape = tuple(shape)
     expected = f"{param.shape} {param.dtype}"
     if len(shape) != len(param.shape) or dtype != torch_dtype(param.dtype):

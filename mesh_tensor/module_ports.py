@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from tvm import relax
 
+from .errors import refuse
 from .graph.atoms import Sizes, made_plain, plain_sharding
 from .graph.explicit import forms_in
 from .graph.pipeline import ModulePlan
@@ -46,6 +47,11 @@ class ModulePort:
         """A tensor of the caller's as the program takes it."""
         if isinstance(tensor, torch.Tensor):
             return tensor.detach().contiguous().view(self.refined)
+        if tensor.sharding.mesh != self.sharding.mesh:
+            refuse(
+                f"{self.name!r} is a MeshTensor on {tensor.sharding.mesh}, but the module runs on {self.sharding.mesh}",
+                fix="pass a global tensor, or distribute it on that mesh",
+            )
         if self.plain is None:
             return self.spread(tensor.full())
         return _relabel(tensor.redistribute(self.plain), self.refined, self.sharding)

@@ -11,6 +11,7 @@ import tvm_ffi
 from tvm import ir, relax, tirx
 
 from .errors import MeshTensorError, listing, refuse
+from .graph.names import check_module
 from .graph.parameters import flat_arguments, with_flat_parameters
 from .module_inputs import ModuleSignature, bound
 from .rules.ops.call import OpCall, TensorType, op_call, plain, tensor_infos
@@ -53,6 +54,7 @@ def run_sequential(
 
     >>> run_sequential(mod, {"x": torch.ones(2, 4), "w": torch.ones(4, 3)})
     """
+    check_module(mod, "run_sequential")
     if not any(var.name_hint == function and isinstance(f, relax.Function) for var, f in mod.functions_items()):
         known = [var.name_hint for var, f in mod.functions_items() if isinstance(f, relax.Function)]
         refuse(f"the module has no Relax function {function!r}", fix=f"it has {listing(known)}")

@@ -19,14 +19,21 @@ from ..mesh import Mesh
 from ..sharding import Sharding
 from .ir import Annotation
 from .meshes import device_mesh, fits, named_mesh, with_mesh
-from .names import Fresh, known, relax_function, relax_functions, unique_names, variables
+from .names import (
+    SOURCE_NAMES_ATTR,
+    Fresh,
+    check_module,
+    known,
+    relax_function,
+    relax_functions,
+    source_names,
+    unique_names,
+    variables,
+)
 from .parameters import with_flat_parameters
 from .stated import HINTS_ATTR, ModuleAnnotations, read_module_annotations, stated_meshes
 
 __all__ = ["SOURCE_NAMES_ATTR", "ModuleAnnotations", "annotate_module", "read_module_annotations"]
-
-# A function attribute that an importer sets: the source's name of a parameter -> the module's.
-SOURCE_NAMES_ATTR = "mesh_tensor_names"
 
 _HOW = (
     'give {name of a parameter or value: {axis: dim}, a text like "S[0], R", or an mt.Sharding}; '
@@ -65,6 +72,7 @@ def annotate_module(
         MeshTensorError: a name, axis, rank or dim does not fit (all that is wrong is listed), the module is annotated
             for another mesh, or a value is given two layouts.
     """
+    check_module(mod, "annotate_module")
     mod = with_flat_parameters(mod, function)
     mesh, names = Mesh(mesh), _Names(mod, function)
     device = _device_mesh(mod, mesh)
@@ -85,8 +93,7 @@ class _Names:
     def __init__(self, mod: ir.IRModule, function: str) -> None:
         self._function = function
         self._vars = {name: _by_name(func) for name, func in relax_functions(mod).items()}
-        attr = (relax_function(mod, function).attrs or {}).get(SOURCE_NAMES_ATTR)
-        self._source_names = from_attr(attr) if attr is not None else {}
+        self._source_names = source_names(relax_function(mod, function))
 
     def find(self, name: Any) -> tuple[tuple[str, str], relax.Var] | str:
         """((function, variable), the variable), or what is wrong with the name."""

@@ -8,9 +8,33 @@ from typing import Any
 
 from tvm import ir, relax
 
+from .._annotation import from_attr
 from ..errors import listing, refuse
 
+# A function attribute that an importer sets: the source's name of a parameter -> the module's.
+SOURCE_NAMES_ATTR = "mesh_tensor_names"
 _MANY = 24
+# What else people have in hand -> how a module is made of it.
+_AS_MODULE = {
+    "ImportedModule": "pass its `mod`, and its `params` as weights",
+    "ExportedProgram": "import it: mt.from_torch(program).mod",
+    "Function": "make a module of it: tvm.IRModule.from_expr(function)",
+}
+
+
+def check_module(mod: Any, caller: str) -> None:
+    """Refuse what is no IRModule, with how one is made of it."""
+    if not isinstance(mod, ir.IRModule):
+        is_model = any(cls.__module__.startswith("torch.nn") for cls in type(mod).__mro__)
+        model = "export and import it: mt.from_torch(torch.export.export(model, inputs)).mod"
+        fix = model if is_model else _AS_MODULE.get(type(mod).__name__, "make one with @I.ir_module")
+        refuse(f"{caller} takes an IRModule, not {type(mod).__name__}", fix=fix)
+
+
+def source_names(func: relax.Function) -> dict[str, str]:
+    """From the names that values had where the module comes from to theirs."""
+    attr = (func.attrs or {}).get(SOURCE_NAMES_ATTR)
+    return from_attr(attr) if attr is not None else {}
 
 
 def relax_functions(mod: ir.IRModule) -> dict[str, relax.Function]:

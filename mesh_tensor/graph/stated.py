@@ -17,7 +17,7 @@ from ..mesh import Mesh
 from ..sharding import Sharding
 from .ir import Annotation
 from .meshes import device_meshes, fits, named_mesh, same
-from .names import bindings, reachable, unique_names
+from .names import bindings, check_module, reachable, unique_names
 
 HINTS_ATTR = "mesh_tensor_hints"
 _OPS = ("relax.dist.annotate_sharding", "relax.dist.redistribute")
@@ -51,6 +51,7 @@ def read_module_annotations(
     Raises:
         MeshTensorError: layouts don't fit the values or the mesh, or are for several meshes; or there is no mesh.
     """
+    check_module(mod, "read_module_annotations")
     mod = unique_names(mod)
     functions = reachable(mod, function)
     statements = {name: list(_statements(func)) for name, func in functions.items()}

@@ -156,6 +156,27 @@ def test_inputs_and_weights_with_one_name():
     assert list(module.params) == ["x_1"]
 
 
+def test_weights_by_their_names_in_torch():
+    class Model(nn.Module):
+        """One name of a parameter is what another one's becomes."""
+
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4, bias=False)
+            self.a_weight = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x):
+            return self.a(x) @ self.a_weight
+
+    model, x = Model().eval(), torch.randn(3, 4)
+    module = imported(model, x)
+    run = mt.distribute_module(module.mod, {"x": 2}, {"a.weight": {"x": 0}}, weights=module.params)
+    torch.testing.assert_close(run(x), model(x).detach())
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)).eval()
+    run = mt.distribute_module(imported(plain, x).mod, {"x": 2}, weights=plain.state_dict())
+    torch.testing.assert_close(run(x), plain(x).detach())
+
+
 def test_buffers_are_constants():
     module = check(nn.BatchNorm1d(8), torch.randn(4, 8))
     assert list(module.params) == ["weight", "bias"]

@@ -118,6 +118,54 @@ def test_weights():
     assert "parameter 'C': a int, but expected a tensor" in text
 
 
+def test_what_people_have_in_hand():
+    model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    program = torch.export.export(model, (x,))
+    for given, fix in (
+        (model, "mt.from_torch(torch.export.export(model, inputs)).mod"),
+        (program, "mt.from_torch(program).mod"),
+        (mt.from_torch(program), "pass its `mod`, and its `params` as weights"),
+        (7, "make one with @I.ir_module"),
+    ):
+        kind = type(given).__name__
+        assert f"distribute_module takes an IRModule, not {kind}\n  fix: " in refused(given, {"x": 2})
+        assert fix in refused(given, {"x": 2})
+        with pytest.raises(mt.MeshTensorError, match=f"run_sequential takes an IRModule, not {kind}"):
+            mt.run_sequential(given, [x])
+        with pytest.raises(mt.MeshTensorError, match=f"annotate_module takes an IRModule, not {kind}"):
+            mt.annotate_module(given, {"x": 2}, {})
+
+
+def test_kernels_that_are_none():
+    assert "the kernels are {'nn.relu': 3}" in refused(NESTED, {"x": 2}, kernels={"nn.relu": 3})
+    assert "the kernels are [1]" in refused(NESTED, {"x": 2}, kernels=[1])
+
+
+def test_tensors_without_memory_of_their_own():
+    x, *rest = matrices()
+    run = mt.distribute_module(NESTED, {"x": 2})
+    text = refused_call(run, x.to_sparse(), *rest)
+    assert "parameter 'x': layout torch.sparse_coo, but expected torch.strided; pass a dense copy: .to_dense()" in text
+
+
+def test_mesh_tensors_of_another_mesh():
+    x, *rest = matrices()
+    run = mt.distribute_module(NESTED, {"x": 2})
+    text = refused_call(run, mt.distribute(x, {"x": 4}, {"x": 0}), *rest)
+    assert '\'x\' is a MeshTensor on Mesh({"x": 4}), but the module runs on Mesh({"x": 2})' in text
+
+
+def test_weights_under_two_names():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    module = mt.from_torch(torch.export.export(model, (torch.randn(2, 4),)))
+    weight = torch.randn(4, 4)
+    twice = {"0.weight": weight, "p_0_weight": weight}
+    assert "a weight is given under two names\n  where: weights of 'main'" in refused(
+        module.mod, {"x": 2}, weights=twice
+    )
+    assert "the weights are a list" in refused(module.mod, {"x": 2}, weights=[weight])
+
+
 def test_a_weight_is_given_once():
     x, a, *rest = matrices()
     run = mt.distribute_module(NESTED, {"x": 2}, weights={"A": a})
