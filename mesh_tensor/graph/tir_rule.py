@@ -38,16 +38,7 @@ def kernel_rule(node: Node) -> OpRule:
         raise MeshTensorError(f"{error}\n  binding: {node.where}") from None
     names = list(analysis.kernel.params)
     inputs, outputs = names[: len(node.inputs)], names[len(node.inputs) :]
-    split = {factor for factor in analysis.factors if _splits(factor)}
-    if any(analysis.read(param) and not analysis.only_kept(param) for param in outputs):
-        split = set()  # one part of a result is made from another
-    reduced = {}
-    for factor in list(split):
-        ops = {_partial_op(param, factor, analysis) for param in outputs if not _walks(factor, param)}
-        if len(ops) > 1:
-            split.discard(factor)
-        elif (op := next(iter(ops), None)) is not None:
-            reduced[factor.name] = op
+    split = _split_factors(analysis, outputs)
     walked = {place: factor.name for factor in split for place in factor.dims}
     params = analysis.kernel.params.items()
     dims = {param: tuple(walked.get((param, dim)) for dim in range(len(buffer.shape))) for param, buffer in params}
@@ -56,7 +47,7 @@ def kernel_rule(node: Node) -> OpRule:
     return OpRule(
         tuple(dims[param] for param in inputs),
         tuple(dims[param] for param in outputs),
-        reduced,
+        {factor.name: op for factor, op in split.items() if op is not None},
         linear=_linear(analysis, inputs),
         positional=factors,
         masks=True,
@@ -92,6 +83,18 @@ def _starts(param: str, analysis: Analysis) -> bool:
     """Whether something in the kernel stores to the result, not only adds to it."""
     buffer = analysis.kernel.params[param]
     return any(s.writes(buffer) and (s.op is None or s.fresh or s.unknown) for s in analysis.kernel.statements)
+
+
+def _split_factors(analysis: Analysis, outputs: list[str]) -> dict[Factor, str | None]:
+    """The factors that axes may split, with what then completes the results that they do not walk."""
+    if any(analysis.read(param) and not analysis.only_kept(param) for param in outputs):
+        return {}  # one part of a result is made from another
+    found = {}
+    for factor in filter(_splits, analysis.factors):
+        ops = {_partial_op(param, factor, analysis) for param in outputs if not _walks(factor, param)}
+        if len(ops) <= 1:
+            found[factor] = next(iter(ops), None)
+    return found
 
 
 def _splits(factor: Factor) -> bool:
