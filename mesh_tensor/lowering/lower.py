@@ -21,8 +21,7 @@ def lower(func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto") -> i
         func: the kernel, annotated by `annotate` or `annotate_mesh_tensor_info`.
         strict: refuse what would have to be gathered or exchanged instead of moving it.
         view: `global` for a kernel over whole tensors, `local` for one that sizes its loops with `get_tile_shape` and
-        so is
-            over tiles already, `auto` to see it from the loops.
+            so is over tiles already, `auto` to see it from the loops.
 
     Returns:
         A module with one function over tiles. Collectives are `mesh.*` calls in blocks named for them. After the

@@ -75,6 +75,7 @@ def verify_lowered(lowered: Lowered) -> None:
 
 
 def name_of(func: tirx.PrimFunc) -> str:
+    """What a message calls the function."""
     return str(func.attrs["global_symbol"]) if func.attrs and "global_symbol" in func.attrs else "without a name"
 
 

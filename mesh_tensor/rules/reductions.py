@@ -45,7 +45,10 @@ class Reduction:
 
 
 class FactorAnalysis:
-    """Checks one factor against every statement; fills `factor.blocked`, `factor.aligned` and its Reduction."""
+    """Checks one factor against every statement; `run` fills `factor.blocked` and `factor.aligned`, and returns its
+    Reduction (an empty one where nothing may split the factor).
+
+    `lanes`: accumulators with one value per position in a block, as `sums` in `sums[i] += A[ko * 32 + i]`."""
 
     def __init__(self, kernel: Kernel, coordinates: Coordinates, factor: Factor, taints: Taints):
         self.kernel, self.coordinates, self.factor, self.taints = kernel, coordinates, factor, taints
@@ -106,8 +109,8 @@ class FactorAnalysis:
                 raise Blocked(f"{buffer.name} dim {dim} holds the whole dim in one place and something else in another")
 
     def _check_untyped_indices(self, statement: Statement) -> None:
-        """On-chip dims without a coordinate may not be indexed by the factor's loops, but for lanes of an
-        accumulator."""
+        """On-chip dims without a coordinate may not be indexed by the factor's loops, but for accumulators, which then
+        have `lanes`."""
         for access in statement.accesses:
             live_range = self._range(access)
             for dim, index in enumerate(access.indices):
@@ -167,7 +170,8 @@ class FactorAnalysis:
         return used_vars(statement, self.kernel) | {v for a in statement.reads for v in self.taints[self._range(a)]}
 
     def _check_lanes(self) -> None:
-        """An accumulator's lanes mean something only summed up, or if blocks stay as they are."""
+        """What is in a single lane depends on where blocks start: unless only all lanes together are used, tiles have
+        to be whole blocks."""
         for live_range in self.lanes:
             op = self.partial.op_of(live_range)
             for statement, access in live_range.reads:

@@ -111,6 +111,7 @@ def sharding_rule(prim_func: tirx.PrimFunc) -> ShardingRule:
 
 
 def rule_of(analysis: Analysis) -> ShardingRule:
+    """What an analysis found, as the rule that users see."""
     inputs, outputs = {}, {}
     for name, buffer in analysis.kernel.params.items():
         factors = (analysis.factor_of(name, d) for d in range(len(buffer.shape)))
