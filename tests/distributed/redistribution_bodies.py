@@ -91,6 +91,10 @@ def refusals(rank: int) -> None:
     assert "rank 0: (4, 4) torch.float32, 'S[0]' -> 'R'" in text
     assert "rank 1: (4, 4) torch.float32, 'S[0]' -> 'S[1]'" in text
     assert torch.equal(mt.redistribute(given, {}).to_local(), torch.zeros(4, 4))
+    mt.redistribute(given, {"x": 1})
+    mt.redistribute(given, "P[sum]")  # then all ranks have made the two that differ now
+    assert "redistributions differ between ranks" in refusal(lambda: mt.redistribute(given, {"x": 1} if rank else {}))
+    assert torch.equal(mt.redistribute(given, {"x": 1}).to_local(), torch.zeros(4, 2))
 
 
 def dies_meanwhile(rank: int) -> str:

@@ -58,11 +58,11 @@ def redistribute(tensor: MeshTensor | DTensor, sharding: ShardingLike) -> Any:
 
 
 class _Changes:
-    """The redistributions that were asked for on some ranks: agreed on once, made ready once."""
+    """The redistributions that were asked for on some ranks: made ready once, agreed on unless it is the last again."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks, self._faults = ranks, Faults(ranks, "mt.redistribute")
-        self._agreed: set[tuple] = set()
+        self._agreed: tuple | None = None  # what the last call asked for
         self._changes: dict[tuple, Change] = {}
 
     def redistribute(self, tensor: DTensor, sharding: ShardingLike) -> DTensor:
@@ -90,19 +90,19 @@ class _Changes:
         return made if possible == wanted else moved_by_torch(made, wanted)
 
     def _agree(self, tensor: DTensor, src: Sharding, wanted: Sharding) -> None:
-        """All ranks ask for the same; found out the first time."""
+        """All ranks ask for the same; found out whenever this one asks for something else than before."""
         key = (tensor.shape, tensor.dtype, src, wanted)
-        if key in self._agreed:
+        if key == self._agreed:
             return
         asked = f"{tuple(tensor.shape)} {tensor.dtype}, '{src}' -> '{wanted}'"
         agree(self._ranks, self._faults, {"kernel": "mt.redistribute", "redistributions": asked})
-        self._agreed.add(key)
+        self._agreed = key
 
     def _refused(self, error: MeshTensorError) -> None:
-        if self._agreed:
-            self._faults.tell(error, "the checks of the call")
-        else:
+        if self._agreed is None:
             agree(self._ranks, self._faults, {}, refusal=str(error))
+        else:
+            self._faults.tell(error, "the checks of the call")
 
     def _change(self, tiling: Tiling, to: Sharding, local: torch.Tensor) -> torch.Tensor:
         """This rank's part of the tensor in another layout."""
