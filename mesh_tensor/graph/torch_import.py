@@ -15,6 +15,8 @@ from ..errors import refuse
 from .annotations import SOURCE_NAMES_ATTR
 from .imported import ImportedModule, identifiers
 from .names import renamed_parameters
+from .torch_args import with_sizes_as_tensors
+from .torch_numbers import WITH_NUMBERS
 from .torch_ops import CONVERTERS, KEPT
 
 _INPUTS = {InputKind.USER_INPUT, InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
@@ -54,12 +56,12 @@ class _Importer(ExportedProgramImporter):
         """From operators to functions of their fx nodes."""
         own = {name: lambda node, convert=convert: convert(node, self) for name, convert in CONVERTERS.items()}
         every = {**super().create_convert_map(), **own}
-        return {name: self._checked(convert) for name, convert in every.items()}
+        return {name: self._checked(convert, name in WITH_NUMBERS) for name, convert in every.items()}
 
-    def _checked(self, convert: Callable[[torch.fx.Node], Any]) -> Callable[[torch.fx.Node], Any]:
+    def _checked(self, convert: Callable[[torch.fx.Node], Any], with_numbers: bool) -> Callable[[torch.fx.Node], Any]:
         def converted(node: torch.fx.Node) -> Any:
             try:
-                value = convert(node)
+                value = with_sizes_as_tensors(node, self, convert) if with_numbers else convert(node)
                 differs = _difference(node, value)
             except Exception as error:  # TVM's importer raises what it happens to meet
                 refuse(f"{_op(node)} can't be imported: {error}", where=_where(node), fix=_FIX)

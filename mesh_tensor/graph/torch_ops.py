@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,10 @@ import torch
 from tvm import relax
 
 from ..errors import refuse
+from .torch_args import arguments, emit
+from .torch_indexing import INDEXING
+from .torch_numbers import NUMBERS, Convert
 
-Convert = Callable[[Any, Any], Any]
 _aten = torch.ops.aten
 
 # What torch would take apart into smaller operators, and what has an operator of its own in Relax, or a short form.
@@ -46,66 +47,68 @@ def subtract(node: torch.fx.Node, importer: Any) -> relax.Expr:
 
 def flip(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """Along each of several dims."""
-    value, dims = _args(node, importer, 2)
+    value, dims = arguments(node, importer, 2)
     for dim in dims:
-        value = _emit(importer, relax.op.flip(value, dim))
+        value = emit(importer, relax.op.flip(value, dim))
     return value
 
 
 def linear(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """x @ weight^T + bias, in the dtype of x."""
-    x, weight, bias = _args(node, importer, 2, bias=None)
-    product = _emit(importer, relax.op.matmul(x, _emit(importer, relax.op.permute_dims(weight))))
-    return product if bias is None else _emit(importer, relax.op.add(product, bias))
+    x, weight, bias = arguments(node, importer, 2, bias=None)
+    product = emit(importer, relax.op.matmul(x, emit(importer, relax.op.permute_dims(weight))))
+    return product if bias is None else emit(importer, relax.op.add(product, bias))
 
 
 def matmul(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """A product in the dtype of its operands."""
-    return _emit(importer, relax.op.matmul(*_args(node, importer, 2)))
+    return emit(importer, relax.op.matmul(*arguments(node, importer, 2)))
 
 
 def addmm(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """beta * c + alpha * a @ b, in the dtype of its operands."""
-    c, a, b = _args(node, importer, 3)
+    c, a, b = arguments(node, importer, 3)
     alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
-    product = _scaled(importer, _emit(importer, relax.op.matmul(a, b)), alpha)
-    return _emit(importer, relax.op.add(_scaled(importer, c, beta), product))
+    product = _scaled(importer, emit(importer, relax.op.matmul(a, b)), alpha)
+    return emit(importer, relax.op.add(_scaled(importer, c, beta), product))
 
 
 def layer_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """Over the last dims; a weight or bias that is None is 1 or 0."""
-    x, sizes, weight, bias, epsilon = _args(node, importer, 2, weight=None, bias=None, eps=1e-5)
+    x, sizes, weight, bias, epsilon = arguments(node, importer, 2, weight=None, bias=None, eps=1e-5)
     weight, bias = _filled(weight, 1, sizes, x), _filled(bias, 0, sizes, x)
-    return _emit(importer, relax.op.nn.layer_norm(x, weight, bias, axes=_last(sizes), epsilon=epsilon))
+    return emit(importer, relax.op.nn.layer_norm(x, weight, bias, axes=_last(sizes), epsilon=epsilon))
 
 
 def group_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """Over groups of channels (dim 1) and all later dims."""
-    x, groups, weight, bias, epsilon = _args(node, importer, 2, weight=None, bias=None, eps=1e-5)
+    x, groups, weight, bias, epsilon = arguments(node, importer, 2, weight=None, bias=None, eps=1e-5)
     shape = x.struct_info.shape
     weight, bias = _filled(weight, 1, [shape[1]], x), _filled(bias, 0, [shape[1]], x)
     axes = list(range(2, len(shape)))
-    return _emit(importer, relax.op.nn.group_norm(x, weight, bias, groups, channel_axis=1, axes=axes, epsilon=epsilon))
+    return emit(importer, relax.op.nn.group_norm(x, weight, bias, groups, channel_axis=1, axes=axes, epsilon=epsilon))
 
 
 def rms_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """Over the last dims; an eps of None is the dtype's."""
-    x, sizes, weight, epsilon = _args(node, importer, 2, weight=None, eps=None)
+    x, sizes, weight, epsilon = arguments(node, importer, 2, weight=None, eps=None)
     if epsilon is None:
         epsilon = torch.finfo(node.args[0].meta["val"].dtype).eps  # type: ignore[union-attr]
-    return _emit(importer, relax.op.nn.rms_norm(x, _filled(weight, 1, sizes, x), axes=_last(sizes), epsilon=epsilon))
+    return emit(importer, relax.op.nn.rms_norm(x, _filled(weight, 1, sizes, x), axes=_last(sizes), epsilon=epsilon))
 
 
 def gelu(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """Exact, or by tanh."""
-    (x,) = _args(node, importer, 1)
+    (x,) = arguments(node, importer, 1)
     by_tanh = node.kwargs.get("approximate", "none") == "tanh"
-    return _emit(importer, (relax.op.nn.gelu_tanh if by_tanh else relax.op.nn.gelu)(x))
+    return emit(importer, (relax.op.nn.gelu_tanh if by_tanh else relax.op.nn.gelu)(x))
 
 
 def attention(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """scaled_dot_product_attention of (B, H, S, D) tensors as `relax.nn.attention`, which has (B, S, H, D)."""
-    query, key, value, mask, dropout, causal = _args(node, importer, 3, attn_mask=None, dropout_p=0.0, is_causal=False)
+    query, key, value, mask, dropout, causal = arguments(
+        node, importer, 3, attn_mask=None, dropout_p=0.0, is_causal=False
+    )
     if dropout:
         refuse("dropout in attention is random", fix="export the model in eval mode")
     ndims = [len(tensor.struct_info.shape) for tensor in (query, key, value)]
@@ -117,61 +120,61 @@ def attention(node: torch.fx.Node, importer: Any) -> relax.Expr:
     if mask is not None and mask.struct_info.dtype == "bool":
         # No scalars: TVMScript can't parse the infinite one that it prints.
         zero, lowest = (relax.const(np.array([value]), query.struct_info.dtype) for value in (0.0, -math.inf))
-        mask = _emit(importer, relax.op.where(mask, zero, lowest))
+        mask = emit(importer, relax.op.where(mask, zero, lowest))
     if mask is not None and len(mask.struct_info.shape) < 4:
-        mask = _emit(importer, relax.op.expand_dims(mask, list(range(4 - len(mask.struct_info.shape)))))
-    operands = [_emit(importer, relax.op.permute_dims(tensor, [0, 2, 1, 3])) for tensor in (query, key, value)]
+        mask = emit(importer, relax.op.expand_dims(mask, list(range(4 - len(mask.struct_info.shape)))))
+    operands = [emit(importer, relax.op.permute_dims(tensor, [0, 2, 1, 3])) for tensor in (query, key, value)]
     scale, mode = node.kwargs.get("scale"), "TopLeft" if causal else None
-    result = _emit(importer, relax.op.nn.attention(*operands, bias=mask, scale=scale, causal_mask=mode))
-    return _emit(importer, relax.op.permute_dims(result, [0, 2, 1, 3]))
+    result = emit(importer, relax.op.nn.attention(*operands, bias=mask, scale=scale, causal_mask=mode))
+    return emit(importer, relax.op.permute_dims(result, [0, 2, 1, 3]))
 
 
 def variance(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """Over dims (none: all), divided by the number of elements less `correction`, which TVM's importer leaves out."""
-    x, dims = _args(node, importer, 1, dim=None)
+    x, dims = arguments(node, importer, 1, dim=None)
     dims, keep = list(dims or range(node.args[0].meta["val"].dim())), node.kwargs.get("keepdim", False)  # type: ignore[union-attr]
     count = math.prod(int(x.struct_info.shape[dim]) for dim in dims)
     correction: Any = node.kwargs.get("correction")
     left = count - (1 if correction is None else correction)
     if left <= 0:
         refuse(f"a variance of {count} elements with a correction of {correction}", fix="take it of more elements")
-    return _scaled(importer, _emit(importer, relax.op.variance(x, dims, keep)), count / left)
+    return _scaled(importer, emit(importer, relax.op.variance(x, dims, keep)), count / left)
 
 
 def deviation(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """The root of the variance."""
-    return _emit(importer, relax.op.sqrt(variance(node, importer)))
+    return emit(importer, relax.op.sqrt(variance(node, importer)))
 
 
 def largest(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """The maximum over dims (none: all)."""
-    x, dims, keep = _args(node, importer, 1, dim=(), keepdim=False)
-    return _emit(importer, relax.op.max(x, list(dims) or None, keep))
+    x, dims, keep = arguments(node, importer, 1, dim=(), keepdim=False)
+    return emit(importer, relax.op.max(x, list(dims) or None, keep))
 
 
 def smallest(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """The minimum over dims (none: all)."""
-    x, dims, keep = _args(node, importer, 1, dim=(), keepdim=False)
-    return _emit(importer, relax.op.min(x, list(dims) or None, keep))
+    x, dims, keep = arguments(node, importer, 1, dim=(), keepdim=False)
+    return emit(importer, relax.op.min(x, list(dims) or None, keep))
 
 
 def conv2d(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """A convolution in the dtype of its operands."""
-    x, weight, bias, stride, padding, dilation, groups = _args(
+    x, weight, bias, stride, padding, dilation, groups = arguments(
         node, importer, 2, bias=None, stride=1, padding=0, dilation=1, groups=1
     )
     options = {"strides": stride, "padding": padding, "dilation": dilation, "groups": groups}
     options = {name: list(value) if isinstance(value, (tuple, list)) else value for name, value in options.items()}
-    result = _emit(importer, relax.op.nn.conv2d(x, weight, **options))
+    result = emit(importer, relax.op.nn.conv2d(x, weight, **options))
     if bias is None:
         return result
-    return _emit(importer, relax.op.add(result, _emit(importer, relax.op.reshape(bias, (1, -1, 1, 1)))))
+    return emit(importer, relax.op.add(result, emit(importer, relax.op.reshape(bias, (1, -1, 1, 1)))))
 
 
 def embedding(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """Rows of a table; the ids keep their dims."""
-    table, ids = _args(node, importer, 2)
-    return _emit(importer, relax.op.take(table, ids, axis=0))
+    table, ids = arguments(node, importer, 2)
+    return emit(importer, relax.op.take(table, ids, axis=0))
 
 
 def refused_indices(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -180,6 +183,8 @@ def refused_indices(node: torch.fx.Node, importer: Any) -> relax.Expr:
 
 
 CONVERTERS: dict[str, Convert] = {
+    **INDEXING,
+    **NUMBERS,
     "add.Tensor": add,
     "addmm.default": addmm,
     "amax.default": largest,
@@ -204,27 +209,15 @@ CONVERTERS: dict[str, Convert] = {
 }
 
 
-def _args(node: torch.fx.Node, importer: Any, required: int, **defaults: Any) -> list[Any]:
-    """The node's positional arguments, then those with defaults, however they were passed; nodes as Relax values."""
-    values = list(node.args[:required])
-    for index, (name, default) in enumerate(defaults.items(), required):
-        values.append(node.args[index] if index < len(node.args) else node.kwargs.get(name, default))
-    return [importer.env[value] if isinstance(value, torch.fx.Node) else value for value in values]
-
-
 def _with_alpha(node: torch.fx.Node, importer: Any, op: Convert, on_numbers: Convert) -> relax.Expr:
     """TVM's conversion, which leaves alpha out; with it, of two tensors."""
     alpha = node.kwargs.get("alpha", 1)
     if alpha == 1:
         return importer._binary_op(op, on_numbers)(node)
-    a, b = _args(node, importer, 2)
+    a, b = arguments(node, importer, 2)
     if not isinstance(a, relax.Expr) or not isinstance(b, relax.Expr):
         refuse("alpha with a number instead of a tensor", fix="multiply the number by it")
-    return _emit(importer, op(a, _scaled(importer, b, alpha)))
-
-
-def _emit(importer: Any, expr: relax.Expr) -> relax.Var:
-    return importer.block_builder.emit(expr)
+    return emit(importer, op(a, _scaled(importer, b, alpha)))
 
 
 def _last(sizes: Any) -> list[int]:
@@ -240,15 +233,13 @@ def _filled(tensor: Any, value: int, sizes: Any, like: relax.Expr) -> relax.Expr
 
 def _scaled(importer: Any, value: relax.Expr, factor: Any) -> relax.Expr:
     return (
-        value
-        if factor == 1
-        else _emit(importer, relax.op.multiply(value, relax.const(factor, value.struct_info.dtype)))
+        value if factor == 1 else emit(importer, relax.op.multiply(value, relax.const(factor, value.struct_info.dtype)))
     )
 
 
 def _repeated(importer: Any, tensor: relax.Expr, times: int) -> relax.Expr:
     """Each head `times` times, one after the other."""
     batch, heads, length, size = tensor.struct_info.shape
-    apart = _emit(importer, relax.op.expand_dims(tensor, 2))
-    wide = _emit(importer, relax.op.broadcast_to(apart, (batch, heads, times, length, size)))
-    return _emit(importer, relax.op.reshape(wide, (batch, heads * times, length, size)))
+    apart = emit(importer, relax.op.expand_dims(tensor, 2))
+    wide = emit(importer, relax.op.broadcast_to(apart, (batch, heads, times, length, size)))
+    return emit(importer, relax.op.reshape(wide, (batch, heads * times, length, size)))

@@ -164,3 +164,14 @@ def test_files_that_hold_no_module(tmp_path, text, message):
 def test_no_file(tmp_path):
     with pytest.raises(mt.MeshTensorError, match="there is no file"):
         mt.load_module(tmp_path / "module.json")
+
+
+def test_indices_that_are_a_mask():
+    text = refused(Call(lambda x: torch.index_put(x, (x > 0,), torch.tensor(1.0))), torch.randn(4, 4))
+    assert "torch operator aten.index_put.default can't be imported: an index of bool" in text
+    assert "use torch.where" in text
+
+
+def test_fewer_indices_than_values():
+    text = refused(Call(lambda x: x.scatter(0, torch.zeros(1, 4, dtype=torch.long), x)), torch.randn(4, 4))
+    assert "aten.scatter.src can't be imported: indices of R.shape([1, 4]) for values of R.shape([4, 4])" in text

@@ -1,0 +1,125 @@
+"""Operators of torch that TVM's importer leaves out, or gives another dtype or shape: on a mesh, too."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mesh_tensor as mt
+
+ROWS = torch.tensor([1, -2, 3])
+COLUMN = torch.tensor([[0], [-1]])
+
+
+class Function(nn.Module):
+    """A function as a model."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs):
+        return self.function(*inputs)
+
+
+def check(function, *inputs, others=(), dynamic_shapes=None):
+    """What the module computes on one device and on a mesh is what torch computes, in the same dtypes."""
+    model = Function(function)
+    module = mt.from_torch(torch.export.export(model, inputs, dynamic_shapes=dynamic_shapes))
+    first = {module.mod["main"].params[0].name_hint: {"x": 0, "y": 1} if inputs[0].ndim > 1 else {"x": 0}}
+    run = mt.distribute_module(module.mod, {"x": 2, "y": 2}, first, poison=True)
+    for given in (inputs, *others):
+        torch.testing.assert_close(mt.run_sequential(module.mod, given), model(*given))
+        torch.testing.assert_close(run(*given), model(*given))
+
+
+def assigned(*where, value):
+    """A function that writes to a copy of its input."""
+
+    def function(x):
+        copy = x.clone()
+        copy[where] = value(x) if callable(value) else value
+        return copy
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[ROWS, ROWS],
+        lambda x: x[:, ROWS, ROWS],
+        lambda x: x[ROWS, :, ROWS],
+        lambda x: x[COLUMN, ROWS],
+        lambda x: x[COLUMN, :, ROWS],
+        lambda x: x[COLUMN],
+        lambda x: x[..., ROWS],
+        lambda x: x[torch.arange(5), x[:, :, 0].argmax(1)],
+        assigned(ROWS, ROWS, value=lambda x: x[:3, 0]),
+        assigned(slice(None), ROWS, ROWS, value=lambda x: x[:, :3, 0]),
+        assigned(ROWS, slice(None), ROWS, value=lambda x: x[:3, :, 0]),
+        assigned(COLUMN, slice(None), ROWS, value=lambda x: x[:2, :3, :6]),
+        assigned(slice(None), ROWS, value=lambda x: x[:, :1]),
+        assigned(slice(1, 3), ROWS, value=5.0),
+        lambda x: x.index_put((torch.tensor([1, 1, 1]),), x[:3], accumulate=True),
+        lambda x: x.index_copy(2, torch.tensor([0, 3]), x[..., :2]),
+        lambda x: x.index_fill(1, torch.tensor([0, 3]), 7.0),
+        lambda x: x.scatter(1, torch.arange(6).flip(0)[None, :, None].expand(5, 6, 7), x * 2),
+        lambda x: x.scatter_add(1, torch.zeros(5, 6, 7, dtype=torch.long), x),
+    ],
+)
+def test_indexing(function):
+    check(function, torch.randn(5, 6, 7))
+
+
+def test_keys_and_values_are_written_where_positions_say():
+    def attend(query, key, cache, positions):
+        cache = cache.clone()
+        cache[:, positions] = key
+        return torch.einsum("bqd,bkd->bqk", query, cache).softmax(-1) @ cache
+
+    check(attend, torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.randn(2, 9, 8), torch.tensor([4, 5, 6]))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x > 2).sum(1),
+        lambda x: x.int().sum(),
+        lambda x: ((x > 2).any(), (x > 8).any(0), (x < 3).all(1)),
+        lambda x: (x.prod(0), x.float().prod()),
+        lambda x: x / 2,
+        lambda x: x // 3,
+        lambda x: torch.div(x, 3, rounding_mode="trunc"),
+        lambda x: torch.div(x.float(), 3, rounding_mode="trunc"),
+        lambda x: (x.abs() >> 1, x << 2),
+        lambda x: 2.0**x,
+        lambda x: (x > 0).logical_or(x),
+        lambda x: torch.atan2(x.float(), x.float() + 0.5),
+        lambda x: x.float().min(1),
+        lambda x: x.float().cumsum(1).sort(1, descending=True),
+        lambda x: F.one_hot(x.abs(), 10),
+        lambda x: F.cross_entropy(x.float(), x[:, 0].abs() % 8),
+    ],
+)
+def test_dtypes_of_results(function):
+    check(function, torch.randint(-9, 9, (5, 8)))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.sum(0) / x.shape[0],
+        lambda x: (x + x.shape[0]) * x.shape[0],
+        lambda x: torch.arange(x.shape[0]) < x.shape[0] // 2,
+        lambda x: x.masked_fill((torch.arange(x.shape[0]) >= x.shape[0] - 2)[:, None], 0.0),
+        lambda x: torch.cat([x, x[:1]]).reshape((x.shape[0] + 1) * 2, 4),
+    ],
+)
+def test_symbolic_sizes_as_numbers(function):
+    check(
+        function,
+        torch.randn(6, 8),
+        others=[(torch.randn(9, 8),)],
+        dynamic_shapes=(({0: torch.export.Dim("rows", min=3, max=50)},),),
+    )
