@@ -31,6 +31,7 @@ LOCAL, DTENSORS, BY_HAND, DTENSOR = "local tensors", "DTensors", "by hand", "DTe
 DEVICES, TINY = 2, 8
 _CALLS = 50  # per round
 Times = dict[str, list[float]]
+_Run = Callable[[DTensor, torch.Tensor], torch.Tensor]  # of a DTensor, or of the part of it that this rank holds
 
 
 def rows(rounds: int = 41) -> list[Row]:
@@ -134,31 +135,30 @@ def time_new_sizes(rounds: int) -> Times:
     layouts = {"A": {"x": 0}, "B": {}, "C": {"x": 0}}
     by_dtensor, by_local = (mt.compile(mt.annotate(func, {"x": DEVICES}, layouts), target="c") for _ in range(2))
 
-    def local(tensor: DTensor) -> torch.Tensor:
-        return by_local.local(tensor.to_local(), weight.to_local(), shapes={"A": tensor.shape})
-
-    runs: dict[str, Callable[[DTensor], torch.Tensor]] = {
-        LOCAL: local,
-        DTENSORS: lambda tensor: by_dtensor(tensor, weight).to_local(),
-        DTENSOR: lambda tensor: (tensor @ weight).to_local(),
+    local_weight = weight.to_local()
+    runs: dict[str, _Run] = {
+        LOCAL: lambda tensor, part: by_local.local(part, local_weight, shapes={"A": tensor.shape}),
+        DTENSORS: lambda tensor, part: by_dtensor(tensor, weight),
+        DTENSOR: lambda tensor, part: tensor @ weight,
     }
     for rows in (2 * width, 2 * width + 1, 2 * width + 2):
         before = distribute_tensor(torch.randn(rows, width), mesh, [Shard(0)])
         for run in runs.values():
-            run(before)
+            run(before, before.to_local())
     return _first_calls(runs, tensors)
 
 
-def _first_calls(runs: dict[str, Callable[[DTensor], torch.Tensor]], tensors: Sequence[DTensor]) -> Times:
+def _first_calls(runs: dict[str, _Run], tensors: Sequence[DTensor]) -> Times:
     """Seconds of each run on each tensor."""
     times: Times = {who: [] for who in runs}
     for number, tensor in enumerate(tensors):
-        results = []
+        results, part = [], tensor.to_local()
         for who in list(runs)[:: -1 if number % 2 else 1]:
             dist.barrier()
             start = time.perf_counter()
-            results.append(runs[who](tensor))
+            result = runs[who](tensor, part)
             times[who].append(time.perf_counter() - start)
+            results.append(result.to_local() if isinstance(result, DTensor) else result)
         for result in results[1:]:
             torch.testing.assert_close(result, results[0], rtol=1e-4, atol=1e-4)
     return times

@@ -40,7 +40,7 @@ class OpenProgram:
 
     def __init__(self, lowered: Lowered, symbols: Sequence[tirx.Var] = ()) -> None:
         self._name, self._mesh = lowered.name, lowered.mesh
-        self._values = [(tensor, _shape_function(tensor, symbols)) for tensor in lowered.tensors.values()]
+        self._values = {name: _value_function(tensor, symbols) for name, tensor in lowered.tensors.items()}
         self._parameters = tuple(Parameter(*names, names[0] in lowered.kept) for names in lowered.parameters)
         steps = [_step(step, lowered) for step in lowered.steps]
         self._steps = with_lifetimes(steps, lowered.tensors, self._parameters)
@@ -52,10 +52,7 @@ class OpenProgram:
 
     def sized(self, sizes: Sequence[int], lowering: Callable[[], Lowered]) -> Program:
         """The Program for the symbols' sizes, in their order. `lowering` gives the kernel lowered for just these."""
-        values = {
-            tensor.name: Value(tensor.name, shape(sizes), tensor.dtype, tensor.sharding, tensor.storage)
-            for tensor, shape in self._values
-        }
+        values = {name: value(sizes) for name, value in self._values.items()}
         steps = tuple(self._sized(step, values, sizes) for step in self._steps)
         program = Program(self._name, self._mesh, self._parameters, values, steps, lowering)
         if verify.enabled():
@@ -72,7 +69,8 @@ class OpenProgram:
         return step
 
 
-def _shape_function(tensor: Tensor, symbols: Sequence[tirx.Var]) -> Callable[[Sequence[int]], tuple[int, ...]]:
+def _value_function(tensor: Tensor, symbols: Sequence[tirx.Var]) -> Callable[[Sequence[int]], Value]:
+    """From the values of the symbols to the tensor's Value: the same one where its shape has no symbols."""
     try:
         dims = [size_function(size, symbols) for size in tensor.shape]
     except MeshTensorError:
@@ -81,7 +79,15 @@ def _shape_function(tensor: Tensor, symbols: Sequence[tirx.Var]) -> Callable[[Se
             why="a Program has sizes",
             fix="specialize the kernel to sizes first (compile does at the first call)",
         )
-    return lambda sizes: tuple(dim(sizes) for dim in dims)
+
+    def value(sizes: Sequence[int]) -> Value:
+        shape = tuple([dim(sizes) for dim in dims])
+        return Value(tensor.name, shape, tensor.dtype, tensor.sharding, tensor.storage)
+
+    if all(isinstance(size, (int, tirx.IntImm)) for size in tensor.shape):
+        constant = value(())
+        return lambda sizes: constant
+    return value
 
 
 def _step(step: LocalKernel | Collective, lowered: Lowered) -> Step:

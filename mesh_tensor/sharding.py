@@ -6,6 +6,7 @@ in mesh order, splits the tile that the axes before it leave, so a collective ov
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -49,6 +50,7 @@ class Sharding:
         for name, value in (("mesh", mesh), ("dims", dims), ("partial", partial)):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_hash", hash((mesh, self.ndim, dims, partial)))
+        object.__setattr__(self, "_shards", tuple(math.prod(mesh.size(axis) for axis in axes) for axes in dims))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]  # set above
@@ -149,10 +151,8 @@ class Sharding:
 
     def num_shards(self, dim: int) -> int:
         """In how many tiles `dim` is split."""
-        shards = 1
-        for axis in self.dims[dim]:
-            shards *= self.mesh.size(axis)
-        return shards
+        shards: tuple[int, ...] = self._shards  # type: ignore[attr-defined]  # set above
+        return shards[dim]
 
     def with_shard(self, axis: str, dim: int) -> Sharding:
         """The same, but `axis` splits `dim`."""
@@ -172,7 +172,7 @@ class Sharding:
     def tile_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
         """The shape that every device allocates: ceildiv(dim, axis sizes). Dims may be symbolic."""
         self._check_rank(shape)
-        return tuple(ceildiv(size, self.num_shards(dim)) for dim, size in enumerate(shape))
+        return tuple(map(ceildiv, shape, self._shards))  # type: ignore[attr-defined]  # set above
 
     def tile_steps(self, dim: int, size: Any) -> tuple[tuple[str, Any], ...]:
         """Per axis that splits `dim`: by how many elements one step along it moves the tile. A tile's offset is the
@@ -196,12 +196,10 @@ class Sharding:
     def valid_extent(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """How much of the tile of device `rank` holds elements of the tensor, per dim: 0..tile; the rest is padding."""
         self._check_rank(shape)
-        at = self.mesh.coordinate(rank)
-        extents = []
-        for dim, valid in enumerate(shape):
-            for axis, step in self.tile_steps(dim, valid):
-                valid = max(0, min(step, valid - at[axis] * step))
-            extents.append(valid)
+        at, extents = self.mesh.coordinate(rank), list(shape)
+        for dim, axes in enumerate(self.dims):
+            for axis, step in self.tile_steps(dim, shape[dim]) if axes else ():
+                extents[dim] = max(0, min(step, extents[dim] - at[axis] * step))
         return tuple(extents)
 
     def _check_rank(self, shape: Sequence[Any]) -> None:

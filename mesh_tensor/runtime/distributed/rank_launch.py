@@ -61,7 +61,7 @@ class Tiling:
         return tile if self._full else tile[self._valid]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: that would take most of the time of a launch for a new size
 class _Port:
     """A parameter of the program: how its input and its output lie, and where in memory.
 
