@@ -53,7 +53,7 @@ def scatter_add(node: torch.fx.Node, importer: Any) -> relax.Expr:
 
 def _scatter(node: torch.fx.Node, importer: Any, how: str) -> relax.Expr:
     x, dim, where, source = arguments(node, importer, 4)
-    shapes = [str(relax.ShapeExpr(tensor.struct_info.shape)) for tensor in (where, source)]
+    shapes = [str(tensor.struct_info.shape) for tensor in (where, source)]
     if shapes[0] != shapes[1]:
         refuse(f"indices of {shapes[0]} for values of {shapes[1]}", fix="take as many values as indices")
     return emit(importer, relax.op.scatter_elements(x, where, source, dim, how))
