@@ -20,6 +20,7 @@ from .runtime.disco import DiscoSession
 def to_disco(module: MeshModule) -> ir.IRModule:
     """What every worker of a Disco session runs: the local module, and `worker_func`, which takes whole tensors on
     worker 0 and brings every worker its tiles. It is built with `relax.build` like any other."""
+    _check(module, "to_disco")
     return to_disco_module(module.plan)[0]
 
 
@@ -30,6 +31,9 @@ class DiscoModule:
     them, and closes it with itself. Weights go to the workers at every call, as the worker function takes them."""
 
     def __init__(self, module: MeshModule, session: DiscoSession | None = None, **options: Any) -> None:
+        _check(module, "DiscoModule")
+        if session is not None and not isinstance(session, DiscoSession):
+            refuse(f"a {type(session).__name__} is no DiscoSession", where="DiscoModule", fix="mt.DiscoSession(mesh)")
         if session is not None and (session.mesh != module.mesh or options):
             refuse(
                 f"the session is for {session.mesh}, the module for {module.mesh}"
@@ -95,6 +99,11 @@ def run_on_disco(module: MeshModule, *args: Any, threads: bool = False, timeout:
     keeps them for more calls."""
     with DiscoModule(module, threads=threads, timeout=timeout) as run:
         return run(*args, **named)
+
+
+def _check(module: Any, caller: str) -> None:
+    if not isinstance(module, MeshModule):
+        refuse(f"{caller} takes a MeshModule, not {type(module).__name__}", fix="make one: mt.distribute_module")
 
 
 def _is_plain(tensor: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .errors import refuse
 from .graph.atoms import made_plain, plain_sharding
 from .graph.pipeline import ModulePlan
 from .module_ports import ModulePort, constant_tensor, ports_of
@@ -18,6 +19,7 @@ from .runtime.distributed.faults import Faults
 from .runtime.distributed.rank_launch import RankLaunch, Tiling
 from .runtime.distributed.ranks import Ranks
 from .runtime.kernels import Target
+from .runtime.mesh_tensor import MeshTensor
 from .sharding import Sharding
 
 
@@ -46,6 +48,11 @@ class RankModuleLaunch:
 
     def _enter(self, parameter: str, tensor: Any, keep: bool = False) -> torch.Tensor:
         """This rank's valid part of an argument. `keep`: its memory does not change with the argument's."""
+        if isinstance(tensor, MeshTensor):
+            refuse(
+                f"parameter {parameter!r}: a MeshTensor, which lies on a virtual mesh, but the module runs on ranks",
+                fix="pass a DTensor, or a global tensor: tensor.full()",
+            )
         port = self._ports[self._inputs[parameter]]
         plain = port.plain
         if is_dtensor(tensor) and plain is not None and lies_like_torch(plain, port.shape):

@@ -87,3 +87,12 @@ def mesh_larger_than_the_world(rank):
     run = mt.distribute_module(annotated)
     tensors = [distribute_tensor(torch.ones(128, 128), device_mesh, [Replicate()]) for _ in range(5)]
     return refusal(lambda: mt.distribute_module(annotated, device_mesh)), refusal(lambda: run(*tensors))
+
+
+def mesh_tensors(rank):
+    """What is said of a MeshTensor that a module on ranks is given, and that it still runs after that."""
+    run = mt.distribute_module(NESTED, init_device_mesh("cpu", (2,), mesh_dim_names=("x",)), {"A": {"x": 1}})
+    tensors = [torch.ones(128, 128) for _ in range(5)]
+    text = refusal(lambda: run(mt.distribute(tensors[0], {"x": 2}, {"x": 0}), *tensors[1:]))
+    torch.testing.assert_close(run(*tensors), mt.run_sequential(NESTED, tensors))
+    return text

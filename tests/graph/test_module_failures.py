@@ -280,3 +280,9 @@ def test_mesh_larger_than_the_world():
         assert 'the module is annotated for Mesh({"x": 4}), not for Mesh({"x": 2})' in of_the_mesh
         assert "the DeviceMesh has sizes (2,)" in of_dtensors
         assert 'where: Mesh({"x": 4})' in of_dtensors
+
+
+def test_mesh_tensors_for_ranks():
+    for text in launch(module_bodies.mesh_tensors, 2):
+        assert "parameter 'x': a MeshTensor, which lies on a virtual mesh, but the module runs on ranks" in text
+        assert "pass a DTensor, or a global tensor: tensor.full()" in text

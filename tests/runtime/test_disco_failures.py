@@ -109,3 +109,11 @@ def test_the_name_of_the_worker_function_is_taken():
     mod = tvm.IRModule({"worker_func": function}, attrs=MLP.attrs, global_infos=MLP.global_infos)
     with pytest.raises(mt.MeshTensorError, match="the module has a function 'worker_func'"):
         mt.to_disco(mt.distribute_module(mod, function="worker_func"))
+
+
+def test_what_is_no_distributed_module():
+    for use in (mt.to_disco, mt.run_on_disco, mt.DiscoModule):
+        with pytest.raises(
+            mt.MeshTensorError, match="takes a MeshModule, not int\n  fix: make one: mt.distribute_module"
+        ):
+            use(3)
