@@ -14,6 +14,7 @@ from tvm import ir, relax, tirx
 from ..errors import listing, refuse
 
 _FIX = "save it with TVM 0.20 or later, as tvm.ir.save_json(mod) or mod.script(show_meta=True)"
+_KERNELS = "; TileLang's kernels as JSON: the parser does not know all words of their text"
 # Newer TVMs mark functions as schedulable with it; older ones call blocks otherwise.
 _MARK = re.compile(r",?\s*\bs_tir\s*=\s*(True|False)\b")
 _OLD_BLOCKS = (
@@ -68,7 +69,7 @@ def _of_script(text: str, path: Path) -> object:
     try:
         return tvm.script.from_source(source)
     except Exception as error:  # the parser's diagnostics, and what evaluating raises
-        return refuse(f"{str(path)!r} can't be parsed as TVMScript", why=str(error).strip(), fix=_FIX)
+        return refuse(f"{str(path)!r} can't be parsed as TVMScript", why=str(error).strip(), fix=_FIX + _KERNELS)
 
 
 def _only_definitions(text: str, path: Path) -> str:

@@ -51,6 +51,23 @@ def test_kernels(mesh, shardings, expected):
     torch.testing.assert_close(mt.run_sequential(mod, data), reference, rtol=1e-4, atol=1e-5)
 
 
+def test_modules_with_kernels_are_saved_as_json(tmp_path):
+    """Text of TileLang's kernels is printed, but the parser does not know all of its words."""
+    mod = kernels_in_a_row()
+    (tmp_path / "global.json").write_text(tvm.ir.save_json(mod))
+    loaded = mt.load_module(tmp_path / "global.json")
+    made = mt.distribute_module(loaded, {"x": 2}, {"x": {"x": 0}})
+    data = operands(mod)
+    torch.testing.assert_close(made(*data), mt.run_sequential(mod, data), rtol=1e-4, atol=1e-5)
+    (tmp_path / "local.json").write_text(tvm.ir.save_json(made.local_module))
+    tvm.ir.assert_structural_equal(mt.load_module(tmp_path / "local.json"), made.local_module)
+    (tmp_path / "local.txt").write_text(made.local_module.script(show_meta=True))
+    with pytest.raises(mt.MeshTensorError, match="'.*local.txt' can't be parsed as TVMScript") as error:
+        mt.load_module(tmp_path / "local.txt")
+    assert "tvm.ir.save_json(mod)" in str(error.value)
+    assert "TileLang's kernels as JSON" in str(error.value)
+
+
 @pytest.mark.parametrize("kernel", [softmax, three_pass_softmax, online_softmax])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_kernels_along_a_dim_that_they_need_whole(kernel, dim):

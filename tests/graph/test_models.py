@@ -112,6 +112,18 @@ def test_llama_tensor_parallel(heads):
         assert collectives(run) == {"all_reduce": 2 * config.layers}
 
 
+def test_llama_with_fewer_key_heads_than_devices():
+    """Key heads are split over one axis, query heads over both: two all-reduces per block, as by hand."""
+    config = llama.Config(key_heads=2)
+    split = llama.tensor_parallel(config, "pair")
+    both = {name: {"pair": dim, "model": dim} for name, layout in split.items() for dim in layout.values()}
+    keys = {name: split[name] for name in split if name.split(".")[-2] in ("k_proj", "v_proj")}
+    assert len(keys) == 2 * config.layers
+    model, inputs, run = distributed(llama, config, {"pair": 2, "model": 2}, both | keys)
+    check(model, inputs, run)
+    assert collectives(run) == {"all_reduce": 2 * config.layers}
+
+
 def test_llama_sequence_parallel():
     config = llama.Config()
     both = together(llama.tensor_parallel(config, "model"), llama.sequence_parallel(config, "model"))
