@@ -111,6 +111,32 @@ def _topk(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> list[
     return [_constant(onnx, name, count), node, cast]
 
 
+def _one_hot(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> list[Any]:
+    """With the indices that count from the end as those from the start, which TVM's importer does not know, and a depth
+    that is no vector."""
+    count = settled.get(node.input[1]) or _made(graph, node.input[1])
+    if count is None:
+        return [node]
+    make, where = onnx.helper.make_node, node.output[0]
+    whole, zero, depth, negative, from_start, places = (
+        f"{where}_{n}" for n in ("i", "zero", "depth", "neg", "up", "at")
+    )
+    number = onnx.numpy_helper.to_array(count).astype(np.int64).flatten()
+    constants = {zero: [0], depth: number}
+    made = [
+        _constant(onnx, name, onnx.helper.make_tensor(name, onnx.TensorProto.INT64, [], value))
+        for name, value in constants.items()
+    ]
+    steps = [
+        make("Cast", [node.input[0]], [whole], to=onnx.TensorProto.INT64),
+        make("Less", [whole, zero], [negative]),
+        make("Add", [whole, depth], [from_start]),
+        make("Where", [negative, from_start, whole], [places]),
+    ]
+    node.input[0], node.input[1] = places, depth
+    return [*made, *steps, node]
+
+
 def _is_inf(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> list[Any]:
     """Of both signs: TVM's importer leaves out which ones."""
     if any(attribute.i == 0 for attribute in node.attribute):
@@ -118,7 +144,7 @@ def _is_inf(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> lis
     return [node]
 
 
-_REWRITTEN = {"LayerNormalization": _layer_norm, "TopK": _topk, "IsInf": _is_inf}
+_REWRITTEN = {"LayerNormalization": _layer_norm, "TopK": _topk, "OneHot": _one_hot, "IsInf": _is_inf}
 
 
 def _constant(onnx: Any, name: str, tensor: Any) -> Any:

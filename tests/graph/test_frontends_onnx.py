@@ -100,6 +100,17 @@ def test_infinities_of_one_sign(tmp_path):
         mt.from_onnx(tmp_path / "model.onnx")
 
 
+def test_one_hot_of_indices_that_count_from_the_end(tmp_path):
+    at = {"at": np.array([-1, 0, 2, -3])}
+    weights = {"depth": np.array(4), "values": np.array([0.5, 2.0], "float32")}
+    (expected,) = save(tmp_path / "model.onnx", "OneHot", at, weights)
+    module = mt.from_onnx(tmp_path / "model.onnx")
+    run = mt.distribute_module(module.mod, {"a": 2}, {"at": {"a": 0}}, weights=module.params)
+    result = run(torch.from_numpy(at["at"]))
+    assert torch.equal(result, expected)
+    assert torch.equal(result.argmax(1), torch.tensor([3, 0, 2, 1]))
+
+
 def test_open_sizes_are_tried(tmp_path):
     inputs, sizes = {"x": random(4, 6), "y": random(4, 6)}, {"x": ("n", 6), "y": ("m", 6)}
     save(tmp_path / "model.onnx", "Add", inputs, {}, sizes=sizes)
