@@ -15,7 +15,7 @@ from .frontend import read_annotations
 from .lowering.pipeline import Lowered, lower_kernel
 from .mesh import Mesh
 from .overlap import check_overlap
-from .plain_tensors import refuse_traced
+from .plain_tensors import refuse_traced, without_grad
 from .program import Program
 from .rank_kernel import Compiled, RankKernel
 from .rank_locals import Shapes
@@ -159,7 +159,7 @@ class MeshKernel:
             launch = self._launch_for(given)
         assert launch is not None
         as_mesh_tensors = any(isinstance(arg, MeshTensor) for arg in args)
-        tensors: dict[str, AnyTensor | None] = {name: _plain(given.get(name)) for name in self._signature.tensors}
+        tensors: dict[str, AnyTensor | None] = {name: without_grad(given.get(name)) for name in self._signature.tensors}
         for parameter in launch.program.parameters:
             if parameter.input is not None and tensors[parameter.name] is None:
                 tensors[parameter.name] = launch.zeros(parameter, as_mesh_tensors)
@@ -299,10 +299,6 @@ def _lower(func: tirx.PrimFunc, strict: bool, view: str = "auto") -> Lowered:
 
 def _unpacked(results: list[Any]) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
-
-
-def _plain(value: Any) -> AnyTensor | None:
-    return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
 
 
 def _roles_by_rule(func: tirx.PrimFunc) -> tuple[list[str], list[str]]:

@@ -5,6 +5,7 @@ Tracers, torch.func and sparse layouts bring others, whose memory a kernel would
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -35,3 +36,8 @@ def refuse_traced(kernel: str, args: Iterable[object]) -> None:
     if problems:
         fixes = "; ".join(dict.fromkeys(fix for _, fix in problems))
         refuse(list(dict.fromkeys(fact for fact, _ in problems)), where=f"call of kernel {kernel!r}", fix=fixes)
+
+
+def without_grad(value: Any) -> Any:
+    """The value; of a tensor that requires gradients, one on the same memory that doesn't."""
+    return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value

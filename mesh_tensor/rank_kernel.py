@@ -11,8 +11,9 @@ import torch
 
 from .errors import refuse
 from .overlap import has_collectives, overlapped, why_in_bulk
+from .plain_tensors import without_grad
 from .program import CollectiveStep, Program
-from .rank_locals import Shapes, global_sizes, problem, shares_memory
+from .rank_locals import Shapes, global_sizes, problem, said_key, shares_memory
 from .runtime.distributed.agree import agree, program_facts
 from .runtime.distributed.dtensor import PART_FIX, from_placements, is_dtensor, lies_like_torch, part_problem
 from .runtime.distributed.dtensor_ports import Transfer, enter, leave, transfers
@@ -82,10 +83,10 @@ class RankKernel:
     def local(self, given: Mapping[str, Any], returned: Sequence[str], shapes: Shapes) -> list[torch.Tensor]:
         """Run on this rank's local tensors: valid parts, or whole tiles. `shapes`: global ones, where they are said."""
         self._faults.begin()
-        key = ("local", repr(shapes) if shapes else "", *self._key(given))
+        key = ("local", said_key(shapes) if shapes else "", *self._key(given))
         launch = self._of_same(key, lambda: self._check_locals(given, shapes)).launch
         self._compiled.ran(launch.program, list)
-        locals_ = {name: _plain(given[name]) for name in launch.tilings if name in given}
+        locals_ = {name: without_grad(given[name]) for name in launch.tilings if name in given}
         entangled = len(locals_) > launch.inputs and _entangled(locals_)
         results = launch(locals_, self._signature.scalars(given), entangled)
         return [given.get(name, results[name]) for name in returned]
@@ -239,10 +240,6 @@ def _exchanges(program: Program, layouts: Mapping[str, Sharding]) -> bool:
         layout == wanted[name].sharding and lies_like_torch(layout, wanted[name].shape)
         for name, layout in layouts.items()
     )
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _entangled(tensors: Mapping[str, torch.Tensor | None]) -> bool:

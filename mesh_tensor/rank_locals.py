@@ -56,6 +56,11 @@ def global_sizes(
     return {var: exact.get(var, next(iter(even[var]), 0)) for var in signature.symbols}, False
 
 
+def said_key(shapes: Any) -> str:
+    """Equal for shapes that say the same, whatever they are made of."""
+    return repr([(name, _dims(shape)) for name, shape in shapes.items()] if isinstance(shapes, Mapping) else shapes)
+
+
 def shares_memory(value: object) -> str:
     """What is wrong with a tensor to be written, if there is something: several of its elements are one in memory."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
@@ -91,7 +96,7 @@ def _said_sizes(signature: Signature, shapes: Shapes, where: str) -> Sizes:
     if not isinstance(shapes, Mapping):
         refuse(f"shapes is a {type(shapes).__name__}, but expected a dict", where=where, fix=_say(signature))
     for name, said in shapes.items():
-        shape = tuple(said) if isinstance(said, Sequence) else (said,)
+        shape = _dims(said)
         param = signature.tensors.get(name)
         if param is None:
             problems.append(f"shapes has {name!r}, but the tensors are {listing(tuple(signature.tensors))}")
@@ -100,6 +105,10 @@ def _said_sizes(signature: Signature, shapes: Shapes, where: str) -> Sizes:
     if problems:
         refuse(problems, where=where, fix=_say(signature))
     return sizes
+
+
+def _dims(said: Any) -> tuple[Any, ...]:
+    return tuple(said) if isinstance(said, Sequence) else (said,)
 
 
 def _check_scalars(signature: Signature, given: Mapping[str, Any], sizes: Sizes, where: str) -> None:

@@ -49,9 +49,9 @@ def _tensor_of(importer: Any, size: tirx.PrimExpr, dtype: str) -> relax.Expr:
     return number if dtype == "int64" else emit(importer, relax.op.astype(number, dtype))
 
 
-def in_result_dtype(node: torch.fx.Node, importer: Any, operand: Any, dtype: str | None = None) -> relax.Expr:
-    """A tensor or a number in the dtype of the node's result, or another one."""
-    dtype = dtype or result_dtype(node)
+def in_result_dtype(node: torch.fx.Node, importer: Any, operand: Any) -> relax.Expr:
+    """A tensor or a number in the dtype of the node's result."""
+    dtype = result_dtype(node)
     if not isinstance(operand, relax.Expr):
         return relax.const(operand, dtype)
     return operand if operand.struct_info.dtype == dtype else emit(importer, relax.op.astype(operand, dtype))

@@ -18,19 +18,19 @@ Convert = Callable[[Any, Any], Any]
 def total(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """A sum in the result's dtype: whole numbers and bools are counted in int64."""
     x, dims, keep = arguments(node, importer, 1, dim=None, keepdim=False)
-    return emit(importer, relax.op.sum(_as_result(node, importer, x), _dims(dims), keep))
+    return emit(importer, relax.op.sum(in_result_dtype(node, importer, x), _dims(dims), keep))
 
 
 def product(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """A product along one dim, in the result's dtype."""
     x, dim, keep = arguments(node, importer, 2, keepdim=False)
-    return emit(importer, relax.op.prod(_as_result(node, importer, x), [dim], keep))
+    return emit(importer, relax.op.prod(in_result_dtype(node, importer, x), [dim], keep))
 
 
 def product_of_all(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """A product of all elements, in the result's dtype."""
     (x,) = arguments(node, importer, 1)
-    return emit(importer, relax.op.prod(_as_result(node, importer, x)))
+    return emit(importer, relax.op.prod(in_result_dtype(node, importer, x)))
 
 
 def any_true(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -64,25 +64,22 @@ def divide(node: torch.fx.Node, importer: Any) -> relax.Expr:
 def divide_rounded(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """A quotient, as it is, rounded down, or towards zero."""
     mode = node.kwargs.get("rounding_mode")
-    if mode == "floor":
-        return _of_two(relax.op.floor_divide)(node, importer)
-    dtype = result_dtype(node)
-    quotient = _of_two(relax.op.divide, dtype if "float" in dtype else "float64")(node, importer)
-    if mode == "trunc":
-        quotient = emit(importer, relax.op.trunc(quotient))
-    return quotient if "float" in dtype else emit(importer, relax.op.astype(quotient, dtype))
+    op = relax.op.floor_divide if mode == "floor" else relax.op.divide  # which rounds whole numbers towards zero
+    quotient = _of_two(op)(node, importer)
+    is_whole = mode != "trunc" or "float" not in result_dtype(node)
+    return quotient if is_whole else emit(importer, relax.op.trunc(quotient))
 
 
 def nothing(node: torch.fx.Node, importer: Any) -> None:
     """What torch asserts about values has no result."""
 
 
-def _of_two(op: Convert, dtype: str | None = None) -> Convert:
-    """The operator on two operands, tensors or numbers, both in the dtype of the result (or another one)."""
+def _of_two(op: Convert) -> Convert:
+    """The operator on two operands, tensors or numbers, both in the dtype of the result."""
 
     def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
         operands = arguments(node, importer, 2)
-        return emit(importer, op(*(in_result_dtype(node, importer, operand, dtype) for operand in operands)))
+        return emit(importer, op(*(in_result_dtype(node, importer, operand) for operand in operands)))
 
     return converted
 
@@ -108,10 +105,6 @@ def _of_sizes(op: Convert) -> Convert:
         return op(*arguments(node, importer, 2))
 
     return converted
-
-
-def _as_result(node: torch.fx.Node, importer: Any, x: relax.Expr) -> relax.Expr:
-    return in_result_dtype(node, importer, x)
 
 
 def _dims(dims: Any) -> list[int] | None:

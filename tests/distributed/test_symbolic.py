@@ -8,7 +8,13 @@ from .launcher import run
 
 @pytest.mark.parametrize(
     "body",
-    [bodies.even_tiles, bodies.uneven_tiles, bodies.expressions, bodies.new_sizes_without_exchange],
+    [
+        bodies.even_tiles,
+        bodies.uneven_tiles,
+        bodies.shapes_that_change,
+        bodies.expressions,
+        bodies.new_sizes_without_exchange,
+    ],
     ids=lambda b: b.__name__,
 )
 def test_right(body):

@@ -106,6 +106,18 @@ def test_dtypes_of_results(function):
     check(function, torch.randint(-9, 9, (5, 8)))
 
 
+@pytest.mark.parametrize("mode", ["trunc", "floor"])
+def test_quotients_of_whole_numbers_that_no_float_holds(mode):
+    large = torch.randint(2**60, 2**62, (5, 8)) * torch.tensor([1, -1]).repeat(4)
+    divisor = torch.tensor([1, 1, 3, 3, -1, -1, -7, -7])
+    check(
+        lambda x, y: (torch.div(x, y, rounding_mode=mode), torch.div(x, 3, rounding_mode=mode)),
+        torch.randint(-9, 9, (5, 8)),
+        divisor,
+        others=[(large, divisor)],
+    )
+
+
 @pytest.mark.parametrize(
     "function",
     [

@@ -134,12 +134,14 @@ def _division(call: OpCall, place: Place) -> Function:
 
 
 def _poisoned(divide: Function, dtype: torch.dtype) -> Function:
-    """An integer division that gives poison where the divisor is 0, as it may be in padding."""
+    """An integer division for padding: it gives poison where the divisor is 0, and divides the lowest integer by 1
+    instead of -1, which traps."""
     poison = torch.tensor(poison_value(dtype), dtype=dtype)
 
     def divide_padded(a: Tensor, b: Tensor) -> Tensor:
         zero = b == 0
-        return torch.where(zero, poison, divide(a, b + zero))
+        traps = (a == torch.iinfo(dtype).min) & (b == -1)
+        return torch.where(zero, poison, divide(a, torch.where(zero | traps, 1, b)))
 
     return divide_padded
 

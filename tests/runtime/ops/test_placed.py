@@ -88,3 +88,13 @@ def test_padding_as_a_divisor_gives_poison(build):
     (found,) = function(torch.tensor([7, 7, 7], dtype=torch.int32), torch.tensor([2, 0, 2], dtype=torch.int32))
     assert found[1] == np.iinfo(np.int32).min
     assert (found[0], found[2]) == ((3, 3) if build in (relax.op.divide, relax.op.floor_divide) else (1, 1))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "int64"])
+@pytest.mark.parametrize("build", [relax.op.divide, relax.op.floor_divide, relax.op.mod, relax.op.floor_mod])
+def test_padding_that_a_division_would_trap_on(build, dtype):
+    function = _function(build, _var(3, dtype=dtype), _var(3, dtype=dtype))
+    of = getattr(torch, dtype)
+    (found,) = function(torch.tensor([-7, torch.iinfo(of).min, 7], dtype=of), torch.tensor([-1, -1, 2], dtype=of))
+    assert found.dtype == of
+    assert (found[0], found[2]) == ((7, 3) if build in (relax.op.divide, relax.op.floor_divide) else (0, 1))
