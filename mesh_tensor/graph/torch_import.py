@@ -11,9 +11,10 @@ from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from tvm import ir, relax
 from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
 
-from ..errors import refuse
+from ..errors import listing, refuse
 from .annotations import SOURCE_NAMES_ATTR
 from .imported import ImportedModule, identifiers
+from .low_precision import allow_constants
 from .names import renamed_parameters
 from .torch_args import with_sizes_as_tensors
 from .torch_numbers import WITH_NUMBERS
@@ -38,6 +39,7 @@ def import_torch(program: torch.export.ExportedProgram) -> ImportedModule:
         except Exception as error:  # torch's own, of what it can't take apart
             refuse("torch can't take the program apart into operators", why=str(error), fix=_FIX)
     _check(program)
+    allow_constants()
     importer = _Importer()
     mod = importer.from_exported_program(
         program,
@@ -55,7 +57,8 @@ class _Importer(ExportedProgramImporter):
     def create_convert_map(self) -> dict[str, Callable[[torch.fx.Node], relax.Expr]]:
         """From operators to functions of their fx nodes."""
         own = {name: lambda node, convert=convert: convert(node, self) for name, convert in CONVERTERS.items()}
-        every = {**super().create_convert_map(), **own}
+        self.conversions_of_tvm = super().create_convert_map()
+        every = {**self.conversions_of_tvm, **own}
         return {name: self._checked(convert, name in WITH_NUMBERS) for name, convert in every.items()}
 
     def _checked(self, convert: Callable[[torch.fx.Node], Any], with_numbers: bool) -> Callable[[torch.fx.Node], Any]:
@@ -105,12 +108,24 @@ def _check(program: torch.export.ExportedProgram) -> None:
         for spec in program.graph_signature.output_specs
         if not isinstance(spec.arg, TensorArgument)
     ]
+    unreal = [name for name, weight in {**program.state_dict, **program.constants}.items() if _has_no_memory(weight)]
+    if unreal:
+        refuse(
+            f"the weights {listing(unreal)} have no memory",
+            where="the exported program",
+            why="it was exported under FakeTensorMode, or with weights on the meta device",
+            fix="export the model with real weights",
+        )
     targets = {spec.target for spec in program.graph_signature.input_specs}
     problems += [
         f"the constant {name!r} has no place in the graph" for name in program.constants if name not in targets
     ]
     if problems:
         refuse(problems, where="the exported program", fix="export the model in eval mode, with tensors in and out")
+
+
+def _has_no_memory(weight: Any) -> bool:
+    return isinstance(weight, torch.Tensor) and (type(weight).__name__ == "FakeTensor" or weight.device.type == "meta")
 
 
 def _difference(node: torch.fx.Node, value: Any) -> str:
