@@ -19,6 +19,7 @@ from .names import renamed_parameters
 from .torch_args import with_sizes_as_tensors
 from .torch_numbers import WITH_NUMBERS
 from .torch_ops import CONVERTERS, KEPT
+from .torch_weights import without_tied
 
 _INPUTS = {InputKind.USER_INPUT, InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
 
@@ -159,13 +160,16 @@ def _named(mod: ir.IRModule, program: torch.export.ExportedProgram, importer: An
     """The weights, and the module with their names and those of submodules."""
     specs = program.graph_signature.input_specs
     weights = {spec.arg.name: str(spec.target) for spec in specs if spec.kind == InputKind.PARAMETER}
+    mod, tied = without_tied(mod, weights, program.state_dict)
+    kept = {old: target for old, target in weights.items() if old not in tied}
     inputs = [spec.arg.name for spec in specs if spec.kind == InputKind.USER_INPUT]
-    names = identifiers(list(weights.values()), inputs)
-    new = {old: names[target] for old, target in weights.items()}
+    names = identifiers(list(kept.values()), inputs)
+    new = {old: names[target] for old, target in kept.items()}
     made = {path: importer.env[node] for path, node in _results(program.graph).items()}
     made = {path: value.name_hint for path, value in made.items() if isinstance(value, relax.Var)}
     func = renamed_parameters(mod, mod["main"].without_attr("params"), new)
     every = {**{path: new.get(name, name) for path, name in made.items()}, **names}
+    every |= {weights[old]: new[same] for old, same in tied.items()}
     mod.update_func(mod.get_global_var("main"), func.with_attr(SOURCE_NAMES_ATTR, every))
     params = {names[target]: program.state_dict[target].detach() for target in names}
     return ImportedModule(mod, params, every)

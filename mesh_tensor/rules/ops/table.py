@@ -38,7 +38,7 @@ def rule_of(call: OpCall, binding: str = "") -> OpRule:
     name = operator_name(call)
     if name not in _RULES:
         refuse(
-            f"operator R.{name} has no sharding rule",
+            f"operator R.{call.name} has no sharding rule",
             where=f"{binding} = {call.expr}" if binding else str(call.expr),
             fix="pass replicate_unknown=True to compute it replicated, or add a rule (docs/adding_an_op.md)",
         )
