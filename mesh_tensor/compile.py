@@ -15,11 +15,12 @@ from .frontend import read_annotations
 from .lowering.pipeline import Lowered, lower_kernel
 from .mesh import Mesh
 from .overlap import check_overlap
-from .plain_tensors import refuse_traced, without_grad
+from .plain_tensors import may_be_dual, refuse_traced
 from .program import Program
 from .rank_kernel import Compiled, RankKernel
 from .rank_locals import Shapes
 from .rules.sharding_rule import sharding_rule
+from .runtime.ambient import is_plain, plain, undisturbed
 from .runtime.distributed import are_current, is_dtensor, ranks_of
 from .runtime.distributed.dtensor_ports import Transfer
 from .runtime.kernels import find_target
@@ -29,6 +30,7 @@ from .signature import Signature, Sizes
 from .symbolic import Lower, Programs
 
 
+@undisturbed
 def compile(
     func: tirx.PrimFunc,
     target: str = "auto",
@@ -148,7 +150,13 @@ class MeshKernel:
         return explain(self.program, self._target.name, self._transfers())
 
     def __call__(self, *args: Any) -> Any:
-        refuse_traced(self._signature.name, args)
+        if is_plain():
+            return self._call(args)
+        refuse_traced(f"kernel {self._signature.name!r}", args)
+        with plain():
+            return self._call(args)
+
+    def _call(self, args: tuple[Any, ...]) -> Any:
         form = self._forms.get(len(args)) or self._refuse_count(args)
         given = dict(zip(form.passed, args, strict=True))
         launch = self._current
@@ -159,7 +167,7 @@ class MeshKernel:
             launch = self._launch_for(given)
         assert launch is not None
         as_mesh_tensors = any(isinstance(arg, MeshTensor) for arg in args)
-        tensors: dict[str, AnyTensor | None] = {name: without_grad(given.get(name)) for name in self._signature.tensors}
+        tensors: dict[str, AnyTensor | None] = {name: given.get(name) for name in self._signature.tensors}
         for parameter in launch.program.parameters:
             if parameter.input is not None and tensors[parameter.name] is None:
                 tensors[parameter.name] = launch.zeros(parameter, as_mesh_tensors)
@@ -184,7 +192,13 @@ class MeshKernel:
 
         Returns:
             This rank's parts of the results, without padding."""
-        refuse_traced(self._signature.name, args)
+        if is_plain():
+            return self._local(args, device_mesh, shapes)
+        refuse_traced(f"kernel {self._signature.name!r}", args)
+        with plain():
+            return self._local(args, device_mesh, shapes)
+
+    def _local(self, args: tuple[Any, ...], device_mesh: Any, shapes: Shapes | None) -> Any:
         on_ranks = self._rank_kernel(device_mesh)
         form = self._forms.get(len(args)) or self._refuse_count(args, on_ranks)
         given = dict(zip(form.passed, args, strict=True))
@@ -272,10 +286,11 @@ class MeshKernel:
                 and tensor.layout is torch.strided
                 and tensor.is_contiguous()
                 and not tensor.is_neg()
+                and not tensor.requires_grad
                 and tensor.device == device
             ):
                 return False
-        return len(self._signature.params) == len(self._quick)
+        return len(self._signature.params) == len(self._quick) and not may_be_dual()
 
     def _refuse_count(self, args: Sequence[Any], on_ranks: RankKernel | None = None) -> CallForm:
         device_mesh = next((arg.device_mesh for arg in args if is_dtensor(arg)), None)

@@ -53,7 +53,8 @@ class ModuleSignature:
         return {p.name: given[p.name] for p in self.params}
 
     def weights(self, weights: Any, device_type: str) -> dict[str, Any]:
-        """Weights by parameter, checked; they may go by the names that they had where the module comes from."""
+        """Weights by parameter, checked; they may go by the names that they had where the module comes from. They
+        are constants: parameters of torch's serve, without their gradients."""
         if not isinstance(weights, Mapping):
             refuse(f"the weights are a {type(weights).__name__}", fix="give a dict from parameters to tensors")
         names = self._source_names | {param.name: param.name for param in self.params}
@@ -67,6 +68,10 @@ class ModuleSignature:
                     where=f"weights of {self.function!r}",
                     fix="give it once, or tie the model's weights",
                 )
+        named = {
+            name: tensor.detach() if isinstance(tensor, torch.Tensor) and tensor.requires_grad else tensor
+            for name, tensor in named.items()
+        }
         self.check(named, device_type, what="weights")
         return named
 
