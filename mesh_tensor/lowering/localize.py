@@ -136,8 +136,9 @@ class _Localizer:
             forms = self.analysis.coordinates.of_statement(statement)
             for split in self.splits:
                 form = forms.get(split.factor)
-                padded = form is not None and not (split.even and self.shrink.fits(form, split))
-                if padded and not form.terms.keys() & statement.element_vars:
+                if form is None or (split.even and self.shrink.fits(form, split)):
+                    continue
+                if not form.terms.keys() & statement.element_vars:
                     conditions.append(as_expr(form) < split.valid)
         for condition in conditions:
             new = tirx.IfThenElse(condition, new, None)

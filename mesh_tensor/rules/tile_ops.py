@@ -147,8 +147,9 @@ def parse_tile_op(stmt: tirx.Stmt) -> TileOp | None:
 
 def parse_previous(expr: object) -> Atomic | None:
     """The update of one element that an atomic with `return_prev=True` makes; its value is what was there before."""
-    name = expr.op.name if isinstance(expr, tirx.Call) and isinstance(expr.op, ir.Op) else ""
-    return Atomic(_pointee(expr.args[0]), expr.args[1], _PREVIOUS[name]) if name in _PREVIOUS else None
+    if not isinstance(expr, tirx.Call) or not isinstance(expr.op, ir.Op) or expr.op.name not in _PREVIOUS:
+        return None
+    return Atomic(_pointee(expr.args[0]), expr.args[1], _PREVIOUS[expr.op.name])
 
 
 def region(call: tirx.Call) -> Region:
