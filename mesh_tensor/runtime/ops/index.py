@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 
 @placed_torch_op("take")
 def _take(call: OpCall, place: Place) -> Function:
-    """`clip` takes the nearest index of those out of range, `wrap` goes round; with `nan` they are refused, or poison in
+    """`clip` takes the nearest of indices out of range, `wrap` goes round; with `nan` they are refused, or poison in
     tiles; with `fast` they are undefined in TVM: negative ones count from the end, others are as with `nan`."""
     axis, mode, shape = call.attr("axis"), call.attr("mode", "fast"), call.outputs[0].shape
     dim = 0 if axis is None else call.axis(axis)
