@@ -20,6 +20,7 @@ from .module_inputs import ModuleSignature, bound, refuse_outside
 from .module_launch import ModuleLaunch
 from .module_ranks import RankModuleLaunch
 from .program import Program
+from .recent import MODULE_SIZES, Recent
 from .runtime.ambient import full_precision, undisturbed
 from .runtime.distributed import is_dtensor, ranks_of
 from .runtime.distributed.dtensor import mesh_of
@@ -121,8 +122,8 @@ class MeshModule:
         named = mesh_of(mesh) if mesh is self._device_mesh and mesh is not None else mesh
         self._stated = read_module_annotations(mod, function, None if named is None else Mesh(named), strict=strict)
         self._mod, self.mesh = self._stated.module, self._stated.mesh
-        self._plans: dict[tuple[int, ...], ModulePlan] = {}
-        self._launches: dict[tuple, ModuleLaunch | RankModuleLaunch] = {}
+        self._plans: Recent[tuple[int, ...], ModulePlan] = Recent(MODULE_SIZES)
+        self._launches: Recent[tuple, ModuleLaunch | RankModuleLaunch] = Recent(MODULE_SIZES)
         self._plan: ModulePlan | None = None
         if not self._signature.symbols:
             self._plan = self._planned({})
@@ -170,17 +171,20 @@ class MeshModule:
     def _launch(self, sizes: Mapping[Any, int], device_mesh: Any) -> ModuleLaunch | RankModuleLaunch:
         plan = self._plan = self._planned(sizes)
         key = (self._key(sizes), device_mesh)
-        if key not in self._launches:
+        launch = self._launches.get(key)
+        if launch is None:
             if device_mesh is None:
-                self._launches[key] = ModuleLaunch(plan, self._target, self._weights, poison=self._poison)
+                launch = ModuleLaunch(plan, self._target, self._weights, poison=self._poison)
             else:
                 ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
-                self._launches[key] = RankModuleLaunch(plan, self._target, ranks, self._weights)
-        return self._launches[key]
+                launch = RankModuleLaunch(plan, self._target, ranks, self._weights)
+            self._launches.put(key, launch)
+        return launch
 
     def _planned(self, sizes: Mapping[Any, int]) -> ModulePlan:
         key = self._key(sizes)
-        if key not in self._plans:
+        plan = self._plans.get(key)
+        if plan is None:
             mod = bound(self._mod, self._function, sizes)
             stated = self._stated.annotations
             plan = plan_module(
@@ -192,8 +196,8 @@ class MeshModule:
                 kernels=self._kernels,
             )
             self._check_strict(plan)
-            self._plans[key] = plan
-        return self._plans[key]
+            self._plans.put(key, plan)
+        return plan
 
     def _key(self, sizes: Mapping[Any, int]) -> tuple[int, ...]:
         return tuple(sizes[var] for var in self._signature.symbols)
