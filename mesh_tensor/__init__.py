@@ -1,8 +1,11 @@
 """From one global-view TileLang kernel to a running mesh."""
 
+from ._environment import check_cache_folder, check_versions
 from ._tvm_check import check_tvm
 
+check_versions()
 check_tvm()
+check_cache_folder()
 
 import tilelang as _tilelang  # noqa: E402, F401  (brings the TVM that every module below imports)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from . import saved_types as types
 from .saved_types import Field, Wanted
@@ -200,7 +200,7 @@ def _numbers(value: object) -> bool:
     return isinstance(value, list) and all(_is_int(number) for number in value)
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return type(value) is int and value in _INT64
 
 
@@ -276,7 +276,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _is_index(value: object, count: int) -> bool:
+def _is_index(value: object, count: int) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < count
 
 

@@ -13,7 +13,7 @@ import struct
 import subprocess
 import sys
 import threading
-from typing import BinaryIO
+from typing import IO
 
 from tvm import ir, relax, tirx
 
@@ -143,19 +143,19 @@ def _stop() -> None:
         process.wait()
 
 
-def _write(pipe: BinaryIO | None, data: bytes) -> None:
+def _write(pipe: IO[bytes] | None, data: bytes) -> None:
     if pipe is None:
         raise EOFError
     pipe.write(_LENGTH.pack(len(data)) + data)
     pipe.flush()
 
 
-def _read(pipe: BinaryIO | None) -> bytes:
+def _read(pipe: IO[bytes] | None) -> bytes:
     size = _exactly(pipe, _LENGTH.size)
     return _exactly(pipe, _LENGTH.unpack(size)[0])
 
 
-def _exactly(pipe: BinaryIO | None, size: int) -> bytes:
+def _exactly(pipe: IO[bytes] | None, size: int) -> bytes:
     data = pipe.read(size) if pipe is not None else b""
     if len(data) != size:
         raise EOFError

@@ -10,6 +10,7 @@ import math
 import re
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 from tvm_ffi import core
 
@@ -66,7 +67,7 @@ def fields_of(type_key: str) -> tuple[Field, ...] | None:
     if not _KNOWN.fullmatch(type_key):
         return None
     try:
-        info = core._lookup_or_register_type_info_from_type_key(type_key)
+        info: Any = core._lookup_or_register_type_info_from_type_key(type_key)
     except ValueError:
         return None
     found: dict[str, Field] = {}
