@@ -1,6 +1,6 @@
 """Bring a kernel into the form that analysis and rewriting expect.
 
-Index bindings are inlined; a `T.gemm` that clears its accumulator on a condition becomes a conditional fill and a plain
+Index bindings are inlined; accesses through views become accesses to what they are views of; a `T.gemm` that clears its accumulator on a condition becomes a conditional fill and a plain
 gemm; grid loops that walk two dims at once become two loops.
 """
 
@@ -9,12 +9,17 @@ from __future__ import annotations
 from tvm import ir, tirx
 
 from .fused_loops import unfuse
+from .views import resolve_views
 
 
 def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The same kernel, in which every index is an expression of loop variables."""
+    """The same kernel, in which every index is an expression of loop variables, and no memory goes by two names.
+
+    Raises:
+        MeshTensorError: a buffer is in no memory that is known, or a view is not understood.
+    """
     func = func.with_body(tirx.stmt_functor.ir_transform(func.body, None, _split_clear, ["tirx.Evaluate"]))
-    return unfuse(_inline_bindings(func))
+    return unfuse(resolve_views(_inline_bindings(func)))
 
 
 def _inline_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:
