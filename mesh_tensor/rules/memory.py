@@ -1,7 +1,7 @@
 """Which buffers of a kernel are the same memory.
 
-`T.reshape`, `T.view` and `T.Tensor(shape, dtype, buffer.data)` make *views*: buffers over the memory of a parameter or of
-an on-chip buffer, its *owner*. Everything that asks whether two accesses may touch the same element asks for the memory.
+`T.reshape`, `T.view` and `T.Tensor(shape, dtype, buffer.data)` make *views*: buffers over the memory of a parameter or
+of an on-chip buffer, its *owner*.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def memories(func: tirx.PrimFunc) -> dict[tirx.Var, Memory]:
         refuse(
             facts,
             where=f"kernel {name!r}",
-            why="only parameters, buffers that the kernel allocates, and views of them in row-major order are understood",
+            why="only parameters, buffers that the kernel allocates, and row-major views of them are understood",
             fix="pass what a pointer leads to as a T.Tensor parameter; index the buffer itself instead of such a view",
         )
     return found
@@ -125,9 +125,10 @@ def _why_no_view(view: tirx.Buffer, owner: tirx.Buffer) -> str | None:
         return f"the rows of {owner.name!r} have strides {list(owner.strides)}"
     reach, total = _reach(view, analyzer), elements(owner)
     if not analyzer.can_prove(reach * _bits(view) <= total * _bits(owner)):
-        return f"it needs {reach} elements of {view.dtype}, which the {total} of {owner.dtype} are not known to hold"
+        needed, there = _text(reach), _text(total)
+        return f"it needs {needed} elements of {view.dtype}, which {there} of {owner.dtype} are not known to hold"
     if isinstance(total, tirx.IntImm) and int(total) > _MOST_ELEMENTS:
-        return f"{total} elements are more than an index can count"
+        return f"{_text(total)} elements are more than an index can count"
     return None
 
 
@@ -139,6 +140,15 @@ def _reach(view: tirx.Buffer, analyzer: arith.Analyzer) -> tirx.PrimExpr:
     for size, stride in zip(view.shape, strides_of(view), strict=True):
         last = last + tirx.Cast("int64", size - 1) * tirx.Cast("int64", stride)
     return analyzer.simplify(last)
+
+
+def _text(size: tirx.PrimExpr) -> str:
+    return str(int(size)) if isinstance(size, tirx.IntImm) else str(size)
+
+
+def has_equal_bits(a: tirx.Buffer, b: tirx.Buffer) -> bool:
+    """Whether an element of one buffer is an element of the other, in the same dtype or in another one."""
+    return bool(a.dtype == b.dtype) or _bits(a) == _bits(b)
 
 
 def _bits(buffer: tirx.Buffer) -> int:

@@ -34,7 +34,7 @@ class ViewMap:
         self._groups = _groups(view, base, analyzer) if is_compact(view, analyzer) else None
 
     def outside(self, indices: Exprs) -> list[tirx.PrimExpr]:
-        """What is to be checked for `view[indices]` to be inside the view: its own bounds, where the base's say less."""
+        """What is to be checked for `view[indices]` to be inside the view, where the base's own bounds say less."""
         same = {group.mine[0] for group in self._groups or () if self._is_same(group)}
         conditions = [
             condition

@@ -2,8 +2,8 @@
 
 Afterwards a memory has one buffer, its *base*: the parameter, or the on-chip buffer in the one shape that the kernel's
 tile operations need. Elements and regions of other views become elements and regions of it; copies and fills of what is
-no region there become loops. What is left (a product of a view that is no matrix of the base, another dtype) stays as it
-is, and the statements around it are opaque: nothing of the kernel is split then.
+no region there become loops. What is left (a product of a view that is no matrix of the base, elements of another size)
+stays as it is, and the statements around it are opaque: nothing of the kernel is split then.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tvm import arith, ir, tirx
 
 from . import tile_ops
 from .effects import POINTERS
-from .memory import Memory, elements, is_compact, memories, strides_of
+from .memory import Memory, elements, has_equal_bits, is_compact, memories, strides_of
 from .tile_ops import Atomic, Copy, Fill, Region
 from .view_map import ViewMap
 
@@ -37,6 +37,25 @@ def left_views(func: tirx.PrimFunc) -> dict[tirx.Buffer, tirx.Buffer]:
     return {view: memory.owner for memory in memories(func).values() for view in memory.views}
 
 
+def declared(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The same kernel with a declaration for each of its views, without which TVM knows of no place where they are
+    defined."""
+    found = [(memory, view) for memory in memories(func).values() for view in memory.views]
+    if not found:
+        return func
+
+    blocks: list[tirx.SBlock] = []
+    tirx.stmt_functor.post_order_visit(func.body, lambda n: blocks.append(n) if isinstance(n, tirx.SBlock) else None)
+    kernel = [block for block in blocks if block.name_hint != "root"][-1]  # what is outside comes last
+
+    def declare(block: tirx.SBlock) -> tirx.SBlock | None:
+        here = block.name_hint == kernel.name_hint
+        mine = [v for m, v in found if (here if m.is_param else any(m.owner.same_as(b) for b in block.alloc_buffers))]
+        return _block_with(block, body=tirx.SeqStmt([*map(tirx.DeclBuffer, mine), block.body])) if mine else None
+
+    return func.with_body(tirx.stmt_functor.ir_transform(func.body, None, declare, ["tirx.SBlock"]))
+
+
 class _Resolver:
     def __init__(self, func: tirx.PrimFunc, found: Sequence[Memory]) -> None:
         self._func = func
@@ -47,8 +66,9 @@ class _Resolver:
         for memory in found:
             base = self._bases[memory.owner]
             for view in (memory.owner, *memory.views):
-                if not view.same_as(base) and view.dtype == base.dtype:
+                if not view.same_as(base) and has_equal_bits(view, base):
                     self._maps[view] = ViewMap(view, base, self._analyzer)
+        self._views = {view for memory in found for view in memory.views}
         self._safe = _safe_values(func)
 
     def run(self) -> tirx.PrimFunc:
@@ -86,7 +106,7 @@ class _Resolver:
     ) -> tirx.PrimExpr:
         """An element; 0 where a condition doesn't hold."""
         base, places = self._place(buffer, indices)
-        value: tirx.PrimExpr = tirx.BufferLoad(base, places)
+        value = _as_dtype(tirx.BufferLoad(base, places), buffer.dtype)
         for condition in conditions:
             value = tirx.if_then_else(condition, value, tirx.const(0, buffer.dtype))
         return value
@@ -104,11 +124,9 @@ class _Resolver:
         conditions: Sequence[tirx.PrimExpr],
     ) -> tirx.Stmt:
         base, places = self._place(buffer, indices)
-        return _guarded(tirx.BufferStore(base, value, places), conditions)
+        return _guarded(tirx.BufferStore(base, _as_dtype(value, base.dtype), places), conditions)
 
-    def _place(
-        self, buffer: tirx.Buffer, indices: list[tirx.PrimExpr]
-    ) -> tuple[tirx.Buffer, list[tirx.PrimExpr]]:
+    def _place(self, buffer: tirx.Buffer, indices: list[tirx.PrimExpr]) -> tuple[tirx.Buffer, list[tirx.PrimExpr]]:
         if buffer not in self._maps:
             return buffer, indices
         return self._maps[buffer].base, self._maps[buffer].indices(indices)
@@ -118,6 +136,8 @@ class _Resolver:
         load = call.args[0]
         if not isinstance(load, tirx.BufferLoad) or load.buffer not in self._maps:
             return None
+        if load.dtype != self._maps[load.buffer].base.dtype:
+            return call
         indices = [self._expr(index) for index in load.indices]
         if self._maps[load.buffer].outside(indices):
             return call
@@ -147,7 +167,8 @@ class _Resolver:
         """The same region of the base; of a `rigid` operation, which counts dims, with the same dims."""
         region = tile_ops.region(call)
         if region.buffer in self._maps:
-            found = self._maps[region.buffer].region(region)
+            mapped = self._maps[region.buffer]
+            found = mapped.region(region) if mapped.base.dtype == region.buffer.dtype else None
             if found is None or (rigid and not ir.structural_equal(list(found.extents), list(region.extents))):
                 return None
             region = found
@@ -159,6 +180,8 @@ class _Resolver:
         call, load = stmt.value, stmt.value.args[0].args[0]
         if load.buffer not in self._maps:
             return None
+        if load.dtype != self._maps[load.buffer].base.dtype:
+            return stmt
         indices = [self._expr(index) for index in load.indices]
         pointer = _with_first(call.args[0], tirx.BufferLoad(*self._place(load.buffer, indices)))
         args = [pointer, *map(self._expr, call.args[1:])]
@@ -209,17 +232,30 @@ class _Resolver:
         allocs = [self._bases.get(buffer, buffer) for buffer in node.alloc_buffers]
         if all(new.same_as(old) for new, old in zip(allocs, node.alloc_buffers, strict=True)):
             return None
-        return tirx.SBlock(
-            node.iter_vars, node.reads, node.writes, node.name_hint, node.body, node.init, allocs,
-            node.match_buffers, node.annotations,
-        )  # fmt: skip
+        return _block_with(node, allocs=allocs)
 
     def _declared(self, node: tirx.SeqStmt) -> tirx.Stmt | None:
-        """The sequence without declarations of views that nothing goes through any more."""
-        kept = [s for s in node.seq if not (isinstance(s, tirx.DeclBuffer) and s.buffer in self._maps)]
+        """The sequence without declarations: views need none."""
+        kept = [s for s in node.seq if not (isinstance(s, tirx.DeclBuffer) and s.buffer in self._views)]
         if len(kept) == len(node.seq):
             return None
         return tirx.Evaluate(0) if not kept else kept[0] if len(kept) == 1 else tirx.SeqStmt(kept)
+
+
+def _block_with(
+    block: tirx.SBlock, *, body: tirx.Stmt | None = None, allocs: Sequence[tirx.Buffer] | None = None
+) -> tirx.SBlock:
+    return tirx.SBlock(
+        block.iter_vars,
+        block.reads,
+        block.writes,
+        block.name_hint,
+        block.body if body is None else body,
+        block.init,
+        list(block.alloc_buffers if allocs is None else allocs),
+        block.match_buffers,
+        block.annotations,
+    )
 
 
 def _base(memory: Memory, rigid: set[tirx.Buffer], noted: bool, analyzer: arith.Analyzer) -> tirx.Buffer:
@@ -299,6 +335,11 @@ def _nest(loops: Sequence[tuple[tirx.Var, tirx.PrimExpr]], body: tirx.Stmt) -> t
     for var, extent in reversed(loops):
         body = tirx.For(var, 0, extent, tirx.ForKind.PARALLEL, body)
     return body
+
+
+def _as_dtype(value: tirx.PrimExpr, dtype: str) -> tirx.PrimExpr:
+    """The bits of a value as one of another dtype."""
+    return value if value.dtype == dtype else tirx.reinterpret(dtype, value)
 
 
 def _guarded(stmt: tirx.Stmt, conditions: Sequence[tirx.PrimExpr]) -> tirx.Stmt:

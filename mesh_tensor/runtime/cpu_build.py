@@ -169,7 +169,8 @@ def _build_stamp() -> str:
         refuse("no C++ compiler was found", fix='install g++ or clang++, or use target="interpret"')
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     package = Path(__file__).parents[1]
-    others = (package / "lowering" / "rewrite.py", package / "rules" / "tile_ops.py", package / "rules" / "effects.py")
+    rules = (package / "rules" / f"{name}.py" for name in ("tile_ops", "effects", "im2col"))
+    others = (package / "lowering" / "rewrite.py", *rules)
     passes = [*sorted((package / "lowering").glob("*cpu*.py")), *others]
     sources = [*passes, Path(__file__), *_HEADERS.values()]
     return "\0".join([tilelang.__version__, version, _processor(), *_FLAGS, *(s.read_text() for s in sources)])
