@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from tvm import DataType, arith, tirx
 
 from ..errors import refuse
+from .ranges import loop_ranges
 
 _MOST_ELEMENTS = 2**31 - 1
 
@@ -112,11 +113,7 @@ def elements(buffer: tirx.Buffer) -> tirx.PrimExpr:
 
 def _why_no_view(view: tirx.Buffer, owner: tirx.Buffer) -> str | None:
     """Why the accesses to a view are none to its owner, element for element; None if they are."""
-    analyzer = arith.Analyzer()
-    for buffer in (view, owner):
-        for size in buffer.shape:
-            if isinstance(size, tirx.Var):
-                analyzer.update(size, arith.ConstIntBound(0, arith.ConstIntBound.POS_INF), True)
+    analyzer = loop_ranges(tirx.Evaluate(0), (view, owner))
     if view.dtype != owner.dtype and not {_bits(view), _bits(owner)} <= {8, 16, 32, 64}:
         return f"it takes {owner.dtype} for {view.dtype}"
     if view.elem_offset is not None and not analyzer.can_prove_equal(view.elem_offset, 0):

@@ -15,6 +15,7 @@ from tvm import arith, ir, tirx
 from . import tile_ops
 from .effects import POINTERS
 from .memory import Memory, elements, has_equal_bits, is_compact, memories, strides_of
+from .ranges import loop_ranges
 from .tile_ops import Atomic, Copy, Fill, Region
 from .view_map import ViewMap
 
@@ -59,7 +60,7 @@ def declared(func: tirx.PrimFunc) -> tirx.PrimFunc:
 class _Resolver:
     def __init__(self, func: tirx.PrimFunc, found: Sequence[Memory]) -> None:
         self._func = func
-        self._analyzer = _loop_ranges(func)
+        self._analyzer = loop_ranges(func.body, func.buffer_map.values())
         rigid = _rigid_buffers(func)
         self._bases = {m.owner: _base(m, rigid, _has_notes(func, m), self._analyzer) for m in found}
         self._maps: dict[tirx.Buffer, ViewMap] = {}
@@ -308,20 +309,6 @@ def _has_notes(func: tirx.PrimFunc, memory: Memory) -> bool:
 def _safe_values(func: tirx.PrimFunc) -> set[tirx.Var]:
     """The memories outside of which copies read something else than 0."""
     return {data for key, value in _notes(func) if key == "safe_value_map" for data in value}
-
-
-def _loop_ranges(func: tirx.PrimFunc) -> arith.Analyzer:
-    """What is known of the loops' variables and of sizes, anywhere in the kernel."""
-    analyzer = arith.Analyzer()
-    for buffer in func.buffer_map.values():
-        for size in buffer.shape:
-            if isinstance(size, tirx.Var):
-                analyzer.update(size, arith.ConstIntBound(0, arith.ConstIntBound.POS_INF), True)
-    loops: list[tirx.For] = []
-    tirx.stmt_functor.post_order_visit(func.body, lambda n: loops.append(n) if isinstance(n, tirx.For) else None)
-    for loop in loops[::-1]:  # outer loops first: the ranges of inner ones may depend on them
-        analyzer.bind(loop.loop_var, ir.Range.from_min_extent(loop.min, loop.extent), True)
-    return analyzer
 
 
 def _element(region: Region, loops: Sequence[tuple[tirx.Var, tirx.PrimExpr]]) -> list[tirx.PrimExpr]:
