@@ -38,10 +38,22 @@ def memories(func: tirx.PrimFunc) -> dict[tirx.Var, Memory]:
         MeshTensorError: a buffer lies in no memory that is known here (behind a pointer, or a part of another buffer by
             `match_buffer`), or a view can't be its owner's memory read row by row; the message names them all.
     """
+    found, facts = find_memories(func)
+    if facts:
+        name = str(func.attrs["global_symbol"]) if func.attrs and "global_symbol" in func.attrs else "main"
+        refuse(
+            facts,
+            where=f"kernel {name!r}",
+            why="only parameters, buffers that the kernel allocates, and row-major views of them are understood",
+            fix="pass what a pointer leads to as a T.Tensor parameter; index the buffer itself instead of such a view",
+        )
+    return found
+
+
+def find_memories(func: tirx.PrimFunc) -> tuple[dict[tirx.Var, Memory], list[str]]:
+    """The memories by their data variables, and what is wrong with the buffers that are none of theirs."""
     found = {buffer.data: Memory(buffer, True) for buffer in func.buffer_map.values()}
-    facts = []
-    if len(found) < len(func.buffer_map):
-        facts.append("several parameters are one memory")
+    facts = ["several parameters are one memory"] if len(found) < len(func.buffer_map) else []
     used = _Uses(func)
     for buffer in used.allocated:
         found.setdefault(buffer.data, Memory(buffer, False))
@@ -62,15 +74,7 @@ def memories(func: tirx.PrimFunc) -> dict[tirx.Var, Memory]:
         for data, memory in found.items()
         if memory.is_param and data in used.pointers
     ]
-    if facts:
-        name = str(func.attrs["global_symbol"]) if func.attrs and "global_symbol" in func.attrs else "main"
-        refuse(
-            facts,
-            where=f"kernel {name!r}",
-            why="only parameters, buffers that the kernel allocates, and row-major views of them are understood",
-            fix="pass what a pointer leads to as a T.Tensor parameter; index the buffer itself instead of such a view",
-        )
-    return found
+    return found, facts
 
 
 def named(buffer: tirx.Buffer) -> str:

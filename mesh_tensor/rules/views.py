@@ -14,7 +14,7 @@ from tvm import arith, ir, tirx
 
 from . import tile_ops
 from .effects import POINTERS
-from .memory import Memory, elements, has_equal_bits, is_compact, memories, strides_of
+from .memory import Memory, elements, find_memories, has_equal_bits, is_compact, memories, strides_of
 from .ranges import loop_ranges
 from .tile_ops import Atomic, Copy, Fill, Region
 from .view_map import ViewMap
@@ -41,7 +41,7 @@ def left_views(func: tirx.PrimFunc) -> dict[tirx.Buffer, tirx.Buffer]:
 def declared(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """The same kernel with a declaration for each of its views, without which TVM knows of no place where they are
     defined."""
-    found = [(memory, view) for memory in memories(func).values() for view in memory.views]
+    found = [(memory, view) for memory in find_memories(func)[0].values() for view in memory.views]
     if not found:
         return func
 
