@@ -1,6 +1,7 @@
 """From one global-view TileLang kernel to a running mesh."""
 
 from ._tvm_check import check_tvm
+from ._version import __version__
 
 check_tvm()
 
@@ -51,6 +52,7 @@ __all__ = [
     "Shard",
     "Sharding",
     "ShardingRule",
+    "__version__",
     "annotate",
     "annotate_module",
     "as_custom_op",
