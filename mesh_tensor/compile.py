@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from tvm import tirx
 
+from ._kernel_source import check_kernel
 from .call_forms import CallForm, call_forms, given_out_idx, refuse_count
 from .errors import MeshTensorError, refuse
 from .frontend import read_annotations
@@ -83,10 +84,7 @@ class MeshKernel:
         overlap: str | int = "auto",
         lower: Lower | None = None,
     ) -> None:
-        if not isinstance(func, tirx.PrimFunc):
-            what = f"compile takes a TileLang prim_func, not {type(func).__name__}"
-            refuse(what, fix="of a @tilelang.jit function take .get_tir(...)")
-        self._func, self._strict, self._poison = func, strict, poison
+        self._func, self._strict, self._poison = check_kernel(func), strict, poison
         self._target = find_target(target).remembering()
         self._device = self._target.device()
         if poison and self._target.name != "interpret":

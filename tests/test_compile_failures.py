@@ -55,7 +55,7 @@ def test_poison_is_for_the_interpreter():
 
 def test_not_a_prim_func():
     text = message(compile, lambda: None)
-    assert "takes a TileLang prim_func, not function" in text
+    assert "'<lambda>' is no kernel (PrimFunc), but a function that makes one" in text
     assert ".get_tir" in text
 
 

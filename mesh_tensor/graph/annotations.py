@@ -36,8 +36,8 @@ from .stated import HINTS_ATTR, ModuleAnnotations, read_module_annotations, stat
 __all__ = ["SOURCE_NAMES_ATTR", "ModuleAnnotations", "annotate_module", "read_module_annotations"]
 
 _HOW = (
-    'give {name of a parameter or value: {axis: dim}, a text like "S[0], R", or an mt.Sharding}; '
-    '"function.value" names a value of another function of the module, in all its calls'
+    'give {name of a parameter or value: {axis: dim}, a list of one placement per axis, a text like "S[0], R", or an '
+    'mt.Sharding}; "function.value" names a value of another function of the module, in all its calls'
 )
 
 
@@ -58,9 +58,9 @@ def annotate_module(
         shardings: from names to layouts. A name is that of a parameter or of what a binding binds in `function`, as
             TVMScript prints it ("t_0" is the first field of a parameter `t` that is a tuple); or "mlp.Y", the value Y
             of the module's function `mlp`, in all calls of it; or the name that a parameter had in torch
-            ("blocks.0.mlp.fc.weight"). A layout is a dict from axes to dims, a text ("S[0], R": one placement per
-            axis), an `mt.Sharding`, or {"sharding": ..., "partial": {axis: op}}. An axis that is left out is
-            replicated.
+            ("blocks.0.mlp.fc.weight"). A layout is a dict from axes to dims, a list or a text with one placement
+            per axis ([mt.Shard(0), mt.Replicate()], "S[0], R"), an `mt.Sharding`, or {"sharding": ..., "partial":
+            {axis: op}}. An axis that is left out is replicated.
         function: where unqualified names are looked up.
         open: names of annotated values whose remaining axes propagation may use.
         priority: from names of annotated values to 0, 1, ...: lower ones spread first. 0 where nothing is said.
