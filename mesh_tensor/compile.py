@@ -10,7 +10,7 @@ import torch
 from tvm import tirx
 
 from ._kernel_source import check_kernel
-from .call_forms import CallForm, call_forms, given_out_idx, refuse_count
+from .call_forms import CallForm, OutIdx, call_forms, given_out_idx, in_order, refuse_count
 from .errors import MeshTensorError, refuse
 from .frontend import read_annotations
 from .lowering.pipeline import Lowered, lower_kernel
@@ -33,7 +33,7 @@ from .symbolic import Lower, Programs
 def compile(
     func: tirx.PrimFunc,
     target: str = "auto",
-    out_idx: int | Sequence[int] | None = None,
+    out_idx: OutIdx = None,
     strict: bool = False,
     poison: bool = False,
     view: str = "auto",
@@ -44,8 +44,8 @@ def compile(
     Args:
         func: the kernel over whole tensors, annotated (`annotate`, or `annotate_mesh_tensor_info` inside it).
         target: `c`, `cuda`, `interpret`, or `auto` (`cuda` where there is a GPU, else `c`).
-        out_idx: which parameters are made and returned at a call, as in `tilelang.compile`; None goes by the kernel's
-            `tilelang_out_idx` attribute, if it has one, else by what the kernel writes.
+        out_idx: which parameters are made and returned at a call, as in `tilelang.compile`, by position or by name;
+            None goes by the kernel's `tilelang_out_idx` attribute, if it has one, else by what the kernel writes.
         strict: refuse what needs replication or another layout than annotated, instead of moving data.
         poison: with target `interpret`, padding and uninitialised memory hold NaN or extreme integers.
         view: `global` for a kernel over whole tensors, `local` for one that sizes its loops with `get_tile_shape`,
@@ -68,23 +68,25 @@ class MeshKernel:
     """A kernel on a virtual mesh: takes global torch tensors and MeshTensors. On the ranks of a DeviceMesh: takes
     DTensors, and `local` takes local tensors.
 
-    Called with the tensors that it reads, it returns those that it writes; called with all parameters, it writes into
-    the tensors given (what it does not write stays as it is; in a tensor that it makes, that is 0). What it both reads
-    and writes is updated in place, and returned. If any argument is a MeshTensor, all results are MeshTensors, laid
-    out as annotated."""
+    Called with the tensors that it reads, by position or by name, it returns those that it writes; called with all
+    parameters, it writes into the tensors given (what it does not write stays as it is; in a tensor that it makes, that
+    is 0). What it both reads and writes is updated in place, and returned. If any argument is a MeshTensor, all results
+    are MeshTensors, laid out as annotated."""
 
     def __init__(
         self,
         func: tirx.PrimFunc,
         *,
         target: str = "auto",
-        out_idx: int | Sequence[int] | None = None,
+        out_idx: OutIdx = None,
         strict: bool = False,
         poison: bool = False,
         overlap: str | int = "auto",
         lower: Lower | None = None,
     ) -> None:
         self._func, self._strict, self._poison = check_kernel(func), strict, poison
+        options = {"target": target, "out_idx": out_idx, "strict": strict, "poison": poison, "overlap": overlap}
+        self._options: dict[str, Any] = {**options, "lower": lower}
         self._target = find_target(target).remembering()
         self._device = self._target.device()
         if poison and self._target.name != "interpret":
@@ -109,6 +111,7 @@ class MeshKernel:
             reads = [p.name for p in parameters if p.input is not None and not p.kept]
             writes = [p.name for p in parameters if p.output is not None]
         self._writes = frozenset(writes)
+        self._signature.written = self._writes
         self._forms = call_forms(self._signature, given_out_idx(func, out_idx), frozenset(reads), self._writes)
         self._quick = [] if self._signature.symbols else self._quick_checks()
 
@@ -145,7 +148,9 @@ class MeshKernel:
 
         return explain(self.program, self._target.name, self._transfers())
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, /, *args: Any, **named: Any) -> Any:
+        if named:
+            args = self._in_order(args, named)
         refuse_traced(self._signature.name, args)
         form = self._forms.get(len(args)) or self._refuse_count(args)
         given = dict(zip(form.passed, args, strict=True))
@@ -170,18 +175,20 @@ class MeshKernel:
         returned = [self._result(given.get(name), results[name]) for name in form.returned]
         return _unpacked(returned)
 
-    def local(self, *args: Any, device_mesh: Any = None, shapes: Shapes | None = None) -> Any:
+    def local(self, *args: Any, device_mesh: Any = None, shapes: Shapes | None = None, **named: Any) -> Any:
         """Run as this rank of a process group, on its parts of the tensors: plain tensors, without padding or whole
         tiles.
 
         Args:
-            args: as in a call, but each tensor is what this rank holds of it.
+            args, named: as in a call, but each tensor is what this rank holds of it.
             device_mesh: the ranks to run on; None: all ranks there are, in their order.
             shapes: for a kernel with symbolic dims: shapes of whole tensors, by parameter's name. Sizes that they don't
                 tell are those of dims that are not split, or else those that make the tiles even.
 
         Returns:
             This rank's parts of the results, without padding."""
+        if named:
+            args = self._in_order(args, named, lambda: self._rank_kernel(device_mesh))
         refuse_traced(self._signature.name, args)
         on_ranks = self._rank_kernel(device_mesh)
         form = self._forms.get(len(args)) or self._refuse_count(args, on_ranks)
@@ -275,20 +282,43 @@ class MeshKernel:
                 return False
         return len(self._signature.params) == len(self._quick)
 
+    def _in_order(
+        self, args: Sequence[Any], named: dict[str, Any], on_ranks: Callable[[], RankKernel] | None = None
+    ) -> tuple[Any, ...]:
+        """The arguments in the order of the parameters."""
+        params = [param.name for param in self._signature.params]
+        try:
+            return in_order(self._signature.name, params, args, named, self._forms)
+        except MeshTensorError as error:
+            self._tell_ranks(error, (*args, *named.values()), on_ranks and on_ranks())
+            raise
+
     def _refuse_count(self, args: Sequence[Any], on_ranks: RankKernel | None = None) -> CallForm:
-        device_mesh = next((arg.device_mesh for arg in args if is_dtensor(arg)), None)
         try:
             return refuse_count(self._signature.name, len(args), self._forms)
         except MeshTensorError as error:
-            if device_mesh is not None:
-                on_ranks = self._rank_kernel(device_mesh)
-            if on_ranks is not None:
-                on_ranks.refuse_call(error)
+            self._tell_ranks(error, args, on_ranks)
             raise
+
+    def _tell_ranks(self, error: MeshTensorError, args: Sequence[Any], on_ranks: RankKernel | None) -> None:
+        """Where this is a call on ranks, the others hear why this one refuses it."""
+        device_mesh = next((arg.device_mesh for arg in args if is_dtensor(arg)), None)
+        if device_mesh is not None:
+            on_ranks = self._rank_kernel(device_mesh)
+        if on_ranks is not None:
+            on_ranks.refuse_call(error)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Compiled again where it is loaded: what it was made of goes."""
+        return _made_again, (self._func, self._options)
 
     def __repr__(self) -> str:
         names = ", ".join(param.name for param in self._signature.params)
         return f"MeshKernel({self._signature.name}({names}), {self.mesh}, target={self._target.name!r})"
+
+
+def _made_again(func: tirx.PrimFunc, options: dict[str, Any]) -> MeshKernel:
+    return MeshKernel(func, **options)
 
 
 def _lower(func: tirx.PrimFunc, strict: bool, view: str = "auto") -> Lowered:
