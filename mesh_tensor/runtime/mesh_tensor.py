@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -13,14 +14,16 @@ from ..mesh import Mesh
 from ..plain_tensors import why_not_plain
 from ..redistribution import RedistributionPlan
 from ..sharding import Sharding
+from .mesh_arithmetic import Arithmetic, compute
 from .placement import Layout, layout_of
 from .reshard import reshard_of
 
 ShardingLike = Sharding | Mapping[str, int | None] | str
 
 
-class MeshTensor:
-    """A tensor as one tile per device of a virtual mesh.
+class MeshTensor(Arithmetic):
+    """A tensor as one tile per device of a virtual mesh. Arithmetic and torch's element-wise functions take those that
+    lie alike, and numbers.
 
     Devices that hold the same may share one memory. Beyond its valid part a tile is padding, which nothing reads.
 
@@ -102,6 +105,13 @@ class MeshTensor:
             reshard_of(self.shape, self.dtype, before, after)(made._tiles, tiles, share=True)
             made = of_tiles(tiles, layout)
         return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> MeshTensor:
+        """torch's element-wise functions, tile by tile."""
+        return of_tiles(*compute(func, args, kwargs or {}))
 
     def _rank(self, device: int | Mapping[str, int]) -> int:
         if isinstance(device, Mapping):
