@@ -10,17 +10,19 @@ import torch
 from tvm import tirx
 
 from ._kernel_source import check_kernel
+from .call_checks import check_placements, is_quick
 from .call_forms import CallForm, OutIdx, call_forms, given_out_idx, in_order, refuse_count
 from .errors import MeshTensorError, refuse
 from .frontend import read_annotations
 from .lowering.pipeline import Lowered, lower_kernel
 from .mesh import Mesh
 from .overlap import check_overlap
-from .plain_tensors import refuse_traced, without_grad
+from .plain_tensors import refuse_traced
 from .program import Program
 from .rank_kernel import Compiled, RankKernel
 from .rank_locals import Shapes
 from .rules.sharding_rule import sharding_rule
+from .runtime.ambient import is_plain, plain, undisturbed
 from .runtime.distributed import are_current, is_dtensor, ranks_of
 from .runtime.distributed.dtensor_ports import Transfer
 from .runtime.kernels import find_target
@@ -30,6 +32,7 @@ from .signature import Signature, Sizes
 from .symbolic import Lower, Programs
 
 
+@undisturbed
 def compile(
     func: tirx.PrimFunc,
     target: str = "auto",
@@ -114,6 +117,7 @@ class MeshKernel:
         self._signature.written = self._writes
         self._forms = call_forms(self._signature, given_out_idx(func, out_idx), frozenset(reads), self._writes)
         self._quick = [] if self._signature.symbols else self._quick_checks()
+        self._can_be_quick = len(self._signature.params) == len(self._quick)
 
     @property
     def program(self) -> Program:
@@ -151,18 +155,24 @@ class MeshKernel:
     def __call__(self, /, *args: Any, **named: Any) -> Any:
         if named:
             args = self._in_order(args, named)
-        refuse_traced(self._signature.name, args)
+        if is_plain():
+            return self._call(args)
+        refuse_traced(f"kernel {self._signature.name!r}", args)
+        with plain():
+            return self._call(args)
+
+    def _call(self, args: tuple[Any, ...]) -> Any:
         form = self._forms.get(len(args)) or self._refuse_count(args)
         given = dict(zip(form.passed, args, strict=True))
         launch = self._current
-        if self._signature.symbols or not self._is_quick(given):
+        if self._signature.symbols or not (self._can_be_quick and is_quick(self._quick, given, self._device)):
             device_mesh = next((arg.device_mesh for arg in args if is_dtensor(arg)), None)
             if device_mesh is not None:
                 return _unpacked(self._rank_kernel(device_mesh)(given, form.returned))
             launch = self._launch_for(given)
         assert launch is not None
         as_mesh_tensors = any(isinstance(arg, MeshTensor) for arg in args)
-        tensors: dict[str, AnyTensor | None] = {name: without_grad(given.get(name)) for name in self._signature.tensors}
+        tensors: dict[str, AnyTensor | None] = {name: given.get(name) for name in self._signature.tensors}
         for parameter in launch.program.parameters:
             if parameter.input is not None and tensors[parameter.name] is None:
                 tensors[parameter.name] = launch.zeros(parameter, as_mesh_tensors)
@@ -189,7 +199,13 @@ class MeshKernel:
             This rank's parts of the results, without padding."""
         if named:
             args = self._in_order(args, named, lambda: self._rank_kernel(device_mesh))
-        refuse_traced(self._signature.name, args)
+        if is_plain():
+            return self._local(args, device_mesh, shapes)
+        refuse_traced(f"kernel {self._signature.name!r}", args)
+        with plain():
+            return self._local(args, device_mesh, shapes)
+
+    def _local(self, args: tuple[Any, ...], device_mesh: Any, shapes: Shapes | None) -> Any:
         on_ranks = self._rank_kernel(device_mesh)
         form = self._forms.get(len(args)) or self._refuse_count(args, on_ranks)
         given = dict(zip(form.passed, args, strict=True))
@@ -229,7 +245,8 @@ class MeshKernel:
         else:
             launch = self._current
         assert launch is not None
-        self._check_placements(given, launch.program)
+        if self._strict:
+            check_placements(self._signature.name, given, launch.program)
         return launch
 
     def _make(self, sizes: Sizes) -> Launch:
@@ -244,43 +261,10 @@ class MeshKernel:
         """Ranks may run another program than the virtual mesh, and their DTensors may need redistribution."""
         self._program, self._transfers = program, transfers
 
-    def _check_placements(self, given: dict[str, Any], program: Program) -> None:
-        if not self._strict:
-            return
-        problems = []
-        for parameter in program.parameters:
-            tensor = given.get(parameter.name)
-            value = program.values.get(str(parameter.input or parameter.output))
-            if value and isinstance(tensor, MeshTensor) and tensor.sharding != (expected := value.sharding):
-                problems.append(f"parameter {parameter.name!r}: lies as '{tensor.sharding}', but expected '{expected}'")
-        if problems:
-            fix = "distribute or .redistribute it so, or compile without strict=True"
-            refuse(problems, where=f"call of kernel {self._signature.name!r} on {self.mesh}", fix=fix)
-
     def _quick_checks(self) -> list[tuple[str, torch.Size, torch.dtype]]:
         launch = self._current
         assert launch is not None
         return [(name, torch.Size(shape), dtype) for name, shape, dtype in launch.tensor_types()]
-
-    def _is_quick(self, given: dict[str, Any]) -> bool:
-        """The usual case, checked fast: plain tensors that fit. Whatever else is left to the thorough check."""
-        device = self._device
-        for name, shape, dtype in self._quick:
-            tensor = given.get(name)
-            if tensor is None:
-                if name in given:
-                    return False
-            elif not (
-                type(tensor) is torch.Tensor
-                and tensor.dtype is dtype
-                and tensor.shape == shape
-                and tensor.layout is torch.strided
-                and tensor.is_contiguous()
-                and not tensor.is_neg()
-                and tensor.device == device
-            ):
-                return False
-        return len(self._signature.params) == len(self._quick)
 
     def _in_order(
         self, args: Sequence[Any], named: dict[str, Any], on_ranks: Callable[[], RankKernel] | None = None

@@ -14,6 +14,7 @@ from .errors import refuse
 from .graph.pipeline import ModulePlan
 from .module import MeshModule
 from .module_ports import ports_of
+from .runtime.ambient import undisturbed
 from .runtime.disco import DiscoSession
 
 
@@ -46,6 +47,7 @@ class DiscoModule:
         self._owned = session is None
         self.session = session or DiscoSession(module.mesh, **options)
 
+    @undisturbed
     def __call__(self, *args: Any, **named: Any) -> Any:
         """What the function returns.
 

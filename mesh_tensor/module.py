@@ -20,12 +20,14 @@ from .module_inputs import ModuleSignature, bound
 from .module_launch import ModuleLaunch
 from .module_ranks import RankModuleLaunch
 from .program import Program
+from .runtime.ambient import full_precision, undisturbed
 from .runtime.distributed import is_dtensor, ranks_of
 from .runtime.distributed.dtensor import mesh_of
 from .runtime.kernels import find_target
 from .runtime.mesh_tensor import ShardingLike
 
 
+@undisturbed
 def distribute_module(
     mod: ir.IRModule,
     mesh: Any = None,
@@ -120,11 +122,12 @@ class MeshModule:
         if not self._signature.symbols:
             self._plan = self._planned({})
 
+    @undisturbed
     def __call__(self, *args: Any, **named: Any) -> Any:
         tensors = self._signature.bind(self._weights, list(flat_arguments(args)), named)
         sizes = self._signature.check(tensors, self._target.device_type)
         launch = self._launch(sizes, self._device_mesh or _device_mesh(tensors))
-        with torch.no_grad():
+        with torch.no_grad(), full_precision():
             return launch({name: tensor for name, tensor in tensors.items() if name not in self._weights})
 
     def bind(self, *args: Any, **named: Any) -> tuple[dict[str, Any], ModulePlan]:

@@ -53,13 +53,25 @@ class ModuleSignature:
         return {p.name: given[p.name] for p in self.params}
 
     def weights(self, weights: Any, device_type: str) -> dict[str, Any]:
-        """Weights by parameter, checked; they may go by the names that they had where the module comes from."""
+        """Weights by parameter, checked; they may go by the names that they had where the module comes from. They
+        are constants: parameters of torch's serve, without their gradients."""
         if not isinstance(weights, Mapping):
             refuse(f"the weights are a {type(weights).__name__}", fix="give a dict from parameters to tensors")
         names = self._source_names | {param.name: param.name for param in self.params}
-        named = {str(names.get(name, name)): tensor for name, tensor in weights.items()}
-        if len(named) < len(weights):
-            refuse("a weight is given under two names", where=f"weights of {self.function!r}", fix="give it once")
+        named: dict[str, Any] = {}
+        for name, tensor in weights.items():
+            same = named.setdefault(str(names.get(name, name)), tensor)
+            if not _is_same(same, tensor):
+                both = listing([n for n in weights if names.get(n, n) == names.get(name, name)])
+                refuse(
+                    f"a weight is given under two names, {both}, with two values",
+                    where=f"weights of {self.function!r}",
+                    fix="give it once, or tie the model's weights",
+                )
+        named = {
+            name: tensor.detach() if isinstance(tensor, torch.Tensor) and tensor.requires_grad else tensor
+            for name, tensor in named.items()
+        }
         self.check(named, device_type, what="weights")
         return named
 
@@ -85,6 +97,14 @@ class ModuleSignature:
         if problems:
             refuse(problems, where=f"{what} of {self.function!r}", fix="pass tensors of the module's shapes and dtypes")
         return sizes
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether both are one tensor, perhaps as two objects."""
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return one is other
+    alike = one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride()
+    return one is other or (alike and one.data_ptr() == other.data_ptr())
 
 
 def bound(mod: ir.IRModule, function: str, sizes: Mapping[tirx.Var, int]) -> ir.IRModule:

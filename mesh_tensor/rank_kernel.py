@@ -11,7 +11,7 @@ import torch
 
 from .errors import refuse
 from .overlap import has_collectives, overlapped, why_in_bulk
-from .plain_tensors import without_grad
+from .plain_tensors import is_dual
 from .program import CollectiveStep, Program
 from .rank_locals import Shapes, global_sizes, problem, said_key, shares_memory
 from .runtime.distributed.agree import agree, program_facts
@@ -71,8 +71,9 @@ class RankKernel:
         """Run on DTensors; the written parameters `returned`, as DTensors that lie as annotated, or as what was
         passed."""
         self._faults.begin()
+        recorded = torch.is_grad_enabled()
         with torch.no_grad():
-            run = self._of_same(self._key(given), lambda: self._check_dtensors(given))
+            run = self._of_same(self._key(given, recorded), lambda: self._check_dtensors(given, recorded))
             launch, layouts = run.launch, run.layouts
             self._compiled.ran(launch.program, partial(transfers, launch, layouts, returned))
             tensors = {name: given[name] for name in layouts}
@@ -83,10 +84,10 @@ class RankKernel:
     def local(self, given: Mapping[str, Any], returned: Sequence[str], shapes: Shapes) -> list[torch.Tensor]:
         """Run on this rank's local tensors: valid parts, or whole tiles. `shapes`: global ones, where they are said."""
         self._faults.begin()
-        key = ("local", said_key(shapes) if shapes else "", *self._key(given))
+        key = ("local", said_key(shapes) if shapes else "", *self._key(given, torch.is_grad_enabled()))
         launch = self._of_same(key, lambda: self._check_locals(given, shapes)).launch
         self._compiled.ran(launch.program, list)
-        locals_ = {name: without_grad(given[name]) for name in launch.tilings if name in given}
+        locals_ = {name: given[name] for name in launch.tilings if name in given}
         entangled = len(locals_) > launch.inputs and _entangled(locals_)
         results = launch(locals_, self._signature.scalars(given), entangled)
         return [given.get(name, results[name]) for name in returned]
@@ -110,13 +111,14 @@ class RankKernel:
             run = self._runs[key] = self._ready(check)
         return run
 
-    def _key(self, given: Mapping[str, Any]) -> tuple:
-        """All of the arguments that checks look at."""
+    def _key(self, given: Mapping[str, Any], recorded: bool) -> tuple:
+        """All of the arguments that checks look at; `recorded`: gradients that they require would be lost."""
         found: list[object] = []
         for name, value in given.items():
             if isinstance(value, torch.Tensor):
                 places = value.stride() if value.layout is torch.strided else value.layout
-                found += (name, type(value), value.shape, value.dtype, value.device, places)
+                lost = (recorded and value.requires_grad) or is_dual(value)
+                found += (name, type(value), value.shape, value.dtype, value.device, places, lost)
                 if is_dtensor(value):
                     part = value.to_local().shape
                     found += (value.placements, value.device_mesh == self.ranks.device_mesh, part)
@@ -178,7 +180,7 @@ class RankKernel:
             return replace(program, overlap=(f"auto: in bulk: {why}",))
         return overlapped(self._compiled.exact_program_of(sizes), rates)
 
-    def _check_dtensors(self, given: Mapping[str, Any]) -> _Checked:
+    def _check_dtensors(self, given: Mapping[str, Any], recorded: bool) -> _Checked:
         tensors = {name: value for name, value in given.items() if name in self._signature.tensors}
         problems = [
             f"parameter {name!r}: a {type(value).__name__}, but other parameters are DTensors"
@@ -191,7 +193,8 @@ class RankKernel:
             fix = "pass DTensors of one DeviceMesh (torch.distributed.tensor.distribute_tensor makes them)"
             refuse(problems, where=self._where(), fix=fix)
         mesh, rank = self.ranks.mesh, self.ranks.rank
-        sizes = self._signature.check(given, mesh, self._device)
+        with torch.set_grad_enabled(recorded):
+            sizes = self._signature.check(given, mesh, self._device)
         layouts = {name: from_placements(mesh, t.ndim, t.placements) for name, t in tensors.items()}
         parts = {name: part_problem(tensor, layouts[name], rank) for name, tensor in tensors.items()}
         problems = [f"parameter {name!r}: {words}" for name, words in parts.items() if words]

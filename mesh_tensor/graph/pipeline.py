@@ -10,6 +10,7 @@ from tvm import ir
 from ..errors import refuse
 from ..mesh import Mesh
 from ..rules.ops import OpRule, has_rule, rule_of
+from ..rules.ops.call import operator_name
 from ..rules.ops.table import whole_rule
 from .atoms import Atoms, find_atoms
 from .explicit import ExplicitGraph
@@ -91,7 +92,7 @@ def _rule(node: Node, replicate_unknown: bool) -> OpRule:
             why="it overwrites its operands",
             fix="use R.call_tir, whose results are new tensors",
         )
-    if replicate_unknown and not has_rule(node.call.name):
+    if replicate_unknown and not has_rule(operator_name(node.call)):
         return whole_rule(node.call)
     return rule_of(node.call, node.where)
 

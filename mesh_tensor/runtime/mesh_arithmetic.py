@@ -15,6 +15,7 @@ import torch
 
 from ..errors import refuse, shown
 from ..plain_tensors import why_not_plain
+from .ambient import undisturbed
 from .elementwise import copy, each, fill
 from .placement import Layout, Tiles, layout_of
 from .tile_memory import empty_tile
@@ -25,6 +26,7 @@ _SUMS = ("add", "sub", "subtract")  # linear in both operands
 _MULTIPLES = ("mul", "multiply", "div", "divide", "true_divide")  # linear in one, where the other is a number
 
 
+@undisturbed
 def compute(func: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Tiles, Layout]:
     """The tiles of `func(*args, **named)`, and how they lie.
 

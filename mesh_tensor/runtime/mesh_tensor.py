@@ -14,6 +14,7 @@ from ..mesh import Mesh
 from ..plain_tensors import why_not_plain
 from ..redistribution import RedistributionPlan
 from ..sharding import Sharding
+from .ambient import undisturbed
 from .mesh_arithmetic import Arithmetic, compute
 from .placement import Layout, layout_of
 from .reshard import reshard_of
@@ -88,12 +89,14 @@ class MeshTensor(Arithmetic):
         """The padded tiles of all devices, in order of rank. Devices that hold the same may share one."""
         return tuple(self._tiles)
 
+    @undisturbed
     def full(self) -> torch.Tensor:
         """The global tensor, in memory of its own. Partial placements are reduced; of replicas the first is taken."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         self._layout.collect(self._tiles, out)
         return out
 
+    @undisturbed
     def redistribute(self, sharding: ShardingLike) -> MeshTensor:
         """The same tensor in another layout on the same mesh: the bits that `plan_redistribution`'s plan gives, in as
         few copies as can be."""
@@ -123,6 +126,7 @@ class MeshTensor(Arithmetic):
         return f"MeshTensor({self.shape}, {_name(self.dtype)}, {self.sharding}, {self.mesh})"
 
 
+@undisturbed
 def distribute(tensor: torch.Tensor, mesh: Mesh | Mapping[str, int], sharding: ShardingLike) -> MeshTensor:
     """`tensor` as tiles on the devices of `mesh`: `sharding` is a dict from axis to dim, a text or a Sharding.
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import MeshTensorError, refuse
+from ...plain_tensors import why_not_plain
 from ...sharding import Sharding
+from ..ambient import undisturbed
 from ..mesh_tensor import MeshTensor, ShardingLike, as_sharding
 from .agree import agree
 from .dtensor import (
@@ -32,13 +34,14 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+@undisturbed
 def redistribute(tensor: MeshTensor | DTensor, sharding: ShardingLike) -> Any:
     """The tensor, a MeshTensor or a DTensor, in another layout on its mesh; `plan_redistribution` says by which steps.
 
     `sharding` is a dict from axis to dim, a text or a Sharding. A DTensor's axes are named as its DeviceMesh names
     them, or `axis0`, `axis1` ...; every rank has to call it, and the result is a DTensor with the placements of
-    `sharding`. What is in that layout already is given back as it is; else the result has memory of its own, and no
-    gradient.
+    `sharding`. What is in that layout already is given back as it is; else the result has memory of its own. It has
+    no gradient: what requires one is refused, unless torch records none.
 
     Raises:
         MeshTensorError: it is no such tensor, the sharding does not fit it, ranks ask for different things, or one
@@ -53,8 +56,7 @@ def redistribute(tensor: MeshTensor | DTensor, sharding: ShardingLike) -> Any:
         )
     mesh = mesh_of(tensor.device_mesh)
     ranks = ranks_of(mesh, tensor.device_mesh, tensor.device.type)
-    with torch.no_grad():
-        return _changes_on(ranks).redistribute(tensor, sharding)
+    return _changes_on(ranks).redistribute(tensor, sharding)
 
 
 class _Changes:
@@ -67,10 +69,12 @@ class _Changes:
 
     def redistribute(self, tensor: DTensor, sharding: ShardingLike) -> DTensor:
         self._faults.begin()
-        mesh, shape = self._ranks.mesh, tuple(tensor.shape)
+        mesh = self._ranks.mesh
         try:
             src = from_placements(mesh, tensor.ndim, tensor.placements)
             wanted = as_sharding(mesh, tensor.ndim, sharding)
+            if found := why_not_plain(tensor):
+                refuse(found[0], where=f"mt.redistribute on {mesh}", fix=found[1])
             if problem := part_problem(tensor, src, self._ranks.rank):
                 refuse(problem, where=str(mesh), fix=PART_FIX)
         except MeshTensorError as error:
@@ -79,6 +83,11 @@ class _Changes:
         self._agree(tensor, src, wanted)
         if src == wanted:
             return tensor
+        with torch.no_grad():
+            return self._redistributed(tensor, src, wanted)
+
+    def _redistributed(self, tensor: DTensor, src: Sharding, wanted: Sharding) -> DTensor:
+        shape = tuple(tensor.shape)
         if not lies_like_torch(src, shape):
             src = major_only(src)
             tensor = moved_by_torch(tensor, src)
