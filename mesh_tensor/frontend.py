@@ -64,7 +64,7 @@ def mesh_tensor_functions(mesh_shape: Mapping[str, int] | Mesh = _DEFAULT_MESH) 
     ['annotate_mesh_tensor_info', 'get_tile_shape', 'init_mesh_tensor_info', 'mesh_tensor_copy']
     """
     helpers = _Helpers(Mesh(mesh_shape))
-    functions = {
+    functions: dict[str, Callable[..., Any]] = {
         "annotate_mesh_tensor_info": helpers.annotate_mesh_tensor_info,
         "get_tile_shape": helpers.get_tile_shape,
         "mesh_tensor_copy": helpers.mesh_tensor_copy,

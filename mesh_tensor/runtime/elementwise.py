@@ -39,7 +39,7 @@ def elementwise(work: Callable[..., object], *tensors: torch.Tensor) -> None:
         device_threads().run(lambda index: _do(work, parts[index]), len(parts))
 
 
-def each(work: Callable[[int], object], count: int, elements: int) -> None:
+def each(work: Callable[[int], None], count: int, elements: int) -> None:
     """`work(index)` for every index below `count`, each on `elements` elements: on the devices' threads if they are
     many."""
     if elements < _ALONE:
