@@ -33,7 +33,7 @@ def test_one_annotation_contradicts_nothing():
 
     text = refused(Gram, {"x": 2}, {"x": {"x": 0}}, strict=True)
     assert "axis x splits" in text
-    assert "why: the one annotation there is can't be used as stated there: an axis splits one factor of an operator" in text
+    assert "why: the one annotation there is can't be used as stated there: an axis splits one factor of" in text
     assert "fix: state another layout for it, or leave out strict" in text
     assert "annotations" not in text
     assert "contradict" not in text
