@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from tvm import ir
 
-from .errors import refuse
+from .errors import refuse, shown
 from .graph.annotations import annotate_module, read_module_annotations
 from .graph.names import check_module
 from .graph.parameters import flat_arguments, with_flat_parameters
@@ -66,7 +66,9 @@ def distribute_module(
     """
     check_module(mod, "distribute_module")
     if kernels and not (isinstance(kernels, Mapping) and all(callable(made) for made in kernels.values())):
-        refuse(f"the kernels are {kernels!r}", fix="give a dict from operators' names to functions that make kernels")
+        refuse(
+            f"the kernels are {shown(kernels)}", fix="give a dict from operators' names to functions that make kernels"
+        )
     if shardings:
         if mesh is None:
             refuse("shardings without a mesh", fix="pass the mesh that they are for")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tvm import tirx
 
-from .errors import refuse
+from .errors import refuse, shown
 from .mesh import Mesh
 from .plain_tensors import why_not_plain
 from .runtime.dtypes import torch_dtype
@@ -133,7 +133,10 @@ def _check(
 def _check_scalar(param: Param, value: Any, sizes: Sizes) -> tuple[str, str] | None:
     wanted = Real if "float" in param.dtype else Integral
     if not isinstance(value, wanted):
-        return f"{value!r}, but expected a number ({param.dtype})", f"pass a Python {wanted.__name__.lower()} number"
+        return (
+            f"{shown(value)}, but expected a number ({param.dtype})",
+            f"pass a Python {wanted.__name__.lower()} number",
+        )
     if isinstance(value, Integral) and sizes.setdefault(param.var, int(value)) != int(value):
         return f"{value}, but the tensors have {sizes[param.var]} there", "pass the size that the tensors have"
     return None

@@ -14,7 +14,7 @@ from tvm import ir, relax
 from tvm.relax.distributed import DeviceMesh, Placement, PlacementSpec
 
 from .._annotation import check, complete, from_attr, is_int
-from ..errors import refuse
+from ..errors import refuse, shown
 from ..mesh import Mesh
 from ..sharding import Sharding
 from .ir import Annotation
@@ -85,7 +85,7 @@ def _read(
 ) -> tuple[dict[tuple[str, str], Annotation], list[str]]:
     """(function, variable) -> what is stated for it; and all that is wrong."""
     if not isinstance(shardings, Mapping):
-        return {}, [f"the shardings are {shardings!r}, which is no dict from names"]
+        return {}, [f"the shardings are {shown(shardings)}, which is no dict from names"]
     opened = dict.fromkeys([open] if isinstance(open, str) else open)
     problems = [f"`open` has {name!r}, which is not annotated" for name in opened if name not in shardings]
     problems += [f"`priority` has {name!r}, which is not annotated" for name in priority if name not in shardings]

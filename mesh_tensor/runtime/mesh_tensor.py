@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import refuse
+from ..errors import refuse, shown
 from ..mesh import Mesh
 from ..plain_tensors import why_not_plain
 from ..redistribution import RedistributionPlan
@@ -155,7 +155,7 @@ def plan_redistribution(
     """
     if not isinstance(src, Sharding):
         refuse(
-            f"the layout {src!r} is of no mesh",
+            f"the layout {shown(src)} is of no mesh",
             where="plan_redistribution",
             fix="pass a Sharding (Sharding.make or Sharding.parse makes one, and tensors have one)",
         )
