@@ -21,6 +21,7 @@ from .plain_tensors import refuse_traced
 from .program import Program
 from .rank_kernel import Compiled, RankKernel
 from .rank_locals import Shapes
+from .recent import KERNEL_SIZES, Recent
 from .rules.sharding_rule import sharding_rule
 from .runtime.ambient import is_plain, plain, undisturbed
 from .runtime.distributed import are_current, is_dtensor, ranks_of
@@ -96,7 +97,8 @@ class MeshKernel:
             refuse(f"poison=True with target {self._target.name!r}", fix="use target='interpret'")
         self._overlap = check_overlap(overlap)
         self._signature = Signature(func)
-        self._launches: dict[tuple[int, ...], Launch] = {}
+        self._launches: Recent[tuple[int, ...], Launch] = Recent(KERNEL_SIZES)
+        self._peak_bytes = 0  # of calls whose launches are not kept any more
         compile_kernel = partial(self._target.compile, poison=poison)
         self._programs = Programs(func, self._signature.symbols, lower or _lower, strict, overlap, compile_kernel)
         self._program: Program | None = None
@@ -143,7 +145,7 @@ class MeshKernel:
     @property
     def peak_bytes(self) -> int:
         """The most bytes that one device held at once, in tiles and workspaces, in any call so far."""
-        return max((launch.peak_bytes for launch in (*self._launches.values(), self._current) if launch), default=0)
+        return max(self._peak_bytes, *(launch.peak_bytes for launch in (*self._launches, self._current) if launch), 0)
 
     def explain(self) -> str:
         """Factors, placements, collectives with their bytes, what the DTensors of the last call needed to lie as
@@ -239,7 +241,8 @@ class MeshKernel:
             key = tuple(sizes[var] for var in self._signature.symbols)
             launch = self._launches.get(key)
             if launch is None:
-                launch = self._launches[key] = self._make(sizes)
+                self._peak_bytes = self.peak_bytes
+                launch = self._launches.put(key, self._make(sizes))
             self._current = launch
             self._program = launch.program
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from tvm import arith, ir, relax, tirx
 
 from .errors import did_you_mean, listing, refuse
+from .graph.index_checks import IndexCheck
 from .graph.names import known, relax_function, source_names
 from .plain_tensors import why_not_plain
 from .runtime.dtypes import torch_dtype
@@ -115,6 +116,26 @@ def _is_same(one: Any, other: Any) -> bool:
         return one is other
     alike = one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride()
     return one is other or (alike and one.data_ptr() == other.data_ptr())
+
+
+def refuse_outside(checks: Iterable[IndexCheck], tensors: Mapping[str, Any], function: str) -> None:
+    """Refuse whole tensors on a CPU with elements that are looked up in vain; all of them are named."""
+    problems = []
+    for check in checks:
+        tensor = tensors.get(check.parameter)
+        if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.numel():
+            low, high = (int(bound) for bound in torch.aminmax(tensor))
+            if low < check.lowest or high >= check.size:
+                problems.append(
+                    f"parameter {check.parameter!r} has elements from {low} to {high}, but {check.where} looks them up "
+                    f"in a dim that takes {check.lowest} to {check.size - 1}"
+                )
+    if problems:
+        refuse(
+            problems,
+            where=f"call of {function!r}",
+            fix="keep them inside; check_indices=False leaves this out, and gives NaN for them",
+        )
 
 
 def bound(mod: ir.IRModule, function: str, sizes: Mapping[tirx.Var, int]) -> ir.IRModule:

@@ -14,6 +14,7 @@ from .overlap import has_collectives, overlapped, why_in_bulk
 from .plain_tensors import is_dual
 from .program import CollectiveStep, Program
 from .rank_locals import Shapes, global_sizes, problem, said_key, shares_memory
+from .recent import KERNEL_SIZES, Recent
 from .runtime.distributed.agree import agree, program_facts
 from .runtime.distributed.dtensor import PART_FIX, from_placements, is_dtensor, lies_like_torch, part_problem
 from .runtime.distributed.dtensor_ports import Transfer, enter, leave, transfers
@@ -30,8 +31,9 @@ _Checked = tuple[Sizes, dict[str, Sharding], bool]  # sizes, how DTensors lie, a
 
 @dataclass(frozen=True)
 class _Run:
-    """A launch, and how the DTensors for it lie. `alone`: nothing is exchanged, so that nobody waits for anybody."""
+    """A launch for the sizes `key`, and how the DTensors for it lie. `alone`: nothing is exchanged, nobody waits."""
 
+    key: tuple[int, ...]
     launch: RankLaunch
     layouts: dict[str, Sharding]
     alone: bool
@@ -60,11 +62,11 @@ class RankKernel:
         self._compiled, self.ranks = compiled, ranks
         self._signature, self._device = compiled.signature, compiled.target.device()
         self._faults = Faults(ranks, compiled.signature.name)
-        self._launches: dict[tuple[int, ...], RankLaunch] = {}
-        self._facts: dict[tuple[int, ...], dict[str, str]] = {}
+        self._launches: Recent[tuple[int, ...], RankLaunch] = Recent(KERNEL_SIZES)
+        self._facts: Recent[tuple[int, ...], dict[str, str]] = Recent(KERNEL_SIZES)
         symbols = set(self._signature.symbols)
         self._size_names = {p.name for p in self._signature.params if not p.is_tensor and p.var in symbols}
-        self._runs: dict[tuple, _Run] = {}
+        self._runs: Recent[tuple, _Run] = Recent(KERNEL_SIZES)
         self._agreed: _Run | None = None  # what the last call ran
 
     def __call__(self, given: Mapping[str, Any], returned: Sequence[str]) -> list[Any]:
@@ -108,7 +110,7 @@ class RankKernel:
         """What arguments like those with the same key run: checked the first time, agreed on unless it ran last."""
         run = self._runs.get(key)
         if run is None or not (run.alone or run is self._agreed):
-            run = self._runs[key] = self._ready(check)
+            run = self._runs.put(key, self._ready(check))
         return run
 
     def _key(self, given: Mapping[str, Any], recorded: bool) -> tuple:
@@ -138,26 +140,25 @@ class RankKernel:
             self._refused(error)
             raise
         agreed = self._agreed
-        if agreed is not None and agreed.launch is launch and agreed.layouts == layouts:
+        if agreed is not None and agreed.key == key and agreed.layouts == layouts:
             return agreed
         alone = agreed is not None and said and not _exchanges(program, layouts)
         if not alone:
             self._agree(key, program, layouts)
         if launch is None:
-            launch = self._launches[key] = self._make(program, sizes)
-        run = _Run(launch, layouts, alone)
+            launch = self._launches.put(key, self._make(program, sizes))
+        run = _Run(key, launch, layouts, alone)
         if not alone:
             self._agreed = run
         return run
 
     def _agree(self, key: tuple[int, ...], program: Program, layouts: Mapping[str, Sharding]) -> None:
         compiled = self._compiled
-        if key not in self._facts:
-            facts = program_facts(program, compiled.target.name)
-            self._facts[key] = {**facts, "overlap": str(compiled.overlap)}
+        options = {"overlap": str(compiled.overlap)}
+        facts = self._facts.made(key, lambda: program_facts(program, compiled.target.name) | options)
         arguments = ", ".join(f"{name} '{layout}'" for name, layout in layouts.items())
         said = "; of uneven local tensors, say the whole shapes: local(..., shapes=...)" if key and not layouts else ""
-        agree(self.ranks, self._faults, {**self._facts[key], "layouts of the arguments": arguments}, fix=said)
+        agree(self.ranks, self._faults, {**facts, "layouts of the arguments": arguments}, fix=said)
 
     def _make(self, program: Program, sizes: Sizes) -> RankLaunch:
         compiled = self._compiled

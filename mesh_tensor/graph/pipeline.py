@@ -14,6 +14,7 @@ from ..rules.ops.call import operator_name
 from ..rules.ops.table import whole_rule
 from .atoms import Atoms, find_atoms
 from .explicit import ExplicitGraph
+from .index_checks import IndexCheck, index_checks
 from .ir import ANNOTATE, Graph, Node
 from .localize import localize
 from .propagate import Layouts, propagate
@@ -40,6 +41,11 @@ class ModulePlan:
     def local_module(self) -> ir.IRModule:
         """The Relax module that one device runs."""
         return localize(self.explicit, self.calls)
+
+    @cached_property
+    def index_checks(self) -> tuple[IndexCheck, ...]:
+        """What elements of arguments have to be, because they are looked up."""
+        return index_checks(self.graph)
 
 
 def plan_module(

@@ -173,9 +173,9 @@ def conv2d(node: torch.fx.Node, importer: Any) -> relax.Expr:
 
 
 def embedding(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """Rows of a table; the ids keep their dims."""
+    """Rows of a table; the ids keep their dims, and don't count from the end."""
     table, ids = arguments(node, importer, 2)
-    return emit(importer, relax.op.take(table, ids, axis=0))
+    return emit(importer, relax.op.take(table, ids, axis=0, mode="nan"))
 
 
 def convolution(node: torch.fx.Node, importer: Any) -> relax.Expr:

@@ -21,6 +21,7 @@ from .cpu_bounds import Bounds
 from .cpu_exprs import all_of, const, if_then, is_pure_index, map_children, op_name, seq
 from .cpu_fuse import fuse_loops
 from .cpu_lanes import step_by_lanes
+from .cpu_previous import update_before_use
 from .cpu_tile_ops import TileOps
 from .thread_index import FIX, FROM, refuse_thread_groups
 
@@ -46,7 +47,11 @@ _WITHOUT_MEANING_ON_A_CPU = frozenset(
     }.items()
     for name in names
 )
-_IN_LOOP = {"tl.loop_break": "tirx.break_loop", "tirx.break_loop": "tirx.break_loop"}
+_IN_LOOP = {
+    "tl.loop_break": "tirx.break_loop",
+    "tirx.break_loop": "tirx.break_loop",
+    "tirx.continue_loop": "tirx.continue_loop",
+}
 
 
 def retarget_for_cpu(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -79,8 +84,8 @@ class _Retarget:
         }
 
     def run(self) -> tirx.PrimFunc:
-        func = self._func
-        refuse_thread_groups(func, "c")
+        refuse_thread_groups(self._func, "c")
+        func = update_before_use(self._func)
         self._in_scope.update(func.params)
         for buffer in func.buffer_map.values():
             self._in_scope.add(buffer.data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tvm import arith, ir, tirx
 
@@ -85,7 +85,13 @@ class _Reader:
         for top, stmt in enumerate(body_statements(body)):
             self.top = top
             tree.extend(self._visit(stmt))
+        if effects.leaves_kernel(body):
+            self._may_be_skipped(self.statements)
         return tree
+
+    def _may_be_skipped(self, statements: Sequence[Statement]) -> None:
+        for statement in statements:
+            statement.may_be_skipped = True
 
     def _visit(self, stmt: tirx.Stmt) -> list:
         if isinstance(stmt, tirx.SeqStmt):
@@ -120,8 +126,11 @@ class _Reader:
         kind = "serial" if stmt.kind in (tirx.ForKind.SERIAL, tirx.ForKind.UNROLLED) else "parallel"
         loop = Loop(stmt.loop_var, stmt.min, stmt.extent, kind, stmt)
         self.loops.append(loop)
+        first = len(self.statements)
         tree = self._visit(stmt.body)
         self.loops.pop()
+        if effects.leaves_loop(stmt):
+            self._may_be_skipped(self.statements[first:])
         return ("loop", loop, tree)
 
     def _visit_if(self, stmt: tirx.IfThenElse) -> tuple:

@@ -9,6 +9,7 @@ import torch
 
 from ...errors import MeshTensorError, refuse
 from ...plain_tensors import why_not_plain
+from ...recent import KERNEL_SIZES, Recent
 from ...sharding import Sharding
 from ..ambient import undisturbed
 from ..mesh_tensor import MeshTensor, ShardingLike, as_sharding
@@ -65,7 +66,7 @@ class _Changes:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks, self._faults = ranks, Faults(ranks, "mt.redistribute")
         self._agreed: tuple | None = None  # what the last call asked for
-        self._changes: dict[tuple, Change] = {}
+        self._changes: Recent[tuple, Change] = Recent(KERNEL_SIZES)
 
     def redistribute(self, tensor: DTensor, sharding: ShardingLike) -> DTensor:
         self._faults.begin()
@@ -116,12 +117,11 @@ class _Changes:
     def _change(self, tiling: Tiling, to: Sharding, local: torch.Tensor) -> torch.Tensor:
         """This rank's part of the tensor in another layout."""
         key = (tiling.shape, tiling.dtype, tiling.sharding, to)
-        if key not in self._changes:
-            self._changes[key] = Change(*key, self._ranks)
+        change = self._changes.made(key, lambda: Change(*key, self._ranks))
         local = local.resolve_conj().resolve_neg()  # memory is sent as it is
         tile = local.contiguous() if local.shape == tiling.tile_shape else tiling.tile(local)
         try:
-            new = self._changes[key](tile)
+            new = change(tile)
         except RuntimeError as error:
             doing = f"'{tiling.sharding}' -> '{to}' of a tensor {tiling.shape} {tiling.dtype}"
             self._faults.blame(error, doing, range(self._ranks.mesh.num_devices))
