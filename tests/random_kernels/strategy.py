@@ -133,7 +133,7 @@ def _step(stores: Stores) -> None:
 
 # -- meshes and shardings ------------------------------------------------------------------------------------------
 
-_MESHES = (
+MESHES = (
     (2,),
     (2,),
     (3,),
@@ -191,7 +191,7 @@ def make_case(number: int) -> Case:
     """The case with this number."""
     random = Random(number)
     kernel, exact = make_kernel(random)
-    mesh = dict(zip("xyz", random.choice(_MESHES), strict=False))
+    mesh = dict(zip("xyz", random.choice(MESHES), strict=False))
     return Case(
         kernel.source(),
         kernel.params,
@@ -200,6 +200,7 @@ def make_case(number: int) -> Case:
         exact=exact,
         integers=exact or random.random() < 0.5,
         blank=random.random() < 0.3,
+        as_python=True,
         seed=number,
     )
 
