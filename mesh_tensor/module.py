@@ -16,7 +16,7 @@ from .graph.pipeline import ModulePlan, plan_module
 from .graph.to_program import Kernels
 from .mesh import Mesh
 from .module_explain import explain_module
-from .module_inputs import ModuleSignature, bound
+from .module_inputs import ModuleSignature, bound, refuse_outside
 from .module_launch import ModuleLaunch
 from .module_ranks import RankModuleLaunch
 from .program import Program
@@ -40,6 +40,7 @@ def distribute_module(
     strict: bool = False,
     replicate_unknown: bool = False,
     kernels: Kernels | None = None,
+    check_indices: bool = True,
     poison: bool = False,
 ) -> MeshModule:
     """Make a Relax module callable on a mesh.
@@ -57,6 +58,8 @@ def distribute_module(
         replicate_unknown: compute operators without a sharding rule on whole tensors, on every device.
         kernels: operators that run as TileLang kernels: from an operator's name to a function from its call on tiles to
             a kernel on the operands, then the results, or None (torch computes the call).
+        check_indices: refuse whole tensors on a CPU whose elements are looked up in a table that doesn't have them, as
+            torch does. What is not checked (MeshTensors, DTensors, other devices, computed indices) gives NaN there.
         poison: on a virtual mesh, padding holds NaN or extreme integers, so that what reads it shows (for tests).
 
     Returns:
@@ -82,6 +85,7 @@ def distribute_module(
         strict=strict,
         replicate_unknown=replicate_unknown,
         kernels=kernels or {},
+        check_indices=check_indices,
         poison=poison,
     )
 
@@ -105,10 +109,11 @@ class MeshModule:
         strict: bool,
         replicate_unknown: bool,
         kernels: Kernels,
+        check_indices: bool,
         poison: bool,
     ) -> None:
         self._function, self._target = function, find_target(target)
-        self._strict, self._poison = strict, poison
+        self._strict, self._poison, self._checks_indices = strict, poison, check_indices
         self._replicate_unknown, self._kernels = replicate_unknown, kernels
         mod = with_flat_parameters(mod, function)
         self._signature = ModuleSignature(mod, function)
@@ -128,6 +133,8 @@ class MeshModule:
         tensors = self._signature.bind(self._weights, list(flat_arguments(args)), named)
         sizes = self._signature.check(tensors, self._target.device_type)
         launch = self._launch(sizes, self._device_mesh or _device_mesh(tensors))
+        if self._checks_indices:
+            refuse_outside(self.plan.index_checks, tensors, self._function)
         with torch.no_grad(), full_precision():
             return launch({name: tensor for name, tensor in tensors.items() if name not in self._weights})
 
