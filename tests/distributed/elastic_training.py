@@ -1,5 +1,6 @@
-"""A script that survives the loss of a rank: torchrun starts it again, and it goes on from what it saved, as docs/ranks.md
-says. A rank kills itself the first time."""
+"""A script that survives the loss of a rank: torchrun starts it again, and it goes on from what it saved.
+
+A rank kills itself the first time."""
 
 from __future__ import annotations
 
