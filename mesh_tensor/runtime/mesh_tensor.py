@@ -50,7 +50,10 @@ class MeshTensor(Arithmetic):
         if wrong:
             expected = f"contiguous, {layout.tile_shape}, {layout.dtype}, on {tiles[0].device}"
             refuse(wrong, where=f"tensor {layout.shape} as '{sharding}'", fix=f"make every tile {expected}")
-        self._tiles, self._layout = tiles, layout
+        lost = {found[0]: found[1] for tile in tiles if (found := why_not_plain(tile))}
+        if lost:
+            refuse([f"a tile {what}" for what in lost], where=f"tensor {layout.shape}", fix="; ".join(lost.values()))
+        self._tiles, self._layout = [tile.detach() for tile in tiles], layout
 
     @property
     def shape(self) -> tuple[int, ...]:
