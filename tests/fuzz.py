@@ -1,7 +1,7 @@
 """Random kernels, programs, modules and files made wrong until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`.
 
-Every number is a kernel over tiles, a scalar program, a module and a file; `python -m tests.fuzz --seed N --cases 1 --of
-modules` runs one again. What is wrong is made smaller and printed as source with its mesh and shardings. The exit
+Every number is a kernel over tiles, a scalar program, a module and a file; `python -m tests.fuzz --seed N --cases 1
+--of modules` runs one again. What is wrong is made smaller and printed as source with its mesh and shardings. The exit
 status is 1 if anything was wrong.
 """
 
