@@ -19,7 +19,7 @@ from .mesh_arithmetic import Arithmetic, compute
 from .placement import Layout, layout_of
 from .reshard import reshard_of
 
-ShardingLike = Sharding | Mapping[str, int | None] | str
+ShardingLike = Sharding | Mapping[str, Any] | Sequence[Any] | str
 
 
 class MeshTensor(Arithmetic):
@@ -131,7 +131,8 @@ class MeshTensor(Arithmetic):
 
 @undisturbed
 def distribute(tensor: torch.Tensor, mesh: Mesh | Mapping[str, int], sharding: ShardingLike) -> MeshTensor:
-    """`tensor` as tiles on the devices of `mesh`: `sharding` is a dict from axis to dim, a text or a Sharding.
+    """`tensor` as tiles on the devices of `mesh`: `sharding` is a dict from axis to dim, a list of one placement
+    per axis, a text or a Sharding.
 
     The tiles are copies. Where an axis is partial, the device at its coordinate 0 holds the value and the others the
     neutral element of its op."""
