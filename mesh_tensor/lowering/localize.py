@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from tvm import tirx
 
 from ..rules import tile_ops
+from ..rules.effects import changes_nothing, op_name
 from ..rules.fused_loops import fuse
 from ..rules.linear import as_expr, vars_of
 from ..rules.sharding_rule import Analysis
@@ -100,6 +101,9 @@ class _Localizer:
     def _statement(self, statement: Statement) -> tirx.Stmt:
         if statement.unknown:
             return statement.node
+        if changes_nothing(statement.node):
+            # What holds of the whole tensor need not hold of a tile's padding.
+            return tirx.Evaluate(0) if op_name(statement.node.value) == "tirx.assume" else statement.node
         if isinstance(statement.node, tirx.BufferStore):
             new = self._store(statement)
         elif statement.tile_op is not None:

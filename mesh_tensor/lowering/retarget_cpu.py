@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from tvm import tirx
 
 from ..errors import refuse
+from ..rules.effects import changes_nothing
 from ..rules.tile_ops import Region, TileOp, parse_tile_op
 from .cpu_bounds import Bounds
 from .cpu_exprs import all_of, const, if_then, is_pure_index, map_children, op_name, seq
@@ -23,29 +24,7 @@ from .cpu_fuse import fuse_loops
 from .cpu_lanes import step_by_lanes
 from .cpu_tile_ops import TileOps
 
-_WITHOUT_MEANING_ON_A_CPU = frozenset(
-    f"{namespace}.{name}"
-    for namespace, names in {
-        "tirx": ("tvm_storage_sync", "assume", "ptx_wait_group", "ptx_commit_group"),
-        "tl": (
-            "annotate_consumer_reg_alloc",
-            "annotate_producer_reg_dealloc",
-            "conflict_hint",
-            "fence_proxy_async",
-            "no_set_max_nreg",
-            "pdl_sync",
-            "pdl_trigger",
-            "set_max_nreg",
-            "sync_warp",
-            "wait_wgmma",
-            "warpgroup_arrive",
-            "warpgroup_commit_batch",
-            "warpgroup_wait",
-        ),
-    }.items()
-    for name in names
-)
-_IN_LOOP = {"tl.loop_break": "tirx.break_loop", "tirx.break_loop": "tirx.break_loop"}
+_IN_LOOP = {name: name for name in ("tirx.break_loop", "tirx.continue_loop")} | {"tl.loop_break": "tirx.break_loop"}
 
 
 def retarget_for_cpu(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -199,7 +178,7 @@ class _Retarget:
 
     def _evaluate(self, stmt: tirx.Evaluate) -> tirx.Stmt | None:
         name = op_name(stmt.value)
-        if isinstance(stmt.value, tirx.IntImm) or name in _WITHOUT_MEANING_ON_A_CPU:
+        if isinstance(stmt.value, tirx.IntImm) or changes_nothing(stmt):
             return None
         if name in _IN_LOOP:
             return tirx.Evaluate(tirx.Call("void", _IN_LOOP[name], []))

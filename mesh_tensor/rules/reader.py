@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tvm import arith, ir, tirx
+from tvm.tirx.stmt_functor import post_order_visit
 
-from ..errors import MeshTensorError
+from ..errors import MeshTensorError, refuse
 from . import effects, tile_ops
 from .linear import linear_form
 from .statements import Access, Kernel, Loop, Statement, body_statements, buffer_params, split_update
@@ -15,8 +16,9 @@ from .tile_reader import TileReader, Unmatched
 
 def read_kernel(func: tirx.PrimFunc) -> Kernel:
     """Flatten `func`, a function with one grid."""
-    reader = _Reader(func)
     loops, block, binds = _find_grid(func)
+    reader = _Reader(func, block)
+    _check_supported(func, block)
     reader.binds.update(binds)
     reader.loops = list(loops)
     tree = reader.read(block.body)
@@ -69,8 +71,8 @@ def _name(func: tirx.PrimFunc) -> str:
 class _Reader:
     """Walks a kernel's body once and collects statements."""
 
-    def __init__(self, func: tirx.PrimFunc):
-        self.func = func
+    def __init__(self, func: tirx.PrimFunc, root: tirx.SBlock):
+        self.func, self.root = func, root
         self.analyzer = arith.Analyzer()
         self.binds: dict[tirx.Var, tirx.PrimExpr] = {}
         self.bound_reads: dict[tirx.Var, tuple[Access, ...]] = {}
@@ -90,7 +92,7 @@ class _Reader:
     def _visit(self, stmt: tirx.Stmt) -> list:
         if isinstance(stmt, tirx.SeqStmt):
             return [node for child in stmt.seq for node in self._visit(child)]
-        effect = effects.side_effect(stmt)
+        effect = effects.side_effect(stmt) or _vector(stmt)
         if effect is not None:
             if isinstance(stmt, tirx.Bind):
                 self.binds[stmt.var] = stmt.value
@@ -117,6 +119,9 @@ class _Reader:
     def _visit_loop(self, stmt: tirx.For) -> tuple | Statement:
         if stmt.step is not None and not _is_const(stmt.step, 1):
             return self._add(self._opaque(stmt, f"a loop with step {stmt.step}"))
+        jump = effects.leaves_loop(stmt.body)
+        if jump is not None:
+            return self._add(self._opaque(stmt, f"a loop with {jump}"))
         kind = "serial" if stmt.kind in (tirx.ForKind.SERIAL, tirx.ForKind.UNROLLED) else "parallel"
         loop = Loop(stmt.loop_var, stmt.min, stmt.extent, kind, stmt)
         self.loops.append(loop)
@@ -155,7 +160,14 @@ class _Reader:
 
     def _opaque(self, stmt: tirx.Stmt, what: str) -> Statement:
         """A statement that nothing is known of: it reads and writes every buffer in it, anywhere."""
-        return self.statement(stmt, reads=self.loads([stmt]), unknown=what, may_write=effects.written(stmt))
+        pointed = [buffer for buffer in self._buffers() if buffer.data in effects.pointers(stmt)]
+        anywhere = tuple(self.access(buffer, [tirx.IntImm("int32", 0)] * len(buffer.shape)) for buffer in pointed)
+        may_write = (*effects.written(stmt), *pointed)
+        return self.statement(stmt, reads=(*self.loads([stmt]), *anywhere), unknown=what, may_write=may_write)
+
+    def _buffers(self) -> list[tirx.Buffer]:
+        """The parameters and on-chip buffers that are known so far."""
+        return [*self.func.buffer_map.values(), *self.root.alloc_buffers, *self.allocs]
 
     def access(self, buffer: tirx.Buffer, indices) -> Access:
         return Access(buffer, tuple(indices), tuple(linear_form(i, self.binds) for i in indices))
@@ -171,7 +183,7 @@ class _Reader:
 
         for node in nodes:
             if not isinstance(node, int):
-                tirx.stmt_functor.post_order_visit(node, visit)
+                post_order_visit(node, visit)
         return tuple(found)
 
     def _store(self, stmt: tirx.BufferStore) -> Statement:
@@ -182,6 +194,8 @@ class _Reader:
         )
 
     def _evaluate(self, stmt: tirx.Evaluate) -> Statement:
+        if effects.changes_nothing(stmt):
+            return self.statement(stmt)
         record = tile_ops.parse_tile_op(stmt)
         if record is None:
             if not any(True for _ in _calls(stmt.value)):
@@ -193,9 +207,43 @@ class _Reader:
             return self._opaque(stmt, str(error))
 
 
+def _check_supported(func: tirx.PrimFunc, block: tirx.SBlock) -> None:
+    """Refuse what means more than one program of the kernel, or ends it early."""
+    where = f"kernel {_name(func)!r}"
+    call = effects.leaves_kernel(block.body)
+    if call is not None:
+        refuse(
+            f"{_spelled(call)} is not supported",
+            where=where,
+            why="which of the later statements a program still runs can't be said of a device's tile",
+            fix="put the rest of the kernel under an if",
+        )
+    stmts: list[tirx.Evaluate] = []
+    post_order_visit(block.body, lambda n: stmts.append(n) if isinstance(n, tirx.Evaluate) else None)
+    for found in filter(None, map(tile_ops.between_programs, stmts)):
+        refuse(
+            found,
+            where=where,
+            why="programs of the grid are run one by one, and on several devices",
+            fix="copy through a buffer of this program, or through a parameter",
+        )
+
+
+def _vector(stmt: tirx.Stmt) -> str | None:
+    """What an access of several elements at once is called; None without one."""
+    found: list[object] = []
+    if isinstance(stmt, (tirx.BufferStore, tirx.Bind)):
+        post_order_visit(stmt, lambda n: found.append(n) if isinstance(n, (tirx.Ramp, tirx.Broadcast)) else None)
+    return "an access of a vector" if found else None
+
+
+def _spelled(name: str) -> str:
+    return "T." + name.rpartition(".")[2]
+
+
 def _calls(expr: tirx.PrimExpr) -> Iterator[tirx.Call]:
     found: list[tirx.Call] = []
-    tirx.stmt_functor.post_order_visit(expr, lambda n: found.append(n) if isinstance(n, tirx.Call) else None)
+    post_order_visit(expr, lambda n: found.append(n) if isinstance(n, tirx.Call) else None)
     return iter(found)
 
 

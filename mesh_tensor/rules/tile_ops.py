@@ -140,6 +140,15 @@ def parse_tile_op(stmt: tirx.Stmt) -> TileOp | None:
     return None
 
 
+def between_programs(stmt: tirx.Evaluate) -> str | None:
+    """What a copy is called that goes to other programs of the grid; None for all other statements."""
+    call = stmt.value
+    if not isinstance(call, tirx.Call) or not isinstance(call.op, ir.Op) or call.op.name not in _COPIES:
+        return None
+    asked = [key for key in ("dst_block", "cluster_mask") if key in (call.annotations or {})]
+    return f"a copy to other blocks of a cluster ({', '.join(asked)}) is not supported" if asked else None
+
+
 def region(call: tirx.Call) -> Region:
     """The box that a `tl.region(load, mode, extents...)` call names."""
     load = call.args[0]

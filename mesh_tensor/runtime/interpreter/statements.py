@@ -13,6 +13,7 @@ import numpy as np
 from tvm import ir, tirx
 
 from mesh_tensor.errors import MeshTensorError
+from mesh_tensor.rules.effects import changes_nothing
 from mesh_tensor.rules.tile_ops import Atomic, parse_tile_op
 
 from .access import Access
@@ -23,21 +24,6 @@ from .nest import is_element_update, loads_in
 from .numerics import UFUNCS, convert, numpy_dtype, poisoned
 from .scope import MASK, Action, Code, Frame, Lane, Scope
 from .tiles import compile_tile_op
-
-_NO_EFFECT = {
-    "tirx.assume",
-    "tirx.tvm_storage_sync",
-    "tirx.ptx_commit_group",
-    "tirx.ptx_wait_group",
-    "tl.annotate_consumer_reg_alloc",
-    "tl.annotate_producer_reg_dealloc",
-    "tl.no_set_max_nreg",
-    "tl.ptx_commit_group",
-    "tl.ptx_wait_group",
-    "tl.sync_warp",
-    "tl.wait_wgmma",
-}
-
 
 def compile_stmt(stmt: tirx.Stmt, scope: Scope) -> Action:
     """`stmt` as a closure."""
@@ -192,11 +178,9 @@ def _evaluate(stmt: tirx.Evaluate, scope: Scope) -> Action:
         return _update(op, scope)
     if op is not None:
         return compile_tile_op(op, scope)
-    if isinstance(stmt.value, (tirx.IntImm, tirx.Var)):
+    if isinstance(stmt.value, (tirx.IntImm, tirx.Var)) or changes_nothing(stmt):
         return nothing
     name = stmt.value.op.name if isinstance(stmt.value, tirx.Call) and isinstance(stmt.value.op, ir.Op) else ""
-    if name in _NO_EFFECT:
-        return nothing
     if name in ("tl.loop_break", "tirx.break_loop"):
         return jump(Break, scope)
     if name == "tirx.continue_loop":
