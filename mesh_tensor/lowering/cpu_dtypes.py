@@ -11,6 +11,7 @@ from tvm import ir, tirx
 from ..errors import listing, refuse
 from .cpu_exprs import BINARY, COMPARISON, const, map_children, op_name
 from .cpu_intrinsics import BITWISE, EXACT, FLOAT_FUNCTIONS, LIBM, PREFETCH, float_function
+from .cpu_reports import NOTES, REPORT
 
 _LOW = ("float16", "bfloat16")
 _SMALL_INT = ("int8", "uint8", "int16", "uint16")
@@ -61,6 +62,7 @@ class LegalExpr:
         self._kernel = kernel
         self._vars: dict[tirx.Var, tirx.Var] = {}
         self.gemms: set[str] = set()
+        self.reports: list[str] = []
 
     def __call__(self, expr: tirx.PrimExpr) -> tirx.PrimExpr:
         self._check(expr.dtype)
@@ -156,7 +158,7 @@ class LegalExpr:
     def _call(self, call: tirx.Call) -> tirx.PrimExpr:
         name = op_name(call)
         modes = [arg.value for arg in call.args if isinstance(arg, tirx.StringImm)]
-        if name.startswith("tl.ieee_") and modes != ["rn"]:
+        if name.startswith("tl.ieee_") and name != "tl.ieee_frsqrt" and modes != ["rn"]:
             self._refuse(f"T.{name[3:]} with the rounding mode {listing(modes)} can't run on a CPU", 'use "rn"')
         if name in ("tirx.call_extern", "tirx.call_pure_extern"):
             return self._extern_call(call)
@@ -175,6 +177,11 @@ class LegalExpr:
             return self._power(call)
         if name == "tirx.reinterpret":
             return self._reinterpret(call)
+        if name in ("tirx.popcount", "tirx.clz"):
+            return self._count(call, name.removeprefix("tirx."))
+        if name == "tirx.ldexp":
+            value, exponent = self(call.args[0]), tirx.Cast("int32", self(call.args[1]))
+            return _rounded(_extern(value.dtype, f"mt_ldexp_{value.dtype}", value, exponent), call.dtype)
         if name == "tl.clamp":
             value, low, high = call.args
             return self(tirx.Min(tirx.Max(value, low), high))
@@ -205,6 +212,15 @@ class LegalExpr:
             bits = _extern(storage_dtype(dtype), f"mt_bits_{source}_{storage_dtype(dtype)}", bits)
         return self._from_storage(bits, dtype)
 
+    def _count(self, call: tirx.Call, function: str) -> tirx.PrimExpr:
+        """A number of bits: of the same width, without sign."""
+        dtype = call.args[0].dtype
+        width = int("".join(c for c in dtype if c.isdigit()) or 0)
+        if "int" not in dtype:
+            self._refuse(f"T.{function} on {dtype} can't run on a CPU", "take it of an integer")
+        bits = tirx.Cast("uint64", tirx.Cast(f"uint{width}", self(call.args[0])))
+        return tirx.Cast(call.dtype, _extern("int32", f"mt_{function}", bits, const(width, "int32")))
+
     def _bitwise(self, call: tirx.Call) -> tirx.PrimExpr:
         args = [self(arg) for arg in call.args]
         if call.dtype in _SMALL_INT or call.dtype == "bool":
@@ -218,7 +234,10 @@ class LegalExpr:
         function = call.args[0].value
         if function.startswith(_GEMM):
             self.gemms.add(function)
-        elif not function.startswith(PREFETCH) and function not in LIBM:
+        elif function == REPORT:
+            self.reports.append(call.args[1].value)
+            return tirx.Call(call.dtype, call.op, [call.args[0], const(len(self.reports) - 1, "int32")])
+        elif not function.startswith(PREFETCH) and function not in (*LIBM, *NOTES.values()):
             self._refuse(
                 f"the function '{function}' that T.call_extern names is unknown on a CPU",
                 f"write it with T's own operations, or use one of {', '.join(sorted(LIBM))}",

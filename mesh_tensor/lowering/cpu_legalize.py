@@ -32,13 +32,15 @@ class Workspace:
 @dataclass(frozen=True)
 class CKernel:
     """A function for the C code generator: `func` takes the data pointers and scalars of `params` in order, then the
-    values of `sizes`, then `workspaces`."""
+    values of `sizes`, then `workspaces`. `reports` are what it prints
+    and asserts."""
 
     func: tirx.PrimFunc
     params: tuple[tirx.Var, ...]
     sizes: tuple[tirx.Var, ...]
     workspaces: tuple[Workspace, ...]
     gemms: tuple[str, ...]
+    reports: tuple[str, ...]
 
 
 def legalize_for_c(func: tirx.PrimFunc, symbol: str) -> CKernel:
@@ -76,7 +78,9 @@ class _Legalize:
         all_params = [*params, *size_params, *(var for var, _ in self._workspaces)]
         flat = tirx.PrimFunc(all_params, body, ir.PrimType("void"), {}, None).with_attr({"global_symbol": symbol})
         workspaces = tuple(workspace for _, workspace in self._workspaces)
-        return CKernel(flat, tuple(func.params), sizes, workspaces, tuple(sorted(self._expr.gemms)))
+        return CKernel(
+            flat, tuple(func.params), sizes, workspaces, tuple(sorted(self._expr.gemms)), tuple(self._expr.reports)
+        )
 
     def _stmt(self, stmt: tirx.Stmt) -> tirx.Stmt | None:
         return self._table[type(stmt)](stmt)

@@ -16,10 +16,12 @@ from ..rules import tile_ops
 from ..rules.effects import changes_nothing, op_name
 from ..rules.fused_loops import fuse
 from ..rules.linear import as_expr, vars_of
+from ..rules.reports import assert_call, is_print
 from ..rules.sharding_rule import Analysis
 from ..rules.statements import Statement, split_update
 from .counted_once import CountedOnce
 from .expressions import ValueRewriter, contains_load, has_trap
+from .local_reports import LocalReports
 from .local_tile_ops import LocalTileOps
 from .padding_masks import PaddingMasks
 from .rewrite import block_like, loop_like, replace_block
@@ -47,6 +49,7 @@ class _Localizer:
         self.masks = PaddingMasks(analysis, self.splits, self.shrink, self.values)
         self.once = CountedOnce(analysis, self.splits)
         self.tile_ops = LocalTileOps(self.kernel, self.shrink, self.values, self.masks, self.once)
+        self.reports = LocalReports(analysis, self.splits, self.shrink, self.values, coordinates)
         self.by_node: dict[tirx.Stmt, Statement] = {s.node: s for s in self.kernel.statements}
 
     def run(self, name: str) -> tuple[tirx.PrimFunc, tuple[str, ...]]:
@@ -101,6 +104,10 @@ class _Localizer:
     def _statement(self, statement: Statement) -> tirx.Stmt:
         if statement.unknown:
             return statement.node
+        if is_print(statement.node):
+            return self.reports.print(statement.node)
+        if isinstance(statement.node, tirx.AssertStmt) or assert_call(statement.node) is not None:
+            return self.reports.assertion(statement)
         if changes_nothing(statement.node):
             # What holds of the whole tensor need not hold of a tile's padding.
             return tirx.Evaluate(0) if op_name(statement.node.value) == "tirx.assume" else statement.node

@@ -17,11 +17,13 @@ from tvm import tirx
 
 from ..errors import refuse
 from ..rules.effects import changes_nothing
+from ..rules.reports import assert_call, is_print, print_call, without_thread_tests
 from ..rules.tile_ops import Region, TileOp, parse_tile_op
 from .cpu_bounds import Bounds
 from .cpu_exprs import all_of, const, if_then, is_pure_index, map_children, op_name, seq
 from .cpu_fuse import fuse_loops
 from .cpu_lanes import step_by_lanes
+from .cpu_reports import report_statements
 from .cpu_tile_ops import TileOps
 
 _IN_LOOP = {name: name for name in ("tirx.break_loop", "tirx.continue_loop")} | {"tl.loop_break": "tirx.break_loop"}
@@ -51,7 +53,7 @@ class _Retarget:
             tirx.Bind: self._bind,
             tirx.BufferStore: self._store,
             tirx.Evaluate: self._evaluate,
-            tirx.AttrStmt: lambda attr: self._stmt(attr.body),
+            tirx.AttrStmt: self._attr,
             tirx.AllocBuffer: lambda alloc: self._alloc(alloc.buffer),
             tirx.DeclBuffer: lambda _: None,
         }
@@ -96,6 +98,9 @@ class _Retarget:
             return None
         body = seq([*allocations, body])
         return if_then(None if _always(realize.predicate) else self._expr(realize.predicate), body)
+
+    def _attr(self, attr: tirx.AttrStmt) -> tirx.Stmt | None:
+        return self._stmt(without_thread_tests(attr.body, self._thread_vars) if is_print(attr) else attr.body)
 
     def _alloc(self, buffer: tirx.Buffer) -> tirx.Stmt:
         self._in_scope.add(buffer.data)
@@ -180,6 +185,11 @@ class _Retarget:
         name = op_name(stmt.value)
         if isinstance(stmt.value, tirx.IntImm) or changes_nothing(stmt):
             return None
+        if print_call(stmt) is not None:
+            return seq(report_statements(stmt.value, self._expr))
+        if assert_call(stmt) is not None:
+            failed = tirx.Not(self._expr(stmt.value.args[0]))
+            return tirx.IfThenElse(failed, seq(report_statements(stmt.value, self._expr)), None)
         if name in _IN_LOOP:
             return tirx.Evaluate(tirx.Call("void", _IN_LOOP[name], []))
         op = parse_tile_op(stmt)

@@ -15,7 +15,9 @@ def _ops(namespace: str, names: str) -> frozenset[str]:
 #: not listed, such as everything that asks which thread, warp or lane it is, is more than that.
 ELEMENTWISE = (
     _ops("tirx", "acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf exp exp10 exp2 fabs floor fma fmod")
-    | _ops("tirx", "hypot ldexp log log10 log1p log2 nearbyint nextafter pow round rsqrt sigmoid sin sinh sqrt tan tanh")
+    | _ops(
+        "tirx", "hypot ldexp log log10 log1p log2 nearbyint nextafter pow round rsqrt sigmoid sin sinh sqrt tan tanh"
+    )
     | _ops("tirx", "trunc isfinite isinf isnan if_then_else likely reinterpret large_uint_imm tvm_thread_invariant")
     | _ops("tirx", "bitwise_and bitwise_not bitwise_or bitwise_xor shift_left shift_right clz popcount dp4a")
     | _ops("tirx", "q_multiply_shift q_multiply_shift_per_axis vectorcombine vectorhigh vectorlow")

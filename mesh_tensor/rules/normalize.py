@@ -1,7 +1,7 @@
 """Bring a kernel into the form that analysis and rewriting expect.
 
 Index bindings are inlined; a `T.gemm` that clears its accumulator on a condition becomes a conditional fill and a plain
-gemm; grid loops that walk two dims at once become two loops.
+gemm; grid loops that walk two dims at once become two loops; what a print is made of becomes one statement.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 from tvm import ir, tirx
 
 from .fused_loops import unfuse
+from .reports import mark_prints
 
 
 def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """The same kernel, in which every index is an expression of loop variables."""
     func = func.with_body(tirx.stmt_functor.ir_transform(func.body, None, _split_clear, ["tirx.Evaluate"]))
-    return unfuse(_inline_bindings(func))
+    return unfuse(mark_prints(_inline_bindings(func)))
 
 
 def _inline_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:

@@ -10,6 +10,7 @@ from tvm.tirx.stmt_functor import post_order_visit
 from ..errors import MeshTensorError, refuse
 from . import effects, tile_ops
 from .linear import linear_form
+from .reports import assert_call, is_print
 from .statements import Access, Kernel, Loop, Statement, body_statements, buffer_params, split_update
 from .tile_reader import TileReader, Unmatched
 
@@ -103,6 +104,10 @@ class _Reader:
             return [self._visit_if(stmt)]
         if isinstance(stmt, tirx.BufferStore):
             return [self._add(self._store(stmt))]
+        if is_print(stmt):
+            return [self._add(self.statement(stmt))]
+        if isinstance(stmt, tirx.AssertStmt):
+            return [self._add(self._read_only(stmt, stmt.condition))]
         if isinstance(stmt, tirx.Bind):
             self.binds[stmt.var] = stmt.value
             self.bound_reads[stmt.var] = self.loads([stmt.value])
@@ -193,9 +198,15 @@ class _Reader:
             stmt, write=write, reads=(*self.loads([value]), *self.loads(stmt.indices)), values=(value,), op=op
         )
 
+    def _read_only(self, stmt: tirx.Stmt, condition: tirx.PrimExpr) -> Statement:
+        return self.statement(stmt, reads=self.loads([condition]), values=(condition,))
+
     def _evaluate(self, stmt: tirx.Evaluate) -> Statement:
         if effects.changes_nothing(stmt):
             return self.statement(stmt)
+        asserted = assert_call(stmt)
+        if asserted is not None:
+            return self._read_only(stmt, asserted.args[0])
         record = tile_ops.parse_tile_op(stmt)
         if record is None:
             if not any(True for _ in _calls(stmt.value)):
@@ -218,6 +229,7 @@ def _check_supported(func: tirx.PrimFunc, block: tirx.SBlock) -> None:
             why="which of the later statements a program still runs can't be said of a device's tile",
             fix="put the rest of the kernel under an if",
         )
+    _check_safe_values(func, block, where)
     stmts: list[tirx.Evaluate] = []
     post_order_visit(block.body, lambda n: stmts.append(n) if isinstance(n, tirx.Evaluate) else None)
     for found in filter(None, map(tile_ops.between_programs, stmts)):
@@ -227,6 +239,27 @@ def _check_supported(func: tirx.PrimFunc, block: tirx.SBlock) -> None:
             why="programs of the grid are run one by one, and on several devices",
             fix="copy through a buffer of this program, or through a parameter",
         )
+
+
+def _check_safe_values(func: tirx.PrimFunc, block: tirx.SBlock, where: str) -> None:
+    """Refuse values outside a buffer that single loads would have to give: those give 0."""
+    safe = block.annotations.get("safe_value_map", {})
+    asked = [b for b in func.buffer_map.values() if b.data in safe and not _is_zero(safe[b.data])]
+    single: list[tirx.Buffer] = []
+
+    def visit(node: object) -> None:
+        if isinstance(node, (tirx.BufferStore, tirx.IfThenElse, tirx.Bind)):
+            value = node.condition if isinstance(node, tirx.IfThenElse) else node.value
+            post_order_visit(value, lambda n: single.append(n.buffer) if isinstance(n, tirx.BufferLoad) else None)
+
+    post_order_visit(block.body, visit)
+    found = [f"T.annotate_safe_value of {b.name!r}, which is read element by element" for b in asked if b in single]
+    if found:
+        refuse(found, where=where, why="it is supported where T.copy reads", fix="T.copy the block to a shared buffer")
+
+
+def _is_zero(value: object) -> bool:
+    return isinstance(value, (int, float, tirx.IntImm, tirx.FloatImm)) and float(getattr(value, "value", value)) == 0
 
 
 def _vector(stmt: tirx.Stmt) -> str | None:

@@ -28,7 +28,9 @@ from .cpu_blas import blas_wanted, give_blas
 ENTRY = "mesh_tensor_kernel"
 _BODY = "mesh_tensor_body"
 _BLAS_GEMM = "mt_gemm_float32_float32_float32"
-_HEADERS = {part: Path(__file__).parent / "csrc" / f"mesh_tensor_{part}.h" for part in ("cpu", "math", "gemm")}
+_HEADERS = {
+    part: Path(__file__).parent / "csrc" / f"mesh_tensor_{part}.h" for part in ("cpu", "math", "gemm", "report")
+}
 _FLAGS = (
     *("-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-w"),
     *("-O2", "-march=native", "-ftree-vectorize", "-fvect-cost-model=dynamic"),
@@ -99,10 +101,13 @@ def library_path(func: tirx.PrimFunc) -> Path:
 
 def _prelude(kernel: CKernel) -> str:
     """What the generated code is built on: the headers, and a function for each combination of dtypes in a gemm."""
-    parts = ["cpu", "math", *(["gemm"] if kernel.gemms else [])]
+    parts = ["cpu", "math", *(["gemm"] if kernel.gemms else []), *(["report"] if kernel.reports else [])]
     lines = [_HEADERS[part].read_text() for part in parts]
     if _BLAS_GEMM in kernel.gemms and blas_wanted():
         lines.insert(0, "#define MT_BLAS")
+    if kernel.reports:
+        texts = ", ".join(f'"{code}"' for code in kernel.reports)
+        lines.append(f"const char *const mt_reports[] = {{{texts}}};")
     for name in kernel.gemms:
         a, b, c = name.removeprefix("mt_gemm_").split("_")
         types = [*(_c_type(d) for d in (a, b, c, compute_dtype(c))), *(_c_type(storage_dtype(d)) for d in (a, b, c))]
@@ -170,6 +175,7 @@ def _build_stamp() -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     package = Path(__file__).parents[1]
     others = (package / "lowering" / "rewrite.py", package / "rules" / "tile_ops.py", package / "rules" / "effects.py")
+    others += (package / "rules" / "reports.py",)
     passes = [*sorted((package / "lowering").glob("*cpu*.py")), *others]
     sources = [*passes, Path(__file__), *_HEADERS.values()]
     return "\0".join([tilelang.__version__, version, _processor(), *_FLAGS, *(s.read_text() for s in sources)])

@@ -116,6 +116,10 @@ MT_INT(int64_t, int64)
 MT_UINT(uint32_t, uint32)
 MT_UINT(uint64_t, uint64)
 
+// Of the lowest `width` bits; the others are 0.
+MT_INLINE int32_t mt_popcount(uint64_t bits, int32_t) { return __builtin_popcountll(bits); }
+MT_INLINE int32_t mt_clz(uint64_t bits, int32_t width) { return bits ? __builtin_clzll(bits) - 64 + width : width; }
+
 // Asks for the memory of 32 elements. Nothing is read: the address may be anywhere.
 #define MT_PREFETCH(type, name) \
   MT_INLINE void mt_prefetch_##name(type *first, int32_t for_writing) { \

@@ -12,7 +12,7 @@ from tvm import ir, tirx
 from mesh_tensor.errors import MeshTensorError
 
 from .access import Access
-from .intrinsics import FUNCTIONS, rounded_once, trunc_div, trunc_mod
+from .intrinsics import FUNCTIONS, ROUNDED_TO_NEAREST, rounded_once, trunc_div, trunc_mod
 from .numerics import convert, is_float, numpy_dtype
 from .scope import MASK, Code, Frame, Scope, constant
 
@@ -172,10 +172,14 @@ def _call(expr: tirx.Call, scope: Scope) -> Code:
     if name == "tirx.reinterpret":
         dtype, source = numpy_dtype(expr.dtype), numpy_dtype(expr.args[0].dtype)
         return _apply(lambda v: np.asarray(v, source).view(dtype)[()], (compile_expr(expr.args[0], scope),))
+    operands = list(expr.args)
     function = FUNCTIONS.get(name)
-    if function is None:
+    if name in ROUNDED_TO_NEAREST:
+        mode = operands.pop()
+        function = ROUNDED_TO_NEAREST[name] if getattr(mode, "value", None) == "rn" else None
+    if function is None or not operands:
         raise MeshTensorError(f"the interpreter does not know the operation {name}, a value in the kernel: {expr}")
-    args = [compile_expr(a, scope) for a in expr.args]
+    args = [compile_expr(a, scope) for a in operands]
     return _apply(rounded_once(function, numpy_dtype(expr.args[0].dtype)), args)
 
 

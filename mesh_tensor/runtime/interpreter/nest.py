@@ -9,6 +9,7 @@ from typing import Any
 from tvm import tirx
 
 from mesh_tensor.rules.effects import changes_nothing
+from mesh_tensor.rules.reports import is_print
 from mesh_tensor.rules.tile_ops import Atomic, Region, parse_tile_op
 
 
@@ -139,6 +140,8 @@ def _visit_evaluate(stmt: tirx.Evaluate, loops: tuple[Loop, ...], nest: Nest) ->
 
 
 def _visit_attr(stmt: tirx.AttrStmt, loops: tuple[Loop, ...], nest: Nest) -> None:
+    if is_print(stmt):
+        raise _InOrder
     _visit(stmt.body, loops, nest)
 
 

@@ -83,6 +83,8 @@ class Scope:
     binds: dict[int, tirx.PrimExpr] = field(default_factory=dict)
     lanes: dict[int, Lane] = field(default_factory=dict)
     axis_of: Mapping[int, int] = field(default_factory=dict)
+    safe_values: dict[int, Code] = field(default_factory=dict)
+    threads: set[tirx.Var] = field(default_factory=set)
     jumps: bool = False
 
     @property

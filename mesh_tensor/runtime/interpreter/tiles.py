@@ -15,7 +15,7 @@ from mesh_tensor.rules.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Region,
 from .expressions import compile_expr
 from .memory import box_view, read_box, write_box
 from .numerics import UFUNCS, convert, neutral, numpy_dtype, wide
-from .scope import Action, Code, Frame, Scope, Storage
+from .scope import Action, Code, Frame, Scope, Storage, constant
 
 _DEPTH = {"local.fragment": 2, "local": 2, "shared": 1, "shared.dyn": 1, "shared.tmem": 1}
 
@@ -110,7 +110,8 @@ def _base(src: Region, dst: Region) -> Region:
 def _copy(op: Copy, scope: Scope) -> Action:
     base = _base(op.src, op.dst)
     src, dst = _box(op.src, scope, base), _box(op.dst, scope, base)
-    return lambda frame: dst.write(frame, src.read(frame, 0))
+    outside = scope.safe_values.get(hash(op.src.buffer.data), constant(0)).run
+    return lambda frame: dst.write(frame, src.read(frame, outside(frame)))
 
 
 def _transpose(op: Transpose, scope: Scope) -> Action:
