@@ -81,7 +81,7 @@ class LocalReports:
         count: tirx.PrimExpr = tirx.IntImm("int32", 1)
         for size in local.shape:
             count = count * size
-        position, index = tirx.Var("i", "int32"), []
+        position, index = tirx.Var("i", "int32"), list[tirx.PrimExpr]()
         rest: tirx.PrimExpr = position
         for size in reversed(list(local.shape)):
             index.insert(0, tirx.floormod(rest, size))

@@ -32,7 +32,7 @@ NO_EFFECT = (
     _ops("tirx", "tvm_storage_sync assume ptx_wait_group ptx_commit_group")
     | _ops("tl", "annotate_consumer_reg_alloc annotate_producer_reg_dealloc conflict_hint fence_proxy_async")
     | _ops("tl", "no_set_max_nreg pdl_sync pdl_trigger set_max_nreg sync_warp wait_wgmma warpgroup_arrive")
-    | _ops("tl", "warpgroup_commit_batch warpgroup_wait ptx_commit_group ptx_wait_group")
+    | _ops("tl", "warpgroup_commit_batch warpgroup_wait")
 )
 
 _LEAVE_LOOP = ("tirx.break_loop", "tirx.continue_loop", "tl.loop_break")

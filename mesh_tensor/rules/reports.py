@@ -78,7 +78,7 @@ def _here(args: Sequence[tirx.PrimExpr]) -> tuple[tuple[str, ...], list[tirx.Pri
 def print_call(stmt: object) -> tirx.Call | None:
     """The call of a statement that prints; None for all other statements."""
     call = stmt.value if isinstance(stmt, tirx.Evaluate) else None
-    if op_name(call) != "tirx.call_extern":
+    if call is None or op_name(call) != "tirx.call_extern":
         return None
     return call if getattr(call.args[0], "value", None) in PRINTS else None
 
@@ -187,10 +187,7 @@ def thread_indices(body: tirx.Stmt) -> set[tirx.Var]:
     found: set[tirx.Var] = set()
 
     def visit(node: object) -> None:
-        if (
-            isinstance(node, tirx.Bind)
-            and getattr(getattr(node.value, "op", None), "name", "") == "tl.launch_thread_idx"
-        ):
+        if isinstance(node, tirx.Bind) and op_name(node.value) == "tl.launch_thread_idx":
             found.add(node.var)
 
     post_order_visit(body, visit)
@@ -209,7 +206,7 @@ def _prints_elements(loop: tirx.For) -> bool:
 def _staged(stmt: tirx.Stmt) -> tirx.Buffer | None:
     """The on-chip buffer that a copy fills."""
     call = stmt.value if isinstance(stmt, tirx.Evaluate) else None
-    if op_name(call) != "tl.tileop.copy":
+    if call is None or op_name(call) != "tl.tileop.copy":
         return None
     buffer = call.args[1].args[0].buffer
     return buffer if buffer.scope() != "global" else None
