@@ -6,17 +6,21 @@ import struct
 from collections.abc import Callable
 from typing import NoReturn
 
+import ml_dtypes
+import numpy as np
 from tvm import ir, tirx
 
 from ..errors import listing, refuse
+from ..rules.values import FINITE
 from .cpu_exprs import BINARY, COMPARISON, const, map_children, op_name
 from .cpu_intrinsics import BITWISE, EXACT, FLOAT_FUNCTIONS, LIBM, PREFETCH, float_function
 from .cpu_reports import NOTES, REPORT
 
-_LOW = ("float16", "bfloat16")
+_FLOAT8 = ("float8_e4m3", "float8_e4m3fn", "float8_e5m2")
+_LOW = ("float16", "bfloat16", *_FLOAT8)
 _SMALL_INT = ("int8", "uint8", "int16", "uint16")
-_STORED_AS = {"float16": "uint16", "bfloat16": "uint16", "bool": "uint8"}
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
+_STORED_AS = {"float16": "uint16", "bfloat16": "uint16", "bool": "uint8"} | dict.fromkeys(_FLOAT8, "uint8")
+_FLOATS = (*_LOW, "float32", "float64")
 _SUPPORTED = frozenset((*_FLOATS, "bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))))
 _NAMES = {
     tirx.Min: "min",
@@ -95,7 +99,7 @@ class LegalExpr:
     def stored(self, value: tirx.PrimExpr, dtype: str) -> tirx.PrimExpr:
         """`value` as a buffer of `dtype` stores it."""
         if dtype in _LOW:
-            return _extern("uint16", f"mt_store_{dtype}", _unrounded(self(value), dtype))
+            return _extern(_STORED_AS[dtype], f"mt_store_{dtype}", _unrounded(self(value), dtype))
         return tirx.Cast("uint8", self(value)) if dtype == "bool" else self(value)
 
     def _check(self, dtype: str) -> None:
@@ -119,7 +123,7 @@ class LegalExpr:
         if dtype == source:
             return legal
         if dtype in _LOW:
-            if source == "float64":
+            if source == "float64" and dtype not in _FLOAT8:  # torch goes through float32 there
                 legal = _extern("float32", "mt_narrow_float64", legal)
             return _rounded(legal if legal.dtype == "float32" else tirx.Cast("float32", legal), dtype)
         if source in _FLOATS and dtype in (*_SMALL_INT, "uint32"):
@@ -279,8 +283,13 @@ def _in_range(value: float, dtype: str) -> float:
 
 
 def _round_to(value: float, dtype: str) -> float:
+    if dtype.startswith("float8_e4m3") and value == value:
+        largest = float(ml_dtypes.finfo("float8_e4m3fn").max)
+        value = min(max(value, -largest), largest)
     if value != value or value in (float("inf"), float("-inf")):
         return value
+    if dtype in _FLOAT8:
+        return float(np.float32(_in_range(value, "float32")).astype(FINITE.get(dtype, dtype)))
     if dtype == "float16":
         try:
             return float(struct.unpack("<e", struct.pack("<e", value))[0])

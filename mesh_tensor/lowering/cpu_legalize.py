@@ -2,8 +2,9 @@
 
 That generator knows flat buffers only, has no bfloat16, prints six digits of a float, evaluates the operands of min and
 max twice, computes small integers in C's int, and moves `if_then_else` out of the expression that it is part of. So:
-indices become flat and 64 bits wide; 16-bit floats are stored as bit patterns and computed in float32, rounded after
-every operation; bools are stored as bytes; math, min, max and integer division are calls into the headers in `csrc`.
+indices become flat and 64 bits wide; 16-bit and 8-bit floats are stored as bit patterns and computed in float32,
+rounded after every operation; bools are stored as bytes; math, min, max and integer division are calls into the headers
+in `csrc`.
 """
 
 from __future__ import annotations

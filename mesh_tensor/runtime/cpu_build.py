@@ -45,6 +45,9 @@ _C_TYPES = {
     "bool": "uint8_t",
     "float16": "mt_float16",
     "bfloat16": "mt_bfloat16",
+    "float8_e4m3": "mt_float8_e4m3fn",
+    "float8_e4m3fn": "mt_float8_e4m3fn",
+    "float8_e5m2": "mt_float8_e5m2",
 }
 
 
@@ -109,10 +112,15 @@ def _prelude(kernel: CKernel) -> str:
         texts = ", ".join(f'"{code}"' for code in kernel.reports)
         lines.append(f"const char *const mt_reports[] = {{{texts}}};")
     for name in kernel.gemms:
-        a, b, c = name.removeprefix("mt_gemm_").split("_")
+        a, b, c = gemm_dtypes(name)
         types = [*(_c_type(d) for d in (a, b, c, compute_dtype(c))), *(_c_type(storage_dtype(d)) for d in (a, b, c))]
         lines.append(f"MT_GEMM({name}, {', '.join(types)})")
     return "\n".join(lines)
+
+
+def gemm_dtypes(function: str) -> tuple[str, ...]:
+    """The dtypes in the name of a gemm, some of which have an underscore of their own."""
+    return tuple(re.findall(r"b?float8_e\dm\d(?:fn)?|[a-z]+\d+|bool", function.removeprefix("mt_gemm_")))
 
 
 def _entry(kernel: CKernel) -> str:

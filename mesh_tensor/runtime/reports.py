@@ -13,6 +13,7 @@ import numpy as np
 
 from ..errors import MeshTensorError
 from ..rules.reports import Report
+from ..rules.values import FINITE
 
 _REPORTER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64))
 _failures = threading.local()
@@ -73,7 +74,7 @@ def _line(report: Report, numbers: Sequence[Any]) -> str:
     line = _device(report, numbers) + report.text
     if not report.dtype:
         return line
-    number = np.dtype(report.dtype).type(numbers[-1])
+    number = np.dtype(FINITE.get(report.dtype, report.dtype)).type(numbers[-1])
     if not report.buffer:
         return f"{line}: {number}"
     where = ", ".join(str(int(at)) for at in numbers[len(report.axes) : -1])

@@ -101,8 +101,8 @@ def _global_memory() -> Any:
 
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64")
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 _UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
-FP8 = (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
 
 ROWS_OF_BUFFERS = (
     Row(
@@ -130,16 +130,16 @@ ROWS_OF_BUFFERS = (
     Row(
         "dtypes",
         "understood",
-        "16-bit floats are computed in float32 and rounded after every operation",
-        names=" ".join((*_DTYPES, *_UNSIGNED)) + " bool half float double short int long uint",
-        examples=tuple(map(_of, (*_DTYPES, *_UNSIGNED))),
+        "16-bit and 8-bit floats are computed in float32 and rounded after every operation; casts are torch's",
+        names=" ".join((*_DTYPES, *_FLOAT8, *_UNSIGNED)) + " float8_e4m3 bool half float double short int long uint",
+        examples=tuple(map(_of, (*_DTYPES, *_FLOAT8, *_UNSIGNED))),
     ),
     Row(
         "other dtypes",
         "refused",
         "float4_e2m1fn",
         names="*[0-9nuz]x2 *[0-9nuz]x4 *[0-9nuz]x8 *[0-9nuz]x16 *[0-9nuz]x32 *[0-9nuz]x64 float4_* float6_*"
-        " float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu int4 tfloat32",
+        " float8_e3m4 float8_e4m3b11fnuz float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu int4 tfloat32",
         examples=(Example("4 bits", _unknown_dtype, (X.astype(ml_dtypes.float4_e2m1fn),)),),
     ),
     Row(

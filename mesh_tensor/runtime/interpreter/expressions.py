@@ -13,7 +13,7 @@ from mesh_tensor.errors import MeshTensorError
 
 from .access import Access
 from .intrinsics import FUNCTIONS, ROUNDED_TO_NEAREST, rounded_once, trunc_div, trunc_mod
-from .numerics import convert, is_float, numpy_dtype
+from .numerics import FLOAT8, convert, is_float, numpy_dtype
 from .scope import MASK, Code, Frame, Scope, constant
 
 
@@ -56,6 +56,8 @@ def _binary(function: Callable[..., Any], on_integers: Callable[..., Any] | None
     def build(expr: Any, scope: Scope) -> Code:
         integers = on_integers is not None and not is_float(numpy_dtype(expr.a.dtype))
         a, b = compile_expr(expr.a, scope), compile_expr(expr.b, scope)
+        if numpy_dtype(expr.a.dtype) in FLOAT8:
+            return _apply(rounded_once(function, numpy_dtype(expr.a.dtype)), (a, b))
         return _apply(on_integers if integers else function, (a, b))  # type: ignore[arg-type]
 
     return build
@@ -133,7 +135,7 @@ def _int_imm(expr: tirx.IntImm, scope: Scope) -> Code:
 
 
 def _float_imm(expr: tirx.FloatImm, scope: Scope) -> Code:
-    return constant(numpy_dtype(expr.dtype).type(expr.value))
+    return constant(convert(float(expr.value), numpy_dtype(expr.dtype)))
 
 
 def _load(expr: tirx.BufferLoad, scope: Scope) -> Code:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .numerics import is_float
+from .numerics import convert, is_float
 
 Function = Callable[..., Any]
 
@@ -141,4 +141,9 @@ def rounded_once(function: Function, dtype: np.dtype) -> Function:
     """`function` of 16-bit and shorter floats, computed in float32 and rounded to `dtype` at the end."""
     if not is_float(dtype) or dtype.itemsize >= 4:
         return function
-    return lambda *args: function(*[np.asarray(a).astype(np.float32) for a in args]).astype(dtype)[()]
+
+    def run(*args: Any) -> Any:
+        result = function(*[np.asarray(a).astype(np.float32) for a in args])
+        return convert(result, dtype) if result.dtype == np.float32 else result
+
+    return run
