@@ -15,11 +15,13 @@ from .frontend import read_annotations
 from .lowering.pipeline import Lowered, lower_kernel
 from .mesh import Mesh
 from .overlap import check_overlap
-from .plain_tensors import refuse_traced, without_grad
+from .plain_tensors import may_be_dual, refuse_traced
 from .program import Program
 from .rank_kernel import Compiled, RankKernel
 from .rank_locals import Shapes
+from .recent import KERNEL_SIZES, Recent
 from .rules.sharding_rule import sharding_rule
+from .runtime.ambient import is_plain, plain, undisturbed
 from .runtime.distributed import are_current, is_dtensor, ranks_of
 from .runtime.distributed.dtensor_ports import Transfer
 from .runtime.kernels import find_target
@@ -29,6 +31,7 @@ from .signature import Signature, Sizes
 from .symbolic import Lower, Programs
 
 
+@undisturbed
 def compile(
     func: tirx.PrimFunc,
     target: str = "auto",
@@ -93,7 +96,8 @@ class MeshKernel:
             refuse(f"poison=True with target {self._target.name!r}", fix="use target='interpret'")
         self._overlap = check_overlap(overlap)
         self._signature = Signature(func)
-        self._launches: dict[tuple[int, ...], Launch] = {}
+        self._launches: Recent[tuple[int, ...], Launch] = Recent(KERNEL_SIZES)
+        self._peak_bytes = 0  # of calls whose launches are not kept any more
         compile_kernel = partial(self._target.compile, poison=poison)
         self._programs = Programs(func, self._signature.symbols, lower or _lower, strict, overlap, compile_kernel)
         self._program: Program | None = None
@@ -138,7 +142,7 @@ class MeshKernel:
     @property
     def peak_bytes(self) -> int:
         """The most bytes that one device held at once, in tiles and workspaces, in any call so far."""
-        return max((launch.peak_bytes for launch in (*self._launches.values(), self._current) if launch), default=0)
+        return max(self._peak_bytes, *(launch.peak_bytes for launch in (*self._launches, self._current) if launch), 0)
 
     def explain(self) -> str:
         """Factors, placements, collectives with their bytes, what the DTensors of the last call needed to lie as
@@ -148,7 +152,13 @@ class MeshKernel:
         return explain(self.program, self._target.name, self._transfers())
 
     def __call__(self, *args: Any) -> Any:
-        refuse_traced(self._signature.name, args)
+        if is_plain():
+            return self._call(args)
+        refuse_traced(f"kernel {self._signature.name!r}", args)
+        with plain():
+            return self._call(args)
+
+    def _call(self, args: tuple[Any, ...]) -> Any:
         form = self._forms.get(len(args)) or self._refuse_count(args)
         given = dict(zip(form.passed, args, strict=True))
         launch = self._current
@@ -159,7 +169,7 @@ class MeshKernel:
             launch = self._launch_for(given)
         assert launch is not None
         as_mesh_tensors = any(isinstance(arg, MeshTensor) for arg in args)
-        tensors: dict[str, AnyTensor | None] = {name: without_grad(given.get(name)) for name in self._signature.tensors}
+        tensors: dict[str, AnyTensor | None] = {name: given.get(name) for name in self._signature.tensors}
         for parameter in launch.program.parameters:
             if parameter.input is not None and tensors[parameter.name] is None:
                 tensors[parameter.name] = launch.zeros(parameter, as_mesh_tensors)
@@ -184,7 +194,13 @@ class MeshKernel:
 
         Returns:
             This rank's parts of the results, without padding."""
-        refuse_traced(self._signature.name, args)
+        if is_plain():
+            return self._local(args, device_mesh, shapes)
+        refuse_traced(f"kernel {self._signature.name!r}", args)
+        with plain():
+            return self._local(args, device_mesh, shapes)
+
+    def _local(self, args: tuple[Any, ...], device_mesh: Any, shapes: Shapes | None) -> Any:
         on_ranks = self._rank_kernel(device_mesh)
         form = self._forms.get(len(args)) or self._refuse_count(args, on_ranks)
         given = dict(zip(form.passed, args, strict=True))
@@ -218,7 +234,8 @@ class MeshKernel:
             key = tuple(sizes[var] for var in self._signature.symbols)
             launch = self._launches.get(key)
             if launch is None:
-                launch = self._launches[key] = self._make(sizes)
+                self._peak_bytes = self.peak_bytes
+                launch = self._launches.put(key, self._make(sizes))
             self._current = launch
             self._program = launch.program
         else:
@@ -272,10 +289,11 @@ class MeshKernel:
                 and tensor.layout is torch.strided
                 and tensor.is_contiguous()
                 and not tensor.is_neg()
+                and not tensor.requires_grad
                 and tensor.device == device
             ):
                 return False
-        return len(self._signature.params) == len(self._quick)
+        return len(self._signature.params) == len(self._quick) and not may_be_dual()
 
     def _refuse_count(self, args: Sequence[Any], on_ranks: RankKernel | None = None) -> CallForm:
         device_mesh = next((arg.device_mesh for arg in args if is_dtensor(arg)), None)

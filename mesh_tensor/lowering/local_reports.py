@@ -17,7 +17,7 @@ from ..rules.reports import assert_call, message_only, print_call, printed_buffe
 from ..rules.sharding_rule import Analysis
 from ..rules.statements import Statement, body_statements
 from .expressions import ValueRewriter, replace_outer_loads
-from .rewrite import region_call, reshaped, sequence, with_args
+from .rewrite import loop_like, region_call, reshaped, sequence, with_args
 from .shrink import Shrink
 from .splits import DeviceCoordinates, Split
 
@@ -57,7 +57,9 @@ class LocalReports:
         if isinstance(stmt, tirx.For):
             call = print_call(stmt.body)
             assert call is not None
-            return self._elements(call)
+            if isinstance(call.args[4], tirx.BufferLoad):
+                return self._elements(call)
+            return loop_like(stmt, stmt.extent, self._value(call))
         call = print_call(stmt)
         return self._stage(stmt) if call is None else self._value(call)
 
@@ -88,7 +90,8 @@ class LocalReports:
             rest = tirx.floordiv(rest, size)
         inside = [index[dim] < split.valid for dim, split in owners.items() if not split.even]
         where = [i + owners[dim].offset if dim in owners else i for dim, i in enumerate(index)]
-        args = [*list(call.args)[:3], position, tirx.BufferLoad(local, index), *where]
+        name = call.args[2] if buffer in self._staged else tirx.StringImm(buffer.name)
+        args = [*list(call.args)[:2], name, position, tirx.BufferLoad(local, index), *where]
         return tirx.For(position, 0, count, tirx.ForKind.SERIAL, self._guarded(inside, self._call(call, args)))
 
     def _value(self, call: tirx.Call) -> tirx.Stmt:

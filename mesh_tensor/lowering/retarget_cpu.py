@@ -23,6 +23,7 @@ from .cpu_bounds import Bounds
 from .cpu_exprs import all_of, const, if_then, is_pure_index, map_children, op_name, seq
 from .cpu_fuse import fuse_loops
 from .cpu_lanes import step_by_lanes
+from .cpu_previous import update_before_use
 from .cpu_reports import report_statements
 from .cpu_tile_ops import TileOps
 
@@ -59,7 +60,7 @@ class _Retarget:
         }
 
     def run(self) -> tirx.PrimFunc:
-        func = self._func
+        func = update_before_use(self._func)
         self._in_scope.update(func.params)
         for buffer in func.buffer_map.values():
             self._in_scope.add(buffer.data)

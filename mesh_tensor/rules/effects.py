@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from tvm import ir, tirx
 
 
@@ -35,8 +33,9 @@ NO_EFFECT = (
     | _ops("tl", "warpgroup_commit_batch warpgroup_wait")
 )
 
-_LEAVE_LOOP = ("tirx.break_loop", "tirx.continue_loop", "tl.loop_break")
-_LEAVE_KERNEL = ("tirx.ret", "tirx.thread_return")
+#: What leaves a loop, an iteration or the kernel: what stands behind or before it in the loop may not run.
+_LEAVES_LOOP = frozenset(("tl.loop_break", "tirx.break_loop", "tirx.continue_loop"))
+_LEAVES_KERNEL = frozenset(("tirx.ret", "tirx.thread_return"))
 _WRITES = 2  # the bit in the access modes of tl.region and tl.access_ptr
 
 
@@ -52,6 +51,27 @@ def side_effect(stmt: tirx.Stmt) -> str | None:
             if call.op.name not in ELEMENTWISE:
                 return call.op.name
     return None
+
+
+def leaves_kernel(stmt: tirx.Stmt) -> bool:
+    """Whether there is a return in a statement."""
+    return any(name in _LEAVES_KERNEL for name in _op_names(stmt))
+
+
+def leaves_loop(loop: tirx.For) -> bool:
+    """Whether iterations of the loop, or what is left of one, may be skipped."""
+    inner: list[tirx.Stmt] = []
+
+    def hide(node: tirx.Stmt) -> tirx.Stmt | None:
+        inner.append(node)
+        return tirx.Evaluate(0)
+
+    own = tirx.stmt_functor.ir_transform(loop.body, hide, None, ["tirx.For", "tirx.While"])
+    return any(name in _LEAVES_LOOP for name in _op_names(own))
+
+
+def _op_names(stmt: tirx.Stmt) -> list[str]:
+    return [call.op.name for call in _calls(stmt) if isinstance(call.op, ir.Op)]
 
 
 def written(stmt: tirx.Stmt) -> tuple[tirx.Buffer, ...]:
@@ -112,28 +132,7 @@ def changes_nothing(stmt: tirx.Stmt) -> bool:
     return isinstance(stmt, tirx.Evaluate) and op_name(stmt.value) in NO_EFFECT
 
 
-def leaves_loop(body: tirx.Stmt) -> str | None:
-    """The call in a loop's body that skips what is left of an iteration or of the loop; None without one."""
-    return _first_statement(body, _LEAVE_LOOP)
-
-
-def leaves_kernel(body: tirx.Stmt) -> str | None:
-    """The call that ends a program early; None without one."""
-    return _first_statement(body, _LEAVE_KERNEL)
-
-
-def _first_statement(body: tirx.Stmt, names: Collection[str]) -> str | None:
-    found: list[str] = []
-
-    def visit(node: object) -> None:
-        if isinstance(node, tirx.Evaluate) and op_name(node.value) in names:
-            found.append(op_name(node.value))
-
-    tirx.stmt_functor.post_order_visit(body, visit)
-    return found[0] if found else None
-
-
-def _calls(expr: tirx.PrimExpr) -> list[tirx.Call]:
+def _calls(expr: tirx.PrimExpr | tirx.Stmt) -> list[tirx.Call]:
     found: list[tirx.Call] = []
     tirx.stmt_functor.post_order_visit(expr, lambda n: found.append(n) if isinstance(n, tirx.Call) else None)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tvm import arith, ir, tirx
 from tvm.tirx.stmt_functor import post_order_visit
@@ -88,7 +88,13 @@ class _Reader:
         for top, stmt in enumerate(body_statements(body)):
             self.top = top
             tree.extend(self._visit(stmt))
+        if effects.leaves_kernel(body):
+            self._may_be_skipped(self.statements)
         return tree
+
+    def _may_be_skipped(self, statements: Sequence[Statement]) -> None:
+        for statement in statements:
+            statement.may_be_skipped = True
 
     def _visit(self, stmt: tirx.Stmt) -> list:
         if isinstance(stmt, tirx.SeqStmt):
@@ -124,14 +130,14 @@ class _Reader:
     def _visit_loop(self, stmt: tirx.For) -> tuple | Statement:
         if stmt.step is not None and not _is_const(stmt.step, 1):
             return self._add(self._opaque(stmt, f"a loop with step {stmt.step}"))
-        jump = effects.leaves_loop(stmt.body)
-        if jump is not None:
-            return self._add(self._opaque(stmt, f"a loop with {jump}"))
         kind = "serial" if stmt.kind in (tirx.ForKind.SERIAL, tirx.ForKind.UNROLLED) else "parallel"
         loop = Loop(stmt.loop_var, stmt.min, stmt.extent, kind, stmt)
         self.loops.append(loop)
+        first = len(self.statements)
         tree = self._visit(stmt.body)
         self.loops.pop()
+        if effects.leaves_loop(stmt):
+            self._may_be_skipped(self.statements[first:])
         return ("loop", loop, tree)
 
     def _visit_if(self, stmt: tirx.IfThenElse) -> tuple:
@@ -219,16 +225,8 @@ class _Reader:
 
 
 def _check_supported(func: tirx.PrimFunc, block: tirx.SBlock) -> None:
-    """Refuse what means more than one program of the kernel, or ends it early."""
+    """Refuse what means more than one program of the kernel."""
     where = f"kernel {_name(func)!r}"
-    call = effects.leaves_kernel(block.body)
-    if call is not None:
-        refuse(
-            f"{_spelled(call)} is not supported",
-            where=where,
-            why="which of the later statements a program still runs can't be said of a device's tile",
-            fix="put the rest of the kernel under an if",
-        )
     _check_safe_values(func, block, where)
     stmts: list[tirx.Evaluate] = []
     post_order_visit(block.body, lambda n: stmts.append(n) if isinstance(n, tirx.Evaluate) else None)
@@ -268,10 +266,6 @@ def _vector(stmt: tirx.Stmt) -> str | None:
     if isinstance(stmt, (tirx.BufferStore, tirx.Bind)):
         post_order_visit(stmt, lambda n: found.append(n) if isinstance(n, (tirx.Ramp, tirx.Broadcast)) else None)
     return "an access of a vector" if found else None
-
-
-def _spelled(name: str) -> str:
-    return "T." + name.rpartition(".")[2]
 
 
 def _calls(expr: tirx.PrimExpr) -> Iterator[tirx.Call]:

@@ -239,7 +239,7 @@ ROWS_OF_STATEMENTS = (
     Row(
         "loops with a step, `while`, `break`, `continue`",
         "understood",
-        "as a whole: no axis splits what is accessed inside",
+        "no axis splits what is accessed inside",
         names="While loop_break break_loop continue_loop",
         ops="tl.loop_break tirx.break_loop tirx.continue_loop",
         nodes="While",
@@ -291,10 +291,10 @@ ROWS_OF_STATEMENTS = (
     Row(
         "leaving a program early",
         "refused",
-        "T.thread_return is not supported",
+        "T.thread_return can't run on a CPU",
         names="thread_return ret",
         ops="tirx.thread_return tirx.ret",
-        examples=(Example("thread_return", _left, (X, SEVENS)),),
+        examples=(Example("thread_return", _left, (X, SEVENS), targets=("c",)),),
     ),
     Row(
         "several kernels in one function",

@@ -19,7 +19,7 @@ from .test_enumeration import operators
 _UNPRINTABLE = ("tirx.call_llvm_intrin", "tirx.call_llvm_pure_intrin", "tirx.TVMBackendAnyList")
 
 #: They take what is no number; the table has examples of them.
-_BY_EXAMPLE = ("tirx.address_of", "tirx.call_extern", "tirx.call_pure_extern", "tirx.break_loop", "tirx.continue_loop")
+_BY_EXAMPLE = ("tirx.address_of", "tirx.call_extern", "tirx.call_pure_extern", "tirx.thread_return")
 
 REFUSED = [
     op

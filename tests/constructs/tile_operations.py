@@ -215,6 +215,12 @@ def _any() -> Any:
 
 
 ZEROS = np.zeros_like(X)
+
+
+def _counts(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return np.repeat(np.arange(12, dtype=np.float32)[:, None], 4, 1)
+
+
 ROWS_OF_TILE_OPERATIONS = (
     Row(
         "copies",
@@ -293,17 +299,17 @@ ROWS_OF_TILE_OPERATIONS = (
     ),
     Row(
         "atomic updates that give the old value",
-        "refused",
-        "atomic_add_ret_elem_op",
-        ops="tl.atomic_*_ret_elem_op",
-        examples=(Example("return_prev", _old_value, (X, ZEROS)),),
+        "understood",
+        "the counter is needed whole: every device does all updates, in order",
+        ops="tl.atomic_add_ret_elem_op tl.atomic_max_ret_elem_op tl.atomic_min_ret_elem_op",
+        examples=(Example("return_prev", _old_value, (np.zeros_like(X), ZEROS), _counts, {}),),
     ),
     Row(
         "atomic loads, stores and vectors",
         "refused",
         "atomic_load_elem_op",
         names="atomic_load atomic_store atomic_addx2 atomic_addx4",
-        ops="tl.atomic_load_elem_op tl.atomic_store_elem_op tl.atomic_addx2_elem_op tl.atomic_addx4_elem_op"
+        ops="tl.atomic_load_elem_op tl.atomic_store_elem_op tl.atomic_addx2_* tl.atomic_addx4_*"
         " tirx.atomic_add",
         examples=(Example("atomic_load", _one_of_two(_load), (X, ZEROS)),),
     ),

@@ -15,17 +15,24 @@ from tvm import ir, tirx
 from mesh_tensor.errors import MeshTensorError
 from mesh_tensor.rules.effects import changes_nothing
 from mesh_tensor.rules.reports import assert_call, is_print, print_call, report_of, without_thread_tests
-from mesh_tensor.rules.tile_ops import Atomic, parse_tile_op
+from mesh_tensor.rules.tile_ops import Atomic, parse_previous, parse_tile_op
 
 from ..reports import tell
 from .access import Access
-from .control import Break, Continue, in_turn, jump, nothing, until
+from .control import Break, Continue, Return, in_turn, jump, nothing, until
 from .expressions import compile_expr, under_mask
 from .independence import lanes_of
 from .nest import is_element_update, loads_in
 from .numerics import UFUNCS, convert, numpy_dtype, poisoned
 from .scope import MASK, Action, Code, Frame, Lane, Scope, constant
 from .tiles import compile_tile_op
+
+_JUMPS = {
+    "tl.loop_break": Break,
+    "tirx.break_loop": Break,
+    "tirx.continue_loop": Continue,
+    "tirx.thread_return": Return,
+}
 
 
 def compile_stmt(stmt: tirx.Stmt, scope: Scope) -> Action:
@@ -190,10 +197,11 @@ def _evaluate(stmt: tirx.Evaluate, scope: Scope) -> Action:
         holds, failure = compile_expr(stmt.value.args[0], scope), _report(stmt.value, scope)
         return lambda frame: None if holds.run(frame) else failure(frame)
     name = stmt.value.op.name if isinstance(stmt.value, tirx.Call) and isinstance(stmt.value.op, ir.Op) else ""
-    if name in ("tl.loop_break", "tirx.break_loop"):
-        return jump(Break, scope)
-    if name == "tirx.continue_loop":
-        return jump(Continue, scope)
+    if parse_previous(stmt.value) is not None:
+        code = compile_expr(stmt.value, scope)
+        return lambda frame: code.run(frame)
+    if name in _JUMPS:
+        return jump(_JUMPS[name], scope)
     if name.startswith("mesh."):
         raise MeshTensorError(f"the interpreter runs one device's kernel; {name} is a collective and not part of one")
     raise MeshTensorError(f"the interpreter does not know the operation {name or stmt.value}:\n{stmt}")
@@ -229,7 +237,7 @@ def _block_realize(stmt: tirx.SBlockRealize, scope: Scope) -> Action:
         if condition.run(frame):
             enter(frame)
 
-    return run
+    return until(Return, run) if block.name_hint == "tilelang_root" else run
 
 
 def _allocation(buffer: tirx.Buffer, scope: Scope) -> Action:
