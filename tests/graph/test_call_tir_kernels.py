@@ -75,12 +75,15 @@ def flat_softmax(rows, columns):
 @pytest.mark.parametrize("sharding", [{"x": 0}, {"x": 3}, {"x": 1}], ids=str)
 def test_a_kernel_that_views_its_operands_as_matrices(mesh, sharding):
     kernel = convolution_2d(4, 3, 6, 4, 6, block_M=8, block_N=8, block_K=16)
-    steps = [
-        ("c", call(kernel, "image", "weight", shape=(4, 6, 4, 6))),
-        ("r", lambda b, env: relax.op.nn.relu(env["c"])),
-    ]
-    mod = module({"image": (4, 6, 4, 3), "weight": (3, 3, 3, 6)}, steps)
+    mod = module(
+        {"image": (4, 6, 4, 3), "weight": (3, 3, 3, 6)},
+        [
+            ("c", call(kernel, "image", "weight", shape=(4, 6, 4, 6))),
+            ("r", lambda builder, env: relax.op.nn.relu(env["c"])),
+        ],
+    )
     data = operands(mod)
+    expected = convolution_2d_reference(*data).relu()
     made = mt.distribute_module(mod, mesh, {"image": {"x": 0}, "r": sharding})
     torch.testing.assert_close(made(*data), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(mt.run_sequential(mod, data), expected, rtol=1e-4, atol=1e-5)
