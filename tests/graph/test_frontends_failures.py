@@ -151,32 +151,6 @@ def test_without_the_package(tmp_path, monkeypatch):
     assert "pip install onnx" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "is no JSON of a module"),
-        ("{}", "can't be read: it was saved by TVM an unknown version"),
-        ('{"root": 1, "nodes": [], "attrs": {"tvm_version": "0.8.0"}}', "can't be read"),
-        ('{"root_index": 0, "nodes": [{"type": "int", "data": 3}], "metadata": {}}', "holds a int"),
-        ("def f(:", "is neither JSON nor TVMScript"),
-        ("x = 1", r"holds 0 modules \(none\), not one"),
-        ("@R.function\ndef f(x: R.Tensor((2,), 'float32')):\n    return R.nope(x)\n", "can't be parsed as TVMScript"),
-        ("@I.ir_module\nclass A: pass\n@I.ir_module\nclass B: pass\n", "holds 2 modules"),
-    ],
-)
-def test_files_that_hold_no_module(tmp_path, text, message):
-    path = tmp_path / "module.txt"
-    path.write_text(text)
-    with pytest.raises(mt.MeshTensorError, match=message) as error:
-        mt.load_module(path)
-    assert "module.txt" in str(error.value)
-
-
-def test_no_file(tmp_path):
-    with pytest.raises(mt.MeshTensorError, match="there is no file"):
-        mt.load_module(tmp_path / "module.json")
-
-
 def test_indices_that_are_a_mask():
     text = refused(Call(lambda x: torch.index_put(x, (x > 0,), torch.tensor(1.0))), torch.randn(4, 4))
     assert "torch operator aten.index_put.default can't be imported: an index of bool" in text

@@ -165,6 +165,7 @@ def _if(stmt: tirx.IfThenElse, scope: Scope) -> Action:
 def _bind(stmt: tirx.Bind, scope: Scope) -> Action:
     value = stmt.value
     if isinstance(value, tirx.Call) and isinstance(value.op, ir.Op) and value.op.name == "tl.launch_thread_idx":
+        scope.threads.add(hash(stmt.var))
         return nothing
     code = compile_expr(value, scope)
     if not loads_in(value):
