@@ -29,7 +29,9 @@ from .layouts import Collective, Layouts, LocalKernel, Tensor
 from .localize import localize
 from .splits import DeviceCoordinates, Split, make_split
 from .strict import check_strict
-from .view import check_local_layouts, is_local_view, over_tiles
+from .tile_positions import check_positions
+from .tile_stores import check_stores
+from .view import Reading, check_local_layouts, over_tiles, read_view
 
 _MOST_PARTS = 16
 
@@ -38,7 +40,7 @@ _MOST_PARTS = 16
 class Lowered:
     """A kernel in local view. `steps` run in order over `tensors`; `parameters` are the kernel's own, in order, each
     with the tensor it comes in (None if only written) and the one it leaves in (None if only read). Of those `kept`,
-    nothing looks at what comes in, but some of it may stay."""
+    nothing looks at what comes in, but some of it may stay. `reading`: in which view the kernel was written."""
 
     name: str
     mesh: Mesh
@@ -52,6 +54,7 @@ class Lowered:
     assignment: Assignment
     whole: dict[tuple[str, int], str]
     kept: frozenset[str]
+    reading: Reading
 
 
 class _Unsplittable(Exception):
@@ -84,13 +87,14 @@ def lower_kernel(func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto
     name = str(func.attrs["global_symbol"]) if "global_symbol" in func.attrs else "main"
     plain = normalize(func)
     shapes = {param: tuple(buffer.shape) for param, buffer in buffer_params(plain).items()}
-    local_view = is_local_view(plain, asked, view)
-    if local_view:
+    reading = read_view(plain, asked, view)
+    if reading.over_tiles:
+        asked = {name: asked.get(name) or Sharding.make(mesh, len(shape)) for name, shape in shapes.items()}
         plain = over_tiles(plain, asked)
     banned: dict[tuple[str, int], str] = {}
     while True:
         try:
-            lowered = _Lowering(plain, name, mesh, asked, banned, shapes, local_view).run(strict)
+            lowered = _Lowering(plain, name, mesh, asked, banned, shapes, reading).run(strict)
             break
         except _Unsplittable as error:
             new = dict.fromkeys(error.factor.dims, error.reason)
@@ -104,10 +108,10 @@ def lower_kernel(func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto
 
 class _Lowering:
     def __init__(
-        self, func, name: str, mesh: Mesh, asked: dict[str, Sharding], banned: dict, shapes: dict, local_view: bool
+        self, func, name: str, mesh: Mesh, asked: dict[str, Sharding], banned: dict, shapes: dict, reading: Reading
     ):
         self.func, self.name, self.mesh, self.asked, self.banned = func, name, mesh, asked, banned
-        self.shapes, self.local_view = dict(shapes), local_view
+        self.shapes, self.reading, self.local_view = dict(shapes), reading, reading.over_tiles
         self.same_dim: dict[tuple[str, int], tuple[str, int]] = {}
         self.count = 0
 
@@ -117,10 +121,12 @@ class _Lowering:
         if strict:
             check_strict(self.name, analysis, whole, self.asked, self.mesh)
         if self.local_view:
-            check_local_layouts(self.name, whole.needed, self.asked)
+            self._check_over_tiles(analysis, whole)
         parts = self._cut_up(self.func, analysis, whole)
         layouts = Layouts(self.mesh, self.asked, self.shapes, list(buffer_params(self.func)), self.local_view)
         for index, part in enumerate(parts):
+            if self.local_view:
+                self._check_layouts(part.analysis, part.assignment)
             suffix = f"_{index}" if len(parts) > 1 else ""
             splits, local, axes = self._localize(part, f"{self.name}{suffix}")
             layouts.add_kernel(part.analysis, part.assignment, splits, local, axes)
@@ -139,7 +145,28 @@ class _Lowering:
             whole,
             whole.whole,
             frozenset(p for p in analysis.kernel.params if analysis.only_kept(p)),
+            self.reading,
         )
+
+    def _check_over_tiles(self, analysis: Analysis, assignment: Assignment) -> None:
+        """What is over tiles already can't be made local by any rewrite: it is checked."""
+        self._check_layouts(analysis, assignment)
+        splits = {
+            factor: axes
+            for factor in analysis.factors
+            if (axes := tuple(axis for axis in assignment.axes_of(factor) if self.mesh.size(axis) > 1))
+        }
+        check_positions(self.name, analysis, splits, self.asked, self.shapes)
+        check_stores(self.name, analysis, splits, self.asked)
+
+    def _check_layouts(self, analysis: Analysis, assignment: Assignment) -> None:
+        reasons = {}
+        for param, buffer in analysis.kernel.params.items():
+            for dim in range(len(buffer.shape)):
+                if why := analysis.reason_whole(param, dim) or assignment.whole.get((param, dim)):
+                    reasons[param, dim] = why
+        for layouts in (assignment.needed, assignment.produced):
+            check_local_layouts(self.name, layouts, self.asked, reasons)
 
     def _cut_up(self, func: tirx.PrimFunc, analysis: Analysis, assignment: Assignment) -> list[_Part]:
         """Cut where a split factor's result is needed complete in the middle of the kernel."""
