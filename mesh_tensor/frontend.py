@@ -1,7 +1,8 @@
 """What users call inside and around a kernel: state how its buffers lie on a mesh, and read that back.
 
 An annotated function has two attributes: `mesh_tensor_info`, from the data variable of a parameter's buffer to its
-metadata, and `mesh_tensor_mesh`, the axes of the mesh with their sizes, in order.
+metadata, and `mesh_tensor_mesh`, the axes of the mesh with their sizes, in order. One whose author asked for tiles has
+`mesh_tensor_tiles`, too: the shapes of the tiles, as far as they were asked for.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class _Helpers:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._annotations: dict[tirx.Var, Annotation] = {}
+        self._asked: dict[tirx.Var, tuple[Any, ...]] = {}
         self._asked_inside = self._asked_outside = False
 
     def annotate_mesh_tensor_info(self, mesh_tensor_info: Mapping[tirx.Buffer, Mapping[str, Any]]) -> Any:
@@ -90,8 +92,8 @@ class _Helpers:
         attached = _attach(self._mesh, info)
         self._annotations.update(annotations)
         if not IRBuilder.is_in_scope():
-            return {**attached, TILES_ATTR: True}
-        self._asked_inside = False
+            return {**attached, TILES_ATTR: {}}
+        self._asked_inside, self._asked = False, {}
         IRBuilder.current().frames[-1].add_callback(self._mark)
         return attached
 
@@ -102,7 +104,9 @@ class _Helpers:
         at its loops."""
         annotation = self._annotation(buffer)
         self._ask()
-        return annotation.sharding.tile_shape([_constant(dim) for dim in buffer.shape])
+        shape = annotation.sharding.tile_shape([_constant(dim) for dim in buffer.shape])
+        self._asked[buffer.data] = shape
+        return shape
 
     def get_tile_offset(self, buffer: tirx.Buffer) -> tuple[Any, ...]:
         """Per dim, the global index of the first element of this device's tile of `buffer`: 0 where no axis splits the
@@ -139,10 +143,10 @@ class _Helpers:
             self._asked_outside = True
 
     def _mark(self) -> None:
-        """At the end of an annotated kernel: say that it may be written over tiles, if a helper was asked for tiles in
-        it, or before any kernel."""
+        """At the end of an annotated kernel: say that it may be written over tiles, and over which, if a helper was
+        asked for tiles in it, or before any kernel."""
         if self._asked_inside or self._asked_outside:
-            T.func_attr({TILES_ATTR: True})
+            T.func_attr({TILES_ATTR: self._asked})
 
     def mesh_tensor_copy(self, src: Any, dst: Any, *, src_coord: Any = None, dst_coord: Any = None) -> Any:
         """`T.copy` from `src` to `dst`; where a coordinate is given, from or to that block of the buffer."""

@@ -94,6 +94,22 @@ def helpers_in(node: tirx.Stmt | tirx.PrimExpr) -> list[TileHelper]:
     return found
 
 
+def with_bounds(expr: tirx.PrimExpr) -> tuple[tirx.PrimExpr, list[tirx.PrimExpr]]:
+    """The expression with a variable for every extent of a tile, and what is known of these: no tile has more elements
+    than there is room for."""
+    bounds: list[tirx.PrimExpr] = []
+
+    def name(node: tirx.Call) -> tirx.PrimExpr | None:
+        helper = as_helper(node)
+        if helper is None or not helper.is_extent:
+            return None
+        extent = tirx.Var("extent", node.dtype)
+        bounds.extend((extent >= 0, extent <= helper.tile))
+        return extent
+
+    return tirx.stmt_functor.ir_transform(tirx.Evaluate(expr), None, name, ["tirx.Call"]).value, bounds
+
+
 def fill(body: tirx.Stmt, layouts: Mapping[str, Sharding], shapes: Mapping[str, tuple]) -> tirx.Stmt:
     """The body with the value in every call of a helper, for tensors of these shapes and layouts. A variable per axis
     stands for the device's coordinate."""

@@ -178,13 +178,11 @@ class _Check:
         for var in dict.fromkeys(problems):
             by_factor.setdefault(self.walks[var], []).append(var.name)
         for factor, names in by_factor.items():
-            one = len(names) == 1
-            loops = f"loop {names[0]}" if one else f"loops {', '.join(names)}"
+            loops = f"loop {names[0]} walks" if len(names) == 1 else f"loops {', '.join(names)} walk"
             if factor is None:
-                yield f"{loops} {'walks' if one else 'walk'} no dim, but count what one device has: {what}"
+                yield f"{loops} no dim, which could tell whether that is only as far as a tile: {what}"
             else:
-                walk = f"{'walks' if one else 'walk'} {self._dim(factor)}, split over {', '.join(self.split[factor])}"
-                yield f"{loops} {walk}: {what}"
+                yield f"{loops} {self._dim(factor)}, split over {', '.join(self.split[factor])}: {what}"
 
     def _scan(self, expr: tirx.PrimExpr, statement: Statement | None, problems: list[tirx.Var]) -> _Found:
         """What is in a sum or comparison that is still open; what is not, has been noted in `problems`."""
@@ -237,11 +235,14 @@ class _Check:
         return same_axes and self.kernel.analyzer.can_prove_equal(*sizes)
 
     def _is_bounds_test(self, condition: tirx.PrimExpr, statement: Statement | None) -> bool:
-        """Whether the condition is the same everywhere inside the tiles."""
+        """Whether the condition is the same at every position inside the whole dims, and so inside all tiles."""
         if statement is None:
             return False
         forms: dict[Factor, Linear] = self.analysis.coordinates.of_statement(statement)
-        inside = [(form, factor.size) for factor, form in forms.items()]
+        inside = []
+        for factor, form in forms.items():
+            param, dim = factor.dims[0]
+            inside.append((form, self.shapes[param][dim]))
         return is_inside(condition, inside, self.kernel) or is_inside(tirx.Not(condition), inside, self.kernel)
 
     def _dim(self, factor: Factor) -> str:

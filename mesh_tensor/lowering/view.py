@@ -3,6 +3,7 @@ already."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -57,6 +58,7 @@ def read_view(func: tirx.PrimFunc, asked: dict[str, Sharding], view: str) -> Rea
     """
     if view not in VIEWS:
         refuse(f"view {view!r} is unknown", fix=f"use one of {', '.join(VIEWS)}")
+    _check_tiles(func, asked)
     helpers = list(dict.fromkeys(str(helper) for helper in helpers_in(func.body)))
     asked_for_tiles = bool(helpers) or (func.attrs is not None and TILES_ATTR in func.attrs)
     if not asked_for_tiles and view != "local":
@@ -70,6 +72,29 @@ def read_view(func: tirx.PrimFunc, asked: dict[str, Sharding], view: str) -> Rea
             fix="use the position itself, or size all loops over split dims with get_tile_shape",
         )
     return reading
+
+
+def _check_tiles(func: tirx.PrimFunc, asked: dict[str, Sharding]) -> None:
+    """The tiles that the author asked for are those of the annotations: a kernel may have been annotated anew."""
+    tiles = func.attrs[TILES_ATTR] if func.attrs is not None and TILES_ATTR in func.attrs else {}
+    analyzer, problems = arith.Analyzer(), []
+    for name, buffer in buffer_params(func).items():
+        if buffer.data in tiles:
+            now = asked[name].tile_shape(buffer.shape) if name in asked else buffer.shape
+            then = tiles[buffer.data]
+            if not all(analyzer.can_prove_equal(a, b) for a, b in zip(then, now, strict=True)):
+                problems.append(f"get_tile_shape({name}) was {_shape(then)}, but as annotated tiles are {_shape(now)}")
+    if problems:
+        refuse(
+            problems,
+            why="a kernel over tiles is written for one mesh and its layouts",
+            fix="annotate it as where it asked, or make it anew with the mesh_tensor_functions of this mesh",
+        )
+
+
+def _shape(shape: Sequence) -> str:
+    simplify = arith.Analyzer().simplify
+    return " x ".join(str(simplify(size) if isinstance(size, tirx.PrimExpr) else size) for size in shape)
 
 
 def _global(walks: _Walks, helpers: list[str]) -> Reading:

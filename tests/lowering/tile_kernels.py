@@ -44,9 +44,7 @@ def causal(M: int, N: int) -> Build:
             row, column = style.offset(A)
             with T.Kernel(T.ceildiv(rows, BLOCK), threads=32) as by:
                 for i, j in T.Parallel(BLOCK, columns):
-                    B[by * BLOCK + i, j] = T.if_then_else(
-                        column + j <= row + by * BLOCK + i, A[by * BLOCK + i, j], 0.0
-                    )
+                    B[by * BLOCK + i, j] = T.if_then_else(column + j <= row + by * BLOCK + i, A[by * BLOCK + i, j], 0.0)
 
         return kernel
 
@@ -306,7 +304,126 @@ CASES = {
     "im2col": Case(
         im2col, _image, lambda a, x: a + x[_m(a) // 5 + 1, _m(a) % 5 + 2][:, None], _ROWS, "X dim 0 is indexed by"
     ),
-    "weighted_sum": Case(
-        weighted_sum, one, lambda a: (a[:-1] * _m(a)[:-1, None]).sum(0), ("A",), _AS_VALUE
-    ),
+    "weighted_sum": Case(weighted_sum, one, lambda a: (a[:-1] * _m(a)[:-1, None]).sum(0), ("A",), _AS_VALUE),
 }
+
+
+# -- kernels for tests of their own ----------------------------------------------------------------------------------------
+
+
+def as_far_as_valid(M: int, N: int) -> Build:
+    """B[m, n] = 2 A[m, n]: the grid goes over the blocks that have valid rows, and the last one is tested."""
+
+    def build(style: Style):
+        @T.prim_func
+        def kernel(A: T.Tensor((M, N), "float32"), B: T.Tensor((M, N), "float32")):
+            style.annotate(A, B)
+            columns, valid = style.shape(A)[1], style.extent(A)[0]
+            with T.Kernel(T.ceildiv(valid, BLOCK), threads=32) as by:
+                for i, j in T.Parallel(BLOCK, columns):
+                    if by * BLOCK + i < valid:
+                        B[by * BLOCK + i, j] = A[by * BLOCK + i, j] * 2.0
+
+        return kernel
+
+    return build
+
+
+def sum_of_valid(M: int, N: int) -> Build:
+    """B[n] = sum over m of exp(A[m, n]), by loops and masks that go as far as rows are valid."""
+
+    def build(style: Style):
+        @T.prim_func
+        def kernel(A: T.Tensor((M, N), "float32"), B: T.Tensor((N,), "float32")):
+            style.annotate(A, B)
+            columns, valid = style.shape(A)[1], style.extent(A)[0]
+            with T.Kernel(1, threads=32):
+                tile = T.alloc_fragment((BLOCK, columns), "float32")
+                total = T.alloc_fragment((columns,), "float32")
+                T.clear(total)
+                for ko in T.serial(T.ceildiv(valid, BLOCK)):
+                    T.copy(A[ko * BLOCK, 0], tile)
+                    for i, j in T.Parallel(BLOCK, columns):
+                        tile[i, j] = T.if_then_else(ko * BLOCK + i < valid, T.exp(tile[i, j]), 0.0)
+                    T.reduce_sum(tile, total, dim=0, clear=False)
+                T.copy(total, B)
+
+        return kernel
+
+    return build
+
+
+def by_axis_index(M: int, N: int, axes: dict[str, int]) -> Build:
+    """B[m, n] = A[m, n] + m, the offset worked out by hand; tiles are even."""
+
+    def build(style: Style):
+        @T.prim_func
+        def kernel(A: T.Tensor((M, N), "float32"), B: T.Tensor((M, N), "float32")):
+            style.annotate(A, B)
+            rows, columns = style.shape(A)
+            device = 0
+            for axis, size in axes.items():
+                device = device * size + style.fns["mesh_axis_index"](axis)
+            with T.Kernel(T.ceildiv(rows, BLOCK), threads=32) as by:
+                for i, j in T.Parallel(BLOCK, columns):
+                    B[by * BLOCK + i, j] = A[by * BLOCK + i, j] + T.Cast("float32", device * rows + by * BLOCK + i)
+
+        return kernel
+
+    return build
+
+
+def causal_softmax(M: int, N: int) -> Build:
+    """B = softmax(A) over columns n <= m. Where columns are split, maxima and sums are completed in the middle."""
+
+    def build(style: Style):
+        @T.prim_func
+        def kernel(A: T.Tensor((M, N), "float32"), B: T.Tensor((M, N), "float32")):
+            style.annotate(A, B)
+            rows, columns = style.shape(A)
+            row, column = style.offset(A)
+            with T.Kernel(T.ceildiv(rows, BLOCK), threads=32) as by:
+                tile = T.alloc_fragment((BLOCK, columns), "float32")
+                largest = T.alloc_fragment((BLOCK,), "float32")
+                total = T.alloc_fragment((BLOCK,), "float32")
+                T.copy(A[by * BLOCK, 0], tile)
+                for i, j in T.Parallel(BLOCK, columns):
+                    tile[i, j] = T.if_then_else(column + j <= row + by * BLOCK + i, tile[i, j], -1e30)
+                T.reduce_max(tile, largest, dim=1)
+                for i, j in T.Parallel(BLOCK, columns):
+                    tile[i, j] = T.exp(tile[i, j] - largest[i])
+                T.reduce_sum(tile, total, dim=1)
+                for i, j in T.Parallel(BLOCK, columns):
+                    tile[i, j] = tile[i, j] / total[i]
+                T.copy(tile, B[by * BLOCK, 0])
+
+        return kernel
+
+    return build
+
+
+def masked_matmul(M: int, N: int) -> Build:
+    """B = tril(A) @ W: the mask compares positions of two dims, one of them reduced; W is (N, N)."""
+
+    def build(style: Style):
+        @T.prim_func
+        def kernel(A: T.Tensor((M, N), "float32"), W: T.Tensor((N, N), "float32"), B: T.Tensor((M, N), "float32")):
+            style.annotate(A, W, B)
+            rows, inner = style.shape(A)
+            columns, first = style.shape(W)[1], style.offset(A)
+            with T.Kernel(T.ceildiv(columns, BLOCK), T.ceildiv(rows, BLOCK), threads=32) as (bx, by):
+                a = T.alloc_shared((BLOCK, BLOCK), "float32")
+                w = T.alloc_shared((BLOCK, BLOCK), "float32")
+                c = T.alloc_fragment((BLOCK, BLOCK), "float32")
+                T.clear(c)
+                for ko in T.Pipelined(T.ceildiv(inner, BLOCK), num_stages=2):
+                    T.copy(A[by * BLOCK, ko * BLOCK], a)
+                    T.copy(W[ko * BLOCK, bx * BLOCK], w)
+                    for i, k in T.Parallel(BLOCK, BLOCK):
+                        a[i, k] = T.if_then_else(first[1] + ko * BLOCK + k <= first[0] + by * BLOCK + i, a[i, k], 0.0)
+                    T.gemm(a, w, c)
+                T.copy(c, B[by * BLOCK, bx * BLOCK])
+
+        return kernel
+
+    return build
