@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from tvm import tirx
 
@@ -18,25 +19,25 @@ from ..errors import refuse
 from ..propagation import tile_extent
 from ..rules.factors import Factor
 from ..rules.linear import Linear, vars_of
-from ..rules.padding import is_inside
+from ..rules.padding import is_inside, padding_is_neutral
 from ..rules.sharding_rule import Analysis
 from ..rules.statements import Access, Loop, Statement, describe
 from ..rules.values import IDEMPOTENT
 from ..sharding import Sharding
-from ..tile_helpers import TileHelper, as_helper, helpers_in
+from ..tile_helpers import AXIS, EXTENT, OFFSET, as_helper, helpers_in
 
 _COMPARISONS = (tirx.LT, tirx.LE, tirx.GT, tirx.GE, tirx.EQ, tirx.NE)
-_SUMS = (tirx.Add, tirx.Sub)
-_EXTREMES = (tirx.Min, tirx.Max)
-_QUOTIENTS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
-_NUMBERS = (tirx.IntImm, tirx.FloatImm, tirx.StringImm)
-_PARTS: dict[type | tuple[type, ...], tuple[str, ...]] = {
-    (*_QUOTIENTS, tirx.Mul, tirx.And, tirx.Or): ("a", "b"),
-    tirx.Not: ("a",),
-    tirx.Select: ("condition", "true_value", "false_value"),
-    tirx.Ramp: ("base", "stride"),
-    tirx.Broadcast: ("value",),
-    _NUMBERS: (),
+_NUMBERS = (tirx.IntImm, tirx.FloatImm)
+#: Dtypes that hold a position as it is.
+_WIDE = ("int32", "int64", "float32", "float64")
+_PARTS: dict[tuple[type, ...], tuple[str, ...]] = {
+    (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod): ("a", "b"),
+    (tirx.Min, tirx.Max, tirx.And, tirx.Or): ("a", "b"),
+    (tirx.Not,): ("a",),
+    (tirx.Cast, tirx.Broadcast): ("value",),
+    (tirx.Select,): ("condition", "true_value", "false_value"),
+    (tirx.Ramp,): ("base", "stride"),
+    (tirx.StringImm,): (),
 }
 
 #: The split factors of a kernel, each with its axes of more than one device.
@@ -52,7 +53,7 @@ def check_positions(
         MeshTensorError: lists the loops whose position is used otherwise.
     """
     check = _Check(analysis, splits, asked, shapes)
-    problems = [*check.unlike(), *check.lanes(), *check.uses()]
+    problems = [*check.unlike(), *check.lanes(), *check.overruns(), *check.uses()]
     if problems:
         refuse(
             list(dict.fromkeys(problems)),
@@ -63,15 +64,26 @@ def check_positions(
         )
 
 
-@dataclass
-class _Found:
-    """In a sum or a comparison: the loops whose positions no helper has made global, and the helpers."""
+#: How often loops' variables are in a sum.
+Positions = dict[tirx.Var, float]
 
-    loops: set[tirx.Var] = field(default_factory=set)
-    helpers: list[TileHelper] = field(default_factory=list)
 
-    def __add__(self, other: _Found) -> _Found:
-        return _Found(self.loops | other.loops, [*self.helpers, *other.helpers])
+@dataclass(frozen=True)
+class Sum:
+    """`sum(coefficient * term) + const`, where terms are loops' variables and the helpers' keys (with the divisor of
+    `offset // divisor` as one more element). `rest`: there is more in it that is neither."""
+
+    terms: Mapping[Any, float] = field(default_factory=dict)
+    const: float = 0
+    rest: bool = False
+
+    def __add__(self, other: Sum) -> Sum:
+        terms = {t: self.terms.get(t, 0) + other.terms.get(t, 0) for t in (*self.terms, *other.terms)}
+        return Sum({t: c for t, c in terms.items() if c}, self.const + other.const, self.rest or other.rest)
+
+    def scaled(self, by: float) -> Sum:
+        """The sum, so many times."""
+        return Sum({t: c * by for t, c in self.terms.items() if by}, self.const * by, self.rest)
 
 
 class _Check:
@@ -124,6 +136,20 @@ class _Check:
                 tile = f"tiles of {tiles[-1]} in {param}[{dim}]"
                 yield f"{factor.lanes}, and {tile} are not whole blocks of {factor.block}"
 
+    def overruns(self) -> Iterator[str]:
+        """Blocks that reach past the end on one device, where what is there counts, even if they fill the tiles."""
+        for factor in self.split:
+            param, dim = factor.dims[0]
+            size = self.shapes[param][dim]
+            if self.kernel.analyzer.can_prove_equal(tirx.floormod(tirx.convert(size), factor.block), 0):
+                continue
+            for statement in self.analysis.reductions[factor].updates:
+                if not padding_is_neutral(statement, self.kernel, self.analysis.coordinates, factor, past_the_end=True):
+                    yield (
+                        f"on one device blocks of {factor.block} reach past the end of {param}[{dim}] ({size}), and "
+                        f"{describe(statement)} counts what is there"
+                    )
+
     # -- positions -----------------------------------------------------------------------------------------------------
 
     def uses(self) -> Iterator[str]:
@@ -166,14 +192,14 @@ class _Check:
         """A loop that goes as far as a tile is valid walks a dim that is split like it."""
         factor = self.walks.get(loop.var)
         for helper in helpers_in(tirx.Evaluate(loop.extent)):
-            if factor is not None and helper.is_extent and not self._alike(helper, factor):
+            if factor is not None and helper.is_extent and not self._alike(*helper.place, factor):
                 yield f"loop {loop.var.name} walks {self._dim(factor)}, but goes as far as {helper}"
 
     def _expr(self, expr: tirx.PrimExpr, statement: Statement | None, what: str) -> Iterator[str]:
         if isinstance(expr, int):
             return
         problems: list[tirx.Var] = []
-        self._close(self._scan(expr, statement, problems), problems)
+        self._close(self._sum(expr, statement, problems), problems)
         by_factor: dict[Factor | None, list[str]] = {}
         for var in dict.fromkeys(problems):
             by_factor.setdefault(self.walks[var], []).append(var.name)
@@ -184,54 +210,128 @@ class _Check:
             else:
                 yield f"{loops} {self._dim(factor)}, split over {', '.join(self.split[factor])}: {what}"
 
-    def _scan(self, expr: tirx.PrimExpr, statement: Statement | None, problems: list[tirx.Var]) -> _Found:
-        """What is in a sum or comparison that is still open; what is not, has been noted in `problems`."""
+    def _sum(self, expr: tirx.PrimExpr, statement: Statement | None, problems: list[tirx.Var]) -> Sum:
+        """The expression as a sum. Positions inside of its terms have to be global by themselves; those that aren't are
+        added to `problems`."""
         helper = as_helper(expr)
         if helper is not None:
-            return _Found(helpers=[helper])
+            return Sum({helper.key: 1})
         if isinstance(expr, tirx.Var):
-            return _Found({expr} if expr in self.walks else set())
+            return Sum({expr: 1}) if expr in self.walks else Sum(rest=True)
+        if isinstance(expr, _NUMBERS):
+            return Sum(const=expr.value)
+        if isinstance(expr, tirx.Cast) and expr.dtype in _WIDE:
+            return self._sum(expr.value, statement, problems)
+        if isinstance(expr, (tirx.Add, tirx.Sub)):
+            right = self._sum(expr.b, statement, problems)
+            return self._sum(expr.a, statement, problems) + right.scaled(1 if isinstance(expr, tirx.Add) else -1)
+        if isinstance(expr, tirx.Mul) and isinstance(expr.b, _NUMBERS):
+            return self._sum(expr.a, statement, problems).scaled(expr.b.value)
+        if isinstance(expr, tirx.FloorDiv) and isinstance(expr.b, tirx.IntImm) and (start := as_helper(expr.a)):
+            return Sum({(*start.key, int(expr.b)): 1})
+        self._term(expr, statement, problems)
+        return Sum(rest=True)
+
+    def _term(self, expr: tirx.PrimExpr, statement: Statement | None, problems: list[tirx.Var]) -> None:
+        """Close what an expression is made of that is no sum."""
         if isinstance(expr, tirx.BufferLoad):
-            return _Found()  # its indices are those of an access
-        if isinstance(expr, tirx.Cast):
-            return self._scan(expr.value, statement, problems)
-        if isinstance(expr, (*_SUMS, *_COMPARISONS, *_EXTREMES)) or _is_multiple(expr):
-            both = self._scan(expr.a, statement, problems) + self._scan(expr.b, statement, problems)
-            if isinstance(expr, _COMPARISONS):
-                if not self._is_bounds_test(expr, statement):
-                    self._close(both, problems)
-                return _Found()
-            return self._closed(both, problems) if isinstance(expr, _EXTREMES) else both
-        inner = _parts(expr)
-        if inner is None:
-            return self._closed(_Found(vars_of([expr], {}) & self.walks.keys()), problems)
-        parts = [self._scan(part, statement, problems) for part in inner]
+            return  # its indices are those of an access
+        if isinstance(expr, _COMPARISONS):
+            difference = self._sum(expr.a, statement, problems) + self._sum(expr.b, statement, problems).scaled(-1)
+            if not self._is_valid_test(expr, difference) and not self._is_bounds_test(expr, statement):
+                self._close(difference, problems)
+            return
+        parts = _parts(expr)
+        if parts is None:
+            problems += sorted(vars_of([expr], {}) & self.walks.keys(), key=lambda var: var.name)
+            return
         for part in parts:
-            self._close(part, problems)
-        helpers = [h for part in parts for h in part.helpers] if isinstance(expr, (*_QUOTIENTS, tirx.Mul)) else []
-        return _Found(helpers=helpers)
+            self._close(self._sum(part, statement, problems), problems)
 
-    def _closed(self, found: _Found, problems: list[tirx.Var]) -> _Found:
-        self._close(found, problems)
-        return _Found(helpers=found.helpers)
+    def _close(self, total: Sum, problems: list[tirx.Var]) -> None:
+        """Note the positions in a sum that are not global."""
+        for factor, positions in self._positions(total).items():
+            if factor is None or not self._is_global(total, positions, factor):
+                problems += positions
 
-    def _close(self, found: _Found, problems: list[tirx.Var]) -> None:
-        problems += sorted((v for v in found.loops if not self._is_global(v, found.helpers)), key=lambda v: v.name)
+    def _positions(self, total: Sum) -> dict[Factor | None, Positions]:
+        found: dict[Factor | None, Positions] = {}
+        for term, coefficient in total.terms.items():
+            if isinstance(term, tirx.Var):
+                found.setdefault(self.walks[term], {})[term] = coefficient
+        return found
 
-    def _is_global(self, var: tirx.Var, helpers: list[TileHelper]) -> bool:
-        factor = self.walks[var]
-        if factor is None:
-            return bool(helpers)
-        axes = {helper.axis for helper in helpers}
-        return set(self.split[factor]) <= axes or any(self._alike(helper, factor) for helper in helpers)
+    def _is_global(self, total: Sum, positions: Positions, factor: Factor) -> bool:
+        """Whether a sum has, of each position in a tile, as much as of where the tile starts; or of a block's number as
+        much as of how many blocks come before the tile."""
+        return any(
+            self._is_coordinate(total, positions, factor, form) or self._is_block(total, positions, factor, form)
+            for form in self.analysis.coordinates.forms[factor]
+        )
 
-    def _alike(self, helper: TileHelper, factor: Factor) -> bool:
-        """Whether the helper is that of a dim which is split like those of the factor."""
-        if helper.axis is not None:
+    def _is_coordinate(self, total: Sum, positions: Positions, factor: Factor, form: Linear) -> bool:
+        times = positions.get(form.ordered[-1][0], 0)
+        if positions != {var: coefficient * times for var, coefficient in form.terms.items()}:
             return False
-        (buffer, at), (param, dim) = helper.place, factor.dims[0]
-        same_axes = self.asked[buffer].axes_of(at) == self.asked[param].axes_of(dim)
+        return times in (self._offsets(total, factor), self._coordinates(total, factor))
+
+    def _is_block(self, total: Sum, positions: Positions, factor: Factor, form: Linear) -> bool:
+        outer, step = form.ordered[0]
+        if positions.keys() != {outer} or not self._has_whole_blocks(factor, step):
+            return False
+        return positions[outer] == self._offsets(total, factor, step)
+
+    def _offsets(self, total: Sum, factor: Factor, *divided: int) -> float:
+        """How often the start of the factor's tiles is in the sum, divided by the step or not."""
+        return sum(
+            coefficient
+            for term, coefficient in total.terms.items()
+            if isinstance(term, tuple)
+            and term[0] == OFFSET
+            and term[3:] == divided
+            and self._alike(term[1], term[2], factor)
+        )
+
+    def _coordinates(self, total: Sum, factor: Factor) -> float | None:
+        """The same, for starts that are worked out of the coordinates on the axes."""
+        param, dim = factor.dims[0]
+        steps = dict(self.asked[param].tile_steps(dim, _plain(self.shapes[param][dim])))
+        times = {
+            total.terms.get((AXIS, axis), 0) / step if isinstance(step, int) and step else None
+            for axis, step in steps.items()
+            if axis in self.split[factor]
+        }
+        return times.pop() if len(times) == 1 else None
+
+    def _has_whole_blocks(self, factor: Factor, block: int) -> bool:
+        """Whether every tile starts where a block does."""
+        param, dim = factor.dims[0]
+        steps = self.asked[param].tile_steps(dim, self.shapes[param][dim])
+        prove = self.kernel.analyzer.can_prove_equal
+        return all(prove(tirx.floormod(tirx.convert(step), block), 0) for _, step in steps)
+
+    def _is_valid_test(self, condition: tirx.PrimExpr, difference: Sum) -> bool:
+        """Whether a comparison says that a position is (or is not) one of the tile's valid ones."""
+        positions = self._positions(difference)
+        if len(positions) != 1 or difference.rest:
+            return False
+        ((factor, own),) = positions.items()
+        others = [term for term in difference.terms if isinstance(term, tuple)]
+        if factor is None or len(others) != 1 or others[0][0] != EXTENT:
+            return False
+        ((_, buffer, dim),) = others
+        sign = -difference.terms[others[0]]
+        forms = [{var: c * sign for var, c in form.terms.items()} for form in self.analysis.coordinates.forms[factor]]
+        strict = isinstance(condition, (tirx.LT, tirx.GE) if sign == 1 else (tirx.GT, tirx.LE))
+        bound = 0 if strict else sign
+        is_order = not isinstance(condition, (tirx.EQ, tirx.NE))
+        return is_order and own in forms and difference.const == bound and self._alike(buffer, dim, factor)
+
+    def _alike(self, buffer: str, at: int, factor: Factor) -> bool:
+        """Whether a buffer's dim is split like those of the factor."""
+        param, dim = factor.dims[0]
         sizes = self.shapes[buffer][at], self.shapes[param][dim]
+        same_axes = self.asked[buffer].axes_of(at) == self.asked[param].axes_of(dim)
         return same_axes and self.kernel.analyzer.can_prove_equal(*sizes)
 
     def _is_bounds_test(self, condition: tirx.PrimExpr, statement: Statement | None) -> bool:
@@ -250,13 +350,6 @@ class _Check:
         return f"the tile of {param}[{dim}]"
 
 
-def _is_multiple(expr: tirx.PrimExpr) -> bool:
-    """A product with a number or a size."""
-    return isinstance(expr, tirx.Mul) and any(
-        isinstance(part, (tirx.IntImm, tirx.FloatImm)) for part in (expr.a, expr.b)
-    )
-
-
 def _parts(expr: tirx.PrimExpr) -> list[tirx.PrimExpr] | None:
     """What an expression is made of, None if it is of a kind that is not known here."""
     if isinstance(expr, tirx.Call):
@@ -267,3 +360,7 @@ def _parts(expr: tirx.PrimExpr) -> list[tirx.PrimExpr] | None:
 
 def _text(expr: tirx.PrimExpr) -> str:
     return " ".join(str(expr).split())
+
+
+def _plain(size: object) -> object:
+    return int(size) if isinstance(size, tirx.IntImm) else size

@@ -11,8 +11,8 @@ import mesh_tensor as mt
 from kernels.matmul import matmul
 from kernels.rms_norm import two_pass_rms_norm
 from kernels.softmax import online_softmax, softmax, three_pass_softmax
-from tests.lowering.styles import Style
 from tests.lowering.tile_kernels import CASES
+from tests.styles import Style
 
 from .step_modules import call, collectives, module, operands
 

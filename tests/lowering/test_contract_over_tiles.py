@@ -10,8 +10,8 @@ import torch
 import mesh_tensor as mt
 from mesh_tensor.lowering.pipeline import lower_kernel
 from mesh_tensor.program import KernelStep
+from tests.styles import Style, results
 
-from .styles import Style, results
 from .support import coordinates, text
 from .tile_kernels import CASES, as_far_as_valid, by_axis_index, causal_softmax, masked_matmul, sum_of_valid
 

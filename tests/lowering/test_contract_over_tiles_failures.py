@@ -7,8 +7,8 @@ import tilelang.language as T
 import torch
 
 import mesh_tensor as mt
+from tests.styles import Style
 
-from .styles import Style
 from .tile_kernels import CASES
 
 ROWS = {"x": 0}

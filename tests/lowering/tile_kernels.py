@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import tilelang.language as T
 import torch
 
-from .styles import Build, Style
+from tests.styles import Build, Style
 
 BLOCK = 4
 
@@ -308,7 +308,7 @@ CASES = {
 }
 
 
-# -- kernels for tests of their own ----------------------------------------------------------------------------------------
+# -- kernels for tests of their own ------------------------------------------------------------------------------------
 
 
 def as_far_as_valid(M: int, N: int) -> Build:
