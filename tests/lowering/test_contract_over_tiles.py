@@ -26,11 +26,6 @@ LAYOUTS = [
 ]
 
 
-def layouts_of(name, layout):
-    rows = {axis: dim for axis, dim in layout.items() if dim == 0 or name not in ("weighted_sum",)}
-    return dict.fromkeys(CASES[name].split, rows)
-
-
 @pytest.mark.parametrize(
     ("sizes", "mesh", "layout"),
     [((43, 13), *on) for on in LAYOUTS] + [((32, 12), *LAYOUTS[1]), ((9, 5), *LAYOUTS[4]), ((5, 3), *LAYOUTS[5])],
@@ -39,7 +34,7 @@ def layouts_of(name, layout):
 @pytest.mark.parametrize("name", CASES)
 def test_twins(name, sizes, mesh, layout):
     case = CASES[name]
-    inputs, layouts = case.inputs(*sizes), layouts_of(name, layout)
+    inputs, layouts = case.inputs(*sizes), CASES[name].layouts(layout)
     expected = case.reference(*inputs)
     for kind in ("global", "tiles"):
         result = results(case.make(*sizes), kind, mesh, layouts, *inputs)
@@ -107,7 +102,7 @@ def test_positions_in_a_product(kind, mesh, layouts, sizes):
 def test_compiled(name, mesh, layout):
     case = CASES[name]
     inputs = case.inputs(43, 13)
-    result = results(case.make(43, 13), "tiles", mesh, layouts_of(name, layout), *inputs, target="c")
+    result = results(case.make(43, 13), "tiles", mesh, CASES[name].layouts(layout), *inputs, target="c")
     torch.testing.assert_close(result, case.reference(*inputs), rtol=1e-5, atol=1e-3)
 
 
@@ -116,7 +111,7 @@ def test_compiled(name, mesh, layout):
 def test_symbolic_sizes(name, mesh, layout):
     case, M = CASES[name], T.dynamic("M")
     kernel = mt.compile(
-        case.make(M, 6)(Style("tiles", mesh, layouts_of(name, layout))), target="interpret", poison=True
+        case.make(M, 6)(Style("tiles", mesh, CASES[name].layouts(layout))), target="interpret", poison=True
     )
     for rows in (48, 43, 5, 1):
         inputs = case.inputs(rows, 6)
