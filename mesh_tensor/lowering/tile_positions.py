@@ -10,13 +10,10 @@ What the author adds is taken at its word.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 from tvm import tirx
 
 from ..errors import refuse
-from ..propagation import tile_extent
 from ..rules.factors import Factor
 from ..rules.linear import Linear, vars_of
 from ..rules.padding import is_inside, padding_is_neutral
@@ -24,7 +21,8 @@ from ..rules.sharding_rule import Analysis
 from ..rules.statements import Access, Loop, Statement, describe
 from ..rules.values import IDEMPOTENT
 from ..sharding import Sharding
-from ..tile_helpers import AXIS, EXTENT, OFFSET, as_helper, helpers_in
+from ..tile_helpers import as_helper, helpers_in
+from .tile_sums import SplitFactors, Sum, TileSums
 
 _COMPARISONS = (tirx.LT, tirx.LE, tirx.GT, tirx.GE, tirx.EQ, tirx.NE)
 _NUMBERS = (tirx.IntImm, tirx.FloatImm)
@@ -39,9 +37,6 @@ _PARTS: dict[tuple[type, ...], tuple[str, ...]] = {
     (tirx.Ramp,): ("base", "stride"),
     (tirx.StringImm,): (),
 }
-
-#: The split factors of a kernel, each with its axes of more than one device.
-SplitFactors = Mapping[Factor, tuple[str, ...]]
 
 
 def check_positions(
@@ -64,28 +59,6 @@ def check_positions(
         )
 
 
-#: How often loops' variables are in a sum.
-Positions = dict[tirx.Var, float]
-
-
-@dataclass(frozen=True)
-class Sum:
-    """`sum(coefficient * term) + const`, where terms are loops' variables and the helpers' keys (with the divisor of
-    `offset // divisor` as one more element). `rest`: there is more in it that is neither."""
-
-    terms: Mapping[Any, float] = field(default_factory=dict)
-    const: float = 0
-    rest: bool = False
-
-    def __add__(self, other: Sum) -> Sum:
-        terms = {t: self.terms.get(t, 0) + other.terms.get(t, 0) for t in (*self.terms, *other.terms)}
-        return Sum({t: c for t, c in terms.items() if c}, self.const + other.const, self.rest or other.rest)
-
-    def scaled(self, by: float) -> Sum:
-        """The sum, so many times."""
-        return Sum({t: c * by for t, c in self.terms.items() if by}, self.const * by, self.rest)
-
-
 class _Check:
     def __init__(
         self, analysis: Analysis, splits: SplitFactors, asked: Mapping[str, Sharding], shapes: Mapping[str, tuple]
@@ -94,6 +67,7 @@ class _Check:
         self.split = splits
         walks: dict[tirx.Var, Factor | None] = {var: factor for factor in splits for var in factor.roles}
         self.walks = {**walks, **self._detached_loops()}
+        self.sums = TileSums(analysis, splits, asked, shapes, self.walks)
 
     def _detached_loops(self) -> dict[tirx.Var, None]:
         """Loops that walk no dim but may count tiles: those of the grid, and those as long as a tile."""
@@ -124,17 +98,11 @@ class _Check:
 
     def lanes(self) -> Iterator[str]:
         """Values per position in a block, where blocks don't start where they would on one device."""
-        for factor, axes in self.split.items():
-            param, dim = factor.dims[0]
-            sizes = [self.asked[param].mesh.size(axis) for axis in axes]
-            tiles = [tile_extent(self.shapes[param][dim], sizes[: n + 1]) for n in range(len(sizes))]
-            whole = all(
-                self.kernel.analyzer.can_prove_equal(tirx.floormod(tirx.convert(tile), factor.block), 0)
-                for tile in tiles
-            )
-            if factor.lanes is not None and not whole:
-                tile = f"tiles of {tiles[-1]} in {param}[{dim}]"
-                yield f"{factor.lanes}, and {tile} are not whole blocks of {factor.block}"
+        for factor in self.split:
+            if factor.lanes is not None and not self.sums.has_whole_blocks(factor, factor.block):
+                (param, dim), tile = factor.dims[0], self.kernel.analyzer.simplify(factor.size)
+                tiles = f"tiles of {tile} in {param}[{dim}]"
+                yield f"{factor.lanes}, and {tiles} are not whole blocks of {factor.block}"
 
     def overruns(self) -> Iterator[str]:
         """Blocks that reach past the end on one device, where what is there counts, even if they fill the tiles."""
@@ -192,7 +160,7 @@ class _Check:
         """A loop that goes as far as a tile is valid walks a dim that is split like it."""
         factor = self.walks.get(loop.var)
         for helper in helpers_in(tirx.Evaluate(loop.extent)):
-            if factor is not None and helper.is_extent and not self._alike(*helper.place, factor):
+            if factor is not None and helper.is_extent and not self.sums.alike(*helper.place, factor):
                 yield f"loop {loop.var.name} walks {self._dim(factor)}, but goes as far as {helper}"
 
     def _expr(self, expr: tirx.PrimExpr, statement: Statement | None, what: str) -> Iterator[str]:
@@ -238,7 +206,7 @@ class _Check:
             return  # its indices are those of an access
         if isinstance(expr, _COMPARISONS):
             difference = self._sum(expr.a, statement, problems) + self._sum(expr.b, statement, problems).scaled(-1)
-            if not self._is_valid_test(expr, difference) and not self._is_bounds_test(expr, statement):
+            if not self.sums.is_valid_test(expr, difference) and not self._is_bounds_test(expr, statement):
                 self._close(difference, problems)
             return
         parts = _parts(expr)
@@ -250,89 +218,9 @@ class _Check:
 
     def _close(self, total: Sum, problems: list[tirx.Var]) -> None:
         """Note the positions in a sum that are not global."""
-        for factor, positions in self._positions(total).items():
-            if factor is None or not self._is_global(total, positions, factor):
+        for factor, positions in self.sums.positions(total).items():
+            if factor is None or not self.sums.is_global(total, positions, factor):
                 problems += positions
-
-    def _positions(self, total: Sum) -> dict[Factor | None, Positions]:
-        found: dict[Factor | None, Positions] = {}
-        for term, coefficient in total.terms.items():
-            if isinstance(term, tirx.Var):
-                found.setdefault(self.walks[term], {})[term] = coefficient
-        return found
-
-    def _is_global(self, total: Sum, positions: Positions, factor: Factor) -> bool:
-        """Whether a sum has, of each position in a tile, as much as of where the tile starts; or of a block's number as
-        much as of how many blocks come before the tile."""
-        return any(
-            self._is_coordinate(total, positions, factor, form) or self._is_block(total, positions, factor, form)
-            for form in self.analysis.coordinates.forms[factor]
-        )
-
-    def _is_coordinate(self, total: Sum, positions: Positions, factor: Factor, form: Linear) -> bool:
-        times = positions.get(form.ordered[-1][0], 0)
-        if positions != {var: coefficient * times for var, coefficient in form.terms.items()}:
-            return False
-        return times in (self._offsets(total, factor), self._coordinates(total, factor))
-
-    def _is_block(self, total: Sum, positions: Positions, factor: Factor, form: Linear) -> bool:
-        outer, step = form.ordered[0]
-        if positions.keys() != {outer} or not self._has_whole_blocks(factor, step):
-            return False
-        return positions[outer] == self._offsets(total, factor, step)
-
-    def _offsets(self, total: Sum, factor: Factor, *divided: int) -> float:
-        """How often the start of the factor's tiles is in the sum, divided by the step or not."""
-        return sum(
-            coefficient
-            for term, coefficient in total.terms.items()
-            if isinstance(term, tuple)
-            and term[0] == OFFSET
-            and term[3:] == divided
-            and self._alike(term[1], term[2], factor)
-        )
-
-    def _coordinates(self, total: Sum, factor: Factor) -> float | None:
-        """The same, for starts that are worked out of the coordinates on the axes."""
-        param, dim = factor.dims[0]
-        steps = dict(self.asked[param].tile_steps(dim, _plain(self.shapes[param][dim])))
-        times = {
-            total.terms.get((AXIS, axis), 0) / step if isinstance(step, int) and step else None
-            for axis, step in steps.items()
-            if axis in self.split[factor]
-        }
-        return times.pop() if len(times) == 1 else None
-
-    def _has_whole_blocks(self, factor: Factor, block: int) -> bool:
-        """Whether every tile starts where a block does."""
-        param, dim = factor.dims[0]
-        steps = self.asked[param].tile_steps(dim, self.shapes[param][dim])
-        prove = self.kernel.analyzer.can_prove_equal
-        return all(prove(tirx.floormod(tirx.convert(step), block), 0) for _, step in steps)
-
-    def _is_valid_test(self, condition: tirx.PrimExpr, difference: Sum) -> bool:
-        """Whether a comparison says that a position is (or is not) one of the tile's valid ones."""
-        positions = self._positions(difference)
-        if len(positions) != 1 or difference.rest:
-            return False
-        ((factor, own),) = positions.items()
-        others = [term for term in difference.terms if isinstance(term, tuple)]
-        if factor is None or len(others) != 1 or others[0][0] != EXTENT:
-            return False
-        ((_, buffer, dim),) = others
-        sign = -difference.terms[others[0]]
-        forms = [{var: c * sign for var, c in form.terms.items()} for form in self.analysis.coordinates.forms[factor]]
-        strict = isinstance(condition, (tirx.LT, tirx.GE) if sign == 1 else (tirx.GT, tirx.LE))
-        bound = 0 if strict else sign
-        is_order = not isinstance(condition, (tirx.EQ, tirx.NE))
-        return is_order and own in forms and difference.const == bound and self._alike(buffer, dim, factor)
-
-    def _alike(self, buffer: str, at: int, factor: Factor) -> bool:
-        """Whether a buffer's dim is split like those of the factor."""
-        param, dim = factor.dims[0]
-        sizes = self.shapes[buffer][at], self.shapes[param][dim]
-        same_axes = self.asked[buffer].axes_of(at) == self.asked[param].axes_of(dim)
-        return same_axes and self.kernel.analyzer.can_prove_equal(*sizes)
 
     def _is_bounds_test(self, condition: tirx.PrimExpr, statement: Statement | None) -> bool:
         """Whether the condition is the same at every position inside the whole dims, and so inside all tiles."""
@@ -360,7 +248,3 @@ def _parts(expr: tirx.PrimExpr) -> list[tirx.PrimExpr] | None:
 
 def _text(expr: tirx.PrimExpr) -> str:
     return " ".join(str(expr).split())
-
-
-def _plain(size: object) -> object:
-    return int(size) if isinstance(size, tirx.IntImm) else size
