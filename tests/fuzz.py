@@ -1,7 +1,7 @@
-"""Random kernels, kernels over tiles and modules until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`.
+"""Random kernels, kernels over tiles, programs and modules until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`.
 
-Every number is one of each; `python -m tests.fuzz --seed N --cases 1 --of modules` runs one again. What is
-wrong is made smaller and printed as source with its mesh and shardings. The exit status is 1 if anything was wrong.
+Every number is one of each; `python -m tests.fuzz --seed N --cases 1 --of modules` runs one again. What is wrong is
+made smaller and printed as source with its mesh and shardings. The exit status is 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tests.random_kernels import check as kernels
 from tests.random_kernels import check_tiles as tiles
 from tests.random_kernels import reduction as kernel_reduction
 from tests.random_kernels.over_tiles import make_tiles_case
+from tests.random_kernels.programs import make_program_case
 from tests.random_kernels.strategy import make_case as make_kernel_case
 from tests.random_modules import check as modules
 from tests.random_modules import reduction as module_reduction
@@ -26,12 +27,13 @@ from tests.random_modules.strategy import make_case as make_module_case
 
 #: So many numbers between two lines of output.
 ROUND = 100
-KINDS = ("kernels", "tiles", "modules")
-_MAKE: dict[str, Callable[[int], Any]] = {
+MAKERS: dict[str, Callable[[int], Any]] = {
     "kernels": make_kernel_case,
     "tiles": make_tiles_case,
+    "programs": make_program_case,
     "modules": make_module_case,
 }
+KINDS = tuple(MAKERS)
 
 
 def fuzz(options: argparse.Namespace) -> Counter:
@@ -41,7 +43,7 @@ def fuzz(options: argparse.Namespace) -> Counter:
     try:
         while number < end and time.monotonic() - start < options.seconds:
             for kind in options.of:
-                case = _MAKE[kind](number)
+                case = MAKERS[kind](number)
                 outcome = run(kind, case, options.target)
                 counts[outcome.verdict] += 1
                 if outcome.verdict == "wrong":
@@ -60,7 +62,7 @@ def run(kind: str, case: Any, target: str) -> Any:
     """What becomes of a case; `target` is for kernels."""
     if kind == "modules":
         return modules.run(case)
-    return kernels.run(case, target) if kind == "kernels" else tiles.run(case, target)
+    return tiles.run(case, target) if kind == "tiles" else kernels.run(case, target)
 
 
 def smaller(kind: str, case: Any, target: str) -> Any:

@@ -16,11 +16,12 @@ from ..rules import tile_ops
 from ..rules.fused_loops import fuse
 from ..rules.linear import as_expr, vars_of
 from ..rules.sharding_rule import Analysis
-from ..rules.statements import Statement, split_update
+from ..rules.statements import Access, Statement, split_update
 from ..tile_helpers import resolve
 from .counted_once import CountedOnce
 from .expressions import ValueRewriter, contains_load, has_trap
 from .local_tile_ops import LocalTileOps
+from .loop_extents import LoopExtents
 from .padding_masks import PaddingMasks
 from .rewrite import block_like, loop_like, replace_block
 from .shrink import Shrink
@@ -47,6 +48,8 @@ class _Localizer:
         self.masks = PaddingMasks(analysis, self.splits, self.shrink, self.values)
         self.once = CountedOnce(analysis, self.splits)
         self.tile_ops = LocalTileOps(self.kernel, self.shrink, self.values, self.masks, self.once)
+        self.extents = LoopExtents(analysis, self.splits, self.shrink, self.values)
+        self.around = [loop.var for loop in self.kernel.grid]
         self.by_node: dict[tirx.Stmt, Statement] = {s.node: s for s in self.kernel.statements}
 
     def run(self, name: str) -> tuple[tirx.PrimFunc, tuple[str, ...]]:
@@ -85,9 +88,11 @@ class _Localizer:
         if isinstance(stmt, tirx.SeqStmt):
             return tirx.SeqStmt([self._visit(child) for child in stmt.seq])
         if isinstance(stmt, tirx.For):
-            extent = self.shrink.extents.get(stmt.loop_var)
-            extent = rewrite(stmt.extent) if extent is None else extent
-            return loop_like(stmt, extent, self._visit(stmt.body), start=rewrite(stmt.min))
+            extent = self.extents.extent(stmt, self.around)
+            self.around.append(stmt.loop_var)
+            body = self._visit(stmt.body)
+            self.around.pop()
+            return loop_like(stmt, extent, body, start=rewrite(stmt.min))
         if isinstance(stmt, tirx.IfThenElse):
             otherwise = None if stmt.else_case is None else self._visit(stmt.else_case)
             return tirx.IfThenElse(rewrite(stmt.condition), self._visit(stmt.then_case), otherwise)
@@ -138,7 +143,9 @@ class _Localizer:
             forms = self.analysis.coordinates.of_statement(statement)
             for split in self.splits:
                 form = forms.get(split.factor)
-                if not split.even and form is not None and not form.terms.keys() & statement.element_vars:
+                if form is None or (split.even and self.shrink.fits(form, split)):
+                    continue
+                if not form.terms.keys() & statement.element_vars:
                     conditions.append(as_expr(form) < split.valid)
         for condition in conditions:
             new = tirx.IfThenElse(condition, new, None)
@@ -146,7 +153,16 @@ class _Localizer:
 
     def _may_fault(self, statement: Statement) -> bool:
         indices = [i for access in statement.accesses for i in access.indices]
-        return any(contains_load(i) for i in indices) or any(has_trap(v) for v in statement.values)
+        computed = any(contains_load(i) for i in indices) or any(map(self._places_by_block, statement.accesses))
+        return computed or any(has_trap(v) for v in statement.values)
+
+    def _places_by_block(self, access: Access) -> bool:
+        """Whether an on-chip buffer is accessed at places that are computed from the loops over blocks."""
+        if self.kernel.is_param(access.buffer):
+            return False
+        of_access = self.analysis.coordinates.of_access
+        untyped = [index for dim, index in enumerate(access.indices) if of_access(access, dim) is None]
+        return bool(vars_of(untyped, {}) & self.values.block_offsets.keys())
 
 
 def _combine(original: tirx.PrimExpr, current: tirx.PrimExpr, operand: tirx.PrimExpr) -> tirx.PrimExpr:

@@ -126,7 +126,7 @@ class _Lowering:
         layouts = Layouts(self.mesh, self.asked, self.shapes, list(buffer_params(self.func)), self.local_view)
         for index, part in enumerate(parts):
             if self.local_view:
-                self._check_layouts(part.analysis, part.assignment)
+                self._check_layouts(part.assignment)
             suffix = f"_{index}" if len(parts) > 1 else ""
             splits, local, axes = self._localize(part, f"{self.name}{suffix}")
             layouts.add_kernel(part.analysis, part.assignment, splits, local, axes)
@@ -150,7 +150,7 @@ class _Lowering:
 
     def _check_over_tiles(self, analysis: Analysis, assignment: Assignment) -> None:
         """What is over tiles already can't be made local by any rewrite: it is checked."""
-        self._check_layouts(analysis, assignment)
+        self._check_layouts(assignment)
         splits = {
             factor: axes
             for factor in analysis.factors
@@ -159,14 +159,9 @@ class _Lowering:
         check_positions(self.name, analysis, splits, self.asked, self.shapes)
         check_stores(self.name, analysis, splits, self.asked)
 
-    def _check_layouts(self, analysis: Analysis, assignment: Assignment) -> None:
-        reasons = {}
-        for param, buffer in analysis.kernel.params.items():
-            for dim in range(len(buffer.shape)):
-                if why := analysis.reason_whole(param, dim) or assignment.whole.get((param, dim)):
-                    reasons[param, dim] = why
+    def _check_layouts(self, assignment: Assignment) -> None:
         for layouts in (assignment.needed, assignment.produced):
-            check_local_layouts(self.name, layouts, self.asked, reasons)
+            check_local_layouts(self.name, layouts, self.asked, assignment)
 
     def _cut_up(self, func: tirx.PrimFunc, analysis: Analysis, assignment: Assignment) -> list[_Part]:
         """Cut where a split factor's result is needed complete in the middle of the kernel."""

@@ -11,6 +11,7 @@ from tvm import arith, tirx
 
 from ..errors import refuse
 from ..frontend import TILES_ATTR
+from ..propagation import Assignment
 from ..rules.coverage import why_not_covered
 from ..rules.linear import Linear
 from ..rules.reader import read_kernel
@@ -205,7 +206,7 @@ def _check_helpers(func: tirx.PrimFunc, asked: dict[str, Sharding]) -> None:
 
 
 def check_local_layouts(
-    name: str, layouts: dict[str, Sharding], asked: dict[str, Sharding], reasons: dict[tuple[str, int], str]
+    name: str, layouts: dict[str, Sharding], asked: dict[str, Sharding], assignment: Assignment
 ) -> None:
     """A kernel over tiles takes and leaves its tiles as they lie: nothing can be gathered before it, or split after it.
 
@@ -214,13 +215,13 @@ def check_local_layouts(
     """
     problems = []
     for param, layout in layouts.items():
-        differ = [axis for axis in layout.mesh.axis_names if layout.mesh.size(axis) > 1]
-        differ = [a for a in differ if param in asked and layout.dim_of(a) != asked[param].dim_of(a)]
-        if differ:
-            dims = [dim for axis in differ for dim in (asked[param].dim_of(axis), layout.dim_of(axis))]
-            why = "; ".join(dict.fromkeys(reasons[param, d] for d in dims if d is not None and (param, d) in reasons))
-            fact = f"buffer {param!r} is annotated '{asked[param]}', but the kernel uses it as '{layout}'"
-            problems.append(f"{fact}: {why}" if why else fact)
+        axes = [axis for axis in layout.mesh.axis_names if layout.mesh.size(axis) > 1]
+        axes = [a for a in axes if param in asked and layout.dim_of(a) != asked[param].dim_of(a)]
+        if axes:
+            why = "; ".join(_why_otherwise(param, asked[param].dim_of(axis), axis, assignment) for axis in axes)
+            problems.append(
+                f"buffer {param!r} is annotated '{asked[param]}', but the kernel uses it as '{layout}': {why}"
+            )
     if problems:
         refuse(
             problems,
@@ -228,3 +229,13 @@ def check_local_layouts(
             fix="annotate what the kernel does (a buffer that is not annotated is replicated), or write it over whole "
             "tensors",
         )
+
+
+def _why_otherwise(param: str, dim: int | None, axis: str, assignment: Assignment) -> str:
+    """Why the axis does not split that dim: what of the kernel needs it whole, or what the axis splits instead."""
+    reason = None if dim is None else assignment.whole.get((param, dim))
+    if reason is not None:
+        return f"dim {dim} is needed whole on axis {axis!r}: {reason}"
+    factor = assignment.axes[axis]
+    splits = "nothing" if factor is None else f"factor {factor.name}"
+    return f"axis {axis!r} splits {splits} ({assignment.reasons[axis]})"
