@@ -183,6 +183,8 @@ class _Lowering:
         for workspace in workspaces:
             shape = list(workspace.buffer.shape)
             for dim, factor in enumerate(workspace.factors):
+                if factor is None and self.local_view:
+                    factor = self._walked_by(workspace.mins[dim], analysis)
                 if factor is not None:
                     self.same_dim[(workspace.buffer.name, dim)] = self._canonical(factor)
                     shape[dim] = self._global_size(factor)
@@ -191,6 +193,12 @@ class _Lowering:
         if any(decided[0].read(workspace.buffer.name) for workspace in workspaces):
             raise _Unsplittable(cuts[at], "not all of what is live at the cut is certainly saved")
         return [*self._cut_up(first, *decided), *self._cut_up(second, *self._decide(second, assignment))]
+
+    def _walked_by(self, position: tirx.PrimExpr, analysis: Analysis) -> Factor | None:
+        """The factor of which a grid's variable is a coordinate: such a dim of a workspace is that of a tile, too."""
+        return next(
+            (f for f in analysis.factors if isinstance(position, tirx.Var) and f.roles.get(position) == 1), None
+        )
 
     def _is_split(self, assignment: Assignment, factor: Factor) -> bool:
         return any(self.mesh.size(axis) > 1 for axis in assignment.axes_of(factor))

@@ -148,3 +148,32 @@ def test_explain_says_how_it_was_read():
     assert "read as written over whole tensors: it asks for no tiles" in mt.compile(whole, target="interpret").explain()
     said = mt.compile(whole, target="interpret", view="global").explain()
     assert "read as written over whole tensors: view='global'" in said
+
+
+@pytest.mark.parametrize("sizes", [(7, 8), (8, 8)], ids=str)
+def test_a_grid_over_rows_carries_a_row_over_the_cut(sizes):
+    """What lives in one program goes through a tensor with a dim for the grid: that one is a tile's, too."""
+
+    def build(style):
+        @T.prim_func
+        def kernel(A: T.Tensor(sizes, "float32"), B: T.Tensor(sizes, "float32")):
+            style.annotate(A, B)
+            rows, columns = style.shape(A)
+            with T.Kernel(rows, threads=32) as by:
+                tile = T.alloc_fragment((1, columns), "float32")
+                largest = T.alloc_fragment((1,), "float32")
+                T.copy(A[by, 0], tile)
+                for i, j in T.Parallel(1, columns):
+                    tile[i, j] = tile[i, j] * 2.0
+                T.reduce_max(tile, largest, dim=1)
+                for i, j in T.Parallel(1, columns):
+                    tile[i, j] = tile[i, j] - largest[i]
+                T.copy(tile, B[by, 0])
+
+        return kernel
+
+    a = torch.randn(sizes)
+    layouts = dict.fromkeys("AB", {"x": 1, "y": 0})
+    for kind in ("global", "tiles"):
+        result = results(build, kind, {"x": 2, "y": 2}, layouts, a)
+        torch.testing.assert_close(result, a * 2 - (a * 2).amax(1, keepdim=True))
