@@ -1,4 +1,4 @@
-"""Random kernels, kernels over tiles, programs and modules until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`.
+"""Random kernels (over tiles, too), programs, modules, files made wrong until Ctrl-C or for FUZZ_SECONDS: `make fuzz`.
 
 Every number is one of each; `python -m tests.fuzz --seed N --cases 1 --of modules` runs one again. What is wrong is
 made smaller and printed as source with its mesh and shardings. The exit status is 1 if anything was wrong.
@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from tests.corrupt import check as files
 from tests.random_kernels import check as kernels
 from tests.random_kernels import check_tiles as tiles
 from tests.random_kernels import reduction as kernel_reduction
@@ -32,6 +33,7 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "tiles": make_tiles_case,
     "programs": make_program_case,
     "modules": make_module_case,
+    "files": int,
 }
 KINDS = tuple(MAKERS)
 
@@ -60,6 +62,8 @@ def fuzz(options: argparse.Namespace) -> Counter:
 
 def run(kind: str, case: Any, target: str) -> Any:
     """What becomes of a case; `target` is for kernels."""
+    if kind == "files":
+        return files.run(case)
     if kind == "modules":
         return modules.run(case)
     return tiles.run(case, target) if kind == "tiles" else kernels.run(case, target)
@@ -67,9 +71,11 @@ def run(kind: str, case: Any, target: str) -> Any:
 
 def smaller(kind: str, case: Any, target: str) -> Any:
     """The case made smaller, where that is quick enough."""
+    if kind == "files":
+        return case
     if kind == "modules":
         return module_reduction.reduced(case)
-    return kernel_reduction.reduced(case) if kind == "kernels" and target == "interpret" else case
+    return kernel_reduction.reduced(case) if kind != "tiles" and target == "interpret" else case
 
 
 def told(counts: Counter) -> str:
