@@ -1,8 +1,7 @@
-"""Random kernels, programs, modules and files made wrong until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`.
+"""Random kernels (over tiles, too), programs, modules, files made wrong until Ctrl-C or for FUZZ_SECONDS: `make fuzz`.
 
-Every number is a kernel over tiles, a scalar program, a module and a file; `python -m tests.fuzz --seed N --cases 1
---of modules` runs one again. What is wrong is made smaller and printed as source with its mesh and shardings. The exit
-status is 1 if anything was wrong.
+Every number is one of each; `python -m tests.fuzz --seed N --cases 1 --of modules` runs one again. What is wrong is
+made smaller and printed as source with its mesh and shardings. The exit status is 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -13,11 +12,14 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from tests.corrupt import check as files
 from tests.random_kernels import check as kernels
+from tests.random_kernels import check_tiles as tiles
 from tests.random_kernels import reduction as kernel_reduction
+from tests.random_kernels.over_tiles import make_tiles_case
 from tests.random_kernels.programs import make_program_case
 from tests.random_kernels.strategy import make_case as make_kernel_case
 from tests.random_modules import check as modules
@@ -26,7 +28,13 @@ from tests.random_modules.strategy import make_case as make_module_case
 
 #: So many numbers between two lines of output.
 ROUND = 100
-MAKERS = {"kernels": make_kernel_case, "programs": make_program_case, "modules": make_module_case, "files": int}
+MAKERS: dict[str, Callable[[int], Any]] = {
+    "kernels": make_kernel_case,
+    "tiles": make_tiles_case,
+    "programs": make_program_case,
+    "modules": make_module_case,
+    "files": int,
+}
 KINDS = tuple(MAKERS)
 
 
@@ -56,7 +64,9 @@ def run(kind: str, case: Any, target: str) -> Any:
     """What becomes of a case; `target` is for kernels."""
     if kind == "files":
         return files.run(case)
-    return modules.run(case) if kind == "modules" else kernels.run(case, target)
+    if kind == "modules":
+        return modules.run(case)
+    return tiles.run(case, target) if kind == "tiles" else kernels.run(case, target)
 
 
 def smaller(kind: str, case: Any, target: str) -> Any:
@@ -65,7 +75,7 @@ def smaller(kind: str, case: Any, target: str) -> Any:
         return case
     if kind == "modules":
         return module_reduction.reduced(case)
-    return kernel_reduction.reduced(case) if target == "interpret" else case
+    return kernel_reduction.reduced(case) if kind != "tiles" and target == "interpret" else case
 
 
 def told(counts: Counter) -> str:

@@ -15,12 +15,14 @@ from tvm import ir, relax, tirx
 from tvm.tirx.stmt_functor import post_order_visit
 
 from ..errors import MeshTensorError, refuse
+from ..frontend import TILES_ATTR
 from ..rules.effects import side_effect, written
 from ..rules.memory import named
 from ..rules.ops.call import OpCall, TensorType, op_call
 from ..rules.statements import body_statements
 from ..rules.views import left_views, resolve_views
 from ..specialize import sized
+from ..tile_helpers import helpers_in
 from .ir import Graph, Node, Value
 from .names import Fresh
 from .tir_nests import compact, kernel_of, loaded
@@ -84,6 +86,7 @@ def _parts(
     func = sized(func, inputs, outputs, numbers)
     buffers = tuple(func.buffer_map[param] for param in func.params)
     if is_tile_kernel(func):
+        _check_view(func, name)
         return _Parts(buffers, (), (func.with_attr("global_symbol", name),), is_tile_kernel=True)
     func = _without_views(func.with_attr("global_symbol", name))
     stages = tuple(_stages(func, buffers[: len(inputs)]))
@@ -108,6 +111,16 @@ def _without_views(func: tirx.PrimFunc) -> tirx.PrimFunc:
             fix="use the buffer itself",
         )
     return func
+
+
+def _check_view(func: tirx.PrimFunc, name: str) -> None:
+    """A module lays out what its kernels take: they are over whole tensors."""
+    if TILES_ATTR in (func.attrs or {}) or helpers_in(func.body):
+        refuse(
+            f"kernel {name!r} asks for tiles (get_tile_shape, get_tile_offset, ...)",
+            why="kernels in a module are written over whole tensors: the module decides what devices hold",
+            fix="size its loops by the whole tensors; or compile it by itself with mesh_tensor.compile",
+        )
 
 
 def _node(node: Node, kernel: tirx.PrimFunc, inputs: tuple[Value, ...], outputs: tuple[Value, ...]) -> Node:

@@ -116,7 +116,9 @@ class ValueRewriter:
         blocks, and the outermost variable is shifted by the blocks before."""
         offsets: dict[tirx.Var, tirx.PrimExpr] = {}
         for split in splits:
-            for form in self.analysis.coordinates.forms[split.factor]:
+            for form in sorted(self.analysis.coordinates.forms[split.factor], key=lambda form: len(form.terms)):
+                if form.terms.keys() & offsets.keys():
+                    continue  # a loop that runs once, in a block of one: the other loop of it carries the offset
                 outer, step = form.ordered[0]
                 inner, _ = form.ordered[-1]
                 if split.factor.aligned is not None:

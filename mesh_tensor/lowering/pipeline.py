@@ -29,7 +29,9 @@ from .layouts import Collective, Layouts, LocalKernel, Tensor
 from .localize import localize
 from .splits import DeviceCoordinates, Split, make_split
 from .strict import check_strict
-from .view import check_local_layouts, is_local_view, over_tiles, refuse_views_of_tiles
+from .tile_positions import check_positions
+from .tile_stores import check_stores
+from .view import Reading, check_local_layouts, over_tiles, read_view, refuse_views_of_tiles
 
 _MOST_PARTS = 16
 
@@ -38,7 +40,7 @@ _MOST_PARTS = 16
 class Lowered:
     """A kernel in local view. `steps` run in order over `tensors`; `parameters` are the kernel's own, in order, each
     with the tensor it comes in (None if only written) and the one it leaves in (None if only read). Of those `kept`,
-    nothing looks at what comes in, but some of it may stay."""
+    nothing looks at what comes in, but some of it may stay. `reading`: in which view the kernel was written."""
 
     name: str
     mesh: Mesh
@@ -52,6 +54,7 @@ class Lowered:
     assignment: Assignment
     whole: dict[tuple[str, int], str]
     kept: frozenset[str]
+    reading: Reading
 
 
 class _Unsplittable(Exception):
@@ -85,13 +88,14 @@ def lower_kernel(func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto
     refuse_views_of_tiles(func, asked, view)
     plain = normalize(func)
     shapes = {param: tuple(buffer.shape) for param, buffer in buffer_params(plain).items()}
-    local_view = is_local_view(plain, asked, view)
-    if local_view:
+    reading = read_view(plain, asked, view)
+    if reading.over_tiles:
+        asked = {name: asked.get(name) or Sharding.make(mesh, len(shape)) for name, shape in shapes.items()}
         plain = over_tiles(plain, asked)
     banned: dict[tuple[str, int], str] = {}
     while True:
         try:
-            lowered = _Lowering(plain, name, mesh, asked, banned, shapes, local_view).run(strict)
+            lowered = _Lowering(plain, name, mesh, asked, banned, shapes, reading).run(strict)
             break
         except _Unsplittable as error:
             new = dict.fromkeys(error.factor.dims, error.reason)
@@ -105,10 +109,10 @@ def lower_kernel(func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto
 
 class _Lowering:
     def __init__(
-        self, func, name: str, mesh: Mesh, asked: dict[str, Sharding], banned: dict, shapes: dict, local_view: bool
+        self, func, name: str, mesh: Mesh, asked: dict[str, Sharding], banned: dict, shapes: dict, reading: Reading
     ):
         self.func, self.name, self.mesh, self.asked, self.banned = func, name, mesh, asked, banned
-        self.shapes, self.local_view = dict(shapes), local_view
+        self.shapes, self.reading, self.local_view = dict(shapes), reading, reading.over_tiles
         self.same_dim: dict[tuple[str, int], tuple[str, int]] = {}
         self.count = 0
 
@@ -118,10 +122,12 @@ class _Lowering:
         if strict:
             check_strict(self.name, analysis, whole, self.asked, self.mesh)
         if self.local_view:
-            check_local_layouts(self.name, whole, self.asked)
+            self._check_over_tiles(analysis, whole)
         parts = self._cut_up(self.func, analysis, whole)
         layouts = Layouts(self.mesh, self.asked, self.shapes, list(buffer_params(self.func)), self.local_view)
         for index, part in enumerate(parts):
+            if self.local_view:
+                self._check_layouts(part.assignment)
             suffix = f"_{index}" if len(parts) > 1 else ""
             splits, local, axes = self._localize(part, f"{self.name}{suffix}")
             layouts.add_kernel(part.analysis, part.assignment, splits, local, axes)
@@ -140,7 +146,23 @@ class _Lowering:
             whole,
             whole.whole,
             frozenset(p for p in analysis.kernel.params if analysis.only_kept(p)),
+            self.reading,
         )
+
+    def _check_over_tiles(self, analysis: Analysis, assignment: Assignment) -> None:
+        """What is over tiles already can't be made local by any rewrite: it is checked."""
+        self._check_layouts(assignment)
+        splits = {
+            factor: axes
+            for factor in analysis.factors
+            if (axes := tuple(axis for axis in assignment.axes_of(factor) if self.mesh.size(axis) > 1))
+        }
+        check_positions(self.name, analysis, splits, self.asked, self.shapes)
+        check_stores(self.name, analysis, splits, self.asked)
+
+    def _check_layouts(self, assignment: Assignment) -> None:
+        for layouts in (assignment.needed, assignment.produced):
+            check_local_layouts(self.name, layouts, self.asked, assignment)
 
     def _cut_up(self, func: tirx.PrimFunc, analysis: Analysis, assignment: Assignment) -> list[_Part]:
         """Cut where a split factor's result is needed complete in the middle of the kernel."""
@@ -162,6 +184,8 @@ class _Lowering:
         for workspace in workspaces:
             shape = list(workspace.buffer.shape)
             for dim, factor in enumerate(workspace.factors):
+                if factor is None and self.local_view:
+                    factor = self._walked_by(workspace.mins[dim], analysis)
                 if factor is not None:
                     self.same_dim[(workspace.buffer.name, dim)] = self._canonical(factor)
                     shape[dim] = self._global_size(factor)
@@ -170,6 +194,12 @@ class _Lowering:
         if any(decided[0].read(workspace.buffer.name) for workspace in workspaces):
             raise _Unsplittable(cuts[at], "not all of what is live at the cut is certainly saved")
         return [*self._cut_up(first, *decided), *self._cut_up(second, *self._decide(second, assignment))]
+
+    def _walked_by(self, position: tirx.PrimExpr, analysis: Analysis) -> Factor | None:
+        """The factor of which a grid's variable is a coordinate: such a dim of a workspace is that of a tile, too."""
+        return next(
+            (f for f in analysis.factors if isinstance(position, tirx.Var) and f.roles.get(position) == 1), None
+        )
 
     def _is_split(self, assignment: Assignment, factor: Factor) -> bool:
         return any(self.mesh.size(axis) > 1 for axis in assignment.axes_of(factor))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tvm import ir, tirx
 
+from ..tile_helpers import CALLED
+
 
 def _ops(namespace: str, names: str) -> frozenset[str]:
     return frozenset(f"{namespace}.{name}" for name in names.split())
@@ -23,6 +25,7 @@ ELEMENTWISE = (
     | _ops("tl", "ieee_add ieee_fdiv ieee_fmaf ieee_frcp ieee_frsqrt ieee_fsqrt ieee_mul ieee_sub max_nan min_nan")
     | _ops("tl", "abs2 add2 fma2 max2 max2_nan min2 min2_nan mul2 sub2 pack_b16 pack_b8x4 pow_of_int __ldg")
     | _ops("tl", "round_ties_away_from_zero")
+    | frozenset(CALLED)
 )
 #: What takes an element for the place that it is at.
 POINTERS = frozenset(("tl.access_ptr", "tirx.address_of", "tirx.tvm_access_ptr"))

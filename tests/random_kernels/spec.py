@@ -57,17 +57,18 @@ class KernelSpec:
         header = f"with T.Kernel({extents}, threads=128) as {names if len(self.grid) == 1 else f'({names})'}"
         allocs = tuple(f'{b.name} = T.alloc_{b.scope}({b.shape}, "{b.dtype}")' for b in self.buffers)
         kernel = Block(f"def kernel({params})", (Block(header, (*allocs, *self.body)),))
-        return "\n".join(["@T.prim_func", *_render(kernel, 0)]) + "\n"
+        return "\n".join(["@T.prim_func", *render(kernel, 0)]) + "\n"
 
 
-def _render(line: Line, depth: int) -> Iterator[str]:
+def render(line: Line, depth: int) -> Iterator[str]:
+    """The lines of the source."""
     indent = "    " * depth
     if isinstance(line, str):
         yield indent + line
         return
     yield f"{indent}{line.header}:"
     for inner in line.body or ("pass",):
-        yield from _render(inner, depth + 1)
+        yield from render(inner, depth + 1)
 
 
 @dataclass(frozen=True)
