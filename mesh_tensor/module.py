@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from tvm import ir
 
-from .errors import refuse
+from .errors import refuse, shown
 from .graph.annotations import annotate_module, read_module_annotations
 from .graph.names import check_module
 from .graph.parameters import flat_arguments, with_flat_parameters
@@ -16,16 +16,19 @@ from .graph.pipeline import ModulePlan, plan_module
 from .graph.to_program import Kernels
 from .mesh import Mesh
 from .module_explain import explain_module
-from .module_inputs import ModuleSignature, bound
+from .module_inputs import ModuleSignature, bound, refuse_outside
 from .module_launch import ModuleLaunch
 from .module_ranks import RankModuleLaunch
 from .program import Program
+from .recent import MODULE_SIZES, Recent
+from .runtime.ambient import full_precision, undisturbed
 from .runtime.distributed import is_dtensor, ranks_of
 from .runtime.distributed.dtensor import mesh_of
 from .runtime.kernels import find_target
 from .runtime.mesh_tensor import ShardingLike
 
 
+@undisturbed
 def distribute_module(
     mod: ir.IRModule,
     mesh: Any = None,
@@ -37,6 +40,7 @@ def distribute_module(
     strict: bool = False,
     replicate_unknown: bool = False,
     kernels: Kernels | None = None,
+    check_indices: bool = True,
     poison: bool = False,
 ) -> MeshModule:
     """Make a Relax module callable on a mesh.
@@ -50,10 +54,12 @@ def distribute_module(
             parameters is passed at every call.
         function: the function to run.
         target: where kernels run, as in `compile`.
-        strict: refuse annotations that contradict each other, instead of changing layouts between them.
+        strict: refuse annotations that can't be used as stated, instead of changing layouts between them.
         replicate_unknown: compute operators without a sharding rule on whole tensors, on every device.
         kernels: operators that run as TileLang kernels: from an operator's name to a function from its call on tiles to
             a kernel on the operands, then the results, or None (torch computes the call).
+        check_indices: refuse whole tensors on a CPU whose elements are looked up in a table that doesn't have them, as
+            torch does. What is not checked (MeshTensors, DTensors, other devices, computed indices) gives NaN there.
         poison: on a virtual mesh, padding holds NaN or extreme integers, so that what reads it shows (for tests).
 
     Returns:
@@ -64,7 +70,9 @@ def distribute_module(
     """
     check_module(mod, "distribute_module")
     if kernels and not (isinstance(kernels, Mapping) and all(callable(made) for made in kernels.values())):
-        refuse(f"the kernels are {kernels!r}", fix="give a dict from operators' names to functions that make kernels")
+        refuse(
+            f"the kernels are {shown(kernels)}", fix="give a dict from operators' names to functions that make kernels"
+        )
     if shardings:
         if mesh is None:
             refuse("shardings without a mesh", fix="pass the mesh that they are for")
@@ -79,6 +87,7 @@ def distribute_module(
         strict=strict,
         replicate_unknown=replicate_unknown,
         kernels=kernels or {},
+        check_indices=check_indices,
         poison=poison,
     )
 
@@ -102,10 +111,11 @@ class MeshModule:
         strict: bool,
         replicate_unknown: bool,
         kernels: Kernels,
+        check_indices: bool,
         poison: bool,
     ) -> None:
         self._function, self._target = function, find_target(target)
-        self._strict, self._poison = strict, poison
+        self._strict, self._poison, self._checks_indices = strict, poison, check_indices
         self._replicate_unknown, self._kernels = replicate_unknown, kernels
         mod = with_flat_parameters(mod, function)
         self._signature = ModuleSignature(mod, function)
@@ -114,17 +124,20 @@ class MeshModule:
         named = mesh_of(mesh) if mesh is self._device_mesh and mesh is not None else mesh
         self._stated = read_module_annotations(mod, function, None if named is None else Mesh(named), strict=strict)
         self._mod, self.mesh = self._stated.module, self._stated.mesh
-        self._plans: dict[tuple[int, ...], ModulePlan] = {}
-        self._launches: dict[tuple, ModuleLaunch | RankModuleLaunch] = {}
+        self._plans: Recent[tuple[int, ...], ModulePlan] = Recent(MODULE_SIZES)
+        self._launches: Recent[tuple, ModuleLaunch | RankModuleLaunch] = Recent(MODULE_SIZES)
         self._plan: ModulePlan | None = None
         if not self._signature.symbols:
             self._plan = self._planned({})
 
+    @undisturbed
     def __call__(self, *args: Any, **named: Any) -> Any:
         tensors = self._signature.bind(self._weights, list(flat_arguments(args)), named)
         sizes = self._signature.check(tensors, self._target.device_type)
         launch = self._launch(sizes, self._device_mesh or _device_mesh(tensors))
-        with torch.no_grad():
+        if self._checks_indices:
+            refuse_outside(self.plan.index_checks, tensors, self._function)
+        with torch.no_grad(), full_precision():
             return launch({name: tensor for name, tensor in tensors.items() if name not in self._weights})
 
     def bind(self, *args: Any, **named: Any) -> tuple[dict[str, Any], ModulePlan]:
@@ -153,6 +166,11 @@ class MeshModule:
         """The Relax module that one device runs, for the sizes of the last call."""
         return self.plan.local_module
 
+    def __reduce__(self) -> NoReturn:
+        refuse(
+            "a MeshModule can't be pickled", fix="pickle the weights, save the module, and distribute it again there"
+        )
+
     def explain(self) -> str:
         """What was decided, why, and what it costs."""
         return explain_module(self.plan)
@@ -160,17 +178,20 @@ class MeshModule:
     def _launch(self, sizes: Mapping[Any, int], device_mesh: Any) -> ModuleLaunch | RankModuleLaunch:
         plan = self._plan = self._planned(sizes)
         key = (self._key(sizes), device_mesh)
-        if key not in self._launches:
+        launch = self._launches.get(key)
+        if launch is None:
             if device_mesh is None:
-                self._launches[key] = ModuleLaunch(plan, self._target, self._weights, poison=self._poison)
+                launch = ModuleLaunch(plan, self._target, self._weights, poison=self._poison)
             else:
                 ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
-                self._launches[key] = RankModuleLaunch(plan, self._target, ranks, self._weights)
-        return self._launches[key]
+                launch = RankModuleLaunch(plan, self._target, ranks, self._weights)
+            self._launches.put(key, launch)
+        return launch
 
     def _planned(self, sizes: Mapping[Any, int]) -> ModulePlan:
         key = self._key(sizes)
-        if key not in self._plans:
+        plan = self._plans.get(key)
+        if plan is None:
             mod = bound(self._mod, self._function, sizes)
             stated = self._stated.annotations
             plan = plan_module(
@@ -182,20 +203,22 @@ class MeshModule:
                 kernels=self._kernels,
             )
             self._check_strict(plan)
-            self._plans[key] = plan
-        return self._plans[key]
+            self._plans.put(key, plan)
+        return plan
 
     def _key(self, sizes: Mapping[Any, int]) -> tuple[int, ...]:
         return tuple(sizes[var] for var in self._signature.symbols)
 
     def _check_strict(self, plan: ModulePlan) -> None:
-        if self._strict and plan.layouts.conflicts:
-            refuse(
-                [str(conflict) for conflict in plan.layouts.conflicts],
-                where=f"module function {self._function!r}, strict",
-                why="the annotations ask for different layouts there",
-                fix="annotate the values between them so that they agree, or leave out strict",
-            )
+        if not self._strict or not plan.layouts.conflicts:
+            return
+        why = "the annotations ask for different layouts there"
+        fix = "annotate the values between them so that they agree, or leave out strict"
+        if len(self._stated.annotations) == 1:
+            why = "the one annotation there is can't be used as stated there: an axis splits one factor of an operator"
+            fix = "state another layout for it, or leave out strict"
+        facts = [str(conflict) for conflict in plan.layouts.conflicts]
+        refuse(facts, where=f"module function {self._function!r}, strict", why=why, fix=fix)
 
 
 def _device_mesh(tensors: Mapping[str, Any]) -> Any:

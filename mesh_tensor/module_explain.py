@@ -5,7 +5,7 @@ from __future__ import annotations
 from .explain import table
 from .graph.pipeline import ModulePlan
 from .program import CollectiveStep, KernelStep, OpStep, Program, WaitStep
-from .runtime.ops.table import operator_name
+from .rules.ops.call import operator_name
 
 
 def explain_module(plan: ModulePlan) -> str:
@@ -33,7 +33,9 @@ def _parameters(plan: ModulePlan) -> list[str]:
 def _conflicts(plan: ModulePlan) -> list[str]:
     if not plan.layouts.conflicts:
         return []
-    return ["annotations that meet", *(f"  {conflict}" for conflict in plan.layouts.conflicts)]
+    one = len(plan.graph.annotations) == 1
+    head = "an annotation that can't be used as stated" if one else "annotations that meet"
+    return [head, *(f"  {conflict}" for conflict in plan.layouts.conflicts)]
 
 
 def _steps(program: Program) -> list[str]:

@@ -20,7 +20,11 @@ _CHUNK = 1 << 20  # elements per thread: with fewer, handing work to another thr
 
 
 def elementwise(work: Callable[..., object], *tensors: torch.Tensor) -> None:
-    """`work(*tensors)`, in parts: the tensors have one shape, and `work` treats every position by itself."""
+    """`work(*tensors)`, in parts: the tensors have one shape, and `work` writes the first, every position by itself."""
+    if tensors[0].is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():
+            elementwise(work, *tensors)
+            return
     size = tensors[0].numel()
     if size < _ALONE or tensors[0].device.type != "cpu":
         work(*tensors)
@@ -33,6 +37,17 @@ def elementwise(work: Callable[..., object], *tensors: torch.Tensor) -> None:
         extent = -(-tensors[0].shape[dim] * _CHUNK // size)
         parts = list(zip(*(tensor.split(extent, dim) for tensor in tensors), strict=True))
         device_threads().run(lambda index: _do(work, parts[index]), len(parts))
+
+
+def each(work: Callable[[int], None], count: int, elements: int) -> None:
+    """`work(index)` for every index below `count`, each on `elements` elements: on the devices' threads if they are
+    many."""
+    if elements < _ALONE:
+        for index in range(count):
+            work(index)
+        return
+    with _one_torch_thread():
+        device_threads().run(work, count)
 
 
 def copy(out: torch.Tensor, source: torch.Tensor) -> None:

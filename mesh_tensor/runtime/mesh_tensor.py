@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 
-from ..errors import refuse
+from ..errors import refuse, shown
 from ..mesh import Mesh
 from ..plain_tensors import why_not_plain
 from ..redistribution import RedistributionPlan
 from ..sharding import Sharding
+from .ambient import undisturbed
+from .mesh_arithmetic import Arithmetic, compute
 from .placement import Layout, layout_of
 from .reshard import reshard_of
 
 ShardingLike = Sharding | Mapping[str, int | None] | str
 
 
-class MeshTensor:
-    """A tensor as one tile per device of a virtual mesh.
+class MeshTensor(Arithmetic):
+    """A tensor as one tile per device of a virtual mesh. Arithmetic and torch's element-wise functions take those that
+    lie alike, and numbers.
 
     Devices that hold the same may share one memory. Beyond its valid part a tile is padding, which nothing reads.
 
@@ -85,12 +89,14 @@ class MeshTensor:
         """The padded tiles of all devices, in order of rank. Devices that hold the same may share one."""
         return tuple(self._tiles)
 
+    @undisturbed
     def full(self) -> torch.Tensor:
         """The global tensor, in memory of its own. Partial placements are reduced; of replicas the first is taken."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         self._layout.collect(self._tiles, out)
         return out
 
+    @undisturbed
     def redistribute(self, sharding: ShardingLike) -> MeshTensor:
         """The same tensor in another layout on the same mesh: the bits that `plan_redistribution`'s plan gives, in as
         few copies as can be."""
@@ -103,6 +109,13 @@ class MeshTensor:
             made = of_tiles(tiles, layout)
         return made
 
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> MeshTensor:
+        """torch's element-wise functions, tile by tile."""
+        return of_tiles(*compute(func, args, kwargs or {}))
+
     def _rank(self, device: int | Mapping[str, int]) -> int:
         if isinstance(device, Mapping):
             return self.mesh.rank(device)
@@ -113,6 +126,7 @@ class MeshTensor:
         return f"MeshTensor({self.shape}, {_name(self.dtype)}, {self.sharding}, {self.mesh})"
 
 
+@undisturbed
 def distribute(tensor: torch.Tensor, mesh: Mesh | Mapping[str, int], sharding: ShardingLike) -> MeshTensor:
     """`tensor` as tiles on the devices of `mesh`: `sharding` is a dict from axis to dim, a text or a Sharding.
 
@@ -141,7 +155,7 @@ def plan_redistribution(
     """
     if not isinstance(src, Sharding):
         refuse(
-            f"the layout {src!r} is of no mesh",
+            f"the layout {shown(src)} is of no mesh",
             where="plan_redistribution",
             fix="pass a Sharding (Sharding.make or Sharding.parse makes one, and tensors have one)",
         )

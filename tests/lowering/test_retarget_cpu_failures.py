@@ -165,22 +165,6 @@ def test_nothing_is_changed_by_a_refusal():
     assert per_thread.script() == before
 
 
-def test_no_compiler(monkeypatch):
-    from mesh_tensor.runtime import cpu_build
-
-    @T.prim_func
-    def trivial(X: T.Tensor((8,))):
-        with T.Kernel(1, threads=32):
-            T.clear(X)
-
-    monkeypatch.setattr(cpu_build, "get_cplus_compiler", lambda: None)
-    cpu_build._build_stamp.cache_clear()
-    message = refusal(trivial)
-    cpu_build._build_stamp.cache_clear()
-    assert "no C++ compiler" in message
-    assert "g++" in message
-
-
 def test_no_memory_for_the_blocks():
     @T.prim_func
     def enormous(X: T.Tensor((8,))):

@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 
+from ..._placement import TORCH_OPS, from_torch
 from ...errors import MeshTensorError, listing, refuse
 from ...mesh import Mesh
-from ...sharding import Partial, Placement, Replicate, Shard, Sharding, ceildiv
+from ...plain_tensors import why_not_plain
+from ...sharding import Placement, Replicate, Shard, Sharding, ceildiv
+from ..ambient import undisturbed
 from ..mesh_tensor import MeshTensor, of_tiles
 from ..placement import layout_of
 from .agree import agree
@@ -29,16 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-_TORCH_OPS = {
-    "sum": "sum",
-    "max": "max",
-    "min": "min",
-    "prod": "product",
-    "bitand": "band",
-    "bitor": "bor",
-    "bitxor": "bxor",
-}
-_OUR_OPS = {theirs: ours for ours, theirs in _TORCH_OPS.items()}
 _SAME_SIZE = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}  # that every backend moves
 
 
@@ -65,7 +58,7 @@ def from_placements(mesh: Mesh | Mapping[str, int], ndim: int, placements: Seque
 def _sharding_of(mesh: Mesh, ndim: int, placements: tuple[Any, ...]) -> Sharding:
     if len(placements) != len(mesh):
         refuse(f"{len(placements)} placements for {len(mesh)} axes", where=str(mesh), fix="give one placement per axis")
-    ours = {axis: _our_placement(axis, p, ndim) for axis, p in zip(mesh, placements, strict=True)}
+    ours = {axis: _our_placement(axis, p) for axis, p in zip(mesh, placements, strict=True)}
     return Sharding.of(mesh, ndim, ours)
 
 
@@ -171,6 +164,7 @@ def dtensor_maker(
     return make
 
 
+@undisturbed
 def to_dtensor(tensor: MeshTensor, device_mesh: DeviceMesh | None = None) -> DTensor:
     """The MeshTensor, which every rank has as a whole, as a DTensor: each rank keeps its own tile. Nothing is sent.
 
@@ -187,6 +181,7 @@ def to_dtensor(tensor: MeshTensor, device_mesh: DeviceMesh | None = None) -> DTe
     return as_dtensor(tensor.tile(ranks.rank).clone(), ranks.device_mesh, sharding, tensor.shape)
 
 
+@undisturbed
 def from_dtensor(tensor: DTensor, mesh: Mesh | Mapping[str, int] | None = None) -> MeshTensor:
     """The DTensor as a MeshTensor: every rank gets the parts of all ranks. The axes are the DeviceMesh's, or
     `mesh`'s."""
@@ -197,6 +192,8 @@ def from_dtensor(tensor: DTensor, mesh: Mesh | Mapping[str, int] | None = None) 
     )
     faults, facts = Faults(ranks, "mt.from_dtensor"), {"kernel": "mt.from_dtensor"}
     try:
+        if found := why_not_plain(tensor):
+            refuse(found[0], where=f"mt.from_dtensor on {ranks.mesh}", fix=found[1])
         sharding = from_placements(ranks.mesh, tensor.ndim, tensor.placements)
         if problem := part_problem(tensor, sharding, ranks.rank):
             refuse(problem, where=str(ranks.mesh), fix=PART_FIX)
@@ -254,20 +251,15 @@ def _torch_placement(placement: Placement) -> Any:
 
     if isinstance(placement, Shard):
         return tensor.Shard(placement.dim)
-    return tensor.Replicate() if isinstance(placement, Replicate) else tensor.Partial(_TORCH_OPS[placement.op])
+    return tensor.Replicate() if isinstance(placement, Replicate) else tensor.Partial(TORCH_OPS[placement.op])
 
 
-def _our_placement(axis: str, placement: Any, ndim: int) -> Placement:
-    from torch.distributed import tensor
-
-    if type(placement) is tensor.Shard:
-        return Shard(placement.dim)
-    if type(placement) is tensor.Replicate:
-        return Replicate()
-    # Its subclasses mean something else: torch has to apply the mask of an embedding, the root of a norm.
-    if type(placement) is tensor.Partial and placement.reduce_op in _OUR_OPS:
-        return Partial(_OUR_OPS[placement.reduce_op])
-    return refuse(
-        f"placement {placement} of axis {axis!r} has no counterpart",
-        fix=f"redistribute the DTensor to Shard, Replicate, or Partial with one of {listing(tuple(_OUR_OPS))}",
-    )
+def _our_placement(axis: str, placement: Any) -> Placement:
+    found = from_torch(placement)
+    if found is None:
+        ops = listing(tuple(TORCH_OPS.values()))
+        refuse(
+            f"placement {placement} of axis {axis!r} has no counterpart",
+            fix=f"redistribute the DTensor to Shard, Replicate, or Partial with one of {ops}",
+        )
+    return found
