@@ -215,7 +215,7 @@ class MeshKernel:
 
     def _rank_kernel(self, device_mesh: Any) -> RankKernel:
         last = self._last_on_ranks
-        if last is not None and last[0] is device_mesh and are_current():
+        if last is not None and last[0] is device_mesh and are_current() and not last[1].ranks.is_gone():
             return last[1]
         ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
         found = self._on_ranks.get(id(ranks))
@@ -225,7 +225,9 @@ class MeshKernel:
             layouts = {name: annotation.sharding for name, annotation in stated.items()}
             programs = (self._program_of, self._programs.exact)
             compiled = Compiled(self._signature, self._target, *options, layouts, *programs, self._ran)
-            found = self._on_ranks[id(ranks)] = RankKernel(compiled, ranks)
+            kept = {key: kernel for key, kernel in self._on_ranks.items() if not kernel.ranks.is_gone()}
+            found = RankKernel(compiled, ranks)
+            self._on_ranks = {**kept, id(ranks): found}
         self._last_on_ranks = device_mesh, found
         return found
 

@@ -177,13 +177,14 @@ class MeshModule:
 
     def _launch(self, sizes: Mapping[Any, int], device_mesh: Any) -> ModuleLaunch | RankModuleLaunch:
         plan = self._plan = self._planned(sizes)
-        key = (self._key(sizes), device_mesh)
+        ranks = None if device_mesh is None else ranks_of(self.mesh, device_mesh, self._target.device_type)
+        key = (self._key(sizes), ranks)
         launch = self._launches.get(key)
         if launch is None:
-            if device_mesh is None:
+            self._launches.drop(lambda key: key[1] is not None and key[1].is_gone())
+            if ranks is None:
                 launch = ModuleLaunch(plan, self._target, self._weights, poison=self._poison)
             else:
-                ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
                 launch = RankModuleLaunch(plan, self._target, ranks, self._weights)
             self._launches.put(key, launch)
         return launch

@@ -184,6 +184,11 @@ def _infinity(dtype: str) -> Any:
     return np.dtype(dtype).type(math.inf)
 
 
+def _view(memory: Memory, shape: tuple[int, ...]) -> Memory:
+    """The same memory in another shape."""
+    return Memory(memory.array.reshape(shape), memory.is_param)
+
+
 LANGUAGE = SimpleNamespace(
     alloc_fragment=_alloc,
     alloc_shared=_alloc,
@@ -194,6 +199,8 @@ LANGUAGE = SimpleNamespace(
     Pipelined=_serial,
     Parallel=_nest,
     grid=_nest,
+    reshape=_view,
+    view=_view,
     copy=_copy,
     fill=_fill,
     clear=lambda dst: _fill(dst, 0),

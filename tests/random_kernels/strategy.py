@@ -192,8 +192,7 @@ def make_case(number: int) -> Case:
     """The case with this number."""
     random = Random(number)
     kernel, exact = make_kernel(random)
-    viewed = random.random() < 0.3
-    if viewed:
+    if random.random() < 0.3:
         kernel = with_views(kernel, random)
     mesh = dict(zip("xyz", random.choice(MESHES), strict=False))
     return Case(
@@ -204,7 +203,7 @@ def make_case(number: int) -> Case:
         exact=exact,
         integers=exact or random.random() < 0.5,
         blank=random.random() < 0.3,
-        as_python=not viewed,
+        as_python=True,
         seed=number,
     )
 
