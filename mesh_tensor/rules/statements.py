@@ -12,6 +12,7 @@ from tvm import arith, ir, tirx
 
 from . import tile_ops
 from .linear import Linear, vars_of
+from .same import same_expression
 
 
 @dataclass(eq=False)
@@ -165,7 +166,7 @@ def _is_load_of(expr: tirx.PrimExpr, store: tirx.BufferStore) -> bool:
     return (
         isinstance(expr, tirx.BufferLoad)
         and expr.buffer.same_as(store.buffer)
-        and all(ir.structural_equal(a, b) for a, b in zip(expr.indices, store.indices, strict=True))
+        and all(same_expression(a, b) for a, b in zip(expr.indices, store.indices, strict=True))
     )
 
 

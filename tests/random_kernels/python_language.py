@@ -129,12 +129,19 @@ def _gemm(a: Memory, b: Memory, c: Memory, transpose_A: bool = False, transpose_
     c.array[...] += left.astype(c.array.dtype) @ right.astype(c.array.dtype)
 
 
+def _maximum(a: Any, b: Any) -> Any:
+    """What is no number stays that, as in numpy and unlike Python's."""
+    return a if a != a else b if b != b else max(a, b)
+
+
+def _minimum(a: Any, b: Any) -> Any:
+    return a if a != a else b if b != b else min(a, b)
+
+
 _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
     "sum": lambda a, b: a + b,
-    "max": max,
-    "min": min,
-    "abssum": lambda a, b: a + abs(b),
-    "absmax": lambda a, b: max(a, abs(b)),
+    "max": _maximum,
+    "min": _minimum,
     "or": lambda a, b: a | b,
 }
 
@@ -206,8 +213,8 @@ LANGUAGE = SimpleNamespace(
     int32=np.int32,
     float32=np.float32,
     ceildiv=lambda a, b: -(-a // b),
-    max=max,
-    min=min,
+    max=_maximum,
+    min=_minimum,
     abs=abs,
     exp=np.exp,
     floor=np.floor,
