@@ -177,7 +177,16 @@ def _infinity(dtype: str) -> Any:
     return np.dtype(dtype).type(math.inf)
 
 
+def _reshape(memory: Memory, shape: Sequence[int]) -> Memory:
+    """The same memory in another shape."""
+    array = memory.array.reshape(shape)
+    assert np.shares_memory(array, memory.array) or not array.size
+    return Memory(array, memory.is_param)
+
+
 LANGUAGE = SimpleNamespace(
+    reshape=_reshape,
+    view=_reshape,
     alloc_fragment=_alloc,
     alloc_shared=_alloc,
     alloc_local=_alloc,
