@@ -19,6 +19,7 @@ def check_kernel(func: Any) -> tirx.PrimFunc:
     """`func`, if it is a PrimFunc, or a MeshTensorError with how one is made of it."""
     if isinstance(func, tirx.PrimFunc):
         return func
+    func = _untuned(func)
     if isinstance(func, JITImpl):
         _refuse_jit(func)
     name = getattr(func, "__name__", "")
@@ -40,6 +41,7 @@ def of_jit(func: Any, sizes: Mapping[str, Any] | None) -> Any:
     Raises:
         MeshTensorError: names all the sizes that are missing, unknown, or given to what has its sizes already.
     """
+    func = _untuned(func)
     if not isinstance(func, JITImpl):
         if sizes is not None and isinstance(func, tirx.PrimFunc):
             refuse(f"sizes={shown(sizes)} for a PrimFunc", why="its sizes are in it", fix="leave `sizes` out")
@@ -54,6 +56,12 @@ def of_jit(func: Any, sizes: Mapping[str, Any] | None) -> Any:
         out_idx = [func.out_idx] if isinstance(func.out_idx, int) else list(func.out_idx)
         made = made.with_attr(_OUT_IDX_ATTR, out_idx)
     return made
+
+
+def _untuned(func: Any) -> Any:
+    """The @tilelang.jit function below a @tilelang.autotune; what it tunes are sizes like others."""
+    below = getattr(func, "jit_impl", None)
+    return below if isinstance(below, JITImpl) else func
 
 
 def _get_tir(func: Any, given: Mapping[str, Any]) -> tirx.PrimFunc:

@@ -55,7 +55,7 @@ class Partial:
 Placement = Shard | Replicate | Partial
 
 
-def from_torch(placement: Any) -> Placement | None:
+def of_torch(placement: Any) -> Placement | None:
     """The placement that one of torch.distributed.tensor's means; None if it is none of those. Their subclasses mean
     more than their base: the mask of an embedding, the root of a norm."""
     kind = type(placement)
@@ -147,7 +147,7 @@ def _stated(value: Any) -> Placement:
     `_normal`."""
     if isinstance(value, (Shard, Replicate, Partial)):
         return value
-    return Replicate() if value is None else from_torch(value) or Shard(value)
+    return Replicate() if value is None else of_torch(value) or Shard(value)
 
 
 def _unknown(mesh: Mesh, axis: Any, placement: Placement) -> str:

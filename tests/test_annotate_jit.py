@@ -85,6 +85,37 @@ def test_it_runs(function, sizes, shape, target):
     assert str(read_annotations(func)[1]["A"].sharding) == "S[0]"
 
 
+@tilelang.autotune(configs=[{"block": 8}, {"block": 16}])
+@tilelang.jit(out_idx=[-1])
+def tuned(M, block=None):
+    return twice(M) if block == 16 else twice(M + 0 * block)
+
+
+def test_what_is_tuned_is_a_size():
+    func = mt.annotate(tuned, {"x": 2}, ROWS, sizes={"M": 20, "block": 8})
+    a = torch.randn(20)
+    torch.testing.assert_close(mt.compile(func, target="interpret")(a), a * 2)
+    assert "no size is given for 'M'" in refusal(tuned, {"block": 8})
+    with pytest.raises(mt.MeshTensorError, match="'tuned' is no kernel .* but a @tilelang.jit function"):
+        mt.compile(tuned)
+
+
+def test_what_tilelang_compiled_says_what_it_was_made_of():
+    @T.prim_func
+    def on_a_cpu(A: T.Tensor((16,), "float32"), B: T.Tensor((16,), "float32")):
+        with T.Kernel(1):
+            for i in T.serial(16):
+                B[i] = A[i] * 2.0
+
+    compiled = tilelang.compile(on_a_cpu, target="c", execution_backend="cython")
+    message = refusal(compiled, None)
+    assert "a JITKernel is no kernel (PrimFunc)" in message
+    assert "fix: give the PrimFunc that it was compiled from: its .prim_func" in message
+    a = torch.randn(16)
+    kernel = mt.compile(mt.annotate(compiled.prim_func, {"x": 2}, ROWS), target="interpret")
+    torch.testing.assert_close(kernel(a), a * 2)
+
+
 def test_it_is_what_get_tir_gives():
     made = mt.annotate(lazy, {"x": 2}, ROWS, sizes={"M": 64, "N": 8})
     by_hand = mt.annotate(lazy.get_tir(64, 8), {"x": 2}, ROWS)

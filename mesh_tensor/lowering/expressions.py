@@ -39,7 +39,7 @@ class ValueRewriter:
             placeholders[var] = self._load(node)
             return var
 
-        skeleton = _replace_outer_loads(expr, hide)
+        skeleton = replace_outer_loads(expr, hide)
         skeleton = tirx.stmt_functor.substitute(skeleton, offsets)
         return tirx.stmt_functor.substitute(skeleton, placeholders) if placeholders else skeleton
 
@@ -134,7 +134,7 @@ def _key(access: Access | tirx.BufferLoad) -> tuple:
     return (access.buffer, *access.indices)
 
 
-def _replace_outer_loads(expr: tirx.PrimExpr, replace) -> tirx.PrimExpr:
+def replace_outer_loads(expr: tirx.PrimExpr, replace) -> tirx.PrimExpr:
     """Exchange the outermost loads of an expression (loads inside a load's index go with it)."""
 
     def visit(node: object) -> object:

@@ -19,7 +19,7 @@ from .mesh_arithmetic import Arithmetic, compute
 from .placement import Layout, layout_of
 from .reshard import reshard_of
 
-ShardingLike = Sharding | Mapping[str, int | None] | str
+ShardingLike = Sharding | Mapping[str, Any] | Sequence[Any] | str
 
 
 class MeshTensor(Arithmetic):
@@ -50,7 +50,10 @@ class MeshTensor(Arithmetic):
         if wrong:
             expected = f"contiguous, {layout.tile_shape}, {layout.dtype}, on {tiles[0].device}"
             refuse(wrong, where=f"tensor {layout.shape} as '{sharding}'", fix=f"make every tile {expected}")
-        self._tiles, self._layout = tiles, layout
+        lost = {found[0]: found[1] for tile in tiles if (found := why_not_plain(tile))}
+        if lost:
+            refuse([f"a tile {what}" for what in lost], where=f"tensor {layout.shape}", fix="; ".join(lost.values()))
+        self._tiles, self._layout = [tile.detach() for tile in tiles], layout
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -128,7 +131,8 @@ class MeshTensor(Arithmetic):
 
 @undisturbed
 def distribute(tensor: torch.Tensor, mesh: Mesh | Mapping[str, int], sharding: ShardingLike) -> MeshTensor:
-    """`tensor` as tiles on the devices of `mesh`: `sharding` is a dict from axis to dim, a text or a Sharding.
+    """`tensor` as tiles on the devices of `mesh`: `sharding` is a dict from axis to dim, a list of one placement
+    per axis, a text or a Sharding.
 
     The tiles are copies. Where an axis is partial, the device at its coordinate 0 holds the value and the others the
     neutral element of its op."""

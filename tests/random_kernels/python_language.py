@@ -177,16 +177,12 @@ def _infinity(dtype: str) -> Any:
     return np.dtype(dtype).type(math.inf)
 
 
-def _reshape(memory: Memory, shape: Sequence[int]) -> Memory:
+def _view(memory: Memory, shape: tuple[int, ...]) -> Memory:
     """The same memory in another shape."""
-    array = memory.array.reshape(shape)
-    assert np.shares_memory(array, memory.array) or not array.size
-    return Memory(array, memory.is_param)
+    return Memory(memory.array.reshape(shape), memory.is_param)
 
 
 LANGUAGE = SimpleNamespace(
-    reshape=_reshape,
-    view=_reshape,
     alloc_fragment=_alloc,
     alloc_shared=_alloc,
     alloc_local=_alloc,
@@ -196,6 +192,8 @@ LANGUAGE = SimpleNamespace(
     Pipelined=_serial,
     Parallel=_nest,
     grid=_nest,
+    reshape=_view,
+    view=_view,
     copy=_copy,
     fill=_fill,
     clear=lambda dst: _fill(dst, 0),

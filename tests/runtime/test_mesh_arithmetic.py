@@ -123,6 +123,15 @@ def test_a_replicated_scalar():
     torch.testing.assert_close((factor + factor).full(), scale + scale)
 
 
+def test_what_torch_was_told_elsewhere_changes_nothing():
+    tensor = distribute(torch.rand(6, 6), MESH, {"x": 0})
+    expected = torch.exp(tensor).full()
+    with torch.autocast("cpu"), torch.device("meta"):
+        result = torch.exp(tensor) * 1
+    assert result.dtype == torch.float32
+    assert torch.equal(result.full(), expected)
+
+
 def test_large_tensors_on_the_devices_threads():
     whole = torch.randn(700, 300)
     tensor = distribute(whole, MESH, {"x": 0, "y": 1})

@@ -66,6 +66,13 @@ def test_a_whole_tensor_beside_it(call):
     assert "mt.distribute(tensor, mesh, sharding)" in text
 
 
+def test_a_scalar_whose_gradient_would_be_lost():
+    text = message(lambda: TENSOR * torch.tensor(2.0, requires_grad=True))
+    assert "a Tensor beside a MeshTensor: requires a gradient, which would be lost" in text
+    with torch.no_grad():
+        (TENSOR * torch.tensor(2.0, requires_grad=True)).full()
+
+
 @pytest.mark.parametrize(("value", "told"), [("x", "'x' beside"), ([1], "a list beside"), (None, "no operands of add")])
 def test_operands_that_are_none(value, told):
     text = message(lambda: TENSOR + value)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 
-from ..._placement import TORCH_OPS, from_torch
+from ..._placement import TORCH_OPS, of_torch
 from ...errors import MeshTensorError, listing, refuse
 from ...mesh import Mesh
 from ...plain_tensors import why_not_plain
@@ -255,7 +255,7 @@ def _torch_placement(placement: Placement) -> Any:
 
 
 def _our_placement(axis: str, placement: Any) -> Placement:
-    found = from_torch(placement)
+    found = of_torch(placement)
     if found is None:
         ops = listing(tuple(TORCH_OPS.values()))
         refuse(

@@ -86,8 +86,9 @@ class Scope:
     binds: dict[int, tirx.PrimExpr] = field(default_factory=dict)
     lanes: dict[int, Lane] = field(default_factory=dict)
     axis_of: Mapping[int, int] = field(default_factory=dict)
+    safe_values: dict[int, Code] = field(default_factory=dict)
+    threads: set[tirx.Var] = field(default_factory=set)
     jumps: bool = False
-    threads: set[int] = field(default_factory=set)
 
     @property
     def axes(self) -> int:
@@ -111,7 +112,7 @@ class Scope:
         """A variable's value."""
         slot = self.slots.get(hash(var))
         if slot is None:
-            if hash(var) in self.threads:
+            if var in self.threads:
                 refuse(
                     f"the thread index {var.name!r}, {FROM}, has no value in the interpreter",
                     why="kernels are read as whole blocks there",
