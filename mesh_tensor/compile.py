@@ -250,9 +250,12 @@ class MeshKernel:
         else:
             launch = self._current
         assert launch is not None
-        if self._strict:
-            check_placements(self._signature.name, given, launch.program)
+        self._check_placements(given, launch.program)
         return launch
+
+    def _check_placements(self, given: dict[str, Any], program: Program) -> None:
+        if self._strict:
+            check_placements(self._signature.name, given, program)
 
     def _make(self, sizes: Sizes) -> Launch:
         return Launch(self._program_of(sizes), self._target, poison=self._poison)
