@@ -309,8 +309,7 @@ ROWS_OF_TILE_OPERATIONS = (
         "refused",
         "atomic_load_elem_op",
         names="atomic_load atomic_store atomic_addx2 atomic_addx4",
-        ops="tl.atomic_load_elem_op tl.atomic_store_elem_op tl.atomic_addx2_* tl.atomic_addx4_*"
-        " tirx.atomic_add",
+        ops="tl.atomic_load_elem_op tl.atomic_store_elem_op tl.atomic_addx2_* tl.atomic_addx4_* tirx.atomic_add",
         examples=(Example("atomic_load", _one_of_two(_load), (X, ZEROS)),),
     ),
     Row(
