@@ -13,7 +13,7 @@ from .errors import refuse
 from .overlap import has_collectives, overlapped, why_in_bulk
 from .plain_tensors import is_dual
 from .program import CollectiveStep, Program
-from .rank_locals import Shapes, global_sizes, problem, said_key, shares_memory
+from .rank_locals import Shapes, global_sizes, guesses, problem, said_key, shares_memory
 from .recent import KERNEL_SIZES, Recent
 from .runtime.distributed.agree import agree, program_facts
 from .runtime.distributed.dtensor import PART_FIX, from_placements, is_dtensor, lies_like_torch, part_problem
@@ -31,12 +31,14 @@ _Checked = tuple[Sizes, dict[str, Sharding], bool]  # sizes, how DTensors lie, a
 
 @dataclass(frozen=True)
 class _Run:
-    """A launch for the sizes `key`, and how the DTensors for it lie. `alone`: nothing is exchanged, nobody waits."""
+    """A launch for the sizes `key`, and how the DTensors for it lie. `alone`: nothing is exchanged, nobody waits;
+    `guessed`: for uneven tiles ranks take other sizes, which they find out together at every call."""
 
     key: tuple[int, ...]
     launch: RankLaunch
     layouts: dict[str, Sharding]
     alone: bool
+    guessed: bool
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ class RankKernel:
         """Run on this rank's local tensors: valid parts, or whole tiles. `shapes`: global ones, where they are said."""
         self._faults.begin()
         key = ("local", said_key(shapes) if shapes else "", *self._key(given, torch.is_grad_enabled()))
-        launch = self._of_same(key, lambda: self._check_locals(given, shapes)).launch
+        guessed = partial(guesses, self._signature, self._compiled.layouts, given, shapes)
+        launch = self._of_same(key, lambda: self._check_locals(given, shapes), guessed).launch
         self._compiled.ran(launch.program, list)
         locals_ = {name: given[name] for name in launch.tilings if name in given}
         entangled = len(locals_) > launch.inputs and _entangled(locals_)
@@ -99,18 +102,18 @@ class RankKernel:
         self._faults.begin()
         self._refused(error)
 
-    def _refused(self, error: Exception) -> None:
-        """The others hear of it at once while nothing is agreed on, later when they wait in vain."""
-        if self._agreed is None:
+    def _refused(self, error: Exception, guessed: bool = False) -> None:
+        """The others hear of it at once where they are about to agree, else when they wait in vain."""
+        if self._agreed is None or guessed:
             agree(self.ranks, self._faults, {}, refusal=str(error))
         else:
             self._faults.tell(error, "the checks of the call")
 
-    def _of_same(self, key: tuple, check: Callable[[], _Checked]) -> _Run:
+    def _of_same(self, key: tuple, check: Callable[[], _Checked], guessed: Callable[[], bool] = bool) -> _Run:
         """What arguments like those with the same key run: checked the first time, agreed on unless it ran last."""
         run = self._runs.get(key)
-        if run is None or not (run.alone or run is self._agreed):
-            run = self._runs.put(key, self._ready(check))
+        if run is None or run.guessed or not (run.alone or run is self._agreed):
+            run = self._runs.put(key, self._ready(check, bool(self._signature.symbols) and guessed()))
         return run
 
     def _key(self, given: Mapping[str, Any], recorded: bool) -> tuple:
@@ -128,7 +131,7 @@ class RankKernel:
                 found += (name, type(value), value if name in self._size_names else None)
         return tuple(found)
 
-    def _ready(self, check: Callable[[], _Checked]) -> _Run:
+    def _ready(self, check: Callable[[], _Checked], guessed: bool) -> _Run:
         """The launch for these arguments, and how they lie. Unless that is as at the last call, the ranks agree on
         it; once they have the same kernel, they needn't where the caller says all sizes and nothing is exchanged."""
         try:
@@ -137,17 +140,19 @@ class RankKernel:
             launch, program = self._launches.get(key), self._compiled.program_of(sizes)
             self._check_strict(program, layouts)
         except Exception as error:
-            self._refused(error)
+            self._refused(error, guessed)
             raise
         agreed = self._agreed
-        if agreed is not None and agreed.key == key and agreed.layouts == layouts:
+        if not guessed and agreed is not None and agreed.key == key and agreed.layouts == layouts:
+            if agreed.guessed:
+                agreed = self._agreed = replace(agreed, guessed=False)
             return agreed
         alone = agreed is not None and said and not _exchanges(program, layouts)
         if not alone:
             self._agree(key, program, layouts)
         if launch is None:
             launch = self._launches.put(key, self._make(program, sizes))
-        run = _Run(key, launch, layouts, alone)
+        run = _Run(key, launch, layouts, alone, guessed)
         if not alone:
             self._agreed = run
         return run

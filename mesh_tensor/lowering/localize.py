@@ -23,6 +23,7 @@ from .counted_once import CountedOnce
 from .expressions import ValueRewriter, contains_load, has_trap
 from .local_reports import LocalReports
 from .local_tile_ops import LocalTileOps
+from .loop_extents import LoopExtents
 from .padding_masks import PaddingMasks
 from .rewrite import block_like, loop_like, replace_block
 from .shrink import Shrink
@@ -49,6 +50,8 @@ class _Localizer:
         self.masks = PaddingMasks(analysis, self.splits, self.shrink, self.values)
         self.once = CountedOnce(analysis, self.splits)
         self.tile_ops = LocalTileOps(self.kernel, self.shrink, self.values, self.masks, self.once)
+        self.extents = LoopExtents(analysis, self.splits, self.shrink, self.values)
+        self.around = [loop.var for loop in self.kernel.grid]
         self.reports = LocalReports(analysis, self.splits, self.shrink, self.values, coordinates)
         self.by_node: dict[tirx.Stmt, Statement] = {s.node: s for s in self.kernel.statements}
 
@@ -87,9 +90,11 @@ class _Localizer:
         if isinstance(stmt, tirx.SeqStmt):
             return tirx.SeqStmt([self._visit(child) for child in stmt.seq])
         if isinstance(stmt, tirx.For):
-            extent = self.shrink.extents.get(stmt.loop_var)
-            extent = rewrite(stmt.extent) if extent is None else extent
-            return loop_like(stmt, extent, self._visit(stmt.body), start=rewrite(stmt.min))
+            extent = self.extents.extent(stmt, self.around)
+            self.around.append(stmt.loop_var)
+            body = self._visit(stmt.body)
+            self.around.pop()
+            return loop_like(stmt, extent, body, start=rewrite(stmt.min))
         if isinstance(stmt, tirx.IfThenElse):
             otherwise = None if stmt.else_case is None else self._visit(stmt.else_case)
             return tirx.IfThenElse(rewrite(stmt.condition), self._visit(stmt.then_case), otherwise)

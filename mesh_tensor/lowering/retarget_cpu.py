@@ -17,6 +17,7 @@ from tvm import tirx
 
 from ..errors import refuse
 from ..rules.effects import changes_nothing
+from ..rules.im2col import im2col_loops
 from ..rules.reports import assert_call, is_print, print_call, without_thread_tests
 from ..rules.tile_ops import Region, TileOp, parse_tile_op
 from .cpu_bounds import Bounds
@@ -26,6 +27,7 @@ from .cpu_lanes import step_by_lanes
 from .cpu_previous import update_before_use
 from .cpu_reports import report_statements
 from .cpu_tile_ops import TileOps
+from .thread_index import FIX, FROM, refuse_thread_groups
 
 _IN_LOOP = {name: name for name in ("tirx.break_loop", "tirx.continue_loop")} | {"tl.loop_break": "tirx.break_loop"}
 
@@ -60,6 +62,7 @@ class _Retarget:
         }
 
     def run(self) -> tirx.PrimFunc:
+        refuse_thread_groups(self._func, "c")
         func = update_before_use(self._func)
         self._in_scope.update(func.params)
         for buffer in func.buffer_map.values():
@@ -196,6 +199,9 @@ class _Retarget:
         op = parse_tile_op(stmt)
         if op is not None:
             return self._tile_ops.expand(_with_expressions(op, self._expr))
+        loops = im2col_loops(stmt)
+        if loops is not None:
+            return self._stmt(loops)
         return self._refuse(
             f"{_spelling(name) or type(stmt.value).__name__} can't run on a CPU",
             "it is no tile operation that the re-targeting pass knows",
@@ -207,9 +213,9 @@ class _Retarget:
         if isinstance(expr, tirx.Var):
             if expr in self._thread_vars:
                 self._refuse(
-                    f"the thread index '{expr.name}' can't be used on a CPU",
+                    f"the thread index '{expr.name}', {FROM}, can't be used on a CPU",
                     "a program of the grid runs as one thread there",
-                    'write it with T.Parallel, T.copy and T.reduce_*, or use target="cuda"',
+                    FIX,
                 )
             return self._expr(self._inlined[expr]) if expr in self._inlined else expr
         if isinstance(expr, tirx.Select) or op_name(expr) == "tirx.if_then_else":

@@ -32,7 +32,8 @@ NO_EFFECT = (
     | _ops("tl", "no_set_max_nreg pdl_sync pdl_trigger set_max_nreg sync_warp wait_wgmma warpgroup_arrive")
     | _ops("tl", "warpgroup_commit_batch warpgroup_wait")
 )
-
+#: What takes an element for the place that it is at.
+POINTERS = frozenset(("tl.access_ptr", "tirx.address_of", "tirx.tvm_access_ptr"))
 #: What leaves a loop, an iteration or the kernel: what stands behind or before it in the loop may not run.
 _LEAVES_LOOP = frozenset(("tl.loop_break", "tirx.break_loop", "tirx.continue_loop"))
 _LEAVES_KERNEL = frozenset(("tirx.ret", "tirx.thread_return"))
@@ -101,6 +102,17 @@ def pointers(stmt: tirx.Stmt) -> set[tirx.Var]:
 
     tirx.stmt_functor.post_order_visit(stmt, visit)
     return found
+
+
+def buffers_of(stmt: tirx.Stmt) -> tuple[tirx.Buffer, ...]:
+    """The buffers that a statement itself names: of a loop or a branch those in its bounds or its condition."""
+    found: list[tirx.Buffer] = [stmt.buffer] if isinstance(stmt, tirx.BufferStore) else []
+    exprs = [stmt.value] if isinstance(stmt, tirx.Evaluate) else _expressions(stmt)
+    for expr in exprs:
+        tirx.stmt_functor.post_order_visit(
+            expr, lambda node: found.append(node.buffer) if isinstance(node, tirx.BufferLoad) else None
+        )
+    return tuple(found)
 
 
 def _may_write(call: tirx.Call) -> bool:

@@ -13,6 +13,7 @@ from .linear import linear_form
 from .reports import assert_call, is_print
 from .statements import Access, Kernel, Loop, Statement, body_statements, buffer_params, split_update
 from .tile_reader import TileReader, Unmatched
+from .views import left_views
 
 
 def read_kernel(func: tirx.PrimFunc) -> Kernel:
@@ -82,6 +83,7 @@ class _Reader:
         self.statements: list[Statement] = []
         self.allocs: list[tirx.Buffer] = []
         self.top = -1
+        self.owners = left_views(func)
 
     def read(self, body: tirx.Stmt) -> list:
         tree: list = []
@@ -99,7 +101,7 @@ class _Reader:
     def _visit(self, stmt: tirx.Stmt) -> list:
         if isinstance(stmt, tirx.SeqStmt):
             return [node for child in stmt.seq for node in self._visit(child)]
-        effect = effects.side_effect(stmt) or _vector(stmt)
+        effect = effects.side_effect(stmt) or _vector(stmt) or self._view_in(stmt)
         if effect is not None:
             if isinstance(stmt, tirx.Bind):
                 self.binds[stmt.var] = stmt.value
@@ -169,11 +171,18 @@ class _Reader:
             **flags,
         )
 
+    def _view_in(self, stmt: tirx.Stmt) -> str | None:
+        """The view that a statement's own expressions, or what it stores to, go through."""
+        if not self.owners or isinstance(stmt, (tirx.SBlockRealize, tirx.AttrStmt)):
+            return None
+        found = effects.buffers_of(stmt)
+        return next((f"{_shape(b)}, a view of {self.owners[b].name}," for b in found if b in self.owners), None)
+
     def _opaque(self, stmt: tirx.Stmt, what: str) -> Statement:
         """A statement that nothing is known of: it reads and writes every buffer in it, anywhere."""
         pointed = [buffer for buffer in self._buffers() if buffer.data in effects.pointers(stmt)]
         anywhere = tuple(self.access(buffer, [tirx.IntImm("int32", 0)] * len(buffer.shape)) for buffer in pointed)
-        may_write = (*effects.written(stmt), *pointed)
+        may_write = (*(self.owners.get(b, b) for b in effects.written(stmt)), *pointed)
         return self.statement(stmt, reads=(*self.loads([stmt]), *anywhere), unknown=what, may_write=may_write)
 
     def _buffers(self) -> list[tirx.Buffer]:
@@ -181,6 +190,9 @@ class _Reader:
         return [*self.func.buffer_map.values(), *self.root.alloc_buffers, *self.allocs]
 
     def access(self, buffer: tirx.Buffer, indices) -> Access:
+        if buffer in self.owners:  # somewhere in its owner's memory
+            shape = self.owners[buffer].shape
+            return Access(self.owners[buffer], tuple(tirx.IntImm("int32", 0) for _ in shape), (None,) * len(shape))
         return Access(buffer, tuple(indices), tuple(linear_form(i, self.binds) for i in indices))
 
     def loads(self, nodes) -> tuple[Access, ...]:
@@ -266,6 +278,10 @@ def _vector(stmt: tirx.Stmt) -> str | None:
     if isinstance(stmt, (tirx.BufferStore, tirx.Bind)):
         post_order_visit(stmt, lambda n: found.append(n) if isinstance(n, (tirx.Ramp, tirx.Broadcast)) else None)
     return "an access of a vector" if found else None
+
+
+def _shape(buffer: tirx.Buffer) -> str:
+    return f"{buffer.name or 'a buffer'} ({', '.join(str(size) for size in buffer.shape)}) {buffer.dtype}"
 
 
 def _calls(expr: tirx.PrimExpr) -> Iterator[tirx.Call]:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from .scene import Axis, Dim, Scene, Tile
 from .spec import Case, KernelSpec, Param
 from .stores import Stores
+from .views import with_views
 
 _GRID_NAMES = ("bx", "by", "bz")
 
@@ -133,7 +134,7 @@ def _step(stores: Stores) -> None:
 
 # -- meshes and shardings ------------------------------------------------------------------------------------------
 
-_MESHES = (
+MESHES = (
     (2,),
     (2,),
     (3,),
@@ -191,7 +192,9 @@ def make_case(number: int) -> Case:
     """The case with this number."""
     random = Random(number)
     kernel, exact = make_kernel(random)
-    mesh = dict(zip("xyz", random.choice(_MESHES), strict=False))
+    if random.random() < 0.3:
+        kernel = with_views(kernel, random)
+    mesh = dict(zip("xyz", random.choice(MESHES), strict=False))
     return Case(
         kernel.source(),
         kernel.params,
@@ -200,6 +203,7 @@ def make_case(number: int) -> Case:
         exact=exact,
         integers=exact or random.random() < 0.5,
         blank=random.random() < 0.3,
+        as_python=True,
         seed=number,
     )
 

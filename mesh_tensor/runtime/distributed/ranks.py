@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,7 @@ class Talk:
         return [data[start : start + len(words)] for start in range(0, len(data), len(words))]
 
 
+_NONCE = 16  # bytes that no two meetings have in common
 _alive: WeakSet[Ranks] = WeakSet()
 
 
@@ -111,10 +113,10 @@ class Ranks:
         if self._talk is not None or not dist.is_gloo_available() or default_store() is None:
             return
         group = self.everybody()
-        places = tuple(self._places[member] for member in group.members)
-        store = dist.PrefixStore(f"mesh_tensor/talk/{places}/{_next(places)}", default_store())
+        name = self.talk().gather(os.urandom(_NONCE))[0].hex()  # not counted: ranks may be older than others
+        store = dist.PrefixStore(f"mesh_tensor/talk/{name}", default_store())
         at, timeout = group.members.index(self.rank), _timeout(group.process_group)
-        gloo: Any = dist.ProcessGroupGloo(store, at, len(places), timeout)
+        gloo: Any = dist.ProcessGroupGloo(store, at, len(group.members), timeout)
         self._talk = Talk(
             group.members,
             torch.device("cpu"),
@@ -122,9 +124,13 @@ class Ranks:
         )
         self._talk.gather(b" ")  # nobody goes on, and perhaps ends, while others are still connecting
 
+    def is_gone(self) -> bool:
+        """Whether its process group was destroyed, and another one made since."""
+        return not vars(self)
+
     def let_go(self) -> None:
         """Forget all groups, for good."""
-        for group in self._groups.values():
+        for group in vars(self).get("_groups", {}).values():
             vars(group).clear()  # exchanges of kernels that are still there have them, too
         vars(self).clear()
 
@@ -156,8 +162,11 @@ def ranks_of(mesh: Mesh, device_mesh: DeviceMesh | None, device_type: str) -> Ra
         refuse(f"device_mesh is a {type(device_mesh).__name__}", where=str(mesh), fix="pass a torch DeviceMesh")
     world = _world()
     if _made and _made[0] is not world:
-        _known.clear()  # another process group than before: what was made with that one is gone
+        _let_go()  # another process group than before: what was made with that one is gone
+        _worlds[0] += 1
     _made[:] = [world]
+    if device_mesh is not None:
+        _check_current(mesh, device_mesh)
     key = (mesh, device_mesh, device_type)
     if key not in _known:
         _known[key] = Ranks(mesh, device_mesh or _device_mesh_of(mesh, device_type), device_type)
@@ -171,11 +180,29 @@ def are_current() -> bool:
 
 _known: dict[tuple[Any, ...], Ranks] = {}
 _made: list[Any] = []
+_worlds = [0]  # how many process groups there were before
+_first_seen: dict[int, tuple[ref[DeviceMesh], int]] = {}  # when, by the id of a DeviceMesh
+
+
+def _check_current(mesh: Mesh, device_mesh: DeviceMesh) -> None:
+    """A DeviceMesh finds its groups by their names, which those of a later process group have, too."""
+    place = id(device_mesh)
+    seen = _first_seen.get(place)
+    if seen is None or seen[0]() is not device_mesh:
+        seen = _first_seen[place] = ref(device_mesh, lambda _: _first_seen.pop(place, None) and None), _worlds[0]
+    if seen[1] != _worlds[0]:
+        refuse(
+            "the DeviceMesh is of a process group that was destroyed",
+            where=str(mesh),
+            why="there is another process group now",
+            fix="make it, and what lies on it, anew",
+        )
 
 
 @atexit.register
 def _let_go() -> None:
-    """A group that is still held when Python takes itself apart, after torch's own end, aborts the process."""
+    """Groups that are held keep their connections and threads. One that is still held when Python takes itself apart,
+    after torch's own end, aborts the process."""
     _known.clear()
     _made.clear()
     for ranks in list(_alive):
@@ -251,15 +278,6 @@ def default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
-
-
-def _next(places: tuple[int, ...]) -> int:
-    """How many groups these ranks had, with this one; alike on all of them."""
-    _counts[places] = _counts.get(places, 0) + 1
-    return _counts[places]
-
-
-_counts: dict[tuple[int, ...], int] = {}
 
 
 def _timeout(process_group: Any) -> Any:

@@ -14,6 +14,7 @@ from tvm import ir, tirx
 
 from mesh_tensor.errors import MeshTensorError
 from mesh_tensor.rules.effects import changes_nothing
+from mesh_tensor.rules.im2col import im2col_loops
 from mesh_tensor.rules.reports import assert_call, is_print, print_call, report_of, without_thread_tests
 from mesh_tensor.rules.tile_ops import Atomic, parse_previous, parse_tile_op
 
@@ -189,6 +190,9 @@ def _evaluate(stmt: tirx.Evaluate, scope: Scope) -> Action:
         return _update(op, scope)
     if op is not None:
         return compile_tile_op(op, scope)
+    loops = im2col_loops(stmt)
+    if loops is not None:
+        return compile_stmt(loops, scope)
     if isinstance(stmt.value, (tirx.IntImm, tirx.Var)) or changes_nothing(stmt):
         return nothing
     if print_call(stmt) is not None:
