@@ -31,6 +31,29 @@ def _copied(operation: Callable) -> Callable[[], Any]:
     return kernel
 
 
+def _padded() -> Any:
+    @T.prim_func
+    def padded(X: T.Tensor((12, 4), "float32"), Y: T.Tensor((12, 8), "float32")):
+        with T.Kernel(3, threads=32) as bx:
+            x = T.alloc_shared((4, 8), "float32")
+            T.annotate_safe_value({X: 5.0})
+            T.copy(X[bx * 4 : bx * 4 + 4, 0:8], x)
+            T.copy(x, Y[bx * 4 : bx * 4 + 4, 0:8])
+
+    return padded
+
+
+def _padded_element() -> Any:
+    @T.prim_func
+    def element(X: T.Tensor((12, 4), "float32"), Y: T.Tensor((12, 4), "float32")):
+        with T.Kernel(12, threads=32) as bx:
+            T.annotate_safe_value({X: 5.0})
+            for j in T.Parallel(4):
+                Y[bx, j] = X[bx + 1, j]
+
+    return element
+
+
 def _filled() -> Any:
     @T.prim_func
     def filled(X: T.Tensor((12, 4), "float32"), Y: T.Tensor((12, 4), "float32")):
@@ -231,7 +254,14 @@ ROWS_OF_TILE_OPERATIONS = (
         examples=(
             Example("copy", _copied(T.copy), (X,), lambda x: x),
             Example("async_copy", _copied(T.async_copy), (X,), lambda x: x),
+            Example("annotate_safe_value", _padded, (X,), lambda x: np.pad(x, ((0, 0), (0, 4)), constant_values=5)),
         ),
+    ),
+    Row(
+        "`annotate_safe_value` where single elements are read",
+        "refused",
+        "T.annotate_safe_value of 'X', which is read element by element",
+        examples=(Example("a single load", _padded_element, (X, ZEROS)),),
     ),
     Row(
         "fills and transposes",
