@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 import tilelang.language as T
+import torch
+
+from kernels.convolution import convolution_2d, convolution_2d_reference
 
 from .row import Example, Row, matrix
 
@@ -240,6 +243,18 @@ def _any() -> Any:
 ZEROS = np.zeros_like(X)
 
 
+IMAGES = np.random.default_rng(5).standard_normal((2, 5, 5, 4)).astype(np.float32)
+WEIGHTS = np.random.default_rng(6).standard_normal((3, 3, 4, 8)).astype(np.float32)
+
+
+def _convolution() -> Any:
+    return convolution_2d(2, 4, 5, 5, 8, block_M=8, block_N=8, block_K=4)
+
+
+def _convolved(data: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+    return convolution_2d_reference(torch.from_numpy(data), torch.from_numpy(kernel)).numpy()
+
+
 def _counts(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.repeat(np.arange(12, dtype=np.float32)[:, None], 4, 1)
 
@@ -272,6 +287,20 @@ ROWS_OF_TILE_OPERATIONS = (
         examples=(
             Example("fill, clear", _filled, (X,), lambda x: x + 3),
             Example("transpose", _transposed, (X,), lambda x: x.T, {"X": {"x": 0}, "Y": {"x": 1}}),
+        ),
+    ),
+    Row(
+        "image to columns",
+        "understood",
+        "as the loops that it is; an axis may split images and channels of the result",
+        names="im2col c2d_im2col",
+        ops="tl.tileop.im2col tl.tileop.c2d_im2col",
+        examples=tuple(
+            Example(f"convolution over {what}", _convolution, (IMAGES, WEIGHTS), _convolved, sharding)
+            for what, sharding in [
+                ("split images", {"data": {"x": 0}, "out": {"x": 0}}),
+                ("split features", {"kernel": {"x": 3}, "out": {"x": 3}}),
+            ]
         ),
     ),
     Row(
