@@ -22,7 +22,7 @@ def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
         MeshTensorError: a buffer is in no memory that is known, or a view is not understood.
     """
     func = func.with_body(tirx.stmt_functor.ir_transform(func.body, None, _plain_operation, ["tirx.Evaluate"]))
-    return unfuse(mark_prints(resolve_views(_inline_bindings(func))))
+    return unfuse(resolve_views(mark_prints(_inline_bindings(func))))
 
 
 def _inline_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:

@@ -101,7 +101,7 @@ class _Reader:
     def _visit(self, stmt: tirx.Stmt) -> list:
         if isinstance(stmt, tirx.SeqStmt):
             return [node for child in stmt.seq for node in self._visit(child)]
-        effect = effects.side_effect(stmt) or _vector(stmt) or self._view_in(stmt)
+        effect = effects.side_effect(stmt) or self._view_in(stmt) or _vector(stmt)
         if effect is not None:
             if isinstance(stmt, tirx.Bind):
                 self.binds[stmt.var] = stmt.value
@@ -182,8 +182,8 @@ class _Reader:
         """A statement that nothing is known of: it reads and writes every buffer in it, anywhere."""
         pointed = [buffer for buffer in self._buffers() if buffer.data in effects.pointers(stmt)]
         anywhere = tuple(self.access(buffer, [tirx.IntImm("int32", 0)] * len(buffer.shape)) for buffer in pointed)
-        may_write = (*(self.owners.get(b, b) for b in effects.written(stmt)), *pointed)
-        return self.statement(stmt, reads=(*self.loads([stmt]), *anywhere), unknown=what, may_write=may_write)
+        written = tuple(self.owners.get(buffer, buffer) for buffer in (*effects.written(stmt), *pointed))
+        return self.statement(stmt, reads=(*self.loads([stmt]), *anywhere), unknown=what, may_write=written)
 
     def _buffers(self) -> list[tirx.Buffer]:
         """The parameters and on-chip buffers that are known so far."""
