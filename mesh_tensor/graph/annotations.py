@@ -18,7 +18,7 @@ from ..errors import refuse, shown
 from ..mesh import Mesh
 from ..sharding import Sharding
 from .ir import Annotation
-from .meshes import device_mesh, fits, named_mesh, with_mesh
+from .meshes import device_mesh, device_meshes, fits, named_mesh, same, with_mesh
 from .named_values import NamedValues
 from .names import SOURCE_NAMES_ATTR, Fresh, check_module, relax_functions, unique_names, variables
 from .parameters import with_flat_parameters
@@ -124,7 +124,10 @@ def _device_mesh(mod: ir.IRModule, mesh: Mesh) -> DeviceMesh:
                 why="several meshes at once are not supported: all annotations of a module are for one mesh",
                 fix="annotate for the mesh that is there, or take the other annotations out",
             )
-    return used[0][0] if used else device_mesh(mesh)
+    if used:
+        return used[0][0]
+    made = device_mesh(mesh)
+    return next((device for device in device_meshes(mod) if same(device, made)), made)
 
 
 @relax.expr_functor.mutator

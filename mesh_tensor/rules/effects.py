@@ -27,8 +27,6 @@ ELEMENTWISE = (
     | _ops("tl", "round_ties_away_from_zero")
     | frozenset(CALLED)
 )
-#: What takes an element for the place that it is at.
-POINTERS = frozenset(("tl.access_ptr", "tirx.address_of", "tirx.tvm_access_ptr"))
 
 #: Statements that change no value and no statement's running: barriers inside a program, hints to a compiler.
 NO_EFFECT = (
@@ -37,7 +35,8 @@ NO_EFFECT = (
     | _ops("tl", "no_set_max_nreg pdl_sync pdl_trigger set_max_nreg sync_warp wait_wgmma warpgroup_arrive")
     | _ops("tl", "warpgroup_commit_batch warpgroup_wait")
 )
-
+#: What takes an element for the place that it is at.
+POINTERS = frozenset(("tl.access_ptr", "tirx.address_of", "tirx.tvm_access_ptr"))
 #: What leaves a loop, an iteration or the kernel: what stands behind or before it in the loop may not run.
 _LEAVES_LOOP = frozenset(("tl.loop_break", "tirx.break_loop", "tirx.continue_loop"))
 _LEAVES_KERNEL = frozenset(("tirx.ret", "tirx.thread_return"))
@@ -96,17 +95,6 @@ def written(stmt: tirx.Stmt) -> tuple[tirx.Buffer, ...]:
     return tuple(found)
 
 
-def buffers_of(stmt: tirx.Stmt) -> tuple[tirx.Buffer, ...]:
-    """The buffers that a statement itself names: of a loop or a branch those in its bounds or its condition."""
-    found: list[tirx.Buffer] = [stmt.buffer] if isinstance(stmt, tirx.BufferStore) else []
-    exprs = [stmt.value] if isinstance(stmt, tirx.Evaluate) else _expressions(stmt)
-    for expr in exprs:
-        tirx.stmt_functor.post_order_visit(
-            expr, lambda node: found.append(node.buffer) if isinstance(node, tirx.BufferLoad) else None
-        )
-    return tuple(found)
-
-
 def pointers(stmt: tirx.Stmt) -> set[tirx.Var]:
     """The variables that calls in the statement get as pointers: all that they point to may be read and written."""
     found: set[tirx.Var] = set()
@@ -117,6 +105,17 @@ def pointers(stmt: tirx.Stmt) -> set[tirx.Var]:
 
     tirx.stmt_functor.post_order_visit(stmt, visit)
     return found
+
+
+def buffers_of(stmt: tirx.Stmt) -> tuple[tirx.Buffer, ...]:
+    """The buffers that a statement itself names: of a loop or a branch those in its bounds or its condition."""
+    found: list[tirx.Buffer] = [stmt.buffer] if isinstance(stmt, tirx.BufferStore) else []
+    exprs = [stmt.value] if isinstance(stmt, tirx.Evaluate) else _expressions(stmt)
+    for expr in exprs:
+        tirx.stmt_functor.post_order_visit(
+            expr, lambda node: found.append(node.buffer) if isinstance(node, tirx.BufferLoad) else None
+        )
+    return tuple(found)
 
 
 def _may_write(call: tirx.Call) -> bool:

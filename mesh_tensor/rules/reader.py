@@ -236,10 +236,6 @@ class _Reader:
             return self._opaque(stmt, str(error))
 
 
-def _shape(buffer: tirx.Buffer) -> str:
-    return f"{buffer.name or 'a buffer'} ({', '.join(str(size) for size in buffer.shape)}) {buffer.dtype}"
-
-
 def _check_supported(func: tirx.PrimFunc, block: tirx.SBlock) -> None:
     """Refuse what means more than one program of the kernel."""
     where = f"kernel {_name(func)!r}"
@@ -282,6 +278,10 @@ def _vector(stmt: tirx.Stmt) -> str | None:
     if isinstance(stmt, (tirx.BufferStore, tirx.Bind)):
         post_order_visit(stmt, lambda n: found.append(n) if isinstance(n, (tirx.Ramp, tirx.Broadcast)) else None)
     return "an access of a vector" if found else None
+
+
+def _shape(buffer: tirx.Buffer) -> str:
+    return f"{buffer.name or 'a buffer'} ({', '.join(str(size) for size in buffer.shape)}) {buffer.dtype}"
 
 
 def _calls(expr: tirx.PrimExpr) -> Iterator[tirx.Call]:

@@ -141,7 +141,7 @@ def _c_type(dtype: str) -> str:
 def _build_stamp() -> str:
     """Everything but the kernel and the compiler that its library depends on."""
     package = Path(__file__).parents[1]
-    rules = (package / "rules" / f"{name}.py" for name in ("tile_ops", "effects", "im2col", "reports"))
+    rules = (package / "rules" / f"{name}.py" for name in ("tile_ops", "effects", "im2col", "reports", "values"))
     others = (package / "lowering" / "rewrite.py", *rules)
     passes = [*sorted((package / "lowering").glob("*cpu*.py")), *others]
     sources = [*passes, Path(__file__), *_HEADERS.values()]

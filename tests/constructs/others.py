@@ -80,13 +80,6 @@ ROWS_OF_OTHERS = (
         " tl.cooperative_tensor_* tirx.*simdgroup* tl.ds_read_*",
     ),
     Row(
-        "image to columns",
-        "refused",
-        _HARDWARE,
-        names="im2col c2d_im2col",
-        ops="tl.tileop.im2col tl.tileop.c2d_im2col",
-    ),
-    Row(
         "loads and stores of several elements, and of other memory",
         "refused",
         _HARDWARE,
@@ -99,10 +92,13 @@ ROWS_OF_OTHERS = (
         "call_extern",
         names="access_ptr address_of tvm_access_ptr handle_add_byte_offset isnullptr",
         ops="tirx.address_of tirx.tvm_access_ptr tirx.handle_add_byte_offset tirx.isnullptr",
-        examples=(
-            Example("of an element", _pointer, (matrix(), matrix())),
-            Example("of a tensor", _whole_pointer, (matrix(), matrix())),
-        ),
+        examples=(Example("of an element", _pointer, (matrix(), matrix())),),
+    ),
+    Row(
+        "addresses of whole tensors",
+        "refused",
+        "is used by itself",
+        examples=(Example("of a tensor", _whole_pointer, (matrix(), matrix())),),
     ),
     Row(
         "random numbers, functions of integers and of packed ones",

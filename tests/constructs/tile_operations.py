@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 import tilelang.language as T
+import torch
+
+from kernels.convolution import convolution_2d, convolution_2d_reference
 
 from .row import Example, Row, matrix
 
@@ -29,6 +32,29 @@ def _copied(operation: Callable) -> Callable[[], Any]:
         return copied
 
     return kernel
+
+
+def _padded() -> Any:
+    @T.prim_func
+    def padded(X: T.Tensor((12, 4), "float32"), Y: T.Tensor((12, 8), "float32")):
+        with T.Kernel(3, threads=32) as bx:
+            x = T.alloc_shared((4, 8), "float32")
+            T.annotate_safe_value({X: 5.0})
+            T.copy(X[bx * 4 : bx * 4 + 4, 0:8], x)
+            T.copy(x, Y[bx * 4 : bx * 4 + 4, 0:8])
+
+    return padded
+
+
+def _padded_element() -> Any:
+    @T.prim_func
+    def element(X: T.Tensor((12, 4), "float32"), Y: T.Tensor((12, 4), "float32")):
+        with T.Kernel(12, threads=32) as bx:
+            T.annotate_safe_value({X: 5.0})
+            for j in T.Parallel(4):
+                Y[bx, j] = X[bx + 1, j]
+
+    return element
 
 
 def _filled() -> Any:
@@ -217,6 +243,18 @@ def _any() -> Any:
 ZEROS = np.zeros_like(X)
 
 
+IMAGES = np.random.default_rng(5).standard_normal((2, 5, 5, 4)).astype(np.float32)
+WEIGHTS = np.random.default_rng(6).standard_normal((3, 3, 4, 8)).astype(np.float32)
+
+
+def _convolution() -> Any:
+    return convolution_2d(2, 4, 5, 5, 8, block_M=8, block_N=8, block_K=4)
+
+
+def _convolved(data: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+    return convolution_2d_reference(torch.from_numpy(data), torch.from_numpy(kernel)).numpy()
+
+
 def _counts(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.repeat(np.arange(12, dtype=np.float32)[:, None], 4, 1)
 
@@ -231,7 +269,14 @@ ROWS_OF_TILE_OPERATIONS = (
         examples=(
             Example("copy", _copied(T.copy), (X,), lambda x: x),
             Example("async_copy", _copied(T.async_copy), (X,), lambda x: x),
+            Example("annotate_safe_value", _padded, (X,), lambda x: np.pad(x, ((0, 0), (0, 4)), constant_values=5)),
         ),
+    ),
+    Row(
+        "`annotate_safe_value` where single elements are read",
+        "refused",
+        "T.annotate_safe_value of 'X', which is read element by element",
+        examples=(Example("a single load", _padded_element, (X, ZEROS)),),
     ),
     Row(
         "fills and transposes",
@@ -242,6 +287,20 @@ ROWS_OF_TILE_OPERATIONS = (
         examples=(
             Example("fill, clear", _filled, (X,), lambda x: x + 3),
             Example("transpose", _transposed, (X,), lambda x: x.T, {"X": {"x": 0}, "Y": {"x": 1}}),
+        ),
+    ),
+    Row(
+        "image to columns",
+        "understood",
+        "as the loops that it is; an axis may split images and channels of the result",
+        names="im2col c2d_im2col",
+        ops="tl.tileop.im2col tl.tileop.c2d_im2col",
+        examples=tuple(
+            Example(f"convolution over {what}", _convolution, (IMAGES, WEIGHTS), _convolved, sharding)
+            for what, sharding in [
+                ("split images", {"data": {"x": 0}, "out": {"x": 0}}),
+                ("split features", {"kernel": {"x": 3}, "out": {"x": 3}}),
+            ]
         ),
     ),
     Row(
