@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -98,7 +99,7 @@ class MeshKernel:
         self._programs = Programs(func, self._signature.symbols, lower or _lower, strict, overlap, compile_kernel)
         self._program: Program | None = None
         self._current: Launch | None = None
-        self._on_ranks: dict[int, RankKernel] = {}
+        self._on_ranks: dict[tuple[int, str], RankKernel] = {}
         self._last_on_ranks: tuple[Any, RankKernel] | None = None
         self._transfers: Callable[[], list[Transfer]] = list
         if self._signature.symbols:
@@ -148,14 +149,16 @@ class MeshKernel:
         return explain(self.program, self._target.name, self._transfers())
 
     def __call__(self, *args: Any) -> Any:
+        device_mesh = next((arg.device_mesh for arg in args if is_dtensor(arg)), None)
+        if device_mesh is not None:
+            on_ranks = self.on_ranks(device_mesh)
+            given, form = self._bound(args, on_ranks)
+            return _unpacked(on_ranks(given, form.returned))
         refuse_traced(self._signature.name, args)
-        form = self._forms.get(len(args)) or self._refuse_count(args)
+        form = self._forms.get(len(args)) or refuse_count(self._signature.name, len(args), self._forms)
         given = dict(zip(form.passed, args, strict=True))
         launch = self._current
         if self._signature.symbols or not self._is_quick(given):
-            device_mesh = next((arg.device_mesh for arg in args if is_dtensor(arg)), None)
-            if device_mesh is not None:
-                return _unpacked(self._rank_kernel(device_mesh)(given, form.returned))
             launch = self._launch_for(given)
         assert launch is not None
         as_mesh_tensors = any(isinstance(arg, MeshTensor) for arg in args)
@@ -184,25 +187,36 @@ class MeshKernel:
 
         Returns:
             This rank's parts of the results, without padding."""
-        refuse_traced(self._signature.name, args)
-        on_ranks = self._rank_kernel(device_mesh)
-        form = self._forms.get(len(args)) or self._refuse_count(args, on_ranks)
-        given = dict(zip(form.passed, args, strict=True))
+        on_ranks = self.on_ranks(device_mesh)
+        given, form = self._bound(args, on_ranks)
         return _unpacked(on_ranks.local(given, form.returned, shapes or {}))
 
-    def _rank_kernel(self, device_mesh: Any) -> RankKernel:
+    def _bound(self, args: Sequence[Any], on_ranks: RankKernel) -> tuple[dict[str, Any], CallForm]:
+        """The arguments of a call on ranks, by name; a refusal counts as a call, as the others make one."""
+        try:
+            refuse_traced(self._signature.name, args)
+            form = self._forms.get(len(args)) or refuse_count(self._signature.name, len(args), self._forms)
+        except MeshTensorError as error:
+            on_ranks.refuse_call(error)
+        return dict(zip(form.passed, args, strict=True)), form
+
+    def on_ranks(self, device_mesh: Any) -> RankKernel:
+        """The kernel on the ranks of a DeviceMesh, or on all that there are, as this thread calls it."""
         last = self._last_on_ranks
-        if last is not None and last[0] is device_mesh and are_current():
+        if last is not None and last[0] is device_mesh and are_current() and last[1].is_of_this_thread():
             return last[1]
         ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
-        found = self._on_ranks.get(id(ranks))
-        if found is None or found.ranks is not ranks:
+        key = id(ranks), threading.current_thread().name
+        found = self._on_ranks.get(key)
+        if found is None or found.ranks is not ranks or not found.is_of_this_thread():
+            kept = {key: kernel for key, kernel in self._on_ranks.items() if kernel.lane.is_current()}
             options = (self._strict, self._poison, self._overlap)
             stated = read_annotations(self._func)[1] if self._signature.symbols else {}
             layouts = {name: annotation.sharding for name, annotation in stated.items()}
             programs = (self._program_of, self._programs.exact)
             compiled = Compiled(self._signature, self._target, *options, layouts, *programs, self._ran)
-            found = self._on_ranks[id(ranks)] = RankKernel(compiled, ranks)
+            found = RankKernel(compiled, ranks)
+            self._on_ranks = {**kept, key: found}
         self._last_on_ranks = device_mesh, found
         return found
 
@@ -276,17 +290,6 @@ class MeshKernel:
             ):
                 return False
         return len(self._signature.params) == len(self._quick)
-
-    def _refuse_count(self, args: Sequence[Any], on_ranks: RankKernel | None = None) -> CallForm:
-        device_mesh = next((arg.device_mesh for arg in args if is_dtensor(arg)), None)
-        try:
-            return refuse_count(self._signature.name, len(args), self._forms)
-        except MeshTensorError as error:
-            if device_mesh is not None:
-                on_ranks = self._rank_kernel(device_mesh)
-            if on_ranks is not None:
-                on_ranks.refuse_call(error)
-            raise
 
     def __repr__(self) -> str:
         names = ", ".join(param.name for param in self._signature.params)

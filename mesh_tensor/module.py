@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from tvm import ir
 
-from .errors import refuse
+from .errors import MeshTensorError, refuse
 from .graph.annotations import annotate_module, read_module_annotations
 from .graph.names import check_module
 from .graph.parameters import flat_arguments, with_flat_parameters
@@ -21,7 +21,10 @@ from .module_launch import ModuleLaunch
 from .module_ranks import RankModuleLaunch
 from .program import Program
 from .runtime.distributed import is_dtensor, ranks_of
+from .runtime.distributed.agree import agree
 from .runtime.distributed.dtensor import mesh_of
+from .runtime.distributed.faults import Faults
+from .runtime.distributed.ranks import Ranks
 from .runtime.kernels import find_target
 from .runtime.mesh_tensor import ShardingLike
 
@@ -110,7 +113,7 @@ class MeshModule:
         mod = with_flat_parameters(mod, function)
         self._signature = ModuleSignature(mod, function)
         self._weights = weights = self._signature.weights(weights, self._target.device_type)
-        self._device_mesh = mesh if type(mesh).__name__ == "DeviceMesh" else _device_mesh(weights)
+        self._device_mesh = mesh if type(mesh).__name__ == "DeviceMesh" else _device_mesh(weights.values())
         named = mesh_of(mesh) if mesh is self._device_mesh and mesh is not None else mesh
         self._stated = read_module_annotations(mod, function, None if named is None else Mesh(named), strict=strict)
         self._mod, self.mesh = self._stated.module, self._stated.mesh
@@ -121,9 +124,27 @@ class MeshModule:
             self._plan = self._planned({})
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        tensors = self._signature.bind(self._weights, list(flat_arguments(args)), named)
-        sizes = self._signature.check(tensors, self._target.device_type)
-        launch = self._launch(sizes, self._device_mesh or _device_mesh(tensors))
+        arguments = list(flat_arguments(args))
+        device_mesh = self._device_mesh or _device_mesh([*arguments, *named.values()])
+        if device_mesh is None:
+            return self._run(*self._bound(arguments, named))
+        ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
+        with ranks.calls.lane() as lane:
+            try:
+                tensors, sizes = self._bound(arguments, named)
+                self._plan = self._planned(sizes)
+            except MeshTensorError as error:
+                if not any(key[1] is lane for key in self._launches):  # the others are about to agree
+                    agree(ranks, Faults(ranks, self._function), {}, refusal=str(error))
+                raise
+            return self._run(tensors, sizes, ranks)
+
+    def _bound(self, arguments: list[Any], named: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[Any, int]]:
+        tensors = self._signature.bind(self._weights, arguments, named)
+        return tensors, self._signature.check(tensors, self._target.device_type)
+
+    def _run(self, tensors: Mapping[str, Any], sizes: Mapping[Any, int], ranks: Ranks | None = None) -> Any:
+        launch = self._launch(sizes, ranks)
         with torch.no_grad():
             return launch({name: tensor for name, tensor in tensors.items() if name not in self._weights})
 
@@ -157,14 +178,13 @@ class MeshModule:
         """What was decided, why, and what it costs."""
         return explain_module(self.plan)
 
-    def _launch(self, sizes: Mapping[Any, int], device_mesh: Any) -> ModuleLaunch | RankModuleLaunch:
+    def _launch(self, sizes: Mapping[Any, int], ranks: Ranks | None) -> ModuleLaunch | RankModuleLaunch:
         plan = self._plan = self._planned(sizes)
-        key = (self._key(sizes), device_mesh)
+        key = (self._key(sizes), None if ranks is None else ranks.calls.lane())
         if key not in self._launches:
-            if device_mesh is None:
+            if ranks is None:
                 self._launches[key] = ModuleLaunch(plan, self._target, self._weights, poison=self._poison)
             else:
-                ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
                 self._launches[key] = RankModuleLaunch(plan, self._target, ranks, self._weights)
         return self._launches[key]
 
@@ -198,6 +218,6 @@ class MeshModule:
             )
 
 
-def _device_mesh(tensors: Mapping[str, Any]) -> Any:
+def _device_mesh(tensors: Iterable[Any]) -> Any:
     """The DeviceMesh of the DTensors among the tensors, if there are any."""
-    return next((tensor.device_mesh for tensor in tensors.values() if is_dtensor(tensor)), None)
+    return next((tensor.device_mesh for tensor in tensors if is_dtensor(tensor)), None)
