@@ -1,8 +1,12 @@
 """From one global-view TileLang kernel to a running mesh."""
 
+from ._environment import check_cache_folder, check_versions
 from ._tvm_check import check_tvm
+from ._version import __version__
 
+check_versions()
 check_tvm()
+check_cache_folder()
 
 import tilelang as _tilelang  # noqa: E402, F401  (brings the TVM that every module below imports)
 
@@ -13,7 +17,7 @@ from .disco import DiscoModule, DiscoSession, run_on_disco, to_disco  # noqa: E4
 from .errors import MeshTensorError  # noqa: E402
 from .frontend import annotate, mesh_tensor_functions  # noqa: E402
 from .graph import ModuleAnnotations, annotate_module, read_module_annotations  # noqa: E402
-from .graph.frontends import ImportedModule, load_module  # noqa: E402
+from .graph.frontends import ImportedModule, load_module, save_module  # noqa: E402
 from .lowering import lower  # noqa: E402
 from .mesh import Mesh  # noqa: E402
 from .module import MeshModule, distribute_module  # noqa: E402
@@ -52,6 +56,7 @@ __all__ = [
     "Shard",
     "Sharding",
     "ShardingRule",
+    "__version__",
     "annotate",
     "annotate_module",
     "as_custom_op",
@@ -73,6 +78,7 @@ __all__ = [
     "resume",
     "run_on_disco",
     "run_sequential",
+    "save_module",
     "sharding_rule",
     "to_disco",
     "to_dtensor",

@@ -16,11 +16,13 @@ from .frontend import read_annotations
 from .lowering.pipeline import Lowered, lower_kernel
 from .mesh import Mesh
 from .overlap import check_overlap
-from .plain_tensors import refuse_traced, without_grad
+from .plain_tensors import may_be_dual, refuse_traced
 from .program import Program
 from .rank_kernel import Compiled, RankKernel
 from .rank_locals import Shapes
+from .recent import KERNEL_SIZES, Recent
 from .rules.sharding_rule import sharding_rule
+from .runtime.ambient import is_plain, plain, undisturbed
 from .runtime.distributed import are_current, is_dtensor, ranks_of
 from .runtime.distributed.dtensor_ports import Transfer
 from .runtime.kernels import find_target
@@ -30,6 +32,7 @@ from .signature import Signature, Sizes
 from .symbolic import Lower, Programs
 
 
+@undisturbed
 def compile(
     func: tirx.PrimFunc,
     target: str = "auto",
@@ -94,12 +97,14 @@ class MeshKernel:
             refuse(f"poison=True with target {self._target.name!r}", fix="use target='interpret'")
         self._overlap = check_overlap(overlap)
         self._signature = Signature(func)
-        self._launches: dict[tuple[int, ...], Launch] = {}
+        self._launches: Recent[tuple[int, ...], Launch] = Recent(KERNEL_SIZES)
+        self._peak_bytes = 0  # of calls whose launches are not kept any more
         compile_kernel = partial(self._target.compile, poison=poison)
         self._programs = Programs(func, self._signature.symbols, lower or _lower, strict, overlap, compile_kernel)
         self._program: Program | None = None
         self._current: Launch | None = None
         self._on_ranks: dict[tuple[int, str], RankKernel] = {}
+        self._lock = threading.RLock()  # several threads may call
         self._last_on_ranks: tuple[Any, RankKernel] | None = None
         self._transfers: Callable[[], list[Transfer]] = list
         if self._signature.symbols:
@@ -139,7 +144,7 @@ class MeshKernel:
     @property
     def peak_bytes(self) -> int:
         """The most bytes that one device held at once, in tiles and workspaces, in any call so far."""
-        return max((launch.peak_bytes for launch in (*self._launches.values(), self._current) if launch), default=0)
+        return max(self._peak_bytes, *(launch.peak_bytes for launch in (*self._launches, self._current) if launch), 0)
 
     def explain(self) -> str:
         """Factors, placements, collectives with their bytes, what the DTensors of the last call needed to lie as
@@ -152,9 +157,14 @@ class MeshKernel:
         device_mesh = next((arg.device_mesh for arg in args if is_dtensor(arg)), None)
         if device_mesh is not None:
             on_ranks = self.on_ranks(device_mesh)
-            given, form = self._bound(args, on_ranks)
-            return _unpacked(on_ranks(given, form.returned))
-        refuse_traced(self._signature.name, args)
+            return self._on_ranks_as(on_ranks, args, lambda given, form: on_ranks(given, form.returned))
+        if is_plain():
+            return self._call(args)
+        refuse_traced(f"kernel {self._signature.name!r}", args)
+        with plain():
+            return self._call(args)
+
+    def _call(self, args: tuple[Any, ...]) -> Any:
         form = self._forms.get(len(args)) or refuse_count(self._signature.name, len(args), self._forms)
         given = dict(zip(form.passed, args, strict=True))
         launch = self._current
@@ -162,7 +172,7 @@ class MeshKernel:
             launch = self._launch_for(given)
         assert launch is not None
         as_mesh_tensors = any(isinstance(arg, MeshTensor) for arg in args)
-        tensors: dict[str, AnyTensor | None] = {name: without_grad(given.get(name)) for name in self._signature.tensors}
+        tensors: dict[str, AnyTensor | None] = {name: given.get(name) for name in self._signature.tensors}
         for parameter in launch.program.parameters:
             if parameter.input is not None and tensors[parameter.name] is None:
                 tensors[parameter.name] = launch.zeros(parameter, as_mesh_tensors)
@@ -188,13 +198,24 @@ class MeshKernel:
         Returns:
             This rank's parts of the results, without padding."""
         on_ranks = self.on_ranks(device_mesh)
-        given, form = self._bound(args, on_ranks)
-        return _unpacked(on_ranks.local(given, form.returned, shapes or {}))
+        said = shapes or {}
+        return self._on_ranks_as(on_ranks, args, lambda given, form: on_ranks.local(given, form.returned, said))
+
+    def _on_ranks_as(
+        self, on_ranks: RankKernel, args: tuple[Any, ...], run: Callable[[dict[str, Any], CallForm], list[Any]]
+    ) -> Any:
+        if is_plain():
+            return _unpacked(run(*self._bound(args, on_ranks)))
+        try:
+            refuse_traced(f"kernel {self._signature.name!r}", args)
+        except MeshTensorError as error:
+            on_ranks.refuse_call(error)
+        with plain():
+            return _unpacked(run(*self._bound(args, on_ranks)))
 
     def _bound(self, args: Sequence[Any], on_ranks: RankKernel) -> tuple[dict[str, Any], CallForm]:
         """The arguments of a call on ranks, by name; a refusal counts as a call, as the others make one."""
         try:
-            refuse_traced(self._signature.name, args)
             form = self._forms.get(len(args)) or refuse_count(self._signature.name, len(args), self._forms)
         except MeshTensorError as error:
             on_ranks.refuse_call(error)
@@ -205,6 +226,10 @@ class MeshKernel:
         last = self._last_on_ranks
         if last is not None and last[0] is device_mesh and are_current() and last[1].is_of_this_thread():
             return last[1]
+        with self._lock:
+            return self._new_on_ranks(device_mesh)
+
+    def _new_on_ranks(self, device_mesh: Any) -> RankKernel:
         ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
         key = id(ranks), threading.current_thread().name
         found = self._on_ranks.get(key)
@@ -232,7 +257,8 @@ class MeshKernel:
             key = tuple(sizes[var] for var in self._signature.symbols)
             launch = self._launches.get(key)
             if launch is None:
-                launch = self._launches[key] = self._make(sizes)
+                self._peak_bytes = self.peak_bytes
+                launch = self._launches.put(key, self._make(sizes))
             self._current = launch
             self._program = launch.program
         else:
@@ -246,8 +272,9 @@ class MeshKernel:
 
     def _program_of(self, sizes: Sizes) -> Program:
         """The program for these sizes."""
-        self._program = self._programs.of(sizes)
-        return self._program
+        with self._lock:
+            self._program = self._programs.of(sizes)
+            return self._program
 
     def _ran(self, program: Program, transfers: Callable[[], list[Transfer]]) -> None:
         """Ranks may run another program than the virtual mesh, and their DTensors may need redistribution."""
@@ -286,10 +313,11 @@ class MeshKernel:
                 and tensor.layout is torch.strided
                 and tensor.is_contiguous()
                 and not tensor.is_neg()
+                and not tensor.requires_grad
                 and tensor.device == device
             ):
                 return False
-        return len(self._signature.params) == len(self._quick)
+        return len(self._signature.params) == len(self._quick) and not may_be_dual()
 
     def __repr__(self) -> str:
         names = ", ".join(param.name for param in self._signature.params)

@@ -14,6 +14,8 @@ from .errors import refuse
 from .graph.pipeline import ModulePlan
 from .module import MeshModule
 from .module_ports import ports_of
+from .recent import MODULE_SIZES, Recent
+from .runtime.ambient import undisturbed
 from .runtime.disco import DiscoSession
 
 
@@ -42,10 +44,11 @@ class DiscoModule:
                 where="DiscoModule",
                 fix="make a DiscoSession of the module's mesh, or pass none",
             )
-        self._module, self._built = module, dict[int, tuple[ModulePlan, Any]]()
+        self._module, self._built = module, Recent[int, tuple[ModulePlan, Any]](MODULE_SIZES)
         self._owned = session is None
         self.session = session or DiscoSession(module.mesh, **options)
 
+    @undisturbed
     def __call__(self, *args: Any, **named: Any) -> Any:
         """What the function returns.
 
@@ -73,7 +76,7 @@ class DiscoModule:
 
     def close(self) -> None:
         """End the session, if it is this module's own."""
-        self._built.clear()
+        self._built = Recent(MODULE_SIZES)
         if self._owned:
             self.session.close()
 
@@ -85,13 +88,14 @@ class DiscoModule:
 
     def _machine(self, plan: ModulePlan) -> Any:
         """The virtual machine of the plan on every worker."""
-        if id(plan) not in self._built:
+        built = self._built.get(id(plan))
+        if built is None:
             with tempfile.TemporaryDirectory() as folder:
                 path = str(Path(folder, "module.so"))
                 _, executable = to_disco_module(plan)
                 export(executable, path)
-                self._built[id(plan)] = plan, self.session.act("load", path)
-        return self._built[id(plan)][1]
+                built = self._built.put(id(plan), (plan, self.session.act("load", path)))
+        return built[1]
 
 
 def run_on_disco(module: MeshModule, *args: Any, threads: bool = False, timeout: float = 60.0, **named: Any) -> Any:

@@ -143,6 +143,8 @@ class _ForVirtualMachine(relax.PyExprMutator):
         if name == "call_pure_packed" and call.args[0].global_symbol in _TOLD:
             told = [info.shape, relax.StringImm(str(info.dtype))]
             return packed(call.args[0].global_symbol, [*call.args[1:], *told], info)
+        if name == "call_pure_packed" and has_torch_function(call.args[0].global_symbol):
+            return _operator_call(call)
         if name in ("call_tir", "call_tir_inplace"):
             kernel = self._mod[call.args[0]]
             return _kernel_call(call, kernel) if _is_tilelang(kernel) else call

@@ -16,10 +16,12 @@ from .graph.pipeline import ModulePlan, plan_module
 from .graph.to_program import Kernels
 from .mesh import Mesh
 from .module_explain import explain_module
-from .module_inputs import ModuleSignature, bound
+from .module_inputs import ModuleSignature, bound, refuse_outside
 from .module_launch import ModuleLaunch
 from .module_ranks import RankModuleLaunch
 from .program import Program
+from .recent import MODULE_SIZES, Recent
+from .runtime.ambient import full_precision, undisturbed
 from .runtime.distributed import is_dtensor, ranks_of
 from .runtime.distributed.agree import agree
 from .runtime.distributed.dtensor import mesh_of
@@ -29,6 +31,7 @@ from .runtime.kernels import find_target
 from .runtime.mesh_tensor import ShardingLike
 
 
+@undisturbed
 def distribute_module(
     mod: ir.IRModule,
     mesh: Any = None,
@@ -40,6 +43,7 @@ def distribute_module(
     strict: bool = False,
     replicate_unknown: bool = False,
     kernels: Kernels | None = None,
+    check_indices: bool = True,
     poison: bool = False,
 ) -> MeshModule:
     """Make a Relax module callable on a mesh.
@@ -57,6 +61,8 @@ def distribute_module(
         replicate_unknown: compute operators without a sharding rule on whole tensors, on every device.
         kernels: operators that run as TileLang kernels: from an operator's name to a function from its call on tiles to
             a kernel on the operands, then the results, or None (torch computes the call).
+        check_indices: refuse whole tensors on a CPU whose elements are looked up in a table that doesn't have them, as
+            torch does. What is not checked (MeshTensors, DTensors, other devices, computed indices) gives NaN there.
         poison: on a virtual mesh, padding holds NaN or extreme integers, so that what reads it shows (for tests).
 
     Returns:
@@ -82,6 +88,7 @@ def distribute_module(
         strict=strict,
         replicate_unknown=replicate_unknown,
         kernels=kernels or {},
+        check_indices=check_indices,
         poison=poison,
     )
 
@@ -105,10 +112,11 @@ class MeshModule:
         strict: bool,
         replicate_unknown: bool,
         kernels: Kernels,
+        check_indices: bool,
         poison: bool,
     ) -> None:
         self._function, self._target = function, find_target(target)
-        self._strict, self._poison = strict, poison
+        self._strict, self._poison, self._checks_indices = strict, poison, check_indices
         self._replicate_unknown, self._kernels = replicate_unknown, kernels
         mod = with_flat_parameters(mod, function)
         self._signature = ModuleSignature(mod, function)
@@ -117,12 +125,13 @@ class MeshModule:
         named = mesh_of(mesh) if mesh is self._device_mesh and mesh is not None else mesh
         self._stated = read_module_annotations(mod, function, None if named is None else Mesh(named), strict=strict)
         self._mod, self.mesh = self._stated.module, self._stated.mesh
-        self._plans: dict[tuple[int, ...], ModulePlan] = {}
-        self._launches: dict[tuple, ModuleLaunch | RankModuleLaunch] = {}
+        self._plans: Recent[tuple[int, ...], ModulePlan] = Recent(MODULE_SIZES)
+        self._launches: Recent[tuple, ModuleLaunch | RankModuleLaunch] = Recent(MODULE_SIZES)
         self._plan: ModulePlan | None = None
         if not self._signature.symbols:
             self._plan = self._planned({})
 
+    @undisturbed
     def __call__(self, *args: Any, **named: Any) -> Any:
         arguments = list(flat_arguments(args))
         device_mesh = self._device_mesh or _device_mesh([*arguments, *named.values()])
@@ -134,7 +143,9 @@ class MeshModule:
                 tensors, sizes = self._bound(arguments, named)
                 self._plan = self._planned(sizes)
             except MeshTensorError as error:
-                if not any(key[1] is lane for key in self._launches):  # the others are about to agree
+                if not any(
+                    isinstance(i, RankModuleLaunch) and i.lane is lane for i in self._launches
+                ):  # the others are about to agree
                     agree(ranks, Faults(ranks, self._function), {}, refusal=str(error))
                 raise
             return self._run(tensors, sizes, ranks)
@@ -145,7 +156,9 @@ class MeshModule:
 
     def _run(self, tensors: Mapping[str, Any], sizes: Mapping[Any, int], ranks: Ranks | None = None) -> Any:
         launch = self._launch(sizes, ranks)
-        with torch.no_grad():
+        if self._checks_indices:
+            refuse_outside(self.plan.index_checks, tensors, self._function)
+        with torch.no_grad(), full_precision():
             return launch({name: tensor for name, tensor in tensors.items() if name not in self._weights})
 
     def bind(self, *args: Any, **named: Any) -> tuple[dict[str, Any], ModulePlan]:
@@ -181,16 +194,19 @@ class MeshModule:
     def _launch(self, sizes: Mapping[Any, int], ranks: Ranks | None) -> ModuleLaunch | RankModuleLaunch:
         plan = self._plan = self._planned(sizes)
         key = (self._key(sizes), None if ranks is None else ranks.calls.lane())
-        if key not in self._launches:
+        launch = self._launches.get(key)
+        if launch is None:
             if ranks is None:
-                self._launches[key] = ModuleLaunch(plan, self._target, self._weights, poison=self._poison)
+                launch = ModuleLaunch(plan, self._target, self._weights, poison=self._poison)
             else:
-                self._launches[key] = RankModuleLaunch(plan, self._target, ranks, self._weights)
-        return self._launches[key]
+                launch = RankModuleLaunch(plan, self._target, ranks, self._weights)
+            self._launches.put(key, launch)
+        return launch
 
     def _planned(self, sizes: Mapping[Any, int]) -> ModulePlan:
         key = self._key(sizes)
-        if key not in self._plans:
+        plan = self._plans.get(key)
+        if plan is None:
             mod = bound(self._mod, self._function, sizes)
             stated = self._stated.annotations
             plan = plan_module(
@@ -202,8 +218,8 @@ class MeshModule:
                 kernels=self._kernels,
             )
             self._check_strict(plan)
-            self._plans[key] = plan
-        return self._plans[key]
+            self._plans.put(key, plan)
+        return plan
 
     def _key(self, sizes: Mapping[Any, int]) -> tuple[int, ...]:
         return tuple(sizes[var] for var in self._signature.symbols)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .explain import table
 from .graph.pipeline import ModulePlan
 from .program import CollectiveStep, KernelStep, OpStep, Program, WaitStep
-from .runtime.ops.table import operator_name
+from .rules.ops.call import operator_name
 
 
 def explain_module(plan: ModulePlan) -> str:

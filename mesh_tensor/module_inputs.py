@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from tvm import arith, ir, relax, tirx
 
 from .errors import listing, refuse
+from .graph.index_checks import IndexCheck
 from .graph.names import relax_function, source_names
 from .plain_tensors import why_not_plain
 from .runtime.dtypes import torch_dtype
@@ -53,13 +54,25 @@ class ModuleSignature:
         return {p.name: given[p.name] for p in self.params}
 
     def weights(self, weights: Any, device_type: str) -> dict[str, Any]:
-        """Weights by parameter, checked; they may go by the names that they had where the module comes from."""
+        """Weights by parameter, checked; they may go by the names that they had where the module comes from. They
+        are constants: parameters of torch's serve, without their gradients."""
         if not isinstance(weights, Mapping):
             refuse(f"the weights are a {type(weights).__name__}", fix="give a dict from parameters to tensors")
         names = self._source_names | {param.name: param.name for param in self.params}
-        named = {str(names.get(name, name)): tensor for name, tensor in weights.items()}
-        if len(named) < len(weights):
-            refuse("a weight is given under two names", where=f"weights of {self.function!r}", fix="give it once")
+        named: dict[str, Any] = {}
+        for name, tensor in weights.items():
+            same = named.setdefault(str(names.get(name, name)), tensor)
+            if not _is_same(same, tensor):
+                both = listing([n for n in weights if names.get(n, n) == names.get(name, name)])
+                refuse(
+                    f"a weight is given under two names, {both}, with two values",
+                    where=f"weights of {self.function!r}",
+                    fix="give it once, or tie the model's weights",
+                )
+        named = {
+            name: tensor.detach() if isinstance(tensor, torch.Tensor) and tensor.requires_grad else tensor
+            for name, tensor in named.items()
+        }
         self.check(named, device_type, what="weights")
         return named
 
@@ -85,6 +98,34 @@ class ModuleSignature:
         if problems:
             refuse(problems, where=f"{what} of {self.function!r}", fix="pass tensors of the module's shapes and dtypes")
         return sizes
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether both are one tensor, perhaps as two objects."""
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return one is other
+    alike = one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride()
+    return one is other or (alike and one.data_ptr() == other.data_ptr())
+
+
+def refuse_outside(checks: Iterable[IndexCheck], tensors: Mapping[str, Any], function: str) -> None:
+    """Refuse whole tensors on a CPU with elements that are looked up in vain; all of them are named."""
+    problems = []
+    for check in checks:
+        tensor = tensors.get(check.parameter)
+        if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.numel():
+            low, high = (int(bound) for bound in torch.aminmax(tensor))
+            if low < check.lowest or high >= check.size:
+                problems.append(
+                    f"parameter {check.parameter!r} has elements from {low} to {high}, but {check.where} looks them up "
+                    f"in a dim that takes {check.lowest} to {check.size - 1}"
+                )
+    if problems:
+        refuse(
+            problems,
+            where=f"call of {function!r}",
+            fix="keep them inside; check_indices=False leaves this out, and gives NaN for them",
+        )
 
 
 def bound(mod: ir.IRModule, function: str, sizes: Mapping[tirx.Var, int]) -> ir.IRModule:

@@ -27,12 +27,12 @@ class RankModuleLaunch:
     """A plan, ready to run on `ranks`, as one thread calls it. Every rank has to make the same calls."""
 
     def __init__(self, plan: ModulePlan, target: Target, ranks: Ranks, weights: Mapping[str, Any]) -> None:
-        self.plan, self._ranks, self._lane = plan, ranks, ranks.calls.lane()
+        self.plan, self._ranks, self.lane = plan, ranks, ranks.calls.lane()
         made = plan.made
         faults, facts = Faults(ranks, made.program.name), program_facts(made.program, target.name)
         agree(ranks, faults, facts)
         self._digest = digest_of(facts)
-        self._lane.run(self._digest)
+        self.lane.run(self._digest)
         self._run, self._result = RankLaunch(made.program, target, ranks, faults), made.result
         self._ports = {port.name: port for port in ports_of(plan)}
         self._inputs = dict(zip((value.name for value in plan.graph.params), made.inputs, strict=True))
@@ -43,7 +43,7 @@ class RankModuleLaunch:
     def __call__(self, tensors: Mapping[str, Any]) -> Any:
         """What the function returns: DTensors if any argument is one, else global tensors, the same on every rank."""
         known = {**self._held, **{self._inputs[name]: self._enter(name, tensor) for name, tensor in tensors.items()}}
-        self._lane.run(self._digest)
+        self.lane.run(self._digest)
         made = self._run(known, {})
         as_dtensors = any(is_dtensor(tensor) for tensor in tensors.values())
         return self._tree(self._result, {**known, **made}, as_dtensors)

@@ -11,9 +11,10 @@ import torch
 
 from .errors import refuse
 from .overlap import has_collectives, overlapped, why_in_bulk
-from .plain_tensors import without_grad
+from .plain_tensors import is_dual
 from .program import CollectiveStep, Program
 from .rank_locals import Shapes, global_sizes, problem, said_key, shares_memory
+from .recent import KERNEL_SIZES, Recent
 from .runtime.distributed.agree import agree, digest_of, program_facts
 from .runtime.distributed.dtensor import PART_FIX, from_placements, is_dtensor, lies_like_torch, part_problem
 from .runtime.distributed.dtensor_ports import Transfer, enter, leave, transfers
@@ -31,9 +32,10 @@ _Checked = tuple[Sizes, dict[str, Sharding], bool]  # sizes, how DTensors lie, a
 
 @dataclass(frozen=True)
 class _Run:
-    """A launch, and how the DTensors for it lie. `alone`: nothing is exchanged, so that nobody waits for anybody;
-    `digest`: what tells what it exchanges from every other run, if it exchanges something."""
+    """A launch for the sizes `key`, and how the DTensors for it lie. `alone`: nothing is exchanged, so that nobody waits
+    for anybody; `digest`: what tells what it exchanges from every other run, if it exchanges something."""
 
+    key: tuple[int, ...]
     launch: RankLaunch
     layouts: dict[str, Sharding]
     alone: bool
@@ -63,19 +65,20 @@ class RankKernel:
         self._compiled, self.ranks, self.lane = compiled, ranks, ranks.calls.lane()
         self._signature, self._device = compiled.signature, compiled.target.device()
         self._faults, self._name = Faults(ranks, compiled.signature.name), self.lane.named(compiled.signature.name)
-        self._launches: dict[tuple[int, ...], RankLaunch] = {}
-        self._facts: dict[tuple[int, ...], dict[str, str]] = {}
+        self._launches: Recent[tuple[int, ...], RankLaunch] = Recent(KERNEL_SIZES)
+        self._facts: Recent[tuple[int, ...], dict[str, str]] = Recent(KERNEL_SIZES)
         symbols = set(self._signature.symbols)
         self._size_names = {p.name for p in self._signature.params if not p.is_tensor and p.var in symbols}
-        self._runs: dict[tuple, _Run] = {}
+        self._runs: Recent[tuple, _Run] = Recent(KERNEL_SIZES)
         self._agreed: _Run | None = None  # what the last call ran
 
     def __call__(self, given: Mapping[str, Any], returned: Sequence[str]) -> list[Any]:
         """Run on DTensors; the written parameters `returned`, as DTensors that lie as annotated, or as what was
         passed."""
+        recorded = torch.is_grad_enabled()
         with self.lane, torch.no_grad():
             self.lane.kernel = self._name
-            run = self._of_same(self._key(given), lambda: self._check_dtensors(given))
+            run = self._of_same(self._key(given, recorded), lambda: self._check_dtensors(given, recorded))
             self._begin(run)
             launch, layouts = run.launch, run.layouts
             self._compiled.ran(launch.program, partial(transfers, launch, layouts, returned))
@@ -88,12 +91,12 @@ class RankKernel:
         """Run on this rank's local tensors: valid parts, or whole tiles. `shapes`: global ones, where they are said."""
         with self.lane:
             self.lane.kernel = self._name
-            key = ("local", said_key(shapes) if shapes else "", *self._key(given))
+            key = ("local", said_key(shapes) if shapes else "", *self._key(given, torch.is_grad_enabled()))
             run = self._of_same(key, lambda: self._check_locals(given, shapes))
             launch = run.launch
             self._begin(run)
             self._compiled.ran(launch.program, list)
-            locals_ = {name: without_grad(given[name]) for name in launch.tilings if name in given}
+            locals_ = {name: given[name] for name in launch.tilings if name in given}
             entangled = len(locals_) > launch.inputs and _entangled(locals_)
             results = launch(locals_, self._signature.scalars(given), entangled)
             return [given.get(name, results[name]) for name in returned]
@@ -125,16 +128,17 @@ class RankKernel:
         """What arguments like those with the same key run: checked the first time, agreed on unless it ran last."""
         run = self._runs.get(key)
         if run is None or not (run.alone or run is self._agreed):
-            run = self._runs[key] = self._ready(check)
+            run = self._runs.put(key, self._ready(check))
         return run
 
-    def _key(self, given: Mapping[str, Any]) -> tuple:
-        """All of the arguments that checks look at."""
+    def _key(self, given: Mapping[str, Any], recorded: bool) -> tuple:
+        """All of the arguments that checks look at; `recorded`: gradients that they require would be lost."""
         found: list[object] = []
         for name, value in given.items():
             if isinstance(value, torch.Tensor):
                 places = value.stride() if value.layout is torch.strided else value.layout
-                found += (name, type(value), value.shape, value.dtype, value.device, places)
+                lost = (recorded and value.requires_grad) or is_dual(value)
+                found += (name, type(value), value.shape, value.dtype, value.device, places, lost)
                 if is_dtensor(value):
                     part = value.to_local().shape
                     found += (value.placements, value.device_mesh == self.ranks.device_mesh, part)
@@ -153,14 +157,14 @@ class RankKernel:
         except Exception as error:
             self._refuse(error)
         agreed = self._agreed
-        if agreed is not None and agreed.launch is launch and agreed.layouts == layouts:
+        if agreed is not None and agreed.key == key and agreed.layouts == layouts:
             return agreed
         exchanges = _exchanges(program, layouts)
         alone = agreed is not None and said and not exchanges
         digest = 0 if alone else self._agree(key, program, layouts) * exchanges
         if launch is None:
-            launch = self._launches[key] = self._make(program, sizes)
-        run = _Run(launch, layouts, alone, digest)
+            launch = self._launches.put(key, self._make(program, sizes))
+        run = _Run(key, launch, layouts, alone, digest)
         if not alone:
             self._agreed = run
         return run
@@ -168,11 +172,10 @@ class RankKernel:
     def _agree(self, key: tuple[int, ...], program: Program, layouts: Mapping[str, Sharding]) -> int:
         """All ranks run this; the digest of it."""
         compiled = self._compiled
-        if key not in self._facts:
-            facts = program_facts(program, compiled.target.name)
-            self._facts[key] = {**facts, "overlap": str(compiled.overlap)}
+        options = {"overlap": str(compiled.overlap)}
+        facts = self._facts.made(key, lambda: program_facts(program, compiled.target.name) | options)
         arguments = ", ".join(f"{name} '{layout}'" for name, layout in layouts.items())
-        facts = {**self._facts[key], "layouts of the arguments": arguments}
+        facts = {**facts, "layouts of the arguments": arguments}
         agree(self.ranks, self._faults, facts, fix=_SAY_SHAPES if key and not layouts else "")
         return digest_of(facts)
 
@@ -194,7 +197,7 @@ class RankKernel:
             return replace(program, overlap=(f"auto: in bulk: {why}",))
         return overlapped(self._compiled.exact_program_of(sizes), rates)
 
-    def _check_dtensors(self, given: Mapping[str, Any]) -> _Checked:
+    def _check_dtensors(self, given: Mapping[str, Any], recorded: bool) -> _Checked:
         tensors = {name: value for name, value in given.items() if name in self._signature.tensors}
         problems = [
             f"parameter {name!r}: a {type(value).__name__}, but other parameters are DTensors"
@@ -207,7 +210,8 @@ class RankKernel:
             fix = "pass DTensors of one DeviceMesh (torch.distributed.tensor.distribute_tensor makes them)"
             refuse(problems, where=self._where(), fix=fix)
         mesh, rank = self.ranks.mesh, self.ranks.rank
-        sizes = self._signature.check(given, mesh, self._device)
+        with torch.set_grad_enabled(recorded):
+            sizes = self._signature.check(given, mesh, self._device)
         layouts = {name: from_placements(mesh, t.ndim, t.placements) for name, t in tensors.items()}
         parts = {name: part_problem(tensor, layouts[name], rank) for name, tensor in tensors.items()}
         problems = [f"parameter {name!r}: {words}" for name, words in parts.items() if words]

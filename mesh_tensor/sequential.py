@@ -15,6 +15,7 @@ from .graph.names import check_module
 from .graph.parameters import flat_arguments, with_flat_parameters
 from .module_inputs import ModuleSignature, bound
 from .rules.ops.call import OpCall, TensorType, op_call, plain, tensor_infos
+from .runtime.ambient import full_precision, undisturbed
 from .runtime.dtypes import torch_dtype
 from .runtime.ops import torch_function
 from .runtime.tir_functions import tir_function
@@ -31,6 +32,7 @@ _NOT_RUN = {
 _NOT_TORCH = (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError, ZeroDivisionError)
 
 
+@undisturbed
 def run_sequential(
     mod: ir.IRModule,
     inputs: Sequence[torch.Tensor | np.ndarray] | Mapping[str, torch.Tensor | np.ndarray],
@@ -61,7 +63,7 @@ def run_sequential(
     mod = with_flat_parameters(mod, function)
     tensors = _arguments(mod, inputs, function)
     device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-    with torch.no_grad(), torch.device(device):
+    with torch.no_grad(), torch.device(device), full_precision():
         runner = _Runner(mod, device)
         owned = {t.untyped_storage().data_ptr() for t in tensors}
         result = runner.call(function, tensors)

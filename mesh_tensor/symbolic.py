@@ -23,6 +23,7 @@ from .lowering.pipeline import Lowered
 from .overlap import with_overlap
 from .program import CollectiveStep, KernelStep, Program, Step
 from .program_builder import OpenProgram, build_program
+from .recent import KERNEL_SIZES, Recent
 from .specialize import specialize
 
 Sizes = Mapping[tirx.Var, int]
@@ -57,16 +58,13 @@ class Programs:
         self._symbols = symbols
         self._numbers = _numbers(func, symbols) if symbols else {}
         self._families: dict[tuple[int, ...], _Family | None] = {}
-        self._programs: dict[tuple[int, ...], Program] = {}
-        self._lowered: dict[tuple[int, ...], Lowered] = {}  # for explain and slabs
+        self._programs: Recent[tuple[int, ...], Program] = Recent(KERNEL_SIZES)
+        self._lowered: Recent[tuple[int, ...], Lowered] = Recent(KERNEL_SIZES)  # for explain and slabs
 
     def of(self, sizes: Sizes) -> Program:
-        """The Program for these sizes, made once."""
+        """The Program for these sizes, made once as long as it is kept."""
         key = tuple(sizes[var] for var in self._symbols)
-        program = self._programs.get(key)
-        if program is None:
-            program = self._programs[key] = self._sized(sizes) or self.exact(sizes)
-        return program
+        return self._programs.made(key, lambda: self._sized(sizes) or self.exact(sizes))
 
     def exact(self, sizes: Sizes) -> Program:
         """The Program of the kernel lowered for these sizes and no others."""
@@ -95,11 +93,9 @@ class Programs:
 
     def _lowered_exactly(self, sizes: Sizes) -> Lowered:
         key = tuple(sizes[var] for var in self._symbols)
-        if key not in self._lowered:
-            lowered = self.exact(sizes).lowered
-            assert lowered is not None
-            self._lowered[key] = lowered
-        return self._lowered[key]
+        lowered = self._lowered.get(key) or self.exact(sizes).lowered
+        assert lowered is not None
+        return self._lowered.put(key, lowered)
 
     def _family(self, numbers: tuple[int, ...]) -> _Family | None:
         """The family of these multiples, if it can be lowered as one, compiled, and nothing is lost by it."""

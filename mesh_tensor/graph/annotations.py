@@ -14,22 +14,13 @@ from tvm import ir, relax
 from tvm.relax.distributed import DeviceMesh, Placement, PlacementSpec
 
 from .._annotation import check, complete, from_attr, is_int
-from ..errors import listing, refuse
+from ..errors import refuse
 from ..mesh import Mesh
 from ..sharding import Sharding
 from .ir import Annotation
 from .meshes import device_mesh, fits, named_mesh, with_mesh
-from .names import (
-    SOURCE_NAMES_ATTR,
-    Fresh,
-    check_module,
-    known,
-    relax_function,
-    relax_functions,
-    source_names,
-    unique_names,
-    variables,
-)
+from .named_values import NamedValues
+from .names import SOURCE_NAMES_ATTR, Fresh, check_module, relax_functions, unique_names, variables
 from .parameters import with_flat_parameters
 from .stated import HINTS_ATTR, ModuleAnnotations, read_module_annotations, stated_meshes
 
@@ -58,9 +49,10 @@ def annotate_module(
         shardings: from names to layouts. A name is that of a parameter or of what a binding binds in `function`, as
             TVMScript prints it ("t_0" is the first field of a parameter `t` that is a tuple); or "mlp.Y", the value Y
             of the module's function `mlp`, in all calls of it; or the name that a parameter had in torch
-            ("blocks.0.mlp.fc.weight"). A layout is a dict from axes to dims, a text ("S[0], R": one placement per
-            axis), an `mt.Sharding`, or {"sharding": ..., "partial": {axis: op}}. An axis that is left out is
-            replicated.
+            ("blocks.0.mlp.fc.weight"; what wrappers put into it, as "module." and "_orig_mod.", doesn't matter); or a
+            pattern of these, "*.fc.weight" or a compiled regular expression, over which names prevail. A layout is a
+            dict from axes to dims, a text ("S[0], R": one placement per axis), an `mt.Sharding`, or {"sharding": ...,
+            "partial": {axis: op}}. An axis that is left out is replicated.
         function: where unqualified names are looked up.
         open: names of annotated values whose remaining axes propagation may use.
         priority: from names of annotated values to 0, 1, ...: lower ones spread first. 0 where nothing is said.
@@ -74,7 +66,7 @@ def annotate_module(
     """
     check_module(mod, "annotate_module")
     mod = with_flat_parameters(mod, function)
-    mesh, names = Mesh(mesh), _Names(mod, function)
+    mesh, names = Mesh(mesh), NamedValues(mod, function)
     device = _device_mesh(mod, mesh)
     stated, problems = _read(names, mesh, shardings, open, priority or {})
     if problems:
@@ -87,42 +79,8 @@ def annotate_module(
     return mod
 
 
-class _Names:
-    """Which values the names of a caller mean."""
-
-    def __init__(self, mod: ir.IRModule, function: str) -> None:
-        self._function = function
-        self._vars = {name: _by_name(func) for name, func in relax_functions(mod).items()}
-        self._source_names = source_names(relax_function(mod, function))
-
-    def find(self, name: Any) -> tuple[tuple[str, str], relax.Var] | str:
-        """((function, variable), the variable), or what is wrong with the name."""
-        if not isinstance(name, str):
-            return f"{name!r} is no name of a value"
-        where, value = self._function, self._source_names.get(name, name)
-        other, _, rest = name.partition(".")
-        if value not in self._vars[where] and other in self._vars:
-            where, value = other, rest
-        found = self._vars[where].get(value, [])
-        if len(found) > 1:
-            return f"{name!r} names {len(found)} values (what TVMScript prints has a name for each, and parses)"
-        return ((where, value), found[0]) if found else self._unknown(name, where, value)
-
-    def _unknown(self, name: str, where: str, value: str) -> str:
-        text = f"there is no value {value!r} in {where!r}, which has {known(value, list(self._vars[where]))}"
-        functions = [other for other in self._vars if other != self._function]
-        return f"{text}; other functions: {listing(functions)}" if value == name and "." in name else text
-
-
-def _by_name(func: relax.Function) -> dict[str, list[relax.Var]]:
-    found: dict[str, list[relax.Var]] = {}
-    for var in variables(func):
-        found.setdefault(var.name_hint, []).append(var)
-    return found
-
-
 def _read(
-    names: _Names, mesh: Mesh, shardings: Any, open: Iterable[str], priority: Mapping[str, int]
+    names: NamedValues, mesh: Mesh, shardings: Any, open: Iterable[str], priority: Mapping[str, int]
 ) -> tuple[dict[tuple[str, str], Annotation], list[str]]:
     """(function, variable) -> what is stated for it; and all that is wrong."""
     if not isinstance(shardings, Mapping):
@@ -133,19 +91,15 @@ def _read(
     bad = {name: value for name, value in priority.items() if not is_int(value) or value < 0}
     problems += [f"the priority of {name!r} is {value!r}, which is no int >= 0" for name, value in bad.items()]
     stated: dict[tuple[str, str], Annotation] = {}
-    for name, layout in shardings.items():
-        found = names.find(name)
-        if isinstance(found, str):
-            problems.append(found)
-            continue
-        key, var = found
-        sharding, wrong = _sharding(mesh, var, layout)
+    meant, wrong_names = names.meant_by(shardings)
+    for name, key, var in meant:
+        sharding, wrong = _sharding(mesh, var, shardings[name])
         problems += [f"value {name!r}: {problem}" for problem in wrong]
         if sharding is not None:
             annotation = Annotation(sharding, name in opened, priority.get(name, 0))
             if stated.setdefault(key, annotation) != annotation:
                 problems.append(f"value {key[1]!r} of {key[0]!r} is given two layouts, one of them under {name!r}")
-    return stated, problems
+    return stated, [*problems, *wrong_names]
 
 
 def _sharding(mesh: Mesh, var: relax.Var, layout: Any) -> tuple[Sharding | None, list[str]]:

@@ -10,9 +10,11 @@ from tvm import ir
 from ..errors import refuse
 from ..mesh import Mesh
 from ..rules.ops import OpRule, has_rule, rule_of
+from ..rules.ops.call import operator_name
 from ..rules.ops.table import whole_rule
 from .atoms import Atoms, find_atoms
 from .explicit import ExplicitGraph
+from .index_checks import IndexCheck, index_checks
 from .ir import ANNOTATE, Graph, Node
 from .localize import localize
 from .propagate import Layouts, propagate
@@ -39,6 +41,11 @@ class ModulePlan:
     def local_module(self) -> ir.IRModule:
         """The Relax module that one device runs."""
         return localize(self.explicit, self.calls)
+
+    @cached_property
+    def index_checks(self) -> tuple[IndexCheck, ...]:
+        """What elements of arguments have to be, because they are looked up."""
+        return index_checks(self.graph)
 
 
 def plan_module(
@@ -91,7 +98,7 @@ def _rule(node: Node, replicate_unknown: bool) -> OpRule:
             why="it overwrites its operands",
             fix="use R.call_tir, whose results are new tensors",
         )
-    if replicate_unknown and not has_rule(node.call.name):
+    if replicate_unknown and not has_rule(operator_name(node.call)):
         return whole_rule(node.call)
     return rule_of(node.call, node.where)
 

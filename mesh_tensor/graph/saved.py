@@ -1,47 +1,89 @@
-"""load_module: a module from a file, TVMScript or JSON, also one that another TVM saved."""
+"""save_module and load_module: modules in files, also those that another TVM saved."""
 
 from __future__ import annotations
 
-import ast
+import hashlib
+import importlib.metadata
 import json
 import os
-import re
+import tempfile
 from pathlib import Path
+from typing import Any, Literal
 
-import tvm.script
+import tilelang
+import tvm
 from tvm import ir, relax, tirx
 
 from ..errors import listing, refuse
+from .names import check_module
+from .saved_json import BadModule, checked, parse
+from .saved_probe import problem_of
+from .saved_text import module_of_text
 
-_FIX = "save it with TVM 0.20 or later, as tvm.ir.save_json(mod) or mod.script(show_meta=True)"
-_KERNELS = "; TileLang's kernels as JSON: the parser does not know all words of their text"
-# Newer TVMs mark functions as schedulable with it; older ones call blocks otherwise.
-_MARK = re.compile(r",?\s*\bs_tir\s*=\s*(True|False)\b")
-_OLD_BLOCKS = (
-    ("T.block(", "T.sblock("),
-    ("T.block_attr(", "T.sblock_attr("),
-    ("T.alloc_buffer(", "T.sblock_alloc_buffer("),
-)
+Format = Literal["json", "tvmscript"]
+#: Of the header that save_module writes, under the key `mesh_tensor`.
+FORMAT = 1
+_HEADER, _CHECKSUM = "mesh_tensor", "sha256"
+_EXTENSIONS: dict[str, Format] = {".json": "json", ".py": "tvmscript", ".txt": "tvmscript", ".tvmscript": "tvmscript"}
+_FIX = "save it with mt.save_module(mod, path), or with another TVM from 0.20 on as tvm.ir.save_json(mod)"
 
 
-def load_module(path: str | os.PathLike[str]) -> ir.IRModule:
-    """The module in a file: JSON (`tvm.ir.save_json`) or TVMScript text (`mod.script(show_meta=True)`, or as a person
-    writes it: one class or function; imports are left out), of tilelang's TVM or of apache-tvm 0.25.
-
-    TVMScript is evaluated like Python: load only files that you would run.
+def save_module(mod: ir.IRModule, path: str | os.PathLike[str]) -> None:
+    """Write a module to a file as JSON, with a checksum and the versions that it is of; `load_module` reads it, and so
+    does `tvm.ir.load_json`. The file is there whole, or as it was before.
 
     Raises:
-        MeshTensorError: there is no such file, it holds no module or several, or is of a format that this TVM can't
-            read.
+        MeshTensorError: `mod` is no module, the file's name does not end in .json, or it can't be written.
+    """
+    check_module(mod, "save_module")
+    path = Path(path)
+    if path.suffix != ".json":
+        refuse(f"{str(path)!r} does not end in .json", fix="name it so: load_module goes by that")
+    document = json.loads(ir.save_json(mod))
+    header = {"format": FORMAT, "mesh_tensor": _version(), "tilelang": tilelang.__version__, "tvm": tvm.__version__}
+    header[_CHECKSUM] = _checksum(header, checked(document))
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+            written = Path(folder, path.name)
+            written.write_text(json.dumps({_HEADER: header, **document}, ensure_ascii=False), encoding="utf-8")
+            os.replace(written, path)
+    except OSError as error:
+        refuse(f"{str(path)!r} can't be written", why=str(error), fix="choose another folder")
+
+
+def load_module(path: str | os.PathLike[str], *, format: Format | None = None, trusted: bool = False) -> ir.IRModule:
+    """The module in a file: JSON (`mt.save_module`, or `tvm.ir.save_json` of tilelang's TVM or of apache-tvm 0.25), or
+    TVMScript text (`mod.script(show_meta=True)`, or as a person writes it: one class or function, without its imports).
+
+    JSON is never evaluated. It is checked before TVM sees it; what has no checksum of ours is first tried in a process
+    of its own, which takes some seconds once per process.
+
+    Args:
+        path: the file.
+        format: "json" or "tvmscript"; by default what the extension says: .json, or .py, .txt and .tvmscript.
+        trusted: you would run the file as a program. TVMScript needs it, for it is evaluated like Python.
+
+    Raises:
+        MeshTensorError: there is no such file, it is damaged, it holds no module or several, it is TVMScript that is
+            not trusted, or it is of a format that this TVM can't read.
     """
     path = Path(path)
+    kind = _format_of(path, format)
     if not path.is_file():
         refuse(f"there is no file {str(path)!r}", fix="pass the path of a saved module")
+    if kind == "tvmscript" and not trusted:
+        refuse(
+            f"{str(path)!r} is TVMScript, which is evaluated like Python",
+            why="a file can do there whatever a program can",
+            fix="pass trusted=True if you would run it as a program; or have it saved as JSON, by mt.save_module",
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         refuse(f"{str(path)!r} is no text", why=str(error), fix=_FIX)
-    loaded = _of_json(text, path) if text.lstrip().startswith("{") else _of_script(text, path)
+    except OSError as error:
+        refuse(f"{str(path)!r} can't be read", why=str(error), fix="check its permissions")
+    loaded = _of_json(text, path) if kind == "json" else module_of_text(text, path)
     if isinstance(loaded, (relax.Function, tirx.PrimFunc)):
         return ir.IRModule.from_expr(loaded)
     if not isinstance(loaded, ir.IRModule):
@@ -49,58 +91,72 @@ def load_module(path: str | os.PathLike[str]) -> ir.IRModule:
     return loaded
 
 
+def _format_of(path: Path, given: str | None) -> Format:
+    known = listing(sorted(set(_EXTENSIONS.values())))
+    if given is None:
+        if path.suffix not in _EXTENSIONS:
+            refuse(
+                f"the extension of {str(path)!r} does not say what it is",
+                why=f"known are {listing(list(_EXTENSIONS))}",
+                fix=f"pass format=, one of {known}",
+            )
+        return _EXTENSIONS[path.suffix]
+    if given not in _EXTENSIONS.values():
+        refuse(f"unknown format {given!r}", fix=f"use one of {known}")
+    return given  # type: ignore[return-value]
+
+
 def _of_json(text: str, path: Path) -> object:
     try:
-        version = json.loads(text).get("metadata", {}).get("tvm_version", "an unknown version")
-    except (json.JSONDecodeError, AttributeError) as error:
-        refuse(f"{str(path)!r} is no JSON of a module", why=str(error), fix=_FIX)
+        document = parse(text)
+    except BadModule as error:
+        refuse(f"{str(path)!r} is no JSON", why=str(error), fix=_FIX)
+    versions = f"saved by TVM {_maker(document)}; this is {tvm.__version__}"
     try:
-        return ir.load_json(text)
-    except Exception as error:  # what TVM meets in a graph of objects that it doesn't know
-        return refuse(
-            f"{str(path)!r} can't be read: it was saved by TVM {version}, and this is {tvm.__version__}",
-            why=str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__,
-            fix=_FIX,
+        checked_text = checked(document)
+    except BadModule as error:
+        refuse(f"{str(path)!r} is no JSON of a module", where=versions, why=str(error), fix=_FIX)
+    problem = "" if _vouched_for(document, checked_text, path) else problem_of(checked_text)
+    loaded: object = None
+    if not problem:
+        try:
+            loaded = ir.load_json(checked_text)
+        except Exception as error:  # what TVM meets in a graph of objects that it doesn't know
+            problem = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    if problem:
+        refuse(f"{str(path)!r} holds a module that can't be read", where=versions, why=problem, fix=_FIX)
+    return loaded
+
+
+def _vouched_for(document: dict[str, Any], text: str, path: Path) -> bool:
+    """Whether save_module wrote the file, and nothing has changed since."""
+    if _HEADER not in document:
+        return False
+    header = document[_HEADER]
+    found = header.get("format") if isinstance(header, dict) else None
+    if found != FORMAT:
+        refuse(
+            f"{str(path)!r} is of format {found!r:.80}, and mesh_tensor {_version()} reads format {FORMAT}",
+            fix="update mesh_tensor, or save the module again with this one",
         )
+    if header.get(_CHECKSUM) != _checksum(header, text):
+        refuse(
+            f"{str(path)!r} is damaged: it is not what its checksum was made of",
+            fix="get it again from where it came from; after a change by hand, remove its key 'mesh_tensor'",
+        )
+    return True
 
 
-def _of_script(text: str, path: Path) -> object:
-    source = _only_definitions(text, path)
-    try:
-        return tvm.script.from_source(source)
-    except Exception as error:  # the parser's diagnostics, and what evaluating raises
-        return refuse(f"{str(path)!r} can't be parsed as TVMScript", why=str(error).strip(), fix=_FIX + _KERNELS)
+def _checksum(header: dict[str, Any], text: str) -> str:
+    stated = sorted((name, str(value)) for name, value in header.items() if name != _CHECKSUM)
+    return hashlib.sha256(json.dumps([stated, text]).encode()).hexdigest()
 
 
-def _only_definitions(text: str, path: Path) -> str:
-    """What the parser of this TVM takes: the metadata and the one definition, in today's words."""
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        refuse(f"{str(path)!r} is neither JSON nor TVMScript", why=str(error), fix=_FIX)
-    defined = [node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.decorator_list]
-    if len(defined) != 1:
-        names = listing([node.name for node in defined])
-        refuse(f"{str(path)!r} holds {len(defined)} modules ({names}), not one", fix="put each in a file of its own")
-    lines = text.splitlines()
-    kept = [node for node in tree.body if isinstance(node, ast.Assign) or node in defined]
-    parts = []
-    for node in kept:
-        first = min([node.lineno, *(mark.lineno for mark in getattr(node, "decorator_list", ()))])
-        parts.append("\n".join(lines[first - 1 : node.end_lineno]))
-    return _in_todays_words("\n".join(parts))
+def _maker(document: dict[str, Any]) -> str:
+    metadata = document.get("metadata") or document.get("attrs")  # older TVMs call it attrs
+    version = metadata.get("tvm_version") if isinstance(metadata, dict) else None
+    return version[:40] if isinstance(version, str) else "an unknown version"
 
 
-def _in_todays_words(source: str) -> str:
-    lines = [_unmarked(line) if line.lstrip().startswith("@") else line for line in source.split("\n")]
-    source = "\n".join(lines)
-    if "T.block(" in source:
-        for old, new in _OLD_BLOCKS:
-            source = source.replace(old, new)
-    return source
-
-
-def _unmarked(line: str) -> str:
-    """A decorator without `s_tir=...`."""
-    line = _MARK.sub("", line)
-    return re.sub(r"\(\s*,\s*", "(", line)
+def _version() -> str:
+    return importlib.metadata.version("mesh-tensor")

@@ -51,7 +51,11 @@ def _tensor_of(importer: Any, size: tirx.PrimExpr, dtype: str) -> relax.Expr:
 
 def in_result_dtype(node: torch.fx.Node, importer: Any, operand: Any) -> relax.Expr:
     """A tensor or a number in the dtype of the node's result."""
-    dtype = result_dtype(node)
+    return in_dtype(importer, operand, result_dtype(node))
+
+
+def in_dtype(importer: Any, operand: Any, dtype: str) -> relax.Expr:
+    """A tensor or a number in that dtype."""
     if not isinstance(operand, relax.Expr):
         return relax.const(operand, dtype)
     return operand if operand.struct_info.dtype == dtype else emit(importer, relax.op.astype(operand, dtype))

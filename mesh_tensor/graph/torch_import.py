@@ -11,13 +11,15 @@ from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from tvm import ir, relax
 from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
 
-from ..errors import refuse
+from ..errors import listing, refuse
 from .annotations import SOURCE_NAMES_ATTR
 from .imported import ImportedModule, identifiers
+from .low_precision import allow_constants
 from .names import renamed_parameters
 from .torch_args import with_sizes_as_tensors
 from .torch_numbers import WITH_NUMBERS
 from .torch_ops import CONVERTERS, KEPT
+from .torch_weights import without_tied
 
 _INPUTS = {InputKind.USER_INPUT, InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
 
@@ -38,6 +40,7 @@ def import_torch(program: torch.export.ExportedProgram) -> ImportedModule:
         except Exception as error:  # torch's own, of what it can't take apart
             refuse("torch can't take the program apart into operators", why=str(error), fix=_FIX)
     _check(program)
+    allow_constants()
     importer = _Importer()
     mod = importer.from_exported_program(
         program,
@@ -55,7 +58,8 @@ class _Importer(ExportedProgramImporter):
     def create_convert_map(self) -> dict[str, Callable[[torch.fx.Node], relax.Expr]]:
         """From operators to functions of their fx nodes."""
         own = {name: lambda node, convert=convert: convert(node, self) for name, convert in CONVERTERS.items()}
-        every = {**super().create_convert_map(), **own}
+        self.conversions_of_tvm = super().create_convert_map()
+        every = {**self.conversions_of_tvm, **own}
         return {name: self._checked(convert, name in WITH_NUMBERS) for name, convert in every.items()}
 
     def _checked(self, convert: Callable[[torch.fx.Node], Any], with_numbers: bool) -> Callable[[torch.fx.Node], Any]:
@@ -105,12 +109,24 @@ def _check(program: torch.export.ExportedProgram) -> None:
         for spec in program.graph_signature.output_specs
         if not isinstance(spec.arg, TensorArgument)
     ]
+    unreal = [name for name, weight in {**program.state_dict, **program.constants}.items() if _has_no_memory(weight)]
+    if unreal:
+        refuse(
+            f"the weights {listing(unreal)} have no memory",
+            where="the exported program",
+            why="it was exported under FakeTensorMode, or with weights on the meta device",
+            fix="export the model with real weights",
+        )
     targets = {spec.target for spec in program.graph_signature.input_specs}
     problems += [
         f"the constant {name!r} has no place in the graph" for name in program.constants if name not in targets
     ]
     if problems:
         refuse(problems, where="the exported program", fix="export the model in eval mode, with tensors in and out")
+
+
+def _has_no_memory(weight: Any) -> bool:
+    return isinstance(weight, torch.Tensor) and (type(weight).__name__ == "FakeTensor" or weight.device.type == "meta")
 
 
 def _difference(node: torch.fx.Node, value: Any) -> str:
@@ -144,13 +160,16 @@ def _named(mod: ir.IRModule, program: torch.export.ExportedProgram, importer: An
     """The weights, and the module with their names and those of submodules."""
     specs = program.graph_signature.input_specs
     weights = {spec.arg.name: str(spec.target) for spec in specs if spec.kind == InputKind.PARAMETER}
+    mod, tied = without_tied(mod, weights, program.state_dict)
+    kept = {old: target for old, target in weights.items() if old not in tied}
     inputs = [spec.arg.name for spec in specs if spec.kind == InputKind.USER_INPUT]
-    names = identifiers(list(weights.values()), inputs)
-    new = {old: names[target] for old, target in weights.items()}
+    names = identifiers(list(kept.values()), inputs)
+    new = {old: names[target] for old, target in kept.items()}
     made = {path: importer.env[node] for path, node in _results(program.graph).items()}
     made = {path: value.name_hint for path, value in made.items() if isinstance(value, relax.Var)}
     func = renamed_parameters(mod, mod["main"].without_attr("params"), new)
     every = {**{path: new.get(name, name) for path, name in made.items()}, **names}
+    every |= {weights[old]: new[same] for old, same in tied.items()}
     mod.update_func(mod.get_global_var("main"), func.with_attr(SOURCE_NAMES_ATTR, every))
     params = {names[target]: program.state_dict[target].detach() for target in names}
     return ImportedModule(mod, params, every)

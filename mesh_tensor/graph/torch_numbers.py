@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tvm import relax
 
-from .torch_args import arguments, emit, in_result_dtype, result_dtype
+from .torch_args import arguments, emit, in_dtype, in_result_dtype, result_dtype
 
 Convert = Callable[[Any, Any], Any]
 
@@ -58,23 +58,92 @@ def sort(node: torch.fx.Node, importer: Any) -> relax.Expr:
 
 def divide(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """A quotient; of whole numbers, a float."""
-    return _of_two(relax.op.divide)(node, importer)
+    return of_two(relax.op.divide)(node, importer)
 
 
 def divide_rounded(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """A quotient, as it is, rounded down, or towards zero."""
     mode = node.kwargs.get("rounding_mode")
     op = relax.op.floor_divide if mode == "floor" else relax.op.divide  # which rounds whole numbers towards zero
-    quotient = _of_two(op)(node, importer)
+    quotient = of_two(op)(node, importer)
     is_whole = mode != "trunc" or "float" not in result_dtype(node)
     return quotient if is_whole else emit(importer, relax.op.trunc(quotient))
+
+
+def cumulative(op: Callable[..., Any]) -> Convert:
+    """Sums or products of all elements up to each, in the result's dtype: whole numbers and bools are int64."""
+
+    def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
+        x, dim = arguments(node, importer, 2)
+        dtype = result_dtype(node)
+        return emit(importer, op(in_result_dtype(node, importer, x), dim, dtype))
+
+    return converted
+
+
+def promoting(op: Convert) -> Convert:
+    """TVM's conversion; the operator in the result's dtype where an operand has another one, which TVM would keep."""
+
+    def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
+        return of_two(op)(node, importer) if promotes(node, importer) else of_tvm(node, importer)
+
+    return converted
+
+
+def comparison(op: Convert) -> Convert:
+    """A comparison in the dtype that torch compares in: whole numbers and a fraction as floats."""
+
+    def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
+        meant: list[Any] = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in node.args]
+        if any(isinstance(value, torch.SymInt) for value in meant):
+            return of_tvm(node, importer)
+        dtype = str(torch.result_type(*meant)).removeprefix("torch.")
+        return emit(importer, op(*(in_dtype(importer, operand, dtype) for operand in arguments(node, importer, 2))))
+
+    return converted
+
+
+def where(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """One or the other, in the result's dtype."""
+    condition, *both = arguments(node, importer, 3)
+    return emit(importer, relax.op.where(condition, *(in_result_dtype(node, importer, value) for value in both)))
+
+
+def clamp(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """Between bounds, in the result's dtype."""
+    if not promotes(node, importer):
+        return of_tvm(node, importer)
+    x, lowest, highest = arguments(node, importer, 1, min=None, max=None)
+    x = in_result_dtype(node, importer, x)
+    if lowest is not None:
+        x = emit(importer, relax.op.maximum(x, in_result_dtype(node, importer, lowest)))
+    return x if highest is None else emit(importer, relax.op.minimum(x, in_result_dtype(node, importer, highest)))
+
+
+def of_tvm(node: torch.fx.Node, importer: Any) -> Any:
+    """What TVM's importer makes of the node."""
+    return importer.conversions_of_tvm[getattr(node.target, "__name__", "")](node)
+
+
+def is_zero(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """Whether each element is zero."""
+    (x,) = arguments(node, importer, 1)
+    if x.struct_info.dtype == "bool":
+        return emit(importer, relax.op.logical_not(x))
+    return emit(importer, relax.op.equal(x, relax.const(0, x.struct_info.dtype)))
 
 
 def nothing(node: torch.fx.Node, importer: Any) -> None:
     """What torch asserts about values has no result."""
 
 
-def _of_two(op: Convert) -> Convert:
+def promotes(node: torch.fx.Node, importer: Any) -> bool:
+    """Whether an operand is a tensor of another dtype than the result: whole numbers times a fraction are floats."""
+    values = [importer.env.get(arg) for arg in node.args if isinstance(arg, torch.fx.Node)]
+    return any(isinstance(v, relax.Expr) and v.struct_info.dtype != result_dtype(node) for v in values)
+
+
+def of_two(op: Convert) -> Convert:
     """The operator on two operands, tensors or numbers, both in the dtype of the result."""
 
     def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -113,31 +182,55 @@ def _dims(dims: Any) -> list[int] | None:
 
 
 NUMBERS: dict[str, Convert] = {
-    "__lshift__.Scalar": _of_two(relax.op.left_shift),
-    "__rshift__.Scalar": _of_two(relax.op.right_shift),
+    "__lshift__.Scalar": of_two(relax.op.left_shift),
+    "__rshift__.Scalar": of_two(relax.op.right_shift),
     "_assert_async.msg": nothing,
     "add": _of_sizes(operator.add),
     "any.default": any_true,
     "any.dim": any_true,
     "any.dims": any_true,
-    "atan2.default": _of_two(relax.op.atan2),
+    "atan2.default": of_two(relax.op.atan2),
+    "clamp.default": clamp,
+    "clamp.Tensor": clamp,
+    "cumprod.default": cumulative(relax.op.cumprod),
+    "cumsum.default": cumulative(relax.op.cumsum),
     "div.Scalar": divide,
     "div.Scalar_mode": divide_rounded,
     "div.Tensor": divide,
     "div.Tensor_mode": divide_rounded,
     "floordiv": _of_sizes(operator.floordiv),
+    "logical_not.default": is_zero,
     "logical_or.default": _of_bools(relax.op.logical_or),
     "logical_xor.default": _of_bools(relax.op.logical_xor),
     "min.dim": smallest_along,
     "mod": _of_sizes(operator.mod),
-    "pow.Scalar": _of_two(relax.op.power),
     "prod.default": product_of_all,
     "prod.dim_int": product,
     "sort.default": sort,
     "sub": _of_sizes(operator.sub),
     "sum.default": total,
     "sum.dim_IntList": total,
+    "where.self": where,
 }
+_PROMOTING = {
+    "fmod": relax.op.mod,
+    "maximum": relax.op.maximum,
+    "minimum": relax.op.minimum,
+    "mul": relax.op.multiply,
+    "pow": relax.op.power,
+    "remainder": relax.op.floor_mod,
+}
+_COMPARISONS = {
+    "eq": relax.op.equal,
+    "ge": relax.op.greater_equal,
+    "gt": relax.op.greater,
+    "le": relax.op.less_equal,
+    "lt": relax.op.less,
+    "ne": relax.op.not_equal,
+}
+_FORMS = ("Scalar", "Tensor", "Tensor_Scalar", "Tensor_Tensor", "default")
+NUMBERS |= {f"{name}.{form}": promoting(op) for name, op in _PROMOTING.items() for form in _FORMS}
+NUMBERS |= {f"{name}.{form}": comparison(op) for name, op in _COMPARISONS.items() for form in ("Scalar", "Tensor")}
 
 # Operators that may take a symbolic size for a number.
 WITH_NUMBERS = {f"{name}.{kind}" for name in ("add", "sub", "mul", "div") for kind in ("Tensor", "Scalar")} | {

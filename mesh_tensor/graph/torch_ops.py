@@ -6,7 +6,6 @@ Each function takes the fx node and TVM's importer (`env`: node -> Relax value; 
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,11 @@ import torch
 from tvm import relax
 
 from ..errors import refuse
-from .torch_args import arguments, emit
+from .torch_args import arguments, emit, in_result_dtype
+from .torch_general import GENERAL
 from .torch_indexing import INDEXING
-from .torch_numbers import NUMBERS, Convert
+from .torch_numbers import NUMBERS, Convert, promoting
+from .torch_shapes import SHAPES
 
 _aten = torch.ops.aten
 
@@ -37,12 +38,12 @@ KEPT = (
 
 def add(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """a + alpha * b."""
-    return _with_alpha(node, importer, relax.op.add, operator.add)
+    return _with_alpha(node, importer, relax.op.add)
 
 
 def subtract(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """a - alpha * b."""
-    return _with_alpha(node, importer, relax.op.subtract, operator.sub)
+    return _with_alpha(node, importer, relax.op.subtract)
 
 
 def flip(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -172,25 +173,55 @@ def conv2d(node: torch.fx.Node, importer: Any) -> relax.Expr:
 
 
 def embedding(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """Rows of a table; the ids keep their dims."""
+    """Rows of a table; the ids keep their dims, and don't count from the end."""
     table, ids = arguments(node, importer, 2)
-    return emit(importer, relax.op.take(table, ids, axis=0))
+    return emit(importer, relax.op.take(table, ids, axis=0, mode="nan"))
 
 
-def refused_indices(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """TVM's importer would make zeros of the indices."""
-    return refuse("the indices of a pooling are not supported", fix="leave out return_indices")
+def convolution(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """A convolution along one to three dims, in the dtype of its operands; TVM converts a transposed one."""
+    x, weight, bias, stride, padding, dilation, transposed, _, groups = arguments(node, importer, 9)
+    if transposed:
+        return importer._convolution(node)
+    op = {3: relax.op.nn.conv1d, 4: relax.op.nn.conv2d, 5: relax.op.nn.conv3d}[len(x.struct_info.shape)]
+    result = emit(importer, op(x, weight, list(stride), list(padding), list(dilation), groups))
+    if bias is None:
+        return result
+    shape = (1, -1, *[1] * (len(x.struct_info.shape) - 2))
+    return emit(importer, relax.op.add(result, emit(importer, relax.op.reshape(bias, shape))))
+
+
+def elu(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """scale * x above zero, scale * alpha * (exp(input_scale * x) - 1) below; selu and celu are made of it."""
+    x, alpha, scale, input_scale = arguments(node, importer, 1, alpha=1, scale=1, input_scale=1)
+    dtype = x.struct_info.dtype
+    zero, one = relax.const(0, dtype), relax.const(1, dtype)
+    below = emit(importer, relax.op.exp(_scaled(importer, emit(importer, relax.op.minimum(x, zero)), input_scale)))
+    below = _scaled(importer, emit(importer, relax.op.subtract(below, one)), alpha * scale)
+    positive = emit(importer, relax.op.greater(x, zero))
+    return emit(importer, relax.op.where(positive, _scaled(importer, x, scale), below))
+
+
+def variance_and_mean(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """Both, over dims (none: all)."""
+    x, dims, keep = arguments(node, importer, 1, dim=None, keepdim=False)
+    mean = emit(importer, relax.op.mean(x, list(dims) if dims else None, keep))
+    return emit(importer, relax.Tuple([variance(node, importer), mean]))
 
 
 CONVERTERS: dict[str, Convert] = {
+    **GENERAL,
     **INDEXING,
     **NUMBERS,
+    **SHAPES,
     "add.Tensor": add,
     "addmm.default": addmm,
     "amax.default": largest,
     "amin.default": smallest,
     "bmm.default": matmul,
     "conv2d.default": conv2d,
+    "convolution.default": convolution,
+    "elu.default": elu,
     "embedding.default": embedding,
     "flip.default": flip,
     "gelu.default": gelu,
@@ -198,25 +229,22 @@ CONVERTERS: dict[str, Convert] = {
     "layer_norm.default": layer_norm,
     "linear.default": linear,
     "matmul.default": matmul,
-    "max_pool2d_with_indices.default": refused_indices,
-    "max_pool3d_with_indices.default": refused_indices,
     "mm.default": matmul,
     "rms_norm.default": rms_norm,
     "scaled_dot_product_attention.default": attention,
     "std.correction": deviation,
     "sub.Tensor": subtract,
     "var.correction": variance,
+    "var_mean.correction": variance_and_mean,
 }
 
 
-def _with_alpha(node: torch.fx.Node, importer: Any, op: Convert, on_numbers: Convert) -> relax.Expr:
-    """TVM's conversion, which leaves alpha out; with it, of two tensors."""
+def _with_alpha(node: torch.fx.Node, importer: Any, op: Convert) -> relax.Expr:
+    """TVM's conversion, which leaves alpha out, or with it, in the result's dtype."""
     alpha = node.kwargs.get("alpha", 1)
     if alpha == 1:
-        return importer._binary_op(op, on_numbers)(node)
-    a, b = arguments(node, importer, 2)
-    if not isinstance(a, relax.Expr) or not isinstance(b, relax.Expr):
-        refuse("alpha with a number instead of a tensor", fix="multiply the number by it")
+        return promoting(op)(node, importer)
+    a, b = (in_result_dtype(node, importer, operand) for operand in arguments(node, importer, 2))
     return emit(importer, op(a, _scaled(importer, b, alpha)))
 
 

@@ -20,11 +20,15 @@ class ValueRewriter:
         self.analysis, self.kernel, self.shrink = analysis, analysis.kernel, shrink
         self.splits = {s.factor: s for s in splits}
         self.offsets = self._find_offsets(splits)
+        self.block_offsets = self._find_offsets([s for s in splits if s.factor.aligned is not None])
         self.accesses = self._find_accesses()
         self._ranges: arith.Analyzer | None = None
 
     def rewrite(self, expr: tirx.PrimExpr) -> tirx.PrimExpr:
         """The expression with split loops' variables at global coordinates, but for the indices of tiles."""
+        return self._rewrite(expr, self.offsets)
+
+    def _rewrite(self, expr: tirx.PrimExpr, offsets: dict[tirx.Var, tirx.PrimExpr]) -> tirx.PrimExpr:
         if isinstance(expr, (tirx.IntImm, tirx.FloatImm, tirx.StringImm)):
             return expr
         placeholders: dict[tirx.Var, tirx.PrimExpr] = {}
@@ -35,14 +39,18 @@ class ValueRewriter:
             return var
 
         skeleton = _replace_outer_loads(expr, hide)
-        skeleton = tirx.stmt_functor.substitute(skeleton, self.offsets)
+        skeleton = tirx.stmt_functor.substitute(skeleton, offsets)
         return tirx.stmt_functor.substitute(skeleton, placeholders) if placeholders else skeleton
 
     def indices(self, access: Access) -> list[tirx.PrimExpr]:
-        """An access's indices: local in the dims that tiles split, global values in dims that are needed whole."""
-        return [
-            self.rewrite(index) if self._is_value(access, dim) else index for dim, index in enumerate(access.indices)
-        ]
+        """An access's indices: local in the dims that tiles split, global values in dims that are needed whole. In an
+        on-chip dim that no factor walks, blocks are global and positions in them stay what they are."""
+        return [self._index(access, dim, index) for dim, index in enumerate(access.indices)]
+
+    def _index(self, access: Access, dim: int, index: tirx.PrimExpr) -> tirx.PrimExpr:
+        if self.analysis.coordinates.of_access(access, dim) is not None:
+            return index
+        return self._rewrite(index, self.offsets if self.kernel.is_param(access.buffer) else self.block_offsets)
 
     def guards(self, access: Access) -> list[tirx.PrimExpr]:
         """Conditions under which a parameter's access stays inside the tile, where that is not certain.
@@ -72,10 +80,6 @@ class ValueRewriter:
                 extent = self.shrink.extents.get(loop.var, self.rewrite(loop.extent))
                 self._ranges.bind(loop.var, ir.Range.from_min_extent(self.rewrite(loop.min), extent))
         return [bound for bound in (index >= 0, index < size) if not self._ranges.can_prove(bound)]
-
-    def _is_value(self, access: Access, dim: int) -> bool:
-        is_param = self.kernel.is_param(access.buffer)
-        return is_param and self.analysis.coordinates.of_access(access, dim) is None
 
     def _load(self, load: tirx.BufferLoad) -> tirx.PrimExpr:
         access = self.accesses.get(_key(load))

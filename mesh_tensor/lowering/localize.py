@@ -16,7 +16,7 @@ from ..rules import tile_ops
 from ..rules.fused_loops import fuse
 from ..rules.linear import as_expr, vars_of
 from ..rules.sharding_rule import Analysis
-from ..rules.statements import Statement, split_update
+from ..rules.statements import Access, Statement, split_update
 from .counted_once import CountedOnce
 from .expressions import ValueRewriter, contains_load, has_trap
 from .local_tile_ops import LocalTileOps
@@ -136,7 +136,9 @@ class _Localizer:
             forms = self.analysis.coordinates.of_statement(statement)
             for split in self.splits:
                 form = forms.get(split.factor)
-                if not split.even and form is not None and not form.terms.keys() & statement.element_vars:
+                if form is None or (split.even and self.shrink.fits(form, split)):
+                    continue
+                if not form.terms.keys() & statement.element_vars:
                     conditions.append(as_expr(form) < split.valid)
         for condition in conditions:
             new = tirx.IfThenElse(condition, new, None)
@@ -144,7 +146,16 @@ class _Localizer:
 
     def _may_fault(self, statement: Statement) -> bool:
         indices = [i for access in statement.accesses for i in access.indices]
-        return any(contains_load(i) for i in indices) or any(has_trap(v) for v in statement.values)
+        computed = any(contains_load(i) for i in indices) or any(map(self._places_by_block, statement.accesses))
+        return computed or any(has_trap(v) for v in statement.values)
+
+    def _places_by_block(self, access: Access) -> bool:
+        """Whether an on-chip buffer is accessed at places that are computed from the loops over blocks."""
+        if self.kernel.is_param(access.buffer):
+            return False
+        of_access = self.analysis.coordinates.of_access
+        untyped = [index for dim, index in enumerate(access.indices) if of_access(access, dim) is None]
+        return bool(vars_of(untyped, {}) & self.values.block_offsets.keys())
 
 
 def _combine(original: tirx.PrimExpr, current: tirx.PrimExpr, operand: tirx.PrimExpr) -> tirx.PrimExpr:

@@ -16,11 +16,13 @@ from typing import Any, NoReturn
 from tvm import tirx
 
 from ..errors import refuse
+from ..rules.im2col import im2col_loops
 from ..rules.tile_ops import Region, TileOp, parse_tile_op
 from .cpu_bounds import Bounds
 from .cpu_exprs import all_of, const, if_then, is_pure_index, map_children, op_name, seq
 from .cpu_fuse import fuse_loops
 from .cpu_lanes import step_by_lanes
+from .cpu_previous import update_before_use
 from .cpu_tile_ops import TileOps
 
 _WITHOUT_MEANING_ON_A_CPU = frozenset(
@@ -45,7 +47,11 @@ _WITHOUT_MEANING_ON_A_CPU = frozenset(
     }.items()
     for name in names
 )
-_IN_LOOP = {"tl.loop_break": "tirx.break_loop", "tirx.break_loop": "tirx.break_loop"}
+_IN_LOOP = {
+    "tl.loop_break": "tirx.break_loop",
+    "tirx.break_loop": "tirx.break_loop",
+    "tirx.continue_loop": "tirx.continue_loop",
+}
 
 
 def retarget_for_cpu(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -78,7 +84,7 @@ class _Retarget:
         }
 
     def run(self) -> tirx.PrimFunc:
-        func = self._func
+        func = update_before_use(self._func)
         self._in_scope.update(func.params)
         for buffer in func.buffer_map.values():
             self._in_scope.add(buffer.data)
@@ -206,6 +212,9 @@ class _Retarget:
         op = parse_tile_op(stmt)
         if op is not None:
             return self._tile_ops.expand(_with_expressions(op, self._expr))
+        loops = im2col_loops(stmt)
+        if loops is not None:
+            return self._stmt(loops)
         return self._refuse(
             f"{_spelling(name) or type(stmt.value).__name__} can't run on a CPU",
             "it is no tile operation that the re-targeting pass knows",

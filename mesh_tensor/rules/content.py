@@ -47,6 +47,8 @@ def _uses(kernel: Kernel, buffer: tirx.Buffer) -> list[tuple[Statement, Access]]
 def _covers(statement: Statement, kernel: Kernel, coordinates: Coordinates) -> bool:
     """Whether the store, over all its loops, reaches every element of its buffer whatever the data are."""
     write = statement.target
+    if statement.may_be_skipped:
+        return False
     if any(kernel.analyzer.can_prove_equal(size, 0) for size in write.buffer.shape):
         return True
     forms = [coordinates.of_access(write, dim) for dim in range(len(write.indices))]

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from tvm import ir, tirx
 
 from . import tile_ops
-from .linear import vars_of
 from .reader import read_kernel
-from .sizes import size_function
+from .sizes import is_size, size_function
 from .statements import Statement
 
 _ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Max, tirx.Min)
@@ -26,10 +25,10 @@ def count_flops(func: tirx.PrimFunc) -> int:
 
 def flops_function(func: tirx.PrimFunc, symbols: Sequence[tirx.Var]) -> Callable[[Sequence[int]], int]:
     """`count_flops` for kernels with symbols in the extents of their loops: from the values of all `symbols`."""
-    known, terms = set(symbols), []
+    terms = []
     for statement in read_kernel(func).statements:
         if each := _flops(statement):
-            extents = [loop.extent for loop in statement.loops if vars_of([loop.extent], {}) <= known]
+            extents = [loop.extent for loop in statement.loops if is_size(loop.extent, symbols)]
             terms.append((each, [size_function(extent, symbols) for extent in extents]))
     return lambda values: sum(each * math.prod(extent(values) for extent in extents) for each, extents in terms)
 

@@ -134,6 +134,10 @@ class Derivation:
 
     def _check_params(self, statement: Statement) -> None:
         """Detach the parameters' dims that no nest of loops walks from end to end."""
+        for live_range, dim in self.types:
+            if live_range.is_param and any(live_range.buffer.same_as(buffer) for buffer in statement.may_write):
+                reason = f"the statement that writes it is not understood: {statement.unknown}"
+                self.detached.setdefault((live_range.buffer.name, dim), reason)
         for access in statement.accesses:
             live_range = self._ranges.of(access)
             for dim, form in enumerate(access.forms):

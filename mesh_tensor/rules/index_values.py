@@ -44,7 +44,7 @@ def _depends_on_coordinate_only(expr: tirx.PrimExpr, used: set[tirx.Var], form: 
     *outer, (inner, coefficient) = form.ordered
     if coefficient != 1 or not used <= set(form.terms) or inner not in used:
         return False
-    skeleton = _without_loads(expr)
+    skeleton = without_loads(expr)
     for var, step in outer:
         shifted = tirx.stmt_functor.substitute(skeleton, {var: var + 1, inner: inner - step})
         if not kernel.analyzer.can_prove_equal(shifted, skeleton):
@@ -52,7 +52,7 @@ def _depends_on_coordinate_only(expr: tirx.PrimExpr, used: set[tirx.Var], form: 
     return True
 
 
-def _without_loads(expr: tirx.PrimExpr) -> tirx.PrimExpr:
+def without_loads(expr: tirx.PrimExpr) -> tirx.PrimExpr:
     """The expression with every load replaced by a fresh variable: their indices are looked at as accesses."""
     loads: list[tirx.BufferLoad] = []
     tirx.stmt_functor.post_order_visit(expr, lambda n: loads.append(n) if isinstance(n, tirx.BufferLoad) else None)

@@ -174,7 +174,7 @@ def overwrites_all(statement: Statement, kernel: Kernel) -> bool:
     """Whether the statement, over all its innermost loops, overwrites its whole buffer without reading what was
     there."""
     write = statement.write
-    if write is None or statement.unknown or (statement.op is not None and not statement.fresh):
+    if write is None or statement.may_be_skipped or (statement.op is not None and not statement.fresh):
         return False
     loops = {loop.var: loop for loop in statement.loops}
     seen: set[tirx.Var] = set()

@@ -8,12 +8,13 @@ the factor or asks for tiles of whole blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from tvm import tirx
 
 from .coordinates import Coordinates
 from .factors import Blocked, Factor
-from .index_values import why_whole_blocks
+from .index_values import why_whole_blocks, without_loads
 from .linear import Linear, vars_of
 from .live_ranges import LiveRange
 from .padding import padding_is_neutral, takes_whole_blocks
@@ -109,19 +110,33 @@ class FactorAnalysis:
                 raise Blocked(f"{buffer.name} dim {dim} holds the whole dim in one place and something else in another")
 
     def _check_untyped_indices(self, statement: Statement) -> None:
-        """On-chip dims without a coordinate may not be indexed by the factor's loops, but for accumulators, which then
-        have `lanes`."""
+        """On-chip dims without a coordinate may be read at places that are loaded, and combined into: at places that
+        are computed from the factor's loops, they then have `lanes`, or count whole blocks."""
         for access in statement.accesses:
             live_range = self._range(access)
             for dim, index in enumerate(access.indices):
                 if live_range.is_param or self.coordinates.of_access(access, dim) is not None:
                     continue
-                if not vars_of([index], self.kernel.binds) & self.vars:
-                    continue
+                computed = vars_of([without_loads(index)], {}) & self.vars
                 if access is statement.write and statement.op is not None:
-                    self.lanes.add(live_range)
-                else:
+                    self._add_lanes(live_range, computed, f"{access.buffer.name} dim {dim} is indexed by {index}")
+                elif computed or (access is statement.write and self._depends(index)):
                     raise Blocked(f"{access.buffer.name} dim {dim} is indexed by {index}, which depends on the block")
+
+    def _add_lanes(self, live_range: LiveRange, computed: set[tirx.Var], reason: str) -> None:
+        """What is combined at places computed from these loops depends on positions in blocks, or on which block."""
+        if computed & self._block_loops:
+            self.factor.aligned = self.factor.aligned or reason
+        elif computed:
+            self.lanes.add(live_range)
+
+    def _depends(self, index: tirx.PrimExpr) -> bool:
+        return bool(vars_of([index], self.kernel.binds) & self.vars)
+
+    @cached_property
+    def _block_loops(self) -> set[tirx.Var]:
+        """The loops over blocks: a device counts them from where its tile starts."""
+        return {form.ordered[0][0] for form in self.coordinates.forms[self.factor] if form.terms}
 
     def _check_values(self, statement: Statement, form: Linear | None) -> None:
         """Where loop variables are values, only the coordinate may count, or tiles must be whole blocks."""

@@ -21,6 +21,15 @@ _ARITHMETIC: dict[type, Callable[[int, int], int]] = {
 }
 
 
+def is_size(size: Any, symbols: Sequence[tirx.Var]) -> bool:
+    """Whether a size is known from the values of the symbols."""
+    if isinstance(size, tirx.Var):
+        return any(symbol.same_as(size) for symbol in symbols)
+    if type(size) in _ARITHMETIC:
+        return is_size(size.a, symbols) and is_size(size.b, symbols)
+    return isinstance(size, (int, tirx.IntImm))
+
+
 def size_function(size: Any, symbols: Sequence[tirx.Var]) -> Callable[[Sequence[int]], int]:
     """From the values of all `symbols`, in their order, to the value of a size.
 

@@ -43,7 +43,7 @@ class Statement:
     expressions in which a loop variable would be a value and not an index; `conditions` guard the statement, outermost
     first. `top` counts the statements of the kernel's body, the outermost level at which a kernel can be cut.
     `unknown` says why the statement is not understood; it then has no `write`, but `may_write` has the buffers that it
-    may store to."""
+    may store to. `may_be_skipped`: something leaves a loop around it early, or the kernel."""
 
     node: tirx.Stmt
     loops: tuple[Loop, ...]
@@ -57,6 +57,7 @@ class Statement:
     tile_op: tile_ops.TileOp | None = None
     unknown: str | None = None
     may_write: tuple[tirx.Buffer, ...] = ()
+    may_be_skipped: bool = False
 
     def writes(self, buffer: tirx.Buffer) -> bool:
         """Whether the statement stores to the buffer, or may if it is not understood."""

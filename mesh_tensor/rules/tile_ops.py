@@ -17,6 +17,11 @@ _ELEMENT_ATOMICS = {
     "tl.atomic_min_elem_op": "min",
     "tl.atomic_or_elem_op": "bitor",
 }
+_PREVIOUS = {
+    "tl.atomic_add_ret_elem_op": "sum",
+    "tl.atomic_max_ret_elem_op": "max",
+    "tl.atomic_min_ret_elem_op": "min",
+}
 _TILE_ATOMICS = {
     "tl.tileop.atomicadd": "sum",
     "tl.tileop.atomicmax": "max",
@@ -138,6 +143,13 @@ def parse_tile_op(stmt: tirx.Stmt) -> TileOp | None:
     if name == "tl.tileop.transpose":
         return Transpose(region(args[0]), region(args[1]))
     return None
+
+
+def parse_previous(expr: object) -> Atomic | None:
+    """The update of one element that an atomic with `return_prev=True` makes; its value is what was there before."""
+    if not isinstance(expr, tirx.Call) or not isinstance(expr.op, ir.Op) or expr.op.name not in _PREVIOUS:
+        return None
+    return Atomic(_pointee(expr.args[0]), expr.args[1], _PREVIOUS[expr.op.name])
 
 
 def region(call: tirx.Call) -> Region:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import os
 import platform
 import re
-import subprocess
-import tempfile
 from pathlib import Path
 
 import tilelang
 import tvm_ffi
-from tilelang.contrib.cc import get_cplus_compiler
 from tvm import ir, tirx
 from tvm.target import Target
 
@@ -24,19 +20,13 @@ from ..lowering.cpu_in_place import gemms_in_place
 from ..lowering.cpu_legalize import CKernel, bytes_of, legalize_for_c
 from ..lowering.retarget_cpu import retarget_for_cpu
 from .cpu_blas import blas_wanted, give_blas
+from .cpu_cache import add_library, build_once, find_library
+from .cpu_compiler import FLAGS, compile_library, compiler_stamp
 
 ENTRY = "mesh_tensor_kernel"
 _BODY = "mesh_tensor_body"
 _BLAS_GEMM = "mt_gemm_float32_float32_float32"
 _HEADERS = {part: Path(__file__).parent / "csrc" / f"mesh_tensor_{part}.h" for part in ("cpu", "math", "gemm")}
-_FLAGS = (
-    *("-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-w"),
-    *("-O2", "-march=native", "-ftree-vectorize", "-fvect-cost-model=dynamic"),
-    # Integers wrap; blocks may be viewed with another dtype.
-    *("-fwrapv", "-fno-strict-aliasing"),
-    # IEEE results, NaN and infinity included: only what nothing can observe is given up.
-    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
-)
 _C_TYPES = {
     "float32": "float",
     "float64": "double",
@@ -80,21 +70,16 @@ def _load(func: tirx.PrimFunc) -> ctypes.CDLL:
         {"global_symbol": func.attrs["global_symbol"]}
     )
     if not tilelang.env.is_cache_enabled():
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "kernel.so")
-            _compile(c_source(func), path)
-            return ctypes.CDLL(str(path))
-    path = library_path(func)
-    if not path.exists():
-        _compile(c_source(func), path)
-    return ctypes.CDLL(str(path))
+        return build_once(c_source(func), compile_library)
+    kernel, compiler = kernel_key(func), compiler_stamp()
+    library = find_library(kernel, compiler)
+    return add_library(kernel, compiler, c_source(func), compile_library) if library is None else library
 
 
-def library_path(func: tirx.PrimFunc) -> Path:
-    """Where the library of `func` is kept: a name made from all that it depends on."""
+def kernel_key(func: tirx.PrimFunc) -> str:
+    """A name made from all that the library of `func` depends on, but the compiler."""
     parts = [_build_stamp(), "blas" if blas_wanted() else "own", func.script(show_meta=True)]
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    return _cache_folder() / f"{key}.so"
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def _prelude(kernel: CKernel) -> str:
@@ -139,40 +124,15 @@ def _c_type(dtype: str) -> str:
     return _C_TYPES.get(dtype, f"{dtype}_t")
 
 
-def _compile(source: str, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        text, library = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
-        text.write_text(source)
-        command = [get_cplus_compiler(), *_FLAGS, str(text), "-o", str(library)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            refuse(
-                "the C++ compiler rejects the code of a kernel",
-                where=" ".join(command),
-                why=done.stderr.strip()[:2000],
-                fix='report it as a bug of mesh_tensor; target="interpret" runs the kernel without a compiler',
-            )
-        os.replace(library, path)
-
-
-@functools.cache
-def _cache_folder() -> Path:
-    return Path(tilelang.env.TILELANG_CACHE_DIR) / "mesh_tensor"
-
-
 @functools.cache
 def _build_stamp() -> str:
-    """Everything but the kernel that its library depends on."""
-    compiler = get_cplus_compiler()
-    if compiler is None:
-        refuse("no C++ compiler was found", fix='install g++ or clang++, or use target="interpret"')
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    """Everything but the kernel and the compiler that its library depends on."""
     package = Path(__file__).parents[1]
-    others = (package / "lowering" / "rewrite.py", package / "rules" / "tile_ops.py", package / "rules" / "effects.py")
+    rules = (package / "rules" / f"{name}.py" for name in ("tile_ops", "effects", "im2col"))
+    others = (package / "lowering" / "rewrite.py", *rules)
     passes = [*sorted((package / "lowering").glob("*cpu*.py")), *others]
     sources = [*passes, Path(__file__), *_HEADERS.values()]
-    return "\0".join([tilelang.__version__, version, _processor(), *_FLAGS, *(s.read_text() for s in sources)])
+    return "\0".join([tilelang.__version__, _processor(), *FLAGS, *(s.read_text() for s in sources)])
 
 
 def _processor() -> str:

@@ -20,7 +20,11 @@ _CHUNK = 1 << 20  # elements per thread: with fewer, handing work to another thr
 
 
 def elementwise(work: Callable[..., object], *tensors: torch.Tensor) -> None:
-    """`work(*tensors)`, in parts: the tensors have one shape, and `work` treats every position by itself."""
+    """`work(*tensors)`, in parts: the tensors have one shape, and `work` writes the first, every position by itself."""
+    if tensors[0].is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():
+            elementwise(work, *tensors)
+            return
     size = tensors[0].numel()
     if size < _ALONE or tensors[0].device.type != "cpu":
         work(*tensors)

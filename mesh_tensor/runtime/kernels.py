@@ -10,6 +10,7 @@ import torch
 from tvm import tirx
 
 from ..errors import listing, refuse
+from ..recent import KERNEL_SIZES, Recent
 
 Arg = torch.Tensor | int | float
 Kernel = Callable[..., None]
@@ -29,13 +30,11 @@ class Target:
         return torch.device("cuda", torch.cuda.current_device()) if self.device_type == "cuda" else torch.device("cpu")
 
     def remembering(self) -> Target:
-        """The same target, but what it has compiled it does not compile again."""
-        made: dict[tuple[tirx.PrimFunc, bool], Kernel] = {}
+        """The same target, but what it has compiled lately it does not compile again."""
+        made: Recent[tuple[tirx.PrimFunc, bool], Kernel] = Recent(KERNEL_SIZES)
 
         def compiler(func: tirx.PrimFunc, poison: bool) -> Kernel:
-            if (func, poison) not in made:
-                made[func, poison] = self.compiler(func, poison)
-            return made[func, poison]
+            return made.made((func, poison), lambda: self.compiler(func, poison))
 
         return replace(self, compiler=compiler)
 

@@ -13,6 +13,7 @@ from ..mesh import Mesh
 from ..plain_tensors import why_not_plain
 from ..redistribution import RedistributionPlan
 from ..sharding import Sharding
+from .ambient import undisturbed
 from .placement import Layout, layout_of
 from .reshard import reshard_of
 
@@ -85,12 +86,14 @@ class MeshTensor:
         """The padded tiles of all devices, in order of rank. Devices that hold the same may share one."""
         return tuple(self._tiles)
 
+    @undisturbed
     def full(self) -> torch.Tensor:
         """The global tensor, in memory of its own. Partial placements are reduced; of replicas the first is taken."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         self._layout.collect(self._tiles, out)
         return out
 
+    @undisturbed
     def redistribute(self, sharding: ShardingLike) -> MeshTensor:
         """The same tensor in another layout on the same mesh: the bits that `plan_redistribution`'s plan gives, in as
         few copies as can be."""
@@ -113,6 +116,7 @@ class MeshTensor:
         return f"MeshTensor({self.shape}, {_name(self.dtype)}, {self.sharding}, {self.mesh})"
 
 
+@undisturbed
 def distribute(tensor: torch.Tensor, mesh: Mesh | Mapping[str, int], sharding: ShardingLike) -> MeshTensor:
     """`tensor` as tiles on the devices of `mesh`: `sharding` is a dict from axis to dim, a text or a Sharding.
 

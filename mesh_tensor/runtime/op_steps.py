@@ -10,10 +10,10 @@ from tvm import tirx
 from ..errors import refuse
 from ..program import OpStep, Program
 from ..rules.ops import OpCall
+from ..rules.ops.call import operator_name
 from .dtypes import torch_dtype
 from .kernels import Target
 from .ops import torch_function
-from .ops.table import operator_name
 
 TileFunction = Callable[..., list[torch.Tensor]]
 
@@ -61,7 +61,7 @@ def _kernel_function(func: tirx.PrimFunc, call: OpCall, target: Target) -> Calla
 
 def differs_by_rank(step: OpStep) -> bool:
     """Whether the operator looks at where the device stands."""
-    return step.call.name == "call_pure_packed"
+    return operator_name(step.call).startswith("mesh.")
 
 
 def _as(tile: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:

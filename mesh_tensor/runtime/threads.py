@@ -20,9 +20,17 @@ class _Job:
     def __init__(self, work: Work, count: int) -> None:
         self._work, self._count = work, count
         self._take = itertools.count().__next__
+        self._inference = torch.is_inference_mode_enabled()
         self.done: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
 
     def help(self) -> None:
+        if self._inference:  # else nothing could be written to tensors that the caller has made
+            with torch.inference_mode():
+                self._help()
+        else:
+            self._help()
+
+    def _help(self) -> None:
         while (index := self._take()) < self._count:
             self.done.put((index, self._attempt(index)))
 
@@ -92,6 +100,7 @@ class DeviceThreads:
 def _serve(jobs: queue.SimpleQueue[_Job | None], ready: threading.Semaphore) -> None:
     torch.get_num_threads()  # else the first operation would undo what follows
     torch.set_num_threads(1)  # of this thread; and of threads to come, which the caller undoes
+    torch.set_grad_enabled(False)
     ready.release()
     while (job := jobs.get()) is not None:
         job.help()

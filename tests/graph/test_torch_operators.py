@@ -135,3 +135,90 @@ def test_symbolic_sizes_as_numbers(function):
         others=[(torch.randn(9, 8),)],
         dynamic_shapes=(({0: torch.export.Dim("rows", min=3, max=50)},),),
     )
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x > 0).cumsum(1),
+        lambda x: x.int().cumsum(0),
+        lambda x: torch.cumsum(x, 1, dtype=torch.float64),
+        lambda x: x.expand(2, 3, -1, -1),
+        lambda x: x[:, None].expand(-1, 4, -1) + 1,
+        lambda x: torch.cat([x, x.new_zeros(0)], -1),
+        lambda x: torch.cat([x.int(), x], 0),
+        lambda x: torch.topk(x, 8, sorted=False)[0].sort()[0],
+        lambda x: x.masked_scatter(x > 0, torch.arange(40.0)),
+        lambda x: x[tuple(torch.tril_indices(5, 8))],
+        lambda x: (x.unfold(1, 3, 2), x.diagonal(), torch.diag_embed(x)),
+        lambda x: (*torch.cummax(x, 1), torch.logcumsumexp(x, 1), *torch.kthvalue(x, 2, 0)),
+        lambda x: (*torch.var_mean(x, 1), F.selu(x), F.celu(x, 2.0), x.logical_not()),
+        lambda x: (torch.cdist(x, x), torch.searchsorted(torch.arange(-2.0, 2.0), x)),
+        lambda x: (x.exp2(), torch.hypot(x, x), torch.round(x, decimals=1), *torch.sort(x, stable=True, dim=1)),
+        lambda x: x.scatter_reduce(1, (x > 0).long(), x, "mean"),
+        lambda x: F.max_pool1d(x[None], 2),
+    ],
+)
+def test_operators_that_relax_lacks_or_reads_in_part(function):
+    check(function, torch.randn(5, 8))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.interpolate(x, scale_factor=2, mode="nearest"),
+        lambda x: F.interpolate(x, size=(5, 7), mode="bilinear", align_corners=True),
+        lambda x: F.interpolate(x, size=(5, 7), mode="bicubic", antialias=True),
+        lambda x: F.grid_sample(x, x[:, :2].movedim(1, -1).tanh(), align_corners=False),
+        lambda x: F.adaptive_max_pool2d(x, (2, 3)),
+        lambda x: F.max_pool2d(x, 2, return_indices=True),
+    ],
+)
+def test_images(function):
+    check(function, torch.randn(3, 4, 6, 9))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda i: (i >= 0.5, i == 0.5, i < 0.5, i != 0.5),
+        lambda i: (i * 0.5, i + 1.5, 1.5 - i, i / 3),
+        lambda i: (i % 0.7, torch.fmod(i, 0.7), i.abs() ** 0.5),
+        lambda i: (i.clamp(0.5, 1.5), i.clamp(min=0.5)),
+        lambda i: torch.where(i > 0, i, 0.5),
+        lambda i: (torch.maximum(i, i * 0.5), i == (i > 0)),
+        lambda i: torch.add(i * 0.5, i, alpha=2),
+    ],
+)
+def test_whole_numbers_and_fractions(function):
+    """They meet as floats, in comparisons, too."""
+    check(function, torch.randint(-3, 3, (5, 8)))
+
+
+BOOL_MASK = torch.eye(4).bool() | (torch.arange(16).reshape(4, 4) % 3 == 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * 2 + 0.5,
+        lambda x: F.layer_norm(x, (8,)),
+        lambda x: F.rms_norm(x, (8,)),
+        lambda x: torch.where(x > 0, x, float("-inf")),
+        lambda x: torch.cat([x, x.new_zeros(3, 4, 2)], -1) + torch.full((10,), 0.5, dtype=x.dtype),
+        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], attn_mask=BOOL_MASK),
+        lambda x: F.conv1d(x, x[:2, :, :3]),
+        lambda x: x.clamp(min=torch.tensor(-0.5, dtype=x.dtype)),
+    ],
+)
+def test_low_precision(function, dtype):
+    model = Function(function)
+    x = torch.randn(3, 4, 8).to(dtype)
+    module = mt.from_torch(torch.export.export(model, (x,)))
+    run = mt.distribute_module(module.mod, {"x": 2, "y": 2}, {module.mod["main"].params[0].name_hint: {"x": 0, "y": 1}})
+    expected = model(x)
+    allowed = 4 * torch.finfo(dtype).eps
+    for result in (mt.run_sequential(module.mod, [x]), run(x)):
+        assert result.dtype == dtype
+        torch.testing.assert_close(result, expected, rtol=allowed, atol=allowed)

@@ -53,11 +53,12 @@ def test_a_statement_of_gpus():
     assert 'use target="cuda"' in message
 
 
-def test_an_atomic_that_gives_the_old_value():
+def test_an_old_value_that_is_not_always_asked_for():
     @T.prim_func
     def counter(X: T.Tensor((1,), "int32"), Y: T.Tensor((8,), "int32")):
         with T.Kernel(8, threads=32) as bx:
-            Y[bx] = T.atomic_add(X[0], 1, return_prev=True)
+            if Y[bx] > 0 and T.atomic_add(X[0], 1, return_prev=True) < 3:
+                Y[bx] = 0
 
     assert "T.atomic_add_ret_elem_op" in refusal(counter)
 
@@ -162,22 +163,6 @@ def test_nothing_is_changed_by_a_refusal():
     with pytest.raises(MeshTensorError):
         retarget_for_cpu(per_thread)
     assert per_thread.script() == before
-
-
-def test_no_compiler(monkeypatch):
-    from mesh_tensor.runtime import cpu_build
-
-    @T.prim_func
-    def trivial(X: T.Tensor((8,))):
-        with T.Kernel(1, threads=32):
-            T.clear(X)
-
-    monkeypatch.setattr(cpu_build, "get_cplus_compiler", lambda: None)
-    cpu_build._build_stamp.cache_clear()
-    message = refusal(trivial)
-    cpu_build._build_stamp.cache_clear()
-    assert "no C++ compiler" in message
-    assert "g++" in message
 
 
 def test_no_memory_for_the_blocks():

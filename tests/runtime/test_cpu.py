@@ -102,6 +102,28 @@ def test_sizes_and_positions_of_64_bits():
     assert torch.equal(y, torch.cat([x[5:], torch.zeros(5, 8)]) + 1.0)
 
 
+def test_old_values_of_atomics_and_iterations_given_up():
+    @T.prim_func
+    def compact(X: T.Tensor((40,)), Y: T.Tensor((40,)), count: T.Tensor((1,), "int32")):
+        with T.Kernel(1, threads=128):
+            for i in T.serial(40):
+                if X[i] < 0:
+                    continue
+                p = T.atomic_add(count[0], 1, return_prev=True)
+                Y[p] = X[i]
+                if T.atomic_max(count[0], 7, return_prev=True) > 20:
+                    break
+
+    x, y, count = torch.randn(40), torch.zeros(40), torch.zeros(1, dtype=torch.int32)
+    compile_for_cpu(compact)(x, y, count)
+    kept = x[x >= 0][:15]
+    expected = torch.zeros(40)
+    expected[0] = kept[0]
+    expected[7 : 6 + len(kept)] = kept[1:]
+    assert torch.equal(y, expected)
+    assert count.item() == 6 + len(kept)
+
+
 def strided_copy():
     M, N = T.dynamic("m"), T.dynamic("n")
     s0, s1 = T.dynamic("s0"), T.dynamic("s1")

@@ -177,7 +177,7 @@ def test_the_choice_is_in_the_code_and_in_the_cache(monkeypatch):
     func, found = whole(64, 64, 64, False, False), {}
     for choice in ["", "auto", *WHO]:
         monkeypatch.setenv(cpu_blas.VARIABLE, choice)
-        found[choice] = cpu_build.library_path(func), "#define MT_BLAS" in cpu_build.c_source(func)
+        found[choice] = cpu_build.kernel_key(func), "#define MT_BLAS" in cpu_build.c_source(func)
     assert found[""] == found["auto"] == found["own"]
     assert not found["own"][1]
     if "blas" in WHO:

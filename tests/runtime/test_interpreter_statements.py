@@ -190,3 +190,34 @@ def test_one_compiled_function_runs_in_several_threads():
     row, column = np.indices((64, 8))
     for n, y in enumerate(outputs):
         np.testing.assert_array_equal(y, np.where(row % 4 + column > row // 4, x + np.float32(n), x))
+
+
+def test_old_values_of_atomics():
+    @T.prim_func
+    def func(X: T.Tensor((9,), "int32"), Y: T.Tensor((9,), "int32"), Z: T.Tensor((3,), "int32")):
+        with T.Kernel(1, threads=128) as _:
+            for i in T.serial(9):
+                if X[i] > 0:
+                    p = T.atomic_add(Z[0], 1, return_prev=True)
+                    Y[p] = T.atomic_max(Z[1], X[i], return_prev=True)
+                elif T.atomic_min(Z[2], X[i], return_prev=True) > X[i]:
+                    Y[8] += 100
+
+    x = np.array([3, 0, 1, -2, 5, -1, 4, -3, 6], np.int32)
+    y, z = np.zeros(9, np.int32), np.array([0, 2, 0], np.int32)
+    interpret(func, [x, y, z], poison=True)
+    np.testing.assert_array_equal(y, [2, 3, 3, 5, 5, 0, 0, 0, 200])
+    np.testing.assert_array_equal(z, [5, 6, -3])
+
+
+def test_a_program_that_returns():
+    @T.prim_func
+    def func(X: T.Tensor((9,), "int32"), Y: T.Tensor((9,), "int32")):
+        with T.Kernel(9, threads=128) as bx:
+            if X[bx] > 4:
+                T.thread_return()
+            Y[bx] = X[bx]
+
+    x, y = np.random.randint(0, 9, 9, np.int32), np.full(9, -1, np.int32)
+    interpret(func, [x, y])
+    np.testing.assert_array_equal(y, np.where(x > 4, -1, x))

@@ -1,6 +1,7 @@
 """Sharding rules of Relax operators: one short function per operator, in a table."""
 
 from . import (  # noqa: F401  (they fill the table)
+    aten,
     attention,
     conv,
     create,

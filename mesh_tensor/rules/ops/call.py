@@ -109,6 +109,13 @@ def op_name(op: relax.Expr) -> str:
     return op.name.removeprefix("relax.") if isinstance(op, ir.Op) else str(op)
 
 
+def operator_name(call: OpCall) -> str:
+    """The operator's name; of a packed function that is called, that function's."""
+    if call.name == "call_pure_packed" and isinstance(call.expr.args[0], relax.ExternFunc):
+        return str(call.expr.args[0].global_symbol)
+    return call.name
+
+
 def tensor_infos(info: relax.StructInfo) -> list[relax.StructInfo]:
     """The tensors' struct infos in that of an argument: its own, or those of a tuple's fields; numbers are left out."""
     if isinstance(info, (relax.TensorStructInfo, relax.distributed.DTensorStructInfo)):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from ...errors import refuse
-from .call import OpCall
+from .call import OpCall, operator_name
 from .rule import OpRule, atoms_of
 
 RuleMaker = Callable[[OpCall], OpRule]
@@ -35,13 +35,14 @@ def rule_of(call: OpCall, binding: str = "") -> OpRule:
     Raises:
         MeshTensorError: the operator has no rule.
     """
-    if call.name not in _RULES:
+    name = operator_name(call)
+    if name not in _RULES:
         refuse(
             f"operator R.{call.name} has no sharding rule",
             where=f"{binding} = {call.expr}" if binding else str(call.expr),
             fix="pass replicate_unknown=True to compute it replicated, or add a rule (docs/adding_an_op.md)",
         )
-    made = _RULES[call.name](call)
+    made = _RULES[name](call)
     _check(call, made)
     return replace(made, linear=tuple(filter(partial(_keeps_dtype, call), made.linear)))
 

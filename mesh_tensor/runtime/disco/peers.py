@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ...mesh import Mesh
+from ...recent import Recent
 from ...sharding import Sharding
 from ..combine import combiner
 from ..distributed.chunked import ChunkedAllReduce
@@ -24,6 +25,7 @@ from ..reshard import Delivery, Piece, reshard_of
 HOST = "127.0.0.1"
 
 Shape = tuple[int, ...]
+_MOST_KEPT = 1024  # exchanges of a worker
 
 
 class WorkerPeers:
@@ -34,7 +36,7 @@ class WorkerPeers:
         self._store, self._timeout = store, timeout
         self._groups: dict[tuple[int, ...], Group] = {}
         self._backends: list[dist.ProcessGroupGloo] = []
-        self._made: dict[tuple, Exchange | ChunkedAllReduce] = {}
+        self._made: Recent[tuple, Exchange | ChunkedAllReduce] = Recent(_MOST_KEPT)
 
     def group(self, axes: Iterable[str]) -> Group:
         """The workers that differ from this one only on `axes`. Made once; all members have to ask."""
@@ -50,33 +52,33 @@ class WorkerPeers:
     def change(self, shape: Shape, dtype: torch.dtype, src: Sharding, dst: Sharding) -> Exchange | ChunkedAllReduce:
         """This worker's part in one collective, from tiles to tiles. Planned once, as all that follow."""
         key = (shape, dtype, src, dst)
-        if key not in self._made:
-            self._made[key] = plan_exchange(shape, dtype, src, dst, self)
-        return self._made[key]
+        return self._made.made(key, lambda: plan_exchange(shape, dtype, src, dst, self))
 
     def scatter(self, shape: Shape, dtype: torch.dtype, dst: Sharding) -> Exchange | ChunkedAllReduce:
         """From a whole tensor that only worker 0 has to tiles."""
         key = ("scatter", shape, dtype, dst)
-        if key not in self._made:
+        exchange = self._made.get(key)
+        if exchange is None:
             deliveries = [_from_first(shape, dst, rank) for rank in range(self.mesh.num_devices)]
             form, blank = (
                 Form(shape, dst.tile_shape(shape), dtype),
                 neutral(dtype, dst.partial[0][1] if dst.partial else "sum"),
             )
-            self._made[key] = Exchange(deliveries, self.rank, self.everybody(), form, combiner("max", dtype), blank)
-        return self._made[key]
+            exchange = Exchange(deliveries, self.rank, self.everybody(), form, combiner("max", dtype), blank)
+            self._made.put(key, exchange)
+        return exchange
 
     def gather(self, shape: Shape, dtype: torch.dtype, src: Sharding) -> Exchange | ChunkedAllReduce:
         """From tiles to a whole tensor, which only worker 0 gets."""
         key = ("gather", shape, dtype, src)
-        if key not in self._made:
+        exchange = self._made.get(key)
+        if exchange is None:
             reshard = reshard_of(shape, dtype, src, Sharding.of(self.mesh, len(shape), {}))
             pieces = next((delivery.pieces for delivery in reshard.deliveries if 0 in delivery.ranks), ())
             form = Form(src.tile_shape(shape), shape, dtype)
-            self._made[key] = Exchange(
-                [Delivery((0,), pieces, False)], self.rank, self.everybody(), form, reshard.combine, 0
-            )
-        return self._made[key]
+            exchange = Exchange([Delivery((0,), pieces, False)], self.rank, self.everybody(), form, reshard.combine, 0)
+            self._made.put(key, exchange)
+        return exchange
 
     def leave(self) -> None:
         """Close the connections: who waits for this worker fails at once instead of when its time is up."""
@@ -84,7 +86,7 @@ class WorkerPeers:
             backend.abort()
         self._backends.clear()
         self._groups.clear()
-        self._made.clear()
+        self._made = Recent(_MOST_KEPT)
 
     def _connect(self, members: tuple[int, ...]) -> dist.ProcessGroup:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

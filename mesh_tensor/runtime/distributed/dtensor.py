@@ -17,7 +17,9 @@ import torch.distributed as dist
 
 from ...errors import MeshTensorError, listing, refuse
 from ...mesh import Mesh
+from ...plain_tensors import why_not_plain
 from ...sharding import Partial, Placement, Replicate, Shard, Sharding, ceildiv
+from ..ambient import undisturbed
 from ..mesh_tensor import MeshTensor, of_tiles
 from ..placement import layout_of
 from .agree import agree, digest_of
@@ -173,6 +175,7 @@ def dtensor_maker(
     return make
 
 
+@undisturbed
 def to_dtensor(tensor: MeshTensor, device_mesh: DeviceMesh | None = None) -> DTensor:
     """The MeshTensor, which every rank has as a whole, as a DTensor: each rank keeps its own tile. Nothing is sent.
 
@@ -189,6 +192,7 @@ def to_dtensor(tensor: MeshTensor, device_mesh: DeviceMesh | None = None) -> DTe
     return as_dtensor(tensor.tile(ranks.rank).clone(), ranks.device_mesh, sharding, tensor.shape)
 
 
+@undisturbed
 def from_dtensor(tensor: DTensor, mesh: Mesh | Mapping[str, int] | None = None) -> MeshTensor:
     """The DTensor as a MeshTensor: every rank gets the parts of all ranks. The axes are the DeviceMesh's, or
     `mesh`'s."""
@@ -198,8 +202,10 @@ def from_dtensor(tensor: DTensor, mesh: Mesh | Mapping[str, int] | None = None) 
         mesh_of(tensor.device_mesh) if mesh is None else Mesh(mesh), tensor.device_mesh, tensor.device.type
     )
     faults, facts = Faults(ranks, "mt.from_dtensor"), {"kernel": "mt.from_dtensor"}
-    with ranks.calls.lane() as lane, torch.no_grad():
+    with ranks.calls.lane() as lane:
         try:
+            if found := why_not_plain(tensor):
+                refuse(found[0], where=f"mt.from_dtensor on {ranks.mesh}", fix=found[1])
             sharding = from_placements(ranks.mesh, tensor.ndim, tensor.placements)
             if problem := part_problem(tensor, sharding, ranks.rank):
                 refuse(problem, where=str(ranks.mesh), fix=PART_FIX)

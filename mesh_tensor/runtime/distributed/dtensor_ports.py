@@ -10,6 +10,7 @@ import torch
 
 from ...redistribution import RedistributionPlan
 from ...sharding import Sharding
+from ..elementwise import copy
 from .dtensor import as_dtensor, lies_like_torch, local_part, major_only, moved_by_torch
 from .rank_launch import RankLaunch, Tiling
 
@@ -91,7 +92,7 @@ def leave(launch: RankLaunch, name: str, given: DTensor | None, layout: Sharding
     made = _made(launch, tiling, result, layout, device_mesh)
     target = local_part(given)
     if target.numel():
-        target.copy_(local_part(made))
+        copy(target, local_part(made))
     return given
 
 

@@ -15,6 +15,9 @@ from ...program import CollectiveStep, KernelStep, OpStep, Program, Step, WaitSt
 from .calls import RESUME, Calls, Lane, indented
 from .ranks import Ranks
 
+_SILENT = "has ended, hangs, or is not in this collective"
+_TOO = "failed, too"
+_VAIN = "all ranks have to make the same calls: this one waited for what never comes"
 _GRACE = 3.0  # seconds to wait for the others' words
 _PAUSE = 0.02
 
@@ -46,7 +49,7 @@ class Faults:
         refuse(
             verdict,
             where=f"{doing}, of kernel {self._kernel!r} on {self._ranks.mesh}; seen on rank {calls.places[calls.rank]}",
-            why=_reason(error),
+            why=_reason(error) if any(silent in words for words in verdict for silent in (_SILENT, _TOO)) else _VAIN,
             fix=RESUME,
         )
 
@@ -62,7 +65,7 @@ def _verdict(calls: Calls, lane: Lane, others: Sequence[int], doing: str) -> lis
     if silent and (why := calls.why_ended()):
         return [why]
     if silent:
-        return [f"{named[m]} has ended, hangs, or is not in this collective" for m in silent]
+        return [f"{named[m]} {_SILENT}" for m in silent]
     mine = doing, lane.history[-1]
     elsewhere = {m: said for m, said in heard.items() if (said["doing"], said["run"]) != mine}
     if elsewhere:
@@ -70,7 +73,7 @@ def _verdict(calls: Calls, lane: Lane, others: Sequence[int], doing: str) -> lis
             f"{named[m]} waited in vain somewhere else, in {said['doing']}, of kernel {said['kernel']!r}"
             for m, said in elsewhere.items()
         ]
-    return [f"{named[m]} failed, too" for m in heard]
+    return [f"{named[m]} {_TOO}" for m in heard]
 
 
 def _listen(calls: Calls, lane: Lane, others: Sequence[int]) -> dict[int, dict[str, Any]]:

@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 
 from ...program import Parameter, Program, Value
+from ...recent import KERNEL_SIZES, Recent
 from ...sharding import Sharding
 from ..backend import Memory
 from ..dtypes import poison_value, torch_dtype
@@ -93,7 +94,7 @@ class RankLaunch:
         self.ports = {port.name: port for port in self._ports}
         self.tilings = {port.name: port.tiling for port in self._ports}
         self.inputs = sum(port.input is not None for port in self._ports)
-        self._changes: dict[tuple, Change] = {}
+        self._changes: Recent[tuple, Change] = Recent(KERNEL_SIZES)
 
     def __call__(
         self, locals_: Mapping[str, torch.Tensor | None], scalars: Mapping[str, int | float], entangled: bool = False
@@ -123,10 +124,9 @@ class RankLaunch:
     def change(self, tiling: Tiling, to: Sharding, tile: torch.Tensor) -> torch.Tensor:
         """The tile in another layout. All ranks have to ask."""
         key = (tiling.shape, tiling.dtype, tiling.sharding, to)
-        if key not in self._changes:
-            self._changes[key] = Change(*key, self.ranks)
+        change = self._changes.made(key, lambda: Change(*key, self.ranks))
         try:
-            return self._changes[key](tile)
+            return change(tile)
         except RuntimeError as error:
             doing = f"a change of layout, '{tiling.sharding}' -> '{to}'"
             self._faults.blame(error, doing, range(self.ranks.mesh.num_devices))

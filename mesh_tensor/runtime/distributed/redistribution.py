@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import MeshTensorError, refuse
+from ...plain_tensors import why_not_plain
+from ...recent import KERNEL_SIZES, Recent
 from ...sharding import Sharding
+from ..ambient import undisturbed
 from ..mesh_tensor import MeshTensor, ShardingLike, as_sharding
 from .agree import agree, digest_of
 from .calls import Lane
@@ -33,13 +36,14 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+@undisturbed
 def redistribute(tensor: MeshTensor | DTensor, sharding: ShardingLike) -> Any:
     """The tensor, a MeshTensor or a DTensor, in another layout on its mesh; `plan_redistribution` says by which steps.
 
     `sharding` is a dict from axis to dim, a text or a Sharding. A DTensor's axes are named as its DeviceMesh names
     them, or `axis0`, `axis1` ...; every rank has to call it, and the result is a DTensor with the placements of
-    `sharding`. What is in that layout already is given back as it is; else the result has memory of its own, and no
-    gradient.
+    `sharding`. What is in that layout already is given back as it is; else the result has memory of its own. It has
+    no gradient: what requires one is refused, unless torch records none.
 
     Raises:
         MeshTensorError: it is no such tensor, the sharding does not fit it, ranks ask for different things, or one
@@ -54,8 +58,7 @@ def redistribute(tensor: MeshTensor | DTensor, sharding: ShardingLike) -> Any:
         )
     mesh = mesh_of(tensor.device_mesh)
     ranks = ranks_of(mesh, tensor.device_mesh, tensor.device.type)
-    with torch.no_grad():
-        return _changes_on(ranks, ranks.calls.lane()).redistribute(tensor, sharding)
+    return _changes_on(ranks, ranks.calls.lane()).redistribute(tensor, sharding)
 
 
 class _Changes:
@@ -65,17 +68,19 @@ class _Changes:
         self._ranks, self._lane, self._faults = ranks, lane, Faults(ranks, "mt.redistribute")
         self._agreed: tuple | None = None  # what the last call asked for
         self._digest = 0  # of that
-        self._changes: dict[tuple, Change] = {}
+        self._changes: Recent[tuple, Change] = Recent(KERNEL_SIZES)
 
     def redistribute(self, tensor: DTensor, sharding: ShardingLike) -> DTensor:
         with self._lane:
-            return self._redistributed(tensor, sharding)
+            return self._checked(tensor, sharding)
 
-    def _redistributed(self, tensor: DTensor, sharding: ShardingLike) -> DTensor:
-        mesh, shape = self._ranks.mesh, tuple(tensor.shape)
+    def _checked(self, tensor: DTensor, sharding: ShardingLike) -> DTensor:
+        mesh = self._ranks.mesh
         try:
             src = from_placements(mesh, tensor.ndim, tensor.placements)
             wanted = as_sharding(mesh, tensor.ndim, sharding)
+            if found := why_not_plain(tensor):
+                refuse(found[0], where=f"mt.redistribute on {mesh}", fix=found[1])
             if problem := part_problem(tensor, src, self._ranks.rank):
                 refuse(problem, where=str(mesh), fix=PART_FIX)
         except MeshTensorError as error:
@@ -85,6 +90,11 @@ class _Changes:
         self._agree(tensor, src, wanted)
         if src == wanted:
             return tensor
+        with torch.no_grad():
+            return self._redistributed(tensor, src, wanted)
+
+    def _redistributed(self, tensor: DTensor, src: Sharding, wanted: Sharding) -> DTensor:
+        shape = tuple(tensor.shape)
         if not lies_like_torch(src, shape):
             src = major_only(src)
             tensor = moved_by_torch(tensor, src, self._ranks)
@@ -108,12 +118,11 @@ class _Changes:
     def _change(self, tiling: Tiling, to: Sharding, local: torch.Tensor) -> torch.Tensor:
         """This rank's part of the tensor in another layout."""
         key = (tiling.shape, tiling.dtype, tiling.sharding, to)
-        if key not in self._changes:
-            self._changes[key] = Change(*key, self._ranks)
+        change = self._changes.made(key, lambda: Change(*key, self._ranks))
         local = local.resolve_conj().resolve_neg()  # memory is sent as it is
         tile = local.contiguous() if local.shape == tiling.tile_shape else tiling.tile(local)
         try:
-            new = self._changes[key](tile)
+            new = change(tile)
         except RuntimeError as error:
             doing = f"'{tiling.sharding}' -> '{to}' of a tensor {tiling.shape} {tiling.dtype}"
             self._faults.blame(error, doing, range(self._ranks.mesh.num_devices))

@@ -15,6 +15,10 @@ class Continue(Exception):
     """Goes on with the innermost loop's next iteration."""
 
 
+class Return(Exception):
+    """Ends the program."""
+
+
 def in_turn(actions: Sequence[Action]) -> Action:
     """The actions, one after the other."""
     if len(actions) == 1:

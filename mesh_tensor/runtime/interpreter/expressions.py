@@ -10,10 +10,11 @@ import numpy as np
 from tvm import ir, tirx
 
 from mesh_tensor.errors import MeshTensorError
+from mesh_tensor.rules.tile_ops import Atomic, parse_previous
 
 from .access import Access
 from .intrinsics import FUNCTIONS, rounded_once, trunc_div, trunc_mod
-from .numerics import convert, is_float, numpy_dtype
+from .numerics import UFUNCS, convert, is_float, numpy_dtype
 from .scope import MASK, Code, Frame, Scope, constant
 
 
@@ -172,11 +173,29 @@ def _call(expr: tirx.Call, scope: Scope) -> Code:
     if name == "tirx.reinterpret":
         dtype, source = numpy_dtype(expr.dtype), numpy_dtype(expr.args[0].dtype)
         return _apply(lambda v: np.asarray(v, source).view(dtype)[()], (compile_expr(expr.args[0], scope),))
+    update = parse_previous(expr)
+    if update is not None:
+        return _previous(update, scope)
     function = FUNCTIONS.get(name)
     if function is None:
         raise MeshTensorError(f"the interpreter does not know the operation {name}, a value in the kernel: {expr}")
     args = [compile_expr(a, scope) for a in expr.args]
     return _apply(rounded_once(function, numpy_dtype(expr.args[0].dtype)), args)
+
+
+def _previous(update: Atomic, scope: Scope) -> Code:
+    """An atomic's old value; nests with one in it run in order, never over lanes."""
+    place = Access(update.dst.buffer, update.dst.mins, scope, compile_expr)
+    old, new = place.load(), compile_expr(update.value, scope)
+    combine, dtype, slot = UFUNCS[update.op], numpy_dtype(update.dst.buffer.dtype), scope.new_slot()
+    store = place.store(Code(lambda frame: combine(frame[slot], convert(new.run(frame), dtype))))
+
+    def run(frame: Frame) -> Any:
+        frame[slot] = old.run(frame)
+        store(frame)
+        return frame[slot]
+
+    return Code(run)
 
 
 def _true_div(a: Any, b: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tvm import tirx
 
-from mesh_tensor.rules.tile_ops import Atomic, Region, parse_tile_op
+from mesh_tensor.rules.tile_ops import Atomic, Region, parse_previous, parse_tile_op
 
 
 @dataclass(frozen=True)
@@ -165,15 +165,19 @@ def loads_in(expr: tirx.PrimExpr) -> list[tirx.BufferLoad]:
 
 
 def _reads(expr: tirx.PrimExpr, loops: tuple[Loop, ...], nest: Nest) -> None:
+    in_order: list[object] = []  # an exception of this module's would not get through the visitor as itself
+
     def visit(node: object) -> None:
         if isinstance(node, tirx.BufferLoad):
             nest.touches.append(Touch(hash(node.buffer.data), node.buffer, tuple(node.indices), False, loops))
-        elif isinstance(node, (tirx.Ramp, tirx.Broadcast)):
-            raise _InOrder
+        elif isinstance(node, (tirx.Ramp, tirx.Broadcast)) or parse_previous(node) is not None:
+            in_order.append(node)
         elif isinstance(node, tirx.Let):
             nest.inner.add(hash(node.var))
 
     tirx.stmt_functor.post_order_visit(expr, visit)
+    if in_order:
+        raise _InOrder
 
 
 def _integer(expr: tirx.PrimExpr) -> int | None:

@@ -13,10 +13,11 @@ import numpy as np
 from tvm import ir, tirx
 
 from mesh_tensor.errors import MeshTensorError
-from mesh_tensor.rules.tile_ops import Atomic, parse_tile_op
+from mesh_tensor.rules.im2col import im2col_loops
+from mesh_tensor.rules.tile_ops import Atomic, parse_previous, parse_tile_op
 
 from .access import Access
-from .control import Break, Continue, in_turn, jump, nothing, until
+from .control import Break, Continue, Return, in_turn, jump, nothing, until
 from .expressions import compile_expr, under_mask
 from .independence import lanes_of
 from .nest import is_element_update, loads_in
@@ -36,6 +37,14 @@ _NO_EFFECT = {
     "tl.ptx_wait_group",
     "tl.sync_warp",
     "tl.wait_wgmma",
+}
+
+
+_JUMPS = {
+    "tl.loop_break": Break,
+    "tirx.break_loop": Break,
+    "tirx.continue_loop": Continue,
+    "tirx.thread_return": Return,
 }
 
 
@@ -192,15 +201,19 @@ def _evaluate(stmt: tirx.Evaluate, scope: Scope) -> Action:
         return _update(op, scope)
     if op is not None:
         return compile_tile_op(op, scope)
+    loops = im2col_loops(stmt)
+    if loops is not None:
+        return compile_stmt(loops, scope)
     if isinstance(stmt.value, (tirx.IntImm, tirx.Var)):
         return nothing
     name = stmt.value.op.name if isinstance(stmt.value, tirx.Call) and isinstance(stmt.value.op, ir.Op) else ""
+    if parse_previous(stmt.value) is not None:
+        code = compile_expr(stmt.value, scope)
+        return lambda frame: code.run(frame)
     if name in _NO_EFFECT:
         return nothing
-    if name in ("tl.loop_break", "tirx.break_loop"):
-        return jump(Break, scope)
-    if name == "tirx.continue_loop":
-        return jump(Continue, scope)
+    if name in _JUMPS:
+        return jump(_JUMPS[name], scope)
     if name.startswith("mesh."):
         raise MeshTensorError(f"the interpreter runs one device's kernel; {name} is a collective and not part of one")
     raise MeshTensorError(f"the interpreter does not know the operation {name or stmt.value}:\n{stmt}")
@@ -223,7 +236,7 @@ def _block_realize(stmt: tirx.SBlockRealize, scope: Scope) -> Action:
         if condition.run(frame):
             enter(frame)
 
-    return run
+    return until(Return, run) if block.name_hint == "tilelang_root" else run
 
 
 def _allocation(buffer: tirx.Buffer, scope: Scope) -> Action:

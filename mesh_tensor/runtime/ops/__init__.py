@@ -1,6 +1,7 @@
 """Relax operators as torch functions: one table, its entries by family."""
 
 from . import (  # noqa: F401  (they fill the table)
+    aten,
     conv,
     create,
     elementwise,

@@ -17,8 +17,8 @@ Tensor = torch.Tensor
 
 @placed_torch_op("take")
 def _take(call: OpCall, place: Place) -> Function:
-    """`clip` takes the nearest index of those out of range, `wrap` goes round; with `fast` they are undefined in TVM:
-    negative ones count from the end, others are refused, or poison in tiles."""
+    """`clip` takes the nearest of indices out of range, `wrap` goes round; with `nan` they are refused, or poison in
+    tiles; with `fast` they are undefined in TVM: negative ones count from the end, others are as with `nan`."""
     axis, mode, shape = call.attr("axis"), call.attr("mode", "fast"), call.outputs[0].shape
     dim = 0 if axis is None else call.axis(axis)
     size = math.prod(call.inputs[0].shape) if axis is None else call.inputs[0].shape[dim]
@@ -34,13 +34,13 @@ def _take(call: OpCall, place: Place) -> Function:
 
 def _rows(call: OpCall, dim: int, shape: tuple[int, ...], size: int, mode: str, place: Place) -> Function:
     """The rows along `dim` (of `size`) that an index tensor names, in this shape."""
-    if mode not in ("fast", "clip", "wrap"):
-        refuse(f"R.take has no mode {mode!r} here", where=str(call.expr), fix="use fast, clip or wrap")
-    check = _Range(call, place)
+    if mode not in ("fast", "clip", "nan", "wrap"):
+        refuse(f"R.take has no mode {mode!r} here", where=str(call.expr), fix="use fast, clip, nan or wrap")
+    check = _Range(call, place, from_end=mode == "fast")
 
     def rows(x: Tensor, index: Tensor) -> Tensor:
         index = index.reshape(-1).long()
-        if mode == "fast":
+        if mode in ("fast", "nan"):
             index, valid = check(index, size)
         else:
             index, valid = index.clamp(0, size - 1) if mode == "clip" else index.remainder(size), None
@@ -74,7 +74,7 @@ def _local_take(call: OpCall, place: Place) -> Function:
             index = index.clamp(0, size - 1)
         elif "wrap" in mode:
             index = index.remainder(size)
-        else:
+        elif "nan" not in mode:
             index = torch.where(index < 0, index + size, index)
         mine = (index >= first) & (index < first + held)
         if not held:
@@ -91,20 +91,20 @@ def _local_take(call: OpCall, place: Place) -> Function:
 
 
 class _Range:
-    """Checks indices against a dim's size; negative ones count from its end, which is what frontends mean by them. On
-    whole tensors those outside are refused; in tiles they may be padding, so they are brought inside, and which ones
-    were inside already comes along (None: all)."""
+    """Checks indices against a dim's size; negative ones count from its end (`from_end`), which is what frontends mean
+    by them unless they say otherwise. On whole tensors those outside are refused; in tiles they may be padding, so they
+    are brought inside, and which ones were inside already comes along (None: all)."""
 
-    def __init__(self, call: OpCall, place: Place) -> None:
-        self._call, self._place = call, place
+    def __init__(self, call: OpCall, place: Place, *, from_end: bool = True) -> None:
+        self._call, self._place, self._from_end = call, place, from_end
 
     def __call__(self, index: Tensor, size: int) -> tuple[Tensor, Tensor | None]:
         if not index.numel():
             return index, None
         low, high = (int(bound) for bound in torch.aminmax(index))
-        if low < 0:
+        if low < 0 and self._from_end:
             index = torch.where(index < 0, index + size, index)
-        if low >= -size and high < size:
+        if low >= (-size if self._from_end else 0) and high < size:
             return index, None
         if not self._place.padded:
             refuse(

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tvm import relax
 
 from ...errors import refuse
 from ...mesh import Mesh
-from ...rules.ops.call import OpCall, tensor_infos
+from ...rules.ops.call import OpCall, operator_name, tensor_infos
 from ..dtypes import torch_dtype
 
 Function = Callable[..., Any]
@@ -97,13 +96,6 @@ def torch_function(call: OpCall, mesh: Mesh | None = None, rank: int = 0) -> Cal
             fix="write it with other operators, or as a TIR function that R.call_tir calls",
         )
     return _typed(_MAKERS[name](call, Place(mesh, rank)), [torch_dtype(out.dtype) for out in call.outputs])
-
-
-def operator_name(call: OpCall) -> str:
-    """The operator's name; of a packed function that is called, that function's."""
-    if call.name == "call_pure_packed" and isinstance(call.expr.args[0], relax.ExternFunc):
-        return str(call.expr.args[0].global_symbol)
-    return call.name
 
 
 def with_numbers(call: OpCall, function: Function) -> Function:

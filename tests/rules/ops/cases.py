@@ -5,8 +5,10 @@ from __future__ import annotations
 from tvm import relax
 
 from mesh_tensor.rules.ops import has_rule
+from mesh_tensor.rules.ops.call import operator_name
 
 from ...runtime.ops import (
+    test_aten,
     test_conv,
     test_create,
     test_elementwise,
@@ -20,7 +22,8 @@ from ...runtime.ops.cases import Case, i, t
 
 op = relax.op
 _FAMILIES = (
-    test_conv, test_create, test_elementwise, test_index, test_linear_algebra, test_nn, test_reduce, test_shape
+    test_aten, test_conv, test_create, test_elementwise, test_index, test_linear_algebra, test_nn, test_reduce,
+    test_shape,
 )  # fmt: skip
 _LOOSE = {"rtol": 1e-4, "atol": 1e-5}
 _HALF = {"rtol": 4e-3, "atol": 4e-3}
@@ -164,4 +167,4 @@ CASES: dict[str, Case] = {
     for name, case in module.CASES.items()
 } | {f"more: {name}": case for name, case in _MORE.items()}
 
-CASES = {name: case for name, case in CASES.items() if has_rule(case.call().name)}
+CASES = {name: case for name, case in CASES.items() if has_rule(operator_name(case.call()))}

@@ -8,7 +8,7 @@ import torch
 from tvm import relax
 
 from mesh_tensor.rules.ops import OpRule, rule_of
-from mesh_tensor.rules.ops.call import op_call
+from mesh_tensor.rules.ops.call import op_call, operator_name
 from mesh_tensor.rules.ops.table import _RULES as rules
 from mesh_tensor.runtime.ops import torch_function
 from mesh_tensor.runtime.ops.table import _MAKERS as torch_functions
@@ -92,7 +92,7 @@ def test_every_operator_with_a_torch_function_has_a_rule_and_a_case():
     random = {"nn.dropout"}
     assert set(torch_functions) - set(rules) == placing
     assert set(rules) - set(torch_functions) == set()
-    assert set(rules) - {case.call().name for case in CASES.values()} == random
+    assert set(rules) - {operator_name(case.call()) for case in CASES.values()} == random
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,98 @@
+"""What mesh_tensor finds around it, looked at before TileLang is imported: versions, and the folder of its cache."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import sys
+import tempfile
+import warnings
+
+CACHE_VARIABLE = "TILELANG_CACHE_DIR"
+_PYTHON = (3, 10)
+_REQUIREMENT = re.compile(r"([\w.-]+)\s*\(?([<>=!~,.\s\d]*)\)?$")
+_BOUND = re.compile(r"(>=|<)\s*([\d.]+)")
+
+
+def check_versions() -> None:
+    """Raise an ImportError with the way out if Python or what mesh_tensor is built on is too old, or too new."""
+    problems = []
+    if sys.version_info < _PYTHON:
+        problems.append(f"Python {'.'.join(map(str, _PYTHON))} or newer, and this is {sys.version.split()[0]}")
+    fixes = []
+    for name, bounds in _requirements():
+        found = _installed(name)
+        if found is not None and not _within(found, bounds):
+            problems.append(f"{name} {bounds}, and {found or 'none'} is installed")
+            fixes.append(f'"{name}{bounds}"')
+    if problems:
+        fix = f"`pip install {' '.join(fixes)}`" if fixes else "use a newer Python"
+        raise ImportError("\n".join([*(f"mesh_tensor needs {problem}" for problem in problems), f"  fix: {fix}"]))
+
+
+def check_cache_folder() -> None:
+    """Where TileLang's cache can't be, which its import would die of, a temporary folder takes its place."""
+    if "tilelang" in sys.modules:
+        return
+    folder = os.environ.get(CACHE_VARIABLE) or os.path.expanduser("~/.tilelang/cache")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        if os.access(folder, os.W_OK | os.X_OK) or os.path.isdir(os.path.join(folder, _installed("tilelang") or "-")):
+            return  # what is there already can be read
+        raise PermissionError(13, os.strerror(13), folder)
+    except OSError as error:
+        os.environ[CACHE_VARIABLE] = temporary_folder()
+        warn_of_cache(folder, error)
+
+
+def temporary_folder() -> str:
+    """A folder that is removed when this process ends."""
+    folder = tempfile.mkdtemp(prefix="mesh_tensor-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def warn_of_cache(folder: str | os.PathLike[str], error: OSError) -> None:
+    """Say that nothing can be kept in the cache's folder, and what to do."""
+    warnings.warn(
+        f"compiled kernels can't be kept in {os.fspath(folder)} ({error.strerror or error}): they are gone when this "
+        f"process ends; set {CACHE_VARIABLE} to a folder with space that can be written",
+        stacklevel=3,
+    )
+
+
+def _requirements() -> list[tuple[str, str]]:
+    """What the installed mesh_tensor states that it needs: names and bounds."""
+    try:
+        stated = importlib.metadata.requires("mesh-tensor") or []
+    except importlib.metadata.PackageNotFoundError:  # run from its sources, without being installed
+        return []
+    matches = [_REQUIREMENT.match(text.strip()) for text in stated if ";" not in text]
+    return [(match[1], match[2].strip()) for match in matches if match]
+
+
+def _installed(name: str) -> str | None:
+    """The version of a package: "" if it is not there, None if that can't be told."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "" if importlib.util.find_spec(name) is None else None
+
+
+def _within(version: str, bounds: str) -> bool:
+    found = _numbers(version)
+    checks = {">=": lambda wanted: found >= wanted, "<": lambda wanted: found < wanted}
+    return bool(found) and all(checks[kind](_numbers(number)) for kind, number in _BOUND.findall(bounds))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release's numbers: 2.13.0+cpu is (2, 13)."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    numbers = [int(part) for part in match[0].split(".")] if match else []
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)

@@ -1,0 +1,162 @@
+"""Loading a module that nobody vouches for is tried first in a process of its own, which may die of it.
+
+One such process is started when it is first needed (some 2 seconds) and kept; it forks itself for every module."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from typing import IO
+
+from tvm import ir, relax, tirx
+
+#: Seconds that a module may take to be loaded, walked through and printed.
+PATIENCE = 120
+_START = "import sys; sys.path[:] = {path!r}; from mesh_tensor.graph.saved_probe import serve; serve()"
+_LENGTH = struct.Struct("<Q")
+_LOCK = threading.Lock()
+_processes: dict[int, subprocess.Popen[bytes]] = {}  # by the process that asks: a fork has to start its own
+
+
+def problem_of(text: str) -> str:
+    """What happens when TVM loads, prints and verifies the module in `text`, in a process of its own; "" if all is
+    well."""
+    with _LOCK:
+        for _ in range(2):  # the process that was kept may have been ended from outside
+            process = _process()
+            try:
+                _write(process.stdin, text.encode())
+                return json.loads(_read(process.stdout))
+            except (OSError, EOFError):
+                _stop()
+    return "the process that tries it can't be kept alive"
+
+
+def look_through(text: str) -> str:
+    """The same in this process: what is wrong with the module in `text`."""
+    loaded = ir.load_json(text)
+    if isinstance(loaded, (relax.Function, tirx.PrimFunc)):
+        loaded = ir.IRModule.from_expr(loaded)
+    if not isinstance(loaded, ir.IRModule):
+        return f"it holds a {type(loaded).__name__}, which is no module"
+    ir.structural_hash(loaded)
+    ir.save_json(loaded)
+    for func in loaded.functions.values():
+        if isinstance(func, tirx.PrimFunc):
+            tirx.stmt_functor.post_order_visit(func.body, lambda node: None)
+        elif isinstance(func, relax.Function):
+            relax.analysis.post_order_visit(func, lambda node: None)
+    if not relax.analysis.well_formed(loaded):
+        return "TVM's check of modules says that it is not well formed"
+    loaded.script(show_meta=True)
+    return ""
+
+
+def serve() -> None:
+    """Answer modules on stdin with what is wrong with them on stdout, until stdin ends."""
+    answers = os.fdopen(os.dup(1), "wb")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for output in (1, 2):  # TVM's diagnostics
+        os.dup2(nowhere, output)
+    _no_core_files()
+    while True:
+        try:
+            text = _read(sys.stdin.buffer).decode()
+        except EOFError:
+            return
+        _write(answers, json.dumps(_tried(text)).encode())
+
+
+def _tried(text: str) -> str:
+    """What `look_through` says in a child, or what ended it."""
+    here, there = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(here)
+            _answer(text, there)
+            status = 0
+        finally:  # whatever happens, what runs after this is not for the child
+            os._exit(status)
+    os.close(there)
+    with os.fdopen(here, "rb") as pipe:
+        problem = pipe.read().decode(errors="replace")
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status == -signal.SIGALRM:
+        return f"TVM was not done with it after {PATIENCE} seconds"
+    if status < 0:
+        return f"TVM dies of it ({signal.Signals(-status).name})"
+    return problem or (f"the process that tried it ended with status {status}" if status else "")
+
+
+def _answer(text: str, there: int) -> None:
+    signal.alarm(PATIENCE)
+    try:
+        problem = look_through(text)
+    except BaseException as error:  # whatever TVM raises is what is wrong
+        problem = (str(error).strip().splitlines() or [""])[-1] or type(error).__name__
+    with os.fdopen(there, "wb") as pipe:
+        pipe.write(problem.encode(errors="replace"))
+
+
+def _no_core_files() -> None:
+    try:
+        import resource
+    except ImportError:  # not a POSIX system
+        return
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+def _process() -> subprocess.Popen[bytes]:
+    process = _processes.get(os.getpid())
+    if process is not None and process.poll() is not None:
+        _stop()
+        process = None
+    if process is None:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", _START.format(path=sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        _processes[os.getpid()] = process
+    return process
+
+
+@atexit.register
+def _stop() -> None:
+    process = _processes.pop(os.getpid(), None)
+    if process is not None:
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # it has ended, and what was still to be written can't be
+                    pipe.close()
+        process.wait()
+
+
+def _write(pipe: IO[bytes] | None, data: bytes) -> None:
+    if pipe is None:
+        raise EOFError
+    pipe.write(_LENGTH.pack(len(data)) + data)
+    pipe.flush()
+
+
+def _read(pipe: IO[bytes] | None) -> bytes:
+    size = _exactly(pipe, _LENGTH.size)
+    return _exactly(pipe, _LENGTH.unpack(size)[0])
+
+
+def _exactly(pipe: IO[bytes] | None, size: int) -> bytes:
+    data = pipe.read(size) if pipe is not None else b""
+    if len(data) != size:
+        raise EOFError
+    return data

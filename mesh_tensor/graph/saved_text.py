@@ -1,0 +1,64 @@
+"""Modules as TVMScript text, also as another TVM prints them, or as people write it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import tvm.script
+
+from ..errors import listing, refuse
+
+_FIX = "save it with TVM 0.20 or later, as mod.script(show_meta=True), or as JSON"
+_KERNELS = "; TileLang's kernels as JSON: the parser does not know all words of their text"
+# Newer TVMs mark functions as schedulable with it; older ones call blocks otherwise.
+_MARK = re.compile(r",?\s*\bs_tir\s*=\s*(True|False)\b")
+_OLD_BLOCKS = (
+    ("T.block(", "T.sblock("),
+    ("T.block_attr(", "T.sblock_attr("),
+    ("T.alloc_buffer(", "T.sblock_alloc_buffer("),
+)
+
+
+def module_of_text(text: str, path: Path) -> object:
+    """What the one definition in `text` defines. It is evaluated."""
+    source = _only_definitions(text, path)
+    try:
+        return tvm.script.from_source(source)
+    except Exception as error:  # the parser's diagnostics, and what evaluating raises
+        return refuse(f"{str(path)!r} can't be parsed as TVMScript", why=str(error).strip(), fix=_FIX + _KERNELS)
+
+
+def _only_definitions(text: str, path: Path) -> str:
+    """What the parser of this TVM takes: the metadata and the one definition, in today's words."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        refuse(f"{str(path)!r} is no TVMScript", why=str(error), fix=_FIX)
+    defined = [node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.decorator_list]
+    if len(defined) != 1:
+        names = listing([node.name for node in defined])
+        refuse(f"{str(path)!r} holds {len(defined)} modules ({names}), not one", fix="put each in a file of its own")
+    lines = text.splitlines()
+    kept = [node for node in tree.body if isinstance(node, ast.Assign) or node in defined]
+    parts = []
+    for node in kept:
+        first = min([node.lineno, *(mark.lineno for mark in getattr(node, "decorator_list", ()))])
+        parts.append("\n".join(lines[first - 1 : node.end_lineno]))
+    return _in_todays_words("\n".join(parts))
+
+
+def _in_todays_words(source: str) -> str:
+    lines = [_unmarked(line) if line.lstrip().startswith("@") else line for line in source.split("\n")]
+    source = "\n".join(lines)
+    if "T.block(" in source:
+        for old, new in _OLD_BLOCKS:
+            source = source.replace(old, new)
+    return source
+
+
+def _unmarked(line: str) -> str:
+    """A decorator without `s_tir=...`."""
+    line = _MARK.sub("", line)
+    return re.sub(r"\(\s*,\s*", "(", line)

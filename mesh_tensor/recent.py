@@ -1,0 +1,50 @@
+"""Recent: what was made for some sizes and may be needed again, for the sizes that were asked for last."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+KERNEL_SIZES = 256  # that a kernel, or mt.redistribute, keeps programs, launches, layouts and compiled code for
+MODULE_SIZES = 32  # that a module keeps plans for, and launches with their copies of the weights
+
+
+class Recent(Generic[K, V]):
+    """At most `most` values by key. The one that was not asked for longest makes room. Several threads may ask."""
+
+    __slots__ = ("_kept", "_most")
+
+    def __init__(self, most: int) -> None:
+        self._most, self._kept = most, OrderedDict[K, V]()
+
+    def get(self, key: K) -> V | None:
+        """The value, or None."""
+        value = self._kept.get(key)
+        if value is not None:
+            with suppress(KeyError):  # another thread has made room
+                self._kept.move_to_end(key)
+        return value
+
+    def put(self, key: K, value: V) -> V:
+        """Keep `value`; gives it back."""
+        self._kept[key] = value
+        while len(self._kept) > self._most:
+            with suppress(KeyError):  # another thread was faster
+                self._kept.popitem(last=False)
+        return value
+
+    def made(self, key: K, make: Callable[[], V]) -> V:
+        """The value, which `make` makes unless it is kept."""
+        value = self.get(key)
+        return self.put(key, make()) if value is None else value
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __iter__(self) -> Iterator[V]:
+        return iter(list(self._kept.values()))

@@ -1,0 +1,191 @@
+"""Rules of operators of torch's that Relax has none for.
+
+Their calls are `R.call_pure_packed("aten.cummax.default", x, "[[0], {}]")`: the tensors, then all arguments as JSON, in
+which {"tensor": n} stands for the n-th tensor and {"dtype": "float32"} for a dtype.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from tvm import relax
+
+from .call import OpCall
+from .elementwise import broadcast_dims, dims_of
+from .rule import Dim, LocalCall, OpRule
+from .table import rule
+
+Dims = tuple[Dim, ...]
+
+_POINTWISE = (
+    "copysign.Tensor digamma.default erfc.default erfinv.default exp2.default heaviside.default hypot.default"
+    " i0.default lgamma.default nextafter.default round.decimals sinc.default special_ndtr.default"
+    " special_log_ndtr.default xlogy.Tensor"
+)
+# The position of the dim that an operator goes along, among its arguments.
+_ALONG = {
+    "cummax.default": 1,
+    "cummin.default": 1,
+    "kthvalue.default": 2,
+    "logcumsumexp.default": 1,
+    "mode.default": 1,
+    "sort.stable": 2,
+    "topk.default": 2,
+}
+# How many of the last dims an operator looks through windows at.
+_WINDOWS = {
+    "_upsample_bicubic2d_aa.default": 2,
+    "_upsample_bicubic2d_aa.vec": 2,
+    "_upsample_bilinear2d_aa.default": 2,
+    "_upsample_bilinear2d_aa.vec": 2,
+    "_upsample_nearest_exact1d.vec": 1,
+    "_upsample_nearest_exact2d.vec": 2,
+    "_upsample_nearest_exact3d.vec": 3,
+    "adaptive_max_pool2d.default": 2,
+    "adaptive_max_pool3d.default": 3,
+    "max_pool2d_with_indices.default": 2,
+    "max_pool3d_with_indices.default": 3,
+    "upsample_bicubic2d.vec": 2,
+    "upsample_bilinear2d.vec": 2,
+    "upsample_linear1d.vec": 1,
+    "upsample_nearest1d.vec": 1,
+    "upsample_nearest2d.vec": 2,
+    "upsample_nearest3d.vec": 3,
+    "upsample_trilinear3d.vec": 3,
+}
+# Groups' products only take matrices whose rows are multiples of 16 bytes, which tiles may not be.
+_WHOLE = "_grouped_mm.default dist.default masked_scatter.default put.default scatter_reduce.two"
+
+
+def arguments_text(args: Any, kwargs: Any) -> str:
+    """All arguments of a call, as the literal that the call has; above is what stands for tensors and dtypes."""
+    return json.dumps([args, kwargs])
+
+
+def arguments_of(call: OpCall) -> tuple[list[Any], dict[str, Any]]:
+    """A call's positional and named arguments, as `arguments_text` took them."""
+    args, kwargs = json.loads(call.literals[-1])
+    return args, kwargs
+
+
+def _argument(call: OpCall, position: int, name: str, default: Any) -> Any:
+    args, kwargs = arguments_of(call)
+    return args[position] if len(args) > position else kwargs.get(name, default)
+
+
+def _names(names: str) -> list[str]:
+    return [f"aten.{name}" for name in names.split()]
+
+
+def _rule(*names: str) -> Callable[[Callable[[OpCall], tuple[list[Dims], list[Dims]]]], Any]:
+    """Register a function from calls to the dims of operands and results as the rule of these operators."""
+
+    def register(make: Callable[[OpCall], tuple[list[Dims], list[Dims]]]) -> Any:
+        def made(call: OpCall) -> OpRule:
+            inputs, outputs = make(call)
+            return OpRule(tuple(inputs), tuple(outputs), localize=_on_tiles)
+
+        rule(*names)(made)
+        ATEN.extend(names)
+        return make
+
+    return register
+
+
+#: The operators that have a rule here, with "aten.".
+ATEN: list[str] = []
+
+
+def _on_tiles(local: LocalCall) -> relax.Expr:
+    """The same call; its results have their tiles' shapes."""
+    call = local.call
+    infos = [relax.TensorStructInfo(tile, o.dtype) for tile, o in zip(local.out_tiles, call.outputs, strict=True)]
+    info = infos[0] if len(infos) == 1 else relax.TupleStructInfo(infos)
+    name, *_, text = call.expr.args
+    return relax.op.call_pure_packed(name.global_symbol, *local.args, text, sinfo_args=[info])
+
+
+@_rule(*_names(_POINTWISE))
+def pointwise(call: OpCall) -> tuple[list[Dims], list[Dims]]:
+    """Dims are aligned at the end."""
+    out = call.outputs[0]
+    return [broadcast_dims(tensor.shape, out.shape) for tensor in call.inputs], [dims_of(out.ndim)]
+
+
+@_rule(*_names(" ".join(_ALONG)))
+def along(call: OpCall) -> tuple[list[Dims], list[Dims]]:
+    """All dims but one are independent; results have that one, or not."""
+    name = call.expr.args[0].global_symbol.removeprefix("aten.")
+    dim, ndim = call.axis(_argument(call, _ALONG[name], "dim", -1)), call.inputs[0].ndim
+    given: Dims = tuple(None if d == dim else f"d{d}" for d in range(ndim))
+    left = tuple(factor for d, factor in enumerate(given) if d != dim)
+    return [given], [given if out.ndim == ndim else left for out in call.outputs]
+
+
+@_rule(*_names(" ".join(_WINDOWS)))
+def windows(call: OpCall) -> tuple[list[Dims], list[Dims]]:
+    """Batch and channels are independent; places are looked at together."""
+    name = call.expr.args[0].global_symbol.removeprefix("aten.")
+    kept = dims_of(call.inputs[0].ndim - _WINDOWS[name])
+    dims: Dims = (*kept, *(None,) * _WINDOWS[name])
+    return [dims], [dims] * len(call.outputs)
+
+
+@_rule(*_names("grid_sampler_2d.default grid_sampler_3d.default"))
+def grid_sample(call: OpCall) -> tuple[list[Dims], list[Dims]]:
+    """Each place of the grid looks at all places of the image."""
+    places = dims_of(call.inputs[0].ndim - 2, "p")
+    image: Dims = ("b", "c", *(None,) * len(places))
+    return [image, ("b", *places, None)], [("b", "c", *places)]
+
+
+@_rule("aten.diagonal.default")
+def diagonal(call: OpCall) -> tuple[list[Dims], list[Dims]]:
+    """Two dims become one, the last."""
+    gone = {call.axis(_argument(call, 2, "dim1", 0)), call.axis(_argument(call, 3, "dim2", 1))}
+    given: Dims = tuple(None if d in gone else f"d{d}" for d in range(call.inputs[0].ndim))
+    return [given], [(*(factor for factor in given if factor is not None), None)]
+
+
+@_rule("aten.unfold.default")
+def unfold(call: OpCall) -> tuple[list[Dims], list[Dims]]:
+    """Windows along one dim become a dim, the last."""
+    dim = call.axis(_argument(call, 1, "dimension", -1))
+    given: Dims = tuple(None if d == dim else f"d{d}" for d in range(call.inputs[0].ndim))
+    return [given], [(*given, None)]
+
+
+@_rule("aten._cdist_forward.default")
+def distances(call: OpCall) -> tuple[list[Dims], list[Dims]]:
+    """Each row of one with each row of the other."""
+    batch = call.outputs[0].shape[:-2]
+    first, second = (broadcast_dims(tensor.shape[:-2], batch, "b") for tensor in call.inputs)
+    return [(*first, "m", None), (*second, "n", None)], [(*dims_of(len(batch), "b"), "m", "n")]
+
+
+@_rule("aten.searchsorted.Tensor")
+def searchsorted(call: OpCall) -> tuple[list[Dims], list[Dims]]:
+    """A sorted sequence for all, or one per row."""
+    ndim = call.outputs[0].ndim
+    values = dims_of(ndim)
+    given = call.inputs[0]
+    sequence: Dims = (None,) if given.ndim == 1 else (*values[:-1], None)
+    rest: list[Dims] = [sequence] * (len(call.inputs) - 2)  # the order in which to look at it
+    return [sequence, values, *rest], [values]
+
+
+@_rule("aten._embedding_bag_forward_only.default")
+def embedding_bag(call: OpCall) -> tuple[list[Dims], list[Dims]]:
+    """Rows of a table are combined; columns are independent."""
+    rest: list[Dims] = [(None,) * tensor.ndim for tensor in call.inputs[1:]]
+    made: list[Dims] = [(None,) * tensor.ndim for tensor in call.outputs[1:]]
+    return [(None, "d"), *rest], [(None, "d"), *made]
+
+
+@_rule(*_names(_WHOLE))
+def whole(call: OpCall) -> tuple[list[Dims], list[Dims]]:
+    """Everything is needed whole."""
+    given: list[Dims] = [(None,) * tensor.ndim for tensor in call.inputs]
+    return given, [(None,) * tensor.ndim for tensor in call.outputs]
