@@ -143,9 +143,8 @@ class MeshModule:
                 tensors, sizes = self._bound(arguments, named)
                 self._plan = self._planned(sizes)
             except MeshTensorError as error:
-                if not any(
-                    isinstance(i, RankModuleLaunch) and i.lane is lane for i in self._launches
-                ):  # the others are about to agree
+                launches = [launch for launch in self._launches if isinstance(launch, RankModuleLaunch)]
+                if not any(launch.lane is lane for launch in launches):  # the others are about to agree
                     agree(ranks, Faults(ranks, self._function), {}, refusal=str(error))
                 raise
             return self._run(tensors, sizes, ranks)

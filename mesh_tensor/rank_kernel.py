@@ -32,8 +32,8 @@ _Checked = tuple[Sizes, dict[str, Sharding], bool]  # sizes, how DTensors lie, a
 
 @dataclass(frozen=True)
 class _Run:
-    """A launch for the sizes `key`, and how the DTensors for it lie. `alone`: nothing is exchanged, so that nobody waits
-    for anybody; `digest`: what tells what it exchanges from every other run, if it exchanges something."""
+    """A launch for the sizes `key`, and how the DTensors for it lie. `alone`: nothing is exchanged, nobody waits;
+    `digest`: what tells what it exchanges from every other run, if it exchanges something."""
 
     key: tuple[int, ...]
     launch: RankLaunch

@@ -1,5 +1,5 @@
-"""Kernels whose results tell which calls of which ranks they are made of. What a device computes is torch's; all else is
-what every kernel on ranks runs."""
+"""Kernels whose results tell which calls of which ranks they are made of. What a device computes is torch's; all else
+is what every kernel on ranks runs."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ FAULTS = ("refuse", "raise", "raise late", "other", "swap", "slow", "slow inside
 
 @dataclass(frozen=True)
 class Sequence:
-    """`calls`: the kernels that every rank calls, thread by thread, `resume` among them. `faults`: what happens on a rank
-    at a call of its first thread, by (rank, step)."""
+    """`calls`: the kernels that every rank calls, thread by thread, `resume` among them. `faults`: what happens on a
+    rank at a call of its first thread, by (rank, step)."""
 
     count: int
     calls: tuple[tuple[str, ...], ...]

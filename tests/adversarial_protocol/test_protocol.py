@@ -1,4 +1,4 @@
-"""Random sequences of calls on ranks, with what goes wrong on some of them: a result is right, or the rank has raised."""
+"""Random sequences of calls on ranks, and what goes wrong on some: a result is right, or the rank has raised."""
 
 import pytest
 from hypothesis import given

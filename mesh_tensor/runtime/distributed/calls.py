@@ -26,7 +26,7 @@ from ...errors import refuse
 from .wire import Board, Wire, Work
 
 _MASK = (1 << 30) - 1
-_ODD = 0x9E3779B1, 0x85EBCA6B  # spread what is added to a tag over all its bits
+_ODD = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35  # spread what is added to a tag over all its bits
 _REPORT_AFTER = 0.3  # seconds of waiting until a rank says what it is doing
 _HISTORY = 64  # calls that a report tells of
 _PAUSE = 0.01
@@ -48,14 +48,15 @@ class Lane:
     it."""
 
     __slots__ = (
-        "_base", "_depth", "_index", "_kernels", "_seed", "alone", "calls", "counted", "doing", "ended", "history",
+        "_base", "_depth", "_indices", "_kernels", "_seed", "alone", "calls", "counted", "doing", "ended", "history",
         "kernel", "mark", "met", "name", "number", "opened", "owner", "said", "since", "waiting", "waits",
     )  # fmt: skip
 
     def __init__(self, calls: Calls, name: str) -> None:
         self.calls, self.name, self.owner = calls, name, threading.current_thread()
         self._seed = crc32(name.encode())
-        self.number = self.waits = self._depth = self._base = self._index = self.opened = 0
+        self.number = self.waits = self._depth = self._base = self.opened = 0
+        self._indices: dict[int, int] = {}
         self.waiting = self.said = self.counted = self.alone = self.met = self.ended = False
         self.history: deque[list[int]] = deque(maxlen=_HISTORY)
         self.doing = self.kernel = ""
@@ -86,7 +87,7 @@ class Lane:
         if not self.counted:
             self.counted = True
             self.number += 1
-            self._index, self._base = 0, _CHECKS + self.number * _ODD[0]
+            self._indices, self._base = {}, _CHECKS + self.number * _ODD[0]
             self.history.append([self.number])
 
     def run(self, digest: int) -> None:
@@ -96,11 +97,12 @@ class Lane:
         self._base = digest + self.number * _ODD[0]
         self.doing = "the run"
 
-    def tag(self) -> int:
-        """That of the next exchange; all ranks of the mesh ask for it at the same point of the call."""
+    def tag(self, group: int = 0) -> int:
+        """That of the next exchange in a group, by its number; all its members ask for it at the same point of the
+        call."""
         self.count()
-        self._index += 1
-        tag = self._base + self._index * _ODD[1]
+        index = self._indices[group] = self._indices.get(group, 0) + 1
+        tag = self._base + group * _ODD[2] + index * _ODD[1]
         return ((tag ^ tag >> 15) + self._seed & _MASK) | 1 << 30
 
     def wait(self, works: list[Work]) -> None:

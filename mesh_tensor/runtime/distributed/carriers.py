@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -33,13 +34,13 @@ class Messages:
     """From each rank to each, told apart by their tags."""
 
     def __init__(self, calls: Calls, members: Sequence[int], rank: int, plans: Sequence[Sections]) -> None:
-        self._calls = calls
+        self._calls, self._group = calls, crc32(repr(sorted(members)).encode())
         self._sends = [_spans(members, rank, plan.send_counts) for plan in plans]
         self._receives = [_spans(members, rank, plan.receive_counts) for plan in plans]
 
     def __call__(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Wait:
         lane = self._calls.lane()
-        tag, wire = lane.tag(), self._calls.wire
+        tag, wire = lane.tag(self._group), self._calls.wire
         assert wire is not None
         works = []
         lane.opened += 1
