@@ -46,7 +46,7 @@ types: venv
 sweep: venv
 	OMP_NUM_THREADS=1 $(PY) -m tests.sweep $(SWEEP_ARGS)
 
-# Random kernels and modules until Ctrl-C, or for FUZZ_SECONDS; FUZZ_ARGS="--seed 7 --cases 1" runs a number again.
+# Random kernels, modules and files made wrong until Ctrl-C, or for FUZZ_SECONDS; FUZZ_ARGS="--seed 7 --cases 1" runs a number again.
 fuzz: venv
 	OMP_NUM_THREADS=1 $(PY) -m tests.fuzz $(FUZZ_ARGS)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from tvm import ir
 
-from .errors import MeshTensorError, refuse
+from .errors import MeshTensorError, refuse, shown
 from .graph.annotations import annotate_module, read_module_annotations
 from .graph.names import check_module
 from .graph.parameters import flat_arguments, with_flat_parameters
@@ -57,7 +57,7 @@ def distribute_module(
             parameters is passed at every call.
         function: the function to run.
         target: where kernels run, as in `compile`.
-        strict: refuse annotations that contradict each other, instead of changing layouts between them.
+        strict: refuse annotations that can't be used as stated, instead of changing layouts between them.
         replicate_unknown: compute operators without a sharding rule on whole tensors, on every device.
         kernels: operators that run as TileLang kernels: from an operator's name to a function from its call on tiles to
             a kernel on the operands, then the results, or None (torch computes the call).
@@ -73,7 +73,9 @@ def distribute_module(
     """
     check_module(mod, "distribute_module")
     if kernels and not (isinstance(kernels, Mapping) and all(callable(made) for made in kernels.values())):
-        refuse(f"the kernels are {kernels!r}", fix="give a dict from operators' names to functions that make kernels")
+        refuse(
+            f"the kernels are {shown(kernels)}", fix="give a dict from operators' names to functions that make kernels"
+        )
     if shardings:
         if mesh is None:
             refuse("shardings without a mesh", fix="pass the mesh that they are for")
@@ -186,6 +188,11 @@ class MeshModule:
         """The Relax module that one device runs, for the sizes of the last call."""
         return self.plan.local_module
 
+    def __reduce__(self) -> NoReturn:
+        refuse(
+            "a MeshModule can't be pickled", fix="pickle the weights, save the module, and distribute it again there"
+        )
+
     def explain(self) -> str:
         """What was decided, why, and what it costs."""
         return explain_module(self.plan)
@@ -195,6 +202,7 @@ class MeshModule:
         key = (self._key(sizes), None if ranks is None else ranks.calls.lane())
         launch = self._launches.get(key)
         if launch is None:
+            self._launches.drop(lambda key: key[1] is not None and not key[1].is_current())
             if ranks is None:
                 launch = ModuleLaunch(plan, self._target, self._weights, poison=self._poison)
             else:
@@ -224,13 +232,15 @@ class MeshModule:
         return tuple(sizes[var] for var in self._signature.symbols)
 
     def _check_strict(self, plan: ModulePlan) -> None:
-        if self._strict and plan.layouts.conflicts:
-            refuse(
-                [str(conflict) for conflict in plan.layouts.conflicts],
-                where=f"module function {self._function!r}, strict",
-                why="the annotations ask for different layouts there",
-                fix="annotate the values between them so that they agree, or leave out strict",
-            )
+        if not self._strict or not plan.layouts.conflicts:
+            return
+        why = "the annotations ask for different layouts there"
+        fix = "annotate the values between them so that they agree, or leave out strict"
+        if len(self._stated.annotations) == 1:
+            why = "the one annotation there is can't be used as stated there: an axis splits one factor of an operator"
+            fix = "state another layout for it, or leave out strict"
+        facts = [str(conflict) for conflict in plan.layouts.conflicts]
+        refuse(facts, where=f"module function {self._function!r}, strict", why=why, fix=fix)
 
 
 def _device_mesh(tensors: Iterable[Any]) -> Any:

@@ -13,7 +13,7 @@ from .errors import refuse
 from .overlap import has_collectives, overlapped, why_in_bulk
 from .plain_tensors import is_dual
 from .program import CollectiveStep, Program
-from .rank_locals import Shapes, global_sizes, problem, said_key, shares_memory
+from .rank_locals import Shapes, global_sizes, guesses, problem, said_key, shares_memory
 from .recent import KERNEL_SIZES, Recent
 from .runtime.distributed.agree import agree, digest_of, program_facts
 from .runtime.distributed.dtensor import PART_FIX, from_placements, is_dtensor, lies_like_torch, part_problem
@@ -33,13 +33,15 @@ _Checked = tuple[Sizes, dict[str, Sharding], bool]  # sizes, how DTensors lie, a
 @dataclass(frozen=True)
 class _Run:
     """A launch for the sizes `key`, and how the DTensors for it lie. `alone`: nothing is exchanged, nobody waits;
-    `digest`: what tells what it exchanges from every other run, if it exchanges something."""
+    `digest`: what tells what it exchanges from every other run, if it exchanges something; `guessed`: for uneven tiles
+    ranks take other sizes, which they find out together at every call."""
 
     key: tuple[int, ...]
     launch: RankLaunch
     layouts: dict[str, Sharding]
     alone: bool
     digest: int
+    guessed: bool
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ class RankKernel:
         with self.lane:
             self.lane.kernel = self._name
             key = ("local", said_key(shapes) if shapes else "", *self._key(given, torch.is_grad_enabled()))
-            run = self._of_same(key, lambda: self._check_locals(given, shapes))
+            guessed = partial(guesses, self._signature, self._compiled.layouts, given, shapes)
+            run = self._of_same(key, lambda: self._check_locals(given, shapes), guessed)
             launch = run.launch
             self._begin(run)
             self._compiled.ran(launch.program, list)
@@ -109,7 +112,7 @@ class RankKernel:
 
     def is_of_this_thread(self) -> bool:
         """Whether this thread made it, and what the ranks agreed on still holds."""
-        return self.ranks.calls.lane() is self.lane
+        return not self.ranks.is_gone() and self.ranks.calls.lane() is self.lane
 
     def refuse_call(self, error: Exception) -> NoReturn:
         """Raise `error` instead of a call."""
@@ -117,18 +120,18 @@ class RankKernel:
             self.lane.kernel = self._name
             self._refuse(error)
 
-    def _refuse(self, error: Exception) -> NoReturn:
-        """Raise. While nothing is agreed on, the others are about to agree, and hear of it there."""
-        if self._agreed is None:
+    def _refuse(self, error: Exception, guessed: bool = False) -> NoReturn:
+        """Raise. Where the others are about to agree, they hear of it there."""
+        if self._agreed is None or guessed:
             agree(self.ranks, self._faults, {}, refusal=str(error))
         self.lane.alone = self._agreed is not None and not self._agreed.digest
         raise error
 
-    def _of_same(self, key: tuple, check: Callable[[], _Checked]) -> _Run:
+    def _of_same(self, key: tuple, check: Callable[[], _Checked], guessed: Callable[[], bool] = bool) -> _Run:
         """What arguments like those with the same key run: checked the first time, agreed on unless it ran last."""
         run = self._runs.get(key)
-        if run is None or not (run.alone or run is self._agreed):
-            run = self._runs.put(key, self._ready(check))
+        if run is None or run.guessed or not (run.alone or run is self._agreed):
+            run = self._runs.put(key, self._ready(check, bool(self._signature.symbols) and guessed()))
         return run
 
     def _key(self, given: Mapping[str, Any], recorded: bool) -> tuple:
@@ -146,7 +149,7 @@ class RankKernel:
                 found += (name, type(value), value if name in self._size_names else None)
         return tuple(found)
 
-    def _ready(self, check: Callable[[], _Checked]) -> _Run:
+    def _ready(self, check: Callable[[], _Checked], guessed: bool) -> _Run:
         """The launch for these arguments, and how they lie. Unless that is as at the last call, the ranks agree on
         it; once they have the same kernel, they needn't where the caller says all sizes and nothing is exchanged."""
         try:
@@ -155,16 +158,18 @@ class RankKernel:
             launch, program = self._launches.get(key), self._compiled.program_of(sizes)
             self._check_strict(program, layouts)
         except Exception as error:
-            self._refuse(error)
+            self._refuse(error, guessed)
         agreed = self._agreed
-        if agreed is not None and agreed.key == key and agreed.layouts == layouts:
+        if not guessed and agreed is not None and agreed.key == key and agreed.layouts == layouts:
+            if agreed.guessed:
+                agreed = self._agreed = replace(agreed, guessed=False)
             return agreed
         exchanges = _exchanges(program, layouts)
         alone = agreed is not None and said and not exchanges
         digest = 0 if alone else self._agree(key, program, layouts) * exchanges
         if launch is None:
             launch = self._launches.put(key, self._make(program, sizes))
-        run = _Run(key, launch, layouts, alone, digest)
+        run = _Run(key, launch, layouts, alone, digest, guessed)
         if not alone:
             self._agreed = run
         return run

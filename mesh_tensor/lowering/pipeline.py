@@ -117,7 +117,7 @@ class _Lowering:
         if strict:
             check_strict(self.name, analysis, whole, self.asked, self.mesh)
         if self.local_view:
-            check_local_layouts(self.name, whole.needed, self.asked)
+            check_local_layouts(self.name, whole, self.asked)
         parts = self._cut_up(self.func, analysis, whole)
         layouts = Layouts(self.mesh, self.asked, self.shapes, list(buffer_params(self.func)), self.local_view)
         for index, part in enumerate(parts):

@@ -7,6 +7,7 @@ from tvm import arith, tirx
 
 from ..errors import refuse
 from ..frontend import TILES_ATTR
+from ..propagation import Assignment
 from ..rules.coverage import why_not_covered
 from ..rules.reader import read_kernel
 from ..rules.statements import Access, Kernel, Statement, buffer_params
@@ -78,20 +79,33 @@ def over_tiles(func: tirx.PrimFunc, asked: dict[str, Sharding]) -> tirx.PrimFunc
     return tirx.PrimFunc(func.params, exchange_buffers(func.body, mapping), func.ret_type, buffer_map)
 
 
-def check_local_layouts(name: str, layouts: dict[str, Sharding], asked: dict[str, Sharding]) -> None:
+def check_local_layouts(name: str, assignment: Assignment, asked: dict[str, Sharding]) -> None:
     """A kernel over tiles reads its tiles as they lie: nothing can be gathered before it.
 
     Raises:
         MeshTensorError: lists the buffers that the kernel uses in another layout than annotated.
     """
-    problems = [
-        f"buffer {param!r} is annotated '{asked[param]}', but the kernel uses it as '{layout}'"
-        for param, layout in layouts.items()
-        if param in asked and any(layout.dim_of(a) != asked[param].dim_of(a) for a in layout.mesh.axis_names)
-    ]
+    problems = []
+    for param, layout in assignment.needed.items():
+        axes = [a for a in layout.mesh.axis_names if param in asked and layout.dim_of(a) != asked[param].dim_of(a)]
+        if axes:
+            why = "; ".join(_why_otherwise(param, asked[param].dim_of(axis), axis, assignment) for axis in axes)
+            problems.append(
+                f"buffer {param!r} is annotated '{asked[param]}', but the kernel uses it as '{layout}': {why}"
+            )
     if problems:
         refuse(
             problems,
             where=f"kernel {name!r}, written over tiles",
             fix="annotate what the kernel does, or write it over whole tensors",
         )
+
+
+def _why_otherwise(param: str, dim: int | None, axis: str, assignment: Assignment) -> str:
+    """Why the axis does not split that dim: what of the kernel needs it whole, or what the axis splits instead."""
+    reason = None if dim is None else assignment.whole.get((param, dim))
+    if reason is not None:
+        return f"dim {dim} is needed whole on axis {axis!r}: {reason}"
+    factor = assignment.axes[axis]
+    splits = "nothing" if factor is None else f"factor {factor.name}"
+    return f"axis {axis!r} splits {splits} ({assignment.reasons[axis]})"

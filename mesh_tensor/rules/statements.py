@@ -122,6 +122,13 @@ class Kernel:
     def is_param(self, buffer: tirx.Buffer) -> bool:
         return any(buffer.same_as(param) for param in self.params.values())
 
+    def uses(self, buffer: tirx.Buffer, since: int = 0) -> bool:
+        """Whether a statement accesses the buffer, or may, from the top-level statement `since` on."""
+        return any(
+            s.top >= since and (s.writes(buffer) or any(a.buffer.same_as(buffer) for a in s.accesses))
+            for s in self.statements
+        )
+
 
 def buffer_params(func: tirx.PrimFunc) -> dict[str, tirx.Buffer]:
     """The function's buffer parameters by name, in order."""

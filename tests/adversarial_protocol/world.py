@@ -196,6 +196,9 @@ class WorldRanks:
     def group(self, axes: Iterable[str]) -> Any:
         return self._group
 
+    def is_gone(self) -> bool:
+        return False
+
     def meet(self) -> bool:
         with self.calls.lock:
             if not self.calls.connected:

@@ -67,7 +67,7 @@ def ways_to_call(rank: int) -> None:
     tensor = torch.arange(35.0).reshape(5, 7)
     for mesh, axis in ((named, "x"), (nameless, "axis0")):
         given = torch.distributed.tensor.distribute_tensor(tensor, mesh, [placement_types.Shard(0)])
-        forms = [{axis: 1}, "S[1]", Sharding.make({axis: 2}, 2, {axis: 1})]
+        forms = [{axis: 1}, "S[1]", Sharding.make({axis: 2}, 2, {axis: 1}), [mt.Shard(1)], (placement_types.Shard(-1),)]
         for sharding in forms:
             result = mt.redistribute(given, sharding)
             assert result.placements == (placement_types.Shard(1),)
@@ -87,6 +87,8 @@ def refusals(rank: int) -> None:
     given = torch.distributed.tensor.distribute_tensor(torch.zeros(4, 4), mesh, [placement_types.Shard(0)])
     text = refusal(lambda: mt.redistribute(given, {"y": 1} if rank else {"x": 1}))
     assert "unknown mesh axis 'y'" in text
+    text = refusal(lambda: mt.redistribute(given, [1, 1] if rank else [1]))
+    assert "the sharding [1, 1] has 2 placements, but the mesh has 1 axes ('x')" in text
     text = refusal(lambda: mt.redistribute(given, {"x": 1} if rank else {}))
     assert "redistributions differ between ranks" in text
     assert "rank 0: (4, 4) torch.float32, 'S[0]' -> 'R'" in text

@@ -74,7 +74,8 @@ def _render(line: Line, depth: int) -> Iterator[str]:
 class Case:
     """The source of a kernel, how its parameters lie on a mesh (`shardings` is as `annotate` takes it; what it leaves
     out is not annotated), and its data: small integers, or normal values. `exact`: with small integers, the order of
-    its sums can't matter. With `blank`, the call leaves the outputs out, else it passes tensors for them."""
+    its sums can't matter. With `blank`, the call leaves the outputs out, else it passes tensors for them. `as_python`:
+    it has nothing in it that `reference.run_as_python` doesn't know."""
 
     source: str
     params: tuple[Param, ...]
@@ -83,6 +84,7 @@ class Case:
     exact: bool = True
     integers: bool = True
     blank: bool = False
+    as_python: bool = False
     seed: int = 0
 
     def __repr__(self) -> str:

@@ -228,6 +228,8 @@ class Calls:
 
     def let_go(self) -> None:
         """Forget the connections, for good."""
+        for lane in self._lanes.values():
+            lane.ended = True
         self.wire = self._board = self._connect = None
 
     def _await_all(self, key: str) -> None:

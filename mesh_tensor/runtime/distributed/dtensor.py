@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 
+from ..._placement import TORCH_OPS, of_torch
 from ...errors import MeshTensorError, listing, refuse
 from ...mesh import Mesh
 from ...plain_tensors import why_not_plain
-from ...sharding import Partial, Placement, Replicate, Shard, Sharding, ceildiv
+from ...sharding import Placement, Replicate, Shard, Sharding, ceildiv
 from ..ambient import undisturbed
 from ..mesh_tensor import MeshTensor, of_tiles
 from ..placement import layout_of
@@ -31,16 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-_TORCH_OPS = {
-    "sum": "sum",
-    "max": "max",
-    "min": "min",
-    "prod": "product",
-    "bitand": "band",
-    "bitor": "bor",
-    "bitxor": "bxor",
-}
-_OUR_OPS = {theirs: ours for ours, theirs in _TORCH_OPS.items()}
 _SAME_SIZE = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}  # that every backend moves
 
 
@@ -67,7 +58,7 @@ def from_placements(mesh: Mesh | Mapping[str, int], ndim: int, placements: Seque
 def _sharding_of(mesh: Mesh, ndim: int, placements: tuple[Any, ...]) -> Sharding:
     if len(placements) != len(mesh):
         refuse(f"{len(placements)} placements for {len(mesh)} axes", where=str(mesh), fix="give one placement per axis")
-    ours = {axis: _our_placement(axis, p, ndim) for axis, p in zip(mesh, placements, strict=True)}
+    ours = {axis: _our_placement(axis, p) for axis, p in zip(mesh, placements, strict=True)}
     return Sharding.of(mesh, ndim, ours)
 
 
@@ -270,20 +261,15 @@ def _torch_placement(placement: Placement) -> Any:
 
     if isinstance(placement, Shard):
         return tensor.Shard(placement.dim)
-    return tensor.Replicate() if isinstance(placement, Replicate) else tensor.Partial(_TORCH_OPS[placement.op])
+    return tensor.Replicate() if isinstance(placement, Replicate) else tensor.Partial(TORCH_OPS[placement.op])
 
 
-def _our_placement(axis: str, placement: Any, ndim: int) -> Placement:
-    from torch.distributed import tensor
-
-    if type(placement) is tensor.Shard:
-        return Shard(placement.dim)
-    if type(placement) is tensor.Replicate:
-        return Replicate()
-    # Its subclasses mean something else: torch has to apply the mask of an embedding, the root of a norm.
-    if type(placement) is tensor.Partial and placement.reduce_op in _OUR_OPS:
-        return Partial(_OUR_OPS[placement.reduce_op])
-    return refuse(
-        f"placement {placement} of axis {axis!r} has no counterpart",
-        fix=f"redistribute the DTensor to Shard, Replicate, or Partial with one of {listing(tuple(_OUR_OPS))}",
-    )
+def _our_placement(axis: str, placement: Any) -> Placement:
+    found = of_torch(placement)
+    if found is None:
+        ops = listing(tuple(TORCH_OPS.values()))
+        refuse(
+            f"placement {placement} of axis {axis!r} has no counterpart",
+            fix=f"redistribute the DTensor to Shard, Replicate, or Partial with one of {ops}",
+        )
+    return found

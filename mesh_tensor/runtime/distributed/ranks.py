@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -121,11 +121,16 @@ class Ranks:
         by_member = {m: data[i * len(words) : (i + 1) * len(words)] for i, m in enumerate(group.members)}
         return [by_member[rank] for rank in range(count)]
 
+    def is_gone(self) -> bool:
+        """Whether its process group was destroyed, and another one made since."""
+        return not vars(self)
+
     def let_go(self) -> None:
         """Forget all groups, for good."""
-        for group in self._groups.values():
+        for group in vars(self).get("_groups", {}).values():
             vars(group).clear()  # exchanges of kernels that are still there have them, too
-        self.calls.let_go()
+        if not self.is_gone():
+            self.calls.let_go()
         vars(self).clear()
 
     def _group(self, axes: tuple[str, ...], members: tuple[int, ...]) -> Group:
@@ -158,8 +163,11 @@ def ranks_of(mesh: Mesh, device_mesh: DeviceMesh | None, device_type: str) -> Ra
         refuse(f"device_mesh is a {type(device_mesh).__name__}", where=str(mesh), fix="pass a torch DeviceMesh")
     world = _world()
     if _made and _made[0] is not world:
-        _known.clear()  # another process group than before: what was made with that one is gone
+        _let_go()  # another process group than before: what was made with that one is gone
+        _worlds[0] += 1
     _made[:] = [world]
+    if device_mesh is not None:
+        _check_current(mesh, device_mesh)
     key = (mesh, device_mesh, device_type)
     if key not in _known:
         _known[key] = Ranks(mesh, device_mesh or _device_mesh_of(mesh, device_type), device_type)
@@ -183,11 +191,29 @@ def are_current() -> bool:
 
 _known: dict[tuple[Any, ...], Ranks] = {}
 _made: list[Any] = []
+_worlds = [0]  # how many process groups there were before
+_first_seen: dict[int, tuple[ref[DeviceMesh], int]] = {}  # when, by the id of a DeviceMesh
+
+
+def _check_current(mesh: Mesh, device_mesh: DeviceMesh) -> None:
+    """A DeviceMesh finds its groups by their names, which those of a later process group have, too."""
+    place = id(device_mesh)
+    seen = _first_seen.get(place)
+    if seen is None or seen[0]() is not device_mesh:
+        seen = _first_seen[place] = ref(device_mesh, lambda _: _first_seen.pop(place, None) and None), _worlds[0]
+    if seen[1] != _worlds[0]:
+        refuse(
+            "the DeviceMesh is of a process group that was destroyed",
+            where=str(mesh),
+            why="there is another process group now",
+            fix="make it, and what lies on it, anew",
+        )
 
 
 @atexit.register
 def _let_go() -> None:
-    """A group that is still held when Python takes itself apart, after torch's own end, aborts the process."""
+    """Groups that are held keep their connections and threads. One that is still held when Python takes itself apart,
+    after torch's own end, aborts the process."""
     end_watch()
     _known.clear()
     _made.clear()

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 def redistribute(tensor: MeshTensor | DTensor, sharding: ShardingLike) -> Any:
     """The tensor, a MeshTensor or a DTensor, in another layout on its mesh; `plan_redistribution` says by which steps.
 
-    `sharding` is a dict from axis to dim, a text or a Sharding. A DTensor's axes are named as its DeviceMesh names
-    them, or `axis0`, `axis1` ...; every rank has to call it, and the result is a DTensor with the placements of
-    `sharding`. What is in that layout already is given back as it is; else the result has memory of its own. It has
-    no gradient: what requires one is refused, unless torch records none.
+    `sharding` is a dict from axis to dim, a list of placements, a text or a Sharding. A DTensor's axes are named as its
+    DeviceMesh names them, or `axis0`, `axis1` ...; every rank has to call it, and the result is a DTensor with the
+    placements of `sharding`. What is in that layout already is given back as it is; else the result has memory of its
+    own. It has no gradient: what requires one is refused, unless torch records none.
 
     Raises:
         MeshTensorError: it is no such tensor, the sharding does not fit it, ranks ask for different things, or one

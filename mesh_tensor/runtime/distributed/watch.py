@@ -29,8 +29,10 @@ def end_watch() -> None:
     """Watch no longer; return when the thread has ended."""
     with _lock:
         _stop.set()
-        if _thread:
-            _thread.pop().join(5)
+        ending = list(_thread)
+        _thread.clear()
+    for thread in ending:
+        thread.join(5)
 
 
 def _run() -> None:
