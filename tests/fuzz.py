@@ -1,8 +1,8 @@
-"""Random kernels, programs, modules and files made wrong until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`.
+"""Random kernels, programs, modules, corrupt files and calls on ranks until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`.
 
-Every number is a kernel over tiles, a scalar program, a module and a file; `python -m tests.fuzz --seed N --cases 1
---of modules` runs one again. What is wrong is made smaller and printed as source with its mesh and shardings. The exit
-status is 1 if anything was wrong.
+Every number is a kernel over tiles, a scalar program, a module, a file and a sequence of calls; `python -m tests.fuzz
+--seed N --cases 1 --of modules` runs one again. What is wrong is made smaller and printed as source with its mesh and
+shardings. The exit status is 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from typing import Any
 
+from tests.adversarial_protocol import check as ranks
 from tests.corrupt import check as files
 from tests.random_kernels import check as kernels
 from tests.random_kernels import reduction as kernel_reduction
@@ -27,6 +28,7 @@ from tests.random_modules.strategy import make_case as make_module_case
 #: So many numbers between two lines of output.
 ROUND = 100
 MAKERS = {"kernels": make_kernel_case, "programs": make_program_case, "modules": make_module_case, "files": int}
+MAKERS |= {"ranks": ranks.make_sequence}
 KINDS = tuple(MAKERS)
 
 
@@ -56,12 +58,14 @@ def run(kind: str, case: Any, target: str) -> Any:
     """What becomes of a case; `target` is for kernels."""
     if kind == "files":
         return files.run(case)
+    if kind == "ranks":
+        return ranks.run(case)
     return modules.run(case) if kind == "modules" else kernels.run(case, target)
 
 
 def smaller(kind: str, case: Any, target: str) -> Any:
     """The case made smaller, where that is quick enough."""
-    if kind == "files":
+    if kind in ("files", "ranks"):
         return case
     if kind == "modules":
         return module_reduction.reduced(case)
