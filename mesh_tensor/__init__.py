@@ -30,6 +30,7 @@ from .runtime.distributed import (  # noqa: E402
     from_dtensor,
     from_placements,
     redistribute,
+    resume,
     to_dtensor,
     to_placements,
 )
@@ -75,6 +76,7 @@ __all__ = [
     "read_module_annotations",
     "redistribute",
     "register_cpu_gemm",
+    "resume",
     "run_on_disco",
     "run_sequential",
     "save_module",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -103,7 +104,8 @@ class MeshKernel:
         self._programs = Programs(func, self._signature.symbols, lower or _lower, strict, overlap, compile_kernel)
         self._program: Program | None = None
         self._current: Launch | None = None
-        self._on_ranks: dict[int, RankKernel] = {}
+        self._on_ranks: dict[tuple[int, str], RankKernel] = {}
+        self._lock = threading.RLock()  # several threads may call
         self._last_on_ranks: tuple[Any, RankKernel] | None = None
         self._transfers: Callable[[], list[Transfer]] = list
         if self._signature.symbols:
@@ -155,6 +157,10 @@ class MeshKernel:
         return explain(self.program, self._target.name, self._transfers())
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
+        device_mesh = next((arg.device_mesh for arg in (*args, *named.values()) if is_dtensor(arg)), None)
+        if device_mesh is not None:
+            on_ranks = self.on_ranks(device_mesh)
+            return self._on_ranks_as(on_ranks, args, named, lambda given, form: on_ranks(given, form.returned))
         if named:
             args = self._in_order(args, named)
         if is_plain():
@@ -164,13 +170,10 @@ class MeshKernel:
             return self._call(args)
 
     def _call(self, args: tuple[Any, ...]) -> Any:
-        form = self._forms.get(len(args)) or self._refuse_count(args)
+        form = self._forms.get(len(args)) or refuse_count(self._signature.name, len(args), self._forms)
         given = dict(zip(form.passed, args, strict=True))
         launch = self._current
         if self._signature.symbols or not (self._can_be_quick and is_quick(self._quick, given, self._device)):
-            device_mesh = next((arg.device_mesh for arg in args if is_dtensor(arg)), None)
-            if device_mesh is not None:
-                return _unpacked(self._rank_kernel(device_mesh)(given, form.returned))
             launch = self._launch_for(given)
         assert launch is not None
         as_mesh_tensors = any(isinstance(arg, MeshTensor) for arg in args)
@@ -199,35 +202,51 @@ class MeshKernel:
 
         Returns:
             This rank's parts of the results, without padding."""
-        if named:
-            args = self._in_order(args, named, lambda: self._rank_kernel(device_mesh))
-        if is_plain():
-            return self._local(args, device_mesh, shapes)
-        refuse_traced(f"kernel {self._signature.name!r}", args)
-        with plain():
-            return self._local(args, device_mesh, shapes)
+        on_ranks = self.on_ranks(device_mesh)
+        said = shapes or {}
+        return self._on_ranks_as(on_ranks, args, named, lambda given, form: on_ranks.local(given, form.returned, said))
 
-    def _local(self, args: tuple[Any, ...], device_mesh: Any, shapes: Shapes | None) -> Any:
-        on_ranks = self._rank_kernel(device_mesh)
-        form = self._forms.get(len(args)) or self._refuse_count(args, on_ranks)
+    def _on_ranks_as(
+        self,
+        on_ranks: RankKernel,
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        run: Callable[[dict[str, Any], CallForm], list[Any]],
+    ) -> Any:
+        try:  # what is refused here counts as a call, as the others make one
+            args = self._in_order(args, named) if named else args
+            if not is_plain():
+                refuse_traced(f"kernel {self._signature.name!r}", args)
+            form = self._forms.get(len(args)) or refuse_count(self._signature.name, len(args), self._forms)
+        except MeshTensorError as error:
+            on_ranks.refuse_call(error)
         given = dict(zip(form.passed, args, strict=True))
-        return _unpacked(on_ranks.local(given, form.returned, shapes or {}))
+        if is_plain():
+            return _unpacked(run(given, form))
+        with plain():
+            return _unpacked(run(given, form))
 
-    def _rank_kernel(self, device_mesh: Any) -> RankKernel:
+    def on_ranks(self, device_mesh: Any) -> RankKernel:
+        """The kernel on the ranks of a DeviceMesh, or on all that there are, as this thread calls it."""
         last = self._last_on_ranks
-        if last is not None and last[0] is device_mesh and are_current() and not last[1].ranks.is_gone():
+        if last is not None and last[0] is device_mesh and are_current() and last[1].is_of_this_thread():
             return last[1]
+        with self._lock:
+            return self._new_on_ranks(device_mesh)
+
+    def _new_on_ranks(self, device_mesh: Any) -> RankKernel:
         ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
-        found = self._on_ranks.get(id(ranks))
-        if found is None or found.ranks is not ranks:
+        key = id(ranks), threading.current_thread().name
+        found = self._on_ranks.get(key)
+        if found is None or found.ranks is not ranks or not found.is_of_this_thread():
+            kept = {key: kernel for key, kernel in self._on_ranks.items() if kernel.lane.is_current()}
             options = (self._strict, self._poison, self._overlap)
             stated = read_annotations(self._func)[1] if self._signature.symbols else {}
             layouts = {name: annotation.sharding for name, annotation in stated.items()}
             programs = (self._program_of, self._programs.exact)
             compiled = Compiled(self._signature, self._target, *options, layouts, *programs, self._ran)
-            kept = {key: kernel for key, kernel in self._on_ranks.items() if not kernel.ranks.is_gone()}
             found = RankKernel(compiled, ranks)
-            self._on_ranks = {**kept, id(ranks): found}
+            self._on_ranks = {**kept, key: found}
         self._last_on_ranks = device_mesh, found
         return found
 
@@ -262,8 +281,9 @@ class MeshKernel:
 
     def _program_of(self, sizes: Sizes) -> Program:
         """The program for these sizes."""
-        self._program = self._programs.of(sizes)
-        return self._program
+        with self._lock:
+            self._program = self._programs.of(sizes)
+            return self._program
 
     def _ran(self, program: Program, transfers: Callable[[], list[Transfer]]) -> None:
         """Ranks may run another program than the virtual mesh, and their DTensors may need redistribution."""
@@ -274,31 +294,10 @@ class MeshKernel:
         assert launch is not None
         return [(name, torch.Size(shape), dtype) for name, shape, dtype in launch.tensor_types()]
 
-    def _in_order(
-        self, args: Sequence[Any], named: dict[str, Any], on_ranks: Callable[[], RankKernel] | None = None
-    ) -> tuple[Any, ...]:
+    def _in_order(self, args: Sequence[Any], named: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments in the order of the parameters."""
         params = [param.name for param in self._signature.params]
-        try:
-            return in_order(self._signature.name, params, args, named, self._forms)
-        except MeshTensorError as error:
-            self._tell_ranks(error, (*args, *named.values()), on_ranks and on_ranks())
-            raise
-
-    def _refuse_count(self, args: Sequence[Any], on_ranks: RankKernel | None = None) -> CallForm:
-        try:
-            return refuse_count(self._signature.name, len(args), self._forms)
-        except MeshTensorError as error:
-            self._tell_ranks(error, args, on_ranks)
-            raise
-
-    def _tell_ranks(self, error: MeshTensorError, args: Sequence[Any], on_ranks: RankKernel | None) -> None:
-        """Where this is a call on ranks, the others hear why this one refuses it."""
-        device_mesh = next((arg.device_mesh for arg in args if is_dtensor(arg)), None)
-        if device_mesh is not None:
-            on_ranks = self._rank_kernel(device_mesh)
-        if on_ranks is not None:
-            on_ranks.refuse_call(error)
+        return in_order(self._signature.name, params, args, named, self._forms)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Compiled again where it is loaded: what it was made of goes."""

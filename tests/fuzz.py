@@ -1,4 +1,5 @@
-"""Random kernels (over tiles, too), programs, modules, files made wrong until Ctrl-C or for FUZZ_SECONDS: `make fuzz`.
+"""Random kernels, kernels over tiles, programs, modules, corrupt files and calls on ranks until Ctrl-C, or for
+FUZZ_SECONDS: `make fuzz`.
 
 Every number is one of each; `python -m tests.fuzz --seed N --cases 1 --of modules` runs one again. What is wrong is
 made smaller and printed as source with its mesh and shardings. The exit status is 1 if anything was wrong.
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from tests.adversarial_protocol import check as ranks
 from tests.corrupt import check as files
 from tests.random_kernels import check as kernels
 from tests.random_kernels import check_tiles as tiles
@@ -34,6 +36,7 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "programs": make_program_case,
     "modules": make_module_case,
     "files": int,
+    "ranks": ranks.make_sequence,
 }
 KINDS = tuple(MAKERS)
 
@@ -66,12 +69,14 @@ def run(kind: str, case: Any, target: str) -> Any:
         return files.run(case)
     if kind == "modules":
         return modules.run(case)
+    if kind == "ranks":
+        return ranks.run(case)
     return tiles.run(case, target) if kind == "tiles" else kernels.run(case, target)
 
 
 def smaller(kind: str, case: Any, target: str) -> Any:
     """The case made smaller, where that is quick enough."""
-    if kind == "files":
+    if kind in ("files", "ranks"):
         return case
     if kind == "modules":
         return module_reduction.reduced(case)

@@ -19,13 +19,13 @@ from mesh_tensor.mesh import Mesh
 from mesh_tensor.runtime.distributed import lies_like_torch, ranks_of
 from mesh_tensor.runtime.distributed.plan import Change
 from mesh_tensor.sharding import Sharding
-from tests.distributed.support import pure, refusal
+from tests.distributed.support import in_a_call, pure, refusal
 from tests.runtime.reference import layouts, scatter, shardings
 
 
 def every_pair(rank: int, sizes: dict[str, int], shapes: list[tuple[int, ...]], step: int = 1) -> None:
     """The tiles of a redistribution's plan; every 11th pair by way of DTensors, too."""
-    ranks = ranks_of(Mesh(sizes), None, "cpu")
+    ranks = in_a_call(ranks_of(Mesh(sizes), None, "cpu"))
     for shape in shapes:
         every = layouts(ranks.mesh, len(shape))
         tensor = torch.randn(shape)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,9 @@ import torch.distributed as dist
 
 from ...errors import listing, refuse
 from ...mesh import Mesh
+from .calls import Calls
+from .watch import end_watch, watch
+from .wire import GlooWire, StoreBoard, said_timeout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -22,28 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Group:
-    """A process group: `members` are ranks of the mesh, in the group's own order; `process_group` runs the
-    collectives."""
+    """Some ranks of the mesh. What they exchange goes over the connections of `calls`, if it is `tagged`, or else over
+    the `process_group`, whose order `members` is in."""
 
     members: tuple[int, ...]
-    process_group: dist.ProcessGroup
-
-
-@dataclass(frozen=True)
-class Talk:
-    """What ranks say to each other goes over it: `all_to_all(received, sent)` on bytes on `device`."""
-
-    members: tuple[int, ...]
-    device: torch.device
-    all_to_all: Callable[[torch.Tensor, torch.Tensor], None]
-
-    def gather(self, words: bytes) -> list[bytes]:
-        """What each member says; all say as much."""
-        sent = torch.frombuffer(bytearray(words) * len(self.members), dtype=torch.uint8).to(self.device)
-        received = torch.empty_like(sent)
-        self.all_to_all(received, sent)
-        data = received.cpu().numpy().tobytes()
-        return [data[start : start + len(words)] for start in range(0, len(data), len(words))]
+    process_group: dist.ProcessGroup | None
+    calls: Calls | None = None
+    tagged: bool = False
 
 
 _NONCE = 16  # bytes that no two meetings have in common
@@ -69,20 +58,16 @@ class Ranks:
         self._places: list[int] = places
         self._place_of = {place: rank for rank, place in enumerate(places)}
         self._groups: dict[tuple[int, ...], Group] = {}
-        self._numbers: dict[str, int] = {}
-        self._talk: Talk | None = None
         self._device = torch.device(device_type)
+        self.calls = Calls(self.rank, places, str(mesh))
         _alive.add(self)
-        check_backend(device_type, dist.get_backend_config(device_mesh.get_group(0)), str(mesh))
+        config = dist.get_backend_config(device_mesh.get_group(0))
+        check_backend(device_type, config, str(mesh))
+        self._tagged = _backends(config).get(device_type) == "gloo"
 
     def place(self, rank: int) -> int:
         """The process that is device `rank` of the mesh, as torch.distributed numbers it."""
         return self._places[rank]
-
-    def next_number(self, kernel: str) -> int:
-        """Kernels of one name are told apart by the order in which they are first called, alike on all ranks."""
-        self._numbers[kernel] = self._numbers.get(kernel, 0) + 1
-        return self._numbers[kernel]
 
     def group(self, axes: Iterable[str]) -> Group:
         """The ranks that differ from this one only on `axes`: the DeviceMesh's own group where it has one. Made once;
@@ -97,32 +82,44 @@ class Ranks:
         """All ranks of the mesh."""
         return self.group(self.mesh.axis_names)
 
-    def talk(self) -> Talk:
-        """The means of all ranks of the mesh to say something. Where one talks while another exchanges data, neither
-        takes the other's bytes for its own: that is so from `separate_talk` on."""
-        if self._talk is not None:
-            return self._talk
-        group = self.everybody()
-        return Talk(group.members, self._device, partial(dist.all_to_all_single, group=group.process_group))
+    def meet(self) -> bool:
+        """Make connections of the mesh's own, once. All ranks have to ask at the same time. False: they ask for
+        different meshes, and can say so by `say`."""
+        with self.calls.lock:
+            if self.calls.connected:
+                return True
+            mesh = hashlib.sha256(f"{self.mesh} {self._places} {self._device.type}".encode()).digest()
+            said = self.say(mesh + os.urandom(_NONCE))
+            if any(words[:-_NONCE] != mesh for words in said):
+                return False
+            name = said[0][-_NONCE:].hex()
+            store = dist.PrefixStore(f"mesh_tensor/{name}", default_store())
+            timeout = said_timeout() or _timeout(_world())
+            connect = partial(_connected, store, self.rank, len(self._places), timeout)
+            board = StoreBoard(store.clone() if hasattr(store, "clone") else store)
+            self.calls.begin(name, board, connect, timeout)
+            watch(self.calls)
+            return True
 
-    def separate_talk(self) -> None:
-        """Make connections for talk, once. All ranks of the mesh have to ask at the same time.
+    def meet_here(self) -> None:
+        """Return when all ranks are in this call."""
+        if not self.meet():
+            refuse("ranks call on different meshes", where=str(self.mesh), fix="make the same calls on every rank")
+        self.calls.meet()
 
-        It is no group of `new_group`'s: torch names groups by how many of them a process has, and ranks may differ in
-        that."""
-        if self._talk is not None or not dist.is_gloo_available() or default_store() is None:
-            return
+    def say(self, words: bytes) -> list[bytes]:
+        """What each rank says, in order of rank, over the ranks' own group, which notices at once that one has ended.
+        All say as much."""
         group = self.everybody()
-        name = self.talk().gather(os.urandom(_NONCE))[0].hex()  # not counted: ranks may be older than others
-        store = dist.PrefixStore(f"mesh_tensor/talk/{name}", default_store())
-        at, timeout = group.members.index(self.rank), _timeout(group.process_group)
-        gloo: Any = dist.ProcessGroupGloo(store, at, len(group.members), timeout)
-        self._talk = Talk(
-            group.members,
-            torch.device("cpu"),
-            lambda received, sent: gloo.alltoall_base(received, sent, [], []).wait(),
-        )
-        self._talk.gather(b" ")  # nobody goes on, and perhaps ends, while others are still connecting
+        count = len(group.members)
+        sent = torch.frombuffer(bytearray(words) * count, dtype=torch.uint8).to(self._device)
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=group.process_group, async_op=True)
+        assert work is not None
+        work.wait(said_timeout() or _timeout(_world()))
+        data = received.cpu().numpy().tobytes()
+        by_member = {m: data[i * len(words) : (i + 1) * len(words)] for i, m in enumerate(group.members)}
+        return [by_member[rank] for rank in range(count)]
 
     def is_gone(self) -> bool:
         """Whether its process group was destroyed, and another one made since."""
@@ -132,6 +129,8 @@ class Ranks:
         """Forget all groups, for good."""
         for group in vars(self).get("_groups", {}).values():
             vars(group).clear()  # exchanges of kernels that are still there have them, too
+        if not self.is_gone():
+            self.calls.let_go()
         vars(self).clear()
 
     def _group(self, axes: tuple[str, ...], members: tuple[int, ...]) -> Group:
@@ -142,10 +141,12 @@ class Ranks:
             process_group = self.device_mesh.get_group(self.mesh.axis_names.index(axis))
         elif places == list(range(dist.get_world_size())):
             process_group = _world()
+        elif self._tagged and len(members) < self.mesh.num_devices:
+            return Group(members, None, self.calls, True)
         else:
             process_group = dist.new_group(places, timeout=_timeout(_world()), use_local_synchronization=True)
         order = dist.get_process_group_ranks(process_group)
-        return Group(tuple(self._place_of[place] for place in order), process_group)
+        return Group(tuple(self._place_of[place] for place in order), process_group, self.calls, self._tagged)
 
 
 def ranks_of(mesh: Mesh, device_mesh: DeviceMesh | None, device_type: str) -> Ranks:
@@ -171,6 +172,16 @@ def ranks_of(mesh: Mesh, device_mesh: DeviceMesh | None, device_type: str) -> Ra
     if key not in _known:
         _known[key] = Ranks(mesh, device_mesh or _device_mesh_of(mesh, device_type), device_type)
     return _known[key]
+
+
+def known_on(mesh: Mesh | None, device_mesh: DeviceMesh | None) -> list[Ranks]:
+    """The Ranks there are on a mesh, or on a DeviceMesh, that have met."""
+    found = [
+        ranks
+        for (its_mesh, its_device_mesh, _), ranks in _known.items()
+        if (its_mesh == mesh if device_mesh is None else its_device_mesh == device_mesh) and ranks.calls.connected
+    ]
+    return sorted(found, key=lambda ranks: (str(ranks.mesh), ranks.calls.name))
 
 
 def are_current() -> bool:
@@ -203,6 +214,7 @@ def _check_current(mesh: Mesh, device_mesh: DeviceMesh) -> None:
 def _let_go() -> None:
     """Groups that are held keep their connections and threads. One that is still held when Python takes itself apart,
     after torch's own end, aborts the process."""
+    end_watch()
     _known.clear()
     _made.clear()
     for ranks in list(_alive):
@@ -211,8 +223,7 @@ def _let_go() -> None:
 
 def check_backend(device_type: str, config: str, where: str) -> None:
     """The process group moves tensors of this device type; `config` is torch's, as in `cpu:gloo,cuda:nccl`."""
-    backends = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
-    backend = backends.get(device_type)
+    backend = _backends(config).get(device_type)
     if backend == "fake":
         refuse(
             "the process group is a fake one, which moves nothing", where=where, fix="use a virtual mesh without ranks"
@@ -225,6 +236,10 @@ def check_backend(device_type: str, config: str, where: str) -> None:
             where=where,
             fix=f"init_process_group({f'{device_type}:{right}'!r}), or compile the kernel for another target",
         )
+
+
+def _backends(config: str) -> dict[str, str]:
+    return dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
 
 
 def named(device_mesh: DeviceMesh) -> str:
@@ -278,6 +293,10 @@ def default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def _connected(store: Any, rank: int, count: int, timeout: Any, generation: int) -> GlooWire:
+    return GlooWire(dist.PrefixStore(str(generation), store), rank, count, timeout)
 
 
 def _timeout(process_group: Any) -> Any:
