@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import tilelang.language as T
-from tvm import tirx
+from tvm import ir, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script.builder.frame import PrimFuncFrame
 
@@ -79,6 +79,7 @@ class _Helpers:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._annotations: dict[tirx.Var, Annotation] = {}
+        self._buffers: dict[tirx.Var, tirx.Buffer] = {}
         self._marked = False
 
     def annotate_mesh_tensor_info(self, mesh_tensor_info: Mapping[tirx.Buffer, Mapping[str, Any]]) -> Any:
@@ -93,10 +94,14 @@ class _Helpers:
             if not isinstance(buffer, tirx.Buffer):
                 problems.append(f"{shown(buffer)} is annotated, but it is no buffer")
                 continue
+            if _is_view(buffer, _parameter_at(buffer.data)):
+                problems.append(_why_no_view(buffer, _parameter_at(buffer.data)))
+                continue
             annotation, wrong = check(self._mesh, len(buffer.shape), metadata)
             problems += [f"buffer {buffer.name!r}: {problem}" for problem in wrong]
             if annotation is not None:
                 annotations[buffer.data] = annotation
+                self._buffers[buffer.data] = buffer
                 info[buffer.data] = metadata_to_attr(metadata, annotation)
         if problems:
             refuse(problems, where=str(self._mesh), fix=HOW_TO_ANNOTATE)
@@ -137,7 +142,9 @@ class _Helpers:
         return block_at(buffer, self._annotation(buffer), coordinate, argument)
 
     def _stated(self, buffer: Any) -> Annotation | None:
-        return self._annotations.get(buffer.data) if isinstance(buffer, tirx.Buffer) else None
+        if not isinstance(buffer, tirx.Buffer) or _is_view(buffer, self._buffers.get(buffer.data)):
+            return None
+        return self._annotations.get(buffer.data)
 
     def _annotation(self, buffer: Any) -> Annotation:
         if not isinstance(buffer, tirx.Buffer):
@@ -151,6 +158,12 @@ class _Helpers:
                 where=f"the helpers of {self._mesh}",
                 fix="annotate it with the annotate_mesh_tensor_info of the same mesh_tensor_functions(...), before "
                 f"this call: {HOW_TO_ANNOTATE}",
+            )
+        if _is_view(buffer, self._buffers[buffer.data]):
+            refuse(
+                _why_no_view(buffer, self._buffers[buffer.data]),
+                where=f"the helpers of {self._mesh}",
+                fix="give the parameter itself",
             )
         return found
 
@@ -270,3 +283,22 @@ def _attach(mesh: Mesh, info: dict[tirx.Var, dict[str, Any]]) -> Any:
             why=str(error),
             fix="call annotate_mesh_tensor_info once per kernel, before T.Kernel, with all the buffers it annotates",
         )
+
+
+def _parameter_at(data: tirx.Var) -> tirx.Buffer | None:
+    """The parameter of the kernel around that has this memory."""
+    frames = IRBuilder.current().frames if IRBuilder.is_in_scope() else ()
+    found = (frame.buffer_map.values() for frame in frames if isinstance(frame, PrimFuncFrame))
+    return next((buffer for buffers in found for buffer in buffers if buffer.data.same_as(data)), None)
+
+
+def _is_view(buffer: tirx.Buffer, parameter: tirx.Buffer | None) -> bool:
+    """Whether the buffer has another shape or dtype than the parameter whose memory it is."""
+    if parameter is None or buffer.same_as(parameter):
+        return False
+    return buffer.dtype != parameter.dtype or not ir.structural_equal(list(buffer.shape), list(parameter.shape))
+
+
+def _why_no_view(buffer: tirx.Buffer, parameter: tirx.Buffer | None) -> str:
+    name = "a parameter" if parameter is None else repr(str(parameter.name))
+    return f"buffer {str(buffer.name)!r} is a view of {name}: what lies on the mesh is the parameter, dim by dim"

@@ -315,6 +315,38 @@ def test_an_annotated_buffer_that_is_no_parameter(fns):
     assert 'where: kernel \'scale\' on Mesh({"x": 2, "y": 3})' in message
 
 
+def test_a_view_of_a_parameter_is_annotated(fns):
+    with pytest.raises(mt.MeshTensorError) as error:
+
+        @T.prim_func
+        def kernel(A: T.Tensor((64, 32), "float32")):
+            wide = T.reshape(A, (32, 64))
+            fns["annotate_mesh_tensor_info"]({wide: state()})
+            with T.Kernel(1):
+                A[0, 0] = 1.0
+
+    assert "buffer 'wide' is a view of 'A': what lies on the mesh is the parameter, dim by dim" in str(error.value)
+    assert "fix: annotate a buffer with" in str(error.value)
+
+
+@pytest.mark.parametrize("helper", ["get_tile_shape", "mesh_tensor_copy"])
+def test_a_helper_gets_a_view_of_an_annotated_parameter(fns, helper):
+    with pytest.raises(mt.MeshTensorError) as error:
+
+        @T.prim_func
+        def kernel(A: T.Tensor((64, 32), "float32")):
+            fns["annotate_mesh_tensor_info"]({A: state()})
+            wide = T.reshape(A, (32, 64))
+            if helper == "get_tile_shape":
+                fns[helper](wide)
+            with T.Kernel(1):
+                s = T.alloc_shared((16, 8), "float32")
+                fns["mesh_tensor_copy"](wide, s, src_coord=(0, 0))
+
+    assert "buffer 'wide' is a view of 'A': what lies on the mesh is the parameter, dim by dim" in str(error.value)
+    assert "fix: give the parameter itself" in str(error.value)
+
+
 def test_attributes_that_disagree_with_the_parameters(fns, kernel):
     """Attributes of a hand's making are checked as the helpers check."""
     data = kernel.buffer_map[kernel.params[1]].data

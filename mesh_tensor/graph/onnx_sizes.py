@@ -23,7 +23,7 @@ def check_sizes(onnx: Any, model: Any, shapes: Mapping[str, Sequence[int]], path
     problems = [
         f"`shapes` has {str(shape)[:80]} for input {name!r}, which are no sizes"
         for name, shape in shapes.items()
-        if not isinstance(shape, Sequence) or not all(isinstance(size, Integral) and size >= 0 for size in shape)
+        if not isinstance(shape, Sequence) or not all(map(_is_size, shape))
     ]
     problems += [
         f"input {value.name!r} has size {size} in dim {dim}"
@@ -64,6 +64,10 @@ def settle_names(graph: Any) -> None:
     names = identifiers(list(dict.fromkeys(dim.dim_param for dim in dims)), [])
     for dim in dims:
         dim.dim_param = names[dim.dim_param]
+
+
+def _is_size(size: object) -> bool:
+    return isinstance(size, Integral) and int(size) >= 0
 
 
 def _inferred(onnx: Any, model: Any, shapes: Mapping[str, Sequence[int]]) -> Any:

@@ -29,7 +29,7 @@ from .layouts import Collective, Layouts, LocalKernel, Tensor
 from .localize import localize
 from .splits import DeviceCoordinates, Split, make_split
 from .strict import check_strict
-from .view import check_local_layouts, is_local_view, over_tiles
+from .view import check_local_layouts, is_local_view, over_tiles, refuse_views_of_tiles
 
 _MOST_PARTS = 16
 
@@ -82,6 +82,7 @@ def lower_kernel(func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto
     mesh, annotations = read_annotations(func)
     asked = {name: annotation.sharding for name, annotation in annotations.items()}
     name = str(func.attrs["global_symbol"]) if "global_symbol" in func.attrs else "main"
+    refuse_views_of_tiles(func, asked, view)
     plain = normalize(func)
     shapes = {param: tuple(buffer.shape) for param, buffer in buffer_params(plain).items()}
     local_view = is_local_view(plain, asked, view)

@@ -9,8 +9,10 @@ from ..errors import refuse
 from ..frontend import TILES_ATTR
 from ..propagation import Assignment
 from ..rules.coverage import why_not_covered
+from ..rules.memory import memories, named
 from ..rules.reader import read_kernel
 from ..rules.statements import Access, Kernel, Statement, buffer_params
+from ..rules.view_map import ViewMap
 from ..sharding import Sharding
 from .rewrite import exchange_buffers, reshaped
 
@@ -50,6 +52,32 @@ def is_local_view(func: tirx.PrimFunc, asked: dict[str, Sharding], view: str) ->
             fix="size all loops over split dims the same way, or say view='global'",
         )
     return True
+
+
+def refuse_views_of_tiles(func: tirx.PrimFunc, asked: dict[str, Sharding], view: str) -> None:
+    """In a kernel over tiles a view is one of the tile, whose rows are shorter than the tensor's where a dim after the
+    first one is split: the same view of the tensor is not that.
+
+    Raises:
+        MeshTensorError: there are such views; they are named.
+    """
+    if view == "global" or (view == "auto" and not (func.attrs is not None and TILES_ATTR in func.attrs)):
+        return
+    facts = [
+        f"buffer {named(buffer)} is a view of {memory.owner.name!r}, whose dim {dim} is split"
+        for memory in memories(func).values()
+        if memory.is_param and str(memory.owner.name) in asked
+        for buffer in memory.views
+        for dim in ViewMap(buffer, memory.owner, arith.Analyzer()).mixed_dims
+        if asked[str(memory.owner.name)].num_shards(dim) > 1
+    ]
+    if facts:
+        refuse(
+            facts,
+            why="the tile's rows are not the tensor's: a view of the one is none of the other",
+            fix="index the parameter itself, split its first dim only, or write the kernel over whole tensors and say "
+            "view='global'",
+        )
 
 
 def _note(

@@ -15,7 +15,8 @@ def loops_in(body: tirx.Stmt) -> list[tirx.For]:
 
 
 def loop_ranges(body: tirx.Stmt, buffers: Iterable[tirx.Buffer] = ()) -> arith.Analyzer:
-    """An analyzer that knows the range of every loop's variable, and that the sizes of `buffers` are not negative."""
+    """An analyzer that knows the range of every loop's and every block's variables, and that the sizes of `buffers` are
+    not negative."""
     analyzer = arith.Analyzer()
     for buffer in buffers:
         for size in buffer.shape:
@@ -23,4 +24,8 @@ def loop_ranges(body: tirx.Stmt, buffers: Iterable[tirx.Buffer] = ()) -> arith.A
                 analyzer.update(size, arith.ConstIntBound(0, arith.ConstIntBound.POS_INF), True)
     for loop in loops_in(body):
         analyzer.bind(loop.loop_var, ir.Range.from_min_extent(loop.min, loop.extent), True)
+    blocks: list[tirx.SBlock] = []
+    tirx.stmt_functor.post_order_visit(body, lambda n: blocks.append(n) if isinstance(n, tirx.SBlock) else None)
+    for iter_var in (iter_var for block in blocks for iter_var in block.iter_vars):
+        analyzer.bind(iter_var.var, iter_var.dom, True)
     return analyzer

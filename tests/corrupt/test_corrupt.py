@@ -61,8 +61,8 @@ def test_a_file_that_kills_is_found_out(tmp_path, monkeypatch):
             assert victim.outcome(tmp_path / "first").verdict == "module"
             outcome = victim.outcome(tmp_path / "segv")
             assert (outcome.verdict, outcome.reason) == ("wrong", "the process ended with SIGSEGV")
-        monkeypatch.setattr("tests.corrupt.check.PATIENCE", 1)
         assert victim.outcome(tmp_path / "first").verdict == "module"
+        monkeypatch.setattr("tests.corrupt.check.PATIENCE", 1)
         assert victim.outcome(tmp_path / "for ever").reason == "no answer in 1 seconds"
 
 
