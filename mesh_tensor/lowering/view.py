@@ -8,10 +8,11 @@ from tvm import arith, tirx
 from ..errors import refuse
 from ..frontend import TILES_ATTR
 from ..rules.coverage import why_not_covered
+from ..rules.other_dims import reshaped
 from ..rules.reader import read_kernel
 from ..rules.statements import Access, Kernel, Statement, buffer_params
 from ..sharding import Sharding
-from .rewrite import exchange_buffers, reshaped
+from .rewrite import exchange_buffers
 
 VIEWS = ("auto", "global", "local")
 

@@ -12,14 +12,14 @@ from tvm import tirx
 MARK = "mesh_tensor.fused"
 
 
-def unfuse(func: tirx.PrimFunc) -> tirx.PrimFunc:
+def unfuse(func: tirx.PrimFunc, *, alone: bool = False) -> tirx.PrimFunc:
     """Split every grid loop of `func` that is only used as `v // c` and `v % c`, with a constant c that divides its
-    extent."""
+    extent; with `alone`, also those that are used on their own besides."""
     body = func.body
     for loop in _grid_loops(body):
         part = _part(loop)
         if part is not None:
-            body = _replace_loop(body, loop.loop_var, part)
+            body = _replace_loop(body, loop.loop_var, part, alone)
     return func if body is func.body else func.with_body(body)
 
 
@@ -52,15 +52,15 @@ def _part(loop: tirx.For) -> int | None:
     return part if part > 0 and isinstance(loop.extent, tirx.IntImm) and int(loop.extent) % part == 0 else None
 
 
-def _replace_loop(body: tirx.Stmt, var: tirx.Var, part: int) -> tirx.Stmt:
+def _replace_loop(body: tirx.Stmt, var: tirx.Var, part: int, alone: bool) -> tirx.Stmt:
     def split(node: tirx.For) -> tirx.Stmt | None:
-        return _split(node, part) if node.loop_var.same_as(var) else None
+        return _split(node, part, alone) if node.loop_var.same_as(var) else None
 
     return tirx.stmt_functor.ir_transform(body, None, split, ["tirx.For"])
 
 
-def _split(loop: tirx.For, part: int) -> tirx.Stmt | None:
-    """The two loops, or None where the variable is used on its own, too."""
+def _split(loop: tirx.For, part: int, alone: bool) -> tirx.Stmt | None:
+    """The two loops, or None where the variable is used on its own, too, and may not be."""
     var = loop.loop_var
     high, low = tirx.Var(f"{var.name}_div", var.dtype), tirx.Var(f"{var.name}_mod", var.dtype)
 
@@ -72,8 +72,9 @@ def _split(loop: tirx.For, part: int) -> tirx.Stmt | None:
     body = tirx.stmt_functor.ir_transform(loop.body, None, replace, ["tirx.FloorDiv", "tirx.FloorMod"])
     left: list[object] = []
     tirx.stmt_functor.post_order_visit(body, lambda n: left.append(n) if var.same_as(n) else None)
-    if left:
+    if left and not alone:
         return None
+    body = tirx.stmt_functor.substitute(body, {var: high * part + low})
     inner = tirx.For(low, 0, part, tirx.ForKind.SERIAL, body)
     marks = {**dict(loop.annotations), MARK: loop.thread_binding}
     return tirx.For(high, 0, int(loop.extent) // part, tirx.ForKind.SERIAL, inner, None, marks)
