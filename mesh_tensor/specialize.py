@@ -13,6 +13,7 @@ from tvm.tirx.stmt_functor import post_order_visit, substitute
 from .errors import refuse
 from .frontend import INFO_ATTR
 from .rules.ops.call import TensorType
+from .rules.views import declared
 
 
 def symbols(func: tirx.PrimFunc) -> tuple[tirx.Var, ...]:
@@ -30,7 +31,7 @@ def specialize(func: tirx.PrimFunc, sizes: Mapping[tirx.Var, int | tirx.PrimExpr
     annotations too. A scalar parameter that is such a symbol is a parameter no more."""
     values = {var: tirx.const(size, var.dtype) if isinstance(size, int) else size for var, size in sizes.items()}
     params = [*func.params, *(var for var in values if var not in set(func.params))]
-    as_params = tirx.PrimFunc(params, func.body, func.ret_type, func.buffer_map, func.attrs)
+    as_params = tirx.PrimFunc(params, declared(func).body, func.ret_type, func.buffer_map, func.attrs)
     result = as_params.specialize(values)
     if result.attrs and INFO_ATTR in result.attrs:
         result = result.with_attr(INFO_ATTR, _replace(result.attrs[INFO_ATTR], values))

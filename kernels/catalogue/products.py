@@ -1,4 +1,5 @@
-"""Cases of the kernels that multiply matrices: matmul, matmul+bias+gelu, MLP, matrix-vector, attention."""
+"""Cases of the kernels that multiply matrices: matmul, matmul+bias+gelu, MLP, matrix-vector, attention,
+convolution."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from functools import partial
 
 import torch
 
+from kernels.convolution import convolution_2d, convolution_2d_reference
 from kernels.flash_attention import flash_attention, flash_attention_reference
 from kernels.gemv import gemv, gemv_reference, gevm
 from kernels.matmul import batched_matmul, matmul, matmul_reference, split_k_matmul, split_k_matmul_reference
@@ -13,7 +15,7 @@ from kernels.matmul_bias_gelu import matmul_bias_gelu, matmul_bias_gelu_referenc
 from kernels.mlp import mlp_down, mlp_gelu, mlp_gelu_reference, mlp_up, mlp_up_reference
 
 from .case import BFLOAT16, EXACT, FLOAT16, FLOAT16_WITHIN, FLOAT32, KernelCase, Tolerance, integers, normal, tensors
-from .sizes import BATCH_MNK, KN, MK, MNK
+from .sizes import BATCH_MNK, KN, MK, MNK, NHWCF
 
 _BLOCKS = {"block_M": 8, "block_N": 16, "block_K": 8}
 
@@ -67,6 +69,15 @@ def _attention(
     kv = normal(f"batch heads/{groups} seq_kv dim", dtype)
     inputs = tensors(normal("batch heads seq_q dim", dtype), kv, kv)
     return KernelCase(f"flash_attention{suffix}", build, reference, sizes, inputs, ("Out",), tolerance)
+
+
+def _convolution(
+    suffix: str, stride: int = 1, dtype: torch.dtype = torch.float32, tolerance: Tolerance = FLOAT32
+) -> KernelCase:
+    build = partial(convolution_2d, stride=stride, block_M=8, block_N=8, block_K=16, dtype=_text(dtype))
+    reference = partial(convolution_2d_reference, stride=stride)
+    inputs = tensors(normal("N H W C", dtype), normal("3 3 C F", dtype))
+    return KernelCase(f"convolution_2d{suffix}", build, reference, NHWCF, inputs, ("out",), tolerance)
 
 
 def _text(dtype: torch.dtype) -> str:
@@ -159,4 +170,10 @@ ATTENTION_CASES = (
     _attention("_float16", dtype=torch.float16, tolerance=FLOAT16_WITHIN),
 )
 
-PRODUCT_CASES = (*MATMUL_CASES, *MLP_CASES, *GEMV_CASES, *ATTENTION_CASES)
+CONVOLUTION_CASES = (
+    _convolution(""),
+    _convolution("_strided", stride=2),
+    _convolution("_float16", dtype=torch.float16, tolerance=FLOAT16),
+)
+
+PRODUCT_CASES = (*MATMUL_CASES, *MLP_CASES, *GEMV_CASES, *ATTENTION_CASES, *CONVOLUTION_CASES)

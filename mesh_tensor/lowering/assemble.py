@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tvm import ir, s_tir, tirx
 
+from ..rules.views import declared
 from .collectives import collective_block
 from .cut import make_param
 from .layouts import LocalKernel, Tensor
@@ -68,7 +69,7 @@ class _Assembler:
         if not isinstance(step, LocalKernel):
             before = self.lowered.tensors[step.src].sharding
             return collective_block(step.move, self._buffer(step.src), self._buffer(step.dst), before)
-        func = s_tir.renew_defs(step.func)  # kernels share variables, one function may not
+        func = s_tir.renew_defs(declared(step.func))  # kernels share variables, one function may not
         kernel = func.body.block.body if isinstance(func.body, tirx.SBlockRealize) else func.body
         tensors = [p for p in func.params if p in func.buffer_map]
         mapping = {func.buffer_map[p]: self._buffer(arg) for p, arg in zip(tensors, step.args, strict=True)}

@@ -103,13 +103,13 @@ def put_together(func: tirx.PrimFunc, made: Refined) -> tirx.PrimFunc:
 
 
 def _shape(made: Refined, buffer: tirx.Buffer) -> list:
-    return [math.prod(sizes[1:], start=sizes[0]) for sizes in _by_dim(made, buffer.name, list(buffer.shape))]
+    return [math.prod(sizes[1:], start=sizes[0]) for sizes in made.by_dim(buffer.name, list(buffer.shape))]
 
 
 def _place(made: Refined, buffer: tirx.Buffer, mins: Sequence, extents: Sequence) -> tuple[list, list] | None:
     places, lengths = [], []
-    shape = _by_dim(made, buffer.name, list(buffer.shape))
-    parts = zip(_by_dim(made, buffer.name, mins), _by_dim(made, buffer.name, extents), shape, strict=True)
+    shape = made.by_dim(buffer.name, list(buffer.shape))
+    parts = zip(made.by_dim(buffer.name, mins), made.by_dim(buffer.name, extents), shape, strict=True)
     for lows, lens, sizes in parts:
         if len(lows) == 1:
             places.append(lows[0])
@@ -120,14 +120,3 @@ def _place(made: Refined, buffer: tirx.Buffer, mins: Sequence, extents: Sequence
         places.append(lows[0] * sizes[1] + lows[1])
         lengths.append(int(lens[0]) * int(lens[1]))
     return places, lengths
-
-
-def _by_dim(made: Refined, name: str, values: Sequence) -> list[list]:
-    """Values of refined dims, those of one dim together."""
-    found: list[list] = []
-    for at, value in enumerate(values):
-        if made.original(name, at) == len(found):
-            found.append([])
-        found[-1].append(value)
-    return found
-

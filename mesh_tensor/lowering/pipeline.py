@@ -19,6 +19,7 @@ from ..frontend import read_annotations
 from ..mesh import Mesh
 from ..propagation import Assignment, Propagation
 from ..rules.factors import Blocked, Factor
+from ..rules.granularity import Refined
 from ..rules.normalize import normalize
 from ..rules.sharding_rule import Analysis, ShardingRule, analyse, rule_of
 from ..rules.statements import buffer_params
@@ -27,6 +28,7 @@ from . import verify
 from .cut import Workspace, cut
 from .layouts import Collective, Layouts, LocalKernel, Tensor
 from .localize import localize
+from .original_dims import asked_of_refined, put_together, refine_for, with_original_dims
 from .splits import DeviceCoordinates, Split, make_split
 from .strict import check_strict
 from .view import check_local_layouts, is_local_view, over_tiles
@@ -113,24 +115,29 @@ class _Lowering:
 
     def run(self, strict: bool) -> Lowered:
         analysis = analyse(self.func)
-        whole = self._propagate(analysis, self.asked)
+        decided = self._propagate(analysis, self.refined_asked)
+        whole = with_original_dims(self.made, decided)
         if strict:
             check_strict(self.name, analysis, whole, self.asked, self.mesh)
         if self.local_view:
             check_local_layouts(self.name, whole.needed, self.asked)
-        parts = self._cut_up(self.func, analysis, whole)
-        layouts = Layouts(self.mesh, self.asked, self.shapes, list(buffer_params(self.func)), self.local_view)
+        parts = self._cut_up(self.func, analysis, decided)
+        shapes = {**self.shapes, **self.original_shapes}
+        layouts = Layouts(self.mesh, self.asked, shapes, list(buffer_params(self.func)), self.local_view)
         for index, part in enumerate(parts):
             suffix = f"_{index}" if len(parts) > 1 else ""
             splits, local, axes = self._localize(part, f"{self.name}{suffix}")
-            layouts.add_kernel(part.analysis, part.assignment, splits, local, axes)
+            assignment = with_original_dims(self.made, part.assignment)
+            layouts.add_kernel(
+                part.analysis, assignment, splits, put_together(local, self.made), axes, bool(self.made.groups)
+            )
         layouts.finish()
         scalars = tuple(p for p in self.func.params if p not in self.func.buffer_map)
         return Lowered(
             self.name,
             self.mesh,
             self.func,
-            rule_of(analysis),
+            rule_of(analysis, self.made),
             layouts.parameters(),
             scalars,
             layouts.tensors,
@@ -193,7 +200,7 @@ class _Lowering:
             same = [f for f in analysis.factors if names & {self.same_dim.get(dim, dim) for dim in f.dims}]
             if same:
                 fixed[axis] = max(same, key=lambda f: len(f.dims))
-        asked = {p: s for p, s in self.asked.items() if p in analysis.kernel.params}
+        asked = {p: s for p, s in self.refined_asked.items() if p in analysis.kernel.params}
         return analysis, self._propagate(analysis, asked, fixed)
 
     def _propagate(self, analysis: Analysis, asked: dict[str, Sharding], fixed: dict | None = None) -> Assignment:

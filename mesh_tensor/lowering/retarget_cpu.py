@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from tvm import tirx
 
 from ..errors import refuse
+from ..rules.im2col import im2col_loops
 from ..rules.tile_ops import Region, TileOp, parse_tile_op
 from .cpu_bounds import Bounds
 from .cpu_exprs import all_of, const, if_then, is_pure_index, map_children, op_name, seq
@@ -211,6 +212,9 @@ class _Retarget:
         op = parse_tile_op(stmt)
         if op is not None:
             return self._tile_ops.expand(_with_expressions(op, self._expr))
+        loops = im2col_loops(stmt)
+        if loops is not None:
+            return self._stmt(loops)
         return self._refuse(
             f"{_spelling(name) or type(stmt.value).__name__} can't run on a CPU",
             "it is no tile operation that the re-targeting pass knows",

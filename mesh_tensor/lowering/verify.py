@@ -20,6 +20,7 @@ from ..mesh import Mesh
 from ..propagation import tile_extent
 from ..redistribution import DIRECT_KINDS, Move, direct_move
 from ..rules.statements import buffer_params
+from ..rules.views import declared
 from ..sharding import Sharding
 from .bounds import accesses_outside
 from .collectives import NAMES
@@ -54,7 +55,7 @@ def verify_local(kernel: LocalKernel, mesh: Mesh) -> None:
     func = kernel.func
     problems = [*leftovers(func), *collectives_in(func), *_long_loops(kernel, mesh)]
     problems += accesses_outside(func, kernel.analysis.coordinates.detached)
-    if not tirx.analysis.verify_well_formed(func, assert_mode=False):
+    if not tirx.analysis.verify_well_formed(declared(func), assert_mode=False):
         problems.append("it is not well-formed: a variable is used but not defined, or defined twice")
     raise_on(problems, f"local kernel {name_of(func)}")
 

@@ -8,7 +8,8 @@ from tvm import ir, tirx
 _PURE = frozenset(
     f"tl.{name}" for name in ("__exp", "__exp10", "__log", "__log2", "__log10", "__sin", "__cos", "__tan", "fast_rcp")
 )
-_POINTERS = frozenset(("tl.access_ptr", "tirx.address_of", "tirx.tvm_access_ptr"))
+#: What takes an element for the place that it is at.
+POINTERS = frozenset(("tl.access_ptr", "tirx.address_of", "tirx.tvm_access_ptr"))
 #: What leaves a loop, an iteration or the kernel: what stands behind or before it in the loop may not run.
 _LEAVES_LOOP = frozenset(("tl.loop_break", "tirx.break_loop", "tirx.continue_loop"))
 _LEAVES_KERNEL = frozenset(("tirx.ret", "tirx.thread_return"))
@@ -24,7 +25,7 @@ def side_effect(stmt: tirx.Stmt) -> str | None:
         for call in _calls(expr):
             if not isinstance(call.op, ir.Op):
                 return str(call.op)
-            if call.op.name in _POINTERS or not _is_pure(call.op):
+            if call.op.name in POINTERS or not _is_pure(call.op):
                 return call.op.name
     return None
 
@@ -64,6 +65,17 @@ def written(stmt: tirx.Stmt) -> tuple[tirx.Buffer, ...]:
                 found.append(target.buffer)
 
     tirx.stmt_functor.post_order_visit(stmt, visit)
+    return tuple(found)
+
+
+def buffers_of(stmt: tirx.Stmt) -> tuple[tirx.Buffer, ...]:
+    """The buffers that a statement itself names: of a loop or a branch those in its bounds or its condition."""
+    found: list[tirx.Buffer] = [stmt.buffer] if isinstance(stmt, tirx.BufferStore) else []
+    exprs = [stmt.value] if isinstance(stmt, tirx.Evaluate) else _expressions(stmt)
+    for expr in exprs:
+        tirx.stmt_functor.post_order_visit(
+            expr, lambda node: found.append(node.buffer) if isinstance(node, tirx.BufferLoad) else None
+        )
     return tuple(found)
 
 

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 from tvm import tirx
 
+from .ranges import loop_ranges, loops_in
+
 #: Marks the outer one of two loops that `unfuse` made; the value is the fused loop's thread binding.
 MARK = "mesh_tensor.fused"
+_ARITHMETIC = [
+    f"tirx.{name}" for name in ("FloorDiv", "FloorMod", "Add", "Sub", "Mul", "LT", "LE", "GT", "GE", "EQ", "NE", "And")
+]
 
 
 def unfuse(func: tirx.PrimFunc, *, alone: bool = False) -> tirx.PrimFunc:
     """Split every grid loop of `func` that is only used as `v // c` and `v % c`, with a constant c that divides its
-    extent; with `alone`, also those that are used on their own besides."""
+    extent, or in indices that come to that: `(v * 16 + i) // 64` is `v // 4` where i is below 16. With `alone`, also
+    those that are used on their own besides."""
     body = func.body
     for loop in _grid_loops(body):
-        part = _part(loop)
-        if part is not None:
-            body = _replace_loop(body, loop.loop_var, part, alone)
+        split = _split_loop(body, loop.loop_var, alone)
+        if split is None and _divides(loop):
+            split = _split_loop(_simplified(body), loop.loop_var, alone)
+        body = body if split is None else split
     return func if body is func.body else func.with_body(body)
 
 
@@ -37,6 +44,48 @@ def _grid_loops(body: tirx.Stmt) -> list[tirx.For]:
 
     tirx.stmt_functor.post_order_visit(body, visit)
     return found
+
+
+def _split_loop(body: tirx.Stmt, var: tirx.Var, alone: bool) -> tirx.Stmt | None:
+    """The body with two loops in place of that of `var`, or None if its variable is used otherwise."""
+    part = next(_part(loop) for loop in _grid_loops(body) if loop.loop_var.same_as(var))
+    if part is None:
+        return None
+    split = _replace_loop(body, var, part, alone)
+    return None if any(loop.loop_var.same_as(var) for loop in _grid_loops(split)) else split
+
+
+def _divides(loop: tirx.For) -> bool:
+    """Whether a quotient or remainder of something with the loop's variable in it is used."""
+    found: list[object] = []
+
+    def visit(node: object) -> None:
+        if isinstance(node, (tirx.FloorDiv, tirx.FloorMod)) and loop.loop_var in _variables(node):
+            found.append(node)
+
+    tirx.stmt_functor.post_order_visit(loop.body, visit)
+    return bool(found)
+
+
+def _simplified(body: tirx.Stmt) -> tirx.Stmt:
+    """The body with indices and conditions of loop variables in a simpler form, as the loops' ranges allow."""
+    analyzer, variables = loop_ranges(body), {loop.loop_var for loop in loops_in(body)}
+
+    def simplify(node: tirx.PrimExpr) -> tirx.PrimExpr | None:
+        is_index = node.dtype in ("int32", "int64", "bool") and not _has(node, (tirx.BufferLoad, tirx.Call))
+        return analyzer.simplify(node) if is_index and variables.issuperset(_variables(node)) else None
+
+    return tirx.stmt_functor.ir_transform(body, simplify, None, _ARITHMETIC)
+
+
+def _has(node: tirx.PrimExpr, kinds: tuple[type, ...]) -> bool:
+    found: list[object] = []
+    tirx.stmt_functor.post_order_visit(node, lambda n: found.append(n) if isinstance(n, kinds) else None)
+    return bool(found)
+
+
+def _variables(node: tirx.PrimExpr) -> list[tirx.Var]:
+    return list(tirx.analysis.undefined_vars(node))
 
 
 def _part(loop: tirx.For) -> int | None:

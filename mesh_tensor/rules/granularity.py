@@ -42,6 +42,21 @@ class Refined:
             dim -= 1
         return dim
 
+    def shapes(self) -> dict[str, tuple]:
+        """The refined shapes of the parameters with dims taken apart."""
+        names = {param for param, _ in self.groups}
+        buffers = self.func.buffer_map.values()
+        return {str(buffer.name): tuple(buffer.shape) for buffer in buffers if buffer.name in names}
+
+    def by_dim(self, param: str, values: Sequence) -> list[list]:
+        """Values of a parameter's refined dims, those of one dim together."""
+        found: list[list] = []
+        for at, value in enumerate(values):
+            if self.original(param, at) == len(found):
+                found.append([])
+            found[-1].append(value)
+        return found
+
     def inner_dims(self) -> list[Dim]:
         """The refined dims that are places in groups."""
         return [(param, self.outer(param, dim) + 1) for param, dim in self.groups]

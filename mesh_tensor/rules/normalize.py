@@ -1,7 +1,8 @@
 """Bring a kernel into the form that analysis and rewriting expect.
 
-Index bindings are inlined; a `T.gemm` that clears its accumulator on a condition becomes a conditional fill and a plain
-gemm; grid loops that walk two dims at once become two loops.
+Index bindings are inlined; accesses through views become accesses to what they are views of; a `T.gemm` that clears
+its accumulator on a condition becomes a conditional fill and a plain gemm, a `T.im2col` loops; grid loops that walk two
+dims at once become two loops.
 """
 
 from __future__ import annotations
@@ -9,12 +10,18 @@ from __future__ import annotations
 from tvm import ir, tirx
 
 from .fused_loops import unfuse
+from .im2col import im2col_loops
+from .views import resolve_views
 
 
 def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The same kernel, in which every index is an expression of loop variables."""
-    func = func.with_body(tirx.stmt_functor.ir_transform(func.body, None, _split_clear, ["tirx.Evaluate"]))
-    return unfuse(_inline_bindings(func))
+    """The same kernel, in which every index is an expression of loop variables, and no memory goes by two names.
+
+    Raises:
+        MeshTensorError: a buffer is in no memory that is known, or a view is not understood.
+    """
+    func = func.with_body(tirx.stmt_functor.ir_transform(func.body, None, _plain_operation, ["tirx.Evaluate"]))
+    return unfuse(resolve_views(_inline_bindings(func)))
 
 
 def _inline_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -35,6 +42,11 @@ def _inline_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
     body = tirx.stmt_functor.ir_transform(func.body, None, remove, ["tirx.Bind"])
     return func.with_body(_without_noops(tirx.stmt_functor.substitute(body, bound)))
+
+
+def _plain_operation(stmt: tirx.Evaluate) -> tirx.Stmt | None:
+    """What an operation stands for that is made of others."""
+    return im2col_loops(stmt) or _split_clear(stmt)
 
 
 def _split_clear(stmt: tirx.Evaluate) -> tirx.Stmt | None:

@@ -11,6 +11,7 @@ from . import effects, tile_ops
 from .linear import linear_form
 from .statements import Access, Kernel, Loop, Statement, body_statements, buffer_params, split_update
 from .tile_reader import TileReader, Unmatched
+from .views import left_views
 
 
 def read_kernel(func: tirx.PrimFunc) -> Kernel:
@@ -79,6 +80,7 @@ class _Reader:
         self.statements: list[Statement] = []
         self.allocs: list[tirx.Buffer] = []
         self.top = -1
+        self.owners = left_views(func)
 
     def read(self, body: tirx.Stmt) -> list:
         tree: list = []
@@ -96,7 +98,7 @@ class _Reader:
     def _visit(self, stmt: tirx.Stmt) -> list:
         if isinstance(stmt, tirx.SeqStmt):
             return [node for child in stmt.seq for node in self._visit(child)]
-        effect = effects.side_effect(stmt)
+        effect = effects.side_effect(stmt) or self._view_in(stmt)
         if effect is not None:
             if isinstance(stmt, tirx.Bind):
                 self.binds[stmt.var] = stmt.value
@@ -162,11 +164,22 @@ class _Reader:
             **flags,
         )
 
+    def _view_in(self, stmt: tirx.Stmt) -> str | None:
+        """The view that a statement's own expressions, or what it stores to, go through."""
+        if not self.owners or isinstance(stmt, (tirx.SBlockRealize, tirx.AttrStmt)):
+            return None
+        found = effects.buffers_of(stmt)
+        return next((f"{_shape(b)}, a view of {self.owners[b].name}," for b in found if b in self.owners), None)
+
     def _opaque(self, stmt: tirx.Stmt, what: str) -> Statement:
         """A statement that nothing is known of: it reads and writes every buffer in it, anywhere."""
-        return self.statement(stmt, reads=self.loads([stmt]), unknown=what, may_write=effects.written(stmt))
+        written = tuple(self.owners.get(buffer, buffer) for buffer in effects.written(stmt))
+        return self.statement(stmt, reads=self.loads([stmt]), unknown=what, may_write=written)
 
     def access(self, buffer: tirx.Buffer, indices) -> Access:
+        if buffer in self.owners:  # somewhere in its owner's memory
+            shape = self.owners[buffer].shape
+            return Access(self.owners[buffer], tuple(tirx.IntImm("int32", 0) for _ in shape), (None,) * len(shape))
         return Access(buffer, tuple(indices), tuple(linear_form(i, self.binds) for i in indices))
 
     def loads(self, nodes) -> tuple[Access, ...]:
@@ -200,6 +213,10 @@ class _Reader:
             return TileReader(self, stmt).read(record)
         except Unmatched as error:
             return self._opaque(stmt, str(error))
+
+
+def _shape(buffer: tirx.Buffer) -> str:
+    return f"{buffer.name or 'a buffer'} ({', '.join(str(size) for size in buffer.shape)}) {buffer.dtype}"
 
 
 def _calls(expr: tirx.PrimExpr) -> Iterator[tirx.Call]:

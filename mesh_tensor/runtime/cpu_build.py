@@ -128,7 +128,8 @@ def _c_type(dtype: str) -> str:
 def _build_stamp() -> str:
     """Everything but the kernel and the compiler that its library depends on."""
     package = Path(__file__).parents[1]
-    others = (package / "lowering" / "rewrite.py", package / "rules" / "tile_ops.py", package / "rules" / "effects.py")
+    rules = (package / "rules" / f"{name}.py" for name in ("tile_ops", "effects", "im2col"))
+    others = (package / "lowering" / "rewrite.py", *rules)
     passes = [*sorted((package / "lowering").glob("*cpu*.py")), *others]
     sources = [*passes, Path(__file__), *_HEADERS.values()]
     return "\0".join([tilelang.__version__, _processor(), *FLAGS, *(s.read_text() for s in sources)])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from .scene import Axis, Dim, Scene, Tile
 from .spec import Case, KernelSpec, Param
 from .stores import Stores
+from .views import with_views
 
 _GRID_NAMES = ("bx", "by", "bz")
 
@@ -191,6 +192,8 @@ def make_case(number: int) -> Case:
     """The case with this number."""
     random = Random(number)
     kernel, exact = make_kernel(random)
+    if random.random() < 0.3:
+        kernel = with_views(kernel, random)
     mesh = dict(zip("xyz", random.choice(_MESHES), strict=False))
     return Case(
         kernel.source(),

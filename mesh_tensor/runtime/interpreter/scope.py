@@ -9,13 +9,15 @@ an array over those axes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
-from tvm import tirx
+from tvm import arith, tirx
+from tvm.tirx.stmt_functor import substitute
 
 from mesh_tensor.errors import MeshTensorError
 
@@ -133,20 +135,39 @@ class Scope:
         load = itemgetter(storage.slot)
         if buffer.same_as(storage.buffer):
             return load
-        shape = tuple(_static(n, buffer) for n in buffer.shape)
         if not isinstance(buffer.elem_offset, tirx.IntImm) or int(buffer.elem_offset):
             raise MeshTensorError(f"buffer {buffer.name!r} is a view of {storage.name!r} with an offset: not supported")
         dtype = numpy_dtype(buffer.dtype)
-        return lambda frame: _view(load(frame), shape, dtype)
+        sizes = self._numbers(buffer.shape)
+        steps = self._numbers(buffer.strides) if len(buffer.strides) else None
+        name = f"{buffer.name or 'a view'} of {storage.name}"
+        return lambda frame: _view(load(frame), sizes(frame), steps and steps(frame), dtype, name)
+
+    def _numbers(self, exprs: Sequence[tirx.PrimExpr]) -> Callable[[Frame], tuple[int, ...]]:
+        """The values of sizes, which are constants or made of the parameters' sizes."""
+        if all(isinstance(n, tirx.IntImm) for n in exprs):
+            known = tuple(int(n) for n in exprs)
+            return lambda frame: known
+        analyzer = arith.Analyzer()
+        slots = {var: self.variable(var).run for n in exprs for var in tirx.analysis.undefined_vars(n)}
+
+        def run(frame: Frame) -> tuple[int, ...]:
+            values = {var: tirx.const(int(get(frame)), var.dtype) for var, get in slots.items()}
+            return tuple(int(analyzer.simplify(substitute(n, values))) for n in exprs)
+
+        return run
 
 
-def _static(extent: tirx.PrimExpr, buffer: tirx.Buffer) -> int:
-    if not isinstance(extent, tirx.IntImm):
-        raise MeshTensorError(f"buffer {buffer.name!r} is a view whose shape {list(buffer.shape)} is not constant")
-    return int(extent)
-
-
-def _view(array: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def _view(
+    array: np.ndarray, shape: tuple[int, ...], steps: tuple[int, ...] | None, dtype: np.dtype, name: str
+) -> np.ndarray:
+    """Another shape and dtype of the same memory, row by row or with steps of its own."""
     if not array.flags.c_contiguous:
-        raise MeshTensorError("a view (T.reshape, T.view) of an array that is not contiguous")
-    return array.reshape(-1).view(dtype).reshape(shape)
+        raise MeshTensorError(f"{name} is a view of an array that is not contiguous")
+    size = math.prod(shape)
+    steps = steps or tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    reach = 1 + sum((n - 1) * step for n, step in zip(shape, steps, strict=True)) if size else 0
+    if reach * dtype.itemsize > array.nbytes:
+        raise MeshTensorError(f"{name} has {reach} elements of {dtype}, more than {array.nbytes} bytes hold")
+    flat = array.reshape(-1).view(np.uint8)[: reach * dtype.itemsize].view(dtype)
+    return np.lib.stride_tricks.as_strided(flat, shape, [step * dtype.itemsize for step in steps])

@@ -13,6 +13,7 @@ import numpy as np
 from tvm import ir, tirx
 
 from mesh_tensor.errors import MeshTensorError
+from mesh_tensor.rules.im2col import im2col_loops
 from mesh_tensor.rules.tile_ops import Atomic, parse_previous, parse_tile_op
 
 from .access import Access
@@ -200,6 +201,9 @@ def _evaluate(stmt: tirx.Evaluate, scope: Scope) -> Action:
         return _update(op, scope)
     if op is not None:
         return compile_tile_op(op, scope)
+    loops = im2col_loops(stmt)
+    if loops is not None:
+        return compile_stmt(loops, scope)
     if isinstance(stmt.value, (tirx.IntImm, tirx.Var)):
         return nothing
     name = stmt.value.op.name if isinstance(stmt.value, tirx.Call) and isinstance(stmt.value.op, ir.Op) else ""
