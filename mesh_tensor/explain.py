@@ -9,6 +9,7 @@ from tvm import tirx
 from .lowering.pipeline import Lowered
 from .program import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, WaitStep
 from .propagation import tile_extent
+from .rules.factors import Factor
 from .rules.reader import read_kernel
 from .rules.tile_ops import Gemm
 from .runtime.cpu_blas import who_multiplies
@@ -16,8 +17,8 @@ from .runtime.distributed.dtensor_ports import Transfer
 
 
 def explain(program: Program, target: str = "", arrived: Sequence[Transfer] = ()) -> str:
-    """Factors and what splits them, every buffer's placement as asked and as used, every step with its bytes and
-    reason, what could not be split, and the cost per device.
+    """In which view the kernel was read and why; factors and what splits them, every buffer's placement as asked and as
+    used, every step with its bytes and reason, what could not be split, and the cost per device.
 
     Args:
         program: a Program that `lower_to_program` made.
@@ -31,7 +32,7 @@ def explain(program: Program, target: str = "", arrived: Sequence[Transfer] = ()
     if lowered is None:
         return "\n".join(_steps(program))
     sections = [
-        [f"kernel {program.name} on {program.mesh}", f"rule: {lowered.rule}"],
+        [f"kernel {program.name} on {program.mesh}", f"rule: {lowered.rule}", str(lowered.reading)],
         ["factors", *_factors(lowered)],
         ["buffers", *_buffers(program, lowered)],
         ["steps of each device", *_steps(program)],
@@ -50,13 +51,23 @@ def _factors(lowered: Lowered) -> list[str]:
     by_name = {factor.name: factor for factor in assignment.factors}
     for name, kind in lowered.rule.factors.items():
         axes = assignment.axes_of(by_name[name])
-        size = lowered.rule.sizes[name]
+        size = _whole_size(lowered, by_name[name])
         tile = tile_extent(size, [lowered.mesh.size(a) for a in axes])
         why = "; ".join(dict.fromkeys(assignment.reasons[a] for a in axes)) or "no axis uses it"
         rows.append((name, size, kind.split(":")[0], ", ".join(axes) or "-", tile, why))
     unused = [axis for axis, factor in assignment.axes.items() if factor is None]
     notes = [f"  axis {axis} splits nothing: {assignment.reasons[axis]}" for axis in unused]
     return [*table(rows), *notes]
+
+
+def _whole_size(lowered: Lowered, factor: Factor) -> object:
+    """The size of the dim that a factor walks, or walks a tile of."""
+    if not lowered.reading.over_tiles:
+        return factor.size
+    tensors = {name: given or left for name, given, left in lowered.parameters}
+    param, dim = factor.dims[0]
+    tensor = tensors.get(param)
+    return factor.size if tensor is None else lowered.tensors[tensor].shape[dim]
 
 
 def _buffers(program: Program, lowered: Lowered) -> list[str]:

@@ -1,7 +1,8 @@
 """What users call inside and around a kernel: state how its buffers lie on a mesh, and read that back.
 
 An annotated function has two attributes: `mesh_tensor_info`, from the data variable of a parameter's buffer to its
-metadata, and `mesh_tensor_mesh`, the axes of the mesh with their sizes, in order.
+metadata, and `mesh_tensor_mesh`, the axes of the mesh with their sizes, in order. One whose author asked for tiles has
+`mesh_tensor_tiles`, too: the shapes of the tiles, as far as they were asked for.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from typing import Any
 import tilelang.language as T
 from tvm import ir, tirx
 from tvm.script.ir_builder import IRBuilder
-from tvm.tirx.script.builder.frame import PrimFuncFrame
 
 from ._annotation import HOW_TO_ANNOTATE, Annotation, check, complete, from_attr, is_int, metadata_to_attr
 from .errors import listing, refuse
 from .mesh import Mesh
 from .sharding import ceildiv
+from .tile_helpers import axis_index, tile_extent, tile_offset
 
 INFO_ATTR = "mesh_tensor_info"
 MESH_ATTR = "mesh_tensor_mesh"
@@ -41,28 +42,35 @@ def mesh_tensor_functions(mesh_shape: Mapping[str, int] | Mesh = _DEFAULT_MESH) 
 
     - `annotate_mesh_tensor_info({buffer: {"block_shape", "program_id", "sharding"[, "replicate", "partial"]}, ...})`
     - `get_tile_shape(buffer)`: the shape of what one device holds of an annotated buffer
+    - `get_tile_offset(buffer)`: per dim, the global index of the first element of this device's tile
+    - `get_tile_extent(buffer)`: per dim, how many elements of this device's tile are valid
+    - `mesh_axis_index(axis)`: this device's coordinate on an axis of the mesh
     - `mesh_tensor_copy(src, dst, *, src_coord=None, dst_coord=None)`: a `T.copy` of the blocks at these coordinates
 
     which share what the first one stored, per buffer.
 
-    >>> sorted(mesh_tensor_functions({"x": 2}))
-    ['annotate_mesh_tensor_info', 'get_tile_shape', 'mesh_tensor_copy']
+    >>> sorted(mesh_tensor_functions({"x": 2}))[1:5]
+    ['get_tile_extent', 'get_tile_offset', 'get_tile_shape', 'mesh_axis_index']
     """
     helpers = _Helpers(Mesh(mesh_shape))
     return {
         "annotate_mesh_tensor_info": helpers.annotate_mesh_tensor_info,
         "get_tile_shape": helpers.get_tile_shape,
+        "get_tile_offset": helpers.get_tile_offset,
+        "get_tile_extent": helpers.get_tile_extent,
+        "mesh_axis_index": helpers.mesh_axis_index,
         "mesh_tensor_copy": helpers.mesh_tensor_copy,
     }
 
 
 class _Helpers:
-    """The three helpers and what they share: what is stated about each buffer, by its data variable."""
+    """The helpers and what they share: what is stated about each buffer, by its data variable."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._annotations: dict[tirx.Var, Annotation] = {}
-        self._marked = False
+        self._asked: dict[tirx.Var, tuple[Any, ...]] = {}
+        self._asked_inside = self._asked_outside = False
 
     def annotate_mesh_tensor_info(self, mesh_tensor_info: Mapping[tirx.Buffer, Mapping[str, Any]]) -> Any:
         """State how buffers lie on the mesh. Call it once, before `T.Kernel`, with all the annotated parameters: it
@@ -83,19 +91,62 @@ class _Helpers:
             refuse(problems, where=str(self._mesh), fix=HOW_TO_ANNOTATE)
         attached = _attach(self._mesh, info)
         self._annotations.update(annotations)
-        self._marked = False
+        if not IRBuilder.is_in_scope():
+            return {**attached, TILES_ATTR: {}}
+        self._asked_inside, self._asked = False, {}
+        IRBuilder.current().frames[-1].add_callback(self._mark)
         return attached
 
     def get_tile_shape(self, buffer: tirx.Buffer) -> tuple[Any, ...]:
         """The shape of what one device holds of `buffer`: ceildiv(dim, axis sizes), symbolic where the dim is.
 
-        A kernel that asks before its `T.Kernel` may be written over tiles: it gets the `mesh_tensor_tiles` attribute,
-        at which `lower` looks at its loops."""
+        A kernel that asks may be written over tiles: it gets the `mesh_tensor_tiles` attribute, at which `lower` looks
+        at its loops."""
         annotation = self._annotation(buffer)
-        if not self._marked and IRBuilder.is_in_scope() and isinstance(IRBuilder.current().frames[-1], PrimFuncFrame):
-            self._marked = True
-            T.func_attr({TILES_ATTR: True})
-        return annotation.sharding.tile_shape([_constant(dim) for dim in buffer.shape])
+        self._ask()
+        shape = annotation.sharding.tile_shape([_constant(dim) for dim in buffer.shape])
+        self._asked[buffer.data] = shape
+        return shape
+
+    def get_tile_offset(self, buffer: tirx.Buffer) -> tuple[Any, ...]:
+        """Per dim, the global index of the first element of this device's tile of `buffer`: 0 where no axis splits the
+        dim, else an expression for the body of a kernel over tiles."""
+        return tuple(
+            tile_offset(buffer.name, dim, tile, buffer.shape[dim].dtype) if is_split else 0
+            for dim, (tile, is_split) in enumerate(self._tiles(buffer))
+        )
+
+    def get_tile_extent(self, buffer: tirx.Buffer) -> tuple[Any, ...]:
+        """Per dim, how many elements of this device's tile of `buffer` are valid (the last tiles may be short, or
+        empty): the dim's size where no axis splits it, else an expression for the body of a kernel over tiles."""
+        return tuple(
+            tile_extent(buffer.name, dim, tile, buffer.shape[dim].dtype) if is_split else tile
+            for dim, (tile, is_split) in enumerate(self._tiles(buffer))
+        )
+
+    def mesh_axis_index(self, axis: str) -> tirx.PrimExpr:
+        """This device's coordinate on `axis`, an expression for the body of a kernel over tiles."""
+        self._mesh.check_axes((axis,))
+        self._ask()
+        return axis_index(axis)
+
+    def _tiles(self, buffer: tirx.Buffer) -> list[tuple[Any, bool]]:
+        """Per dim of the buffer, the size of a tile, and whether devices hold different ones."""
+        layout = self._annotation(buffer).sharding
+        shape = self.get_tile_shape(buffer)
+        return [(tile, layout.num_shards(dim) > 1) for dim, tile in enumerate(shape)]
+
+    def _ask(self) -> None:
+        if IRBuilder.is_in_scope():
+            self._asked_inside = True
+        else:
+            self._asked_outside = True
+
+    def _mark(self) -> None:
+        """At the end of an annotated kernel: say that it may be written over tiles, and over which, if a helper was
+        asked for tiles in it, or before any kernel."""
+        if self._asked_inside or self._asked_outside:
+            T.func_attr({TILES_ATTR: self._asked})
 
     def mesh_tensor_copy(self, src: Any, dst: Any, *, src_coord: Any = None, dst_coord: Any = None) -> Any:
         """`T.copy` from `src` to `dst`; where a coordinate is given, from or to that block of the buffer."""

@@ -67,11 +67,14 @@ class Propagation:
             assignment.axes[axis], assignment.reasons[axis] = self._decide_axis(axis)
         if not self.over_tiles:
             self._respect_blocks(assignment)
+        statements = self.analysis.kernel.statements
         for param, buffer in self.analysis.kernel.params.items():
             if param in self.outputs:
                 assignment.produced[param] = self._layout(assignment, param, buffer, produced=True)
             if param in self.inputs:
                 assignment.needed[param] = self._layout(assignment, param, buffer, produced=False)
+                if self.over_tiles and not any(a.buffer.same_as(buffer) for s in statements for a in s.accesses):
+                    assignment.needed[param] = self.asked[param]  # nothing uses it: its tiles stay as they are
         assignment.whole = self._whole_dims(assignment)
         return assignment
 

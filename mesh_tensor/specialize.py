@@ -11,7 +11,7 @@ from tvm.arith import Analyzer
 from tvm.tirx.stmt_functor import post_order_visit, substitute
 
 from .errors import refuse
-from .frontend import INFO_ATTR
+from .frontend import INFO_ATTR, TILES_ATTR
 from .rules.ops.call import TensorType
 from .rules.views import declared
 
@@ -33,8 +33,9 @@ def specialize(func: tirx.PrimFunc, sizes: Mapping[tirx.Var, int | tirx.PrimExpr
     params = [*func.params, *(var for var in values if var not in set(func.params))]
     as_params = tirx.PrimFunc(params, declared(func).body, func.ret_type, func.buffer_map, func.attrs)
     result = as_params.specialize(values)
-    if result.attrs and INFO_ATTR in result.attrs:
-        result = result.with_attr(INFO_ATTR, _replace(result.attrs[INFO_ATTR], values))
+    for name in (INFO_ATTR, TILES_ATTR):
+        if result.attrs and name in result.attrs:
+            result = result.with_attr(name, _replace(result.attrs[name], values))
     return result
 
 

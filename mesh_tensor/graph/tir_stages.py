@@ -15,10 +15,12 @@ from tvm import ir, relax, tirx
 from tvm.tirx.stmt_functor import post_order_visit
 
 from ..errors import MeshTensorError, refuse
+from ..frontend import TILES_ATTR
 from ..rules.effects import side_effect, written
 from ..rules.ops.call import OpCall, TensorType, op_call
 from ..rules.statements import body_statements
 from ..specialize import sized
+from ..tile_helpers import helpers_in
 from .ir import Graph, Node, Value
 from .names import Fresh
 from .tir_nests import compact, kernel_of, loaded
@@ -82,6 +84,7 @@ def _parts(
     func = sized(func, inputs, outputs, numbers)
     buffers = tuple(func.buffer_map[param] for param in func.params)
     if is_tile_kernel(func):
+        _check_view(func, name)
         return _Parts(buffers, (), (func.with_attr("global_symbol", name),), is_tile_kernel=True)
     stages = tuple(_stages(func, buffers[: len(inputs)]))
     _check_written(name, buffers[len(inputs) :], stages)
@@ -91,6 +94,16 @@ def _parts(
         params = {buffer: compact(buffer, taken.name(_plain(buffer.name))) for buffer in (*stage.reads, *stage.writes)}
         kernels.append(kernel_of(stage.stmts, params, name if len(stages) == 1 else f"{name}_{number}"))
     return _Parts(buffers, stages, tuple(kernels))
+
+
+def _check_view(func: tirx.PrimFunc, name: str) -> None:
+    """A module lays out what its kernels take: they are over whole tensors."""
+    if TILES_ATTR in (func.attrs or {}) or helpers_in(func.body):
+        refuse(
+            f"kernel {name!r} asks for tiles (get_tile_shape, get_tile_offset, ...)",
+            why="kernels in a module are written over whole tensors: the module decides what devices hold",
+            fix="size its loops by the whole tensors; or compile it by itself with mesh_tensor.compile",
+        )
 
 
 def _node(node: Node, kernel: tirx.PrimFunc, inputs: tuple[Value, ...], outputs: tuple[Value, ...]) -> Node:

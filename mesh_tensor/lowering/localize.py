@@ -17,6 +17,7 @@ from ..rules.fused_loops import fuse
 from ..rules.linear import as_expr, vars_of
 from ..rules.sharding_rule import Analysis
 from ..rules.statements import Access, Statement, split_update
+from ..tile_helpers import resolve
 from .counted_once import CountedOnce
 from .expressions import ValueRewriter, contains_load, has_trap
 from .local_tile_ops import LocalTileOps
@@ -54,6 +55,7 @@ class _Localizer:
         allocs = [self.shrink.buffer(b) for b in root.alloc_buffers]
         block = block_like(root, body, allocs, annotations=self._annotations(root))
         new_body = fuse(replace_block(func.body, block, self.shrink.extents))
+        new_body = resolve(new_body, self.device.__getitem__)
         buffer_map = {p: self.shrink.buffer(b) for p, b in func.buffer_map.items()}
         axes = self.device.mentioned_in(new_body)
         params = [*func.params, *self._symbols(buffer_map), *axes.values()]

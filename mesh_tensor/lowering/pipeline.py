@@ -31,7 +31,9 @@ from .localize import localize
 from .original_dims import asked_of_refined, put_together, refine_for, with_original_dims
 from .splits import DeviceCoordinates, Split, make_split
 from .strict import check_strict
-from .view import check_local_layouts, is_local_view, over_tiles
+from .tile_positions import check_positions
+from .tile_stores import check_stores
+from .view import Reading, check_local_layouts, over_tiles, read_view
 
 _MOST_PARTS = 16
 
@@ -40,7 +42,7 @@ _MOST_PARTS = 16
 class Lowered:
     """A kernel in local view. `steps` run in order over `tensors`; `parameters` are the kernel's own, in order, each
     with the tensor it comes in (None if only written) and the one it leaves in (None if only read). Of those `kept`,
-    nothing looks at what comes in, but some of it may stay."""
+    nothing looks at what comes in, but some of it may stay. `reading`: in which view the kernel was written."""
 
     name: str
     mesh: Mesh
@@ -54,6 +56,7 @@ class Lowered:
     assignment: Assignment
     whole: dict[tuple[str, int], str]
     kept: frozenset[str]
+    reading: Reading
 
 
 class _Unsplittable(Exception):
@@ -86,13 +89,15 @@ def lower_kernel(func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto
     name = str(func.attrs["global_symbol"]) if "global_symbol" in func.attrs else "main"
     plain = normalize(func)
     shapes = {param: tuple(buffer.shape) for param, buffer in buffer_params(plain).items()}
-    local_view = is_local_view(plain, asked, view)
-    if local_view:
+    reading = read_view(plain, asked, view)
+    if reading.over_tiles:
+        asked = {name: asked.get(name) or Sharding.make(mesh, len(shape)) for name, shape in shapes.items()}
         plain = over_tiles(plain, asked)
-    banned: dict[tuple[str, int], str] = {}
+    made = Refined(plain, {}) if reading.over_tiles else refine_for(plain, asked, mesh)
+    banned = dict.fromkeys(made.inner_dims(), "groups can be split, but not what is in a group")
     while True:
         try:
-            lowered = _Lowering(plain, name, mesh, asked, banned, shapes, local_view).run(strict)
+            lowered = _Lowering(made, name, mesh, asked, banned, shapes, reading).run(strict)
             break
         except _Unsplittable as error:
             new = dict.fromkeys(error.factor.dims, error.reason)
@@ -106,10 +111,19 @@ def lower_kernel(func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto
 
 class _Lowering:
     def __init__(
-        self, func, name: str, mesh: Mesh, asked: dict[str, Sharding], banned: dict, shapes: dict, local_view: bool
+        self,
+        made: Refined,
+        name: str,
+        mesh: Mesh,
+        asked: dict[str, Sharding],
+        banned: dict,
+        shapes: dict,
+        reading: Reading,
     ):
-        self.func, self.name, self.mesh, self.asked, self.banned = func, name, mesh, asked, banned
-        self.shapes, self.local_view = dict(shapes), local_view
+        self.made, self.func, self.name, self.mesh, self.banned = made, made.func, name, mesh, banned
+        self.asked, self.refined_asked = asked, asked_of_refined(made, asked)
+        self.original_shapes, self.reading, self.local_view = shapes, reading, reading.over_tiles
+        self.shapes = {**shapes, **made.shapes()}
         self.same_dim: dict[tuple[str, int], tuple[str, int]] = {}
         self.count = 0
 
@@ -120,17 +134,17 @@ class _Lowering:
         if strict:
             check_strict(self.name, analysis, whole, self.asked, self.mesh)
         if self.local_view:
-            check_local_layouts(self.name, whole.needed, self.asked)
+            self._check_over_tiles(analysis, whole)
         parts = self._cut_up(self.func, analysis, decided)
         shapes = {**self.shapes, **self.original_shapes}
         layouts = Layouts(self.mesh, self.asked, shapes, list(buffer_params(self.func)), self.local_view)
         for index, part in enumerate(parts):
+            if self.local_view:
+                self._check_layouts(part.analysis, part.assignment)
             suffix = f"_{index}" if len(parts) > 1 else ""
             splits, local, axes = self._localize(part, f"{self.name}{suffix}")
             assignment = with_original_dims(self.made, part.assignment)
-            layouts.add_kernel(
-                part.analysis, assignment, splits, put_together(local, self.made), axes, bool(self.made.groups)
-            )
+            layouts.add_kernel(part.analysis, assignment, splits, local, axes, bool(self.made.groups))
         layouts.finish()
         scalars = tuple(p for p in self.func.params if p not in self.func.buffer_map)
         return Lowered(
@@ -146,7 +160,28 @@ class _Lowering:
             whole,
             whole.whole,
             frozenset(p for p in analysis.kernel.params if analysis.only_kept(p)),
+            self.reading,
         )
+
+    def _check_over_tiles(self, analysis: Analysis, assignment: Assignment) -> None:
+        """What is over tiles already can't be made local by any rewrite: it is checked."""
+        self._check_layouts(analysis, assignment)
+        splits = {
+            factor: axes
+            for factor in analysis.factors
+            if (axes := tuple(axis for axis in assignment.axes_of(factor) if self.mesh.size(axis) > 1))
+        }
+        check_positions(self.name, analysis, splits, self.asked, self.shapes)
+        check_stores(self.name, analysis, splits, self.asked)
+
+    def _check_layouts(self, analysis: Analysis, assignment: Assignment) -> None:
+        reasons = {}
+        for param, buffer in analysis.kernel.params.items():
+            for dim in range(len(buffer.shape)):
+                if why := analysis.reason_whole(param, dim) or assignment.whole.get((param, dim)):
+                    reasons[param, dim] = why
+        for layouts in (assignment.needed, assignment.produced):
+            check_local_layouts(self.name, layouts, self.asked, reasons)
 
     def _cut_up(self, func: tirx.PrimFunc, analysis: Analysis, assignment: Assignment) -> list[_Part]:
         """Cut where a split factor's result is needed complete in the middle of the kernel."""
@@ -217,7 +252,8 @@ class _Lowering:
             if (axes := assignment.axes_of(factor))
         )
         try:
-            return splits, *localize(analysis, splits, coordinates, name)
+            local, axes = localize(analysis, splits, coordinates, name)
+            return splits, put_together(local, self.made), axes
         except Blocked as error:
             if not splits:
                 refuse(f"kernel {self.name!r} can't be lowered", why=str(error), fix="simplify the kernel")

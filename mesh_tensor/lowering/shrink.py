@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from tvm import tirx
 
+from ..rules.coverage import with_whole_tiles
 from ..rules.factors import Blocked, Factor
 from ..rules.linear import Linear
 from ..rules.other_dims import reshaped
@@ -53,7 +54,7 @@ class Shrink:
         terms = form.ordered
         for position, (var, coefficient) in enumerate(terms):
             old = self._loop_extents[var]
-            if len(terms) == 1 and not self.kernel.analyzer.can_prove_equal(old, split.factor.size):
+            if len(terms) == 1 and not self.kernel.analyzer.can_prove_equal(with_whole_tiles(old), split.factor.size):
                 return
             new = ceildiv(split.tile, coefficient)
             if position:

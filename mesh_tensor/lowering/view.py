@@ -3,96 +3,229 @@ already."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
 from tvm import arith, tirx
 
 from ..errors import refuse
 from ..frontend import TILES_ATTR
 from ..rules.coverage import why_not_covered
+from ..rules.linear import Linear
 from ..rules.other_dims import reshaped
 from ..rules.reader import read_kernel
 from ..rules.statements import Access, Kernel, Statement, buffer_params
 from ..sharding import Sharding
+from ..tile_helpers import fill, helpers_in
 from .rewrite import exchange_buffers
 
 VIEWS = ("auto", "global", "local")
 
 
-def is_local_view(func: tirx.PrimFunc, asked: dict[str, Sharding], view: str) -> bool:
+@dataclass(frozen=True)
+class Reading:
+    """How a kernel was read, and why."""
+
+    over_tiles: bool
+    why: str
+
+    def __str__(self) -> str:
+        return f"read as written over {'tiles' if self.over_tiles else 'whole tensors'}: {self.why}"
+
+
+@dataclass
+class _Walks:
+    """The split dims that the kernel's loops walk whole, tile by tile, either way (a block as large as the dim), or
+    from end to end of neither (`short`), and those that no loops walk (`otherwise`); the last two with the reason."""
+
+    whole: list[str] = field(default_factory=list)
+    tile: list[str] = field(default_factory=list)
+    either: list[str] = field(default_factory=list)
+    short: dict[str, str] = field(default_factory=dict)
+    otherwise: dict[str, str] = field(default_factory=dict)
+
+
+def read_view(func: tirx.PrimFunc, asked: dict[str, Sharding], view: str) -> Reading:
     """Whether the kernel walks tiles.
 
-    With `view="auto"`, a kernel that asked for tile shapes and whose loops walk the split dims' tiles from end to end,
-    and none of the whole dims, is written over tiles. Where they walk both (a block as large as the dim), both views
-    mean the same.
+    With `view="auto"`, a kernel that asked for tiles and whose loops walk the split dims' tiles from end to end, and
+    none of the whole dims, is written over tiles. Where they walk both (a block as large as the dim), both views mean
+    the same.
 
     Raises:
-        MeshTensorError: `view` is unknown, or some split dims are walked tile by tile and others are not.
+        MeshTensorError: `view` is unknown; some split dims are walked tile by tile and others are not; or a kernel that
+            asked for tiles walks neither tiles nor whole dims from end to end, or is said to be over whole tensors.
     """
     if view not in VIEWS:
         refuse(f"view {view!r} is unknown", fix=f"use one of {', '.join(VIEWS)}")
-    asked_for_tiles = func.attrs is not None and TILES_ATTR in func.attrs
-    if view == "global" or (view == "auto" and not asked_for_tiles):
-        return False
-    kernel = read_kernel(func)
-    walked: dict[str, list[str]] = {"whole": [], "tile": [], "neither": []}
+    _check_tiles(func, asked)
+    helpers = list(dict.fromkeys(str(helper) for helper in helpers_in(func.body)))
+    asked_for_tiles = bool(helpers) or (func.attrs is not None and TILES_ATTR in func.attrs)
+    if not asked_for_tiles and view != "local":
+        return Reading(False, "it asks for no tiles" if view == "auto" else "view='global'")
+    walks = _walks(func, asked)
+    reading = (_global if view == "global" else _local if view == "local" else _either)(walks, helpers)
+    if not reading.over_tiles and helpers:
+        refuse(
+            f"{', '.join(helpers)}: the kernel is {reading}",
+            why="positions are those of the whole tensor there, and every device adds where its tile starts",
+            fix="use the position itself, or size all loops over split dims with get_tile_shape",
+        )
+    return reading
+
+
+def _check_tiles(func: tirx.PrimFunc, asked: dict[str, Sharding]) -> None:
+    """The tiles that the author asked for are those of the annotations: a kernel may have been annotated anew."""
+    tiles = func.attrs[TILES_ATTR] if func.attrs is not None and TILES_ATTR in func.attrs else {}
+    analyzer, problems = arith.Analyzer(), []
+    for name, buffer in buffer_params(func).items():
+        if buffer.data in tiles:
+            now = asked[name].tile_shape(buffer.shape) if name in asked else buffer.shape
+            then = tiles[buffer.data]
+            if not all(analyzer.can_prove_equal(a, b) for a, b in zip(then, now, strict=True)):
+                problems.append(f"get_tile_shape({name}) was {_shape(then)}, but as annotated tiles are {_shape(now)}")
+    if problems:
+        refuse(
+            problems,
+            why="a kernel over tiles is written for one mesh and its layouts",
+            fix="annotate it as where it asked, or make it anew with the mesh_tensor_functions of this mesh",
+        )
+
+
+def _shape(shape: Sequence) -> str:
+    simplify = arith.Analyzer().simplify
+    return " x ".join(str(simplify(size) if isinstance(size, tirx.PrimExpr) else size) for size in shape)
+
+
+def _global(walks: _Walks, helpers: list[str]) -> Reading:
+    tiled = list(dict.fromkeys([*walks.tile, *walks.short]))
+    if tiled:
+        refuse(
+            f"view='global', but the kernel asks for tiles and walks no whole dims: {', '.join(tiled)}",
+            why=_reasons(walks) or "its loops walk tiles, and everything past the first tile would be left out",
+            fix="say view='local' (or nothing), or size its loops by the whole tensors",
+        )
+    return Reading(False, "view='global'")
+
+
+def _local(walks: _Walks, helpers: list[str]) -> Reading:
+    if walks.whole or walks.short or walks.otherwise:
+        _refuse_mixed(walks)
+    return Reading(True, "view='local'")
+
+
+def _either(walks: _Walks, helpers: list[str]) -> Reading:
+    if walks.tile:
+        if walks.whole or walks.short or walks.otherwise:
+            _refuse_mixed(walks)
+        return Reading(True, f"it asks for tiles, and its loops walk the tiles of {', '.join(walks.tile)}")
+    if walks.short or (walks.otherwise and not walks.whole):
+        _refuse_mixed(walks)
+    if walks.whole:
+        return Reading(False, f"it asks for tiles, but its loops walk all of {', '.join(walks.whole)}")
+    if helpers:
+        return Reading(True, f"it asks for {helpers[0]}")
+    return Reading(False, "a tile is no less than what its blocks walk: both views mean the same")
+
+
+def _refuse_mixed(walks: _Walks) -> NoReturn:
+    others = list(dict.fromkeys([*walks.whole, *walks.short, *walks.otherwise]))
+    why = "a kernel is written over whole tensors, or over the tiles of all split dims (get_tile_shape)"
+    reasons = _reasons(walks)
+    refuse(
+        f"dims walked tile by tile: {', '.join(walks.tile) or 'none'}; walked otherwise: {', '.join(others)}",
+        why=f"{why}; {reasons}" if reasons else why,
+        fix="size all loops over split dims the same way, with blocks enough to cover them (T.ceildiv); a kernel over "
+        "whole tensors uses no tile helpers, or says view='global'",
+    )
+
+
+def _reasons(walks: _Walks) -> str:
+    return "; ".join({**walks.short, **walks.otherwise}.values())
+
+
+def _walks(func: tirx.PrimFunc, asked: dict[str, Sharding]) -> _Walks:
+    kernel, walks = read_kernel(func), _Walks()
     for statement in kernel.statements:
         for access in statement.accesses:
             sharding = asked.get(access.buffer.name)
             if sharding is not None and kernel.is_param(access.buffer):
-                _note(access, statement, sharding, kernel, walked)
-    if view == "auto" and not walked["tile"]:
-        return False
-    others = list(dict.fromkeys([*walked["whole"], *walked["neither"]]))
-    if others:
-        tiled = ", ".join(dict.fromkeys(walked["tile"])) or "none"
-        refuse(
-            f"dims walked tile by tile: {tiled}; walked otherwise: {', '.join(others)}",
-            why="a kernel is written over whole tensors, or over the tiles of all split dims (get_tile_shape)",
-            fix="size all loops over split dims the same way, or say view='global'",
-        )
-    return True
+                _note(access, statement, sharding, kernel, walks)
+    for names in (walks.whole, walks.tile, walks.either):
+        names[:] = dict.fromkeys(names)
+    return walks
 
 
-def _note(
-    access: Access, statement: Statement, sharding: Sharding, kernel: Kernel, walked: dict[str, list[str]]
-) -> None:
+def _note(access: Access, statement: Statement, sharding: Sharding, kernel: Kernel, walks: _Walks) -> None:
     tile_shape = sharding.tile_shape(tuple(access.buffer.shape))
     for dim, (size, tile) in enumerate(zip(access.buffer.shape, tile_shape, strict=True)):
         if sharding.num_shards(dim) == 1:
             continue
-        whole = why_not_covered(access.forms[dim], size, statement, kernel.analyzer) is None
-        tiled = why_not_covered(access.forms[dim], tile, statement, kernel.analyzer) is None
-        if not (whole and tiled):
-            walked["whole" if whole else "tile" if tiled else "neither"].append(f"{access.buffer.name}[{dim}]")
+        name, index = f"{access.buffer.name}[{dim}]", access.forms[dim]
+        form = None if index is None else Linear(index.terms)  # what is shifted is another pass's concern
+        not_tile = why_not_covered(form, tile, statement, kernel.analyzer)
+        whole = why_not_covered(form, size, statement, kernel.analyzer) is None
+        if whole or not_tile is None:
+            (walks.tile if not whole else walks.either if not_tile is None else walks.whole).append(name)
+        elif form is not None and form.terms and form.terms.keys() <= statement.vars:
+            walks.short.setdefault(name, f"{name}, a tile of {tile} in a dim of {size}: {_why(form, not_tile)}")
+        else:
+            walks.otherwise.setdefault(name, f"{name} has index {access.indices[dim]}: {not_tile}")
+
+
+def _why(form: Linear, reason: str) -> str:
+    return f"{reason} (its index is {' + '.join(f'{v} * {c}' if c != 1 else v.name for v, c in form.ordered)})"
 
 
 def over_tiles(func: tirx.PrimFunc, asked: dict[str, Sharding]) -> tirx.PrimFunc:
-    """The function with its annotated parameters as tiles."""
+    """The function with its annotated parameters as tiles, and with what the tile helpers are worth."""
     analyzer = arith.Analyzer()
     mapping = {}
-    for name, buffer in buffer_params(func).items():
+    params = buffer_params(func)
+    for name, buffer in params.items():
         if name in asked:
             tile = asked[name].tile_shape(tuple(buffer.shape))
             mapping[buffer] = reshaped(
                 buffer, [analyzer.simplify(s) if isinstance(s, tirx.PrimExpr) else s for s in tile]
             )
+    _check_helpers(func, asked)
     buffer_map = {p: mapping.get(b, b) for p, b in func.buffer_map.items()}
-    return tirx.PrimFunc(func.params, exchange_buffers(func.body, mapping), func.ret_type, buffer_map)
+    body = fill(func.body, asked, {name: tuple(buffer.shape) for name, buffer in params.items()})
+    return tirx.PrimFunc(func.params, exchange_buffers(body, mapping), func.ret_type, buffer_map)
 
 
-def check_local_layouts(name: str, layouts: dict[str, Sharding], asked: dict[str, Sharding]) -> None:
-    """A kernel over tiles reads its tiles as they lie: nothing can be gathered before it.
+def _check_helpers(func: tirx.PrimFunc, asked: dict[str, Sharding]) -> None:
+    """A kernel may have been annotated anew since its author asked."""
+    helpers = helpers_in(func.body)
+    mesh = next(iter(asked.values())).mesh if asked else None
+    problems = [f"{h}: the mesh {mesh} has no such axis" for h in helpers if h.axis and h.axis not in (mesh or ())]
+    problems += [f"{h}: the buffer is not annotated" for h in helpers if h.buffer is not None and h.buffer not in asked]
+    if problems:
+        refuse(list(dict.fromkeys(problems)), fix="annotate the kernel for the mesh and with the buffers it asks about")
+
+
+def check_local_layouts(
+    name: str, layouts: dict[str, Sharding], asked: dict[str, Sharding], reasons: dict[tuple[str, int], str]
+) -> None:
+    """A kernel over tiles takes and leaves its tiles as they lie: nothing can be gathered before it, or split after it.
 
     Raises:
         MeshTensorError: lists the buffers that the kernel uses in another layout than annotated.
     """
-    problems = [
-        f"buffer {param!r} is annotated '{asked[param]}', but the kernel uses it as '{layout}'"
-        for param, layout in layouts.items()
-        if param in asked and any(layout.dim_of(a) != asked[param].dim_of(a) for a in layout.mesh.axis_names)
-    ]
+    problems = []
+    for param, layout in layouts.items():
+        differ = [axis for axis in layout.mesh.axis_names if layout.mesh.size(axis) > 1]
+        differ = [a for a in differ if param in asked and layout.dim_of(a) != asked[param].dim_of(a)]
+        if differ:
+            dims = [dim for axis in differ for dim in (asked[param].dim_of(axis), layout.dim_of(axis))]
+            why = "; ".join(dict.fromkeys(reasons[param, d] for d in dims if d is not None and (param, d) in reasons))
+            fact = f"buffer {param!r} is annotated '{asked[param]}', but the kernel uses it as '{layout}'"
+            problems.append(f"{fact}: {why}" if why else fact)
     if problems:
         refuse(
             problems,
             where=f"kernel {name!r}, written over tiles",
-            fix="annotate what the kernel does, or write it over whole tensors",
+            fix="annotate what the kernel does (a buffer that is not annotated is replicated), or write it over whole "
+            "tensors",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tvm import arith, tirx
 
+from ..tile_helpers import as_helper
 from .linear import Linear
 from .statements import Loop, Statement
 
@@ -41,7 +42,7 @@ def why_not_covered(
 def _outer_covers(
     var: tirx.Var, coefficient: int, loop: Loop, size: tirx.PrimExpr, analyzer: arith.Analyzer
 ) -> str | None:
-    extent = loop.extent
+    extent = with_whole_tiles(loop.extent)
     if analyzer.can_prove_equal(extent * coefficient, size):
         return None
     if analyzer.can_prove_equal(extent, tirx.floordiv(size + (coefficient - 1), coefficient)):
@@ -49,3 +50,13 @@ def _outer_covers(
     if coefficient == 1 and loop.kind == "tile" and analyzer.can_prove(extent >= size):
         return None
     return f"loop {var} of {extent} blocks of {coefficient} does not walk a dim of {size}"
+
+
+def with_whole_tiles(extent: tirx.PrimExpr) -> tirx.PrimExpr:
+    """How far a loop goes on a device whose tiles are full: it need not go further than what is valid."""
+
+    def widen(node: tirx.Call) -> tirx.PrimExpr | None:
+        helper = as_helper(node)
+        return None if helper is None or not helper.is_extent else helper.tile
+
+    return tirx.stmt_functor.ir_transform(tirx.Evaluate(extent), None, widen, ["tirx.Call"]).value

@@ -11,7 +11,8 @@ from tvm import tirx
 @dataclass(eq=False)
 class Factor:
     """One iteration dimension. `dims` are the parameters' dims it indexes, `roles` its loop variables with their
-    coefficients, `blocked` why it can't be split at all, `aligned` why tiles have to be whole blocks."""
+    coefficients, `blocked` why it can't be split at all, `aligned` why tiles have to be whole blocks. `lanes` is the
+    reason where a buffer keeps one value per position in a block."""
 
     name: str
     size: tirx.PrimExpr
@@ -19,6 +20,7 @@ class Factor:
     roles: dict[tirx.Var, int] = field(default_factory=dict)
     blocked: str | None = None
     aligned: str | None = None
+    lanes: str | None = None
 
     @property
     def block(self) -> int:

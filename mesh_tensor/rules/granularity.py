@@ -1,8 +1,8 @@
-"""Granularity: dims of which one is walked in groups of another's (key heads by `by // 2`, scales by blocks of 128).
+"""Granularity: dims of which one is walked in groups of another's: key heads by `by // 2`, scales by blocks of 128.
 
-Where one loop walks dim `h` of a parameter in steps of g and dim `k` of another one by one, and h is g times as long, h is
-taken apart into `h // g` and `h % g`: the same memory, as rows are contiguous. What walks k then walks `h // g`, so the two
-are one factor, and an axis can split both: at the borders of groups. The rest of the compiler sees dims like any other.
+Where a loop walks dim h of a parameter in steps of g, and dim k of another one by one, and h is g times as long as k, h
+is taken apart into `h // g` and `h % g`: the same memory, as rows are contiguous. What walks k then walks `h // g`, so
+the two are one factor, and an axis can split both at the borders of groups. The rest of the compiler sees plain dims.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .statements import Kernel
 
 Dim = tuple[str, int]
 
-#: A parameter's dim where the kernel is looked at: its place among the dims, and the group's length where it is taken apart.
+#: From a parameter's dim that is taken apart to how long its groups are.
 Groups = Mapping[Dim, int]
 
 
 @dataclass(frozen=True)
 class Refined:
-    """A kernel with dims taken apart: `groups` goes from a parameter's dim to the length of its groups."""
+    """A kernel with dims taken apart."""
 
     func: tirx.PrimFunc
     groups: Groups

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from tvm import ir, tirx
 
+from ..tile_helpers import as_helper
 from .fused_loops import unfuse
 from .im2col import im2col_loops
 from .views import resolve_views
@@ -74,19 +75,23 @@ def _visit_in_order(stmt: tirx.Stmt, visit) -> None:
 
 
 def _is_index(value: tirx.PrimExpr) -> bool:
-    """Integer arithmetic that reads no memory and calls nothing but conversions."""
+    """Integer arithmetic that reads no memory and calls nothing but conversions and the helpers for tiles."""
     if not value.dtype.startswith(("int", "uint", "bool")):
         return False
     blockers: list[object] = []
 
     def visit(node: object) -> None:
         if isinstance(node, tirx.BufferLoad) or (
-            isinstance(node, tirx.Call) and not (isinstance(node.op, ir.Op) and node.op.name == "tirx.if_then_else")
+            isinstance(node, tirx.Call) and as_helper(node) is None and not _is_choice(node)
         ):
             blockers.append(node)
 
     tirx.stmt_functor.post_order_visit(value, visit)
     return not blockers
+
+
+def _is_choice(call: tirx.Call) -> bool:
+    return isinstance(call.op, ir.Op) and call.op.name == "tirx.if_then_else"
 
 
 def _without_noops(body: tirx.Stmt) -> tirx.Stmt:

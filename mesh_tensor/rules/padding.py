@@ -6,12 +6,14 @@ maximum sees the 0. This module evaluates statements at such a position, with co
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm import ir, tirx
 
+from ..tile_helpers import with_bounds
 from . import tile_ops
 from .coordinates import Coordinates
 from .factors import Factor
@@ -101,6 +103,7 @@ class _Padding:
         return form is not None and any(self._truth(c, _Place(statement, form)) is False for c in statement.conditions)
 
     def contribution(self, statement: Statement) -> float | None:
+        """What an update combines past the end, should it run there; None if that is not known."""
         record = statement.tile_op
         reads = statement.reads
         if isinstance(record, tile_ops.Gemm):
@@ -110,7 +113,12 @@ class _Padding:
             return None if value is None else (abs(value) if record.op.startswith("abs") else value)
         if isinstance(record, tile_ops.Atomic) and isinstance(record.value, tile_ops.Region):
             return self._access(reads[0])
-        return self._written(statement)
+        if statement.op is None or statement.fresh:
+            return self._written(statement)
+        form = self.coordinates.of_statement(statement).get(self.factor)
+        if not statement.values or form is None:
+            return None
+        return self._value(statement.values[0], _Place(statement, form))  # if it runs at all
 
     def _written(self, statement: Statement) -> float | None:
         """What the statement writes past the end."""
@@ -215,7 +223,8 @@ class _Padding:
         if not self.past_the_end:
             return None
         analyzer = self.kernel.analyzer
-        with analyzer.constraint_scope(as_expr(place.form) >= self.factor.size):
+        condition, bounds = with_bounds(condition)
+        with analyzer.constraint_scope(functools.reduce(tirx.And, bounds, as_expr(place.form) >= self.factor.size)):
             if analyzer.can_prove(condition):
                 return True
             return False if analyzer.can_prove(tirx.Not(condition)) else None

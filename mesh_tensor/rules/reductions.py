@@ -191,8 +191,9 @@ class FactorAnalysis:
             op = self.partial.op_of(live_range)
             for statement, access in live_range.reads:
                 kept = op is not None and statement.op == op and keeps_partial(statement, access, op)
-                if not kept and self.factor.aligned is None:
-                    self.factor.aligned = f"{live_range.buffer.name} keeps one value per position in a block"
+                if not kept:
+                    self.factor.lanes = f"{live_range.buffer.name} keeps one value per position in a block"
+                    self.factor.aligned = self.factor.aligned or self.factor.lanes
 
     def _check_repeats(self, statement: Statement, form: Linear | None) -> None:
         """A statement inside loops of the factor that are not its coordinate runs once per block: it must not

@@ -11,6 +11,8 @@ import mesh_tensor as mt
 from kernels.matmul import matmul
 from kernels.rms_norm import two_pass_rms_norm
 from kernels.softmax import online_softmax, softmax, three_pass_softmax
+from tests.lowering.styles import Style
+from tests.lowering.tile_kernels import CASES
 
 from .step_modules import call, collectives, module, operands
 
@@ -134,3 +136,14 @@ def test_explain_names_kernels_and_what_happens_inside_them():
     text = made.explain()
     assert "kernel two_pass_rms_norm_kernel_0" in text
     assert "main.r (two_pass_rms_norm_kernel): partial values are completed" in text
+
+
+@pytest.mark.parametrize("shardings", [{"x": {"x": 0}}, {}], ids=str)
+def test_a_kernel_over_tiles_is_no_part_of_a_module(shardings):
+    layouts = dict.fromkeys("AB", {"x": 0})
+    kernel = CASES["iota"].make(M, K)(Style("forgotten", {"x": 2}, layouts))
+    mod = module({"x": (M, K)}, [("a", call(kernel, "x", shape=(M, K)))])
+    with pytest.raises(mt.MeshTensorError) as error:
+        mt.distribute_module(mod, {"x": 2}, shardings)
+    assert "asks for tiles (get_tile_shape, get_tile_offset, ...)" in str(error.value)
+    assert "kernels in a module are written over whole tensors" in str(error.value)
