@@ -45,8 +45,9 @@ types: venv
 # Every kernel x sharding x mesh x size; SWEEP_ARGS="--kernel matmul --mesh 2x2 --limit 100" takes a part of it.
 sweep: venv
 	OMP_NUM_THREADS=1 $(PY) -m tests.sweep $(SWEEP_ARGS)
+	$(if $(SWEEP_ARGS),,OMP_NUM_THREADS=1 $(PY) -m tests.sweep_tiles)
 
-# Random kernels and modules until Ctrl-C, or for FUZZ_SECONDS; FUZZ_ARGS="--seed 7 --cases 1" runs a number again.
+# Random kernels, modules and files made wrong until Ctrl-C, or for FUZZ_SECONDS; FUZZ_ARGS="--seed 7 --cases 1" runs a number again.
 fuzz: venv
 	OMP_NUM_THREADS=1 $(PY) -m tests.fuzz $(FUZZ_ARGS)
 

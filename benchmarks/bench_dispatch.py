@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import mesh_tensor as mt
 from kernels.matmul import matmul
+from mesh_tensor.runtime.distributed.carriers import Messages
 
 from ._ranks import on_ranks
 from ._timing import Row, header, interleaved, row, verdicts
@@ -58,7 +59,10 @@ def time_around_collectives(rounds: int) -> Times:
     """The same calls, without the seconds from a collective's start to its end."""
     inside = [0.0]
     times: Times = {LOCAL: [], BY_HAND: []}
-    with patch.object(dist, "all_to_all_single", _timed(dist.all_to_all_single, inside)):
+    with (
+        patch.object(dist, "all_to_all_single", _timed(dist.all_to_all_single, inside)),
+        patch.object(Messages, "__call__", _timed_messages(Messages.__call__, inside)),
+    ):
         runs = _tiny_runs()
         for turn in range(rounds):
             for who in list(times)[:: -1 if turn % 2 else 1]:
@@ -84,14 +88,30 @@ def _timed(collective: Callable[..., Any], inside: list[float]) -> Callable[...,
     return timed
 
 
+def _timed_messages(carry: Callable[..., Callable[[], None]], inside: list[float]) -> Callable[..., Any]:
+    """The same of the messages that a kernel's collective is made of."""
+
+    def timed(*args: Any) -> Callable[[], None]:
+        start = time.perf_counter()
+        wait = carry(*args)
+
+        def timed_wait() -> None:
+            wait()
+            inside[0] += time.perf_counter() - start
+
+        return timed_wait
+
+    return timed
+
+
 @dataclass(frozen=True)
 class _Work:
     work: dist.Work
     start: float
     inside: list[float]
 
-    def wait(self) -> None:
-        self.work.wait()
+    def wait(self, *timeout: Any) -> None:
+        self.work.wait(*timeout)
         self.inside[0] += time.perf_counter() - self.start
 
 

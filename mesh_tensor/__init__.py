@@ -15,7 +15,7 @@ from .compile import MeshKernel, compile  # noqa: E402
 from .custom_op import as_custom_op  # noqa: E402
 from .disco import DiscoModule, DiscoSession, run_on_disco, to_disco  # noqa: E402
 from .errors import MeshTensorError  # noqa: E402
-from .frontend import annotate, mesh_tensor_functions  # noqa: E402
+from .frontend import annotate, init_mesh_tensor_info, mesh_tensor_functions  # noqa: E402
 from .graph import ModuleAnnotations, annotate_module, read_module_annotations  # noqa: E402
 from .graph.frontends import ImportedModule, load_module, save_module  # noqa: E402
 from .lowering import lower  # noqa: E402
@@ -30,6 +30,7 @@ from .runtime.distributed import (  # noqa: E402
     from_dtensor,
     from_placements,
     redistribute,
+    resume,
     to_dtensor,
     to_placements,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "from_onnx",
     "from_placements",
     "from_torch",
+    "init_mesh_tensor_info",
     "load_module",
     "lower",
     "lowering",
@@ -74,6 +76,7 @@ __all__ = [
     "read_module_annotations",
     "redistribute",
     "register_cpu_gemm",
+    "resume",
     "run_on_disco",
     "run_sequential",
     "save_module",

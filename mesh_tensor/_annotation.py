@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -12,7 +12,7 @@ from tvm import tirx
 
 from ._placement import Partial, Placement, collect, state
 from ._sharding_text import parse_text
-from .errors import MeshTensorError, refuse
+from .errors import MeshTensorError, did_you_mean, listing, refuse, shown
 from .mesh import Mesh
 from .sharding import Sharding
 
@@ -21,7 +21,7 @@ KEYS = (*REQUIRED_KEYS, "replicate", "partial")
 HOW_TO_ANNOTATE = (
     'annotate a buffer with {"block_shape": (a size per dim), "program_id": an int, coordinate, expression or None, '
     '"sharding": {axis: a dim, or None to replicate}}, optionally "replicate": (axis, ...), "partial": {axis: op}; '
-    "each axis once"
+    "each axis once; init_mesh_tensor_info(sharding=...) fills in what isn't given"
 )
 
 
@@ -37,36 +37,66 @@ class Annotation:
 def check(mesh: Mesh, ndim: int, metadata: Any) -> tuple[Annotation | None, list[str]]:
     """The annotation that `metadata` states for a buffer of `ndim` dims; or None, and all that is wrong with it."""
     if not isinstance(metadata, Mapping):
-        return None, [f"the metadata is {metadata!r}, which is not a dict"]
-    missing = [f"`{key}`" for key in REQUIRED_KEYS if key not in metadata]
-    problems = [f"missing {', '.join(missing)}"] if missing else []
+        return None, [f"the metadata is {shown(metadata)}, which is not a dict"]
+    problems = _check_keys(metadata)
     block_shape, program_id = metadata.get("block_shape"), metadata.get("program_id")
     problems += _check_block_shape(block_shape, ndim)
     if not _is_program_id(program_id):
-        problems.append(f"`program_id` is {program_id!r}, which is no int, coordinate, expression or None")
+        problems.append(f"`program_id` is {shown(program_id)}, which is no int, coordinate, expression or None")
     by_axis, wrong = _placements(mesh, ndim, metadata)
     problems += wrong
     if problems:
         return None, problems
     blocks = None if block_shape is None else tuple(int(size) if is_int(size) else size for size in block_shape)
+    if isinstance(program_id, (list, tvm_ffi.Array)):
+        program_id = tuple(program_id)
     return Annotation(Sharding.of(mesh, ndim, by_axis), blocks, program_id), []
 
 
 def complete(mesh: Mesh, stated: Any) -> dict[str, Any]:
     """The metadata dict of what `annotate` accepts for a buffer: a metadata dict that may leave keys out, or only the
     sharding."""
-    is_metadata = isinstance(stated, Mapping) and any(key in stated and key not in mesh for key in KEYS)
-    given = stated if is_metadata else {"sharding": stated}
-    return {"block_shape": None, "program_id": None, "sharding": {}, **given}
+    given = stated if _is_metadata(mesh, stated) else {"sharding": stated}
+    return init_mesh_tensor_info(sharding={}) | dict(given)
+
+
+def init_mesh_tensor_info(
+    sharding: Any = None, block_shape: Sequence[Any] | None = None, program_id: Any = None, **optional: Any
+) -> dict[str, Any]:
+    """The metadata of a buffer for `annotate_mesh_tensor_info`, with all of its required keys.
+
+    Args:
+        sharding: how the buffer lies on the mesh: `{"x": 0, "y": 1}`, one placement per axis (`[Shard(0), 1, None]`: a
+            placement, a dim, or None to replicate), a text or a Sharding. Left out: every device holds all of it.
+        block_shape: what one program handles of it, a size per dim; `mesh_tensor_copy` takes its blocks by that.
+        program_id: the block that copies are about which name none, as a coordinate per dim.
+        optional: `replicate` and `partial`, where they are stated.
+
+    >>> init_mesh_tensor_info({"x": 0}, (16, 16))
+    {'sharding': {'x': 0}, 'block_shape': (16, 16), 'program_id': None}
+    """
+    if problems := _unknown_keys(optional):
+        refuse(problems, where="init_mesh_tensor_info", fix=f"give what metadata has: {', '.join(KEYS)}")
+    stated = {} if sharding is None else sharding
+    return {"sharding": stated, "block_shape": block_shape, "program_id": program_id, **optional}
+
+
+def _is_metadata(mesh: Mesh, stated: Any) -> bool:
+    """Whether a dict is metadata, not a sharding: by its keys, misspelt ones too where they are no axes."""
+    if not isinstance(stated, Mapping):
+        return False
+    keys = [key for key in stated if key not in mesh]
+    misspelt = [key for key in keys if not is_int(stated[key]) and did_you_mean(key, KEYS)]
+    return any(key in KEYS for key in keys) or len(misspelt) == len(stated) > 0
 
 
 def metadata_to_attr(metadata: Mapping[str, Any], annotation: Annotation) -> dict[str, Any]:
     """A deep copy of checked metadata as an attribute, with the sharding as a dict, whatever its form was."""
-    copied = {key: to_attr(value) for key, value in metadata.items()}
-    if not isinstance(metadata["sharding"], Mapping):
-        copied["sharding"] = annotation.sharding.as_dict()
-        copied["partial"] = dict(annotation.sharding.partial)
-    return copied
+    sharding = metadata["sharding"]
+    if isinstance(sharding, Mapping) and all(dim is None or is_int(dim) for dim in sharding.values()):
+        return {key: to_attr(value) for key, value in metadata.items()}
+    canonical = {"sharding": annotation.sharding.as_dict(), "partial": dict(annotation.sharding.partial)}
+    return {key: to_attr(value) for key, value in {**metadata, **canonical}.items()}
 
 
 def to_attr(value: Any) -> Any:
@@ -90,15 +120,28 @@ def from_attr(value: Any) -> Any:
     return str(value) if isinstance(value, str) else value
 
 
+def _check_keys(metadata: Mapping[str, Any]) -> list[str]:
+    """What is missing, and what nothing would read. A key that begins with an underscore is its author's own."""
+    missing = [f"`{key}`" for key in REQUIRED_KEYS if key not in metadata]
+    own = [key for key in metadata if isinstance(key, str) and key.startswith("_")]
+    unknown = _unknown_keys(key for key in metadata if key not in own)
+    return [f"missing {', '.join(missing)}", *unknown] if missing else unknown
+
+
+def _unknown_keys(keys: Iterable[Any]) -> list[str]:
+    known = f"(known: {listing(KEYS)})"
+    return [f"unknown key {shown(key)} {known}{did_you_mean(key, KEYS)}" for key in keys if key not in KEYS]
+
+
 def _check_block_shape(block_shape: Any, ndim: int) -> list[str]:
     if block_shape is None:
         return []
     if isinstance(block_shape, str) or not isinstance(block_shape, (Sequence, tvm_ffi.Array)):
-        return [f"`block_shape` is {block_shape!r}, which is no sequence of sizes"]
+        return [f"`block_shape` is {shown(block_shape)}, which is no sequence of sizes"]
     if len(block_shape) != ndim:
         return [f"`block_shape` {tuple(block_shape)} has {len(block_shape)} sizes, but the buffer has {ndim} dims"]
     bad = [size for size in block_shape if not _is_size(size, 1)]
-    return [f"`block_shape` has the size {size!r}, which is no int of at least 1" for size in bad]
+    return [f"`block_shape` has the size {shown(size)}, which is no int of at least 1" for size in bad]
 
 
 def _is_program_id(value: Any) -> bool:

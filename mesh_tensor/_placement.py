@@ -7,10 +7,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import MeshTensorError, listing, refuse
+from .errors import MeshTensorError, did_you_mean, listing, refuse, shown
 from .mesh import Mesh
 
-REDUCTION_OPS = ("sum", "max", "min", "prod", "bitand", "bitor", "bitxor")
+#: What reduces, and what torch's placements call it.
+TORCH_OPS = {
+    "sum": "sum",
+    "max": "max",
+    "min": "min",
+    "prod": "product",
+    "bitand": "band",
+    "bitor": "bor",
+    "bitxor": "bxor",
+}
+REDUCTION_OPS = tuple(TORCH_OPS)
+_OPS_OF_TORCH = {theirs: ours for ours, theirs in TORCH_OPS.items()}
 
 
 @dataclass(frozen=True)
@@ -35,7 +46,7 @@ class Replicate:
 class Partial:
     """The tensor is what `op` makes of what the devices along the axis hold."""
 
-    op: str
+    op: str = "sum"
 
     def __str__(self) -> str:
         return f"P[{self.op}]"
@@ -44,19 +55,38 @@ class Partial:
 Placement = Shard | Replicate | Partial
 
 
+def of_torch(placement: Any) -> Placement | None:
+    """The placement that one of torch.distributed.tensor's means; None if it is none of those. Their subclasses mean
+    more than their base: the mask of an embedding, the root of a norm."""
+    kind = type(placement)
+    if not kind.__module__.startswith("torch.distributed.tensor"):
+        return None
+    if kind.__name__ == "Shard":
+        return Shard(placement.dim)
+    if kind.__name__ == "Replicate":
+        return Replicate()
+    is_known = kind.__name__ == "Partial" and placement.reduce_op in _OPS_OF_TORCH
+    return Partial(_OPS_OF_TORCH[placement.reduce_op]) if is_known else None
+
+
 def state(mesh: Mesh, ndim: int, sharding: Any, replicate: Any, partial: Any) -> tuple[dict[str, Placement], list[str]]:
     """axis -> placement as the three arguments of `Sharding.make` state it, and all that is wrong with them."""
     problems: list[str] = []
-    stated: list[tuple[str, Placement]] = []
-    for axis, dim in _items(sharding, "sharding", problems):
-        stated.append((axis, Replicate() if dim is None else Shard(dim)))
+    if is_list(sharding):
+        sharding, problems = _by_axis(mesh, sharding)
+    stated = [(axis, _stated(value)) for axis, value in _items(sharding, "sharding", problems)]
     if replicate is not None and not isinstance(replicate, Iterable):
-        problems.append(f"`replicate` is {replicate!r}, which is not a tuple of axis names")
+        problems.append(f"`replicate` is {shown(replicate)}, which is not a tuple of axis names")
         replicate = ()
     stated += [(axis, Replicate()) for axis in ([replicate] if isinstance(replicate, str) else replicate or ())]
     stated += [(axis, Partial(op)) for axis, op in _items(partial, "partial", problems)]
     by_axis, wrong = collect(mesh, ndim, stated)
     return by_axis, problems + wrong
+
+
+def is_list(sharding: Any) -> bool:
+    """Whether a sharding is stated as a list: one placement per mesh axis, in order."""
+    return isinstance(sharding, Sequence) and not isinstance(sharding, (str, bytes))
 
 
 def collect(mesh: Mesh, ndim: int, stated: Sequence[tuple[str, Placement]]) -> tuple[dict[str, Placement], list[str]]:
@@ -65,7 +95,7 @@ def collect(mesh: Mesh, ndim: int, stated: Sequence[tuple[str, Placement]]) -> t
     problems = []
     for axis, placement in stated:
         if axis not in mesh:
-            problems.append(f"unknown mesh axis {axis!r} (the mesh has {listing(mesh.axis_names)})")
+            problems.append(_unknown(mesh, axis, placement))
             continue
         try:
             normal = _normal(axis, placement, ndim)
@@ -94,19 +124,51 @@ def _items(value: Any, what: str, problems: list[str]) -> list[tuple[str, Any]]:
     if value is None:
         return []
     if not isinstance(value, Mapping):
-        problems.append(f"`{what}` is {value!r}, which is not a dict from axis names")
+        problems.append(f"`{what}` is {shown(value)}, which is not a dict from axis names")
         return []
     return list(value.items())
 
 
+def _by_axis(mesh: Mesh, placements: Sequence[Any]) -> tuple[dict[str, Any], list[str]]:
+    """The dict form of a list of placements, and what is wrong with the list."""
+    axes = [value for value in placements if isinstance(value, str)]
+    if axes:
+        dims = {axis: dim for dim, axis in enumerate(placements) if isinstance(axis, str)}
+        fact = f"the sharding {shown(placements)} has {listing(axes)}, but a list has one placement per mesh axis"
+        return {}, [f"{fact}; an axis per dim is written {shown(dims)}"]
+    if len(placements) != len(mesh):
+        axes_there = f"the mesh has {len(mesh)} axes ({listing(mesh.axis_names)})"
+        return {}, [f"the sharding {shown(placements)} has {len(placements)} placements, but {axes_there}"]
+    return dict(zip(mesh, placements, strict=True)), []
+
+
+def _stated(value: Any) -> Placement:
+    """The placement that a value stands for: one of ours or of torch's, a dim, or None. What it can't be is left to
+    `_normal`."""
+    if isinstance(value, (Shard, Replicate, Partial)):
+        return value
+    return Replicate() if value is None else of_torch(value) or Shard(value)
+
+
+def _unknown(mesh: Mesh, axis: Any, placement: Placement) -> str:
+    known = f"the mesh has {listing(mesh.axis_names)}"
+    dim: Any = placement.dim if isinstance(placement, Shard) else ()
+    axes = dim if isinstance(dim, (tuple, list)) else (dim,)
+    if axes and all(name in mesh for name in axes):
+        there, wanted = shown({axis: dim}), shown(dict.fromkeys(axes, axis))
+        return f"{there}: axis and dim are the other way round; write {wanted} ({known})"
+    return f"unknown mesh axis {shown(axis)} ({known}){did_you_mean(axis, mesh.axis_names)}"
+
+
 def _normal(axis: str, placement: Placement, ndim: int) -> Placement:
     if isinstance(placement, Partial) and placement.op not in REDUCTION_OPS:
-        refuse(f"axis {axis!r} is partial with unknown op {placement.op!r} (known: {listing(REDUCTION_OPS)})")
+        known = f"(known: {listing(REDUCTION_OPS)}){did_you_mean(placement.op, REDUCTION_OPS)}"
+        refuse(f"axis {axis!r} is partial with unknown op {shown(placement.op)} {known}")
     if not isinstance(placement, Shard):
         return placement
     dim = None if isinstance(placement.dim, bool) else _as_int(placement.dim)
     if dim is None:
-        refuse(f"axis {axis!r} is given dim {placement.dim!r}; an axis splits one dim, which is an int, or None")
+        refuse(f"axis {axis!r} is given dim {shown(placement.dim)}; an axis splits one dim, which is an int, or None")
     if not -ndim <= dim < ndim:
         refuse(f"axis {axis!r} splits dim {dim}, but there are {ndim} dims")
     return Shard(dim % ndim)

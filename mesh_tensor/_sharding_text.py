@@ -6,7 +6,7 @@ import ast
 import re
 from typing import Any
 
-from .errors import listing, refuse
+from .errors import listing, refuse, shown
 from .mesh import Mesh
 
 _ITEM = re.compile(r"S\[\s*(?P<dim>-?\d+)\s*\]|R|P\[\s*(?P<op>\w+)\s*\]")
@@ -31,11 +31,11 @@ def _parse_dict(text: str) -> dict[str, Any]:
         pairs = list(zip(tree.keys, tree.values, strict=True)) if isinstance(tree, ast.Dict) else [(None, tree)]
         items = [(ast.literal_eval(key or "*"), ast.literal_eval(value)) for key, value in pairs]
     except (ValueError, SyntaxError):
-        refuse(f"can't read the sharding {text!r}: it is not a dict")
+        refuse(f"can't read the sharding {shown(text)}: it is not a dict")
     found: dict[str, Any] = {}
     for axis, dim in items:
         if axis in found:
-            refuse(f"can't read the sharding {text!r}: axis {axis!r} is on two dims, {found[axis]} and {dim}")
+            refuse(f"can't read the sharding {shown(text)}: axis {axis!r} is on two dims, {found[axis]} and {dim}")
         found[axis] = dim
     return found
 
@@ -44,10 +44,10 @@ def _parse_distir(mesh: Mesh, text: str) -> tuple[dict[str, int | None], dict[st
     items = [item.strip() for item in text.split(",")]
     bad = [item for item in items if not _ITEM.fullmatch(item)]
     if bad:
-        refuse(f"can't read the sharding {text!r}: {listing(bad)} is none of S[dim], R, P[op]")
+        refuse(f"can't read the sharding {shown(text)}: {listing(bad)} is none of S[dim], R, P[op]")
     if len(items) != len(mesh):
         axes = f"the mesh has {len(mesh)} axes ({listing(mesh.axis_names)})"
-        refuse(f"can't read the sharding {text!r}: {axes}, but placements: {len(items)}")
+        refuse(f"can't read the sharding {shown(text)}: {axes}, but placements: {len(items)}")
     sharding: dict[str, int | None] = {}
     partial: dict[str, str] = {}
     for axis, item in zip(mesh, items, strict=True):

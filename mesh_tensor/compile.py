@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -9,13 +10,15 @@ from typing import Any
 import torch
 from tvm import tirx
 
-from .call_forms import CallForm, call_forms, given_out_idx, refuse_count
+from ._kernel_source import check_kernel
+from .call_checks import check_placements, is_quick
+from .call_forms import CallForm, OutIdx, call_forms, given_out_idx, in_order, refuse_count
 from .errors import MeshTensorError, refuse
 from .frontend import read_annotations
 from .lowering.pipeline import Lowered, lower_kernel
 from .mesh import Mesh
 from .overlap import check_overlap
-from .plain_tensors import may_be_dual, refuse_traced
+from .plain_tensors import refuse_traced
 from .program import Program
 from .rank_kernel import Compiled, RankKernel
 from .rank_locals import Shapes
@@ -35,7 +38,7 @@ from .symbolic import Lower, Programs
 def compile(
     func: tirx.PrimFunc,
     target: str = "auto",
-    out_idx: int | Sequence[int] | None = None,
+    out_idx: OutIdx = None,
     strict: bool = False,
     poison: bool = False,
     view: str = "auto",
@@ -46,8 +49,8 @@ def compile(
     Args:
         func: the kernel over whole tensors, annotated (`annotate`, or `annotate_mesh_tensor_info` inside it).
         target: `c`, `cuda`, `interpret`, or `auto` (`cuda` where there is a GPU, else `c`).
-        out_idx: which parameters are made and returned at a call, as in `tilelang.compile`; None goes by the kernel's
-            `tilelang_out_idx` attribute, if it has one, else by what the kernel writes.
+        out_idx: which parameters are made and returned at a call, as in `tilelang.compile`, by position or by name;
+            None goes by the kernel's `tilelang_out_idx` attribute, if it has one, else by what the kernel writes.
         strict: refuse what needs replication or another layout than annotated, instead of moving data.
         poison: with target `interpret`, padding and uninitialised memory hold NaN or extreme integers.
         view: `global` for a kernel over whole tensors, `local` for one that sizes its loops with `get_tile_shape`,
@@ -70,26 +73,25 @@ class MeshKernel:
     """A kernel on a virtual mesh: takes global torch tensors and MeshTensors. On the ranks of a DeviceMesh: takes
     DTensors, and `local` takes local tensors.
 
-    Called with the tensors that it reads, it returns those that it writes; called with all parameters, it writes into
-    the tensors given (what it does not write stays as it is; in a tensor that it makes, that is 0). What it both reads
-    and writes is updated in place, and returned. If any argument is a MeshTensor, all results are MeshTensors, laid
-    out as annotated."""
+    Called with the tensors that it reads, by position or by name, it returns those that it writes; called with all
+    parameters, it writes into the tensors given (what it does not write stays as it is; in a tensor that it makes, that
+    is 0). What it both reads and writes is updated in place, and returned. If any argument is a MeshTensor, all results
+    are MeshTensors, laid out as annotated."""
 
     def __init__(
         self,
         func: tirx.PrimFunc,
         *,
         target: str = "auto",
-        out_idx: int | Sequence[int] | None = None,
+        out_idx: OutIdx = None,
         strict: bool = False,
         poison: bool = False,
         overlap: str | int = "auto",
         lower: Lower | None = None,
     ) -> None:
-        if not isinstance(func, tirx.PrimFunc):
-            what = f"compile takes a TileLang prim_func, not {type(func).__name__}"
-            refuse(what, fix="of a @tilelang.jit function take .get_tir(...)")
-        self._func, self._strict, self._poison = func, strict, poison
+        self._func, self._strict, self._poison = check_kernel(func), strict, poison
+        options = {"target": target, "out_idx": out_idx, "strict": strict, "poison": poison, "overlap": overlap}
+        self._options: dict[str, Any] = {**options, "lower": lower}
         self._target = find_target(target).remembering()
         self._device = self._target.device()
         if poison and self._target.name != "interpret":
@@ -102,7 +104,8 @@ class MeshKernel:
         self._programs = Programs(func, self._signature.symbols, lower or _lower, strict, overlap, compile_kernel)
         self._program: Program | None = None
         self._current: Launch | None = None
-        self._on_ranks: dict[int, RankKernel] = {}
+        self._on_ranks: dict[tuple[int, str], RankKernel] = {}
+        self._lock = threading.RLock()  # several threads may call
         self._last_on_ranks: tuple[Any, RankKernel] | None = None
         self._transfers: Callable[[], list[Transfer]] = list
         if self._signature.symbols:
@@ -115,8 +118,10 @@ class MeshKernel:
             reads = [p.name for p in parameters if p.input is not None and not p.kept]
             writes = [p.name for p in parameters if p.output is not None]
         self._writes = frozenset(writes)
+        self._signature.written = self._writes
         self._forms = call_forms(self._signature, given_out_idx(func, out_idx), frozenset(reads), self._writes)
         self._quick = [] if self._signature.symbols else self._quick_checks()
+        self._can_be_quick = len(self._signature.params) == len(self._quick)
 
     @property
     def program(self) -> Program:
@@ -151,7 +156,13 @@ class MeshKernel:
 
         return explain(self.program, self._target.name, self._transfers())
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, /, *args: Any, **named: Any) -> Any:
+        device_mesh = next((arg.device_mesh for arg in (*args, *named.values()) if is_dtensor(arg)), None)
+        if device_mesh is not None:
+            on_ranks = self.on_ranks(device_mesh)
+            return self._on_ranks_as(on_ranks, args, named, lambda given, form: on_ranks(given, form.returned))
+        if named:
+            args = self._in_order(args, named)
         if is_plain():
             return self._call(args)
         refuse_traced(f"kernel {self._signature.name!r}", args)
@@ -159,13 +170,10 @@ class MeshKernel:
             return self._call(args)
 
     def _call(self, args: tuple[Any, ...]) -> Any:
-        form = self._forms.get(len(args)) or self._refuse_count(args)
+        form = self._forms.get(len(args)) or refuse_count(self._signature.name, len(args), self._forms)
         given = dict(zip(form.passed, args, strict=True))
         launch = self._current
-        if self._signature.symbols or not self._is_quick(given):
-            device_mesh = next((arg.device_mesh for arg in args if is_dtensor(arg)), None)
-            if device_mesh is not None:
-                return _unpacked(self._rank_kernel(device_mesh)(given, form.returned))
+        if self._signature.symbols or not (self._can_be_quick and is_quick(self._quick, given, self._device)):
             launch = self._launch_for(given)
         assert launch is not None
         as_mesh_tensors = any(isinstance(arg, MeshTensor) for arg in args)
@@ -182,43 +190,63 @@ class MeshKernel:
         returned = [self._result(given.get(name), results[name]) for name in form.returned]
         return _unpacked(returned)
 
-    def local(self, *args: Any, device_mesh: Any = None, shapes: Shapes | None = None) -> Any:
+    def local(self, *args: Any, device_mesh: Any = None, shapes: Shapes | None = None, **named: Any) -> Any:
         """Run as this rank of a process group, on its parts of the tensors: plain tensors, without padding or whole
         tiles.
 
         Args:
-            args: as in a call, but each tensor is what this rank holds of it.
+            args, named: as in a call, but each tensor is what this rank holds of it.
             device_mesh: the ranks to run on; None: all ranks there are, in their order.
             shapes: for a kernel with symbolic dims: shapes of whole tensors, by parameter's name. Sizes that they don't
                 tell are those of dims that are not split, or else those that make the tiles even.
 
         Returns:
             This rank's parts of the results, without padding."""
-        if is_plain():
-            return self._local(args, device_mesh, shapes)
-        refuse_traced(f"kernel {self._signature.name!r}", args)
-        with plain():
-            return self._local(args, device_mesh, shapes)
+        on_ranks = self.on_ranks(device_mesh)
+        said = shapes or {}
+        return self._on_ranks_as(on_ranks, args, named, lambda given, form: on_ranks.local(given, form.returned, said))
 
-    def _local(self, args: tuple[Any, ...], device_mesh: Any, shapes: Shapes | None) -> Any:
-        on_ranks = self._rank_kernel(device_mesh)
-        form = self._forms.get(len(args)) or self._refuse_count(args, on_ranks)
+    def _on_ranks_as(
+        self,
+        on_ranks: RankKernel,
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        run: Callable[[dict[str, Any], CallForm], list[Any]],
+    ) -> Any:
+        try:  # what is refused here counts as a call, as the others make one
+            args = self._in_order(args, named) if named else args
+            if not is_plain():
+                refuse_traced(f"kernel {self._signature.name!r}", args)
+            form = self._forms.get(len(args)) or refuse_count(self._signature.name, len(args), self._forms)
+        except MeshTensorError as error:
+            on_ranks.refuse_call(error)
         given = dict(zip(form.passed, args, strict=True))
-        return _unpacked(on_ranks.local(given, form.returned, shapes or {}))
+        if is_plain():
+            return _unpacked(run(given, form))
+        with plain():
+            return _unpacked(run(given, form))
 
-    def _rank_kernel(self, device_mesh: Any) -> RankKernel:
+    def on_ranks(self, device_mesh: Any) -> RankKernel:
+        """The kernel on the ranks of a DeviceMesh, or on all that there are, as this thread calls it."""
         last = self._last_on_ranks
-        if last is not None and last[0] is device_mesh and are_current():
+        if last is not None and last[0] is device_mesh and are_current() and last[1].is_of_this_thread():
             return last[1]
+        with self._lock:
+            return self._new_on_ranks(device_mesh)
+
+    def _new_on_ranks(self, device_mesh: Any) -> RankKernel:
         ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
-        found = self._on_ranks.get(id(ranks))
-        if found is None or found.ranks is not ranks:
+        key = id(ranks), threading.current_thread().name
+        found = self._on_ranks.get(key)
+        if found is None or found.ranks is not ranks or not found.is_of_this_thread():
+            kept = {key: kernel for key, kernel in self._on_ranks.items() if kernel.lane.is_current()}
             options = (self._strict, self._poison, self._overlap)
             stated = read_annotations(self._func)[1] if self._signature.symbols else {}
             layouts = {name: annotation.sharding for name, annotation in stated.items()}
             programs = (self._program_of, self._programs.exact)
             compiled = Compiled(self._signature, self._target, *options, layouts, *programs, self._ran)
-            found = self._on_ranks[id(ranks)] = RankKernel(compiled, ranks)
+            found = RankKernel(compiled, ranks)
+            self._on_ranks = {**kept, key: found}
         self._last_on_ranks = device_mesh, found
         return found
 
@@ -244,71 +272,44 @@ class MeshKernel:
         self._check_placements(given, launch.program)
         return launch
 
+    def _check_placements(self, given: dict[str, Any], program: Program) -> None:
+        if self._strict:
+            check_placements(self._signature.name, given, program)
+
     def _make(self, sizes: Sizes) -> Launch:
         return Launch(self._program_of(sizes), self._target, poison=self._poison)
 
     def _program_of(self, sizes: Sizes) -> Program:
         """The program for these sizes."""
-        self._program = self._programs.of(sizes)
-        return self._program
+        with self._lock:
+            self._program = self._programs.of(sizes)
+            return self._program
 
     def _ran(self, program: Program, transfers: Callable[[], list[Transfer]]) -> None:
         """Ranks may run another program than the virtual mesh, and their DTensors may need redistribution."""
         self._program, self._transfers = program, transfers
-
-    def _check_placements(self, given: dict[str, Any], program: Program) -> None:
-        if not self._strict:
-            return
-        problems = []
-        for parameter in program.parameters:
-            tensor = given.get(parameter.name)
-            value = program.values.get(str(parameter.input or parameter.output))
-            if value and isinstance(tensor, MeshTensor) and tensor.sharding != (expected := value.sharding):
-                problems.append(f"parameter {parameter.name!r}: lies as '{tensor.sharding}', but expected '{expected}'")
-        if problems:
-            fix = "distribute or .redistribute it so, or compile without strict=True"
-            refuse(problems, where=f"call of kernel {self._signature.name!r} on {self.mesh}", fix=fix)
 
     def _quick_checks(self) -> list[tuple[str, torch.Size, torch.dtype]]:
         launch = self._current
         assert launch is not None
         return [(name, torch.Size(shape), dtype) for name, shape, dtype in launch.tensor_types()]
 
-    def _is_quick(self, given: dict[str, Any]) -> bool:
-        """The usual case, checked fast: plain tensors that fit. Whatever else is left to the thorough check."""
-        device = self._device
-        for name, shape, dtype in self._quick:
-            tensor = given.get(name)
-            if tensor is None:
-                if name in given:
-                    return False
-            elif not (
-                type(tensor) is torch.Tensor
-                and tensor.dtype is dtype
-                and tensor.shape == shape
-                and tensor.layout is torch.strided
-                and tensor.is_contiguous()
-                and not tensor.is_neg()
-                and not tensor.requires_grad
-                and tensor.device == device
-            ):
-                return False
-        return len(self._signature.params) == len(self._quick) and not may_be_dual()
+    def _in_order(self, args: Sequence[Any], named: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments in the order of the parameters."""
+        params = [param.name for param in self._signature.params]
+        return in_order(self._signature.name, params, args, named, self._forms)
 
-    def _refuse_count(self, args: Sequence[Any], on_ranks: RankKernel | None = None) -> CallForm:
-        device_mesh = next((arg.device_mesh for arg in args if is_dtensor(arg)), None)
-        try:
-            return refuse_count(self._signature.name, len(args), self._forms)
-        except MeshTensorError as error:
-            if device_mesh is not None:
-                on_ranks = self._rank_kernel(device_mesh)
-            if on_ranks is not None:
-                on_ranks.refuse_call(error)
-            raise
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Compiled again where it is loaded: what it was made of goes."""
+        return _made_again, (self._func, self._options)
 
     def __repr__(self) -> str:
         names = ", ".join(param.name for param in self._signature.params)
         return f"MeshKernel({self._signature.name}({names}), {self.mesh}, target={self._target.name!r})"
+
+
+def _made_again(func: tirx.PrimFunc, options: dict[str, Any]) -> MeshKernel:
+    return MeshKernel(func, **options)
 
 
 def _lower(func: tirx.PrimFunc, strict: bool, view: str = "auto") -> Lowered:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .compile import MeshKernel
-from .errors import refuse
+from .errors import MeshTensorError, refuse
 from .program import KernelStep, Parameter, Program, Value
 from .runtime.distributed import (
     axes_out_of_order,
@@ -61,7 +61,7 @@ def as_custom_op(kernel: MeshKernel, name: str, *, device_mesh: Any = None) -> C
         f"{_LIBRARY}::{name}", run, mutates_args=[p.name for p in changed], schema=_schema(passed, made)
     )
     op.register_fake(fake)
-    call = _Call(op, tuple(passed), tuple(made), program)
+    call = _Call(kernel, op, tuple(passed), tuple(made), program)
     return call.plain if device_mesh is None else _over(call, device_mesh)
 
 
@@ -69,6 +69,7 @@ def as_custom_op(kernel: MeshKernel, name: str, *, device_mesh: Any = None) -> C
 class _Call:
     """The operation, and what goes in and comes out."""
 
+    kernel: MeshKernel
     op: Callable[..., Any]
     passed: tuple[Parameter, ...]
     made: tuple[Parameter, ...]
@@ -104,6 +105,20 @@ def _over(call: _Call, device_mesh: Any) -> Callable[..., Any]:
     def run(*tensors: Any) -> Any:
         if not any(is_dtensor(tensor) for tensor in tensors):
             return call.plain(*tensors)
+        if torch.compiler.is_compiling():
+            check(*tensors)
+            return on_dtensors(*tensors)
+        on_ranks = call.kernel.on_ranks(device_mesh)
+        with on_ranks.lane:
+            try:
+                check(*tensors)
+            except MeshTensorError as error:
+                on_ranks.refuse_call(error)
+            if any(tuple(t.placements) != p for t, p in zip(tensors, wanted, strict=True)):
+                on_ranks.ranks.meet_here()
+            return on_dtensors(*tensors)
+
+    def check(*tensors: Any) -> None:
         found = [_misfit(t, p, v, device_mesh) for t, p, v in zip(tensors, call.passed, inputs, strict=True)]
         problems = [words for words in found if words]
         if problems:
@@ -118,6 +133,8 @@ def _over(call: _Call, device_mesh: Any) -> Callable[..., Any]:
                 )
         for tensor, placements in zip(tensors, wanted, strict=True):
             check_order(tensor, placements, out_of_order)
+
+    def on_dtensors(*tensors: Any) -> Any:
         laid = [t.redistribute(placements=p) for t, p in zip(tensors, wanted, strict=True)]
         new = call.op(*[tensor.to_local() for tensor in laid])
         new = list(new) if isinstance(new, (tuple, list)) else [] if new is None else [new]

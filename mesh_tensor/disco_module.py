@@ -155,8 +155,11 @@ class _ForVirtualMachine(relax.PyExprMutator):
 
 
 def _of_nothing(call: relax.Call) -> bool:
-    """Whether an operand has no elements: what TVM sums of them is what memory held."""
-    return any(0 in plain(tensor.struct_info.shape) for tensor in _tensors(call.args))
+    """Whether an operand has no elements (what TVM sums of them is what memory held), or a result has none (TVM divides
+    by its size)."""
+    made = call.struct_info.fields if isinstance(call.struct_info, relax.TupleStructInfo) else [call.struct_info]
+    infos = [*(tensor.struct_info for tensor in _tensors(call.args)), *made]
+    return any(0 in plain(info.shape) for info in infos)
 
 
 def _low_precision(call: relax.Call) -> bool:

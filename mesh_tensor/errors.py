@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
+
+_LONGEST = 120  # characters of a value in a message
 
 
 class MeshTensorError(ValueError):
@@ -29,3 +32,24 @@ def refuse(what: str | Sequence[str], *, where: str = "", why: str = "", fix: st
 def listing(names: Sequence[object]) -> str:
     """Names as messages show them: `'x', 'y'`, or `none`."""
     return ", ".join(repr(name) for name in names) or "none"
+
+
+def shown(value: object) -> str:
+    """A caller's value as messages show it: its repr in one line, cut where it is long.
+
+    >>> shown({0: "x"}), len(shown("a" * 5000))
+    ("{0: 'x'}", 120)
+    """
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
+
+
+def did_you_mean(wanted: object, names: Iterable[str]) -> str:
+    """The end of a message about a name that does not exist: what is most like it, or nothing.
+
+    >>> did_you_mean("partials", ("partial", "sharding"))
+    "; did you mean 'partial'?"
+    """
+    by_lower = {name.lower(): name for name in names}
+    close = difflib.get_close_matches(str(wanted).lower(), by_lower, n=1, cutoff=0.6)
+    return f"; did you mean {by_lower[close[0]]!r}?" if close else ""

@@ -13,11 +13,23 @@ from typing import Any
 import tilelang.language as T
 from tvm import ir, tirx
 from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script.builder.frame import PrimFuncFrame
 
-from ._annotation import HOW_TO_ANNOTATE, Annotation, check, complete, from_attr, is_int, metadata_to_attr
-from .errors import listing, refuse
+from ._annotation import (
+    HOW_TO_ANNOTATE,
+    Annotation,
+    check,
+    complete,
+    from_attr,
+    init_mesh_tensor_info,
+    metadata_to_attr,
+)
+from ._block_copy import block_at, check_extents, constant, own_block
+from ._how_to_annotate import check_order_of_arguments, how_to_annotate, why_not_parameter
+from ._in_kernel import at_line, keep_quiet
+from ._kernel_source import check_kernel, of_jit
+from .errors import listing, refuse, shown
 from .mesh import Mesh
-from .sharding import ceildiv
 from .tile_helpers import axis_index, tile_extent, tile_offset
 
 INFO_ATTR = "mesh_tensor_info"
@@ -30,17 +42,21 @@ __all__ = [
     "TILES_ATTR",
     "Annotation",
     "annotate",
+    "init_mesh_tensor_info",
     "mesh_tensor_functions",
     "read_annotations",
 ]
 
 _DEFAULT_MESH = Mesh({"x": 4, "y": 4})
 
+keep_quiet()
+
 
 def mesh_tensor_functions(mesh_shape: Mapping[str, int] | Mesh = _DEFAULT_MESH) -> dict[str, Callable[..., Any]]:
     """Helpers for the body of a kernel over a whole tensor that lies on a mesh: a dict with
 
     - `annotate_mesh_tensor_info({buffer: {"block_shape", "program_id", "sharding"[, "replicate", "partial"]}, ...})`
+    - `init_mesh_tensor_info(sharding, block_shape, program_id)`: the metadata of one buffer, with all that is required
     - `get_tile_shape(buffer)`: the shape of what one device holds of an annotated buffer
     - `get_tile_offset(buffer)`: per dim, the global index of the first element of this device's tile
     - `get_tile_extent(buffer)`: per dim, how many elements of this device's tile are valid
@@ -50,17 +66,19 @@ def mesh_tensor_functions(mesh_shape: Mapping[str, int] | Mesh = _DEFAULT_MESH) 
     which share what the first one stored, per buffer.
 
     >>> sorted(mesh_tensor_functions({"x": 2}))[1:5]
-    ['get_tile_extent', 'get_tile_offset', 'get_tile_shape', 'mesh_axis_index']
+    ['get_tile_extent', 'get_tile_offset', 'get_tile_shape', 'init_mesh_tensor_info']
     """
     helpers = _Helpers(Mesh(mesh_shape))
-    return {
+    functions: dict[str, Callable[..., Any]] = {
         "annotate_mesh_tensor_info": helpers.annotate_mesh_tensor_info,
         "get_tile_shape": helpers.get_tile_shape,
         "get_tile_offset": helpers.get_tile_offset,
         "get_tile_extent": helpers.get_tile_extent,
         "mesh_axis_index": helpers.mesh_axis_index,
         "mesh_tensor_copy": helpers.mesh_tensor_copy,
+        "init_mesh_tensor_info": init_mesh_tensor_info,
     }
+    return {name: at_line(function) for name, function in functions.items()}
 
 
 class _Helpers:
@@ -69,6 +87,7 @@ class _Helpers:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._annotations: dict[tirx.Var, Annotation] = {}
+        self._buffers: dict[tirx.Var, tirx.Buffer] = {}
         self._asked: dict[tirx.Var, tuple[Any, ...]] = {}
         self._asked_inside = self._asked_outside = False
 
@@ -76,16 +95,22 @@ class _Helpers:
         """State how buffers lie on the mesh. Call it once, before `T.Kernel`, with all the annotated parameters: it
         attaches copies of the metadata to the kernel. (Outside of a kernel it returns the attributes instead.)"""
         if not isinstance(mesh_tensor_info, Mapping):
-            refuse(f"the annotation is {mesh_tensor_info!r}, which is not a dict from buffers", fix=HOW_TO_ANNOTATE)
+            refuse(
+                f"the annotation is {shown(mesh_tensor_info)}, which is not a dict from buffers", fix=HOW_TO_ANNOTATE
+            )
         annotations, info, problems = {}, {}, []
         for buffer, metadata in mesh_tensor_info.items():
             if not isinstance(buffer, tirx.Buffer):
-                problems.append(f"{buffer!r} is annotated, but it is no buffer")
+                problems.append(f"{shown(buffer)} is annotated, but it is no buffer")
+                continue
+            if _is_view(buffer, _parameter_at(buffer.data)):
+                problems.append(_why_no_view(buffer, _parameter_at(buffer.data)))
                 continue
             annotation, wrong = check(self._mesh, len(buffer.shape), metadata)
             problems += [f"buffer {buffer.name!r}: {problem}" for problem in wrong]
             if annotation is not None:
                 annotations[buffer.data] = annotation
+                self._buffers[buffer.data] = buffer
                 info[buffer.data] = metadata_to_attr(metadata, annotation)
         if problems:
             refuse(problems, where=str(self._mesh), fix=HOW_TO_ANNOTATE)
@@ -104,7 +129,7 @@ class _Helpers:
         at its loops."""
         annotation = self._annotation(buffer)
         self._ask()
-        shape = annotation.sharding.tile_shape([_constant(dim) for dim in buffer.shape])
+        shape = annotation.sharding.tile_shape([constant(dim) for dim in buffer.shape])
         self._asked[buffer.data] = shape
         return shape
 
@@ -149,9 +174,14 @@ class _Helpers:
             T.func_attr({TILES_ATTR: self._asked})
 
     def mesh_tensor_copy(self, src: Any, dst: Any, *, src_coord: Any = None, dst_coord: Any = None) -> Any:
-        """`T.copy` from `src` to `dst`; where a coordinate is given, from or to that block of the buffer."""
+        """`T.copy` from `src` to `dst`; where a coordinate is given, from or to that block of the buffer. Where none is
+        and the other side has another shape, the block is the one that the buffer's `program_id` is a coordinate of."""
         source, target = self._block(src, src_coord, "src_coord"), self._block(dst, dst_coord, "dst_coord")
-        _check_extents(source, target)
+        if src_coord is None:
+            source = own_block(src, self._stated(src), target)
+        if dst_coord is None:
+            target = own_block(dst, self._stated(dst), source)
+        check_extents(source, target)
         copy = T.copy(source, target)
         if not IRBuilder.is_in_scope() or not isinstance(copy, tirx.PrimExpr):
             return copy
@@ -161,25 +191,18 @@ class _Helpers:
     def _block(self, buffer: Any, coordinate: Any, argument: str) -> Any:
         if coordinate is None:
             return buffer
-        block_shape = self._annotation(buffer).block_shape
-        place = [_constant(at) for at in (coordinate if isinstance(coordinate, (list, tuple)) else (coordinate,))]
-        where = f"mesh_tensor_copy, buffer {buffer.name!r}"
-        if block_shape is None:
-            refuse(f"`{argument}` is given, but the `block_shape` is None", where=where, fix="annotate a `block_shape`")
-        if len(place) != len(block_shape):
-            refuse(
-                f"`{argument}` {tuple(place)} has {len(place)} coordinates, but the buffer has {len(block_shape)} dims",
-                where=where,
-                fix=f"give one block coordinate per dim (block_shape is {block_shape})",
-            )
-        for index, (size, dim) in enumerate(zip(block_shape, buffer.shape, strict=True)):
-            _check_coordinate(place[index], _constant(size), _constant(dim), f"`{argument}`, dim {index}", where)
-        ranges = [ir.Range.from_min_extent(at * size, size) for at, size in zip(place, block_shape, strict=True)]
-        return tirx.BufferRegion(buffer, ranges)
+        return block_at(buffer, self._annotation(buffer), coordinate, argument)
+
+    def _stated(self, buffer: Any) -> Annotation | None:
+        if not isinstance(buffer, tirx.Buffer) or _is_view(buffer, self._buffers.get(buffer.data)):
+            return None
+        return self._annotations.get(buffer.data)
 
     def _annotation(self, buffer: Any) -> Annotation:
         if not isinstance(buffer, tirx.Buffer):
-            refuse(f"{buffer!r} is no buffer", fix="give a whole buffer that annotate_mesh_tensor_info has annotated")
+            refuse(
+                f"{shown(buffer)} is no buffer", fix="give a whole buffer that annotate_mesh_tensor_info has annotated"
+            )
         found = self._annotations.get(buffer.data)
         if found is None:
             refuse(
@@ -188,26 +211,37 @@ class _Helpers:
                 fix="annotate it with the annotate_mesh_tensor_info of the same mesh_tensor_functions(...), before "
                 f"this call: {HOW_TO_ANNOTATE}",
             )
+        if _is_view(buffer, self._buffers[buffer.data]):
+            refuse(
+                _why_no_view(buffer, self._buffers[buffer.data]),
+                where=f"the helpers of {self._mesh}",
+                fix="give the parameter itself",
+            )
         return found
 
 
-def annotate(prim_func: tirx.PrimFunc, mesh: Mesh | Mapping[str, int], shardings: Mapping[str, Any]) -> tirx.PrimFunc:
+def annotate(
+    prim_func: tirx.PrimFunc | Callable[..., Any],
+    mesh: Mesh | Mapping[str, int],
+    shardings: Mapping[str, Any],
+    *,
+    sizes: Mapping[str, Any] | None = None,
+) -> tirx.PrimFunc:
     """`prim_func` with the layout of its parameters stated from outside, for a kernel that must not be edited.
 
-    `shardings` goes from the name of a parameter's buffer to how it lies on the mesh: `{"x": 0, "y": 1}`, a Sharding,
-    its text `"S[0], R"`, or a metadata dict that may leave out what it doesn't state, as
-    `{"sharding": {"x": 0}, "partial": {"y": "sum"}}`. What the kernel stated before is replaced; `prim_func` itself
-    stays as it is."""
-    mesh = Mesh(mesh)
+    `shardings` goes from the name of a parameter's buffer to how it lies on the mesh: `{"x": 0, "y": 1}`, one placement
+    per axis as in `[mt.Shard(0), mt.Replicate()]`, a Sharding, its text `"S[0], R"`, or a metadata dict that may leave
+    out what it doesn't state, as `{"sharding": {"x": 0}, "partial": {"y": "sum"}}`. What the kernel stated before is
+    replaced; `prim_func` itself stays as it is. Of a @tilelang.jit function, the kernel for `sizes` is taken: what its
+    `get_tir` takes, by name."""
+    check_order_of_arguments(mesh, shardings)
+    mesh, prim_func = Mesh(mesh), of_jit(prim_func, sizes)
     buffers = {buffer.name: buffer for buffer in _parameters(prim_func)}
     where = f"kernel {_name(prim_func)!r} on {mesh}"
+    fix = how_to_annotate(mesh, shardings, buffers)
     if not isinstance(shardings, Mapping):
-        refuse(f"the shardings are {shardings!r}, which is not a dict from buffer names", where=where)
-    problems = [
-        f"buffer {name!r} is no parameter of the kernel (parameters: {listing(tuple(buffers))})"
-        for name in shardings
-        if name not in buffers
-    ]
+        refuse(f"the shardings are {shown(shardings)}, which is not a dict from buffer names", where=where, fix=fix)
+    problems = [why_not_parameter(prim_func, name) for name in shardings if name not in buffers]
     info = {}
     for name, buffer in buffers.items():
         if name in shardings:
@@ -217,7 +251,7 @@ def annotate(prim_func: tirx.PrimFunc, mesh: Mesh | Mapping[str, int], shardings
             if annotation is not None:
                 info[buffer.data] = metadata_to_attr(metadata, annotation)
     if problems:
-        refuse(problems, where=where, fix=f"name parameters of the kernel; {HOW_TO_ANNOTATE}")
+        refuse(problems, where=where, fix=fix)
     return prim_func.with_attr(_attrs(mesh, info))
 
 
@@ -255,11 +289,7 @@ def read_annotations(func: tirx.PrimFunc) -> tuple[Mesh, dict[str, Annotation]]:
 
 
 def _parameters(func: Any) -> list[tirx.Buffer]:
-    if not isinstance(func, tirx.PrimFunc):
-        refuse(
-            f"{func!r} is no PrimFunc",
-            fix="give what @T.prim_func makes; of a @tilelang.jit function, what its get_tir(...) gives",
-        )
+    func = check_kernel(func)
     buffers = [func.buffer_map[param] for param in func.params if param in func.buffer_map]
     names = _names(buffers)
     twice = {name for name in names if names.count(name) > 1}
@@ -307,40 +337,20 @@ def _attach(mesh: Mesh, info: dict[tirx.Var, dict[str, Any]]) -> Any:
         )
 
 
-def _constant(value: Any) -> Any:
-    if isinstance(value, tirx.IntImm):
-        return value.value
-    return int(value) if is_int(value) else value
+def _parameter_at(data: tirx.Var) -> tirx.Buffer | None:
+    """The parameter of the kernel around that has this memory."""
+    frames = IRBuilder.current().frames if IRBuilder.is_in_scope() else ()
+    found = (frame.buffer_map.values() for frame in frames if isinstance(frame, PrimFuncFrame))
+    return next((buffer for buffers in found for buffer in buffers if buffer.data.same_as(data)), None)
 
 
-def _check_coordinate(at: Any, size: Any, dim: Any, what: str, where: str) -> None:
-    """A coordinate is an int or an expression, and names a block that exists where that is known."""
-    if not is_int(at) and not isinstance(at, tirx.PrimExpr):
-        refuse(f"{what}: {at!r} is no int or expression", where=where, fix="give the index of a block")
-    if is_int(at) and is_int(size) and is_int(dim):
-        blocks = max(1, ceildiv(dim, size))
-        if not 0 <= at < blocks:
-            refuse(f"{what}: there is no block {at}", where=where, fix=f"blocks of {size} go from 0 to {blocks - 1}")
+def _is_view(buffer: tirx.Buffer, parameter: tirx.Buffer | None) -> bool:
+    """Whether the buffer has another shape or dtype than the parameter whose memory it is."""
+    if parameter is None or buffer.same_as(parameter):
+        return False
+    return buffer.dtype != parameter.dtype or not ir.structural_equal(list(buffer.shape), list(parameter.shape))
 
 
-def _check_extents(src: Any, dst: Any) -> None:
-    """Where both sides' extents are known, those other than 1 pair up in order: T.copy doesn't check that."""
-    extents = [_extents(side) for side in (src, dst)]
-    if None in extents or extents[0] == extents[1]:
-        return
-    names = [(side.buffer if isinstance(side, tirx.BufferRegion) else side).name for side in (src, dst)]
-    refuse(
-        f"can't copy {extents[0]} elements of {names[0]!r} to {extents[1]} elements of {names[1]!r}",
-        where="mesh_tensor_copy (dims of extent 1 are left out)",
-        fix="give `src_coord` or `dst_coord` where a block is meant, with a `block_shape` like the other side's shape",
-    )
-
-
-def _extents(side: Any) -> list[int] | None:
-    if isinstance(side, tirx.Buffer):
-        extents = [_constant(dim) for dim in side.shape]
-    elif isinstance(side, tirx.BufferRegion):
-        extents = [_constant(dim.extent) for dim in side.region]
-    else:
-        return None
-    return [extent for extent in extents if extent != 1] if all(isinstance(e, int) for e in extents) else None
+def _why_no_view(buffer: tirx.Buffer, parameter: tirx.Buffer | None) -> str:
+    name = "a parameter" if parameter is None else repr(str(parameter.name))
+    return f"buffer {str(buffer.name)!r} is a view of {name}: what lies on the mesh is the parameter, dim by dim"

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 
-from .errors import listing, refuse
+from .errors import listing, refuse, shown
 
 
 class Mesh:
@@ -150,22 +150,22 @@ class Mesh:
 def _checked_axes(axes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     fix = 'write it as {"x": 2, "y": 2}: axis names with the number of devices along each'
     if not isinstance(axes, Mapping):
-        refuse(f"a mesh is a dict from axis names to sizes, not {axes!r}", fix=fix)
+        refuse(f"a mesh is a dict from axis names to sizes, not {shown(axes)}", fix=fix)
     if not axes:
         refuse("the mesh has no axis", fix=fix + '; {"x": 1} is the mesh of one device')
     problems, items = [], []
     for name, size in axes.items():
         if not isinstance(name, str) or not name:
-            problems.append(f"axis name {name!r} is not a non-empty str")
+            problems.append(f"axis name {shown(name)} is not a non-empty str")
         number = _as_int(size)
         if number is None:
-            problems.append(f"axis {name!r} has size {size!r}, which is not an int")
+            problems.append(f"axis {name!r} has size {shown(size)}, which is not an int")
         elif number < 1:
             problems.append(f"axis {name!r} has size {number}, but a size is at least 1")
         else:
             items.append((name, number))
     if problems:
-        refuse(problems, where=f"mesh {dict(axes)!r}", fix=fix)
+        refuse(problems, where=f"mesh {shown(dict(axes))}", fix=fix)
     return tuple(items)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
 
 import torch
 from tvm import ir
 
-from .errors import refuse
+from .errors import MeshTensorError, refuse, shown
 from .graph.annotations import annotate_module, read_module_annotations
 from .graph.names import check_module
 from .graph.parameters import flat_arguments, with_flat_parameters
@@ -23,7 +23,10 @@ from .program import Program
 from .recent import MODULE_SIZES, Recent
 from .runtime.ambient import full_precision, undisturbed
 from .runtime.distributed import is_dtensor, ranks_of
+from .runtime.distributed.agree import agree
 from .runtime.distributed.dtensor import mesh_of
+from .runtime.distributed.faults import Faults
+from .runtime.distributed.ranks import Ranks
 from .runtime.kernels import find_target
 from .runtime.mesh_tensor import ShardingLike
 
@@ -54,7 +57,7 @@ def distribute_module(
             parameters is passed at every call.
         function: the function to run.
         target: where kernels run, as in `compile`.
-        strict: refuse annotations that contradict each other, instead of changing layouts between them.
+        strict: refuse annotations that can't be used as stated, instead of changing layouts between them.
         replicate_unknown: compute operators without a sharding rule on whole tensors, on every device.
         kernels: operators that run as TileLang kernels: from an operator's name to a function from its call on tiles to
             a kernel on the operands, then the results, or None (torch computes the call).
@@ -70,7 +73,9 @@ def distribute_module(
     """
     check_module(mod, "distribute_module")
     if kernels and not (isinstance(kernels, Mapping) and all(callable(made) for made in kernels.values())):
-        refuse(f"the kernels are {kernels!r}", fix="give a dict from operators' names to functions that make kernels")
+        refuse(
+            f"the kernels are {shown(kernels)}", fix="give a dict from operators' names to functions that make kernels"
+        )
     if shardings:
         if mesh is None:
             refuse("shardings without a mesh", fix="pass the mesh that they are for")
@@ -118,7 +123,7 @@ class MeshModule:
         mod = with_flat_parameters(mod, function)
         self._signature = ModuleSignature(mod, function)
         self._weights = weights = self._signature.weights(weights, self._target.device_type)
-        self._device_mesh = mesh if type(mesh).__name__ == "DeviceMesh" else _device_mesh(weights)
+        self._device_mesh = mesh if type(mesh).__name__ == "DeviceMesh" else _device_mesh(weights.values())
         named = mesh_of(mesh) if mesh is self._device_mesh and mesh is not None else mesh
         self._stated = read_module_annotations(mod, function, None if named is None else Mesh(named), strict=strict)
         self._mod, self.mesh = self._stated.module, self._stated.mesh
@@ -130,9 +135,28 @@ class MeshModule:
 
     @undisturbed
     def __call__(self, *args: Any, **named: Any) -> Any:
-        tensors = self._signature.bind(self._weights, list(flat_arguments(args)), named)
-        sizes = self._signature.check(tensors, self._target.device_type)
-        launch = self._launch(sizes, self._device_mesh or _device_mesh(tensors))
+        arguments = list(flat_arguments(args))
+        device_mesh = self._device_mesh or _device_mesh([*arguments, *named.values()])
+        if device_mesh is None:
+            return self._run(*self._bound(arguments, named))
+        ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
+        with ranks.calls.lane() as lane:
+            try:
+                tensors, sizes = self._bound(arguments, named)
+                self._plan = self._planned(sizes)
+            except MeshTensorError as error:
+                launches = [launch for launch in self._launches if isinstance(launch, RankModuleLaunch)]
+                if not any(launch.lane is lane for launch in launches):  # the others are about to agree
+                    agree(ranks, Faults(ranks, self._function), {}, refusal=str(error))
+                raise
+            return self._run(tensors, sizes, ranks)
+
+    def _bound(self, arguments: list[Any], named: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[Any, int]]:
+        tensors = self._signature.bind(self._weights, arguments, named)
+        return tensors, self._signature.check(tensors, self._target.device_type)
+
+    def _run(self, tensors: Mapping[str, Any], sizes: Mapping[Any, int], ranks: Ranks | None = None) -> Any:
+        launch = self._launch(sizes, ranks)
         if self._checks_indices:
             refuse_outside(self.plan.index_checks, tensors, self._function)
         with torch.no_grad(), full_precision():
@@ -164,19 +188,24 @@ class MeshModule:
         """The Relax module that one device runs, for the sizes of the last call."""
         return self.plan.local_module
 
+    def __reduce__(self) -> NoReturn:
+        refuse(
+            "a MeshModule can't be pickled", fix="pickle the weights, save the module, and distribute it again there"
+        )
+
     def explain(self) -> str:
         """What was decided, why, and what it costs."""
         return explain_module(self.plan)
 
-    def _launch(self, sizes: Mapping[Any, int], device_mesh: Any) -> ModuleLaunch | RankModuleLaunch:
+    def _launch(self, sizes: Mapping[Any, int], ranks: Ranks | None) -> ModuleLaunch | RankModuleLaunch:
         plan = self._plan = self._planned(sizes)
-        key = (self._key(sizes), device_mesh)
+        key = (self._key(sizes), None if ranks is None else ranks.calls.lane())
         launch = self._launches.get(key)
         if launch is None:
-            if device_mesh is None:
+            self._launches.drop(lambda key: key[1] is not None and not key[1].is_current())
+            if ranks is None:
                 launch = ModuleLaunch(plan, self._target, self._weights, poison=self._poison)
             else:
-                ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
                 launch = RankModuleLaunch(plan, self._target, ranks, self._weights)
             self._launches.put(key, launch)
         return launch
@@ -203,15 +232,17 @@ class MeshModule:
         return tuple(sizes[var] for var in self._signature.symbols)
 
     def _check_strict(self, plan: ModulePlan) -> None:
-        if self._strict and plan.layouts.conflicts:
-            refuse(
-                [str(conflict) for conflict in plan.layouts.conflicts],
-                where=f"module function {self._function!r}, strict",
-                why="the annotations ask for different layouts there",
-                fix="annotate the values between them so that they agree, or leave out strict",
-            )
+        if not self._strict or not plan.layouts.conflicts:
+            return
+        why = "the annotations ask for different layouts there"
+        fix = "annotate the values between them so that they agree, or leave out strict"
+        if len(self._stated.annotations) == 1:
+            why = "the one annotation there is can't be used as stated there: an axis splits one factor of an operator"
+            fix = "state another layout for it, or leave out strict"
+        facts = [str(conflict) for conflict in plan.layouts.conflicts]
+        refuse(facts, where=f"module function {self._function!r}, strict", why=why, fix=fix)
 
 
-def _device_mesh(tensors: Mapping[str, Any]) -> Any:
+def _device_mesh(tensors: Iterable[Any]) -> Any:
     """The DeviceMesh of the DTensors among the tensors, if there are any."""
-    return next((tensor.device_mesh for tensor in tensors.values() if is_dtensor(tensor)), None)
+    return next((tensor.device_mesh for tensor in tensors if is_dtensor(tensor)), None)

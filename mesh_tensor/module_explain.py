@@ -33,7 +33,9 @@ def _parameters(plan: ModulePlan) -> list[str]:
 def _conflicts(plan: ModulePlan) -> list[str]:
     if not plan.layouts.conflicts:
         return []
-    return ["annotations that meet", *(f"  {conflict}" for conflict in plan.layouts.conflicts)]
+    one = len(plan.graph.annotations) == 1
+    head = "an annotation that can't be used as stated" if one else "annotations that meet"
+    return [head, *(f"  {conflict}" for conflict in plan.layouts.conflicts)]
 
 
 def _steps(program: Program) -> list[str]:

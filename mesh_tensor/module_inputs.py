@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from tvm import arith, ir, relax, tirx
 
-from .errors import listing, refuse
+from .errors import did_you_mean, listing, refuse
 from .graph.index_checks import IndexCheck
-from .graph.names import relax_function, source_names
+from .graph.names import known, relax_function, source_names
 from .plain_tensors import why_not_plain
 from .runtime.dtypes import torch_dtype
 
@@ -43,7 +43,7 @@ class ModuleSignature:
         if unknown or twice or len(args) != len(free):
             refuse(
                 [
-                    *(f"there is no parameter {name!r}" for name in unknown),
+                    *(f"there is no parameter {name!r}{did_you_mean(name, free)}" for name in unknown),
                     *(f"parameter {name!r} is a weight, which was given already" for name in twice),
                     *([f"{len(args)} tensors for {len(free)} parameters"] if len(args) != len(free) else []),
                 ],
@@ -82,8 +82,7 @@ class ModuleSignature:
         """The sizes of the symbols; a MeshTensorError names every tensor that does not fit, that is on a device where
         nothing runs, or that no parameter is for. Parameters that are left out are not checked."""
         sizes: dict[tirx.Var, int] = {}
-        names = [p.name for p in self.params]
-        problems = [f"there is no parameter {name!r}, but {listing(names)}" for name in tensors if name not in names]
+        problems = self._unknown(tensors)
         problems += [
             f"parameter {p.name!r}: {problem}"
             for p in self.params
@@ -98,6 +97,17 @@ class ModuleSignature:
         if problems:
             refuse(problems, where=f"{what} of {self.function!r}", fix="pass tensors of the module's shapes and dtypes")
         return sizes
+
+    def _unknown(self, tensors: Mapping[str, Any]) -> list[str]:
+        """What is given for no parameter; parameters are called as where the module comes from."""
+        own = [p.name for p in self.params]
+        called = {ours: theirs for theirs, ours in reversed(self._source_names.items())}
+        names = [called.get(name, name) for name in own]
+        return [
+            f"there is no parameter {name!r}, but {known(name, names)}{did_you_mean(name, [*names, *own])}"
+            for name in tensors
+            if name not in own
+        ]
 
 
 def _is_same(one: Any, other: Any) -> bool:

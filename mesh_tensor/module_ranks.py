@@ -13,7 +13,7 @@ from .graph.atoms import made_plain, plain_sharding
 from .graph.pipeline import ModulePlan
 from .module_ports import ModulePort, constant_tensor, ports_of
 from .runtime.distributed import is_dtensor, redistribute
-from .runtime.distributed.agree import agree, program_facts
+from .runtime.distributed.agree import agree, digest_of, program_facts
 from .runtime.distributed.dtensor import as_dtensor, lies_like_torch, local_part
 from .runtime.distributed.faults import Faults
 from .runtime.distributed.rank_launch import RankLaunch, Tiling
@@ -24,14 +24,16 @@ from .sharding import Sharding
 
 
 class RankModuleLaunch:
-    """A plan, ready to run on `ranks`. Every rank has to make the same calls."""
+    """A plan, ready to run on `ranks`, as one thread calls it. Every rank has to make the same calls."""
 
     def __init__(self, plan: ModulePlan, target: Target, ranks: Ranks, weights: Mapping[str, Any]) -> None:
-        self.plan, self._ranks = plan, ranks
+        self.plan, self._ranks, self.lane = plan, ranks, ranks.calls.lane()
         made = plan.made
-        faults = Faults(ranks, made.program.name)
-        agree(ranks, faults, program_facts(made.program, target.name))
-        self._run, self._faults, self._result = RankLaunch(made.program, target, ranks, faults), faults, made.result
+        faults, facts = Faults(ranks, made.program.name), program_facts(made.program, target.name)
+        agree(ranks, faults, facts)
+        self._digest = digest_of(facts)
+        self.lane.run(self._digest)
+        self._run, self._result = RankLaunch(made.program, target, ranks, faults), made.result
         self._ports = {port.name: port for port in ports_of(plan)}
         self._inputs = dict(zip((value.name for value in plan.graph.params), made.inputs, strict=True))
         values = made.program.values
@@ -40,8 +42,8 @@ class RankModuleLaunch:
 
     def __call__(self, tensors: Mapping[str, Any]) -> Any:
         """What the function returns: DTensors if any argument is one, else global tensors, the same on every rank."""
-        self._faults.begin()
         known = {**self._held, **{self._inputs[name]: self._enter(name, tensor) for name, tensor in tensors.items()}}
+        self.lane.run(self._digest)
         made = self._run(known, {})
         as_dtensors = any(is_dtensor(tensor) for tensor in tensors.values())
         return self._tree(self._result, {**known, **made}, as_dtensors)
@@ -57,7 +59,7 @@ class RankModuleLaunch:
         plain = port.plain
         if is_dtensor(tensor) and plain is not None and lies_like_torch(plain, port.shape):
             return local_part(redistribute(tensor, plain)).reshape(self._valid(port, port.sharding))
-        whole = tensor.full_tensor() if is_dtensor(tensor) else tensor
+        whole = local_part(redistribute(tensor, {})) if is_dtensor(tensor) else tensor
         part = whole.detach().reshape(port.refined)[self._box(port)]
         return part.clone(memory_format=torch.contiguous_format) if keep else part.contiguous()
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .errors import refuse
+from .errors import refuse, shown
 from .lowering import verify
 from .lowering.layouts import LocalKernel
 from .lowering.slabs import local_size, slab_bounds, slab_dims, slab_kernels
@@ -43,7 +43,7 @@ def check_overlap(overlap: object) -> str | int:
     if isinstance(overlap, int) and not isinstance(overlap, bool) and 1 <= overlap <= _MOST:
         return overlap
     return refuse(
-        f"overlap={overlap!r} is unknown",
+        f"overlap={shown(overlap)} is unknown",
         why=f"it is 'auto', 'off', or into how many slabs (1 .. {_MOST}) a kernel beside a collective is split",
         fix="leave it out: then it is 'auto', and a cost model decides",
     )

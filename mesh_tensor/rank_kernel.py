@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -13,9 +13,9 @@ from .errors import refuse
 from .overlap import has_collectives, overlapped, why_in_bulk
 from .plain_tensors import is_dual
 from .program import CollectiveStep, Program
-from .rank_locals import Shapes, global_sizes, problem, said_key, shares_memory
+from .rank_locals import Shapes, global_sizes, guesses, problem, said_key, shares_memory
 from .recent import KERNEL_SIZES, Recent
-from .runtime.distributed.agree import agree, program_facts
+from .runtime.distributed.agree import agree, digest_of, program_facts
 from .runtime.distributed.dtensor import PART_FIX, from_placements, is_dtensor, lies_like_torch, part_problem
 from .runtime.distributed.dtensor_ports import Transfer, enter, leave, transfers
 from .runtime.distributed.faults import Faults
@@ -26,17 +26,22 @@ from .runtime.kernels import Target
 from .sharding import Sharding
 from .signature import Signature, Sizes
 
+_SAY_SHAPES = "; of uneven local tensors, say the whole shapes: local(..., shapes=...)"
 _Checked = tuple[Sizes, dict[str, Sharding], bool]  # sizes, how DTensors lie, and whether the caller said all sizes
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A launch for the sizes `key`, and how the DTensors for it lie. `alone`: nothing is exchanged, nobody waits."""
+    """A launch for the sizes `key`, and how the DTensors for it lie. `alone`: nothing is exchanged, nobody waits;
+    `digest`: what tells what it exchanges from every other run, if it exchanges something; `guessed`: for uneven tiles
+    ranks take other sizes, which they find out together at every call."""
 
     key: tuple[int, ...]
     launch: RankLaunch
     layouts: dict[str, Sharding]
     alone: bool
+    digest: int
+    guessed: bool
 
 
 @dataclass(frozen=True)
@@ -56,12 +61,12 @@ class Compiled:
 
 
 class RankKernel:
-    """The kernel on `ranks`. Every rank has to make the same calls."""
+    """The kernel on `ranks`, as one thread calls it. Every rank has to make the same calls."""
 
     def __init__(self, compiled: Compiled, ranks: Ranks) -> None:
-        self._compiled, self.ranks = compiled, ranks
+        self._compiled, self.ranks, self.lane = compiled, ranks, ranks.calls.lane()
         self._signature, self._device = compiled.signature, compiled.target.device()
-        self._faults = Faults(ranks, compiled.signature.name)
+        self._faults, self._name = Faults(ranks, compiled.signature.name), self.lane.named(compiled.signature.name)
         self._launches: Recent[tuple[int, ...], RankLaunch] = Recent(KERNEL_SIZES)
         self._facts: Recent[tuple[int, ...], dict[str, str]] = Recent(KERNEL_SIZES)
         symbols = set(self._signature.symbols)
@@ -72,10 +77,11 @@ class RankKernel:
     def __call__(self, given: Mapping[str, Any], returned: Sequence[str]) -> list[Any]:
         """Run on DTensors; the written parameters `returned`, as DTensors that lie as annotated, or as what was
         passed."""
-        self._faults.begin()
         recorded = torch.is_grad_enabled()
-        with torch.no_grad():
+        with self.lane, torch.no_grad():
+            self.lane.kernel = self._name
             run = self._of_same(self._key(given, recorded), lambda: self._check_dtensors(given, recorded))
+            self._begin(run)
             launch, layouts = run.launch, run.layouts
             self._compiled.ran(launch.program, partial(transfers, launch, layouts, returned))
             tensors = {name: given[name] for name in layouts}
@@ -85,32 +91,47 @@ class RankKernel:
 
     def local(self, given: Mapping[str, Any], returned: Sequence[str], shapes: Shapes) -> list[torch.Tensor]:
         """Run on this rank's local tensors: valid parts, or whole tiles. `shapes`: global ones, where they are said."""
-        self._faults.begin()
-        key = ("local", said_key(shapes) if shapes else "", *self._key(given, torch.is_grad_enabled()))
-        launch = self._of_same(key, lambda: self._check_locals(given, shapes)).launch
-        self._compiled.ran(launch.program, list)
-        locals_ = {name: given[name] for name in launch.tilings if name in given}
-        entangled = len(locals_) > launch.inputs and _entangled(locals_)
-        results = launch(locals_, self._signature.scalars(given), entangled)
-        return [given.get(name, results[name]) for name in returned]
+        with self.lane:
+            self.lane.kernel = self._name
+            key = ("local", said_key(shapes) if shapes else "", *self._key(given, torch.is_grad_enabled()))
+            guessed = partial(guesses, self._signature, self._compiled.layouts, given, shapes)
+            run = self._of_same(key, lambda: self._check_locals(given, shapes), guessed)
+            launch = run.launch
+            self._begin(run)
+            self._compiled.ran(launch.program, list)
+            locals_ = {name: given[name] for name in launch.tilings if name in given}
+            entangled = len(locals_) > launch.inputs and _entangled(locals_)
+            results = launch(locals_, self._signature.scalars(given), entangled)
+            return [given.get(name, results[name]) for name in returned]
 
-    def refuse_call(self, error: Exception) -> None:
-        """Let the other ranks know that this one is about to raise `error` instead of a call."""
-        self._faults.begin()
-        self._refused(error)
-
-    def _refused(self, error: Exception) -> None:
-        """The others hear of it at once while nothing is agreed on, later when they wait in vain."""
-        if self._agreed is None:
-            agree(self.ranks, self._faults, {}, refusal=str(error))
+    def _begin(self, run: _Run) -> None:
+        if run.digest:
+            self.lane.run(run.digest)
         else:
-            self._faults.tell(error, "the checks of the call")
+            self.lane.alone = True
 
-    def _of_same(self, key: tuple, check: Callable[[], _Checked]) -> _Run:
+    def is_of_this_thread(self) -> bool:
+        """Whether this thread made it, and what the ranks agreed on still holds."""
+        return not self.ranks.is_gone() and self.ranks.calls.lane() is self.lane
+
+    def refuse_call(self, error: Exception) -> NoReturn:
+        """Raise `error` instead of a call."""
+        with self.lane:
+            self.lane.kernel = self._name
+            self._refuse(error)
+
+    def _refuse(self, error: Exception, guessed: bool = False) -> NoReturn:
+        """Raise. Where the others are about to agree, they hear of it there."""
+        if self._agreed is None or guessed:
+            agree(self.ranks, self._faults, {}, refusal=str(error))
+        self.lane.alone = self._agreed is not None and not self._agreed.digest
+        raise error
+
+    def _of_same(self, key: tuple, check: Callable[[], _Checked], guessed: Callable[[], bool] = bool) -> _Run:
         """What arguments like those with the same key run: checked the first time, agreed on unless it ran last."""
         run = self._runs.get(key)
-        if run is None or not (run.alone or run is self._agreed):
-            run = self._runs.put(key, self._ready(check))
+        if run is None or run.guessed or not (run.alone or run is self._agreed):
+            run = self._runs.put(key, self._ready(check, bool(self._signature.symbols) and guessed()))
         return run
 
     def _key(self, given: Mapping[str, Any], recorded: bool) -> tuple:
@@ -128,7 +149,7 @@ class RankKernel:
                 found += (name, type(value), value if name in self._size_names else None)
         return tuple(found)
 
-    def _ready(self, check: Callable[[], _Checked]) -> _Run:
+    def _ready(self, check: Callable[[], _Checked], guessed: bool) -> _Run:
         """The launch for these arguments, and how they lie. Unless that is as at the last call, the ranks agree on
         it; once they have the same kernel, they needn't where the caller says all sizes and nothing is exchanged."""
         try:
@@ -137,38 +158,38 @@ class RankKernel:
             launch, program = self._launches.get(key), self._compiled.program_of(sizes)
             self._check_strict(program, layouts)
         except Exception as error:
-            self._refused(error)
-            raise
+            self._refuse(error, guessed)
         agreed = self._agreed
-        if agreed is not None and agreed.key == key and agreed.layouts == layouts:
+        if not guessed and agreed is not None and agreed.key == key and agreed.layouts == layouts:
+            if agreed.guessed:
+                agreed = self._agreed = replace(agreed, guessed=False)
             return agreed
-        alone = agreed is not None and said and not _exchanges(program, layouts)
-        if not alone:
-            self._agree(key, program, layouts)
+        exchanges = _exchanges(program, layouts)
+        alone = agreed is not None and said and not exchanges
+        digest = 0 if alone else self._agree(key, program, layouts) * exchanges
         if launch is None:
             launch = self._launches.put(key, self._make(program, sizes))
-        run = _Run(key, launch, layouts, alone)
+        run = _Run(key, launch, layouts, alone, digest, guessed)
         if not alone:
             self._agreed = run
         return run
 
-    def _agree(self, key: tuple[int, ...], program: Program, layouts: Mapping[str, Sharding]) -> None:
+    def _agree(self, key: tuple[int, ...], program: Program, layouts: Mapping[str, Sharding]) -> int:
+        """All ranks run this; the digest of it."""
         compiled = self._compiled
         options = {"overlap": str(compiled.overlap)}
         facts = self._facts.made(key, lambda: program_facts(program, compiled.target.name) | options)
         arguments = ", ".join(f"{name} '{layout}'" for name, layout in layouts.items())
-        said = "; of uneven local tensors, say the whole shapes: local(..., shapes=...)" if key and not layouts else ""
-        agree(self.ranks, self._faults, {**facts, "layouts of the arguments": arguments}, fix=said)
+        facts = {**facts, "layouts of the arguments": arguments}
+        agree(self.ranks, self._faults, facts, fix=_SAY_SHAPES if key and not layouts else "")
+        return digest_of(facts)
 
     def _make(self, program: Program, sizes: Sizes) -> RankLaunch:
         compiled = self._compiled
         if compiled.overlap == "auto" and has_collectives(program):
             program = self._with_overlap(program, sizes)
-        try:
-            return RankLaunch(program, compiled.target, self.ranks, self._faults, poison=compiled.poison)
-        except Exception as error:
-            self._faults.tell(error, "making the kernel ready")
-            raise
+        self.lane.doing = "making the kernel ready"
+        return RankLaunch(program, compiled.target, self.ranks, self._faults, poison=compiled.poison)
 
     def _with_overlap(self, program: Program, sizes: Sizes) -> Program:
         """The program with collectives beside kernels where that pays on these ranks."""
@@ -237,13 +258,16 @@ class RankKernel:
 
 
 def _exchanges(program: Program, layouts: Mapping[str, Sharding]) -> bool:
-    """Whether ranks exchange anything: in the program, or because DTensors lie otherwise than it takes them."""
-    values = program.values
-    wanted = {p.name: values[str(p.input or p.output)] for p in program.parameters}
-    return any(isinstance(step, CollectiveStep) for step in program.steps) or not all(
-        layout == wanted[name].sharding and lies_like_torch(layout, wanted[name].shape)
-        for name, layout in layouts.items()
-    )
+    """Whether ranks exchange anything: in the program, or because DTensors lie otherwise than it takes and makes
+    them."""
+    if any(isinstance(step, CollectiveStep) for step in program.steps):
+        return True
+    for parameter in program.parameters if layouts else ():
+        value = program.values[str(parameter.input or parameter.output)]
+        layout = layouts.get(parameter.name, value.sharding)
+        if layout != value.sharding or not lies_like_torch(layout, value.shape):
+            return True
+    return False
 
 
 def _entangled(tensors: Mapping[str, torch.Tensor | None]) -> bool:

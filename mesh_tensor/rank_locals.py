@@ -56,6 +56,19 @@ def global_sizes(
     return {var: exact.get(var, next(iter(even[var]), 0)) for var in signature.symbols}, False
 
 
+def guesses(signature: Signature, layouts: Mapping[str, Sharding], given: Mapping[str, Any], shapes: Shapes) -> bool:
+    """Whether some size is taken from tiles as if they were even. Ranks may differ in what they guess, not in whether
+    they do: that is alike on all that make the same call, whatever their tensors are."""
+    said = shapes if isinstance(shapes, Mapping) else {}
+    known = {p.var for p in signature.params if not p.is_tensor and p.name in given}
+    for name, param in signature.tensors.items():
+        layout = layouts.get(name) if name in given else None
+        for dim, size in enumerate(param.shape or ()):
+            if name in said or (layout is not None and layout.num_shards(dim) == 1):
+                known.add(size)
+    return any(var not in known for var in signature.symbols)
+
+
 def said_key(shapes: Any) -> str:
     """Equal for shapes that say the same, whatever they are made of."""
     return repr([(name, _dims(shape)) for name, shape in shapes.items()] if isinstance(shapes, Mapping) else shapes)

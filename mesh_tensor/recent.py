@@ -43,6 +43,12 @@ class Recent(Generic[K, V]):
         value = self.get(key)
         return self.put(key, make()) if value is None else value
 
+    def drop(self, unwanted: Callable[[K], bool]) -> None:
+        """Forget the values of such keys."""
+        for key in list(self._kept):
+            if unwanted(key):
+                self._kept.pop(key, None)
+
     def __len__(self) -> int:
         return len(self._kept)
 

@@ -76,7 +76,7 @@ class Sharding:
     def make(
         mesh: Mesh | Mapping[str, int],
         ndim: int,
-        sharding: Mapping[str, int | None] | None = None,
+        sharding: Mapping[str, Any] | Sequence[Any] | None = None,
         *,
         replicate: str | Iterable[str] = (),
         partial: Mapping[str, str] | None = None,
@@ -84,7 +84,8 @@ class Sharding:
     ) -> Sharding:
         """The Sharding that `sharding` (axis -> dim, or None for replicated) states, checked. An axis left out is
         replicated; `replicate` states that again and is checked; `partial` is axis -> op. Negative dims count from
-        the end. `name` is the buffer's, for messages.
+        the end. A list has one of these per axis; instead of a dim, a placement, ours or torch's, will do. `name` is
+        the buffer's, for messages.
 
         >>> str(Sharding.make(Mesh({"x": 2, "y": 2}), 2, {"x": -1}, partial={"y": "sum"}))
         'S[1], P[sum]'

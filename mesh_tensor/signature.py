@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tvm import tirx
 
-from .errors import refuse
+from .errors import refuse, shown
 from .mesh import Mesh
 from .plain_tensors import why_not_plain
 from .runtime.dtypes import torch_dtype
@@ -18,6 +18,7 @@ from .runtime.mesh_tensor import MeshTensor
 from .specialize import evaluate, symbols
 
 Sizes = dict[tirx.Var, int]
+_WRITTEN = "allocate what the kernel writes into contiguous, as torch.empty does: a copy's result would be lost"
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,14 @@ class Param:
 
 
 class Signature:
-    """The parameters of `func`, and how arguments are checked against them."""
+    """The parameters of `func`, and how arguments are checked against them. `written`: those that it writes into."""
 
     def __init__(self, func: tirx.PrimFunc) -> None:
         self.name = str(func.attrs["global_symbol"]) if func.attrs and "global_symbol" in func.attrs else "kernel"
         self.symbols = symbols(func)
         self.params = tuple(_param(func, var, self.symbols) for var in func.params)
         self.tensors = {param.name: param for param in self.params if param.is_tensor}
+        self.written: frozenset[str] = frozenset()
         self._scalars = [param for param in self.params if not param.is_tensor]
 
     def scalars(self, args: Mapping[str, Any]) -> dict[str, int | float]:
@@ -60,7 +62,7 @@ class Signature:
         problems: list[tuple[str, str]] = []
         for param in self.params:
             if param.name in args:
-                problem = _check(param, args[param.name], sizes, mesh, device)
+                problem = _check(param, args[param.name], sizes, mesh, device, param.name in self.written)
                 problems += [] if problem is None else [(f"parameter {param.name!r}: {problem[0]}", problem[1])]
         if not problems:
             problems += self._check_expressions(args, sizes)
@@ -96,7 +98,9 @@ def _param(func: tirx.PrimFunc, var: tirx.Var, found: tuple[tirx.Var, ...]) -> P
     return Param(buffer.name, str(buffer.dtype), shape, var)
 
 
-def _check(param: Param, value: Any, sizes: Sizes, mesh: Mesh, device: torch.device) -> tuple[str, str] | None:
+def _check(
+    param: Param, value: Any, sizes: Sizes, mesh: Mesh, device: torch.device, is_written: bool
+) -> tuple[str, str] | None:
     """What is wrong with one argument, and the way out."""
     if param.shape is None:
         return _check_scalar(param, value, sizes)
@@ -119,16 +123,20 @@ def _check(param: Param, value: Any, sizes: Sizes, mesh: Mesh, device: torch.dev
         fix = "distribute it on the kernel's mesh, or pass its .full()"
         return None if value.mesh == mesh else (f"a MeshTensor on {value.mesh}, but expected {mesh}", fix)
     if value.is_neg():
-        return "a view that torch negates when it reads it", "pass a copy: .resolve_neg()"
+        return "a view that torch negates when it reads it", _WRITTEN if is_written else "pass a copy: .resolve_neg()"
     if not value.is_contiguous():
-        return f"layout is not contiguous (strides {value.stride()})", "pass a copy: .contiguous()"
+        fact = f"layout is not contiguous (strides {value.stride()})"
+        return fact, _WRITTEN if is_written else "pass a copy: .contiguous()"
     return None
 
 
 def _check_scalar(param: Param, value: Any, sizes: Sizes) -> tuple[str, str] | None:
     wanted = Real if "float" in param.dtype else Integral
     if not isinstance(value, wanted):
-        return f"{value!r}, but expected a number ({param.dtype})", f"pass a Python {wanted.__name__.lower()} number"
+        return (
+            f"{shown(value)}, but expected a number ({param.dtype})",
+            f"pass a Python {wanted.__name__.lower()} number",
+        )
     if isinstance(value, Integral) and sizes.setdefault(param.var, int(value)) != int(value):
         return f"{value}, but the tensors have {sizes[param.var]} there", "pass the size that the tensors have"
     return None

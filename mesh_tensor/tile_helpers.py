@@ -16,10 +16,10 @@ from tvm import ir, tirx
 
 from .sharding import Sharding
 
-_AXIS, _OFFSET, _EXTENT = "mesh.axis_index", "mesh.tile_offset", "mesh.tile_extent"
+AXIS, OFFSET, EXTENT = "mesh.axis_index", "mesh.tile_offset", "mesh.tile_extent"
 
 #: What users call the operators.
-CALLED = {_AXIS: "mesh_axis_index", _OFFSET: "get_tile_offset", _EXTENT: "get_tile_extent"}
+CALLED = {AXIS: "mesh_axis_index", OFFSET: "get_tile_offset", EXTENT: "get_tile_extent"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +35,11 @@ class TileHelper:
     value: tirx.PrimExpr | None = None
 
     @property
+    def key(self) -> tuple:
+        """Equal for helpers that give the same."""
+        return (self.op, self.axis) if self.axis is not None else (self.op, *self.place)
+
+    @property
     def place(self) -> tuple[str, int]:
         """The buffer and its dim, of a helper that has one."""
         assert self.buffer is not None
@@ -43,7 +48,7 @@ class TileHelper:
 
     @property
     def is_extent(self) -> bool:
-        return self.op == _EXTENT
+        return self.op == EXTENT
 
     def __str__(self) -> str:
         if self.axis is not None:
@@ -53,17 +58,17 @@ class TileHelper:
 
 def axis_index(axis: str) -> tirx.PrimExpr:
     """This device's coordinate on the axis."""
-    return tirx.Call("int32", ir.Op.get(_AXIS), [tirx.StringImm(axis)])
+    return tirx.Call("int32", ir.Op.get(AXIS), [tirx.StringImm(axis)])
 
 
 def tile_offset(buffer: str, dim: int, tile: Any, dtype: str) -> tirx.PrimExpr:
     """The global index in `dim` of the first element of this device's tile, one of those that are `tile` long."""
-    return _of_tile(_OFFSET, buffer, dim, dtype, tile)
+    return _of_tile(OFFSET, buffer, dim, dtype, tile)
 
 
 def tile_extent(buffer: str, dim: int, tile: Any, dtype: str) -> tirx.PrimExpr:
     """How many of the `tile` elements of this device's tile are valid in `dim`."""
-    return _of_tile(_EXTENT, buffer, dim, dtype, tile)
+    return _of_tile(EXTENT, buffer, dim, dtype, tile)
 
 
 def _of_tile(op: str, buffer: str, dim: int, dtype: str, *numbers: Any) -> tirx.PrimExpr:
@@ -76,8 +81,8 @@ def as_helper(node: object) -> TileHelper | None:
     if not (isinstance(node, tirx.Call) and isinstance(node.op, ir.Op) and node.op.name in CALLED):
         return None
     name, *args = node.args
-    if node.op.name == _AXIS:
-        return TileHelper(_AXIS, axis=name.value)
+    if node.op.name == AXIS:
+        return TileHelper(AXIS, axis=name.value)
     return TileHelper(node.op.name, None, name.value, int(args[0]), *args[1:])
 
 
@@ -117,7 +122,7 @@ def fill(body: tirx.Stmt, layouts: Mapping[str, Sharding], shapes: Mapping[str, 
 
     def coordinate(axis: str) -> tirx.PrimExpr:
         if axis not in stand_ins:
-            stand_ins[axis] = tirx.Call("int32", ir.Op.get(_AXIS), [tirx.StringImm(axis), tirx.Var(axis, "int32")])
+            stand_ins[axis] = tirx.Call("int32", ir.Op.get(AXIS), [tirx.StringImm(axis), tirx.Var(axis, "int32")])
         return stand_ins[axis]
 
     def write(node: tirx.Call) -> tirx.PrimExpr | None:

@@ -1,7 +1,8 @@
-"""Random kernels and random modules until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`.
+"""Random kernels, kernels over tiles, programs, modules, corrupt files and calls on ranks until Ctrl-C, or for
+FUZZ_SECONDS: `make fuzz`.
 
-Every number is a kernel and a module; `python -m tests.fuzz --seed N --cases 1 --of modules` runs one again. What is
-wrong is made smaller and printed as source with its mesh and shardings. The exit status is 1 if anything was wrong.
+Every number is one of each; `python -m tests.fuzz --seed N --cases 1 --of modules` runs one again. What is wrong is
+made smaller and printed as source with its mesh and shardings. The exit status is 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -12,10 +13,16 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+from tests.adversarial_protocol import check as ranks
+from tests.corrupt import check as files
 from tests.random_kernels import check as kernels
+from tests.random_kernels import check_tiles as tiles
 from tests.random_kernels import reduction as kernel_reduction
+from tests.random_kernels.over_tiles import make_tiles_case
+from tests.random_kernels.programs import make_program_case
 from tests.random_kernels.strategy import make_case as make_kernel_case
 from tests.random_modules import check as modules
 from tests.random_modules import reduction as module_reduction
@@ -23,7 +30,15 @@ from tests.random_modules.strategy import make_case as make_module_case
 
 #: So many numbers between two lines of output.
 ROUND = 100
-KINDS = ("kernels", "modules")
+MAKERS: dict[str, Callable[[int], Any]] = {
+    "kernels": make_kernel_case,
+    "tiles": make_tiles_case,
+    "programs": make_program_case,
+    "modules": make_module_case,
+    "files": int,
+    "ranks": ranks.make_sequence,
+}
+KINDS = tuple(MAKERS)
 
 
 def fuzz(options: argparse.Namespace) -> Counter:
@@ -33,7 +48,7 @@ def fuzz(options: argparse.Namespace) -> Counter:
     try:
         while number < end and time.monotonic() - start < options.seconds:
             for kind in options.of:
-                case = make_kernel_case(number) if kind == "kernels" else make_module_case(number)
+                case = MAKERS[kind](number)
                 outcome = run(kind, case, options.target)
                 counts[outcome.verdict] += 1
                 if outcome.verdict == "wrong":
@@ -50,14 +65,22 @@ def fuzz(options: argparse.Namespace) -> Counter:
 
 def run(kind: str, case: Any, target: str) -> Any:
     """What becomes of a case; `target` is for kernels."""
-    return kernels.run(case, target) if kind == "kernels" else modules.run(case)
+    if kind == "files":
+        return files.run(case)
+    if kind == "modules":
+        return modules.run(case)
+    if kind == "ranks":
+        return ranks.run(case)
+    return tiles.run(case, target) if kind == "tiles" else kernels.run(case, target)
 
 
 def smaller(kind: str, case: Any, target: str) -> Any:
     """The case made smaller, where that is quick enough."""
+    if kind in ("files", "ranks"):
+        return case
     if kind == "modules":
         return module_reduction.reduced(case)
-    return kernel_reduction.reduced(case) if target == "interpret" else case
+    return kernel_reduction.reduced(case) if kind != "tiles" and target == "interpret" else case
 
 
 def told(counts: Counter) -> str:
@@ -74,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
         "--seconds", type=float, default=seconds, help="for so long; default: FUZZ_SECONDS, or for ever"
     )
     parser.add_argument("--target", default="interpret", choices=("interpret", "c"), help="of kernels")
-    parser.add_argument("--of", nargs="+", default=KINDS, choices=KINDS, help="what to make; default: both")
+    parser.add_argument("--of", nargs="+", default=KINDS, choices=KINDS, help="what to make; default: all")
     options = parser.parse_args(argv)
     print(f"first number: {options.seed}")
     counts = fuzz(options)

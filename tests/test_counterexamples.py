@@ -83,3 +83,22 @@ def test_two_indices_from_one_loop_beside_others():
             T.copy(tile, Y)
 
     same_as_unsharded(kernel, {"x": 2}, {"A": {"x": 0}, "Y": {"x": 0}})
+
+
+def test_an_update_at_another_place():
+    """`Y[I[i]] = min(Y[J[i]], A[i])` was taken for an update: to TVM, loads from `I` and `J` are structurally equal."""
+
+    @T.prim_func
+    def kernel(
+        A: T.Tensor((5, 5), "float32"),
+        I: T.Tensor((5,), "int32"),  # noqa: E741
+        J: T.Tensor((5,), "int32"),
+        Y: T.Tensor((5, 5), "float32"),
+    ):
+        with T.Kernel(5, threads=128) as bx:
+            for j in T.serial(5):
+                Y[bx, I[4 - j]] = T.min(Y[bx, J[4 - j]], A[bx, j] - 2.0)
+                Y[bx, I[j]] = Y[bx, J[j]] + A[bx, j]
+
+    same_as_unsharded(kernel, {"x": 2, "y": 2}, {"A": {"x": 0, "y": 1}, "Y": {"x": 0}})
+    assert mt.sharding_rule(kernel).factors["k"].startswith("whole")

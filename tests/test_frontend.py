@@ -63,7 +63,7 @@ def test_replicate_partial_and_more_are_kept():
     def kernel(A: T.Tensor((64, bias), "float32"), B: T.Tensor((64,), "float32")):
         fns["annotate_mesh_tensor_info"](
             {
-                A: state(2, sharding={"x": 1}, replicate=("y",), program_id=bias + 1, note={"why": ["a", 1]}),
+                A: state(2, sharding={"x": 1}, replicate=("y",), program_id=bias + 1, _note={"why": ["a", 1]}),
                 B: state(1, partial={"y": "sum"}, block_shape=None, program_id=[1, bias]),
             }
         )
@@ -77,18 +77,18 @@ def test_replicate_partial_and_more_are_kept():
     tvm.ir.assert_structural_equal(annotations["A"].program_id, bias + 1)
     assert annotations["B"].program_id[1].same_as(bias)
     A = kernel.buffer_map[kernel.params[0]]
-    assert list(kernel.attrs[INFO_ATTR][A.data]["note"]["why"]) == ["a", 1]
+    assert list(kernel.attrs[INFO_ATTR][A.data]["_note"]["why"]) == ["a", 1]
 
 
 def test_what_was_stated_is_copied():
     fns = mt.mesh_tensor_functions({"x": 2})
     A = tirx.decl_buffer((64,), name="A")
-    metadata = state(1, block_shape=[16], sharding={"x": 0}, note=[[1]])
+    metadata = state(1, block_shape=[16], sharding={"x": 0}, _note=[[1]])
     attrs = fns["annotate_mesh_tensor_info"]({A: metadata})
     before = copy.deepcopy(attrs[INFO_ATTR][A.data])
     metadata["block_shape"][0] = 99
     metadata["sharding"]["x"] = None
-    metadata["note"][0].append(2)
+    metadata["_note"][0].append(2)
     assert attrs[INFO_ATTR][A.data] == before
     assert fns["get_tile_shape"](A) == (32,)
 

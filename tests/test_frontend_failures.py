@@ -92,7 +92,8 @@ def test_all_offenders_of_all_buffers_are_listed(fns, A, B):
         ({"sharding": {"z": 0}}, "unknown mesh axis 'z'"),
         ({"sharding": {"x": 2}}, "axis 'x' splits dim 2, but there are 2 dims"),
         ({"sharding": {"x": (0, 1)}}, "axis 'x' is given dim (0, 1); an axis splits one dim"),
-        ({"sharding": [0, 1]}, "`sharding` is [0, 1], which is not a dict"),
+        ({"sharding": [0]}, "the sharding [0] has 1 placements, but the mesh has 2 axes ('x', 'y')"),
+        ({"sharding": 5}, "`sharding` is 5, which is not a dict"),
         ({"sharding": "S[0]"}, "can't read the sharding 'S[0]'"),
         ({"replicate": "x"}, "axis 'x' splits dim 0, but also is replicated"),
         ({"replicate": 1}, "`replicate` is 1"),
@@ -205,7 +206,7 @@ class TestCopy:
 def test_a_forgotten_coordinate(fns, A, B):
     message = refusal(fns["mesh_tensor_copy"], A, B)
     assert "can't copy [64, 32] elements of 'A' to [16, 8] elements of 'B'" in message
-    assert "give `src_coord` or `dst_coord` where a block is meant" in message
+    assert "give `src_coord` or `dst_coord` where a block is meant, or a coordinate as `program_id`" in message
 
 
 def test_two_annotations_of_one_kernel(fns):
@@ -254,13 +255,13 @@ def test_annotate_of_a_buffer_that_is_no_parameter(kernel):
     message = refusal(mt.annotate, kernel, MESH, {"A": {"x": 0}, "C": {"x": 0}, "D": {"z": 0}})
     assert "buffer 'C' is no parameter of the kernel (parameters: 'A', 'B')" in message
     assert "buffer 'D' is no parameter" in message
-    assert "fix: name parameters of the kernel" in message
+    assert 'fix: write {"A": {"x": 0}}: per buffer, the dim that each axis splits' in message
 
 
-@pytest.mark.parametrize("thing", [None, "scale", lambda: None])
+@pytest.mark.parametrize("thing", [None, "scale"])
 def test_annotate_of_no_kernel(thing):
     for message in (refusal(mt.annotate, thing, MESH, {}), refusal(read_annotations, thing)):
-        assert f"{thing!r} is no PrimFunc" in message
+        assert f"{thing!r} is no kernel (PrimFunc)" in message
         assert "get_tir(...)" in message
 
 
@@ -312,6 +313,38 @@ def test_an_annotated_buffer_that_is_no_parameter(fns):
     message = refusal(read_annotations, func)
     assert "buffer 's' is annotated, but it is no parameter (parameters: 'A')" in message
     assert 'where: kernel \'scale\' on Mesh({"x": 2, "y": 3})' in message
+
+
+def test_a_view_of_a_parameter_is_annotated(fns):
+    with pytest.raises(mt.MeshTensorError) as error:
+
+        @T.prim_func
+        def kernel(A: T.Tensor((64, 32), "float32")):
+            wide = T.reshape(A, (32, 64))
+            fns["annotate_mesh_tensor_info"]({wide: state()})
+            with T.Kernel(1):
+                A[0, 0] = 1.0
+
+    assert "buffer 'wide' is a view of 'A': what lies on the mesh is the parameter, dim by dim" in str(error.value)
+    assert "fix: annotate a buffer with" in str(error.value)
+
+
+@pytest.mark.parametrize("helper", ["get_tile_shape", "mesh_tensor_copy"])
+def test_a_helper_gets_a_view_of_an_annotated_parameter(fns, helper):
+    with pytest.raises(mt.MeshTensorError) as error:
+
+        @T.prim_func
+        def kernel(A: T.Tensor((64, 32), "float32")):
+            fns["annotate_mesh_tensor_info"]({A: state()})
+            wide = T.reshape(A, (32, 64))
+            if helper == "get_tile_shape":
+                fns[helper](wide)
+            with T.Kernel(1):
+                s = T.alloc_shared((16, 8), "float32")
+                fns["mesh_tensor_copy"](wide, s, src_coord=(0, 0))
+
+    assert "buffer 'wide' is a view of 'A': what lies on the mesh is the parameter, dim by dim" in str(error.value)
+    assert "fix: give the parameter itself" in str(error.value)
 
 
 def test_attributes_that_disagree_with_the_parameters(fns, kernel):

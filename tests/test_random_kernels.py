@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from tests.random_kernels.check import run
+from tests.random_kernels.programs import program_cases
 from tests.random_kernels.strategy import cases
 
 COUNTS: Counter = Counter()
@@ -29,5 +30,20 @@ def test_sharded_as_unsharded(case):
 @settings(max_examples=15)
 @given(cases())
 def test_compiled_as_unsharded(case):
+    outcome = run(case, target="c")
+    assert outcome.verdict != "wrong", outcome.reason
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(program_cases())
+def test_programs_sharded_as_unsharded(case):
+    outcome = run(case)
+    COUNTS[outcome.verdict] += 1
+    assert outcome.verdict != "wrong", outcome.reason
+
+
+@settings(max_examples=8)
+@given(program_cases())
+def test_programs_compiled_as_unsharded(case):
     outcome = run(case, target="c")
     assert outcome.verdict != "wrong", outcome.reason

@@ -76,7 +76,37 @@ def test_arguments_of_the_wrong_kind(argument, value):
 
 
 def test_sharding_is_no_dict():
-    assert "`sharding` is [0, 1], which is not a dict" in refusal(Sharding.make, MESH, 2, [0, 1])
+    assert "`sharding` is 5, which is not a dict" in refusal(Sharding.make, MESH, 2, 5)
+
+
+def test_a_list_of_another_length():
+    message = refusal(Sharding.make, MESH, 2, [Shard(0)], name="A")
+    assert "the sharding [Shard(dim=0)] has 1 placements, but the mesh has 2 axes ('x', 'y')" in message
+    assert "buffer 'A'" in message
+
+
+def test_a_list_of_axes_is_no_list_of_placements():
+    message = refusal(Sharding.make, MESH, 2, ("y", None))
+    assert "the sharding ('y', None) has 'y', but a list has one placement per mesh axis" in message
+    assert "an axis per dim is written {'y': 0}" in message
+
+
+@pytest.mark.parametrize(
+    ("stated", "wanted"), [({0: "x"}, "{'x': 0}"), ({1: ("x", "y")}, "{'x': 1, 'y': 1}")], ids=["one", "two"]
+)
+def test_axis_and_dim_the_other_way_round(stated, wanted):
+    message = refusal(Sharding.make, MESH, 2, stated)
+    assert f"{stated}: axis and dim are the other way round; write {wanted}" in message
+    assert "(the mesh has 'x', 'y')" in message
+
+
+def test_a_name_that_is_nearly_right():
+    assert "unknown mesh axis 'X' (the mesh has 'x', 'y'); did you mean 'x'?" in refusal(
+        Sharding.make, MESH, 2, {"X": 0}
+    )
+    message = refusal(Sharding.make, MESH, 2, partial={"x": "summ"})
+    assert "unknown op 'summ'" in message
+    assert "did you mean 'sum'?" in message
 
 
 def test_all_offenders_are_listed():

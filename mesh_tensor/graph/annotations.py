@@ -14,11 +14,11 @@ from tvm import ir, relax
 from tvm.relax.distributed import DeviceMesh, Placement, PlacementSpec
 
 from .._annotation import check, complete, from_attr, is_int
-from ..errors import refuse
+from ..errors import refuse, shown
 from ..mesh import Mesh
 from ..sharding import Sharding
 from .ir import Annotation
-from .meshes import device_mesh, fits, named_mesh, with_mesh
+from .meshes import device_mesh, device_meshes, fits, named_mesh, same, with_mesh
 from .named_values import NamedValues
 from .names import SOURCE_NAMES_ATTR, Fresh, check_module, relax_functions, unique_names, variables
 from .parameters import with_flat_parameters
@@ -27,8 +27,8 @@ from .stated import HINTS_ATTR, ModuleAnnotations, read_module_annotations, stat
 __all__ = ["SOURCE_NAMES_ATTR", "ModuleAnnotations", "annotate_module", "read_module_annotations"]
 
 _HOW = (
-    'give {name of a parameter or value: {axis: dim}, a text like "S[0], R", or an mt.Sharding}; '
-    '"function.value" names a value of another function of the module, in all its calls'
+    'give {name of a parameter or value: {axis: dim}, a list of one placement per axis, a text like "S[0], R", or an '
+    'mt.Sharding}; "function.value" names a value of another function of the module, in all its calls'
 )
 
 
@@ -51,8 +51,9 @@ def annotate_module(
             of the module's function `mlp`, in all calls of it; or the name that a parameter had in torch
             ("blocks.0.mlp.fc.weight"; what wrappers put into it, as "module." and "_orig_mod.", doesn't matter); or a
             pattern of these, "*.fc.weight" or a compiled regular expression, over which names prevail. A layout is a
-            dict from axes to dims, a text ("S[0], R": one placement per axis), an `mt.Sharding`, or {"sharding": ...,
-            "partial": {axis: op}}. An axis that is left out is replicated.
+            dict from axes to dims, a list or a text with one placement per axis ([mt.Shard(0), mt.Replicate()],
+            "S[0], R"), an `mt.Sharding`, or {"sharding": ..., "partial": {axis: op}}. An axis that is left out is
+            replicated.
         function: where unqualified names are looked up.
         open: names of annotated values whose remaining axes propagation may use.
         priority: from names of annotated values to 0, 1, ...: lower ones spread first. 0 where nothing is said.
@@ -84,7 +85,7 @@ def _read(
 ) -> tuple[dict[tuple[str, str], Annotation], list[str]]:
     """(function, variable) -> what is stated for it; and all that is wrong."""
     if not isinstance(shardings, Mapping):
-        return {}, [f"the shardings are {shardings!r}, which is no dict from names"]
+        return {}, [f"the shardings are {shown(shardings)}, which is no dict from names"]
     opened = dict.fromkeys([open] if isinstance(open, str) else open)
     problems = [f"`open` has {name!r}, which is not annotated" for name in opened if name not in shardings]
     problems += [f"`priority` has {name!r}, which is not annotated" for name in priority if name not in shardings]
@@ -123,7 +124,10 @@ def _device_mesh(mod: ir.IRModule, mesh: Mesh) -> DeviceMesh:
                 why="several meshes at once are not supported: all annotations of a module are for one mesh",
                 fix="annotate for the mesh that is there, or take the other annotations out",
             )
-    return used[0][0] if used else device_mesh(mesh)
+    if used:
+        return used[0][0]
+    made = device_mesh(mesh)
+    return next((device for device in device_meshes(mod) if same(device, made)), made)
 
 
 @relax.expr_functor.mutator

@@ -9,7 +9,7 @@ from typing import Any
 
 from tvm import ir, relax
 
-from ..errors import listing
+from ..errors import did_you_mean, listing
 from .names import known, relax_function, relax_functions, source_names, variables
 
 # What torch's wrappers put into the names of a model's weights.
@@ -84,7 +84,10 @@ class NamedValues:
         return found
 
     def _unknown(self, name: str, where: str, value: str) -> str:
-        text = f"there is no value {value!r} in {where!r}, which has {known(value, list(self._vars[where]))}"
+        called = {ours: theirs for theirs, ours in reversed(self._sources.items())} if where == self._function else {}
+        names = [called.get(own, own) for own in self._vars[where]]
+        close = did_you_mean(value, dict.fromkeys([*names, *self._vars[where]]))
+        text = f"there is no value {value!r} in {where!r}, which has {known(value, names)}{close}"
         functions = [other for other in self._vars if other != self._function]
         return f"{text}; other functions: {listing(functions)}" if value == name and "." in name else text
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from tvm import ir
 
-from ..errors import refuse
+from ..errors import MeshTensorError, refuse
 from .annotations import SOURCE_NAMES_ATTR
 from .imported import ImportedModule, identifiers
 from .names import renamed_parameters
+from .onnx_sizes import check_sizes, settle_names
 
 _WHOLE = {6, 7}  # onnx.TensorProto's int32 and int64
 _FEW = 64
@@ -27,7 +30,11 @@ def import_onnx(path: str | os.PathLike[str], shapes: Mapping[str, Sequence[int]
     onnx, frontend = _packages()
     model = _loaded(onnx, path)
     graph = model.graph
-    _settle(onnx, graph)
+    settle_names(graph)
+    try:
+        _settle(onnx, graph)
+    except (IndexError, AttributeError, TypeError, ValueError) as error:  # a node without what its operator has
+        _refuse_import(error, path)
     names = identifiers([t.name for t in graph.initializer], [])
     places = {name: f"p{index}_" for index, name in enumerate(names)}
     inputs = [value.name for value in graph.input if value.name not in places]
@@ -35,14 +42,21 @@ def import_onnx(path: str | os.PathLike[str], shapes: Mapping[str, Sequence[int]
     unknown = [name for name in shapes or {} if name not in inputs]
     if unknown:
         refuse([f"`shapes` has {name!r}, which is no input" for name in unknown], fix=f"the inputs are {inputs}")
+    check_sizes(onnx, model, shapes or {}, os.fspath(path))
     _rename(graph, places)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         try:
             mod = frontend(model, shape_dict=dict(shapes or {}), keep_params_in_input=True, sanitize_input_names=False)
         except Exception as error:  # TVM's importer raises what it happens to meet
-            refuse(f"the model can't be imported: {error}", where=str(path), fix="export it with other operators")
+            _refuse_import(error, path)
     return _named(mod, names, {places[name]: name for name in places})
+
+
+def _refuse_import(error: Exception, path: str | os.PathLike[str]) -> NoReturn:
+    if isinstance(error, MeshTensorError):
+        raise error
+    refuse(f"the model can't be imported: {error}", where=str(path), fix="export it with other operators")
 
 
 def _packages() -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tilelang
 import tvm
@@ -17,14 +17,13 @@ from tvm import ir, relax, tirx
 from ..errors import listing, refuse
 from .names import check_module
 from .saved_json import BadModule, checked, parse
-from .saved_probe import problem_of
-from .saved_text import module_of_text
+from .saved_probe import Form, tried
+from .saved_text import FIX_OF_TEXT, source_of
 
-Format = Literal["json", "tvmscript"]
 #: Of the header that save_module writes, under the key `mesh_tensor`.
 FORMAT = 1
 _HEADER, _CHECKSUM = "mesh_tensor", "sha256"
-_EXTENSIONS: dict[str, Format] = {".json": "json", ".py": "tvmscript", ".txt": "tvmscript", ".tvmscript": "tvmscript"}
+_EXTENSIONS: dict[str, Form] = {".json": "json", ".py": "tvmscript", ".txt": "tvmscript", ".tvmscript": "tvmscript"}
 _FIX = "save it with mt.save_module(mod, path), or with another TVM from 0.20 on as tvm.ir.save_json(mod)"
 
 
@@ -51,12 +50,12 @@ def save_module(mod: ir.IRModule, path: str | os.PathLike[str]) -> None:
         refuse(f"{str(path)!r} can't be written", why=str(error), fix="choose another folder")
 
 
-def load_module(path: str | os.PathLike[str], *, format: Format | None = None, trusted: bool = False) -> ir.IRModule:
+def load_module(path: str | os.PathLike[str], *, format: Form | None = None, trusted: bool = False) -> ir.IRModule:
     """The module in a file: JSON (`mt.save_module`, or `tvm.ir.save_json` of tilelang's TVM or of apache-tvm 0.25), or
     TVMScript text (`mod.script(show_meta=True)`, or as a person writes it: one class or function, without its imports).
 
-    JSON is never evaluated. It is checked before TVM sees it; what has no checksum of ours is first tried in a process
-    of its own, which takes some seconds once per process.
+    JSON is never evaluated. It is checked before TVM sees it; what has no checksum of ours is first loaded in a process
+    of its own, which takes some seconds once per process. TVMScript is evaluated in that process.
 
     Args:
         path: the file.
@@ -83,7 +82,7 @@ def load_module(path: str | os.PathLike[str], *, format: Format | None = None, t
         refuse(f"{str(path)!r} is no text", why=str(error), fix=_FIX)
     except OSError as error:
         refuse(f"{str(path)!r} can't be read", why=str(error), fix="check its permissions")
-    loaded = _of_json(text, path) if kind == "json" else module_of_text(text, path)
+    loaded = _of_json(text, path) if kind == "json" else _of_text(text, path)
     if isinstance(loaded, (relax.Function, tirx.PrimFunc)):
         return ir.IRModule.from_expr(loaded)
     if not isinstance(loaded, ir.IRModule):
@@ -91,7 +90,7 @@ def load_module(path: str | os.PathLike[str], *, format: Format | None = None, t
     return loaded
 
 
-def _format_of(path: Path, given: str | None) -> Format:
+def _format_of(path: Path, given: str | None) -> Form:
     known = listing(sorted(set(_EXTENSIONS.values())))
     if given is None:
         if path.suffix not in _EXTENSIONS:
@@ -116,16 +115,28 @@ def _of_json(text: str, path: Path) -> object:
         checked_text = checked(document)
     except BadModule as error:
         refuse(f"{str(path)!r} is no JSON of a module", where=versions, why=str(error), fix=_FIX)
-    problem = "" if _vouched_for(document, checked_text, path) else problem_of(checked_text)
+    problem = "" if _vouched_for(document, checked_text, path) else tried("json", checked_text).problem
     loaded: object = None
     if not problem:
         try:
             loaded = ir.load_json(checked_text)
         except Exception as error:  # what TVM meets in a graph of objects that it doesn't know
-            problem = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            problem = str(error).strip() or type(error).__name__
     if problem:
+        problem = problem.splitlines()[-1]
         refuse(f"{str(path)!r} holds a module that can't be read", where=versions, why=problem, fix=_FIX)
     return loaded
+
+
+def _of_text(text: str, path: Path) -> object:
+    answer = tried("tvmscript", source_of(text, path))
+    problem = answer.problem
+    if not problem:
+        try:
+            return ir.load_json(checked(parse(answer.text)))
+        except BadModule as error:
+            problem = str(error)
+    return refuse(f"{str(path)!r} can't be parsed as TVMScript", why=problem, fix=FIX_OF_TEXT)
 
 
 def _vouched_for(document: dict[str, Any], text: str, path: Path) -> bool:

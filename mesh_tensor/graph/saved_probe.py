@@ -1,4 +1,4 @@
-"""Loading a module that nobody vouches for is tried first in a process of its own, which may die of it.
+"""A module that nobody vouches for is loaded first in a process of its own, which may die of it.
 
 One such process is started when it is first needed (some 2 seconds) and kept; it forks itself for every module."""
 
@@ -13,10 +13,13 @@ import struct
 import subprocess
 import sys
 import threading
-from typing import IO
+from dataclasses import dataclass
+from typing import IO, Literal
 
+import tvm.script
 from tvm import ir, relax, tirx
 
+Form = Literal["json", "tvmscript"]
 #: Seconds that a module may take to be loaded, walked through and printed.
 PATIENCE = 120
 _START = "import sys; sys.path[:] = {path!r}; from mesh_tensor.graph.saved_probe import serve; serve()"
@@ -25,38 +28,45 @@ _LOCK = threading.Lock()
 _processes: dict[int, subprocess.Popen[bytes]] = {}  # by the process that asks: a fork has to start its own
 
 
-def problem_of(text: str) -> str:
-    """What happens when TVM loads, prints and verifies the module in `text`, in a process of its own; "" if all is
-    well."""
+@dataclass(frozen=True)
+class Answer:
+    """What came of a module: what is wrong with it, or its JSON."""
+
+    problem: str
+    text: str = ""
+
+
+def tried(form: Form, text: str) -> Answer:
+    """What happens when TVM loads, prints and verifies the module in `text`, in a process of its own."""
+    request = json.dumps([form, text]).encode()
     with _LOCK:
         for _ in range(2):  # the process that was kept may have been ended from outside
             process = _process()
             try:
-                _write(process.stdin, text.encode())
-                return json.loads(_read(process.stdout))
+                _write(process.stdin, request)
+                return Answer(*json.loads(_read(process.stdout)))
             except (OSError, EOFError):
                 _stop()
-    return "the process that tries it can't be kept alive"
+    return Answer("the process that tries it can't be kept alive")
 
 
-def look_through(text: str) -> str:
-    """The same in this process: what is wrong with the module in `text`."""
-    loaded = ir.load_json(text)
+def look_through(form: Form, text: str) -> Answer:
+    """The same in this process."""
+    loaded = ir.load_json(text) if form == "json" else tvm.script.from_source(text)
     if isinstance(loaded, (relax.Function, tirx.PrimFunc)):
         loaded = ir.IRModule.from_expr(loaded)
     if not isinstance(loaded, ir.IRModule):
-        return f"it holds a {type(loaded).__name__}, which is no module"
+        return Answer(f"it holds a {type(loaded).__name__}, which is no module")
     ir.structural_hash(loaded)
-    ir.save_json(loaded)
     for func in loaded.functions.values():
         if isinstance(func, tirx.PrimFunc):
             tirx.stmt_functor.post_order_visit(func.body, lambda node: None)
         elif isinstance(func, relax.Function):
             relax.analysis.post_order_visit(func, lambda node: None)
     if not relax.analysis.well_formed(loaded):
-        return "TVM's check of modules says that it is not well formed"
+        return Answer("TVM's check of modules says that it is not well formed")
     loaded.script(show_meta=True)
-    return ""
+    return Answer("", ir.save_json(loaded))
 
 
 def serve() -> None:
@@ -68,13 +78,14 @@ def serve() -> None:
     _no_core_files()
     while True:
         try:
-            text = _read(sys.stdin.buffer).decode()
+            form, text = json.loads(_read(sys.stdin.buffer))
         except EOFError:
             return
-        _write(answers, json.dumps(_tried(text)).encode())
+        answer = _in_child(form, text)
+        _write(answers, json.dumps([answer.problem, answer.text]).encode())
 
 
-def _tried(text: str) -> str:
+def _in_child(form: Form, text: str) -> Answer:
     """What `look_through` says in a child, or what ended it."""
     here, there = os.pipe()
     child = os.fork()
@@ -82,29 +93,29 @@ def _tried(text: str) -> str:
         status = 1
         try:
             os.close(here)
-            _answer(text, there)
+            _answer(form, text, there)
             status = 0
         finally:  # whatever happens, what runs after this is not for the child
             os._exit(status)
     os.close(there)
     with os.fdopen(here, "rb") as pipe:
-        problem = pipe.read().decode(errors="replace")
+        said = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status == -signal.SIGALRM:
-        return f"TVM was not done with it after {PATIENCE} seconds"
+        return Answer(f"TVM was not done with it after {PATIENCE} seconds")
     if status < 0:
-        return f"TVM dies of it ({signal.Signals(-status).name})"
-    return problem or (f"the process that tried it ended with status {status}" if status else "")
+        return Answer(f"TVM dies of it ({signal.Signals(-status).name})")
+    return Answer(f"the process that tried it ended with status {status}") if status else Answer(*json.loads(said))
 
 
-def _answer(text: str, there: int) -> None:
+def _answer(form: Form, text: str, there: int) -> None:
     signal.alarm(PATIENCE)
     try:
-        problem = look_through(text)
+        answer = look_through(form, text)
     except BaseException as error:  # whatever TVM raises is what is wrong
-        problem = (str(error).strip().splitlines() or [""])[-1] or type(error).__name__
+        answer = Answer(str(error).strip() or type(error).__name__)
     with os.fdopen(there, "wb") as pipe:
-        pipe.write(problem.encode(errors="replace"))
+        pipe.write(json.dumps([answer.problem, answer.text]).encode())
 
 
 def _no_core_files() -> None:

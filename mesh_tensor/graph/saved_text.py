@@ -6,12 +6,12 @@ import ast
 import re
 from pathlib import Path
 
-import tvm.script
-
 from ..errors import listing, refuse
 
-_FIX = "save it with TVM 0.20 or later, as mod.script(show_meta=True), or as JSON"
-_KERNELS = "; TileLang's kernels as JSON: the parser does not know all words of their text"
+FIX_OF_TEXT = (
+    "save it as mod.script(show_meta=True), with TVM 0.20 or later; TileLang's kernels by mt.save_module: the parser "
+    "does not know all words of their text"
+)
 # Newer TVMs mark functions as schedulable with it; older ones call blocks otherwise.
 _MARK = re.compile(r",?\s*\bs_tir\s*=\s*(True|False)\b")
 _OLD_BLOCKS = (
@@ -21,21 +21,12 @@ _OLD_BLOCKS = (
 )
 
 
-def module_of_text(text: str, path: Path) -> object:
-    """What the one definition in `text` defines. It is evaluated."""
-    source = _only_definitions(text, path)
-    try:
-        return tvm.script.from_source(source)
-    except Exception as error:  # the parser's diagnostics, and what evaluating raises
-        return refuse(f"{str(path)!r} can't be parsed as TVMScript", why=str(error).strip(), fix=_FIX + _KERNELS)
-
-
-def _only_definitions(text: str, path: Path) -> str:
-    """What the parser of this TVM takes: the metadata and the one definition, in today's words."""
+def source_of(text: str, path: Path) -> str:
+    """What the parser of this TVM takes of a text: the metadata and the one definition, in today's words."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        refuse(f"{str(path)!r} is no TVMScript", why=str(error), fix=_FIX)
+        refuse(f"{str(path)!r} is no TVMScript", why=str(error), fix=FIX_OF_TEXT)
     defined = [node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.decorator_list]
     if len(defined) != 1:
         names = listing([node.name for node in defined])

@@ -17,8 +17,10 @@ from tvm.tirx.stmt_functor import post_order_visit
 from ..errors import MeshTensorError, refuse
 from ..frontend import TILES_ATTR
 from ..rules.effects import side_effect, written
+from ..rules.memory import named
 from ..rules.ops.call import OpCall, TensorType, op_call
 from ..rules.statements import body_statements
+from ..rules.views import left_views, resolve_views
 from ..specialize import sized
 from ..tile_helpers import helpers_in
 from .ir import Graph, Node, Value
@@ -86,6 +88,7 @@ def _parts(
     if is_tile_kernel(func):
         _check_view(func, name)
         return _Parts(buffers, (), (func.with_attr("global_symbol", name),), is_tile_kernel=True)
+    func = _without_views(func.with_attr("global_symbol", name))
     stages = tuple(_stages(func, buffers[: len(inputs)]))
     _check_written(name, buffers[len(inputs) :], stages)
     kernels = []
@@ -94,6 +97,20 @@ def _parts(
         params = {buffer: compact(buffer, taken.name(_plain(buffer.name))) for buffer in (*stage.reads, *stage.writes)}
         kernels.append(kernel_of(stage.stmts, params, name if len(stages) == 1 else f"{name}_{number}"))
     return _Parts(buffers, stages, tuple(kernels))
+
+
+def _without_views(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The function with one buffer per memory: what is written through a view is read through the buffer."""
+    func = resolve_views(func)
+    left = left_views(func)
+    if left:
+        refuse(
+            [f"buffer {named(view)} is a view of {owner.name!r}" for view, owner in left.items()],
+            where=f"TIR function {str(func.attrs['global_symbol'])!r}",
+            why="its elements are none of the buffer's own",
+            fix="use the buffer itself",
+        )
+    return func
 
 
 def _check_view(func: tirx.PrimFunc, name: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tvm import relax, tirx
 
-from ..errors import refuse
+from ..errors import refuse, shown
 from ..rules.ops.aten import ATEN, arguments_text
 from .torch_args import emit
 
@@ -42,7 +42,7 @@ def _stated(value: Any, tensors: list[torch.fx.Node]) -> Any:
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if not isinstance(value, _NUMBERS):
-        refuse(f"the argument {value!r} has no form that can be saved")
+        refuse(f"the argument {shown(value)} has no form that can be saved")
     return value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tvm import tirx
 
+from .cpu_dtypes import compute_dtype
 from .cpu_exprs import const
 
 
@@ -42,7 +43,7 @@ def neutral(op: str, dtype: str) -> tirx.PrimExpr:
 
 def accumulator_dtype(dtype: str) -> str:
     """What values of `dtype` are accumulated in."""
-    return "float32" if dtype in ("float16", "bfloat16") else dtype
+    return compute_dtype(dtype)
 
 
 def _abs(value: tirx.PrimExpr) -> tirx.PrimExpr:

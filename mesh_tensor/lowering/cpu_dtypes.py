@@ -6,16 +6,21 @@ import struct
 from collections.abc import Callable
 from typing import NoReturn
 
+import ml_dtypes
+import numpy as np
 from tvm import ir, tirx
 
 from ..errors import listing, refuse
+from ..rules.values import FINITE
 from .cpu_exprs import BINARY, COMPARISON, const, map_children, op_name
 from .cpu_intrinsics import BITWISE, EXACT, FLOAT_FUNCTIONS, LIBM, PREFETCH, float_function
+from .cpu_reports import NOTES, REPORT
 
-_LOW = ("float16", "bfloat16")
+_FLOAT8 = ("float8_e4m3", "float8_e4m3fn", "float8_e5m2")
+_LOW = ("float16", "bfloat16", *_FLOAT8)
 _SMALL_INT = ("int8", "uint8", "int16", "uint16")
-_STORED_AS = {"float16": "uint16", "bfloat16": "uint16", "bool": "uint8"}
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
+_STORED_AS = {"float16": "uint16", "bfloat16": "uint16", "bool": "uint8"} | dict.fromkeys(_FLOAT8, "uint8")
+_FLOATS = (*_LOW, "float32", "float64")
 _SUPPORTED = frozenset((*_FLOATS, "bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))))
 _NAMES = {
     tirx.Min: "min",
@@ -61,6 +66,7 @@ class LegalExpr:
         self._kernel = kernel
         self._vars: dict[tirx.Var, tirx.Var] = {}
         self.gemms: set[str] = set()
+        self.reports: list[str] = []
 
     def __call__(self, expr: tirx.PrimExpr) -> tirx.PrimExpr:
         self._check(expr.dtype)
@@ -93,7 +99,7 @@ class LegalExpr:
     def stored(self, value: tirx.PrimExpr, dtype: str) -> tirx.PrimExpr:
         """`value` as a buffer of `dtype` stores it."""
         if dtype in _LOW:
-            return _extern("uint16", f"mt_store_{dtype}", _unrounded(self(value), dtype))
+            return _extern(_STORED_AS[dtype], f"mt_store_{dtype}", _unrounded(self(value), dtype))
         return tirx.Cast("uint8", self(value)) if dtype == "bool" else self(value)
 
     def _check(self, dtype: str) -> None:
@@ -117,7 +123,7 @@ class LegalExpr:
         if dtype == source:
             return legal
         if dtype in _LOW:
-            if source == "float64":
+            if source == "float64" and dtype not in _FLOAT8:  # torch goes through float32 there
                 legal = _extern("float32", "mt_narrow_float64", legal)
             return _rounded(legal if legal.dtype == "float32" else tirx.Cast("float32", legal), dtype)
         if source in _FLOATS and dtype in (*_SMALL_INT, "uint32"):
@@ -156,7 +162,7 @@ class LegalExpr:
     def _call(self, call: tirx.Call) -> tirx.PrimExpr:
         name = op_name(call)
         modes = [arg.value for arg in call.args if isinstance(arg, tirx.StringImm)]
-        if name.startswith("tl.ieee_") and modes != ["rn"]:
+        if name.startswith("tl.ieee_") and name != "tl.ieee_frsqrt" and modes != ["rn"]:
             self._refuse(f"T.{name[3:]} with the rounding mode {listing(modes)} can't run on a CPU", 'use "rn"')
         if name in ("tirx.call_extern", "tirx.call_pure_extern"):
             return self._extern_call(call)
@@ -175,6 +181,11 @@ class LegalExpr:
             return self._power(call)
         if name == "tirx.reinterpret":
             return self._reinterpret(call)
+        if name in ("tirx.popcount", "tirx.clz"):
+            return self._count(call, name.removeprefix("tirx."))
+        if name == "tirx.ldexp":
+            value, exponent = self(call.args[0]), tirx.Cast("int32", self(call.args[1]))
+            return _rounded(_extern(value.dtype, f"mt_ldexp_{value.dtype}", value, exponent), call.dtype)
         if name == "tl.clamp":
             value, low, high = call.args
             return self(tirx.Min(tirx.Max(value, low), high))
@@ -205,6 +216,15 @@ class LegalExpr:
             bits = _extern(storage_dtype(dtype), f"mt_bits_{source}_{storage_dtype(dtype)}", bits)
         return self._from_storage(bits, dtype)
 
+    def _count(self, call: tirx.Call, function: str) -> tirx.PrimExpr:
+        """A number of bits: of the same width, without sign."""
+        dtype = call.args[0].dtype
+        width = int("".join(c for c in dtype if c.isdigit()) or 0)
+        if "int" not in dtype:
+            self._refuse(f"T.{function} on {dtype} can't run on a CPU", "take it of an integer")
+        bits = tirx.Cast("uint64", tirx.Cast(f"uint{width}", self(call.args[0])))
+        return tirx.Cast(call.dtype, _extern("int32", f"mt_{function}", bits, const(width, "int32")))
+
     def _bitwise(self, call: tirx.Call) -> tirx.PrimExpr:
         args = [self(arg) for arg in call.args]
         if call.dtype in _SMALL_INT or call.dtype == "bool":
@@ -218,7 +238,10 @@ class LegalExpr:
         function = call.args[0].value
         if function.startswith(_GEMM):
             self.gemms.add(function)
-        elif not function.startswith(PREFETCH) and function not in LIBM:
+        elif function == REPORT:
+            self.reports.append(call.args[1].value)
+            return tirx.Call(call.dtype, call.op, [call.args[0], const(len(self.reports) - 1, "int32")])
+        elif not function.startswith(PREFETCH) and function not in (*LIBM, *NOTES.values()):
             self._refuse(
                 f"the function '{function}' that T.call_extern names is unknown on a CPU",
                 f"write it with T's own operations, or use one of {', '.join(sorted(LIBM))}",
@@ -260,8 +283,13 @@ def _in_range(value: float, dtype: str) -> float:
 
 
 def _round_to(value: float, dtype: str) -> float:
+    if dtype.startswith("float8_e4m3") and value == value:
+        largest = float(ml_dtypes.finfo("float8_e4m3fn").max)
+        value = min(max(value, -largest), largest)
     if value != value or value in (float("inf"), float("-inf")):
         return value
+    if dtype in _FLOAT8:
+        return float(np.float32(_in_range(value, "float32")).astype(FINITE.get(dtype, dtype)))
     if dtype == "float16":
         try:
             return float(struct.unpack("<e", struct.pack("<e", value))[0])

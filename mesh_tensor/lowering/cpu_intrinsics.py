@@ -54,6 +54,7 @@ _TL = {
     "tl.__tan": "tan",
     "tl.fast_rcp": "rcp",
     "tl.fma": "fma",
+    "tl.ieee_fmaf": "fma",
     "tl.ieee_frcp": "rcp",
     "tl.ieee_frsqrt": "rsqrt",
     "tl.ieee_fsqrt": "sqrt",

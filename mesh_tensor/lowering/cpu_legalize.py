@@ -2,8 +2,9 @@
 
 That generator knows flat buffers only, has no bfloat16, prints six digits of a float, evaluates the operands of min and
 max twice, computes small integers in C's int, and moves `if_then_else` out of the expression that it is part of. So:
-indices become flat and 64 bits wide; 16-bit floats are stored as bit patterns and computed in float32, rounded after
-every operation; bools are stored as bytes; math, min, max and integer division are calls into the headers in `csrc`.
+indices become flat and 64 bits wide; 16-bit and 8-bit floats are stored as bit patterns and computed in float32,
+rounded after every operation; bools are stored as bytes; math, min, max and integer division are calls into the headers
+in `csrc`.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ class Workspace:
 @dataclass(frozen=True)
 class CKernel:
     """A function for the C code generator: `func` takes the data pointers and scalars of `params` in order, then the
-    values of `sizes`, then `workspaces`."""
+    values of `sizes`, then `workspaces`. `reports` are what it prints
+    and asserts."""
 
     func: tirx.PrimFunc
     params: tuple[tirx.Var, ...]
     sizes: tuple[tirx.Var, ...]
     workspaces: tuple[Workspace, ...]
     gemms: tuple[str, ...]
+    reports: tuple[str, ...]
 
 
 def legalize_for_c(func: tirx.PrimFunc, symbol: str) -> CKernel:
@@ -76,7 +79,9 @@ class _Legalize:
         all_params = [*params, *size_params, *(var for var, _ in self._workspaces)]
         flat = tirx.PrimFunc(all_params, body, ir.PrimType("void"), {}, None).with_attr({"global_symbol": symbol})
         workspaces = tuple(workspace for _, workspace in self._workspaces)
-        return CKernel(flat, tuple(func.params), sizes, workspaces, tuple(sorted(self._expr.gemms)))
+        return CKernel(
+            flat, tuple(func.params), sizes, workspaces, tuple(sorted(self._expr.gemms)), tuple(self._expr.reports)
+        )
 
     def _stmt(self, stmt: tirx.Stmt) -> tirx.Stmt | None:
         return self._table[type(stmt)](stmt)

@@ -11,7 +11,7 @@ from tvm import tirx
 
 from ..rules.tile_ops import Atomic, parse_previous
 from .cpu_combine import combine
-from .cpu_exprs import cast, children, map_children, op_name, seq
+from .cpu_exprs import cast, map_children, op_name, seq
 
 
 def update_before_use(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -45,7 +45,7 @@ def _taken(expr: tirx.PrimExpr, before: list[tirx.Stmt]) -> tirx.PrimExpr:
     atomic = parse_previous(expr)
     if atomic is not None:
         return _previous(atomic, before)
-    if isinstance(expr, (tirx.And, tirx.Or, tirx.Select)) or op_name(expr) == "tirx.if_then_else":
+    if isinstance(expr, (tirx.And, tirx.Or, tirx.Select, tirx.Let)) or op_name(expr) == "tirx.if_then_else":
         return expr
     if not any(parse_previous(node) for node in _nodes(expr)):
         return expr
@@ -63,4 +63,6 @@ def _previous(atomic: Atomic, before: list[tirx.Stmt]) -> tirx.PrimExpr:
 
 
 def _nodes(expr: tirx.PrimExpr) -> list[tirx.PrimExpr]:
-    return [expr, *(node for child in children(expr) for node in _nodes(child))]
+    found: list[tirx.PrimExpr] = []
+    tirx.stmt_functor.post_order_visit(expr, found.append)
+    return found

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from ..rules import tile_ops
+from ..rules.effects import written
 from ..rules.factors import Blocked, Factor
 from ..rules.linear import Linear, as_expr
 from ..rules.live_ranges import LiveRange
 from ..rules.padding import content_past_the_end, takes_whole_blocks
+from ..rules.reports import is_print, message_only, printed_buffers
 from ..rules.sharding_rule import Analysis
 from ..rules.statements import Statement, body_statements
 from .rewrite import block_like, region_call, replace_block, sequence, tile_op
@@ -73,7 +75,28 @@ def cut(analysis: Analysis, at: int, suffix: str) -> tuple[tirx.PrimFunc, tirx.P
     before = [stmt for stmt in stmts[:at] if stmt not in idle]
     first = _part(analysis, [*before, *(w.save() for w in workspaces)], workspaces)
     second = _part(analysis, [*again, *(w.restore() for w in workspaces), *stmts[at:]], workspaces)
+    second = _without_lost_prints(second, analysis, at)
     return first, second, workspaces
+
+
+def _without_lost_prints(part: tirx.PrimFunc, analysis: Analysis, at: int) -> tirx.PrimFunc:
+    """A print of what the part after the cut does not have says so instead."""
+    kernel, filled = analysis.kernel, set(written(part.body))
+
+    def is_lost(buffer: tirx.Buffer) -> bool:
+        if kernel.is_param(buffer):
+            return not kernel.uses(buffer, since=at)
+        return buffer not in filled and any(buffer.same_as(other) for other in kernel.on_chip)
+
+    def replace(node: tirx.AttrStmt) -> tirx.Stmt | None:
+        lost = sorted(b.name for b in printed_buffers(node) if is_lost(b)) if is_print(node) else []
+        return message_only(f"{', '.join(lost)}: not kept past a collective, print it earlier") if lost else None
+
+    body = tirx.stmt_functor.ir_transform(part.body, None, replace, ["tirx.AttrStmt"])
+    used = _used(body)
+    buffer_map = {p: b for p, b in part.buffer_map.items() if not kernel.is_param(b) or b in used}
+    params = [p for p in part.params if p in buffer_map or p not in part.buffer_map]
+    return tirx.PrimFunc(params, body, part.ret_type, buffer_map)
 
 
 def _is_live(live_range: LiveRange, at: int) -> bool:
@@ -165,13 +188,7 @@ def _part(analysis: Analysis, stmts: list[tirx.Stmt], workspaces: list[Workspace
     kernel = analysis.kernel
     func = kernel.func
     body = sequence(stmts)
-    used: set[tirx.Buffer] = set()
-
-    def visit(node: object) -> None:
-        if isinstance(node, (tirx.BufferLoad, tirx.BufferStore)):
-            used.add(node.buffer)
-
-    tirx.stmt_functor.post_order_visit(body, visit)
+    used = _used(body)
     allocs = [b for b in kernel.root.alloc_buffers if b in used]
     block = block_like(kernel.root, body, allocs)
     buffer_map = {p: b for p, b in func.buffer_map.items() if b in used}
@@ -179,3 +196,14 @@ def _part(analysis: Analysis, stmts: list[tirx.Stmt], workspaces: list[Workspace
     params = [p for p in func.params if p in buffer_map or p not in func.buffer_map]
     params = [p for p in params if p not in {w.handle for w in workspaces}] + [w.handle for w in workspaces]
     return tirx.PrimFunc(params, replace_block(func.body, block, {}), func.ret_type, buffer_map)
+
+
+def _used(body: tirx.Stmt) -> set[tirx.Buffer]:
+    found: set[tirx.Buffer] = set()
+
+    def visit(node: object) -> None:
+        if isinstance(node, (tirx.BufferLoad, tirx.BufferStore)):
+            found.add(node.buffer)
+
+    tirx.stmt_functor.post_order_visit(body, visit)
+    return found

@@ -22,6 +22,7 @@ class ValueRewriter:
         self.offsets = self._find_offsets(splits)
         self.block_offsets = self._find_offsets([s for s in splits if s.factor.aligned is not None])
         self.accesses = self._find_accesses()
+        self._ragged = any(not split.even or shrink.overruns(split) for split in splits)
         self._ranges: arith.Analyzer | None = None
 
     def rewrite(self, expr: tirx.PrimExpr) -> tirx.PrimExpr:
@@ -38,16 +39,17 @@ class ValueRewriter:
             placeholders[var] = self._load(node)
             return var
 
-        skeleton = _replace_outer_loads(expr, hide)
+        skeleton = replace_outer_loads(expr, hide)
         skeleton = tirx.stmt_functor.substitute(skeleton, offsets)
         return tirx.stmt_functor.substitute(skeleton, placeholders) if placeholders else skeleton
 
     def indices(self, access: Access) -> list[tirx.PrimExpr]:
         """An access's indices: local in the dims that tiles split, global values in dims that are needed whole. In an
         on-chip dim that no factor walks, blocks are global and positions in them stay what they are."""
-        return [self._index(access, dim, index) for dim, index in enumerate(access.indices)]
+        return [self._index(access, dim) for dim in range(len(access.indices))]
 
-    def _index(self, access: Access, dim: int, index: tirx.PrimExpr) -> tirx.PrimExpr:
+    def _index(self, access: Access, dim: int) -> tirx.PrimExpr:
+        index = access.indices[dim]
         if self.analysis.coordinates.of_access(access, dim) is not None:
             return index
         return self._rewrite(index, self.offsets if self.kernel.is_param(access.buffer) else self.block_offsets)
@@ -81,16 +83,28 @@ class ValueRewriter:
                 self._ranges.bind(loop.var, ir.Range.from_min_extent(self.rewrite(loop.min), extent))
         return [bound for bound in (index >= 0, index < size) if not self._ranges.can_prove(bound)]
 
+    def access(self, load: tirx.BufferLoad) -> Access | None:
+        """What the analysis knows of a load in the kernel."""
+        return self.accesses.get(_key(load))
+
     def _load(self, load: tirx.BufferLoad) -> tirx.PrimExpr:
-        access = self.accesses.get(_key(load))
+        access = self.access(load)
         if access is None:
             return load
         buffer = self.shrink.buffer(load.buffer)
         value: tirx.PrimExpr = tirx.BufferLoad(buffer, self.indices(access))
-        if self.kernel.is_param(load.buffer):
-            for condition in self.guards(access):
-                value = tirx.if_then_else(condition, value, tirx.const(0, load.dtype))
+        guards = self.guards(access) if self.kernel.is_param(load.buffer) else self._guards_on_chip(access)
+        for condition in guards:
+            value = tirx.if_then_else(condition, value, tirx.const(0, load.dtype))
         return value
+
+    def _guards_on_chip(self, access: Access) -> list[tirx.PrimExpr]:
+        """Conditions under which a load from an on-chip buffer stays inside it, if it is at a place that is loaded:
+        what is loaded past a tile's end is no place."""
+        if not self._ragged:
+            return []
+        loaded = [dim for dim, index in enumerate(access.indices) if contains_load(index)]
+        return [c for dim in loaded for c in self._outside(self._index(access, dim), access.buffer.shape[dim])]
 
     def _find_accesses(self) -> dict[tuple, Access]:
         return {_key(access): access for statement in self.kernel.statements for access in statement.accesses}
@@ -102,7 +116,9 @@ class ValueRewriter:
         blocks, and the outermost variable is shifted by the blocks before."""
         offsets: dict[tirx.Var, tirx.PrimExpr] = {}
         for split in splits:
-            for form in self.analysis.coordinates.forms[split.factor]:
+            for form in sorted(self.analysis.coordinates.forms[split.factor], key=lambda form: len(form.terms)):
+                if form.terms.keys() & offsets.keys():
+                    continue  # a loop that runs once, in a block of one: the other loop of it carries the offset
                 outer, step = form.ordered[0]
                 inner, _ = form.ordered[-1]
                 if split.factor.aligned is not None:
@@ -120,7 +136,7 @@ def _key(access: Access | tirx.BufferLoad) -> tuple:
     return (access.buffer, *access.indices)
 
 
-def _replace_outer_loads(expr: tirx.PrimExpr, replace) -> tirx.PrimExpr:
+def replace_outer_loads(expr: tirx.PrimExpr, replace) -> tirx.PrimExpr:
     """Exchange the outermost loads of an expression (loads inside a load's index go with it)."""
 
     def visit(node: object) -> object:

@@ -13,14 +13,18 @@ from collections.abc import Sequence
 from tvm import tirx
 
 from ..rules import tile_ops
+from ..rules.effects import changes_nothing, op_name
 from ..rules.fused_loops import fuse
 from ..rules.linear import as_expr, vars_of
+from ..rules.reports import assert_call, is_print
 from ..rules.sharding_rule import Analysis
 from ..rules.statements import Access, Statement, split_update
 from ..tile_helpers import resolve
 from .counted_once import CountedOnce
 from .expressions import ValueRewriter, contains_load, has_trap
+from .local_reports import LocalReports
 from .local_tile_ops import LocalTileOps
+from .loop_extents import LoopExtents
 from .padding_masks import PaddingMasks
 from .rewrite import block_like, loop_like, replace_block
 from .shrink import Shrink
@@ -47,6 +51,9 @@ class _Localizer:
         self.masks = PaddingMasks(analysis, self.splits, self.shrink, self.values)
         self.once = CountedOnce(analysis, self.splits)
         self.tile_ops = LocalTileOps(self.kernel, self.shrink, self.values, self.masks, self.once)
+        self.extents = LoopExtents(analysis, self.splits, self.shrink, self.values)
+        self.around = [loop.var for loop in self.kernel.grid]
+        self.reports = LocalReports(analysis, self.splits, self.shrink, self.values, coordinates)
         self.by_node: dict[tirx.Stmt, Statement] = {s.node: s for s in self.kernel.statements}
 
     def run(self, name: str) -> tuple[tirx.PrimFunc, tuple[str, ...]]:
@@ -85,9 +92,11 @@ class _Localizer:
         if isinstance(stmt, tirx.SeqStmt):
             return tirx.SeqStmt([self._visit(child) for child in stmt.seq])
         if isinstance(stmt, tirx.For):
-            extent = self.shrink.extents.get(stmt.loop_var)
-            extent = rewrite(stmt.extent) if extent is None else extent
-            return loop_like(stmt, extent, self._visit(stmt.body), start=rewrite(stmt.min))
+            extent = self.extents.extent(stmt, self.around)
+            self.around.append(stmt.loop_var)
+            body = self._visit(stmt.body)
+            self.around.pop()
+            return loop_like(stmt, extent, body, start=rewrite(stmt.min))
         if isinstance(stmt, tirx.IfThenElse):
             otherwise = None if stmt.else_case is None else self._visit(stmt.else_case)
             return tirx.IfThenElse(rewrite(stmt.condition), self._visit(stmt.then_case), otherwise)
@@ -102,6 +111,13 @@ class _Localizer:
     def _statement(self, statement: Statement) -> tirx.Stmt:
         if statement.unknown:
             return statement.node
+        if is_print(statement.node):
+            return self.reports.print(statement.node)
+        if isinstance(statement.node, tirx.AssertStmt) or assert_call(statement.node) is not None:
+            return self.reports.assertion(statement)
+        if changes_nothing(statement.node):
+            # What holds of the whole tensor need not hold of a tile's padding.
+            return tirx.Evaluate(0) if op_name(statement.node.value) == "tirx.assume" else statement.node
         if isinstance(statement.node, tirx.BufferStore):
             new = self._store(statement)
         elif statement.tile_op is not None:

@@ -33,7 +33,7 @@ from .splits import DeviceCoordinates, Split, make_split
 from .strict import check_strict
 from .tile_positions import check_positions
 from .tile_stores import check_stores
-from .view import Reading, check_local_layouts, over_tiles, read_view
+from .view import Reading, check_local_layouts, over_tiles, read_view, refuse_views_of_tiles
 
 _MOST_PARTS = 16
 
@@ -87,6 +87,7 @@ def lower_kernel(func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto
     mesh, annotations = read_annotations(func)
     asked = {name: annotation.sharding for name, annotation in annotations.items()}
     name = str(func.attrs["global_symbol"]) if "global_symbol" in func.attrs else "main"
+    refuse_views_of_tiles(func, asked, view)
     plain = normalize(func)
     shapes = {param: tuple(buffer.shape) for param, buffer in buffer_params(plain).items()}
     reading = read_view(plain, asked, view)
@@ -140,7 +141,7 @@ class _Lowering:
         layouts = Layouts(self.mesh, self.asked, shapes, list(buffer_params(self.func)), self.local_view)
         for index, part in enumerate(parts):
             if self.local_view:
-                self._check_layouts(part.analysis, part.assignment)
+                self._check_layouts(part.assignment)
             suffix = f"_{index}" if len(parts) > 1 else ""
             splits, local, axes = self._localize(part, f"{self.name}{suffix}")
             assignment = with_original_dims(self.made, part.assignment)
@@ -165,7 +166,7 @@ class _Lowering:
 
     def _check_over_tiles(self, analysis: Analysis, assignment: Assignment) -> None:
         """What is over tiles already can't be made local by any rewrite: it is checked."""
-        self._check_layouts(analysis, assignment)
+        self._check_layouts(assignment)
         splits = {
             factor: axes
             for factor in analysis.factors
@@ -174,14 +175,9 @@ class _Lowering:
         check_positions(self.name, analysis, splits, self.asked, self.shapes)
         check_stores(self.name, analysis, splits, self.asked)
 
-    def _check_layouts(self, analysis: Analysis, assignment: Assignment) -> None:
-        reasons = {}
-        for param, buffer in analysis.kernel.params.items():
-            for dim in range(len(buffer.shape)):
-                if why := analysis.reason_whole(param, dim) or assignment.whole.get((param, dim)):
-                    reasons[param, dim] = why
+    def _check_layouts(self, assignment: Assignment) -> None:
         for layouts in (assignment.needed, assignment.produced):
-            check_local_layouts(self.name, layouts, self.asked, reasons)
+            check_local_layouts(self.name, layouts, self.asked, assignment)
 
     def _cut_up(self, func: tirx.PrimFunc, analysis: Analysis, assignment: Assignment) -> list[_Part]:
         """Cut where a split factor's result is needed complete in the middle of the kernel."""
@@ -203,6 +199,8 @@ class _Lowering:
         for workspace in workspaces:
             shape = list(workspace.buffer.shape)
             for dim, factor in enumerate(workspace.factors):
+                if factor is None and self.local_view:
+                    factor = self._walked_by(workspace.mins[dim], analysis)
                 if factor is not None:
                     self.same_dim[(workspace.buffer.name, dim)] = self._canonical(factor)
                     shape[dim] = self._global_size(factor)
@@ -211,6 +209,12 @@ class _Lowering:
         if any(decided[0].read(workspace.buffer.name) for workspace in workspaces):
             raise _Unsplittable(cuts[at], "not all of what is live at the cut is certainly saved")
         return [*self._cut_up(first, *decided), *self._cut_up(second, *self._decide(second, assignment))]
+
+    def _walked_by(self, position: tirx.PrimExpr, analysis: Analysis) -> Factor | None:
+        """The factor of which a grid's variable is a coordinate: such a dim of a workspace is that of a tile, too."""
+        return next(
+            (f for f in analysis.factors if isinstance(position, tirx.Var) and f.roles.get(position) == 1), None
+        )
 
     def _is_split(self, assignment: Assignment, factor: Factor) -> bool:
         return any(self.mesh.size(axis) > 1 for axis in assignment.axes_of(factor))

@@ -16,42 +16,20 @@ from typing import Any, NoReturn
 from tvm import tirx
 
 from ..errors import refuse
+from ..rules.effects import changes_nothing
 from ..rules.im2col import im2col_loops
+from ..rules.reports import assert_call, is_print, print_call, without_thread_tests
 from ..rules.tile_ops import Region, TileOp, parse_tile_op
 from .cpu_bounds import Bounds
 from .cpu_exprs import all_of, const, if_then, is_pure_index, map_children, op_name, seq
 from .cpu_fuse import fuse_loops
 from .cpu_lanes import step_by_lanes
 from .cpu_previous import update_before_use
+from .cpu_reports import report_statements
 from .cpu_tile_ops import TileOps
+from .thread_index import FIX, FROM, refuse_thread_groups
 
-_WITHOUT_MEANING_ON_A_CPU = frozenset(
-    f"{namespace}.{name}"
-    for namespace, names in {
-        "tirx": ("tvm_storage_sync", "assume", "ptx_wait_group", "ptx_commit_group"),
-        "tl": (
-            "annotate_consumer_reg_alloc",
-            "annotate_producer_reg_dealloc",
-            "conflict_hint",
-            "fence_proxy_async",
-            "no_set_max_nreg",
-            "pdl_sync",
-            "pdl_trigger",
-            "set_max_nreg",
-            "sync_warp",
-            "wait_wgmma",
-            "warpgroup_arrive",
-            "warpgroup_commit_batch",
-            "warpgroup_wait",
-        ),
-    }.items()
-    for name in names
-)
-_IN_LOOP = {
-    "tl.loop_break": "tirx.break_loop",
-    "tirx.break_loop": "tirx.break_loop",
-    "tirx.continue_loop": "tirx.continue_loop",
-}
+_IN_LOOP = {name: name for name in ("tirx.break_loop", "tirx.continue_loop")} | {"tl.loop_break": "tirx.break_loop"}
 
 
 def retarget_for_cpu(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -78,12 +56,13 @@ class _Retarget:
             tirx.Bind: self._bind,
             tirx.BufferStore: self._store,
             tirx.Evaluate: self._evaluate,
-            tirx.AttrStmt: lambda attr: self._stmt(attr.body),
+            tirx.AttrStmt: self._attr,
             tirx.AllocBuffer: lambda alloc: self._alloc(alloc.buffer),
             tirx.DeclBuffer: lambda _: None,
         }
 
     def run(self) -> tirx.PrimFunc:
+        refuse_thread_groups(self._func, "c")
         func = update_before_use(self._func)
         self._in_scope.update(func.params)
         for buffer in func.buffer_map.values():
@@ -123,6 +102,9 @@ class _Retarget:
             return None
         body = seq([*allocations, body])
         return if_then(None if _always(realize.predicate) else self._expr(realize.predicate), body)
+
+    def _attr(self, attr: tirx.AttrStmt) -> tirx.Stmt | None:
+        return self._stmt(without_thread_tests(attr.body, self._thread_vars) if is_print(attr) else attr.body)
 
     def _alloc(self, buffer: tirx.Buffer) -> tirx.Stmt:
         self._in_scope.add(buffer.data)
@@ -205,8 +187,13 @@ class _Retarget:
 
     def _evaluate(self, stmt: tirx.Evaluate) -> tirx.Stmt | None:
         name = op_name(stmt.value)
-        if isinstance(stmt.value, tirx.IntImm) or name in _WITHOUT_MEANING_ON_A_CPU:
+        if isinstance(stmt.value, tirx.IntImm) or changes_nothing(stmt):
             return None
+        if print_call(stmt) is not None:
+            return seq(report_statements(stmt.value, self._expr))
+        if assert_call(stmt) is not None:
+            failed = tirx.Not(self._expr(stmt.value.args[0]))
+            return tirx.IfThenElse(failed, seq(report_statements(stmt.value, self._expr)), None)
         if name in _IN_LOOP:
             return tirx.Evaluate(tirx.Call("void", _IN_LOOP[name], []))
         op = parse_tile_op(stmt)
@@ -226,9 +213,9 @@ class _Retarget:
         if isinstance(expr, tirx.Var):
             if expr in self._thread_vars:
                 self._refuse(
-                    f"the thread index '{expr.name}' can't be used on a CPU",
+                    f"the thread index '{expr.name}', {FROM}, can't be used on a CPU",
                     "a program of the grid runs as one thread there",
-                    'write it with T.Parallel, T.copy and T.reduce_*, or use target="cuda"',
+                    FIX,
                 )
             return self._expr(self._inlined[expr]) if expr in self._inlined else expr
         if isinstance(expr, tirx.Select) or op_name(expr) == "tirx.if_then_else":

@@ -10,37 +10,33 @@ What the author adds is taken at its word.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 
 from tvm import tirx
 
 from ..errors import refuse
-from ..propagation import tile_extent
 from ..rules.factors import Factor
 from ..rules.linear import Linear, vars_of
-from ..rules.padding import is_inside
+from ..rules.padding import is_inside, padding_is_neutral
 from ..rules.sharding_rule import Analysis
 from ..rules.statements import Access, Loop, Statement, describe
 from ..rules.values import IDEMPOTENT
 from ..sharding import Sharding
-from ..tile_helpers import TileHelper, as_helper, helpers_in
+from ..tile_helpers import as_helper, helpers_in
+from .tile_sums import SplitFactors, Sum, TileSums
 
 _COMPARISONS = (tirx.LT, tirx.LE, tirx.GT, tirx.GE, tirx.EQ, tirx.NE)
-_SUMS = (tirx.Add, tirx.Sub)
-_EXTREMES = (tirx.Min, tirx.Max)
-_QUOTIENTS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
-_NUMBERS = (tirx.IntImm, tirx.FloatImm, tirx.StringImm)
-_PARTS: dict[type | tuple[type, ...], tuple[str, ...]] = {
-    (*_QUOTIENTS, tirx.Mul, tirx.And, tirx.Or): ("a", "b"),
-    tirx.Not: ("a",),
-    tirx.Select: ("condition", "true_value", "false_value"),
-    tirx.Ramp: ("base", "stride"),
-    tirx.Broadcast: ("value",),
-    _NUMBERS: (),
+_NUMBERS = (tirx.IntImm, tirx.FloatImm)
+#: Dtypes that hold a position as it is.
+_WIDE = ("int32", "int64", "float32", "float64")
+_PARTS: dict[tuple[type, ...], tuple[str, ...]] = {
+    (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod): ("a", "b"),
+    (tirx.Min, tirx.Max, tirx.And, tirx.Or): ("a", "b"),
+    (tirx.Not,): ("a",),
+    (tirx.Cast, tirx.Broadcast): ("value",),
+    (tirx.Select,): ("condition", "true_value", "false_value"),
+    (tirx.Ramp,): ("base", "stride"),
+    (tirx.StringImm,): (),
 }
-
-#: The split factors of a kernel, each with its axes of more than one device.
-SplitFactors = Mapping[Factor, tuple[str, ...]]
 
 
 def check_positions(
@@ -52,7 +48,7 @@ def check_positions(
         MeshTensorError: lists the loops whose position is used otherwise.
     """
     check = _Check(analysis, splits, asked, shapes)
-    problems = [*check.unlike(), *check.lanes(), *check.uses()]
+    problems = [*check.unlike(), *check.lanes(), *check.overruns(), *check.uses()]
     if problems:
         refuse(
             list(dict.fromkeys(problems)),
@@ -63,17 +59,6 @@ def check_positions(
         )
 
 
-@dataclass
-class _Found:
-    """In a sum or a comparison: the loops whose positions no helper has made global, and the helpers."""
-
-    loops: set[tirx.Var] = field(default_factory=set)
-    helpers: list[TileHelper] = field(default_factory=list)
-
-    def __add__(self, other: _Found) -> _Found:
-        return _Found(self.loops | other.loops, [*self.helpers, *other.helpers])
-
-
 class _Check:
     def __init__(
         self, analysis: Analysis, splits: SplitFactors, asked: Mapping[str, Sharding], shapes: Mapping[str, tuple]
@@ -82,6 +67,7 @@ class _Check:
         self.split = splits
         walks: dict[tirx.Var, Factor | None] = {var: factor for factor in splits for var in factor.roles}
         self.walks = {**walks, **self._detached_loops()}
+        self.sums = TileSums(analysis, splits, asked, shapes, self.walks)
 
     def _detached_loops(self) -> dict[tirx.Var, None]:
         """Loops that walk no dim but may count tiles: those of the grid, and those as long as a tile."""
@@ -112,17 +98,25 @@ class _Check:
 
     def lanes(self) -> Iterator[str]:
         """Values per position in a block, where blocks don't start where they would on one device."""
-        for factor, axes in self.split.items():
+        for factor in self.split:
+            if factor.lanes is not None and not self.sums.has_whole_blocks(factor, factor.block):
+                (param, dim), tile = factor.dims[0], self.kernel.analyzer.simplify(factor.size)
+                tiles = f"tiles of {tile} in {param}[{dim}]"
+                yield f"{factor.lanes}, and {tiles} are not whole blocks of {factor.block}"
+
+    def overruns(self) -> Iterator[str]:
+        """Blocks that reach past the end on one device, where what is there counts, even if they fill the tiles."""
+        for factor in self.split:
             param, dim = factor.dims[0]
-            sizes = [self.asked[param].mesh.size(axis) for axis in axes]
-            tiles = [tile_extent(self.shapes[param][dim], sizes[: n + 1]) for n in range(len(sizes))]
-            whole = all(
-                self.kernel.analyzer.can_prove_equal(tirx.floormod(tirx.convert(tile), factor.block), 0)
-                for tile in tiles
-            )
-            if factor.lanes is not None and not whole:
-                tile = f"tiles of {tiles[-1]} in {param}[{dim}]"
-                yield f"{factor.lanes}, and {tile} are not whole blocks of {factor.block}"
+            size = self.shapes[param][dim]
+            if self.kernel.analyzer.can_prove_equal(tirx.floormod(tirx.convert(size), factor.block), 0):
+                continue
+            for statement in self.analysis.reductions[factor].updates:
+                if not padding_is_neutral(statement, self.kernel, self.analysis.coordinates, factor, past_the_end=True):
+                    yield (
+                        f"on one device blocks of {factor.block} reach past the end of {param}[{dim}] ({size}), and "
+                        f"{describe(statement)} counts what is there"
+                    )
 
     # -- positions -----------------------------------------------------------------------------------------------------
 
@@ -166,14 +160,14 @@ class _Check:
         """A loop that goes as far as a tile is valid walks a dim that is split like it."""
         factor = self.walks.get(loop.var)
         for helper in helpers_in(tirx.Evaluate(loop.extent)):
-            if factor is not None and helper.is_extent and not self._alike(helper, factor):
+            if factor is not None and helper.is_extent and not self.sums.alike(*helper.place, factor):
                 yield f"loop {loop.var.name} walks {self._dim(factor)}, but goes as far as {helper}"
 
     def _expr(self, expr: tirx.PrimExpr, statement: Statement | None, what: str) -> Iterator[str]:
         if isinstance(expr, int):
             return
         problems: list[tirx.Var] = []
-        self._close(self._scan(expr, statement, problems), problems)
+        self._close(self._sum(expr, statement, problems), problems)
         by_factor: dict[Factor | None, list[str]] = {}
         for var in dict.fromkeys(problems):
             by_factor.setdefault(self.walks[var], []).append(var.name)
@@ -184,55 +178,49 @@ class _Check:
             else:
                 yield f"{loops} {self._dim(factor)}, split over {', '.join(self.split[factor])}: {what}"
 
-    def _scan(self, expr: tirx.PrimExpr, statement: Statement | None, problems: list[tirx.Var]) -> _Found:
-        """What is in a sum or comparison that is still open; what is not, has been noted in `problems`."""
+    def _sum(self, expr: tirx.PrimExpr, statement: Statement | None, problems: list[tirx.Var]) -> Sum:
+        """The expression as a sum. Positions inside of its terms have to be global by themselves; those that aren't are
+        added to `problems`."""
         helper = as_helper(expr)
         if helper is not None:
-            return _Found(helpers=[helper])
+            return Sum({helper.key: 1})
         if isinstance(expr, tirx.Var):
-            return _Found({expr} if expr in self.walks else set())
+            return Sum({expr: 1}) if expr in self.walks else Sum(rest=True)
+        if isinstance(expr, _NUMBERS):
+            return Sum(const=expr.value)
+        if isinstance(expr, tirx.Cast) and expr.dtype in _WIDE:
+            return self._sum(expr.value, statement, problems)
+        if isinstance(expr, (tirx.Add, tirx.Sub)):
+            right = self._sum(expr.b, statement, problems)
+            return self._sum(expr.a, statement, problems) + right.scaled(1 if isinstance(expr, tirx.Add) else -1)
+        if isinstance(expr, tirx.Mul) and isinstance(expr.b, _NUMBERS):
+            return self._sum(expr.a, statement, problems).scaled(expr.b.value)
+        if isinstance(expr, tirx.FloorDiv) and isinstance(expr.b, tirx.IntImm) and (start := as_helper(expr.a)):
+            return Sum({(*start.key, int(expr.b)): 1})
+        self._term(expr, statement, problems)
+        return Sum(rest=True)
+
+    def _term(self, expr: tirx.PrimExpr, statement: Statement | None, problems: list[tirx.Var]) -> None:
+        """Close what an expression is made of that is no sum."""
         if isinstance(expr, tirx.BufferLoad):
-            return _Found()  # its indices are those of an access
-        if isinstance(expr, tirx.Cast):
-            return self._scan(expr.value, statement, problems)
-        if isinstance(expr, (*_SUMS, *_COMPARISONS, *_EXTREMES)) or _is_multiple(expr):
-            both = self._scan(expr.a, statement, problems) + self._scan(expr.b, statement, problems)
-            if isinstance(expr, _COMPARISONS):
-                if not self._is_bounds_test(expr, statement):
-                    self._close(both, problems)
-                return _Found()
-            return self._closed(both, problems) if isinstance(expr, _EXTREMES) else both
-        inner = _parts(expr)
-        if inner is None:
-            return self._closed(_Found(vars_of([expr], {}) & self.walks.keys()), problems)
-        parts = [self._scan(part, statement, problems) for part in inner]
+            return  # its indices are those of an access
+        if isinstance(expr, _COMPARISONS):
+            difference = self._sum(expr.a, statement, problems) + self._sum(expr.b, statement, problems).scaled(-1)
+            if not self.sums.is_valid_test(expr, difference) and not self._is_bounds_test(expr, statement):
+                self._close(difference, problems)
+            return
+        parts = _parts(expr)
+        if parts is None:
+            problems += sorted(vars_of([expr], {}) & self.walks.keys(), key=lambda var: var.name)
+            return
         for part in parts:
-            self._close(part, problems)
-        helpers = [h for part in parts for h in part.helpers] if isinstance(expr, (*_QUOTIENTS, tirx.Mul)) else []
-        return _Found(helpers=helpers)
+            self._close(self._sum(part, statement, problems), problems)
 
-    def _closed(self, found: _Found, problems: list[tirx.Var]) -> _Found:
-        self._close(found, problems)
-        return _Found(helpers=found.helpers)
-
-    def _close(self, found: _Found, problems: list[tirx.Var]) -> None:
-        problems += sorted((v for v in found.loops if not self._is_global(v, found.helpers)), key=lambda v: v.name)
-
-    def _is_global(self, var: tirx.Var, helpers: list[TileHelper]) -> bool:
-        factor = self.walks[var]
-        if factor is None:
-            return bool(helpers)
-        axes = {helper.axis for helper in helpers}
-        return set(self.split[factor]) <= axes or any(self._alike(helper, factor) for helper in helpers)
-
-    def _alike(self, helper: TileHelper, factor: Factor) -> bool:
-        """Whether the helper is that of a dim which is split like those of the factor."""
-        if helper.axis is not None:
-            return False
-        (buffer, at), (param, dim) = helper.place, factor.dims[0]
-        same_axes = self.asked[buffer].axes_of(at) == self.asked[param].axes_of(dim)
-        sizes = self.shapes[buffer][at], self.shapes[param][dim]
-        return same_axes and self.kernel.analyzer.can_prove_equal(*sizes)
+    def _close(self, total: Sum, problems: list[tirx.Var]) -> None:
+        """Note the positions in a sum that are not global."""
+        for factor, positions in self.sums.positions(total).items():
+            if factor is None or not self.sums.is_global(total, positions, factor):
+                problems += positions
 
     def _is_bounds_test(self, condition: tirx.PrimExpr, statement: Statement | None) -> bool:
         """Whether the condition is the same at every position inside the whole dims, and so inside all tiles."""
@@ -248,13 +236,6 @@ class _Check:
     def _dim(self, factor: Factor) -> str:
         param, dim = factor.dims[0]
         return f"the tile of {param}[{dim}]"
-
-
-def _is_multiple(expr: tirx.PrimExpr) -> bool:
-    """A product with a number or a size."""
-    return isinstance(expr, tirx.Mul) and any(
-        isinstance(part, (tirx.IntImm, tirx.FloatImm)) for part in (expr.a, expr.b)
-    )
 
 
 def _parts(expr: tirx.PrimExpr) -> list[tirx.PrimExpr] | None:

@@ -17,7 +17,7 @@ from ..rules.sharding_rule import Analysis
 from ..rules.statements import Statement
 from ..sharding import Sharding
 from ..tile_helpers import helpers_in
-from .tile_positions import SplitFactors
+from .tile_sums import SplitFactors
 
 
 def check_stores(name: str, analysis: Analysis, splits: SplitFactors, asked: Mapping[str, Sharding]) -> None:

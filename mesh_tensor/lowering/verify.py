@@ -54,7 +54,7 @@ def verify_local(kernel: LocalKernel, mesh: Mesh) -> None:
     """
     func = kernel.func
     problems = [*leftovers(func), *collectives_in(func), *_long_loops(kernel, mesh)]
-    problems += accesses_outside(func, kernel.analysis.coordinates.detached)
+    problems += accesses_outside(func, {*kernel.analysis.coordinates.detached, *_left_as_they_are(kernel)})
     if not tirx.analysis.verify_well_formed(declared(func), assert_mode=False):
         problems.append("it is not well-formed: a variable is used but not defined, or defined twice")
     raise_on(problems, f"local kernel {name_of(func)}")
@@ -96,6 +96,13 @@ def collectives_in(func: tirx.PrimFunc) -> list[str]:
 
     tirx.stmt_functor.post_order_visit(func.body, visit)
     return found
+
+
+def _left_as_they_are(kernel: LocalKernel) -> Iterator[tuple[str, int]]:
+    """The dims that statements write which are not understood, and so stay as the author wrote them."""
+    for statement in kernel.analysis.kernel.statements:
+        for buffer in statement.may_write if statement.unknown else ():
+            yield from ((buffer.name, dim) for dim in range(len(buffer.shape)))
 
 
 def _long_loops(kernel: LocalKernel, mesh: Mesh) -> list[str]:

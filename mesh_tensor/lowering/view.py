@@ -11,11 +11,14 @@ from tvm import arith, tirx
 
 from ..errors import refuse
 from ..frontend import TILES_ATTR
+from ..propagation import Assignment
 from ..rules.coverage import why_not_covered
 from ..rules.linear import Linear
+from ..rules.memory import memories, named
 from ..rules.other_dims import reshaped
 from ..rules.reader import read_kernel
 from ..rules.statements import Access, Kernel, Statement, buffer_params
+from ..rules.view_map import ViewMap
 from ..sharding import Sharding
 from ..tile_helpers import fill, helpers_in
 from .rewrite import exchange_buffers
@@ -157,6 +160,32 @@ def _walks(func: tirx.PrimFunc, asked: dict[str, Sharding]) -> _Walks:
     return walks
 
 
+def refuse_views_of_tiles(func: tirx.PrimFunc, asked: dict[str, Sharding], view: str) -> None:
+    """In a kernel over tiles a view is one of the tile, whose rows are shorter than the tensor's where a dim after the
+    first one is split: the same view of the tensor is not that.
+
+    Raises:
+        MeshTensorError: there are such views; they are named.
+    """
+    if view == "global" or (view == "auto" and not (func.attrs is not None and TILES_ATTR in func.attrs)):
+        return
+    facts = [
+        f"buffer {named(buffer)} is a view of {memory.owner.name!r}, whose dim {dim} is split"
+        for memory in memories(func).values()
+        if memory.is_param and str(memory.owner.name) in asked
+        for buffer in memory.views
+        for dim in ViewMap(buffer, memory.owner, arith.Analyzer()).mixed_dims
+        if asked[str(memory.owner.name)].num_shards(dim) > 1
+    ]
+    if facts:
+        refuse(
+            facts,
+            why="the tile's rows are not the tensor's: a view of the one is none of the other",
+            fix="index the parameter itself, split its first dim only, or write the kernel over whole tensors and say "
+            "view='global'",
+        )
+
+
 def _note(access: Access, statement: Statement, sharding: Sharding, kernel: Kernel, walks: _Walks) -> None:
     tile_shape = sharding.tile_shape(tuple(access.buffer.shape))
     for dim, (size, tile) in enumerate(zip(access.buffer.shape, tile_shape, strict=True)):
@@ -206,7 +235,7 @@ def _check_helpers(func: tirx.PrimFunc, asked: dict[str, Sharding]) -> None:
 
 
 def check_local_layouts(
-    name: str, layouts: dict[str, Sharding], asked: dict[str, Sharding], reasons: dict[tuple[str, int], str]
+    name: str, layouts: dict[str, Sharding], asked: dict[str, Sharding], assignment: Assignment
 ) -> None:
     """A kernel over tiles takes and leaves its tiles as they lie: nothing can be gathered before it, or split after it.
 
@@ -215,13 +244,13 @@ def check_local_layouts(
     """
     problems = []
     for param, layout in layouts.items():
-        differ = [axis for axis in layout.mesh.axis_names if layout.mesh.size(axis) > 1]
-        differ = [a for a in differ if param in asked and layout.dim_of(a) != asked[param].dim_of(a)]
-        if differ:
-            dims = [dim for axis in differ for dim in (asked[param].dim_of(axis), layout.dim_of(axis))]
-            why = "; ".join(dict.fromkeys(reasons[param, d] for d in dims if d is not None and (param, d) in reasons))
-            fact = f"buffer {param!r} is annotated '{asked[param]}', but the kernel uses it as '{layout}'"
-            problems.append(f"{fact}: {why}" if why else fact)
+        axes = [axis for axis in layout.mesh.axis_names if layout.mesh.size(axis) > 1]
+        axes = [a for a in axes if param in asked and layout.dim_of(a) != asked[param].dim_of(a)]
+        if axes:
+            why = "; ".join(_why_otherwise(param, asked[param].dim_of(axis), axis, assignment) for axis in axes)
+            problems.append(
+                f"buffer {param!r} is annotated '{asked[param]}', but the kernel uses it as '{layout}': {why}"
+            )
     if problems:
         refuse(
             problems,
@@ -229,3 +258,13 @@ def check_local_layouts(
             fix="annotate what the kernel does (a buffer that is not annotated is replicated), or write it over whole "
             "tensors",
         )
+
+
+def _why_otherwise(param: str, dim: int | None, axis: str, assignment: Assignment) -> str:
+    """Why the axis does not split that dim: what of the kernel needs it whole, or what the axis splits instead."""
+    reason = None if dim is None else assignment.whole.get((param, dim))
+    if reason is not None:
+        return f"dim {dim} is needed whole on axis {axis!r}: {reason}"
+    factor = assignment.axes[axis]
+    splits = "nothing" if factor is None else f"factor {factor.name}"
+    return f"axis {axis!r} splits {splits} ({assignment.reasons[axis]})"

@@ -4,9 +4,36 @@ from __future__ import annotations
 
 from tvm import ir, tirx
 
-#: Functions that TileLang registers as if they did more than compute a value.
-_PURE = frozenset(
-    f"tl.{name}" for name in ("__exp", "__exp10", "__log", "__log2", "__log10", "__sin", "__cos", "__tan", "fast_rcp")
+from ..tile_helpers import CALLED
+
+
+def _ops(namespace: str, names: str) -> frozenset[str]:
+    return frozenset(f"{namespace}.{name}" for name in names.split())
+
+
+#: Functions of their arguments alone: the value at an element needs nothing but the arguments at that element. What is
+#: not listed, such as everything that asks which thread, warp or lane it is, is more than that.
+ELEMENTWISE = (
+    _ops("tirx", "acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf exp exp10 exp2 fabs floor fma fmod")
+    | _ops(
+        "tirx", "hypot ldexp log log10 log1p log2 nearbyint nextafter pow round rsqrt sigmoid sin sinh sqrt tan tanh"
+    )
+    | _ops("tirx", "trunc isfinite isinf isnan if_then_else likely reinterpret large_uint_imm tvm_thread_invariant")
+    | _ops("tirx", "bitwise_and bitwise_not bitwise_or bitwise_xor shift_left shift_right clz popcount dp4a")
+    | _ops("tirx", "q_multiply_shift q_multiply_shift_per_axis vectorcombine vectorhigh vectorlow")
+    | _ops("tl", "__cos __exp __exp10 __log __log10 __log2 __sin __tan __ffs __fns fast_rcp clamp fma fmul infinity")
+    | _ops("tl", "ieee_add ieee_fdiv ieee_fmaf ieee_frcp ieee_frsqrt ieee_fsqrt ieee_mul ieee_sub max_nan min_nan")
+    | _ops("tl", "abs2 add2 fma2 max2 max2_nan min2 min2_nan mul2 sub2 pack_b16 pack_b8x4 pow_of_int __ldg")
+    | _ops("tl", "round_ties_away_from_zero")
+    | frozenset(CALLED)
+)
+
+#: Statements that change no value and no statement's running: barriers inside a program, hints to a compiler.
+NO_EFFECT = (
+    _ops("tirx", "tvm_storage_sync assume ptx_wait_group ptx_commit_group")
+    | _ops("tl", "annotate_consumer_reg_alloc annotate_producer_reg_dealloc conflict_hint fence_proxy_async")
+    | _ops("tl", "no_set_max_nreg pdl_sync pdl_trigger set_max_nreg sync_warp wait_wgmma warpgroup_arrive")
+    | _ops("tl", "warpgroup_commit_batch warpgroup_wait")
 )
 #: What takes an element for the place that it is at.
 POINTERS = frozenset(("tl.access_ptr", "tirx.address_of", "tirx.tvm_access_ptr"))
@@ -25,7 +52,7 @@ def side_effect(stmt: tirx.Stmt) -> str | None:
         for call in _calls(expr):
             if not isinstance(call.op, ir.Op):
                 return str(call.op)
-            if call.op.name in POINTERS or not _is_pure(call.op):
+            if call.op.name not in ELEMENTWISE:
                 return call.op.name
     return None
 
@@ -68,6 +95,18 @@ def written(stmt: tirx.Stmt) -> tuple[tirx.Buffer, ...]:
     return tuple(found)
 
 
+def pointers(stmt: tirx.Stmt) -> set[tirx.Var]:
+    """The variables that calls in the statement get as pointers: all that they point to may be read and written."""
+    found: set[tirx.Var] = set()
+
+    def visit(node: object) -> None:
+        if isinstance(node, tirx.Call):
+            found.update(arg for arg in node.args if isinstance(arg, tirx.Var) and arg.dtype == "handle")
+
+    tirx.stmt_functor.post_order_visit(stmt, visit)
+    return found
+
+
 def buffers_of(stmt: tirx.Stmt) -> tuple[tirx.Buffer, ...]:
     """The buffers that a statement itself names: of a loop or a branch those in its bounds or its condition."""
     found: list[tirx.Buffer] = [stmt.buffer] if isinstance(stmt, tirx.BufferStore) else []
@@ -98,9 +137,14 @@ def _expressions(stmt: tirx.Stmt) -> list[tirx.PrimExpr]:
     return [stmt.min, stmt.extent] if isinstance(stmt, tirx.For) else []
 
 
-def _is_pure(op: ir.Op) -> bool:
-    kind = op.get_attr("TCallEffectKind")
-    return kind is None or int(kind) <= 1 or op.name in _PURE
+def op_name(expr: object) -> str:
+    """The name of the operator that `expr` calls, or "" if it is no such call."""
+    return expr.op.name if isinstance(expr, tirx.Call) and isinstance(expr.op, ir.Op) else ""
+
+
+def changes_nothing(stmt: tirx.Stmt) -> bool:
+    """Whether the statement is a barrier or a hint: the same values are computed without it."""
+    return isinstance(stmt, tirx.Evaluate) and op_name(stmt.value) in NO_EFFECT
 
 
 def _calls(expr: tirx.PrimExpr | tirx.Stmt) -> list[tirx.Call]:

@@ -2,7 +2,7 @@
 
 Index bindings are inlined; accesses through views become accesses to what they are views of; a `T.gemm` that clears
 its accumulator on a condition becomes a conditional fill and a plain gemm, a `T.im2col` loops; grid loops that walk two
-dims at once become two loops.
+dims at once become two loops; what a print is made of becomes one statement.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from tvm import ir, tirx
 from ..tile_helpers import as_helper
 from .fused_loops import unfuse
 from .im2col import im2col_loops
+from .reports import mark_prints
 from .views import resolve_views
 
 
@@ -22,7 +23,7 @@ def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
         MeshTensorError: a buffer is in no memory that is known, or a view is not understood.
     """
     func = func.with_body(tirx.stmt_functor.ir_transform(func.body, None, _plain_operation, ["tirx.Evaluate"]))
-    return unfuse(resolve_views(_inline_bindings(func)))
+    return unfuse(resolve_views(mark_prints(_inline_bindings(func))))
 
 
 def _inline_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:

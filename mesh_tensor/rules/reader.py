@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tvm import arith, ir, tirx
+from tvm.tirx.stmt_functor import post_order_visit
 
-from ..errors import MeshTensorError
+from ..errors import MeshTensorError, refuse
 from . import effects, tile_ops
 from .linear import linear_form
+from .reports import assert_call, is_print
 from .statements import Access, Kernel, Loop, Statement, body_statements, buffer_params, split_update
 from .tile_reader import TileReader, Unmatched
 from .views import left_views
@@ -16,8 +18,9 @@ from .views import left_views
 
 def read_kernel(func: tirx.PrimFunc) -> Kernel:
     """Flatten `func`, a function with one grid."""
-    reader = _Reader(func)
     loops, block, binds = _find_grid(func)
+    reader = _Reader(func, block)
+    _check_supported(func, block)
     reader.binds.update(binds)
     reader.loops = list(loops)
     tree = reader.read(block.body)
@@ -70,8 +73,8 @@ def _name(func: tirx.PrimFunc) -> str:
 class _Reader:
     """Walks a kernel's body once and collects statements."""
 
-    def __init__(self, func: tirx.PrimFunc):
-        self.func = func
+    def __init__(self, func: tirx.PrimFunc, root: tirx.SBlock):
+        self.func, self.root = func, root
         self.analyzer = arith.Analyzer()
         self.binds: dict[tirx.Var, tirx.PrimExpr] = {}
         self.bound_reads: dict[tirx.Var, tuple[Access, ...]] = {}
@@ -98,7 +101,7 @@ class _Reader:
     def _visit(self, stmt: tirx.Stmt) -> list:
         if isinstance(stmt, tirx.SeqStmt):
             return [node for child in stmt.seq for node in self._visit(child)]
-        effect = effects.side_effect(stmt) or self._view_in(stmt)
+        effect = effects.side_effect(stmt) or self._view_in(stmt) or _vector(stmt)
         if effect is not None:
             if isinstance(stmt, tirx.Bind):
                 self.binds[stmt.var] = stmt.value
@@ -109,6 +112,10 @@ class _Reader:
             return [self._visit_if(stmt)]
         if isinstance(stmt, tirx.BufferStore):
             return [self._add(self._store(stmt))]
+        if is_print(stmt):
+            return [self._add(self.statement(stmt))]
+        if isinstance(stmt, tirx.AssertStmt):
+            return [self._add(self._read_only(stmt, stmt.condition))]
         if isinstance(stmt, tirx.Bind):
             self.binds[stmt.var] = stmt.value
             self.bound_reads[stmt.var] = self.loads([stmt.value])
@@ -173,8 +180,14 @@ class _Reader:
 
     def _opaque(self, stmt: tirx.Stmt, what: str) -> Statement:
         """A statement that nothing is known of: it reads and writes every buffer in it, anywhere."""
-        written = tuple(self.owners.get(buffer, buffer) for buffer in effects.written(stmt))
-        return self.statement(stmt, reads=self.loads([stmt]), unknown=what, may_write=written)
+        pointed = [buffer for buffer in self._buffers() if buffer.data in effects.pointers(stmt)]
+        anywhere = tuple(self.access(buffer, [tirx.IntImm("int32", 0)] * len(buffer.shape)) for buffer in pointed)
+        written = tuple(self.owners.get(buffer, buffer) for buffer in (*effects.written(stmt), *pointed))
+        return self.statement(stmt, reads=(*self.loads([stmt]), *anywhere), unknown=what, may_write=written)
+
+    def _buffers(self) -> list[tirx.Buffer]:
+        """The parameters and on-chip buffers that are known so far."""
+        return [*self.func.buffer_map.values(), *self.root.alloc_buffers, *self.allocs]
 
     def access(self, buffer: tirx.Buffer, indices) -> Access:
         if buffer in self.owners:  # somewhere in its owner's memory
@@ -193,7 +206,7 @@ class _Reader:
 
         for node in nodes:
             if not isinstance(node, int):
-                tirx.stmt_functor.post_order_visit(node, visit)
+                post_order_visit(node, visit)
         return tuple(found)
 
     def _store(self, stmt: tirx.BufferStore) -> Statement:
@@ -203,7 +216,15 @@ class _Reader:
             stmt, write=write, reads=(*self.loads([value]), *self.loads(stmt.indices)), values=(value,), op=op
         )
 
+    def _read_only(self, stmt: tirx.Stmt, condition: tirx.PrimExpr) -> Statement:
+        return self.statement(stmt, reads=self.loads([condition]), values=(condition,))
+
     def _evaluate(self, stmt: tirx.Evaluate) -> Statement:
+        if effects.changes_nothing(stmt):
+            return self.statement(stmt)
+        asserted = assert_call(stmt)
+        if asserted is not None:
+            return self._read_only(stmt, asserted.args[0])
         record = tile_ops.parse_tile_op(stmt)
         if record is None:
             if not any(True for _ in _calls(stmt.value)):
@@ -215,13 +236,57 @@ class _Reader:
             return self._opaque(stmt, str(error))
 
 
+def _check_supported(func: tirx.PrimFunc, block: tirx.SBlock) -> None:
+    """Refuse what means more than one program of the kernel."""
+    where = f"kernel {_name(func)!r}"
+    _check_safe_values(func, block, where)
+    stmts: list[tirx.Evaluate] = []
+    post_order_visit(block.body, lambda n: stmts.append(n) if isinstance(n, tirx.Evaluate) else None)
+    for found in filter(None, map(tile_ops.between_programs, stmts)):
+        refuse(
+            found,
+            where=where,
+            why="programs of the grid are run one by one, and on several devices",
+            fix="copy through a buffer of this program, or through a parameter",
+        )
+
+
+def _check_safe_values(func: tirx.PrimFunc, block: tirx.SBlock, where: str) -> None:
+    """Refuse values outside a buffer that single loads would have to give: those give 0."""
+    safe = block.annotations.get("safe_value_map", {})
+    asked = [b for b in func.buffer_map.values() if b.data in safe and not _is_zero(safe[b.data])]
+    single: list[tirx.Buffer] = []
+
+    def visit(node: object) -> None:
+        if isinstance(node, (tirx.BufferStore, tirx.IfThenElse, tirx.Bind)):
+            value = node.condition if isinstance(node, tirx.IfThenElse) else node.value
+            post_order_visit(value, lambda n: single.append(n.buffer) if isinstance(n, tirx.BufferLoad) else None)
+
+    post_order_visit(block.body, visit)
+    found = [f"T.annotate_safe_value of {b.name!r}, which is read element by element" for b in asked if b in single]
+    if found:
+        refuse(found, where=where, why="it is supported where T.copy reads", fix="T.copy the block to a shared buffer")
+
+
+def _is_zero(value: object) -> bool:
+    return isinstance(value, (int, float, tirx.IntImm, tirx.FloatImm)) and float(getattr(value, "value", value)) == 0
+
+
+def _vector(stmt: tirx.Stmt) -> str | None:
+    """What an access of several elements at once is called; None without one."""
+    found: list[object] = []
+    if isinstance(stmt, (tirx.BufferStore, tirx.Bind)):
+        post_order_visit(stmt, lambda n: found.append(n) if isinstance(n, (tirx.Ramp, tirx.Broadcast)) else None)
+    return "an access of a vector" if found else None
+
+
 def _shape(buffer: tirx.Buffer) -> str:
     return f"{buffer.name or 'a buffer'} ({', '.join(str(size) for size in buffer.shape)}) {buffer.dtype}"
 
 
 def _calls(expr: tirx.PrimExpr) -> Iterator[tirx.Call]:
     found: list[tirx.Call] = []
-    tirx.stmt_functor.post_order_visit(expr, lambda n: found.append(n) if isinstance(n, tirx.Call) else None)
+    post_order_visit(expr, lambda n: found.append(n) if isinstance(n, tirx.Call) else None)
     return iter(found)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from tvm import tirx
 
+from .._kernel_source import check_kernel
 from .content import needs_content, only_keeps_content
 from .coordinates import Coordinates
 from .factors import Factor
@@ -108,7 +109,7 @@ def sharding_rule(prim_func: tirx.PrimFunc) -> ShardingRule:
     Raises:
         MeshTensorError: the function is not one TileLang kernel.
     """
-    return rule_of(analyse(normalize(prim_func)))
+    return rule_of(analyse(normalize(check_kernel(prim_func))))
 
 
 def rule_of(analysis: Analysis, made: Refined | None = None) -> ShardingRule:

@@ -12,6 +12,7 @@ from tvm import arith, ir, tirx
 
 from . import tile_ops
 from .linear import Linear, vars_of
+from .same import same_expression
 
 
 @dataclass(eq=False)
@@ -122,6 +123,13 @@ class Kernel:
     def is_param(self, buffer: tirx.Buffer) -> bool:
         return any(buffer.same_as(param) for param in self.params.values())
 
+    def uses(self, buffer: tirx.Buffer, since: int = 0) -> bool:
+        """Whether a statement accesses the buffer, or may, from the top-level statement `since` on."""
+        return any(
+            s.top >= since and (s.writes(buffer) or any(a.buffer.same_as(buffer) for a in s.accesses))
+            for s in self.statements
+        )
+
 
 def buffer_params(func: tirx.PrimFunc) -> dict[str, tirx.Buffer]:
     """The function's buffer parameters by name, in order."""
@@ -158,7 +166,7 @@ def _is_load_of(expr: tirx.PrimExpr, store: tirx.BufferStore) -> bool:
     return (
         isinstance(expr, tirx.BufferLoad)
         and expr.buffer.same_as(store.buffer)
-        and all(ir.structural_equal(a, b) for a, b in zip(expr.indices, store.indices, strict=True))
+        and all(same_expression(a, b) for a, b in zip(expr.indices, store.indices, strict=True))
     )
 
 

@@ -145,6 +145,15 @@ def parse_tile_op(stmt: tirx.Stmt) -> TileOp | None:
     return None
 
 
+def between_programs(stmt: tirx.Evaluate) -> str | None:
+    """What a copy is called that goes to other programs of the grid; None for all other statements."""
+    call = stmt.value
+    if not isinstance(call, tirx.Call) or not isinstance(call.op, ir.Op) or call.op.name not in _COPIES:
+        return None
+    asked = [key for key in ("dst_block", "cluster_mask") if key in (call.annotations or {})]
+    return f"a copy to other blocks of a cluster ({', '.join(asked)}) is not supported" if asked else None
+
+
 def parse_previous(expr: object) -> Atomic | None:
     """The update of one element that an atomic with `return_prev=True` makes; its value is what was there before."""
     if not isinstance(expr, tirx.Call) or not isinstance(expr.op, ir.Op) or expr.op.name not in _PREVIOUS:

@@ -13,6 +13,12 @@ from .statements import Statement
 IDEMPOTENT = ("max", "min", "bitand", "bitor")
 
 
+#: Formats of 8 bits that TileLang calls by a name of their own: they are torch's, without infinities.
+FINITE = {"float8_e4m3": "float8_e4m3fn"}
+
+_LARGEST_E4M3 = 448.0
+
+
 def neutral_element(op: str, dtype: str) -> tirx.PrimExpr:
     """The value that changes nothing under `op`: 0 for sum, 1 for prod, the smallest value for max, ..."""
     if op in ("sum", "bitor", "bitxor", "abssum", "absmax"):
@@ -21,6 +27,10 @@ def neutral_element(op: str, dtype: str) -> tirx.PrimExpr:
         return tirx.const(1, dtype)
     if op == "bitand":
         return tirx.const(True, dtype) if dtype == "bool" else tirx.bitwise_not(tirx.const(0, dtype))
+    if op in ("max", "min") and dtype.startswith("float8_e4m3"):
+        return tirx.const(-_LARGEST_E4M3 if op == "max" else _LARGEST_E4M3, dtype)
+    if op in ("max", "min") and dtype == "float8_e5m2":
+        return tirx.Cast(dtype, neutral_element(op, "float32"))
     if op == "max":
         return -tirx.infinity(dtype) if _is_float(dtype) else tirx.min_value(dtype)
     if op == "min":

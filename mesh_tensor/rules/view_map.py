@@ -33,6 +33,13 @@ class ViewMap:
         self.view, self.base, self._analyzer = view, base, analyzer
         self._groups = _groups(view, base, analyzer) if is_compact(view, analyzer) else None
 
+    @property
+    def mixed_dims(self) -> list[int]:
+        """The dims of the base that are not dims of the view as they are, but for the first one longer than 1."""
+        groups = [_Group((), tuple(range(len(self.base.shape))))] if self._groups is None else self._groups
+        first = _long(self.base, self._analyzer)[:1]
+        return [dim for group in groups if not self._is_same(group) for dim in group.other if dim not in first]
+
     def outside(self, indices: Exprs) -> list[tirx.PrimExpr]:
         """What is to be checked for `view[indices]` to be inside the view, where the base's own bounds say less."""
         same = {group.mine[0] for group in self._groups or () if self._is_same(group)}

@@ -10,6 +10,7 @@ from tvm import tirx
 from ..errors import listing, refuse
 from ..lowering.cpu_legalize import size_variables
 from .cpu_build import ENTRY, library_for
+from .reports import raise_failure, report_from
 
 _SCALARS = {
     "bool": ctypes.c_bool,
@@ -42,9 +43,18 @@ class CpuKernel:
             raise MemoryError("no memory for the blocks of a kernel")
 
 
+class _ReportingKernel(CpuKernel):
+    """A kernel that prints or asserts."""
+
+    def __call__(self, *args: object) -> None:
+        super().__call__(*args)
+        raise_failure()
+
+
 def compile_for_cpu(func: tirx.PrimFunc) -> CpuKernel:
     """`func` compiled for this machine; compiled code is kept on disk, so the next process only loads it."""
-    return CpuKernel(func)
+    kernel = CpuKernel(func)
+    return _ReportingKernel(func) if report_from(kernel._library) else kernel
 
 
 def _argument(param: tirx.Var, is_tensor: bool) -> type:

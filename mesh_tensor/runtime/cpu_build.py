@@ -26,13 +26,18 @@ from .cpu_compiler import FLAGS, compile_library, compiler_stamp
 ENTRY = "mesh_tensor_kernel"
 _BODY = "mesh_tensor_body"
 _BLAS_GEMM = "mt_gemm_float32_float32_float32"
-_HEADERS = {part: Path(__file__).parent / "csrc" / f"mesh_tensor_{part}.h" for part in ("cpu", "math", "gemm")}
+_HEADERS = {
+    part: Path(__file__).parent / "csrc" / f"mesh_tensor_{part}.h" for part in ("cpu", "math", "gemm", "report")
+}
 _C_TYPES = {
     "float32": "float",
     "float64": "double",
     "bool": "uint8_t",
     "float16": "mt_float16",
     "bfloat16": "mt_bfloat16",
+    "float8_e4m3": "mt_float8_e4m3fn",
+    "float8_e4m3fn": "mt_float8_e4m3fn",
+    "float8_e5m2": "mt_float8_e5m2",
 }
 
 
@@ -84,15 +89,23 @@ def kernel_key(func: tirx.PrimFunc) -> str:
 
 def _prelude(kernel: CKernel) -> str:
     """What the generated code is built on: the headers, and a function for each combination of dtypes in a gemm."""
-    parts = ["cpu", "math", *(["gemm"] if kernel.gemms else [])]
+    parts = ["cpu", "math", *(["gemm"] if kernel.gemms else []), *(["report"] if kernel.reports else [])]
     lines = [_HEADERS[part].read_text() for part in parts]
     if _BLAS_GEMM in kernel.gemms and blas_wanted():
         lines.insert(0, "#define MT_BLAS")
+    if kernel.reports:
+        texts = ", ".join(f'"{code}"' for code in kernel.reports)
+        lines.append(f"const char *const mt_reports[] = {{{texts}}};")
     for name in kernel.gemms:
-        a, b, c = name.removeprefix("mt_gemm_").split("_")
+        a, b, c = gemm_dtypes(name)
         types = [*(_c_type(d) for d in (a, b, c, compute_dtype(c))), *(_c_type(storage_dtype(d)) for d in (a, b, c))]
         lines.append(f"MT_GEMM({name}, {', '.join(types)})")
     return "\n".join(lines)
+
+
+def gemm_dtypes(function: str) -> tuple[str, ...]:
+    """The dtypes in the name of a gemm, some of which have an underscore of their own."""
+    return tuple(re.findall(r"b?float8_e\dm\d(?:fn)?|[a-z]+\d+|bool", function.removeprefix("mt_gemm_")))
 
 
 def _entry(kernel: CKernel) -> str:
@@ -128,7 +141,7 @@ def _c_type(dtype: str) -> str:
 def _build_stamp() -> str:
     """Everything but the kernel and the compiler that its library depends on."""
     package = Path(__file__).parents[1]
-    rules = (package / "rules" / f"{name}.py" for name in ("tile_ops", "effects", "im2col"))
+    rules = (package / "rules" / f"{name}.py" for name in ("tile_ops", "effects", "im2col", "reports", "values"))
     others = (package / "lowering" / "rewrite.py", *rules)
     passes = [*sorted((package / "lowering").glob("*cpu*.py")), *others]
     sources = [*passes, Path(__file__), *_HEADERS.values()]

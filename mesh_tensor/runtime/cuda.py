@@ -13,6 +13,7 @@ from tvm import tirx
 from tvm.target import Target
 
 from ..errors import refuse
+from ..rules.reports import without_reports_for_cpus
 
 _SPECIFIC_FROM = 90  # from Hopper on, the instructions that TileLang uses need the variant "a" of an architecture
 
@@ -21,13 +22,13 @@ def compile_for_cuda(func: tirx.PrimFunc) -> Callable[..., None]:
     """A callable on CUDA tensors and numbers in the order of `func`'s parameters, for the current GPU."""
     if not torch.cuda.is_available():
         refuse("target 'cuda' needs a GPU", why="torch finds none", fix="use target='c' or target='interpret'")
-    target = _target(_current_arch())
+    func, target = without_reports_for_cpus(func), _target(_current_arch())
     return _explained(func, lambda: tilelang.compile(func, target=target, execution_backend="tvm_ffi"))
 
 
 def cuda_source(func: tirx.PrimFunc, arch: str = "sm_80") -> str:
     """The CUDA source of `func` for an architecture such as "sm_80", "sm_90a" or "sm_100a". No GPU is needed."""
-    target = _target(arch)
+    func, target = without_reports_for_cpus(func), _target(arch)
     with target:
         return _explained(func, lambda: tilelang.lower(func, target=target).kernel_source)
 

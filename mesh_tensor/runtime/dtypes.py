@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from ..errors import refuse
+from ..rules.values import FINITE
 
 
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a TVM dtype name such as `float16`."""
-    dtype = getattr(torch, name, None)
+    dtype = getattr(torch, FINITE.get(name, name), None)
     if not isinstance(dtype, torch.dtype):
         refuse(f"dtype {name!r} has no torch counterpart", fix="use a dtype that torch tensors can have")
     return dtype

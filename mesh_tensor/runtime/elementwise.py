@@ -39,6 +39,17 @@ def elementwise(work: Callable[..., object], *tensors: torch.Tensor) -> None:
         device_threads().run(lambda index: _do(work, parts[index]), len(parts))
 
 
+def each(work: Callable[[int], None], count: int, elements: int) -> None:
+    """`work(index)` for every index below `count`, each on `elements` elements: on the devices' threads if they are
+    many."""
+    if elements < _ALONE:
+        for index in range(count):
+            work(index)
+        return
+    with _one_torch_thread():
+        device_threads().run(work, count)
+
+
 def copy(out: torch.Tensor, source: torch.Tensor) -> None:
     """`out[...] = source`."""
     elementwise(torch.Tensor.copy_, out, source)

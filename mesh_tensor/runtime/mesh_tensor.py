@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 
-from ..errors import refuse
+from ..errors import refuse, shown
 from ..mesh import Mesh
 from ..plain_tensors import why_not_plain
 from ..redistribution import RedistributionPlan
 from ..sharding import Sharding
 from .ambient import undisturbed
+from .mesh_arithmetic import Arithmetic, compute
 from .placement import Layout, layout_of
 from .reshard import reshard_of
 
-ShardingLike = Sharding | Mapping[str, int | None] | str
+ShardingLike = Sharding | Mapping[str, Any] | Sequence[Any] | str
 
 
-class MeshTensor:
-    """A tensor as one tile per device of a virtual mesh.
+class MeshTensor(Arithmetic):
+    """A tensor as one tile per device of a virtual mesh. Arithmetic and torch's element-wise functions take those that
+    lie alike, and numbers.
 
     Devices that hold the same may share one memory. Beyond its valid part a tile is padding, which nothing reads.
 
@@ -47,7 +50,10 @@ class MeshTensor:
         if wrong:
             expected = f"contiguous, {layout.tile_shape}, {layout.dtype}, on {tiles[0].device}"
             refuse(wrong, where=f"tensor {layout.shape} as '{sharding}'", fix=f"make every tile {expected}")
-        self._tiles, self._layout = tiles, layout
+        lost = {found[0]: found[1] for tile in tiles if (found := why_not_plain(tile))}
+        if lost:
+            refuse([f"a tile {what}" for what in lost], where=f"tensor {layout.shape}", fix="; ".join(lost.values()))
+        self._tiles, self._layout = [tile.detach() for tile in tiles], layout
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -106,6 +112,13 @@ class MeshTensor:
             made = of_tiles(tiles, layout)
         return made
 
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> MeshTensor:
+        """torch's element-wise functions, tile by tile."""
+        return of_tiles(*compute(func, args, kwargs or {}))
+
     def _rank(self, device: int | Mapping[str, int]) -> int:
         if isinstance(device, Mapping):
             return self.mesh.rank(device)
@@ -118,7 +131,8 @@ class MeshTensor:
 
 @undisturbed
 def distribute(tensor: torch.Tensor, mesh: Mesh | Mapping[str, int], sharding: ShardingLike) -> MeshTensor:
-    """`tensor` as tiles on the devices of `mesh`: `sharding` is a dict from axis to dim, a text or a Sharding.
+    """`tensor` as tiles on the devices of `mesh`: `sharding` is a dict from axis to dim, a list of one placement
+    per axis, a text or a Sharding.
 
     The tiles are copies. Where an axis is partial, the device at its coordinate 0 holds the value and the others the
     neutral element of its op."""
@@ -145,7 +159,7 @@ def plan_redistribution(
     """
     if not isinstance(src, Sharding):
         refuse(
-            f"the layout {src!r} is of no mesh",
+            f"the layout {shown(src)} is of no mesh",
             where="plan_redistribution",
             fix="pass a Sharding (Sharding.make or Sharding.parse makes one, and tensors have one)",
         )

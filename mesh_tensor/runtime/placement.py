@@ -132,6 +132,10 @@ class Layout:
         tile = self._tiles[rank]
         return tiles[rank] if tile.full else tiles[rank][tile.valid]
 
+    def owner(self, rank: int) -> int:
+        """The first device that holds the same part of the tensor as `rank`."""
+        return self._tiles[rank].owner
+
     def poisoned(self, tile: torch.Tensor, rank: int) -> torch.Tensor:
         """The tile of `rank` with poison for its padding."""
         if self._tiles[rank].full:

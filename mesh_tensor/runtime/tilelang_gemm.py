@@ -12,6 +12,7 @@ from tilelang.tileop.gemm.registry import register_gemm_impl
 from tvm import tirx
 from tvm.target import Target
 
+from ..errors import listing, refuse
 from ..lowering.cpu_exprs import cast, strides_of
 
 _FOLDER = Path(__file__).parent / "csrc"
@@ -21,6 +22,10 @@ _DTYPES = ("float32", "float64")
 def register_cpu_gemm() -> list[str]:
     """Make TileLang compute `T.gemm` for target "c" with mesh_tensor's micro-kernel, for blocks that are all float32 or
     all float64; other dtypes stay TileLang's scalar loops.
+
+    It is for kernels that TileLang compiles for "c" at all: accumulators from `T.alloc_local`, blocks from
+    `T.alloc_shared(..., scope="shared")`. Kernels as for a GPU, with fragments, are for `mt.compile`, which re-targets
+    them; the micro-kernel is in those anyway.
 
     Returns:
         The flags that such kernels have to be compiled with: `tilelang.compile(..., target="c",
@@ -34,6 +39,18 @@ def register_cpu_gemm() -> list[str]:
 
 
 class _BlockGemm(GemmScalar):
+    def infer_layout(self, target: Target, thread_nums: int) -> dict:
+        """None of a fragment, for which TileLang has no layout on a CPU."""
+        buffers = [region.buffer for region in (self.ARegion, self.BRegion, self.CRegion)]
+        if target.kind.name == "c" and (fragments := [b.name for b in buffers if b.scope() == "local.fragment"]):
+            refuse(
+                f"TileLang's target 'c' has no layout for fragments: {listing(fragments)}",
+                where="T.gemm with mt.register_cpu_gemm",
+                fix='allocate them with T.alloc_local, and blocks with T.alloc_shared(..., scope="shared"); or compile '
+                "the kernel as it is with mt.compile, which re-targets it for a CPU and has the micro-kernel, too",
+            )
+        return super().infer_layout(target, thread_nums)
+
     def lower(self, layout_map: dict, target: Target, *rest: Any) -> tirx.PrimFunc:
         regions = (self.ARegion, self.BRegion, self.CRegion)
         dtype = regions[0].buffer.dtype

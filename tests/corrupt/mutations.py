@@ -14,8 +14,8 @@ HUGE = (2**31, 2**62, 2**63 - 1, 2**63, -(2**63), 10**30, -1, 10**18)
 
 def mutated_text(text: str, rng: random.Random) -> tuple[str, bytes]:
     """The name of what was done to a JSON text, and the bytes that came of it."""
-    name, change = rng.choice(list(_OF_BYTES.items()) + 3 * list(_OF_NODES.items()))
-    if name in _OF_BYTES:
+    name, change = rng.choice(list(OF_BYTES.items()) + 3 * list(OF_NODES.items()))
+    if name in OF_BYTES:
         return name, mutated_bytes(text.encode(), rng, name)
     document = json.loads(text)
     for _ in range(rng.choice((1, 1, 1, 3)) if change is not _other_top else 1):
@@ -24,8 +24,8 @@ def mutated_text(text: str, rng: random.Random) -> tuple[str, bytes]:
 
 
 def mutated_bytes(data: bytes, rng: random.Random, name: str | None = None) -> bytes:
-    """Any bytes made wrong, by one of `_OF_BYTES`."""
-    return _OF_BYTES[name or rng.choice(list(_OF_BYTES))](data, rng)
+    """Any bytes made wrong, by one of `OF_BYTES`."""
+    return OF_BYTES[name or rng.choice(list(OF_BYTES))](data, rng)
 
 
 def _truncated(data: bytes, rng: random.Random) -> bytes:
@@ -57,7 +57,7 @@ def _other_digit(data: bytes, rng: random.Random) -> bytes:
     return bytes(changed)
 
 
-_OF_BYTES: dict[str, Callable[[bytes, random.Random], bytes]] = {
+OF_BYTES: dict[str, Callable[[bytes, random.Random], bytes]] = {
     "truncated": _truncated,
     "bits flipped": _flipped,
     "cut out": _cut_out,
@@ -217,7 +217,7 @@ def _other_top(document: Document, rng: random.Random) -> None:
     document[change] = rng.choice((None, [], {}, "x", 0, [[]], copy.copy(document["nodes"])[:3]))
 
 
-_OF_NODES: dict[str, Callable[[Document, random.Random], None]] = {
+OF_NODES: dict[str, Callable[[Document, random.Random], None]] = {
     "an index out of range": _out_of_range,
     "another node": _another_node,
     "another node of the same type": _node_of_same_type,

@@ -74,6 +74,8 @@ def wrong_on_one_rank(rank):
         (lambda kern: kern.local(a, b), lambda kern: kern.local(a, b, shapes={"A": [[8], 8]})),
         (lambda kern: kern.local(a, b), lambda kern: kern.local(a.to_sparse_csr(), b)),
         (lambda kern: kern(da, da), lambda kern: kern(da)),
+        (lambda kern: kern.local(a, B=b), lambda kern: kern.local(a, b=b)),
+        (lambda kern: kern(B=da, A=da), lambda kern: kern(da, A=da)),
     ]
     texts = []
     for pair in calls:

@@ -15,6 +15,7 @@ from mesh_tensor.runtime.distributed.ranks import Ranks
 from mesh_tensor.runtime.mesh_tensor import of_tiles
 from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.reshard import reshard_of
+from tests.distributed.support import in_a_call
 from tests.runtime.reference import garbage, scatter, shardings
 
 DTYPES = [
@@ -33,7 +34,7 @@ OPS = ("sum", "prod", "max", "min", "bitand", "bitor", "bitxor")
 
 def all_pairs(rank: int, sizes: dict[str, int]) -> None:
     """From every layout to every layout, even and uneven, the second axis being a tensor's twice as well."""
-    ranks = ranks_of(Mesh(sizes), None, "cpu")
+    ranks = in_a_call(ranks_of(Mesh(sizes), None, "cpu"))
     for shape in ((8, 4), (5, 3), (1, 2)):
         tensor = torch.randn(shape)
         for src in shardings(ranks.mesh, 2):
@@ -44,7 +45,7 @@ def all_pairs(rank: int, sizes: dict[str, int]) -> None:
 
 def some_triples(rank: int, sizes: dict[str, int]) -> None:
     """A tensor of three dims, and tensors of none and without elements."""
-    ranks = ranks_of(Mesh(sizes), None, "cpu")
+    ranks = in_a_call(ranks_of(Mesh(sizes), None, "cpu"))
     for shape, step in (((4, 3, 5), 7), ((), 1), ((0,), 1), ((5, 0), 1)):
         layouts = list(shardings(ranks.mesh, len(shape)))
         for src, dst in itertools.product(layouts[::step], layouts):
@@ -53,7 +54,7 @@ def some_triples(rank: int, sizes: dict[str, int]) -> None:
 
 def all_dtypes_and_ops(rank: int, sizes: dict[str, int]) -> None:
     """What gloo can't move or reduce, too."""
-    ranks = ranks_of(Mesh(sizes), None, "cpu")
+    ranks = in_a_call(ranks_of(Mesh(sizes), None, "cpu"))
     for dtype, op in itertools.product(DTYPES, OPS):
         if op.startswith("bit") and dtype.is_floating_point:
             continue
@@ -73,7 +74,7 @@ def large_ones(rank: int, sizes: dict[str, int]) -> None:
     plan._IN_CHUNKS_FROM = exchange._ROTATE_FROM = 0
     chunked.SEGMENT = 24  # bytes: several segments, the last one shorter
     all_pairs(rank, sizes)
-    ranks = ranks_of(Mesh(sizes), None, "cpu")
+    ranks = in_a_call(ranks_of(Mesh(sizes), None, "cpu"))
     for dtype in (torch.float16, torch.int16, torch.uint32):
         src = Sharding.of(ranks.mesh, 2, dict.fromkeys(ranks.mesh, Partial("max")))
         same_as_virtual(ranks, random_tiles((7, 3), dtype, src), Sharding.of(ranks.mesh, 2, {}), in_place=True)
@@ -81,7 +82,7 @@ def large_ones(rank: int, sizes: dict[str, int]) -> None:
 
 def in_place(rank: int, sizes: dict[str, int]) -> None:
     """An all-reduce within one memory, in which later ranks' own tiles must not be overwritten too early."""
-    ranks = ranks_of(Mesh(sizes), None, "cpu")
+    ranks = in_a_call(ranks_of(Mesh(sizes), None, "cpu"))
     for op in ("sum", "max"):
         for axes in itertools.chain([(axis,) for axis in ranks.mesh], [ranks.mesh.axis_names]):
             src = Sharding.of(ranks.mesh, 2, dict.fromkeys(axes, Partial(op)))
@@ -91,7 +92,8 @@ def in_place(rank: int, sizes: dict[str, int]) -> None:
 
 def ranks_in_another_order(rank: int) -> None:
     """A DeviceMesh may number its devices as it likes."""
-    ranks = ranks_of(Mesh({"x": 2, "y": 2}), DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("x", "y")), "cpu")
+    device_mesh = DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("x", "y"))
+    ranks = in_a_call(ranks_of(Mesh({"x": 2, "y": 2}), device_mesh, "cpu"))
     assert ranks.place(ranks.rank) == rank
     tensor = torch.randn(5, 3)
     for src, dst in itertools.product(shardings(ranks.mesh, 2), repeat=2):
@@ -101,7 +103,7 @@ def ranks_in_another_order(rank: int) -> None:
 def part_of_a_device_mesh(rank: int) -> None:
     """A kernel's mesh may be some axes of a larger DeviceMesh."""
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("d", "x"))
-    ranks = ranks_of(Mesh({"x": 2}), whole["x"], "cpu")
+    ranks = in_a_call(ranks_of(Mesh({"x": 2}), whole["x"], "cpu"))
     assert ranks.rank == rank % 2
     assert ranks.group(["x"]).process_group is whole.get_group("x")
     assert ranks.group(["x"]) is ranks.group(["x"])

@@ -13,11 +13,12 @@ import mesh_tensor as mt
 from kernels.matmul import matmul
 from mesh_tensor.overlap import overlapped
 from mesh_tensor.program_builder import lower_to_program
-from mesh_tensor.runtime.distributed import exchange, ranks_of
+from mesh_tensor.runtime.distributed import ranks_of
+from mesh_tensor.runtime.distributed.carriers import Messages
 from mesh_tensor.runtime.distributed.faults import Faults
 from mesh_tensor.runtime.distributed.rank_launch import RankLaunch
 from mesh_tensor.runtime.kernels import Target, find_target
-from tests.distributed.support import pure, refusal
+from tests.distributed.support import in_a_call, pure, refusal
 
 REDUCED = {"A": {"x": 1}, "B": {"x": 0}, "C": {}}
 GATHERED = {"A": {"x": 1}, "B": {"x": 1}, "C": {"x": 1}}
@@ -25,17 +26,6 @@ SCATTERED = {"A": {"x": 1}, "B": {"x": 0}, "C": {"x": 1}}
 PLACEMENTS = {"reduced": (1, 0), "gathered": (1, 1), "scattered": (1, 0)}
 LAYOUTS = {"reduced": REDUCED, "gathered": GATHERED, "scattered": SCATTERED}
 PATIENCE = timedelta(seconds=20)
-
-
-class Recorded:
-    """A work of torch's that notes when it is waited for."""
-
-    def __init__(self, work, number, events):
-        self._work, self._number, self._events = work, number, events
-
-    def wait(self):
-        self._work.wait()
-        self._events.append(f"end {self._number}")
 
 
 class Recorder:
@@ -48,7 +38,7 @@ class Recorder:
         self.rank, self.held, self.until = rank, held, until
         self.events, self._kernels, self._collectives = [], 0, 0
         self._store = dist.distributed_c10d._get_default_store()
-        self._all_to_all = dist.all_to_all_single
+        self.carry = Messages.__call__
 
     def compile(self, func, poison):
         """A compiler of kernels that note their number, in the order of the program."""
@@ -63,13 +53,14 @@ class Recorder:
 
         return run
 
-    def all_to_all_single(self, *args, **options):
-        """Stands before torch's."""
+    def start(self, messages, *args):
+        """Stands before the sending."""
         number, self._collectives = self._collectives, self._collectives + 1
         if (self.rank, number) == (1, self.held):
             self._store.wait(["kernel has run"], PATIENCE)
         self.events.append(f"start {number}")
-        return Recorded(self._all_to_all(*args, **options), number, self.events)
+        wait = self.carry(messages, *args)
+        return lambda: (wait(), self.events.append(f"end {number}"))
 
 
 def events(rank, layouts, held, until):
@@ -77,17 +68,17 @@ def events(rank, layouts, held, until):
     recorder = Recorder(rank, held, until)
     func = mt.annotate(matmul(48, 16, 32, 16, 16, 16), {"x": 2}, LAYOUTS[layouts])
     program = overlapped(lower_to_program(func), 3)
-    ranks = ranks_of(program.mesh, None, "cpu")
+    ranks = in_a_call(ranks_of(program.mesh, None, "cpu"))
     target = Target("interpret", "cpu", False, recorder.compile)
     launch = RankLaunch(program, target, ranks, Faults(ranks, "matmul"))
     a, b = torch.randn(48, 32), torch.randn(32, 16)
     dims = PLACEMENTS[layouts]
     given = {name: t.chunk(2, dim)[rank].contiguous() for name, t, dim in zip("AB", (a, b), dims, strict=True)}
-    exchange.dist.all_to_all_single = recorder.all_to_all_single
+    Messages.__call__ = lambda *args: recorder.start(*args)
     try:
         c = launch(given, {})["C"]
     finally:
-        exchange.dist.all_to_all_single = recorder._all_to_all
+        Messages.__call__ = recorder.carry
     expected = a @ b if layouts == "reduced" else (a @ b).chunk(2, 1)[rank]
     torch.testing.assert_close(c, expected, rtol=1e-4, atol=1e-4)
     return recorder.events
@@ -150,10 +141,13 @@ def raises_in_a_slab(rank):
     func = mt.annotate(matmul(48, 16, 32, 16, 16, 16), {"x": 2}, REDUCED)
     program = overlapped(lower_to_program(func), 3)
     ranks = ranks_of(program.mesh, None, "cpu")
+    ranks.meet()
     launch = RankLaunch(program, Target("interpret", "cpu", False, compiler), ranks, Faults(ranks, "matmul"))
     inputs = {"A": torch.ones(48, 16), "B": torch.ones(16, 16)}
     try:
-        launch(inputs, {})
+        with ranks.calls.lane() as lane:
+            lane.run(1)
+            launch(inputs, {})
     except ValueError as error:  # a MeshTensorError is one
         assert all(tensor.eq(1).all() for tensor in inputs.values())
         return str(error)

@@ -19,13 +19,13 @@ from mesh_tensor.mesh import Mesh
 from mesh_tensor.runtime.distributed import lies_like_torch, ranks_of
 from mesh_tensor.runtime.distributed.plan import Change
 from mesh_tensor.sharding import Sharding
-from tests.distributed.support import pure, refusal
+from tests.distributed.support import in_a_call, pure, refusal
 from tests.runtime.reference import layouts, scatter, shardings
 
 
 def every_pair(rank: int, sizes: dict[str, int], shapes: list[tuple[int, ...]], step: int = 1) -> None:
     """The tiles of a redistribution's plan; every 11th pair by way of DTensors, too."""
-    ranks = ranks_of(Mesh(sizes), None, "cpu")
+    ranks = in_a_call(ranks_of(Mesh(sizes), None, "cpu"))
     for shape in shapes:
         every = layouts(ranks.mesh, len(shape))
         tensor = torch.randn(shape)
@@ -67,7 +67,7 @@ def ways_to_call(rank: int) -> None:
     tensor = torch.arange(35.0).reshape(5, 7)
     for mesh, axis in ((named, "x"), (nameless, "axis0")):
         given = torch.distributed.tensor.distribute_tensor(tensor, mesh, [placement_types.Shard(0)])
-        forms = [{axis: 1}, "S[1]", Sharding.make({axis: 2}, 2, {axis: 1})]
+        forms = [{axis: 1}, "S[1]", Sharding.make({axis: 2}, 2, {axis: 1}), [mt.Shard(1)], (placement_types.Shard(-1),)]
         for sharding in forms:
             result = mt.redistribute(given, sharding)
             assert result.placements == (placement_types.Shard(1),)
@@ -87,6 +87,8 @@ def refusals(rank: int) -> None:
     given = torch.distributed.tensor.distribute_tensor(torch.zeros(4, 4), mesh, [placement_types.Shard(0)])
     text = refusal(lambda: mt.redistribute(given, {"y": 1} if rank else {"x": 1}))
     assert "unknown mesh axis 'y'" in text
+    text = refusal(lambda: mt.redistribute(given, [1, 1] if rank else [1]))
+    assert "the sharding [1, 1] has 2 placements, but the mesh has 1 axes ('x')" in text
     text = refusal(lambda: mt.redistribute(given, {"x": 1} if rank else {}))
     assert "redistributions differ between ranks" in text
     assert "rank 0: (4, 4) torch.float32, 'S[0]' -> 'R'" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -169,3 +170,25 @@ def symbolic_matmul(layouts):
     """C = A @ B for any sizes."""
     m, n, k = (T.dynamic(name) for name in "mnk")
     return mt.compile(mt.annotate(matmul(m, n, k, 16, 16, 16), {"x": 2}, layouts), target="interpret")
+
+
+def tiles_that_become_uneven(rank):
+    """Calls like those before for one rank only: all refuse them, at once, and go on with the next call."""
+    whole, b, begun, texts = torch.randn(8, 6), torch.randn(6, 5), time.monotonic(), []
+    mine = slice(rank * 4, rank * 4 + 4)
+    for layouts in ({"A": {"x": 0}, "B": {}, "C": {"x": 0}}, {"A": {"x": 0}, "B": {}, "C": {}}):
+        kern = symbolic_matmul(layouts)
+        for _ in range(2):
+            for rows in (8, 8, 7):
+                part, expected = whole[:rows][mine], (whole @ b)[:rows]
+                expected = expected[mine] if layouts["C"] else expected
+                said = {"A": (rows, 6)}
+                if rows == 8:
+                    torch.testing.assert_close(kern.local(part, b), expected)
+                else:
+                    texts.append(refusal(lambda kern=kern, part=part: kern.local(part, b)))
+                    other = part.double() if rank == 1 else whole[mine]
+                    texts.append(refusal(lambda kern=kern, other=other: kern.local(other, b)))
+                torch.testing.assert_close(kern.local(part, b, shapes=said), expected)
+    assert time.monotonic() - begun < 30  # the group's timeout is twice that
+    return texts

@@ -37,6 +37,8 @@ def test_wrong_on_one_rank():
         "shapes says 'A' is ([8], 8), but it is (8, 8)",
         "parameter 'A': layout torch.sparse_csr, but expected torch.strided: pass a dense copy: .to_dense()",
         count,
+        "there is no parameter 'b' (parameters: 'A', 'B', 'C'); did you mean 'B'?",
+        "'A' is given twice, by position and by name",
     ]
     for rank, texts in enumerate(run(bodies.wrong_on_one_rank, 2, timeout=SHORT)):
         for text, what in zip(texts, expected, strict=True):

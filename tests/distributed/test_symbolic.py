@@ -39,6 +39,15 @@ def test_sizes_that_nothing_tells():
         assert "say the whole tensors' shapes: local(..., shapes={'A': (m, k)}), or pass DTensors" in texts[6]
 
 
+def test_tiles_that_become_uneven():
+    for texts in run(bodies.tiles_that_become_uneven, 2):
+        for uneven, wrong in zip(texts[::2], texts[1::2], strict=True):
+            assert "shapes differ between ranks: rank 0: A (8, 6), " in uneven
+            assert "rank 1: A (6, 6), " in uneven
+            assert "of uneven local tensors, say the whole shapes: local(..., shapes=...)" in uneven
+            assert "parameter 'A': (3, 6) torch.float64 on cpu, but expected (3, 6) torch.float32 on cpu" in wrong
+
+
 def test_explain():
     for before, fitting, changed in run(bodies.explained, 4):
         assert "DTensors" not in before

@@ -9,6 +9,7 @@ from tvm.script.parser import ir as I
 from tvm.script.parser import relax as R
 
 import mesh_tensor as mt
+from mesh_tensor.graph import meshes
 from mesh_tensor.graph.ir import Annotation
 from mesh_tensor.graph.names import variables
 from tests.graph.seed_modules import MLP, NESTED
@@ -46,6 +47,15 @@ def test_adding_to_a_module_that_is_annotated():
     mod = reparsed(mt.annotate_module(MLP, {"x": 2}, {"weight2": {"x": 0}}, "foo"))
     assert layouts(mod, "foo") == {"foo.weight2_sharded": "S[0]", "foo.lv2": "S[1]"}
     assert mt.read_module_annotations(mod, "foo").mesh == mt.Mesh({"x": 2})
+
+
+def test_a_module_that_has_an_equal_mesh_already():
+    """The annotations name the mesh that is there: TVM can't print one that the module does not have."""
+    mod = NESTED.clone()
+    mod.update_global_info("mesh", [meshes.device_mesh(XY)])
+    annotated = mt.annotate_module(mod, XY, {"x": {"x": 0}})
+    assert layouts(reparsed(annotated)) == {"main.x_sharded": "S[0], R"}
+    assert len(annotated.global_infos["mesh"]) == 1
 
 
 @pytest.mark.parametrize("layout", [{"x": 0}, '{"x": -2}', "S[0], R", mt.Sharding.make(XY, 2, {"x": 0})])

@@ -23,10 +23,10 @@ from .seed_modules import Mlp
 def no_probe(monkeypatch):
     """From here on, nothing may be tried in a process of its own."""
 
-    def refuse(text):
+    def refuse(form, text):
         raise AssertionError("a file with a checksum was tried out")
 
-    monkeypatch.setattr(saved, "problem_of", refuse)
+    monkeypatch.setattr(saved, "tried", refuse)
 
 
 @pytest.mark.parametrize("mod", [Heads, Mlp], ids=["heads", "mlp"])
@@ -97,10 +97,11 @@ def test_the_format_is_stated(tmp_path):
 def test_a_process_tries_several_files_and_survives_them(tmp_path):
     """What kills TVM is told as what it is; the next one is tried as if nothing had been."""
     deep = {"root_index": 1, "nodes": [{"type": "None"}, {"type": "ffi.Array", "data": [1]}]}
-    assert saved_probe.problem_of(json.dumps(deep)) == "TVM dies of it (SIGSEGV)"
-    assert saved_probe.problem_of(ir.save_json(Heads)) == ""
+    assert saved_probe.tried("json", json.dumps(deep)).problem == "TVM dies of it (SIGSEGV)"
+    assert saved_probe.tried("json", ir.save_json(Heads)).problem == ""
     process = saved_probe._process()
     process.kill()
     process.wait()
-    assert saved_probe.problem_of(ir.save_json(Heads)) == ""
-    assert "no module" in saved_probe.problem_of('{"root_index": 0, "nodes": [{"type": "int", "data": 3}]}')
+    assert saved_probe.tried("json", ir.save_json(Heads)).problem == ""
+    number = '{"root_index": 0, "nodes": [{"type": "int", "data": 3}]}'
+    assert "no module" in saved_probe.tried("json", number).problem

@@ -179,8 +179,8 @@ def test_what_only_tvm_finds_is_found_in_another_process(tmp_path):
 
 def test_a_module_that_takes_for_ever(monkeypatch):
     monkeypatch.setattr(saved_probe, "PATIENCE", 1)
-    monkeypatch.setattr(saved_probe, "look_through", lambda text: time.sleep(100))
-    assert saved_probe._tried("") == "TVM was not done with it after 1 seconds"
+    monkeypatch.setattr(saved_probe, "look_through", lambda form, text: time.sleep(100))
+    assert saved_probe._in_child("json", "").problem == "TVM was not done with it after 1 seconds"
 
 
 MARK = "open({path!r}, 'w').close()"
@@ -217,6 +217,13 @@ def test_text_that_holds_no_module(tmp_path, text, message):
     path = tmp_path / "module.txt"
     path.write_text(text)
     assert message in refusal(path, trusted=True)
+
+
+def test_text_that_kills_tvm(tmp_path):
+    path = tmp_path / "module.txt"
+    text = '@R.function\ndef f(x: R.Tensor((2, 4), "float32")) -> R.Tensor((2, None), "float32"):\n    return x\n'
+    path.write_text(text)
+    assert "dies of it (SIGSEGV)" in refusal(path, trusted=True)
 
 
 def test_what_is_no_file_or_says_not_what_it_is(tmp_path):

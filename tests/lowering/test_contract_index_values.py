@@ -150,3 +150,21 @@ def test_positions_of_what_is_reduced(layout):
     kept = n <= torch.arange(18)[:, None]
     inputs = [torch.randn(18, 20)]
     assert_right(moments, {"x": 2, "y": 3}, layout, inputs, lambda a: (a * kept * n).double().sum(1), atol=1e-4)
+
+
+@pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 2, "y": 3}], ids=str)
+def test_a_block_of_one_has_one_offset(mesh):
+    """The grid's variable walks rows by itself, and together with a loop that runs once."""
+
+    @T.prim_func
+    def tables(A: T.Tensor((12, 8), "float32"), P: T.Tensor((12,), "float32"), B: T.Tensor((12, 8), "float32")):
+        with T.Kernel(12, threads=32) as bx:
+            tile = T.alloc_fragment((1, 8), "float32")
+            T.copy(A[bx, 0], tile)
+            for i, j in T.Parallel(1, 8):
+                B[bx + i, j] = tile[i, j] + P[bx + i] * T.Cast("float32", (bx + i) % 5)
+
+    at = torch.arange(12)
+    inputs = [torch.randn(12, 8), torch.randn(12)]
+    layouts = dict.fromkeys("AB", dict.fromkeys(mesh, 0))
+    assert_right(tables, mesh, {**layouts, "P": {}}, inputs, lambda a, p: a + (p * (at % 5))[:, None])

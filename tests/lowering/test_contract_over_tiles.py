@@ -10,8 +10,8 @@ import torch
 import mesh_tensor as mt
 from mesh_tensor.lowering.pipeline import lower_kernel
 from mesh_tensor.program import KernelStep
+from tests.styles import Style, results
 
-from .styles import Style, results
 from .support import coordinates, text
 from .tile_kernels import CASES, as_far_as_valid, by_axis_index, causal_softmax, masked_matmul, sum_of_valid
 
@@ -26,11 +26,6 @@ LAYOUTS = [
 ]
 
 
-def layouts_of(name, layout):
-    rows = {axis: dim for axis, dim in layout.items() if dim == 0 or name not in ("weighted_sum",)}
-    return dict.fromkeys(CASES[name].split, rows)
-
-
 @pytest.mark.parametrize(
     ("sizes", "mesh", "layout"),
     [((43, 13), *on) for on in LAYOUTS] + [((32, 12), *LAYOUTS[1]), ((9, 5), *LAYOUTS[4]), ((5, 3), *LAYOUTS[5])],
@@ -39,7 +34,7 @@ def layouts_of(name, layout):
 @pytest.mark.parametrize("name", CASES)
 def test_twins(name, sizes, mesh, layout):
     case = CASES[name]
-    inputs, layouts = case.inputs(*sizes), layouts_of(name, layout)
+    inputs, layouts = case.inputs(*sizes), CASES[name].layouts(layout)
     expected = case.reference(*inputs)
     for kind in ("global", "tiles"):
         result = results(case.make(*sizes), kind, mesh, layouts, *inputs)
@@ -107,7 +102,7 @@ def test_positions_in_a_product(kind, mesh, layouts, sizes):
 def test_compiled(name, mesh, layout):
     case = CASES[name]
     inputs = case.inputs(43, 13)
-    result = results(case.make(43, 13), "tiles", mesh, layouts_of(name, layout), *inputs, target="c")
+    result = results(case.make(43, 13), "tiles", mesh, CASES[name].layouts(layout), *inputs, target="c")
     torch.testing.assert_close(result, case.reference(*inputs), rtol=1e-5, atol=1e-3)
 
 
@@ -116,7 +111,7 @@ def test_compiled(name, mesh, layout):
 def test_symbolic_sizes(name, mesh, layout):
     case, M = CASES[name], T.dynamic("M")
     kernel = mt.compile(
-        case.make(M, 6)(Style("tiles", mesh, layouts_of(name, layout))), target="interpret", poison=True
+        case.make(M, 6)(Style("tiles", mesh, CASES[name].layouts(layout))), target="interpret", poison=True
     )
     for rows in (48, 43, 5, 1):
         inputs = case.inputs(rows, 6)
@@ -153,3 +148,32 @@ def test_explain_says_how_it_was_read():
     assert "read as written over whole tensors: it asks for no tiles" in mt.compile(whole, target="interpret").explain()
     said = mt.compile(whole, target="interpret", view="global").explain()
     assert "read as written over whole tensors: view='global'" in said
+
+
+@pytest.mark.parametrize("sizes", [(7, 8), (8, 8)], ids=str)
+def test_a_grid_over_rows_carries_a_row_over_the_cut(sizes):
+    """What lives in one program goes through a tensor with a dim for the grid: that one is a tile's, too."""
+
+    def build(style):
+        @T.prim_func
+        def kernel(A: T.Tensor(sizes, "float32"), B: T.Tensor(sizes, "float32")):
+            style.annotate(A, B)
+            rows, columns = style.shape(A)
+            with T.Kernel(rows, threads=32) as by:
+                tile = T.alloc_fragment((1, columns), "float32")
+                largest = T.alloc_fragment((1,), "float32")
+                T.copy(A[by, 0], tile)
+                for i, j in T.Parallel(1, columns):
+                    tile[i, j] = tile[i, j] * 2.0
+                T.reduce_max(tile, largest, dim=1)
+                for i, j in T.Parallel(1, columns):
+                    tile[i, j] = tile[i, j] - largest[i]
+                T.copy(tile, B[by, 0])
+
+        return kernel
+
+    a = torch.randn(sizes)
+    layouts = dict.fromkeys("AB", {"x": 1, "y": 0})
+    for kind in ("global", "tiles"):
+        result = results(build, kind, {"x": 2, "y": 2}, layouts, a)
+        torch.testing.assert_close(result, a * 2 - (a * 2).amax(1, keepdim=True))

@@ -7,8 +7,8 @@ import tilelang.language as T
 import torch
 
 import mesh_tensor as mt
+from tests.styles import Style
 
-from .styles import Style
 from .tile_kernels import CASES
 
 ROWS = {"x": 0}
@@ -29,7 +29,7 @@ def refusal(func, **options):
 @pytest.mark.parametrize("name", CASES)
 def test_a_position_without_its_offset_is_refused(name, mesh, strict):
     case = CASES[name]
-    layouts = dict.fromkeys(case.split, dict.fromkeys(mesh, 0))
+    layouts = case.layouts(dict.fromkeys(mesh, 0))
     message = refusal(case.make(43, 13)(Style("forgotten", mesh, layouts)), strict=strict)
     assert case.misused in message
     assert re.search(rf"walks? the tile of A\[0\], split over {', '.join(mesh)}:", message)
@@ -40,7 +40,7 @@ def test_a_position_without_its_offset_is_refused(name, mesh, strict):
 @pytest.mark.parametrize("name", CASES)
 def test_on_one_device_nothing_is_forgotten(name):
     case = CASES[name]
-    mt.lower(case.make(43, 13)(Style("forgotten", {"x": 1}, dict.fromkeys(case.split, ROWS))))
+    mt.lower(case.make(43, 13)(Style("forgotten", {"x": 1}, case.layouts(ROWS))))
 
 
 # -- what the grid covers ----------------------------------------------------------------------------------------------

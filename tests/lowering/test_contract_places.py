@@ -3,8 +3,10 @@
 import pytest
 import tilelang.language as T
 import torch
+from tvm import tirx
 
 from .every_layout import accepted, check
+from .support import coordinates, lowered, nodes, only_kernel
 
 
 def combined(places, values, size):
@@ -122,3 +124,58 @@ def test_tables_read_at_loaded_places():
     ids, table = torch.randint(0, 4, (7, 5), dtype=torch.int32), torch.randn(4)
     check(kernel, [ids, table], table[ids.long()])
     assert accepted(kernel, {"x": 2}, {"C": {"x": 0}})["m"] == "parallel"
+
+
+def test_places_loaded_in_conditions_and_bindings():
+    """Past a tile's end what is loaded is no place: such a read must not happen, wherever it stands."""
+
+    @T.prim_func
+    def kernel(I: T.Tensor((9,), "int32"), B: T.Tensor((3,)), C: T.Tensor((9,)), D: T.Tensor((9,))):  # noqa: E741
+        with T.Kernel(3, threads=32) as bx:
+            table = T.alloc_shared((3,), "float32")
+            ids = T.alloc_shared((3,), "int32")
+            out = T.alloc_fragment((3,), "float32")
+            T.copy(B, table)
+            T.copy(I[bx * 3], ids)
+            T.clear(out)
+            for i in T.serial(3):
+                if table[ids[i] - 1] > 0:
+                    out[i] = 2.0
+                value = table[ids[i] - 1]
+                D[bx * 3 + i] = value * 2.0
+            T.copy(out, C[bx * 3])
+
+    ids, table = torch.randint(1, 4, (9,), dtype=torch.int32), torch.randn(3)
+    values = table[ids.long() - 1]
+    check(kernel, [ids, table], ((values > 0) * 2.0, values * 2))
+    assert accepted(kernel, {"x": 2}, {"C": {"x": 0}})["m"] == "parallel"
+
+
+def test_loops_whose_length_is_loaded_do_not_run_in_padding():
+    """Padding may hold anything: a loop that asks it how long to run may never end."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((9, 4)), N: T.Tensor((9,), "int32"), C: T.Tensor((9,))):
+        with T.Kernel(3, threads=32) as bx:
+            lengths = T.alloc_shared((3,), "int32")
+            length = T.alloc_var("int32", init=0)
+            out = T.alloc_fragment((3,), "float32")
+            T.copy(N[bx * 3], lengths)
+            T.clear(out)
+            for i in T.serial(3):
+                for j in T.serial(lengths[i]):
+                    out[i] += A[bx * 3 + i, j]
+                length = lengths[i]
+                for j in T.serial(length):
+                    out[i] += A[bx * 3 + i, j]
+                for j in T.serial(N[bx * 3 + i]):
+                    out[i] += A[bx * 3 + i, j]
+            T.copy(out, C[bx * 3])
+
+    a, lengths = torch.randn(9, 4), torch.randint(0, 5, (9,), dtype=torch.int32)
+    check(kernel, [a, lengths], 3 * (a * (torch.arange(4) < lengths[:, None])).sum(1))
+    local = only_kernel(lowered(kernel, {"x": 2}, {"N": {"x": 0}, "C": {"x": 0}}))
+    inner = [loop for loop in nodes(local, tirx.For) if loop.loop_var.name == "j"]
+    x = coordinates(local)[0]
+    assert len(inner) == 3
+    assert all(f"bx * 3 + i < T.max(T.min(9 - {x} * 5, 5), 0)" in str(loop.extent) for loop in inner)

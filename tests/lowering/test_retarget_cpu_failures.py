@@ -65,26 +65,26 @@ def test_an_old_value_that_is_not_always_asked_for():
 
 def test_a_dtype_that_c_lacks():
     @T.prim_func
-    def eight_bits(X: T.Tensor((8,), "float8_e4m3fn"), Y: T.Tensor((8,))):
+    def four_bits(X: T.Tensor((8,), "float4_e2m1fn"), Y: T.Tensor((8,))):
         with T.Kernel(1, threads=32):
             for i in T.Parallel(8):
                 Y[i] = X[i]
 
-    message = refusal(eight_bits)
-    assert "float8_e4m3fn" in message
-    assert "kernel 'eight_bits'" in message
+    message = refusal(four_bits)
+    assert "float4_e2m1fn" in message
+    assert "kernel 'four_bits'" in message
     assert "float16" in message
 
 
 def test_a_block_of_a_dtype_that_c_lacks():
     @T.prim_func
-    def eight_bits(X: T.Tensor((8,), "float8_e4m3fn"), Y: T.Tensor((8,), "float8_e4m3fn")):
+    def four_bits(X: T.Tensor((8,), "float4_e2m1fn"), Y: T.Tensor((8,), "float4_e2m1fn")):
         with T.Kernel(1, threads=32):
-            x = T.alloc_shared((8,), "float8_e4m3fn")
+            x = T.alloc_shared((8,), "float4_e2m1fn")
             T.copy(X, x)
             T.copy(x, Y)
 
-    assert "float8_e4m3fn" in refusal(eight_bits)
+    assert "float4_e2m1fn" in refusal(four_bits)
 
 
 def test_a_gemm_past_the_end_of_a_block():

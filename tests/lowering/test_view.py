@@ -126,3 +126,43 @@ def test_an_unknown_view_is_refused():
     func = tiled_matmul({"x": 2}, 64, 32, 32, {"A": {"x": 0}, "B": {}, "C": {"x": 0}})
     with pytest.raises(mt.MeshTensorError, match="view 'tile' is unknown"):
         mt.lower(func, view="tile")
+
+
+def doubled_row(rows, columns, sharding):
+    """Twice a tile, as one row of it."""
+    fns = mt.mesh_tensor_functions({"x": 2})
+    state = {"block_shape": (1, columns), "program_id": 0, "sharding": sharding}
+
+    @T.prim_func
+    def kernel(A: T.Tensor((rows, columns), "float32"), B: T.Tensor((rows, columns), "float32")):
+        fns["annotate_mesh_tensor_info"]({A: state, B: state})
+        m, n = fns["get_tile_shape"](A)
+        a, b = T.Tensor((m * n,), "float32", A.data), T.Tensor((m * n,), "float32", B.data)
+        with T.Kernel(m, threads=32) as bx:
+            for j in T.Parallel(n):
+                b[bx * n + j] = a[bx * n + j] * 2.0
+
+    return kernel
+
+
+@pytest.mark.parametrize("rows", [4, 6, 8])
+def test_a_view_of_a_tile_of_whole_rows(rows):
+    a = torch.randn(rows, 6)
+    for target in ("interpret", "c"):
+        torch.testing.assert_close(mt.compile(doubled_row(rows, 6, {"x": 0}), target=target)(a), 2 * a)
+
+
+@pytest.mark.parametrize("view", ["auto", "local"])
+def test_a_view_of_a_tile_with_shorter_rows_is_refused(view):
+    with pytest.raises(mt.MeshTensorError) as error:
+        mt.lower(doubled_row(4, 6, {"x": 1}), view=view)
+    for fact in (
+        "2 problems:",
+        "buffer 'a' (12) float32, ",
+        "test_view.py:",
+        "is a view of 'A', whose dim 1 is split",
+        "buffer 'b' (12) float32, ",
+        "the tile's rows are not the tensor's",
+        "split its first dim only",
+    ):
+        assert fact in str(error.value)

@@ -2,27 +2,32 @@
 
 On a mesh `{"x": .., "y": ..}` every one has rows split over `x`, or over both where the layouts say so."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import tilelang.language as T
 import torch
 
-from .styles import Build, Style
+from tests.styles import Build, Style
 
 BLOCK = 4
 
 
 @dataclass(frozen=True)
 class Case:
-    """`make(M, N)` gives the kernel's source, `inputs(M, N)` its tensors, `reference` the result. `split` are the
-    tensors that lie as the mesh says; `misused` is a part of the message where its author forgot the offset."""
+    """`make(M, N)` gives the kernel's source, `inputs(M, N)` its tensors, `reference` the result. `misused` is a part
+    of the message where its author forgot the offset. `columns`: the result has A's columns only, else A's shape."""
 
     make: Callable[[int, int], Build]
     inputs: Callable[[int, int], tuple[torch.Tensor, ...]]
     reference: Callable[..., torch.Tensor]
-    split: tuple[str, ...]
     misused: str
+    columns: bool = False
+
+    def layouts(self, layout: Mapping[str, int]) -> dict[str, dict[str, int]]:
+        """How its tensors lie where A lies so; tables are on every device."""
+        columns = {axis: 0 for axis, dim in layout.items() if dim == 1}
+        return {"A": dict(layout), "B": columns if self.columns else dict(layout)}
 
 
 def one(M: int, N: int) -> tuple[torch.Tensor, ...]:
@@ -257,7 +262,7 @@ def weighted_sum(M: int, N: int) -> Build:
                         for j in T.Parallel(columns):
                             if row + ko * BLOCK + i < M - 1:
                                 total[j] += A[ko * BLOCK + i, j] * T.Cast("float32", row + ko * BLOCK + i)
-                T.copy(total, B)
+                T.copy(total, B[0])
 
         return kernel
 
@@ -272,43 +277,39 @@ def _image(M: int, N: int) -> tuple[torch.Tensor, ...]:
     return torch.randn(M, N), torch.randn(M // 5 + 2, 7)
 
 
-_ROWS = ("A", "B")
 _AS_VALUE = "uses the position as a value in"
 
 CASES = {
-    "causal": Case(causal, one, lambda a: a.tril(), _ROWS, _AS_VALUE),
-    "iota": Case(iota, one, lambda a: a + _m(a)[:, None] * 100 + torch.arange(a.shape[1]), _ROWS, _AS_VALUE),
+    "causal": Case(causal, one, lambda a: a.tril(), _AS_VALUE),
+    "iota": Case(iota, one, lambda a: a + _m(a)[:, None] * 100 + torch.arange(a.shape[1]), _AS_VALUE),
     "add_table": Case(
-        add_table, with_table, lambda a, p: a + p[:, None], _ROWS, "P dim 0 is indexed by bx * 4 + i, and is not split"
+        add_table, with_table, lambda a, p: a + p[:, None], "P dim 0 is indexed by bx * 4 + i, and is not split"
     ),
     "add_copied_table": Case(
-        add_copied_table, with_table, lambda a, p: a + p[:, None], _ROWS, "P dim 0 is indexed by bx * 4 + t0"
+        add_copied_table, with_table, lambda a, p: a + p[:, None], "P dim 0 is indexed by bx * 4 + t0"
     ),
     "block_scales": Case(
         block_scales,
         lambda M, N: (torch.randn(M, N), torch.randn(-(-M // 3))),
         lambda a, s: a * s[_m(a) // 3, None],
-        _ROWS,
         "S dim 0 is indexed by (bx * 4 + i) // 3",
     ),
     "through_a_buffer": Case(
-        through_a_buffer, with_table, lambda a, p: a + p.flip(0)[:, None], _ROWS, f"the store to at {_AS_VALUE}"
+        through_a_buffer, with_table, lambda a, p: a + p.flip(0)[:, None], f"the store to at {_AS_VALUE}"
     ),
     "through_a_variable": Case(
-        through_a_variable, one, lambda a: a + _m(a)[:, None], _ROWS, f"the store to start {_AS_VALUE}"
+        through_a_variable, one, lambda a: a + _m(a)[:, None], f"the store to start {_AS_VALUE}"
     ),
     "prefix": Case(
-        prefix, with_table, lambda a, p: a + p.cumsum(0)[:, None], _ROWS, "the bounds of loop k depend on the position"
+        prefix, with_table, lambda a, p: a + p.cumsum(0)[:, None], "the bounds of loop k depend on the position"
     ),
-    "odd_rows": Case(odd_rows, one, lambda a: a * (1 - 2 * (_m(a) % 2))[:, None], _ROWS, _AS_VALUE),
-    "im2col": Case(
-        im2col, _image, lambda a, x: a + x[_m(a) // 5 + 1, _m(a) % 5 + 2][:, None], _ROWS, "X dim 0 is indexed by"
-    ),
-    "weighted_sum": Case(weighted_sum, one, lambda a: (a[:-1] * _m(a)[:-1, None]).sum(0), ("A",), _AS_VALUE),
+    "odd_rows": Case(odd_rows, one, lambda a: a * (1 - 2 * (_m(a) % 2))[:, None], _AS_VALUE),
+    "im2col": Case(im2col, _image, lambda a, x: a + x[_m(a) // 5 + 1, _m(a) % 5 + 2][:, None], "X dim 0 is indexed by"),
+    "weighted_sum": Case(weighted_sum, one, lambda a: (a[:-1] * _m(a)[:-1, None]).sum(0), _AS_VALUE, columns=True),
 }
 
 
-# -- kernels for tests of their own ----------------------------------------------------------------------------------------
+# -- kernels for tests of their own ------------------------------------------------------------------------------------
 
 
 def as_far_as_valid(M: int, N: int) -> Build:

@@ -13,6 +13,7 @@ import mesh_tensor as mt
 from mesh_tensor.runtime.interpreter import interpret
 
 from .build import build
+from .reference import run_as_python
 from .spec import Case, Param
 
 #: `|actual - expected| <= tolerance * (|expected| + the largest |expected|)`, by the results' dtype.
@@ -43,6 +44,8 @@ def run(case: Case, target: str = "interpret") -> Outcome:
     data = make_data(case, left_out)
     try:
         expected = unsharded(case, data)
+        if case.as_python and (by_python := _compare(case, as_python(case, data), expected)) != RIGHT:
+            return Outcome("wrong", f"the interpreter differs from Python on the kernel itself\n{by_python.reason}")
         actual = _call(case, kernel, {name: array for name, array in data.items() if name not in left_out})
     except Exception:  # what was not refused has to run
         return Outcome("wrong", traceback.format_exc())
@@ -75,6 +78,13 @@ def unsharded(case: Case, data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     arrays = {name: array.copy() for name, array in data.items()}
     interpret(build(case.source), list(arrays.values()))
     return {param.name: arrays[param.name] for param in case.params if param.role != "in"}
+
+
+def as_python(case: Case, data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same, told by Python."""
+    arrays = {name: array.copy() for name, array in data.items()}
+    run_as_python(case.source, arrays)
+    return arrays
 
 
 def _call(case: Case, kernel: mt.MeshKernel, data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

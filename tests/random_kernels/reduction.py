@@ -106,7 +106,7 @@ def _bodies(tree: ast.Module) -> Iterator[list[ast.stmt]]:
     kernel = tree.body[0]
     assert isinstance(kernel, ast.FunctionDef)
     for node in ast.walk(kernel.body[0]):
-        if isinstance(node, (ast.With, ast.For, ast.If)):
+        if isinstance(node, (ast.With, ast.For, ast.If, ast.While)):
             yield node.body
 
 

@@ -57,24 +57,26 @@ class KernelSpec:
         header = f"with T.Kernel({extents}, threads=128) as {names if len(self.grid) == 1 else f'({names})'}"
         allocs = tuple(f'{b.name} = T.alloc_{b.scope}({b.shape}, "{b.dtype}")' for b in self.buffers)
         kernel = Block(f"def kernel({params})", (Block(header, (*allocs, *self.body)),))
-        return "\n".join(["@T.prim_func", *_render(kernel, 0)]) + "\n"
+        return "\n".join(["@T.prim_func", *render(kernel, 0)]) + "\n"
 
 
-def _render(line: Line, depth: int) -> Iterator[str]:
+def render(line: Line, depth: int) -> Iterator[str]:
+    """The lines of the source."""
     indent = "    " * depth
     if isinstance(line, str):
         yield indent + line
         return
     yield f"{indent}{line.header}:"
     for inner in line.body or ("pass",):
-        yield from _render(inner, depth + 1)
+        yield from render(inner, depth + 1)
 
 
 @dataclass(frozen=True)
 class Case:
     """The source of a kernel, how its parameters lie on a mesh (`shardings` is as `annotate` takes it; what it leaves
     out is not annotated), and its data: small integers, or normal values. `exact`: with small integers, the order of
-    its sums can't matter. With `blank`, the call leaves the outputs out, else it passes tensors for them."""
+    its sums can't matter. With `blank`, the call leaves the outputs out, else it passes tensors for them. `as_python`:
+    it has nothing in it that `reference.run_as_python` doesn't know."""
 
     source: str
     params: tuple[Param, ...]
@@ -83,6 +85,7 @@ class Case:
     exact: bool = True
     integers: bool = True
     blank: bool = False
+    as_python: bool = False
     seed: int = 0
 
     def __repr__(self) -> str:

@@ -134,7 +134,7 @@ def _step(stores: Stores) -> None:
 
 # -- meshes and shardings ------------------------------------------------------------------------------------------
 
-_MESHES = (
+MESHES = (
     (2,),
     (2,),
     (3,),
@@ -194,7 +194,7 @@ def make_case(number: int) -> Case:
     kernel, exact = make_kernel(random)
     if random.random() < 0.3:
         kernel = with_views(kernel, random)
-    mesh = dict(zip("xyz", random.choice(_MESHES), strict=False))
+    mesh = dict(zip("xyz", random.choice(MESHES), strict=False))
     return Case(
         kernel.source(),
         kernel.params,
@@ -203,6 +203,7 @@ def make_case(number: int) -> Case:
         exact=exact,
         integers=exact or random.random() < 0.5,
         blank=random.random() < 0.3,
+        as_python=True,
         seed=number,
     )
 

@@ -46,6 +46,18 @@ def test_a_tensor_for_the_result_that_requires_a_gradient(given):
     assert "parameter 'C': requires a gradient, which would be lost" in text
 
 
+def test_tiles_that_require_gradients():
+    tiles = [torch.ones(2, 3), torch.ones(2, 3, requires_grad=True)]
+    sharding = mt.Sharding.make({"x": 2}, 2, {"x": 0})
+    text = refusal(lambda: mt.MeshTensor(tiles, (4, 3), sharding))
+    assert "a tile requires a gradient, which would be lost" in text
+    assert ".detach()" in text
+    with torch.no_grad():
+        made = mt.MeshTensor(tiles, (4, 3), sharding)
+    assert made.redistribute({"x": 1}).full().eq(1).all()
+    assert not made.full().requires_grad
+
+
 def test_weights_are_constants(given):
     module = mt.distribute_module(given.mod, weights={"w": torch.nn.Parameter(given.b)})
     result = module(given.a)

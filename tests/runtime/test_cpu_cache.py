@@ -1,6 +1,7 @@
 """What is compiled once is kept on disk, whole or not at all, and found again where nothing has changed."""
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from mesh_tensor._environment import CACHE_VARIABLE
 from mesh_tensor.runtime import cpu_build, cpu_cache, cpu_compiler
 from mesh_tensor.runtime.cpu import compile_for_cpu
 from mesh_tensor.runtime.cpu_compiler import compiler_stamp
+from tests.corrupt.mutations import mutated_bytes
 
 from .cpu_kernels import dynamic_scale
 
@@ -109,7 +111,27 @@ def be_empty(library):
         path.unlink()
 
 
-DAMAGE = [truncate, zero, flip, empty, be_a_folder, be_missing, lose_its_note, break_its_note, be_no_entry, be_empty]
+def mutated(number):
+    def mutate(library):
+        library.write_bytes(mutated_bytes(library.read_bytes(), random.Random(number)))
+
+    mutate.__name__ = f"mutated_{number}"
+    return mutate
+
+
+DAMAGE = [
+    *map(mutated, range(10)),
+    truncate,
+    zero,
+    flip,
+    empty,
+    be_a_folder,
+    be_missing,
+    lose_its_note,
+    break_its_note,
+    be_no_entry,
+    be_empty,
+]
 
 
 @pytest.fixture(scope="module")

@@ -217,3 +217,14 @@ def test_discos_own_collectives(threads):
         torch.testing.assert_close(tensors(reduced)[worker], expected.amax(0))
         torch.testing.assert_close(tensors(joined)[worker], expected.reshape(8, 3))
     torch.testing.assert_close(torch.from_dlpack(disco.DRefDebugGetFromRemote(back, 0)), expected)
+
+
+def test_results_without_elements(threads):
+    """TVM divides by the size of an empty slice that goes backwards."""
+    x = relax.Var("x", relax.TensorStructInfo((8, 4), "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        empty = builder.emit(relax.op.strided_slice(x, [0], [2], [2], [-1]))
+        builder.emit_func_output(builder.emit(relax.op.concat([empty, x], axis=0)))
+    run = mt.distribute_module(builder.get(), {"x": 2}, {"x": {"x": 1}})
+    check(run, builder.get(), [torch.randn(8, 4)], threads(run.mesh))

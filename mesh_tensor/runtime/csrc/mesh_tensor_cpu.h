@@ -1,4 +1,4 @@
-// What the C code of a re-targeted kernel is built on: 16-bit floats, constants, min and max, integer division.
+// What the C code of a re-targeted kernel is built on: 16-bit floats, 8-bit floats, constants, min and max, integer division.
 #pragma once
 
 #include <stddef.h>
@@ -25,7 +25,62 @@ struct mt_bfloat16 {
   uint16_t bits;
 };
 
+// The 8-bit floats: a sign, an exponent that is 0 at `Bias`, and `Mantissa` bits.
+struct mt_float8_e4m3fn {
+  uint8_t bits;
+};
+struct mt_float8_e5m2 {
+  uint8_t bits;
+};
+
+// What is not infinite or NaN: multiplying moves the exponent, and makes subnormals right.
+template <int Mantissa, int Bias> MT_INLINE float mt_load_float8(uint8_t bits) {
+  float magnitude = mt_bits<float>((uint32_t)(bits & 0x7fu) << (23 - Mantissa));
+  float moved = magnitude * mt_bits<float>((uint32_t)(127 + 127 - Bias) << 23);
+  return mt_bits<float>(mt_bits<uint32_t>(moved) | ((uint32_t)(bits & 0x80u) << 24));
+}
+
+// The magnitude's bits, rounded to nearest even, as if there were no largest exponent.
+template <int Mantissa, int Bias> MT_INLINE uint32_t mt_round_float8(uint32_t magnitude) {
+  constexpr int shift = 23 - Mantissa;
+  constexpr uint32_t smallest_normal = (uint32_t)(128 - Bias) << 23;
+  // Adding this lines a subnormal up with its last bit, and the addition rounds.
+  constexpr uint32_t aligned = (uint32_t)(128 - Bias - Mantissa + 23) << 23;
+  uint32_t half = (1u << (shift - 1)) - 1u + ((magnitude >> shift) & 1u);
+  uint32_t normal = (magnitude - ((uint32_t)(127 - Bias) << 23) + half) >> shift;
+  uint32_t subnormal = mt_bits<uint32_t>(mt_bits<float>(magnitude) + mt_bits<float>(aligned)) - aligned;
+  return magnitude < smallest_normal ? subnormal : normal;
+}
+
 extern "C" {
+
+// No infinity: all bits set is NaN, and what is too large becomes the largest number.
+MT_INLINE float mt_load_float8_e4m3fn(uint8_t bits) {
+  return (bits & 0x7fu) == 0x7fu ? __builtin_nanf("") : mt_load_float8<3, 7>(bits);
+}
+MT_INLINE uint8_t mt_store_float8_e4m3fn(float value) {
+  uint32_t bits = mt_bits<uint32_t>(value), magnitude = bits & 0x7fffffffu;
+  uint32_t rounded = magnitude >= 0x43e00000u ? 0x7eu : mt_round_float8<3, 7>(magnitude);
+  return (uint8_t)((magnitude > 0x7f800000u ? 0x7fu : rounded) | ((bits >> 24) & 0x80u));
+}
+
+// Infinities and NaN as in the 16-bit format that it is the upper half of.
+MT_INLINE float mt_load_float8_e5m2(uint8_t bits) {
+  if ((bits & 0x7fu) > 0x7cu) return __builtin_nanf("");
+  float infinite = mt_bits<float>(0x7f800000u | ((uint32_t)(bits & 0x80u) << 24));
+  return (bits & 0x7fu) == 0x7cu ? infinite : mt_load_float8<2, 15>(bits);
+}
+MT_INLINE uint8_t mt_store_float8_e5m2(float value) {
+  uint32_t bits = mt_bits<uint32_t>(value), magnitude = bits & 0x7fffffffu;
+  uint32_t rounded = magnitude >= 0x47800000u ? 0x7cu : mt_round_float8<2, 15>(magnitude);
+  return (uint8_t)((magnitude > 0x7f800000u ? 0x7fu : rounded) | ((bits >> 24) & 0x80u));
+}
+
+MT_INLINE float mt_round_float8_e4m3fn(float value) { return mt_load_float8_e4m3fn(mt_store_float8_e4m3fn(value)); }
+MT_INLINE float mt_load_float8_e4m3(uint8_t bits) { return mt_load_float8_e4m3fn(bits); }
+MT_INLINE uint8_t mt_store_float8_e4m3(float value) { return mt_store_float8_e4m3fn(value); }
+MT_INLINE float mt_round_float8_e4m3(float value) { return mt_round_float8_e4m3fn(value); }
+MT_INLINE float mt_round_float8_e5m2(float value) { return mt_load_float8_e5m2(mt_store_float8_e5m2(value)); }
 
 MT_INLINE float mt_load_bfloat16(uint16_t bits) { return mt_bits<float>((uint32_t)bits << 16); }
 
@@ -116,6 +171,10 @@ MT_INT(int64_t, int64)
 MT_UINT(uint32_t, uint32)
 MT_UINT(uint64_t, uint64)
 
+// Of the lowest `width` bits; the others are 0.
+MT_INLINE int32_t mt_popcount(uint64_t bits, int32_t) { return __builtin_popcountll(bits); }
+MT_INLINE int32_t mt_clz(uint64_t bits, int32_t width) { return bits ? __builtin_clzll(bits) - 64 + width : width; }
+
 // Asks for the memory of 32 elements. Nothing is read: the address may be anywhere.
 #define MT_PREFETCH(type, name) \
   MT_INLINE void mt_prefetch_##name(type *first, int32_t for_writing) { \
@@ -148,5 +207,13 @@ MT_POWER(uint64_t, uint64, mt_div_uint64(1, power))
 template <typename To, typename From> MT_INLINE To mt_as(From value) { return (To)value; }
 template <> inline float mt_as<float, mt_float16>(mt_float16 value) { return mt_load_float16(value.bits); }
 template <> inline float mt_as<float, mt_bfloat16>(mt_bfloat16 value) { return mt_load_bfloat16(value.bits); }
+template <> inline float mt_as<float, mt_float8_e4m3fn>(mt_float8_e4m3fn value) {
+  return mt_load_float8_e4m3fn(value.bits);
+}
+template <> inline float mt_as<float, mt_float8_e5m2>(mt_float8_e5m2 value) { return mt_load_float8_e5m2(value.bits); }
+template <> inline mt_float8_e4m3fn mt_as<mt_float8_e4m3fn, float>(float value) {
+  return {mt_store_float8_e4m3fn(value)};
+}
+template <> inline mt_float8_e5m2 mt_as<mt_float8_e5m2, float>(float value) { return {mt_store_float8_e5m2(value)}; }
 template <> inline mt_float16 mt_as<mt_float16, float>(float value) { return {mt_store_float16(value)}; }
 template <> inline mt_bfloat16 mt_as<mt_bfloat16, float>(float value) { return {mt_store_bfloat16(value)}; }

@@ -114,6 +114,8 @@ MT_MATH2(atan2) MT_MATH2(copysign) MT_MATH2(fmod) MT_MATH2(hypot) MT_MATH2(nexta
   MT_INLINE bool mt_isfinite_##name(type x) { return mt_fabs_##name(x) < (type)__builtin_inff(); }
 MT_DERIVED(float, float32, 1.0f, 10.0f)
 MT_DERIVED(double, float64, 1.0, 10.0)
+MT_INLINE float mt_ldexp_float32(float x, int32_t exponent) { return __builtin_ldexpf(x, exponent); }
+MT_INLINE double mt_ldexp_float64(double x, int32_t exponent) { return __builtin_ldexp(x, exponent); }
 MT_INLINE float mt_fma_float32(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
 MT_INLINE double mt_fma_float64(double x, double y, double z) { return __builtin_fma(x, y, z); }
 

@@ -13,6 +13,7 @@ from .dtensor import (
 )
 from .ranks import are_current, named, ranks_of
 from .redistribution import redistribute
+from .resume import resume
 
 __all__ = [
     "are_current",
@@ -26,6 +27,7 @@ __all__ = [
     "named",
     "ranks_of",
     "redistribute",
+    "resume",
     "to_dtensor",
     "to_placements",
 ]

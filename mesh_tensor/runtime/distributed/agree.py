@@ -14,10 +14,11 @@ from tvm import tirx
 
 from ...errors import refuse
 from ...program import CollectiveStep, KernelStep, OpStep, Program
+from .calls import AGREEMENT
 from .faults import Faults
 from .ranks import Ranks
 
-_SUMMARY = struct.Struct(">32sQQ")  # of what a rank has to say: its digest, its length, and how many calls there were
+_SUMMARY = struct.Struct(">32sQ")  # of what a rank has to say: its digest, and its length
 
 
 def program_facts(program: Program, target: str) -> dict[str, str]:
@@ -41,25 +42,25 @@ def program_facts(program: Program, target: str) -> dict[str, str]:
 def agree(ranks: Ranks, faults: Faults, facts: Mapping[str, str], refusal: str = "", fix: str = "") -> None:
     """Return if all ranks have the same facts; else raise the same MeshTensorError on all of them.
 
-    A rank that can't run the call takes part with its `refusal`: it returns, the others raise. `fix` adds to
-    the way out. The first agreement runs over the ranks' own group, which notices at once that a rank has ended; later
-    ones apart from it, because a rank may be left alone with its question while the others exchange data."""
-    talk = ranks.talk()
+    A rank that can't run the call takes part with its `refusal`: it returns, the others raise. `fix` adds to the way
+    out. Ranks that talk for the first time do so over their own group, which notices at once that a rank has ended."""
+    lane = ranks.calls.lane()
+    lane.run(AGREEMENT)
     mine = json.dumps([dict(facts), refusal]).encode()
-    summary = hashlib.sha256(mine).digest(), len(mine), faults.calls
     try:
-        summaries = [_SUMMARY.unpack(words) for words in talk.gather(_SUMMARY.pack(*summary))]
-        faults.calls = max(calls for _, _, calls in summaries)
-        if len({digest for digest, _, _ in summaries}) == 1 and not refusal:
-            ranks.separate_talk()
+        gather = ranks.calls.gather if ranks.meet() else ranks.say
+        summary = _SUMMARY.pack(hashlib.sha256(mine).digest(), len(mine))
+        summaries = [_SUMMARY.unpack(words) for words in gather(summary)]
+        if len({digest for digest, _ in summaries}) == 1 and not refusal:
             return
-        longest = max(length for _, length, _ in summaries)
-        everything = [json.loads(words) for words in talk.gather(mine.ljust(longest))]
+        longest = max(length for _, length in summaries)
+        everything = [json.loads(words) for words in gather(mine.ljust(longest))]
     except RuntimeError as error:
-        faults.blame(error, f"the agreement on what to run{_asked(facts)}", talk.members)
+        faults.blame(error, f"the agreement on what to run{_asked(facts)}", range(ranks.mesh.num_devices))
+    lane.said = True  # all have heard
     if refusal:
         return
-    by_rank = dict(sorted((ranks.place(m), found) for m, found in zip(talk.members, everything, strict=True)))
+    by_rank = dict(sorted((ranks.place(rank), found) for rank, found in enumerate(everything)))
     refused = [f"rank {rank} refused the call: {_facts_in(text)}" for rank, (_, text) in by_rank.items() if text]
     refuse(
         refused or _differences({rank: found for rank, (found, _) in by_rank.items()}),
@@ -67,6 +68,11 @@ def agree(ranks: Ranks, faults: Faults, facts: Mapping[str, str], refusal: str =
         why="all ranks of a mesh have to run the same steps",
         fix=f"compile the same kernel on every rank, and pass tensors of the same global shapes and dtypes{fix}",
     )
+
+
+def digest_of(facts: Mapping[str, str]) -> int:
+    """A number that tells what is sent for one run from what is sent for another."""
+    return int(_digest(json.dumps(dict(facts), sort_keys=True))[:8], 16)
 
 
 def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:

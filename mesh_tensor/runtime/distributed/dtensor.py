@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 
+from ..._placement import TORCH_OPS, of_torch
 from ...errors import MeshTensorError, listing, refuse
 from ...mesh import Mesh
 from ...plain_tensors import why_not_plain
-from ...sharding import Partial, Placement, Replicate, Shard, Sharding, ceildiv
+from ...sharding import Placement, Replicate, Shard, Sharding, ceildiv
 from ..ambient import undisturbed
 from ..mesh_tensor import MeshTensor, of_tiles
 from ..placement import layout_of
-from .agree import agree
-from .exchange import MOVED
+from .agree import agree, digest_of
+from .carriers import MOVED
 from .faults import Faults
 from .ranks import Ranks, named, ranks_of
 
@@ -31,16 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-_TORCH_OPS = {
-    "sum": "sum",
-    "max": "max",
-    "min": "min",
-    "prod": "product",
-    "bitand": "band",
-    "bitor": "bor",
-    "bitxor": "bxor",
-}
-_OUR_OPS = {theirs: ours for ours, theirs in _TORCH_OPS.items()}
 _SAME_SIZE = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}  # that every backend moves
 
 
@@ -67,7 +58,7 @@ def from_placements(mesh: Mesh | Mapping[str, int], ndim: int, placements: Seque
 def _sharding_of(mesh: Mesh, ndim: int, placements: tuple[Any, ...]) -> Sharding:
     if len(placements) != len(mesh):
         refuse(f"{len(placements)} placements for {len(mesh)} axes", where=str(mesh), fix="give one placement per axis")
-    ours = {axis: _our_placement(axis, p, ndim) for axis, p in zip(mesh, placements, strict=True)}
+    ours = {axis: _our_placement(axis, p) for axis, p in zip(mesh, placements, strict=True)}
     return Sharding.of(mesh, ndim, ours)
 
 
@@ -89,9 +80,11 @@ def major_only(sharding: Sharding) -> Sharding:
     return Sharding.of(sharding.mesh, sharding.ndim, placements)
 
 
-def moved_by_torch(tensor: DTensor, sharding: Sharding) -> DTensor:
+def moved_by_torch(tensor: DTensor, sharding: Sharding, ranks: Ranks) -> DTensor:
     """The DTensor as `sharding` says, where torch has to cut or gather it, because we would split it otherwise.
-    Nothing is reduced by that: what the process group has no dtype for is moved as another of its size."""
+    Nothing is reduced by that: what the process group has no dtype for is moved as another of its size. The collectives
+    are torch's, so ranks make sure before that they all come to them."""
+    ranks.meet_here()
     placements, dtype = to_placements(sharding), tensor.dtype
     check_order(tensor, placements, axes_out_of_order(tensor.device_mesh))
     if dtype in MOVED or dtype.itemsize not in _SAME_SIZE:
@@ -200,25 +193,30 @@ def from_dtensor(tensor: DTensor, mesh: Mesh | Mapping[str, int] | None = None) 
         mesh_of(tensor.device_mesh) if mesh is None else Mesh(mesh), tensor.device_mesh, tensor.device.type
     )
     faults, facts = Faults(ranks, "mt.from_dtensor"), {"kernel": "mt.from_dtensor"}
-    try:
-        if found := why_not_plain(tensor):
-            refuse(found[0], where=f"mt.from_dtensor on {ranks.mesh}", fix=found[1])
-        sharding = from_placements(ranks.mesh, tensor.ndim, tensor.placements)
-        if problem := part_problem(tensor, sharding, ranks.rank):
-            refuse(problem, where=str(ranks.mesh), fix=PART_FIX)
-    except MeshTensorError as error:
-        agree(ranks, faults, facts, refusal=str(error))
-        raise
-    agree(ranks, faults, facts | {"tensors": f"{tuple(tensor.shape)} {tensor.dtype}, '{sharding}'"})
-    with torch.no_grad():
+    with ranks.calls.lane() as lane:
+        try:
+            if found := why_not_plain(tensor):
+                refuse(found[0], where=f"mt.from_dtensor on {ranks.mesh}", fix=found[1])
+            sharding = from_placements(ranks.mesh, tensor.ndim, tensor.placements)
+            if problem := part_problem(tensor, sharding, ranks.rank):
+                refuse(problem, where=str(ranks.mesh), fix=PART_FIX)
+        except MeshTensorError as error:
+            agree(ranks, faults, facts, refusal=str(error))
+            raise
+        facts |= {"tensors": f"{tuple(tensor.shape)} {tensor.dtype}, '{sharding}'"}
+        agree(ranks, faults, facts)
+        lane.run(digest_of(facts))
         if not lies_like_torch(sharding, tensor.shape):
             sharding = major_only(sharding)
-            tensor = moved_by_torch(tensor, sharding)
+            tensor = moved_by_torch(tensor, sharding, ranks)
         layout = layout_of(tuple(tensor.shape), tensor.dtype, sharding)
         mine = torch.zeros(layout.tile_shape, dtype=tensor.dtype, device=tensor.device)
         local = local_part(tensor)
         mine[tuple(slice(0, size) for size in local.shape)] = local
-        return of_tiles(_gathered(mine, ranks), layout)
+        try:
+            return of_tiles(_gathered(mine, ranks), layout)
+        except RuntimeError as error:
+            faults.blame(error, "gathering a tensor", range(ranks.mesh.num_devices))
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
@@ -231,6 +229,9 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
 def _gathered(mine: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
     """Everybody's tile, in order of rank."""
     group = ranks.everybody()
+    if group.tagged:
+        return [tile.clone() for tile in ranks.calls.gather_tensors(mine)]
+    ranks.calls.meet()
     count = len(group.members)
     sent = mine.view(-1).view(torch.uint8).repeat(count)
     received = torch.empty_like(sent)
@@ -260,20 +261,15 @@ def _torch_placement(placement: Placement) -> Any:
 
     if isinstance(placement, Shard):
         return tensor.Shard(placement.dim)
-    return tensor.Replicate() if isinstance(placement, Replicate) else tensor.Partial(_TORCH_OPS[placement.op])
+    return tensor.Replicate() if isinstance(placement, Replicate) else tensor.Partial(TORCH_OPS[placement.op])
 
 
-def _our_placement(axis: str, placement: Any, ndim: int) -> Placement:
-    from torch.distributed import tensor
-
-    if type(placement) is tensor.Shard:
-        return Shard(placement.dim)
-    if type(placement) is tensor.Replicate:
-        return Replicate()
-    # Its subclasses mean something else: torch has to apply the mask of an embedding, the root of a norm.
-    if type(placement) is tensor.Partial and placement.reduce_op in _OUR_OPS:
-        return Partial(_OUR_OPS[placement.reduce_op])
-    return refuse(
-        f"placement {placement} of axis {axis!r} has no counterpart",
-        fix=f"redistribute the DTensor to Shard, Replicate, or Partial with one of {listing(tuple(_OUR_OPS))}",
-    )
+def _our_placement(axis: str, placement: Any) -> Placement:
+    found = of_torch(placement)
+    if found is None:
+        ops = listing(tuple(TORCH_OPS.values()))
+        refuse(
+            f"placement {placement} of axis {axis!r} has no counterpart",
+            fix=f"redistribute the DTensor to Shard, Replicate, or Partial with one of {ops}",
+        )
+    return found

@@ -72,7 +72,7 @@ def enter(launch: RankLaunch, name: str, tensor: DTensor, layout: Sharding) -> t
         return None
     if not lies_like_torch(layout, shape):
         layout = major_only(layout)
-        tensor = moved_by_torch(tensor, layout)
+        tensor = moved_by_torch(tensor, layout, launch.ranks)
     local = local_part(tensor)
     if layout == wanted:
         return local
@@ -103,4 +103,4 @@ def _made(launch: RankLaunch, tiling: Tiling, result: torch.Tensor, layout: Shar
         tile = launch.change(tiling, possible, tiling.tile(result))
         result = Tiling(tiling.shape, tiling.dtype, possible, launch.ranks.rank).valid(tile)
     made = as_dtensor(result, device_mesh, possible, tiling.shape)
-    return made if possible == layout else moved_by_torch(made, layout)
+    return made if possible == layout else moved_by_torch(made, layout, launch.ranks)

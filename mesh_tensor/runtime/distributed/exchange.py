@@ -1,4 +1,4 @@
-"""Exchange: one rank's part in bringing tiles from one layout to another, as all-to-alls over a group.
+"""Exchange: one rank's part in bringing tiles from one layout to another, as all-to-alls in a group.
 
 What goes from whom to whom is `reshard`'s plan, the same that the virtual mesh follows; what is received is combined
 here, in the plan's order, so that both give the same bits. Nothing is copied that already lies as it has to be sent or
@@ -13,17 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..combine import Combine
 from ..elementwise import clone, fill
 from ..reshard import Delivery, Piece, Region, part
+from .carriers import Wait, carrier, section
 from .ranks import Group
 from .sections import Receipt, Sections, Span, region_shape, region_size, sections
 
-# Dtypes that every backend moves; others travel as bytes.
-MOVED = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
-MOVED |= {torch.int8, torch.uint8, torch.int32, torch.int64}
 _ROTATE_FROM = 1 << 20  # bytes: what goes to everybody is sent from where it lies, one all-to-all per peer
 
 
@@ -64,7 +61,7 @@ _Ready = tuple[torch.Tensor, list[torch.Tensor], Sequence[bool]]
 class Exchange:
     """The sends, receives and combinations of one rank. `group` is None where nobody sends anything.
 
-    All members of the group have to start it, in the same order as their other collectives."""
+    All members of the group have to start it, in the same order as their other exchanges in a call."""
 
     def __init__(
         self, deliveries: Sequence[Delivery], rank: int, group: Group | None, form: Form, combine: Combine, blank: Any
@@ -76,7 +73,7 @@ class Exchange:
         pieces = mine.pieces if mine else ()
         self._rounds = self._plan_rounds(deliveries, pieces) if group else []
         self._locals = [local for index, piece in enumerate(pieces) if (local := self._local(index, piece))]
-        self._raw = form.dtype not in MOVED
+        self._carry = carrier(group, rank, self._rounds, form.dtype) if group and self._rounds else None
 
     def __call__(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Fill the tile `dst` from the group's tiles `src`; both contiguous. They may be one memory where every piece
@@ -86,16 +83,17 @@ class Exchange:
     def start(self, src: torch.Tensor, dst: torch.Tensor) -> Pending:
         """Begin to send and receive: `src` may not be written, nor `dst` used, before the wait."""
         flat_src, flat_dst = src.view(-1), dst.view(-1)
-        received, works = [], []
+        received, sends = [], []
         for plan in self._rounds:
             out = self._received(plan, flat_dst)
             if plan.send_span is not None:
-                sent = _section(flat_src, plan.send_span)
+                sent = section(flat_src, plan.send_span)
             else:
                 sent = torch.cat([part(src, region).reshape(-1) for region in plan.regions])
             received.append(out)
-            works.append(self._all_to_all(out, sent, plan))
-        return Pending(self, dst, self._ready(src, dst, received), works)
+            sends.append(sent)
+        wait = self._carry(received, sends) if self._carry else None
+        return Pending(self, dst, self._ready(src, dst, received), wait)
 
     def _ready(self, src: torch.Tensor, dst: torch.Tensor, received: list[torch.Tensor]) -> list[_Ready]:
         """What is put together of what, found while it is still under way."""
@@ -104,7 +102,7 @@ class Exchange:
             (
                 part(dst, local.region),
                 [
-                    part(src, o.region) if o.round < 0 else _section(received[o.round], o.span).view(o.shape)
+                    part(src, o.region) if o.round < 0 else section(received[o.round], o.span).view(o.shape)
                     for o in local.operands
                 ],
                 # It would be overwritten before its turn.
@@ -126,16 +124,7 @@ class Exchange:
     def _received(self, plan: Sections, flat_dst: torch.Tensor) -> torch.Tensor:
         if plan.receive_span is None:
             return flat_dst.new_empty(sum(plan.receive_counts))
-        return _section(flat_dst, plan.receive_span)
-
-    def _all_to_all(self, out: torch.Tensor, sent: torch.Tensor, plan: Sections) -> Any:
-        assert self._group is not None
-        receive, send = plan.receive_counts, plan.send_counts
-        if self._raw:
-            size = self._form.dtype.itemsize
-            out, sent = out.view(torch.uint8), sent.view(torch.uint8)
-            receive, send = [n * size for n in receive], [n * size for n in send]
-        return dist.all_to_all_single(out, sent, receive, send, group=self._group.process_group, async_op=True)
+        return section(flat_dst, plan.receive_span)
 
     def _plan_rounds(self, deliveries: Sequence[Delivery], pieces: Sequence[Piece]) -> list[Sections]:
         assert self._group is not None
@@ -189,24 +178,19 @@ class Exchange:
         return _Local(piece.region, tuple(operands), stays, late)
 
 
-def _section(flat: torch.Tensor, span: Span) -> torch.Tensor:
-    start, count = span
-    return flat if count == flat.numel() else flat[start : start + count]
-
-
 class Pending:
     """An exchange under way."""
 
-    __slots__ = ("_dst", "_exchange", "_ready", "_works")
+    __slots__ = ("_dst", "_exchange", "_ready", "_wait")
 
-    def __init__(self, exchange: Exchange, dst: torch.Tensor, ready: list[_Ready], works: list[Any]) -> None:
-        self._exchange, self._dst, self._ready, self._works = exchange, dst, ready, works
+    def __init__(self, exchange: Exchange, dst: torch.Tensor, ready: list[_Ready], wait: Wait | None) -> None:
+        self._exchange, self._dst, self._ready, self._wait = exchange, dst, ready, wait
 
     def advance(self) -> None:
         """Begin what has to follow what was begun: nothing."""
 
     def wait(self) -> None:
         """Wait until everything is there; then the new tile is whole."""
-        for work in self._works:
-            work.wait()
+        if self._wait is not None:
+            self._wait()
         self._exchange.finish(self._dst, self._ready)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterable
+import hashlib
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
 
 from ...errors import listing, refuse
 from ...mesh import Mesh
+from .calls import Calls
+from .watch import end_watch, watch
+from .wire import GlooWire, StoreBoard, said_timeout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -21,30 +26,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Group:
-    """A process group: `members` are ranks of the mesh, in the group's own order; `process_group` runs the
-    collectives."""
+    """Some ranks of the mesh. What they exchange goes over the connections of `calls`, if it is `tagged`, or else over
+    the `process_group`, whose order `members` is in."""
 
     members: tuple[int, ...]
-    process_group: dist.ProcessGroup
+    process_group: dist.ProcessGroup | None
+    calls: Calls | None = None
+    tagged: bool = False
 
 
-@dataclass(frozen=True)
-class Talk:
-    """What ranks say to each other goes over it: `all_to_all(received, sent)` on bytes on `device`."""
-
-    members: tuple[int, ...]
-    device: torch.device
-    all_to_all: Callable[[torch.Tensor, torch.Tensor], None]
-
-    def gather(self, words: bytes) -> list[bytes]:
-        """What each member says; all say as much."""
-        sent = torch.frombuffer(bytearray(words) * len(self.members), dtype=torch.uint8).to(self.device)
-        received = torch.empty_like(sent)
-        self.all_to_all(received, sent)
-        data = received.cpu().numpy().tobytes()
-        return [data[start : start + len(words)] for start in range(0, len(data), len(words))]
-
-
+_NONCE = 16  # bytes that no two meetings have in common
 _alive: WeakSet[Ranks] = WeakSet()
 
 
@@ -67,20 +58,16 @@ class Ranks:
         self._places: list[int] = places
         self._place_of = {place: rank for rank, place in enumerate(places)}
         self._groups: dict[tuple[int, ...], Group] = {}
-        self._numbers: dict[str, int] = {}
-        self._talk: Talk | None = None
         self._device = torch.device(device_type)
+        self.calls = Calls(self.rank, places, str(mesh))
         _alive.add(self)
-        check_backend(device_type, dist.get_backend_config(device_mesh.get_group(0)), str(mesh))
+        config = dist.get_backend_config(device_mesh.get_group(0))
+        check_backend(device_type, config, str(mesh))
+        self._tagged = _backends(config).get(device_type) == "gloo"
 
     def place(self, rank: int) -> int:
         """The process that is device `rank` of the mesh, as torch.distributed numbers it."""
         return self._places[rank]
-
-    def next_number(self, kernel: str) -> int:
-        """Kernels of one name are told apart by the order in which they are first called, alike on all ranks."""
-        self._numbers[kernel] = self._numbers.get(kernel, 0) + 1
-        return self._numbers[kernel]
 
     def group(self, axes: Iterable[str]) -> Group:
         """The ranks that differ from this one only on `axes`: the DeviceMesh's own group where it has one. Made once;
@@ -95,37 +82,55 @@ class Ranks:
         """All ranks of the mesh."""
         return self.group(self.mesh.axis_names)
 
-    def talk(self) -> Talk:
-        """The means of all ranks of the mesh to say something. Where one talks while another exchanges data, neither
-        takes the other's bytes for its own: that is so from `separate_talk` on."""
-        if self._talk is not None:
-            return self._talk
-        group = self.everybody()
-        return Talk(group.members, self._device, partial(dist.all_to_all_single, group=group.process_group))
+    def meet(self) -> bool:
+        """Make connections of the mesh's own, once. All ranks have to ask at the same time. False: they ask for
+        different meshes, and can say so by `say`."""
+        with self.calls.lock:
+            if self.calls.connected:
+                return True
+            mesh = hashlib.sha256(f"{self.mesh} {self._places} {self._device.type}".encode()).digest()
+            said = self.say(mesh + os.urandom(_NONCE))
+            if any(words[:-_NONCE] != mesh for words in said):
+                return False
+            name = said[0][-_NONCE:].hex()
+            store = dist.PrefixStore(f"mesh_tensor/{name}", default_store())
+            timeout = said_timeout() or _timeout(_world())
+            connect = partial(_connected, store, self.rank, len(self._places), timeout)
+            board = StoreBoard(store.clone() if hasattr(store, "clone") else store)
+            self.calls.begin(name, board, connect, timeout)
+            watch(self.calls)
+            return True
 
-    def separate_talk(self) -> None:
-        """Make connections for talk, once. All ranks of the mesh have to ask at the same time.
+    def meet_here(self) -> None:
+        """Return when all ranks are in this call."""
+        if not self.meet():
+            refuse("ranks call on different meshes", where=str(self.mesh), fix="make the same calls on every rank")
+        self.calls.meet()
 
-        It is no group of `new_group`'s: torch names groups by how many of them a process has, and ranks may differ in
-        that."""
-        if self._talk is not None or not dist.is_gloo_available() or default_store() is None:
-            return
+    def say(self, words: bytes) -> list[bytes]:
+        """What each rank says, in order of rank, over the ranks' own group, which notices at once that one has ended.
+        All say as much."""
         group = self.everybody()
-        places = tuple(self._places[member] for member in group.members)
-        store = dist.PrefixStore(f"mesh_tensor/talk/{places}/{_next(places)}", default_store())
-        at, timeout = group.members.index(self.rank), _timeout(group.process_group)
-        gloo: Any = dist.ProcessGroupGloo(store, at, len(places), timeout)
-        self._talk = Talk(
-            group.members,
-            torch.device("cpu"),
-            lambda received, sent: gloo.alltoall_base(received, sent, [], []).wait(),
-        )
-        self._talk.gather(b" ")  # nobody goes on, and perhaps ends, while others are still connecting
+        count = len(group.members)
+        sent = torch.frombuffer(bytearray(words) * count, dtype=torch.uint8).to(self._device)
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=group.process_group, async_op=True)
+        assert work is not None
+        work.wait(said_timeout() or _timeout(_world()))
+        data = received.cpu().numpy().tobytes()
+        by_member = {m: data[i * len(words) : (i + 1) * len(words)] for i, m in enumerate(group.members)}
+        return [by_member[rank] for rank in range(count)]
+
+    def is_gone(self) -> bool:
+        """Whether its process group was destroyed, and another one made since."""
+        return not vars(self)
 
     def let_go(self) -> None:
         """Forget all groups, for good."""
-        for group in self._groups.values():
+        for group in vars(self).get("_groups", {}).values():
             vars(group).clear()  # exchanges of kernels that are still there have them, too
+        if not self.is_gone():
+            self.calls.let_go()
         vars(self).clear()
 
     def _group(self, axes: tuple[str, ...], members: tuple[int, ...]) -> Group:
@@ -136,10 +141,12 @@ class Ranks:
             process_group = self.device_mesh.get_group(self.mesh.axis_names.index(axis))
         elif places == list(range(dist.get_world_size())):
             process_group = _world()
+        elif self._tagged and len(members) < self.mesh.num_devices:
+            return Group(members, None, self.calls, True)
         else:
             process_group = dist.new_group(places, timeout=_timeout(_world()), use_local_synchronization=True)
         order = dist.get_process_group_ranks(process_group)
-        return Group(tuple(self._place_of[place] for place in order), process_group)
+        return Group(tuple(self._place_of[place] for place in order), process_group, self.calls, self._tagged)
 
 
 def ranks_of(mesh: Mesh, device_mesh: DeviceMesh | None, device_type: str) -> Ranks:
@@ -156,12 +163,25 @@ def ranks_of(mesh: Mesh, device_mesh: DeviceMesh | None, device_type: str) -> Ra
         refuse(f"device_mesh is a {type(device_mesh).__name__}", where=str(mesh), fix="pass a torch DeviceMesh")
     world = _world()
     if _made and _made[0] is not world:
-        _known.clear()  # another process group than before: what was made with that one is gone
+        _let_go()  # another process group than before: what was made with that one is gone
+        _worlds[0] += 1
     _made[:] = [world]
+    if device_mesh is not None:
+        _check_current(mesh, device_mesh)
     key = (mesh, device_mesh, device_type)
     if key not in _known:
         _known[key] = Ranks(mesh, device_mesh or _device_mesh_of(mesh, device_type), device_type)
     return _known[key]
+
+
+def known_on(mesh: Mesh | None, device_mesh: DeviceMesh | None) -> list[Ranks]:
+    """The Ranks there are on a mesh, or on a DeviceMesh, that have met."""
+    found = [
+        ranks
+        for (its_mesh, its_device_mesh, _), ranks in _known.items()
+        if (its_mesh == mesh if device_mesh is None else its_device_mesh == device_mesh) and ranks.calls.connected
+    ]
+    return sorted(found, key=lambda ranks: (str(ranks.mesh), ranks.calls.name))
 
 
 def are_current() -> bool:
@@ -171,11 +191,30 @@ def are_current() -> bool:
 
 _known: dict[tuple[Any, ...], Ranks] = {}
 _made: list[Any] = []
+_worlds = [0]  # how many process groups there were before
+_first_seen: dict[int, tuple[ref[DeviceMesh], int]] = {}  # when, by the id of a DeviceMesh
+
+
+def _check_current(mesh: Mesh, device_mesh: DeviceMesh) -> None:
+    """A DeviceMesh finds its groups by their names, which those of a later process group have, too."""
+    place = id(device_mesh)
+    seen = _first_seen.get(place)
+    if seen is None or seen[0]() is not device_mesh:
+        seen = _first_seen[place] = ref(device_mesh, lambda _: _first_seen.pop(place, None) and None), _worlds[0]
+    if seen[1] != _worlds[0]:
+        refuse(
+            "the DeviceMesh is of a process group that was destroyed",
+            where=str(mesh),
+            why="there is another process group now",
+            fix="make it, and what lies on it, anew",
+        )
 
 
 @atexit.register
 def _let_go() -> None:
-    """A group that is still held when Python takes itself apart, after torch's own end, aborts the process."""
+    """Groups that are held keep their connections and threads. One that is still held when Python takes itself apart,
+    after torch's own end, aborts the process."""
+    end_watch()
     _known.clear()
     _made.clear()
     for ranks in list(_alive):
@@ -184,8 +223,7 @@ def _let_go() -> None:
 
 def check_backend(device_type: str, config: str, where: str) -> None:
     """The process group moves tensors of this device type; `config` is torch's, as in `cpu:gloo,cuda:nccl`."""
-    backends = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
-    backend = backends.get(device_type)
+    backend = _backends(config).get(device_type)
     if backend == "fake":
         refuse(
             "the process group is a fake one, which moves nothing", where=where, fix="use a virtual mesh without ranks"
@@ -198,6 +236,10 @@ def check_backend(device_type: str, config: str, where: str) -> None:
             where=where,
             fix=f"init_process_group({f'{device_type}:{right}'!r}), or compile the kernel for another target",
         )
+
+
+def _backends(config: str) -> dict[str, str]:
+    return dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
 
 
 def named(device_mesh: DeviceMesh) -> str:
@@ -253,13 +295,8 @@ def default_store() -> Any:
     return _get_default_store()
 
 
-def _next(places: tuple[int, ...]) -> int:
-    """How many groups these ranks had, with this one; alike on all of them."""
-    _counts[places] = _counts.get(places, 0) + 1
-    return _counts[places]
-
-
-_counts: dict[tuple[int, ...], int] = {}
+def _connected(store: Any, rank: int, count: int, timeout: Any, generation: int) -> GlooWire:
+    return GlooWire(dist.PrefixStore(str(generation), store), rank, count, timeout)
 
 
 def _timeout(process_group: Any) -> Any:

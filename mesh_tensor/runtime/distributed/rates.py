@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from weakref import WeakKeyDictionary
-
-import torch.distributed as dist
 
 from ...overlap_cost import GLOO, GLOO_BESIDE, Rates
 from .faults import Faults
@@ -16,12 +15,12 @@ from .ranks import Ranks
 def rates_of(ranks: Ranks, faults: Faults) -> Rates:
     """The rates of CPU ranks, alike on all of them. The first call for a mesh is a collective."""
     if ranks not in _known:
-        group = ranks.everybody()
-        everywhere: list = [None] * len(group.members)
+        mine = json.dumps([socket.gethostname(), _cores()]).encode()
         try:
-            dist.all_gather_object(everywhere, (socket.gethostname(), _cores()), group=group.process_group)
+            longest = max(int(words) for words in ranks.calls.gather(b"%16d" % len(mine)))
+            everywhere = [json.loads(words) for words in ranks.calls.gather(mine.ljust(longest))]
         except RuntimeError as error:
-            faults.blame(error, "counting the cores of all ranks", group.members)
+            faults.blame(error, "counting the cores of all ranks", range(ranks.mesh.num_devices))
         _known[ranks] = GLOO_BESIDE if _to_spare(everywhere) else GLOO
     return _known[ranks]
 

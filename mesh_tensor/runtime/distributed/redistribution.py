@@ -13,7 +13,8 @@ from ...recent import KERNEL_SIZES, Recent
 from ...sharding import Sharding
 from ..ambient import undisturbed
 from ..mesh_tensor import MeshTensor, ShardingLike, as_sharding
-from .agree import agree
+from .agree import agree, digest_of
+from .calls import Lane
 from .dtensor import (
     PART_FIX,
     as_dtensor,
@@ -39,10 +40,10 @@ if TYPE_CHECKING:
 def redistribute(tensor: MeshTensor | DTensor, sharding: ShardingLike) -> Any:
     """The tensor, a MeshTensor or a DTensor, in another layout on its mesh; `plan_redistribution` says by which steps.
 
-    `sharding` is a dict from axis to dim, a text or a Sharding. A DTensor's axes are named as its DeviceMesh names
-    them, or `axis0`, `axis1` ...; every rank has to call it, and the result is a DTensor with the placements of
-    `sharding`. What is in that layout already is given back as it is; else the result has memory of its own. It has
-    no gradient: what requires one is refused, unless torch records none.
+    `sharding` is a dict from axis to dim, a list of placements, a text or a Sharding. A DTensor's axes are named as its
+    DeviceMesh names them, or `axis0`, `axis1` ...; every rank has to call it, and the result is a DTensor with the
+    placements of `sharding`. What is in that layout already is given back as it is; else the result has memory of its
+    own. It has no gradient: what requires one is refused, unless torch records none.
 
     Raises:
         MeshTensorError: it is no such tensor, the sharding does not fit it, ranks ask for different things, or one
@@ -57,19 +58,23 @@ def redistribute(tensor: MeshTensor | DTensor, sharding: ShardingLike) -> Any:
         )
     mesh = mesh_of(tensor.device_mesh)
     ranks = ranks_of(mesh, tensor.device_mesh, tensor.device.type)
-    return _changes_on(ranks).redistribute(tensor, sharding)
+    return _changes_on(ranks, ranks.calls.lane()).redistribute(tensor, sharding)
 
 
 class _Changes:
     """The redistributions that were asked for on some ranks: made ready once, agreed on unless it is the last again."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks, self._faults = ranks, Faults(ranks, "mt.redistribute")
+    def __init__(self, ranks: Ranks, lane: Lane) -> None:
+        self._ranks, self._lane, self._faults = ranks, lane, Faults(ranks, "mt.redistribute")
         self._agreed: tuple | None = None  # what the last call asked for
+        self._digest = 0  # of that
         self._changes: Recent[tuple, Change] = Recent(KERNEL_SIZES)
 
     def redistribute(self, tensor: DTensor, sharding: ShardingLike) -> DTensor:
-        self._faults.begin()
+        with self._lane:
+            return self._checked(tensor, sharding)
+
+    def _checked(self, tensor: DTensor, sharding: ShardingLike) -> DTensor:
         mesh = self._ranks.mesh
         try:
             src = from_placements(mesh, tensor.ndim, tensor.placements)
@@ -79,7 +84,8 @@ class _Changes:
             if problem := part_problem(tensor, src, self._ranks.rank):
                 refuse(problem, where=str(mesh), fix=PART_FIX)
         except MeshTensorError as error:
-            self._refused(error)
+            if self._agreed is None:
+                agree(self._ranks, self._faults, {}, refusal=str(error))
             raise
         self._agree(tensor, src, wanted)
         if src == wanted:
@@ -91,28 +97,23 @@ class _Changes:
         shape = tuple(tensor.shape)
         if not lies_like_torch(src, shape):
             src = major_only(src)
-            tensor = moved_by_torch(tensor, src)
+            tensor = moved_by_torch(tensor, src, self._ranks)
         possible = wanted if lies_like_torch(wanted, shape) else major_only(wanted)
         local = local_part(tensor)
         if src != possible:
             local = self._change(Tiling(shape, tensor.dtype, src, self._ranks.rank), possible, local)
         made = as_dtensor(local, self._ranks.device_mesh, possible, shape)
-        return made if possible == wanted else moved_by_torch(made, wanted)
+        return made if possible == wanted else moved_by_torch(made, wanted, self._ranks)
 
     def _agree(self, tensor: DTensor, src: Sharding, wanted: Sharding) -> None:
         """All ranks ask for the same; found out whenever this one asks for something else than before."""
         key = (tensor.shape, tensor.dtype, src, wanted)
-        if key == self._agreed:
-            return
-        asked = f"{tuple(tensor.shape)} {tensor.dtype}, '{src}' -> '{wanted}'"
-        agree(self._ranks, self._faults, {"kernel": "mt.redistribute", "redistributions": asked})
-        self._agreed = key
-
-    def _refused(self, error: MeshTensorError) -> None:
-        if self._agreed is None:
-            agree(self._ranks, self._faults, {}, refusal=str(error))
-        else:
-            self._faults.tell(error, "the checks of the call")
+        if key != self._agreed:
+            asked = f"{tuple(tensor.shape)} {tensor.dtype}, '{src}' -> '{wanted}'"
+            facts = {"kernel": "mt.redistribute", "redistributions": asked}
+            agree(self._ranks, self._faults, facts)
+            self._agreed, self._digest = key, digest_of(facts)
+        self._lane.run(self._digest)
 
     def _change(self, tiling: Tiling, to: Sharding, local: torch.Tensor) -> torch.Tensor:
         """This rank's part of the tensor in another layout."""
@@ -129,5 +130,5 @@ class _Changes:
 
 
 @lru_cache(maxsize=64)
-def _changes_on(ranks: Ranks) -> _Changes:
-    return _Changes(ranks)
+def _changes_on(ranks: Ranks, lane: Lane) -> _Changes:
+    return _Changes(ranks, lane)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-import tvm
 from tvm import tirx
+
+from mesh_tensor.rules.same import same_expression
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class AffineReader:
             return None
         key = hash(expr)
         if not isinstance(expr, tirx.Var):
-            same = (k for k, known in self.atoms.items() if tvm.ir.structural_equal(known, expr))
+            same = (k for k, known in self.atoms.items() if same_expression(known, expr))
             key = next(same, key)
         self.atoms.setdefault(key, expr)
         return Affine({key: 1})
@@ -93,5 +94,5 @@ def joined_div_mod(indices: Iterable[tirx.PrimExpr]) -> dict[Place, tirx.PrimExp
 def _is_div_mod(quotient: tirx.PrimExpr, remainder: tirx.PrimExpr) -> bool:
     if not isinstance(quotient, tirx.FloorDiv) or not isinstance(remainder, tirx.FloorMod):
         return False
-    same = tvm.ir.structural_equal
-    return isinstance(quotient.b, tirx.IntImm) and same(quotient.a, remainder.a) and same(quotient.b, remainder.b)
+    divided_alike = isinstance(quotient.b, tirx.IntImm) and same_expression(quotient.b, remainder.b)
+    return divided_alike and same_expression(quotient.a, remainder.a)

@@ -13,8 +13,8 @@ from mesh_tensor.errors import MeshTensorError
 from mesh_tensor.rules.tile_ops import Atomic, parse_previous
 
 from .access import Access
-from .intrinsics import FUNCTIONS, rounded_once, trunc_div, trunc_mod
-from .numerics import UFUNCS, convert, is_float, numpy_dtype
+from .intrinsics import FUNCTIONS, ROUNDED_TO_NEAREST, rounded_once, trunc_div, trunc_mod
+from .numerics import FLOAT8, UFUNCS, convert, is_float, numpy_dtype
 from .scope import MASK, Code, Frame, Scope, constant
 
 
@@ -57,6 +57,8 @@ def _binary(function: Callable[..., Any], on_integers: Callable[..., Any] | None
     def build(expr: Any, scope: Scope) -> Code:
         integers = on_integers is not None and not is_float(numpy_dtype(expr.a.dtype))
         a, b = compile_expr(expr.a, scope), compile_expr(expr.b, scope)
+        if numpy_dtype(expr.a.dtype) in FLOAT8:
+            return _apply(rounded_once(function, numpy_dtype(expr.a.dtype)), (a, b))
         return _apply(on_integers if integers else function, (a, b))  # type: ignore[arg-type]
 
     return build
@@ -134,7 +136,7 @@ def _int_imm(expr: tirx.IntImm, scope: Scope) -> Code:
 
 
 def _float_imm(expr: tirx.FloatImm, scope: Scope) -> Code:
-    return constant(numpy_dtype(expr.dtype).type(expr.value))
+    return constant(convert(float(expr.value), numpy_dtype(expr.dtype)))
 
 
 def _load(expr: tirx.BufferLoad, scope: Scope) -> Code:
@@ -176,10 +178,14 @@ def _call(expr: tirx.Call, scope: Scope) -> Code:
     update = parse_previous(expr)
     if update is not None:
         return _previous(update, scope)
+    operands = list(expr.args)
     function = FUNCTIONS.get(name)
-    if function is None:
+    if name in ROUNDED_TO_NEAREST:
+        mode = operands.pop()
+        function = ROUNDED_TO_NEAREST[name] if getattr(mode, "value", None) == "rn" else None
+    if function is None or not operands:
         raise MeshTensorError(f"the interpreter does not know the operation {name}, a value in the kernel: {expr}")
-    args = [compile_expr(a, scope) for a in expr.args]
+    args = [compile_expr(a, scope) for a in operands]
     return _apply(rounded_once(function, numpy_dtype(expr.args[0].dtype)), args)
 
 

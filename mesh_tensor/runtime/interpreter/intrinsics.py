@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .numerics import is_float
+from .numerics import convert, is_float
 
 Function = Callable[..., Any]
 
@@ -36,6 +36,24 @@ def _round(x: Any) -> Any:
     return np.trunc(x + np.copysign(np.asarray(0.5, x.dtype), x))
 
 
+def _fma(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once where a wider float holds the product."""
+    if a.dtype != np.float32:
+        return a * b + c
+    return (np.asarray(a, np.float64) * b + c).astype(np.float32)[()]
+
+
+def _power_of_int(base: Any, exponent: Any) -> Any:
+    power = base ** abs(int(exponent))
+    return power if exponent >= 0 else (1 / power if is_float(base.dtype) else trunc_div(base.dtype.type(1), power))
+
+
+def _leading_zeros(x: Any) -> Any:
+    bits = x.dtype.itemsize * 8
+    zeros = sum((x.astype(np.int64) & ((1 << bits) - 1)) < (1 << n) for n in range(bits))
+    return np.asarray(zeros, np.int32)[()]
+
+
 FUNCTIONS: dict[str, Function] = {
     "tirx.abs": np.abs,
     "tirx.fabs": np.abs,
@@ -57,7 +75,7 @@ FUNCTIONS: dict[str, Function] = {
     "tirx.copysign": np.copysign,
     "tirx.ldexp": np.ldexp,
     "tirx.nextafter": np.nextafter,
-    "tirx.fma": lambda a, b, c: a * b + c,
+    "tirx.fma": _fma,
     "tirx.sin": np.sin,
     "tirx.cos": np.cos,
     "tirx.tan": np.tan,
@@ -73,7 +91,7 @@ FUNCTIONS: dict[str, Function] = {
     "tirx.floor": np.floor,
     "tirx.ceil": np.ceil,
     "tirx.trunc": np.trunc,
-    "tirx.round": _round,
+    "tirx.round": np.rint,
     "tirx.nearbyint": np.rint,
     "tirx.isnan": np.isnan,
     "tirx.isinf": np.isinf,
@@ -85,7 +103,9 @@ FUNCTIONS: dict[str, Function] = {
     "tirx.bitwise_not": operator.invert,
     "tirx.shift_left": operator.lshift,
     "tirx.shift_right": operator.rshift,
-    "tirx.popcount": lambda x: np.bitwise_count(x),
+    "tirx.popcount": lambda x: np.bitwise_count(x.view(f"u{x.dtype.itemsize}")).astype(x.dtype)[()],
+    "tirx.clz": _leading_zeros,
+    "tirx.tvm_thread_invariant": lambda x: x,
     "tl.__exp": np.exp,
     "tl.__exp10": lambda x: np.power(np.asarray(10, x.dtype), x),
     "tl.__log": np.log,
@@ -94,8 +114,26 @@ FUNCTIONS: dict[str, Function] = {
     "tl.__sin": np.sin,
     "tl.__cos": np.cos,
     "tl.__tan": np.tan,
+    "tl.__ldg": lambda x: x,
     "tl.fast_rcp": np.reciprocal,
+    "tl.fma": _fma,
+    "tl.ieee_frsqrt": lambda x: np.reciprocal(np.sqrt(x)),
+    "tl.max_nan": np.maximum,
+    "tl.min_nan": np.minimum,
+    "tl.pow_of_int": _power_of_int,
+    "tl.round_ties_away_from_zero": _round,
     "tl.clamp": lambda x, low, high: np.minimum(np.maximum(x, low), high),
+}
+
+#: The same with a mode of rounding as their last argument, of which "rn" is understood.
+ROUNDED_TO_NEAREST: dict[str, Function] = {
+    "tl.ieee_add": operator.add,
+    "tl.ieee_sub": operator.sub,
+    "tl.ieee_mul": operator.mul,
+    "tl.ieee_fdiv": operator.truediv,
+    "tl.ieee_fmaf": _fma,
+    "tl.ieee_frcp": np.reciprocal,
+    "tl.ieee_fsqrt": np.sqrt,
 }
 
 
@@ -103,4 +141,9 @@ def rounded_once(function: Function, dtype: np.dtype) -> Function:
     """`function` of 16-bit and shorter floats, computed in float32 and rounded to `dtype` at the end."""
     if not is_float(dtype) or dtype.itemsize >= 4:
         return function
-    return lambda *args: function(*[np.asarray(a).astype(np.float32) for a in args]).astype(dtype)[()]
+
+    def run(*args: Any) -> Any:
+        result = function(*[np.asarray(a).astype(np.float32) for a in args])
+        return convert(result, dtype) if result.dtype == np.float32 else result
+
+    return run

@@ -13,6 +13,7 @@ import numpy as np
 
 from mesh_tensor.errors import MeshTensorError
 
+from .numerics import assign
 from .scope import Storage
 
 Indices = Sequence[Any]
@@ -88,7 +89,7 @@ def write_box(
     clipped = _clip(array, mins, extents, storage)
     if clipped is not None:
         where, parts = clipped
-        array[parts] = block if where is None or np.ndim(block) == 0 else block[where]
+        assign(array, parts, block if where is None or np.ndim(block) == 0 else block[where])
 
 
 def box_view(array: np.ndarray, mins: Sequence[int], extents: Sequence[int], storage: Storage) -> np.ndarray:

@@ -8,6 +8,8 @@ from typing import Any
 
 from tvm import tirx
 
+from mesh_tensor.rules.effects import changes_nothing
+from mesh_tensor.rules.reports import is_print
 from mesh_tensor.rules.tile_ops import Atomic, Region, parse_previous, parse_tile_op
 
 
@@ -126,7 +128,7 @@ def _visit_store(stmt: tirx.BufferStore, loops: tuple[Loop, ...], nest: Nest) ->
 
 
 def _visit_evaluate(stmt: tirx.Evaluate, loops: tuple[Loop, ...], nest: Nest) -> None:
-    if isinstance(stmt.value, tirx.IntImm):
+    if isinstance(stmt.value, tirx.IntImm) or changes_nothing(stmt):
         return
     op = parse_tile_op(stmt)
     if not is_element_update(op):
@@ -138,6 +140,8 @@ def _visit_evaluate(stmt: tirx.Evaluate, loops: tuple[Loop, ...], nest: Nest) ->
 
 
 def _visit_attr(stmt: tirx.AttrStmt, loops: tuple[Loop, ...], nest: Nest) -> None:
+    if is_print(stmt):
+        raise _InOrder
     _visit(stmt.body, loops, nest)
 
 

@@ -11,6 +11,12 @@ import ml_dtypes
 import numpy as np
 
 from mesh_tensor.errors import MeshTensorError
+from mesh_tensor.rules.values import FINITE
+
+_FINITE_ONLY = np.dtype(ml_dtypes.float8_e4m3fn)
+
+#: Floats that are computed in float32, rounded after every operation, and never overflow to NaN.
+FLOAT8 = (_FINITE_ONLY, np.dtype(ml_dtypes.float8_e5m2))
 
 UFUNCS: dict[str, np.ufunc] = {
     "sum": np.add,
@@ -29,7 +35,8 @@ UFUNCS: dict[str, np.ufunc] = {
 def numpy_dtype(name: str) -> np.dtype:
     """The numpy dtype of a TIR one, or of a TIR vector's elements; ml_dtypes gives bfloat16 and the 8-bit floats."""
     try:
-        return np.dtype(re.sub(r"x\d+$", "", str(name)))
+        element = re.sub(r"x\d+$", "", str(name))
+        return np.dtype(FINITE.get(element, element))
     except TypeError:
         raise MeshTensorError(f"the interpreter has no numpy dtype for {name!r}") from None
 
@@ -72,7 +79,8 @@ def neutral(op: str, dtype: np.dtype) -> Any:
         return dtype.type(True) if dtype.kind == "b" else np.invert(dtype.type(0))
     sign = 1 if op == "min" else -1
     if is_float(dtype):
-        return dtype.type(sign * np.inf)
+        infinite = dtype.type(sign * np.inf)
+        return infinite if dtype != _FINITE_ONLY else dtype.type(sign * finite_max(dtype))
     if dtype.kind == "b":
         return dtype.type(op == "min")
     info = np.iinfo(dtype)
@@ -81,6 +89,10 @@ def neutral(op: str, dtype: np.dtype) -> Any:
 
 def convert(value: Any, dtype: np.dtype) -> Any:
     """`value`, a scalar or an array, as C converts it: floats are truncated, integers wrap."""
+    if dtype in FLOAT8:
+        value = np.asarray(value).astype(np.float32)[()]  # as torch does
+        if dtype == _FINITE_ONLY:
+            value = np.clip(value, -finite_max(dtype), finite_max(dtype), dtype=np.float32)
     if isinstance(value, np.ndarray):
         return value.astype(dtype)
     if type(value) is int and dtype.kind == "i" and dtype.itemsize >= 4:
@@ -88,6 +100,12 @@ def convert(value: Any, dtype: np.dtype) -> Any:
     return np.asarray(value).astype(dtype)[()]
 
 
+def assign(target: np.ndarray, where: Any, value: Any) -> None:
+    """`target[where] = value`, converted as :func:`convert` does it."""
+    target[where] = convert(value, target.dtype) if target.dtype in FLOAT8 else value
+
+
+@cache
 def finite_max(dtype: np.dtype) -> Any:
     """The largest finite value of a dtype."""
-    return ml_dtypes.finfo(dtype).max if is_float(dtype) else np.iinfo(dtype).max
+    return np.float32(ml_dtypes.finfo(dtype).max) if is_float(dtype) else np.iinfo(dtype).max

@@ -11,6 +11,7 @@ import numpy as np
 from tvm import tirx
 
 from mesh_tensor.errors import MeshTensorError
+from mesh_tensor.lowering.thread_index import refuse_thread_groups
 
 from .expressions import compile_expr
 from .numerics import numpy_dtype
@@ -63,6 +64,7 @@ class _Program:
 
 @lru_cache(maxsize=512)
 def _compiled(func: tirx.PrimFunc, poison: bool) -> _Program:
+    refuse_thread_groups(func, "interpret")
     scope = Scope(poison)
     with np.errstate(all="ignore"):
         buffers = {hash(param): buffer for param, buffer in func.buffer_map.items()}

@@ -19,7 +19,8 @@ import numpy as np
 from tvm import arith, tirx
 from tvm.tirx.stmt_functor import substitute
 
-from mesh_tensor.errors import MeshTensorError
+from mesh_tensor.errors import MeshTensorError, refuse
+from mesh_tensor.lowering.thread_index import FIX, FROM
 
 from .numerics import numpy_dtype
 
@@ -85,6 +86,8 @@ class Scope:
     binds: dict[int, tirx.PrimExpr] = field(default_factory=dict)
     lanes: dict[int, Lane] = field(default_factory=dict)
     axis_of: Mapping[int, int] = field(default_factory=dict)
+    safe_values: dict[int, Code] = field(default_factory=dict)
+    threads: set[tirx.Var] = field(default_factory=set)
     jumps: bool = False
 
     @property
@@ -109,9 +112,14 @@ class Scope:
         """A variable's value."""
         slot = self.slots.get(hash(var))
         if slot is None:
+            if var in self.threads:
+                refuse(
+                    f"the thread index {var.name!r}, {FROM}, has no value in the interpreter",
+                    why="kernels are read as whole blocks there",
+                    fix=FIX,
+                )
             raise MeshTensorError(
-                f"the interpreter can't give a value to variable {var.name!r}: nothing that it runs defines it (thread "
-                "indices have no value there: kernels are read as whole blocks)"
+                f"the interpreter can't give a value to variable {var.name!r}: nothing that it runs defines it"
             )
         return Code(itemgetter(slot), hash(var) in self.varying)
 

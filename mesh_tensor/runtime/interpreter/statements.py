@@ -13,32 +13,20 @@ import numpy as np
 from tvm import ir, tirx
 
 from mesh_tensor.errors import MeshTensorError
+from mesh_tensor.rules.effects import changes_nothing
 from mesh_tensor.rules.im2col import im2col_loops
+from mesh_tensor.rules.reports import assert_call, is_print, print_call, report_of, without_thread_tests
 from mesh_tensor.rules.tile_ops import Atomic, parse_previous, parse_tile_op
 
+from ..reports import tell
 from .access import Access
 from .control import Break, Continue, Return, in_turn, jump, nothing, until
 from .expressions import compile_expr, under_mask
 from .independence import lanes_of
 from .nest import is_element_update, loads_in
 from .numerics import UFUNCS, convert, numpy_dtype, poisoned
-from .scope import MASK, Action, Code, Frame, Lane, Scope
+from .scope import MASK, Action, Code, Frame, Lane, Scope, constant
 from .tiles import compile_tile_op
-
-_NO_EFFECT = {
-    "tirx.assume",
-    "tirx.tvm_storage_sync",
-    "tirx.ptx_commit_group",
-    "tirx.ptx_wait_group",
-    "tl.annotate_consumer_reg_alloc",
-    "tl.annotate_producer_reg_dealloc",
-    "tl.no_set_max_nreg",
-    "tl.ptx_commit_group",
-    "tl.ptx_wait_group",
-    "tl.sync_warp",
-    "tl.wait_wgmma",
-}
-
 
 _JUMPS = {
     "tl.loop_break": Break,
@@ -165,6 +153,7 @@ def _if(stmt: tirx.IfThenElse, scope: Scope) -> Action:
 def _bind(stmt: tirx.Bind, scope: Scope) -> Action:
     value = stmt.value
     if isinstance(value, tirx.Call) and isinstance(value.op, ir.Op) and value.op.name == "tl.launch_thread_idx":
+        scope.threads.add(stmt.var)
         return nothing
     code = compile_expr(value, scope)
     if not loads_in(value):
@@ -204,14 +193,17 @@ def _evaluate(stmt: tirx.Evaluate, scope: Scope) -> Action:
     loops = im2col_loops(stmt)
     if loops is not None:
         return compile_stmt(loops, scope)
-    if isinstance(stmt.value, (tirx.IntImm, tirx.Var)):
+    if isinstance(stmt.value, (tirx.IntImm, tirx.Var)) or changes_nothing(stmt):
         return nothing
+    if print_call(stmt) is not None:
+        return _report(stmt.value, scope)
+    if assert_call(stmt) is not None:
+        holds, failure = compile_expr(stmt.value.args[0], scope), _report(stmt.value, scope)
+        return lambda frame: None if holds.run(frame) else failure(frame)
     name = stmt.value.op.name if isinstance(stmt.value, tirx.Call) and isinstance(stmt.value.op, ir.Op) else ""
     if parse_previous(stmt.value) is not None:
         code = compile_expr(stmt.value, scope)
         return lambda frame: code.run(frame)
-    if name in _NO_EFFECT:
-        return nothing
     if name in _JUMPS:
         return jump(_JUMPS[name], scope)
     if name.startswith("mesh."):
@@ -219,10 +211,23 @@ def _evaluate(stmt: tirx.Evaluate, scope: Scope) -> Action:
     raise MeshTensorError(f"the interpreter does not know the operation {name or stmt.value}:\n{stmt}")
 
 
+def _report(call: tirx.Call, scope: Scope) -> Action:
+    report, numbers = report_of(call)
+    codes = [compile_expr(number, scope) for number in numbers]
+    return lambda frame: tell(report, [code.run(frame) for code in codes])
+
+
+def _attr(stmt: tirx.AttrStmt, scope: Scope) -> Action:
+    return compile_stmt(without_thread_tests(stmt.body, scope.threads) if is_print(stmt) else stmt.body, scope)
+
+
 def _block_realize(stmt: tirx.SBlockRealize, scope: Scope) -> Action:
     block = stmt.block
     if block.init is not None or block.match_buffers:
         raise MeshTensorError(f"block {block.name_hint!r} has an init or match_buffer: not a TileLang kernel's")
+    for data, value in block.annotations.get("safe_value_map", {}).items():
+        is_number = isinstance(value, int | float)
+        scope.safe_values[hash(data)] = constant(value) if is_number else compile_expr(value, scope)
     names = [
         (scope.define(iter_var.var), compile_expr(value, scope).run)
         for iter_var, value in zip(block.iter_vars, stmt.iter_values, strict=True)
@@ -277,7 +282,7 @@ _BUILDERS: dict[type, Callable[[Any, Scope], Action]] = {
     tirx.BufferStore: _store,
     tirx.Evaluate: _evaluate,
     tirx.SBlockRealize: _block_realize,
-    tirx.AttrStmt: lambda stmt, scope: compile_stmt(stmt.body, scope),
+    tirx.AttrStmt: _attr,
     tirx.AllocBuffer: _alloc_buffer,
     tirx.DeclBuffer: lambda stmt, scope: nothing,
     tirx.AssertStmt: _assert,

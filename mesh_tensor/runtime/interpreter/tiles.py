@@ -14,8 +14,8 @@ from mesh_tensor.rules.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Region,
 
 from .expressions import compile_expr
 from .memory import box_view, read_box, write_box
-from .numerics import UFUNCS, convert, neutral, numpy_dtype, wide
-from .scope import Action, Code, Frame, Scope, Storage
+from .numerics import UFUNCS, assign, convert, neutral, numpy_dtype, wide
+from .scope import Action, Code, Frame, Scope, Storage, constant
 
 _DEPTH = {"local.fragment": 2, "local": 2, "shared": 1, "shared.dyn": 1, "shared.tmem": 1}
 
@@ -54,7 +54,7 @@ class _Box:
         """Write what of the box is inside the buffer."""
         array = self.array(frame)
         if self.known is not None:
-            array[self.known] = block
+            assign(array, self.known, block)
         else:
             write_box(array, self.mins(frame), self.extents(frame), block, self.storage)
 
@@ -110,7 +110,8 @@ def _base(src: Region, dst: Region) -> Region:
 def _copy(op: Copy, scope: Scope) -> Action:
     base = _base(op.src, op.dst)
     src, dst = _box(op.src, scope, base), _box(op.dst, scope, base)
-    return lambda frame: dst.write(frame, src.read(frame, 0))
+    outside = scope.safe_values.get(hash(op.src.buffer.data), constant(0)).run
+    return lambda frame: dst.write(frame, src.read(frame, outside(frame)))
 
 
 def _transpose(op: Transpose, scope: Scope) -> Action:
@@ -127,7 +128,7 @@ def _fill(op: Fill, scope: Scope) -> Action:
         if dst.storage.is_param:
             dst.write(frame, value.run(frame))
         else:
-            dst.view(frame)[...] = value.run(frame)
+            assign(dst.view(frame), ..., value.run(frame))
 
     return run
 
@@ -141,7 +142,7 @@ def _gemm(op: Gemm, scope: Scope) -> Action:
         left, right = _matrix(a.view(frame), op.trans_a), _matrix(b.view(frame), op.trans_b)
         product = np.matmul(left.astype(work, copy=False), right.astype(work, copy=False))
         target = _matrix(c.view(frame), False)
-        target[...] = product if op.clear else target + product.astype(wide(dtypes[2]), copy=False)
+        assign(target, ..., product if op.clear else target + product.astype(wide(dtypes[2]), copy=False))
 
     return run
 
@@ -166,13 +167,13 @@ def _reduce(op: Reduce, scope: Scope) -> Action:
     work, absolute = wide(dtype), op.op.startswith("abs")
 
     def run(frame: Frame) -> None:
-        values = src.view(frame).astype(dtype, copy=False).astype(work, copy=False)
+        values = convert(src.view(frame), dtype).astype(work, copy=False)
         result = combine.reduce(
             np.abs(values) if absolute else values, axis=op.dim, dtype=work, initial=neutral(op.op, work)
         )
         target = dst.view(frame)
         result = result.reshape(target.shape)
-        target[...] = result if op.clear else combine(target.astype(work, copy=False), result)
+        assign(target, ..., result if op.clear else combine(target.astype(work, copy=False), result))
 
     return run
 
