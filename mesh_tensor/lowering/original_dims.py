@@ -19,19 +19,19 @@ from ..sharding import Sharding
 Dim = tuple[str, int]
 
 
-def refine_for(func: tirx.PrimFunc, asked: Mapping[str, Sharding], mesh: Mesh) -> Refined:
-    """The kernel with dims taken apart where that lets axes split what is asked to be split; else as it is."""
-    plain = Refined(func, {})
+def refine_for(func: tirx.PrimFunc, asked: Mapping[str, Sharding], mesh: Mesh) -> tuple[Refined, Analysis]:
+    """The kernel with dims taken apart where that lets axes split what is asked to be split, else as it is; and what
+    its analysis found."""
+    plain, before = Refined(func, {}), analyse(func)
     split = [(name, dim) for name, sharding in asked.items() for dim, axes in enumerate(sharding.dims) if axes]
-    before = analyse(func)
     whole = [dim for dim in split if before.reason_whole(*dim)]
     found = refined(func, whole) if whole else None
     if found is None:
-        return plain
+        return plain, before
     after = analyse(found.func)
     still = [dim for dim in split if _reason(found, after, dim)]
     gained = set(still) < set(whole)
-    return found if gained and _divides(found, after, asked, mesh) else plain
+    return (found, after) if gained and _divides(found, after, asked, mesh) else (plain, before)
 
 
 def _reason(made: Refined, analysis: Analysis, dim: Dim) -> str | None:

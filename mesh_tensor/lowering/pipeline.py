@@ -94,14 +94,14 @@ def lower_kernel(func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto
     if reading.over_tiles:
         asked = {name: asked.get(name) or Sharding.make(mesh, len(shape)) for name, shape in shapes.items()}
         plain = over_tiles(plain, asked)
-    made = Refined(plain, {}) if reading.over_tiles else refine_for(plain, asked, mesh)
+    made, analysis = (Refined(plain, {}), None) if reading.over_tiles else refine_for(plain, asked, mesh)
     banned = dict.fromkeys(made.inner_dims(), "groups can be split, but not what is in a group")
     while True:
         try:
-            lowered = _Lowering(made, name, mesh, asked, banned, shapes, reading).run(strict)
+            lowered = _Lowering(made, name, mesh, asked, banned, shapes, reading).run(strict, analysis)
             break
         except _Unsplittable as error:
-            new = dict.fromkeys(error.factor.dims, error.reason)
+            analysis, new = None, dict.fromkeys(error.factor.dims, error.reason)
             if new.keys() <= banned.keys():
                 refuse(f"kernel {name!r} can't be lowered", why=error.reason, fix="simplify the kernel")
             banned |= new
@@ -128,8 +128,8 @@ class _Lowering:
         self.same_dim: dict[tuple[str, int], tuple[str, int]] = {}
         self.count = 0
 
-    def run(self, strict: bool) -> Lowered:
-        analysis = analyse(self.func)
+    def run(self, strict: bool, analysis: Analysis | None) -> Lowered:
+        analysis = analysis or analyse(self.func)
         decided = self._propagate(analysis, self.refined_asked)
         whole = with_original_dims(self.made, decided)
         if strict:

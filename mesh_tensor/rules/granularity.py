@@ -16,7 +16,9 @@ from .fused_loops import unfuse
 from .linear import Linear
 from .other_dims import reshaped, with_other_dims
 from .reader import read_kernel
+from .reports import prints
 from .statements import Kernel
+from .views import left_views
 
 Dim = tuple[str, int]
 
@@ -64,7 +66,9 @@ class Refined:
 
 def refined(func: tirx.PrimFunc, whole: Sequence[Dim]) -> Refined | None:
     """The kernel, in which dims are taken apart so that those in `whole`, which can't be split, may perhaps be; None if
-    there is nothing to take apart, or it can't be done."""
+    there is nothing to take apart, or it can't be done. Views and prints are told in the dims that parameters have."""
+    if left_views(func) or prints(func.body):
+        return None
     func = unfuse(func, alone=True)
     kernel = read_kernel(func)
     groups = _groups(kernel, whole)

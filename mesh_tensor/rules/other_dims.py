@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tvm import ir, tirx
 
-#: From a buffer, where a region of it starts, and how long it is per dim, to these two in the other dims; None if it has
-#: no form there.
+#: From a buffer, where a region of it starts, and how long it is per dim, to these two in other dims; None if it has no
+#: form there.
 Place = Callable[[tirx.Buffer, Sequence, Sequence], tuple[list, list] | None]
 _POINTERS = ("tl.access_ptr", "tirx.tvm_access_ptr")
 
