@@ -62,6 +62,8 @@ def _factors(lowered: Lowered) -> list[str]:
 
 def _whole_size(lowered: Lowered, factor: Factor) -> object:
     """The size of the dim that a factor walks, or walks a tile of."""
+    if not lowered.reading.over_tiles:
+        return factor.size
     tensors = {name: given or left for name, given, left in lowered.parameters}
     param, dim = factor.dims[0]
     tensor = tensors.get(param)

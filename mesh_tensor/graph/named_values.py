@@ -45,7 +45,7 @@ class NamedValues:
                 patterns.append(name)
             elif isinstance(found, str):
                 problems.append(found)
-            elif found[0] in self._unused:
+            elif found[0] in self._unused and name in self._sources:
                 problems.append(f"nothing uses parameter {name!r}, so there is nothing to lay out")
             else:
                 meant.append((name, *found))

@@ -31,7 +31,8 @@ class Tensor:
 class LocalKernel:
     """A local kernel: buffer parameters get the tensors `args`, then come scalars, then the coordinates on `axes`.
 
-    `splits`: what it was made with. `written_locally`: its author wrote it over tiles."""
+    `splits`: what it was made with. `written_locally`: its author wrote it over tiles. `refined`: `analysis` is of
+    parameters with dims taken apart."""
 
     func: tirx.PrimFunc
     args: tuple[str, ...]
@@ -41,6 +42,7 @@ class LocalKernel:
     assignment: Assignment
     splits: tuple[Split, ...]
     written_locally: bool = False
+    refined: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +76,7 @@ class Layouts:
         splits: tuple[Split, ...],
         local: tirx.PrimFunc,
         axes: tuple[str, ...],
+        refined: bool = False,
     ) -> None:
         args, writes = [], []
         for param, buffer in analysis.kernel.params.items():
@@ -85,7 +88,7 @@ class Layouts:
                 written = self._write(param, buffer, assignment.produced[param], read)
                 writes.append(written)
             args.append(str(written or read))
-        decided = (analysis, assignment, splits, self.over_tiles)
+        decided = (analysis, assignment, splits, self.over_tiles, refined)
         self.steps.append(LocalKernel(local, tuple(args), axes, tuple(writes), *decided))
 
     def finish(self) -> None:

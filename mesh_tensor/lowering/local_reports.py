@@ -13,11 +13,12 @@ from tvm import ir, tirx
 from tvm.tirx.stmt_functor import substitute
 
 from ..rules.linear import Linear, as_expr, linear_form
+from ..rules.other_dims import reshaped
 from ..rules.reports import assert_call, message_only, print_call, printed_buffers
 from ..rules.sharding_rule import Analysis
 from ..rules.statements import Statement, body_statements
 from .expressions import ValueRewriter, replace_outer_loads
-from .rewrite import loop_like, region_call, reshaped, sequence, with_args
+from .rewrite import loop_like, region_call, sequence, with_args
 from .shrink import Shrink
 from .splits import DeviceCoordinates, Split
 

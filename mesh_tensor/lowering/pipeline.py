@@ -19,6 +19,7 @@ from ..frontend import read_annotations
 from ..mesh import Mesh
 from ..propagation import Assignment, Propagation
 from ..rules.factors import Blocked, Factor
+from ..rules.granularity import Refined
 from ..rules.normalize import normalize
 from ..rules.sharding_rule import Analysis, ShardingRule, analyse, rule_of
 from ..rules.statements import buffer_params
@@ -27,6 +28,7 @@ from . import verify
 from .cut import Workspace, cut
 from .layouts import Collective, Layouts, LocalKernel, Tensor
 from .localize import localize
+from .original_dims import asked_of_refined, put_together, refine_for, with_original_dims
 from .splits import DeviceCoordinates, Split, make_split
 from .strict import check_strict
 from .tile_positions import check_positions
@@ -92,13 +94,14 @@ def lower_kernel(func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto
     if reading.over_tiles:
         asked = {name: asked.get(name) or Sharding.make(mesh, len(shape)) for name, shape in shapes.items()}
         plain = over_tiles(plain, asked)
-    banned: dict[tuple[str, int], str] = {}
+    made, analysis = (Refined(plain, {}), None) if reading.over_tiles else refine_for(plain, asked, mesh)
+    banned = dict.fromkeys(made.inner_dims(), "groups can be split, but not what is in a group")
     while True:
         try:
-            lowered = _Lowering(plain, name, mesh, asked, banned, shapes, reading).run(strict)
+            lowered = _Lowering(made, name, mesh, asked, banned, shapes, reading).run(strict, analysis)
             break
         except _Unsplittable as error:
-            new = dict.fromkeys(error.factor.dims, error.reason)
+            analysis, new = None, dict.fromkeys(error.factor.dims, error.reason)
             if new.keys() <= banned.keys():
                 refuse(f"kernel {name!r} can't be lowered", why=error.reason, fix="simplify the kernel")
             banned |= new
@@ -109,35 +112,47 @@ def lower_kernel(func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto
 
 class _Lowering:
     def __init__(
-        self, func, name: str, mesh: Mesh, asked: dict[str, Sharding], banned: dict, shapes: dict, reading: Reading
+        self,
+        made: Refined,
+        name: str,
+        mesh: Mesh,
+        asked: dict[str, Sharding],
+        banned: dict,
+        shapes: dict,
+        reading: Reading,
     ):
-        self.func, self.name, self.mesh, self.asked, self.banned = func, name, mesh, asked, banned
-        self.shapes, self.reading, self.local_view = dict(shapes), reading, reading.over_tiles
+        self.made, self.func, self.name, self.mesh, self.banned = made, made.func, name, mesh, banned
+        self.asked, self.refined_asked = asked, asked_of_refined(made, asked)
+        self.original_shapes, self.reading, self.local_view = shapes, reading, reading.over_tiles
+        self.shapes = {**shapes, **made.shapes()}
         self.same_dim: dict[tuple[str, int], tuple[str, int]] = {}
         self.count = 0
 
-    def run(self, strict: bool) -> Lowered:
-        analysis = analyse(self.func)
-        whole = self._propagate(analysis, self.asked)
+    def run(self, strict: bool, analysis: Analysis | None) -> Lowered:
+        analysis = analysis or analyse(self.func)
+        decided = self._propagate(analysis, self.refined_asked)
+        whole = with_original_dims(self.made, decided)
         if strict:
             check_strict(self.name, analysis, whole, self.asked, self.mesh)
         if self.local_view:
             self._check_over_tiles(analysis, whole)
-        parts = self._cut_up(self.func, analysis, whole)
-        layouts = Layouts(self.mesh, self.asked, self.shapes, list(buffer_params(self.func)), self.local_view)
+        parts = self._cut_up(self.func, analysis, decided)
+        shapes = {**self.shapes, **self.original_shapes}
+        layouts = Layouts(self.mesh, self.asked, shapes, list(buffer_params(self.func)), self.local_view)
         for index, part in enumerate(parts):
             if self.local_view:
                 self._check_layouts(part.assignment)
             suffix = f"_{index}" if len(parts) > 1 else ""
             splits, local, axes = self._localize(part, f"{self.name}{suffix}")
-            layouts.add_kernel(part.analysis, part.assignment, splits, local, axes)
+            assignment = with_original_dims(self.made, part.assignment)
+            layouts.add_kernel(part.analysis, assignment, splits, local, axes, bool(self.made.groups))
         layouts.finish()
         scalars = tuple(p for p in self.func.params if p not in self.func.buffer_map)
         return Lowered(
             self.name,
             self.mesh,
             self.func,
-            rule_of(analysis),
+            rule_of(analysis, self.made),
             layouts.parameters(),
             scalars,
             layouts.tensors,
@@ -224,7 +239,7 @@ class _Lowering:
             same = [f for f in analysis.factors if names & {self.same_dim.get(dim, dim) for dim in f.dims}]
             if same:
                 fixed[axis] = max(same, key=lambda f: len(f.dims))
-        asked = {p: s for p, s in self.asked.items() if p in analysis.kernel.params}
+        asked = {p: s for p, s in self.refined_asked.items() if p in analysis.kernel.params}
         return analysis, self._propagate(analysis, asked, fixed)
 
     def _propagate(self, analysis: Analysis, asked: dict[str, Sharding], fixed: dict | None = None) -> Assignment:
@@ -241,7 +256,8 @@ class _Lowering:
             if (axes := assignment.axes_of(factor))
         )
         try:
-            return splits, *localize(analysis, splits, coordinates, name)
+            local, axes = localize(analysis, splits, coordinates, name)
+            return splits, put_together(local, self.made), axes
         except Blocked as error:
             if not splits:
                 refuse(f"kernel {self.name!r} can't be lowered", why=str(error), fix="simplify the kernel")

@@ -87,25 +87,6 @@ def _with_body(block: tirx.SBlock, body: tirx.Stmt) -> tirx.SBlock:
     return block_like(block, body, block.alloc_buffers)
 
 
-def reshaped(buffer: tirx.Buffer, shape: Sequence) -> tirx.Buffer:
-    """The buffer with another shape; same data variable, name, dtype and scope; rows stay contiguous."""
-    strides: list = []
-    if len(buffer.strides):
-        step: object = 1
-        for size in reversed(list(shape)):
-            strides.insert(0, step)
-            step = step * size
-    return tirx.decl_buffer(
-        list(shape),
-        buffer.dtype,
-        buffer.name,
-        data=buffer.data,
-        strides=strides or None,
-        scope=buffer.scope(),
-        elem_offset=buffer.elem_offset,
-    )
-
-
 def exchange_buffers(stmt: tirx.Stmt, mapping: Mapping[tirx.Buffer, tirx.Buffer]) -> tirx.Stmt:
     """The statement with other buffers in place of some."""
 

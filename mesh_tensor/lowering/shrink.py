@@ -9,8 +9,8 @@ from tvm import tirx
 from ..rules.coverage import with_whole_tiles
 from ..rules.factors import Blocked, Factor
 from ..rules.linear import Linear
+from ..rules.other_dims import reshaped
 from ..rules.sharding_rule import Analysis
-from .rewrite import reshaped
 from .splits import Split
 
 

@@ -37,6 +37,8 @@ def why_no_slabs(kernel: LocalKernel, factor: Factor) -> str | None:
     name = factor.name
     if factor.blocked is not None:
         return f"{name} can't be split: {factor.blocked}"
+    if kernel.refined:
+        return "dims of its parameters are walked in groups"
     if analysis.reductions[factor].ops:
         return f"{name} is reduced ({', '.join(analysis.reductions[factor].ops)})"
     split = next((s for s in kernel.splits if s.factor is factor), None)

@@ -15,12 +15,13 @@ from ..propagation import Assignment
 from ..rules.coverage import why_not_covered
 from ..rules.linear import Linear
 from ..rules.memory import memories, named
+from ..rules.other_dims import reshaped
 from ..rules.reader import read_kernel
 from ..rules.statements import Access, Kernel, Statement, buffer_params
 from ..rules.view_map import ViewMap
 from ..sharding import Sharding
 from ..tile_helpers import fill, helpers_in
-from .rewrite import exchange_buffers, reshaped
+from .rewrite import exchange_buffers
 
 VIEWS = ("auto", "global", "local")
 

@@ -17,14 +17,15 @@ _ARITHMETIC = [
 ]
 
 
-def unfuse(func: tirx.PrimFunc) -> tirx.PrimFunc:
+def unfuse(func: tirx.PrimFunc, *, alone: bool = False) -> tirx.PrimFunc:
     """Split every grid loop of `func` that is only used as `v // c` and `v % c`, with a constant c that divides its
-    extent, or in indices that come to that: `(v * 16 + i) // 64` is `v // 4` where i is below 16."""
+    extent, or in indices that come to that: `(v * 16 + i) // 64` is `v // 4` where i is below 16. With `alone`, also
+    those that are used on their own besides."""
     body = func.body
     for loop in _grid_loops(body):
-        split = _split_loop(body, loop.loop_var)
+        split = _split_loop(body, loop.loop_var, alone)
         if split is None and _divides(loop):
-            split = _split_loop(_simplified(body), loop.loop_var)
+            split = _split_loop(_simplified(body), loop.loop_var, alone)
         body = body if split is None else split
     return func if body is func.body else func.with_body(body)
 
@@ -45,12 +46,12 @@ def _grid_loops(body: tirx.Stmt) -> list[tirx.For]:
     return found
 
 
-def _split_loop(body: tirx.Stmt, var: tirx.Var) -> tirx.Stmt | None:
+def _split_loop(body: tirx.Stmt, var: tirx.Var, alone: bool) -> tirx.Stmt | None:
     """The body with two loops in place of that of `var`, or None if its variable is used otherwise."""
     part = next(_part(loop) for loop in _grid_loops(body) if loop.loop_var.same_as(var))
     if part is None:
         return None
-    split = _replace_loop(body, var, part)
+    split = _replace_loop(body, var, part, alone)
     return None if any(loop.loop_var.same_as(var) for loop in _grid_loops(split)) else split
 
 
@@ -100,15 +101,15 @@ def _part(loop: tirx.For) -> int | None:
     return part if part > 0 and isinstance(loop.extent, tirx.IntImm) and int(loop.extent) % part == 0 else None
 
 
-def _replace_loop(body: tirx.Stmt, var: tirx.Var, part: int) -> tirx.Stmt:
+def _replace_loop(body: tirx.Stmt, var: tirx.Var, part: int, alone: bool) -> tirx.Stmt:
     def split(node: tirx.For) -> tirx.Stmt | None:
-        return _split(node, part) if node.loop_var.same_as(var) else None
+        return _split(node, part, alone) if node.loop_var.same_as(var) else None
 
     return tirx.stmt_functor.ir_transform(body, None, split, ["tirx.For"])
 
 
-def _split(loop: tirx.For, part: int) -> tirx.Stmt | None:
-    """The two loops, or None where the variable is used on its own, too."""
+def _split(loop: tirx.For, part: int, alone: bool) -> tirx.Stmt | None:
+    """The two loops, or None where the variable is used on its own, too, and may not be."""
     var = loop.loop_var
     high, low = tirx.Var(f"{var.name}_div", var.dtype), tirx.Var(f"{var.name}_mod", var.dtype)
 
@@ -120,8 +121,9 @@ def _split(loop: tirx.For, part: int) -> tirx.Stmt | None:
     body = tirx.stmt_functor.ir_transform(loop.body, None, replace, ["tirx.FloorDiv", "tirx.FloorMod"])
     left: list[object] = []
     tirx.stmt_functor.post_order_visit(body, lambda n: left.append(n) if var.same_as(n) else None)
-    if left:
+    if left and not alone:
         return None
+    body = tirx.stmt_functor.substitute(body, {var: high * part + low})
     inner = tirx.For(low, 0, part, tirx.ForKind.SERIAL, body)
     marks = {**dict(loop.annotations), MARK: loop.thread_binding}
     return tirx.For(high, 0, int(loop.extent) // part, tirx.ForKind.SERIAL, inner, None, marks)

@@ -132,7 +132,7 @@ def without_thread_tests(body: tirx.Stmt, threads: set[tirx.Var]) -> tirx.Stmt:
 
 def mark_prints(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """The kernel with every print under `PRINT_ATTR`."""
-    if not _prints(func.body):
+    if not prints(func.body):
         return func
     uses, threads = _uses(func.body), thread_indices(func.body)
 
@@ -230,7 +230,8 @@ def _uses(stmt: tirx.Stmt) -> dict[object, int]:
     return found
 
 
-def _prints(body: tirx.Stmt) -> bool:
+def prints(body: tirx.Stmt) -> bool:
+    """Whether anything in the statement prints."""
     found: list[object] = []
     post_order_visit(body, lambda n: found.append(n) if print_call(n) is not None else None)
     return bool(found)

@@ -10,6 +10,7 @@ from .._kernel_source import check_kernel
 from .content import needs_content, only_keeps_content
 from .coordinates import Coordinates
 from .factors import Factor
+from .granularity import Refined
 from .live_ranges import LiveRanges
 from .normalize import normalize
 from .reader import read_kernel
@@ -111,12 +112,15 @@ def sharding_rule(prim_func: tirx.PrimFunc) -> ShardingRule:
     return rule_of(analyse(normalize(check_kernel(prim_func))))
 
 
-def rule_of(analysis: Analysis) -> ShardingRule:
-    """What an analysis found, as the rule that users see."""
+def rule_of(analysis: Analysis, made: Refined | None = None) -> ShardingRule:
+    """What an analysis found, as the rule that users see; a dim that was taken apart is the product of its factors,
+    `(h g)`."""
     inputs, outputs = {}, {}
     for name, buffer in analysis.kernel.params.items():
         factors = (analysis.factor_of(name, d) for d in range(len(buffer.shape)))
         dims = tuple(None if f is None else f.name for f in factors)
+        if made is not None and made.groups:
+            dims = tuple(_product(parts) for parts in made.by_dim(name, dims))
         if (analysis.read(name) and not analysis.only_kept(name)) or not analysis.written(name):
             inputs[name] = dims
         if analysis.written(name):
@@ -124,6 +128,10 @@ def rule_of(analysis: Analysis) -> ShardingRule:
     named = sorted(analysis.factors, key=lambda f: f.name)
     kinds = {f.name: _kind(f, analysis.reductions[f]) for f in analysis.factors}
     return ShardingRule(inputs, outputs, kinds, {f.name: f.size for f in named})
+
+
+def _product(parts: list[str | None]) -> str | None:
+    return parts[0] if len(parts) == 1 else f"({' '.join(part or '*' for part in parts)})"
 
 
 def _kind(factor: Factor, reduction: Reduction) -> str:

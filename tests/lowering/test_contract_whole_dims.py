@@ -50,7 +50,7 @@ KERNELS = {
     "shift": (indexed(lambda m: m + 2, 34), BOTH, lambda a: a[2:]),
     "flip": (indexed(lambda m: 31 - m), BOTH, lambda a: a.flip(0)),
     "repeat": (indexed(lambda m: m // 2, 16), BOTH, lambda a: a.repeat_interleave(2)),
-    "every second": (indexed(lambda m: m * 2, 64), BOTH, lambda a: a[::2]),
+    "every second, but the first": (indexed(lambda m: m * 2 + 1, 66), BOTH, lambda a: a[1:-2:2]),
     "one": (indexed(lambda m: 3), BOTH, lambda a: a[3].expand(32)),
     "stencil": (stencil(), BOTH, lambda a: a[:-2] + a[1:-1] + a[2:]),
 }

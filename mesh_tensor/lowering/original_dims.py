@@ -1,0 +1,122 @@
+"""A kernel that was lowered with dims taken apart (rules.granularity), seen with the dims that its author gave them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from tvm import tirx
+
+from ..mesh import Mesh
+from ..propagation import Assignment
+from ..rules.factors import Blocked
+from ..rules.granularity import Refined, refined
+from ..rules.other_dims import reshaped, with_other_dims
+from ..rules.sharding_rule import Analysis, analyse
+from ..sharding import Sharding
+
+Dim = tuple[str, int]
+
+
+def refine_for(func: tirx.PrimFunc, asked: Mapping[str, Sharding], mesh: Mesh) -> tuple[Refined, Analysis]:
+    """The kernel with dims taken apart where that lets axes split what is asked to be split, else as it is; and what
+    its analysis found."""
+    plain, before = Refined(func, {}), analyse(func)
+    split = [(name, dim) for name, sharding in asked.items() for dim, axes in enumerate(sharding.dims) if axes]
+    whole = [dim for dim in split if before.reason_whole(*dim)]
+    found = refined(func, whole) if whole else None
+    if found is None:
+        return plain, before
+    after = analyse(found.func)
+    still = [dim for dim in split if _reason(found, after, dim)]
+    gained = set(still) < set(whole)
+    return (found, after) if gained and _divides(found, after, asked, mesh) else (plain, before)
+
+
+def _reason(made: Refined, analysis: Analysis, dim: Dim) -> str | None:
+    param, at = dim
+    return analysis.reason_whole(param, made.outer(param, at))
+
+
+def _divides(made: Refined, analysis: Analysis, asked: Mapping[str, Sharding], mesh: Mesh) -> bool:
+    """Whether all axes that may split a dim that is taken apart split it at the borders of groups."""
+    for param, dim in made.groups:
+        outer = made.outer(param, dim)
+        factor = analysis.factor_of(param, outer)
+        dims = [(param, outer)] if factor is None else factor.dims
+        axes = {axis for name, at in dims if name in asked for axis in asked[name].dims[made.original(name, at)]}
+        axes |= set(asked[param].dims[dim]) if param in asked else set()
+        groups = int(analysis.kernel.params[param].shape[outer])
+        if groups % math.prod(mesh.size(axis) for axis in axes):
+            return False
+    return True
+
+
+def asked_of_refined(made: Refined, asked: Mapping[str, Sharding]) -> dict[str, Sharding]:
+    """What is asked, of the refined parameters: axes split groups."""
+    return {name: _moved(made, name, sharding, refine=True) for name, sharding in asked.items()}
+
+
+def with_original_dims(made: Refined, assignment: Assignment) -> Assignment:
+    """What was decided, of the parameters as their author has them."""
+    if not made.groups:
+        return assignment
+    layouts = [
+        {name: _moved(made, name, layout, refine=False) for name, layout in given.items()}
+        for given in (assignment.needed, assignment.produced)
+    ]
+    whole = {(name, made.original(name, dim)): reason for (name, dim), reason in assignment.whole.items()}
+    return replace(assignment, needed=layouts[0], produced=layouts[1], whole=whole)
+
+
+def _moved(made: Refined, name: str, layout: Sharding, *, refine: bool) -> Sharding:
+    if not any(param == name for param, _ in made.groups):
+        return layout
+    extra = sum(param == name for param, _ in made.groups)
+    move = made.outer if refine else made.original
+    shards = {axis: move(name, dim) for axis in layout.mesh if (dim := layout.dim_of(axis)) is not None}
+    ndim = layout.ndim + (extra if refine else -extra)
+    return Sharding.make(layout.mesh, ndim, shards, partial=dict(layout.partial), name=name)
+
+
+def put_together(func: tirx.PrimFunc, made: Refined) -> tirx.PrimFunc:
+    """A local kernel whose parameters have their own dims again.
+
+    Raises `Blocked` (rules.factors) where some access has no form in them."""
+    together = {
+        buffer: reshaped(buffer, _shape(made, buffer))
+        for buffer in func.buffer_map.values()
+        if any(param == buffer.name for param, _ in made.groups)
+    }
+    if not together:
+        return func
+
+    def place(buffer: tirx.Buffer, mins: Sequence, extents: Sequence) -> tuple[list, list] | None:
+        return _place(made, buffer, mins, extents)
+
+    body = with_other_dims(func.body, together, place)
+    if body is None:
+        raise Blocked(f"a region of {', '.join(b.name for b in together)} has no form in the dims that are taken apart")
+    buffers = {param: together.get(buffer, buffer) for param, buffer in func.buffer_map.items()}
+    return tirx.PrimFunc(func.params, body, func.ret_type, buffers, func.attrs)
+
+
+def _shape(made: Refined, buffer: tirx.Buffer) -> list:
+    return [math.prod(sizes[1:], start=sizes[0]) for sizes in made.by_dim(buffer.name, list(buffer.shape))]
+
+
+def _place(made: Refined, buffer: tirx.Buffer, mins: Sequence, extents: Sequence) -> tuple[list, list] | None:
+    places, lengths = [], []
+    shape = made.by_dim(buffer.name, list(buffer.shape))
+    parts = zip(made.by_dim(buffer.name, mins), made.by_dim(buffer.name, extents), shape, strict=True)
+    for lows, lens, sizes in parts:
+        if len(lows) == 1:
+            places.append(lows[0])
+            lengths.append(lens[0])
+            continue
+        if int(lens[0]) != 1 and int(lens[1]) != int(sizes[1]):
+            return None
+        places.append(lows[0] * sizes[1] + lows[1])
+        lengths.append(int(lens[0]) * int(lens[1]))
+    return places, lengths

@@ -1,0 +1,254 @@
+"""Dims of which one is walked in groups of another's: nothing moves where axes split both at the borders of groups."""
+
+import math
+
+import pytest
+import tilelang.language as T
+import torch
+
+import mesh_tensor as mt
+from tests.lowering.every_layout import check
+from tests.lowering.support import lowered, outline, run
+
+B, H, G, S, D, BLOCK = 2, 8, 2, 20, 8, 8
+
+
+def grouped_attention(heads=H, group=G, block=BLOCK):
+    """softmax(q k^T) v, in which `group` query heads share a key head."""
+
+    @T.prim_func
+    def main(
+        Q: T.Tensor((B, heads, S, D), "float32"),
+        K: T.Tensor((B, heads // group, S, D), "float32"),
+        V: T.Tensor((B, heads // group, S, D), "float32"),
+        O: T.Tensor((B, heads, S, D), "float32"),  # noqa: E741
+    ):
+        with T.Kernel(T.ceildiv(S, block), heads, B, threads=32) as (bx, by, bz):
+            q = T.alloc_shared((block, D), "float32")
+            k = T.alloc_shared((S, D), "float32")
+            v = T.alloc_shared((S, D), "float32")
+            scores = T.alloc_fragment((block, S), "float32")
+            largest, total = T.alloc_fragment((block,), "float32"), T.alloc_fragment((block,), "float32")
+            out = T.alloc_fragment((block, D), "float32")
+            T.copy(Q[bz, by, bx * block, 0], q)
+            T.copy(K[bz, by // group, 0, 0], k)
+            T.copy(V[bz, by // group, 0, 0], v)
+            T.clear(scores)
+            T.gemm(q, k, scores, transpose_B=True)
+            T.reduce_max(scores, largest, dim=1)
+            for i, j in T.Parallel(block, S):
+                scores[i, j] = T.exp(scores[i, j] - largest[i])
+            T.reduce_sum(scores, total, dim=1)
+            for i, j in T.Parallel(block, S):
+                scores[i, j] /= total[i]
+            T.clear(out)
+            T.gemm(scores, v, out)
+            T.copy(out, O[bz, by, bx * block, 0])
+
+    return main
+
+
+def attended(q, k, v):
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    return torch.softmax(q @ k.mT, -1) @ v
+
+
+def tensors(heads=H, group=G):
+    torch.manual_seed(0)
+    return [torch.randn(B, count, S, D) for count in (heads, heads // group, heads // group)]
+
+
+HEADS = {name: {"x": 1} for name in "QKVO"}
+
+
+@pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 4}])
+def test_query_heads_that_share_key_heads(mesh):
+    made = lowered(grouped_attention(), mesh, HEADS)
+    assert outline(made) == ["kernel(Q, K, V, O)"]
+    assert [dim for dim, *_ in made.rule.inputs.values()] == ["c", "c", "c"]
+    assert made.rule.inputs["Q"][1] == "(d e)"
+    assert made.rule.inputs["K"][1] == "d"
+    torch.testing.assert_close(run(grouped_attention(), mesh, HEADS, *tensors()), attended(*tensors()))
+
+
+def test_several_axes():
+    mesh, heads = {"x": 2, "y": 2}, {name: {"x": 1, "y": 1} for name in "QKVO"}
+    assert outline(lowered(grouped_attention(), mesh, heads)) == ["kernel(Q, K, V, O)"]
+    torch.testing.assert_close(run(grouped_attention(), mesh, heads, *tensors()), attended(*tensors()))
+    batch = {name: {"x": 1, "y": 0} for name in "QKVO"}
+    assert outline(lowered(grouped_attention(), mesh, batch)) == ["kernel(Q, K, V, O)"]
+    torch.testing.assert_close(run(grouped_attention(), mesh, batch, *tensors()), attended(*tensors()))
+
+
+@pytest.mark.parametrize(("mesh", "heads"), [({"x": 3}, 8), ({"x": 8}, 8), ({"x": 2}, 6), ({"x": 4}, 12)])
+def test_groups_that_axes_do_not_divide(mesh, heads):
+    """Tiles of the two would not hold the same groups: what is shared is gathered, as before."""
+    func, given = grouped_attention(heads), tensors(heads)
+    steps = outline(lowered(func, mesh, HEADS))
+    divides = heads // G % mesh["x"] == 0
+    assert (steps == ["kernel(Q, K, V, O)"]) == divides
+    torch.testing.assert_close(run(func, mesh, HEADS, *given), attended(*given))
+
+
+def test_attention_in_every_layout():
+    check(grouped_attention(), tensors(), attended(*tensors()))
+
+
+def scaled(rows=24, columns=64, group=16, block=8):
+    """Every group of a row has a scale."""
+
+    @T.prim_func
+    def main(
+        X: T.Tensor((rows, columns), "float32"),
+        W: T.Tensor((rows, columns // group), "float32"),
+        Y: T.Tensor((rows, columns), "float32"),
+    ):
+        with T.Kernel(columns // group, T.ceildiv(rows, block), threads=32) as (bx, by):
+            for i, j in T.Parallel(block, group):
+                Y[by * block + i, bx * group + j] = X[by * block + i, bx * group + j] * W[by * block + i, bx]
+
+    return main
+
+
+def block_scaled_product(m=16, n=24, k=64, group=16):
+    """A product whose left operand has a scale per group of what is summed over."""
+
+    @T.prim_func
+    def main(
+        A: T.Tensor((m, k), "float32"),
+        W: T.Tensor((m, k // group), "float32"),
+        C: T.Tensor((k, n), "float32"),
+        Y: T.Tensor((m, n), "float32"),
+    ):
+        with T.Kernel(T.ceildiv(n, 8), T.ceildiv(m, 8), threads=32) as (bx, by):
+            a, b = T.alloc_shared((8, group), "float32"), T.alloc_shared((group, 8), "float32")
+            total = T.alloc_fragment((8, 8), "float32")
+            T.clear(total)
+            for ko in T.serial(k // group):
+                for i, j in T.Parallel(8, group):
+                    a[i, j] = A[by * 8 + i, ko * group + j] * W[by * 8 + i, ko]
+                T.copy(C[ko * group, bx * 8], b)
+                T.gemm(a, b, total)
+            T.copy(total, Y[by * 8, bx * 8])
+
+    return main
+
+
+def test_scales_of_groups():
+    x, w = torch.randn(24, 64), torch.randn(24, 4)
+    columns = {name: {"x": 1} for name in "XWY"}
+    assert outline(lowered(scaled(), {"x": 2}, columns)) == ["kernel(X, W, Y)"]
+    check(scaled(), [x, w], x * w.repeat_interleave(16, 1))
+
+
+def test_scales_of_groups_that_are_summed_over():
+    a, w, c = torch.randn(16, 64), torch.randn(16, 4), torch.randn(64, 24)
+    split = {"A": {"x": 1}, "W": {"x": 1}, "C": {"x": 0}}
+    made = outline(lowered(block_scaled_product(), {"x": 2}, split))
+    assert [step.partition("(")[0] for step in made] == ["kernel", "all_reduce"]
+    check(block_scaled_product(), [a, w, c], (a * w.repeat_interleave(16, 1)) @ c)
+
+
+def test_positions_that_are_values_too():
+    """A head's slope, and a table of a group's members: global positions, whatever is split."""
+
+    @T.prim_func
+    def main(
+        X: T.Tensor((8, 6), "float32"),
+        W: T.Tensor((4, 6), "float32"),
+        P: T.Tensor((2, 6), "float32"),
+        Y: T.Tensor((8, 6), "float32"),
+    ):
+        with T.Kernel(8, threads=32) as by:
+            for j in T.Parallel(6):
+                Y[by, j] = X[by, j] * W[by // 2, j] + P[by % 2, j] * T.Cast("float32", by) + T.Cast("float32", by // 2)
+
+    x, w, p = torch.randn(8, 6), torch.randn(4, 6), torch.randn(2, 6)
+    heads = torch.arange(8.0)[:, None]
+    expected = x * w.repeat_interleave(2, 0) + p.repeat(4, 1) * heads + heads.div(2, rounding_mode="floor")
+    split = {"X": {"x": 0}, "W": {"x": 0}, "Y": {"x": 0}}
+    assert outline(lowered(main, {"x": 4}, split)) == ["kernel(X, W, P, Y)"]
+    torch.testing.assert_close(run(main, {"x": 4}, split, x, w, p), expected)
+    check(main, [x, w, p], expected)
+
+
+def test_what_groups_sum_up():
+    """The gradient of a shared head: members of a group add to one place."""
+
+    @T.prim_func
+    def main(X: T.Tensor((8, 6), "float32"), W: T.Tensor((4, 6), "float32")):
+        with T.Kernel(8, threads=32) as by:
+            for j in T.Parallel(6):
+                T.atomic_add(W[by // 2, j], X[by, j])
+
+    x, start = torch.randn(8, 6), torch.randn(4, 6)
+    expected = start + x.reshape(4, 2, 6).sum(1)
+    assert outline(lowered(main, {"x": 2}, {"X": {"x": 0}, "W": {"x": 0}})) == ["kernel(X, W)"]
+    for mesh, x_dim, w_dim in [
+        ({"x": 2}, 0, 0),
+        ({"x": 4}, 0, 0),
+        ({"x": 3}, 0, 0),
+        ({"x": 2}, 0, 1),
+        ({"x": 2}, 1, 0),
+    ]:
+        result = run(main, mesh, {"X": {"x": x_dim}, "W": {"x": w_dim}}, x, start.clone())
+        torch.testing.assert_close(result, expected)
+
+
+def test_one_of_each_group():
+    """A device reads every second element of its own tile."""
+
+    @T.prim_func
+    def main(X: T.Tensor((64,), "float32"), Y: T.Tensor((32,), "float32")):
+        with T.Kernel(4, threads=8) as bx:
+            for i in T.Parallel(8):
+                Y[bx * 8 + i] = X[(bx * 8 + i) * 2]
+
+    x = torch.randn(64)
+    assert outline(lowered(main, {"x": 4}, {"X": {"x": 0}, "Y": {"x": 0}})) == ["kernel(X, Y)"]
+    check(main, [x], x[::2])
+
+
+def test_two_lengths_of_groups():
+    """What is walked in groups of 2 and of 4 stays whole; the results are right."""
+
+    @T.prim_func
+    def main(
+        X: T.Tensor((8, 6), "float32"),
+        W: T.Tensor((4, 6), "float32"),
+        P: T.Tensor((2, 6), "float32"),
+        Y: T.Tensor((8, 6), "float32"),
+    ):
+        with T.Kernel(8, threads=32) as by:
+            for j in T.Parallel(6):
+                Y[by, j] = X[by, j] * W[by // 2, j] + P[by // 4, j]
+
+    x, w, p = torch.randn(8, 6), torch.randn(4, 6), torch.randn(2, 6)
+    check(main, [x, w, p], x * w.repeat_interleave(2, 0) + p.repeat_interleave(4, 0))
+
+
+def test_groups_in_another_order():
+    """Heads of one group are not beside each other: `by % 4` is the key head."""
+
+    @T.prim_func
+    def main(X: T.Tensor((8, 6), "float32"), W: T.Tensor((4, 6), "float32"), Y: T.Tensor((8, 6), "float32")):
+        with T.Kernel(8, threads=32) as by:
+            for j in T.Parallel(6):
+                Y[by, j] = X[by, j] * W[by % 4, j]
+
+    x, w = torch.randn(8, 6), torch.randn(4, 6)
+    check(main, [x, w], x * w.repeat(2, 1))
+
+
+def test_compiled():
+    given = tensors()
+    kernel = mt.compile(mt.annotate(grouped_attention(), {"x": 2}, HEADS), target="c")
+    torch.testing.assert_close(kernel(*given), attended(*given), rtol=1e-4, atol=1e-5)
+
+
+def test_bytes():
+    """What the expert sends: nothing, at any size."""
+    made = lowered(grouped_attention(32, 4), {"x": 8}, HEADS)
+    assert outline(made) == ["kernel(Q, K, V, O)"]
+    assert math.prod(made.tensors["K"].sharding.tile_shape((B, 8, S, D))) == B * S * D
