@@ -11,13 +11,15 @@ check_cache_folder()
 import tilelang as _tilelang  # noqa: E402, F401  (brings the TVM that every module below imports)
 
 from . import lowering  # noqa: E402
+from ._annotation import init_mesh_tensor_info  # noqa: E402
 from .compile import MeshKernel, compile  # noqa: E402
 from .custom_op import as_custom_op  # noqa: E402
 from .disco import DiscoModule, DiscoSession, run_on_disco, to_disco  # noqa: E402
 from .errors import MeshTensorError  # noqa: E402
-from .frontend import annotate, init_mesh_tensor_info, mesh_tensor_functions  # noqa: E402
+from .frontend import annotate  # noqa: E402
 from .graph import ModuleAnnotations, annotate_module, read_module_annotations  # noqa: E402
 from .graph.frontends import ImportedModule, load_module, save_module  # noqa: E402
+from .kernel_helpers import mesh_tensor_functions  # noqa: E402
 from .lowering import lower  # noqa: E402
 from .mesh import Mesh  # noqa: E402
 from .module import MeshModule, distribute_module  # noqa: E402
