@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import tilelang.language as T
+from tilelang.language.eager.builder import Builder
 from tvm import tirx
 
 import mesh_tensor as mt
@@ -180,13 +181,19 @@ class TestInsideOfAKernel:
         assert message.endswith(f"\n  line: {__file__}:{line}")
         assert caplog.records == []
 
-    def test_what_others_raise_is_logged_as_before(self, caplog):
+    def test_what_others_raise_is_logged_as_before(self, caplog, monkeypatch):
+        # What ran before in this process may have told loggers otherwise.
+        logger = logging.getLogger(Builder.__module__)
+        monkeypatch.setattr(logger, "disabled", False)
+        monkeypatch.setattr(logger, "handlers", [caplog.handler])
+        monkeypatch.setattr(logging.root.manager, "disable", 0)
+
         def build():
             @T.prim_func
             def broken(A: T.Tensor((64, 32), "float32")):
                 with T.Kernel(1):
                     A[0, 0] = missing_name  # noqa: F821
 
-        with caplog.at_level(logging.DEBUG), pytest.raises(NameError):
+        with caplog.at_level(logging.DEBUG, logger=logger.name), pytest.raises(NameError):
             build()
         assert any("Failed to build prim_func from broken" in record.getMessage() for record in caplog.records)
