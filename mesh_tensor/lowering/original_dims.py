@@ -15,6 +15,7 @@ from ..rules.granularity import Refined, refined
 from ..rules.other_dims import reshaped, with_other_dims
 from ..rules.sharding_rule import Analysis, analyse
 from ..sharding import Sharding
+from .splits import Split
 
 Dim = tuple[str, int]
 
@@ -51,6 +52,19 @@ def _divides(made: Refined, analysis: Analysis, asked: Mapping[str, Sharding], m
         if groups % math.prod(mesh.size(axis) for axis in axes):
             return False
     return True
+
+
+def uneven_groups(made: Refined, analysis: Analysis, split: Split) -> str | None:
+    """Why a split's tiles are none of the parameters' own dims, None if they are: a part of the kernel may find more
+    dims to be one factor than the whole did."""
+    parts = math.prod(split.coordinates.mesh.size(axis) for axis in split.axes)
+    for param, dim in made.groups:
+        outer = made.outer(param, dim)
+        if param in analysis.kernel.params and (param, outer) in split.factor.dims:
+            groups = int(analysis.kernel.params[param].shape[outer])
+            if groups % parts:
+                return f"{param} dim {dim} is walked in {groups} groups, which {', '.join(split.axes)} don't divide"
+    return None
 
 
 def asked_of_refined(made: Refined, asked: Mapping[str, Sharding]) -> dict[str, Sharding]:

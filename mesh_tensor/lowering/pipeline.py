@@ -28,7 +28,7 @@ from . import verify
 from .cut import Workspace, cut
 from .layouts import Collective, Layouts, LocalKernel, Tensor
 from .localize import localize
-from .original_dims import asked_of_refined, put_together, refine_for, with_original_dims
+from .original_dims import asked_of_refined, put_together, refine_for, uneven_groups, with_original_dims
 from .splits import DeviceCoordinates, Split, make_split
 from .strict import check_strict
 from .tile_positions import check_positions
@@ -255,6 +255,9 @@ class _Lowering:
             for factor in analysis.factors
             if (axes := assignment.axes_of(factor))
         )
+        for split in splits:
+            if why := uneven_groups(self.made, analysis, split):
+                raise _Unsplittable(split.factor, why)
         try:
             local, axes = localize(analysis, splits, coordinates, name)
             return splits, put_together(local, self.made), axes

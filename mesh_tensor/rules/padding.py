@@ -19,6 +19,7 @@ from .coordinates import Coordinates
 from .factors import Factor
 from .linear import Linear, as_expr
 from .live_ranges import LiveRange
+from .reader import safe_buffers
 from .statements import Access, Kernel, Statement
 from .values import neutral_number, number
 
@@ -96,6 +97,7 @@ class _Padding:
     def __init__(self, kernel: Kernel, coordinates: Coordinates, factor: Factor, past_the_end: bool):
         self.kernel, self.coordinates, self.factor, self.past_the_end = kernel, coordinates, factor, past_the_end
         self.active: set[LiveRange] = set()
+        self.safe = safe_buffers(kernel.params.values(), kernel.root)
 
     def is_skipped(self, statement: Statement) -> bool:
         """Whether a condition keeps the statement from running past the end."""
@@ -139,7 +141,7 @@ class _Padding:
 
     def content(self, live_range: LiveRange) -> float | None:
         if live_range.is_param:
-            return 0.0
+            return None if live_range.buffer in self.safe else 0.0
         if live_range in self.active or not live_range.writes:
             return None
         self.active.add(live_range)

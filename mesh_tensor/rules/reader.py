@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tvm import arith, ir, tirx
 from tvm.tirx.stmt_functor import post_order_visit
@@ -253,8 +253,7 @@ def _check_supported(func: tirx.PrimFunc, block: tirx.SBlock) -> None:
 
 def _check_safe_values(func: tirx.PrimFunc, block: tirx.SBlock, where: str) -> None:
     """Refuse values outside a buffer that single loads would have to give: those give 0."""
-    safe = block.annotations.get("safe_value_map", {})
-    asked = [b for b in func.buffer_map.values() if b.data in safe and not _is_zero(safe[b.data])]
+    asked = safe_buffers(func.buffer_map.values(), block)
     single: list[tirx.Buffer] = []
 
     def visit(node: object) -> None:
@@ -266,6 +265,12 @@ def _check_safe_values(func: tirx.PrimFunc, block: tirx.SBlock, where: str) -> N
     found = [f"T.annotate_safe_value of {b.name!r}, which is read element by element" for b in asked if b in single]
     if found:
         refuse(found, where=where, why="it is supported where T.copy reads", fix="T.copy the block to a shared buffer")
+
+
+def safe_buffers(buffers: Iterable[tirx.Buffer], block: tirx.SBlock) -> list[tirx.Buffer]:
+    """The buffers outside of which `T.copy` reads a value that is not 0, by `T.annotate_safe_value`."""
+    safe = block.annotations.get("safe_value_map", {})
+    return [buffer for buffer in buffers if buffer.data in safe and not _is_zero(safe[buffer.data])]
 
 
 def _is_zero(value: object) -> bool:

@@ -228,6 +228,25 @@ def test_two_lengths_of_groups():
     check(main, [x, w, p], x * w.repeat_interleave(2, 0) + p.repeat_interleave(4, 0))
 
 
+def test_groups_that_only_a_part_of_the_kernel_splits():
+    """The sum over y cuts the kernel; the first part alone walks X in the groups of W, which 3 devices don't divide."""
+
+    @T.prim_func
+    def main(X: T.Tensor((8,), "float32"), W: T.Tensor((4, 6), "float32"), Z: T.Tensor((4,), "float32")):
+        with T.Kernel(8, threads=32) as by:
+            total = T.alloc_fragment((1,), "float32")
+            T.clear(total)
+            for j in T.serial(6):
+                total[0] += X[by] * W[by // 2, j]
+            T.atomic_add(Z[by // 2], T.exp(total[0]) * X[7 - by])
+
+    x, w = torch.randn(8), torch.randn(4, 6)
+    expected = ((x[:, None] * w.repeat_interleave(2, 0)).sum(1).exp() * x.flip(0)).reshape(4, 2).sum(1)
+    for mesh in ({"x": 2, "y": 2}, {"x": 3, "y": 2}):
+        result = run(main, mesh, {"W": {"x": 0, "y": 1}}, x, w, torch.zeros(4))
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_groups_in_another_order():
     """Heads of one group are not beside each other: `by % 4` is the key head."""
 
