@@ -10,7 +10,7 @@ from typing import Any
 import tvm_ffi
 from tvm import tirx
 
-from ._placement import Partial, Placement, collect, state
+from ._placement import Partial, Placement, collect, is_list, state
 from ._sharding_text import parse_text
 from .errors import MeshTensorError, did_you_mean, listing, refuse, shown
 from .mesh import Mesh
@@ -41,8 +41,7 @@ def check(mesh: Mesh, ndim: int, metadata: Any) -> tuple[Annotation | None, list
     problems = _check_keys(metadata)
     block_shape, program_id = metadata.get("block_shape"), metadata.get("program_id")
     problems += _check_block_shape(block_shape, ndim)
-    if not _is_program_id(program_id):
-        problems.append(f"`program_id` is {shown(program_id)}, which is no int, coordinate, expression or None")
+    problems += _check_program_id(program_id, ndim)
     by_axis, wrong = _placements(mesh, ndim, metadata)
     problems += wrong
     if problems:
@@ -78,6 +77,12 @@ def init_mesh_tensor_info(
     if problems := _unknown_keys(optional):
         refuse(problems, where="init_mesh_tensor_info", fix=f"give what metadata has: {', '.join(KEYS)}")
     stated = {} if sharding is None else sharding
+    if not isinstance(stated, (Mapping, str, Sharding)) and not is_list(stated):
+        refuse(
+            f"`sharding` is {shown(sharding)}, which is not a dict, list, text or Sharding",
+            where="init_mesh_tensor_info",
+            fix='say how the buffer lies on the mesh, such as {"x": 0}: axis x splits dim 0',
+        )
     return {"sharding": stated, "block_shape": block_shape, "program_id": program_id, **optional}
 
 
@@ -144,10 +149,18 @@ def _check_block_shape(block_shape: Any, ndim: int) -> list[str]:
     return [f"`block_shape` has the size {shown(size)}, which is no int of at least 1" for size in bad]
 
 
-def _is_program_id(value: Any) -> bool:
-    if isinstance(value, (list, tuple, tvm_ffi.Array)):
-        return all(_is_size(item, 0) for item in value)
-    return value is None or _is_size(value, 0)
+def _check_program_id(value: Any, ndim: int) -> list[str]:
+    is_coordinate = isinstance(value, (list, tuple, tvm_ffi.Array))
+    indices = list(value) if is_coordinate else [value]
+    if value is None or all(_is_size(index, 0) for index in indices):
+        if is_coordinate and len(indices) != ndim:
+            found = f"{len(indices)} {'index' if len(indices) == 1 else 'indices'}"
+            return [f"`program_id` {shown(tuple(indices))} has {found}, but the buffer has {ndim} dims"]
+        return []
+    if all(_is_size(index, float("-inf")) for index in indices):
+        negative = next(index for index in indices if not _is_size(index, 0))
+        return [f"`program_id` is {shown(value)}, which has the index {shown(negative)}: indices start at 0"]
+    return [f"`program_id` is {shown(value)}, which is no int, coordinate, expression or None"]
 
 
 def is_int(value: Any) -> bool:
@@ -155,7 +168,7 @@ def is_int(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, Integral)
 
 
-def _is_size(value: Any, at_least: int) -> bool:
+def _is_size(value: Any, at_least: float) -> bool:
     value = value.value if isinstance(value, tirx.IntImm) else value
     return value >= at_least if is_int(value) else isinstance(value, tirx.PrimExpr)
 

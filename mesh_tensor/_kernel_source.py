@@ -50,7 +50,8 @@ def of_jit(func: Any, sizes: Mapping[str, Any] | None) -> Any:
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         refuse(f"`sizes` is {shown(sizes)}, which is not a dict from names", where=_where(func), fix=_SIZES)
     if missing := [name for name in _needed(func) if name not in given]:
-        _refuse_sizes(func, missing, [], _needed(func))
+        known = func.signature.parameters  # where it has none, its constants are not known yet
+        _refuse_sizes(func, missing, [name for name in given if name not in known], _needed(func))
     made = _get_tir(func, given)
     if func.out_idx is not None:
         out_idx = [func.out_idx] if isinstance(func.out_idx, int) else list(func.out_idx)

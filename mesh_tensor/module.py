@@ -193,6 +193,10 @@ class MeshModule:
             "a MeshModule can't be pickled", fix="pickle the weights, save the module, and distribute it again there"
         )
 
+    def __repr__(self) -> str:
+        names = ", ".join(p.name for p in self._signature.params if p.name not in self._weights)
+        return f"MeshModule({self._function}({names}), {self.mesh}, target={self._target.name!r})"
+
     def explain(self) -> str:
         """What was decided, why, and what it costs."""
         return explain_module(self.plan)

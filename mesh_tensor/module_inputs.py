@@ -12,7 +12,7 @@ from tvm import arith, ir, relax, tirx
 from .errors import did_you_mean, listing, refuse
 from .graph.index_checks import IndexCheck
 from .graph.names import known, relax_function, source_names
-from .plain_tensors import why_not_plain
+from .plain_tensors import fix_of, why_not_plain
 from .runtime.dtypes import torch_dtype
 
 
@@ -95,7 +95,9 @@ class ModuleSignature:
                 if p.name in tensors and not _follows(p, tensors[p.name], sizes)
             ]
         if problems:
-            refuse(problems, where=f"{what} of {self.function!r}", fix="pass tensors of the module's shapes and dtypes")
+            given = [tensors[p.name] for p in self.params if p.name in tensors]
+            fix = fix_of(problems, given, "pass tensors of the module's shapes and dtypes")
+            refuse(problems, where=f"{what} of {self.function!r}", fix=fix)
         return sizes
 
     def _unknown(self, tensors: Mapping[str, Any]) -> list[str]:
@@ -164,7 +166,7 @@ def _problem(param: ModuleParam, tensor: Any, sizes: dict[tirx.Var, int], device
     if shape is None or not isinstance(dtype, torch.dtype):
         return f"a {type(tensor).__name__}, but expected a tensor"
     if isinstance(tensor, torch.Tensor) and (found := why_not_plain(tensor)):
-        return f"{found[0]}; {found[1]}"
+        return found[0]
     shape = tuple(shape)
     expected = f"{param.shape} {param.dtype}"
     if len(shape) != len(param.shape) or dtype != torch_dtype(param.dtype):

@@ -4,7 +4,7 @@ Tracers, torch.func and sparse layouts bring others, whose memory a kernel would
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.autograd import forward_ad
@@ -25,6 +25,13 @@ def why_not_plain(tensor: torch.Tensor) -> tuple[str, str] | None:
     if is_dual(tensor):
         return "a dual tensor of torch.autograd.forward_ad, whose tangent would be lost", _NO_GRAD
     return None
+
+
+def fix_of(problems: Sequence[str], given: Iterable[object], otherwise: str) -> str:
+    """The way out of problems with what is given: of tensors that are not plain, theirs; `otherwise` of all else."""
+    not_plain = [found for value in given if isinstance(value, torch.Tensor) and (found := why_not_plain(value))]
+    fixes = [fix for _, fix in not_plain] + [otherwise] * (len(not_plain) < len(problems))
+    return "; ".join(dict.fromkeys(fixes))
 
 
 def may_be_dual() -> bool:

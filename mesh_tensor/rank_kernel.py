@@ -11,7 +11,7 @@ import torch
 
 from .errors import refuse
 from .overlap import has_collectives, overlapped, why_in_bulk
-from .plain_tensors import is_dual
+from .plain_tensors import fix_of, is_dual
 from .program import CollectiveStep, Program
 from .rank_locals import Shapes, global_sizes, guesses, problem, said_key, shares_memory
 from .recent import KERNEL_SIZES, Recent
@@ -232,6 +232,7 @@ class RankKernel:
         problems += [f"parameter {n!r}: {words}" for n in written if (words := shares_memory(given.get(n)))]
         if problems:
             fix = "pass this rank's part of every tensor, or its whole tile, padding included"
+            fix = fix_of(problems, given.values(), fix)
             refuse(problems, where=self._where(), fix=fix)
         return sizes, {}, said
 

@@ -86,7 +86,7 @@ def shares_memory(value: object) -> str:
 def problem(tiling: Tiling, device: torch.device, value: Any) -> str:
     """What is wrong with a local tensor, if there is something: it is neither a valid part nor a whole tile."""
     if isinstance(value, torch.Tensor) and (found := why_not_plain(value)):
-        return f"{found[0]}: {found[1]}"
+        return found[0]
     if (
         isinstance(value, torch.Tensor)
         and (type(value) is torch.Tensor or isinstance(value, torch.nn.Parameter))

@@ -115,6 +115,25 @@ def with_bounds(expr: tirx.PrimExpr) -> tuple[tirx.PrimExpr, list[tirx.PrimExpr]
     return tirx.stmt_functor.ir_transform(tirx.Evaluate(expr), None, name, ["tirx.Call"]).value, bounds
 
 
+def text_of(expr: tirx.PrimExpr) -> str:
+    """The expression in one line, for messages: with the helpers as users call them."""
+    called: list[str] = []
+
+    def name(node: tirx.Call) -> tirx.PrimExpr | None:
+        helper = as_helper(node)
+        if helper is None:
+            return None
+        called.append(str(helper))
+        return tirx.Var(f"helper_{len(called) - 1}_called", node.dtype)
+
+    if isinstance(expr, tirx.PrimExpr):
+        expr = tirx.stmt_functor.ir_transform(tirx.Evaluate(expr), None, name, ["tirx.Call"]).value
+    text = " ".join(str(expr).split())
+    for index, call in enumerate(called):
+        text = text.replace(f"helper_{index}_called", call)
+    return text
+
+
 def fill(body: tirx.Stmt, layouts: Mapping[str, Sharding], shapes: Mapping[str, tuple]) -> tirx.Stmt:
     """The body with the value in every call of a helper, for tensors of these shapes and layouts. A variable per axis
     stands for the device's coordinate."""

@@ -154,6 +154,14 @@ def test_a_size_that_is_missing(function):
     assert "for 'M'" not in message
 
 
+@pytest.mark.parametrize("function", [lazy, eager])
+def test_a_size_that_is_missing_since_it_is_misspelt(function):
+    message = refusal(function, {"M": 8, "n": 3})
+    assert "no size is given for 'N'" in message
+    assert "there is no size 'n'" in message
+    assert "did you mean 'N'?" in message
+
+
 @pytest.mark.parametrize("sizes", [32, [1, 2], {0: 3}])
 def test_sizes_that_are_no_dict(sizes):
     assert f"`sizes` is {sizes!r}, which is not a dict from names" in refusal(lazy, sizes)

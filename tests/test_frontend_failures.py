@@ -107,7 +107,10 @@ def test_all_offenders_of_all_buffers_are_listed(fns, A, B):
         ({"block_shape": (16, 1.5)}, "`block_shape` has the size 1.5"),
         ({"block_shape": 16}, "`block_shape` is 16, which is no sequence of sizes"),
         ({"program_id": 1.5}, "`program_id` is 1.5"),
-        ({"program_id": -1}, "`program_id` is -1"),
+        ({"program_id": -1}, "`program_id` is -1, which has the index -1: indices start at 0"),
+        ({"program_id": (-1, 0)}, "`program_id` is (-1, 0), which has the index -1: indices start at 0"),
+        ({"program_id": (1,)}, "`program_id` (1,) has 1 index, but the buffer has 2 dims"),
+        ({"program_id": [0, 1, 2]}, "`program_id` (0, 1, 2) has 3 indices, but the buffer has 2 dims"),
         ({"program_id": (0, "y")}, "`program_id` is (0, 'y')"),
     ],
 )

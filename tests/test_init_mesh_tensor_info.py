@@ -39,6 +39,19 @@ def test_what_it_does_not_know(typo, wanted):
     assert "where: init_mesh_tensor_info" in message
 
 
+@pytest.mark.parametrize("sharding", [5, 0.5, True, {"x"}, iter(())], ids=lambda value: type(value).__name__)
+def test_what_is_no_sharding(sharding):
+    with pytest.raises(mt.MeshTensorError, match="which is not a dict, list, text or Sharding") as caught:
+        mt.init_mesh_tensor_info(sharding=sharding)
+    assert f"`sharding` is {sharding!r}" in str(caught.value)
+    assert "where: init_mesh_tensor_info" in str(caught.value)
+
+
+@pytest.mark.parametrize("sharding", [{}, [0, None], "x: S[0]", mt.Sharding.make(MESH, 2, {"x": 0})], ids=str)
+def test_every_form_of_a_sharding(sharding):
+    assert mt.init_mesh_tensor_info(sharding=sharding)["sharding"] is sharding
+
+
 def build(mesh, program_id, blocks=(16, 8)):
     """B[rows of a block] = A's block `program_id`, whatever the grid."""
     fns = mt.mesh_tensor_functions(mesh)
@@ -115,7 +128,7 @@ def test_a_side_of_the_buffers_own_shape_is_a_copy_of_all_of_it():
         assert [int(index) for index in copy.args[0].args[0].indices] == [0, 0]
 
 
-@pytest.mark.parametrize("program_id", [0, 1, None, (0,), (0, 1, 2)])
+@pytest.mark.parametrize("program_id", [0, 1, None])
 def test_what_is_no_coordinate_names_no_block(program_id):
     """A forgotten coordinate stays an error: an int says which program, in kernels that other compilers read."""
     with pytest.raises(mt.MeshTensorError) as caught:

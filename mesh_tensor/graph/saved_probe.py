@@ -18,6 +18,7 @@ from typing import IO, Literal
 
 import tvm.script
 from tvm import ir, relax, tirx
+from tvm.ir import diagnostics
 
 Form = Literal["json", "tvmscript"]
 #: Seconds that a module may take to be loaded, walked through and printed.
@@ -108,12 +109,18 @@ def _in_child(form: Form, text: str) -> Answer:
     return Answer(f"the process that tried it ended with status {status}") if status else Answer(*json.loads(said))
 
 
+def _told(diagnostic: diagnostics.Diagnostic) -> str:
+    return f"line {diagnostic.span.line}: {' '.join(diagnostic.message.split())}"
+
+
 def _answer(form: Form, text: str, there: int) -> None:
     signal.alarm(PATIENCE)
+    told: list[str] = []  # what the parser prints, in place of saying it in what it raises
+    diagnostics.override_renderer(lambda context: told.extend(map(_told, context.diagnostics)))
     try:
         answer = look_through(form, text)
     except BaseException as error:  # whatever TVM raises is what is wrong
-        answer = Answer(str(error).strip() or type(error).__name__)
+        answer = Answer("; ".join(told) or str(error).strip() or type(error).__name__)
     with os.fdopen(there, "wb") as pipe:
         pipe.write(json.dumps([answer.problem, answer.text]).encode())
 

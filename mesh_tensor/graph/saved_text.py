@@ -22,22 +22,39 @@ _OLD_BLOCKS = (
 
 
 def source_of(text: str, path: Path) -> str:
-    """What the parser of this TVM takes of a text: the metadata and the one definition, in today's words."""
+    """What the parser of this TVM takes of a text: the metadata and the one definition, in today's words and in the
+    lines where they were."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        refuse(f"{str(path)!r} is no TVMScript", why=str(error), fix=FIX_OF_TEXT)
+        fix = "correct it there" if isinstance(error, SyntaxError) else FIX_OF_TEXT
+        refuse(f"{str(path)!r} is no TVMScript", why=_why_not_python(error), fix=fix)
     defined = [node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.decorator_list]
+    if not defined:
+        refuse(
+            f"{str(path)!r} has no @I.ir_module class in it",
+            why="a decorated class or function is read, and the constants beside it; nothing else in the file is run",
+            fix="write the module as one `@I.ir_module class ...:`; of one that Python code makes, save what it makes: "
+            "mt.save_module(mod, path)",
+        )
     if len(defined) != 1:
         names = listing([node.name for node in defined])
         refuse(f"{str(path)!r} holds {len(defined)} modules ({names}), not one", fix="put each in a file of its own")
     lines = text.splitlines()
     kept = [node for node in tree.body if isinstance(node, ast.Assign) or node in defined]
-    parts = []
+    parts: list[str] = []
     for node in kept:
         first = min([node.lineno, *(mark.lineno for mark in getattr(node, "decorator_list", ()))])
-        parts.append("\n".join(lines[first - 1 : node.end_lineno]))
+        parts += [""] * (first - 1 - len(parts))
+        parts += lines[first - 1 : node.end_lineno]
     return _in_todays_words("\n".join(parts))
+
+
+def _why_not_python(error: Exception) -> str:
+    if not isinstance(error, SyntaxError) or error.lineno is None:
+        return str(error)
+    line = f": {error.text.strip():.80}" if error.text else ""
+    return f"{type(error).__name__}: {error.msg} (line {error.lineno}{line})"
 
 
 def _in_todays_words(source: str) -> str:

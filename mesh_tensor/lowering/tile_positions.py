@@ -21,7 +21,7 @@ from ..rules.sharding_rule import Analysis
 from ..rules.statements import Access, Loop, Statement, describe
 from ..rules.values import IDEMPOTENT
 from ..sharding import Sharding
-from ..tile_helpers import as_helper, helpers_in
+from ..tile_helpers import as_helper, helpers_in, text_of
 from .tile_sums import SplitFactors, Sum, TileSums
 
 _COMPARISONS = (tirx.LT, tirx.LE, tirx.GT, tirx.GE, tirx.EQ, tirx.NE)
@@ -125,11 +125,11 @@ class _Check:
         for statement in self.kernel.statements:
             for expr in statement.values:
                 yield from self._expr(
-                    expr, statement, f"{describe(statement)} uses the position as a value in {_text(expr)}"
+                    expr, statement, f"{describe(statement)} uses the position as a value in {text_of(expr)}"
                 )
             for loop in statement.loops:
                 for expr in (loop.min, loop.extent):
-                    what = f"the bounds of loop {loop.var.name} depend on the position: {_text(expr)}"
+                    what = f"the bounds of loop {loop.var.name} depend on the position: {text_of(expr)}"
                     yield from self._expr(expr, statement, what)
                 yield from self._extents(loop)
             for access in statement.accesses:
@@ -138,14 +138,14 @@ class _Check:
         bound = {s.node.var for s in self.kernel.statements if isinstance(s.node, tirx.Bind)}
         for var, value in self.kernel.binds.items():
             if var not in bound:
-                yield from self._expr(value, None, f"{var.name} = {_text(value)}")
+                yield from self._expr(value, None, f"{var.name} = {text_of(value)}")
 
     def _indices(self, access: Access, statement: Statement) -> Iterator[str]:
         """Whole dims are indexed with global positions."""
         for dim, index in enumerate(access.indices):
             if not self.kernel.is_param(access.buffer) or self.analysis.coordinates.of_access(access, dim) is not None:
                 continue
-            text = f"{access.buffer.name} dim {dim} is indexed by {_text(index)}, and is not split alike"
+            text = f"{access.buffer.name} dim {dim} is indexed by {text_of(index)}, and is not split alike"
             yield from self._expr(index, statement, text)
 
     def _counted(self, statement: Statement) -> Iterator[str]:
@@ -244,7 +244,3 @@ def _parts(expr: tirx.PrimExpr) -> list[tirx.PrimExpr] | None:
         return list(expr.args)
     names = next((names for kind, names in _PARTS.items() if isinstance(expr, kind)), None)
     return None if names is None else [getattr(expr, name) for name in names]
-
-
-def _text(expr: tirx.PrimExpr) -> str:
-    return " ".join(str(expr).split())

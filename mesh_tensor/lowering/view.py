@@ -20,7 +20,7 @@ from ..rules.reader import read_kernel
 from ..rules.statements import Access, Kernel, Statement, buffer_params
 from ..rules.view_map import ViewMap
 from ..sharding import Sharding
-from ..tile_helpers import fill, helpers_in
+from ..tile_helpers import fill, helpers_in, text_of
 from .rewrite import exchange_buffers
 
 VIEWS = ("auto", "global", "local")
@@ -200,7 +200,7 @@ def _note(access: Access, statement: Statement, sharding: Sharding, kernel: Kern
         elif form is not None and form.terms and form.terms.keys() <= statement.vars:
             walks.short.setdefault(name, f"{name}, a tile of {tile} in a dim of {size}: {_why(form, not_tile)}")
         else:
-            walks.otherwise.setdefault(name, f"{name} has index {access.indices[dim]}: {not_tile}")
+            walks.otherwise.setdefault(name, f"{name} has index {text_of(access.indices[dim])}: {not_tile}")
 
 
 def _why(form: Linear, reason: str) -> str:

@@ -22,6 +22,8 @@ def why_not_covered(
     loops = {loop.var: loop for loop in statement.loops}
     if any(var not in loops for var in form.terms):
         return "it uses a variable that is no loop's"
+    if any(coefficient < 0 for coefficient in form.terms.values()):
+        return "it is reversed"
     if form.const != 0:
         return "it is shifted"
     below = 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tvm import tirx
 
+from ..tile_helpers import text_of
 from .coordinates import Coordinates
 from .factors import Factor
 from .linear import Linear, vars_of
@@ -24,7 +25,7 @@ def why_whole_blocks(
         used = vars_of([expr], kernel.binds) & factor.roles.keys()
         if used and not (form is not None and _depends_on_coordinate_only(expr, used, form, kernel)):
             names = ", ".join(sorted(v.name for v in used))
-            return f"{names} is used as a value in {expr}"
+            return f"{names} is used as a value in {text_of(expr)}"
     return None
 
 

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from tvm import tirx
 
+from ..tile_helpers import text_of
 from .coordinates import Coordinates
 from .factors import Blocked, Factor
 from .index_values import why_whole_blocks, without_loads
@@ -119,9 +120,13 @@ class FactorAnalysis:
                     continue
                 computed = vars_of([without_loads(index)], {}) & self.vars
                 if access is statement.write and statement.op is not None:
-                    self._add_lanes(live_range, computed, f"{access.buffer.name} dim {dim} is indexed by {index}")
+                    self._add_lanes(
+                        live_range, computed, f"{access.buffer.name} dim {dim} is indexed by {text_of(index)}"
+                    )
                 elif computed or (access is statement.write and self._depends(index)):
-                    raise Blocked(f"{access.buffer.name} dim {dim} is indexed by {index}, which depends on the block")
+                    raise Blocked(
+                        f"{access.buffer.name} dim {dim} is indexed by {text_of(index)}, which depends on the block"
+                    )
 
     def _add_lanes(self, live_range: LiveRange, computed: set[tirx.Var], reason: str) -> None:
         """What is combined at places computed from these loops depends on positions in blocks, or on which block."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -58,6 +60,9 @@ def gradients(rank):
         wanted = tensor.detach().clone().requires_grad_()
         first = refusal(lambda run=run, wanted=wanted: run(wanted))
         assert "requires a gradient, which would be lost" in first, name
+        assert re.search(r"fix: .*\.detach\(\).*torch\.no_grad\(\)", first), name
+        assert "pass this rank's part" not in first, name
+        assert "shapes and dtypes" not in first, name
         expected = _bits(run(tensor))
         with torch.no_grad():
             assert torch.equal(_bits(run(wanted)), expected), name

@@ -145,7 +145,10 @@ def test_tensors_without_memory_of_their_own():
     x, *rest = matrices()
     run = mt.distribute_module(NESTED, {"x": 2})
     text = refused_call(run, x.to_sparse(), *rest)
-    assert "parameter 'x': layout torch.sparse_coo, but expected torch.strided; pass a dense copy: .to_dense()" in text
+    assert "parameter 'x': layout torch.sparse_coo, but expected torch.strided\n" in text
+    assert text.endswith("fix: pass a dense copy: .to_dense()")
+    text = refused_call(run, x.to_sparse(), rest[0][:1], *rest[1:])
+    assert text.endswith("fix: pass a dense copy: .to_dense(); pass tensors of the module's shapes and dtypes")
 
 
 def test_mesh_tensors_of_another_mesh():

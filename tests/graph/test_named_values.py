@@ -5,8 +5,11 @@ import re
 import pytest
 import torch
 from torch import nn
+from tvm import relax
 
 import mesh_tensor as mt
+
+from .modules import function
 
 
 class Tied(nn.Module):
@@ -106,3 +109,12 @@ def test_layouts_of_what_nothing_uses(module):
     text = refused(module, {"unused.weight": {"x": 0}})
     assert "nothing uses parameter 'unused.weight'" in text
     assert layouts(module, {"*s*.weight": {"x": 0}}).keys() == {f"blocks_{n}_weight" for n in range(3)}
+
+
+def test_what_a_module_on_a_mesh_says_of_itself():
+    """Its parameters, as a call takes them: without the weights."""
+    mod = function(lambda emit, x, w: emit(relax.op.matmul(x, w)), x=(4, 8), w=(8, 4))
+    run = mt.distribute_module(mod, {"x": 2}, {"x": {"x": 0}}, weights={"w": torch.ones(8, 4)}, target="interpret")
+    assert repr(run) == "MeshModule(main(x), Mesh({\"x\": 2}), target='interpret')"
+    run = mt.distribute_module(mod, {"x": 2}, {"x": {"x": 0}}, target="interpret")
+    assert repr(run) == "MeshModule(main(x, w), Mesh({\"x\": 2}), target='interpret')"

@@ -183,6 +183,8 @@ def test_a_module_that_takes_for_ever(monkeypatch):
     assert saved_probe._in_child("json", "").problem == "TVM was not done with it after 1 seconds"
 
 
+IMPORTS = "from tvm.script import relax as R\nfrom tvm.script import ir as I\n"
+NO_NOPE = "why: line 6: module 'tvm.relax.script.parser' has no attribute 'nope'"
 MARK = "open({path!r}, 'w').close()"
 
 
@@ -208,8 +210,19 @@ def test_nothing_is_evaluated_unasked(tmp_path):
         ("def f(:", "is no TVMScript"),
         ("x = '\0'", "is no TVMScript"),
         ("(" * 10_000, "is no TVMScript"),
-        ("x = 1", "holds 0 modules (none), not one"),
+        (
+            "def f():\n    return 1\n\ndef g(:",
+            "why: SyntaxError: invalid syntax (line 4: def g(:)\n  fix: correct it there",
+        ),
+        ("x = 1", "has no @I.ir_module class in it"),
+        ("\nraise ValueError('lost')", "has no @I.ir_module class in it\n  why: a decorated class or function is read"),
+        ("class A: pass", "fix: write the module as one `@I.ir_module class ...:`"),
         ("@R.function\ndef f(x: R.Tensor((2,), 'float32')):\n    return R.nope(x)\n", "can't be parsed as TVMScript"),
+        (f"{IMPORTS}@R.function\ndef f(x: R.Tensor((2,), 'float32')):\n\n    y = R.nope(x)\n    return y\n", NO_NOPE),
+        (
+            f"{IMPORTS}N = 1 // 0\n\n@I.ir_module\nclass A:\n    pass\n",
+            "why: line 3: integer division or modulo by zero",
+        ),
         ("@I.ir_module\nclass A: pass\n@I.ir_module\nclass B: pass\n", "holds 2 modules"),
     ],
 )
@@ -229,6 +242,10 @@ def test_text_that_kills_tvm(tmp_path):
 def test_what_is_no_file_or_says_not_what_it_is(tmp_path):
     assert "there is no file" in refusal(tmp_path / "module.json")
     assert "there is no file" in refusal(tmp_path, format="json")
+    for call in (mt.load_module, lambda path: mt.save_module(Heads, path)):
+        with pytest.raises(mt.MeshTensorError, match="the path is None, which is no path") as error:
+            call(None)
+        assert "fix: give a text or a pathlib.Path" in str(error.value)
     (tmp_path / "module.bin").write_text("{}")
     message = refusal(tmp_path / "module.bin")
     assert "does not say what it is" in message

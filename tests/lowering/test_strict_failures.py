@@ -74,3 +74,14 @@ def test_compile_hands_it_on():
     annotated = mt.annotate(shift, {"x": 2}, {"A": {"x": 0}, "B": {"x": 0}})
     with pytest.raises(mt.MeshTensorError, match="buffer 'A' dim 0 on axis 'x' needs replication: .*it is shifted"):
         mt.compile(annotated, target="interpret", strict=True)
+
+
+def test_a_reversed_index_is_called_so():
+    @T.prim_func
+    def reverse(A: T.Tensor((64,), "float32"), B: T.Tensor((64,), "float32")):
+        with T.Kernel(64, threads=1) as bx:
+            B[bx] = A[63 - bx]
+
+    annotated = mt.annotate(reverse, {"x": 2}, {"A": {"x": 0}, "B": {"x": 0}})
+    with pytest.raises(mt.MeshTensorError, match="buffer 'A' dim 0 on axis 'x' needs replication: .*it is reversed"):
+        mt.compile(annotated, target="interpret", strict=True)

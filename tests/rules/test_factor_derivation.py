@@ -60,7 +60,7 @@ def test_what_does_not_walk_a_dim_from_end_to_end_detaches_it():
     assert "steps by 2 where blocks are 1 long" in detached(elementwise(lambda bx, i: (bx * 8 + i) * 2, size_a=64))
     assert "it is the same in every iteration" in detached(elementwise(lambda bx, i: 3))
     assert "it is no sum of loop variables" in detached(elementwise(lambda bx, i: (bx * 8 + i) // 2, size_a=16))
-    assert "it is shifted" in detached(elementwise(lambda bx, i: 31 - bx * 8 - i))
+    assert "it is reversed" in detached(elementwise(lambda bx, i: 31 - bx * 8 - i))
 
 
 def test_a_symbolic_dim_is_a_factor():
