@@ -195,7 +195,7 @@ class RankKernel:
         """The program with collectives beside kernels where that pays on these ranks."""
         if self._device.type != "cpu":
             return replace(program, overlap=(f"auto: in bulk: nothing was measured on {self._device.type} ranks",))
-        rates = rates_of(self.ranks, self._faults)
+        rates = rates_of(self.ranks.met)
         if not sizes:
             return overlapped(program, rates)
         if why := why_in_bulk(program, rates):

@@ -7,6 +7,7 @@ import threading
 import time
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -83,6 +84,53 @@ def two_threads(rank):
     for thread in threads:
         thread.join()
     return wrong
+
+
+def first_calls_of_two_threads(rank):
+    """Two threads make the first call on a mesh at the same time, one of them on one rank a bit later; again and again,
+    each time in a new process group."""
+    wrong, a, store = [], torch.ones(4, 4), dist.distributed_c10d._get_default_store()
+
+    def work(kern, which, cycle, begin):
+        begin.wait()
+        if which == (rank + cycle) % 2:
+            time.sleep(0.004 * (cycle % 3))
+        try:
+            assert kern.local(a * cycle, a * (which + 1)).eq(8 * cycle * (which + 1)).all()
+        except Exception as error:
+            wrong.append(f"cycle {cycle}, thread {which}: {error}")
+
+    for cycle in range(8):
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.PrefixStore(str(cycle), store), rank=rank, world_size=2)
+        begin = threading.Barrier(2)
+        each = [(k_split(), which, cycle, begin) for which in (0, 1)]
+        threads = [threading.Thread(target=work, args=args, name=f"worker {args[1]}") for args in each]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        dist.barrier()  # nobody leaves while another one connects
+    return wrong
+
+
+def late_at_the_first_call(rank):
+    """Rank 1 comes to the first call when rank 0 waits no longer. Then both begin again with a new process group."""
+    os.environ["MESH_TENSOR_TIMEOUT"] = "1"
+    kern, a, store = k_split(), torch.ones(4, 4), dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.get("gave up")  # waits for it
+    texts = [refusal(lambda: kern.local(a, a))]
+    begin = time.monotonic()
+    texts += [refusal(lambda: kern.local(a, a)), refusal(lambda: mt.resume({"x": 2}))]
+    assert time.monotonic() - begin < 0.5
+    store.set("gave up", "")
+    del os.environ["MESH_TENSOR_TIMEOUT"]
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=2)
+    assert kern.local(a, a).eq(8).all()
+    assert_usable()
+    return texts
 
 
 def threads_of_one_name(rank):

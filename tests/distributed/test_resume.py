@@ -40,6 +40,21 @@ def test_two_threads():
     assert run(bodies.two_threads, 2) == [[], []]
 
 
+def test_first_calls_of_two_threads():
+    assert run(bodies.first_calls_of_two_threads, 2) == [[], []]
+
+
+def test_late_at_the_first_call():
+    for rank, (first, again, resumed) in enumerate(run(bodies.late_at_the_first_call, 2)):
+        assert f"rank {1 - rank} has ended, hangs, or is not in this collective" in first
+        assert f"nothing can run on these ranks since a call failed: rank {1 - rank} has ended, hangs" in again
+        for text in (first, again):
+            assert "mt.resume" not in text
+            assert "call torch.distributed.destroy_process_group() and init_process_group() on all ranks" in text
+        assert "there is nothing to resume" in resumed
+        assert "where the first call on it has failed, destroy the process group and initialize it again" in resumed
+
+
 def test_threads_of_one_name():
     for text in run(bodies.threads_of_one_name, 2):
         assert "two threads named 'worker' call on one mesh" in text

@@ -187,15 +187,21 @@ class Calls:
                 f"nothing can run on these ranks since a call failed: {self.ended}",
                 where=self.where,
                 why="what the ranks sent each other since then may never arrive",
-                fix=RESUME,
+                fix=self.way_out(),
             )
+
+    def way_out(self) -> str:
+        """What helps where a call has failed."""
+        return RESUME if self.connected else START_AGAIN
 
     def end(self, why: str) -> None:
         """Nothing can run on the mesh any more. Who waits is woken, here and elsewhere."""
         with self.lock:
-            if self.ended or not self.connected:
+            if self.ended:
                 return
             self.ended = why
+            if not self.connected:
+                return
             self.say(f"{self.generation}/ended", why)
             if self.wire is not None:
                 self.wire.cut()
@@ -383,4 +389,8 @@ def indented(raised: str, doing: str) -> str:
 RESUME = (
     "call mt.resume(mesh) on all ranks, then go on; where a rank has ended, start all of them again. Values that were "
     "updated in place may be half done"
+)
+START_AGAIN = (
+    "the ranks have not met yet, so there is nothing to resume, and the process group they use to meet may be broken: "
+    "call torch.distributed.destroy_process_group() and init_process_group() on all ranks, or start all of them again"
 )

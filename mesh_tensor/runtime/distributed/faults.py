@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from ...errors import refuse
 from ...program import CollectiveStep, KernelStep, OpStep, Program, Step, WaitStep
-from .calls import RESUME, Calls, Lane, indented
+from .calls import Calls, Lane, indented
 from .ranks import Ranks
 
 _SILENT = "has ended, hangs, or is not in this collective"
@@ -50,7 +50,7 @@ class Faults:
             verdict,
             where=f"{doing}, of kernel {self._kernel!r} on {self._ranks.mesh}; seen on rank {calls.places[calls.rank]}",
             why=_reason(error) if any(silent in words for words in verdict for silent in (_SILENT, _TOO)) else _VAIN,
-            fix=RESUME,
+            fix=calls.way_out(),
         )
 
 
@@ -79,7 +79,7 @@ def _verdict(calls: Calls, lane: Lane, others: Sequence[int], doing: str) -> lis
 def _listen(calls: Calls, lane: Lane, others: Sequence[int]) -> dict[int, dict[str, Any]]:
     """What the others say of this call: until one says that it raised, or all said something, or the mesh was ended, or
     time is up."""
-    end = calls.clock.monotonic() + _GRACE
+    end = calls.clock.monotonic() + _GRACE * calls.connected  # who has not met can't say anything
     heard: dict[int, dict[str, Any]] = {}
     while True:
         for member in range(calls.count):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from ...errors import listing, refuse
 from ...mesh import Mesh
 from .calls import Calls
+from .rates import place_here
 from .watch import end_watch, watch
 from .wire import GlooWire, StoreBoard, said_timeout
 
@@ -36,6 +38,7 @@ class Group:
 
 
 _NONCE = 16  # bytes that no two meetings have in common
+_LENGTH = 4  # bytes that say how long a rank's words are
 _alive: WeakSet[Ranks] = WeakSet()
 
 
@@ -60,6 +63,7 @@ class Ranks:
         self._groups: dict[tuple[int, ...], Group] = {}
         self._device = torch.device(device_type)
         self.calls = Calls(self.rank, places, str(mesh))
+        self.met: list[bytes] = []  # the `place_here` of each rank, once they have met
         _alive.add(self)
         config = dist.get_backend_config(device_mesh.get_group(0))
         check_backend(device_type, config, str(mesh))
@@ -89,10 +93,13 @@ class Ranks:
             if self.calls.connected:
                 return True
             mesh = hashlib.sha256(f"{self.mesh} {self._places} {self._device.type}".encode()).digest()
-            said = self.say(mesh + os.urandom(_NONCE))
-            if any(words[:-_NONCE] != mesh for words in said):
+            place = place_here()
+            said = self.say(mesh + os.urandom(_NONCE) + len(place).to_bytes(_LENGTH, "little"))
+            if any(words[: len(mesh)] != mesh for words in said):
                 return False
-            name = said[0][-_NONCE:].hex()
+            longest = max(int.from_bytes(words[-_LENGTH:], "little") for words in said)
+            self.met = self.say(place.ljust(longest))
+            name = said[0][len(mesh) : -_LENGTH].hex()
             store = dist.PrefixStore(f"mesh_tensor/{name}", default_store())
             timeout = said_timeout() or _timeout(_world())
             connect = partial(_connected, store, self.rank, len(self._places), timeout)
@@ -162,23 +169,24 @@ def ranks_of(mesh: Mesh, device_mesh: DeviceMesh | None, device_type: str) -> Ra
     if device_mesh is not None and type(device_mesh).__name__ != "DeviceMesh":
         refuse(f"device_mesh is a {type(device_mesh).__name__}", where=str(mesh), fix="pass a torch DeviceMesh")
     world = _world()
-    if _made and _made[0] is not world:
-        _let_go()  # another process group than before: what was made with that one is gone
-        _worlds[0] += 1
-    _made[:] = [world]
-    if device_mesh is not None:
-        _check_current(mesh, device_mesh)
-    key = (mesh, device_mesh, device_type)
-    if key not in _known:
-        _known[key] = Ranks(mesh, device_mesh or _device_mesh_of(mesh, device_type), device_type)
-    return _known[key]
+    with _making:
+        if _made and _made[0] is not world:
+            _let_go()  # another process group than before: what was made with that one is gone
+            _worlds[0] += 1
+        _made[:] = [world]
+        if device_mesh is not None:
+            _check_current(mesh, device_mesh)
+        key = (mesh, device_mesh, device_type)
+        if key not in _known:
+            _known[key] = Ranks(mesh, device_mesh or _device_mesh_of(mesh, device_type), device_type)
+        return _known[key]
 
 
 def known_on(mesh: Mesh | None, device_mesh: DeviceMesh | None) -> list[Ranks]:
     """The Ranks there are on a mesh, or on a DeviceMesh, that have met."""
     found = [
         ranks
-        for (its_mesh, its_device_mesh, _), ranks in _known.items()
+        for (its_mesh, its_device_mesh, _), ranks in list(_known.items())
         if (its_mesh == mesh if device_mesh is None else its_device_mesh == device_mesh) and ranks.calls.connected
     ]
     return sorted(found, key=lambda ranks: (str(ranks.mesh), ranks.calls.name))
@@ -189,6 +197,7 @@ def are_current() -> bool:
     return bool(_made) and _made[0] is dist.group.WORLD
 
 
+_making = threading.RLock()  # held by a thread that looks for a mesh's Ranks, and makes them
 _known: dict[tuple[Any, ...], Ranks] = {}
 _made: list[Any] = []
 _worlds = [0]  # how many process groups there were before

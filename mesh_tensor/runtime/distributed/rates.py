@@ -5,24 +5,19 @@ from __future__ import annotations
 import json
 import os
 import socket
-from weakref import WeakKeyDictionary
+from collections.abc import Sequence
 
 from ...overlap_cost import GLOO, GLOO_BESIDE, Rates
-from .faults import Faults
-from .ranks import Ranks
 
 
-def rates_of(ranks: Ranks, faults: Faults) -> Rates:
-    """The rates of CPU ranks, alike on all of them. The first call for a mesh is a collective."""
-    if ranks not in _known:
-        mine = json.dumps([socket.gethostname(), _cores()]).encode()
-        try:
-            longest = max(int(words) for words in ranks.calls.gather(b"%16d" % len(mine)))
-            everywhere = [json.loads(words) for words in ranks.calls.gather(mine.ljust(longest))]
-        except RuntimeError as error:
-            faults.blame(error, "counting the cores of all ranks", range(ranks.mesh.num_devices))
-        _known[ranks] = GLOO_BESIDE if _to_spare(everywhere) else GLOO
-    return _known[ranks]
+def place_here() -> bytes:
+    """This process's host and cores, for the other ranks."""
+    return json.dumps([socket.gethostname(), _cores()]).encode()
+
+
+def rates_of(places: Sequence[bytes]) -> Rates:
+    """The rates of CPU ranks, of which each says its `place_here`."""
+    return GLOO_BESIDE if _to_spare([json.loads(words) for words in places]) else GLOO
 
 
 def _cores() -> list[int]:
@@ -37,6 +32,3 @@ def _to_spare(places: list[tuple[str, list[int]]]) -> bool:
     for host, cores in places:
         on_host.setdefault(host, []).append(cores)
     return all(len(set().union(*ranks)) >= 2 * len(ranks) and min(map(len, ranks)) >= 2 for ranks in on_host.values())
-
-
-_known: WeakKeyDictionary[Ranks, Rates] = WeakKeyDictionary()

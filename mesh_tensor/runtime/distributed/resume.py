@@ -33,7 +33,8 @@ def resume(mesh: Mesh | Mapping[str, int] | DeviceMesh) -> None:
             "there is nothing to resume",
             where=str(mesh),
             why="no call has run on ranks of this mesh",
-            fix="pass the mesh of the kernels, or the DeviceMesh that they are called on",
+            fix="pass the mesh of the kernels, or the DeviceMesh that they are called on; where the first call on it"
+            " has failed, destroy the process group and initialize it again, or start all ranks again",
         )
     for ranks in found:
         ranks.calls.resume()
