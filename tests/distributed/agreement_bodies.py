@@ -157,9 +157,15 @@ def matmul_kernel(*, dtype="float32", block=16, axes=None, layouts=K_SPLIT, **op
     return mt.compile(mt.annotate(func, axes or {"x": 2}, layouts), **{"target": "interpret", **options})
 
 
-def first_call(kern, dtype=torch.float32):
+def different_orders(rank):
+    """Rank 1 has the ranks of its DeviceMesh the other way round."""
+    places = DeviceMesh("cpu", [[0, 1], [1, 0]][rank], mesh_dim_names=("x",))
+    return first_call(matmul_kernel(), device_mesh=places)
+
+
+def first_call(kern, dtype=torch.float32, **options):
     """What the first call of a kernel on an (8, 8) matmul with the contracted dim split says; then the group works."""
-    text = refusal(lambda: kern.local(torch.ones(8, 4, dtype=dtype), torch.ones(4, 8, dtype=dtype)))
+    text = refusal(lambda: kern.local(torch.ones(8, 4, dtype=dtype), torch.ones(4, 8, dtype=dtype), **options))
     assert_usable()
     return text
 

@@ -17,6 +17,7 @@ from .launcher import run
         (bodies.different_layouts, "layouts differ between ranks: rank 0: A 'S[1]', B 'S[0]', C 'P[sum]', "),
         (bodies.different_blocks, "steps differ between ranks: rank 0: digest "),
         (bodies.different_axes, 'mesh differ between ranks: rank 0: Mesh({"x": 2}); rank 1: Mesh({"y": 2})'),
+        (bodies.different_orders, "ranks of the mesh differ between ranks: "),
     ],
     ids=lambda body: getattr(body, "__name__", ""),
 )

@@ -46,12 +46,15 @@ def agree(ranks: Ranks, faults: Faults, facts: Mapping[str, str], refusal: str =
     out. Ranks that talk for the first time do so over their own group, which notices at once that a rank has ended."""
     lane = ranks.calls.lane()
     lane.run(AGREEMENT)
-    mine = json.dumps([dict(facts), refusal]).encode()
     try:
-        gather = ranks.calls.gather if ranks.meet() else ranks.say
+        met = ranks.meet()
+        gather = ranks.calls.gather if met else ranks.say
+        if not met:
+            facts = {**facts, "ranks of the mesh": str([ranks.place(rank) for rank in range(ranks.mesh.num_devices)])}
+        mine = json.dumps([dict(facts), refusal]).encode()
         summary = _SUMMARY.pack(hashlib.sha256(mine).digest(), len(mine))
         summaries = [_SUMMARY.unpack(words) for words in gather(summary)]
-        if len({digest for digest, _ in summaries}) == 1 and not refusal:
+        if met and len({digest for digest, _ in summaries}) == 1 and not refusal:
             return
         longest = max(length for _, length in summaries)
         everything = [json.loads(words) for words in gather(mine.ljust(longest))]
@@ -63,7 +66,9 @@ def agree(ranks: Ranks, faults: Faults, facts: Mapping[str, str], refusal: str =
     by_rank = dict(sorted((ranks.place(rank), found) for rank, found in enumerate(everything)))
     refused = [f"rank {rank} refused the call: {_facts_in(text)}" for rank, (_, text) in by_rank.items() if text]
     refuse(
-        refused or _differences({rank: found for rank, (found, _) in by_rank.items()}),
+        refused
+        or _differences({rank: found for rank, (found, _) in by_rank.items()})
+        or "ranks call on different meshes of the same ranks",
         where=f"call of kernel {facts.get('kernel', '')!r} on {ranks.mesh}",
         why="all ranks of a mesh have to run the same steps",
         fix=f"compile the same kernel on every rank, and pass tensors of the same global shapes and dtypes{fix}",
