@@ -213,21 +213,6 @@ def dynamic_matmul(M, N, K, block=8):
     return dynamic_matmul_kernel
 
 
-def shared_heads(batch, heads, groups, dim):
-    """Heads of which several share a scale, by a block index that is divided."""
-    each = heads // groups
-
-    @T.prim_func
-    def shared_heads_kernel(
-        x: T.Tensor((batch, heads, dim)), scale: T.Tensor((batch, groups, dim)), out: T.Tensor((batch, heads, dim))
-    ):
-        with T.Kernel(heads, batch, threads=128) as (bx, by):
-            for i in T.Parallel(dim):
-                out[by, bx, i] = x[by, bx, i] * scale[by, bx // each, i]
-
-    return shared_heads_kernel
-
-
 _MATMULS = (
     grouped_matmul,
     persistent_matmul,
@@ -259,19 +244,6 @@ GRID_CASES = (
             {"batch": 1, "heads": 3, "seq": 2, "dim": 1},
         ),
         tensors(normal("batch heads seq dim"), normal("heads")),
-        ("out",),
-        EXACT,
-    ),
-    KernelCase(
-        "shared_heads",
-        shared_heads,
-        lambda x, scale: x * scale.repeat_interleave(x.shape[1] // scale.shape[1], 1),
-        (
-            {"batch": 2, "heads": 8, "groups": 4, "dim": 8},
-            {"batch": 3, "heads": 6, "groups": 3, "dim": 7},
-            {"batch": 1, "heads": 2, "groups": 1, "dim": 1},
-        ),
-        tensors(normal("batch heads dim"), normal("batch groups dim")),
         ("out",),
         EXACT,
     ),
