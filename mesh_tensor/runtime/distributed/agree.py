@@ -14,8 +14,8 @@ from tvm import tirx
 
 from ...errors import refuse
 from ...program import CollectiveStep, KernelStep, OpStep, Program
-from .calls import AGREEMENT
 from .faults import Faults
+from .lane import AGREEMENT
 from .ranks import Ranks
 
 _SUMMARY = struct.Struct(">32sQ")  # of what a rank has to say: its digest, and its length

@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 
 from ...errors import refuse
 from ...program import CollectiveStep, KernelStep, OpStep, Program, Step, WaitStep
-from .calls import Calls, Lane, indented
+from .calls import Calls, indented
+from .lane import Lane
 from .ranks import Ranks
 
 _SILENT = "has ended, hangs, or is not in this collective"

@@ -14,7 +14,6 @@ from ...sharding import Sharding
 from ..ambient import undisturbed
 from ..mesh_tensor import MeshTensor, ShardingLike, as_sharding
 from .agree import agree, digest_of
-from .calls import Lane
 from .dtensor import (
     PART_FIX,
     as_dtensor,
@@ -28,6 +27,7 @@ from .dtensor import (
     part_problem,
 )
 from .faults import Faults
+from .lane import Lane
 from .plan import Change
 from .rank_launch import Tiling
 from .ranks import Ranks, ranks_of
