@@ -178,10 +178,10 @@ def searchsorted(call: OpCall) -> tuple[list[Dims], list[Dims]]:
 
 @_rule("aten._embedding_bag_forward_only.default")
 def embedding_bag(call: OpCall) -> tuple[list[Dims], list[Dims]]:
-    """Rows of a table are combined; columns are independent."""
+    """Rows of a table are combined; columns are independent, and of a maximum so are the rows that it comes from."""
     rest: list[Dims] = [(None,) * tensor.ndim for tensor in call.inputs[1:]]
-    made: list[Dims] = [(None,) * tensor.ndim for tensor in call.outputs[1:]]
-    return [(None, "d"), *rest], [(None, "d"), *made]
+    made: list[Dims] = [(None, "d") if tensor.ndim == 2 else (None,) for tensor in call.outputs]
+    return [(None, "d"), *rest], made
 
 
 @_rule(*_names(_WHOLE))

@@ -94,6 +94,11 @@ CASES = {
         outs=(((3, 5), "float32"), ((0,), "int64"), ((3,), "int64"), ((3,), "int64")),
         expected=of_torch(torch.ops.aten._embedding_bag_forward_only.default),
     ),
+    "embedding_bag, maxima": case(
+        (t(6, 5), i(7, low=0, high=6), i(3, values=[0, 2, 5])), "_embedding_bag_forward_only.default", False, 2,
+        outs=(((3, 5), "float32"), ((7,), "int64"), ((3,), "int64"), ((3, 5), "int64")),
+        expected=of_torch(lambda *x: torch.ops.aten._embedding_bag_forward_only.default(*x, False, 2)),
+    ),
     "masked_scatter": case((t(3, 4), t(3, 4, dtype="bool"), t(12)), "masked_scatter.default", outs=like(3, 4),
         expected=of_torch(lambda x, mask, source: x.masked_scatter(mask, source))),
     "scatter_reduce": Case((t(3, 4), i(3, 4, low=0, high=3), t(3, 4)),
