@@ -26,17 +26,37 @@ def symbols(func: tirx.PrimFunc) -> tuple[tirx.Var, ...]:
     return tuple(found)
 
 
+_QUOTIENTS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
+
+
 def specialize(func: tirx.PrimFunc, sizes: Mapping[tirx.Var, int | tirx.PrimExpr]) -> tirx.PrimFunc:
     """`func` with every symbol of `sizes` replaced by its value, or by an expression of other symbols, in its
     annotations too. A scalar parameter that is such a symbol is a parameter no more."""
     values = {var: tirx.const(size, var.dtype) if isinstance(size, int) else size for var, size in sizes.items()}
     params = [*func.params, *(var for var in values if var not in set(func.params))]
+    _check_divisors(func, values)
     as_params = tirx.PrimFunc(params, declared(func).body, func.ret_type, func.buffer_map, func.attrs)
     result = as_params.specialize(values)
     for name in (INFO_ATTR, TILES_ATTR):
         if result.attrs and name in result.attrs:
             result = result.with_attr(name, _replace(result.attrs[name], values))
     return result
+
+
+def _check_divisors(func: tirx.PrimFunc, values: Mapping[tirx.Var, tirx.PrimExpr]) -> None:
+    """Refuse sizes that make a divisor in the kernel 0: TVM fails on it."""
+    divisors: list[tirx.PrimExpr] = []
+    post_order_visit(func.body, lambda node: divisors.append(node.b) if isinstance(node, _QUOTIENTS) else None)
+    for divisor in divisors:  # inner ones come first
+        if any(var in values for var in _variables(divisor)):
+            value = _simplify(substitute(divisor, values))
+            if isinstance(value, tirx.IntImm) and int(value) == 0:
+                told = ", ".join(f"{var.name} = {size}" for var, size in values.items())
+                refuse(
+                    f"the kernel divides by {divisor}, which is 0 where {told}",
+                    where=f"kernel {str((func.attrs or {}).get('global_symbol', 'main'))!r}",
+                    fix="call it with other sizes, or write the kernel without this division",
+                )
 
 
 def sized(

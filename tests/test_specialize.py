@@ -1,8 +1,10 @@
 """Kernels with symbolic dims become kernels without."""
 
+import pytest
 import tilelang.language as T
 import torch
 
+import mesh_tensor as mt
 from mesh_tensor.frontend import annotate, read_annotations
 from mesh_tensor.mesh import Mesh
 from mesh_tensor.runtime.interpreter import interpret
@@ -79,3 +81,21 @@ def test_evaluate():
     assert evaluate(double, {rows: 7}) == 14
     assert evaluate(double, {}) is None
     assert evaluate(3, {}) == 3
+
+
+def test_sizes_that_make_a_divisor_0_are_refused():
+    """Heads in groups of 8 // groups: with more groups than heads there is no such group."""
+    groups = T.dynamic("groups")
+
+    @T.prim_func
+    def main(X: T.Tensor((8,), "float32"), W: T.Tensor((groups,), "float32"), Y: T.Tensor((8,), "float32")):
+        with T.Kernel(8, threads=32) as bx:
+            Y[bx] = X[bx] * W[bx // (8 // groups)]
+
+    kernel = mt.compile(mt.annotate(main, {"x": 2}, {"X": {"x": 0}}), target="interpret")
+    x, w = torch.randn(8), torch.randn(4)
+    torch.testing.assert_close(kernel(x, w), x * w.repeat_interleave(2))
+    with pytest.raises(mt.MeshTensorError) as error:
+        kernel(x, torch.randn(16))
+    assert "the kernel divides by 8 // groups, which is 0 where groups = 16" in str(error.value)
+    assert "call it with other sizes" in str(error.value)
