@@ -2,7 +2,7 @@
 
 import tilelang.language as T
 
-from mesh_tensor.frontend import INFO_ATTR, MESH_ATTR, TILES_ATTR
+from mesh_tensor.annotations.annotate import INFO_ATTR, MESH_ATTR, TILES_ATTR
 
 
 def bare(func):

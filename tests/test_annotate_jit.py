@@ -7,7 +7,7 @@ import torch
 import tvm
 
 import mesh_tensor as mt
-from mesh_tensor.frontend import read_annotations
+from mesh_tensor.annotations.annotate import read_annotations
 
 ROWS = {"A": {"x": 0}, "B": {"x": 0}}
 

@@ -9,7 +9,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import mesh_tensor as mt
-from mesh_tensor.frontend import INFO_ATTR, read_annotations
+from mesh_tensor.annotations.annotate import INFO_ATTR, read_annotations
 
 MESH = mt.Mesh({"x": 2, "y": 3})
 LISTS = [

@@ -6,12 +6,12 @@ import torch
 from tvm import tirx
 
 from mesh_tensor import Mesh
-from mesh_tensor.compile import MeshKernel
-from mesh_tensor.errors import refuse
-from mesh_tensor.frontend import annotate
-from mesh_tensor.program import AllocStep, KernelStep
-from mesh_tensor.runtime import MeshTensor, distribute
-from mesh_tensor.runtime.kernels import find_target
+from mesh_tensor.annotations.annotate import annotate
+from mesh_tensor.api.compile import MeshKernel
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.program.steps import AllocStep, KernelStep
+from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute
+from mesh_tensor.targets.kernels import find_target
 
 from .runtime.programs import (
     accumulate_kernel,

@@ -5,9 +5,9 @@ import tilelang.language as T
 import torch
 
 from mesh_tensor import Mesh, MeshTensorError
-from mesh_tensor.compile import MeshKernel, compile
-from mesh_tensor.frontend import annotate
-from mesh_tensor.runtime import distribute
+from mesh_tensor.annotations.annotate import annotate
+from mesh_tensor.api.compile import MeshKernel, compile
+from mesh_tensor.runtime.virtual.mesh_tensor import distribute
 
 from .runtime.programs import (
     add_one_kernel,

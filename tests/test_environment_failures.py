@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import mesh_tensor
-from mesh_tensor import _environment
-from mesh_tensor._environment import check_versions
+from mesh_tensor.base import environment as _environment
+from mesh_tensor.base.environment import check_versions
 
 ROOT = Path(mesh_tensor.__file__).resolve().parent.parent
 

@@ -5,7 +5,7 @@ import tilelang.language as T
 from tvm import tirx
 
 import mesh_tensor as mt
-from mesh_tensor.frontend import INFO_ATTR, MESH_ATTR, read_annotations
+from mesh_tensor.annotations.annotate import INFO_ATTR, MESH_ATTR, read_annotations
 
 MESH = mt.Mesh({"x": 2, "y": 3})
 

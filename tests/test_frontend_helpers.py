@@ -8,7 +8,7 @@ import tvm
 from tvm import tirx
 
 import mesh_tensor as mt
-from mesh_tensor.frontend import INFO_ATTR, MESH_ATTR
+from mesh_tensor.annotations.annotate import INFO_ATTR, MESH_ATTR
 from tests.frontend_kernels import bare, matmul_by_hand, matmul_by_helpers, state
 
 MESH = mt.Mesh({"x": 2, "y": 3})

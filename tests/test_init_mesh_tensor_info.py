@@ -6,7 +6,7 @@ import torch
 from tvm import tirx
 
 import mesh_tensor as mt
-from mesh_tensor.frontend import read_annotations
+from mesh_tensor.annotations.annotate import read_annotations
 
 MESH = mt.Mesh({"x": 2, "y": 3})
 

@@ -6,7 +6,7 @@ import torch
 from tvm import tirx
 
 import mesh_tensor as mt
-from mesh_tensor.errors import did_you_mean, shown
+from mesh_tensor.base.errors import did_you_mean, shown
 
 LONG = torch.randn(100, 100)
 MANY = {f"key{index}": list(range(50)) for index in range(50)}

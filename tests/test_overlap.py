@@ -2,10 +2,10 @@
 
 import mesh_tensor as mt
 from kernels.matmul import matmul
-from mesh_tensor.overlap import overlapped
-from mesh_tensor.overlap_cost import GLOO, GLOO_BESIDE
-from mesh_tensor.program import CollectiveStep, KernelStep, WaitStep
-from mesh_tensor.program_builder import lower_to_program
+from mesh_tensor.program.builder import lower_to_program
+from mesh_tensor.program.overlap import overlapped
+from mesh_tensor.program.overlap_cost import GLOO, GLOO_BESIDE
+from mesh_tensor.program.steps import CollectiveStep, KernelStep, WaitStep
 
 from .runtime.programs import matmul_k_split
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mesh_tensor.overlap_cost import GLOO, GLOO_BESIDE, Rates, Work, choose, predict
+from mesh_tensor.program.overlap_cost import GLOO, GLOO_BESIDE, Rates, Work, choose, predict
 
 # A second of computing and a second of sending, where neither disturbs the other.
 IDEAL = Rates("ideal", flops=1e9, memory=1e12, network=1e9, latency=0.0, busy=0.0)

@@ -7,8 +7,8 @@ import pytest
 import mesh_tensor as mt
 from kernels.matmul import matmul
 from mesh_tensor.lowering.verify import VerificationError
-from mesh_tensor.program import CollectiveStep, KernelStep
-from mesh_tensor.verify_program import verify_program
+from mesh_tensor.program.steps import CollectiveStep, KernelStep
+from mesh_tensor.program.verify import verify_program
 
 from .test_overlap import GATHERED, REDUCED, X2, program, small
 

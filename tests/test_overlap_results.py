@@ -7,7 +7,7 @@ import mesh_tensor as mt
 from kernels.flash_attention import flash_attention
 from kernels.matmul_bias_gelu import matmul_bias_gelu
 from kernels.reduce import reduce_rows
-from mesh_tensor.program import KernelStep, WaitStep
+from mesh_tensor.program.steps import KernelStep, WaitStep
 from tests import sweep_points
 
 from .distributed.support import pure

@@ -2,9 +2,9 @@
 
 import mesh_tensor as mt
 from kernels.matmul import batched_matmul
-from mesh_tensor.overlap import overlapped
-from mesh_tensor.program import CollectiveStep, KernelStep
-from mesh_tensor.program_builder import lower_to_program
+from mesh_tensor.program.builder import lower_to_program
+from mesh_tensor.program.overlap import overlapped
+from mesh_tensor.program.steps import CollectiveStep, KernelStep
 
 from .test_overlap import BOTH, GATHERED, REDUCED, X2, program, small, words
 

@@ -3,7 +3,7 @@
 import tilelang.language as T
 
 from kernels.matmul import matmul, split_k_matmul
-from mesh_tensor.program import WaitStep
+from mesh_tensor.program.steps import WaitStep
 
 from .test_overlap import X2, bulk_reason, program, small
 

@@ -5,8 +5,8 @@ import pytest
 import mesh_tensor as mt
 from kernels.matmul import matmul, split_k_matmul
 from kernels.softmax import softmax
-from mesh_tensor.program import AllocStep, CollectiveStep, FreeStep, KernelStep
-from mesh_tensor.program_builder import lower_to_program
+from mesh_tensor.program.builder import lower_to_program
+from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep
 
 K_SPLIT = {"A": {"x": 1}, "B": {"x": 0}}
 

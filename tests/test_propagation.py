@@ -8,9 +8,9 @@ from kernels.elementwise import add
 from kernels.matmul import matmul
 from kernels.reduce import reduce_rows
 from mesh_tensor import Mesh, Sharding
-from mesh_tensor.propagation import Propagation, dtype_bits, tile_extent
-from mesh_tensor.rules.normalize import normalize
-from mesh_tensor.rules.sharding_rule import analyse
+from mesh_tensor.plan.kernel_placements import Propagation, dtype_bits, tile_extent
+from mesh_tensor.rules.kernel.normalize import normalize
+from mesh_tensor.rules.kernel.sharding_rule import analyse
 
 MATMUL = matmul(64, 64, 64, 16, 16, 16)
 TALL = matmul(512, 16, 16, 16, 16, 16)

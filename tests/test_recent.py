@@ -12,8 +12,8 @@ import torch
 from tvm import relax, tirx
 
 import mesh_tensor as mt
-from mesh_tensor import recent
-from mesh_tensor.recent import Recent
+from mesh_tensor.base import recent
+from mesh_tensor.base.recent import Recent
 
 MESH = {"x": 2}
 

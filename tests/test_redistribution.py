@@ -7,7 +7,7 @@ import pytest
 
 from mesh_tensor import Mesh, MeshTensorError, Sharding
 from mesh_tensor.lowering.verify import illegal_move
-from mesh_tensor.redistribution import RedistributionPlan, elements_received, plan_moves
+from mesh_tensor.redistribution.plan import RedistributionPlan, elements_received, plan_moves
 
 from .runtime.reference import layouts
 

@@ -172,7 +172,7 @@ def test_a_tilelang_kernel():
 
 
 def test_values_are_freed_after_their_last_use(monkeypatch):
-    from mesh_tensor import sequential
+    from mesh_tensor.runtime import sequential
 
     alive: list[weakref.ref] = []
     peak = 0

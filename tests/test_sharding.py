@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_tensor import Mesh, Partial, Replicate, Shard, Sharding
-from mesh_tensor.sharding import REDUCTION_OPS, ceildiv
+from mesh_tensor.base.sharding import REDUCTION_OPS, ceildiv
 
 MESH = Mesh({"x": 2, "y": 3})
 

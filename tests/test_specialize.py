@@ -5,10 +5,10 @@ import tilelang.language as T
 import torch
 
 import mesh_tensor as mt
-from mesh_tensor.frontend import annotate, read_annotations
-from mesh_tensor.mesh import Mesh
-from mesh_tensor.runtime.interpreter import interpret
-from mesh_tensor.specialize import evaluate, specialize, symbols
+from mesh_tensor.annotations.annotate import annotate, read_annotations
+from mesh_tensor.annotations.specialize import evaluate, specialize, symbols
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.targets.interpreter import interpret
 
 
 def scale_kernel():

@@ -9,7 +9,7 @@ import torch
 import mesh_tensor as mt
 from kernels.matmul import matmul
 from kernels.softmax import softmax
-from mesh_tensor.program import CollectiveStep, KernelStep
+from mesh_tensor.program.steps import CollectiveStep, KernelStep
 from tests import symbolic_points
 from tests.sweep_points import KERNELS, NEVER_REFUSED
 

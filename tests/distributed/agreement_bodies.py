@@ -14,8 +14,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import mesh_tensor as mt
 from kernels.matmul import matmul
-from mesh_tensor.runtime.distributed import agree
-from mesh_tensor.runtime.distributed.ranks import ranks_of
+from mesh_tensor.runtime.ranks import agree
+from mesh_tensor.runtime.ranks.ranks import ranks_of
 from tests.distributed.fault_bodies import assert_usable, k_split
 from tests.distributed.support import refusal
 

@@ -8,13 +8,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mesh_tensor import Mesh, Partial, Replicate, Shard, Sharding
-from mesh_tensor.runtime import MeshTensor
-from mesh_tensor.runtime.distributed import chunked, exchange, plan, ranks_of
-from mesh_tensor.runtime.distributed.plan import plan_exchange
-from mesh_tensor.runtime.distributed.ranks import Ranks
-from mesh_tensor.runtime.mesh_tensor import of_tiles
 from mesh_tensor.runtime.placement import layout_of
+from mesh_tensor.runtime.ranks import chunked, exchange, plan, ranks_of
+from mesh_tensor.runtime.ranks.plan import plan_exchange
+from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.reshard import reshard_of
+from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, of_tiles
 from tests.distributed.support import in_a_call
 from tests.runtime.reference import garbage, scatter, shardings
 

@@ -11,13 +11,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import mesh_tensor as mt
 from kernels.matmul import matmul
-from mesh_tensor.overlap import overlapped
-from mesh_tensor.program_builder import lower_to_program
-from mesh_tensor.runtime.distributed import ranks_of
-from mesh_tensor.runtime.distributed.carriers import Messages
-from mesh_tensor.runtime.distributed.faults import Faults
-from mesh_tensor.runtime.distributed.rank_launch import RankLaunch
-from mesh_tensor.runtime.kernels import Target, find_target
+from mesh_tensor.program.builder import lower_to_program
+from mesh_tensor.program.overlap import overlapped
+from mesh_tensor.runtime.ranks import ranks_of
+from mesh_tensor.runtime.ranks.carriers import Messages
+from mesh_tensor.runtime.ranks.faults import Faults
+from mesh_tensor.runtime.ranks.rank_launch import RankLaunch
+from mesh_tensor.targets.kernels import Target, find_target
 from tests.distributed.support import in_a_call, pure, refusal
 
 REDUCED = {"A": {"x": 1}, "B": {"x": 0}, "C": {}}

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor, placement_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mesh_tensor as mt
-from mesh_tensor.mesh import Mesh
-from mesh_tensor.runtime.distributed import lies_like_torch, ranks_of
-from mesh_tensor.runtime.distributed.plan import Change
-from mesh_tensor.sharding import Sharding
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.runtime.ranks import lies_like_torch, ranks_of
+from mesh_tensor.runtime.ranks.plan import Change
 from tests.distributed.support import in_a_call, pure, refusal
 from tests.runtime.reference import layouts, scatter, shardings
 

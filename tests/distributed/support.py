@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 import mesh_tensor as mt
-from mesh_tensor.runtime.distributed.ranks import Ranks
+from mesh_tensor.runtime.ranks.ranks import Ranks
 
 
 def refusal(work: Callable[[], object]) -> str:

@@ -5,8 +5,8 @@ from tvm.script.parser import ir as I
 from tvm.script.parser import relax as R
 
 import mesh_tensor as mt
-from mesh_tensor.graph.pipeline import plan_module
-from mesh_tensor.program import CollectiveStep
+from mesh_tensor.program.plan_module import plan_module
+from mesh_tensor.program.steps import CollectiveStep
 
 
 def planned(mod, mesh, shardings, **options):

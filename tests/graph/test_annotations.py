@@ -9,9 +9,9 @@ from tvm.script.parser import ir as I
 from tvm.script.parser import relax as R
 
 import mesh_tensor as mt
-from mesh_tensor.graph import meshes
-from mesh_tensor.graph.ir import Annotation
-from mesh_tensor.graph.names import variables
+from mesh_tensor.annotations import module_meshes as meshes
+from mesh_tensor.annotations.names import variables
+from mesh_tensor.annotations.stated import Annotation
 from tests.graph.seed_modules import MLP, NESTED
 
 XY = mt.Mesh({"x": 2, "y": 2})

@@ -5,7 +5,7 @@ import torch
 from tvm import relax
 
 import mesh_tensor as mt
-from mesh_tensor.graph.atoms import made_plain, plain_sharding
+from mesh_tensor.plan.atoms import made_plain, plain_sharding
 
 from .modules import Heads, function, kinds, planned
 

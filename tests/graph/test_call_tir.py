@@ -12,7 +12,7 @@ from tvm.script.parser import relax as R
 from tvm.script.parser import tirx as T
 
 import mesh_tensor as mt
-from mesh_tensor.program import KernelStep, OpStep
+from mesh_tensor.program.steps import KernelStep, OpStep
 
 from .step_modules import collectives, legalized, module, moves, operands
 from .tir_modules import calling

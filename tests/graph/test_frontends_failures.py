@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 from torch import nn
 
 import mesh_tensor as mt
-from mesh_tensor.graph import torch_ops
+from mesh_tensor.importers import torch_ops
 
 
 class Call(nn.Module):

@@ -4,7 +4,7 @@ import torch
 from tvm import relax
 
 import mesh_tensor as mt
-from mesh_tensor.program import OpStep
+from mesh_tensor.program.steps import OpStep
 
 
 def test_local_take_from_a_table_whose_other_dim_is_split_in_strides():

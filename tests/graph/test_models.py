@@ -8,7 +8,7 @@ import torch
 import mesh_tensor as mt
 from kernels.for_modules import FASTER_ON_CPU
 from kernels.models import convnet, gpt2, llama, mlp, together
-from mesh_tensor.program import CollectiveStep
+from mesh_tensor.program.steps import CollectiveStep
 
 
 def distributed(file, config, mesh, shardings, priority=None):

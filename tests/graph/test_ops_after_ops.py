@@ -7,7 +7,7 @@ import torch
 from tvm import relax
 
 import mesh_tensor as mt
-from mesh_tensor.rules.ops import rule_of
+from mesh_tensor.rules.operator import rule_of
 
 from ..rules.ops.cases import CASES as ALL
 

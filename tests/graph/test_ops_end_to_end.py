@@ -7,8 +7,8 @@ import torch
 from tvm import relax
 
 import mesh_tensor as mt
-from mesh_tensor.program import CollectiveStep
-from mesh_tensor.rules.ops import TensorType
+from mesh_tensor.program.steps import CollectiveStep
+from mesh_tensor.rules.operator import TensorType
 
 from ..rules.ops.cases import CASES
 

@@ -4,7 +4,7 @@ import torch
 from tvm import relax
 
 import mesh_tensor as mt
-from mesh_tensor.program import CollectiveStep, OpStep, WaitStep
+from mesh_tensor.program.steps import CollectiveStep, OpStep, WaitStep
 
 from .modules import function, kinds, planned
 

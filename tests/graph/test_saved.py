@@ -12,7 +12,7 @@ from tvm.script.parser import ir as I
 from tvm.script.parser import relax as R
 
 import mesh_tensor as mt
-from mesh_tensor.graph import saved, saved_probe
+from mesh_tensor.importers import saved, saved_probe
 from tests.random_modules.build import build
 from tests.random_modules.strategy import make_case
 

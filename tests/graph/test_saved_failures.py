@@ -7,7 +7,7 @@ import pytest
 from tvm import ir
 
 import mesh_tensor as mt
-from mesh_tensor.graph import saved_json, saved_probe
+from mesh_tensor.importers import saved_json, saved_probe
 
 from .modules import Heads
 

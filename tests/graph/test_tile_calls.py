@@ -5,7 +5,7 @@ from tvm import relax
 from tvm.script import from_source
 
 import mesh_tensor as mt
-from mesh_tensor.program import OpStep
+from mesh_tensor.program.steps import OpStep
 
 from .modules import function, planned
 

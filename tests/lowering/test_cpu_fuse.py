@@ -6,9 +6,9 @@ import torch
 from tvm import tirx
 
 from kernels.softmax import softmax
-from mesh_tensor.lowering.cpu_fuse import accesses, fuse_loops, statements, walk
-from mesh_tensor.lowering.retarget_cpu import retarget_for_cpu
-from mesh_tensor.runtime.cpu import compile_for_cpu
+from mesh_tensor.targets.cpu.fuse import accesses, fuse_loops, statements, walk
+from mesh_tensor.targets.cpu.kernel import compile_for_cpu
+from mesh_tensor.targets.cpu.retarget import retarget_for_cpu
 
 N = 96
 

@@ -6,9 +6,9 @@ import torch
 from tvm import tirx
 
 from kernels.matmul import batched_matmul, matmul
-from mesh_tensor.lowering.cpu_in_place import gemms_in_place
-from mesh_tensor.runtime import cpu_build
-from mesh_tensor.runtime.cpu import compile_for_cpu
+from mesh_tensor.targets.cpu import build as cpu_build
+from mesh_tensor.targets.cpu.in_place import gemms_in_place
+from mesh_tensor.targets.cpu.kernel import compile_for_cpu
 
 M, N, K, BLOCK = 48, 64, 96, 16
 BLOCKS = {"block_M": BLOCK, "block_N": BLOCK, "block_K": BLOCK}

@@ -4,8 +4,8 @@ import pytest
 import tilelang.language as T
 from tvm import tirx
 
-from mesh_tensor.lowering.cpu_legalize import legalize_for_c
-from mesh_tensor.lowering.retarget_cpu import retarget_for_cpu
+from mesh_tensor.targets.cpu.legalize import legalize_for_c
+from mesh_tensor.targets.cpu.retarget import retarget_for_cpu
 
 
 def matmul(M, N, K, dtype="float32", block=(32, 32, 16)):

@@ -5,8 +5,8 @@ import tilelang.language as T
 import torch
 
 from mesh_tensor import MeshTensorError
-from mesh_tensor.lowering.retarget_cpu import retarget_for_cpu
-from mesh_tensor.runtime.cpu import compile_for_cpu
+from mesh_tensor.targets.cpu.kernel import compile_for_cpu
+from mesh_tensor.targets.cpu.retarget import retarget_for_cpu
 
 
 def refusal(func):

@@ -3,10 +3,10 @@
 import tilelang.language as T
 from tvm import tirx
 
-from mesh_tensor.rules.normalize import normalize
-from mesh_tensor.rules.reader import read_kernel
-from mesh_tensor.rules.sharding_rule import Analysis, analyse
-from mesh_tensor.rules.statements import Kernel, Statement
+from mesh_tensor.rules.kernel.normalize import normalize
+from mesh_tensor.rules.kernel.reader import read_kernel
+from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
+from mesh_tensor.rules.kernel.statements import Kernel, Statement
 
 
 def statements(func: tirx.PrimFunc) -> list[Statement]:

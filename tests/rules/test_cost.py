@@ -2,7 +2,7 @@
 
 import tilelang.language as T
 
-from mesh_tensor.rules.cost import count_flops, flops_function
+from mesh_tensor.rules.kernel.cost import count_flops, flops_function
 
 
 def test_loops_count_as_often_as_they_certainly_run():

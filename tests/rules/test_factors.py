@@ -2,7 +2,7 @@
 
 from tvm import tirx
 
-from mesh_tensor.rules.factors import Factor
+from mesh_tensor.rules.kernel.factors import Factor
 
 
 def test_a_block_is_whole_steps_of_every_loop():

@@ -5,7 +5,7 @@ import pytest
 import tilelang  # noqa: F401  (brings the tvm below)
 from tvm import tirx
 
-from mesh_tensor.rules.linear import Linear, linear_form, vars_of
+from mesh_tensor.tir.linear import Linear, linear_form, vars_of
 
 i, j, n = (tirx.Var(name, "int32") for name in "ijn")
 

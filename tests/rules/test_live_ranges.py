@@ -3,7 +3,7 @@
 import tilelang.language as T
 
 from kernels.matmul import matmul
-from mesh_tensor.rules.live_ranges import LiveRanges, overwrites_all
+from mesh_tensor.rules.kernel.live_ranges import LiveRanges, overwrites_all
 
 from .kernels import kernel, on_rows
 

@@ -4,7 +4,7 @@ import pytest
 import tilelang.language as T
 
 from kernels.matmul import matmul
-from mesh_tensor.rules.padding import takes_whole_blocks
+from mesh_tensor.rules.kernel.padding import takes_whole_blocks
 
 from .kernels import analysis, factor, reduction
 

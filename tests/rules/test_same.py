@@ -2,7 +2,7 @@
 
 from tvm import tirx
 
-from mesh_tensor.rules.same import same_expression
+from mesh_tensor.tir.same import same_expression
 
 
 def test_loads_of_buffers_that_look_alike_differ():

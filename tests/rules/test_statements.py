@@ -4,8 +4,8 @@ import pytest
 import tilelang.language as T
 
 from kernels.matmul import matmul
-from mesh_tensor.rules import tile_ops
-from mesh_tensor.rules.reader import read_kernel
+from mesh_tensor.rules.kernel.reader import read_kernel
+from mesh_tensor.tir import tile_ops
 
 from .kernels import kernel, on_rows, statements
 

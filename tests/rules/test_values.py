@@ -5,7 +5,7 @@ import pytest
 import tilelang  # noqa: F401  (brings the tvm below)
 from tvm import tirx
 
-from mesh_tensor.rules.values import neutral_element, neutral_number, number
+from mesh_tensor.rules.kernel.values import neutral_element, neutral_number, number
 
 COMBINE = {
     "sum": np.add,

@@ -5,7 +5,7 @@ import sys
 import torch
 
 import mesh_tensor  # noqa: F401  (brings TileLang's TVM)
-from mesh_tensor.runtime.cpu import compile_for_cpu
+from mesh_tensor.targets.cpu.kernel import compile_for_cpu
 from tests.runtime.cpu_kernels import dynamic_scale
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from mesh_tensor import Mesh, Partial, Replicate, Shard, Sharding
-from mesh_tensor.runtime import MeshTensor, collectives, distribute
+from mesh_tensor.runtime.virtual import collectives
+from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute
 
 from .reference import FOLDS, assert_holds, scatter
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from mesh_tensor import Mesh, MeshTensorError
-from mesh_tensor.program import CollectiveStep
-from mesh_tensor.runtime import collectives, distribute
-from mesh_tensor.runtime.collectives import check_step
+from mesh_tensor.program.steps import CollectiveStep
+from mesh_tensor.runtime.virtual import collectives
+from mesh_tensor.runtime.virtual.collectives import check_step
+from mesh_tensor.runtime.virtual.mesh_tensor import distribute
 
 from .programs import value
 

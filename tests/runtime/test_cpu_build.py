@@ -1,6 +1,6 @@
 """What tells kernels on disk apart."""
 
-from mesh_tensor.runtime import cpu_build
+from mesh_tensor.targets.cpu import build as cpu_build
 
 from .cpu_kernels import dynamic_scale
 

@@ -13,10 +13,12 @@ import pytest
 import tilelang
 import torch
 
-from mesh_tensor._environment import CACHE_VARIABLE
-from mesh_tensor.runtime import cpu_build, cpu_cache, cpu_compiler
-from mesh_tensor.runtime.cpu import compile_for_cpu
-from mesh_tensor.runtime.cpu_compiler import compiler_stamp
+from mesh_tensor.base.environment import CACHE_VARIABLE
+from mesh_tensor.targets.cpu import build as cpu_build
+from mesh_tensor.targets.cpu import cache as cpu_cache
+from mesh_tensor.targets.cpu import compiler as cpu_compiler
+from mesh_tensor.targets.cpu.compiler import compiler_stamp
+from mesh_tensor.targets.cpu.kernel import compile_for_cpu
 from tests.corrupt.mutations import mutated_bytes
 
 from .cpu_kernels import dynamic_scale
@@ -40,7 +42,7 @@ def no_compiler(monkeypatch):
         def build(source, library):
             raise AssertionError("the compiler was called")
 
-        monkeypatch.setattr("mesh_tensor.runtime.cpu_build.compile_library", build)
+        monkeypatch.setattr("mesh_tensor.targets.cpu.build.compile_library", build)
 
     return no_compiler
 
@@ -239,7 +241,7 @@ def test_what_crashed_builds_left_is_removed(cache, monkeypatch):
 
 def test_the_compiler_is_part_of_what_is_looked_for(cache, monkeypatch):
     scaled(5.0)
-    monkeypatch.setattr("mesh_tensor.runtime.cpu_build.compiler_stamp", lambda: "another compiler")
+    monkeypatch.setattr("mesh_tensor.targets.cpu.build.compiler_stamp", lambda: "another compiler")
     assert scaled(5.0)
     assert len(list(cache.iterdir())) == 2
 

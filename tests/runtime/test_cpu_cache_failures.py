@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import mesh_tensor as mt
-from mesh_tensor._environment import CACHE_VARIABLE
-from mesh_tensor.runtime import cpu_cache
-from mesh_tensor.runtime.cpu import compile_for_cpu
+from mesh_tensor.base.environment import CACHE_VARIABLE
+from mesh_tensor.targets.cpu import cache as cpu_cache
+from mesh_tensor.targets.cpu.kernel import compile_for_cpu
 
 from .cpu_kernels import dynamic_scale
 from .test_cpu_cache import run_process
@@ -49,20 +49,20 @@ def test_a_cache_that_can_not_be_written(unwritable, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert scaled(12.0)  # the warning is given once
-        monkeypatch.setattr("mesh_tensor.runtime.cpu_build.compile_library", None)
+        monkeypatch.setattr("mesh_tensor.targets.cpu.build.compile_library", None)
         assert scaled(11.0)  # and what was compiled is found again
 
 
 def test_a_full_cache(tmp_path, monkeypatch, fresh):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr("mesh_tensor.runtime.cpu_build.compile_library", full_below(tmp_path))
+    monkeypatch.setattr("mesh_tensor.targets.cpu.build.compile_library", full_below(tmp_path))
     with pytest.warns(UserWarning, match="No space left on device"):
         assert scaled(13.0)
     assert not list((tmp_path / "mesh_tensor").iterdir())
 
 
 def full_below(folder):
-    from mesh_tensor.runtime.cpu_compiler import compile_library
+    from mesh_tensor.targets.cpu.compiler import compile_library
 
     def build(source, library):
         if folder in library.parents:
@@ -97,7 +97,7 @@ def test_a_home_that_can_not_be_written(tmp_path, monkeypatch):
 def test_a_library_that_can_not_be_loaded(tmp_path, monkeypatch, fresh):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(
-        "mesh_tensor.runtime.cpu_build.compile_library", lambda source, library: library.write_bytes(b"no library")
+        "mesh_tensor.targets.cpu.build.compile_library", lambda source, library: library.write_bytes(b"no library")
     )
     with pytest.raises(mt.MeshTensorError, match="its library can't be loaded") as error:
         scaled(15.0)

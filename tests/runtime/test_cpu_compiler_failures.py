@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import mesh_tensor as mt
-from mesh_tensor._environment import CACHE_VARIABLE
-from mesh_tensor.runtime import cpu_compiler
-from mesh_tensor.runtime.cpu import compile_for_cpu
+from mesh_tensor.base.environment import CACHE_VARIABLE
+from mesh_tensor.targets.cpu import compiler as cpu_compiler
+from mesh_tensor.targets.cpu.kernel import compile_for_cpu
 
 from .cpu_kernels import dynamic_scale
 

@@ -9,8 +9,9 @@ import tilelang.language as T
 import torch
 
 import mesh_tensor as mt
-from mesh_tensor.runtime import cpu_blas, cpu_build
-from mesh_tensor.runtime.cpu import compile_for_cpu
+from mesh_tensor.targets.cpu import blas as cpu_blas
+from mesh_tensor.targets.cpu import build as cpu_build
+from mesh_tensor.targets.cpu.kernel import compile_for_cpu
 
 WHO = ["own", "blas"] if cpu_blas._functions() else ["own"]
 DTYPES = [("float32", "float32"), ("float16", "float32"), ("bfloat16", "float32"), ("float64", "float64")]

@@ -3,7 +3,7 @@
 import pytest
 
 from mesh_tensor import MeshTensorError
-from mesh_tensor.runtime import cpu_blas
+from mesh_tensor.targets.cpu import blas as cpu_blas
 
 
 def test_an_unknown_choice(monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import tilelang.language as T
 import torch
 
-from mesh_tensor.runtime.cpu import compile_for_cpu
+from mesh_tensor.targets.cpu.kernel import compile_for_cpu
 
 
 def torch_dtype(name):

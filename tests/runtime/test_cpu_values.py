@@ -4,7 +4,7 @@ import pytest
 import tilelang.language as T
 import torch
 
-from mesh_tensor.runtime.cpu import compile_for_cpu
+from mesh_tensor.targets.cpu.kernel import compile_for_cpu
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 INTS = ("int8", "int16", "int32", "int64", "uint8")

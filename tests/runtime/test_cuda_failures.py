@@ -5,7 +5,7 @@ import tilelang.language as T
 import torch
 
 from mesh_tensor import MeshTensorError
-from mesh_tensor.runtime import cuda
+from mesh_tensor.targets.cuda import kernel as cuda
 
 
 def kernel(bad=False):

@@ -10,7 +10,7 @@ import tvm_ffi
 from tvm import ir, relax
 
 import mesh_tensor as mt
-from mesh_tensor.disco_module import BY_TVM, _low_precision
+from mesh_tensor.runtime.disco.disco_module import BY_TVM, _low_precision
 from mesh_tensor.runtime.disco.tensors import as_torch, as_tvm
 
 from ..rules.ops.cases import CASES

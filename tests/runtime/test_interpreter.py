@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tilelang.language as T
 
-from mesh_tensor.runtime.interpreter import interpret, poisoned
+from mesh_tensor.targets.interpreter import interpret, poisoned
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -6,7 +6,7 @@ import tilelang
 import tilelang.language as T
 import torch
 
-from mesh_tensor.runtime.interpreter import interpret
+from mesh_tensor.targets.interpreter import interpret
 
 NO_VECTORS = {"tirx.disable_vectorize": True}
 

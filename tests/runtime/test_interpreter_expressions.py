@@ -7,7 +7,7 @@ import pytest
 import tilelang.language as T
 import torch
 
-from mesh_tensor.runtime.interpreter import interpret, poisoned
+from mesh_tensor.targets.interpreter import interpret, poisoned
 
 
 def normal(*shape, dtype=np.float32):

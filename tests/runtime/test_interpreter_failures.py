@@ -5,8 +5,8 @@ import pytest
 import tilelang.language as T
 from tvm import ir, tirx
 
-from mesh_tensor.errors import MeshTensorError
-from mesh_tensor.runtime.interpreter import interpret, poisoned
+from mesh_tensor.base.errors import MeshTensorError
+from mesh_tensor.targets.interpreter import interpret, poisoned
 
 
 def refusal(func, args, **options):

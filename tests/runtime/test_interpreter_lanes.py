@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tvm import tirx
 
-from mesh_tensor.runtime.interpreter import interpret, run, statements
+from mesh_tensor.targets.interpreter import interpret, run, statements
 
 KINDS = (tirx.ForKind.SERIAL, tirx.ForKind.PARALLEL, tirx.ForKind.UNROLLED)
 SIZE = 48

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import tilelang.language as T
 
-from mesh_tensor.runtime.interpreter import interpret, poisoned
+from mesh_tensor.targets.interpreter import interpret, poisoned
 
 
 def normal(*shape, dtype=np.float32):

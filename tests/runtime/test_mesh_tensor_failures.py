@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mesh_tensor import Mesh, MeshTensorError, Sharding
-from mesh_tensor.runtime import MeshTensor, distribute
+from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute
 
 MESH = Mesh({"x": 2})
 

@@ -8,7 +8,7 @@ import torch
 
 import mesh_tensor as mt
 from mesh_tensor.lowering.pipeline import lower_kernel
-from mesh_tensor.runtime.cuda import cuda_source
+from mesh_tensor.targets.cuda.kernel import cuda_source
 
 from ..lowering.support import local_kernels, outline
 

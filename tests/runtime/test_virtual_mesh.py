@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from mesh_tensor import Mesh
-from mesh_tensor.program import AllocStep, FreeStep, KernelStep, WaitStep
-from mesh_tensor.runtime import distribute
-from mesh_tensor.runtime.kernels import Target, find_target
-from mesh_tensor.runtime.launch import Launch
-from mesh_tensor.runtime.virtual_mesh import VirtualMesh
+from mesh_tensor.program.steps import AllocStep, FreeStep, KernelStep, WaitStep
+from mesh_tensor.runtime.virtual.launch import Launch
+from mesh_tensor.runtime.virtual.mesh_tensor import distribute
+from mesh_tensor.runtime.virtual.virtual_mesh import VirtualMesh
+from mesh_tensor.targets.kernels import Target, find_target
 
 from .programs import (
     accumulate_kernel,

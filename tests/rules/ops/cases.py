@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tvm import relax
 
-from mesh_tensor.rules.ops import has_rule
-from mesh_tensor.rules.ops.call import operator_name
+from mesh_tensor.rules.operator import has_rule
+from mesh_tensor.rules.operator.call import operator_name
 
 from ...runtime.ops import (
     test_aten,

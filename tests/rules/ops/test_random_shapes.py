@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tvm import relax
 
-from mesh_tensor.rules.ops import rule_of
-from mesh_tensor.rules.ops.call import op_call
+from mesh_tensor.rules.operator import rule_of
+from mesh_tensor.rules.operator.call import op_call
 
 from .tiles import assert_runs_on_tiles, factor_sizes
 

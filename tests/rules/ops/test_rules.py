@@ -7,11 +7,11 @@ import pytest
 import torch
 from tvm import relax
 
-from mesh_tensor.rules.ops import OpRule, rule_of
-from mesh_tensor.rules.ops.call import op_call, operator_name
-from mesh_tensor.rules.ops.table import _RULES as rules
-from mesh_tensor.runtime.ops import torch_function
-from mesh_tensor.runtime.ops.table import _MAKERS as torch_functions
+from mesh_tensor.rules.operator import OpRule, rule_of
+from mesh_tensor.rules.operator.call import op_call, operator_name
+from mesh_tensor.rules.operator.table import _RULES as rules
+from mesh_tensor.targets.torch_ops import torch_function
+from mesh_tensor.targets.torch_ops.table import _MAKERS as torch_functions
 
 from .cases import CASES
 from .tiles import assert_runs_on_tiles, factor_sizes

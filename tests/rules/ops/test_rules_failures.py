@@ -7,9 +7,9 @@ import pytest
 from tvm import relax, tirx
 
 from mesh_tensor import MeshTensorError
-from mesh_tensor.rules.ops import OpRule, has_rule, rule_of
-from mesh_tensor.rules.ops.call import op_call
-from mesh_tensor.rules.ops.table import _check, whole_rule
+from mesh_tensor.rules.operator import OpRule, has_rule, rule_of
+from mesh_tensor.rules.operator.call import op_call
+from mesh_tensor.rules.operator.table import _check, whole_rule
 
 op = relax.op
 

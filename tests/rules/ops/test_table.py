@@ -5,8 +5,8 @@ from pathlib import Path
 
 from tvm import ir
 
-from mesh_tensor.rules.ops import has_rule
-from mesh_tensor.runtime.ops import has_torch_function
+from mesh_tensor.rules.operator import has_rule
+from mesh_tensor.targets.torch_ops import has_torch_function
 
 PAGE = Path(__file__).parents[3] / "docs" / "adding_an_op.md"
 

@@ -12,11 +12,11 @@ import torch
 from tvm import relax
 
 from mesh_tensor import Mesh, Sharding
-from mesh_tensor.rules.ops import Dim, LocalCall, OpCall, OpRule, TensorType
-from mesh_tensor.rules.ops.call import op_call
-from mesh_tensor.rules.ops.rule import atoms_of
-from mesh_tensor.runtime.dtypes import neutral, poison_value, torch_dtype
-from mesh_tensor.runtime.ops import torch_function
+from mesh_tensor.rules.operator import Dim, LocalCall, OpCall, OpRule, TensorType
+from mesh_tensor.rules.operator.call import op_call
+from mesh_tensor.rules.operator.rule import atoms_of
+from mesh_tensor.targets.dtypes import neutral, poison_value, torch_dtype
+from mesh_tensor.targets.torch_ops import torch_function
 
 COMBINE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,

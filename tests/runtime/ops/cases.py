@@ -11,8 +11,8 @@ import torch
 import tvm
 from tvm import relax
 
-from mesh_tensor.rules.ops.call import OpCall, op_call
-from mesh_tensor.runtime.ops import torch_function
+from mesh_tensor.rules.operator.call import OpCall, op_call
+from mesh_tensor.targets.torch_ops import torch_function
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from tvm import relax
 
-from mesh_tensor.rules.ops.aten import ATEN, arguments_text
+from mesh_tensor.rules.operator.aten import ATEN, arguments_text
 
 from .cases import Case, assert_same, by_table, i, t
 

@@ -5,8 +5,8 @@ import torch
 from tvm import relax
 
 from mesh_tensor import MeshTensorError
-from mesh_tensor.rules.ops.call import op_call
-from mesh_tensor.runtime.ops import has_torch_function, torch_function
+from mesh_tensor.rules.operator.call import op_call
+from mesh_tensor.targets.torch_ops import has_torch_function, torch_function
 
 op = relax.op
 

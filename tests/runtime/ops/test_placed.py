@@ -6,8 +6,8 @@ import torch
 from tvm import relax
 
 from mesh_tensor import Mesh, Sharding
-from mesh_tensor.rules.ops.call import op_call
-from mesh_tensor.runtime.ops import torch_function
+from mesh_tensor.rules.operator.call import op_call
+from mesh_tensor.targets.torch_ops import torch_function
 
 MESH = Mesh({"x": 2, "y": 2})
 
