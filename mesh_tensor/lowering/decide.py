@@ -1,0 +1,58 @@
+"""The propagated stage: what every axis splits of a kernel, and where its parameters then have to lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mesh_tensor.plan.kernel_placements import Assignment, Propagation
+from mesh_tensor.rules.kernel.factor_derivation import Dim
+from mesh_tensor.rules.kernel.factors import Factor
+from mesh_tensor.rules.kernel.sharding_rule import Analysis
+
+from .original_dims import with_original_dims
+from .stages import Part, Ruled
+from .strict import check_strict
+from .tile_positions import check_positions
+from .tile_stores import check_stores
+from .view import check_local_layouts
+
+
+def decide(ruled: Ruled, whole: Mapping[Dim, str], *, strict: bool) -> Part:
+    """The kernel as one part, none of whose dims in `whole` is split.
+
+    Raises:
+        MeshTensorError: `strict`, and something would have to be moved; or a kernel over tiles that means something
+            else on its tiles.
+    """
+    analysis = ruled.analysis
+    part = decide_part(ruled, analysis, whole)
+    if strict or ruled.kernel.reading.over_tiles:
+        assignment = with_original_dims(ruled.refined, part.assignment)
+        if strict:
+            check_strict(ruled.kernel.name, assignment, ruled.kernel.asked, ruled.kernel.mesh)
+        if ruled.kernel.reading.over_tiles:
+            _check_over_tiles(ruled, analysis, assignment)
+    return part
+
+
+def decide_part(
+    ruled: Ruled, analysis: Analysis, whole: Mapping[Dim, str], fixed: Mapping[str, Factor | None] | None = None
+) -> Part:
+    """A part of the kernel, with what every axis splits of it; `fixed` are axes of which that is known."""
+    asked = {param: layout for param, layout in ruled.asked.items() if param in analysis.kernel.params}
+    over_tiles = ruled.kernel.reading.over_tiles
+    propagation = Propagation(analysis, ruled.kernel.mesh, asked, fixed=fixed, banned=whole, over_tiles=over_tiles)
+    return Part(analysis, propagation.decide())
+
+
+def _check_over_tiles(ruled: Ruled, analysis: Analysis, assignment: Assignment) -> None:
+    """What is over tiles already can't be made local by any rewrite: it is checked."""
+    name, mesh, asked = ruled.kernel.name, ruled.kernel.mesh, ruled.kernel.asked
+    check_local_layouts(name, assignment, asked)
+    splits = {
+        factor: axes
+        for factor in analysis.factors
+        if (axes := tuple(axis for axis in assignment.axes_of(factor) if mesh.size(axis) > 1))
+    }
+    check_positions(name, analysis, splits, asked, {**ruled.kernel.shapes, **ruled.refined.shapes()})
+    check_stores(name, analysis, splits, asked)
