@@ -21,6 +21,7 @@ from .api.custom_op import as_custom_op  # noqa: E402
 from .api.disco import DiscoModule, DiscoSession, run_on_disco, to_disco  # noqa: E402
 from .api.module import MeshModule, distribute_module  # noqa: E402
 from .base.errors import MeshTensorError  # noqa: E402
+from .base.machine import Machine  # noqa: E402
 from .base.mesh import Mesh  # noqa: E402
 from .base.sharding import Partial, Replicate, Shard, Sharding  # noqa: E402
 from .importers import ImportedModule, load_module, save_module  # noqa: E402
@@ -39,6 +40,7 @@ __all__ = [
     "DiscoModule",
     "DiscoSession",
     "ImportedModule",
+    "Machine",
     "Mesh",
     "MeshKernel",
     "MeshModule",
