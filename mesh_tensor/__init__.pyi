@@ -11,6 +11,7 @@ from .api.custom_op import as_custom_op
 from .api.disco import DiscoModule, DiscoSession, run_on_disco, to_disco
 from .api.module import MeshModule, distribute_module
 from .base.errors import MeshTensorError
+from .base.machine import Machine
 from .base.mesh import Mesh
 from .base.sharding import Partial, Replicate, Shard, Sharding
 from .base.version import __version__
@@ -30,6 +31,7 @@ __all__ = [
     "DiscoModule",
     "DiscoSession",
     "ImportedModule",
+    "Machine",
     "Mesh",
     "MeshKernel",
     "MeshModule",
