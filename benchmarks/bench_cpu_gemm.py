@@ -15,8 +15,8 @@ from tilelang import tvm
 
 from kernels.matmul import matmul
 from mesh_tensor import MeshTensorError
-from mesh_tensor.runtime.cpu import CpuKernel, compile_for_cpu
-from mesh_tensor.runtime.cpu_blas import VARIABLE
+from mesh_tensor.targets.cpu.blas import VARIABLE
+from mesh_tensor.targets.cpu.kernel import CpuKernel, compile_for_cpu
 
 from ._timing import Row, header, interleaved, median_ms, row, seconds, table, verdicts
 

@@ -9,7 +9,7 @@ import torch
 
 from kernels.rms_norm import rms_norm
 from kernels.softmax import softmax
-from mesh_tensor.runtime.cpu import compile_for_cpu
+from mesh_tensor.targets.cpu.kernel import compile_for_cpu
 
 from ._timing import Row, header, interleaved, row, verdicts
 

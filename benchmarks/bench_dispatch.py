@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import mesh_tensor as mt
 from kernels.matmul import matmul
-from mesh_tensor.runtime.distributed.carriers import Messages
+from mesh_tensor.runtime.ranks.carriers import Messages
 
 from ._ranks import on_ranks
 from ._timing import Row, header, interleaved, row, verdicts

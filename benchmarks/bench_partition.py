@@ -9,7 +9,7 @@ import tilelang  # noqa: F401  (brings TVM)
 from tvm import ir, relax
 
 import mesh_tensor as mt
-from mesh_tensor.graph.pipeline import plan_module
+from mesh_tensor.program.plan_module import plan_module
 
 from . import jax_peers
 from ._elsewhere import Elsewhere

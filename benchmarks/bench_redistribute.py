@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import mesh_tensor as mt
-from mesh_tensor.runtime.distributed import ranks_of
-from mesh_tensor.runtime.distributed.plan import plan_exchange
+from mesh_tensor.runtime.ranks import ranks_of
+from mesh_tensor.runtime.ranks.plan import plan_exchange
 
 from ._ranks import on_ranks
 from ._timing import Row, header, interleaved, row, verdicts

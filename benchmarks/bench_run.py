@@ -10,7 +10,7 @@ import argparse
 import torch
 
 import mesh_tensor as mt
-from mesh_tensor.runtime.cpu import compile_for_cpu
+from mesh_tensor.targets.cpu.kernel import compile_for_cpu
 
 from ._timing import header, interleaved, median_ms, ratio, table
 from .workloads import M_SPLIT, matmul_rows

@@ -10,7 +10,7 @@ import math
 from tilelang import tvm
 
 from kernels.rms_norm import rms_norm
-from mesh_tensor.rules.ops import OpCall
+from mesh_tensor.rules.operator import OpCall
 
 _SMALLEST = 1 << 12  # elements: below, a call's own cost decides
 

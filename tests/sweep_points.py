@@ -23,7 +23,7 @@ from kernels.catalogue import CASES, KernelCase
 from kernels.catalogue.elementwise import ARITHMETIC_CASES
 from kernels.catalogue.products import MATMUL_CASES, MLP_CASES
 from kernels.catalogue.rows import NORM_CASES, REDUCE_CASES, SOFTMAX_CASES
-from mesh_tensor.runtime.interpreter import interpret
+from mesh_tensor.targets.interpreter import interpret
 from tests.kernels.adversarial import ADVERSARIAL_CASES
 
 KERNELS = {case.name: case for case in (*CASES, *ADVERSARIAL_CASES)}

@@ -6,7 +6,7 @@ import tilelang.language as T
 import torch
 
 import mesh_tensor as mt
-from mesh_tensor.runtime.interpreter import interpret
+from mesh_tensor.targets.interpreter import interpret
 
 
 def same_as_unsharded(func, mesh, shardings):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from tvm import ir, s_tir, tirx
 
-from ..rules.views import declared
+from mesh_tensor.tir.rewrite import exchange_buffers, sequence
+from mesh_tensor.tir.views import declared
+
 from .collectives import collective_block
 from .cut import make_param
 from .layouts import LocalKernel, Tensor
 from .pipeline import Lowered
-from .rewrite import exchange_buffers, sequence
 from .splits import coordinate_var
 
 

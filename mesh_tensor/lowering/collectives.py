@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from tvm import ir, tirx
 
-from ..redistribution import DIRECT_KINDS, Move
-from ..sharding import Sharding
-from .rewrite import region_call
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.redistribution.plan import DIRECT_KINDS, Move
+from mesh_tensor.tir.rewrite import region_call
 
 #: Every collective that the language has; `broadcast` is there for kernels' authors and for runtimes.
 NAMES = (

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from tvm import tirx
 
-from ..rules.sharding_rule import Analysis
-from ..rules.statements import Statement
-from ..rules.values import neutral_element
-from .rewrite import tile_op
+from mesh_tensor.rules.kernel.sharding_rule import Analysis
+from mesh_tensor.rules.kernel.statements import Statement
+from mesh_tensor.rules.kernel.values import neutral_element
+from mesh_tensor.tir.rewrite import tile_op
+
 from .splits import Split
 
 

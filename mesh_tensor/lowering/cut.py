@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from ..rules import tile_ops
-from ..rules.effects import written
-from ..rules.factors import Blocked, Factor
-from ..rules.linear import Linear, as_expr
-from ..rules.live_ranges import LiveRange
-from ..rules.padding import content_past_the_end, takes_whole_blocks
-from ..rules.reports import is_print, message_only, printed_buffers
-from ..rules.sharding_rule import Analysis
-from ..rules.statements import Statement, body_statements
-from .rewrite import block_like, region_call, replace_block, sequence, tile_op
+from mesh_tensor.rules.kernel.factors import Blocked, Factor
+from mesh_tensor.rules.kernel.live_ranges import LiveRange
+from mesh_tensor.rules.kernel.padding import content_past_the_end, takes_whole_blocks
+from mesh_tensor.rules.kernel.sharding_rule import Analysis
+from mesh_tensor.rules.kernel.statements import Statement, body_statements
+from mesh_tensor.tir import tile_ops
+from mesh_tensor.tir.effects import written
+from mesh_tensor.tir.linear import Linear, as_expr
+from mesh_tensor.tir.rewrite import block_like, region_call, replace_block, sequence, tile_op
+from mesh_tensor.tir.user_reports import is_print, message_only, printed_buffers
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,8 +7,9 @@ from typing import Any
 
 from tvm import arith, ir, tirx
 
-from ..rules.sharding_rule import Analysis
-from ..rules.statements import Access
+from mesh_tensor.rules.kernel.sharding_rule import Analysis
+from mesh_tensor.rules.kernel.statements import Access
+
 from .shrink import Shrink
 from .splits import Split
 

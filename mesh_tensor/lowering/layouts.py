@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from ..mesh import Mesh
-from ..propagation import Assignment
-from ..redistribution import Move
-from ..rules.sharding_rule import Analysis
-from ..sharding import Sharding
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.plan.kernel_placements import Assignment
+from mesh_tensor.redistribution.plan import Move
+from mesh_tensor.rules.kernel.sharding_rule import Analysis
+
 from .reshard import plan_for
 from .splits import Split
 

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from ..rules import tile_ops
-from ..rules.statements import Access, Kernel, Statement
+from mesh_tensor.rules.kernel.statements import Access, Kernel, Statement
+from mesh_tensor.tir import tile_ops
+from mesh_tensor.tir.rewrite import region_call, sequence, with_args
+
 from .counted_once import CountedOnce
 from .expressions import ValueRewriter
 from .padding_masks import PaddingMasks
-from .rewrite import region_call, sequence, with_args
 from .shrink import Shrink
 
 #: Which argument is the region that an operation writes. Before it come the regions that it reads.

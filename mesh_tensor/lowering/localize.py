@@ -12,21 +12,22 @@ from collections.abc import Sequence
 
 from tvm import tirx
 
-from ..rules import tile_ops
-from ..rules.effects import changes_nothing, op_name
-from ..rules.fused_loops import fuse
-from ..rules.linear import as_expr, vars_of
-from ..rules.reports import assert_call, is_print
-from ..rules.sharding_rule import Analysis
-from ..rules.statements import Access, Statement, split_update
-from ..tile_helpers import resolve
+from mesh_tensor.rules.kernel.sharding_rule import Analysis
+from mesh_tensor.rules.kernel.statements import Access, Statement, split_update
+from mesh_tensor.tir import tile_ops
+from mesh_tensor.tir.effects import changes_nothing, op_name
+from mesh_tensor.tir.fused_loops import fuse
+from mesh_tensor.tir.linear import as_expr, vars_of
+from mesh_tensor.tir.rewrite import block_like, loop_like, replace_block
+from mesh_tensor.tir.tile_position import resolve
+from mesh_tensor.tir.user_reports import assert_call, is_print
+
 from .counted_once import CountedOnce
 from .expressions import ValueRewriter, contains_load, has_trap
 from .local_reports import LocalReports
 from .local_tile_ops import LocalTileOps
 from .loop_extents import LoopExtents
 from .padding_masks import PaddingMasks
-from .rewrite import block_like, loop_like, replace_block
 from .shrink import Shrink
 from .splits import DeviceCoordinates, Split
 

@@ -6,8 +6,9 @@ from collections.abc import Collection, Sequence
 
 from tvm import tirx
 
-from ..rules.linear import as_expr, vars_of
-from ..rules.sharding_rule import Analysis
+from mesh_tensor.rules.kernel.sharding_rule import Analysis
+from mesh_tensor.tir.linear import as_expr, vars_of
+
 from .expressions import ValueRewriter
 from .shrink import Shrink
 from .splits import Split

@@ -5,8 +5,9 @@ from __future__ import annotations
 import tvm_ffi
 from tvm import ir, tirx, transform
 
-from ..errors import MeshTensorError
-from ..frontend import INFO_ATTR
+from mesh_tensor.annotations.annotate import INFO_ATTR
+from mesh_tensor.base.errors import MeshTensorError
+
 from .assemble import as_module, assemble
 from .pipeline import lower_kernel
 

@@ -8,13 +8,14 @@ from dataclasses import replace
 
 from tvm import tirx
 
-from ..mesh import Mesh
-from ..propagation import Assignment
-from ..rules.factors import Blocked
-from ..rules.granularity import Refined, refined
-from ..rules.other_dims import reshaped, with_other_dims
-from ..rules.sharding_rule import Analysis, analyse
-from ..sharding import Sharding
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.plan.kernel_placements import Assignment
+from mesh_tensor.rules.kernel.factors import Blocked
+from mesh_tensor.rules.kernel.granularity import Refined, refined
+from mesh_tensor.rules.kernel.other_dims import reshaped, with_other_dims
+from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
+
 from .splits import Split
 
 Dim = tuple[str, int]

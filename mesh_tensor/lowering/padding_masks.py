@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 from tvm import tirx
 
-from ..rules import tile_ops
-from ..rules.factors import Blocked
-from ..rules.linear import Linear, as_expr
-from ..rules.sharding_rule import Analysis
-from ..rules.statements import Access, Statement
-from ..rules.values import neutral_element
+from mesh_tensor.rules.kernel.factors import Blocked
+from mesh_tensor.rules.kernel.sharding_rule import Analysis
+from mesh_tensor.rules.kernel.statements import Access, Statement
+from mesh_tensor.rules.kernel.values import neutral_element
+from mesh_tensor.tir import tile_ops
+from mesh_tensor.tir.linear import Linear, as_expr
+from mesh_tensor.tir.rewrite import parallel_nest, tile_op
+
 from .expressions import ValueRewriter
-from .rewrite import parallel_nest, tile_op
 from .shrink import Shrink
 from .splits import Split
 

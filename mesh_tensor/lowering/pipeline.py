@@ -14,16 +14,17 @@ from dataclasses import dataclass, field
 
 from tvm import tirx
 
-from ..errors import refuse
-from ..frontend import read_annotations
-from ..mesh import Mesh
-from ..propagation import Assignment, Propagation
-from ..rules.factors import Blocked, Factor
-from ..rules.granularity import Refined
-from ..rules.normalize import normalize
-from ..rules.sharding_rule import Analysis, ShardingRule, analyse, rule_of
-from ..rules.statements import buffer_params
-from ..sharding import Sharding
+from mesh_tensor.annotations.annotate import read_annotations
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.plan.kernel_placements import Assignment, Propagation
+from mesh_tensor.rules.kernel.factors import Blocked, Factor
+from mesh_tensor.rules.kernel.granularity import Refined
+from mesh_tensor.rules.kernel.normalize import normalize
+from mesh_tensor.rules.kernel.sharding_rule import Analysis, ShardingRule, analyse, rule_of
+from mesh_tensor.rules.kernel.statements import buffer_params
+
 from . import verify
 from .cut import Workspace, cut
 from .layouts import Collective, Layouts, LocalKernel, Tensor

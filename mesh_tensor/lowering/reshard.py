@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from tvm import tirx
 
-from ..redistribution import Move, plan_moves
-from ..sharding import Sharding
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.redistribution.plan import Move, plan_moves
 
 _UNKNOWN = 1024  # times the number of devices: an unknown size counts as large, and as one that all axes divide
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from tvm import tirx
 
-from ..rules.coverage import with_whole_tiles
-from ..rules.factors import Blocked, Factor
-from ..rules.linear import Linear
-from ..rules.other_dims import reshaped
-from ..rules.sharding_rule import Analysis
+from mesh_tensor.rules.kernel.coverage import with_whole_tiles
+from mesh_tensor.rules.kernel.factors import Blocked, Factor
+from mesh_tensor.rules.kernel.other_dims import reshaped
+from mesh_tensor.rules.kernel.sharding_rule import Analysis
+from mesh_tensor.tir.linear import Linear
+
 from .splits import Split
 
 

@@ -13,9 +13,10 @@ from dataclasses import replace
 
 from tvm import ir, tirx
 
-from ..mesh import Mesh
-from ..propagation import dtype_bits
-from ..rules.factors import Factor
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.plan.kernel_placements import dtype_bits
+from mesh_tensor.rules.kernel.factors import Factor
+
 from .layouts import LocalKernel
 from .localize import localize
 from .splits import DeviceCoordinates, Split

@@ -8,9 +8,9 @@ from keyword import iskeyword
 
 from tvm import arith, tirx
 
-from ..mesh import Mesh
-from ..propagation import tile_extent
-from ..rules.factors import Factor
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.plan.kernel_placements import tile_extent
+from mesh_tensor.rules.kernel.factors import Factor
 
 
 class DeviceCoordinates:

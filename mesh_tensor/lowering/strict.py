@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..errors import refuse
-from ..mesh import Mesh
-from ..propagation import Assignment
-from ..rules.sharding_rule import Analysis
-from ..sharding import Sharding
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.plan.kernel_placements import Assignment
+from mesh_tensor.rules.kernel.sharding_rule import Analysis
 
 
 def check_strict(name: str, analysis: Analysis, assignment: Assignment, asked: dict[str, Sharding], mesh: Mesh) -> None:

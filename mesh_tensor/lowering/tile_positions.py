@@ -13,15 +13,16 @@ from collections.abc import Iterator, Mapping
 
 from tvm import tirx
 
-from ..errors import refuse
-from ..rules.factors import Factor
-from ..rules.linear import Linear, vars_of
-from ..rules.padding import is_inside, padding_is_neutral
-from ..rules.sharding_rule import Analysis
-from ..rules.statements import Access, Loop, Statement, describe
-from ..rules.values import IDEMPOTENT
-from ..sharding import Sharding
-from ..tile_helpers import as_helper, helpers_in, text_of
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.rules.kernel.factors import Factor
+from mesh_tensor.rules.kernel.padding import is_inside, padding_is_neutral
+from mesh_tensor.rules.kernel.sharding_rule import Analysis
+from mesh_tensor.rules.kernel.statements import Access, Loop, Statement, describe
+from mesh_tensor.rules.kernel.values import IDEMPOTENT
+from mesh_tensor.tir.linear import Linear, vars_of
+from mesh_tensor.tir.tile_position import as_helper, helpers_in, text_of
+
 from .tile_sums import SplitFactors, Sum, TileSums
 
 _COMPARISONS = (tirx.LT, tirx.LE, tirx.GT, tirx.GE, tirx.EQ, tirx.NE)

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping
 
 from tvm import tirx
 
-from ..errors import refuse
-from ..mesh import Mesh
-from ..rules.live_ranges import LiveRange
-from ..rules.sharding_rule import Analysis
-from ..rules.statements import Statement
-from ..sharding import Sharding
-from ..tile_helpers import helpers_in
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.rules.kernel.live_ranges import LiveRange
+from mesh_tensor.rules.kernel.sharding_rule import Analysis
+from mesh_tensor.rules.kernel.statements import Statement
+from mesh_tensor.tir.tile_position import helpers_in
+
 from .tile_sums import SplitFactors
 
 

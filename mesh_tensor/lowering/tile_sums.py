@@ -12,11 +12,11 @@ from typing import Any
 
 from tvm import tirx
 
-from ..rules.factors import Factor
-from ..rules.linear import Linear
-from ..rules.sharding_rule import Analysis
-from ..sharding import Sharding
-from ..tile_helpers import AXIS, EXTENT, OFFSET
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.rules.kernel.factors import Factor
+from mesh_tensor.rules.kernel.sharding_rule import Analysis
+from mesh_tensor.tir.linear import Linear
+from mesh_tensor.tir.tile_position import AXIS, EXTENT, OFFSET
 
 #: The split factors of a kernel, each with its axes of more than one device.
 SplitFactors = Mapping[Factor, tuple[str, ...]]

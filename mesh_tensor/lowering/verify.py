@@ -3,7 +3,7 @@
     local      verify_local     no access leaves its tile; no global extent bounds a loop over a split factor; plain TIR
     explicit   verify_lowered   every layout change is a collective; partial values reach no use that needs whole ones
 
-`mesh_tensor.verify_program` has the same for Programs. With MESH_TENSOR_VERIFY=1 in the environment, every lowering
+`mesh_tensor.program.verify` has the same for Programs. With MESH_TENSOR_VERIFY=1 in the environment, every lowering
 checks itself.
 """
 
@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING
 
 from tvm import arith, ir, tirx
 
-from ..frontend import INFO_ATTR, MESH_ATTR, TILES_ATTR
-from ..mesh import Mesh
-from ..propagation import tile_extent
-from ..redistribution import DIRECT_KINDS, Move, direct_move
-from ..rules.statements import buffer_params
-from ..rules.views import declared
-from ..sharding import Sharding
-from .bounds import accesses_outside
+from mesh_tensor.annotations.annotate import INFO_ATTR, MESH_ATTR, TILES_ATTR
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.plan.kernel_placements import tile_extent
+from mesh_tensor.redistribution.plan import DIRECT_KINDS, Move, direct_move
+from mesh_tensor.rules.kernel.statements import buffer_params
+from mesh_tensor.tir.bounds import accesses_outside
+from mesh_tensor.tir.views import declared
+
 from .collectives import NAMES
 from .layouts import Collective, LocalKernel, Tensor
 from .shrink import ceildiv

@@ -9,19 +9,19 @@ from typing import NoReturn
 
 from tvm import arith, tirx
 
-from ..errors import refuse
-from ..frontend import TILES_ATTR
-from ..propagation import Assignment
-from ..rules.coverage import why_not_covered
-from ..rules.linear import Linear
-from ..rules.memory import memories, named
-from ..rules.other_dims import reshaped
-from ..rules.reader import read_kernel
-from ..rules.statements import Access, Kernel, Statement, buffer_params
-from ..rules.view_map import ViewMap
-from ..sharding import Sharding
-from ..tile_helpers import fill, helpers_in, text_of
-from .rewrite import exchange_buffers
+from mesh_tensor.annotations.annotate import TILES_ATTR
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.plan.kernel_placements import Assignment
+from mesh_tensor.rules.kernel.coverage import why_not_covered
+from mesh_tensor.rules.kernel.other_dims import reshaped
+from mesh_tensor.rules.kernel.reader import read_kernel
+from mesh_tensor.rules.kernel.statements import Access, Kernel, Statement, buffer_params
+from mesh_tensor.tir.linear import Linear
+from mesh_tensor.tir.memory import memories, named
+from mesh_tensor.tir.rewrite import exchange_buffers
+from mesh_tensor.tir.tile_position import fill, helpers_in, text_of
+from mesh_tensor.tir.view_map import ViewMap
 
 VIEWS = ("auto", "global", "local")
 

@@ -1,5 +1,2 @@
-"""Sharding rules, derived from TIR."""
-
-from .sharding_rule import ShardingRule, sharding_rule
-
-__all__ = ["ShardingRule", "sharding_rule"]
+"""Sharding rules: which factors index which dims, and how each combines. Of kernels from their TIR, of operators from
+tables."""

@@ -1,5 +1,1 @@
-"""Runs Programs: the backend interface, and the virtual mesh, which has all devices in one process."""
-
-from .mesh_tensor import MeshTensor, distribute, plan_redistribution
-
-__all__ = ["MeshTensor", "distribute", "plan_redistribution"]
+"""Who runs a Program: all devices in this process, ranks of torch.distributed, workers of Disco, or one device."""

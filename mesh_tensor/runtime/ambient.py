@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from ..plain_tensors import refuse_traced
+from .plain_tensors import refuse_traced
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")

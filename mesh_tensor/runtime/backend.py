@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from tvm import tirx
 
-from ..program import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Program, Value, WaitStep
+from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Program, Value, WaitStep
 
 T = TypeVar("T")
 Meaning_co = TypeVar("Meaning_co", covariant=True)

@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 
-from ..errors import listing, refuse
+from mesh_tensor.base.errors import listing, refuse
+
 from .elementwise import elementwise
 
 Combine = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]

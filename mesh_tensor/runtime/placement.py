@@ -12,9 +12,10 @@ from functools import lru_cache
 
 import torch
 
-from ..sharding import Sharding
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.targets.dtypes import neutral, poison_value
+
 from .combine import combiner
-from .dtypes import neutral, poison_value
 from .elementwise import copy, fill
 from .tile_memory import empty_tile
 

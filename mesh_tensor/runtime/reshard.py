@@ -14,9 +14,10 @@ from itertools import product
 
 import torch
 
-from ..sharding import Partial, Shard, Sharding
+from mesh_tensor.base.sharding import Partial, Shard, Sharding
+from mesh_tensor.targets.dtypes import neutral
+
 from .combine import combiner
-from .dtypes import neutral
 from .elementwise import copy, fill
 
 Region = tuple[slice, ...]

@@ -10,9 +10,9 @@ import tilelang.language as T
 import torch
 
 from mesh_tensor import Mesh
-from mesh_tensor.compile import MeshKernel
-from mesh_tensor.program import AllocStep, KernelStep, Program
-from mesh_tensor.runtime.kernels import Target
+from mesh_tensor.api.compile import MeshKernel
+from mesh_tensor.program.steps import AllocStep, KernelStep, Program
+from mesh_tensor.targets.kernels import Target
 from tests.runtime.programs import collective, kernel_of, program, value
 
 PART = 4  # elements of A on every rank

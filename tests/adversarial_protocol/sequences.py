@@ -16,7 +16,7 @@ from mesh_tensor import Mesh, MeshTensorError
 from .kernels import NAMES, OnPurpose, expected, faults, kernel, part
 from .world import Killed, World, WorldRanks
 
-_COMPILE = importlib.import_module("mesh_tensor.compile")
+_COMPILE = importlib.import_module("mesh_tensor.api.compile")
 FAULTS = ("refuse", "raise", "raise late", "other", "swap", "slow", "slow inside", "die", "die inside")
 
 

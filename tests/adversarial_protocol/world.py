@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from mesh_tensor import Mesh
-from mesh_tensor.runtime.distributed.calls import Calls
-from mesh_tensor.runtime.distributed.ranks import Group
+from mesh_tensor.runtime.ranks.calls import Calls
+from mesh_tensor.runtime.ranks.ranks import Group
 
 TICK, TIMEOUT = 0.05, 20.0
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import mesh_tensor as mt
-from mesh_tensor.runtime.kernels import as_numpy
+from mesh_tensor.targets.kernels import as_numpy
 
 from .row import Example, Row
 from .table import TABLE

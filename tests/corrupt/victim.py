@@ -17,7 +17,7 @@ import torch
 from tvm import ir
 
 import mesh_tensor as mt
-from mesh_tensor.module_inputs import ModuleSignature
+from mesh_tensor.runtime.module_inputs import ModuleSignature
 
 #: Bytes of memory beyond which nothing is given, and seconds that running may take.
 MEMORY, PATIENCE = 12 << 30, 20

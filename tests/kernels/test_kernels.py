@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from kernels.catalogue import CASES, KernelCase
-from mesh_tensor.errors import MeshTensorError
-from mesh_tensor.runtime.cpu import compile_for_cpu
-from mesh_tensor.runtime.interpreter import interpret
-from tests.kernels.adversarial import ADVERSARIAL_CASES, PERSISTENT_CASE
+from mesh_tensor.base.errors import MeshTensorError
+from mesh_tensor.targets.cpu.kernel import compile_for_cpu
+from mesh_tensor.targets.interpreter import interpret
+
+from .adversarial import ADVERSARIAL_CASES, PERSISTENT_CASE
 
 ALL_CASES = (*CASES, *ADVERSARIAL_CASES)
 

@@ -5,8 +5,8 @@ from tvm import ir, tirx
 
 import mesh_tensor as mt
 from mesh_tensor.lowering.collectives import NAMES, collective_block, register
-from mesh_tensor.redistribution import Move
-from mesh_tensor.tile_helpers import CALLED
+from mesh_tensor.redistribution.plan import Move
+from mesh_tensor.tir.tile_position import CALLED
 
 MESH = mt.Mesh({"x": 2, "y": 2})
 LAYOUT = mt.Sharding.make(MESH, 2)

@@ -9,7 +9,7 @@ import torch
 
 import mesh_tensor as mt
 from mesh_tensor.lowering.pipeline import lower_kernel
-from mesh_tensor.program import KernelStep
+from mesh_tensor.program.steps import KernelStep
 from tests.styles import Style, results
 
 from .support import coordinates, text

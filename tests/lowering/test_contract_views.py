@@ -6,7 +6,7 @@ import torch
 from tvm import tirx
 
 import mesh_tensor as mt
-from mesh_tensor.rules.views import left_views
+from mesh_tensor.tir.views import left_views
 
 from .every_layout import check
 from .support import nodes

@@ -6,8 +6,8 @@ import torch
 from tvm import ir
 
 import mesh_tensor as mt
-from mesh_tensor.program import AllocStep, CollectiveStep, FreeStep, KernelStep
-from mesh_tensor.program_builder import lower_to_program
+from mesh_tensor.program.builder import lower_to_program
+from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep
 
 from .kernels import gelu, matmul
 from .support import assert_right, local_kernels, lowered, nodes, outline, text

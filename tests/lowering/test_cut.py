@@ -7,9 +7,9 @@ from tvm import ir
 
 from kernels.layer_norm import layer_norm
 from mesh_tensor.lowering.cut import cut
-from mesh_tensor.rules.factors import Blocked
-from mesh_tensor.rules.normalize import normalize
-from mesh_tensor.rules.sharding_rule import analyse
+from mesh_tensor.rules.kernel.factors import Blocked
+from mesh_tensor.rules.kernel.normalize import normalize
+from mesh_tensor.rules.kernel.sharding_rule import analyse
 
 from .support import assert_right, local_kernels, lowered, outline, text
 

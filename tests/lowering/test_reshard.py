@@ -7,9 +7,9 @@ from tvm import tirx
 import mesh_tensor as mt
 from mesh_tensor import Mesh, Sharding
 from mesh_tensor.lowering.reshard import plan_for
-from mesh_tensor.program import CollectiveStep
-from mesh_tensor.program_builder import lower_to_program
-from mesh_tensor.redistribution import plan_moves
+from mesh_tensor.program.builder import lower_to_program
+from mesh_tensor.program.steps import CollectiveStep
+from mesh_tensor.redistribution.plan import plan_moves
 
 from .kernels import scale
 

@@ -6,14 +6,14 @@ import pytest
 import tilelang.language as T
 
 import mesh_tensor as mt
-from mesh_tensor.lowering.bounds import accesses_outside
 from mesh_tensor.lowering.collectives import collective_block
 from mesh_tensor.lowering.layouts import Collective, LocalKernel
 from mesh_tensor.lowering.verify import VerificationError, illegal_move, verify_local, verify_lowered
-from mesh_tensor.program import AllocStep, FreeStep, KernelStep
-from mesh_tensor.program_builder import build_program
-from mesh_tensor.redistribution import Move
-from mesh_tensor.verify_program import verify_program
+from mesh_tensor.program.builder import build_program
+from mesh_tensor.program.steps import AllocStep, FreeStep, KernelStep
+from mesh_tensor.program.verify import verify_program
+from mesh_tensor.redistribution.plan import Move
+from mesh_tensor.tir.bounds import accesses_outside
 
 from .kernels import gelu, matmul, scale
 from .support import lowered

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import mesh_tensor as mt
-from mesh_tensor.runtime.interpreter import interpret
+from mesh_tensor.targets.interpreter import interpret
 
 from .build import build
 from .reference import run_as_python

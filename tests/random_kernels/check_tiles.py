@@ -9,7 +9,7 @@ import torch
 from tvm import tirx
 
 import mesh_tensor as mt
-from mesh_tensor.runtime.interpreter import interpret
+from mesh_tensor.targets.interpreter import interpret
 from tests.styles import Style
 
 from .build import build_with

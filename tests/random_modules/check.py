@@ -11,7 +11,7 @@ import tvm
 from tvm import ir, relax
 
 import mesh_tensor as mt
-from mesh_tensor.runtime.dtypes import torch_dtype
+from mesh_tensor.targets.dtypes import torch_dtype
 
 from .build import build, typed
 from .spec import Case, Param

@@ -8,8 +8,8 @@ import tilelang.language as T
 from tvm import tirx
 
 from mesh_tensor import Mesh, Sharding
-from mesh_tensor.compile import MeshKernel
-from mesh_tensor.program import AllocStep, CollectiveStep, KernelStep, Parameter, Program, Step, Value
+from mesh_tensor.api.compile import MeshKernel
+from mesh_tensor.program.steps import AllocStep, CollectiveStep, KernelStep, Parameter, Program, Step, Value
 
 
 def value(

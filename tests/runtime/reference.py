@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from mesh_tensor import Mesh, Partial, Replicate, Shard, Sharding
-from mesh_tensor.runtime import MeshTensor
+from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 
 FOLDS = {
     "sum": lambda a, b: a + b,

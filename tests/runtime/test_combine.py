@@ -6,7 +6,7 @@ import torch
 
 from mesh_tensor import MeshTensorError
 from mesh_tensor.runtime.combine import combiner
-from mesh_tensor.runtime.dtypes import neutral, poison_value, torch_dtype
+from mesh_tensor.targets.dtypes import neutral, poison_value, torch_dtype
 
 from .reference import FOLDS
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from mesh_tensor import Mesh, Sharding
-from mesh_tensor.runtime import MeshTensor, collectives
 from mesh_tensor.runtime.elementwise import _ALONE, _CHUNK, clone, copy, elementwise, fill
+from mesh_tensor.runtime.virtual import collectives
+from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 
 SHAPES = [(), (0,), (7,), (_ALONE + 1,), (5 * _CHUNK // 2,), (3, _CHUNK), (1, 3 * _CHUNK), (2 * _CHUNK // 8 + 3, 8)]
 

@@ -13,12 +13,13 @@ import torch.distributed as dist
 import tvm
 import tvm_ffi
 
-from ...mesh import Mesh
+from mesh_tensor.base.mesh import Mesh
+
 from . import collectives
 from .peers import HOST, WorkerPeers
 from .tensors import as_tvm
 
-ACT = "mesh_tensor.disco.act"
+ACT = "mesh_tensor.api.disco.act"
 
 _stores: dict[int, dist.Store] = {}  # by thread, as in collectives
 

@@ -14,13 +14,14 @@ import torch
 import tvm_ffi
 from tvm import ir, relax
 
-from ...errors import refuse
-from ...mesh import Mesh
-from ...rules.ops.call import op_call
-from ...sharding import Partial, Shard, Sharding
-from ..dtypes import torch_dtype
-from ..kernels import find_target
-from ..ops import local_operators, torch_function
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.sharding import Partial, Shard, Sharding
+from mesh_tensor.rules.operator.call import op_call
+from mesh_tensor.targets.dtypes import torch_dtype
+from mesh_tensor.targets.kernels import find_target
+from mesh_tensor.targets.torch_ops import local_operators, torch_function
+
 from .peers import WorkerPeers
 from .tensors import apart, as_torch, as_tvm
 

@@ -11,16 +11,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ...mesh import Mesh
-from ...recent import Recent
-from ...sharding import Sharding
-from ..combine import combiner
-from ..distributed.chunked import ChunkedAllReduce
-from ..distributed.exchange import Exchange, Form
-from ..distributed.plan import plan_exchange
-from ..distributed.ranks import Group
-from ..dtypes import neutral
-from ..reshard import Delivery, Piece, reshard_of
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.recent import Recent
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.runtime.combine import combiner
+from mesh_tensor.runtime.ranks.chunked import ChunkedAllReduce
+from mesh_tensor.runtime.ranks.exchange import Exchange, Form
+from mesh_tensor.runtime.ranks.plan import plan_exchange
+from mesh_tensor.runtime.ranks.ranks import Group
+from mesh_tensor.runtime.reshard import Delivery, Piece, reshard_of
+from mesh_tensor.targets.dtypes import neutral
 
 HOST = "127.0.0.1"
 

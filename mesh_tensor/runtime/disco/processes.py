@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import tvm_ffi
 
-POOL = "mesh_tensor.disco.process_pool"  # what Disco asks for processes
+POOL = "mesh_tensor.api.disco.process_pool"  # what Disco asks for processes
 _WORKER = "mesh_tensor.runtime.disco.worker"
 _FOLDER = Path(__file__).resolve().parents[3]  # where mesh_tensor is imported from
 _LAST_WORDS = 2000  # characters

@@ -16,8 +16,9 @@ import torch.distributed as dist
 import tvm_ffi
 from tvm.runtime.disco import _ffi_api as disco
 
-from ...errors import refuse
-from ...mesh import Mesh
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.mesh import Mesh
+
 from . import actions
 from .peers import HOST
 from .processes import POOL, WorkerProcesses

@@ -1,0 +1,135 @@
+"""What is stated of a kernel: how its buffers lie on a mesh, from outside of it, and read back.
+
+An annotated function has two attributes: `mesh_tensor_info`, from the data variable of a parameter's buffer to its
+metadata, and `mesh_tensor_mesh`, the axes of the mesh with their sizes, in order. One whose author asked for tiles has
+`mesh_tensor_tiles`, too: the shapes of the tiles, as far as they were asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from tvm import tirx
+
+from mesh_tensor.base.errors import listing, refuse, shown
+from mesh_tensor.base.mesh import Mesh
+
+from .annotation import HOW_TO_ANNOTATE, Annotation, check, complete, from_attr, metadata_to_attr
+from .how_to_annotate import check_order_of_arguments, how_to_annotate, why_not_parameter
+from .kernel_source import check_kernel, of_jit
+
+INFO_ATTR = "mesh_tensor_info"
+MESH_ATTR = "mesh_tensor_mesh"
+TILES_ATTR = "mesh_tensor_tiles"
+
+__all__ = [
+    "INFO_ATTR",
+    "MESH_ATTR",
+    "TILES_ATTR",
+    "Annotation",
+    "annotate",
+    "read_annotations",
+]
+
+
+def annotate(
+    prim_func: tirx.PrimFunc | Callable[..., Any],
+    mesh: Mesh | Mapping[str, int],
+    shardings: Mapping[str, Any],
+    *,
+    sizes: Mapping[str, Any] | None = None,
+) -> tirx.PrimFunc:
+    """`prim_func` with the layout of its parameters stated from outside, for a kernel that must not be edited.
+
+    `shardings` goes from the name of a parameter's buffer to how it lies on the mesh: `{"x": 0, "y": 1}`, one placement
+    per axis as in `[mt.Shard(0), mt.Replicate()]`, a Sharding, its text `"S[0], R"`, or a metadata dict that may leave
+    out what it doesn't state, as `{"sharding": {"x": 0}, "partial": {"y": "sum"}}`. What the kernel stated before is
+    replaced; `prim_func` itself stays as it is. Of a @tilelang.jit function, the kernel for `sizes` is taken: what its
+    `get_tir` takes, by name."""
+    check_order_of_arguments(mesh, shardings)
+    mesh, prim_func = Mesh(mesh), of_jit(prim_func, sizes)
+    buffers = {buffer.name: buffer for buffer in _parameters(prim_func)}
+    where = f"kernel {_name(prim_func)!r} on {mesh}"
+    fix = how_to_annotate(mesh, shardings, buffers)
+    if not isinstance(shardings, Mapping):
+        refuse(f"the shardings are {shown(shardings)}, which is not a dict from buffer names", where=where, fix=fix)
+    problems = [why_not_parameter(prim_func, name) for name in shardings if name not in buffers]
+    info = {}
+    for name, buffer in buffers.items():
+        if name in shardings:
+            metadata = complete(mesh, shardings[name])
+            annotation, wrong = check(mesh, len(buffer.shape), metadata)
+            problems += [f"buffer {name!r}: {problem}" for problem in wrong]
+            if annotation is not None:
+                info[buffer.data] = metadata_to_attr(metadata, annotation)
+    if problems:
+        refuse(problems, where=where, fix=fix)
+    return prim_func.with_attr(attributes(mesh, info))
+
+
+def read_annotations(func: tirx.PrimFunc) -> tuple[Mesh, dict[str, Annotation]]:
+    """The mesh of an annotated kernel, and what is stated per parameter, by the name of its buffer, in the order of the
+    parameters; a parameter that nothing annotates is left out."""
+    buffers = {buffer.data: buffer for buffer in _parameters(func)}
+    where = f"kernel {_name(func)!r}"
+    attrs = func.attrs or {}
+    missing = [f"the kernel has no `{key}` attribute" for key in (INFO_ATTR, MESH_ATTR) if key not in attrs]
+    if missing:
+        refuse(
+            missing,
+            where=where,
+            why="nothing says how its buffers lie on a mesh",
+            fix='call annotate_mesh_tensor_info in its body, or mesh_tensor.annotate(prim_func, mesh, {"A": {"x": 0}})',
+        )
+    mesh, info = _read_mesh(attrs[MESH_ATTR], where), attrs[INFO_ATTR]
+    names = listing(_names(buffers.values()))
+    problems = [
+        f"buffer {str(getattr(data, 'name', data))!r} is annotated, but it is no parameter (parameters: {names})"
+        for data in info
+        if data not in buffers
+    ]
+    annotations = {}
+    for data, buffer in buffers.items():
+        if data in info:
+            annotation, wrong = check(mesh, len(buffer.shape), from_attr(info[data]))
+            problems += [f"buffer {buffer.name!r}: {problem}" for problem in wrong]
+            if annotation is not None:
+                annotations[buffer.name] = annotation
+    if problems:
+        refuse(problems, where=f"{where} on {mesh}", fix=f"annotate parameters of the kernel; {HOW_TO_ANNOTATE}")
+    return mesh, annotations
+
+
+def _parameters(func: Any) -> list[tirx.Buffer]:
+    func = check_kernel(func)
+    buffers = [func.buffer_map[param] for param in func.params if param in func.buffer_map]
+    names = _names(buffers)
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        refuse(
+            [f"several parameters are named {name!r}" for name in sorted(twice)],
+            where=f"kernel {_name(func)!r}",
+            fix="give every parameter's buffer a name of its own",
+        )
+    return buffers
+
+
+def _names(buffers: Iterable[tirx.Buffer]) -> list[str]:
+    return [str(buffer.name) for buffer in buffers]
+
+
+def _name(func: tirx.PrimFunc) -> str:
+    return str((func.attrs or {}).get("global_symbol", "main"))
+
+
+def attributes(mesh: Mesh, info: dict[tirx.Var, dict[str, Any]]) -> dict[str, Any]:
+    return {INFO_ATTR: info, MESH_ATTR: [[axis, size] for axis, size in mesh.shape.items()]}
+
+
+def _read_mesh(attr: Any, where: str) -> Mesh:
+    try:
+        axes = dict(from_attr(attr))
+    except (TypeError, ValueError):
+        refuse(f"the `{MESH_ATTR}` attribute {attr} is no list of [axis, size]", where=where, fix="use annotate")
+    return Mesh(axes)

@@ -1,0 +1,189 @@
+"""annotate_module: state how values of a Relax module lie on a mesh, by name.
+
+Stated in TVM's own terms as far as they go: `R.dist.annotate_sharding` calls, the mesh in the module's global infos.
+What TVM has no words for (partial values, open dims, priorities) is in the function attribute `mesh_tensor_hints`, from
+the name that such a call binds to a dict with "partial", "open", "priority". Axis names: see `meshes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tvm import ir, relax
+from tvm.relax.distributed import DeviceMesh, Placement, PlacementSpec
+
+from mesh_tensor.base.errors import refuse, shown
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.sharding import Sharding
+
+from .annotation import check, complete, from_attr, is_int
+from .module_meshes import device_mesh, device_meshes, fits, named_mesh, same, with_mesh
+from .named_values import NamedValues
+from .names import SOURCE_NAMES_ATTR, Fresh, check_module, relax_functions, unique_names, variables
+from .parameters import with_flat_parameters
+from .stated import HINTS_ATTR, Annotation, ModuleAnnotations, read_module_annotations, stated_meshes
+
+__all__ = ["SOURCE_NAMES_ATTR", "ModuleAnnotations", "annotate_module", "read_module_annotations"]
+
+_HOW = (
+    'give {name of a parameter or value: {axis: dim}, a list of one placement per axis, a text like "S[0], R", or an '
+    'mt.Sharding}; "function.value" names a value of another function of the module, in all its calls'
+)
+
+
+def annotate_module(
+    mod: ir.IRModule,
+    mesh: Mesh | Mapping[str, int],
+    shardings: Mapping[str, Any],
+    function: str = "main",
+    *,
+    open: Iterable[str] = (),
+    priority: Mapping[str, int] | None = None,
+) -> ir.IRModule:
+    """A copy of a Relax module in which values are annotated with their layouts on `mesh`.
+
+    Args:
+        mod: the module in global view; it stays as it is.
+        mesh: the mesh. All annotations of a module are for one mesh.
+        shardings: from names to layouts. A name is that of a parameter or of what a binding binds in `function`, as
+            TVMScript prints it ("t_0" is the first field of a parameter `t` that is a tuple); or "mlp.Y", the value Y
+            of the module's function `mlp`, in all calls of it; or the name that a parameter had in torch
+            ("blocks.0.mlp.fc.weight"; what wrappers put into it, as "module." and "_orig_mod.", doesn't matter); or a
+            pattern of these, "*.fc.weight" or a compiled regular expression, over which names prevail. A layout is a
+            dict from axes to dims, a list or a text with one placement per axis ([mt.Shard(0), mt.Replicate()],
+            "S[0], R"), an `mt.Sharding`, or {"sharding": ..., "partial": {axis: op}}. An axis that is left out is
+            replicated.
+        function: where unqualified names are looked up.
+        open: names of annotated values whose remaining axes propagation may use.
+        priority: from names of annotated values to 0, 1, ...: lower ones spread first. 0 where nothing is said.
+
+    Returns:
+        The annotated module: prints and parses as TVMScript.
+
+    Raises:
+        MeshTensorError: a name, axis, rank or dim does not fit (all that is wrong is listed), the module is annotated
+            for another mesh, or a value is given two layouts.
+    """
+    check_module(mod, "annotate_module")
+    mod = with_flat_parameters(mod, function)
+    mesh, names = Mesh(mesh), NamedValues(mod, function)
+    device = _device_mesh(mod, mesh)
+    stated, problems = _read(names, mesh, shardings, open, priority or {})
+    if problems:
+        refuse(problems, where=f"module function {function!r} on {mesh}", fix=_HOW)
+    mod = with_mesh(unique_names(mod), device, mesh)
+    for name in dict.fromkeys(where for where, _ in stated):
+        by_var = {var: annotation for (where, var), annotation in stated.items() if where == name}
+        annotated = _Inserter(mod, device, by_var).annotated(relax_functions(mod)[name])
+        mod.update_func(mod.get_global_var(name), annotated)
+    return mod
+
+
+def _read(
+    names: NamedValues, mesh: Mesh, shardings: Any, open: Iterable[str], priority: Mapping[str, int]
+) -> tuple[dict[tuple[str, str], Annotation], list[str]]:
+    """(function, variable) -> what is stated for it; and all that is wrong."""
+    if not isinstance(shardings, Mapping):
+        return {}, [f"the shardings are {shown(shardings)}, which is no dict from names"]
+    opened = dict.fromkeys([open] if isinstance(open, str) else open)
+    problems = [f"`open` has {name!r}, which is not annotated" for name in opened if name not in shardings]
+    problems += [f"`priority` has {name!r}, which is not annotated" for name in priority if name not in shardings]
+    bad = {name: value for name, value in priority.items() if not is_int(value) or value < 0}
+    problems += [f"the priority of {name!r} is {value!r}, which is no int >= 0" for name, value in bad.items()]
+    stated: dict[tuple[str, str], Annotation] = {}
+    meant, wrong_names = names.meant_by(shardings)
+    for name, key, var in meant:
+        sharding, wrong = _sharding(mesh, var, shardings[name])
+        problems += [f"value {name!r}: {problem}" for problem in wrong]
+        if sharding is not None:
+            annotation = Annotation(sharding, name in opened, priority.get(name, 0))
+            if stated.setdefault(key, annotation) != annotation:
+                problems.append(f"value {key[1]!r} of {key[0]!r} is given two layouts, one of them under {name!r}")
+    return stated, [*problems, *wrong_names]
+
+
+def _sharding(mesh: Mesh, var: relax.Var, layout: Any) -> tuple[Sharding | None, list[str]]:
+    info = var.struct_info
+    if isinstance(info, relax.distributed.DTensorStructInfo):
+        info = info.tensor_sinfo
+    if not isinstance(info, relax.TensorStructInfo) or info.ndim < 0:
+        return None, [f"it is {var.struct_info}, which is no tensor of known rank"]
+    annotation, wrong = check(mesh, info.ndim, complete(mesh, layout))
+    return (annotation.sharding if annotation else None), wrong
+
+
+def _device_mesh(mod: ir.IRModule, mesh: Mesh) -> DeviceMesh:
+    """What the annotations name as their mesh: that of the annotations that are there already, which has to fit."""
+    used = stated_meshes(relax_functions(mod))
+    for device, where in used:
+        if len(used) > 1 or not fits(mod, device, mesh):
+            refuse(
+                f"the module is annotated for {named_mesh(mod, device)} already, not for {mesh}",
+                where=where,
+                why="several meshes at once are not supported: all annotations of a module are for one mesh",
+                fix="annotate for the mesh that is there, or take the other annotations out",
+            )
+    if used:
+        return used[0][0]
+    made = device_mesh(mesh)
+    return next((device for device in device_meshes(mod) if same(device, made)), made)
+
+
+@relax.expr_functor.mutator
+class _Inserter(relax.PyExprMutator):
+    """Inserts an annotate_sharding call after each annotated value, and has all later uses take what it gives."""
+
+    def __init__(self, mod: ir.IRModule, device: DeviceMesh, stated: Mapping[str, Annotation]) -> None:
+        super().__init__(mod)
+        self._device, self._stated = device, stated
+        self._hints: dict[str, dict[str, Any]] = {}
+        self._fresh = Fresh([])
+
+    def annotated(self, func: relax.Function) -> relax.Function:
+        """The function with its annotations."""
+        self._fresh = Fresh([var.name_hint for var in variables(func)])
+        first = [self._bind(param, param) for param in func.params if param.name_hint in self._stated]
+        body = self.visit_expr(func.body)
+        if first:
+            body = relax.SeqExpr([relax.BindingBlock(first), *body.blocks], body.body)
+        body = relax.BlockBuilder().normalize(body)
+        made = relax.Function(func.params, body, func.ret_struct_info, func.is_pure, func.attrs)
+        there = from_attr((func.attrs or {}).get(HINTS_ATTR, {}))
+        return made.with_attr(HINTS_ATTR, {**there, **self._hints}) if self._hints else made
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        """Bind as before, and annotate what was bound."""
+        super().visit_var_binding_(binding)
+        self._after(binding.var)
+
+    def visit_match_cast_(self, binding: relax.MatchCast) -> None:
+        """Cast as before, and annotate what was bound."""
+        super().visit_match_cast_(binding)
+        self._after(binding.var)
+
+    def _after(self, var: relax.Var) -> None:
+        if var.name_hint in self._stated:
+            self.builder_.emit_normalized(self._bind(var, self.visit_expr(var)))
+
+    def _bind(self, var: relax.Var, value: relax.Var) -> relax.VarBinding:
+        annotation = self._stated[var.name_hint]
+        placement = _placement(annotation.sharding)
+        call = self.builder_.normalize(relax.op.distributed.annotate_sharding(value, self._device, placement))
+        kind = relax.DataflowVar if isinstance(var, relax.DataflowVar) else relax.Var
+        made = kind(self._fresh.name(f"{var.name_hint}_sharded"), call.struct_info)
+        self.set_var_remap(var.vid, made)
+        if hints := _hints(annotation):
+            self._hints[made.name_hint] = hints
+        return relax.VarBinding(made, call)
+
+
+def _placement(sharding: Sharding) -> Placement:
+    """TVM's placement: one per axis. A partial axis is replicated in it."""
+    dims = (sharding.dim_of(axis) for axis in sharding.mesh)
+    return Placement([PlacementSpec.replica() if dim is None else PlacementSpec.sharding(dim) for dim in dims])
+
+
+def _hints(annotation: Annotation) -> dict[str, Any]:
+    said = {"partial": dict(annotation.sharding.partial), "open": annotation.open, "priority": annotation.priority}
+    return {what: value for what, value in said.items() if value}

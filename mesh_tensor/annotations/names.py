@@ -1,0 +1,170 @@
+"""Names of the values of a Relax function. TVM lets several variables have one name; annotations go by names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tvm import ir, relax
+
+from mesh_tensor.base.errors import listing, refuse
+
+from .annotation import from_attr
+
+# A function attribute that an importer sets: the source's name of a parameter -> the module's.
+SOURCE_NAMES_ATTR = "mesh_tensor_names"
+_MANY = 24
+# What else people have in hand -> how a module is made of it.
+_AS_MODULE = {
+    "ImportedModule": "pass its `mod`, and its `params` as weights",
+    "ExportedProgram": "import it: mt.from_torch(program).mod",
+    "Function": "make a module of it: tvm.IRModule.from_expr(function)",
+}
+
+
+def check_module(mod: Any, caller: str) -> None:
+    """Refuse what is no IRModule, with how one is made of it."""
+    if not isinstance(mod, ir.IRModule):
+        is_model = any(cls.__module__.startswith("torch.nn") for cls in type(mod).__mro__)
+        model = "export and import it: mt.from_torch(torch.export.export(model, inputs)).mod"
+        fix = model if is_model else _AS_MODULE.get(type(mod).__name__, "make one with @I.ir_module")
+        refuse(f"{caller} takes an IRModule, not {type(mod).__name__}", fix=fix)
+
+
+def source_names(func: relax.Function) -> dict[str, str]:
+    """From the names that values had where the module comes from to theirs."""
+    attr = (func.attrs or {}).get(SOURCE_NAMES_ATTR)
+    return from_attr(attr) if attr is not None else {}
+
+
+def relax_functions(mod: ir.IRModule) -> dict[str, relax.Function]:
+    """The module's Relax functions by name."""
+    return {var.name_hint: func for var, func in mod.functions_items() if isinstance(func, relax.Function)}
+
+
+def relax_function(mod: ir.IRModule, name: str) -> relax.Function:
+    """The Relax function of that name, or a MeshTensorError that names those that there are."""
+    functions = relax_functions(mod)
+    if name not in functions:
+        refuse(f"the module has no Relax function {name!r}", fix=f"it has {listing(list(functions))}")
+    return functions[name]
+
+
+def reachable(mod: ir.IRModule, name: str) -> dict[str, relax.Function]:
+    """The function of that name and the Relax functions that it calls, directly or not."""
+    functions, found, todo = relax_functions(mod), {name: relax_function(mod, name)}, [name]
+    while todo and len(found) < len(functions):
+        for binding in bindings(found[todo.pop()]):
+            op = binding.value.op if isinstance(binding.value, relax.Call) else None
+            if isinstance(op, ir.GlobalVar) and op.name_hint in functions and op.name_hint not in found:
+                found[op.name_hint] = functions[op.name_hint]
+                todo.append(op.name_hint)
+    return found
+
+
+def bindings(func: relax.Function) -> list[relax.Binding]:
+    """All bindings of a function in order, those in branches before the one that takes the branch's result."""
+    return list(_bindings(func.body))
+
+
+def variables(func: relax.Function) -> list[relax.Var]:
+    """The parameters, then what the bindings bind, in order."""
+    return [*func.params[:], *(binding.var for binding in bindings(func))]
+
+
+def known(wanted: str, names: Sequence[str]) -> str:
+    """Names for a message about a wanted one that does not exist: all of them, or those that are most like it."""
+    if len(names) <= _MANY:
+        return listing(names)
+    close = difflib.get_close_matches(wanted, names, n=5, cutoff=0.4) or list(names[:5])
+    return f"{listing(close)} and {len(names) - len(close)} more"
+
+
+def unique_names(mod: ir.IRModule) -> ir.IRModule:
+    """The same module, in which no two variables of a Relax function have the same name: a name that was there before
+    is numbered, as TVMScript prints it."""
+    changed = None
+    for name, func in relax_functions(mod).items():
+        names = [var.name_hint for var in variables(func)]
+        if len(set(names)) < len(names):
+            changed = changed or mod.clone()
+            changed.update_func(changed.get_global_var(name), _Renamer(mod, func).renamed())
+    return changed or mod
+
+
+def renamed_parameters(mod: ir.IRModule, func: relax.Function, names: Mapping[str, str]) -> relax.Function:
+    """The function of `mod` with parameters renamed; what else has one of the new names gets another one."""
+    return _Renamer(mod, func, names).renamed()
+
+
+class Fresh:
+    """Names that are not taken."""
+
+    def __init__(self, taken: Sequence[str]) -> None:
+        self._taken = set(taken)
+
+    def name(self, wanted: str) -> str:
+        """`wanted`, with a number if it is taken; it is taken then."""
+        name, count = wanted, 0
+        while name in self._taken:
+            count += 1
+            name = f"{wanted}_{count}"
+        self._taken.add(name)
+        return name
+
+
+@relax.expr_functor.mutator
+class _Renamer(relax.PyExprMutator):
+    def __init__(self, mod: ir.IRModule, func: relax.Function, names: Mapping[str, str] | None = None) -> None:
+        super().__init__(mod)
+        self._func, self._names = func, names or {}
+        self._seen: set[str] = set()
+        self._fresh = Fresh([*self._names.values(), *(var.name_hint for var in variables(func))])
+
+    def renamed(self) -> relax.Function:
+        func = self._func
+        params = [self._parameter(param) for param in func.params]
+        for old, new in zip(func.params, params, strict=True):
+            self.set_var_remap(old.vid, new)
+        return relax.Function(params, self.visit_expr(func.body), func.ret_struct_info, func.is_pure, func.attrs)
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        """Bind the same value to a variable with a name of its own."""
+        value = self.builder_.normalize(self.visit_expr(binding.value))
+        self._emit(binding.var, lambda var: relax.VarBinding(var, value))
+
+    def visit_match_cast_(self, binding: relax.MatchCast) -> None:
+        """Bind the same cast to a variable with a name of its own."""
+        value = self.visit_expr(binding.value)
+        self._emit(binding.var, lambda var: relax.MatchCast(var, value, binding.struct_info))
+
+    def _emit(self, old: relax.Var, make: Any) -> None:
+        new = self._renamed(old)
+        self.builder_.emit_normalized(make(new))
+        self.set_var_remap(old.vid, new)
+
+    def _parameter(self, var: relax.Var) -> relax.Var:
+        name = self._names.get(var.name_hint)
+        if name is None or name == var.name_hint:
+            return self._renamed(var)
+        self._seen.add(name)
+        return relax.Var(name, var.struct_info)
+
+    def _renamed(self, var: relax.Var) -> relax.Var:
+        if var.name_hint not in self._seen:
+            self._seen.add(var.name_hint)
+            return var
+        return type(var)(self._fresh.name(var.name_hint), var.struct_info)
+
+
+def _bindings(expr: relax.Expr) -> Iterator[relax.Binding]:
+    if not isinstance(expr, relax.SeqExpr):
+        return
+    for block in expr.blocks[:]:
+        for binding in block.bindings[:]:  # a slice is a list: TVM's arrays take several times as long to iterate over
+            value = binding.value
+            if isinstance(value, relax.If):
+                yield from _bindings(value.true_branch)
+                yield from _bindings(value.false_branch)
+            yield binding

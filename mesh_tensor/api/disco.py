@@ -1,0 +1,131 @@
+"""Modules on TVM's Disco: `to_disco`, DiscoModule and `run_on_disco`."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from tvm import ir
+
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.recent import MODULE_SIZES, Recent
+from mesh_tensor.program.plan_module import ModulePlan
+from mesh_tensor.runtime.ambient import undisturbed
+from mesh_tensor.runtime.disco import DiscoSession
+from mesh_tensor.runtime.disco.disco_module import WORKER_FUNC, export, to_disco_module
+
+from .module import MeshModule
+from .module_ports import ports_of
+
+
+def to_disco(module: MeshModule) -> ir.IRModule:
+    """What every worker of a Disco session runs: the local module, and `worker_func`, which takes whole tensors on
+    worker 0 and brings every worker its tiles. It is built with `relax.build` like any other."""
+    _check(module, "to_disco")
+    return to_disco_module(module.plan)[0]
+
+
+class DiscoModule:
+    """A module on the workers of a Disco session: global torch tensors in, as `module` takes them, and out.
+
+    `session`: the workers, on the module's mesh; without one it makes its own, with `options` as DiscoSession takes
+    them, and closes it with itself. Weights go to the workers at every call, as the worker function takes them."""
+
+    def __init__(self, module: MeshModule, session: DiscoSession | None = None, **options: Any) -> None:
+        _check(module, "DiscoModule")
+        if session is not None and not isinstance(session, DiscoSession):
+            refuse(f"a {type(session).__name__} is no DiscoSession", where="DiscoModule", fix="mt.DiscoSession(mesh)")
+        if session is not None and (session.mesh != module.mesh or options):
+            refuse(
+                f"the session is for {session.mesh}, the module for {module.mesh}"
+                if not options
+                else "a session and options for one",
+                where="DiscoModule",
+                fix="make a DiscoSession of the module's mesh, or pass none",
+            )
+        self._module, self._built = module, Recent[int, tuple[ModulePlan, Any]](MODULE_SIZES)
+        self._owned = session is None
+        self.session = session or DiscoSession(module.mesh, **options)
+
+    @undisturbed
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """What the function returns.
+
+        Raises:
+            MeshTensorError: the tensors do not fit, TVM can't build the module, or a worker fails.
+        """
+        tensors, plan = self._module.bind(*args, **named)
+        wrong = [name for name, tensor in tensors.items() if not _is_plain(tensor)]
+        if wrong:
+            refuse(
+                [f"argument {name!r} is a {type(tensors[name]).__name__}" for name in wrong],
+                where="DiscoModule",
+                fix="pass plain torch tensors: workers get their tiles from worker 0",
+            )
+        machine = self._machine(plan)
+        held = [self.session.put(tensors[value.name].detach().contiguous()) for value in plan.graph.params]
+        made = self.session.act("run", machine, WORKER_FUNC, *held)
+        ports = {port.name: port for port in ports_of(plan)}
+        wanted = [(path, name) for path, name in _paths(plan.made.result)]
+        gathered = self.session.gather(
+            made, [(path, ports[name].refined, ports[name].sharding.text()) for path, name in wanted]
+        )
+        results = {path: whole.view(ports[name].shape) for (path, name), whole in zip(wanted, gathered, strict=True)}
+        return _tree(plan.made.result, results, ())
+
+    def close(self) -> None:
+        """End the session, if it is this module's own."""
+        self._built = Recent(MODULE_SIZES)
+        if self._owned:
+            self.session.close()
+
+    def __enter__(self) -> DiscoModule:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _machine(self, plan: ModulePlan) -> Any:
+        """The virtual machine of the plan on every worker."""
+        built = self._built.get(id(plan))
+        if built is None:
+            with tempfile.TemporaryDirectory() as folder:
+                path = str(Path(folder, "module.so"))
+                _, executable = to_disco_module(plan)
+                export(executable, path)
+                built = self._built.put(id(plan), (plan, self.session.act("load", path)))
+        return built[1]
+
+
+def run_on_disco(module: MeshModule, *args: Any, threads: bool = False, timeout: float = 60.0, **named: Any) -> Any:
+    """What `module` returns for global torch tensors, run once on Disco workers that are started for it. DiscoModule
+    keeps them for more calls."""
+    with DiscoModule(module, threads=threads, timeout=timeout) as run:
+        return run(*args, **named)
+
+
+def _check(module: Any, caller: str) -> None:
+    if not isinstance(module, MeshModule):
+        refuse(f"{caller} takes a MeshModule, not {type(module).__name__}", fix="make one: mt.distribute_module")
+
+
+def _is_plain(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _paths(tree: Any, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...], str]]:
+    """The names in a tree, with where they are."""
+    if isinstance(tree, str):
+        return [(path, tree)]
+    return [found for index, item in enumerate(tree) for found in _paths(item, (*path, index))]
+
+
+def _tree(tree: Any, results: dict[tuple[int, ...], torch.Tensor], path: tuple[int, ...]) -> Any:
+    if isinstance(tree, str):
+        return results[path]
+    return tuple(_tree(item, results, (*path, index)) for index, item in enumerate(tree))
+
+
+__all__ = ["DiscoModule", "DiscoSession", "run_on_disco", "to_disco"]

@@ -1,0 +1,253 @@
+"""distribute_module: from a Relax module in global view to a callable on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from tvm import ir
+
+from mesh_tensor.annotations.annotate_module import annotate_module, read_module_annotations
+from mesh_tensor.annotations.names import check_module
+from mesh_tensor.annotations.parameters import flat_arguments, with_flat_parameters
+from mesh_tensor.api.explain_module import explain_module
+from mesh_tensor.base.errors import MeshTensorError, refuse, shown
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.recent import MODULE_SIZES, Recent
+from mesh_tensor.program.from_graph import Kernels
+from mesh_tensor.program.plan_module import ModulePlan, plan_module
+from mesh_tensor.program.steps import Program
+from mesh_tensor.runtime.ambient import full_precision, undisturbed
+from mesh_tensor.runtime.module_inputs import ModuleSignature, bound, refuse_outside
+from mesh_tensor.runtime.ranks import is_dtensor, ranks_of
+from mesh_tensor.runtime.ranks.agree import agree
+from mesh_tensor.runtime.ranks.dtensor import mesh_of
+from mesh_tensor.runtime.ranks.faults import Faults
+from mesh_tensor.runtime.ranks.ranks import Ranks
+from mesh_tensor.runtime.virtual.mesh_tensor import ShardingLike
+from mesh_tensor.targets.kernels import find_target
+
+from .module_launch import ModuleLaunch
+from .module_ranks import RankModuleLaunch
+
+
+@undisturbed
+def distribute_module(
+    mod: ir.IRModule,
+    mesh: Any = None,
+    shardings: Mapping[str, ShardingLike] | None = None,
+    *,
+    weights: Mapping[str, Any] | None = None,
+    function: str = "main",
+    target: str = "auto",
+    strict: bool = False,
+    replicate_unknown: bool = False,
+    kernels: Kernels | None = None,
+    check_indices: bool = True,
+    poison: bool = False,
+) -> MeshModule:
+    """Make a Relax module callable on a mesh.
+
+    Args:
+        mod: the module in global view, with annotations (`annotate_module`, `R.dist.annotate_sharding`) or without.
+        mesh: a Mesh, a dict, or a DeviceMesh of torch's, on whose ranks the module then runs; None takes the mesh that
+            the module's annotations are for.
+        shardings: layouts of named parameters and values, as `annotate_module` takes them.
+        weights: parameters that stay, by name (the module's, or that in torch): split once. What is left of the
+            parameters is passed at every call.
+        function: the function to run.
+        target: where kernels run, as in `compile`.
+        strict: refuse annotations that can't be used as stated, instead of changing layouts between them.
+        replicate_unknown: compute operators without a sharding rule on whole tensors, on every device.
+        kernels: operators that run as TileLang kernels: from an operator's name to a function from its call on tiles to
+            a kernel on the operands, then the results, or None (torch computes the call).
+        check_indices: refuse whole tensors on a CPU whose elements are looked up in a table that doesn't have them, as
+            torch does. What is not checked (MeshTensors, DTensors, other devices, computed indices) gives NaN there.
+        poison: on a virtual mesh, padding holds NaN or extreme integers, so that what reads it shows (for tests).
+
+    Returns:
+        The callable. It is planned here, or at the first call with new sizes if the function has symbolic ones.
+
+    Raises:
+        MeshTensorError: what was asked for can't be done; the message names the binding and the operator.
+    """
+    check_module(mod, "distribute_module")
+    if kernels and not (isinstance(kernels, Mapping) and all(callable(made) for made in kernels.values())):
+        refuse(
+            f"the kernels are {shown(kernels)}", fix="give a dict from operators' names to functions that make kernels"
+        )
+    if shardings:
+        if mesh is None:
+            refuse("shardings without a mesh", fix="pass the mesh that they are for")
+        named = mesh_of(mesh) if type(mesh).__name__ == "DeviceMesh" else Mesh(mesh)
+        mod = annotate_module(mod, named, shardings, function)
+    return MeshModule(
+        mod,
+        mesh,
+        weights={} if weights is None else weights,
+        function=function,
+        target=target,
+        strict=strict,
+        replicate_unknown=replicate_unknown,
+        kernels=kernels or {},
+        check_indices=check_indices,
+        poison=poison,
+    )
+
+
+class MeshModule:
+    """A module on a mesh: takes global torch tensors, MeshTensors or DTensors in the order of the function's parameters
+    that are no weights, or by name (a parameter that is a tuple is one per field: `t_0`, ...); gives what the function
+    returns. If any argument is a MeshTensor (a DTensor), all results are.
+
+    It runs on a virtual mesh; if it was made for a DeviceMesh, or gets DTensors, on that one's ranks. There, global
+    tensors are the same on every rank."""
+
+    def __init__(
+        self,
+        mod: ir.IRModule,
+        mesh: Any,
+        *,
+        weights: Mapping[str, Any],
+        function: str,
+        target: str,
+        strict: bool,
+        replicate_unknown: bool,
+        kernels: Kernels,
+        check_indices: bool,
+        poison: bool,
+    ) -> None:
+        self._function, self._target = function, find_target(target)
+        self._strict, self._poison, self._checks_indices = strict, poison, check_indices
+        self._replicate_unknown, self._kernels = replicate_unknown, kernels
+        mod = with_flat_parameters(mod, function)
+        self._signature = ModuleSignature(mod, function)
+        self._weights = weights = self._signature.weights(weights, self._target.device_type)
+        self._device_mesh = mesh if type(mesh).__name__ == "DeviceMesh" else _device_mesh(weights.values())
+        named = mesh_of(mesh) if mesh is self._device_mesh and mesh is not None else mesh
+        self._stated = read_module_annotations(mod, function, None if named is None else Mesh(named), strict=strict)
+        self._mod, self.mesh = self._stated.module, self._stated.mesh
+        self._plans: Recent[tuple[int, ...], ModulePlan] = Recent(MODULE_SIZES)
+        self._launches: Recent[tuple, ModuleLaunch | RankModuleLaunch] = Recent(MODULE_SIZES)
+        self._plan: ModulePlan | None = None
+        if not self._signature.symbols:
+            self._plan = self._planned({})
+
+    @undisturbed
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        arguments = list(flat_arguments(args))
+        device_mesh = self._device_mesh or _device_mesh([*arguments, *named.values()])
+        if device_mesh is None:
+            return self._run(*self._bound(arguments, named))
+        ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
+        with ranks.calls.lane() as lane:
+            try:
+                tensors, sizes = self._bound(arguments, named)
+                self._plan = self._planned(sizes)
+            except MeshTensorError as error:
+                launches = [launch for launch in self._launches if isinstance(launch, RankModuleLaunch)]
+                if not any(launch.lane is lane for launch in launches):  # the others are about to agree
+                    agree(ranks, Faults(ranks, self._function), {}, refusal=str(error))
+                raise
+            return self._run(tensors, sizes, ranks)
+
+    def _bound(self, arguments: list[Any], named: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[Any, int]]:
+        tensors = self._signature.bind(self._weights, arguments, named)
+        return tensors, self._signature.check(tensors, self._target.device_type)
+
+    def _run(self, tensors: Mapping[str, Any], sizes: Mapping[Any, int], ranks: Ranks | None = None) -> Any:
+        launch = self._launch(sizes, ranks)
+        if self._checks_indices:
+            refuse_outside(self.plan.index_checks, tensors, self._function)
+        with torch.no_grad(), full_precision():
+            return launch({name: tensor for name, tensor in tensors.items() if name not in self._weights})
+
+    def bind(self, *args: Any, **named: Any) -> tuple[dict[str, Any], ModulePlan]:
+        """The tensors of a call by parameter, weights among them, and the plan for their sizes; nothing is run."""
+        tensors = self._signature.bind(self._weights, list(flat_arguments(args)), named)
+        self._plan = self._planned(self._signature.check(tensors))
+        return tensors, self._plan
+
+    @property
+    def plan(self) -> ModulePlan:
+        """Every stage of the module's way, for the sizes of the last call."""
+        if self._plan is None:
+            refuse(
+                f"module function {self._function!r} has no plan yet: it has symbolic sizes",
+                fix="call it first; its plan is then that of the sizes it was called with",
+            )
+        return self._plan
+
+    @property
+    def program(self) -> Program:
+        """The steps of every device, for the sizes of the last call."""
+        return self.plan.made.program
+
+    @property
+    def local_module(self) -> ir.IRModule:
+        """The Relax module that one device runs, for the sizes of the last call."""
+        return self.plan.local_module
+
+    def __reduce__(self) -> NoReturn:
+        refuse(
+            "a MeshModule can't be pickled", fix="pickle the weights, save the module, and distribute it again there"
+        )
+
+    def __repr__(self) -> str:
+        names = ", ".join(p.name for p in self._signature.params if p.name not in self._weights)
+        return f"MeshModule({self._function}({names}), {self.mesh}, target={self._target.name!r})"
+
+    def explain(self) -> str:
+        """What was decided, why, and what it costs."""
+        return explain_module(self.plan)
+
+    def _launch(self, sizes: Mapping[Any, int], ranks: Ranks | None) -> ModuleLaunch | RankModuleLaunch:
+        plan = self._plan = self._planned(sizes)
+        key = (self._key(sizes), None if ranks is None else ranks.calls.lane())
+        launch = self._launches.get(key)
+        if launch is None:
+            self._launches.drop(lambda key: key[1] is not None and not key[1].is_current())
+            if ranks is None:
+                launch = ModuleLaunch(plan, self._target, self._weights, poison=self._poison)
+            else:
+                launch = RankModuleLaunch(plan, self._target, ranks, self._weights)
+            self._launches.put(key, launch)
+        return launch
+
+    def _planned(self, sizes: Mapping[Any, int]) -> ModulePlan:
+        key = self._key(sizes)
+        plan = self._plans.get(key)
+        if plan is None:
+            mod = bound(self._mod, self._function, sizes)
+            stated = self._stated.annotations
+            plan = plan_module(
+                mod,
+                self._function,
+                self.mesh,
+                stated,
+                replicate_unknown=self._replicate_unknown,
+                kernels=self._kernels,
+            )
+            self._check_strict(plan)
+            self._plans.put(key, plan)
+        return plan
+
+    def _key(self, sizes: Mapping[Any, int]) -> tuple[int, ...]:
+        return tuple(sizes[var] for var in self._signature.symbols)
+
+    def _check_strict(self, plan: ModulePlan) -> None:
+        if not self._strict or not plan.layouts.conflicts:
+            return
+        why = "the annotations ask for different layouts there"
+        fix = "annotate the values between them so that they agree, or leave out strict"
+        if len(self._stated.annotations) == 1:
+            why = "the one annotation there is can't be used as stated there: an axis splits one factor of an operator"
+            fix = "state another layout for it, or leave out strict"
+        facts = [str(conflict) for conflict in plan.layouts.conflicts]
+        refuse(facts, where=f"module function {self._function!r}, strict", why=why, fix=fix)
+
+
+def _device_mesh(tensors: Iterable[Any]) -> Any:
+    """The DeviceMesh of the DTensors among the tensors, if there are any."""
+    return next((tensor.device_mesh for tensor in tensors if is_dtensor(tensor)), None)

@@ -1,0 +1,54 @@
+"""A planned module on a virtual mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mesh_tensor.program.plan_module import ModulePlan
+from mesh_tensor.runtime.virtual.launch import Launch
+from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
+from mesh_tensor.targets.kernels import Target
+
+from .module_ports import ModulePort, constant_tensor, ports_of
+
+
+class ModuleLaunch:
+    """A plan, ready to run: weights and constants lie on the mesh already."""
+
+    def __init__(
+        self, plan: ModulePlan, target: Target, weights: Mapping[str, torch.Tensor], *, poison: bool = False
+    ) -> None:
+        self.plan, self._run = plan, Launch(plan.made.program, target, poison=poison)
+        made = plan.made
+        self._result = made.result
+        self._ports = {port.name: port for port in ports_of(plan)}
+        self._inputs = dict(zip((value.name for value in plan.graph.params), made.inputs, strict=True))
+        self._held = {
+            name: constant_tensor(constant, made.program.values[name]) for name, constant in made.constants.items()
+        }
+        self._held |= {self._inputs[name]: self._port(name).spread(tensor) for name, tensor in weights.items()}
+        self._outputs = dict.fromkeys(p.name for p in made.program.parameters if p.output is not None)
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor | MeshTensor]) -> Any:
+        """What the function returns for these tensors; weights are there already."""
+        given = {self._inputs[name]: self._port(name).refine(tensor) for name, tensor in tensors.items()}
+        as_mesh_tensors = any(isinstance(tensor, MeshTensor) for tensor in tensors.values())
+        known = {**self._held, **given}
+        made = self._run({**known, **self._outputs}, {}, as_mesh_tensors=as_mesh_tensors)
+        return self._tree(self._result, known | made, as_mesh_tensors)
+
+    def _tree(self, names: Any, values: Mapping[str, Any], as_mesh_tensors: bool) -> Any:
+        if not isinstance(names, str):
+            return tuple(self._tree(item, values, as_mesh_tensors) for item in names)
+        value, port = values[names], self._ports[names]
+        if isinstance(value, MeshTensor) and not as_mesh_tensors:
+            value = value.full()
+        if isinstance(value, torch.Tensor) and as_mesh_tensors:
+            value = port.spread(value)
+        return port.merge(value)
+
+    def _port(self, parameter: str) -> ModulePort:
+        return self._ports[self._inputs[parameter]]

@@ -1,0 +1,97 @@
+"""The boundary of a distributed module: tensors as callers have them, and tiles of dims taken apart into atoms."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from tvm import relax
+
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.plan.atoms import Sizes, made_plain, plain_sharding
+from mesh_tensor.plan.explicit import forms_in
+from mesh_tensor.program.plan_module import ModulePlan
+from mesh_tensor.program.steps import Value
+from mesh_tensor.runtime.placement import layout_of
+from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute, of_tiles
+from mesh_tensor.targets.dtypes import torch_dtype
+
+
+@dataclass(frozen=True)
+class ModulePort:
+    """A parameter or a result: `dims` are the atoms of each of its dims, `sharding` lies over all atoms."""
+
+    name: str
+    dtype: str
+    dims: tuple[Sizes, ...]
+    sharding: Sharding
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the caller knows it."""
+        return tuple(math.prod(atoms) for atoms in self.dims)
+
+    @property
+    def refined(self) -> tuple[int, ...]:
+        """With every dim taken apart."""
+        return tuple(size for atoms in self.dims for size in atoms)
+
+    @property
+    def plain(self) -> Sharding | None:
+        """The layout over the caller's dims, if there is one."""
+        return plain_sharding(self.sharding, self.dims)
+
+    def refine(self, tensor: torch.Tensor | MeshTensor) -> torch.Tensor | MeshTensor:
+        """A tensor of the caller's as the program takes it."""
+        if isinstance(tensor, torch.Tensor):
+            return tensor.detach().contiguous().view(self.refined)
+        if tensor.sharding.mesh != self.sharding.mesh:
+            refuse(
+                f"{self.name!r} is a MeshTensor on {tensor.sharding.mesh}, but the module runs on {self.sharding.mesh}",
+                fix="pass a global tensor, or distribute it on that mesh",
+            )
+        if self.plain is None:
+            return self.spread(tensor.full())
+        return _relabel(tensor.redistribute(self.plain), self.refined, self.sharding)
+
+    def spread(self, tensor: torch.Tensor) -> MeshTensor:
+        """A global tensor, laid out as the program takes it."""
+        whole = tensor.detach().contiguous().view(self.refined)
+        return distribute(whole, self.sharding.mesh, self.sharding)
+
+    def merge(self, result: torch.Tensor | MeshTensor) -> torch.Tensor | MeshTensor:
+        """What the program made, as the caller knows it. A MeshTensor in a layout that has no name over the caller's
+        dims is gathered where that is so."""
+        if isinstance(result, torch.Tensor):
+            return result.view(self.shape)
+        nameable = made_plain(self.sharding, self.dims)
+        named = plain_sharding(nameable, self.dims)
+        assert named is not None
+        return _relabel(result.redistribute(nameable), self.shape, named)
+
+    def torch_dtype(self) -> torch.dtype:
+        """The torch dtype."""
+        return torch_dtype(self.dtype)
+
+
+def _relabel(tensor: MeshTensor, shape: tuple[int, ...], sharding: Sharding) -> MeshTensor:
+    """The same tiles as a tensor of another shape of as many elements, laid out alike."""
+    layout = layout_of(shape, tensor.dtype, sharding)
+    views: dict[int, torch.Tensor] = {}
+    tiles = [views.setdefault(id(tile), tile.view(layout.tile_shape)) for tile in tensor.tiles()]
+    return of_tiles(tiles, layout)
+
+
+def ports_of(plan: ModulePlan) -> list[ModulePort]:
+    """The parameters and results of a plan, on the boundary."""
+    explicit = plan.explicit
+    forms = dict.fromkeys([*explicit.params, *forms_in(explicit.result)])
+    return [ModulePort(form.name, form.dtype, plan.atoms.of[form.value], form.sharding) for form in forms]
+
+
+def constant_tensor(constant: relax.Constant, value: Value) -> MeshTensor:
+    """A constant on every device."""
+    tensor = torch.from_dlpack(constant.data).clone().view(value.shape)
+    return distribute(tensor, value.sharding.mesh, value.sharding)

@@ -1,0 +1,108 @@
+"""A planned module on the ranks of a process group: each rank runs the steps on its own tiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.plan.atoms import made_plain, plain_sharding
+from mesh_tensor.program.plan_module import ModulePlan
+from mesh_tensor.runtime.ranks import is_dtensor, redistribute
+from mesh_tensor.runtime.ranks.agree import agree, digest_of, program_facts
+from mesh_tensor.runtime.ranks.dtensor import as_dtensor, lies_like_torch, local_part
+from mesh_tensor.runtime.ranks.faults import Faults
+from mesh_tensor.runtime.ranks.rank_launch import RankLaunch, Tiling
+from mesh_tensor.runtime.ranks.ranks import Ranks
+from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
+from mesh_tensor.targets.kernels import Target
+
+from .module_ports import ModulePort, constant_tensor, ports_of
+
+
+class RankModuleLaunch:
+    """A plan, ready to run on `ranks`, as one thread calls it. Every rank has to make the same calls."""
+
+    def __init__(self, plan: ModulePlan, target: Target, ranks: Ranks, weights: Mapping[str, Any]) -> None:
+        self.plan, self._ranks, self.lane = plan, ranks, ranks.calls.lane()
+        made = plan.made
+        faults, facts = Faults(ranks, made.program.name), program_facts(made.program, target.name)
+        agree(ranks, faults, facts)
+        self._digest = digest_of(facts)
+        self.lane.run(self._digest)
+        self._run, self._result = RankLaunch(made.program, target, ranks, faults), made.result
+        self._ports = {port.name: port for port in ports_of(plan)}
+        self._inputs = dict(zip((value.name for value in plan.graph.params), made.inputs, strict=True))
+        values = made.program.values
+        self._held = {n: constant_tensor(c, values[n]).padded_tile(ranks.rank) for n, c in made.constants.items()}
+        self._held |= {self._inputs[name]: self._enter(name, tensor, keep=True) for name, tensor in weights.items()}
+
+    def __call__(self, tensors: Mapping[str, Any]) -> Any:
+        """What the function returns: DTensors if any argument is one, else global tensors, the same on every rank."""
+        known = {**self._held, **{self._inputs[name]: self._enter(name, tensor) for name, tensor in tensors.items()}}
+        self.lane.run(self._digest)
+        made = self._run(known, {})
+        as_dtensors = any(is_dtensor(tensor) for tensor in tensors.values())
+        return self._tree(self._result, {**known, **made}, as_dtensors)
+
+    def _enter(self, parameter: str, tensor: Any, keep: bool = False) -> torch.Tensor:
+        """This rank's valid part of an argument. `keep`: its memory does not change with the argument's."""
+        if isinstance(tensor, MeshTensor):
+            refuse(
+                f"parameter {parameter!r}: a MeshTensor, which lies on a virtual mesh, but the module runs on ranks",
+                fix="pass a DTensor, or a global tensor: tensor.full()",
+            )
+        port = self._ports[self._inputs[parameter]]
+        plain = port.plain
+        if is_dtensor(tensor) and plain is not None and lies_like_torch(plain, port.shape):
+            return local_part(redistribute(tensor, plain)).reshape(self._valid(port, port.sharding))
+        whole = local_part(redistribute(tensor, {})) if is_dtensor(tensor) else tensor
+        part = whole.detach().reshape(port.refined)[self._box(port)]
+        return part.clone(memory_format=torch.contiguous_format) if keep else part.contiguous()
+
+    def _tree(self, names: Any, values: Mapping[str, torch.Tensor], as_dtensors: bool) -> Any:
+        if not isinstance(names, str):
+            return tuple(self._tree(item, values, as_dtensors) for item in names)
+        return self._leave(self._ports[names], values[names], as_dtensors)
+
+    def _leave(self, port: ModulePort, local: torch.Tensor, as_dtensor_: bool) -> Any:
+        """A result from this rank's valid part (or tile) of it."""
+        if not as_dtensor_:
+            return self._changed(port, local, Sharding.of(self._ranks.mesh, len(port.refined), {})).view(port.shape)
+        nameable = made_plain(port.sharding, port.dims)
+        named = plain_sharding(nameable, port.dims)
+        assert named is not None
+        if not lies_like_torch(named, port.shape):
+            nameable = named = Sharding.of(self._ranks.mesh, len(port.refined), {})
+            named = Sharding.of(self._ranks.mesh, len(port.shape), {})
+        part = self._changed(port, local, nameable).reshape(self._merged(port, nameable))
+        return as_dtensor(part, self._ranks.device_mesh, named, port.shape)
+
+    def _changed(self, port: ModulePort, local: torch.Tensor, to: Sharding) -> torch.Tensor:
+        """The valid part in another layout. All ranks have to ask."""
+        tiling = Tiling(port.refined, port.torch_dtype(), port.sharding, self._ranks.rank)
+        if to == port.sharding:
+            return tiling.valid(tiling.tile(local))
+        new = Tiling(port.refined, port.torch_dtype(), to, self._ranks.rank)
+        return new.valid(self._run.change(tiling, to, tiling.tile(local)))
+
+    def _valid(self, port: ModulePort, sharding: Sharding) -> tuple[int, ...]:
+        return sharding.valid_extent(port.refined, self._ranks.rank)
+
+    def _merged(self, port: ModulePort, sharding: Sharding) -> tuple[int, ...]:
+        """The valid part's shape with the caller's dims."""
+        valid, start, shape = self._valid(port, sharding), 0, []
+        for atoms in port.dims:
+            shape.append(math.prod(valid[start : start + len(atoms)]))
+            start += len(atoms)
+        return tuple(shape)
+
+    def _box(self, port: ModulePort) -> tuple[slice, ...]:
+        """Where this rank's valid part lies in the refined tensor."""
+        offset = port.sharding.tile_offset(port.refined, self._ranks.rank)
+        extent = self._valid(port, port.sharding)
+        return tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))

@@ -1,0 +1,280 @@
+"""RankKernel: a compiled kernel on the ranks of a process group, called with DTensors or with local tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.recent import KERNEL_SIZES, Recent
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.program.overlap import has_collectives, overlapped, why_in_bulk
+from mesh_tensor.program.steps import CollectiveStep, Program
+from mesh_tensor.runtime.plain_tensors import fix_of, is_dual
+from mesh_tensor.runtime.ranks.agree import agree, digest_of, program_facts
+from mesh_tensor.runtime.ranks.dtensor import PART_FIX, from_placements, is_dtensor, lies_like_torch, part_problem
+from mesh_tensor.runtime.ranks.dtensor_ports import Transfer, enter, leave, transfers
+from mesh_tensor.runtime.ranks.faults import Faults
+from mesh_tensor.runtime.ranks.rank_launch import RankLaunch, Tiling, tilings_of
+from mesh_tensor.runtime.ranks.ranks import Ranks, named
+from mesh_tensor.runtime.ranks.rates import rates_of
+from mesh_tensor.targets.kernels import Target
+
+from .rank_locals import Shapes, global_sizes, guesses, problem, said_key, shares_memory
+from .signature import Signature, Sizes
+
+_SAY_SHAPES = "; of uneven local tensors, say the whole shapes: local(..., shapes=...)"
+_Checked = tuple[Sizes, dict[str, Sharding], bool]  # sizes, how DTensors lie, and whether the caller said all sizes
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A launch for the sizes `key`, and how the DTensors for it lie. `alone`: nothing is exchanged, nobody waits;
+    `digest`: what tells what it exchanges from every other run, if it exchanges something; `guessed`: for uneven tiles
+    ranks take other sizes, which they find out together at every call."""
+
+    key: tuple[int, ...]
+    launch: RankLaunch
+    layouts: dict[str, Sharding]
+    alone: bool
+    digest: int
+    guessed: bool
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a kernel is, whatever runs it. `layouts`: those of the annotated parameters; `ran` is told what a call ran,
+    and how to find out what its DTensors needed."""
+
+    signature: Signature
+    target: Target
+    strict: bool
+    poison: bool
+    overlap: str | int
+    layouts: Mapping[str, Sharding]
+    program_of: Callable[[Sizes], Program]
+    exact_program_of: Callable[[Sizes], Program]
+    ran: Callable[[Program, Callable[[], list[Transfer]]], None]
+
+
+class RankKernel:
+    """The kernel on `ranks`, as one thread calls it. Every rank has to make the same calls."""
+
+    def __init__(self, compiled: Compiled, ranks: Ranks) -> None:
+        self._compiled, self.ranks, self.lane = compiled, ranks, ranks.calls.lane()
+        self._signature, self._device = compiled.signature, compiled.target.device()
+        self._faults, self._name = Faults(ranks, compiled.signature.name), self.lane.named(compiled.signature.name)
+        self._launches: Recent[tuple[int, ...], RankLaunch] = Recent(KERNEL_SIZES)
+        self._facts: Recent[tuple[int, ...], dict[str, str]] = Recent(KERNEL_SIZES)
+        symbols = set(self._signature.symbols)
+        self._size_names = {p.name for p in self._signature.params if not p.is_tensor and p.var in symbols}
+        self._runs: Recent[tuple, _Run] = Recent(KERNEL_SIZES)
+        self._agreed: _Run | None = None  # what the last call ran
+
+    def __call__(self, given: Mapping[str, Any], returned: Sequence[str]) -> list[Any]:
+        """Run on DTensors; the written parameters `returned`, as DTensors that lie as annotated, or as what was
+        passed."""
+        recorded = torch.is_grad_enabled()
+        with self.lane, torch.no_grad():
+            self.lane.kernel = self._name
+            run = self._of_same(self._key(given, recorded), lambda: self._check_dtensors(given, recorded))
+            self._begin(run)
+            launch, layouts = run.launch, run.layouts
+            self._compiled.ran(launch.program, partial(transfers, launch, layouts, returned))
+            tensors = {name: given[name] for name in layouts}
+            locals_ = {name: enter(launch, name, tensor, layouts[name]) for name, tensor in tensors.items()}
+            results = launch(locals_, self._signature.scalars(given), _entangled(locals_))
+            return [leave(launch, name, tensors.get(name), layouts.get(name), results[name]) for name in returned]
+
+    def local(self, given: Mapping[str, Any], returned: Sequence[str], shapes: Shapes) -> list[torch.Tensor]:
+        """Run on this rank's local tensors: valid parts, or whole tiles. `shapes`: global ones, where they are said."""
+        with self.lane:
+            self.lane.kernel = self._name
+            key = ("local", said_key(shapes) if shapes else "", *self._key(given, torch.is_grad_enabled()))
+            guessed = partial(guesses, self._signature, self._compiled.layouts, given, shapes)
+            run = self._of_same(key, lambda: self._check_locals(given, shapes), guessed)
+            launch = run.launch
+            self._begin(run)
+            self._compiled.ran(launch.program, list)
+            locals_ = {name: given[name] for name in launch.tilings if name in given}
+            entangled = len(locals_) > launch.inputs and _entangled(locals_)
+            results = launch(locals_, self._signature.scalars(given), entangled)
+            return [given.get(name, results[name]) for name in returned]
+
+    def _begin(self, run: _Run) -> None:
+        if run.digest:
+            self.lane.run(run.digest)
+        else:
+            self.lane.alone = True
+
+    def is_of_this_thread(self) -> bool:
+        """Whether this thread made it, and what the ranks agreed on still holds."""
+        return not self.ranks.is_gone() and self.ranks.calls.lane() is self.lane
+
+    def refuse_call(self, error: Exception) -> NoReturn:
+        """Raise `error` instead of a call."""
+        with self.lane:
+            self.lane.kernel = self._name
+            self._refuse(error)
+
+    def _refuse(self, error: Exception, guessed: bool = False) -> NoReturn:
+        """Raise. Where the others are about to agree, they hear of it there."""
+        if self._agreed is None or guessed:
+            agree(self.ranks, self._faults, {}, refusal=str(error))
+        self.lane.alone = self._agreed is not None and not self._agreed.digest
+        raise error
+
+    def _of_same(self, key: tuple, check: Callable[[], _Checked], guessed: Callable[[], bool] = bool) -> _Run:
+        """What arguments like those with the same key run: checked the first time, agreed on unless it ran last."""
+        run = self._runs.get(key)
+        if run is None or run.guessed or not (run.alone or run is self._agreed):
+            run = self._runs.put(key, self._ready(check, bool(self._signature.symbols) and guessed()))
+        return run
+
+    def _key(self, given: Mapping[str, Any], recorded: bool) -> tuple:
+        """All of the arguments that checks look at; `recorded`: gradients that they require would be lost."""
+        found: list[object] = []
+        for name, value in given.items():
+            if isinstance(value, torch.Tensor):
+                places = value.stride() if value.layout is torch.strided else value.layout
+                lost = (recorded and value.requires_grad) or is_dual(value)
+                found += (name, type(value), value.shape, value.dtype, value.device, places, lost)
+                if is_dtensor(value):
+                    part = value.to_local().shape
+                    found += (value.placements, value.device_mesh == self.ranks.device_mesh, part)
+            else:
+                found += (name, type(value), value if name in self._size_names else None)
+        return tuple(found)
+
+    def _ready(self, check: Callable[[], _Checked], guessed: bool) -> _Run:
+        """The launch for these arguments, and how they lie. Unless that is as at the last call, the ranks agree on
+        it; once they have the same kernel, they needn't where the caller says all sizes and nothing is exchanged."""
+        try:
+            sizes, layouts, said = check()
+            key = tuple(sizes[var] for var in self._signature.symbols)
+            launch, program = self._launches.get(key), self._compiled.program_of(sizes)
+            self._check_strict(program, layouts)
+        except Exception as error:
+            self._refuse(error, guessed)
+        agreed = self._agreed
+        if not guessed and agreed is not None and agreed.key == key and agreed.layouts == layouts:
+            if agreed.guessed:
+                agreed = self._agreed = replace(agreed, guessed=False)
+            return agreed
+        exchanges = _exchanges(program, layouts)
+        alone = agreed is not None and said and not exchanges
+        digest = 0 if alone else self._agree(key, program, layouts) * exchanges
+        if launch is None:
+            launch = self._launches.put(key, self._make(program, sizes))
+        run = _Run(key, launch, layouts, alone, digest, guessed)
+        if not alone:
+            self._agreed = run
+        return run
+
+    def _agree(self, key: tuple[int, ...], program: Program, layouts: Mapping[str, Sharding]) -> int:
+        """All ranks run this; the digest of it."""
+        compiled = self._compiled
+        options = {"overlap": str(compiled.overlap)}
+        facts = self._facts.made(key, lambda: program_facts(program, compiled.target.name) | options)
+        arguments = ", ".join(f"{name} '{layout}'" for name, layout in layouts.items())
+        facts = {**facts, "layouts of the arguments": arguments}
+        agree(self.ranks, self._faults, facts, fix=_SAY_SHAPES if key and not layouts else "")
+        return digest_of(facts)
+
+    def _make(self, program: Program, sizes: Sizes) -> RankLaunch:
+        compiled = self._compiled
+        if compiled.overlap == "auto" and has_collectives(program):
+            program = self._with_overlap(program, sizes)
+        self.lane.doing = "making the kernel ready"
+        return RankLaunch(program, compiled.target, self.ranks, self._faults, poison=compiled.poison)
+
+    def _with_overlap(self, program: Program, sizes: Sizes) -> Program:
+        """The program with collectives beside kernels where that pays on these ranks."""
+        if self._device.type != "cpu":
+            return replace(program, overlap=(f"auto: in bulk: nothing was measured on {self._device.type} ranks",))
+        rates = rates_of(self.ranks.met)
+        if not sizes:
+            return overlapped(program, rates)
+        if why := why_in_bulk(program, rates):
+            return replace(program, overlap=(f"auto: in bulk: {why}",))
+        return overlapped(self._compiled.exact_program_of(sizes), rates)
+
+    def _check_dtensors(self, given: Mapping[str, Any], recorded: bool) -> _Checked:
+        tensors = {name: value for name, value in given.items() if name in self._signature.tensors}
+        problems = [
+            f"parameter {name!r}: a {type(value).__name__}, but other parameters are DTensors"
+            if not is_dtensor(value)
+            else f"parameter {name!r}: on {named(value.device_mesh)}, but expected {named(self.ranks.device_mesh)}"
+            for name, value in tensors.items()
+            if not is_dtensor(value) or value.device_mesh != self.ranks.device_mesh
+        ]
+        if problems:
+            fix = "pass DTensors of one DeviceMesh (torch.distributed.tensor.distribute_tensor makes them)"
+            refuse(problems, where=self._where(), fix=fix)
+        mesh, rank = self.ranks.mesh, self.ranks.rank
+        with torch.set_grad_enabled(recorded):
+            sizes = self._signature.check(given, mesh, self._device)
+        layouts = {name: from_placements(mesh, t.ndim, t.placements) for name, t in tensors.items()}
+        parts = {name: part_problem(tensor, layouts[name], rank) for name, tensor in tensors.items()}
+        problems = [f"parameter {name!r}: {words}" for name, words in parts.items() if words]
+        if problems:
+            refuse(problems, where=self._where(), fix=PART_FIX)
+        return sizes, layouts, True
+
+    def _check_locals(self, given: Mapping[str, Any], shapes: Shapes) -> _Checked:
+        sizes, said = global_sizes(self._signature, self._compiled.layouts, given, shapes, self._where())
+        program = self._compiled.program_of(sizes)
+        problems = self._problems(tilings_of(program, self.ranks.rank), given)
+        written = [p.name for p in program.parameters if p.output is not None]
+        problems += [f"parameter {n!r}: {words}" for n in written if (words := shares_memory(given.get(n)))]
+        if problems:
+            fix = "pass this rank's part of every tensor, or its whole tile, padding included"
+            fix = fix_of(problems, given.values(), fix)
+            refuse(problems, where=self._where(), fix=fix)
+        return sizes, {}, said
+
+    def _problems(self, tilings: Mapping[str, Tiling], given: Mapping[str, Any]) -> list[str]:
+        """What is wrong with local tensors."""
+        found = {name: problem(tilings[name], self._device, given[name]) for name in tilings if name in given}
+        return [f"parameter {name!r}: {words}" for name, words in found.items() if words]
+
+    def _check_strict(self, program: Program, layouts: Mapping[str, Sharding]) -> None:
+        if not self._compiled.strict:
+            return
+        problems = []
+        for parameter in program.parameters:
+            expected = program.values[str(parameter.input or parameter.output)].sharding
+            layout = layouts.get(parameter.name, expected)
+            if layout != expected:
+                problems.append(f"parameter {parameter.name!r}: lies as '{layout}', but expected '{expected}'")
+        if problems:
+            fix = "redistribute the DTensor so, or compile without strict=True"
+            refuse(problems, where=self._where(), fix=fix)
+
+    def _where(self) -> str:
+        return f"call of kernel {self._signature.name!r} on {self.ranks.mesh}"
+
+
+def _exchanges(program: Program, layouts: Mapping[str, Sharding]) -> bool:
+    """Whether ranks exchange anything: in the program, or because DTensors lie otherwise than it takes and makes
+    them."""
+    if any(isinstance(step, CollectiveStep) for step in program.steps):
+        return True
+    for parameter in program.parameters if layouts else ():
+        value = program.values[str(parameter.input or parameter.output)]
+        layout = layouts.get(parameter.name, value.sharding)
+        if layout != value.sharding or not lies_like_torch(layout, value.shape):
+            return True
+    return False
+
+
+def _entangled(tensors: Mapping[str, torch.Tensor | None]) -> bool:
+    """Some of them may overlap in memory."""
+    places = [
+        tensor.untyped_storage().data_ptr() for tensor in tensors.values() if tensor is not None and tensor.numel()
+    ]
+    return len(set(places)) < len(places)

@@ -1,0 +1,165 @@
+"""What a kernel takes: its parameters as its caller sees them, and the checks of what a call brings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from tvm import tirx
+
+from mesh_tensor.annotations.specialize import evaluate, symbols
+from mesh_tensor.base.errors import refuse, shown
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.runtime.plain_tensors import why_not_plain
+from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
+from mesh_tensor.targets.dtypes import torch_dtype
+
+Sizes = dict[tirx.Var, int]
+_WRITTEN = "allocate what the kernel writes into contiguous, as torch.empty does: a copy's result would be lost"
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter: a tensor of `shape` (which may hold symbols), or a scalar, whose `shape` is None."""
+
+    name: str
+    dtype: str
+    shape: tuple[Any, ...] | None
+    var: tirx.Var
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor, not a scalar."""
+        return self.shape is not None
+
+    def number(self, value: Any) -> int | float:
+        """A scalar argument as a Python number."""
+        return float(value) if "float" in self.dtype else int(value)
+
+
+class Signature:
+    """The parameters of `func`, and how arguments are checked against them. `written`: those that it writes into."""
+
+    def __init__(self, func: tirx.PrimFunc) -> None:
+        self.name = str(func.attrs["global_symbol"]) if func.attrs and "global_symbol" in func.attrs else "kernel"
+        self.symbols = symbols(func)
+        self.params = tuple(_param(func, var, self.symbols) for var in func.params)
+        self.tensors = {param.name: param for param in self.params if param.is_tensor}
+        self.written: frozenset[str] = frozenset()
+        self._scalars = [param for param in self.params if not param.is_tensor]
+
+    def scalars(self, args: Mapping[str, Any]) -> dict[str, int | float]:
+        """The numbers among checked `args`, as Python's own."""
+        return {p.name: p.number(args[p.name]) for p in self._scalars if p.name in args}
+
+    def check(self, args: Mapping[str, Any], mesh: Mesh, device: torch.device) -> Sizes:
+        """The sizes of the symbols, or a MeshTensorError that names everything that is wrong with `args`: parameter
+        names to tensors and numbers; parameters that are left out are not checked."""
+        sizes: Sizes = {}
+        problems: list[tuple[str, str]] = []
+        for param in self.params:
+            if param.name in args:
+                problem = _check(param, args[param.name], sizes, mesh, device, param.name in self.written)
+                problems += [] if problem is None else [(f"parameter {param.name!r}: {problem[0]}", problem[1])]
+        if not problems:
+            problems += self._check_expressions(args, sizes)
+        if problems:
+            fixes = "; ".join(dict.fromkeys(fix for _, fix in problems))
+            refuse([fact for fact, _ in problems], where=f"call of kernel {self.name!r}", fix=fixes)
+        return sizes
+
+    def _check_expressions(self, args: Mapping[str, Any], sizes: Sizes) -> list[tuple[str, str]]:
+        """Dims such as `2 * n`, once the symbols are known; and that they are."""
+        if not self.symbols:
+            return []
+        unknown = [var.name for var in self.symbols if var not in sizes]
+        if unknown:
+            fix = "pass the tensors that have these sizes, outputs too"
+            return [(f"no argument says how large {', '.join(unknown)} is", fix)]
+        problems = []
+        for name, param in self.tensors.items():
+            expected = tuple(evaluate(size, sizes) for size in param.shape or ())
+            if name in args and (actual := tuple(args[name].shape)) != expected:
+                fact = f"parameter {name!r}: shape {actual}, but expected {expected} = {_words(param.shape)}"
+                problems.append((fact, "pass tensors of the expected shapes"))
+        return problems
+
+
+def _param(func: tirx.PrimFunc, var: tirx.Var, found: tuple[tirx.Var, ...]) -> Param:
+    # One Python object per symbol: two for the same variable are compared as expressions, which takes long.
+    one = {symbol: symbol for symbol in found}
+    buffer = func.buffer_map.get(var)
+    if buffer is None:
+        return Param(var.name, str(var.dtype), None, one.get(var, var))
+    shape = tuple(int(size) if isinstance(size, (int, tirx.IntImm)) else one.get(size, size) for size in buffer.shape)
+    return Param(buffer.name, str(buffer.dtype), shape, var)
+
+
+def _check(
+    param: Param, value: Any, sizes: Sizes, mesh: Mesh, device: torch.device, is_written: bool
+) -> tuple[str, str] | None:
+    """What is wrong with one argument, and the way out."""
+    if param.shape is None:
+        return _check_scalar(param, value, sizes)
+    if not isinstance(value, (torch.Tensor, MeshTensor)):
+        return (
+            f"a {type(value).__name__}, but expected a torch tensor or a MeshTensor",
+            "pass tensors, e.g. torch.as_tensor",
+        )
+    dtype = torch_dtype(param.dtype)
+    if value.dtype != dtype:
+        return f"dtype {_name(value.dtype)}, but expected {_name(dtype)}", f"convert it with .to({dtype})"
+    if not _fits(param.shape, value.shape, sizes):
+        expected = _words(param.shape, sizes)
+        return f"shape {tuple(value.shape)}, but expected {expected}", "pass tensors of the expected shapes"
+    if isinstance(value, torch.Tensor) and (problem := why_not_plain(value)):
+        return problem
+    if value.device != device:
+        return f"on device {value.device}, but expected {device}", f"move it with .to({str(device)!r})"
+    if isinstance(value, MeshTensor):
+        fix = "distribute it on the kernel's mesh, or pass its .full()"
+        return None if value.mesh == mesh else (f"a MeshTensor on {value.mesh}, but expected {mesh}", fix)
+    if value.is_neg():
+        return "a view that torch negates when it reads it", _WRITTEN if is_written else "pass a copy: .resolve_neg()"
+    if not value.is_contiguous():
+        fact = f"layout is not contiguous (strides {value.stride()})"
+        return fact, _WRITTEN if is_written else "pass a copy: .contiguous()"
+    return None
+
+
+def _check_scalar(param: Param, value: Any, sizes: Sizes) -> tuple[str, str] | None:
+    wanted = Real if "float" in param.dtype else Integral
+    if not isinstance(value, wanted):
+        return (
+            f"{shown(value)}, but expected a number ({param.dtype})",
+            f"pass a Python {wanted.__name__.lower()} number",
+        )
+    if isinstance(value, Integral) and sizes.setdefault(param.var, int(value)) != int(value):
+        return f"{value}, but the tensors have {sizes[param.var]} there", "pass the size that the tensors have"
+    return None
+
+
+def _fits(shape: Sequence[Any], actual: Sequence[int], sizes: Sizes) -> bool:
+    """Whether constants and symbols agree; learns what the symbols are. Expressions are checked later."""
+    if len(shape) != len(actual):
+        return False
+    learnt = dict(sizes)
+    for expected, size in zip(shape, actual, strict=True):
+        if isinstance(expected, tirx.Var):
+            expected = learnt.setdefault(expected, int(size))
+        if isinstance(expected, int) and expected != size:
+            return False
+    sizes.update(learnt)
+    return True
+
+
+def _words(shape: Sequence[Any] | None, sizes: Mapping[tirx.Var, int] | None = None) -> str:
+    parts = [f"{size}={sizes[size]}" if sizes and size in sizes else str(size) for size in shape or ()]
+    return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""Values without TVM or torch: meshes, shardings, errors."""

@@ -1,0 +1,240 @@
+"""Sharding: how a tensor lies on a mesh, and which part of it each device holds.
+
+Per mesh axis a placement: `Shard(dim)`, `Replicate()` or `Partial(op)`. Several axes may split one dim; then each axis,
+in mesh order, splits the tile that the axes before it leave, so a collective over one axis stays within a parent tile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from .errors import MeshTensorError, refuse
+from .mesh import Mesh
+from .placement import REDUCTION_OPS, Partial, Placement, Replicate, Shard, collect, how_to_state, state
+from .sharding_text import how_to_write, parse_text
+
+__all__ = ["REDUCTION_OPS", "Partial", "Placement", "Replicate", "Shard", "Sharding", "ceildiv"]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a tensor of `ndim` dims lies on `mesh`. Canonical: equal layouts are equal objects by value and hash.
+
+    `dims` has, per dim, the axes that split it (mesh order, major first); `partial` has (axis, op) in mesh order; all
+    other axes replicate.
+
+    >>> s = Sharding.make(Mesh({"x": 2, "y": 2}), 2, {"x": 0, "y": 1})
+    >>> str(s), s.tile_shape((5, 8)), s.tile_offset((5, 8), 3), s.valid_extent((5, 8), 3)
+    ('S[0], S[1]', (3, 4), (3, 4), (2, 4))
+    """
+
+    mesh: Mesh
+    ndim: int
+    dims: tuple[tuple[str, ...], ...]
+    partial: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        mesh = Mesh(self.mesh)
+        stated: list[tuple[str, Placement]] = [(a, Shard(d)) for d, axes in enumerate(self.dims) for a in axes]
+        stated += [(axis, Partial(op)) for axis, op in self.partial]
+        by_axis, problems = collect(mesh, self.ndim, stated)
+        if len(self.dims) != self.ndim:
+            problems.append(f"dims {self.dims} are not those of {self.ndim} dims")
+        if problems:
+            refuse(problems, where=f"a Sharding on {mesh}", fix=how_to_state(mesh, self.ndim))
+        dims, partial = _canonical(mesh, self.ndim, by_axis)
+        for name, value in (("mesh", mesh), ("dims", dims), ("partial", partial)):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "_hash", hash((mesh, self.ndim, dims, partial)))
+        object.__setattr__(self, "_shards", tuple(math.prod(mesh.size(axis) for axis in axes) for axes in dims))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]  # set above
+
+    def __reduce__(self) -> tuple:
+        """Made anew: another process hashes strings differently."""
+        return Sharding, (self.mesh, self.ndim, self.dims, self.partial)
+
+    @staticmethod
+    def of(mesh: Mesh | Mapping[str, int], ndim: int, placements: Mapping[str, Placement]) -> Sharding:
+        """The Sharding with these placements, axis -> placement; an axis left out is replicated.
+
+        >>> str(Sharding.of(Mesh({"x": 2, "y": 2}), 2, {"y": Shard(0)}))
+        'R, S[0]'
+        """
+        mesh = Mesh(mesh)
+        by_axis, problems = collect(mesh, ndim, list(placements.items()))
+        if problems:
+            refuse(problems, where=f"a tensor of {ndim} dims on {mesh}", fix=how_to_state(mesh, ndim))
+        return _interned(mesh, ndim, *_canonical(mesh, ndim, by_axis))
+
+    @staticmethod
+    def make(
+        mesh: Mesh | Mapping[str, int],
+        ndim: int,
+        sharding: Mapping[str, Any] | Sequence[Any] | None = None,
+        *,
+        replicate: str | Iterable[str] = (),
+        partial: Mapping[str, str] | None = None,
+        name: str = "",
+    ) -> Sharding:
+        """The Sharding that `sharding` (axis -> dim, or None for replicated) states, checked. An axis left out is
+        replicated; `replicate` states that again and is checked; `partial` is axis -> op. Negative dims count from
+        the end. A list has one of these per axis; instead of a dim, a placement, ours or torch's, will do. `name` is
+        the buffer's, for messages.
+
+        >>> str(Sharding.make(Mesh({"x": 2, "y": 2}), 2, {"x": -1}, partial={"y": "sum"}))
+        'S[1], P[sum]'
+        """
+        mesh = Mesh(mesh)
+        by_axis, problems = state(mesh, ndim, sharding, replicate, partial)
+        if problems:
+            refuse(problems, where=_where(mesh, ndim, name), fix=how_to_state(mesh, ndim))
+        return Sharding.of(mesh, ndim, by_axis)
+
+    @staticmethod
+    def parse(mesh: Mesh | Mapping[str, int], ndim: int, text: str, *, name: str = "") -> Sharding:
+        """The Sharding that `text` states: `{"x": 0, "y": 1}`, or DistIR's `S[0], R` with one placement per mesh axis.
+
+        >>> mesh = Mesh({"x": 2, "y": 2})
+        >>> Sharding.parse(mesh, 2, '{"x": 0}') == Sharding.parse(mesh, 2, "S[0], R")
+        True
+        """
+        mesh = Mesh(mesh)
+        try:
+            sharding, partial = parse_text(mesh, text)
+        except MeshTensorError as error:
+            refuse(str(error), where=_where(mesh, ndim, name), fix=how_to_write(mesh))
+        return Sharding.make(mesh, ndim, sharding, partial=partial, name=name)
+
+    def text(self) -> str:
+        """DistIR's form, one placement per mesh axis: `S[0], R`. `parse` reads it."""
+        return ", ".join(str(placement) for placement in self.placements().values())
+
+    def as_dict(self) -> dict[str, int]:
+        """The dict form, axis -> dim, of the axes that split a dim."""
+        return {axis: dim for axis in self.mesh if (dim := self.dim_of(axis)) is not None}
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __repr__(self) -> str:
+        return f'Sharding({self.mesh}, {self.ndim}, "{self}")'
+
+    def placement(self, axis: str) -> Placement:
+        """What `axis` does with the tensor."""
+        dim, op = self.dim_of(axis), self.partial_op(axis)
+        if dim is not None:
+            return Shard(dim)
+        return Replicate() if op is None else Partial(op)
+
+    def placements(self) -> dict[str, Placement]:
+        """What every axis does with the tensor, in mesh order."""
+        return {axis: self.placement(axis) for axis in self.mesh}
+
+    def dim_of(self, axis: str) -> int | None:
+        """The dim that `axis` splits, or None."""
+        self.mesh.check_axes((axis,))
+        return next((dim for dim, axes in enumerate(self.dims) if axis in axes), None)
+
+    def axes_of(self, dim: int) -> tuple[str, ...]:
+        """The axes that split `dim`, major first."""
+        return self.dims[dim]
+
+    def partial_op(self, axis: str) -> str | None:
+        """The op that combines what the devices along `axis` hold, or None if `axis` is not partial."""
+        self.mesh.check_axes((axis,))
+        return dict(self.partial).get(axis)
+
+    def num_shards(self, dim: int) -> int:
+        """In how many tiles `dim` is split."""
+        shards: tuple[int, ...] = self._shards  # type: ignore[attr-defined]  # set above
+        return shards[dim]
+
+    def with_shard(self, axis: str, dim: int) -> Sharding:
+        """The same, but `axis` splits `dim`."""
+        return self._with(axis, Shard(dim))
+
+    def with_replicate(self, axis: str) -> Sharding:
+        """The same, but replicated along `axis`."""
+        return self._with(axis, Replicate())
+
+    def with_partial(self, axis: str, op: str) -> Sharding:
+        """The same, but what the devices along `axis` hold combines by `op`."""
+        return self._with(axis, Partial(op))
+
+    def _with(self, axis: str, placement: Placement) -> Sharding:
+        return Sharding.of(self.mesh, self.ndim, {**self.placements(), axis: placement})
+
+    def tile_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
+        """The shape that every device allocates: ceildiv(dim, axis sizes). Dims may be symbolic."""
+        self._check_rank(shape)
+        return tuple(map(ceildiv, shape, self._shards))  # type: ignore[attr-defined]  # set above
+
+    def tile_steps(self, dim: int, size: Any) -> tuple[tuple[str, Any], ...]:
+        """Per axis that splits `dim`: by how many elements one step along it moves the tile. A tile's offset is the
+        sum of coordinate * step. `size` may be symbolic.
+
+        >>> Sharding.make(Mesh({"x": 2, "y": 2}), 1, {"x": 0, "y": 0}).tile_steps(0, 7)
+        (('x', 4), ('y', 2))
+        """
+        steps = []
+        for axis in self.dims[dim]:
+            size = ceildiv(size, self.mesh.size(axis))
+            steps.append((axis, size))
+        return tuple(steps)
+
+    def tile_offset(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+        """Where the tile of device `rank` starts in the tensor (past its end, perhaps, if that tile is empty)."""
+        self._check_rank(shape)
+        at = self.mesh.coordinate(rank)
+        return tuple(sum(at[a] * step for a, step in self.tile_steps(d, size)) for d, size in enumerate(shape))
+
+    def valid_extent(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+        """How much of the tile of device `rank` holds elements of the tensor, per dim: 0..tile; the rest is padding."""
+        self._check_rank(shape)
+        at, extents = self.mesh.coordinate(rank), list(shape)
+        for dim, axes in enumerate(self.dims):
+            for axis, step in self.tile_steps(dim, shape[dim]) if axes else ():
+                extents[dim] = max(0, min(step, extents[dim] - at[axis] * step))
+        return tuple(extents)
+
+    def _check_rank(self, shape: Sequence[Any]) -> None:
+        if len(shape) != self.ndim:
+            refuse(f"shape {tuple(shape)} has {len(shape)} dims, but the sharding '{self}' is for {self.ndim}")
+
+
+def _canonical(
+    mesh: Mesh, ndim: int, by_axis: Mapping[str, Placement]
+) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, str], ...]]:
+    """`dims` and `partial` of a Sharding, in mesh order."""
+    dims: list[list[str]] = [[] for _ in range(ndim)]
+    partial = []
+    for axis in mesh:
+        placement = by_axis.get(axis)
+        if isinstance(placement, Shard):
+            dims[placement.dim].append(axis)
+        elif isinstance(placement, Partial):
+            partial.append((axis, placement.op))
+    return tuple(map(tuple, dims)), tuple(partial)
+
+
+@lru_cache(maxsize=4096)
+def _interned(
+    mesh: Mesh, ndim: int, dims: tuple[tuple[str, ...], ...], partial: tuple[tuple[str, str], ...]
+) -> Sharding:
+    """Equal layouts, most of the time as one object."""
+    return Sharding(mesh, ndim, dims, partial)
+
+
+def ceildiv(size: Any, parts: int) -> Any:
+    """`size / parts` rounded up; `size` may be symbolic, and stays as it is when `parts` is 1."""
+    return size if parts == 1 else (size + parts - 1) // parts
+
+
+def _where(mesh: Mesh, ndim: int, name: str) -> str:
+    return f"buffer {name!r} ({ndim} dims) on {mesh}" if name else f"a tensor of {ndim} dims on {mesh}"

@@ -1,0 +1,8 @@
+"""Modules that were made elsewhere: torch, ONNX, files of TVM."""
+
+from .imported import ImportedModule
+from .onnx_frontend import from_onnx
+from .saved import load_module, save_module
+from .torch_frontend import from_torch
+
+__all__ = ["ImportedModule", "from_onnx", "from_torch", "load_module", "save_module"]

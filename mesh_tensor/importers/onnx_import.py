@@ -1,0 +1,205 @@
+"""import_onnx: an ONNX model as a Relax module."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import math
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from tvm import ir
+
+from mesh_tensor.annotations.annotate_module import SOURCE_NAMES_ATTR
+from mesh_tensor.annotations.names import renamed_parameters
+from mesh_tensor.base.errors import MeshTensorError, refuse
+
+from .imported import ImportedModule, identifiers
+from .onnx_sizes import check_sizes, settle_names
+
+_WHOLE = {6, 7}  # onnx.TensorProto's int32 and int64
+_FEW = 64
+
+
+def import_onnx(path: str | os.PathLike[str], shapes: Mapping[str, Sequence[int]] | None = None) -> ImportedModule:
+    """The Relax module of an ONNX file: `mesh_tensor.from_onnx`, without its check of results."""
+    onnx, frontend = _packages()
+    model = _loaded(onnx, path)
+    graph = model.graph
+    settle_names(graph)
+    try:
+        _settle(onnx, graph)
+    except (IndexError, AttributeError, TypeError, ValueError) as error:  # a node without what its operator has
+        _refuse_import(error, path)
+    names = identifiers([t.name for t in graph.initializer], [])
+    places = {name: f"p{index}_" for index, name in enumerate(names)}
+    inputs = [value.name for value in graph.input if value.name not in places]
+    names = identifiers([*inputs, *places], [])
+    unknown = [name for name in shapes or {} if name not in inputs]
+    if unknown:
+        refuse([f"`shapes` has {name!r}, which is no input" for name in unknown], fix=f"the inputs are {inputs}")
+    check_sizes(onnx, model, shapes or {}, os.fspath(path))
+    _rename(graph, places)
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        try:
+            mod = frontend(model, shape_dict=dict(shapes or {}), keep_params_in_input=True, sanitize_input_names=False)
+        except Exception as error:  # TVM's importer raises what it happens to meet
+            _refuse_import(error, path)
+    return _named(mod, names, {places[name]: name for name in places})
+
+
+def _refuse_import(error: Exception, path: str | os.PathLike[str]) -> NoReturn:
+    if isinstance(error, MeshTensorError):
+        raise error
+    refuse(f"the model can't be imported: {error}", where=str(path), fix="export it with other operators")
+
+
+def _packages() -> tuple[Any, Any]:
+    """The package onnx, and TVM's importer."""
+    try:
+        onnx = importlib.import_module("onnx")
+        module = importlib.import_module("tvm.relax.frontend.onnx")
+    except ImportError as error:
+        refuse("from_onnx needs the package onnx", why=str(error), fix="pip install onnx")
+    return onnx, module.from_onnx
+
+
+def _loaded(onnx: Any, path: str | os.PathLike[str]) -> Any:
+    if not isinstance(path, (str, os.PathLike)) or not os.path.isfile(path):
+        refuse(f"there is no file {path!r}", fix="pass the path of an ONNX file")
+    try:
+        model = onnx.load(os.fspath(path))
+        onnx.checker.check_model(model)
+    except Exception as error:  # protobuf's and the checker's own classes
+        refuse(f"{os.fspath(path)!r} is no valid ONNX model", why=str(error), fix="export it again")
+    return model
+
+
+def _settle(onnx: Any, graph: Any) -> None:
+    """Make constants of what is no weight but says how operators work (sizes, axes, counts), which TVM's importer has
+    to know; and write some operators as it reads them."""
+    results = {value.name for value in graph.output}
+    small = [
+        tensor
+        for tensor in graph.initializer
+        if tensor.data_type in _WHOLE and len(tensor.dims) < 2 and math.prod(tensor.dims) <= _FEW
+    ]
+    settled = {tensor.name: tensor for tensor in small if tensor.name not in results}
+    for values in (graph.initializer, graph.input):
+        kept = [value for value in values if value.name not in settled]
+        del values[:]
+        values.extend(kept)
+    nodes = [_constant(onnx, name, tensor) for name, tensor in settled.items()]
+    for node in graph.node:
+        rewrite = _REWRITTEN.get(node.op_type)
+        nodes += rewrite(onnx, graph, settled, node) if rewrite else [node]
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _layer_norm(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> list[Any]:
+    """With a bias: without one, TVM's importer takes the wrong size."""
+    scale = next((tensor for tensor in graph.initializer if tensor.name == node.input[1]), None)
+    if scale is None or "".join(node.input[2:]):
+        return [node]
+    name = f"{node.output[0]}_bias"
+    node.input[2:] = [name]
+    zeros = onnx.helper.make_tensor(name, scale.data_type, scale.dims, [0.0] * math.prod(scale.dims))
+    return [_constant(onnx, name, zeros), node]
+
+
+def _topk(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> list[Any]:
+    """With a count that is no vector, which TVM's importer can't take the number out of; it makes int32 of indices."""
+    count = settled.get(node.input[1]) or _made(graph, node.input[1])
+    if count is None:
+        return [node]
+    name, indices = (f"{node.output[1]}_{what}" for what in ("count", "int32"))
+    cast = onnx.helper.make_node("Cast", [indices], [node.output[1]], to=onnx.TensorProto.INT64)
+    node.input[1], node.output[1] = name, indices
+    count = onnx.helper.make_tensor(name, count.data_type, [], onnx.numpy_helper.to_array(count).flatten())
+    return [_constant(onnx, name, count), node, cast]
+
+
+def _one_hot(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> list[Any]:
+    """With the indices that count from the end as those from the start, which TVM's importer does not know, and a depth
+    that is no vector."""
+    count = settled.get(node.input[1]) or _made(graph, node.input[1])
+    if count is None:
+        return [node]
+    make, where = onnx.helper.make_node, node.output[0]
+    whole, zero, depth, negative, from_start, places = (
+        f"{where}_{n}" for n in ("i", "zero", "depth", "neg", "up", "at")
+    )
+    number = onnx.numpy_helper.to_array(count).astype(np.int64).flatten()
+    constants = {zero: [0], depth: number}
+    made = [
+        _constant(onnx, name, onnx.helper.make_tensor(name, onnx.TensorProto.INT64, [], value))
+        for name, value in constants.items()
+    ]
+    steps = [
+        make("Cast", [node.input[0]], [whole], to=onnx.TensorProto.INT64),
+        make("Less", [whole, zero], [negative]),
+        make("Add", [whole, depth], [from_start]),
+        make("Where", [negative, from_start, whole], [places]),
+    ]
+    node.input[0], node.input[1] = places, depth
+    return [*made, *steps, node]
+
+
+def _is_inf(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> list[Any]:
+    """Of both signs: TVM's importer leaves out which ones."""
+    if any(attribute.i == 0 for attribute in node.attribute):
+        refuse("IsInf of one sign is not supported", where=f"node {node.name or node.output[0]!r}", fix="compare")
+    return [node]
+
+
+_REWRITTEN = {"LayerNormalization": _layer_norm, "TopK": _topk, "OneHot": _one_hot, "IsInf": _is_inf}
+
+
+def _constant(onnx: Any, name: str, tensor: Any) -> Any:
+    return onnx.helper.make_node("Constant", [], [name], value=tensor)
+
+
+def _made(graph: Any, name: str) -> Any:
+    """The tensor of the Constant of that name."""
+    nodes = [node for node in graph.node if node.op_type == "Constant" and node.output[0] == name]
+    return next((attribute.t for node in nodes for attribute in node.attribute if attribute.name == "value"), None)
+
+
+def _rename(graph: Any, names: Mapping[str, str]) -> None:
+    """Give initializers other names: TVM strips letters off theirs, and takes those that become equal for one."""
+    for tensor in graph.initializer:
+        tensor.name = names[tensor.name]
+    for value in graph.input:
+        value.name = names.get(value.name, value.name)
+    for value in graph.output:
+        value.name = names.get(value.name, value.name)
+    _rename_uses(graph, names)
+
+
+def _rename_uses(graph: Any, names: Mapping[str, str]) -> None:
+    for node in graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        for attribute in node.attribute:
+            for inner in [attribute.g, *attribute.graphs]:
+                hidden = {tensor.name for tensor in inner.initializer} | {value.name for value in inner.input}
+                _rename_uses(inner, {old: new for old, new in names.items() if old not in hidden})
+
+
+def _named(mod: ir.IRModule, names: Mapping[str, str], origin: Mapping[str, str]) -> ImportedModule:
+    """The weights that the function takes, and the module with their names. `origin`: TVM's name -> the file's."""
+    func = mod["main"]
+    values = list(func.attrs["params"]) if "params" in func.attrs else []
+    weights = [var.name_hint for var in func.params[len(func.params) - len(values) :]]
+    new = {var.name_hint: names[origin.get(var.name_hint, var.name_hint)] for var in func.params}
+    kept = {origin.get(old, old): name for old, name in new.items()}
+    func = renamed_parameters(mod, func.without_attr("params"), new).with_attr(SOURCE_NAMES_ATTR, kept)
+    mod.update_func(mod.get_global_var("main"), func)
+    params = {new[old]: torch.from_numpy(np.array(value.numpy())) for old, value in zip(weights, values, strict=True)}
+    return ImportedModule(mod, params, kept)

@@ -1,0 +1,216 @@
+"""import_torch: an exported torch program as a Relax module, the types of every operator's results checked."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
+from tvm import ir, relax
+from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
+
+from mesh_tensor.annotations.annotate_module import SOURCE_NAMES_ATTR
+from mesh_tensor.annotations.names import renamed_parameters
+from mesh_tensor.base.errors import listing, refuse
+
+from .imported import ImportedModule, identifiers
+from .low_precision import allow_constants
+from .torch_args import with_sizes_as_tensors
+from .torch_numbers import WITH_NUMBERS
+from .torch_ops import CONVERTERS, KEPT
+from .torch_weights import without_tied
+
+_INPUTS = {InputKind.USER_INPUT, InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
+
+
+def import_torch(program: torch.export.ExportedProgram) -> ImportedModule:
+    """The Relax module of an exported program: `mesh_tensor.from_torch`, without its check of results."""
+    if not isinstance(program, torch.export.ExportedProgram):
+        refuse(f"a {type(program).__name__} is no exported program", fix="pass torch.export.export(model, inputs)")
+    table = torch.export.default_decompositions()
+    for op in KEPT:
+        table.pop(op, None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="`isinstance.treespec, LeafSpec", category=FutureWarning
+        )  # torch's own
+        try:
+            program = program.run_decompositions(table)
+        except Exception as error:  # torch's own, of what it can't take apart
+            refuse("torch can't take the program apart into operators", why=str(error), fix=_FIX)
+    _check(program)
+    allow_constants()
+    importer = _Importer()
+    mod = importer.from_exported_program(
+        program,
+        keep_params_as_input=True,
+        unwrap_unit_return_tuple=True,
+        no_bind_return_tuple=False,
+        custom_convert_map=None,
+    )
+    return _named(mod, program, importer)
+
+
+class _Importer(ExportedProgramImporter):
+    """TVM's importer, with every operator's conversion checked."""
+
+    def create_convert_map(self) -> dict[str, Callable[[torch.fx.Node], relax.Expr]]:
+        """From operators to functions of their fx nodes."""
+        own = {name: lambda node, convert=convert: convert(node, self) for name, convert in CONVERTERS.items()}
+        self.conversions_of_tvm = super().create_convert_map()
+        every = {**self.conversions_of_tvm, **own}
+        return {name: self._checked(convert, name in WITH_NUMBERS) for name, convert in every.items()}
+
+    def _checked(self, convert: Callable[[torch.fx.Node], Any], with_numbers: bool) -> Callable[[torch.fx.Node], Any]:
+        def converted(node: torch.fx.Node) -> Any:
+            try:
+                value = with_sizes_as_tensors(node, self, convert) if with_numbers else convert(node)
+                differs = _difference(node, value)
+            except Exception as error:  # TVM's importer raises what it happens to meet
+                refuse(f"{_op(node)} can't be imported: {error}", where=_where(node), fix=_FIX)
+            if differs:
+                refuse(differs, where=_where(node), why="TVM's importer reads this operator differently", fix=_FIX)
+            return value
+
+        return converted
+
+    def _check_unsupported_func_type(self, nodes: list[torch.fx.Node]) -> None:
+        """Refuse operators without a conversion, all of them."""
+        calls = [node for node in nodes if node.op == "call_function"]
+        unknown = [node for node in calls if _name(node) not in self.convert_map]
+        seeded = torch.Tag.nondeterministic_seeded
+        random = [
+            node for node in calls if seeded in getattr(node.target, "tags", ()) and _name(node) not in CONVERTERS
+        ]
+        problems = [f"{_op(node)} is not known ({_where(node)})" for node in unknown]
+        problems += [f"{_op(node)} is random ({_where(node)})" for node in random]
+        if problems:
+            refuse(list(dict.fromkeys(problems)), where="the exported program", fix=_FIX)
+
+
+_FIX = "write this part of the model with other operators, or export it in eval mode if it is for training only"
+
+
+def _check(program: torch.export.ExportedProgram) -> None:
+    """What goes in and out is tensors, and nothing is written."""
+    problems = [
+        f"the program writes {spec.target!r} ({spec.kind.name.lower()})"
+        for spec in program.graph_signature.output_specs
+        if spec.kind != OutputKind.USER_OUTPUT
+    ]
+    problems += [
+        f"the input {spec.arg.name!r} is no tensor"
+        for spec in program.graph_signature.input_specs
+        if spec.kind not in _INPUTS or not isinstance(spec.arg, TensorArgument)
+    ]
+    problems += [
+        f"the result {spec.arg} is no tensor"
+        for spec in program.graph_signature.output_specs
+        if not isinstance(spec.arg, TensorArgument)
+    ]
+    unreal = [name for name, weight in {**program.state_dict, **program.constants}.items() if _has_no_memory(weight)]
+    if unreal:
+        refuse(
+            f"the weights {listing(unreal)} have no memory",
+            where="the exported program",
+            why="it was exported under FakeTensorMode, or with weights on the meta device",
+            fix="export the model with real weights",
+        )
+    targets = {spec.target for spec in program.graph_signature.input_specs}
+    problems += [
+        f"the constant {name!r} has no place in the graph" for name in program.constants if name not in targets
+    ]
+    if problems:
+        refuse(problems, where="the exported program", fix="export the model in eval mode, with tensors in and out")
+
+
+def _has_no_memory(weight: Any) -> bool:
+    return isinstance(weight, torch.Tensor) and (type(weight).__name__ == "FakeTensor" or weight.device.type == "meta")
+
+
+def _difference(node: torch.fx.Node, value: Any) -> str:
+    """What Relax says about the result, if it is not what torch says. (TVM's importer makes float32 of some.)"""
+    for made, meant in _pairs(value, node.meta.get("val")):
+        info = made.struct_info
+        shape = list(info.shape.values) if info.shape is not None else []
+        same_shape = info.ndim == meant.dim() and all(_same(a, b) for a, b in zip(shape, meant.shape, strict=False))
+        dtype = str(meant.dtype).removeprefix("torch.")
+        if not same_shape or info.dtype != dtype:
+            return f"{_op(node)} was imported as {info}, but in torch it is {tuple(meant.shape)} {dtype}"
+    return ""
+
+
+def _pairs(value: Any, meant: Any) -> Iterator[tuple[relax.Expr, torch.Tensor]]:
+    """The tensors of a Relax value with torch's; other values are left out."""
+    if isinstance(meant, (tuple, list)) and isinstance(value, (relax.Tuple, tuple, list)):
+        fields = value.fields if isinstance(value, relax.Tuple) else value
+        for made, one in zip(fields, meant, strict=False):
+            yield from _pairs(made, one)
+    elif isinstance(meant, torch.Tensor) and isinstance(getattr(value, "struct_info", None), relax.TensorStructInfo):
+        yield value, meant
+
+
+def _same(size: Any, meant: Any) -> bool:
+    """Symbolic sizes are taken on trust."""
+    return not isinstance(meant, int) or not hasattr(size, "value") or int(size) == meant
+
+
+def _named(mod: ir.IRModule, program: torch.export.ExportedProgram, importer: Any) -> ImportedModule:
+    """The weights, and the module with their names and those of submodules."""
+    specs = program.graph_signature.input_specs
+    weights = {spec.arg.name: str(spec.target) for spec in specs if spec.kind == InputKind.PARAMETER}
+    mod, tied = without_tied(mod, weights, program.state_dict)
+    kept = {old: target for old, target in weights.items() if old not in tied}
+    inputs = [spec.arg.name for spec in specs if spec.kind == InputKind.USER_INPUT]
+    names = identifiers(list(kept.values()), inputs)
+    new = {old: names[target] for old, target in kept.items()}
+    made = {path: importer.env[node] for path, node in _results(program.graph).items()}
+    made = {path: value.name_hint for path, value in made.items() if isinstance(value, relax.Var)}
+    func = renamed_parameters(mod, mod["main"].without_attr("params"), new)
+    every = {**{path: new.get(name, name) for path, name in made.items()}, **names}
+    every |= {weights[old]: new[same] for old, same in tied.items()}
+    mod.update_func(mod.get_global_var("main"), func.with_attr(SOURCE_NAMES_ATTR, every))
+    params = {names[target]: program.state_dict[target].detach() for target in names}
+    return ImportedModule(mod, params, every)
+
+
+def _results(graph: torch.fx.Graph) -> dict[str, torch.fx.Node]:
+    """From submodules to the nodes that make what they give, where that is one tensor."""
+    found: dict[str, set[torch.fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function":
+            for path in _paths(node) - _inside_all_users(node):
+                found.setdefault(path, set()).add(node)
+    again = {path.partition("@")[0] for path in found if "@" in path}
+    return {
+        path: next(iter(nodes))
+        for path, nodes in found.items()
+        if len(nodes) == 1 and path.partition("@")[0] not in again
+    }
+
+
+def _inside_all_users(node: torch.fx.Node) -> set[str]:
+    """The submodules that no use of the node is outside of."""
+    return set.intersection(*(_paths(user) for user in node.users)) if node.users else _paths(node)
+
+
+def _paths(node: torch.fx.Node) -> set[str]:
+    """The submodules that the node is in; a second call of one ends with "@1"."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return {path + key[key.find("@") :] * ("@" in key) for key, (path, _) in stack.items() if path}
+
+
+def _name(node: torch.fx.Node) -> str:
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _op(node: torch.fx.Node) -> str:
+    return f"torch operator {node.target}"
+
+
+def _where(node: torch.fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next((path for path, _ in reversed(stack.values()) if path), "")
+    return f"value {node.name!r}" + (f" in {path}" if path else "")

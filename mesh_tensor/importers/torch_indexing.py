@@ -1,0 +1,116 @@
+"""Operators of torch that index by tensors, as Relax operators. See torch_ops for what each function takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tvm import relax
+
+from mesh_tensor.base.errors import refuse
+
+from .torch_args import arguments, emit
+
+
+def index(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """x[:, i, j]: with one index, rows; with several, what they point at together."""
+    x, indices = arguments(node, importer, 2)
+    places = [dim for dim, found in enumerate(indices) if found is not None]
+    _check(importer, indices)
+    if len(places) == 1:
+        return emit(importer, relax.op.take(x, _value(importer, indices[places[0]]), axis=places[0]))
+    order, back, shape = _order(x, places, importer, indices)
+    front = emit(importer, relax.op.permute_dims(x, order))
+    found = emit(importer, relax.op.gather_nd(front, _positions(importer, x, indices, places, shape)))
+    return emit(importer, relax.op.permute_dims(found, back))
+
+
+def index_put(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """x with other values at [:, i, j]; with `accumulate`, with values added there."""
+    x, indices, values, accumulate = arguments(node, importer, 3, accumulate=False)
+    places = [dim for dim, found in enumerate(indices) if found is not None]
+    _check(importer, indices)
+    order, back, shape = _order(x, places, importer, indices)
+    rest = [x.struct_info.shape[dim] for dim in order[len(places) :]]
+    made = [*shape, *rest]
+    values = emit(importer, relax.op.broadcast_to(values, [made[back[dim]] for dim in range(len(made))]))
+    values = emit(importer, relax.op.permute_dims(values, _inverse(back)))
+    front = emit(importer, relax.op.permute_dims(x, order))
+    positions = _positions(importer, x, indices, places, shape)
+    how = "add" if accumulate else "update"
+    front = emit(importer, relax.op.scatter_nd(front, positions, values, how))
+    return emit(importer, relax.op.permute_dims(front, _inverse(order)))
+
+
+def scatter(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """x with the values of another tensor along a dim."""
+    return _scatter(node, importer, "update")
+
+
+def scatter_add(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """x with the values of another tensor added along a dim."""
+    return _scatter(node, importer, "add")
+
+
+def _scatter(node: torch.fx.Node, importer: Any, how: str) -> relax.Expr:
+    x, dim, where, source = arguments(node, importer, 4)
+    shapes = [str(tensor.struct_info.shape) for tensor in (where, source)]
+    if shapes[0] != shapes[1]:
+        refuse(f"indices of {shapes[0]} for values of {shapes[1]}", fix="take as many values as indices")
+    return emit(importer, relax.op.scatter_elements(x, where, source, dim, how))
+
+
+def _check(importer: Any, indices: Any) -> None:
+    kinds = {_value(importer, found).struct_info.dtype for found in indices if found is not None}
+    if kinds - {"int64", "int32"}:
+        refuse(f"an index of {', '.join(sorted(kinds))}", fix="use torch.where, or indices that are whole numbers")
+
+
+def _value(importer: Any, found: Any) -> relax.Expr:
+    return importer.env[found] if isinstance(found, torch.fx.Node) else found
+
+
+def _order(x: relax.Expr, places: list[int], importer: Any, indices: Any) -> tuple[list[int], list[int], list[Any]]:
+    """The dims of x with indexed ones first; where torch has the dims of the result of that; the indices' shape."""
+    rest = [dim for dim in range(len(x.struct_info.shape)) if dim not in places]
+    shape = _together([list(_value(importer, indices[dim]).struct_info.shape) for dim in places])
+    adjacent = places == list(range(places[0], places[0] + len(places)))
+    before, count = (places[0] if adjacent else 0), len(shape)
+    back = [*range(count, count + before), *range(count), *range(count + before, count + len(rest))]
+    return [*places, *rest], back, shape
+
+
+def _positions(importer: Any, x: relax.Expr, indices: Any, places: list[int], shape: list[Any]) -> relax.Expr:
+    """The indices, one column each; those that count from the end count from the start."""
+    columns = []
+    for dim in places:
+        found = emit(importer, relax.op.astype(_value(importer, indices[dim]), "int64"))
+        size = x.struct_info.shape[dim]
+        if hasattr(size, "value"):
+            wrapped = emit(importer, relax.op.add(found, relax.const(int(size), "int64")))
+            negative = emit(importer, relax.op.less(found, relax.const(0, "int64")))
+            found = emit(importer, relax.op.where(negative, wrapped, found))
+        columns.append(emit(importer, relax.op.broadcast_to(found, shape)))
+    return emit(importer, relax.op.stack(columns, axis=-1))
+
+
+def _together(shapes: list[list[Any]]) -> list[Any]:
+    """The shape to which all of them are broadcast."""
+    result: list[Any] = []
+    for position in range(-max(map(len, shapes)), 0):
+        sizes = [shape[position] for shape in shapes if len(shape) >= -position]
+        result.append(next((size for size in sizes if not (hasattr(size, "value") and int(size) == 1)), sizes[0]))
+    return result
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return [order.index(dim) for dim in range(len(order))]
+
+
+INDEXING = {
+    "index.Tensor": index,
+    "index_put.default": index_put,
+    "index_put_.default": index_put,
+    "scatter.src": scatter,
+    "scatter_add.default": scatter_add,
+}

@@ -1,0 +1,274 @@
+"""Operators of torch that TVM's importer leaves out, or reads only in part, as Relax operators.
+
+Each function takes the fx node and TVM's importer (`env`: node -> Relax value; `block_builder`), and gives the value.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from tvm import relax
+
+from mesh_tensor.base.errors import refuse
+
+from .torch_args import arguments, emit, in_result_dtype
+from .torch_general import GENERAL
+from .torch_indexing import INDEXING
+from .torch_numbers import NUMBERS, Convert, promoting
+from .torch_shapes import SHAPES
+
+_aten = torch.ops.aten
+
+# What torch would take apart into smaller operators, and what has an operator of its own in Relax, or a short form.
+KEPT = (
+    _aten.linear.default,
+    _aten.matmul.default,
+    _aten.scaled_dot_product_attention.default,
+    _aten.layer_norm.default,
+    _aten.rms_norm.default,
+    _aten.group_norm.default,
+    _aten.gelu.default,
+    _aten.silu.default,
+    _aten.conv2d.default,
+    _aten.max_pool2d.default,
+)
+
+
+def add(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """a + alpha * b."""
+    return _with_alpha(node, importer, relax.op.add)
+
+
+def subtract(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """a - alpha * b."""
+    return _with_alpha(node, importer, relax.op.subtract)
+
+
+def flip(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """Along each of several dims."""
+    value, dims = arguments(node, importer, 2)
+    for dim in dims:
+        value = emit(importer, relax.op.flip(value, dim))
+    return value
+
+
+def linear(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """x @ weight^T + bias, in the dtype of x."""
+    x, weight, bias = arguments(node, importer, 2, bias=None)
+    product = emit(importer, relax.op.matmul(x, emit(importer, relax.op.permute_dims(weight))))
+    return product if bias is None else emit(importer, relax.op.add(product, bias))
+
+
+def matmul(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """A product in the dtype of its operands."""
+    return emit(importer, relax.op.matmul(*arguments(node, importer, 2)))
+
+
+def addmm(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """beta * c + alpha * a @ b, in the dtype of its operands."""
+    c, a, b = arguments(node, importer, 3)
+    alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
+    product = _scaled(importer, emit(importer, relax.op.matmul(a, b)), alpha)
+    return emit(importer, relax.op.add(_scaled(importer, c, beta), product))
+
+
+def layer_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """Over the last dims; a weight or bias that is None is 1 or 0."""
+    x, sizes, weight, bias, epsilon = arguments(node, importer, 2, weight=None, bias=None, eps=1e-5)
+    weight, bias = _filled(weight, 1, sizes, x), _filled(bias, 0, sizes, x)
+    return emit(importer, relax.op.nn.layer_norm(x, weight, bias, axes=_last(sizes), epsilon=epsilon))
+
+
+def group_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """Over groups of channels (dim 1) and all later dims."""
+    x, groups, weight, bias, epsilon = arguments(node, importer, 2, weight=None, bias=None, eps=1e-5)
+    shape = x.struct_info.shape
+    weight, bias = _filled(weight, 1, [shape[1]], x), _filled(bias, 0, [shape[1]], x)
+    axes = list(range(2, len(shape)))
+    return emit(importer, relax.op.nn.group_norm(x, weight, bias, groups, channel_axis=1, axes=axes, epsilon=epsilon))
+
+
+def rms_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """Over the last dims; an eps of None is the dtype's."""
+    x, sizes, weight, epsilon = arguments(node, importer, 2, weight=None, eps=None)
+    if epsilon is None:
+        epsilon = torch.finfo(node.args[0].meta["val"].dtype).eps  # type: ignore[union-attr]
+    return emit(importer, relax.op.nn.rms_norm(x, _filled(weight, 1, sizes, x), axes=_last(sizes), epsilon=epsilon))
+
+
+def gelu(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """Exact, or by tanh."""
+    (x,) = arguments(node, importer, 1)
+    by_tanh = node.kwargs.get("approximate", "none") == "tanh"
+    return emit(importer, (relax.op.nn.gelu_tanh if by_tanh else relax.op.nn.gelu)(x))
+
+
+def attention(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """scaled_dot_product_attention of (B, H, S, D) tensors as `relax.nn.attention`, which has (B, S, H, D)."""
+    query, key, value, mask, dropout, causal = arguments(
+        node, importer, 3, attn_mask=None, dropout_p=0.0, is_causal=False
+    )
+    if dropout:
+        refuse("dropout in attention is random", fix="export the model in eval mode")
+    ndims = [len(tensor.struct_info.shape) for tensor in (query, key, value)]
+    if ndims != [4, 4, 4]:
+        refuse(f"attention of tensors of {ndims} dims", fix="give it (batch, heads, positions, size) tensors")
+    heads, key_heads = (tensor.struct_info.shape[1] for tensor in (query, key))
+    if node.kwargs.get("enable_gqa", False) and int(heads) != int(key_heads):
+        key, value = (_repeated(importer, tensor, int(heads) // int(key_heads)) for tensor in (key, value))
+    if mask is not None and mask.struct_info.dtype == "bool":
+        # No scalars: TVMScript can't parse the infinite one that it prints.
+        zero, lowest = (relax.const(np.array([value]), query.struct_info.dtype) for value in (0.0, -math.inf))
+        mask = emit(importer, relax.op.where(mask, zero, lowest))
+    if mask is not None and len(mask.struct_info.shape) < 4:
+        mask = emit(importer, relax.op.expand_dims(mask, list(range(4 - len(mask.struct_info.shape)))))
+    operands = [emit(importer, relax.op.permute_dims(tensor, [0, 2, 1, 3])) for tensor in (query, key, value)]
+    scale, mode = node.kwargs.get("scale"), "TopLeft" if causal else None
+    result = emit(importer, relax.op.nn.attention(*operands, bias=mask, scale=scale, causal_mask=mode))
+    return emit(importer, relax.op.permute_dims(result, [0, 2, 1, 3]))
+
+
+def variance(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """Over dims (none: all), divided by the number of elements less `correction`, which TVM's importer leaves out."""
+    x, dims = arguments(node, importer, 1, dim=None)
+    dims, keep = list(dims or range(node.args[0].meta["val"].dim())), node.kwargs.get("keepdim", False)  # type: ignore[union-attr]
+    count = math.prod(int(x.struct_info.shape[dim]) for dim in dims)
+    correction: Any = node.kwargs.get("correction")
+    left = count - (1 if correction is None else correction)
+    if left <= 0:
+        refuse(f"a variance of {count} elements with a correction of {correction}", fix="take it of more elements")
+    return _scaled(importer, emit(importer, relax.op.variance(x, dims, keep)), count / left)
+
+
+def deviation(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """The root of the variance."""
+    return emit(importer, relax.op.sqrt(variance(node, importer)))
+
+
+def largest(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """The maximum over dims (none: all)."""
+    x, dims, keep = arguments(node, importer, 1, dim=(), keepdim=False)
+    return emit(importer, relax.op.max(x, list(dims) or None, keep))
+
+
+def smallest(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """The minimum over dims (none: all)."""
+    x, dims, keep = arguments(node, importer, 1, dim=(), keepdim=False)
+    return emit(importer, relax.op.min(x, list(dims) or None, keep))
+
+
+def conv2d(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """A convolution in the dtype of its operands."""
+    x, weight, bias, stride, padding, dilation, groups = arguments(
+        node, importer, 2, bias=None, stride=1, padding=0, dilation=1, groups=1
+    )
+    options = {"strides": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    options = {name: list(value) if isinstance(value, (tuple, list)) else value for name, value in options.items()}
+    result = emit(importer, relax.op.nn.conv2d(x, weight, **options))
+    if bias is None:
+        return result
+    return emit(importer, relax.op.add(result, emit(importer, relax.op.reshape(bias, (1, -1, 1, 1)))))
+
+
+def embedding(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """Rows of a table; the ids keep their dims, and don't count from the end."""
+    table, ids = arguments(node, importer, 2)
+    return emit(importer, relax.op.take(table, ids, axis=0, mode="nan"))
+
+
+def convolution(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """A convolution along one to three dims, in the dtype of its operands; TVM converts a transposed one."""
+    x, weight, bias, stride, padding, dilation, transposed, _, groups = arguments(node, importer, 9)
+    if transposed:
+        return importer._convolution(node)
+    op = {3: relax.op.nn.conv1d, 4: relax.op.nn.conv2d, 5: relax.op.nn.conv3d}[len(x.struct_info.shape)]
+    result = emit(importer, op(x, weight, list(stride), list(padding), list(dilation), groups))
+    if bias is None:
+        return result
+    shape = (1, -1, *[1] * (len(x.struct_info.shape) - 2))
+    return emit(importer, relax.op.add(result, emit(importer, relax.op.reshape(bias, shape))))
+
+
+def elu(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """scale * x above zero, scale * alpha * (exp(input_scale * x) - 1) below; selu and celu are made of it."""
+    x, alpha, scale, input_scale = arguments(node, importer, 1, alpha=1, scale=1, input_scale=1)
+    dtype = x.struct_info.dtype
+    zero, one = relax.const(0, dtype), relax.const(1, dtype)
+    below = emit(importer, relax.op.exp(_scaled(importer, emit(importer, relax.op.minimum(x, zero)), input_scale)))
+    below = _scaled(importer, emit(importer, relax.op.subtract(below, one)), alpha * scale)
+    positive = emit(importer, relax.op.greater(x, zero))
+    return emit(importer, relax.op.where(positive, _scaled(importer, x, scale), below))
+
+
+def variance_and_mean(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """Both, over dims (none: all)."""
+    x, dims, keep = arguments(node, importer, 1, dim=None, keepdim=False)
+    mean = emit(importer, relax.op.mean(x, list(dims) if dims else None, keep))
+    return emit(importer, relax.Tuple([variance(node, importer), mean]))
+
+
+CONVERTERS: dict[str, Convert] = {
+    **GENERAL,
+    **INDEXING,
+    **NUMBERS,
+    **SHAPES,
+    "add.Tensor": add,
+    "addmm.default": addmm,
+    "amax.default": largest,
+    "amin.default": smallest,
+    "bmm.default": matmul,
+    "conv2d.default": conv2d,
+    "convolution.default": convolution,
+    "elu.default": elu,
+    "embedding.default": embedding,
+    "flip.default": flip,
+    "gelu.default": gelu,
+    "group_norm.default": group_norm,
+    "layer_norm.default": layer_norm,
+    "linear.default": linear,
+    "matmul.default": matmul,
+    "mm.default": matmul,
+    "rms_norm.default": rms_norm,
+    "scaled_dot_product_attention.default": attention,
+    "std.correction": deviation,
+    "sub.Tensor": subtract,
+    "var.correction": variance,
+    "var_mean.correction": variance_and_mean,
+}
+
+
+def _with_alpha(node: torch.fx.Node, importer: Any, op: Convert) -> relax.Expr:
+    """TVM's conversion, which leaves alpha out, or with it, in the result's dtype."""
+    alpha = node.kwargs.get("alpha", 1)
+    if alpha == 1:
+        return promoting(op)(node, importer)
+    a, b = (in_result_dtype(node, importer, operand) for operand in arguments(node, importer, 2))
+    return emit(importer, op(a, _scaled(importer, b, alpha)))
+
+
+def _last(sizes: Any) -> list[int]:
+    return list(range(-len(sizes), 0))
+
+
+def _filled(tensor: Any, value: int, sizes: Any, like: relax.Expr) -> relax.Expr:
+    """The tensor, or where there is none a constant of that value."""
+    if tensor is not None:
+        return tensor
+    return relax.const(np.full([int(size) for size in sizes], value), like.struct_info.dtype)
+
+
+def _scaled(importer: Any, value: relax.Expr, factor: Any) -> relax.Expr:
+    return (
+        value if factor == 1 else emit(importer, relax.op.multiply(value, relax.const(factor, value.struct_info.dtype)))
+    )
+
+
+def _repeated(importer: Any, tensor: relax.Expr, times: int) -> relax.Expr:
+    """Each head `times` times, one after the other."""
+    batch, heads, length, size = tensor.struct_info.shape
+    apart = emit(importer, relax.op.expand_dims(tensor, 2))
+    wide = emit(importer, relax.op.broadcast_to(apart, (batch, heads, times, length, size)))
+    return emit(importer, relax.op.reshape(wide, (batch, heads * times, length, size)))

@@ -1,0 +1,1 @@
+"""One graph, and who splits what: propagation, decision, explicit changes of layout."""

@@ -1,0 +1,168 @@
+"""Atoms: dims refined until reshapes only regroup them.
+
+Where a module merges the dims (batch, heads) into one and takes them apart again, a split of the heads is no contiguous
+part of the merged dim. So every dim is known as a product of atoms, major first, found for all values together:
+dims that operators index by one factor have the same atoms. Layouts are decided on atoms; an operator's rule is
+refined to say which factor each atom belongs to.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.rules.operator import OpRule
+from mesh_tensor.rules.operator.rule import Dim, atoms_of
+
+from .ir import Graph, Node, Value
+from .wiring import Sizes, Wiring, settle
+
+# The factor of every atom of a tensor; None: needed (or made) whole.
+AtomFactors = tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class NodeRule:
+    """An operator's rule over the atoms of its tensors. `sizes` are those of the factors, `reduced` as in `rule`.
+    `even`: factors that axes have to divide, because tiles are to be contiguous parts of a dim that has more atoms."""
+
+    rule: OpRule
+    inputs: tuple[AtomFactors, ...]
+    outputs: tuple[AtomFactors, ...]
+    sizes: dict[str, int]
+    reduced: dict[str, str]
+    even: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, eq=False)
+class Atoms:
+    """Per value the atoms of each of its dims, per node its refined rule."""
+
+    of: dict[Value, tuple[Sizes, ...]]
+    rules: dict[Node, NodeRule]
+
+    def shape(self, value: Value) -> Sizes:
+        """The value's shape with every dim taken apart."""
+        return self._shapes[value]
+
+    @cached_property
+    def _shapes(self) -> dict[Value, Sizes]:
+        flat = {dims: tuple(size for dim in dims for size in dim) for dims in set(self.of.values())}
+        return {value: flat[dims] for value, dims in self.of.items()}
+
+    def positions(self, value: Value, dim: int) -> range:
+        """Where the atoms of a dim stand in `shape`."""
+        start = sum(len(atoms) for atoms in self.of[value][:dim])
+        return range(start, start + len(self.of[value][dim]))
+
+    def merge(self, value: Value, tile: Sizes) -> Sizes:
+        """The shape with its dims whole again, of a tile of that refined shape."""
+        return tuple(math.prod(tile[p] for p in self.positions(value, d)) for d in range(value.type.ndim))
+
+
+def find_atoms(graph: Graph, rules: dict[Node, OpRule]) -> Atoms:
+    """The coarsest atoms on which every operator's compound dims are made of whole factors."""
+    wiring = Wiring(graph, rules)
+    broken = settle(wiring.classes, wiring.compounds)
+    of = wiring.atoms()
+    return Atoms(of, _refined(rules, of, wiring, broken))
+
+
+def _refined(
+    rules: dict[Node, OpRule], of: dict[Value, tuple[Sizes, ...]], wiring: Wiring, broken: dict[Node, set[str]]
+) -> dict[Node, NodeRule]:
+    """The rules over atoms. Nodes with one rule and the same atoms share theirs."""
+    known: dict[tuple, NodeRule] = {}
+    refined = {}
+    for node, rule in rules.items():
+        whole = frozenset(broken.get(node, ()))
+        tensors = tuple([of[value] for value in (*node.inputs, *node.outputs)])
+        key = (id(rule), tensors, wiring.atoms_in_compounds(node, rule), whole)
+        made = known.get(key)
+        if made is None:
+            made = known[key] = _Refinement(node, rule, wiring.factor_atoms(node, rule), whole).refine(of)
+        refined[node] = made
+    return refined
+
+
+def plain_sharding(sharding: Sharding, dims: tuple[Sizes, ...]) -> Sharding | None:
+    """A layout over atoms as one over the dims that they make up, if it is one: only first atoms are split, and evenly
+    where more follow."""
+    start, axes = 0, []
+    for atoms in dims:
+        uneven = len(atoms) > 1 and atoms[0] % sharding.num_shards(start) != 0
+        if uneven or any(sharding.axes_of(p) for p in range(start + 1, start + len(atoms))):
+            return None
+        axes.append(sharding.axes_of(start))
+        start += len(atoms)
+    return Sharding(sharding.mesh, len(dims), tuple(axes), sharding.partial)
+
+
+def made_plain(sharding: Sharding, dims: tuple[Sizes, ...]) -> Sharding:
+    """The layout over atoms in which no dim is split that isn't split in contiguous tiles."""
+    start = 0
+    for atoms in dims:
+        uneven = len(atoms) > 1 and atoms[0] % sharding.num_shards(start) != 0
+        for position in range(start if uneven else start + 1, start + len(atoms)):
+            for axis in sharding.axes_of(position):
+                sharding = sharding.with_replicate(axis)
+        start += len(atoms)
+    return sharding
+
+
+class _Refinement:
+    """A rule over atoms, in the making."""
+
+    def __init__(self, node: Node, rule: OpRule, atoms: dict[str, Sizes], broken: frozenset[str]) -> None:
+        self._node, self._rule, self._atoms = node, rule, atoms
+        self._whole = {*rule.unsplit, *broken}
+        self._base: dict[str, str] = {}
+        self._sizes: dict[str, int] = {}
+        self._even: set[str] = set()
+        self._minor: set[str] = set()
+
+    def refine(self, of: dict[Value, tuple[Sizes, ...]]) -> NodeRule:
+        """The rule over atoms: what some tensor of the operator has to have whole is whole in all of them."""
+        node, rule = self._node, self._rule
+        inputs = [self._tensor(dims, of[value]) for value, dims in zip(node.inputs, rule.inputs, strict=True)]
+        outputs = [self._tensor(dims, of[value]) for value, dims in zip(node.outputs, rule.outputs, strict=True)]
+        sizes = {name: size for name, size in self._sizes.items() if not self._is_whole(name)}
+        reduced = {name: rule.reduced[self._base[name]] for name in sizes if self._base[name] in rule.reduced}
+        return NodeRule(rule, self._split(inputs), self._split(outputs), sizes, reduced, frozenset(self._even))
+
+    def _tensor(self, dims: tuple[Dim, ...], all_atoms: tuple[Sizes, ...]) -> list[str | None]:
+        result: list[str | None] = []
+        for dim, atoms in zip(dims, all_atoms, strict=True):
+            factors = atoms_of(dim)
+            names = [name for factor in factors for name in self._pieces(factor, alone=len(factors) == 1)]
+            if len(names) == len(atoms):
+                result += names
+            else:
+                self._whole.update(factors)
+                result += [None] * len(atoms)
+        return result
+
+    def _pieces(self, factor: str, alone: bool) -> list[str]:
+        """The names of a factor's atoms. A factor of size 1 is no atom of a compound dim; where it is a dim by itself,
+        an axis on it would leave the other devices nothing to make the compound of."""
+        atoms = self._atoms[factor]
+        if atoms == (1,) and not alone:
+            self._whole.add(factor)
+            return []
+        names = [factor if len(atoms) == 1 else f"{factor}.{i}" for i in range(len(atoms))]
+        if factor in self._rule.positional and len(atoms) > 1:
+            self._even.add(names[0])
+            self._minor.update(names[1:])
+        self._sizes.update(zip(names, atoms, strict=True))
+        self._base.update(dict.fromkeys(names, factor))
+        return names
+
+    def _split(self, tensors: list[list[str | None]]) -> tuple[AtomFactors, ...]:
+        return tuple(
+            tuple(None if name is None or self._is_whole(name) else name for name in names) for names in tensors
+        )
+
+    def _is_whole(self, name: str) -> bool:
+        return self._base[name] in self._whole or name in self._minor

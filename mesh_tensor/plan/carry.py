@@ -1,0 +1,83 @@
+"""Which sums stay pending: values that all users can take as parts, because they are linear in them.
+
+Reducing later saves collectives where two pending sums are added, and bytes where what follows makes less of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mesh_tensor.base.sharding import Partial, Sharding
+
+from .atoms import Atoms
+from .decide import Decision
+from .ir import Graph, Node, Value, leaves
+from .propagate import Layouts
+
+Pending = tuple[tuple[str, str], ...]  # (axis, op)
+_NARROW = ("float16", "bfloat16")
+
+
+def find_carried(
+    graph: Graph, atoms: Atoms, layouts: Layouts, decisions: Mapping[Node, Decision]
+) -> dict[Value, Sharding]:
+    """The values that are handed on partial, each with a layout that says over which axes.
+
+    Starts from all that could be, and takes away what some user can't take, until that changes nothing."""
+    uses = graph.uses()
+    refused = {*leaves(graph.result), *graph.annotations}
+    while True:
+        pending = _pending(graph, atoms, decisions, refused)
+        bad = {
+            value
+            for value in pending
+            if any(position not in _taken(node, atoms, decisions, pending) for node, position in uses.get(value, ()))
+        }
+        if not bad:
+            break
+        refused |= bad
+    return {
+        value: Sharding.of(graph.mesh, layouts.of[value].ndim, {axis: Partial(op) for axis, op in parts})
+        for value, parts in pending.items()
+    }
+
+
+def _pending(
+    graph: Graph, atoms: Atoms, decisions: Mapping[Node, Decision], refused: set[Value]
+) -> dict[Value, Pending]:
+    """What each value is pending with, if all but the refused stay so."""
+    pending: dict[Value, Pending] = {}
+    for node in graph.nodes:
+        taken = _taken(node, atoms, decisions, pending)
+        for value, produced in zip(node.outputs, decisions[node].produced, strict=True):
+            parts = pending[node.inputs[min(taken)]] if taken else produced.partial
+            if parts and value not in refused and not _is_narrow_sum(value, parts):
+                pending[value] = parts
+    return pending
+
+
+def _taken(
+    node: Node, atoms: Atoms, decisions: Mapping[Node, Decision], pending: Mapping[Value, Pending]
+) -> frozenset[int]:
+    """The operands that the node takes partial: none, or a set that it is linear in."""
+    waiting = frozenset(i for i, value in enumerate(node.inputs) if value in pending)
+    if not waiting:
+        return waiting
+    rule, decision = atoms.rules[node].rule, decisions[node]
+    parts = {pending[node.inputs[i]] for i in waiting}
+    if len(parts) != 1 or node.is_annotation or any(s.partial for s in decision.produced):
+        return frozenset()
+    (only,) = parts
+    if any(axis in decision.split for axis, _ in only):
+        return frozenset()
+    sums = all(op == "sum" for _, op in only)
+    linear = (sums and waiting in rule.linear) or (rule.moves and len(waiting) == len(node.inputs))
+    before = sum(node.inputs[i].type.elements for i in waiting)
+    if not linear or sum(value.type.elements for value in node.outputs) > before:
+        return frozenset()
+    return waiting
+
+
+def _is_narrow_sum(value: Value, parts: Pending) -> bool:
+    """Parts of a low-precision sum are added in float32, at once."""
+    return value.type.dtype in _NARROW and any(op == "sum" for _, op in parts)

@@ -1,0 +1,95 @@
+"""Graph: a Relax function as a flat list of operators on values, with the functions that it calls entered.
+
+It is what sharding is decided on. A value knows its global shape; a node knows in which (nested) call it stands, so
+that functions can be made again from what was decided.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tvm import relax, tirx
+
+from mesh_tensor.annotations.stated import Annotation
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.rules.operator import OpCall, TensorType
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor of the graph. `data` is set for constants."""
+
+    name: str
+    type: TensorType
+    data: relax.Constant | None = None
+
+    def __repr__(self) -> str:
+        return f"{self.name}: {self.type.dtype}{list(self.type.shape)}"
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A call of a function: `site` tells calls of the same function apart."""
+
+    function: str
+    site: int
+
+
+@dataclass(eq=False)
+class Node:
+    """One operator: `call` on `inputs` gives `outputs`. `kernel` is the TIR function of a call_tir. `where` names the
+    binding for messages."""
+
+    call: OpCall
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    scopes: tuple[Scope, ...]
+    where: str
+    kernel: tirx.PrimFunc | None = None
+
+    @property
+    def is_annotation(self) -> bool:
+        """It only states a layout: its output is its input."""
+        return self.call.name in (ANNOTATE, REDISTRIBUTE)
+
+
+ANNOTATE, REDISTRIBUTE = "dist.annotate_sharding", "dist.redistribute"
+
+# A value, or the fields of a tuple.
+Tree = Value | tuple["Tree", ...]
+
+
+@dataclass(eq=False)
+class Graph:
+    """`nodes` in an order in which they can run; `result` is what the function returns."""
+
+    name: str
+    mesh: Mesh
+    params: list[Value]
+    nodes: list[Node]
+    result: Tree
+    annotations: dict[Value, Annotation] = field(default_factory=dict)
+
+    def values(self) -> list[Value]:
+        """Every value once: parameters, then constants and results in order of appearance."""
+        touched = [v for node in self.nodes for v in (*node.inputs, *node.outputs)]
+        return list(dict.fromkeys([*self.params, *touched, *leaves(self.result)]))
+
+    def uses(self) -> dict[Value, list[tuple[Node, int]]]:
+        """Per value: the nodes that take it, and as which operand."""
+        found: dict[Value, list[tuple[Node, int]]] = {}
+        for node in self.nodes:
+            for position, value in enumerate(node.inputs):
+                found.setdefault(value, []).append((node, position))
+        return found
+
+
+def leaves(tree: Tree) -> list[Value]:
+    """The values of a tree, in order."""
+    return [tree] if isinstance(tree, Value) else [leaf for item in tree for leaf in leaves(item)]
+
+
+def map_tree(tree: Tree, change: Any) -> Any:
+    """The tree with `change(value)` in place of every value; tuples stay tuples."""
+    return change(tree) if isinstance(tree, Value) else tuple(map_tree(item, change) for item in tree)

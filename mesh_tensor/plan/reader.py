@@ -1,0 +1,228 @@
+"""Reader: from a Relax function of known sizes to a Graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from tvm import ir, relax, tirx
+
+from mesh_tensor.annotations.names import relax_functions
+from mesh_tensor.annotations.stated import Annotation
+from mesh_tensor.base.errors import listing, refuse
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.rules.operator.call import OpCall, op_call, op_name, tensor_infos, tensor_type, tensor_types
+
+from .ir import ANNOTATE, Graph, Node, Scope, Tree, Value, leaves
+
+# (function name, variable name) -> what was stated for it
+Annotations = Mapping[tuple[str, str], Annotation]
+
+
+def read_graph(mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotations) -> Graph:
+    """The Graph of a function of `mod`, with all calls of other Relax functions entered.
+
+    Raises:
+        MeshTensorError: the function is missing or recursive, a size is symbolic, or an expression is no operator,
+            call, tuple or If.
+    """
+    reader = _Reader(mod, annotations)
+    func = reader.function(function)
+    params = [reader.parameter(function, var) for var in func.params[:]]
+    body = reader.body(function, func, params, ())
+    return Graph(function, mesh, params, reader.nodes, body, reader.annotations)
+
+
+class _Reader:
+    def __init__(self, mod: ir.IRModule, annotations: Annotations) -> None:
+        self.nodes: list[Node] = []
+        self.annotations: dict[Value, Annotation] = {}
+        self._mod, self._stated = mod, annotations
+        self._functions = relax_functions(mod)
+        self._names: dict[str, int] = {}
+        self._constants: dict[relax.Constant, Value] = {}
+        self._known_sizes: dict[tuple, relax.Function] = {}
+        self._sites = 0
+
+    def function(self, name: str) -> relax.Function:
+        """The module's Relax function of that name."""
+        if name not in self._functions:
+            refuse(f"the module has no Relax function {name!r}", fix=f"it has {listing(list(self._functions))}")
+        return self._functions[name]
+
+    def parameter(self, function: str, var: relax.Var) -> Value:
+        name = var.name_hint
+        value = Value(self._unique(name), tensor_type(var.struct_info, f"parameter {name!r}"))
+        self._note(function, name, value)
+        return value
+
+    def body(self, function: str, func: relax.Function, args: Sequence[Tree], scopes: tuple[Scope, ...]) -> Tree:
+        """The nodes of a function's body on `args`, and what it returns."""
+        return _Body(self, function, dict(zip(func.params[:], args, strict=True)), scopes).expression(func.body)
+
+    def enter(self, var: ir.GlobalVar, args: list[Tree], scopes: tuple[Scope, ...]) -> Tree:
+        """The nodes of a call of a module's function."""
+        name = var.name_hint
+        func = self._sized(self.function(name), args)
+        if any(scope.function == name for scope in scopes):
+            refuse(
+                f"function {name!r} calls itself",
+                why="its calls can't be laid out ahead",
+                fix="write the recursion as a loop over layers",
+            )
+        args = [self._annotated(name, param, arg, scopes) for param, arg in zip(func.params, args, strict=True)]
+        self._sites += 1
+        return self.body(name, func, args, (*scopes, Scope(name, self._sites)))
+
+    def _sized(self, func: relax.Function, args: list[Tree]) -> relax.Function:
+        """The function with the sizes that its arguments bring in place of its symbols."""
+        sizes: dict[tirx.Var, int] = {}
+        for param, arg in zip(func.params, args, strict=True):
+            for info, value in zip(tensor_infos(param.struct_info), leaves(arg), strict=True):
+                known = info.shape.values if isinstance(info.shape, relax.ShapeExpr) else ()
+                sizes |= {s: n for s, n in zip(known, value.type.shape, strict=False) if isinstance(s, tirx.Var)}
+        if not sizes:
+            return func
+        key = (func, tuple(sizes.values()))
+        if key not in self._known_sizes:
+            self._known_sizes[key] = func.bind_symbolic_vars(sizes)
+        return self._known_sizes[key]
+
+    def kernel(self, var: relax.Expr) -> tirx.PrimFunc:
+        """The TIR function that a call_tir names."""
+        return self._mod[var]
+
+    def constant(self, constant: relax.Constant) -> Value:
+        if constant not in self._constants:
+            value = Value(self._unique("const"), tensor_type(constant.struct_info, "a constant"), constant)
+            self._constants[constant] = value
+        return self._constants[constant]
+
+    def add(
+        self, call: OpCall, inputs: list[Value], function: str, name: str, scopes: tuple[Scope, ...], kernel=None
+    ) -> list[Value]:
+        outputs = [Value(self._unique(name), out) for out in call.outputs]
+        self.nodes.append(Node(call, tuple(inputs), tuple(outputs), scopes, f"{function}.{name}", kernel))
+        if len(outputs) == 1:
+            self._note(function, name, outputs[0])
+        return outputs
+
+    def _annotated(self, function: str, param: relax.Var, arg: Tree, scopes: tuple[Scope, ...]) -> Tree:
+        """A parameter of a called function with a layout of its own: a point where the layout may change."""
+        if (function, param.name_hint) not in self._stated or not isinstance(arg, Value):
+            return arg
+        stand_in = relax.Var(param.name_hint, relax.TensorStructInfo(arg.type.shape, arg.type.dtype))
+        call = OpCall(ANNOTATE, stand_in, (arg.type,), (arg.type,))
+        return self.add(call, [arg], function, param.name_hint, scopes)[0]
+
+    def _note(self, function: str, name: str, value: Value) -> None:
+        stated = self._stated.get((function, name))
+        if stated is not None:
+            self.annotations[value] = stated
+
+    def _unique(self, name: str) -> str:
+        count = self._names[name] = self._names.get(name, 0) + 1
+        return name if count == 1 else self._unique(f"{name}_{count - 1}")
+
+
+class _Body:
+    """One function's bindings."""
+
+    def __init__(self, reader: _Reader, function: str, env: dict[relax.Var, Tree], scopes: tuple[Scope, ...]) -> None:
+        self._reader, self._function, self._env, self._scopes = reader, function, env, scopes
+
+    def expression(self, expr: relax.Expr, name: str = "result") -> Tree:
+        """What an expression is; its operators become nodes."""
+        read = _READ.get(type(expr))
+        if read is not None:
+            return read(self, expr, name)
+        return refuse(
+            f"{type(expr).__name__} can't be distributed",
+            where=f"{self._function}.{name} = {expr}",
+            fix="use operators, call_tir, calls of the module's functions, tuples and If",
+        )
+
+    def variable(self, expr: relax.Var, name: str) -> Tree:
+        """What is bound to it."""
+        return self._env[expr]
+
+    def constant(self, expr: relax.Constant, name: str) -> Tree:
+        """The value of a constant, the same at all its uses."""
+        return self._reader.constant(expr)
+
+    def fields(self, expr: relax.Tuple, name: str) -> Tree:
+        """Its fields."""
+        return tuple(self.expression(field, name) for field in expr.fields)
+
+    def field(self, expr: relax.TupleGetItem, name: str) -> Tree:
+        """The field of a tuple."""
+        tree = self.expression(expr.tuple_value, name)
+        assert isinstance(tree, tuple)
+        return tree[expr.index]
+
+    def sequence(self, expr: relax.SeqExpr, name: str) -> Tree:
+        """What it ends with, after its bindings."""
+        for block in expr.blocks[:]:
+            for binding in block.bindings[:]:
+                var, value = binding.var, binding.value  # of a MatchCast too: sizes are known, it only gives a name
+                self._env[var] = self.expression(value, var.name_hint)
+        return self.expression(expr.body, name)
+
+    def call(self, expr: relax.Call, name: str) -> Tree:
+        """The results of an operator, which becomes a node, or of a function's."""
+        op, args, info = expr.op, expr.args[:], expr.struct_info
+        if not isinstance(op, ir.Op):
+            return self._function_call(op, args, name)
+        inputs, called = self._operands(args, name), op_name(op)
+        call = OpCall(called, expr, tuple([operand.type for operand in inputs]), tensor_types(info, called))
+        kernel = self._reader.kernel(args[0]) if called == "call_tir" else None
+        outputs = self._reader.add(call, inputs, self._function, name, self._scopes, kernel)
+        return tuple(outputs) if isinstance(info, relax.TupleStructInfo) else outputs[0]
+
+    def _function_call(self, op: relax.Expr, args: list[relax.Expr], name: str) -> Tree:
+        if not isinstance(op, ir.GlobalVar):
+            refuse(
+                f"a call of {op} can't be distributed",
+                where=f"{self._function}.{name}",
+                fix="call operators and functions of the module by name",
+            )
+        return self._reader.enter(op, [self.expression(arg, name) for arg in args], self._scopes)
+
+    def _operands(self, args: list[relax.Expr], name: str) -> list[Value]:
+        """The tensors among a call's arguments; a variable of the module's always has some."""
+        found: list[Value] = []
+        for arg in args:
+            if isinstance(arg, relax.Var):
+                found += leaves(self._env[arg])
+            elif tensor_infos(arg.struct_info):
+                found += leaves(self.expression(arg, name))
+        return found
+
+    def branches(self, expr: relax.If, name: str) -> Tree:
+        """Both branches are computed (Relax is pure), then one is taken."""
+        cond = self.expression(expr.cond, name)
+        then, other = (self.expression(branch, name) for branch in (expr.true_branch, expr.false_branch))
+        assert isinstance(cond, Value)
+        return self._select(cond, then, other, name)
+
+    def _select(self, cond: Value, then: Tree, other: Tree, name: str) -> Tree:
+        if isinstance(then, tuple) and isinstance(other, tuple):
+            return tuple(self._select(cond, a, b, name) for a, b in zip(then, other, strict=True))
+        assert isinstance(then, Value)
+        assert isinstance(other, Value)
+        operands = [cond, then, other]
+        stand_ins = [relax.Var(v.name, relax.TensorStructInfo(v.type.shape, v.type.dtype)) for v in operands]
+        call = relax.BlockBuilder().normalize(relax.op.where(*stand_ins))
+        return self._reader.add(op_call(call), operands, self._function, name, self._scopes)[0]
+
+
+# By kind of expression: how it is read, given the name of what it is bound to.
+_READ: dict[type, Callable[[_Body, relax.Expr, str], Tree]] = {
+    relax.SeqExpr: _Body.sequence,
+    relax.Var: _Body.variable,
+    relax.DataflowVar: _Body.variable,
+    relax.Constant: _Body.constant,
+    relax.Tuple: _Body.fields,
+    relax.TupleGetItem: _Body.field,
+    relax.If: _Body.branches,
+    relax.Call: _Body.call,
+}

@@ -1,0 +1,169 @@
+"""insert_reshards: from the values' layouts to explicit changes of layout, fills and casts.
+
+A result that comes out in another layout than its value's goes there at once; operands come from the cheapest form that
+exists, and a form that was made serves all later users. A sum that is pending is carried through operators that are
+linear in it, and reduced where that ends.
+"""
+
+from __future__ import annotations
+
+from mesh_tensor.base.sharding import Partial, Replicate, Sharding
+from mesh_tensor.redistribution.plan import plan_moves
+
+from .atoms import Atoms
+from .carry import find_carried
+from .decide import Decider, Decision, bytes_moved
+from .explicit import Cast, Change, ExplicitGraph, Fill, Form, Run
+from .ir import Graph, Node, Scope, Value, map_tree
+from .propagate import Layouts
+
+_NARROW = ("float16", "bfloat16")
+
+
+def insert_reshards(graph: Graph, atoms: Atoms, layouts: Layouts) -> ExplicitGraph:
+    """The steps of every device, for values in these layouts."""
+    decider = Decider(graph.mesh, atoms, layouts)
+    decisions = {node: decider.decide(node) for node in graph.nodes}
+    writer = _Writer(graph, atoms, layouts, find_carried(graph, atoms, layouts, decisions))
+    for node in graph.nodes:
+        writer.run(node, decisions[node])
+    return writer.finish()
+
+
+class _Writer:
+    def __init__(self, graph: Graph, atoms: Atoms, layouts: Layouts, carried: dict[Value, Sharding]) -> None:
+        self._graph, self._atoms, self._layouts, self._carried = graph, atoms, layouts, carried
+        self._made = ExplicitGraph(graph, atoms, layouts)
+        self._forms: dict[Value, list[Form]] = {}
+        self._fills: dict[tuple, Form] = {}
+        self._names: dict[str, int] = {}
+        for value in graph.params:
+            self._made.params.append(self._form(value, layouts.of[value]))
+        for value in graph.values():
+            if value.data is not None:
+                self._made.constants.append(self._form(value, replicated(layouts.of[value])))
+
+    def run(self, node: Node, decision: Decision) -> None:
+        """The node, and before it what its operands need, and after it what its results need."""
+        if node.is_annotation:
+            self._annotation(node)
+            return
+        carried = any(value in self._carried for value in node.inputs)
+        inputs = []
+        for position, (value, needed) in enumerate(zip(node.inputs, decision.needed, strict=True)):
+            pending = self._carried.get(value)
+            wanted = needed if pending is None else with_partial(needed, pending)
+            form = self.obtain(value, wanted, node.scopes, f"{node.where} ({node.call.name}) needs it so")
+            inputs.append(self._filled(form, node, decision, position))
+        outputs = []
+        for value, produced in zip(node.outputs, decision.produced, strict=True):
+            if carried:
+                produced = with_partial(produced, self._carried_through(node))
+            wide = bool(produced.partial) and not carried and value.type.dtype in _NARROW
+            wide = wide and dict(produced.partial).popitem()[1] == "sum"
+            outputs.append(self._form(value, produced, "float32" if wide else value.type.dtype))
+        self._made.steps.append(Run(node, tuple(inputs), tuple(outputs), decision.split))
+        for form in outputs:
+            self._settle(form, node)
+
+    def obtain(self, value: Value, wanted: Sharding, scopes: tuple[Scope, ...], reason: str) -> Form:
+        """A form of the value in that layout: one that exists, or from the one that is cheapest to change."""
+        forms = self._forms[value]
+        shape = self._atoms.shape(value)
+        same = next((form for form in forms if form.sharding == wanted), None)
+        if same is not None:
+            return same
+        ready = [f for f in forms if f.sharding.partial == wanted.partial] or forms
+        source = min(ready, key=lambda f: bytes_moved(shape, f.dtype, f.sharding, wanted))
+        return self._change(source, wanted, scopes, reason)
+
+    def finish(self) -> ExplicitGraph:
+        """The steps, and the results in their values' layouts."""
+        self._made.result = map_tree(
+            self._graph.result, lambda v: self.obtain(v, self._layouts.of[v], (), "the function returns it so")
+        )
+        return self._made
+
+    def _annotation(self, node: Node) -> None:
+        """Its result is its operand, in the layout that was stated."""
+        (src,), (dst,) = node.inputs, node.outputs
+        self.obtain(src, self._layouts.of[dst], node.scopes, f"{node.where}: annotated")
+        self._forms[dst] = self._forms[src]
+
+    def _carried_through(self, node: Node) -> Sharding:
+        return next(self._carried[value] for value in node.inputs if value in self._carried)
+
+    def _settle(self, form: Form, node: Node) -> None:
+        """Bring a result into its value's layout, unless it is carried on as it is."""
+        value = form.value
+        if value in self._carried:
+            return
+        wanted = self._layouts.of[value]
+        if form.sharding != wanted and (form.sharding.partial or self._is_stated(value)):
+            reason = f"{node.where} ({node.call.name}) " + (
+                "leaves it partial" if form.sharding.partial else "makes it so"
+            )
+            form = self._change(form, wanted, node.scopes, reason)
+        if form.dtype != value.type.dtype:
+            narrow = self._form(value, form.sharding)
+            self._made.steps.append(Cast(form, narrow, node.scopes))
+            self._forms[value] = [narrow]
+
+    def _is_stated(self, value: Value) -> bool:
+        return value in self._graph.annotations
+
+    def _change(self, src: Form, wanted: Sharding, scopes: tuple[Scope, ...], reason: str) -> Form:
+        """The moves of the cheapest redistribution, each a step."""
+        form = src
+        for move in plan_moves(src.sharding, wanted, self._atoms.shape(src.value)):
+            after = self._form(src.value, move.after, form.dtype)
+            self._made.steps.append(Change(move, form, after, scopes, reason))
+            form = after
+        return form
+
+    def _filled(self, form: Form, node: Node, decision: Decision, position: int) -> Form:
+        """The operand with its padding made neutral, where the node reduces over it."""
+        rule = self._atoms.rules[node]
+        if not rule.reduced or rule.rule.masks:
+            return form
+        shape = self._atoms.shape(form.value)
+        dims, ops = [], set()
+        for dim, factor in enumerate(rule.inputs[position]):
+            if factor in rule.reduced and shape[dim] % form.sharding.num_shards(dim):
+                dims.append(dim)
+                ops.add(rule.reduced[factor])
+        if not dims:
+            return form
+        (op,) = ops
+        key = (form, tuple(dims), op)
+        if key not in self._fills:
+            filled = self._fills[key] = self._form(form.value, form.sharding, form.dtype, keep=False)
+            self._made.steps.append(Fill(form, filled, tuple(dims), op, node.scopes))
+        return self._fills[key]
+
+    def _form(self, value: Value, sharding: Sharding, dtype: str | None = None, keep: bool = True) -> Form:
+        form = Form(self._unique(value.name), value, sharding, dtype or value.type.dtype)
+        if keep:
+            self._forms.setdefault(value, []).append(form)
+        return form
+
+    def _unique(self, name: str) -> str:
+        while name in self._names:
+            self._names[name] += 1
+            name = f"{name}_{self._names[name]}"
+        self._names[name] = 0
+        return name
+
+
+def replicated(sharding: Sharding) -> Sharding:
+    """The layout on the same mesh that splits nothing."""
+    return Sharding.of(sharding.mesh, sharding.ndim, {})
+
+
+def with_partial(sharding: Sharding, pending: Sharding) -> Sharding:
+    """The layout with the axes of `pending.partial` partial, too."""
+    placements = sharding.placements()
+    for axis, op in pending.partial:
+        assert placements[axis] == Replicate()
+        placements[axis] = Partial(op)
+    return Sharding.of(sharding.mesh, sharding.ndim, placements)

@@ -1,0 +1,131 @@
+"""Kernels on dims that are taken apart into atoms: a loop over such a dim becomes one loop per atom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from tvm import tirx
+from tvm.tirx.stmt_functor import ir_transform, post_order_visit, substitute
+
+from mesh_tensor.rules.kernel.sharding_rule import Analysis
+from mesh_tensor.rules.kernel.statements import Statement, body_statements
+from mesh_tensor.tir.rewrite import replace_block, sequence
+
+from .tir_nests import compact
+
+Sizes = tuple[int, ...]
+
+
+def plain_dims(analysis: Analysis) -> frozenset[tuple[str, int]]:
+    """The dims (parameter, dim) of a kernel that can be taken apart: all that touches them does so at a loop's
+    variable, as does what touches the dims that are walked with them."""
+    kernel = analysis.kernel
+    if kernel.on_chip or kernel.binds or not all(_is_store(s) for s in kernel.statements):
+        return frozenset()
+    loops = {var for var, loop in kernel.loops.items() if loop.kind in ("grid", "serial")}
+    odd = {
+        (str(access.buffer.name), dim)
+        for statement in kernel.statements
+        for access in statement.accesses
+        for dim, index in enumerate(access.indices)
+        if not (isinstance(index, tirx.Var) and index in loops)
+    }
+    return frozenset(place for factor in analysis.factors if not odd & set(factor.dims) for place in factor.dims)
+
+
+def _is_store(statement: Statement) -> bool:
+    return isinstance(statement.node, tirx.BufferStore) and not statement.unknown
+
+
+@lru_cache(maxsize=1024)
+def taken_apart(kernel: tirx.PrimFunc, sizes: tuple[tuple[Sizes, ...], ...]) -> tirx.PrimFunc:
+    """The kernel over tensors with more dims: `sizes` has, for each dim of each parameter, what it is taken apart into.
+    Only plain dims are."""
+    buffers = [kernel.buffer_map[param] for param in kernel.params]
+    apart = dict(zip(buffers, sizes, strict=True))
+    new = {
+        buffer: compact(tirx.decl_buffer([n for dim in dims for n in dim], buffer.dtype), str(buffer.name))
+        for buffer, dims in apart.items()
+    }
+    by_var: dict[tirx.Var, Sizes] = {}
+
+    def visit(node: object) -> None:
+        if isinstance(node, (tirx.BufferLoad, tirx.BufferStore)):
+            walked = zip(node.indices, apart[node.buffer], strict=True)
+            by_var.update({index: dim for index, dim in walked if len(dim) > 1})
+
+    post_order_visit(kernel.body, visit)
+    grid, block = _frame(kernel.body)
+    firsts = {var: tirx.Var(var.name, "int32") for var in grid if var in by_var}
+    body = sequence([_Apart(apart, new, by_var, firsts).run(stmt) for stmt in body_statements(block.body)])
+    made = tirx.SBlock([], [], [], block.name_hint, body, annotations=block.annotations)
+    outside = replace_block(kernel.body, made, {var: tirx.IntImm("int32", by_var[var][0]) for var in firsts})
+    outside = ir_transform(outside, None, lambda loop: _renamed(loop, firsts), ["tirx.For"])
+    params = dict(zip(kernel.params, new.values(), strict=True))
+    return tirx.PrimFunc(list(params), outside, None, params, kernel.attrs)
+
+
+def _frame(stmt: tirx.Stmt) -> tuple[list[tirx.Var], tirx.SBlock]:
+    """The grid's variables, and the block in it."""
+    grid: list[tirx.Var] = []
+    while not isinstance(stmt, tirx.SBlockRealize) or stmt.block.name_hint == "root":
+        if isinstance(stmt, tirx.For):
+            grid.append(stmt.loop_var)
+            stmt = stmt.body
+        else:
+            stmt = stmt.block.body
+    return grid, stmt.block
+
+
+def _renamed(loop: tirx.For, firsts: dict[tirx.Var, tirx.Var]) -> tirx.For | None:
+    if loop.loop_var not in firsts:
+        return None
+    return tirx.For(firsts[loop.loop_var], loop.min, loop.extent, loop.kind, loop.body, loop.thread_binding)
+
+
+class _Apart:
+    """One of the statements in the grid. Programs of the grid don't see each other, so that what is left of a grid's
+    dim may be walked in each statement by itself."""
+
+    def __init__(self, apart: dict, new: dict, by_var: dict[tirx.Var, Sizes], firsts: dict[tirx.Var, tirx.Var]) -> None:
+        self._apart, self._new, self._by_var, self._firsts = apart, new, by_var, firsts
+        self._vars = {
+            var: [
+                firsts[var] if var in firsts and position == 0 else tirx.Var(f"{var.name}_{position}", "int32")
+                for position in range(len(dim))
+            ]
+            for var, dim in by_var.items()
+        }
+
+    def run(self, stmt: tirx.Stmt) -> tirx.Stmt:
+        """The statement over the new buffers."""
+        stmt = ir_transform(stmt, None, self._access, ["tirx.BufferLoad", "tirx.BufferStore"])
+        stmt = ir_transform(stmt, None, self._loop, ["tirx.For"])
+        for var in self._firsts:
+            stmt = _nest(self._vars[var][1:], self._by_var[var][1:], stmt)
+        return substitute(stmt, {var: self._position(var) for var in self._by_var})
+
+    def _access(self, node: tirx.BufferLoad | tirx.BufferStore) -> object:
+        indices: list[tirx.PrimExpr] = []
+        for index, dim in zip(node.indices, self._apart[node.buffer], strict=True):
+            indices += self._vars[index] if len(dim) > 1 else [index]
+        if isinstance(node, tirx.BufferLoad):
+            return tirx.BufferLoad(self._new[node.buffer], indices)
+        return tirx.BufferStore(self._new[node.buffer], node.value, indices)
+
+    def _loop(self, loop: tirx.For) -> tirx.Stmt | None:
+        var = loop.loop_var
+        return _nest(self._vars[var], self._by_var[var], loop.body) if var in self._by_var else None
+
+    def _position(self, var: tirx.Var) -> tirx.PrimExpr:
+        position: tirx.PrimExpr = tirx.IntImm("int32", 0)
+        for part, size in zip(self._vars[var], self._by_var[var], strict=True):
+            position = position * size + part
+        return position
+
+
+def _nest(variables: Sequence[tirx.Var], sizes: Sequence[int], body: tirx.Stmt) -> tirx.Stmt:
+    for var, size in reversed(list(zip(variables, sizes, strict=True))):
+        body = tirx.For(var, 0, size, tirx.ForKind.SERIAL, body)
+    return body

@@ -1,0 +1,166 @@
+"""The OpRule of a node whose operator is a kernel: from the kernel's own sharding rule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+from itertools import combinations
+
+from tvm import tirx
+
+from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.rules.kernel.factors import Factor
+from mesh_tensor.rules.kernel.normalize import normalize
+from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
+from mesh_tensor.rules.kernel.statements import Statement
+from mesh_tensor.rules.operator.rule import OpRule
+
+from .ir import Node
+from .tir_atoms import plain_dims
+from .tir_nests import loaded
+
+_MOST_OPERANDS = 4
+_FREE, _LINEAR = 0, 1
+
+
+def kernel_rule(node: Node) -> OpRule:
+    """How the dims of a kernel's operands and results relate. It minds its tiles' padding itself; tiles have to be
+    contiguous along dims that can't be taken apart in it.
+
+    Raises:
+        MeshTensorError: the kernel writes an operand, or needs what a result held before; the message names the
+        binding.
+    """
+    assert node.kernel is not None
+    try:
+        analysis = analysed(node.kernel)
+        _check(node, analysis)
+    except MeshTensorError as error:
+        raise MeshTensorError(f"{error}\n  binding: {node.where}") from None
+    names = list(analysis.kernel.params)
+    inputs, outputs = names[: len(node.inputs)], names[len(node.inputs) :]
+    split = _split_factors(analysis, outputs)
+    walked = {place: factor.name for factor in split for place in factor.dims}
+    params = analysis.kernel.params.items()
+    dims = {param: tuple(walked.get((param, dim)) for dim in range(len(buffer.shape))) for param, buffer in params}
+    plain = plain_dims(analysis)
+    factors = frozenset(factor.name for factor in split if not plain.issuperset(factor.dims))
+    return OpRule(
+        tuple(dims[param] for param in inputs),
+        tuple(dims[param] for param in outputs),
+        {factor.name: op for factor, op in split.items() if op is not None},
+        linear=_linear(analysis, inputs),
+        positional=factors,
+        masks=True,
+    )
+
+
+@lru_cache(maxsize=1024)
+def analysed(kernel: tirx.PrimFunc) -> Analysis:
+    """The analysis of a kernel, made once."""
+    return analyse(normalize(kernel))
+
+
+def _check(node: Node, analysis: Analysis) -> None:
+    assert node.kernel is not None
+    name, params = str(node.kernel.attrs["global_symbol"]), list(analysis.kernel.params)
+    inputs, outputs = params[: len(node.inputs)], params[len(node.inputs) :]
+    facts = [f"kernel {name!r} writes its operand {param!r}" for param in inputs if analysis.written(param)]
+    facts += [f"kernel {name!r} never writes its result {param!r}" for param in outputs if not analysis.written(param)]
+    facts += [
+        f"kernel {name!r} needs what its result {param!r} held before"
+        for param in outputs
+        if analysis.written(param) and not _starts(param, analysis)
+    ]
+    if facts:
+        refuse(
+            facts,
+            why="R.call_tir computes new tensors, and leaves its operands as they are",
+            fix="take operands first, then outputs; start sums in the kernel, or pass what they start with",
+        )
+
+
+def _starts(param: str, analysis: Analysis) -> bool:
+    """Whether something in the kernel stores to the result, not only adds to it."""
+    buffer = analysis.kernel.params[param]
+    return any(s.writes(buffer) and (s.op is None or s.fresh or s.unknown) for s in analysis.kernel.statements)
+
+
+def _split_factors(analysis: Analysis, outputs: list[str]) -> dict[Factor, str | None]:
+    """The factors that axes may split, with what then completes the results that they do not walk."""
+    if any(analysis.read(param) and not analysis.only_kept(param) for param in outputs):
+        return {}  # one part of a result is made from another
+    found = {}
+    for factor in filter(_splits, analysis.factors):
+        ops = {_partial_op(param, factor, analysis) for param in outputs if not _walks(factor, param)}
+        if len(ops) <= 1:
+            found[factor] = next(iter(ops), None)
+    return found
+
+
+def _splits(factor: Factor) -> bool:
+    """Whether an axis may split the factor: it walks no tensor twice."""
+    counts = Counter(param for param, _ in factor.dims)
+    return factor.blocked is None and all(count == 1 for count in counts.values())
+
+
+def _walks(factor: Factor, param: str) -> bool:
+    return any(param == other for other, _ in factor.dims)
+
+
+def _partial_op(param: str, factor: Factor, analysis: Analysis) -> str | None:
+    """What completes a result after the factor was split; None if that happens inside the kernel."""
+    reduction, buffer = analysis.reductions[factor], analysis.kernel.params[param]
+    if reduction.cut is not None:
+        return None
+    return next((op for r, op in reduction.partial.items() if r.is_param and r.buffer.same_as(buffer)), None)
+
+
+def _linear(analysis: Analysis, inputs: list[str]) -> tuple[frozenset[int], ...]:
+    """The sets of operands in which all that the kernel stores is linear."""
+    statements = analysis.kernel.statements
+    if len(inputs) > _MOST_OPERANDS or not all(_is_plain_store(s, analysis) for s in statements):
+        return ()
+    sets = [frozenset(s) for count in range(1, len(inputs) + 1) for s in combinations(range(len(inputs)), count)]
+    return tuple(
+        chosen for chosen in sets if _is_linear(statements, [analysis.kernel.params[inputs[i]] for i in chosen])
+    )
+
+
+def _is_plain_store(statement: Statement, analysis: Analysis) -> bool:
+    """A store to a result of what is computed from operands, or a sum of such."""
+    if not isinstance(statement.node, tirx.BufferStore) or statement.op not in (None, "sum") or statement.unknown:
+        return False
+    return analysis.kernel.is_param(statement.target.buffer) and not any(
+        analysis.written(str(access.buffer.name)) for access in statement.reads
+    )
+
+
+def _is_linear(statements: list[Statement], operands: list[tirx.Buffer]) -> bool:
+    for statement in statements:
+        elsewhere = [*statement.conditions, *statement.target.indices]
+        if any(buffer in operands for buffer in loaded(elsewhere)):
+            return False
+        if _LINEAR not in _degrees(statement.values[0], operands):
+            return False
+    return True
+
+
+def _degrees(expr: tirx.PrimExpr, operands: list[tirx.Buffer]) -> frozenset[int]:
+    """Whether an expression does not depend on the operands, or is linear in them (0 is both), or neither."""
+    if not any(buffer in operands for buffer in loaded([expr])):
+        is_zero = isinstance(expr, (tirx.IntImm, tirx.FloatImm)) and expr.value == 0
+        return frozenset((_FREE, _LINEAR) if is_zero else (_FREE,))
+    if isinstance(expr, tirx.BufferLoad):
+        indirect = any(buffer in operands for buffer in loaded(expr.indices))
+        return frozenset() if indirect else frozenset((_LINEAR,))
+    if isinstance(expr, (tirx.Add, tirx.Sub)):
+        return _degrees(expr.a, operands) & _degrees(expr.b, operands)
+    if isinstance(expr, tirx.Mul):
+        a, b = _degrees(expr.a, operands), _degrees(expr.b, operands)
+        return frozenset(i + j for i in a for j in b) & {_FREE, _LINEAR}
+    if isinstance(expr, tirx.Div) and expr.dtype.startswith("float"):
+        return _degrees(expr.a, operands) if _FREE in _degrees(expr.b, operands) else frozenset()
+    if isinstance(expr, tirx.Select) and _FREE in _degrees(expr.condition, operands):
+        return _degrees(expr.true_value, operands) & _degrees(expr.false_value, operands)
+    return frozenset()

@@ -1,0 +1,108 @@
+"""From a kernel in local view to the Program that every device runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from tvm import tirx
+
+from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.lowering import verify
+from mesh_tensor.lowering.layouts import Collective, LocalKernel, Tensor
+from mesh_tensor.lowering.pipeline import Lowered, lower_kernel
+from mesh_tensor.rules.kernel.cost import flops_function
+from mesh_tensor.tir.sizes import size_function
+
+from .steps import CollectiveStep, KernelStep, Parameter, Program, Step, Value, bytes_moved, with_lifetimes
+from .verify import verify_program
+
+
+def lower_to_program(func: tirx.PrimFunc, strict: bool = False, view: str = "auto") -> Program:
+    """Lower an annotated kernel without symbolic sizes to the Program that every device runs.
+
+    Raises:
+        MeshTensorError: the kernel can't be lowered (see `lower`), or a size is symbolic.
+    """
+    return build_program(lower_kernel(func, strict=strict, view=view))
+
+
+def build_program(lowered: Lowered) -> Program:
+    """The Program of a lowered kernel: its kernels and collectives, and when memory lives."""
+    return OpenProgram(lowered).sized((), lambda: lowered)
+
+
+class OpenProgram:
+    """The Program of a kernel in local view, whose `symbols` are still open: `sized` fills them in, and does no more.
+
+    Raises:
+        MeshTensorError: there are other symbols in the shapes of its tensors.
+    """
+
+    def __init__(self, lowered: Lowered, symbols: Sequence[tirx.Var] = ()) -> None:
+        self._name, self._mesh = lowered.name, lowered.mesh
+        self._values = {name: _value_function(tensor, symbols) for name, tensor in lowered.tensors.items()}
+        self._parameters = tuple(Parameter(*names, names[0] in lowered.kept) for names in lowered.parameters)
+        steps = [_step(step, lowered) for step in lowered.steps]
+        self._steps = with_lifetimes(steps, lowered.tensors, self._parameters)
+        self._kernels = {
+            step.func: (flops_function(step.func, symbols), _size_parameters(step, symbols))
+            for step in steps
+            if isinstance(step, KernelStep)
+        }
+
+    def sized(self, sizes: Sequence[int], lowering: Callable[[], Lowered]) -> Program:
+        """The Program for the symbols' sizes, in their order. `lowering` gives the kernel lowered for just these."""
+        values = {name: value(sizes) for name, value in self._values.items()}
+        steps = tuple(self._sized(step, values, sizes) for step in self._steps)
+        program = Program(self._name, self._mesh, self._parameters, values, steps, lowering)
+        if verify.enabled():
+            verify_program(program)
+        return program
+
+    def _sized(self, step: Step, values: Mapping[str, Value], sizes: Sequence[int]) -> Step:
+        if isinstance(step, KernelStep):
+            flops, parameters = self._kernels[step.func]
+            own = tuple(sizes[position] for position in parameters)
+            return KernelStep(step.name, step.func, step.args, step.axes, step.writes, flops(sizes), step.scalars, own)
+        if isinstance(step, CollectiveStep):
+            return replace(step, bytes=bytes_moved(step.kind, values[step.src], values[step.dst], step.axes))
+        return step
+
+
+def _value_function(tensor: Tensor, symbols: Sequence[tirx.Var]) -> Callable[[Sequence[int]], Value]:
+    """From the values of the symbols to the tensor's Value: the same one where its shape has no symbols."""
+    try:
+        dims = [size_function(size, symbols) for size in tensor.shape]
+    except MeshTensorError:
+        refuse(
+            f"tensor {tensor.name!r} has the symbolic shape {tuple(tensor.shape)}",
+            why="a Program has sizes",
+            fix="specialize the kernel to sizes first (compile does at the first call)",
+        )
+
+    def value(sizes: Sequence[int]) -> Value:
+        shape = tuple([dim(sizes) for dim in dims])
+        return Value(tensor.name, shape, tensor.dtype, tensor.sharding, tensor.storage)
+
+    if all(isinstance(size, (int, tirx.IntImm)) for size in tensor.shape):
+        constant = value(())
+        return lambda sizes: constant
+    return value
+
+
+def _step(step: LocalKernel | Collective, lowered: Lowered) -> Step:
+    """The step, without what depends on sizes."""
+    if isinstance(step, LocalKernel):
+        name = str(step.func.attrs["global_symbol"])
+        scalars = tuple(v.name for v in lowered.scalars)
+        return KernelStep(name, step.func, step.args, step.axes, step.writes, 0, scalars)
+    move = step.move
+    return CollectiveStep(move.kind, step.src, step.dst, move.axes, move.op, move.src_dim, move.dst_dim, 0, step.reason)
+
+
+def _size_parameters(step: KernelStep, symbols: Sequence[tirx.Var]) -> tuple[int, ...]:
+    """Which of the symbols the kernel takes between its own parameters and the coordinates."""
+    params = step.func.params
+    names = params[len(step.args) + len(step.scalars) : len(params) - len(step.axes)]
+    return tuple(next(i for i, symbol in enumerate(symbols) if symbol.same_as(name)) for name in names)

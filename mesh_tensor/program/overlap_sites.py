@@ -1,0 +1,100 @@
+"""Where collectives can go along with a kernel: beside it, slab by slab along one of its factors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from mesh_tensor.lowering.layouts import LocalKernel
+from mesh_tensor.lowering.slabs import why_no_slabs
+from mesh_tensor.rules.kernel.factors import Factor
+
+from .steps import CollectiveStep, KernelStep, Step, Value
+
+
+@dataclass(frozen=True)
+class Site:
+    """A kernel with the collectives `before` and `after` it that can go along with its slabs along `factor`."""
+
+    step: KernelStep
+    kernel: LocalKernel
+    factor: Factor
+    before: tuple[CollectiveStep, ...]
+    after: tuple[CollectiveStep, ...]
+
+    @property
+    def collectives(self) -> tuple[CollectiveStep, ...]:
+        return (*self.before, *self.after)
+
+
+class Sites:
+    """The sites of a program's steps. `why_in_bulk`: why a collective (its id) goes with no kernel; what is decided
+    later about those that could is written there too."""
+
+    def __init__(self, steps: Sequence[Step], values: Mapping[str, Value]):
+        self.why_in_bulk: dict[int, str] = {}
+        self._steps, self._values = steps, values
+
+    def at(self, position: int, kernel: LocalKernel, taken: set[int]) -> Site | None:
+        """What can be done at a kernel, without the collectives that are `taken` (their ids): along the factor with the
+        most bytes to send. None if nothing can."""
+        step = self._steps[position]
+        assert isinstance(step, KernelStep)
+        found: dict[Factor, tuple[list[CollectiveStep], list[CollectiveStep]]] = {}
+        for is_after, collective in self._beside(position, step, taken):
+            factor = self._factor_or_why_not(kernel, step, collective, is_after)
+            if isinstance(factor, str):
+                self.why_in_bulk.setdefault(id(collective), factor)
+            else:
+                found.setdefault(factor, ([], []))[is_after].append(collective)
+        if not found:
+            return None
+        best = max(found, key=lambda factor: sum(c.bytes for side in found[factor] for c in side))
+        for factor, sides in found.items():
+            if factor is not best:
+                why = f"the kernel is split along {best.name} instead"
+                self.why_in_bulk |= {id(collective): why for side in sides for collective in side}
+        before, after = found[best]
+        return Site(step, kernel, best, tuple(before), tuple(after))
+
+    def _beside(self, position: int, step: KernelStep, taken: set[int]) -> Iterator[tuple[bool, CollectiveStep]]:
+        """The collectives right before the kernel that feed it and nothing in between, and those right after it that
+        take what it wrote; with each, whether it comes after."""
+        before = _collectives(reversed(self._steps[:position]))
+        later: set[str] = set()
+        feeding = []
+        for collective in before:
+            free = collective.dst in step.args and collective.dst not in later and id(collective) not in taken
+            if free and collective.bytes:
+                feeding.append(collective)
+            later.add(collective.src)
+        yield from ((False, collective) for collective in reversed(feeding))
+        for collective in _collectives(self._steps[position + 1 :]):
+            if collective.src in step.writes and collective.bytes:
+                yield True, collective
+
+    def _factor_or_why_not(
+        self, kernel: LocalKernel, step: KernelStep, collective: CollectiveStep, is_after: bool
+    ) -> Factor | str:
+        """The factor along which the collective can go in slabs, or why there is none."""
+        inner, outer = self._values[collective.src], self._values[collective.dst]
+        if not is_after:
+            inner, outer = outer, inner
+        dim = next((d for d, size in enumerate(inner.tile_shape) if size > 1), 0)
+        param = list(kernel.analysis.kernel.params)[step.args.index(inner.name)]
+        factor = kernel.analysis.factor_of(param, dim) if inner.shape else None
+        if factor is None:
+            return f"dim {dim} of {param} is needed whole"
+        if inner.sharding.dims[dim] != outer.sharding.dims[dim]:
+            return f"it changes how dim {dim}, along which slabs would be, is split"
+        if any(size != 1 for size in outer.tile_shape[:dim]):
+            return f"slabs of {outer.name} don't lie in one piece"
+        return why_no_slabs(kernel, factor) or factor
+
+
+def _collectives(steps: Iterable[Step]) -> Iterator[CollectiveStep]:
+    """The collectives that the steps start with."""
+    for step in steps:
+        if not isinstance(step, CollectiveStep):
+            return
+        yield step

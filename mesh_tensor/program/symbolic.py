@@ -1,0 +1,156 @@
+"""Programs of kernels with symbolic dims: lowered once for all sizes of a family, then filled in for each.
+
+A family are the multiples of a number: of blocks and devices (no block is cut short), of devices (all tiles are even),
+or of 1. The kernel is lowered with `number * n` in place of a symbol, so that whatever the passes prove holds for the
+whole family. If that gives another plan than a size by itself does, the family's sizes are lowered one by one. Which it
+is depends on the kernel alone, never on the sizes that came before: all ranks find the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from tvm import tirx
+from tvm.tirx.stmt_functor import post_order_visit
+
+from mesh_tensor.annotations.annotate import read_annotations
+from mesh_tensor.annotations.specialize import specialize
+from mesh_tensor.base.errors import MeshTensorError
+from mesh_tensor.base.recent import KERNEL_SIZES, Recent
+from mesh_tensor.lowering.pipeline import Lowered
+
+from .builder import OpenProgram, build_program
+from .overlap import with_overlap
+from .steps import CollectiveStep, KernelStep, Program, Step
+
+Sizes = Mapping[tirx.Var, int]
+Lower = Callable[[tirx.PrimFunc, bool], Lowered | Program]
+_DIVISIONS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
+_MOST_SYMBOLS = 4  # a family is compared with exact sizes, large and small ones of each symbol
+_MOST = 1 << 20  # no family of multiples of more than this
+
+
+@dataclass(frozen=True)
+class _Family:
+    """`program` for sizes that are multiples of `numbers`; its symbols say how many times."""
+
+    numbers: tuple[int, ...]
+    program: OpenProgram
+
+
+class Programs:
+    """The Programs of one kernel, by the sizes of its symbols."""
+
+    def __init__(
+        self,
+        func: tirx.PrimFunc,
+        symbols: tuple[tirx.Var, ...],
+        lower: Lower,
+        strict: bool,
+        overlap: str | int,
+        compile_kernel: Callable[[tirx.PrimFunc], object],
+    ) -> None:
+        self._func, self._lower, self._strict, self._overlap = func, lower, strict, overlap
+        self._compile_kernel = compile_kernel
+        self._symbols = symbols
+        self._numbers = _numbers(func, symbols) if symbols else {}
+        self._families: dict[tuple[int, ...], _Family | None] = {}
+        self._programs: Recent[tuple[int, ...], Program] = Recent(KERNEL_SIZES)
+        self._lowered: Recent[tuple[int, ...], Lowered] = Recent(KERNEL_SIZES)  # for explain and slabs
+
+    def of(self, sizes: Sizes) -> Program:
+        """The Program for these sizes, made once as long as it is kept."""
+        key = tuple(sizes[var] for var in self._symbols)
+        return self._programs.made(key, lambda: self._sized(sizes) or self.exact(sizes))
+
+    def exact(self, sizes: Sizes) -> Program:
+        """The Program of the kernel lowered for these sizes and no others."""
+        func = specialize(self._func, sizes) if self._symbols else self._func
+        lowered = self._lower(func, self._strict)
+        program = lowered if isinstance(lowered, Program) else build_program(lowered)
+        return with_overlap(program, self._overlap)
+
+    def _sized(self, sizes: Sizes) -> Program | None:
+        """The Program of the sizes' family with the sizes filled in; None where there is none."""
+        few = 1 <= len(self._symbols) <= _MOST_SYMBOLS
+        if not few or isinstance(self._overlap, int) or min(sizes.values()) < 1:
+            return None
+        numbers = tuple(
+            next(number for number in self._numbers[var] if sizes[var] % number == 0) for var in self._symbols
+        )
+        if numbers not in self._families:
+            self._families[numbers] = self._family(numbers)
+        family = self._families[numbers]
+        return None if family is None else self._filled(family, sizes)
+
+    def _filled(self, family: _Family, sizes: Sizes) -> Program:
+        times = [sizes[var] // number for var, number in zip(self._symbols, family.numbers, strict=True)]
+        program = family.program.sized(times, partial(self._lowered_exactly, sizes))
+        return with_overlap(program, self._overlap)
+
+    def _lowered_exactly(self, sizes: Sizes) -> Lowered:
+        key = tuple(sizes[var] for var in self._symbols)
+        lowered = self._lowered.get(key) or self.exact(sizes).lowered
+        assert lowered is not None
+        return self._lowered.put(key, lowered)
+
+    def _family(self, numbers: tuple[int, ...]) -> _Family | None:
+        """The family of these multiples, if it can be lowered as one, compiled, and nothing is lost by it."""
+        unknowns = tuple(tirx.Var(var.name, var.dtype) for var in self._symbols)
+        wholes = zip(self._symbols, unknowns, numbers, strict=True)
+        sizes = {var: unknown * number if number > 1 else unknown for var, unknown, number in wholes}
+        try:
+            lowered = self._lower(specialize(self._func, sizes), self._strict)
+            if isinstance(lowered, Program):
+                return None
+            family = _Family(numbers, OpenProgram(lowered, unknowns))
+            for some in self._typical(numbers):
+                program = self._filled(family, some)
+                if _plan(program) != _plan(self.exact(some)):
+                    return None
+            for step in program.steps:
+                if isinstance(step, KernelStep):
+                    self._compile_kernel(step.func)
+        except MeshTensorError:
+            return None
+        return family
+
+    def _typical(self, numbers: tuple[int, ...]) -> list[dict[tirx.Var, int]]:
+        """Sizes of the family and of no family of larger numbers, small and large ones together: a plan may depend on
+        which tensors are larger."""
+        choices = []
+        for var, number in zip(self._symbols, numbers, strict=True):
+            largest = self._numbers[var][0]
+            rest = number if number < largest else 0
+            choices.append([times * largest + rest for times in (3, 300)])
+        return [dict(zip(self._symbols, sizes, strict=True)) for sizes in itertools.product(*choices)]
+
+
+def _plan(program: Program) -> tuple[object, ...]:
+    """What a Program does, but for the code of its kernels."""
+    return (program.parameters, program.values, [_without_code(step) for step in program.steps])
+
+
+def _without_code(step: Step) -> object:
+    if isinstance(step, KernelStep):
+        return step.args, step.writes
+    return replace(step, reason="") if isinstance(step, CollectiveStep) else step
+
+
+def _numbers(func: tirx.PrimFunc, found: tuple[tirx.Var, ...]) -> dict[tirx.Var, tuple[int, ...]]:
+    """Per symbol, what its families are multiples of, the largest first."""
+    devices = read_annotations(func)[0].num_devices
+    blocks: dict[tirx.Var, set[int]] = {var: {1} for var in found}
+
+    def visit(node: object) -> None:
+        if isinstance(node, _DIVISIONS) and isinstance(node.b, tirx.IntImm) and int(node.b) > 0:
+            for var in tirx.analysis.undefined_vars(node.a):
+                blocks.get(var, set()).add(int(node.b))
+
+    post_order_visit(func.body, visit)
+    most = {var: math.lcm(*numbers) * devices for var, numbers in blocks.items()}
+    return {var: tuple(dict.fromkeys((n if n <= _MOST else devices, devices, 1))) for var, n in most.items()}

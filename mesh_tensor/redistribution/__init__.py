@@ -1,0 +1,1 @@
+"""From one layout of a tensor to another, in the fewest bytes."""

@@ -1,0 +1,163 @@
+"""Redistribution: which collectives bring a tensor from one layout to another on its mesh, and what they move.
+
+Every step changes the tensor inside the groups of its axes. Tiles are nested, so an axis can leave a dim alone only if
+no other axis splits that dim further; where that stands in the way, devices exchange boxes directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.sharding import Placement, Replicate, Shard, Sharding
+
+from .search import PARTIAL, WHOLE, Search, State, boxes_of, exchange, received
+
+#: What reduces.
+REDUCING_KINDS = ("all_reduce", "reduce_scatter")
+#: What sends boxes of a layout straight to where another one needs them; its `before` and `after` say all.
+DIRECT_KINDS = ("permute", "exchange")
+
+
+@dataclass(frozen=True)
+class Move:
+    """One collective: `kind` as in program.CollectiveStep, and the layout after it."""
+
+    kind: str
+    axes: tuple[str, ...]
+    after: Sharding
+    op: str | None = None
+    src_dim: int | None = None
+    dst_dim: int | None = None
+
+
+@dataclass(frozen=True)
+class RedistributionPlan:
+    """How a tensor of `shape` goes from layout `src` to `dst`: `moves`, in order. `str()` shows it.
+
+    >>> from mesh_tensor.mesh import Mesh
+    >>> mesh = Mesh({"x": 2, "y": 2})
+    >>> src, dst = (Sharding.parse(mesh, 2, text) for text in ("P[sum], S[0]", "S[1], S[0]"))
+    >>> print(RedistributionPlan.make((8, 8), "float32", 4, src, dst))
+    (8, 8) float32, 'P[sum], S[0]' -> 'S[1], S[0]' on Mesh({"x": 2, "y": 2}): 64 bytes per device
+      step                 over  layout after  bytes per device
+      reduce_scatter(sum)  x     S[1], S[0]    64
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    src: Sharding
+    dst: Sharding
+    moves: tuple[Move, ...]
+
+    @staticmethod
+    def make(shape: Sequence[int], dtype: str, itemsize: int, src: Sharding, dst: Sharding) -> RedistributionPlan:
+        """The cheapest plan for a tensor of elements of `itemsize` bytes; both layouts are of one mesh and rank."""
+        return RedistributionPlan(tuple(shape), dtype, itemsize, src, dst, plan_moves(src, dst, shape))
+
+    @property
+    def bytes_per_move(self) -> tuple[int, ...]:
+        """What the busiest device receives, move by move."""
+        befores = (self.src, *(move.after for move in self.moves))
+        return tuple(
+            self.itemsize * elements_received(move.kind, self.shape, before, move.after, move.axes)
+            for before, move in zip(befores, self.moves, strict=False)
+        )
+
+    @property
+    def bytes(self) -> int:
+        """What the busiest device of every move receives, in total."""
+        return sum(self.bytes_per_move)
+
+    @property
+    def stages(self) -> tuple[Sharding, ...]:
+        """The layouts that fix the result's bits: between two of them at most one move reduces. From `src` to `dst`;
+        only `src` where that is `dst`."""
+        found, reduced, before = [self.src], False, self.src
+        for move in self.moves:
+            if move.kind in REDUCING_KINDS:
+                if reduced:
+                    found.append(before)
+                reduced = True
+            before = move.after
+        return (*found, self.dst) if self.moves else (self.src,)
+
+    def __str__(self) -> str:
+        head = f"{self.shape} {self.dtype}, '{self.src}' -> '{self.dst}' on {self.src.mesh}"
+        if not self.moves:
+            return f"{head}: nothing to do"
+        rows = [("step", "over", "layout after", "bytes per device")]
+        for move, size in zip(self.moves, self.bytes_per_move, strict=True):
+            kind = f"{move.kind}({move.op})" if move.op else move.kind
+            rows.append((kind, ", ".join(move.axes), str(move.after), f"{size:,}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        return "\n  ".join([f"{head}: {self.bytes:,} bytes per device", *(line.rstrip() for line in lines)])
+
+
+def plan_moves(src: Sharding, dst: Sharding, shape: Sequence[int]) -> tuple[Move, ...]:
+    """The moves that turn layout `src` into `dst` with the fewest bytes, then the fewest collectives, then the fewest
+    messages. They never receive more than gathering everything and slicing would."""
+    if (src.mesh, src.ndim) != (dst.mesh, dst.ndim):
+        refuse(
+            f"no redistribution leads from {src!r} to {dst!r}",
+            why="they are not layouts of one tensor on one mesh",
+            fix="make both shardings on the tensor's mesh, for its number of dims",
+        )
+    return _planned(src, dst, tuple(shape))
+
+
+@lru_cache(maxsize=4096)
+def _planned(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> tuple[Move, ...]:
+    src.tile_shape(shape)  # refuses a shape of another rank
+    kept = {axis for axis, op in src.partial if dst.partial_op(axis) == op}
+    joining = tuple(axis for axis, _ in dst.partial if axis not in kept)
+    start = _state(src, whole=kept)  # whatever is done is done to every kept axis' parts alike
+    goal = _state(dst, whole={*kept, *joining})
+    edges = Search(boxes_of(src.mesh, shape), start, goal).path()
+    op = src.partial[0][1] if src.partial else None
+    names, moves, before = src.mesh.axis_names, [], src
+    for edge in edges:
+        axes = tuple(names[axis] for axis in edge.axes)
+        before = _apply(before, axes, tuple(edge.after[axis] for axis in edge.axes))
+        reducing = edge.kind in REDUCING_KINDS
+        moves.append(Move(edge.kind, axes, before, op if reducing else None, edge.src_dim, edge.dst_dim))
+    if joining:
+        moves.append(Move("to_partial", joining, dst, dst.partial[0][1]))
+    return tuple(moves)
+
+
+def elements_received(kind: str, shape: Sequence[int], before: Sharding, after: Sharding, axes: Sequence[str]) -> int:
+    """The elements that the busiest device receives in one collective over `axes`. Padding is not sent, except that
+    reductions are counted over whole tiles."""
+    return _elements_received(kind, tuple(shape), before, after, tuple(axes))
+
+
+@lru_cache(maxsize=4096)
+def _elements_received(
+    kind: str, shape: tuple[int, ...], before: Sharding, after: Sharding, axes: tuple[str, ...]
+) -> int:
+    numbers = [before.mesh.axis_names.index(axis) for axis in axes]
+    return received(boxes_of(before.mesh, shape), kind, _state(before), _state(after), numbers)
+
+
+def direct_move(before: Sharding, after: Sharding) -> Move:
+    """The permute or exchange between two layouts that differ in nothing partial."""
+    edge = exchange(boxes_of(before.mesh, (1,) * before.ndim), _state(before), _state(after))
+    return Move(edge.kind, tuple(before.mesh.axis_names[axis] for axis in edge.axes), after)
+
+
+def _state(sharding: Sharding, whole: Collection[str] = ()) -> State:
+    """The search's state; the axes `whole` count as replicated."""
+    return tuple(
+        p.dim if isinstance(p, Shard) else WHOLE if isinstance(p, Replicate) or axis in whole else PARTIAL
+        for axis, p in sharding.placements().items()
+    )
+
+
+def _apply(before: Sharding, axes: tuple[str, ...], places: tuple[int, ...]) -> Sharding:
+    new: dict[str, Placement] = {a: Replicate() if p == WHOLE else Shard(p) for a, p in zip(axes, places, strict=True)}
+    return Sharding.of(before.mesh, before.ndim, before.placements() | new)

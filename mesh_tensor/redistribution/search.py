@@ -1,0 +1,278 @@
+"""The search for the cheapest way from one layout to another: A* over placements, with single collectives as edges.
+
+A state has one number per axis: d where the axis splits dim d, WHOLE where it replicates, PARTIAL where it is partial.
+What the search minimises, in this order: the elements that the busiest device receives, the collectives (an exchange
+counts as two: it involves more devices than any of them), the messages, the steps. So no plan moves more than another
+that it could have found, whatever the sizes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, combinations
+
+import numpy
+
+from mesh_tensor.base.mesh import Mesh
+
+WHOLE, PARTIAL = -1, -2
+
+State = tuple[int, ...]
+Cost = tuple[int, int, int, int]  # elements received, collectives, messages, steps
+Spans = tuple[numpy.ndarray, numpy.ndarray]  # per device: first position in a dim, and the one after the last
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One collective: over which axes (by number), and the state after it."""
+
+    kind: str
+    axes: tuple[int, ...]
+    after: State
+    src_dim: int | None = None
+    dst_dim: int | None = None
+
+
+class Boxes:
+    """Which box of a tensor of `shape` every device holds in any state: what of it is there, without padding."""
+
+    def __init__(self, mesh: Mesh, shape: tuple[int, ...]) -> None:
+        self.sizes, self.shape = tuple(mesh.shape.values()), shape
+        grid = numpy.indices(self.sizes, dtype=numpy.int64)
+        self._at = grid.reshape(len(self.sizes), -1)
+        self._ones = numpy.ones(self._at.shape[1], dtype=numpy.int64)
+        self._spans: dict[tuple[int, tuple[int, ...]], Spans] = {}
+        self._missing: dict[tuple[State, State], int] = {}
+
+    def volume(self, state: State) -> int:
+        """The elements of the largest tile, padding included."""
+        return math.prod(
+            -(-size // math.prod(self.sizes[axis] for axis in axes_on(state, dim)))
+            for dim, size in enumerate(self.shape)
+        )
+
+    def missing(self, state: State, wanted: State) -> int:
+        """The most elements that a device lacks in `state` of its box in `wanted`."""
+        key = (state, wanted)
+        if key not in self._missing:
+            self._missing[key] = self._lacking(state, wanted)
+        return self._missing[key]
+
+    def _lacking(self, state: State, wanted: State) -> int:
+        have = want = self._ones
+        for dim in range(len(self.shape)):
+            before, after = axes_on(state, dim), axes_on(wanted, dim)
+            start, stop = self._span(dim, after)
+            want = want * (stop - start)
+            if before and before != after:
+                low, high = self._span(dim, before)
+                start, stop = numpy.maximum(start, low), numpy.minimum(stop, high)
+            have = have * numpy.maximum(stop - start, 0)
+        return int((want - have).max())
+
+    def volumes(self, state: State) -> numpy.ndarray:
+        """The elements of every device's box."""
+        result = self._ones
+        for dim in range(len(self.shape)):
+            start, stop = self._span(dim, axes_on(state, dim))
+            result = result * (stop - start)
+        return result
+
+    def _span(self, dim: int, axes: tuple[int, ...]) -> Spans:
+        key = (dim, axes)
+        if key not in self._spans:
+            tile = self.shape[dim]
+            start = numpy.zeros(self._at.shape[1], dtype=numpy.int64)
+            extent = start + tile
+            for axis in axes:
+                tile = -(-tile // self.sizes[axis])
+                start = start + self._at[axis] * tile
+                extent = numpy.clip(extent - self._at[axis] * tile, 0, tile)
+            self._spans[key] = (start, start + extent)
+        return self._spans[key]
+
+
+@lru_cache(maxsize=64)
+def boxes_of(mesh: Mesh, shape: tuple[int, ...]) -> Boxes:
+    """The Boxes of these, made once."""
+    return Boxes(mesh, shape)
+
+
+@lru_cache(maxsize=1 << 14)
+def axes_on(state: State, dim: int) -> tuple[int, ...]:
+    """The axes that split `dim`, major first."""
+    return tuple(axis for axis, place in enumerate(state) if place == dim)
+
+
+def received(boxes: Boxes, kind: str, before: State, after: State, axes: Sequence[int]) -> int:
+    """The elements that the busiest device receives, with the usual algorithms: rings, and boxes straight to whoever
+    needs them."""
+    if kind in ("slice", "to_partial"):
+        return 0
+    group = math.prod(boxes.sizes[axis] for axis in axes)
+    if kind == "all_reduce":
+        return -(-2 * (group - 1) * boxes.volume(before) // group)
+    if kind == "reduce_scatter":
+        return (group - 1) * int(boxes.volumes(after).max())
+    return boxes.missing(before, after)
+
+
+class Search:
+    """From `start` to `goal`, which is partial nowhere. Axes on which the two agree stay as they are."""
+
+    def __init__(self, boxes: Boxes, start: State, goal: State) -> None:
+        self._boxes, self._start, self._goal = boxes, start, goal
+        self._moved = [axis for axis, place in enumerate(start) if place != goal[axis]]
+        self._summed = [axis for axis in self._moved if start[axis] == PARTIAL]
+        dims = self._dims()
+        self._choices = {a: {start[a], goal[a], WHOLE, *(dims if a in self._summed else ())} for a in self._moved}
+        fixed = [boxes.sizes[a] for a, place in enumerate(start) if place == goal[a] == WHOLE]
+        self._values = math.prod(boxes.shape) * math.prod(fixed)  # along fixed axes everything is done again
+        self._ends = int(boxes.volumes(goal).sum())
+        shards = [math.prod(boxes.sizes[axis] for axis in axes_on(goal, dim)) for dim in range(len(boxes.shape))]
+        self._uneven = {dim for dim, size in enumerate(boxes.shape) if size % shards[dim]}
+
+    def _dims(self) -> list[int]:
+        """The dims that partial values may be scattered on: those that are split before or after, and the longest of
+        the others."""
+        shape = self._boxes.shape
+        used = {place for place in (*self._start, *self._goal) if place >= 0}
+        others = sorted(set(range(len(shape))) - used, key=lambda dim: -shape[dim])
+        return sorted(used | set(others[:1]))
+
+    def path(self) -> list[Edge]:
+        """The edges of the cheapest path. Of several, the first found: the same every time."""
+        start, goal = self._start, self._goal
+        best: dict[State, Cost] = {start: (0, 0, 0, 0)}
+        came: dict[State, tuple[State, Edge]] = {}
+        left: dict[State, int] = {}
+        number = 0
+        queue: list[tuple[Cost, int, Cost, State]] = [(best[start], 0, best[start], start)]
+        while queue:
+            _, _, cost, state = heapq.heappop(queue)
+            if state == goal:
+                return _walked(came, start, goal)
+            if cost != best[state]:
+                continue  # a cheaper way there was found since
+            for edge in self._edges(state):
+                total = _sum(cost, self._cost(state, edge))
+                if edge.after in best and best[edge.after] <= total:
+                    continue
+                best[edge.after], came[edge.after] = total, (state, edge)
+                if edge.after not in left:
+                    left[edge.after] = self._at_least(edge.after)
+                number += 1
+                heapq.heappush(queue, ((total[0] + left[edge.after], *total[1:]), number, total, edge.after))
+        raise AssertionError(f"no way from {start} to {goal}")
+
+    def _at_least(self, state: State) -> int:
+        """A bound from below on what the busiest device has still to receive: what it lacks of its box; and its share
+        of all that is received, which is every element once per summand but one, and once per device that ends with
+        it but one."""
+        lacking = self._boxes.missing(state, self._goal)
+        summands = math.prod(self._boxes.sizes[axis] for axis in self._summed if state[axis] == PARTIAL)
+        if summands == 1:
+            return lacking
+        devices = math.prod(self._boxes.sizes)
+        return max(lacking, (self._values * (summands - 2) + self._ends) // devices)
+
+    def _cost(self, state: State, edge: Edge) -> Cost:
+        elements = received(self._boxes, edge.kind, state, edge.after, edge.axes)
+        group = math.prod(self._boxes.sizes[axis] for axis in edge.axes)
+        if edge.kind == "slice" or group == 1:
+            return (elements, 0, 0, 1)
+        messages = {"permute": 1, "all_reduce": 2 * (group - 1)}.get(edge.kind, group - 1)
+        return (elements, 2 if edge.kind == "exchange" else 1, messages, 1)
+
+    def _edges(self, state: State) -> Iterator[Edge]:
+        summed = [axis for axis in self._summed if state[axis] == PARTIAL]
+        yield from self._reductions(state, summed)
+        yield from self._slices(state)
+        yield from self._from_dims(state)
+        if not summed:
+            yield exchange(self._boxes, state, self._goal)
+
+    def _reductions(self, state: State, summed: list[int]) -> Iterator[Edge]:
+        """Axes are scattered one by one, and together where they end on one dim. They are reduced whole where they end
+        whole, all at once, or where what they end on can't be scattered on now, or only unevenly; or all of them."""
+        ending_whole = tuple(axis for axis in summed if self._goal[axis] == WHOLE)
+        blocked = []
+        for axis in summed:
+            for dim in sorted(self._choices[axis] - {WHOLE, PARTIAL}):
+                free = _innermost(_with(state, (axis,), dim), dim, (axis,))
+                if free:
+                    yield Edge("reduce_scatter", (axis,), _with(state, (axis,), dim), dst_dim=dim)
+                if self._goal[axis] == dim and (not free or dim in self._uneven):
+                    blocked.append(axis)
+        for dim in range(len(self._boxes.shape)):
+            together = [axis for axis in summed if self._goal[axis] == dim]
+            for axes in _subsets(together, at_least=2):
+                if _innermost(after := _with(state, axes, dim), dim, axes):
+                    yield Edge("reduce_scatter", axes, after, dst_dim=dim)
+        several = tuple(sorted({*ending_whole, *blocked}))
+        whole = [ending_whole, *((axis,) for axis in blocked), several, tuple(summed)]
+        for axes in dict.fromkeys(axes for axes in whole if axes):
+            yield Edge("all_reduce", axes, _with(state, axes, WHOLE))
+
+    def _slices(self, state: State) -> Iterator[Edge]:
+        for dim in range(len(self._boxes.shape)):
+            joining = [axis for axis in self._moved if state[axis] == WHOLE and self._goal[axis] == dim]
+            for axes in _subsets(joining):
+                after = _with(state, axes, dim)
+                if _innermost(after, dim, axes):
+                    yield Edge("slice", axes, after, dst_dim=dim)
+
+    def _from_dims(self, state: State) -> Iterator[Edge]:
+        """What the innermost axes of a dim can do: leave it, or go over to another."""
+        for dim in range(len(self._boxes.shape)):
+            there = axes_on(state, dim)
+            for count in range(1, len(there) + 1):
+                axes = there[-count:]
+                if axes[0] not in self._choices:
+                    break
+                yield Edge("all_gather", axes, _with(state, axes, WHOLE), src_dim=dim)
+                common = set.intersection(*(self._choices[axis] for axis in axes))
+                for other in sorted(common - {dim, WHOLE, PARTIAL}):
+                    after = _with(state, axes, other)
+                    if _innermost(after, other, axes):
+                        yield Edge("all_to_all", axes, after, src_dim=dim, dst_dim=other)
+
+
+def exchange(boxes: Boxes, before: State, after: State) -> Edge:
+    """The direct way: boxes to whoever needs them. A permute where every device ends with one device's whole tile."""
+    axes, whole_tiles = set(), True
+    for dim in range(len(boxes.shape)):
+        old, new = axes_on(before, dim), axes_on(after, dim)
+        same = next((i for i, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), None)
+        same = min(len(old), len(new)) if same is None else same
+        axes |= {*old[same:], *new[same:]}
+        whole_tiles = whole_tiles and [boxes.sizes[a] for a in old] == [boxes.sizes[a] for a in new]
+    return Edge("permute" if whole_tiles else "exchange", tuple(sorted(axes)), after)
+
+
+def _subsets(axes: list[int], at_least: int = 1) -> Iterator[tuple[int, ...]]:
+    return chain.from_iterable(combinations(axes, count) for count in range(at_least, len(axes) + 1))
+
+
+def _with(state: State, axes: Sequence[int], place: int) -> State:
+    return tuple(place if axis in axes else old for axis, old in enumerate(state))
+
+
+def _innermost(state: State, dim: int, axes: tuple[int, ...]) -> bool:
+    return axes_on(state, dim)[-len(axes) :] == axes
+
+
+def _sum(a: Cost, b: Cost) -> Cost:
+    return (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3])
+
+
+def _walked(came: dict[State, tuple[State, Edge]], start: State, goal: State) -> list[Edge]:
+    edges = []
+    while goal != start:
+        goal, edge = came[goal]
+        edges.append(edge)
+    return edges[::-1]

@@ -1,0 +1,1 @@
+"""The sharding rule of a kernel, derived from its TIR."""

@@ -1,0 +1,61 @@
+"""What a kernel computes, counted from its statements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from tvm import ir, tirx
+
+from mesh_tensor.tir import tile_ops
+from mesh_tensor.tir.sizes import is_size, size_function
+
+from .reader import read_kernel
+from .statements import Statement
+
+_ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Max, tirx.Min)
+_NO_WORK = ("tirx.if_then_else", "tl.region", "tl.access_ptr", "tl.infinity", "tirx.reinterpret")
+
+
+def count_flops(func: tirx.PrimFunc) -> int:
+    """Floating-point operations of one run of a kernel: 2 per multiply-add, 1 per other operation or function.
+
+    Loops whose extent is no constant count once. Branches count as taken."""
+    return flops_function(func, ())(())
+
+
+def flops_function(func: tirx.PrimFunc, symbols: Sequence[tirx.Var]) -> Callable[[Sequence[int]], int]:
+    """`count_flops` for kernels with symbols in the extents of their loops: from the values of all `symbols`."""
+    terms = []
+    for statement in read_kernel(func).statements:
+        if each := _flops(statement):
+            extents = [loop.extent for loop in statement.loops if is_size(loop.extent, symbols)]
+            terms.append((each, [size_function(extent, symbols) for extent in extents]))
+    return lambda values: sum(each * math.prod(extent(values) for extent in extents) for each, extents in terms)
+
+
+def _flops(statement: Statement) -> int:
+    """Of one run of the statement."""
+    record = statement.tile_op
+    if isinstance(record, tile_ops.Gemm):
+        return 2
+    if isinstance(record, (tile_ops.Reduce, tile_ops.Atomic)):
+        return 1
+    if statement.write is None or record is not None:
+        return 0
+    work = sum(_operations(value) for value in statement.values[:1])
+    return work + (statement.op is not None)
+
+
+def _operations(expr: tirx.PrimExpr) -> int:
+    count = 0
+
+    def visit(node: object) -> None:
+        nonlocal count
+        if isinstance(node, _ARITHMETIC) and node.dtype.startswith(("float", "bfloat")):
+            count += 1
+        elif isinstance(node, tirx.Call) and isinstance(node.op, ir.Op) and node.op.name not in _NO_WORK:
+            count += node.dtype.startswith(("float", "bfloat"))
+
+    tirx.stmt_functor.post_order_visit(expr, visit)
+    return count

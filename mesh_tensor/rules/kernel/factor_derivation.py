@@ -1,0 +1,267 @@
+"""The factors of a kernel: which dims of which buffers are walked together.
+
+Every dim of a parameter starts as a factor of its own. A statement that touches two dims at one coordinate (`C[x] =
+A[x]`) joins their factors. An on-chip buffer's dim gets the coordinate that its elements stand for: after
+`copy(A[by * 64], A_s)`, element i of A_s is coordinate `by * 64 + i` of A's factor, so its *base* is `by * 64`.
+
+What does not fit is never guessed: a parameter's dim is *detached* (the whole dim is needed wherever it is used), or
+the factor is *blocked* (nothing may split it); both keep the reason.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tvm import tirx
+
+from mesh_tensor.tir.linear import Linear
+
+from .coverage import why_not_covered
+from .factors import Factor
+from .live_ranges import LiveRange, LiveRanges
+from .statements import Access, Kernel, Statement
+
+#: A dim of a live range.
+Node = tuple[LiveRange, int]
+
+#: A dim of a parameter.
+Dim = tuple[str, int]
+
+
+def derive(kernel: Kernel, ranges: LiveRanges) -> tuple[Derivation, dict[Dim, str]]:
+    """The factors, and the parameters' dims that are detached with the reasons. A dim that gives way takes with it all
+    that was derived from it, so the next round starts without it."""
+    detached: dict[Dim, str] = {}
+    while (found := Derivation(kernel, ranges, detached)).detached:
+        detached |= found.detached
+    return found, detached
+
+
+class _Walked(NamedTuple):
+    """A dim of an access, with the factor that its index walks and the coordinate."""
+
+    access: Access
+    dim: int
+    factor: Factor
+    form: Linear
+
+    def __str__(self) -> str:
+        return f"{self.access.buffer.name} dim {self.dim} (index {self.access.indices[self.dim]})"
+
+
+class Derivation:
+    """One round, without the dims that gave way in earlier ones.
+
+    `factors`, in the parameters' order. `types`: the factor and the base of every live range's dim that has one.
+    `detached`: the dims that gave way in this round; if there are any, nothing else in it counts."""
+
+    def __init__(self, kernel: Kernel, ranges: LiveRanges, without: dict[Dim, str]):
+        self.detached: dict[Dim, str] = {}
+        self.types: dict[Node, tuple[Factor, Linear]] = {}
+        self._kernel, self._ranges = kernel, ranges
+        self._joined: dict[Factor, Factor] = {}
+        self._roles: dict[tirx.Var, tuple[Factor, int]] = {}
+        self._made = self._start(without)
+        self._derive()
+        self.factors = [factor for factor in self._made if factor not in self._joined]
+        self._settle()
+
+    def coordinate(self, access: Access, dim: int) -> tuple[Factor, Linear] | None:
+        """The factor that an access's index in `dim` walks, and the coordinate; None where it has none."""
+        entry, form = self.types.get((self._ranges.of(access), dim)), access.forms[dim]
+        return None if entry is None or form is None else (self._root(entry[0]), entry[1] + form)
+
+    # -- factors and their union ---------------------------------------------------------------------------------------
+
+    def _start(self, without: dict[Dim, str]) -> list[Factor]:
+        """A factor for every dim of a parameter."""
+        params = {r.buffer: r for r in self._ranges.all if r.is_param}
+        for name, buffer in self._kernel.params.items():
+            for dim, size in enumerate(buffer.shape):
+                if (name, dim) not in without and buffer in params:
+                    self.types[(params[buffer], dim)] = (Factor("", size, [(name, dim)]), Linear({}))
+        return [factor for factor, _ in self.types.values()]
+
+    def _root(self, factor: Factor) -> Factor:
+        """The factor that this one has become part of."""
+        while factor in self._joined:
+            factor = self._joined[factor]
+        return factor
+
+    def _join_if_as_long(self, a: Factor, b: Factor) -> bool:
+        """Make two factors one, the one that was first, unless their sizes differ."""
+        if not self._kernel.analyzer.can_prove_equal(a.size, b.size):
+            return False
+        first, second = sorted((a, b), key=self._made.index)
+        self._joined[second] = first
+        first.dims += second.dims
+        first.blocked = first.blocked or second.blocked
+        return True
+
+    def _block(self, factor: Factor, reason: str) -> None:
+        root = self._root(factor)
+        root.blocked = root.blocked or reason
+
+    def _detach(self, access: Access, dim: int, reason: str) -> None:
+        self.detached.setdefault((access.buffer.name, dim), reason)
+
+    def _settle(self) -> None:
+        """Write down what the unions came to."""
+        self.types = {node: (self._root(factor), base) for node, (factor, base) in self.types.items()}
+        order = list(self._kernel.params)
+        for factor in self.factors:
+            factor.dims.sort(key=lambda dim: (order.index(dim[0]), dim[1]))
+        for var, (factor, coefficient) in self._roles.items():
+            self._root(factor).roles[var] = coefficient
+
+    # -- derivation ----------------------------------------------------------------------------------------------------
+
+    def _derive(self) -> None:
+        """Go over the statements until nothing changes, or a dim has to give way."""
+        for statement in self._kernel.statements:
+            self._check_params(statement)
+        changed = True
+        while changed and not self.detached:
+            changed = False
+            for statement in self._kernel.statements:
+                changed |= self._join(statement)
+                changed |= self._extend(statement)
+                if self.detached:
+                    return
+            if not changed:
+                self._roles.clear()
+                for statement in self._kernel.statements:
+                    changed |= self._assign_roles(statement)
+
+    def _check_params(self, statement: Statement) -> None:
+        """Detach the parameters' dims that no nest of loops walks from end to end."""
+        for live_range, dim in self.types:
+            if live_range.is_param and any(live_range.buffer.same_as(buffer) for buffer in statement.may_write):
+                reason = f"the statement that writes it is not understood: {statement.unknown}"
+                self.detached.setdefault((live_range.buffer.name, dim), reason)
+        for access in statement.accesses:
+            live_range = self._ranges.of(access)
+            for dim, form in enumerate(access.forms):
+                if not live_range.is_param or (live_range, dim) not in self.types:
+                    continue
+                problem = (
+                    "the statement is not understood"
+                    if statement.unknown
+                    else why_not_covered(form, access.buffer.shape[dim], statement, self._kernel.analyzer)
+                )
+                if problem:
+                    self._detach(access, dim, f"index {access.indices[dim]}: {problem}")
+
+    def _walked(self, statement: Statement) -> list[_Walked]:
+        """Every dim that the statement has a coordinate in."""
+        return [
+            _Walked(access, dim, *entry)
+            for access in statement.accesses
+            for dim in range(len(access.indices))
+            if (entry := self.coordinate(access, dim)) is not None
+        ]
+
+    def _join(self, statement: Statement) -> bool:
+        """Join factors whose dims the statement touches at one coordinate; detach or block what disagrees."""
+        self._check_opaque(statement)
+        changed = False
+        walked = self._walked(statement)
+        for position, current in enumerate(walked):
+            for earlier in walked[:position]:
+                changed |= self._relate(current, earlier)
+        return changed
+
+    def _check_opaque(self, statement: Statement) -> None:
+        """An on-chip dim that has a factor may not be used at an index that is no linear form."""
+        for access in statement.accesses:
+            for dim, form in enumerate(access.forms):
+                entry = self.types.get((self._ranges.of(access), dim))
+                if entry is not None and form is None:
+                    self._block(entry[0], f"{access.buffer.name} dim {dim} is indexed by {access.indices[dim]}")
+
+    def _relate(self, a: _Walked, b: _Walked) -> bool:
+        """What one statement's walking two dims says of their factors; returns whether they became one."""
+        factor, other = self._root(a.factor), self._root(b.factor)
+        if factor is not other and not a.form.shares_vars(b.form):
+            return False
+        if a.form.same_as(b.form) and not _same_buffer(a, b):
+            if factor is other:
+                return False
+            if self._join_if_as_long(factor, other):
+                return True
+        self._disagree(a, b)
+        return False
+
+    def _disagree(self, a: _Walked, b: _Walked) -> None:
+        """Two dims that share loops but not coordinates: one parameter's dim gives way, else both factors do."""
+        reads = [at for at in (a, b) if self._is_read_only(at.access)]
+        params = [at for at in (a, b) if self._ranges.of(at.access).is_param]
+        reason = f"{a} and {b} are walked together, but not element by element"
+        if reads or params:
+            gives_way = (reads or params)[0]
+            self._detach(gives_way.access, gives_way.dim, reason)
+        else:
+            self._block(a.factor, reason)
+            self._block(b.factor, reason)
+
+    def _is_read_only(self, access: Access) -> bool:
+        live_range = self._ranges.of(access)
+        return live_range.is_param and not live_range.writes
+
+    def _extend(self, statement: Statement) -> bool:
+        """Give on-chip dims the coordinate of the parameters' dims that the statement touches with them."""
+        changed = False
+        known = self._walked(statement)
+        for access in statement.accesses:
+            live_range = self._ranges.of(access)
+            for dim, form in enumerate(access.forms):
+                node = (live_range, dim)
+                if live_range.is_param or node in self.types or form is None or not form.terms:
+                    continue
+                scope = {loop.var for loop in live_range.scope}
+                for _, _, factor, coordinate in known:
+                    base = _base(coordinate, form, scope)
+                    if base is not None:
+                        self.types[node] = (factor, base)
+                        changed = True
+                        break
+        return changed
+
+    def _assign_roles(self, statement: Statement) -> bool:
+        """Note which factor each loop variable walks. Factors that share a loop step by step are one; those that share
+        one in different steps can't be split."""
+        changed = False
+        for access, dim, walked, form in self._walked(statement):
+            factor = self._root(walked)
+            problem = why_not_covered(form, factor.size, statement, self._kernel.analyzer)
+            if problem:
+                self._block(factor, f"{access.buffer.name} dim {dim}, index {access.indices[dim]}: {problem}")
+            for var, coefficient in form.terms.items():
+                known = self._roles.setdefault(var, (factor, coefficient))
+                changed |= self._share_loop(var, known, (factor, coefficient))
+        return changed
+
+    def _share_loop(self, var: tirx.Var, known: tuple[Factor, int], now: tuple[Factor, int]) -> bool:
+        (a, step), (b, other_step) = known, now
+        a, b = self._root(a), self._root(b)
+        if a is b and step == other_step:
+            return False
+        if step == other_step and self._join_if_as_long(a, b):
+            return True
+        reason = f"loop {var} walks two dims in different steps"
+        self._block(a, reason)
+        self._block(b, reason)
+        return False
+
+
+def _same_buffer(a: _Walked, b: _Walked) -> bool:
+    """Two dims of one parameter can't be one factor: an axis would split both."""
+    return a.access.buffer.same_as(b.access.buffer) and a.dim != b.dim
+
+
+def _base(coordinate: Linear, form: Linear, scope: set[tirx.Var]) -> Linear | None:
+    """Where an on-chip dim starts if `form`, an index into it, stands for `coordinate`; None if that would not be one
+    place for all of the live range, which lies in one iteration of the loops in `scope`."""
+    base = coordinate - form
+    inner = any(v in coordinate.terms and v not in scope for v in form.terms)
+    return base if inner and base.const == 0 and all(v in scope for v in base.terms) else None

@@ -1,0 +1,175 @@
+"""Granularity: dims of which one is walked in groups of another's: key heads by `by // 2`, scales by blocks of 128.
+
+Where a loop walks dim h of a parameter in steps of g, and dim k of another one by one, and h is g times as long as k, h
+is taken apart into `h // g` and `h % g`: the same memory, as rows are contiguous. What walks k then walks `h // g`, so
+the two are one factor, and an axis can split both at the borders of groups. The rest of the compiler sees plain dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tvm import arith, ir, tirx
+
+from mesh_tensor.tir.fused_loops import unfuse
+from mesh_tensor.tir.linear import Linear
+from mesh_tensor.tir.user_reports import prints
+from mesh_tensor.tir.views import left_views
+
+from .other_dims import reshaped, with_other_dims
+from .reader import read_kernel
+from .statements import Kernel
+
+Dim = tuple[str, int]
+
+#: From a parameter's dim that is taken apart to how long its groups are.
+Groups = Mapping[Dim, int]
+
+
+@dataclass(frozen=True)
+class Refined:
+    """A kernel with dims taken apart."""
+
+    func: tirx.PrimFunc
+    groups: Groups
+
+    def outer(self, param: str, dim: int) -> int:
+        """Where a parameter's dim, or that of its groups, is among the refined ones."""
+        return dim + sum(name == param and other < dim for name, other in self.groups)
+
+    def original(self, param: str, refined: int) -> int:
+        """The parameter's dim that a refined one is a part of."""
+        dim = refined
+        while self.outer(param, dim) > refined:
+            dim -= 1
+        return dim
+
+    def shapes(self) -> dict[str, tuple]:
+        """The refined shapes of the parameters with dims taken apart."""
+        names = {param for param, _ in self.groups}
+        buffers = self.func.buffer_map.values()
+        return {str(buffer.name): tuple(buffer.shape) for buffer in buffers if buffer.name in names}
+
+    def by_dim(self, param: str, values: Sequence) -> list[list]:
+        """Values of a parameter's refined dims, those of one dim together."""
+        found: list[list] = []
+        for at, value in enumerate(values):
+            if self.original(param, at) == len(found):
+                found.append([])
+            found[-1].append(value)
+        return found
+
+    def inner_dims(self) -> list[Dim]:
+        """The refined dims that are places in groups."""
+        return [(param, self.outer(param, dim) + 1) for param, dim in self.groups]
+
+
+def refined(func: tirx.PrimFunc, whole: Sequence[Dim]) -> Refined | None:
+    """The kernel, in which dims are taken apart so that those in `whole`, which can't be split, may perhaps be; None if
+    there is nothing to take apart, or it can't be done. Views and prints are told in the dims that parameters have."""
+    if left_views(func) or prints(func.body):
+        return None
+    func = unfuse(func, alone=True)
+    kernel = read_kernel(func)
+    groups = _groups(kernel, whole)
+    if not groups:
+        return None
+    made = _Refiner(kernel, groups).run()
+    return None if made is None else Refined(made, groups)
+
+
+def _groups(kernel: Kernel, whole: Sequence[Dim]) -> dict[Dim, int]:
+    """The dims that are walked in groups of others, of which one is in `whole`; nothing if they disagree."""
+    walked = _walked(kernel)
+    groups: dict[Dim, set[int]] = {}
+    for fine, fine_forms in walked.items():
+        for coarse, coarse_forms in walked.items():
+            ratio = _ratio(_size(kernel, fine), _size(kernel, coarse))
+            if ratio is None or not (fine in whole or coarse in whole):
+                continue
+            if any(_is_in_groups(a, b, ratio) for a in fine_forms for b in coarse_forms):
+                groups.setdefault(fine, set()).add(ratio)
+    if any(len(ratios) > 1 for ratios in groups.values()):
+        return {}
+    return {dim: ratio for dim, (ratio,) in groups.items()}
+
+
+def _walked(kernel: Kernel) -> dict[Dim, list[Linear]]:
+    """The coordinates in which parameters' dims are walked."""
+    found: dict[Dim, list[Linear]] = {}
+    for statement in kernel.statements:
+        for access in statement.accesses:
+            if kernel.is_param(access.buffer):
+                for dim, form in enumerate(access.forms):
+                    if form is not None and form.terms:
+                        found.setdefault((access.buffer.name, dim), []).append(form)
+    return found
+
+
+def _is_in_groups(fine: Linear, coarse: Linear, ratio: int) -> bool:
+    """Whether what walks `coarse` walks `fine` in groups of `ratio`."""
+    return (
+        not fine.const
+        and not coarse.const
+        and all(fine.terms.get(var) == step * ratio for var, step in coarse.terms.items())
+        and all(step < ratio for var, step in fine.terms.items() if var not in coarse.terms)
+    )
+
+
+def _size(kernel: Kernel, dim: Dim) -> int | None:
+    size = kernel.params[dim[0]].shape[dim[1]]
+    return int(size) if isinstance(size, tirx.IntImm) else None
+
+
+def _ratio(fine: int | None, coarse: int | None) -> int | None:
+    if not fine or not coarse or fine % coarse or fine == coarse:
+        return None
+    return fine // coarse
+
+
+class _Refiner:
+    """Takes dims of a kernel's parameters apart."""
+
+    def __init__(self, kernel: Kernel, groups: Groups) -> None:
+        self._kernel, self._groups = kernel, groups
+        self._analyzer = arith.Analyzer()
+        for loop in kernel.loops.values():
+            self._analyzer.bind(loop.var, ir.Range.from_min_extent(loop.min, loop.extent))
+
+    def run(self) -> tirx.PrimFunc | None:
+        """The kernel with its parameters refined; None if some access of one has no form in the parts of its dims."""
+        func, names = self._kernel.func, {name for name, _ in self._groups}
+        apart = {buffer: self._buffer(buffer) for buffer in func.buffer_map.values() if buffer.name in names}
+        body = with_other_dims(func.body, apart, self._place)
+        if body is None:
+            return None
+        buffers = {param: apart.get(buffer, buffer) for param, buffer in func.buffer_map.items()}
+        return tirx.PrimFunc(func.params, body, func.ret_type, buffers, func.attrs)
+
+    def _buffer(self, buffer: tirx.Buffer) -> tirx.Buffer:
+        shape: list[object] = []
+        for dim, size in enumerate(buffer.shape):
+            group = self._groups.get((buffer.name, dim))
+            shape += [size] if group is None else [int(size) // group, group]
+        return reshaped(buffer, shape)
+
+    def _place(self, buffer: tirx.Buffer, mins: Sequence, extents: Sequence) -> tuple[list, list] | None:
+        places: list[tirx.PrimExpr] = []
+        lengths: list[tirx.PrimExpr | int] = []
+        for dim, (low, extent) in enumerate(zip(mins, extents, strict=True)):
+            group = self._groups.get((buffer.name, dim))
+            if group is None:
+                places.append(low)
+                lengths.append(extent)
+                continue
+            length = int(extent) if isinstance(extent, (int, tirx.IntImm)) else 0
+            if not length or group % length:
+                return None
+            simplify = self._analyzer.simplify
+            outer, inner = simplify(tirx.floordiv(low, group)), simplify(tirx.floormod(low, group))
+            if length > 1 and not self._analyzer.can_prove_equal(tirx.floormod(inner, length), 0):
+                return None
+            places += [outer, inner]
+            lengths += [1, length]
+        return places, lengths

@@ -1,0 +1,107 @@
+"""Bring a kernel into the form that analysis and rewriting expect.
+
+Index bindings are inlined; accesses through views become accesses to what they are views of; a `T.gemm` that clears
+its accumulator on a condition becomes a conditional fill and a plain gemm, a `T.im2col` loops; grid loops that walk two
+dims at once become two loops; what a print is made of becomes one statement.
+"""
+
+from __future__ import annotations
+
+from tvm import ir, tirx
+
+from mesh_tensor.tir.fused_loops import unfuse
+from mesh_tensor.tir.im2col import im2col_loops
+from mesh_tensor.tir.tile_position import as_helper
+from mesh_tensor.tir.user_reports import mark_prints
+from mesh_tensor.tir.views import resolve_views
+
+
+def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The same kernel, in which every index is an expression of loop variables, and no memory goes by two names.
+
+    Raises:
+        MeshTensorError: a buffer is in no memory that is known, or a view is not understood.
+    """
+    func = func.with_body(tirx.stmt_functor.ir_transform(func.body, None, _plain_operation, ["tirx.Evaluate"]))
+    return unfuse(resolve_views(mark_prints(_inline_bindings(func))))
+
+
+def _inline_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Inline `x = by * 64 + i` bindings that load nothing."""
+    bound: dict[tirx.Var, tirx.PrimExpr] = {}
+
+    def collect(node: object) -> None:
+        if isinstance(node, tirx.Bind) and _is_index(node.value):
+            bound[node.var] = tirx.stmt_functor.substitute(node.value, bound)
+
+    _visit_in_order(func.body, collect)
+    if not bound:
+        return func
+    drop = set(bound)
+
+    def remove(node: object) -> object:
+        return tirx.Evaluate(0) if isinstance(node, tirx.Bind) and node.var in drop else None
+
+    body = tirx.stmt_functor.ir_transform(func.body, None, remove, ["tirx.Bind"])
+    return func.with_body(_without_noops(tirx.stmt_functor.substitute(body, bound)))
+
+
+def _plain_operation(stmt: tirx.Evaluate) -> tirx.Stmt | None:
+    """What an operation stands for that is made of others."""
+    return im2col_loops(stmt) or _split_clear(stmt)
+
+
+def _split_clear(stmt: tirx.Evaluate) -> tirx.Stmt | None:
+    """`gemm(..., clear_accum=condition)` as `if condition: fill(C, 0)`, then `gemm`."""
+    call = stmt.value
+    if not (isinstance(call, tirx.Call) and isinstance(call.op, ir.Op) and call.op.name == "tl.tileop.gemm"):
+        return None
+    clear = call.args[9]
+    if isinstance(clear, tirx.IntImm):
+        return None
+    accumulator = call.args[2]
+    fill = tirx.call_intrin(
+        "handle", ir.Op.get("tl.tileop.fill"), accumulator, tirx.const(0, accumulator.args[0].dtype)
+    )
+    args = [*call.args[:9], tirx.const(False, "bool"), *call.args[10:]]
+    gemm = tirx.Call(call.dtype, call.op, args, annotations=call.annotations, span=call.span)
+    return tirx.SeqStmt([tirx.IfThenElse(clear, tirx.Evaluate(fill), None), tirx.Evaluate(gemm)])
+
+
+def _visit_in_order(stmt: tirx.Stmt, visit) -> None:
+    binds: list[tirx.Bind] = []
+    tirx.stmt_functor.post_order_visit(stmt, lambda n: binds.append(n) if isinstance(n, tirx.Bind) else None)
+    for bind in binds:
+        visit(bind)
+
+
+def _is_index(value: tirx.PrimExpr) -> bool:
+    """Integer arithmetic that reads no memory and calls nothing but conversions and the helpers for tiles."""
+    if not value.dtype.startswith(("int", "uint", "bool")):
+        return False
+    blockers: list[object] = []
+
+    def visit(node: object) -> None:
+        if isinstance(node, tirx.BufferLoad) or (
+            isinstance(node, tirx.Call) and as_helper(node) is None and not _is_choice(node)
+        ):
+            blockers.append(node)
+
+    tirx.stmt_functor.post_order_visit(value, visit)
+    return not blockers
+
+
+def _is_choice(call: tirx.Call) -> bool:
+    return isinstance(call.op, ir.Op) and call.op.name == "tirx.if_then_else"
+
+
+def _without_noops(body: tirx.Stmt) -> tirx.Stmt:
+    def clean(node: tirx.SeqStmt) -> tirx.Stmt | None:
+        kept = [s for s in node.seq if not (isinstance(s, tirx.Evaluate) and isinstance(s.value, tirx.IntImm))]
+        if len(kept) == len(node.seq):
+            return None
+        if not kept:
+            return tirx.Evaluate(0)
+        return kept[0] if len(kept) == 1 else tirx.SeqStmt(kept)
+
+    return tirx.stmt_functor.ir_transform(body, None, clean, ["tirx.SeqStmt"])

@@ -1,0 +1,313 @@
+"""Reading a kernel: its body flattened to statements, in program order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from tvm import arith, ir, tirx
+from tvm.tirx.stmt_functor import post_order_visit
+
+from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.tir import effects, tile_ops
+from mesh_tensor.tir.linear import linear_form
+from mesh_tensor.tir.user_reports import assert_call, is_print
+from mesh_tensor.tir.views import left_views
+
+from .statements import Access, Kernel, Loop, Statement, body_statements, buffer_params, split_update
+from .tile_reader import TileReader, Unmatched
+
+
+def read_kernel(func: tirx.PrimFunc) -> Kernel:
+    """Flatten `func`, a function with one grid."""
+    loops, block, binds = _find_grid(func)
+    reader = _Reader(func, block)
+    _check_supported(func, block)
+    reader.binds.update(binds)
+    reader.loops = list(loops)
+    tree = reader.read(block.body)
+    params = buffer_params(func)
+    return Kernel(
+        func,
+        params,
+        (*block.alloc_buffers, *reader.allocs),
+        loops,
+        block,
+        reader.statements,
+        tree,
+        reader.binds,
+        {loop.var: loop for statement in reader.statements for loop in statement.loops} | {x.var: x for x in loops},
+        reader.analyzer,
+    )
+
+
+def _find_grid(func: tirx.PrimFunc) -> tuple[tuple[Loop, ...], tirx.SBlock, dict]:
+    """The grid's loops, the block that holds the kernel's body, and what is bound above it."""
+    stmt = func.body
+    loops: list[Loop] = []
+    binds: dict[tirx.Var, tirx.PrimExpr] = {}
+    while True:
+        if isinstance(stmt, tirx.SBlockRealize):
+            if stmt.block.name_hint != "root":
+                return tuple(loops), stmt.block, binds
+            stmt = stmt.block.body
+        elif isinstance(stmt, tirx.For):
+            loops.append(Loop(stmt.loop_var, stmt.min, stmt.extent, "grid", stmt))
+            stmt = stmt.body
+        elif isinstance(stmt, tirx.SeqStmt) and all(isinstance(s, tirx.Bind) for s in stmt.seq[:-1]):
+            binds.update({s.var: s.value for s in stmt.seq[:-1] if not _is_thread_index(s.value)})
+            stmt = stmt.seq[-1]
+        else:
+            raise MeshTensorError(
+                f"function {_name(func)!r} is not one TileLang kernel: expected a `with T.Kernel(...)` body, found "
+                f"{type(stmt).__name__}. Write one T.Kernel per function."
+            )
+
+
+def _is_thread_index(value: tirx.PrimExpr) -> bool:
+    return isinstance(value, tirx.Call) and isinstance(value.op, ir.Op) and value.op.name == "tl.launch_thread_idx"
+
+
+def _name(func: tirx.PrimFunc) -> str:
+    return str(func.attrs["global_symbol"]) if func.attrs and "global_symbol" in func.attrs else "main"
+
+
+class _Reader:
+    """Walks a kernel's body once and collects statements."""
+
+    def __init__(self, func: tirx.PrimFunc, root: tirx.SBlock):
+        self.func, self.root = func, root
+        self.analyzer = arith.Analyzer()
+        self.binds: dict[tirx.Var, tirx.PrimExpr] = {}
+        self.bound_reads: dict[tirx.Var, tuple[Access, ...]] = {}
+        self.loops: list[Loop] = []
+        self.conditions: list[tirx.PrimExpr] = []
+        self.statements: list[Statement] = []
+        self.allocs: list[tirx.Buffer] = []
+        self.top = -1
+        self.owners = left_views(func)
+
+    def read(self, body: tirx.Stmt) -> list:
+        tree: list = []
+        for top, stmt in enumerate(body_statements(body)):
+            self.top = top
+            tree.extend(self._visit(stmt))
+        if effects.leaves_kernel(body):
+            self._may_be_skipped(self.statements)
+        return tree
+
+    def _may_be_skipped(self, statements: Sequence[Statement]) -> None:
+        for statement in statements:
+            statement.may_be_skipped = True
+
+    def _visit(self, stmt: tirx.Stmt) -> list:
+        if isinstance(stmt, tirx.SeqStmt):
+            return [node for child in stmt.seq for node in self._visit(child)]
+        effect = effects.side_effect(stmt) or self._view_in(stmt) or _vector(stmt)
+        if effect is not None:
+            if isinstance(stmt, tirx.Bind):
+                self.binds[stmt.var] = stmt.value
+            return [self._add(self._opaque(stmt, effect))]
+        if isinstance(stmt, tirx.For):
+            return [self._visit_loop(stmt)]
+        if isinstance(stmt, tirx.IfThenElse):
+            return [self._visit_if(stmt)]
+        if isinstance(stmt, tirx.BufferStore):
+            return [self._add(self._store(stmt))]
+        if is_print(stmt):
+            return [self._add(self.statement(stmt))]
+        if isinstance(stmt, tirx.AssertStmt):
+            return [self._add(self._read_only(stmt, stmt.condition))]
+        if isinstance(stmt, tirx.Bind):
+            self.binds[stmt.var] = stmt.value
+            self.bound_reads[stmt.var] = self.loads([stmt.value])
+            return [self._add(self.statement(stmt, reads=self.bound_reads[stmt.var], values=(stmt.value,)))]
+        if isinstance(stmt, tirx.Evaluate):
+            return [self._add(self._evaluate(stmt))]
+        if isinstance(stmt, tirx.SBlockRealize) and _is_plain(stmt):
+            self.allocs.extend(stmt.block.alloc_buffers)
+            return self._visit(stmt.block.body)
+        if isinstance(stmt, tirx.AttrStmt):
+            return self._visit(stmt.body)
+        return [self._add(self._opaque(stmt, type(stmt).__name__))]
+
+    def _visit_loop(self, stmt: tirx.For) -> tuple | Statement:
+        if stmt.step is not None and not _is_const(stmt.step, 1):
+            return self._add(self._opaque(stmt, f"a loop with step {stmt.step}"))
+        kind = "serial" if stmt.kind in (tirx.ForKind.SERIAL, tirx.ForKind.UNROLLED) else "parallel"
+        loop = Loop(stmt.loop_var, stmt.min, stmt.extent, kind, stmt)
+        self.loops.append(loop)
+        first = len(self.statements)
+        tree = self._visit(stmt.body)
+        self.loops.pop()
+        if effects.leaves_loop(stmt):
+            self._may_be_skipped(self.statements[first:])
+        return ("loop", loop, tree)
+
+    def _visit_if(self, stmt: tirx.IfThenElse) -> tuple:
+        self.conditions.append(stmt.condition)
+        then = self._visit(stmt.then_case)
+        self.conditions.pop()
+        otherwise: list = []
+        if stmt.else_case is not None:
+            self.conditions.append(tirx.Not(stmt.condition))
+            otherwise = self._visit(stmt.else_case)
+            self.conditions.pop()
+        return ("if", then, otherwise)
+
+    def _add(self, statement: Statement) -> Statement:
+        self.statements.append(statement)
+        return statement
+
+    def statement(self, node: tirx.Stmt, *, write=None, reads=(), values=(), extra=(), **flags) -> Statement:
+        bounds = [e for loop in self.loops for e in (loop.min, loop.extent) if not isinstance(e, tirx.IntImm)]
+        guards = self.loads([*self.conditions, *bounds])
+        return Statement(
+            node,
+            (*self.loops, *extra),
+            tuple(self.conditions),
+            self.top,
+            write,
+            (*reads, *guards),
+            (*values, *self.conditions),
+            **flags,
+        )
+
+    def _view_in(self, stmt: tirx.Stmt) -> str | None:
+        """The view that a statement's own expressions, or what it stores to, go through."""
+        if not self.owners or isinstance(stmt, (tirx.SBlockRealize, tirx.AttrStmt)):
+            return None
+        found = effects.buffers_of(stmt)
+        return next((f"{_shape(b)}, a view of {self.owners[b].name}," for b in found if b in self.owners), None)
+
+    def _opaque(self, stmt: tirx.Stmt, what: str) -> Statement:
+        """A statement that nothing is known of: it reads and writes every buffer in it, anywhere."""
+        pointed = [buffer for buffer in self._buffers() if buffer.data in effects.pointers(stmt)]
+        anywhere = tuple(self.access(buffer, [tirx.IntImm("int32", 0)] * len(buffer.shape)) for buffer in pointed)
+        written = tuple(self.owners.get(buffer, buffer) for buffer in (*effects.written(stmt), *pointed))
+        return self.statement(stmt, reads=(*self.loads([stmt]), *anywhere), unknown=what, may_write=written)
+
+    def _buffers(self) -> list[tirx.Buffer]:
+        """The parameters and on-chip buffers that are known so far."""
+        return [*self.func.buffer_map.values(), *self.root.alloc_buffers, *self.allocs]
+
+    def access(self, buffer: tirx.Buffer, indices) -> Access:
+        if buffer in self.owners:  # somewhere in its owner's memory
+            shape = self.owners[buffer].shape
+            return Access(self.owners[buffer], tuple(tirx.IntImm("int32", 0) for _ in shape), (None,) * len(shape))
+        return Access(buffer, tuple(indices), tuple(linear_form(i, self.binds) for i in indices))
+
+    def loads(self, nodes) -> tuple[Access, ...]:
+        found: list[Access] = []
+
+        def visit(node: object) -> None:
+            if isinstance(node, tirx.BufferLoad):
+                found.append(self.access(node.buffer, node.indices))
+            elif isinstance(node, tirx.Var) and node in self.binds:
+                found.extend(self.bound_reads[node] if node in self.bound_reads else self.loads([self.binds[node]]))
+
+        for node in nodes:
+            if not isinstance(node, int):
+                post_order_visit(node, visit)
+        return tuple(found)
+
+    def _store(self, stmt: tirx.BufferStore) -> Statement:
+        write = self.access(stmt.buffer, stmt.indices)
+        op, value = split_update(stmt)
+        return self.statement(
+            stmt, write=write, reads=(*self.loads([value]), *self.loads(stmt.indices)), values=(value,), op=op
+        )
+
+    def _read_only(self, stmt: tirx.Stmt, condition: tirx.PrimExpr) -> Statement:
+        return self.statement(stmt, reads=self.loads([condition]), values=(condition,))
+
+    def _evaluate(self, stmt: tirx.Evaluate) -> Statement:
+        if effects.changes_nothing(stmt):
+            return self.statement(stmt)
+        asserted = assert_call(stmt)
+        if asserted is not None:
+            return self._read_only(stmt, asserted.args[0])
+        record = tile_ops.parse_tile_op(stmt)
+        if record is None:
+            if not any(True for _ in _calls(stmt.value)):
+                return self.statement(stmt, values=(stmt.value,))
+            return self._opaque(stmt, _call_name(stmt.value))
+        try:
+            return TileReader(self, stmt).read(record)
+        except Unmatched as error:
+            return self._opaque(stmt, str(error))
+
+
+def _check_supported(func: tirx.PrimFunc, block: tirx.SBlock) -> None:
+    """Refuse what means more than one program of the kernel."""
+    where = f"kernel {_name(func)!r}"
+    _check_safe_values(func, block, where)
+    stmts: list[tirx.Evaluate] = []
+    post_order_visit(block.body, lambda n: stmts.append(n) if isinstance(n, tirx.Evaluate) else None)
+    for found in filter(None, map(tile_ops.between_programs, stmts)):
+        refuse(
+            found,
+            where=where,
+            why="programs of the grid are run one by one, and on several devices",
+            fix="copy through a buffer of this program, or through a parameter",
+        )
+
+
+def _check_safe_values(func: tirx.PrimFunc, block: tirx.SBlock, where: str) -> None:
+    """Refuse values outside a buffer that single loads would have to give: those give 0."""
+    asked = safe_buffers(func.buffer_map.values(), block)
+    single: list[tirx.Buffer] = []
+
+    def visit(node: object) -> None:
+        if isinstance(node, (tirx.BufferStore, tirx.IfThenElse, tirx.Bind)):
+            value = node.condition if isinstance(node, tirx.IfThenElse) else node.value
+            post_order_visit(value, lambda n: single.append(n.buffer) if isinstance(n, tirx.BufferLoad) else None)
+
+    post_order_visit(block.body, visit)
+    found = [f"T.annotate_safe_value of {b.name!r}, which is read element by element" for b in asked if b in single]
+    if found:
+        refuse(found, where=where, why="it is supported where T.copy reads", fix="T.copy the block to a shared buffer")
+
+
+def safe_buffers(buffers: Iterable[tirx.Buffer], block: tirx.SBlock) -> list[tirx.Buffer]:
+    """The buffers outside of which `T.copy` reads a value that is not 0, by `T.annotate_safe_value`."""
+    safe = block.annotations.get("safe_value_map", {})
+    return [buffer for buffer in buffers if buffer.data in safe and not _is_zero(safe[buffer.data])]
+
+
+def _is_zero(value: object) -> bool:
+    return isinstance(value, (int, float, tirx.IntImm, tirx.FloatImm)) and float(getattr(value, "value", value)) == 0
+
+
+def _vector(stmt: tirx.Stmt) -> str | None:
+    """What an access of several elements at once is called; None without one."""
+    found: list[object] = []
+    if isinstance(stmt, (tirx.BufferStore, tirx.Bind)):
+        post_order_visit(stmt, lambda n: found.append(n) if isinstance(n, (tirx.Ramp, tirx.Broadcast)) else None)
+    return "an access of a vector" if found else None
+
+
+def _shape(buffer: tirx.Buffer) -> str:
+    return f"{buffer.name or 'a buffer'} ({', '.join(str(size) for size in buffer.shape)}) {buffer.dtype}"
+
+
+def _calls(expr: tirx.PrimExpr) -> Iterator[tirx.Call]:
+    found: list[tirx.Call] = []
+    post_order_visit(expr, lambda n: found.append(n) if isinstance(n, tirx.Call) else None)
+    return iter(found)
+
+
+def _call_name(expr: tirx.PrimExpr) -> str:
+    return next(
+        (c.op.name for c in [expr, *_calls(expr)] if isinstance(c, tirx.Call) and isinstance(c.op, ir.Op)), "call"
+    )
+
+
+def _is_plain(stmt: tirx.SBlockRealize) -> bool:
+    """A block that only groups statements: no variables of its own, no condition, no initialisation."""
+    block = stmt.block
+    always = isinstance(stmt.predicate, tirx.IntImm) and bool(stmt.predicate.value)
+    return always and not len(block.iter_vars) and not len(block.match_buffers) and block.init is None
+
+
+def _is_const(expr: object, value: int) -> bool:
+    return isinstance(expr, (int, tirx.IntImm)) and int(expr) == value

@@ -1,0 +1,233 @@
+"""How each factor combines: parallel, a reduction, or nothing that may be split.
+
+Splitting a factor leaves a *partial* value wherever something is combined over it (`partial_values` follows those).
+Whatever would depend on how coordinates are grouped into blocks, on their order, or on how often a loop runs, blocks
+the factor or asks for tiles of whole blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from tvm import tirx
+
+from mesh_tensor.tir.linear import Linear, vars_of
+from mesh_tensor.tir.tile_position import text_of
+
+from .coordinates import Coordinates
+from .factors import Blocked, Factor
+from .index_values import why_whole_blocks, without_loads
+from .live_ranges import LiveRange
+from .padding import padding_is_neutral, takes_whole_blocks
+from .partial_values import PartialValues, keeps_partial
+from .statements import Access, Kernel, Statement, describe, used_vars
+from .taints import Taints
+from .values import IDEMPOTENT
+
+
+@dataclass(eq=False)
+class Reduction:
+    """What splitting a factor leaves partial.
+
+    `partial`: live ranges with the operation that completes them. `updates`: the statements that combine over the
+    factor, with their coordinate in it (padding must be neutral there). `gated`: statements whose contribution must
+    count on one device only. `cut`: the top-level statement before which the partial values must be completed, None if
+    only outputs are partial. `masked`: False where padding that a block reaches past the tile's end is known to be
+    neutral."""
+
+    partial: dict[LiveRange, str] = field(default_factory=dict)
+    updates: dict[Statement, Linear] = field(default_factory=dict)
+    gated: list[Statement] = field(default_factory=list)
+    cut: int | None = None
+    masked: bool = True
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self.partial.values()))
+
+
+class FactorAnalysis:
+    """Checks one factor against every statement; `run` fills `factor.blocked` and `factor.aligned`, and returns its
+    Reduction (an empty one where nothing may split the factor).
+
+    `lanes`: accumulators with one value per position in a block, as `sums` in `sums[i] += A[ko * 32 + i]`."""
+
+    def __init__(self, kernel: Kernel, coordinates: Coordinates, factor: Factor, taints: Taints):
+        self.kernel, self.coordinates, self.factor, self.taints = kernel, coordinates, factor, taints
+        self.vars = set(factor.roles)
+        self.partial = PartialValues(kernel, coordinates, factor)
+        self.updates: dict[Statement, Linear] = {}
+        self.lanes: set[LiveRange] = set()
+
+    def run(self) -> Reduction:
+        if self.factor.blocked is None:
+            try:
+                return self._analyse()
+            except Blocked as error:
+                self.factor.blocked = str(error)
+        return Reduction()
+
+    def _analyse(self) -> Reduction:
+        self._check_ranges()
+        forms = {s: self._coordinate(s) for s in self.kernel.statements}
+        for statement, form in forms.items():
+            if statement.unknown:
+                raise Blocked(f"{statement.unknown} is not understood")
+            self._check_untyped_indices(statement)
+            if form is not None:
+                self._check_values(statement, form)
+                self._check_write(statement, form)
+        uses = self.partial.follow()
+        self._check_lanes()
+        for statement, form in forms.items():
+            if form is None:
+                self._check_values(statement, None)
+            self._check_repeats(statement, form)
+        gated, cut = self.partial.gated(), self.partial.cut(uses)
+        self._check_past_the_end()
+        masked = not self._padding_is_neutral(past_the_end=False)
+        return Reduction(self.partial.ops, self.updates, gated, cut, masked)
+
+    def _range(self, access: Access) -> LiveRange:
+        return self.coordinates.ranges.of(access)
+
+    def _coordinate(self, statement: Statement) -> Linear | None:
+        """The statement's coordinate: that of the buffers it touches, or that of the loops around it."""
+        form = self.coordinates.of_statement(statement).get(self.factor)
+        return self.coordinates.around(statement, self.factor) if form is None else form
+
+    def _check_ranges(self) -> None:
+        """A buffer that holds the whole factor shrinks with it, so all its live ranges must agree on that."""
+        whole: dict[tuple[tirx.Buffer, int], set[bool]] = {}
+        for live_range in self.coordinates.ranges.all:
+            if live_range.is_param or not (live_range.reads or live_range.writes):
+                continue
+            for dim in range(len(live_range.buffer.shape)):
+                entry = self.coordinates.of_node((live_range, dim))
+                holds = entry is not None and entry[0] is self.factor and not entry[1].terms
+                whole.setdefault((live_range.buffer, dim), set()).add(holds)
+        for (buffer, dim), kinds in whole.items():
+            if len(kinds) > 1:
+                raise Blocked(f"{buffer.name} dim {dim} holds the whole dim in one place and something else in another")
+
+    def _check_untyped_indices(self, statement: Statement) -> None:
+        """On-chip dims without a coordinate may be read at places that are loaded, and combined into: at places that
+        are computed from the factor's loops, they then have `lanes`, or count whole blocks."""
+        for access in statement.accesses:
+            live_range = self._range(access)
+            for dim, index in enumerate(access.indices):
+                if live_range.is_param or self.coordinates.of_access(access, dim) is not None:
+                    continue
+                computed = vars_of([without_loads(index)], {}) & self.vars
+                if access is statement.write and statement.op is not None:
+                    self._add_lanes(
+                        live_range, computed, f"{access.buffer.name} dim {dim} is indexed by {text_of(index)}"
+                    )
+                elif computed or (access is statement.write and self._depends(index)):
+                    raise Blocked(
+                        f"{access.buffer.name} dim {dim} is indexed by {text_of(index)}, which depends on the block"
+                    )
+
+    def _add_lanes(self, live_range: LiveRange, computed: set[tirx.Var], reason: str) -> None:
+        """What is combined at places computed from these loops depends on positions in blocks, or on which block."""
+        if computed & self._block_loops:
+            self.factor.aligned = self.factor.aligned or reason
+        elif computed:
+            self.lanes.add(live_range)
+
+    def _depends(self, index: tirx.PrimExpr) -> bool:
+        return bool(vars_of([index], self.kernel.binds) & self.vars)
+
+    @cached_property
+    def _block_loops(self) -> set[tirx.Var]:
+        """The loops over blocks: a device counts them from where its tile starts."""
+        return {form.ordered[0][0] for form in self.coordinates.forms[self.factor] if form.terms}
+
+    def _check_values(self, statement: Statement, form: Linear | None) -> None:
+        """Where loop variables are values, only the coordinate may count, or tiles must be whole blocks."""
+        self.factor.aligned = self.factor.aligned or why_whole_blocks(
+            statement, form, self.factor, self.kernel, self.coordinates
+        )
+
+    def _check_write(self, statement: Statement, form: Linear) -> None:
+        """What is written at many coordinates to one place is combined there, or is the same at all of them."""
+        write = statement.write
+        if write is None or self.coordinates.walks(write, self.factor):
+            return
+        scope = {loop.var for loop in self._range(write).scope}
+        if set(form.terms) <= scope:
+            return
+        if statement.op is not None and not self._starts_anew(statement, form, scope):
+            self.partial.add(statement, statement.op, form.terms)
+            self.updates[statement] = form
+        elif not self._is_same_everywhere(statement):
+            raise Blocked(
+                f"{describe(statement)} keeps one of many coordinates' values: no reduction is known for it"
+                if statement.op is None
+                else f"{describe(statement)} starts anew in every block of it and keeps the last block's value only"
+            )
+
+    def _starts_anew(self, statement: Statement, form: Linear, scope: set[tirx.Var]) -> bool:
+        """Whether some loop of the coordinate gives the target a new start in every iteration, and only the last
+        counts."""
+        carried = self._range(statement.target).carried
+        return any(
+            v not in scope and not self._runs_once(v) and (statement.fresh or v not in carried) for v in form.terms
+        )
+
+    def _runs_once(self, var: tirx.Var) -> bool:
+        """Whether one run of a statement takes all values of the variable, or there is only one."""
+        loop = self.kernel.loops[var]
+        return loop.kind == "tile" or self.kernel.analyzer.can_prove_equal(loop.extent, 1)
+
+    def _is_same_everywhere(self, statement: Statement) -> bool:
+        """A store of a value that is the same at every coordinate of the factor, and not carried from one to the
+        next."""
+        return not self._tainted(statement) & self.vars and not self._range(statement.target).carried & self.vars
+
+    def _tainted(self, statement: Statement) -> set[tirx.Var]:
+        """The loop variables that what the statement writes may depend on, but for what was there before."""
+        return used_vars(statement, self.kernel) | {v for a in statement.reads for v in self.taints[self._range(a)]}
+
+    def _check_lanes(self) -> None:
+        """What is in a single lane depends on where blocks start: unless only all lanes together are used, tiles have
+        to be whole blocks."""
+        for live_range in self.lanes:
+            op = self.partial.op_of(live_range)
+            for statement, access in live_range.reads:
+                kept = op is not None and statement.op == op and keeps_partial(statement, access, op)
+                if not kept:
+                    self.factor.lanes = f"{live_range.buffer.name} keeps one value per position in a block"
+                    self.factor.aligned = self.factor.aligned or self.factor.lanes
+
+    def _check_repeats(self, statement: Statement, form: Linear | None) -> None:
+        """A statement inside loops of the factor that are not its coordinate runs once per block: it must not
+        notice."""
+        if statement.write is None:
+            return
+        loops = {loop.var for loop in statement.loops if loop.var in self.vars and loop.kind != "tile"}
+        scope = {loop.var for loop in self._range(statement.write).scope}
+        around = loops - (set() if form is None else set(form.terms)) - self.partial.accounted(statement)
+        if around <= scope:
+            return
+        contributes = self.partial.contributes(statement)
+        if statement.op is not None and not statement.fresh and not (contributes and statement.op in IDEMPOTENT):
+            raise Blocked(f"{describe(statement)} counts the blocks of it")
+        same = not self._tainted(statement) & around if contributes else self._is_same_everywhere(statement)
+        if not same:
+            raise Blocked(f"{describe(statement)} carries a value from one block of it to the next")
+
+    def _check_past_the_end(self) -> None:
+        """Positions past the dim's end that the kernel's own blocks reach must not count, or the kernel means them."""
+        if takes_whole_blocks(self.kernel, self.factor) or self._padding_is_neutral(past_the_end=True):
+            return
+        raise Blocked(
+            f"blocks of {self.factor.block} reach past its end ({self.factor.size}), and what is there counts"
+        )
+
+    def _padding_is_neutral(self, *, past_the_end: bool) -> bool:
+        return all(
+            padding_is_neutral(s, self.kernel, self.coordinates, self.factor, past_the_end=past_the_end)
+            for s in self.updates
+        )

@@ -1,0 +1,159 @@
+"""The sharding rule of a kernel, derived from its TIR: `A[m, k], B[k, n] -> C[m, n]; m, n parallel; k sum`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tvm import tirx
+
+from mesh_tensor.annotations.kernel_source import check_kernel
+
+from .content import needs_content, only_keeps_content
+from .coordinates import Coordinates
+from .factors import Factor
+from .granularity import Refined
+from .live_ranges import LiveRanges
+from .normalize import normalize
+from .reader import read_kernel
+from .reductions import FactorAnalysis, Reduction
+from .statements import Kernel
+from .taints import Taints, find_taints
+
+_PARALLEL_NAMES = {1: ("m",), 2: ("m", "n"), 3: ("b", "m", "n"), 4: ("b", "h", "m", "n")}
+_REDUCED_NAMES = ("k", "l", "r", "s")
+_MORE_NAMES = "cdefgijopqtuvwxyz"
+
+
+@dataclass(eq=False)
+class Analysis:
+    """Everything the later stages ask about one kernel (a function with one grid)."""
+
+    kernel: Kernel
+    coordinates: Coordinates
+    reductions: dict[Factor, Reduction]
+    taints: Taints
+
+    @property
+    def factors(self) -> list[Factor]:
+        return self.coordinates.factors
+
+    def factor_of(self, param: str, dim: int) -> Factor | None:
+        """The factor that indexes a parameter's dim; None if the dim is needed whole wherever it is used."""
+        return next((f for f in self.factors if (param, dim) in f.dims), None)
+
+    def reason_whole(self, param: str, dim: int) -> str | None:
+        """Why a parameter's dim can't be split, None if it can."""
+        factor = self.factor_of(param, dim)
+        return self.coordinates.detached.get((param, dim), "nothing walks it") if factor is None else factor.blocked
+
+    def written(self, param: str) -> bool:
+        buffer = self.kernel.params[param]
+        return any(statement.writes(buffer) for statement in self.kernel.statements)
+
+    def read(self, param: str) -> bool:
+        """Whether the kernel needs the parameter's earlier content: it reads it before writing it, or writes only
+        parts."""
+        return needs_content(self.kernel, self.coordinates, param)
+
+    def only_kept(self, param: str) -> bool:
+        """Whether a parameter that is written is `read` only because some of it may stay as it was."""
+        return self.written(param) and only_keeps_content(self.kernel, self.coordinates, param)
+
+
+@dataclass(frozen=True)
+class ShardingRule:
+    """Which factors index which dims of which buffers, and how each factor combines.
+
+    `inputs`, `outputs`: per buffer, its factors' names (None: the dim is needed whole). `factors`: per factor
+    `parallel`, the operations that reduce it (`sum`, `max, sum`), or `whole: reason`. `sizes`: the factors' extents."""
+
+    inputs: dict[str, tuple[str | None, ...]]
+    outputs: dict[str, tuple[str | None, ...]]
+    factors: dict[str, str]
+    sizes: dict[str, tirx.PrimExpr] = field(compare=False)
+
+    def __str__(self) -> str:
+        kinds: dict[str, list[str]] = {}
+        for name, kind in self.factors.items():
+            kinds.setdefault("replicated" if kind.startswith("whole") else kind, []).append(name)
+        order = sorted(kinds, key=lambda kind: (kind != "parallel", kind == "replicated"))
+        facts = "; ".join(f"{', '.join(kinds[kind])} {kind}" for kind in order)
+        signature = f"{_signature(self.inputs)} -> {_signature(self.outputs)}"
+        return f"{signature}; {facts}" if facts else signature
+
+
+def _signature(buffers: dict[str, tuple[str | None, ...]]) -> str:
+    return ", ".join(f"{name}[{', '.join(d or '*' for d in dims)}]" for name, dims in buffers.items())
+
+
+def analyse(func: tirx.PrimFunc) -> Analysis:
+    """Analyse a normalized function with one grid."""
+    kernel = read_kernel(func)
+    ranges = LiveRanges(kernel)
+    coordinates, taints = Coordinates(kernel, ranges), find_taints(kernel, ranges)
+    reductions = {f: FactorAnalysis(kernel, coordinates, f, taints).run() for f in coordinates.factors}
+    analysis = Analysis(kernel, coordinates, reductions, taints)
+    _name_factors(analysis)
+    return analysis
+
+
+def sharding_rule(prim_func: tirx.PrimFunc) -> ShardingRule:
+    """The sharding rule of a TileLang kernel in global view.
+
+    Args:
+        prim_func: a PrimFunc with one `T.Kernel`, annotated or not.
+
+    Returns:
+        The rule; `str(rule)` reads like `A[m, k], B[k, n] -> C[m, n]; m, n parallel; k sum`. A dim printed as `*` and
+        a factor listed as `replicated` can't be split; `rule.factors` has the reason.
+
+    Raises:
+        MeshTensorError: the function is not one TileLang kernel.
+    """
+    return rule_of(analyse(normalize(check_kernel(prim_func))))
+
+
+def rule_of(analysis: Analysis, made: Refined | None = None) -> ShardingRule:
+    """What an analysis found, as the rule that users see; a dim that was taken apart is the product of its factors,
+    `(h g)`."""
+    inputs, outputs = {}, {}
+    for name, buffer in analysis.kernel.params.items():
+        factors = (analysis.factor_of(name, d) for d in range(len(buffer.shape)))
+        dims = tuple(None if f is None else f.name for f in factors)
+        if made is not None and made.groups:
+            dims = tuple(_product(parts) for parts in made.by_dim(name, dims))
+        if (analysis.read(name) and not analysis.only_kept(name)) or not analysis.written(name):
+            inputs[name] = dims
+        if analysis.written(name):
+            outputs[name] = dims
+    named = sorted(analysis.factors, key=lambda f: f.name)
+    kinds = {f.name: _kind(f, analysis.reductions[f]) for f in analysis.factors}
+    return ShardingRule(inputs, outputs, kinds, {f.name: f.size for f in named})
+
+
+def _product(parts: list[str | None]) -> str | None:
+    return parts[0] if len(parts) == 1 else f"({' '.join(part or '*' for part in parts)})"
+
+
+def _kind(factor: Factor, reduction: Reduction) -> str:
+    if factor.blocked is not None:
+        return f"whole: {factor.blocked}"
+    return ", ".join(reduction.ops) or "parallel"
+
+
+def _name_factors(analysis: Analysis) -> None:
+    """m, n for what the outputs are indexed by, k for what is reduced: the names that people expect."""
+    outputs = [name for name in analysis.kernel.params if analysis.written(name)]
+    parallel: list[Factor] = []
+    for name in sorted(outputs, key=lambda n: -len(analysis.kernel.params[n].shape)):
+        for dim in range(len(analysis.kernel.params[name].shape)):
+            factor = analysis.factor_of(name, dim)
+            if factor is not None and factor not in parallel:
+                parallel.append(factor)
+    others = [f for f in analysis.factors if f not in parallel]
+    more = iter([*_MORE_NAMES, *(f"f{i}" for i in range(len(analysis.factors)))])
+    names = list(_PARALLEL_NAMES.get(len(parallel), ()))
+    for position, factor in enumerate(parallel):
+        factor.name = names[position] if names else next(more)
+    for position, factor in enumerate(others):
+        factor.name = _REDUCED_NAMES[position] if position < len(_REDUCED_NAMES) else next(more)

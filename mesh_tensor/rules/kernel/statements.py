@@ -1,0 +1,192 @@
+"""A kernel as a flat list of statements: what is read and written, at which index, inside which loops.
+
+Tile operations become statements of the same kind as stores: their element loops get variables of their own (loops of
+kind "tile"). Everything that follows - live ranges, factors, reductions - looks at statements and not at TIR.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tvm import arith, ir, tirx
+
+from mesh_tensor.tir import tile_ops
+from mesh_tensor.tir.linear import Linear, vars_of
+from mesh_tensor.tir.same import same_expression
+
+
+@dataclass(eq=False)
+class Loop:
+    """One loop variable. `kind` is grid, serial (unrolled too), parallel (T.Parallel, vectorized) or tile (an element
+    loop of a tile operation). `node` is the TIR loop, None for tile loops."""
+
+    var: tirx.Var
+    min: tirx.PrimExpr
+    extent: tirx.PrimExpr
+    kind: str
+    node: tirx.For | None
+
+
+@dataclass(eq=False)
+class Access:
+    """`buffer[indices]`; `forms` are the indices as linear forms (None where an index is none)."""
+
+    buffer: tirx.Buffer
+    indices: tuple[tirx.PrimExpr, ...]
+    forms: tuple[Linear | None, ...]
+
+
+@dataclass(eq=False)
+class Statement:
+    """`write = value` (`op` None) or `write = write op value`, for every value of the loops' variables.
+
+    `fresh` marks an update that first sets what it writes to the operation's neutral element. `values` are the
+    expressions in which a loop variable would be a value and not an index; `conditions` guard the statement, outermost
+    first. `top` counts the statements of the kernel's body, the outermost level at which a kernel can be cut.
+    `unknown` says why the statement is not understood; it then has no `write`, but `may_write` has the buffers that it
+    may store to. `may_be_skipped`: something leaves a loop around it early, or the kernel."""
+
+    node: tirx.Stmt
+    loops: tuple[Loop, ...]
+    conditions: tuple[tirx.PrimExpr, ...]
+    top: int
+    write: Access | None
+    reads: tuple[Access, ...]
+    values: tuple[tirx.PrimExpr, ...]
+    op: str | None = None
+    fresh: bool = False
+    tile_op: tile_ops.TileOp | None = None
+    unknown: str | None = None
+    may_write: tuple[tirx.Buffer, ...] = ()
+    may_be_skipped: bool = False
+
+    def writes(self, buffer: tirx.Buffer) -> bool:
+        """Whether the statement stores to the buffer, or may if it is not understood."""
+        written = self.may_write if self.write is None else (self.write.buffer,)
+        return any(buffer.same_as(other) for other in written)
+
+    @property
+    def target(self) -> Access:
+        """What a statement that is known to write writes."""
+        assert self.write is not None
+        return self.write
+
+    @property
+    def operation(self) -> str:
+        """The operation of a statement that is known to combine."""
+        assert self.op is not None
+        return self.op
+
+    @property
+    def accesses(self) -> tuple[Access, ...]:
+        return self.reads if self.write is None else (self.write, *self.reads)
+
+    @property
+    def vars(self) -> set[tirx.Var]:
+        return {loop.var for loop in self.loops}
+
+    @property
+    def element_vars(self) -> set[tirx.Var]:
+        """The variables of a tile operation's element loops."""
+        return {loop.var for loop in self.loops if loop.kind == "tile"}
+
+    def element_dims(self, access: Access) -> dict[int, tirx.Var]:
+        """Per dim of a tile operation's access, the variable that runs over its elements; dims at one place have
+        none."""
+        elements = self.element_vars
+        return {dim: var for dim, index in enumerate(access.indices) for var in vars_of([index], {}) & elements}
+
+    @property
+    def bounds(self) -> list[tirx.PrimExpr]:
+        """Where the loops around it start, and how far they go, but for constants."""
+        return [e for loop in self.loops for e in (loop.min, loop.extent) if not isinstance(e, tirx.IntImm)]
+
+
+@dataclass(eq=False)
+class Kernel:
+    """One grid of a function: its parameters, on-chip buffers, statements, and the nesting they came from.
+
+    `tree` mirrors the body for passes that need program order: a list of Statement | ("loop", Loop, tree) |
+    ("if", tree, tree)."""
+
+    func: tirx.PrimFunc
+    params: dict[str, tirx.Buffer]
+    on_chip: tuple[tirx.Buffer, ...]
+    grid: tuple[Loop, ...]
+    root: tirx.SBlock
+    statements: list[Statement]
+    tree: list
+    binds: dict[tirx.Var, tirx.PrimExpr]
+    loops: dict[tirx.Var, Loop] = field(default_factory=dict)
+    analyzer: arith.Analyzer = field(default_factory=arith.Analyzer)
+
+    def is_param(self, buffer: tirx.Buffer) -> bool:
+        return any(buffer.same_as(param) for param in self.params.values())
+
+    def uses(self, buffer: tirx.Buffer, since: int = 0) -> bool:
+        """Whether a statement accesses the buffer, or may, from the top-level statement `since` on."""
+        return any(
+            s.top >= since and (s.writes(buffer) or any(a.buffer.same_as(buffer) for a in s.accesses))
+            for s in self.statements
+        )
+
+
+def buffer_params(func: tirx.PrimFunc) -> dict[str, tirx.Buffer]:
+    """The function's buffer parameters by name, in order."""
+    return {func.buffer_map[p].name: func.buffer_map[p] for p in func.params if p in func.buffer_map}
+
+
+def body_statements(stmt: tirx.Stmt) -> list[tirx.Stmt]:
+    """The statements of a sequence, nested sequences flattened."""
+    if isinstance(stmt, tirx.SeqStmt):
+        return [inner for child in stmt.seq for inner in body_statements(child)]
+    return [stmt]
+
+
+def split_update(stmt: tirx.BufferStore) -> tuple[str | None, tirx.PrimExpr]:
+    """`b[i] = b[i] op e` as (op, e); any other store as (None, its value)."""
+    value = stmt.value
+    ops = {tirx.Add: "sum", tirx.Sub: "sum", tirx.Mul: "prod", tirx.Max: "max", tirx.Min: "min"}
+    calls = {"tirx.bitwise_and": "bitand", "tirx.bitwise_or": "bitor", "tirx.bitwise_xor": "bitxor"}
+    op = ops.get(type(value))
+    if op is not None:
+        a, b = value.a, value.b
+    elif isinstance(value, tirx.Call) and isinstance(value.op, ir.Op) and value.op.name in calls:
+        op, (a, b) = calls[value.op.name], value.args
+    else:
+        return None, value
+    if _is_load_of(a, stmt) and not _reads(b, stmt.buffer):
+        return op, b
+    if _is_load_of(b, stmt) and not _reads(a, stmt.buffer) and not isinstance(value, tirx.Sub):
+        return op, a
+    return None, value
+
+
+def _is_load_of(expr: tirx.PrimExpr, store: tirx.BufferStore) -> bool:
+    return (
+        isinstance(expr, tirx.BufferLoad)
+        and expr.buffer.same_as(store.buffer)
+        and all(same_expression(a, b) for a, b in zip(expr.indices, store.indices, strict=True))
+    )
+
+
+def _reads(expr: tirx.PrimExpr, buffer: tirx.Buffer) -> bool:
+    found = []
+    tirx.stmt_functor.post_order_visit(
+        expr,
+        lambda node: found.append(1) if isinstance(node, tirx.BufferLoad) and node.buffer.same_as(buffer) else None,
+    )
+    return bool(found)
+
+
+def used_vars(statement: Statement, kernel: Kernel) -> set[tirx.Var]:
+    """Every loop variable that the statement's values, conditions, loop bounds or indices mention."""
+    indices = [i for access in statement.accesses for i in access.indices]
+    return vars_of([*statement.values, *statement.bounds, *indices], kernel.binds)
+
+
+def describe(statement: Statement) -> str:
+    """What a message calls the statement: `T.copy into A_shared`, `the store to C`."""
+    if statement.tile_op is not None:
+        return f"T.{type(statement.tile_op).__name__.lower()} into {statement.target.buffer.name}"
+    return "a statement" if statement.write is None else f"the store to {statement.write.buffer.name}"

@@ -1,0 +1,21 @@
+"""Sharding rules of Relax operators: one short function per operator, in a table."""
+
+from mesh_tensor.base.tensor_type import TensorType
+
+from . import (  # noqa: F401  (they fill the table)
+    aten,
+    attention,
+    conv,
+    create,
+    elementwise,
+    index,
+    linear_algebra,
+    nn,
+    reduce,
+    shape,
+)
+from .call import OpCall
+from .rule import Dim, LocalCall, OpRule
+from .table import has_rule, rule_of
+
+__all__ = ["Dim", "LocalCall", "OpCall", "OpRule", "TensorType", "has_rule", "rule_of"]

@@ -1,0 +1,161 @@
+"""OpCall: one call of a Relax operator on tensors of known shape, as rules and runtimes look at it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import ir, relax, tirx
+
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.tensor_type import TensorType
+
+
+@dataclass(frozen=True, eq=False)
+class OpCall:
+    """`expr` calls the operator `name` (without "relax."): its tensor operands, with tuples of them flattened, are
+    `inputs`; its results are `outputs`."""
+
+    name: str
+    expr: relax.Call
+    inputs: tuple[TensorType, ...]
+    outputs: tuple[TensorType, ...]
+
+    def attr(self, name: str, default: Any = None) -> Any:
+        """An attribute as plain Python: ints, floats, strings, bools, tuples of them or None."""
+        value = getattr(self.expr.attrs, name, None) if self.expr.attrs is not None else None
+        return default if value is None else plain(value)
+
+    @cached_property
+    def literals(self) -> tuple[Any, ...]:
+        """The arguments that are no tensors, in order, as plain Python: R.shape and tuples of R.prim_value become
+        tuples of ints, R.prim_value a number, R.str a string."""
+        return tuple(plain(arg) for arg in self.expr.args if not _has_tensor(arg))
+
+    @cached_property
+    def kind(self) -> tuple:
+        """Equal for calls that differ in nothing but the values of their operands."""
+        expr = self.expr
+        attrs = None if expr.attrs is None else _Structure(expr.attrs)
+        arguments = tuple([_kind_of(arg) for arg in expr.args[:]])
+        infos = tuple([_Structure(info) for info in expr.sinfo_args[:]])
+        return self.name, self.inputs, self.outputs, attrs, arguments, infos
+
+    def axis(self, dim: int, operand: int = 0) -> int:
+        """`dim` counted from the front of that operand's dims."""
+        return dim % max(1, self.inputs[operand].ndim)
+
+    def axes(self, dims: int | tuple[int, ...] | None, operand: int = 0) -> tuple[int, ...]:
+        """Dims counted from the front; None means all of them."""
+        if dims is None:
+            return tuple(range(self.inputs[operand].ndim))
+        dims = (dims,) if isinstance(dims, int) else dims
+        return tuple(self.axis(dim, operand) for dim in dims)
+
+
+class _Structure:
+    """A TVM object, equal to those of the same structure."""
+
+    def __init__(self, node: Any) -> None:
+        self._node, self._hash = node, tvm.ir.structural_hash(node)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Structure) and tvm.ir.structural_equal(self._node, other._node)
+
+
+def _kind_of(arg: relax.Expr) -> Any:
+    """An argument, of which tensors only count in number."""
+    if isinstance(arg, relax.Tuple):
+        return tuple(_kind_of(field) for field in arg.fields)
+    return len(tensor_infos(arg.struct_info)) or _Structure(arg)
+
+
+def op_call(expr: relax.Call) -> OpCall:
+    """The OpCall of a call whose struct info is known.
+
+    Raises:
+        MeshTensorError: a tensor's shape is unknown or symbolic.
+    """
+    name = op_name(expr.op)
+    inputs = tuple(tensor_type(info, name) for arg in expr.args[:] for info in tensor_infos(arg.struct_info))
+    return OpCall(name, expr, inputs, tensor_types(expr.struct_info, name))
+
+
+def op_name(op: relax.Expr) -> str:
+    """An operator's name, without "relax."."""
+    return op.name.removeprefix("relax.") if isinstance(op, ir.Op) else str(op)
+
+
+def operator_name(call: OpCall) -> str:
+    """The operator's name; of a packed function that is called, that function's."""
+    if call.name == "call_pure_packed" and isinstance(call.expr.args[0], relax.ExternFunc):
+        return str(call.expr.args[0].global_symbol)
+    return call.name
+
+
+def tensor_infos(info: relax.StructInfo) -> list[relax.StructInfo]:
+    """The tensors' struct infos in that of an argument: its own, or those of a tuple's fields; numbers are left out."""
+    if isinstance(info, (relax.TensorStructInfo, relax.distributed.DTensorStructInfo)):
+        return [info]
+    if not isinstance(info, relax.TupleStructInfo):
+        return []
+    return [leaf for field in info.fields for leaf in tensor_infos(field)]
+
+
+def tensor_types(info: relax.StructInfo, what: str) -> tuple[TensorType, ...]:
+    """The tensors of a struct info, tuples flattened."""
+    if isinstance(info, relax.TupleStructInfo):
+        return tuple(t for field in info.fields for t in tensor_types(field, what))
+    return (tensor_type(info, what),)
+
+
+def tensor_type(info: relax.StructInfo, what: str) -> TensorType:
+    """Shape and dtype of a struct info; `what` names the tensor or operator in messages."""
+    tensor = info if isinstance(info, relax.TensorStructInfo) else getattr(info, "tensor_sinfo", None)
+    shape, dtype = (None, "") if tensor is None else (tensor.shape, str(tensor.dtype))
+    if shape is None or not dtype:
+        refuse(
+            f"{what}: {info} is no tensor of known shape and dtype",
+            why="layouts can only be decided for tensors of known size",
+            fix="annotate the value's shape in the module, or let TVM infer it (relax.transform.Normalize)",
+        )
+    sizes = shape.values[:]
+    if [size for size in sizes if not isinstance(size, tirx.IntImm)]:
+        refuse(
+            f"{what}: the shape {plain(sizes)} is symbolic",
+            fix="bind the symbolic sizes first (relax.transform.BindSymbolicVars, or call the module with tensors)",
+        )
+    return _interned(tuple([size.value for size in sizes]), dtype)
+
+
+@lru_cache(maxsize=4096)
+def _interned(shape: tuple[int, ...], dtype: str) -> TensorType:
+    """One object per type, of which most modules have few."""
+    return TensorType(shape, dtype)
+
+
+def plain(value: Any) -> Any:
+    """A TVM value as plain Python where it has such a form."""
+    if isinstance(value, relax.PrimValue):
+        return plain(value.value)
+    if isinstance(value, (tirx.IntImm, tirx.FloatImm)):
+        return bool(value.value) if value.dtype == "bool" else value.value
+    if isinstance(value, (relax.StringImm, relax.DataTypeImm)):
+        return str(value.value)
+    if isinstance(value, relax.ShapeExpr):
+        return tuple(plain(size) for size in value.values)
+    if isinstance(value, relax.Tuple):
+        return tuple(plain(field) for field in value.fields)
+    if isinstance(value, (tvm_ffi.Array, list, tuple)):
+        return tuple(plain(item) for item in value)
+    return value
+
+
+def _has_tensor(arg: relax.Expr) -> bool:
+    return bool(tensor_infos(arg.struct_info))

@@ -1,0 +1,97 @@
+"""OpRule: how the dims of an operator's tensors relate, and what it takes to run it on tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tvm import relax
+
+from mesh_tensor.base.sharding import Sharding
+
+from .call import OpCall, tensor_infos
+
+# What a dim of a tensor is made of: a factor; several, major first, whose sizes multiply to the dim's (a reshape); or
+# None: the operator needs (or makes) this dim whole.
+Dim = str | tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class LocalCall:
+    """An operator about to be called on one device's tiles.
+
+    `args` are the tensor operands' tiles (flattened like `call.inputs`); `in_tiles` and `out_tiles` are the tiles'
+    shapes; `layouts` say how the operands lie, where they are split into contiguous tiles: a dim that is split in
+    strides (see graph.atoms) counts as whole. `wide`: the result is a part of a low-precision sum, and has to be
+    float32."""
+
+    call: OpCall
+    args: tuple[relax.Expr, ...]
+    in_tiles: tuple[tuple[int, ...], ...]
+    out_tiles: tuple[tuple[int, ...], ...]
+    layouts: tuple[Sharding, ...]
+    wide: bool = False
+
+    def again(self, *, attrs: Any = None, literals: Mapping[int, relax.Expr] | None = None) -> relax.Call:
+        """The same call on the tiles: each argument position keeps its form (tuples are rebuilt), except that
+        `literals` (by position) replace arguments and `attrs` the attributes."""
+        tiles = iter(self.args)
+        replaced = literals or {}
+        args = [replaced[i] if i in replaced else _refill(arg, tiles) for i, arg in enumerate(self.call.expr.args)]
+        old = self.call.expr
+        return relax.Call(old.op, args, attrs if attrs is not None else old.attrs, old.sinfo_args)
+
+
+Localizer = Callable[[LocalCall], relax.Expr]
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """Dims that share a factor are split together.
+
+    inputs, outputs   per tensor, per dim: a Dim. Size-1 dims that broadcast are None.
+    reduced           factor -> the op that combines the devices' results where the factor is split ("sum", "max",
+                      "min", "prod"): for factors of inputs that no output has. Before the operator reads a tile whose
+                      last part is padding along such a factor, the padding is set to the op's neutral element in all
+                      operands that have the factor.
+    sizes             factor -> size, for factors of compound dims (all others have a dim's size)
+    linear            sets of operands: the op is linear in the operands of a set taken together while the others are
+                      fixed (add: {0, 1} together; matmul: {0}, {1}). Sums that are not yet reduced pass through.
+                      Sets whose dtype is not that of the results are left out when the rule is looked up.
+    unsplit           factors that no axis may split.
+    positional        factors of single dims whose tiles have to be contiguous: `localize` looks at where they lie.
+    masks             the operator minds its operands' padding itself: nothing has to set it.
+    moves             the op only moves elements: results pending with any op pass through.
+    localize          how the call looks on tiles; None: the same call on the tiles.
+
+
+    >>> OpRule((("m", "k"), ("k", "n")), (("m", "n"),), {"k": "sum"}, linear=(frozenset({0}), frozenset({1})))
+    """
+
+    inputs: tuple[tuple[Dim, ...], ...]
+    outputs: tuple[tuple[Dim, ...], ...]
+    reduced: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    linear: tuple[frozenset[int], ...] = ()
+    moves: bool = False
+    unsplit: frozenset[str] = frozenset()
+    positional: frozenset[str] = frozenset()
+    masks: bool = False
+    localize: Localizer | None = None
+
+
+def atoms_of(dim: Dim) -> tuple[str, ...]:
+    """The factors of a dim, major first; none for a dim that is needed whole."""
+    if dim is None:
+        return ()
+    return (dim,) if isinstance(dim, str) else dim
+
+
+def _refill(arg: relax.Expr, tiles: Iterator[relax.Expr]) -> relax.Expr:
+    if isinstance(arg, relax.Tuple):
+        return relax.Tuple([_refill(item, tiles) for item in arg.fields])
+    count = len(tensor_infos(arg.struct_info))
+    if count and isinstance(arg.struct_info, relax.TupleStructInfo):
+        return relax.Tuple([next(tiles) for _ in range(count)])
+    return next(tiles) if count else arg

@@ -1,0 +1,197 @@
+"""What a module's function takes: its parameters, and the checks of what a call brings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tvm import arith, ir, relax, tirx
+
+from mesh_tensor.annotations.names import known, relax_function, source_names
+from mesh_tensor.base.errors import did_you_mean, listing, refuse
+from mesh_tensor.plan.index_checks import IndexCheck
+from mesh_tensor.targets.dtypes import torch_dtype
+
+from .plain_tensors import fix_of, why_not_plain
+
+
+@dataclass(frozen=True)
+class ModuleParam:
+    """A tensor parameter; sizes are ints or symbols."""
+
+    name: str
+    shape: tuple[Any, ...]
+    dtype: str
+
+
+class ModuleSignature:
+    """The parameters of a Relax function."""
+
+    def __init__(self, mod: ir.IRModule, function: str) -> None:
+        func = relax_function(mod, function)
+        self.function = function
+        self.params = tuple(_param(var, function) for var in func.params)
+        self._source_names = source_names(func)
+        self.symbols = tuple(dict.fromkeys(size for p in self.params for size in p.shape if isinstance(size, tirx.Var)))
+
+    def bind(self, weights: Mapping[str, Any], args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """Every parameter's tensor: those that are no weights come from `args`, in order, or by name."""
+        free = [p.name for p in self.params if p.name not in weights and p.name not in named]
+        unknown = [name for name in named if name not in {p.name for p in self.params}]
+        twice = [name for name in named if name in weights]
+        if unknown or twice or len(args) != len(free):
+            refuse(
+                [
+                    *(f"there is no parameter {name!r}{did_you_mean(name, free)}" for name in unknown),
+                    *(f"parameter {name!r} is a weight, which was given already" for name in twice),
+                    *([f"{len(args)} tensors for {len(free)} parameters"] if len(args) != len(free) else []),
+                ],
+                where=f"call of {self.function!r}, which takes {listing(free)}",
+                fix="pass what is no weight in the order of the function's parameters, or by name",
+            )
+        given = {**weights, **dict(zip(free, args, strict=True)), **named}
+        return {p.name: given[p.name] for p in self.params}
+
+    def weights(self, weights: Any, device_type: str) -> dict[str, Any]:
+        """Weights by parameter, checked; they may go by the names that they had where the module comes from. They
+        are constants: parameters of torch's serve, without their gradients."""
+        if not isinstance(weights, Mapping):
+            refuse(f"the weights are a {type(weights).__name__}", fix="give a dict from parameters to tensors")
+        names = self._source_names | {param.name: param.name for param in self.params}
+        named: dict[str, Any] = {}
+        for name, tensor in weights.items():
+            same = named.setdefault(str(names.get(name, name)), tensor)
+            if not _is_same(same, tensor):
+                both = listing([n for n in weights if names.get(n, n) == names.get(name, name)])
+                refuse(
+                    f"a weight is given under two names, {both}, with two values",
+                    where=f"weights of {self.function!r}",
+                    fix="give it once, or tie the model's weights",
+                )
+        named = {
+            name: tensor.detach() if isinstance(tensor, torch.Tensor) and tensor.requires_grad else tensor
+            for name, tensor in named.items()
+        }
+        self.check(named, device_type, what="weights")
+        return named
+
+    def check(
+        self, tensors: Mapping[str, Any], device_type: str | None = None, *, what: str = "call"
+    ) -> dict[tirx.Var, int]:
+        """The sizes of the symbols; a MeshTensorError names every tensor that does not fit, that is on a device where
+        nothing runs, or that no parameter is for. Parameters that are left out are not checked."""
+        sizes: dict[tirx.Var, int] = {}
+        problems = self._unknown(tensors)
+        problems += [
+            f"parameter {p.name!r}: {problem}"
+            for p in self.params
+            if p.name in tensors and (problem := _problem(p, tensors[p.name], sizes, device_type))
+        ]
+        if not problems:  # every symbol has its size now
+            problems = [
+                f"parameter {p.name!r}: {tuple(tensors[p.name].shape)}, but expected {p.shape}, where {_told(sizes)}"
+                for p in self.params
+                if p.name in tensors and not _follows(p, tensors[p.name], sizes)
+            ]
+        if problems:
+            given = [tensors[p.name] for p in self.params if p.name in tensors]
+            fix = fix_of(problems, given, "pass tensors of the module's shapes and dtypes")
+            refuse(problems, where=f"{what} of {self.function!r}", fix=fix)
+        return sizes
+
+    def _unknown(self, tensors: Mapping[str, Any]) -> list[str]:
+        """What is given for no parameter; parameters are called as where the module comes from."""
+        own = [p.name for p in self.params]
+        called = {ours: theirs for theirs, ours in reversed(self._source_names.items())}
+        names = [called.get(name, name) for name in own]
+        return [
+            f"there is no parameter {name!r}, but {known(name, names)}{did_you_mean(name, [*names, *own])}"
+            for name in tensors
+            if name not in own
+        ]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether both are one tensor, perhaps as two objects."""
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return one is other
+    alike = one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride()
+    return one is other or (alike and one.data_ptr() == other.data_ptr())
+
+
+def refuse_outside(checks: Iterable[IndexCheck], tensors: Mapping[str, Any], function: str) -> None:
+    """Refuse whole tensors on a CPU with elements that are looked up in vain; all of them are named."""
+    problems = []
+    for check in checks:
+        tensor = tensors.get(check.parameter)
+        if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.numel():
+            low, high = (int(bound) for bound in torch.aminmax(tensor))
+            if low < check.lowest or high >= check.size:
+                problems.append(
+                    f"parameter {check.parameter!r} has elements from {low} to {high}, but {check.where} looks them up "
+                    f"in a dim that takes {check.lowest} to {check.size - 1}"
+                )
+    if problems:
+        refuse(
+            problems,
+            where=f"call of {function!r}",
+            fix="keep them inside; check_indices=False leaves this out, and gives NaN for them",
+        )
+
+
+def bound(mod: ir.IRModule, function: str, sizes: Mapping[tirx.Var, int]) -> ir.IRModule:
+    """The module with these sizes in place of the function's symbols."""
+    if not sizes:
+        return mod
+    values = {var.name: size for var, size in sizes.items()}
+    return relax.transform.BindSymbolicVars(values, function)(mod)
+
+
+def _param(var: relax.Var, function: str) -> ModuleParam:
+    info = var.struct_info
+    if isinstance(info, relax.distributed.DTensorStructInfo):
+        info = info.tensor_sinfo
+    if not isinstance(info, relax.TensorStructInfo) or not isinstance(info.shape, relax.ShapeExpr):
+        refuse(
+            f"parameter {var.name_hint!r} of {function!r} is {var.struct_info}",
+            fix="take tensors of known rank as parameters",
+        )
+    sizes = (int(s) if isinstance(s, tirx.IntImm) else s for s in info.shape.values)
+    return ModuleParam(var.name_hint, tuple(sizes), str(info.dtype))
+
+
+def _problem(param: ModuleParam, tensor: Any, sizes: dict[tirx.Var, int], device_type: str | None) -> str:
+    shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
+    if shape is None or not isinstance(dtype, torch.dtype):
+        return f"a {type(tensor).__name__}, but expected a tensor"
+    if isinstance(tensor, torch.Tensor) and (found := why_not_plain(tensor)):
+        return found[0]
+    shape = tuple(shape)
+    expected = f"{param.shape} {param.dtype}"
+    if len(shape) != len(param.shape) or dtype != torch_dtype(param.dtype):
+        return f"{shape} {str(dtype).removeprefix('torch.')}, but expected {expected}"
+    if device_type is not None and isinstance(tensor, torch.Tensor) and tensor.device.type not in ("cpu", device_type):
+        return f"on device {tensor.device}, but the module runs on {device_type}"
+    for size, wanted in zip(shape, param.shape, strict=True):
+        if isinstance(wanted, tirx.Var):
+            wanted = sizes.setdefault(wanted, size)
+        if isinstance(wanted, int) and size != wanted:
+            return f"{shape}, but expected {expected} with the sizes of the other tensors"
+    return ""
+
+
+def _follows(param: ModuleParam, tensor: Any, sizes: Mapping[tirx.Var, int]) -> bool:
+    """Whether sizes that are computed from symbols are what they should be, where the symbols are known."""
+    known = {var: tirx.IntImm(var.dtype, size) for var, size in sizes.items()}
+    for size, wanted in zip(tensor.shape, param.shape, strict=True):
+        if not isinstance(wanted, (int, tirx.Var)):
+            found = arith.Analyzer().simplify(tirx.stmt_functor.substitute(wanted, known))
+            if isinstance(found, tirx.IntImm) and int(found) != size:
+                return False
+    return True
+
+
+def _told(sizes: Mapping[tirx.Var, int]) -> str:
+    return ", ".join(f"{var} = {size}" for var, size in sizes.items())

@@ -1,0 +1,111 @@
+"""Which exchanges bring a tensor from one layout to another: in one move, or along a plan's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.redistribution.plan import plan_moves
+from mesh_tensor.runtime.elementwise import fill
+from mesh_tensor.runtime.reshard import Delivery, reshard_of
+
+from .chunked import ChunkedAllReduce
+from .exchange import Exchange, Form
+from .ranks import Group
+from .senders import share_out
+
+_IN_CHUNKS_FROM = 1 << 22  # bytes to send: from here on an all-reduce goes chunk by chunk instead of tile to everybody
+
+
+class Peers(Protocol):
+    """The devices of a mesh, seen from one of them: `Ranks` are some."""
+
+    mesh: Mesh
+    rank: int
+
+    def group(self, axes: Iterable[str]) -> Group:
+        """Those that differ from this one only on `axes`. All members have to ask."""
+
+
+def plan_exchange(
+    shape: tuple[int, ...], dtype: torch.dtype, src: Sharding, dst: Sharding, ranks: Peers
+) -> Exchange | ChunkedAllReduce:
+    """This rank's part in going from `src` to `dst`. All ranks of the mesh have to plan it, in the same order."""
+    reshard = reshard_of(shape, dtype, src, dst)
+    form = Form(src.tile_shape(shape), dst.tile_shape(shape), dtype)
+    deliveries = share_out(reshard.deliveries, src, dst, form.src_shape)
+    group = _group_for(deliveries, ranks)
+    mine = next((delivery for delivery in deliveries if ranks.rank in delivery.ranks), None)
+    if group and mine and _in_chunks(deliveries, len(group.members), form):
+        ordered = [source for source, _ in mine.pieces[0].sources]
+        return ChunkedAllReduce(ranks.rank, group, ordered, form, reshard.combine)
+    return Exchange(deliveries, ranks.rank, group, form, reshard.combine, reshard.blank)
+
+
+class Change:
+    """This rank's part in a redistribution: the plan's moves, one exchange each. All ranks of the mesh have to make
+    it, and to call it, in the same order."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, src: Sharding, dst: Sharding, ranks: Peers) -> None:
+        layouts = [src, *(move.after for move in plan_moves(src, dst, shape))]
+        self._steps = [
+            (
+                plan_exchange(shape, dtype, before, after, ranks),
+                after.tile_shape(shape),
+                reshard_of(shape, dtype, before, after).in_place,
+            )
+            for before, after in pairwise(layouts)
+        ]
+        self._padded = dst.valid_extent(shape, ranks.rank) != dst.tile_shape(shape)
+
+    def __call__(self, tile: torch.Tensor) -> torch.Tensor:
+        """The new tile of this rank, from the old one, which is not written. Padding is zero."""
+        now = tile
+        for number, (exchange, shape, in_place) in enumerate(self._steps, 1):
+            if in_place and now is not tile:
+                exchange(now, now)
+                continue
+            new = torch.empty(shape, dtype=tile.dtype, device=tile.device)
+            if self._padded and number == len(self._steps):
+                fill(new, 0)
+            exchange(now, new)
+            now = new
+        return now
+
+
+def _group_for(deliveries: Sequence[Delivery], ranks: Peers) -> Group | None:
+    """The smallest group in which everything that is sent stays; None if nothing is."""
+    mesh = ranks.mesh
+    pairs = {
+        (source, target)
+        for delivery in deliveries
+        for piece in delivery.pieces
+        for source, _ in piece.sources
+        for target in delivery.ranks
+        if source != target
+    }
+    if not pairs:
+        return None
+    at = {rank: mesh.coordinate(rank) for pair in pairs for rank in pair}
+    axes = {axis for source, target in pairs for axis in mesh if at[source][axis] != at[target][axis]}
+    return ranks.group(axes)
+
+
+def _in_chunks(deliveries: Sequence[Delivery], count: int, form: Form) -> bool:
+    """Large whole tiles of the whole group combine to one, which everybody gets."""
+    whole = all(
+        len(d.ranks) == count == len(piece.sources)
+        and len(d.pieces) == 1
+        and not piece.region
+        and not any(region for _, region in piece.sources)
+        for d in deliveries
+        for piece in d.pieces
+    )
+    size = math.prod(form.src_shape) * form.dtype.itemsize
+    return whole and not any(d.blank for d in deliveries) and size * (count - 1) > _IN_CHUNKS_FROM

@@ -1,0 +1,146 @@
+"""One rank's runtime: the steps of a Program on this process's tile, the collectives over torch.distributed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mesh_tensor.program.steps import (
+    AllocStep,
+    CollectiveStep,
+    FreeStep,
+    KernelStep,
+    OpStep,
+    Program,
+    Step,
+    Value,
+    WaitStep,
+)
+from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of, walk
+from mesh_tensor.runtime.elementwise import clone, fill
+from mesh_tensor.runtime.reshard import reshard_of
+from mesh_tensor.runtime.virtual.collectives import check_step
+from mesh_tensor.targets.dtypes import poison_value, torch_dtype
+from mesh_tensor.targets.kernels import Target
+from mesh_tensor.targets.op_steps import tile_function
+
+from .faults import Faults
+from .plan import plan_exchange
+from .ranks import Ranks
+
+
+class RankBackend:
+    """Runs `program` for one device of its mesh: the Backend of one rank. Memory is one tile per storage."""
+
+    def __init__(self, program: Program, target: Target, ranks: Ranks, faults: Faults, *, poison: bool = False) -> None:
+        self.program = program
+        self.device = target.device()
+        self.written = _written(program)
+        self._target, self._ranks, self._faults, self._poison = target, ranks, faults, poison
+        meanings = zip(program.steps, walk(program, self), strict=True)
+        self._actions = [(step, action) for step, action in meanings if action is not None]
+
+    def run(self, memory: Memory) -> None:
+        """Run all steps, in order, on the storages that `memory` holds."""
+        current: Step | None = None
+        try:
+            for step, action in self._actions:
+                current = step
+                action(memory)
+        except Exception as error:
+            self._faults.explain(error, self.program, current)
+
+    def kernel(self, step: KernelStep) -> Action | None:
+        """The step's kernel on this rank's tiles; nothing happens if what it writes has no elements."""
+        if all(0 in self.program.values[name].tile_shape for name in step.writes):
+            return None
+        kernel = self._target.compile(step.func, self._poison)
+        arguments = arguments_of(step, self.program)
+        at = self._ranks.mesh.coordinate(self._ranks.rank) if step.axes else {}
+        place = [at[axis] for axis in step.axes]
+        if all(isinstance(given, Value) and given.slab is None for given in arguments):
+            storages = [self.program.values[name].storage for name in step.args]
+            return lambda memory: kernel(*[memory.held[storage] for storage in storages], *place)
+
+        def of_memory(given: Value | str | int, memory: Memory) -> Any:
+            if isinstance(given, Value):
+                return part_of(given, memory.held[given.storage])
+            return memory.scalars[given] if isinstance(given, str) else given
+
+        return lambda memory: kernel(*[of_memory(given, memory) for given in arguments], *place)
+
+    def op(self, step: OpStep) -> Action:
+        """The operator on this rank's tiles."""
+        function = tile_function(step, self.program, self._ranks.rank, self._target)
+        names = [self.program.values[name].storage for name in step.args]
+        results = [self.program.values[name].storage for name in step.results]
+
+        def action(memory: Memory) -> None:
+            made = function(*[memory.held[name] for name in names])
+            for name, tile in zip(results, made, strict=True):
+                memory.hold(name, tile, tile.nbytes)
+
+        return action
+
+    def collective(self, step: CollectiveStep) -> Action | None:
+        """This rank's tile changes from the layout of `src` to that of `dst`."""
+        src, dst = self.program.values[step.src], self.program.values[step.dst]
+        check_step(step, src, dst)
+        dtype = torch_dtype(dst.dtype)
+        exchange = plan_exchange(dst.shape, dtype, src.sharding, dst.sharding, self._ranks)
+        source, target = src.storage, dst.storage
+        copies = source == target and not reshard_of(dst.shape, dtype, src.sharding, dst.sharding).in_place
+
+        def start(memory: Memory) -> Any:
+            tile = part_of(src, memory.held[source])
+            return exchange.start(clone(tile) if copies else tile, part_of(dst, memory.held[target]))
+
+        def start_only(memory: Memory) -> None:
+            before = list(memory.pending.values())
+            memory.pending[step.dst] = start(memory)
+            for pending in before:  # what they still have to send goes beside what comes next, not into their waits
+                pending.advance()
+
+        return start_only if not step.wait else lambda memory: start(memory).wait()
+
+    def wait(self, step: WaitStep) -> Action:
+        """What this rank's tile needs has come in, and is put together."""
+        made = step.collective.dst
+        return lambda memory: memory.pending.pop(made).wait()
+
+    def alloc(self, step: AllocStep) -> Action:
+        """A tile, unless the caller brought this storage."""
+        storage = self._storage(step.value)
+        value = self.program.values.get(storage)
+        if value is None or value.storage != storage or value.slab is not None:
+            value = next(v for v in self.program.values.values() if v.storage == storage and v.slab is None)
+        shape, dtype, device, poison = value.tile_shape, torch_dtype(value.dtype), self.device, self._poison
+
+        def action(memory: Memory) -> None:
+            if storage not in memory.held:
+                tile = torch.empty(shape, dtype=dtype, device=device)
+                if poison:
+                    fill(tile, poison_value(dtype))
+                memory.hold(storage, tile, tile.nbytes)
+
+        return action
+
+    def free(self, step: FreeStep) -> Action:
+        """The tile is forgotten."""
+        storage = self._storage(step.value)
+        return lambda memory: memory.drop(storage)
+
+    def _storage(self, name: str) -> str:
+        """The storage of that name, or of the value of that name."""
+        values = self.program.values
+        if name in values and values[name].storage == name:
+            return name
+        return name if any(value.storage == name for value in values.values()) else values[name].storage
+
+
+def _written(program: Program) -> frozenset[str]:
+    """The storages that some step writes."""
+    kernels = [name for step in program.steps if isinstance(step, KernelStep) for name in step.writes]
+    moved = [step.dst for step in program.steps if isinstance(step, CollectiveStep)]
+    return frozenset(program.values[name].storage for name in (*kernels, *moved))

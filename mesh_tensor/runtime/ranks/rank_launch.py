@@ -1,0 +1,176 @@
+"""One rank's call of a program: the caller's local tensors become tiles, the steps run, and what comes out is valid
+parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from mesh_tensor.base.recent import KERNEL_SIZES, Recent
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.program.steps import Parameter, Program, Value
+from mesh_tensor.runtime.backend import Memory
+from mesh_tensor.runtime.elementwise import clone, copy, fill
+from mesh_tensor.targets.dtypes import poison_value, torch_dtype
+from mesh_tensor.targets.kernels import Target
+
+from .faults import Faults
+from .plan import Change
+from .rank_backend import RankBackend
+from .ranks import Ranks
+
+_ALIGNMENT = 64  # bytes: kernels may load whole vectors from where a tile starts
+
+
+class Tiling:
+    """How a value lies on this rank: the tile that kernels take, and its valid part, which is all that others see."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, sharding: Sharding, rank: int) -> None:
+        self.shape, self.dtype, self.sharding = shape, dtype, sharding
+        self.tile_shape = torch.Size(sharding.tile_shape(shape))
+        self.valid_shape = torch.Size(sharding.valid_extent(shape, rank))
+        self.tile_bytes = math.prod(self.tile_shape) * dtype.itemsize
+        self._full = self.tile_shape == self.valid_shape
+        self._valid = () if self._full else tuple(slice(0, size) for size in self.valid_shape)
+
+    def tile(self, local: torch.Tensor, poison: bool = False) -> torch.Tensor:
+        """A padded tile of a local tensor, which is the valid part or a whole tile: itself, where it serves."""
+        if local.shape == self.tile_shape:
+            return local if self.serves(local) else clone(local)
+        new = fill(
+            torch.empty(self.tile_shape, dtype=self.dtype, device=local.device),
+            poison_value(self.dtype) if poison else 0,
+        )
+        if local.numel():
+            copy(self.valid(new), local)
+        return new
+
+    def serves(self, local: torch.Tensor) -> bool:
+        """Whether a kernel can work on this very tensor."""
+        return (
+            local.shape == self.tile_shape
+            and local.is_contiguous()
+            and local.data_ptr() % _ALIGNMENT == 0
+            and not local.is_neg()
+        )
+
+    def valid(self, tile: torch.Tensor) -> torch.Tensor:
+        """The valid part of a tile, as a view."""
+        return tile if self._full else tile[self._valid]
+
+
+@dataclass(slots=True)  # not frozen: that would take most of the time of a launch for a new size
+class _Port:
+    """A parameter of the program: how its input and its output lie, and where in memory.
+
+    `fresh`: the input's memory is written, so the caller's can't be taken for it."""
+
+    name: str
+    input: Tiling | None
+    input_storage: str
+    output: Tiling | None
+    output_storage: str
+    fresh: bool
+
+    @property
+    def tiling(self) -> Tiling:
+        """How an argument for it lies."""
+        tiling = self.input or self.output
+        assert tiling is not None
+        return tiling
+
+
+class RankLaunch:
+    """A program, made ready for one rank."""
+
+    def __init__(self, program: Program, target: Target, ranks: Ranks, faults: Faults, *, poison: bool = False) -> None:
+        self.program, self.ranks = program, ranks
+        self._faults, self._poison = faults, poison
+        self._backend = RankBackend(program, target, ranks, faults, poison=poison)
+        self._ports = [self._port(parameter) for parameter in program.parameters]
+        self.ports = {port.name: port for port in self._ports}
+        self.tilings = {port.name: port.tiling for port in self._ports}
+        self.inputs = sum(port.input is not None for port in self._ports)
+        self._changes: Recent[tuple, Change] = Recent(KERNEL_SIZES)
+
+    def __call__(
+        self, locals_: Mapping[str, torch.Tensor | None], scalars: Mapping[str, int | float], entangled: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """The valid parts of the written parameters. `locals_` has this rank's part of every parameter, as a valid
+        part or a whole tile, or None where there is nothing to come in. What is given for an output is written;
+        `entangled`: only when all steps are done, because it may overlap with an input."""
+        memory = Memory(dict(scalars))
+        for port in self._ports:
+            given = locals_.get(port.name)
+            if port.input is not None:
+                ready = given is not None and not port.fresh and port.input.serves(given)
+                tile = given if ready else self._enter(port, given)
+                memory.hold(port.input_storage, tile, port.input.tile_bytes)
+            elif given is not None and not entangled and port.output is not None and port.output.serves(given):
+                memory.hold(port.output_storage, given, port.output.tile_bytes)
+        self._backend.run(memory)
+        results = {}
+        for port in self._ports:
+            if port.output is not None:
+                tile, given = memory.held[port.output_storage], locals_.get(port.name)
+                results[port.name] = port.output.valid(tile)
+                if given is not None and given is not tile:
+                    self._write(port.output, tile, given)
+        return results
+
+    def change(self, tiling: Tiling, to: Sharding, tile: torch.Tensor) -> torch.Tensor:
+        """The tile in another layout. All ranks have to ask."""
+        key = (tiling.shape, tiling.dtype, tiling.sharding, to)
+        change = self._changes.made(key, lambda: Change(*key, self.ranks))
+        try:
+            return change(tile)
+        except RuntimeError as error:
+            doing = f"a change of layout, '{tiling.sharding}' -> '{to}'"
+            self._faults.blame(error, doing, range(self.ranks.mesh.num_devices))
+
+    @staticmethod
+    def _write(tiling: Tiling, tile: torch.Tensor, given: torch.Tensor) -> None:
+        source = tiling.valid(tile)
+        target = tiling.valid(given) if given.shape == tiling.tile_shape else given
+        if target.numel():
+            copy(target, source)
+
+    def _enter(self, port: _Port, given: torch.Tensor | None) -> torch.Tensor:
+        assert port.input is not None
+        if given is None:
+            return torch.zeros(port.input.tile_shape, dtype=port.input.dtype, device=self._backend.device)
+        tile = port.input.tile(given, self._poison)
+        return clone(tile) if tile is given and port.fresh else tile
+
+    def _port(self, parameter: Parameter) -> _Port:
+        values = self.program.values
+        taken = values[parameter.input] if parameter.input else None
+        given = values[parameter.output] if parameter.output else None
+        return _Port(
+            parameter.name,
+            tiling_of(taken, self.ranks.rank) if taken else None,
+            taken.storage if taken else "",
+            tiling_of(given, self.ranks.rank) if given else None,
+            given.storage if given else "",
+            taken is not None and taken.storage in self._backend.written,
+        )
+
+
+def tilings_of(program: Program, rank: int) -> dict[str, Tiling]:
+    """How arguments for a program's parameters lie on a rank."""
+    values = program.values
+    return {p.name: tiling_of(values[str(p.input or p.output)], rank) for p in program.parameters}
+
+
+def tiling_of(value: Value, rank: int) -> Tiling:
+    """How a value of a program lies on a rank."""
+    return _tiling(value.shape, str(value.dtype), value.sharding, rank)
+
+
+@lru_cache(maxsize=4096)
+def _tiling(shape: tuple[int, ...], dtype: str, sharding: Sharding, rank: int) -> Tiling:
+    return Tiling(shape, torch_dtype(dtype), sharding, rank)

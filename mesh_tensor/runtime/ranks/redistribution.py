@@ -1,0 +1,135 @@
+"""redistribute: a tensor in another layout: MeshTensors in this process, DTensors on the ranks that hold them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.base.recent import KERNEL_SIZES, Recent
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.runtime.ambient import undisturbed
+from mesh_tensor.runtime.plain_tensors import why_not_plain
+from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, ShardingLike, as_sharding
+
+from .agree import agree, digest_of
+from .dtensor import (
+    PART_FIX,
+    as_dtensor,
+    from_placements,
+    is_dtensor,
+    lies_like_torch,
+    local_part,
+    major_only,
+    mesh_of,
+    moved_by_torch,
+    part_problem,
+)
+from .faults import Faults
+from .lane import Lane
+from .plan import Change
+from .rank_launch import Tiling
+from .ranks import Ranks, ranks_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+@undisturbed
+def redistribute(tensor: MeshTensor | DTensor, sharding: ShardingLike) -> Any:
+    """The tensor, a MeshTensor or a DTensor, in another layout on its mesh; `plan_redistribution` says by which steps.
+
+    `sharding` is a dict from axis to dim, a list of placements, a text or a Sharding. A DTensor's axes are named as its
+    DeviceMesh names them, or `axis0`, `axis1` ...; every rank has to call it, and the result is a DTensor with the
+    placements of `sharding`. What is in that layout already is given back as it is; else the result has memory of its
+    own. It has no gradient: what requires one is refused, unless torch records none.
+
+    Raises:
+        MeshTensorError: it is no such tensor, the sharding does not fit it, ranks ask for different things, or one
+        fails.
+    """
+    if isinstance(tensor, MeshTensor):
+        return tensor.redistribute(sharding)
+    if not is_dtensor(tensor):
+        refuse(
+            f"redistribute takes a MeshTensor or a DTensor, not {type(tensor).__name__}",
+            fix="give a plain tensor a layout with mt.distribute or torch.distributed.tensor.distribute_tensor",
+        )
+    mesh = mesh_of(tensor.device_mesh)
+    ranks = ranks_of(mesh, tensor.device_mesh, tensor.device.type)
+    return _changes_on(ranks, ranks.calls.lane()).redistribute(tensor, sharding)
+
+
+class _Changes:
+    """The redistributions that were asked for on some ranks: made ready once, agreed on unless it is the last again."""
+
+    def __init__(self, ranks: Ranks, lane: Lane) -> None:
+        self._ranks, self._lane, self._faults = ranks, lane, Faults(ranks, "mt.redistribute")
+        self._agreed: tuple | None = None  # what the last call asked for
+        self._digest = 0  # of that
+        self._changes: Recent[tuple, Change] = Recent(KERNEL_SIZES)
+
+    def redistribute(self, tensor: DTensor, sharding: ShardingLike) -> DTensor:
+        with self._lane:
+            return self._checked(tensor, sharding)
+
+    def _checked(self, tensor: DTensor, sharding: ShardingLike) -> DTensor:
+        mesh = self._ranks.mesh
+        try:
+            src = from_placements(mesh, tensor.ndim, tensor.placements)
+            wanted = as_sharding(mesh, tensor.ndim, sharding)
+            if found := why_not_plain(tensor):
+                refuse(found[0], where=f"mt.redistribute on {mesh}", fix=found[1])
+            if problem := part_problem(tensor, src, self._ranks.rank):
+                refuse(problem, where=str(mesh), fix=PART_FIX)
+        except MeshTensorError as error:
+            if self._agreed is None:
+                agree(self._ranks, self._faults, {}, refusal=str(error))
+            raise
+        self._agree(tensor, src, wanted)
+        if src == wanted:
+            return tensor
+        with torch.no_grad():
+            return self._redistributed(tensor, src, wanted)
+
+    def _redistributed(self, tensor: DTensor, src: Sharding, wanted: Sharding) -> DTensor:
+        shape = tuple(tensor.shape)
+        if not lies_like_torch(src, shape):
+            src = major_only(src)
+            tensor = moved_by_torch(tensor, src, self._ranks)
+        possible = wanted if lies_like_torch(wanted, shape) else major_only(wanted)
+        local = local_part(tensor)
+        if src != possible:
+            local = self._change(Tiling(shape, tensor.dtype, src, self._ranks.rank), possible, local)
+        made = as_dtensor(local, self._ranks.device_mesh, possible, shape)
+        return made if possible == wanted else moved_by_torch(made, wanted, self._ranks)
+
+    def _agree(self, tensor: DTensor, src: Sharding, wanted: Sharding) -> None:
+        """All ranks ask for the same; found out whenever this one asks for something else than before."""
+        key = (tensor.shape, tensor.dtype, src, wanted)
+        if key != self._agreed:
+            asked = f"{tuple(tensor.shape)} {tensor.dtype}, '{src}' -> '{wanted}'"
+            facts = {"kernel": "mt.redistribute", "redistributions": asked}
+            agree(self._ranks, self._faults, facts)
+            self._agreed, self._digest = key, digest_of(facts)
+        self._lane.run(self._digest)
+
+    def _change(self, tiling: Tiling, to: Sharding, local: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the tensor in another layout."""
+        key = (tiling.shape, tiling.dtype, tiling.sharding, to)
+        change = self._changes.made(key, lambda: Change(*key, self._ranks))
+        local = local.resolve_conj().resolve_neg()  # memory is sent as it is
+        tile = local.contiguous() if local.shape == tiling.tile_shape else tiling.tile(local)
+        try:
+            new = change(tile)
+        except RuntimeError as error:
+            doing = f"'{tiling.sharding}' -> '{to}' of a tensor {tiling.shape} {tiling.dtype}"
+            self._faults.blame(error, doing, range(self._ranks.mesh.num_devices))
+        return Tiling(tiling.shape, tiling.dtype, to, self._ranks.rank).valid(new)
+
+
+@lru_cache(maxsize=64)
+def _changes_on(ranks: Ranks, lane: Lane) -> _Changes:
+    return _Changes(ranks, lane)

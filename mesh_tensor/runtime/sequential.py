@@ -1,0 +1,281 @@
+"""run_sequential: a Relax module on one device, operator by operator, with torch. The reference for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import tvm_ffi
+from tvm import ir, relax, tirx
+
+from mesh_tensor.annotations.names import check_module
+from mesh_tensor.annotations.parameters import flat_arguments, with_flat_parameters
+from mesh_tensor.base.errors import MeshTensorError, listing, refuse
+from mesh_tensor.base.tensor_type import TensorType
+from mesh_tensor.rules.operator.call import OpCall, op_call, plain, tensor_infos
+from mesh_tensor.targets.dtypes import torch_dtype
+from mesh_tensor.targets.tir_functions import tir_function
+from mesh_tensor.targets.torch_ops import torch_function
+
+from .ambient import full_precision, undisturbed
+from .module_inputs import ModuleSignature, bound
+
+Value = Any  # a tensor, a tuple of values, or what a shape, a number or a string is in Relax
+_NOT_RUN = {
+    "call_dps_packed": "packed functions are not known here",
+    "call_tir_inplace": "it overwrites its operands",
+    "call_py_func": "Python functions are not known here",
+    "make_closure": "closures are not supported",
+    "invoke_closure": "closures are not supported",
+    "invoke_pure_closure": "closures are not supported",
+}
+_NOT_TORCH = (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError, ZeroDivisionError)
+
+
+@undisturbed
+def run_sequential(
+    mod: ir.IRModule,
+    inputs: Sequence[torch.Tensor | np.ndarray] | Mapping[str, torch.Tensor | np.ndarray],
+    function: str = "main",
+) -> Any:
+    """Run a function of a Relax module on one device, as if no tensor were distributed: sharding annotations are
+    ignored, `R.print` does nothing, TIR functions (TileLang kernels too) are interpreted.
+
+    Args:
+        mod: the module. Symbolic sizes take the values that the inputs bring.
+        inputs: the function's arguments in order, or by parameter name. Parameters that the module brings along (the
+            attribute "params" that frontends attach) can be left out.
+        function: the function to run.
+
+    Returns:
+        The function's result: a tensor, or a tuple of results. None of them shares memory with an input.
+
+    Raises:
+        MeshTensorError: inputs that don't fit, all named; or an operator that has no torch function, whose attributes
+            or operands are refused, or whose binding is a closure or packed call, named with its binding.
+
+    >>> run_sequential(mod, {"x": torch.ones(2, 4), "w": torch.ones(4, 3)})
+    """
+    check_module(mod, "run_sequential")
+    if not any(var.name_hint == function and isinstance(f, relax.Function) for var, f in mod.functions_items()):
+        known = [var.name_hint for var, f in mod.functions_items() if isinstance(f, relax.Function)]
+        refuse(f"the module has no Relax function {function!r}", fix=f"it has {listing(known)}")
+    mod = with_flat_parameters(mod, function)
+    tensors = _arguments(mod, inputs, function)
+    device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+    with torch.no_grad(), torch.device(device), full_precision():
+        runner = _Runner(mod, device)
+        owned = {t.untyped_storage().data_ptr() for t in tensors}
+        result = runner.call(function, tensors)
+        owned |= {t.untyped_storage().data_ptr() for t in runner.constants.values()}
+        return _map(result, lambda t: t.clone() if t.untyped_storage().data_ptr() in owned else t)
+
+
+def _arguments(mod: ir.IRModule, inputs: Any, function: str) -> list[torch.Tensor]:
+    """The function's arguments in order, checked."""
+    signature = ModuleSignature(mod, function)
+    args, named = ((), inputs) if isinstance(inputs, Mapping) else (tuple(flat_arguments(inputs)), {})
+    weights = {} if len(args) == len(signature.params) else _weights(mod[function])
+    kept = {name: value for name, value in weights.items() if name not in named}
+    given = {name: _tensor(value) for name, value in signature.bind(kept, args, named).items()}
+    signature.check(given)
+    return list(given.values())
+
+
+def _weights(func: relax.Function) -> dict[str, Any]:
+    """The last parameters' values, where a frontend has attached them."""
+    values = func.attrs["params"] if func.attrs is not None and "params" in func.attrs else ()
+    return {
+        var.name_hint: value for var, value in zip(func.params[len(func.params) - len(values) :], values, strict=True)
+    }
+
+
+def _tensor(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(np.ascontiguousarray(value) if value.ndim else value)
+    return torch.from_dlpack(value) if isinstance(value, tvm_ffi.Tensor) else value
+
+
+def _map(value: Value, change: Callable[[torch.Tensor], torch.Tensor]) -> Value:
+    if isinstance(value, tuple):
+        return tuple(_map(item, change) for item in value)
+    return change(value) if isinstance(value, torch.Tensor) else value
+
+
+class _Runner:
+    """Runs the functions of one module."""
+
+    def __init__(self, mod: ir.IRModule, device: torch.device) -> None:
+        self.mod, self.device = mod, device
+        self.constants: dict[relax.Constant, torch.Tensor] = {}
+        self._sized: dict[tuple[Any, ...], relax.Function] = {}
+
+    def call(self, function: str, args: Sequence[Value]) -> Value:
+        """The result of a Relax function of the module."""
+        func = self._with_sizes(function, args)
+        return _Frame(self, function, dict(zip(func.params, args, strict=True))).run(func.body)
+
+    def constant(self, constant: relax.Constant) -> torch.Tensor:
+        """A constant's tensor."""
+        if constant not in self.constants:
+            self.constants[constant] = _tensor(constant.data).to(self.device)
+        return self.constants[constant]
+
+    def _with_sizes(self, function: str, args: Sequence[Value]) -> relax.Function:
+        """The function with the sizes that its arguments bring in place of its symbols."""
+        key = (function, *(tuple(arg.shape) if isinstance(arg, torch.Tensor) else None for arg in args))
+        if key not in self._sized:
+            sizes: dict[tirx.Var, int] = {}
+            for param, arg in zip(self.mod[function].params, args, strict=True):
+                for info, tensor in zip(tensor_infos(param.struct_info), _leaves(arg), strict=True):
+                    shape = info.tensor_sinfo.shape if hasattr(info, "tensor_sinfo") else info.shape
+                    for size, actual in zip(shape or (), tensor.shape, strict=False):
+                        if isinstance(size, tirx.Var):
+                            sizes.setdefault(size, actual)
+            self._sized[key] = bound(self.mod, function, sizes)[function]
+        return self._sized[key]
+
+
+class _Frame:
+    """One call of a Relax function: its variables' values, kept until their last use."""
+
+    def __init__(self, runner: _Runner, function: str, values: dict[relax.Var, Value]) -> None:
+        self._runner, self._function, self._values = runner, function, values
+        self._ends_here = set(values)  # what the next sequence may drop: its own variables and, the first one, these
+        self._sizes: dict[tirx.Var, int] = {}  # of the symbols that R.match_cast makes
+
+    def run(self, expr: relax.Expr, name: str = "result") -> Value:
+        """The value of an expression that is bound to `name`."""
+        for kind, evaluate in self._KINDS.items():
+            if isinstance(expr, kind):
+                return evaluate(self, expr, name)
+        return self._refuse(name, f"{type(expr).__name__} can't be run", "closures and the like are not supported")
+
+    def _sequence(self, expr: relax.SeqExpr, _: str) -> Value:
+        bindings = [binding for block in expr.blocks for binding in block.bindings]
+        mine = self._ends_here | {binding.var for binding in bindings}
+        self._ends_here = set()
+        for binding, finished in zip(bindings, _last_uses(bindings, expr.body), strict=True):
+            name = binding.var.name_hint
+            value = self.run(binding.value, name)
+            if isinstance(binding, relax.MatchCast):
+                self._match(name, value, binding.struct_info)
+            self._values[binding.var] = value
+            for var in mine.intersection(finished):
+                self._values.pop(var, None)
+        return self.run(expr.body)
+
+    def _match(self, name: str, value: Value, info: relax.StructInfo) -> None:
+        """R.match_cast: the value has to be what it is said to be."""
+        for wanted, tensor in zip(tensor_infos(info), _leaves(value), strict=True):
+            sizes = plain(wanted.shape) if isinstance(wanted.shape, relax.ShapeExpr) else None
+            wrong = wanted.ndim not in (-1, tensor.ndim) or (wanted.dtype and torch_dtype(wanted.dtype) != tensor.dtype)
+            for size, actual in () if wrong else zip(sizes or (), tensor.shape, strict=True):
+                size = self._sizes.setdefault(size, actual) if isinstance(size, tirx.Var) else size
+                wrong = wrong or (isinstance(size, int) and size != actual)
+            if wrong:
+                self._refuse(name, f"R.match_cast to {wanted} of a {tuple(tensor.shape)} {tensor.dtype}")
+
+    def _if(self, expr: relax.If, name: str) -> Value:
+        return self.run(expr.true_branch if bool(self.run(expr.cond, name)) else expr.false_branch, name)
+
+    def _call(self, expr: relax.Call, name: str) -> Value:
+        if isinstance(expr.op, ir.GlobalVar):
+            return self._runner.call(expr.op.name_hint, [self.run(arg, name) for arg in expr.args])
+        if not isinstance(expr.op, ir.Op):
+            self._refuse(name, f"a call of {expr.op}", "closures and local functions are not supported")
+        op = expr.op.name.removeprefix("relax.")
+        if op in _NOT_RUN:
+            self._refuse(name, f"R.{op} can't be run", _NOT_RUN[op])
+        if op == "assert_op":
+            return self._assert(expr, name)
+        if op == "print" or not tensor_infos(expr.struct_info):
+            return expr.struct_info  # a shape or a number: what is known of it is in its type
+        return self._operator(expr, op, name)
+
+    def _operator(self, expr: relax.Call, op: str, name: str) -> Value:
+        tensors = [
+            leaf for arg in expr.args if tensor_infos(arg.struct_info) for leaf in _leaves(self.run(arg, name))
+        ]  # fmt: skip
+        try:
+            call = op_call(_sized(expr, self._sizes) if self._sizes else expr)
+            function = self._tir_function(call) if op == "call_tir" else torch_function(call)
+            results = function(*tensors)
+        except MeshTensorError as error:
+            raise MeshTensorError(f"{error}\n  binding: {self._function}.{name}") from None
+        except _NOT_TORCH as error:
+            self._refuse(name, f"R.{op} failed: {error}", str(expr))
+        found = [TensorType(tuple(r.shape), str(r.dtype).removeprefix("torch.")) for r in results]
+        if found != list(call.outputs):
+            self._refuse(name, f"R.{op} gave {found}, but its type says {list(call.outputs)}")
+        return _like(expr.struct_info, iter(results))
+
+    def _tir_function(self, call: OpCall) -> Callable[..., tuple[torch.Tensor, ...]]:
+        numbers = plain(call.expr.args[2]) if len(call.expr.args) > 2 else ()
+        return tir_function(self._runner.mod[call.expr.args[0]], call.inputs, call.outputs, numbers)
+
+    def _assert(self, expr: relax.Call, name: str) -> Value:
+        condition, *rest = expr.args
+        holds = plain(condition) if isinstance(condition, relax.PrimValue) else self.run(condition, name)
+        if not bool(holds):
+            self._refuse(name, "R.assert_op failed", str(rest[0].value) if rest else "")
+        return expr.struct_info
+
+    def _refuse(self, name: str, what: str, why: str = "") -> Any:
+        refuse(
+            what,
+            where=f"binding {self._function}.{name}",
+            why=why,
+            fix="write it with operators, R.call_tir, calls of the module's functions, tuples and If",
+        )
+
+    _KINDS: dict[type, Callable[[_Frame, Any, str], Value]] = {
+        relax.SeqExpr: _sequence,
+        relax.Var: lambda self, var, _: self._values[var],
+        relax.Constant: lambda self, constant, _: self._runner.constant(constant),
+        relax.Tuple: lambda self, tup, name: tuple(self.run(field, name) for field in tup.fields),
+        relax.TupleGetItem: lambda self, get, name: self.run(get.tuple_value, name)[get.index],
+        relax.If: _if,
+        relax.Call: _call,
+        relax.ShapeExpr: lambda self, shape, _: shape,
+        relax.PrimValue: lambda self, number, _: number,
+        relax.StringImm: lambda self, text, _: text,
+        relax.DataTypeImm: lambda self, dtype, _: dtype,
+    }
+
+
+def _last_uses(bindings: Sequence[relax.Binding], body: relax.Expr) -> list[list[relax.Var]]:
+    """Per binding, the variables that nothing after it uses."""
+    used = set(relax.analysis.all_vars(body))
+    last: list[list[relax.Var]] = []
+    for binding in reversed(bindings):
+        here = dict.fromkeys([*relax.analysis.all_vars(binding.value), binding.var])
+        last.append([var for var in here if var not in used])
+        used.update(here)
+    return last[::-1]
+
+
+def _sized(expr: relax.Call, sizes: Mapping[tirx.Var, int]) -> relax.Call:
+    """The call with sizes in place of symbols, in the types of its operands too."""
+    free = relax.analysis.free_vars(expr)
+    makes = relax.Var("sizes", relax.ShapeStructInfo(list(sizes)))
+    builder = relax.BlockBuilder()
+    with builder.function("sized", [*free, makes]):
+        builder.emit_func_output(builder.emit(expr))
+    func = builder.get()["sized"].bind_symbolic_vars(dict(sizes))
+    return func.body.blocks[0].bindings[0].value
+
+
+def _leaves(value: Value) -> list[torch.Tensor]:
+    if isinstance(value, tuple):
+        return [leaf for item in value for leaf in _leaves(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def _like(info: relax.StructInfo, results: Any) -> Value:
+    """The results in the form of the type: tuples in tuples."""
+    if isinstance(info, relax.TupleStructInfo):
+        return tuple(_like(field, results) for field in info.fields)
+    return next(results)

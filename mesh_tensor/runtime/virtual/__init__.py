@@ -1,0 +1,1 @@
+"""The virtual mesh: all devices of a mesh in one process."""

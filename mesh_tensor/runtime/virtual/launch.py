@@ -1,0 +1,169 @@
+"""One call of a program: the caller's tensors become tiles, the steps run, and tiles become what the caller gets."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from mesh_tensor.program.steps import OpStep, Parameter, Program
+from mesh_tensor.runtime.backend import Memory
+from mesh_tensor.runtime.elementwise import clone, copy
+from mesh_tensor.runtime.placement import Layout, Tiles
+from mesh_tensor.targets.dtypes import torch_dtype
+from mesh_tensor.targets.kernels import Target
+
+from .mesh_tensor import MeshTensor, distribute, of_tiles
+from .virtual_mesh import VirtualMesh
+
+AnyTensor = torch.Tensor | MeshTensor
+
+
+@dataclass(frozen=True)
+class _Port:
+    """A parameter of the program: where its input comes in, where its output comes out, and in which layouts.
+
+    `overwritten`: the steps write to the input's storage. `in_place`: what they leave there is the output.
+    `comes_made`: an operator makes the output, in memory of its own."""
+
+    name: str
+    input: Layout | None
+    input_storage: str
+    output: Layout | None
+    output_storage: str
+    overwritten: bool
+    in_place: bool
+    comes_made: bool
+
+
+class Launch:
+    """A program, made ready for a target's virtual mesh. Can be called from several threads at once."""
+
+    def __init__(self, program: Program, target: Target, *, poison: bool = False) -> None:
+        self.program = program
+        self.peak_bytes = 0
+        self._mesh = VirtualMesh(program, target, poison=poison)
+        self._ports = [_port(parameter, program, self._mesh) for parameter in program.parameters]
+        self._poison = poison
+
+    def __call__(
+        self,
+        tensors: Mapping[str, AnyTensor | None],
+        scalars: Mapping[str, int | float],
+        *,
+        as_mesh_tensors: bool = False,
+        entangled: bool = False,
+    ) -> dict[str, AnyTensor]:
+        """The written parameters after the run. `tensors` has an entry for every parameter: None makes a new tensor of
+        what is only written. All are checked already, and contiguous. `entangled`: some of them may overlap in memory,
+        so that results go to memory of their own first. `as_mesh_tensors`: results are MeshTensors."""
+        memory = Memory(dict(scalars))
+        apart = not entangled
+        direct = apart and not as_mesh_tensors
+        for port in self._ports:
+            tensor = tensors[port.name]
+            if port.input is not None and tensor is not None:
+                memory.hold(port.input_storage, self._enter(port, tensor, direct, apart), port.input.tile_bytes)
+        targets = {}
+        for port in self._ports:
+            if port.output is not None:
+                tensor = targets[port.name] = self._target(port, tensors[port.name], as_mesh_tensors)
+                if not port.in_place and not port.comes_made:
+                    memory.hold(port.output_storage, self._room(port, tensor, direct), port.output.tile_bytes)
+        self._mesh.run(memory)
+        self.peak_bytes = max(self.peak_bytes, memory.peak_bytes)
+        return {
+            port.name: _leave(port, memory.held[port.output_storage], targets[port.name], as_mesh_tensors)
+            for port in self._ports
+            if port.output is not None
+        }
+
+    def zeros(self, parameter: Parameter, as_mesh_tensor: bool) -> AnyTensor:
+        """What a parameter that is read, too, starts from when nobody passes it."""
+        value = self.program.values[str(parameter.input)]
+        tensor = torch.zeros(value.shape, dtype=torch_dtype(value.dtype), device=self._mesh.device)
+        return distribute(tensor, self.program.mesh, value.sharding) if as_mesh_tensor else tensor
+
+    def tensor_types(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Name, shape and dtype of every parameter."""
+        layouts = [(port.name, port.input or port.output) for port in self._ports]
+        return [(name, layout.shape, layout.dtype) for name, layout in layouts if layout is not None]
+
+    def _enter(self, port: _Port, tensor: AnyTensor, direct: bool, apart: bool) -> Tiles:
+        assert port.input is not None
+        if isinstance(tensor, MeshTensor):
+            tiles = list(tensor.redistribute(port.input.sharding).tiles())
+            if port.overwritten and not (port.in_place and apart and _all_differ(tiles)):
+                return [clone(tile) for tile in tiles]
+            return tiles
+        borrow = not port.overwritten or (port.in_place and direct)
+        return port.input.spread(tensor, borrow=borrow, share=not port.overwritten, poison=self._poison)
+
+    def _target(self, port: _Port, tensor: AnyTensor | None, as_mesh_tensors: bool) -> AnyTensor | None:
+        """What the result is to end up in; None where it is a new MeshTensor."""
+        if tensor is not None or as_mesh_tensors:
+            return tensor
+        assert port.output is not None
+        return torch.empty(port.output.shape, dtype=port.output.dtype, device=self._mesh.device)
+
+    def _room(self, port: _Port, target: AnyTensor | None, direct: bool) -> Tiles:
+        """Tiles for an output that does not start as an input."""
+        assert port.output is not None
+        if direct and port.input is None and isinstance(target, torch.Tensor):
+            return port.output.spread_blank(target, self._poison)
+        return port.output.allocate(self._mesh.device, self._poison)
+
+
+def entangled(tensors: Mapping[str, AnyTensor | None], writes: Collection[str]) -> bool:
+    """Some tensor that was passed and is one of `writes` may overlap in memory with another that was passed."""
+    if all(tensors[name] is None for name in writes):
+        return False
+    places = {name: _places(tensor) for name, tensor in tensors.items() if tensor is not None}
+    return any(
+        name in writes and other != name and here & there
+        for name, here in places.items()
+        for other, there in places.items()
+    )
+
+
+def _places(tensor: AnyTensor) -> set[int]:
+    tiles = (tensor,) if isinstance(tensor, torch.Tensor) else tensor.tiles()
+    return {tile.untyped_storage().data_ptr() for tile in tiles}
+
+
+def _all_differ(tiles: Tiles) -> bool:
+    """No two devices share a tile."""
+    return len({tile.data_ptr() for tile in tiles}) == len(tiles)
+
+
+def _leave(port: _Port, tiles: Tiles, target: AnyTensor | None, as_mesh_tensors: bool) -> AnyTensor:
+    assert port.output is not None
+    if isinstance(target, MeshTensor):
+        made = of_tiles(tiles, port.output).redistribute(target.sharding)
+        for tile, result in zip(target.tiles(), made.tiles(), strict=True):
+            if tile is not result:
+                copy(tile, result)
+        return target
+    if target is not None:
+        port.output.collect(tiles, target)
+    if as_mesh_tensors or target is None:
+        return of_tiles(tiles, port.output)
+    return target
+
+
+def _port(parameter: Parameter, program: Program, mesh: VirtualMesh) -> _Port:
+    values = program.values
+    taken = values[parameter.input].storage if parameter.input else ""
+    given = values[parameter.output].storage if parameter.output else ""
+    made = {values[name].storage for step in program.steps if isinstance(step, OpStep) for name in step.results}
+    return _Port(
+        name=parameter.name,
+        input=mesh.layouts[parameter.input] if parameter.input else None,
+        input_storage=taken,
+        output=mesh.layouts[parameter.output] if parameter.output else None,
+        output_storage=given,
+        overwritten=taken in mesh.last_write,
+        in_place=bool(taken) and taken == given,
+        comes_made=given in made,
+    )

@@ -1,0 +1,196 @@
+"""MeshTensor: a tensor that lies on a virtual mesh as tiles, and `distribute`, which makes one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from mesh_tensor.base.errors import refuse, shown
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.redistribution.plan import RedistributionPlan
+from mesh_tensor.runtime.ambient import undisturbed
+from mesh_tensor.runtime.placement import Layout, layout_of
+from mesh_tensor.runtime.plain_tensors import why_not_plain
+from mesh_tensor.runtime.reshard import reshard_of
+
+from .mesh_arithmetic import Arithmetic, compute
+
+ShardingLike = Sharding | Mapping[str, Any] | Sequence[Any] | str
+
+
+class MeshTensor(Arithmetic):
+    """A tensor as one tile per device of a virtual mesh. Arithmetic and torch's element-wise functions take those that
+    lie alike, and numbers.
+
+    Devices that hold the same may share one memory. Beyond its valid part a tile is padding, which nothing reads.
+
+    >>> mesh = Mesh({"x": 2})
+    >>> a = distribute(torch.arange(5), mesh, {"x": 0})
+    >>> a, a.tile(1), a.full()
+    (MeshTensor((5,), int64, S[0], Mesh({"x": 2})), tensor([3, 4]), tensor([0, 1, 2, 3, 4]))
+    """
+
+    __slots__ = ("_layout", "_tiles")
+
+    def __init__(self, tiles: Sequence[torch.Tensor], shape: Sequence[int], sharding: Sharding) -> None:
+        tiles = list(tiles)
+        if len(tiles) != sharding.mesh.num_devices:
+            refuse(f"{len(tiles)} tiles for {sharding.mesh.num_devices} devices", where=str(sharding.mesh))
+        layout = layout_of(tuple(shape), tiles[0].dtype, sharding)
+        wrong = [
+            f"the tile of device {rank} is {tuple(tile.shape)} {tile.dtype} on {tile.device}"
+            for rank, tile in enumerate(tiles)
+            if (tile.shape, tile.dtype, tile.device) != (layout.tile_shape, layout.dtype, tiles[0].device)
+            or not tile.is_contiguous()
+        ]
+        if wrong:
+            expected = f"contiguous, {layout.tile_shape}, {layout.dtype}, on {tiles[0].device}"
+            refuse(wrong, where=f"tensor {layout.shape} as '{sharding}'", fix=f"make every tile {expected}")
+        lost = {found[0]: found[1] for tile in tiles if (found := why_not_plain(tile))}
+        if lost:
+            refuse([f"a tile {what}" for what in lost], where=f"tensor {layout.shape}", fix="; ".join(lost.values()))
+        self._tiles, self._layout = [tile.detach() for tile in tiles], layout
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return self._layout.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch dtype."""
+        return self._layout.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The torch device that the tiles are on."""
+        return self._tiles[0].device
+
+    @property
+    def sharding(self) -> Sharding:
+        """How the tensor lies on the mesh."""
+        return self._layout.sharding
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        return self._layout.sharding.mesh
+
+    def tile(self, device: int | Mapping[str, int]) -> torch.Tensor:
+        """What the device (its rank, or its coordinate on every axis) holds of the tensor, without padding: a view."""
+        return self._layout.valid_part(self._tiles, self._rank(device))
+
+    def padded_tile(self, device: int | Mapping[str, int]) -> torch.Tensor:
+        """The device's memory for the tensor: `sharding.tile_shape(shape)`, padding included."""
+        return self._tiles[self._rank(device)]
+
+    def tiles(self) -> tuple[torch.Tensor, ...]:
+        """The padded tiles of all devices, in order of rank. Devices that hold the same may share one."""
+        return tuple(self._tiles)
+
+    @undisturbed
+    def full(self) -> torch.Tensor:
+        """The global tensor, in memory of its own. Partial placements are reduced; of replicas the first is taken."""
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        self._layout.collect(self._tiles, out)
+        return out
+
+    @undisturbed
+    def redistribute(self, sharding: ShardingLike) -> MeshTensor:
+        """The same tensor in another layout on the same mesh: the bits that `plan_redistribution`'s plan gives, in as
+        few copies as can be."""
+        wanted = as_sharding(self.mesh, len(self.shape), sharding)
+        made = self
+        for before, after in pairwise(_planned(self.shape, self.dtype, self.sharding, wanted).stages):
+            layout = layout_of(self.shape, self.dtype, after)
+            tiles = layout.allocate(self.device)
+            reshard_of(self.shape, self.dtype, before, after)(made._tiles, tiles, share=True)
+            made = of_tiles(tiles, layout)
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> MeshTensor:
+        """torch's element-wise functions, tile by tile."""
+        return of_tiles(*compute(func, args, kwargs or {}))
+
+    def _rank(self, device: int | Mapping[str, int]) -> int:
+        if isinstance(device, Mapping):
+            return self.mesh.rank(device)
+        self.mesh.coordinate(device)  # refuses ranks that the mesh lacks
+        return device
+
+    def __repr__(self) -> str:
+        return f"MeshTensor({self.shape}, {_name(self.dtype)}, {self.sharding}, {self.mesh})"
+
+
+@undisturbed
+def distribute(tensor: torch.Tensor, mesh: Mesh | Mapping[str, int], sharding: ShardingLike) -> MeshTensor:
+    """`tensor` as tiles on the devices of `mesh`: `sharding` is a dict from axis to dim, a list of one placement
+    per axis, a text or a Sharding.
+
+    The tiles are copies. Where an axis is partial, the device at its coordinate 0 holds the value and the others the
+    neutral element of its op."""
+    if not isinstance(tensor, torch.Tensor):
+        refuse(f"distribute takes a torch tensor, not {type(tensor).__name__}", fix="wrap it with torch.as_tensor")
+    if problem := why_not_plain(tensor):
+        refuse(problem[0], where="distribute", fix=problem[1])
+    mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
+    layout = layout_of(tuple(tensor.shape), tensor.dtype, as_sharding(mesh, tensor.ndim, sharding))
+    return of_tiles(layout.spread(tensor.detach(), share=True), layout)
+
+
+def plan_redistribution(
+    shape: Sequence[int], dtype: torch.dtype, src: Sharding, dst: ShardingLike
+) -> RedistributionPlan:
+    """How `redistribute` brings a tensor of global `shape` and `dtype` from layout `src` to `dst`, a dict from axis to
+    dim, a text or a Sharding. `print` shows the steps with the bytes that a device receives.
+
+    >>> mesh = Mesh({"x": 4})
+    >>> print(plan_redistribution((64, 64), torch.float32, Sharding.make(mesh, 2, {"x": 0}), {"x": 1}))
+    (64, 64) float32, 'S[0]' -> 'S[1]' on Mesh({"x": 4}): 3,072 bytes per device
+      step        over  layout after  bytes per device
+      all_to_all  x     S[1]          3,072
+    """
+    if not isinstance(src, Sharding):
+        refuse(
+            f"the layout {shown(src)} is of no mesh",
+            where="plan_redistribution",
+            fix="pass a Sharding (Sharding.make or Sharding.parse makes one, and tensors have one)",
+        )
+    return _planned(tuple(shape), dtype, src, as_sharding(src.mesh, src.ndim, dst))
+
+
+@lru_cache(maxsize=1024)
+def _planned(shape: tuple[int, ...], dtype: torch.dtype, src: Sharding, dst: Sharding) -> RedistributionPlan:
+    return RedistributionPlan.make(shape, _name(dtype), dtype.itemsize, src, dst)
+
+
+def as_sharding(mesh: Mesh, ndim: int, sharding: ShardingLike) -> Sharding:
+    """A Sharding on `mesh` from any of its forms."""
+    if isinstance(sharding, str):
+        return Sharding.parse(mesh, ndim, sharding)
+    if not isinstance(sharding, Sharding):
+        return Sharding.make(mesh, ndim, sharding)
+    if sharding.mesh != mesh:
+        refuse(f"a sharding on {sharding.mesh} for a tensor on {mesh}", fix="make the sharding on the tensor's mesh")
+    if sharding.ndim != ndim:
+        refuse(f"a sharding of {sharding.ndim} dims for a tensor of {ndim}", fix="one entry per dim of the tensor")
+    return sharding
+
+
+def of_tiles(tiles: list[torch.Tensor], layout: Layout) -> MeshTensor:
+    """A MeshTensor on tiles that are known to fit `layout`."""
+    tensor = MeshTensor.__new__(MeshTensor)
+    tensor._tiles, tensor._layout = tiles, layout
+    return tensor
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,221 @@
+"""The virtual mesh: every device of a mesh in one process, on the cores of a CPU or on one GPU.
+
+Devices run a kernel step at the same time, in threads; a collective copies between their tiles. Memory is a list of
+tiles, one per device, per storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Program, Value, WaitStep
+from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of, walk
+from mesh_tensor.runtime.elementwise import clone
+from mesh_tensor.runtime.placement import layout_of
+from mesh_tensor.runtime.reshard import reshard_of
+from mesh_tensor.runtime.threads import device_threads
+from mesh_tensor.targets.dtypes import torch_dtype
+from mesh_tensor.targets.kernels import Target
+from mesh_tensor.targets.op_steps import differs_by_rank, tile_function
+
+from .collectives import check_step
+
+Tiles = list[torch.Tensor]
+
+
+class VirtualMesh:
+    """Runs `program` for all devices of its mesh: the Backend of one process."""
+
+    def __init__(self, program: Program, target: Target, *, poison: bool = False) -> None:
+        self.program = program
+        self.device = target.device()
+        self.layouts = {
+            name: layout_of(v.shape, torch_dtype(v.dtype), v.sharding) for name, v in program.values.items()
+        }
+        self.last_write = _last_writes(program)
+        self._target, self._poison = target, poison
+        _check_storages(program)
+        self._position = 0
+        self._actions = [action for action in walk(program, self) if action is not None]
+
+    def run(self, memory: Memory) -> None:
+        """Run all steps, in order, on the storages that `memory` holds."""
+        for action in self._actions:
+            action(memory)
+
+    def kernel(self, step: KernelStep) -> Action | None:
+        """All devices run the step's kernel on their tiles; nothing happens if what it writes has no elements."""
+        self._position += 1
+        if all(self.layouts[name].tile_bytes == 0 for name in step.writes):
+            return None
+        kernel = self._target.compile(step.func, self._poison)
+        order = arguments_of(step, self.program)
+        mesh = self.program.mesh
+        places = [[mesh.coordinate(rank)[axis] for axis in step.axes] for rank in range(mesh.num_devices)]
+
+        def of_device(memory: Memory) -> Callable[[int], None]:
+            held = memory.held
+            columns = [
+                _parts(given, held[given.storage])
+                if isinstance(given, Value)
+                else [memory.scalars[given] if isinstance(given, str) else given] * len(places)
+                for given in order
+            ]
+            return lambda rank: kernel(*[column[rank] for column in columns], *places[rank])
+
+        if len(places) == 1 or not self._target.threaded:
+            return lambda memory: _one_by_one(of_device(memory), len(places))
+        return lambda memory: device_threads().run(of_device(memory), len(places))
+
+    def op(self, step: OpStep) -> Action:
+        """All devices call the operator; those whose operands are the same tensors call it once and share the
+        results."""
+        self._position += 1
+        ranks = range(self.program.mesh.num_devices)
+        by_rank = [tile_function(step, self.program, rank, self._target) for rank in ranks]
+        names = [self.program.values[name].storage for name in step.args]
+        results = [self.program.values[name].storage for name in step.results]
+        sizes = [self.layouts[name].tile_bytes for name in step.results]
+        layouts = [self.layouts[name] for name in step.results]
+        # Devices with equal operands share results, but the padding of each is its own. What looks at where the device
+        # stands makes its padding on purpose.
+        poison = self._poison and not differs_by_rank(step)
+        alike = not differs_by_rank(step) and not poison
+
+        def action(memory: Memory) -> None:
+            operands = list(zip(*(memory.held[name] for name in names), strict=True)) or [()] * len(by_rank)
+            leaders = _leaders(operands) if alike else list(range(len(operands)))
+            work = sorted(set(leaders))
+            made: dict[int, list[torch.Tensor]] = {}
+
+            def of_device(index: int) -> None:
+                rank = work[index]
+                made[rank] = by_rank[rank](*operands[rank])
+                if poison:
+                    made[rank] = [layout.poisoned(t, rank) for layout, t in zip(layouts, made[rank], strict=True)]
+
+            _run_apart(of_device, len(work))
+            for position, (name, size) in enumerate(zip(results, sizes, strict=True)):
+                memory.hold(name, [made[leader][position] for leader in leaders], size)
+
+        return action
+
+    def collective(self, step: CollectiveStep) -> Action | None:
+        """Tiles change from the layout of `src` to that of `dst`. Devices that end with the same tile share it where
+        nothing writes to it later."""
+        here, self._position = self._position, self._position + 1
+        src, dst = self.program.values[step.src], self.program.values[step.dst]
+        check_step(step, src, dst)
+        reshard = reshard_of(dst.shape, torch_dtype(dst.dtype), src.sharding, dst.sharding)
+        source, target = src.storage, dst.storage
+        share = self.last_write[target] <= here and dst.slab is None
+        copies = source == target and not reshard.in_place
+
+        def action(memory: Memory) -> None:
+            tiles = _parts(src, memory.held[source])
+            made = tiles if source == target else _parts(dst, memory.held[target])
+            reshard([clone(tile) for tile in tiles] if copies else tiles, made, share=share)
+
+        if step.wait:
+            return action
+
+        def start(memory: Memory) -> None:
+            memory.pending[step.dst] = action
+            if not self._poison:
+                action(memory)
+
+        return start
+
+    def wait(self, step: WaitStep) -> Action:
+        """The collective has run when it was started. With poison it runs now: what used its result too early has found
+        poison."""
+        self._position += 1
+        made, poison = step.collective.dst, self._poison
+
+        def action(memory: Memory) -> None:
+            collective = memory.pending.pop(made)
+            if poison:
+                collective(memory)
+
+        return action
+
+    def alloc(self, step: AllocStep) -> Action:
+        """Every device gets a tile, unless the caller brought this storage."""
+        self._position += 1
+        storage = self._storage(step.value)
+        wholes = [name for name, value in self.program.values.items() if value.storage == storage and not value.slab]
+        layout = self.layouts[wholes[0]]
+        device, poison = self.device, self._poison
+
+        def action(memory: Memory) -> None:
+            if storage not in memory.held:
+                memory.hold(storage, layout.allocate(device, poison), layout.tile_bytes)
+
+        return action
+
+    def free(self, step: FreeStep) -> Action:
+        """The tiles are forgotten."""
+        self._position += 1
+        storage = self._storage(step.value)
+        return lambda memory: memory.drop(storage)
+
+    def _storage(self, name: str) -> str:
+        """The storage of that name, or of the value of that name."""
+        values = self.program.values
+        return name if any(value.storage == name for value in values.values()) else values[name].storage
+
+
+def _parts(value: Value, tiles: Tiles) -> Tiles:
+    """What a value is of the tiles of its storage."""
+    return tiles if value.slab is None else [part_of(value, tile) for tile in tiles]
+
+
+def _leaders(operands: list[tuple[torch.Tensor, ...]]) -> list[int]:
+    """Per device, the first one whose operands are the same tensors."""
+    first: dict[tuple[int, ...], int] = {}
+    return [first.setdefault(tuple(map(id, tiles)), rank) for rank, tiles in enumerate(operands)]
+
+
+def _run_apart(work: Callable[[int], None], count: int) -> None:
+    """Devices at the same time, torch in each of them with one thread; a single one with all of torch's threads."""
+    threads = torch.get_num_threads()
+    if count == 1 or threads == 1:
+        device_threads().run(work, count)
+        return
+    torch.set_num_threads(1)
+    try:
+        device_threads().run(work, count)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _one_by_one(work: Callable[[int], None], count: int) -> None:
+    for rank in range(count):
+        work(rank)
+
+
+def _last_writes(program: Program) -> dict[str, int]:
+    """storage -> the last step that writes it; storages that nothing writes are not there."""
+    last = {}
+    for position, step in enumerate(program.steps):
+        if isinstance(step, KernelStep):
+            last.update({program.values[name].storage: position for name in step.writes})
+        elif isinstance(step, (CollectiveStep, WaitStep)):
+            step = step.collective if isinstance(step, WaitStep) else step
+            last[program.values[step.dst].storage] = position
+    return last
+
+
+def _check_storages(program: Program) -> None:
+    first: dict[str, Value] = {}
+    for value in program.values.values():
+        if value.slab is not None:
+            continue
+        other = first.setdefault(value.storage, value)
+        if (other.tile_shape, other.dtype) != (value.tile_shape, value.dtype):
+            raise AssertionError(
+                f"program {program.name}: {other.name} and {value.name} can't share storage {value.storage!r}: "
+                f"tiles {other.tile_shape} {other.dtype} and {value.tile_shape} {value.dtype}"
+            )

@@ -1,0 +1,1 @@
+"""What runs one step: kernels on a CPU, a GPU or the interpreter, operators with torch."""

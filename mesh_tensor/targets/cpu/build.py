@@ -1,0 +1,155 @@
+"""C source of a kernel, and the shared library made from it, kept on disk between runs."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import platform
+import re
+from pathlib import Path
+
+import tilelang
+import tvm_ffi
+from tvm import ir, tirx
+from tvm.target import Target
+
+from mesh_tensor.base.errors import refuse
+
+from .blas import blas_wanted, give_blas
+from .cache import add_library, build_once, find_library
+from .compiler import FLAGS, compile_library, compiler_stamp
+from .dtypes import compute_dtype, storage_dtype
+from .in_place import gemms_in_place
+from .legalize import CKernel, bytes_of, legalize_for_c
+from .retarget import retarget_for_cpu
+
+ENTRY = "mesh_tensor_kernel"
+_BODY = "mesh_tensor_body"
+_BLAS_GEMM = "mt_gemm_float32_float32_float32"
+_HEADERS = {
+    part: Path(__file__).parent / "csrc" / f"mesh_tensor_{part}.h" for part in ("cpu", "math", "gemm", "report")
+}
+_C_TYPES = {
+    "float32": "float",
+    "float64": "double",
+    "bool": "uint8_t",
+    "float16": "mt_float16",
+    "bfloat16": "mt_bfloat16",
+    "float8_e4m3": "mt_float8_e4m3fn",
+    "float8_e4m3fn": "mt_float8_e4m3fn",
+    "float8_e5m2": "mt_float8_e5m2",
+}
+
+
+def c_source(func: tirx.PrimFunc) -> str:
+    """The C++ source of `func` for a CPU: `int mesh_tensor_kernel(pointers and scalars...)`, 0 if it ran, 1 if there
+    was no memory for its blocks."""
+    # BLAS wants its blocks where the kernel has put them: what it computes may depend on how they are aligned.
+    placed = func if blas_wanted() else gemms_in_place(func)
+    kernel = legalize_for_c(retarget_for_cpu(placed), _BODY)
+    generate = tvm_ffi.get_global_func("target.build.tilelang_c")
+    try:
+        text = generate(ir.IRModule({_BODY: kernel.func}), Target("c")).inspect_source()
+    except Exception as error:
+        refuse(
+            "TileLang's C code generator rejects a kernel",
+            where=f"kernel '{func.attrs['global_symbol']}', target 'c'",
+            why=str(error).strip().splitlines()[-1],
+            fix='report it as a bug of mesh_tensor; target="interpret" runs the kernel without a compiler',
+        )
+    text = re.sub(r"#include <tl_templates/cpp/common.h>", _prelude(kernel), text)
+    # Blocks never overlap anything else; TileLang's generator has no word for that.
+    text = re.sub(r"\* (mt_block\d+_\w+)(?=[,)])", r"* __restrict__ \1", text)
+    return text + _entry(kernel)
+
+
+def library_for(func: tirx.PrimFunc) -> ctypes.CDLL:
+    """The compiled library of `func`, from the cache on disk if it is there (and TileLang's cache is not disabled)."""
+    library = _load(func)
+    give_blas(library)
+    return library
+
+
+def _load(func: tirx.PrimFunc) -> ctypes.CDLL:
+    func = tirx.PrimFunc(func.params, func.body, func.ret_type, func.buffer_map).with_attr(
+        {"global_symbol": func.attrs["global_symbol"]}
+    )
+    if not tilelang.env.is_cache_enabled():
+        return build_once(c_source(func), compile_library)
+    kernel, compiler = kernel_key(func), compiler_stamp()
+    library = find_library(kernel, compiler)
+    return add_library(kernel, compiler, c_source(func), compile_library) if library is None else library
+
+
+def kernel_key(func: tirx.PrimFunc) -> str:
+    """A name made from all that the library of `func` depends on, but the compiler."""
+    parts = [_build_stamp(), "blas" if blas_wanted() else "own", func.script(show_meta=True)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _prelude(kernel: CKernel) -> str:
+    """What the generated code is built on: the headers, and a function for each combination of dtypes in a gemm."""
+    parts = ["cpu", "math", *(["gemm"] if kernel.gemms else []), *(["report"] if kernel.reports else [])]
+    lines = [_HEADERS[part].read_text() for part in parts]
+    if _BLAS_GEMM in kernel.gemms and blas_wanted():
+        lines.insert(0, "#define MT_BLAS")
+    if kernel.reports:
+        texts = ", ".join(f'"{code}"' for code in kernel.reports)
+        lines.append(f"const char *const mt_reports[] = {{{texts}}};")
+    for name in kernel.gemms:
+        a, b, c = gemm_dtypes(name)
+        types = [*(_c_type(d) for d in (a, b, c, compute_dtype(c))), *(_c_type(storage_dtype(d)) for d in (a, b, c))]
+        lines.append(f"MT_GEMM({name}, {', '.join(types)})")
+    return "\n".join(lines)
+
+
+def gemm_dtypes(function: str) -> tuple[str, ...]:
+    """The dtypes in the name of a gemm, some of which have an underscore of their own."""
+    return tuple(re.findall(r"b?float8_e\dm\d(?:fn)?|[a-z]+\d+|bool", function.removeprefix("mt_gemm_")))
+
+
+def _entry(kernel: CKernel) -> str:
+    """The function that Python calls: it finds memory for the kernel's blocks."""
+    params, names = [], []
+    for index, var in enumerate([*kernel.params, *kernel.sizes]):
+        is_scalar = var.dtype != "handle"
+        params.append(f"{_c_type(var.dtype)} p{index}" if is_scalar else f"void* p{index}")
+        names.append(f"p{index}" if is_scalar else f"({_pointer(kernel, index)})p{index}")
+    offset, casts = 0, []
+    for workspace in kernel.workspaces:
+        c_type = _c_type(workspace.dtype)
+        casts.append(f"({c_type}*)(memory + {offset})")
+        offset += -(-workspace.size * bytes_of(workspace.dtype) // 64) * 64
+    call = f"{_BODY}({', '.join(names + casts)});"
+    if casts:
+        call = (
+            f"char* memory = (char*)aligned_alloc(64, {offset});\n  if (!memory) return 1;\n  {call}\n  free(memory);"
+        )
+    signature = f'extern "C" __attribute__((visibility("default"))) int {ENTRY}({", ".join(params)})'
+    return f"{signature} {{\n  {call}\n  return 0;\n}}\n"
+
+
+def _pointer(kernel: CKernel, index: int) -> str:
+    return f"{_c_type(kernel.func.params[index].type_annotation.element_type.dtype)}*"
+
+
+def _c_type(dtype: str) -> str:
+    return _C_TYPES.get(dtype, f"{dtype}_t")
+
+
+@functools.cache
+def _build_stamp() -> str:
+    """Everything but the kernel and the compiler that its library depends on."""
+    package = Path(__file__).parents[2]
+    passes = (path for part in ("targets/cpu", "tir") for path in sorted((package / part).glob("*.py")))
+    sources = [*passes, package / "rules" / "kernel" / "values.py", *_HEADERS.values()]
+    return "\0".join([tilelang.__version__, _processor(), *FLAGS, *(s.read_text() for s in sources)])
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "") + platform.machine()

@@ -1,0 +1,191 @@
+"""Products that read the tensors where they are, without a copy of each block first.
+
+On a GPU a block of a parameter goes to shared memory before `T.gemm` takes it. A CPU has caches for that, and its
+micro-kernel packs what it reads anyway: where a block is nothing but a copy for products that follow right away, the
+products take the parameter itself, and the copy and its buffer go.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+from tvm import tirx
+
+from mesh_tensor.tir.effects import written
+from mesh_tensor.tir.rewrite import block_like
+from mesh_tensor.tir.tile_ops import Copy, Gemm, Region, TileOp, parse_tile_op
+
+from .bounds import Bounds
+from .exprs import is_pure_index, seq, strides_of
+
+
+def gemms_in_place(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """`func`, not yet re-targeted, with products that read parameters in place where that gives the same.
+
+    A block stays where its parameter is written anywhere in the kernel, where the block may reach past the end (a copy
+    fills that with 0), where anything else reads the block, where its rows aren't contiguous in the parameter, and
+    where a product reads it transposed (a block's short rows then suit the caches better)."""
+    return _InPlace(func).run()
+
+
+class _InPlace:
+    def __init__(self, func: tirx.PrimFunc) -> None:
+        self._func = func
+        self._bounds = Bounds()
+        self._uses = _uses(func.body)
+        written_to = {buffer.data for buffer in written(func.body)}
+        self._sources = {b for b in func.buffer_map.values() if b.data not in written_to}
+        self._blocks: set[tirx.Var] = set()
+        self._gone: set[tirx.Var] = set()
+        self._known = set(func.params)
+        self._table: dict[type, Callable[..., tirx.Stmt]] = {
+            tirx.SBlockRealize: self._block,
+            tirx.SeqStmt: self._sequence,
+            tirx.For: self._for,
+            tirx.IfThenElse: self._if,
+            tirx.AttrStmt: lambda s: tirx.AttrStmt(s.node, s.attr_key, s.value, self._stmt(s.body)),
+        }
+
+    def run(self) -> tirx.PrimFunc:
+        func = self._func
+        for buffer in func.buffer_map.values():
+            for size in buffer.shape:
+                if isinstance(size, tirx.Var):
+                    self._bounds.not_negative(size)
+                self._known.update(tirx.analysis.undefined_vars(size))
+        body = self._stmt(func.body)
+        return func.with_body(body) if self._gone else func
+
+    def _stmt(self, stmt: tirx.Stmt) -> tirx.Stmt:
+        visit = self._table.get(type(stmt))
+        return stmt if visit is None else visit(stmt)
+
+    def _block(self, realize: tirx.SBlockRealize) -> tirx.Stmt:
+        block = realize.block
+        self._blocks.update(buffer.data for buffer in block.alloc_buffers)
+        body = self._stmt(block.body)
+        left = [buffer for buffer in block.alloc_buffers if buffer.data not in self._gone]
+        return tirx.SBlockRealize(realize.iter_values, realize.predicate, block_like(block, body, left))
+
+    def _for(self, loop: tirx.For) -> tirx.Stmt:
+        self._bounds.loop(loop.loop_var, loop.min, loop.extent)
+        self._known.add(loop.loop_var)
+        body = self._stmt(loop.body)
+        binding = loop.thread_binding
+        return tirx.For(
+            loop.loop_var, loop.min, loop.extent, loop.kind, body, binding, loop.annotations, step=loop.step
+        )
+
+    def _if(self, branch: tirx.IfThenElse) -> tirx.Stmt:
+        with self._bounds.assume(branch.condition):
+            then_case = self._stmt(branch.then_case)
+        with self._bounds.assume(branch.condition, holds=False):
+            else_case = None if branch.else_case is None else self._stmt(branch.else_case)
+        return tirx.IfThenElse(branch.condition, then_case, else_case)
+
+    def _sequence(self, sequence: tirx.SeqStmt) -> tirx.Stmt:
+        parts = []
+        for stmt in sequence.seq:
+            if isinstance(stmt, tirx.Bind) and self._known.issuperset(tirx.analysis.undefined_vars(stmt.value)):
+                self._bounds.let(stmt.var, stmt.value)
+                self._known.add(stmt.var)
+            parts.append(self._stmt(stmt))
+        ops = [parse_tile_op(stmt) for stmt in parts]
+        for position, copy in enumerate(ops):
+            if not isinstance(copy, Copy):
+                continue
+            readers = self._readers(copy, ops[position + 1 :])
+            for here, gemm in readers.items():
+                place = position + 1 + here
+                ops[place] = placed = _redirected(gemm, copy)
+                parts[place] = _statement(parts[place], placed)
+            if readers:
+                self._gone.add(copy.dst.buffer.data)
+        return seq([stmt for stmt, op in zip(parts, ops, strict=True) if not self._is_gone(op)])
+
+    def _is_gone(self, op: TileOp | None) -> bool:
+        return isinstance(op, Copy) and op.dst.buffer.data in self._gone
+
+    def _readers(self, copy: Copy, after: list[TileOp | None]) -> dict[int, Gemm]:
+        """Those of the operations `after` the copy that are products and can do without it; none if any other use of
+        its block can't."""
+        if not self._is_plain(copy):
+            return {}
+        block, found, operands = copy.dst.buffer.data, {}, 0
+        for position, op in enumerate(after):
+            if not isinstance(op, Gemm):
+                continue
+            factors = ((op.a, op.trans_a), (op.b, op.trans_b))
+            reads = [region for region, turned in factors if region.buffer.data == block and not turned]
+            if reads and all(self._inside(_through(region, copy)) for region in reads):
+                found[position] = op
+                operands += len(reads)
+        return found if self._uses[block] == 1 + operands else {}
+
+    def _is_plain(self, copy: Copy) -> bool:
+        """It copies a whole block of two dims, as it lies in the last two dims of a parameter with contiguous rows."""
+        src, dst = copy.src, copy.dst
+        return (
+            src.buffer in self._sources
+            and dst.buffer.data in self._blocks
+            and src.buffer.dtype == dst.buffer.dtype
+            and [_number(start) for start in dst.mins] == [0, 0]
+            and (shape := [_number(size) for size in dst.buffer.shape]) == [_number(e) for e in dst.extents]
+            and [_number(e) for e in src.extents] == [1] * (len(src.extents) - 2) + shape
+            and _number(strides_of(src.buffer)[-1]) == 1
+            and all(self._is_known(start) for start in src.mins)
+        )
+
+    def _is_known(self, expr: tirx.PrimExpr) -> bool:
+        return is_pure_index(expr) and self._known.issuperset(tirx.analysis.undefined_vars(expr))
+
+    def _inside(self, region: Region) -> bool:
+        return all(
+            self._bounds.proves(start >= 0) and self._bounds.proves(start + extent <= size)
+            for start, extent, size in zip(region.mins, region.extents, region.buffer.shape, strict=True)
+        )
+
+
+def _uses(body: tirx.Stmt) -> Counter[tirx.Var]:
+    """How often each buffer is named, by its data variable."""
+    found: Counter[tirx.Var] = Counter()
+
+    def visit(node: object) -> None:
+        if isinstance(node, tirx.BufferLoad | tirx.BufferStore):
+            found[node.buffer.data] += 1
+        elif isinstance(node, tirx.Var):  # a pointer that goes somewhere
+            found[node] += 1
+
+    tirx.stmt_functor.post_order_visit(body, visit)
+    return found
+
+
+def _through(region: Region, copy: Copy) -> Region:
+    """That region of the copy's block, in the parameter."""
+    outer = tuple(copy.src.mins[:-2])
+    inner = tuple(start + at for start, at in zip(copy.src.mins[-2:], region.mins, strict=True))
+    return Region(copy.src.buffer, outer + inner, (*copy.src.extents[:-2], *region.extents))
+
+
+def _redirected(gemm: Gemm, copy: Copy) -> Gemm:
+    block = copy.dst.buffer.data
+    a, b = (_through(r, copy) if r.buffer.data == block else r for r in (gemm.a, gemm.b))
+    return replace(gemm, a=a, b=b)
+
+
+def _statement(stmt: tirx.Evaluate, gemm: Gemm) -> tirx.Stmt:
+    """The statement of a product, with the operands of `gemm`."""
+    call = stmt.value
+    args = [_region_like(old, new) for old, new in zip(call.args, (gemm.a, gemm.b), strict=False)]
+    return tirx.Evaluate(tirx.Call(call.dtype, call.op, [*args, *list(call.args)[2:]]))
+
+
+def _region_like(call: tirx.Call, region: Region) -> tirx.PrimExpr:
+    load = tirx.BufferLoad(region.buffer, list(region.mins))
+    return tirx.Call(call.dtype, call.op, [load, call.args[1], *region.extents])
+
+
+def _number(expr: tirx.PrimExpr) -> int | None:
+    return int(expr) if isinstance(expr, tirx.IntImm) else None

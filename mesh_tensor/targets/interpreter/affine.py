@@ -1,0 +1,98 @@
+"""Index expressions as linear forms `c0 * v0 + c1 * v1 + ... + const` over variables and opaque sub-expressions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from tvm import tirx
+
+from mesh_tensor.tir.same import same_expression
+
+
+@dataclass(frozen=True)
+class Affine:
+    """`sum(coefficient * atom) + const`: atoms are named by ids, no coefficient is 0."""
+
+    terms: Mapping[int, int]
+    const: int = 0
+
+    def plus(self, other: Affine, sign: int = 1) -> Affine:
+        """The sum (or difference) of two forms."""
+        terms = dict(self.terms)
+        for atom, coefficient in other.terms.items():
+            terms[atom] = terms.get(atom, 0) + sign * coefficient
+        return Affine({a: c for a, c in terms.items() if c}, self.const + sign * other.const)
+
+    def times(self, factor: int) -> Affine:
+        """The form times an integer."""
+        return Affine({a: c * factor for a, c in self.terms.items() if factor}, self.const * factor)
+
+
+@dataclass
+class AffineReader:
+    """Reads linear forms. `binds` are variables that stand for their definitions; `opaque` says which sub-expressions
+    that are not linear may be atoms (equal ones are the same atom). `atoms` has the expression behind every id."""
+
+    binds: Mapping[int, tirx.PrimExpr]
+    opaque: Callable[[tirx.PrimExpr], bool]
+    atoms: dict[int, tirx.PrimExpr] = field(default_factory=dict)
+
+    def read(self, expr: tirx.PrimExpr) -> Affine | None:
+        """The linear form of `expr`, or None if it has none."""
+        if isinstance(expr, tirx.IntImm):
+            return Affine({}, int(expr.value))
+        if isinstance(expr, tirx.Var):
+            bound = self.binds.get(hash(expr))
+            return self._atom(expr) if bound is None else self.read(bound)
+        if isinstance(expr, (tirx.Add, tirx.Sub)):
+            a, b = self.read(expr.a), self.read(expr.b)
+            return None if a is None or b is None else a.plus(b, 1 if isinstance(expr, tirx.Add) else -1)
+        if isinstance(expr, tirx.Mul):
+            product = self._product(expr)
+            if product is not None:
+                return product
+        if isinstance(expr, tirx.Cast) and str(expr.dtype) in ("int32", "int64"):
+            return self.read(expr.value)
+        return self._atom(expr)
+
+    def _product(self, expr: tirx.Mul) -> Affine | None:
+        a, b = self.read(expr.a), self.read(expr.b)
+        if a is not None and b is not None:
+            if not a.terms:
+                return b.times(a.const)
+            if not b.terms:
+                return a.times(b.const)
+        return None
+
+    def _atom(self, expr: tirx.PrimExpr) -> Affine | None:
+        if not self.opaque(expr):
+            return None
+        key = hash(expr)
+        if not isinstance(expr, tirx.Var):
+            same = (k for k, known in self.atoms.items() if same_expression(known, expr))
+            key = next(same, key)
+        self.atoms.setdefault(key, expr)
+        return Affine({key: 1})
+
+
+#: Where an index stands: its dim, or the dims of a quotient and a remainder with their divisor.
+Place = tuple[int, ...]
+
+
+def joined_div_mod(indices: Iterable[tirx.PrimExpr]) -> dict[Place, tirx.PrimExpr]:
+    """The indices by where they stand. `[e // c, e % c]` says as much as `[e]`: such pairs are one."""
+    result: dict[Place, tirx.PrimExpr] = {(dim,): index for dim, index in enumerate(indices)}
+    for first, quotient in list(result.items()):
+        for second, remainder in list(result.items()):
+            if _is_div_mod(quotient, remainder) and first in result and second in result:
+                del result[first], result[second]
+                result[first[0], second[0], int(quotient.b)] = quotient.a
+    return result
+
+
+def _is_div_mod(quotient: tirx.PrimExpr, remainder: tirx.PrimExpr) -> bool:
+    if not isinstance(quotient, tirx.FloorDiv) or not isinstance(remainder, tirx.FloorMod):
+        return False
+    divided_alike = isinstance(quotient.b, tirx.IntImm) and same_expression(quotient.b, remainder.b)
+    return divided_alike and same_expression(quotient.a, remainder.a)

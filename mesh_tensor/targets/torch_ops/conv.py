@@ -1,0 +1,175 @@
+"""Convolutions and pooling, in any layout without channel blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.rules.operator.call import OpCall
+from mesh_tensor.targets.dtypes import extreme, torch_dtype
+
+from .table import Function, torch_op
+
+Tensor = torch.Tensor
+_CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+_ADAPTIVE = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
+
+
+def _spatial(call: OpCall) -> str:
+    """The letters of the dims that the window slides over."""
+    return next("DHW"[-n:] for n in (1, 2, 3) if f"{n}d" in call.name)
+
+
+def _order(call: OpCall, source: str, target: str) -> tuple[int, ...]:
+    """The permutation from one layout to the other; both are letters, as NHWC."""
+    if sorted(source) != sorted(target):
+        refuse(
+            f"R.{call.name}: layout {source!r} is none of the dims {target}",
+            where=str(call.expr),
+            fix="use a layout without channel blocks, as NCHW or NHWC",
+        )
+    return tuple(source.index(letter) for letter in target)
+
+
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
+    """Torch has no convolution of integers: float64 is exact for their sums below 2^53."""
+    return dtype if dtype.is_floating_point else torch.float64
+
+
+@torch_op("nn.conv1d", "nn.conv2d", "nn.conv3d")
+def _conv(call: OpCall) -> Function:
+    """With an `out_dtype`, the operands are cast to it first."""
+    letters = _spatial(call)
+    conv, n = _CONV[len(letters)], len(letters)
+    channels_first = "NC" + letters
+    to_data = _order(call, call.attr("data_layout"), channels_first)
+    to_kernel = _order(call, call.attr("kernel_layout"), "OI" + letters)
+    back = _order(call, channels_first, call.attr("out_layout") or call.attr("data_layout"))
+    before, after = call.attr("padding")[:n], call.attr("padding")[n:]
+    even = before == after
+    widths = _widths(before, after)
+    strides, dilation, groups = call.attr("strides"), call.attr("dilation"), call.attr("groups")
+    dtype = _computed_in(torch_dtype(call.outputs[0].dtype))
+
+    def convolve(x: Tensor, w: Tensor) -> Tensor:
+        x, w = x.permute(to_data).to(dtype), w.permute(to_kernel).to(dtype)
+        if not even:
+            x = F.pad(x, widths)
+        return conv(x, w, None, strides, before if even else 0, dilation, groups).permute(back)
+
+    return convolve
+
+
+@torch_op("nn.conv1d_transpose", "nn.conv2d_transpose", "nn.conv3d_transpose")
+def _conv_transpose(call: OpCall) -> Function:
+    """The padding is cut from what each input element spreads over; output padding adds to its end."""
+    letters = _spatial(call)
+    conv, n = _CONV_TRANSPOSE[len(letters)], len(letters)
+    channels_first = "NC" + letters
+    to_data = _order(call, call.attr("data_layout"), channels_first)
+    to_kernel = _order(call, call.attr("kernel_layout"), "IO" + letters)
+    back = _order(call, channels_first, call.attr("out_layout") or call.attr("data_layout"))
+    before, after = call.attr("padding")[:n], call.attr("padding")[n:]
+    more = call.attr("output_padding")
+    widths = _widths([-low for low in before], [add - high for add, high in zip(more, after, strict=True)])
+    strides, dilation, groups = call.attr("strides"), call.attr("dilation"), call.attr("groups")
+    dtype = _computed_in(torch_dtype(call.outputs[0].dtype))
+
+    def spread(x: Tensor, w: Tensor) -> Tensor:
+        x, w = x.permute(to_data).to(dtype), w.permute(to_kernel).to(dtype)
+        return F.pad(conv(x, w, None, strides, 0, 0, groups, dilation), widths).permute(back)
+
+    return spread
+
+
+def _widths(before: Sequence[int], after: Sequence[int]) -> list[int]:
+    """As F.pad takes them: the last dim first."""
+    return [width for pair in reversed(list(zip(before, after, strict=True))) for width in pair]
+
+
+@torch_op("nn.max_pool1d", "nn.max_pool2d", "nn.max_pool3d", "nn.avg_pool1d", "nn.avg_pool2d", "nn.avg_pool3d")
+def _pool(call: OpCall) -> Function:
+    """The largest element, or the mean, under a window. Dim by dim, as both combine; padding counts in a mean if
+    `count_include_pad` says so, and what a window reaches beyond it (`ceil_mode`) never does."""
+    letters, layout = _spatial(call), call.attr("layout")
+    n, largest = len(letters), "max" in call.name
+    _order(call, layout, "NC" + letters)
+    back = _order(call, layout, call.attr("out_layout") or layout)
+    padding, dtype = call.attr("padding"), torch_dtype(call.inputs[0].dtype)
+    fill = extreme(dtype, -1) if largest else 0
+    rows = [layout.index(letter) for letter in letters]
+    sizes = tuple(call.inputs[0].shape[dim] for dim in rows)
+    outs = [call.outputs[0].shape[back.index(dim)] for dim in rows]
+    taps = [
+        _Taps(*window)
+        for window in zip(
+            rows, sizes, padding[:n], padding[n:], call.attr("pool_size"), call.attr("strides"), call.attr("dilation"),
+            outs, strict=True,
+        )
+    ]  # fmt: skip
+    counts = torch.ones((), dtype=torch.int64, device="cpu")
+    for tap in taps if not largest else ():
+        lanes = [-1 if dim == tap.dim else 1 for dim in range(len(layout))]
+        counts = counts * tap.counts(bool(call.attr("count_include_pad"))).reshape(lanes)
+
+    def pool(x: Tensor) -> Tensor:
+        for tap in taps:
+            x = tap.reduce(x, fill, torch.maximum if largest else torch.add)
+        if not largest:
+            divisor = counts.to(device=x.device, dtype=x.dtype)
+            x = x / divisor if dtype.is_floating_point else torch.div(x, divisor, rounding_mode="trunc")
+        return x.permute(back)
+
+    return pool
+
+
+class _Taps:
+    """The positions of one dim that the windows see."""
+
+    def __init__(
+        self, dim: int, size: int, before: int, after: int, window: int, stride: int, dilation: int, out: int
+    ) -> None:
+        self.dim, self._size, self._before, self._after = dim, size, before, after
+        self._window, self._stride, self._dilation, self._out = window, stride, dilation, out
+        self._span = (out - 1) * stride + 1
+
+    def reduce(self, x: Tensor, fill: float | int, combine: Function) -> Tensor:
+        """Each window's elements, combined."""
+        reach = (self._window - 1) * self._dilation + self._span
+        widths = [0] * (2 * x.ndim)
+        widths[2 * (x.ndim - 1 - self.dim)] = self._before
+        widths[2 * (x.ndim - 1 - self.dim) + 1] = max(0, reach - self._before - self._size)
+        x = F.pad(x, widths, value=fill)
+        total = self._tap(x, 0)
+        for tap in range(1, self._window):
+            total = combine(total, self._tap(x, tap))
+        return total
+
+    def _tap(self, x: Tensor, tap: int) -> Tensor:
+        every = x.narrow(self.dim, tap * self._dilation, self._span)
+        index = [slice(None)] * x.ndim
+        index[self.dim] = slice(None, None, self._stride)
+        return every[tuple(index)]
+
+    def counts(self, with_padding: bool) -> Tensor:
+        """How many elements each window's mean is of."""
+        start = torch.arange(self._out, device="cpu")[:, None] * self._stride - self._before
+        at = start + torch.arange(self._window, device="cpu")[None] * self._dilation
+        low, high = (-self._before, self._size + self._after) if with_padding else (0, self._size)
+        return ((at >= low) & (at < high)).sum(1).clamp(min=1)
+
+
+@torch_op("nn.adaptive_avg_pool1d", "nn.adaptive_avg_pool2d", "nn.adaptive_avg_pool3d")
+def _adaptive_avg_pool(call: OpCall) -> Function:
+    letters, layout = _spatial(call), call.attr("layout")
+    channels_first = "NC" + letters
+    to_data = _order(call, layout, channels_first)
+    out_layout = call.attr("out_layout") or layout
+    back = _order(call, channels_first, out_layout)
+    size = [call.outputs[0].shape[out_layout.index(letter)] for letter in letters]
+    pool: Function = _ADAPTIVE[len(letters)]
+    return lambda x: pool(x.permute(to_data), size).permute(back)

@@ -1,0 +1,202 @@
+"""Element-wise operators: arithmetic, comparisons, functions, activations, casts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mesh_tensor.rules.operator.call import OpCall
+from mesh_tensor.targets.dtypes import poison_value, torch_dtype
+
+from .table import Function, Place, placed_torch_op, same_for_all, torch_op, with_numbers
+
+Tensor = torch.Tensor
+
+same_for_all(
+    {
+        "abs": torch.abs,
+        "acos": torch.acos,
+        "acosh": torch.acosh,
+        "asin": torch.asin,
+        "asinh": torch.asinh,
+        "atan": torch.atan,
+        "atanh": torch.atanh,
+        "bitwise_not": torch.bitwise_not,
+        "ceil": torch.ceil,
+        "cos": torch.cos,
+        "cosh": torch.cosh,
+        "erf": torch.erf,
+        "exp": torch.exp,
+        "floor": torch.floor,
+        "isfinite": torch.isfinite,
+        "isinf": torch.isinf,
+        "isnan": torch.isnan,
+        "log": torch.log,
+        "logical_not": torch.logical_not,
+        "negative": torch.neg,
+        "round": torch.round,
+        "rsqrt": torch.rsqrt,
+        "sigmoid": torch.sigmoid,
+        "sign": torch.sign,
+        "sin": torch.sin,
+        "sinh": torch.sinh,
+        "sqrt": torch.sqrt,
+        "square": torch.square,
+        "tan": torch.tan,
+        "tanh": torch.tanh,
+        "trunc": torch.trunc,
+        "nn.gelu": F.gelu,
+        "nn.gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "nn.relu": torch.relu,
+        "nn.selu": F.selu,
+        "nn.silu": F.silu,
+        "add": torch.add,
+        "atan2": torch.atan2,
+        "bitwise_and": torch.bitwise_and,
+        "bitwise_or": torch.bitwise_or,
+        "bitwise_xor": torch.bitwise_xor,
+        "equal": torch.eq,
+        "ewise_fma": lambda a, b, c: torch.addcmul(c, a, b),
+        "greater": torch.gt,
+        "greater_equal": torch.ge,
+        "left_shift": torch.bitwise_left_shift,
+        "less": torch.lt,
+        "less_equal": torch.le,
+        "log_add_exp": torch.logaddexp,
+        "logical_and": torch.logical_and,
+        "logical_or": torch.logical_or,
+        "logical_xor": torch.logical_xor,
+        "maximum": torch.maximum,
+        "minimum": torch.minimum,
+        "multiply": torch.mul,
+        "not_equal": torch.ne,
+        "power": torch.pow,
+        "right_shift": torch.bitwise_right_shift,
+        "subtract": torch.sub,
+        "where": lambda condition, a, b: torch.where(condition.bool(), a, b),
+    }
+)
+
+
+@torch_op(
+    "builtin.stop_lift_params",
+    "dist.annotate_sharding",
+    "dist.redistribute",
+    "grad.end_checkpoint",
+    "grad.no_grad",
+    "grad.start_checkpoint",
+    "hint_on_device",
+    "to_vdevice",
+)
+def _identity(call: OpCall) -> Function:
+    return lambda x, *_: x
+
+
+@torch_op("astype", "wrap_param")
+def _astype(call: OpCall) -> Function:
+    """Floats become integers by dropping their fraction."""
+    dtype = torch_dtype(call.outputs[0].dtype)
+    return lambda x: x.to(dtype)
+
+
+@torch_op("clip")
+def _clip(call: OpCall) -> Function:
+    low, high = call.literals
+    if not torch_dtype(call.inputs[0].dtype).is_floating_point:
+        low, high = (int(bound) if math.isfinite(bound) else None for bound in (low, high))
+        if low is None and high is None:
+            return lambda x: x
+    return lambda x: torch.clamp(x, low, high)
+
+
+def _on_floats(a: Tensor, b: Tensor) -> Tensor:
+    return torch.floor(a / b)
+
+
+# name -> the function of floats, and that of integers: R.divide and R.mod round towards zero, as C does
+_DIVISIONS: dict[str, tuple[Function, Function]] = {
+    "divide": (torch.true_divide, lambda a, b: torch.div(a, b, rounding_mode="trunc")),
+    "floor_divide": (_on_floats, torch.floor_divide),
+    "mod": (torch.fmod, torch.fmod),
+    "floor_mod": (torch.remainder, torch.remainder),
+}
+
+
+@placed_torch_op(*_DIVISIONS)
+def _division(call: OpCall, place: Place) -> Function:
+    on_floats, on_integers = _DIVISIONS[call.name]
+    dtype = torch_dtype(call.outputs[0].dtype)
+    if dtype.is_floating_point:
+        return with_numbers(call, on_floats)
+    return with_numbers(call, _poisoned(on_integers, dtype) if place.padded else on_integers)
+
+
+def _poisoned(divide: Function, dtype: torch.dtype) -> Function:
+    """An integer division for padding: it gives poison where the divisor is 0, and divides the lowest integer by 1
+    instead of -1, which traps."""
+    poison = torch.tensor(poison_value(dtype), dtype=dtype)
+
+    def divide_padded(a: Tensor, b: Tensor) -> Tensor:
+        zero = b == 0
+        traps = (a == torch.iinfo(dtype).min) & (b == -1)
+        return torch.where(zero, poison, divide(a, torch.where(zero | traps, 1, b)))
+
+    return divide_padded
+
+
+@torch_op("nn.leakyrelu")
+def _leakyrelu(call: OpCall) -> Function:
+    alpha = call.attr("alpha")
+    return lambda x: F.leaky_relu(x, alpha)
+
+
+@torch_op("nn.prelu")
+def _prelu(call: OpCall) -> Function:
+    data, alpha = call.inputs
+    shape = [1] * data.ndim
+    shape[call.axis(call.attr("axis"))] = alpha.shape[0]
+    return lambda x, slope: torch.where(x > 0, x, x * slope.reshape(shape))
+
+
+@torch_op("nn.softplus")
+def _softplus(call: OpCall) -> Function:
+    beta, threshold = call.attr("beta"), call.attr("threshold")
+    return lambda x: F.softplus(x, beta, threshold)
+
+
+@torch_op("quantize")
+def _quantize(call: OpCall) -> Function:
+    """clip(round(x / scale) + zero_point), in the range of the result's dtype."""
+    dtype = torch_dtype(call.outputs[0].dtype)
+    limits: Any = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    shape = _quantized_shape(call)
+
+    def quantize(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        scaled = x / scale.reshape(shape(scale))
+        rounded = scaled if dtype.is_floating_point else torch.round(scaled)
+        return torch.clamp(rounded + zero.reshape(shape(zero)), limits.min, limits.max)
+
+    return quantize
+
+
+@torch_op("dequantize")
+def _dequantize(call: OpCall) -> Function:
+    """scale * (x - zero_point), computed in float32."""
+    shape = _quantized_shape(call)
+    limits = torch.finfo(torch_dtype(call.outputs[0].dtype))
+    wide = torch.float32 if torch_dtype(call.inputs[0].dtype).is_floating_point else torch.int32
+
+    def dequantize(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        out = (x.to(wide) - zero.reshape(shape(zero))).float() * scale.reshape(shape(scale)).float()
+        return torch.clamp(out, limits.min, limits.max)
+
+    return dequantize
+
+
+def _quantized_shape(call: OpCall) -> Function:
+    """How a scale or zero point lies along the data's dims: one for all, or one per position of a dim."""
+    ndim, axis = call.inputs[0].ndim, call.axis(call.attr("axis"))
+    return lambda t: [1] * ndim if t.numel() == 1 else [-1 if dim == axis else 1 for dim in range(ndim)]

@@ -1,0 +1,281 @@
+"""Operators that read or write where an index tensor says, and those that sort."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.rules.operator.call import OpCall
+from mesh_tensor.targets.dtypes import poison_value, torch_dtype
+
+from .table import Function, Place, placed_torch_op, torch_op
+
+Tensor = torch.Tensor
+
+
+@placed_torch_op("take")
+def _take(call: OpCall, place: Place) -> Function:
+    """`clip` takes the nearest of indices out of range, `wrap` goes round; with `nan` they are refused, or poison in
+    tiles; with `fast` they are undefined in TVM: negative ones count from the end, others are as with `nan`."""
+    axis, mode, shape = call.attr("axis"), call.attr("mode", "fast"), call.outputs[0].shape
+    dim = 0 if axis is None else call.axis(axis)
+    size = math.prod(call.inputs[0].shape) if axis is None else call.inputs[0].shape[dim]
+    rows = _rows(call, dim, shape, size, mode, place)
+    fixed = None if len(call.inputs) > 1 else torch.tensor([call.literals[0]], device="cpu")
+
+    def take(x: Tensor, index: Tensor | None = fixed) -> Tensor:
+        assert index is not None
+        return rows(x.reshape(-1) if axis is None else x, index.to(x.device))
+
+    return take
+
+
+def _rows(call: OpCall, dim: int, shape: tuple[int, ...], size: int, mode: str, place: Place) -> Function:
+    """The rows along `dim` (of `size`) that an index tensor names, in this shape."""
+    if mode not in ("fast", "clip", "nan", "wrap"):
+        refuse(f"R.take has no mode {mode!r} here", where=str(call.expr), fix="use fast, clip, nan or wrap")
+    check = _Range(call, place, from_end=mode == "fast")
+
+    def rows(x: Tensor, index: Tensor) -> Tensor:
+        index = index.reshape(-1).long()
+        if mode in ("fast", "nan"):
+            index, valid = check(index, size)
+        else:
+            index, valid = index.clamp(0, size - 1) if mode == "clip" else index.remainder(size), None
+        found = x.index_select(dim, index)
+        if valid is not None:
+            lanes = [-1 if d == dim else 1 for d in range(x.ndim)]
+            found = torch.where(valid.reshape(lanes), found, _poison(found))
+        return found.reshape(shape)
+
+    return rows
+
+
+@placed_torch_op("mesh.local_take")
+def _local_take(call: OpCall, place: Place) -> Function:
+    """`R.take` from a table whose dim `axis` is split: the rows that this device holds, 0 for those of the others, so
+    that the sum over the devices is the result. Literals: the table's global shape, its layout as text, the axis and,
+    optionally, the mode. Of an index outside the table the first device makes poison."""
+    _, table, text, axis, *mode = call.literals
+    mesh = place.mesh
+    if mesh is None:
+        refuse("mesh.local_take is an operator of one device of a mesh", fix="use R.take in a module in global view")
+    sharding = Sharding.parse(mesh, len(table), text)
+    dim = axis % len(table)
+    first, held = sharding.tile_offset(table, place.rank)[dim], sharding.valid_extent(table, place.rank)[dim]
+    shape, size = call.outputs[0].shape, table[dim]
+    lanes = [-1 if d == dim else 1 for d in range(len(table))]
+
+    def local_take(x: Tensor, index: Tensor) -> Tensor:
+        index = index.reshape(-1).long()
+        if "clip" in mode:
+            index = index.clamp(0, size - 1)
+        elif "wrap" in mode:
+            index = index.remainder(size)
+        elif "nan" not in mode:
+            index = torch.where(index < 0, index + size, index)
+        mine = (index >= first) & (index < first + held)
+        if not held:
+            found = x.new_zeros([index.numel() if d == dim else n for d, n in enumerate(x.shape)])
+        else:
+            found = x.index_select(dim, (index - first).clamp(0, held - 1))
+            found = torch.where(mine.reshape(lanes), found, torch.zeros((), dtype=x.dtype, device=x.device))
+        if first == 0:
+            outside = (index < 0) | (index >= size)
+            found = torch.where(outside.reshape(lanes), _poison(found), found)
+        return found.reshape(shape)
+
+    return local_take
+
+
+class _Range:
+    """Checks indices against a dim's size; negative ones count from its end (`from_end`), which is what frontends mean
+    by them unless they say otherwise. On whole tensors those outside are refused; in tiles they may be padding, so they
+    are brought inside, and which ones were inside already comes along (None: all)."""
+
+    def __init__(self, call: OpCall, place: Place, *, from_end: bool = True) -> None:
+        self._call, self._place, self._from_end = call, place, from_end
+
+    def __call__(self, index: Tensor, size: int) -> tuple[Tensor, Tensor | None]:
+        if not index.numel():
+            return index, None
+        low, high = (int(bound) for bound in torch.aminmax(index))
+        if low < 0 and self._from_end:
+            index = torch.where(index < 0, index + size, index)
+        if low >= (-size if self._from_end else 0) and high < size:
+            return index, None
+        if not self._place.padded:
+            refuse(
+                f"R.{self._call.name}: indices from {low} to {high} into a dim of {size}",
+                where=str(self._call.expr),
+                fix="keep indices inside the dim",
+            )
+        return index.clamp(0, max(0, size - 1)), (index >= 0) & (index < size)
+
+
+def _poison(like: Tensor) -> Tensor:
+    return torch.tensor(poison_value(like.dtype), dtype=like.dtype, device=like.device)
+
+
+@placed_torch_op("gather_elements")
+def _gather_elements(call: OpCall, place: Place) -> Function:
+    dim = call.axis(call.attr("axis"))
+    size, check = call.inputs[0].shape[dim], _Range(call, place)
+
+    def gather(x: Tensor, index: Tensor) -> Tensor:
+        index, valid = check(index.long(), size)
+        found = torch.gather(x, dim, index)
+        return found if valid is None else torch.where(valid, found, _poison(found))
+
+    return gather
+
+
+@placed_torch_op("gather_nd")
+def _gather_nd(call: OpCall, place: Place) -> Function:
+    """The last dim of the indices names a position in the data's dims after the batch dims."""
+    data, indices = call.inputs
+    batch, count = call.attr("batch_dims", 0), indices.shape[-1]
+    indexed = data.shape[batch : batch + count]
+    batches, shape = math.prod(data.shape[:batch]), call.outputs[0].shape
+    linear = _Linear(_Range(call, place), indexed)
+    rest = math.prod(data.shape[batch + count :])
+
+    def gather_nd(x: Tensor, index: Tensor) -> Tensor:
+        places, valid = linear(index.reshape(-1, count))
+        places = places.reshape(batches, -1, 1).expand(-1, -1, rest)
+        found = torch.gather(x.reshape(batches, math.prod(indexed), rest), 1, places)
+        if valid is not None:
+            found = torch.where(valid.reshape(batches, -1, 1), found, _poison(found))
+        return found.reshape(shape)
+
+    return gather_nd
+
+
+class _Linear:
+    """Positions (rows of indices, one column per dim) as indices into these dims, flattened."""
+
+    def __init__(self, check: _Range, sizes: tuple[int, ...]) -> None:
+        self._check, self._sizes = check, sizes
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        linear, all_valid = positions.new_zeros(positions.shape[0], dtype=torch.int64), None
+        for column, size in zip(positions.long().unbind(1), self._sizes, strict=True):
+            column, valid = self._check(column, size)
+            linear = linear * size + column
+            if valid is not None:
+                all_valid = valid if all_valid is None else all_valid & valid
+        return linear, all_valid
+
+
+@placed_torch_op("index_tensor")
+def _index_tensor(call: OpCall, place: Place) -> Function:
+    """data[indices]: the index tensors broadcast together."""
+    check, sizes = _Range(call, place), call.inputs[0].shape
+
+    def index_tensor(x: Tensor, *indices: Tensor) -> Tensor:
+        checked = [check(index.long(), size) for index, size in zip(indices, sizes, strict=False)]
+        found = x[tuple(index for index, _ in checked)]
+        for _, valid in checked:
+            if valid is not None:
+                lanes = (*valid.shape, *[1] * (x.ndim - len(indices)))
+                found = torch.where(valid.reshape(lanes), found, _poison(found))
+        return found
+
+    return index_tensor
+
+
+@torch_op("index_put")
+def _index_put(call: OpCall) -> Function:
+    """Without `accumulate`, of several values for a place one stays."""
+    accumulate, check, sizes = bool(call.attr("accumulate", False)), _Range(call, Place()), call.inputs[0].shape
+
+    def index_put(x: Tensor, *rest: Tensor) -> Tensor:
+        *indices, values = rest
+        places = tuple(check(index.long(), size)[0] for index, size in zip(indices, sizes, strict=False))
+        return torch.index_put(x, places, values, accumulate)
+
+    return index_put
+
+
+# R.scatter's reduction -> torch's
+_SCATTERS = {"update": None, "add": "sum", "mul": "prod", "min": "amin", "max": "amax"}
+
+
+def _scatter_along(call: OpCall) -> Function:
+    """`data` with `updates` entered along a dim, as the call's `reduction` says."""
+    reduction = call.attr("reduction", "update")
+    if reduction not in _SCATTERS:
+        refuse(
+            f"R.{call.name} has no reduction {reduction!r} here",
+            where=str(call.expr),
+            fix=f"use {', '.join(_SCATTERS)}",
+        )
+    op = _SCATTERS[reduction]
+    if op is None:
+        return torch.scatter
+    return lambda x, dim, index, updates: torch.scatter_reduce(x, dim, index, updates, op)
+
+
+@torch_op("scatter_elements")
+def _scatter_elements(call: OpCall) -> Function:
+    dim, scatter, check = call.axis(call.attr("axis")), _scatter_along(call), _Range(call, Place())
+    size = call.inputs[0].shape[dim]
+    return lambda x, index, updates: scatter(x, dim, check(index.long(), size)[0], updates)
+
+
+@torch_op("scatter_nd")
+def _scatter_nd(call: OpCall) -> Function:
+    """The last dim of the indices names a position in the data's first dims."""
+    shape, count = call.inputs[0].shape, call.inputs[1].shape[-1]
+    scatter, linear = _scatter_along(call), _Linear(_Range(call, Place()), shape[:count])
+    places, rest = math.prod(shape[:count]), math.prod(shape[count:])
+
+    def scatter_nd(x: Tensor, index: Tensor, updates: Tensor) -> Tensor:
+        rows = linear(index.reshape(-1, count))[0][:, None].expand(-1, rest)
+        return scatter(x.reshape(places, rest), 0, rows, updates.reshape(-1, rest)).reshape(shape)
+
+    return scatter_nd
+
+
+@torch_op("one_hot")
+def _one_hot(call: OpCall) -> Function:
+    on, off = call.literals
+    depth, dtype = call.attr("depth"), torch_dtype(call.outputs[0].dtype)
+    axis = call.attr("axis") % call.outputs[0].ndim
+    lanes = [-1 if dim == axis else 1 for dim in range(call.outputs[0].ndim)]
+
+    def one_hot(index: Tensor) -> Tensor:
+        hit = index.unsqueeze(axis) == torch.arange(depth, device=index.device).reshape(lanes)
+        return torch.full((), off, dtype=dtype, device=index.device).masked_fill(hit, on)
+
+    return one_hot
+
+
+@torch_op("sort", "argsort")
+def _sort(call: OpCall) -> Function:
+    """Stable."""
+    dim, descending, field = call.attr("axis"), bool(call.attr("descending")), int(call.name == "argsort")
+    return lambda x: torch.sort(x, dim=dim, descending=descending, stable=True)[field]
+
+
+@torch_op("topk")
+def _topk(call: OpCall) -> Function:
+    """By a stable sort: of equal elements the first come first."""
+    dim, largest = call.axis(call.attr("axis")), bool(call.attr("largest"))
+    k = call.outputs[0].shape[dim]
+    fields = {"both": (0, 1), "values": (0,), "indices": (1,)}[call.attr("ret_type")]
+
+    def topk(x: Tensor) -> tuple[Tensor, ...]:
+        found = torch.sort(x, dim=dim, descending=largest, stable=True)
+        return tuple(found[field].narrow(dim, 0, k) for field in fields)
+
+    return topk
+
+
+@torch_op("bucketize")
+def _bucketize(call: OpCall) -> Function:
+    right = bool(call.attr("right"))
+    return lambda x, boundaries: torch.bucketize(x, boundaries, right=right)

@@ -1,0 +1,172 @@
+"""Operators that only move elements: reshapes, transposes, concatenation, slices, padding."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.rules.operator.call import OpCall
+
+from .table import Function, torch_op
+
+Tensor = torch.Tensor
+
+
+@torch_op("reshape", "expand_dims", "squeeze", "flatten", "nn.batch_flatten")
+def _reshape(call: OpCall) -> Function:
+    shape = call.outputs[0].shape
+    return lambda x: x.reshape(shape)
+
+
+@torch_op("permute_dims")
+def _permute_dims(call: OpCall) -> Function:
+    dims = tuple(call.axis(d) for d in call.attr("axes", range(call.inputs[0].ndim)[::-1]))
+    return lambda x: x.permute(dims)
+
+
+@torch_op("broadcast_to")
+def _broadcast_to(call: OpCall) -> Function:
+    shape = call.outputs[0].shape
+    return lambda x: x.expand(shape)
+
+
+@torch_op("collapse_sum_to", "collapse_sum_like")
+def _collapse_sum(call: OpCall) -> Function:
+    shape = call.outputs[0].shape
+    return lambda x, *_: x.sum_to_size(shape)
+
+
+@torch_op("concat")
+def _concat(call: OpCall) -> Function:
+    dim = call.attr("axis")
+    if dim is None:
+        return lambda *tensors: torch.cat([t.reshape(-1) for t in tensors])
+    return lambda *tensors: torch.cat(tensors, dim)
+
+
+@torch_op("stack")
+def _stack(call: OpCall) -> Function:
+    dim = call.attr("axis", 0)
+    return lambda *tensors: torch.stack(tensors, dim)
+
+
+@torch_op("split")
+def _split(call: OpCall) -> Function:
+    """In equal sections, or at indices: TVM has worked out the results' sizes."""
+    dim = call.axis(call.attr("axis"))
+    sizes = [out.shape[dim] for out in call.outputs]
+    covered, whole = sum(sizes), call.inputs[0].shape[dim]
+    if covered > whole:
+        refuse(
+            f"R.split of {whole} elements makes parts of {sizes}", where=str(call.expr), fix="split at sorted indices"
+        )
+    return lambda x: x.narrow(dim, 0, covered).split(sizes, dim)
+
+
+@torch_op("repeat")
+def _repeat(call: OpCall) -> Function:
+    repeats, dim = call.attr("repeats"), call.attr("axis")
+    return lambda x: torch.repeat_interleave(x, repeats, dim)
+
+
+@torch_op("tile")
+def _tile(call: OpCall) -> Function:
+    repeats = call.attr("repeats")
+    return lambda x: torch.tile(x, repeats)
+
+
+@torch_op("flip")
+def _flip(call: OpCall) -> Function:
+    dim = call.attr("axis")
+    return lambda x: torch.flip(x, (dim,))
+
+
+@torch_op("meshgrid")
+def _meshgrid(call: OpCall) -> Function:
+    indexing = call.attr("indexing", "ij")
+    if indexing != "ij":
+        refuse(
+            f"R.meshgrid with indexing={indexing!r}",
+            where=str(call.expr),
+            why="TVM infers the shapes of 'ij' for it",
+            fix="use indexing='ij', and R.permute_dims on its results",
+        )
+    return lambda *tensors: torch.meshgrid(*tensors, indexing="ij")
+
+
+@torch_op("strided_slice")
+def _strided_slice(call: OpCall) -> Function:
+    axes, begins, ends, *strides = call.literals
+    flipped, index = [], [slice(None)] * call.inputs[0].ndim
+    for dim, begin, end, stride in zip(axes, begins, ends, strides[0] if strides else [1] * len(axes), strict=True):
+        dim = call.axis(dim)
+        index[dim], backwards = _slice(begin, end, stride, call.inputs[0].shape[dim])
+        flipped += [dim] if backwards else []
+        if len(range(*index[dim].indices(size := call.inputs[0].shape[dim]))) != call.outputs[0].shape[dim]:
+            refuse(
+                f"R.strided_slice of dim {dim} from {begin} to {end} by {stride}",
+                where=str(call.expr),
+                why=f"of {size} elements TVM takes {call.outputs[0].shape[dim]}",
+                fix="keep the slice's begin before its end, and both within the dim",
+            )
+    where = tuple(index)
+    if flipped:
+        return lambda x: x.flip(flipped)[where]
+    return lambda x: x[where]
+
+
+def _slice(begin: int, end: int, stride: int, size: int) -> tuple[slice, bool]:
+    """The slice of a dim, and whether the dim is to be turned around first, as torch has no negative steps."""
+    start, stop, step = slice(begin, end, stride).indices(size)
+    if step > 0:
+        return slice(start, max(start, stop), step), False
+    start, stop = size - 1 - start, size - 1 - stop
+    return slice(start, max(start, stop), -step), True
+
+
+@torch_op("slice_scatter")
+def _slice_scatter(call: OpCall) -> Function:
+    start, end, step = call.literals
+    dim = call.attr("axis")
+    return lambda x, source: torch.slice_scatter(x, source, dim, start, end, step)
+
+
+@torch_op("nn.pad")
+def _pad(call: OpCall) -> Function:
+    widths = call.attr("pad_width")
+    mode = call.attr("pad_mode", "constant")
+    pairs = list(zip(widths[::2], widths[1::2], strict=True))
+    if mode == "constant":
+        value = call.attr("pad_value", 0.0)
+        flat = [width for pair in reversed(pairs) for width in pair]
+        return lambda x: F.pad(x, flat, value=value)
+    if mode not in _SOURCES:
+        refuse(f"R.nn.pad has no mode {mode!r}", where=str(call.expr), fix=f"use constant, {', '.join(_SOURCES)}")
+    shape = call.inputs[0].shape
+    indices = [
+        (dim, torch.tensor([_SOURCES[mode](i, shape[dim]) for i in range(-low, shape[dim] + high)], device="cpu"))
+        for dim, (low, high) in enumerate(pairs)
+        if low or high
+    ]
+
+    def pad(x: Tensor) -> Tensor:
+        for dim, index in indices:
+            x = x.index_select(dim, index.to(x.device))
+        return x
+
+    return pad
+
+
+# mode -> which element of a dim of n stands at position i, before 0 or after n
+_SOURCES = {
+    "reflect": lambda i, n: n - 1 - abs(n - 1 - abs(i)),
+    "replicate": lambda i, n: min(max(i, 0), n - 1),
+    "circular": lambda i, n: i % n,
+}
+
+
+@torch_op("nn.pixel_shuffle")
+def _pixel_shuffle(call: OpCall) -> Function:
+    factor = call.attr("upscale_factor")
+    return lambda x: F.pixel_shuffle(x, factor)

@@ -1,0 +1,1 @@
+"""Words for reading and rewriting TIR."""

@@ -1,0 +1,153 @@
+"""What an expression or a statement may do besides computing a value."""
+
+from __future__ import annotations
+
+from tvm import ir, tirx
+
+from .tile_position import CALLED
+
+
+def _ops(namespace: str, names: str) -> frozenset[str]:
+    return frozenset(f"{namespace}.{name}" for name in names.split())
+
+
+#: Functions of their arguments alone: the value at an element needs nothing but the arguments at that element. What is
+#: not listed, such as everything that asks which thread, warp or lane it is, is more than that.
+ELEMENTWISE = (
+    _ops("tirx", "acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf exp exp10 exp2 fabs floor fma fmod")
+    | _ops(
+        "tirx", "hypot ldexp log log10 log1p log2 nearbyint nextafter pow round rsqrt sigmoid sin sinh sqrt tan tanh"
+    )
+    | _ops("tirx", "trunc isfinite isinf isnan if_then_else likely reinterpret large_uint_imm tvm_thread_invariant")
+    | _ops("tirx", "bitwise_and bitwise_not bitwise_or bitwise_xor shift_left shift_right clz popcount dp4a")
+    | _ops("tirx", "q_multiply_shift q_multiply_shift_per_axis vectorcombine vectorhigh vectorlow")
+    | _ops("tl", "__cos __exp __exp10 __log __log10 __log2 __sin __tan __ffs __fns fast_rcp clamp fma fmul infinity")
+    | _ops("tl", "ieee_add ieee_fdiv ieee_fmaf ieee_frcp ieee_frsqrt ieee_fsqrt ieee_mul ieee_sub max_nan min_nan")
+    | _ops("tl", "abs2 add2 fma2 max2 max2_nan min2 min2_nan mul2 sub2 pack_b16 pack_b8x4 pow_of_int __ldg")
+    | _ops("tl", "round_ties_away_from_zero")
+    | frozenset(CALLED)
+)
+
+#: Statements that change no value and no statement's running: barriers inside a program, hints to a compiler.
+NO_EFFECT = (
+    _ops("tirx", "tvm_storage_sync assume ptx_wait_group ptx_commit_group")
+    | _ops("tl", "annotate_consumer_reg_alloc annotate_producer_reg_dealloc conflict_hint fence_proxy_async")
+    | _ops("tl", "no_set_max_nreg pdl_sync pdl_trigger set_max_nreg sync_warp wait_wgmma warpgroup_arrive")
+    | _ops("tl", "warpgroup_commit_batch warpgroup_wait")
+)
+#: What takes an element for the place that it is at.
+POINTERS = frozenset(("tl.access_ptr", "tirx.address_of", "tirx.tvm_access_ptr"))
+#: What leaves a loop, an iteration or the kernel: what stands behind or before it in the loop may not run.
+_LEAVES_LOOP = frozenset(("tl.loop_break", "tirx.break_loop", "tirx.continue_loop"))
+_LEAVES_KERNEL = frozenset(("tirx.ret", "tirx.thread_return"))
+_WRITES = 2  # the bit in the access modes of tl.region and tl.access_ptr
+
+
+def side_effect(stmt: tirx.Stmt) -> str | None:
+    """The call with an effect in the expressions of a store, a binding, a condition or a loop's bounds; None without
+    one.
+
+    Values that come through pointers count as such: what is read is more than the element that the pointer names."""
+    for expr in _expressions(stmt):
+        for call in _calls(expr):
+            if not isinstance(call.op, ir.Op):
+                return str(call.op)
+            if call.op.name not in ELEMENTWISE:
+                return call.op.name
+    return None
+
+
+def leaves_kernel(stmt: tirx.Stmt) -> bool:
+    """Whether there is a return in a statement."""
+    return any(name in _LEAVES_KERNEL for name in _op_names(stmt))
+
+
+def leaves_loop(loop: tirx.For) -> bool:
+    """Whether iterations of the loop, or what is left of one, may be skipped."""
+    inner: list[tirx.Stmt] = []
+
+    def hide(node: tirx.Stmt) -> tirx.Stmt | None:
+        inner.append(node)
+        return tirx.Evaluate(0)
+
+    own = tirx.stmt_functor.ir_transform(loop.body, hide, None, ["tirx.For", "tirx.While"])
+    return any(name in _LEAVES_LOOP for name in _op_names(own))
+
+
+def _op_names(stmt: tirx.Stmt) -> list[str]:
+    return [call.op.name for call in _calls(stmt) if isinstance(call.op, ir.Op)]
+
+
+def written(stmt: tirx.Stmt) -> tuple[tirx.Buffer, ...]:
+    """The buffers that a statement of any kind may store to: by stores, or because a call gets a pointer or a
+    region."""
+    found: list[tirx.Buffer] = []
+
+    def visit(node: object) -> None:
+        if isinstance(node, tirx.BufferStore):
+            found.append(node.buffer)
+        elif isinstance(node, tirx.Call) and isinstance(node.op, ir.Op) and node.args:
+            target = node.args[0]
+            if isinstance(target, tirx.BufferLoad) and _may_write(node):
+                found.append(target.buffer)
+
+    tirx.stmt_functor.post_order_visit(stmt, visit)
+    return tuple(found)
+
+
+def pointers(stmt: tirx.Stmt) -> set[tirx.Var]:
+    """The variables that calls in the statement get as pointers: all that they point to may be read and written."""
+    found: set[tirx.Var] = set()
+
+    def visit(node: object) -> None:
+        if isinstance(node, tirx.Call):
+            found.update(arg for arg in node.args if isinstance(arg, tirx.Var) and arg.dtype == "handle")
+
+    tirx.stmt_functor.post_order_visit(stmt, visit)
+    return found
+
+
+def buffers_of(stmt: tirx.Stmt) -> tuple[tirx.Buffer, ...]:
+    """The buffers that a statement itself names: of a loop or a branch those in its bounds or its condition."""
+    found: list[tirx.Buffer] = [stmt.buffer] if isinstance(stmt, tirx.BufferStore) else []
+    exprs = [stmt.value] if isinstance(stmt, tirx.Evaluate) else _expressions(stmt)
+    for expr in exprs:
+        tirx.stmt_functor.post_order_visit(
+            expr, lambda node: found.append(node.buffer) if isinstance(node, tirx.BufferLoad) else None
+        )
+    return tuple(found)
+
+
+def _may_write(call: tirx.Call) -> bool:
+    """Whether a call that takes an element as a place may write there."""
+    modes = {"tl.region": 1, "tl.access_ptr": 2}
+    if call.op.name in modes:
+        mode = call.args[modes[call.op.name]]
+        return not isinstance(mode, tirx.IntImm) or bool(int(mode) & _WRITES)
+    return call.op.name == "tirx.address_of"
+
+
+def _expressions(stmt: tirx.Stmt) -> list[tirx.PrimExpr]:
+    if isinstance(stmt, tirx.BufferStore):
+        return [stmt.value, *stmt.indices]
+    if isinstance(stmt, tirx.Bind):
+        return [stmt.value]
+    if isinstance(stmt, tirx.IfThenElse):
+        return [stmt.condition]
+    return [stmt.min, stmt.extent] if isinstance(stmt, tirx.For) else []
+
+
+def op_name(expr: object) -> str:
+    """The name of the operator that `expr` calls, or "" if it is no such call."""
+    return expr.op.name if isinstance(expr, tirx.Call) and isinstance(expr.op, ir.Op) else ""
+
+
+def changes_nothing(stmt: tirx.Stmt) -> bool:
+    """Whether the statement is a barrier or a hint: the same values are computed without it."""
+    return isinstance(stmt, tirx.Evaluate) and op_name(stmt.value) in NO_EFFECT
+
+
+def _calls(expr: tirx.PrimExpr | tirx.Stmt) -> list[tirx.Call]:
+    found: list[tirx.Call] = []
+    tirx.stmt_functor.post_order_visit(expr, lambda n: found.append(n) if isinstance(n, tirx.Call) else None)
+    return found

@@ -1,0 +1,162 @@
+"""What can't be imported is refused by name."""
+
+import importlib
+
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import nn
+
+import mesh_tensor as mt
+from mesh_tensor.importers import torch_ops
+
+
+class Call(nn.Module):
+    """A function as a module, inside another one."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), _Function(function))
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class _Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def refused(model, *inputs):
+    with pytest.raises(mt.MeshTensorError) as error:
+        mt.from_torch(torch.export.export(model, inputs))
+    return str(error.value)
+
+
+def test_all_unknown_operators_are_named():
+    text = refused(Call(lambda x: torch.linalg.qr(x)[0] + torch.special.bessel_j0(x)), torch.randn(4, 4))
+    assert "torch operator aten.linalg_qr.default is not known (value 'linalg_qr' in inner.1)" in text
+    assert "torch operator aten.special_bessel_j0.default is not known" in text
+
+
+def test_random_operators():
+    text = refused(nn.Sequential(nn.Linear(4, 4), nn.Dropout()).train(), torch.randn(4, 4))
+    assert "random" in text
+    assert "eval mode" in text
+
+
+def test_operator_that_can_not_be_converted():
+    text = refused(Call(lambda x: x.as_strided((3, 3), (2, 1))), torch.randn(4, 4))
+    assert "torch operator aten.as_strided.default can't be imported" in text
+    assert "in inner.1" in text
+
+
+def test_attention_of_other_rank():
+    text = refused(Call(lambda x: nn.functional.scaled_dot_product_attention(x, x, x)), torch.randn(4, 4))
+    assert "attention of tensors of [2, 2, 2] dims" in text
+
+
+def test_results_of_another_type():
+    """TVM's importer makes float32 of the product in torch.conv_transpose1d."""
+    text = refused(
+        Call(lambda x: nn.functional.conv_transpose1d(x[None], x[:, None, :2])).double(), torch.randn(4, 4).double()
+    )
+    assert "aten.convolution.default was imported as R.Tensor" in text
+    assert 'dtype="float32"), but in torch it is (1, 1, 5) float64' in text
+
+
+def test_weights_without_memory():
+    """An exporter under FakeTensorMode gives weights that are shapes only."""
+    with torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
+        program = torch.export.export(nn.Linear(4, 3), (torch.randn(2, 4),))
+    with pytest.raises(mt.MeshTensorError) as error:
+        mt.from_torch(program)
+    text = str(error.value)
+    assert "the weights 'weight', 'bias' have no memory" in text
+    assert "FakeTensorMode" in text
+    assert "export the model with real weights" in text
+
+
+def test_results_that_differ(monkeypatch):
+    """A converter that forgets an option, as many of TVM's do."""
+    monkeypatch.setitem(torch_ops.CONVERTERS, "gelu.default", lambda node, importer: importer.env[node.args[0]])
+    text = refused(nn.GELU(), torch.randn(4, 4))
+    assert "result 0 differs from torch's by" in text
+    assert "example inputs" in text
+
+
+def test_written_buffers():
+    text = refused(nn.BatchNorm1d(4).train(), torch.randn(4, 4))
+    assert "the program writes 'running_mean' (buffer_mutation)" in text
+
+
+def test_inputs_that_are_no_tensors():
+    class Power(nn.Module):
+        def forward(self, x, exponent):
+            return x**exponent
+
+    assert "the input 'exponent' is no tensor" in refused(Power(), torch.randn(4), 3)
+
+
+def test_no_program():
+    with pytest.raises(mt.MeshTensorError, match="a Linear is no exported program"):
+        mt.from_torch(nn.Linear(2, 2))
+
+
+def save_onnx(path, op, **attributes):
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 4])]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 4])]
+    graph = helper.make_graph([helper.make_node(op, ["x"], ["y"], **attributes)], "graph", inputs, outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    model.ir_version = 9
+    onnx.save(model, path)
+    return path
+
+
+def test_onnx_operator(tmp_path):
+    with pytest.raises(mt.MeshTensorError, match="not supported for frontend ONNX: Bernoulli") as error:
+        mt.from_onnx(save_onnx(tmp_path / "model.onnx", "Bernoulli"))
+    assert "model.onnx" in str(error.value)
+
+
+def test_onnx_file(tmp_path):
+    with pytest.raises(mt.MeshTensorError, match="there is no file"):
+        mt.from_onnx(tmp_path / "none.onnx")
+    (tmp_path / "bad.onnx").write_bytes(b"no model")
+    with pytest.raises(mt.MeshTensorError, match="is no valid ONNX model"):
+        mt.from_onnx(tmp_path / "bad.onnx")
+
+
+def test_onnx_shapes(tmp_path):
+    with pytest.raises(mt.MeshTensorError, match="`shapes` has 'z', which is no input"):
+        mt.from_onnx(save_onnx(tmp_path / "model.onnx", "Relu"), shapes={"z": (2, 4)})
+
+
+def test_without_the_package(tmp_path, monkeypatch):
+    real = importlib.import_module
+
+    def without(name, *args):
+        if name == "onnx":
+            raise ImportError("No module named 'onnx'")
+        return real(name, *args)
+
+    monkeypatch.setattr(importlib, "import_module", without)
+    with pytest.raises(mt.MeshTensorError, match="needs the package onnx") as error:
+        mt.from_onnx(tmp_path / "model.onnx")
+    assert "pip install onnx" in str(error.value)
+
+
+def test_indices_that_are_a_mask():
+    text = refused(Call(lambda x: torch.index_put(x, (x > 0,), torch.tensor(1.0))), torch.randn(4, 4))
+    assert "torch operator aten.index_put.default can't be imported: an index of bool" in text
+    assert "use torch.where" in text
+
+
+def test_fewer_indices_than_values():
+    text = refused(Call(lambda x: x.scatter(0, torch.zeros(1, 4, dtype=torch.long), x)), torch.randn(4, 4))
+    assert "aten.scatter.src can't be imported: indices of R.shape([1, 4]) for values of R.shape([4, 4])" in text

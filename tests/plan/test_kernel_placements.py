@@ -1,0 +1,218 @@
+"""What every axis splits, why, and in which layouts the kernel then takes and leaves its buffers."""
+
+import pytest
+import tilelang.language as T
+from tvm import tirx
+
+from kernels.elementwise import add
+from kernels.matmul import matmul
+from kernels.reduce import reduce_rows
+from mesh_tensor import Mesh, Sharding
+from mesh_tensor.plan.kernel_placements import Propagation, dtype_bits, tile_extent
+from mesh_tensor.rules.kernel.normalize import normalize
+from mesh_tensor.rules.kernel.sharding_rule import analyse
+
+MATMUL = matmul(64, 64, 64, 16, 16, 16)
+TALL = matmul(512, 16, 16, 16, 16, 16)
+
+
+def decide(func, mesh, shardings, **options):
+    """The assignment of an annotated kernel."""
+    mesh = Mesh(mesh)
+    analysis = analyse(normalize(func))
+    ndims = {name: len(buffer.shape) for name, buffer in analysis.kernel.params.items()}
+    asked = {name: Sharding.make(mesh, ndims[name], layout) for name, layout in shardings.items()}
+    return Propagation(analysis, mesh, asked, **options).decide()
+
+
+def splits(assignment):
+    """Axis -> factor's name."""
+    return {axis: factor.name if factor else None for axis, factor in assignment.axes.items()}
+
+
+def layouts(found):
+    return {name: str(layout) for name, layout in found.items()}
+
+
+def test_unanimous_annotations_are_followed():
+    found = decide(MATMUL, {"x": 2, "y": 2}, {"A": {"x": 0}, "B": {"y": 1}, "C": {"x": 0, "y": 1}})
+    assert splits(found) == {"x": "m", "y": "n"}
+    assert found.reasons == {"x": "as annotated", "y": "as annotated"}
+    assert layouts(found.needed) == {"A": "S[0], R", "B": "R, S[1]"}
+    assert layouts(found.produced) == {"C": "S[0], S[1]"}
+    assert not found.whole
+
+
+def test_an_axis_that_nothing_asks_for_splits_nothing():
+    found = decide(MATMUL, {"x": 2, "y": 2}, {"A": {"x": 0}, "C": {"x": 0}})
+    assert splits(found) == {"x": "m", "y": None}
+    assert found.reasons["y"] == "no annotation uses it"
+
+
+def test_inputs_that_agree_on_a_reduced_factor_leave_the_output_partial():
+    found = decide(MATMUL, {"x": 2}, {"A": {"x": 1}, "B": {"x": 0}})
+    assert splits(found) == {"x": "k"}
+    assert layouts(found.produced) == {"C": "P[sum]"}
+
+
+def test_inputs_that_agree_on_a_reduced_factor_win_over_an_output_that_uses_the_axis():
+    found = decide(MATMUL, {"x": 2}, {"A": {"x": 1}, "B": {"x": 0}, "C": {"x": 0}})
+    assert splits(found) == {"x": "k"}
+    assert found.reasons["x"] == "the inputs agree; outputs are reduced into their layout"
+    assert layouts(found.produced) == {"C": "P[sum]"}, "a reduce-scatter brings it to S[0]"
+
+
+def test_outputs_decide_where_inputs_disagree():
+    found = decide(MATMUL, {"x": 2}, {"A": {"x": 1}, "B": {"x": 1}, "C": {"x": 0}})
+    assert splits(found) == {"x": "m"}
+    assert found.reasons["x"] == "outputs decide"
+    assert layouts(found.needed) == {"A": "S[0]", "B": "R"}
+
+
+def test_outputs_decide_where_inputs_agree_on_another_parallel_factor():
+    found = decide(add(64, 64), {"x": 2}, {"A": {"x": 1}, "B": {"x": 1}, "C": {"x": 0}})
+    assert splits(found) == {"x": "m"}
+    assert found.reasons["x"] == "outputs decide"
+    assert layouts(found.needed) == {"A": "S[0]", "B": "S[0]"}
+
+
+def test_the_fewest_bytes_win_where_no_output_asks():
+    # A is 32 times as large as B: moving B is cheaper than moving A.
+    found = decide(TALL, {"x": 2}, {"A": {"x": 0}, "B": {"x": 0}})
+    assert splits(found) == {"x": "m"}
+    assert found.reasons["x"] == "fewest bytes"
+    wide = decide(matmul(16, 512, 16, 16, 16, 16), {"x": 2}, {"A": {"x": 0}, "B": {"x": 1}})
+    assert splits(wide) == {"x": "n"}
+
+
+def test_an_output_that_is_replicated_is_gathered_only_if_that_is_cheaper():
+    # Splitting m as A asks: C is gathered. Splitting nothing: A is.
+    large_output = decide(matmul(64, 512, 16, 16, 16, 16), {"x": 2}, {"A": {"x": 0}, "C": {}})
+    assert splits(large_output) == {"x": None}
+    assert large_output.reasons["x"] == "fewest bytes"
+    large_input = decide(matmul(64, 16, 512, 16, 16, 16), {"x": 2}, {"A": {"x": 0}, "C": {}})
+    assert splits(large_input) == {"x": "m"}
+
+
+def test_the_output_that_is_cheaper_to_satisfy_wins_where_outputs_disagree():
+    @T.prim_func
+    def copies(A: T.Tensor((64, 64), "float32"), B: T.Tensor((64, 64), "float32"), C: T.Tensor((64, 64), "float16")):
+        with T.Kernel(8, 8, threads=32) as (bx, by):
+            for i, j in T.Parallel(8, 8):
+                B[by * 8 + i, bx * 8 + j] = A[by * 8 + i, bx * 8 + j]
+                C[by * 8 + i, bx * 8 + j] = A[by * 8 + i, bx * 8 + j]
+
+    found = decide(copies, {"x": 2}, {"A": {}, "B": {"x": 0}, "C": {"x": 1}})
+    assert splits(found) == {"x": "m"}, "B is twice as large as C"
+    assert found.reasons["x"] == "fewest bytes"
+
+
+def test_two_axes_on_one_dim():
+    found = decide(MATMUL, {"x": 2, "y": 2}, {"A": {"x": 0, "y": 0}, "C": {"x": 0, "y": 0}})
+    assert splits(found) == {"x": "m", "y": "m"}
+    assert layouts(found.produced) == {"C": "S[0], S[0]"}
+    assert found.axes["x"] is found.axes["y"]
+    assert found.axes_of(found.axes["x"]) == ("x", "y")
+
+
+def test_what_is_not_annotated_follows():
+    found = decide(MATMUL, {"x": 2, "y": 2}, {"C": {"x": 0, "y": 1}})
+    assert layouts(found.needed) == {"A": "S[0], R", "B": "R, S[1]"}
+
+
+@pytest.mark.parametrize(("op", "start"), [("sum", "P[sum]"), ("max", "R")])
+def test_what_is_updated_in_place_comes_in_partial_unless_the_operation_is_idempotent(op, start):
+    atomic = {"sum": T.atomic_add, "max": T.atomic_max}[op]
+
+    @T.prim_func
+    def update(A: T.Tensor((32, 16), "float32"), B: T.Tensor((16,), "float32")):
+        with T.Kernel(4, threads=16) as bx:
+            for i, j in T.Parallel(8, 16):
+                atomic(B[j], A[bx * 8 + i, j])
+
+    found = decide(update, {"x": 2}, {"A": {"x": 0}})
+    assert layouts(found.produced) == {"B": f"P[{op}]"}
+    assert layouts(found.needed) == {"A": "S[0]", "B": start}
+
+
+def block_numbers(M=64, block=8):
+    """B[m] is the number of its block: tiles have to be whole blocks."""
+
+    @T.prim_func
+    def numbers(B: T.Tensor((M,), "float32")):
+        with T.Kernel(T.ceildiv(M, block), threads=8) as bx:
+            for i in T.Parallel(block):
+                B[bx * block + i] = T.Cast("float32", bx)
+
+    return numbers
+
+
+def test_axes_that_would_split_blocks_are_dropped():
+    found = decide(block_numbers(), {"x": 2, "y": 4}, {"B": {"x": 0, "y": 0}})
+    assert splits(found) == {"x": "m", "y": "m"}, "tiles of 32 and of 8 are whole blocks"
+    found = decide(block_numbers(), {"x": 2, "y": 8}, {"B": {"x": 0, "y": 0}})
+    assert splits(found) == {"x": "m", "y": None}
+    assert "bx is used as a value" in found.reasons["y"]
+    assert "not whole blocks of 8" in found.reasons["y"]
+    assert found.whole[("B", 0)] == found.reasons["y"]
+    assert layouts(found.produced) == {"B": "S[0], R"}
+
+
+def test_alignment_does_not_matter_on_axes_of_one_device():
+    found = decide(block_numbers(60), {"x": 1}, {"B": {"x": 0}})
+    assert splits(found) == {"x": "m"}
+
+
+def test_dims_that_are_needed_whole_are_named_with_the_reason():
+    @T.prim_func
+    def shift(A: T.Tensor((33,), "float32"), B: T.Tensor((32,), "float32")):
+        with T.Kernel(4, threads=8) as bx:
+            for i in T.Parallel(8):
+                B[bx * 8 + i] = A[bx * 8 + i + 1]
+
+    found = decide(shift, {"x": 2}, {"A": {"x": 0}, "B": {"x": 0}})
+    assert list(found.whole) == [("A", 0)]
+    assert "it is shifted" in found.whole[("A", 0)]
+    assert layouts(found.needed) == {"A": "R"}
+    assert decide(shift, {"x": 2}, {"A": {"x": 0}}).reasons["x"] == "what it should split is needed whole"
+
+
+def test_banned_factors_are_not_split():
+    banned = {("A", 1): "it can't be"}
+    found = decide(MATMUL, {"x": 2}, {"A": {"x": 1}, "B": {"x": 0}}, banned=banned)
+    assert splits(found) == {"x": None}
+    assert found.whole[("A", 1)] == "it can't be"
+
+
+def test_axes_that_an_earlier_part_decided_stay():
+    analysis = analyse(normalize(MATMUL))
+    mesh = Mesh({"x": 2})
+    asked = {"C": Sharding.make(mesh, 2, {"x": 1})}
+    m = analysis.factor_of("C", 0)
+    found = Propagation(analysis, mesh, asked, fixed={"x": m}).decide()
+    assert found.axes == {"x": m}
+    assert "first part" in found.reasons["x"]
+
+
+def test_reductions_are_split_as_asked():
+    found = decide(reduce_rows(64, 64, "sum"), {"x": 2, "y": 2}, {"A": {"x": 0, "y": 1}, "B": {"x": 0}})
+    assert splits(found) == {"x": "m", "y": "k"}
+    assert layouts(found.produced) == {"B": "S[0], P[sum]"}
+
+
+@pytest.mark.parametrize(("size", "parts", "tile"), [(7, [2], 4), (7, [2, 2], 2), (8, [1], 8), (0, [3], 0), (5, [], 5)])
+def test_tiles_round_up(size, parts, tile):
+    assert tile_extent(size, parts) == tile
+
+
+def test_symbolic_tiles():
+    n = tirx.Var("n", "int32")
+    assert str(tile_extent(n, [1, 4])) == "(n + 3) // 4"
+    assert tile_extent(n, [1]) is n
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [("float32", 32), ("bfloat16", 16), ("int8", 8), ("bool", 8), ("float8_e4m3fn", 8)]
+)
+def test_element_sizes(dtype, bits):
+    assert dtype_bits(dtype) == bits

@@ -1,0 +1,167 @@
+"""Real models on meshes: what torch computes, with the collectives that people place by hand."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+import mesh_tensor as mt
+from kernels.for_modules import FASTER_ON_CPU
+from kernels.models import convnet, gpt2, llama, mlp, together
+from mesh_tensor.program.steps import CollectiveStep
+
+
+def distributed(file, config, mesh, shardings, priority=None):
+    """The model in torch, inputs of it, and the module on the mesh."""
+    torch.manual_seed(0)
+    model, inputs = file.build(config), file.example_inputs(config)
+    module = mt.from_torch(torch.export.export(model, inputs))
+    mod = mt.annotate_module(module.mod, mesh, shardings, priority=priority)
+    return model, file.example_inputs(config), mt.distribute_module(mod, weights=module.params)
+
+
+def check(model, inputs, run):
+    with torch.no_grad():
+        torch.testing.assert_close(run(*inputs), model(*inputs), rtol=1e-4, atol=2e-5)
+
+
+def collectives(run):
+    """kind -> how often something is sent."""
+    steps = [step for step in run.program.steps if isinstance(step, CollectiveStep) and step.bytes]
+    return Counter(step.kind for step in steps)
+
+
+def received(run):
+    """Bytes that a device receives."""
+    return sum(step.bytes for step in run.program.steps if isinstance(step, CollectiveStep))
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_mlp_of_the_seed(parts):
+    config = mlp.Config()
+    model, inputs, run = distributed(mlp, config, {"model": parts}, mlp.tensor_parallel("model"))
+    check(model, inputs, run)
+    assert collectives(run) == {"all_reduce": 1}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_gpt2_tensor_parallel(parts, fused):
+    config = gpt2.Config(fused=fused)
+    model, inputs, run = distributed(gpt2, config, {"model": parts}, gpt2.tensor_parallel(config, "model"))
+    check(model, inputs, run)
+    assert collectives(run) == {"all_reduce": 2 * config.layers}
+    hidden = config.batch * config.positions * config.width * 4
+    assert received(run) == 2 * config.layers * (2 * hidden * (parts - 1) // parts)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("file", [gpt2, llama])
+@pytest.mark.parametrize("sizes", [(8, 64, 64), (2, 5, 64)])
+def test_as_many_collectives_for_all_sizes(file, sizes, parts):
+    """Also where weights are much smaller than activations, or larger: gathering both would move fewer bytes."""
+    batch, positions, width = sizes
+    options = {"key_heads": 4} if file is llama else {}
+    config = file.Config(width=width, heads=4, layers=1, batch=batch, positions=positions, **options)
+    split = file.tensor_parallel(config, "model")
+    model, inputs, run = distributed(file, config, {"model": parts}, split)
+    check(model, inputs, run)
+    assert collectives(run) == {"all_reduce": 2}
+    if positions % parts == 0:
+        run = distributed(file, config, {"model": parts}, together(split, file.sequence_parallel(config, "model")))[2]
+        assert collectives(run) == {"all_gather": 2, "reduce_scatter": 2}
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_gpt2_sequence_parallel(parts):
+    config = gpt2.Config()
+    both = together(gpt2.tensor_parallel(config, "model"), gpt2.sequence_parallel(config, "model"))
+    model, inputs, run = distributed(gpt2, config, {"model": parts}, both)
+    check(model, inputs, run)
+    assert collectives(run) == {"all_gather": 2 * config.layers, "reduce_scatter": 2 * config.layers}
+
+
+def test_gpt2_data_parallel_sends_nothing():
+    config = gpt2.Config()
+    model, inputs, run = distributed(gpt2, config, {"data": 4}, gpt2.data_parallel("data"))
+    check(model, inputs, run)
+    assert not collectives(run)
+
+
+@pytest.mark.parametrize("pair", ["data+tensor", "data+sequence", "data+vocabulary"])
+def test_gpt2_in_pairs(pair):
+    config = gpt2.Config()
+    layouts = [gpt2.data_parallel("data"), gpt2.tensor_parallel(config, "model", vocabulary=pair == "data+vocabulary")]
+    if pair == "data+sequence":
+        layouts.append(gpt2.sequence_parallel(config, "model"))
+    model, inputs, run = distributed(gpt2, config, {"data": 2, "model": 2}, together(*layouts))
+    check(model, inputs, run)
+    found = collectives(run)
+    if pair == "data+tensor":
+        assert found == {"all_reduce": 2 * config.layers}
+    if pair == "data+sequence":
+        assert found["reduce_scatter"] == 2 * config.layers
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_llama_tensor_parallel(heads):
+    config = llama.Config(key_heads=heads)
+    model, inputs, run = distributed(llama, config, {"model": 2}, llama.tensor_parallel(config, "model"))
+    check(model, inputs, run)
+    if heads > 1:
+        assert collectives(run) == {"all_reduce": 2 * config.layers}
+
+
+def test_llama_with_fewer_key_heads_than_devices():
+    """Key heads are split over one axis, query heads over both: two all-reduces per block, as by hand."""
+    config = llama.Config(key_heads=2)
+    split = llama.tensor_parallel(config, "pair")
+    both = {name: {"pair": dim, "model": dim} for name, layout in split.items() for dim in layout.values()}
+    keys = {name: split[name] for name in split if name.split(".")[-2] in ("k_proj", "v_proj")}
+    assert len(keys) == 2 * config.layers
+    model, inputs, run = distributed(llama, config, {"pair": 2, "model": 2}, both | keys)
+    check(model, inputs, run)
+    assert collectives(run) == {"all_reduce": 2 * config.layers}
+
+
+def test_llama_sequence_parallel():
+    config = llama.Config()
+    both = together(llama.tensor_parallel(config, "model"), llama.sequence_parallel(config, "model"))
+    model, inputs, run = distributed(llama, config, {"model": 2}, both)
+    check(model, inputs, run)
+    assert collectives(run) == {"all_gather": 2 * config.layers, "reduce_scatter": 2 * config.layers}
+
+
+def test_llama_fully_sharded():
+    """Weights are heard after the batch, and gathered where that moves fewer bytes than the activations would."""
+    config = llama.Config(batch=64)
+    layouts = llama.fully_sharded(llama.build(config), "data")
+    later = {name: 1 for name in layouts if name != "tokens"}
+    model, inputs, run = distributed(llama, config, {"data": 2}, layouts, later)
+    check(model, inputs, run)
+    found = collectives(run)
+    assert set(found) == {"all_gather"}
+    weights = sum(weight.numel() * 4 for weight in model.parameters())
+    assert received(run) <= weights // 2
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_convolutional_net_by_batch(parts):
+    config = convnet.Config()
+    model, inputs, run = distributed(convnet, config, {"data": parts}, convnet.data_parallel("data"))
+    check(model, inputs, run)
+    assert not collectives(run)
+
+
+def test_operators_as_kernels_where_they_are_faster():
+    config = llama.Config(width=128, heads=4, key_heads=2, positions=16)
+    torch.manual_seed(0)
+    model, inputs = llama.build(config), llama.example_inputs(config)
+    module = mt.from_torch(torch.export.export(model, inputs))
+    mod = mt.annotate_module(module.mod, {"model": 2}, llama.tensor_parallel(config, "model"))
+    run = mt.distribute_module(mod, weights=module.params, kernels=FASTER_ON_CPU)
+    check(model, inputs, run)
+    norms = 2 * config.layers + 1
+    assert run.explain().count("kernel rms_norm_kernel for nn.rms_norm") == norms
+    by_torch = mt.distribute_module(mod, weights=module.params)
+    torch.testing.assert_close(run(*inputs), by_torch(*inputs), rtol=1e-4, atol=2e-5)

@@ -1,0 +1,55 @@
+"""What the flags of the compiler are for."""
+
+import ctypes
+import platform
+import re
+
+import tilelang.language as T
+import torch
+
+from mesh_tensor.targets.cpu import build as cpu_build
+from mesh_tensor.targets.cpu import compiler as cpu_compiler
+
+SIZES = range(1, 41)
+
+
+def small_blocks(size):
+    """Blocks that fit into the 128 bytes below the stack that a function may use unasked, and some that do not."""
+
+    @T.prim_func
+    def kernel(X: T.Tensor((size,)), Y: T.Tensor((size,))):
+        with T.Kernel(1, threads=32):
+            x = T.alloc_shared((size,), "float32")
+            wide = T.alloc_local((size,), "float64")
+            T.copy(X, x)
+            for i in T.serial(size):
+                wide[i] = T.cast(x[i], "float64") * 3.0
+            for i in T.serial(size):
+                x[i] = T.cast(wide[i] - T.cast(x[i], "float64"), "float32")
+            T.copy(x, Y)
+
+    return kernel
+
+
+def test_small_blocks_of_every_size(tmp_path):
+    """All in one file, which is quicker. g++ 12 stores some with aligned instructions at odd addresses."""
+    start = "#ifdef __cplusplus\nextern"
+    sources = {size: cpu_build.c_source(small_blocks(size)) for size in SIZES}
+    parts = [sources[1].split(start)[0]]
+    for size, source in sources.items():
+        code = source[source.index(start) :]
+        assert re.search(rf"float x\[{size}\]|float x;", code)
+        parts.append(re.sub(r"mesh_tensor_(body|kernel)\b", rf"mesh_tensor_\1_{size}", code))
+    (tmp_path / "kernels.cpp").write_text("\n".join(parts))
+    cpu_compiler.compile_library(tmp_path / "kernels.cpp", tmp_path / "kernels.so")
+    library = ctypes.CDLL(str(tmp_path / "kernels.so"))
+    for size in SIZES:
+        x, y = torch.randn(size), torch.full((size,), torch.nan)
+        run = library[f"{cpu_build.ENTRY}_{size}"]
+        run.argtypes = [ctypes.c_void_p] * 2
+        assert run(x.data_ptr(), y.data_ptr()) == 0
+        torch.testing.assert_close(y, 2 * x, rtol=1e-6, atol=0)
+
+
+def test_there_is_no_red_zone_where_there_could_be_one():
+    assert ("-mno-red-zone" in cpu_compiler.FLAGS) == (platform.machine().lower() in ("x86_64", "amd64"))

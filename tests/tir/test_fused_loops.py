@@ -1,0 +1,51 @@
+"""Grid loops over two dims at once are split for analysis and put together again."""
+
+import pytest
+import tilelang.language as T
+import torch
+
+import mesh_tensor as mt
+from mesh_tensor.tir.fused_loops import fuse, unfuse
+
+
+def scale(batch, heads, width, *, extra=False):
+    @T.prim_func
+    def kernel(
+        x: T.Tensor((batch, heads, width), "float32"),
+        factor: T.Tensor((heads,), "float32"),
+        out: T.Tensor((batch, heads, width), "float32"),
+    ):
+        with T.Kernel(batch * heads, threads=32) as bz:
+            row = T.alloc_fragment((width,), "float32")
+            T.copy(x[bz // heads, bz % heads, 0], row)
+            for i in T.Parallel(width):
+                row[i] = row[i] * factor[bz % heads] + (T.Cast("float32", bz) if extra else T.float32(0))
+            T.copy(row, out[bz // heads, bz % heads, 0])
+
+    return kernel
+
+
+def test_each_dim_has_a_loop_of_its_own():
+    assert str(mt.sharding_rule(scale(4, 6, 8))) == "x[b, m, n], factor[m] -> out[b, m, n]; b, m, n parallel"
+
+
+def test_fusing_again_gives_one_bound_loop():
+    func = scale(4, 6, 8)
+    script = func.with_body(fuse(unfuse(func).body)).script()
+    assert 'T.thread_binding(24, thread="blockIdx.x")' in script
+    assert "// 6" in script
+    assert "% 6" in script
+
+
+def test_a_loop_whose_variable_is_used_otherwise_stays():
+    func = scale(4, 6, 8, extra=True)
+    assert unfuse(func).body.same_as(func.body)
+
+
+@pytest.mark.parametrize("shardings", [{"x": 0, "y": 1}, {"x": 1, "y": 0}, {"x": 1, "y": 1}, {"y": 2}])
+@pytest.mark.parametrize("extra", [False, True])
+def test_both_dims_can_be_split(shardings, extra):
+    func = mt.annotate(scale(4, 5, 6, extra=extra), {"x": 2, "y": 3}, {"x": shardings, "out": shardings})
+    x, factor = torch.randn(4, 5, 6), torch.randn(5)
+    expected = x * factor[:, None] + (torch.arange(20.0).reshape(4, 5, 1) if extra else 0)
+    torch.testing.assert_close(mt.compile(func, target="interpret", poison=True)(x, factor), expected)
