@@ -27,6 +27,7 @@ from .importers import ImportedModule, load_module, save_module  # noqa: E402
 from .importers.onnx_frontend import from_onnx  # noqa: E402
 from .importers.torch_frontend import from_torch  # noqa: E402
 from .lowering import lower  # noqa: E402
+from .pipeline.schedule import Schedule  # noqa: E402
 from .program.steps import Program  # noqa: E402
 from .redistribution.plan import RedistributionPlan  # noqa: E402
 from .rules.kernel.sharding_rule import ShardingRule, sharding_rule  # noqa: E402
@@ -49,6 +50,7 @@ __all__ = [
     "Program",
     "RedistributionPlan",
     "Replicate",
+    "Schedule",
     "Shard",
     "Sharding",
     "ShardingRule",

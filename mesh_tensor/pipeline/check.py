@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import refuse
+from ..base.errors import refuse
 from .dependencies import Dependencies, Takes
 from .schedule import Action, Schedule
 

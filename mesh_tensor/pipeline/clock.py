@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, cast
 
-from ..errors import refuse
+from ..base.errors import refuse
 from .check import check_schedule
 from .dependencies import Dependencies, Takes
 from .schedule import KINDS, Action, Schedule

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ..errors import refuse, shown
+from ..base.errors import refuse, shown
 
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 _TEXT = re.compile(r"(\d+)([FBIW])(\d+)")

@@ -6,7 +6,7 @@ import csv
 import io
 import re
 
-from ..errors import refuse, shown
+from ..base.errors import refuse, shown
 from .schedule import Action, Schedule
 
 _TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")  # a forward and a backward that torch runs as one

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...errors import did_you_mean, listing, refuse, shown
+from ...base.errors import did_you_mean, listing, refuse, shown
 from ..schedule import Schedule
 from . import flush, one_f_one_b, v_shaped
 from .lanes import Rows
