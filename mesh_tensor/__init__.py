@@ -23,6 +23,7 @@ from .api.module import MeshModule, distribute_module  # noqa: E402
 from .base.errors import MeshTensorError  # noqa: E402
 from .base.mesh import Mesh  # noqa: E402
 from .base.sharding import Partial, Replicate, Shard, Sharding  # noqa: E402
+from .base.topology import Topology  # noqa: E402
 from .importers import ImportedModule, load_module, save_module  # noqa: E402
 from .importers.onnx_frontend import from_onnx  # noqa: E402
 from .importers.torch_frontend import from_torch  # noqa: E402
@@ -34,6 +35,7 @@ from .rules.kernel.sharding_rule import ShardingRule, sharding_rule  # noqa: E40
 from .runtime.ranks import from_dtensor, from_placements, redistribute, resume, to_dtensor, to_placements  # noqa: E402
 from .runtime.sequential import run_sequential  # noqa: E402
 from .runtime.virtual.mesh_tensor import MeshTensor, distribute, plan_redistribution  # noqa: E402
+from .runtime.virtual.transfer import plan_transfer, transfer  # noqa: E402
 from .targets.cpu.tilelang_gemm import register_cpu_gemm  # noqa: E402
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "Shard",
     "Sharding",
     "ShardingRule",
+    "Topology",
     "__version__",
     "annotate",
     "annotate_module",
@@ -71,6 +74,7 @@ __all__ = [
     "lowering",
     "mesh_tensor_functions",
     "plan_redistribution",
+    "plan_transfer",
     "read_module_annotations",
     "redistribute",
     "register_cpu_gemm",
@@ -82,4 +86,5 @@ __all__ = [
     "to_disco",
     "to_dtensor",
     "to_placements",
+    "transfer",
 ]
