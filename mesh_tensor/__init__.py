@@ -20,6 +20,7 @@ from .api.compile import MeshKernel, compile  # noqa: E402
 from .api.custom_op import as_custom_op  # noqa: E402
 from .api.disco import DiscoModule, DiscoSession, run_on_disco, to_disco  # noqa: E402
 from .api.module import MeshModule, distribute_module  # noqa: E402
+from .api.pipeline import Pipeline, pipeline  # noqa: E402
 from .base.errors import MeshTensorError  # noqa: E402
 from .base.mesh import Mesh  # noqa: E402
 from .base.sharding import Partial, Replicate, Shard, Sharding  # noqa: E402
@@ -49,6 +50,7 @@ __all__ = [
     "MeshTensorError",
     "ModuleAnnotations",
     "Partial",
+    "Pipeline",
     "Program",
     "RedistributionPlan",
     "Replicate",
@@ -73,6 +75,7 @@ __all__ = [
     "lower",
     "lowering",
     "mesh_tensor_functions",
+    "pipeline",
     "plan_redistribution",
     "plan_transfer",
     "read_module_annotations",
