@@ -19,6 +19,7 @@ from .annotations.stated import ModuleAnnotations, read_module_annotations  # no
 from .api.compile import MeshKernel, compile  # noqa: E402
 from .api.custom_op import as_custom_op  # noqa: E402
 from .api.disco import DiscoModule, DiscoSession, run_on_disco, to_disco  # noqa: E402
+from .api.gradient import gradient  # noqa: E402
 from .api.module import MeshModule, distribute_module  # noqa: E402
 from .base.errors import MeshTensorError  # noqa: E402
 from .base.mesh import Mesh  # noqa: E402
@@ -63,6 +64,7 @@ __all__ = [
     "from_onnx",
     "from_placements",
     "from_torch",
+    "gradient",
     "init_mesh_tensor_info",
     "load_module",
     "lower",
