@@ -16,17 +16,18 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from tests.adversarial_protocol import check as ranks
-from tests.corrupt import check as files
-from tests.random_kernels import check as kernels
-from tests.random_kernels import check_tiles as tiles
-from tests.random_kernels import reduction as kernel_reduction
 from tests.random_kernels.over_tiles import make_tiles_case
 from tests.random_kernels.programs import make_program_case
 from tests.random_kernels.strategy import make_case as make_kernel_case
-from tests.random_modules import check as modules
-from tests.random_modules import reduction as module_reduction
 from tests.random_modules.strategy import make_case as make_module_case
+
+from .adversarial_protocol import check as ranks
+from .corrupt import check as files
+from .random_kernels import check as kernels
+from .random_kernels import check_tiles as tiles
+from .random_kernels import reduction as kernel_reduction
+from .random_modules import check as modules
+from .random_modules import reduction as module_reduction
 
 #: So many numbers between two lines of output.
 ROUND = 100

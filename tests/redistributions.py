@@ -2,8 +2,8 @@
 
 `python -m tests.redistributions` checks that each is exact on the virtual mesh (values are whole numbers, so sums are),
 that its plan receives no more bytes than gathering everything, and none more than DTensor's own; and, on the meshes of
-2 and 4 devices, that gloo leaves the same bits. `tests/runtime/test_redistribute.py` and
-`tests/distributed/test_redistribution.py` have a part of it.
+2 and 4 devices, that gloo leaves the same bits. `tests/runtime/virtual/test_redistribute.py` and
+`tests/runtime/ranks/test_redistribution.py` have a part of it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from functools import partial
 import torch
 
 from mesh_tensor import Mesh
-
-from .runtime.reference import assert_holds, layouts, scatter
+from tests.runtime.reference import assert_holds, layouts, scatter
 
 MESHES = [{"x": 2}, {"x": 4}, {"x": 2, "y": 2}, {"x": 2, "y": 3}, {"x": 2, "y": 2, "z": 2}]
 EVEN = [(24,), (12, 24), (12, 12, 24)]
@@ -38,9 +37,9 @@ def check(sizes: dict[str, int], shape: tuple[int, ...], step: int = 1) -> int:
 
 def main() -> None:
     """Everything, with what it took."""
-    from .distributed import redistribution_bodies as bodies
-    from .distributed.launcher import run
-    from .test_redistribution import check as check_plan
+    from tests.redistribution.test_plan import check as check_plan
+    from tests.runtime.ranks import redistribution_bodies as bodies
+    from tests.runtime.ranks.launcher import run
 
     for sizes, shape in itertools.product(MESHES, EVEN + UNEVEN):
         start = time.perf_counter()

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tests.sweep_points import KERNELS, MESHES, NEVER_REFUSED, Outcome, Point, count_shardings, run, sample
+from .sweep_points import KERNELS, MESHES, NEVER_REFUSED, Outcome, Point, count_shardings, run, sample
 
 CHUNK = 50
 SHOWN = 5

@@ -18,8 +18,9 @@ import torch
 
 import mesh_tensor as mt
 from tests.lowering.tile_kernels import CASES
-from tests.styles import results
-from tests.sweep_points import MESHES
+
+from .styles import results
+from .sweep_points import MESHES
 
 SIZES = ((32, 12), (43, 13), (9, 5), (3, 2))
 

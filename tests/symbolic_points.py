@@ -10,7 +10,8 @@ import tilelang.language as T
 from tvm import tirx
 
 import mesh_tensor as mt
-from tests.sweep_points import AXES, KERNELS, RIGHT, Outcome, check, count_shardings, problem_of, reason_of, sharding_at
+
+from .sweep_points import AXES, KERNELS, RIGHT, Outcome, check, count_shardings, problem_of, reason_of, sharding_at
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,8 @@ import pytest
 import torch
 
 import mesh_tensor as mt
-from tests.sweep_points import (
-    KERNELS,
-    MESHES,
-    NEVER_REFUSED,
-    Outcome,
-    Point,
-    count_shardings,
-    run,
-    sample,
-    sharding_at,
-)
+
+from .sweep_points import KERNELS, MESHES, NEVER_REFUSED, Outcome, Point, count_shardings, run, sample, sharding_at
 
 POINTS_PER_MESH = 1
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from tests.distributed.launcher import run
+from tests.runtime.ranks.launcher import run
 
 from . import gloo_bodies as bodies
 

@@ -10,8 +10,8 @@ from mesh_tensor.lowering.pipeline import lower_kernel
 from mesh_tensor.targets.cpu.build import c_source
 from mesh_tensor.targets.interpreter.run import _compiled
 from mesh_tensor.tir.effects import ELEMENTWISE, NO_EFFECT, side_effect
+from tests.lowering.support import local_kernels
 
-from ..lowering.support import local_kernels
 from .table import TABLE
 from .test_enumeration import operators
 

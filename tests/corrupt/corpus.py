@@ -14,15 +14,15 @@ from onnx import TensorProto, helper, numpy_helper
 from tvm import ir
 
 import mesh_tensor as mt
-from tests.graph.modules import Heads
-from tests.graph.seed_modules import Mlp
-from tests.graph.test_call_tir_kernels import kernels_in_a_row
+from tests.plan.modules import Heads
+from tests.plan.seed_modules import Mlp
+from tests.plan.test_call_tir_kernels import kernels_in_a_row
 from tests.random_modules.build import build
 from tests.random_modules.strategy import make_case
 
 from .mutations import mutated_bytes, mutated_text
 
-DATA = Path(__file__).parents[1] / "graph" / "data"
+DATA = Path(__file__).parents[1] / "importers" / "data"
 RANDOM_MODULES = 12
 
 

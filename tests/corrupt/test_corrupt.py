@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 import mesh_tensor as mt
-from tests.graph.modules import Heads
+from tests.plan.modules import Heads
 
 from .check import Victim, run
 from .corpus import KINDS, make_file

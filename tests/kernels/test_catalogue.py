@@ -5,7 +5,8 @@ import torch
 
 from kernels.catalogue import CASES
 from kernels.catalogue.case import parameter_names
-from tests.kernels.adversarial import ADVERSARIAL_CASES
+
+from .adversarial import ADVERSARIAL_CASES
 
 ALL_CASES = (*CASES, *ADVERSARIAL_CASES)
 BY_NAME = {case.name: case for case in ALL_CASES}

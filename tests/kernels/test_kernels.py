@@ -11,7 +11,8 @@ from kernels.catalogue import CASES, KernelCase
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.targets.cpu.kernel import compile_for_cpu
 from mesh_tensor.targets.interpreter import interpret
-from tests.kernels.adversarial import ADVERSARIAL_CASES, PERSISTENT_CASE
+
+from .adversarial import ADVERSARIAL_CASES, PERSISTENT_CASE
 
 ALL_CASES = (*CASES, *ADVERSARIAL_CASES)
 

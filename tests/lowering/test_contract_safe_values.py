@@ -5,7 +5,8 @@ import tilelang.language as T
 import torch
 
 import mesh_tensor as mt
-from tests.lowering.every_layout import check
+
+from .every_layout import check
 
 
 def summed():

@@ -135,7 +135,7 @@ class Calls:
         cls = Calls
         first = cls.twice(x, w)
         second = cls.twice(first, w)
-        if positive:
+        if positive:  # noqa: SIM108
             taken = R.exp(second)
         else:
             taken = R.negative(first)

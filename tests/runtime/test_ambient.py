@@ -11,9 +11,10 @@ from kernels.matmul import matmul
 from mesh_tensor.runtime.ambient import full_precision
 from mesh_tensor.runtime.elementwise import copy
 from mesh_tensor.runtime.threads import DeviceThreads, device_threads
-from tests.graph.modules import function
-from tests.runtime.ambient_states import STATES, TRANSFORMS, within
-from tests.runtime.programs import accumulate_kernel
+from tests.plan.modules import function
+
+from .ambient_states import STATES, TRANSFORMS, within
+from .programs import accumulate_kernel
 
 MESH = {"x": 2, "y": 2}
 LAYOUTS = {"A": {"x": 0, "y": 1}, "B": {"y": 0}, "C": {"x": 0}}

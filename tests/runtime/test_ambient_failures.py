@@ -6,8 +6,9 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mesh_tensor as mt
-from tests.distributed.support import refusal
-from tests.runtime.test_ambient import MESH, Given
+from tests.runtime.ranks.support import refusal
+
+from .test_ambient import MESH, Given
 
 CALLS = {
     "kernel": (lambda g, a: g.c(a, g.b), "parameter 'A'", "call of kernel 'matmul_kernel'"),

@@ -17,9 +17,9 @@ from mesh_tensor.rules.operator.vjp import VJP
 from mesh_tensor.runtime.sequential import run_sequential
 from mesh_tensor.targets.torch_ops import torch_function
 
-from ...runtime.ops.cases import Case, i, t
-from ..ops.cases import CASES
-from ..ops.tiles import assert_runs_on_tiles, factor_sizes
+from ...targets.torch_ops.cases import Case, i, t
+from ..operator.cases import CASES
+from ..operator.tiles import assert_runs_on_tiles, factor_sizes
 
 # Results of these are integers or bools, or say where something lies.
 CONSTANT = (

@@ -1,4 +1,4 @@
-// Block products for code that TileLang generates on its own: see runtime/tilelang_gemm.py.
+// Block products for code that TileLang generates on its own: see targets/cpu/tilelang_gemm.py.
 #pragma once
 
 #include "mesh_tensor_cpu.h"

@@ -1,0 +1,54 @@
+"""Kernels that can't be an operation of torch's, and operations that are called wrongly."""
+
+import pytest
+import torch
+
+import mesh_tensor as mt
+from tests.runtime.ranks.agreement_bodies import matmul_kernel, symbolic_sum
+from tests.runtime.ranks.compiled_bodies import wrong_arguments
+from tests.runtime.ranks.launcher import run
+from tests.runtime.ranks.support import refusal
+
+
+def test_name_that_is_taken():
+    op = mt.as_custom_op(matmul_kernel(), "taken")
+    text = refusal(lambda: mt.as_custom_op(matmul_kernel(dtype="float16"), "taken"))
+    assert "the operation can't be named 'taken'" in text
+    assert "there is an operation of that name, whose callers would run this kernel" in text
+    assert op(torch.ones(8, 8), torch.ones(8, 8)).eq(8).all()
+
+
+@pytest.mark.parametrize("name", ["two words", "", 3])
+def test_no_name(name):
+    text = refusal(lambda: mt.as_custom_op(matmul_kernel(), name))
+    assert f"the operation can't be named {name!r}" in text
+    assert "use a Python identifier" in text
+
+
+def test_no_kernel():
+    assert "as_custom_op takes a MeshKernel, not function" in refusal(lambda: mt.as_custom_op(run, "function"))
+
+
+def test_symbolic_sizes():
+    kern = symbolic_sum()
+    for _ in range(2):
+        text = refusal(lambda: mt.as_custom_op(kern, "symbolic"))
+        assert "MeshKernel(total(A, B), Mesh({\"x\": 2}), target='interpret') has symbolic dims (rows)" in text
+        assert "compile it with the sizes built in" in text
+        kern(torch.ones(6, 4))
+
+
+def test_other_sizes_than_compiled_for():
+    op = mt.as_custom_op(matmul_kernel(), "other_sizes")
+    model = torch.compile(lambda x, w: op(x, w) * 2, fullgraph=True, dynamic=True, backend="aot_eager")
+    assert model(torch.ones(8, 8), torch.ones(8, 8)).eq(16).all()
+    text = refusal(lambda: model(torch.ones(6, 6), torch.ones(6, 6)))
+    assert "parameter 'A': shape (6, 6), but expected (8, 8)" in text
+
+
+def test_wrong_arguments_on_ranks():
+    for texts in run(wrong_arguments, 2, timeout=20):
+        assert "parameter 'A': on DeviceMesh((x=2), 'cpu', stride=(1,)) of ranks [1, 0], but expected" in texts[0]
+        assert "parameter 'B': shape (7, 8), but expected (7, 7)" in texts[1]
+        assert "parameter 'B': a Tensor, but other parameters are DTensors" in texts[2]
+        assert all("operation of kernel 'matmul_kernel'" in text for text in texts)

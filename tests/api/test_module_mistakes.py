@@ -1,0 +1,64 @@
+"""Mistakes that people make with modules, told in their own words."""
+
+import pickle
+
+import pytest
+import torch
+from tvm.script.parser import ir as I
+from tvm.script.parser import relax as R
+
+import mesh_tensor as mt
+from tests.plan.seed_modules import NESTED
+
+
+def refused(*args, **options):
+    """The message with which distribute_module refuses."""
+    with pytest.raises(mt.MeshTensorError) as error:
+        mt.distribute_module(*args, **options)
+    return str(error.value)
+
+
+def test_one_annotation_contradicts_nothing():
+    """It can't be used as stated: both sides of the product are the same tensor."""
+
+    @I.ir_module
+    class Gram:
+        @R.function
+        def main(x: R.Tensor((8, 8), "float32")) -> R.Tensor((8, 8), "float32"):
+            with R.dataflow():
+                y = R.matmul(x, R.permute_dims(x))
+                R.output(y)
+            return y
+
+    text = refused(Gram, {"x": 2}, {"x": {"x": 0}}, strict=True)
+    assert "axis x splits" in text
+    assert "why: the one annotation there is can't be used as stated there: an axis splits one factor of" in text
+    assert "fix: state another layout for it, or leave out strict" in text
+    assert "annotations" not in text
+    assert "contradict" not in text
+    run = mt.distribute_module(Gram, {"x": 2}, {"x": {"x": 0}})
+    assert "an annotation that can't be used as stated" in run.explain()
+    x = torch.randn(8, 8)
+    torch.testing.assert_close(run(x), x @ x.T, rtol=1e-4, atol=1e-4)
+
+
+def test_a_module_is_not_pickled():
+    with pytest.raises(mt.MeshTensorError) as caught:
+        pickle.dumps(mt.distribute_module(NESTED, {"x": 2}, {}))
+    assert "a MeshModule can't be pickled" in str(caught.value)
+    assert "fix: pickle the weights, save the module, and distribute it again there" in str(caught.value)
+
+
+def test_names_that_are_nearly_torchs():
+    """They are told in torch's names, which the caller knows."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    imported = mt.from_torch(torch.export.export(model, (torch.randn(2, 4),)))
+    weights = dict(model.state_dict())
+    weights["0.wieght"] = weights.pop("0.weight")
+    for text in (
+        refused(imported.mod, {"x": 2}, {"0.wieght": {"x": 0}}),
+        refused(imported.mod, {"x": 2}, weights=weights),
+    ):
+        assert "'0.weight', '0.bias'" in text
+        assert "did you mean '0.weight'?" in text
+        assert "p_0_weight" not in text

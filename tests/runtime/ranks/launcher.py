@@ -1,0 +1,103 @@
+"""Starts real ranks: processes with a gloo process group on this machine, each of which runs one function.
+
+Processes come from a fork server that has imported everything, so a launch takes a fraction of a second."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+LIMIT = 120  # seconds until all ranks of a launch have to have ended
+TIMEOUT = 60  # of the process group, unless a body is about timeouts
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    [
+        "mesh_tensor.api.compile",
+        "mesh_tensor.api.custom_op",
+        "mesh_tensor.api.module",
+        "torch.distributed.tensor",
+        "tests.runtime.ranks.kernel_bodies",
+        "tests.runtime.ranks.exchange_bodies",
+    ]
+)
+
+
+def run(body: Callable[[int], Any], count: int, *, timeout: float = TIMEOUT, group: bool = True) -> list[Any]:
+    """What `body(rank)` returns on each of `count` ranks. Fails with the tracebacks of the ranks that raise, and if any
+    rank does not end. A rank that leaves without a word counts as None."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder, "store"))
+        pipes = [_context.Pipe(duplex=False) for _ in range(count)]
+        processes = [
+            _context.Process(target=_rank, args=(body, rank, count, store, timeout, group, pipes[rank][1]), daemon=True)
+            for rank in range(count)
+        ]
+        for process in processes:
+            process.start()
+        for _, sender in pipes:
+            sender.close()
+        try:
+            outcomes = _collect([receiver for receiver, _ in pipes])
+        finally:
+            for process in processes:
+                process.join(0 if process.is_alive() and time.monotonic() else 5)
+                if process.is_alive():
+                    process.kill()
+    failures = [f"--- rank {rank} ---\n{text}" for rank, (kind, text) in enumerate(outcomes) if kind == "failed"]
+    if failures:
+        pytest.fail("\n".join(failures), pytrace=False)
+    return [value for _, value in outcomes]
+
+
+def _collect(receivers: list[Connection]) -> list[tuple[str, Any]]:
+    """What each rank said; after the first failure the others have a few seconds left."""
+    outcomes: dict[int, tuple[str, Any]] = {}
+    end = time.monotonic() + LIMIT
+    while len(outcomes) < len(receivers):
+        left = [receiver for rank, receiver in enumerate(receivers) if rank not in outcomes]
+        ready = wait(left, max(0.0, end - time.monotonic()))
+        if not ready:
+            silent = [rank for rank in range(len(receivers)) if rank not in outcomes]
+            return [outcomes.get(rank, ("failed", f"does not end ({silent})")) for rank in range(len(receivers))]
+        for receiver in ready:
+            rank = receivers.index(receiver)
+            try:
+                outcomes[rank] = receiver.recv()
+            except EOFError:
+                outcomes[rank] = ("ended", None)
+            if outcomes[rank][0] == "failed":
+                end = min(end, time.monotonic() + 10)
+    return [outcomes[rank] for rank in range(len(receivers))]
+
+
+def _rank(
+    body: Callable[[int], Any], rank: int, count: int, store: str, timeout: float, group: bool, sender: Connection
+) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist = torch.distributed
+    try:
+        if group:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=TIMEOUT)
+            )
+            dist.barrier()  # ranks may start seconds apart
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
+        outcome = ("done", body(rank))
+    except BaseException:
+        outcome = ("failed", traceback.format_exc())
+    sender.send(outcome)
+    sender.close()
+    os._exit(0)  # a group whose ranks failed can't be torn down in an orderly way

@@ -1,0 +1,124 @@
+"""What outlives what: kernels and modules while process groups come and go, and ranks that are newer than others."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import mesh_tensor as mt
+from kernels.matmul import matmul
+
+from .support import refusal
+
+M, N, K = 6, 4, 8
+
+
+def _join(folder, name, rank, count, timeout=20):
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/{name}",
+        rank=rank,
+        world_size=count,
+        timeout=timedelta(seconds=timeout),
+    )
+
+
+def _kernel(mesh, layouts):
+    return mt.compile(mt.annotate(matmul(M, N, K, 16, 16, 16), mesh, layouts), target="interpret")
+
+
+def _held():
+    """File descriptors and threads of this process."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def kept_across_groups(rank, folder):
+    """A kernel that is called in one process group after the other holds connections of the last one only."""
+    kern = _kernel({"x": 2, "y": 2}, {"A": {"x": 0, "y": 1}, "B": {"y": 0}, "C": {"x": 0}})
+    here = kern.mesh.coordinate(rank)
+    held = []
+    for cycle in range(5):
+        _join(folder, cycle, rank, 4)
+        a, b = torch.randn(M, K), torch.randn(K, N)
+        dist.broadcast(a, 0)
+        dist.broadcast(b, 0)
+        mine, part = a[here["x"] * 3 :][:3, here["y"] * 4 :][:, :4].contiguous(), b[here["y"] * 4 :][:4].contiguous()
+        wanted = (a @ b)[here["x"] * 3 :][:3]
+        torch.testing.assert_close(kern.local(mine, part), wanted, rtol=1e-4, atol=1e-4)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+        da, db = distribute_tensor(a, mesh, [Shard(0), Shard(1)]), distribute_tensor(b, mesh, [Shard(0), Shard(0)])
+        torch.testing.assert_close(kern(da, db).to_local(), wanted, rtol=1e-4, atol=1e-4)
+        assert torch.equal(mt.redistribute(da, {"y": 0}).full_tensor(), a)
+        dist.barrier()
+        dist.destroy_process_group()
+        held.append(_settled(held[1] if cycle > 1 else (0, 0)))
+    assert all(last <= second for last, second in zip(held[-1], held[1], strict=True)), held
+
+
+def _settled(wanted):
+    """What is held when threads that are about to end have done so."""
+    gc.collect()
+    end = time.monotonic() + 2
+    while any(now > most for now, most in zip(_held(), wanted, strict=True)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return _held()
+
+
+def modules_across_groups(rank, folder):
+    """A module for no DeviceMesh in particular goes on, too."""
+    from tvm import relax
+
+    from tests.plan.modules import function
+
+    mod = function(lambda emit, x, w: emit(relax.op.matmul(x, w)), x=(M, K), w=(K, N))
+    weight = torch.ones(K, N)
+    module = mt.distribute_module(mod, {"x": 2}, {"x": {"x": 1}}, weights={"w": weight})
+    for cycle in range(3):
+        _join(folder, cycle, rank, 2)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+        a = torch.full((M, K), float(cycle))
+        assert module(distribute_tensor(a, mesh, [Shard(1)])).full_tensor().eq(K * cycle).all()
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def a_new_process(index, folder):
+    """Ranks 0 and 1 work; 1 leaves, and a process that never worked takes its place."""
+    kern = _kernel({"x": 2}, {"A": {"x": 1}, "B": {"x": 0}, "C": {}})
+    for generation, members in enumerate([(0, 1), (0, 2), (0, 1)]):
+        if index not in members:
+            continue
+        rank = members.index(index)
+        _join(folder, generation, rank, 2)
+        for _ in range(2):
+            result = kern.local(torch.full((M, K // 2), 2.0), torch.ones(K // 2, N))
+            assert result.eq(2 * K).all()
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def meshes_of_other_groups(rank, folder):
+    """DTensors and DeviceMeshes of a process group that is gone are refused."""
+    kern = _kernel({"x": 2}, {"A": {"x": 1}, "B": {"x": 0}, "C": {}})
+    _join(folder, 0, rank, 2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    a, b = distribute_tensor(torch.ones(M, K), mesh, [Shard(1)]), distribute_tensor(torch.ones(K, N), mesh, [Shard(0)])
+    assert kern(a, b).to_local().eq(K).all()
+    dist.barrier()
+    dist.destroy_process_group()
+    gone = refusal(lambda: kern(a, b))
+    assert "there is no process group" in gone
+    _join(folder, 1, rank, 2)
+    for call in (lambda: kern(a, b), lambda: mt.redistribute(a, {}), lambda: kern.local(a, b, device_mesh=mesh)):
+        text = refusal(call)
+        assert "the DeviceMesh is of a process group that was destroyed" in text
+        assert "make it, and what lies on it, anew" in text
+    dist.barrier()
+    dist.destroy_process_group()

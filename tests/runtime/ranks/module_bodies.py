@@ -1,0 +1,99 @@
+"""Modules on real ranks: the same bits as on the virtual mesh, with global tensors and with DTensors."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import mesh_tensor as mt
+from kernels.models import gpt2
+from tests.plan.seed_modules import NESTED
+from tests.random_modules.build import build
+from tests.random_modules.check import flat, make_data
+from tests.random_modules.strategy import make_case
+
+from .support import pure, refusal
+
+
+def random_modules(rank, sizes, numbers):
+    """Modules on a mesh of these sizes: global tensors, then DTensors of any placement; bit for bit as on the virtual
+    mesh. How many ran."""
+    axes = ("x", "y")[: len(sizes)]
+    device_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
+    ran = 0
+    for number in numbers:
+        case = make_case(number)
+        if tuple(case.mesh.values()) != sizes:
+            continue
+        mod = mt.annotate_module(build(case.source), case.mesh, case.shardings, open=case.open, priority=case.priority)
+        data = make_data(case)
+        weights = {name: data[name] for name in case.weights}
+        inputs = [tensor for name, tensor in data.items() if name not in weights]
+        expected = flat(mt.distribute_module(mod, case.mesh, weights=weights)(*inputs))
+        run = mt.distribute_module(mod, device_mesh, weights=weights)
+        for _ in range(2):
+            _same_bits(flat(run(*inputs)), expected, number)
+        if inputs:
+            given = [distribute_tensor(t, device_mesh, _placements(number + i, t, sizes)) for i, t in enumerate(inputs)]
+            _same_bits(_full(run(*given)), expected, number)
+        ran += 1
+    return ran
+
+
+def _placements(number, tensor, sizes):
+    """Every axis splits some dim, or none."""
+    options = [Replicate(), *(Shard(dim) for dim in range(tensor.ndim))]
+    return [options[(number + axis) % len(options)] for axis in range(len(sizes))]
+
+
+def _full(tree):
+    if isinstance(tree, tuple):
+        return [leaf for item in tree for leaf in _full(item)]
+    assert isinstance(tree, DTensor)
+    return [tree.full_tensor()]
+
+
+def _same_bits(found, expected, number):
+    assert len(found) == len(expected)
+    for have, want in zip(found, expected, strict=True):
+        assert (have.shape, have.dtype) == (want.shape, want.dtype), number
+        assert torch.equal(pure(have), pure(want)), f"module {number}: {have}\nexpected\n{want}"
+
+
+def a_model(rank, sizes):
+    """GPT-2 blocks, tensor parallel (and data parallel on a mesh with two axes), weights and tokens as DTensors."""
+    axes = ("model", "data")[: len(sizes)]
+    device_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
+    torch.manual_seed(0)
+    config = gpt2.Config()
+    model, inputs = gpt2.build(config), gpt2.example_inputs(config)
+    module = mt.from_torch(torch.export.export(model, inputs))
+    mesh = dict(zip(axes, sizes, strict=True))
+    layouts = gpt2.tensor_parallel(config, "model")
+    mod = mt.annotate_module(module.mod, mesh, layouts)
+    expected = mt.distribute_module(mod, mesh, weights=module.params)(*inputs)
+    run = mt.distribute_module(mod, device_mesh, weights=module.params)
+    assert torch.equal(pure(run(*inputs)), pure(expected))
+    tokens = [distribute_tensor(t, device_mesh, [Replicate()] * len(sizes)) for t in inputs]
+    assert torch.equal(pure(run(*tokens).full_tensor()), pure(expected))
+    with torch.no_grad():
+        torch.testing.assert_close(expected, model(*inputs), rtol=1e-4, atol=2e-5)
+
+
+def mesh_larger_than_the_world(rank):
+    """The module is annotated for four devices, and there are two ranks: what is said of the mesh, and of DTensors."""
+    device_mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    annotated = mt.annotate_module(NESTED, {"x": 4}, {"A": {"x": 1}})
+    run = mt.distribute_module(annotated)
+    tensors = [distribute_tensor(torch.ones(128, 128), device_mesh, [Replicate()]) for _ in range(5)]
+    return refusal(lambda: mt.distribute_module(annotated, device_mesh)), refusal(lambda: run(*tensors))
+
+
+def mesh_tensors(rank):
+    """What is said of a MeshTensor that a module on ranks is given, and that it still runs after that."""
+    run = mt.distribute_module(NESTED, init_device_mesh("cpu", (2,), mesh_dim_names=("x",)), {"A": {"x": 1}})
+    tensors = [torch.ones(128, 128) for _ in range(5)]
+    text = refusal(lambda: run(mt.distribute(tensors[0], {"x": 2}, {"x": 0}), *tensors[1:]))
+    torch.testing.assert_close(run(*tensors), mt.run_sequential(NESTED, tensors))
+    return text

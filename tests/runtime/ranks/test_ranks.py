@@ -1,0 +1,52 @@
+"""Kernels on ranks: DTensors and local tensors in and out, the same bits as on the virtual mesh."""
+
+import re
+import socket
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from . import kernel_bodies as bodies
+from .launcher import run
+
+
+def test_k_split_matmul():
+    run(bodies.k_split_matmul, 2)
+
+
+@pytest.mark.parametrize(("sizes", "step"), [((2,), 9), ((4,), 16), ((2, 2), 13)])
+def test_sample_of_the_sweep(sizes, step):
+    ran = run(partial(bodies.sample_of_the_sweep, sizes=sizes, step=step), 4 if sizes != (2,) else 2)
+    assert min(ran) > 4
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        bodies.partial_inputs_and_outputs,
+        bodies.strict_and_mixed,
+        bodies.in_and_out,
+        bodies.local_tensors,
+        bodies.symbolic_sizes,
+        bodies.inference_mode,
+    ],
+    ids=lambda body: body.__name__,
+)
+def test_on_two_ranks(body):
+    run(body, 2)
+
+
+@pytest.mark.parametrize("body", [bodies.results_that_are_made, bodies.mesh_tensors], ids=lambda body: body.__name__)
+def test_on_four_ranks(body):
+    run(body, 4)
+
+
+def test_docs_page(tmp_path):
+    page = Path(__file__).parents[3] / "docs" / "ranks.md"
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run(partial(bodies.docs_page, code=str(script), port=port), 2, group=False)

@@ -1,0 +1,57 @@
+"""Files, started as people start them: with and without torchrun, and again after a rank is lost."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from .elastic_training import LOST_AT, STEPS, start
+
+ROOT = Path(__file__).parents[3]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+@pytest.mark.parametrize(
+    ("started_by", "meshes"),
+    [
+        ([sys.executable], [{"x": 2}, {"x": 2, "y": 2}]),
+        ([*TORCHRUN, "--nproc-per-node", "2"], [{"x": 2}]),
+        ([*TORCHRUN, "--nproc-per-node", "4"], [{"x": 4}, {"x": 2, "y": 2}]),
+    ],
+    ids=["one process", "2 ranks", "4 ranks"],
+)
+def test_mlp(started_by, meshes):
+    outer = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    command = [*started_by, "-m", "kernels.mlp"]
+    ended = subprocess.run(command, cwd=ROOT, env=outer, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr
+    axes = [", ".join(f'"{axis}": {size}' for axis, size in mesh.items()) for mesh in meshes]
+    assert re.findall(r"^=* ?Mesh\({(.*)}\): ", ended.stdout, re.MULTILINE) == axes
+    errors = [float(error) for error in re.findall(r"largest error against torch: (\S+)", ended.stdout)]
+    assert len(errors) == len(meshes)
+    assert max(errors) < 1e-4
+
+
+def test_restart(tmp_path):
+    """As docs/ranks.md says: what the second generation of ranks computes goes on from the first one's."""
+    page = (ROOT / "docs" / "ranks.md").read_text()
+    words = re.search(r"^(TORCH_\S+)=1 torchrun (.*) script.py$", page, re.MULTILINE)
+    assert words is not None
+    outer = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *words[2].split()]
+    command = [*torchrun, "-m", "tests.runtime.ranks.elastic_training", str(tmp_path / "saved")]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=outer | {words[1]: "1"}, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert f"generation 1: from step {LOST_AT} to {STEPS}" in ended.stdout
+    step, state = torch.load(tmp_path / "saved")
+    expected, weight = start()
+    for _ in range(STEPS):
+        expected = expected @ weight
+    assert step == STEPS
+    torch.testing.assert_close(state, expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,73 @@
+"""Tensors without memory of their own: refused, instead of looked for at address 0."""
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import mesh_tensor as mt
+from kernels.matmul import matmul
+from tests.runtime.ranks.support import refusal
+
+ONES = torch.ones(8, 8)
+
+
+@pytest.fixture(scope="module")
+def kern():
+    func = mt.annotate(matmul(8, 8, 8, 16, 16, 16), {"x": 2}, {"A": {"x": 1}, "B": {"x": 0}, "C": {}})
+    return mt.compile(func, target="c")
+
+
+def test_fake_tensors(kern):
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(ONES)
+        texts = [refusal(lambda: kern(fake, fake)), refusal(lambda: kern(ONES, ONES))]
+    texts.append(refusal(lambda: kern(fake, ONES)))
+    assert "a FakeTensor, which has no data" in texts[0]
+    assert "called under a FakeTensorMode, where tensors have no data" in texts[1]
+    assert "parameter 'A': a FakeTensor, which has no data" in texts[2]
+    assert all("mt.as_custom_op" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [lambda f: torch.vmap(f)(torch.ones(3, 8, 8)), lambda f: torch.func.grad(lambda x: f(x).sum())(ONES)],
+)
+def test_transforms(kern, transformed):
+    text = refusal(lambda: transformed(lambda x: kern(x, ONES)))
+    assert "a tensor inside of torch.func.vmap, grad or jvp" in text
+    assert "call of kernel 'matmul_kernel'" in text
+    assert "call it outside of torch.func's transforms" in text
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "mkldnn"])
+def test_layouts(kern, layout):
+    ways = {"sparse_coo": torch.Tensor.to_sparse, "sparse_csr": torch.Tensor.to_sparse_csr}
+    other = ways.get(layout, torch.Tensor.to_mkldnn)(ONES)
+    text = refusal(lambda: kern(ONES, other))
+    name = "_mkldnn" if layout == "mkldnn" else layout
+    assert f"parameter 'B': layout torch.{name}, but expected torch.strided" in text
+    assert "pass a dense copy: .to_dense()" in text
+
+
+def test_views_that_are_negated(kern):
+    """Such as the imaginary part of a conjugate: their memory holds the opposite."""
+    text = refusal(lambda: kern(torch._neg_view(ONES), ONES))
+    assert "parameter 'A': a view that torch negates when it reads it" in text
+    assert ".resolve_neg()" in text
+
+
+def test_distribute():
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(ONES)
+    assert "a FakeTensor, which has no data" in refusal(lambda: mt.distribute(fake, {"x": 2}, {"x": 0}))
+    text = refusal(lambda: mt.distribute(ONES.to_sparse(), {"x": 2}, {"x": 0}))
+    assert "layout torch.sparse_coo, but expected torch.strided" in text
+
+
+def test_what_watches_only(kern):
+    """Modes and transforms that leave tensors as they are."""
+    with FlopCounterMode(display=False):
+        assert kern(ONES, ONES).eq(8).all()
+    assert torch.vmap(lambda x: x * kern(ONES, ONES))(torch.ones(3, 8, 8)).eq(8).all()

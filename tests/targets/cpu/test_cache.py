@@ -1,0 +1,253 @@
+"""What is compiled once is kept on disk, whole or not at all, and found again where nothing has changed."""
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import tilelang
+import torch
+
+from mesh_tensor.base.environment import CACHE_VARIABLE
+from mesh_tensor.targets.cpu import build as cpu_build
+from mesh_tensor.targets.cpu import cache as cpu_cache
+from mesh_tensor.targets.cpu import compiler as cpu_compiler
+from mesh_tensor.targets.cpu.compiler import compiler_stamp
+from mesh_tensor.targets.cpu.kernel import compile_for_cpu
+from tests.corrupt.mutations import mutated_bytes
+
+from .kernels import dynamic_scale
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache of its own."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(cpu_cache, "_cleaned", set())
+    return tmp_path / "cache" / "mesh_tensor"
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """From when it is called, calling the compiler is an error."""
+
+    def no_compiler():
+        def build(source, library):
+            raise AssertionError("the compiler was called")
+
+        monkeypatch.setattr("mesh_tensor.targets.cpu.build.compile_library", build)
+
+    return no_compiler
+
+
+def scaled(factor):
+    x, y = torch.randn(5, 7), torch.empty(5, 7)
+    compile_for_cpu(dynamic_scale(factor))(x, y)
+    return torch.equal(y, x * factor)
+
+
+def only_entry(cache):
+    (entry,) = cache.iterdir()
+    return entry
+
+
+def test_the_second_time_nothing_is_compiled(cache, no_compiler):
+    assert scaled(5.0)
+    assert sorted(path.name for path in only_entry(cache).iterdir()) == ["kernel.json", "kernel.so"]
+    no_compiler()
+    assert scaled(5.0)
+
+
+def truncate(library):
+    os.truncate(library, library.stat().st_size // 2)
+
+
+def zero(library):
+    library.write_bytes(bytes(library.stat().st_size))
+
+
+def flip(library):
+    data = bytearray(library.read_bytes())
+    data[len(data) // 2] ^= 1
+    library.write_bytes(data)
+
+
+def empty(library):
+    library.write_bytes(b"")
+
+
+def be_a_folder(library):
+    library.unlink()
+    library.mkdir()
+
+
+def be_missing(library):
+    library.unlink()
+
+
+def lose_its_note(library):
+    (library.parent / "kernel.json").unlink()
+
+
+def break_its_note(library):
+    (library.parent / "kernel.json").write_text("{")
+
+
+def be_no_entry(library):
+    entry = library.parent
+    for path in entry.iterdir():
+        path.unlink()
+    entry.rmdir()
+    entry.write_text("a file in its place")
+
+
+def be_empty(library):
+    for path in library.parent.iterdir():
+        path.unlink()
+
+
+def mutated(number):
+    def mutate(library):
+        library.write_bytes(mutated_bytes(library.read_bytes(), random.Random(number)))
+
+    mutate.__name__ = f"mutated_{number}"
+    return mutate
+
+
+DAMAGE = [
+    *map(mutated, range(10)),
+    truncate,
+    zero,
+    flip,
+    empty,
+    be_a_folder,
+    be_missing,
+    lose_its_note,
+    break_its_note,
+    be_no_entry,
+    be_empty,
+]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A cache that another process has filled, with a kernel for each damage: this process has loaded none of them, and
+    a system does not load twice what lies at one path."""
+    folder = tmp_path_factory.mktemp("made")
+    factors = [str(100.0 + index) for index in range(len(DAMAGE) + 1)]
+    assert result_of(run_process(*factors, **{CACHE_VARIABLE: str(folder)})) == 35 * float(factors[-1])
+    return folder
+
+
+def entry_of(made, factor):
+    return made / "mesh_tensor" / f"{cpu_build.kernel_key(dynamic_scale(factor))}-{cpu_cache._short(compiler_stamp())}"
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_a_broken_library_is_built_again_and_never_loaded(made, monkeypatch, no_compiler, damage):
+    monkeypatch.setenv(CACHE_VARIABLE, str(made))
+    factor = 100.0 + DAMAGE.index(damage)
+    entry = entry_of(made, factor)
+    others = set(entry.parent.iterdir()) - {entry}
+    damage(entry / "kernel.so")
+    assert scaled(factor)
+    assert set(entry.parent.iterdir()) == {entry} | others
+    assert cpu_cache.json.loads((entry / "kernel.json").read_text()) == cpu_cache._note_of(entry / "kernel.so")
+    no_compiler()
+    assert scaled(factor)
+
+
+def test_a_library_of_another_architecture(made, monkeypatch):
+    """It is whole, but this system can't load it."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(made))
+    entry = entry_of(made, 100.0 + len(DAMAGE))
+    library = entry / "kernel.so"
+    foreign = bytearray(library.read_bytes())
+    foreign[18:20] = (0xF3).to_bytes(2, "little")  # e_machine: RISC-V
+    library.write_bytes(foreign)
+    (entry / "kernel.json").write_text(cpu_cache.json.dumps(cpu_cache._note_of(library)))
+    assert scaled(100.0 + len(DAMAGE))
+    assert library.read_bytes()[18:20] != foreign[18:20]
+
+
+def test_many_threads_compile_the_same_kernel_at_once(cache):
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(scaled(7.0))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 4
+    assert only_entry(cache).is_dir()
+
+
+def run_process(*factors, **environment):
+    command = [sys.executable, "-m", "tests.targets.cpu.cache_process", *map(str, factors)]
+    environment = {**os.environ, "PYTHONWARNINGS": "error::UserWarning", **environment}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def result_of(process):
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return float(out.splitlines()[-1])
+
+
+def test_processes_compile_the_same_at_once_and_a_warm_cache_needs_no_compiler(cache):
+    assert [result_of(process) for process in [run_process(2.0), run_process(2.0)]] == [70.0, 70.0]
+    assert only_entry(cache).is_dir()
+    assert result_of(run_process(2.0, CXX="/nonexistent/g++")) == 70.0
+
+
+def test_without_a_cache_nothing_is_kept(cache, monkeypatch):
+    monkeypatch.setattr(tilelang.env, "is_cache_enabled", lambda: False)
+    assert scaled(9.0)
+    assert not cache.exists()
+
+
+def test_what_crashed_builds_left_is_removed(cache, monkeypatch):
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    host, pid = cpu_cache._host(), int(ended.stdout)
+    old, new = f"tmp-{cpu_cache._short('other')}-{pid}-x", f"tmp-{cpu_cache._short('other')}-{pid}-y"
+    names = {
+        f"tmp-{host}-{pid}-abc": False,  # its process has ended
+        f"tmp-{host}-{os.getppid()}-abc": True,  # its process lives
+        f"tmp-{host}-1-abc": True,  # another user's, perhaps
+        old: False,  # another machine's, of long ago
+        new: True,  # another machine's, of now
+        "tmpab12cd": False,  # without a name, of long ago
+        "tmpab12ce": True,
+    }
+    for name in names:
+        (cache / name).mkdir(parents=True)
+        (cache / name / "kernel.cpp").write_text("")
+    before = time.time() - 2 * cpu_cache._ABANDONED
+    for name in (old, "tmpab12cd"):
+        os.utime(cache / name, (before, before))
+    assert scaled(3.0)
+    left = {path.name for path in cache.iterdir() if path.name.startswith("tmp")}
+    assert left == {name for name, stays in names.items() if stays}
+    assert socket.gethostname() not in str(left)
+
+
+def test_the_compiler_is_part_of_what_is_looked_for(cache, monkeypatch):
+    scaled(5.0)
+    monkeypatch.setattr("mesh_tensor.targets.cpu.build.compiler_stamp", lambda: "another compiler")
+    assert scaled(5.0)
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_a_compiler_with_arguments(monkeypatch, cache):
+    """As people set CXX: ccache and the compiler."""
+    found = cpu_compiler.get_cplus_compiler()
+    monkeypatch.setattr(cpu_compiler, "get_cplus_compiler", lambda: f"env LC_ALL=C {found}")
+    assert scaled(5.0)
