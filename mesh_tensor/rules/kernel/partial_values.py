@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 
 from tvm import tirx
 
+from mesh_tensor.base.reductions import neutral, reduction
 from mesh_tensor.tir import tile_ops
+from mesh_tensor.tir.constants import number
 
 from .coordinates import Coordinates
 from .factors import Factor
 from .live_ranges import LiveRange
 from .statements import Access, Kernel, Statement, describe
-from .values import IDEMPOTENT, is_neutral
 
 #: A statement, and the live range it reads.
 Use = tuple[Statement, LiveRange]
@@ -145,8 +146,8 @@ class PartialValues:
         """The statements that partial values start from, whose contribution must count on one device only; and why
         it can't."""
         for partial, statement in [(p, s) for r, p in self._partial.items() for s, _ in r.writes]:
-            counts_again = partial.op not in IDEMPOTENT and statement not in partial.contributions
-            if counts_again and not is_neutral(statement, partial.op):
+            counts_again = not reduction(partial.op).idempotent and statement not in partial.contributions
+            if counts_again and not _sets_neutral(statement, partial.op):
                 again = f"{describe(statement)} starts every block of it with a value that would count again"
                 yield statement, again if partial.outer else None
 
@@ -159,6 +160,15 @@ class PartialValues:
                     "computes it"
                 )
         return None
+
+
+def _sets_neutral(statement: Statement, op: str) -> bool:
+    """Whether the statement sets what it writes to `op`'s neutral element."""
+    if statement.op is not None or not statement.values:
+        return False
+    if statement.tile_op is not None and not isinstance(statement.tile_op, tile_ops.Fill):
+        return False
+    return number(statement.values[0]) == neutral(op, statement.target.buffer.dtype)
 
 
 def keeps_partial(statement: Statement, access: Access, op: str) -> bool:

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from tvm import tirx
 
+from mesh_tensor.base.reductions import reduction
 from mesh_tensor.tir.linear import Linear, vars_of
 from mesh_tensor.tir.tile_position import text_of
 
@@ -24,7 +25,6 @@ from .padding import padding_is_neutral, takes_whole_blocks
 from .partial_values import PartialValues, keeps_partial
 from .statements import Access, Kernel, Statement, describe, used_vars
 from .taints import Taints
-from .values import IDEMPOTENT
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +86,8 @@ class _Judgement:
         if blocked is not None:
             return Verdict(blocked)
         masked = not self._padding_is_neutral(past_the_end=False)
-        reduction = Reduction(self.partial.ops, self.updates, tuple(self.gated), self.partial.cut, masked)
-        return Verdict(None, self.aligned, self.why_lanes, reduction)
+        made = Reduction(self.partial.ops, self.updates, tuple(self.gated), self.partial.cut, masked)
+        return Verdict(None, self.aligned, self.why_lanes, made)
 
     def _obstacles(self) -> Iterator[str]:
         """What keeps the factor from being split: after the first one, nothing is looked at any more."""
@@ -229,7 +229,8 @@ class _Judgement:
         if around <= scope:
             return
         contributes = self.partial.contributes(statement)
-        if statement.op is not None and not statement.fresh and not (contributes and statement.op in IDEMPOTENT):
+        counts = statement.op is not None and not statement.fresh
+        if counts and not (contributes and reduction(statement.operation).idempotent):
             yield f"{describe(statement)} counts the blocks of it"
         same = not self._tainted(statement) & around if contributes else self._is_same_everywhere(statement)
         if not same:
