@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from tvm import tirx
-
-from mesh_tensor.tir.views import declared
-
 from .layouts import Lowered
 from .stages import Annotated, LocalParts, Part, Parts, Ruled
 from .verify import enabled, explicit_problems, local_problems, name_of, raise_on
@@ -76,8 +72,6 @@ def _cut(record: Parts) -> Iterator[str]:
                 yield f"kernel {name} needs what is reduced over {factor.name} in the middle"
         yield from (f"kernel {name} takes {p}, which nothing left" for p in part.assignment.needed if p not in left)
         left.update(part.assignment.produced)
-        if not tirx.analysis.verify_well_formed(declared(part.analysis.kernel.func), assert_mode=False):
-            yield f"kernel {name} is not well-formed"
 
 
 def _local(record: LocalParts) -> Iterator[str]:
