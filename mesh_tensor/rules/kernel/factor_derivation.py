@@ -10,7 +10,7 @@ the factor is *blocked* (nothing may split it); both keep the reason.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -153,8 +153,9 @@ class _Round:
         while changed and not self.detached:
             changed = False
             for statement in self._kernel.statements:
-                changed |= self._join(statement)
-                changed |= self._extend(statement)
+                walked = self._walked(statement)
+                changed |= self._join(statement, walked)
+                changed |= self._extend(statement, walked)
                 if self.detached:
                     return
             if not changed:
@@ -192,11 +193,10 @@ class _Round:
                     found.append(_Walked(access, dim, self._root(entry[0]), entry[1] + form))
         return found
 
-    def _join(self, statement: Statement) -> bool:
+    def _join(self, statement: Statement, walked: Sequence[_Walked]) -> bool:
         """Join factors whose dims the statement touches at one coordinate; detach or block what disagrees."""
         self._check_opaque(statement)
         changed = False
-        walked = self._walked(statement)
         for position, current in enumerate(walked):
             for earlier in walked[:position]:
                 changed |= self._relate(current, earlier)
@@ -239,10 +239,9 @@ class _Round:
         live_range = self._ranges.of(access)
         return live_range.is_param and not live_range.writes
 
-    def _extend(self, statement: Statement) -> bool:
+    def _extend(self, statement: Statement, walked: Sequence[_Walked]) -> bool:
         """Give on-chip dims the coordinate of the parameters' dims that the statement touches with them."""
         changed = False
-        known = self._walked(statement)
         for access in statement.accesses:
             live_range = self._ranges.of(access)
             for dim, form in enumerate(access.forms):
@@ -250,7 +249,7 @@ class _Round:
                 if live_range.is_param or node in self._types or form is None or not form.terms:
                     continue
                 scope = {loop.var for loop in live_range.scope}
-                for _, _, factor, coordinate in known:
+                for _, _, factor, coordinate in walked:
                     base = _base(coordinate, form, scope)
                     if base is not None:
                         self._types[node] = (factor, base)
