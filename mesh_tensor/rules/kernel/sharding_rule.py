@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from tvm import tirx
 
@@ -54,11 +55,15 @@ class Analysis:
     def read(self, param: str) -> bool:
         """Whether the kernel needs the parameter's earlier content: it reads it before writing it, or writes only
         parts."""
-        return needs_content(self.kernel, self.coordinates, param)
+        return param in self._read
+
+    @cached_property
+    def _read(self) -> frozenset[str]:
+        return frozenset(p for p in self.kernel.params if needs_content(self.kernel, self.coordinates, p))
 
     def only_kept(self, param: str) -> bool:
         """Whether a parameter that is written is `read` only because some of it may stay as it was."""
-        return self.written(param) and only_keeps_content(self.kernel, self.coordinates, param)
+        return self.read(param) and self.written(param) and only_keeps_content(self.kernel, param)
 
 
 @dataclass(frozen=True)
