@@ -18,7 +18,7 @@ from mesh_tensor.base.errors import refuse
 
 from .decide import decide
 from .layouts import Lowered, explicit
-from .local_parts import make_local
+from .localize import make_local
 from .original_dims import rule
 from .parts import cut_up
 from .read import read

@@ -14,12 +14,11 @@ from .content import needs_content, only_keeps_content
 from .coordinates import Coordinates, find_coordinates
 from .factors import Factor
 from .granularity import Refined
-from .live_ranges import LiveRanges
+from .live_ranges import LiveRanges, Taints, find_taints
 from .normalize import normalize
 from .reader import read_kernel
 from .reductions import Reduction, judge
 from .statements import Kernel
-from .taints import Taints, find_taints
 
 _PARALLEL_NAMES = {1: ("m",), 2: ("m", "n"), 3: ("b", "m", "n"), 4: ("b", "h", "m", "n")}
 _REDUCED_NAMES = ("k", "l", "r", "s")
