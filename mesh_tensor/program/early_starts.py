@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mesh_tensor.base.collectives import COLLECTIVES
+
 from .steps import CollectiveStep, KernelStep, OpStep, Step, WaitStep, names_in
 
 _AHEAD = 2  # products (or kernels) that may run between a collective's start and the use of its result
-_SENDING = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute", "exchange")
 
 
 def schedule(steps: Sequence[Step]) -> list[Step]:
@@ -23,7 +24,7 @@ def schedule(steps: Sequence[Step]) -> list[Step]:
     waits: dict[int, list[WaitStep]] = {}
     moved: set[int] = set()
     for index, step in enumerate(steps):
-        if not isinstance(step, CollectiveStep) or step.kind not in _SENDING:
+        if not isinstance(step, CollectiveStep) or not COLLECTIVES[step.kind].sends:
             continue
         first_use = next((i for i in range(index + 1, len(steps)) if step.dst in names_in(steps[i])), len(steps))
         start = _earliest(steps, ready.get(step.src, 0), index)

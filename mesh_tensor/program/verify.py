@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mesh_tensor.lowering.verify import collectives_in, leftovers, raise_on
+from mesh_tensor.redistribution.plan import Move, illegal_move
 
 from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Program, Step, Value, WaitStep, names_in
 
@@ -17,6 +18,15 @@ def verify_program(program: Program) -> None:
     """
     raise_on([*_unknown_values(program), *_kernels(program)], f"program {program.name}")
     raise_on([*_lifetimes(program), *_waits(program)], f"program {program.name}")
+    for step in program.steps:
+        if isinstance(step, CollectiveStep):
+            verify_collective(step, program.values[step.src], program.values[step.dst])
+
+
+def verify_collective(step: CollectiveStep, src: Value, dst: Value) -> None:
+    """Check that a collective's kind leads from the layout of `src` to that of `dst`."""
+    move = Move(step.kind, step.axes, dst.sharding, step.op, step.src_dim, step.dst_dim)
+    raise_on(illegal_move(src.sharding, move), f"{step.kind} of {step.src} into {step.dst}")
 
 
 def _unknown_values(program: Program) -> Iterator[str]:
