@@ -19,6 +19,7 @@ from mesh_tensor.targets.dtypes import dtype_name
 from .imported import ImportedModule, identifiers
 from .low_precision import allow_constants
 from .torch_args import with_sizes_as_tensors
+from .torch_constants import with_constants
 from .torch_numbers import WITH_NUMBERS
 from .torch_ops import CONVERTERS, KEPT
 from .torch_weights import without_tied
@@ -38,7 +39,7 @@ def import_torch(program: torch.export.ExportedProgram) -> ImportedModule:
             "ignore", message="`isinstance.treespec, LeafSpec", category=FutureWarning
         )  # torch's own
         try:
-            program = program.run_decompositions(table)
+            program = with_constants(program).run_decompositions(table)
         except Exception as error:  # torch's own, of what it can't take apart
             refuse("torch can't take the program apart into operators", why=str(error), fix=_FIX)
     _check(program)

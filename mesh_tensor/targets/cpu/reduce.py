@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from tvm import tirx
 
+from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.tir.constants import neutral_element
 from mesh_tensor.tir.tile_ops import Reduce
 
@@ -13,7 +14,7 @@ from .bounds import Bounds
 from .combine import accumulator_dtype, combine
 from .exprs import all_of, cast, const, if_then, loop_nest, seq, temporary
 
-LANES = 32
+LANES = CPU.tuning.totals
 """How many totals a reduction along the last dim keeps."""
 
 _ZERO = const(0, "int32")
