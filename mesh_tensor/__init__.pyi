@@ -25,6 +25,7 @@ from .rules.kernel.sharding_rule import ShardingRule, sharding_rule
 from .runtime.ranks import from_dtensor, from_placements, redistribute, resume, to_dtensor, to_placements
 from .runtime.sequential import run_sequential
 from .runtime.virtual.mesh_tensor import MeshTensor, distribute, plan_redistribution
+from .simulation import Simulation, simulate
 from .targets.cpu.tilelang_gemm import register_cpu_gemm
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "Shard",
     "Sharding",
     "ShardingRule",
+    "Simulation",
     "__version__",
     "annotate",
     "annotate_module",
@@ -70,6 +72,7 @@ __all__ = [
     "run_sequential",
     "save_module",
     "sharding_rule",
+    "simulate",
     "to_disco",
     "to_dtensor",
     "to_placements",
