@@ -12,7 +12,7 @@ from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.program.cost import COMPUTE
-from mesh_tensor.program.memory import held_bytes
+from mesh_tensor.program.lifetimes import held_bytes
 from mesh_tensor.program.steps import Program
 
 from .page import page
@@ -72,8 +72,8 @@ class Simulation:
     def __init__(self, program: Program, machine: Machine) -> None:
         self.program, self.machine = program, machine
         self._events = Events(program, machine)
-        self.time, self._ends = play(self._events.list, len(machine.links), machine.busy)
-        self.computing = sum(event.seconds for event in self._events.list if event.kind == RUN)
+        self.time, self._ends = play(self._events.all, len(machine.links), machine.busy)
+        self.computing = sum(event.seconds for event in self._events.all if event.kind == RUN)
 
     @cached_property
     def held(self) -> list[int]:
@@ -130,7 +130,7 @@ class Simulation:
     def critical_path(self) -> tuple[StepTime, ...]:
         """The steps that the end waited for, one after the other."""
         by_step = {step.number: step for step in self.steps}
-        path = critical(self._events.list, self._ends, self.machine.busy)
+        path = critical(self._events.all, self._ends, self.machine.busy)
         numbers = [self._events.steps[each] for each in path]
         return tuple(by_step[number] for number in numbers if number in by_step)
 
@@ -160,9 +160,8 @@ class Simulation:
         return table(self)
 
     def __repr__(self) -> str:
-        return (
-            f"Simulation({self.program.name} on {self.machine.name}: {self.time * 1e3:.4g} ms, {self.peak_bytes:,} B)"
-        )
+        took = f"{self.time * 1e3:.4g} ms, {self.peak_bytes:,} bytes"
+        return f"Simulation({self.program.name} on {self.machine.name}: {took})"
 
     def _timed(self) -> list[tuple[Any, Any]]:
-        return list(zip(self._events.list, self._events.costs, strict=True))
+        return list(zip(self._events.all, self._events.costs, strict=True))

@@ -30,55 +30,48 @@ class Events:
     for nothing is no event."""
 
     def __init__(self, program: Program, machine: Machine) -> None:
-        self.list: list[Event] = []
+        self.all: list[Event] = []
         self.costs: list[StepCost] = []
         self.steps: list[int] = []
         self._prices = StepCosts(program, machine)
         self._started: dict[str, int] = {}
         for number, step in enumerate(program.steps):
-            event, cost = _MEANINGS[type(step)](self, step)
-            if event.seconds or event.kind == WAIT:
-                self.list.append(event)
-                self.costs.append(cost)
+            if made := step.mean(self):
+                self.all.append(made[0])
+                self.costs.append(made[1])
                 self.steps.append(number)
 
-    def kernel(self, step: KernelStep) -> tuple[Event, StepCost]:
+    def kernel(self, step: KernelStep) -> tuple[Event, StepCost] | None:
         """The device is busy."""
-        cost = self._prices.kernel(step)
-        return Event(RUN, cost.seconds, 0), cost
+        return _on_device(self._prices.kernel(step))
 
-    def op(self, step: OpStep) -> tuple[Event, StepCost]:
+    def op(self, step: OpStep) -> tuple[Event, StepCost] | None:
         """The device is busy."""
-        cost = self._prices.op(step)
-        return Event(RUN, cost.seconds, 0), cost
+        return _on_device(self._prices.op(step))
 
-    def collective(self, step: CollectiveStep) -> tuple[Event, StepCost]:
+    def collective(self, step: CollectiveStep) -> tuple[Event, StepCost] | None:
         """The link is busy, and the device, too, if it waits; or the device alone, where nothing is sent."""
         cost = self._prices.collective(step)
-        if not step.wait and cost.seconds:
-            self._started[step.dst] = len(self.list)
         if cost.stream == COMPUTE:
-            return Event(RUN, cost.seconds, 0), cost
+            return _on_device(cost)
+        if not step.wait:
+            self._started[step.dst] = len(self.all)
         return Event(SEND if step.wait else START, cost.seconds, cost.stream), cost
 
-    def wait(self, step: WaitStep) -> tuple[Event, StepCost]:
-        """The device waits, if the collective takes any time."""
+    def wait(self, step: WaitStep) -> tuple[Event, StepCost] | None:
+        """The device waits, if anything was sent."""
         started = self._started.pop(step.collective.dst, None)
-        return (Event(RUN, 0.0, 0) if started is None else Event(WAIT, 0.0, started)), NOTHING
+        return None if started is None else (Event(WAIT, 0.0, started), NOTHING)
 
-    def memory(self, step: AllocStep | FreeStep) -> tuple[Event, StepCost]:
+    def alloc(self, step: AllocStep) -> None:
         """No time."""
-        return Event(RUN, 0.0, 0), NOTHING
+
+    def free(self, step: FreeStep) -> None:
+        """No time."""
 
 
-_MEANINGS = {
-    KernelStep: Events.kernel,
-    OpStep: Events.op,
-    CollectiveStep: Events.collective,
-    WaitStep: Events.wait,
-    AllocStep: Events.memory,
-    FreeStep: Events.memory,
-}
+def _on_device(cost: StepCost) -> tuple[Event, StepCost] | None:
+    return (Event(RUN, cost.seconds, 0), cost) if cost.seconds else None
 
 
 def play(events: Iterable[Event], links: int, busy: float) -> tuple[float, list[float]]:
