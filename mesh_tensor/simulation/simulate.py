@@ -8,9 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tvm import tirx
+
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.program.builder import lower_to_program
 from mesh_tensor.program.cost import COMPUTE
 from mesh_tensor.program.lifetimes import held_bytes
 from mesh_tensor.program.steps import Program
@@ -25,7 +28,7 @@ def simulate(what: Any, machine: Machine | str | None = None) -> Simulation:
     """Simulate what runs on a mesh; nothing is run, and no memory is taken.
 
     Args:
-        what: a kernel that was compiled, a module that was distributed, or a Program. It has to have known sizes.
+        what: an annotated kernel, compiled or not; a module that was distributed; or a Program. Of known sizes.
         machine: what it runs on, or a preset's name ("h100x16"); None: this project's CPU ranks.
 
     Returns:
@@ -34,15 +37,27 @@ def simulate(what: Any, machine: Machine | str | None = None) -> Simulation:
     Raises:
         MeshTensorError: it is nothing that runs, or the machine can't hold it.
     """
+    if machine is not None and not isinstance(machine, (Machine, str)):
+        refuse(f"{shown(machine)} is no machine", fix="pass an mt.Machine, or the name of one: 'h100x16'")
+    return Simulation(_program_of(what), Machine.preset(machine) if isinstance(machine, str) else machine or CPU)
+
+
+def _program_of(what: Any) -> Program:
+    if isinstance(what, tirx.PrimFunc):
+        sizes = [size for buffer in what.buffer_map.values() for size in buffer.shape]
+        if symbols := [str(size) for size in sizes if not isinstance(size, tirx.IntImm)]:
+            refuse(
+                f"a kernel with symbolic dims can't be simulated: {', '.join(dict.fromkeys(symbols))}",
+                fix="give them sizes (mt.simulate takes a compiled kernel after a call, too)",
+            )
+        return lower_to_program(what)
     program = what if isinstance(what, Program) else getattr(what, "program", None)
     if not isinstance(program, Program):
         refuse(
             f"{shown(what)} can't be simulated",
-            fix="pass what mt.compile or mt.distribute_module gave, or its .program",
+            fix="pass an annotated kernel, what mt.compile or mt.distribute_module gave, or its .program",
         )
-    if machine is not None and not isinstance(machine, (Machine, str)):
-        refuse(f"{shown(machine)} is no machine", fix="pass an mt.Machine, or the name of one: 'h100x16'")
-    return Simulation(program, Machine.preset(machine) if isinstance(machine, str) else machine or CPU)
+    return program
 
 
 @dataclass(frozen=True)
