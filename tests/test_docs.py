@@ -1,4 +1,4 @@
-"""The Python of README.md, of the tutorial and of the pages on redistribution, modules, Disco and simulation runs as it stands."""
+"""The Python of README.md and of the pages named below runs as it stands."""
 
 import re
 import runpy
