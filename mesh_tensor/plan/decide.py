@@ -10,6 +10,7 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
+from mesh_tensor.base.dtypes import itemsize
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Partial, Placement, Shard, Sharding
@@ -19,7 +20,6 @@ from mesh_tensor.rules.operator.cost import count_flops
 
 from .atoms import AtomFactors, Atoms, NodeRule
 from .ir import Node, Value
-from .kernel_placements import dtype_bits
 from .propagate import Layouts, tensors_of
 
 Split = Mapping[str, str | None]  # axis -> factor
@@ -136,7 +136,7 @@ def bytes_moved(shape: tuple[int, ...], dtype: str, src: Sharding, dst: Sharding
     """What one device receives when a tensor goes from one layout to another."""
     if src == dst:
         return 0
-    return RedistributionPlan.make(shape, dtype, max(1, dtype_bits(dtype) // 8), src, dst).bytes
+    return RedistributionPlan.make(shape, dtype, itemsize(dtype), src, dst).bytes
 
 
 def _one_op(rule: NodeRule, split: Split) -> bool:
