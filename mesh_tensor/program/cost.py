@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mesh_tensor.base.collective_time import collective_time, reach
+from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.machine import Machine, Work
-from mesh_tensor.plan.kernel_placements import dtype_bits
 from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.cost import class_of
 
