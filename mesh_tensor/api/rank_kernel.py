@@ -13,7 +13,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.program.overlap import has_collectives, overlapped, why_in_bulk
-from mesh_tensor.program.steps import CollectiveStep, Program
+from mesh_tensor.program.steps import Program
 from mesh_tensor.runtime.plain_tensors import fix_of, is_dual
 from mesh_tensor.runtime.ranks.agree import agree, digest_of, program_facts
 from mesh_tensor.runtime.ranks.dtensor import PART_FIX, from_placements, is_dtensor, lies_like_torch, part_problem
@@ -262,7 +262,7 @@ class RankKernel:
 def _exchanges(program: Program, layouts: Mapping[str, Sharding]) -> bool:
     """Whether ranks exchange anything: in the program, or because DTensors lie otherwise than it takes and makes
     them."""
-    if any(isinstance(step, CollectiveStep) for step in program.steps):
+    if program.collectives:
         return True
     for parameter in program.parameters if layouts else ():
         value = program.values[str(parameter.input or parameter.output)]

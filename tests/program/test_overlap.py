@@ -79,7 +79,7 @@ def test_with_a_core_per_rank_everything_is_in_bulk():
     made = program(matmul(2048, 2048, 2048), X2, REDUCED, GLOO)
     assert words(made) == ["kernel A B C", "all_reduce C.1"]
     (note,) = made.overlap
-    assert note.startswith("all_reduce of C over x: in bulk: predicted ")
+    assert note.startswith("all_reduce(C, sum) over x: in bulk: predicted ")
     assert note.endswith(f"({GLOO.name})")
 
 
@@ -99,7 +99,7 @@ def test_explain_says_what_was_decided():
     assert "overlap\n  auto: in bulk on a virtual mesh" in kernels["auto"].explain()
     assert "overlap\n  off: everything in bulk" in kernels["off"].explain()
     text = kernels[2].explain()
-    assert "overlap\n  all_reduce of C over x: beside kernel matmul_kernel in 2 slabs of 32 of m: overlap=2" in text
+    assert "overlap\n  all_reduce(C, sum) over x: beside kernel matmul_kernel in 2 slabs of 32 of m: overlap=2" in text
     assert "start all_reduce(sum)" in text
     assert "wait all_reduce" in text
     alone = mt.compile(mt.annotate(small(), X2, {"A": {"x": 0}, "C": {"x": 0}}), target="interpret")

@@ -156,7 +156,7 @@ class RankLaunch:
             taken.storage if taken else "",
             tiling_of(given, self.ranks.rank) if given else None,
             given.storage if given else "",
-            taken is not None and taken.storage in self._backend.written,
+            taken is not None and taken.storage in self.program.last_writes,
         )
 
 
