@@ -9,6 +9,7 @@ from .annotations.stated import ModuleAnnotations, read_module_annotations
 from .api.compile import MeshKernel, compile
 from .api.custom_op import as_custom_op
 from .api.disco import DiscoModule, DiscoSession, run_on_disco, to_disco
+from .api.gradient import gradient
 from .api.module import MeshModule, distribute_module
 from .api.pipeline import Pipeline, pipeline
 from .base.errors import MeshTensorError
@@ -61,6 +62,7 @@ __all__ = [
     "from_onnx",
     "from_placements",
     "from_torch",
+    "gradient",
     "init_mesh_tensor_info",
     "load_module",
     "lower",

@@ -18,6 +18,7 @@ from mesh_tensor.base.errors import listing, refuse
 from .imported import ImportedModule, identifiers
 from .low_precision import allow_constants
 from .torch_args import with_sizes_as_tensors
+from .torch_constants import with_constants
 from .torch_numbers import WITH_NUMBERS
 from .torch_ops import CONVERTERS, KEPT
 from .torch_weights import without_tied
@@ -37,7 +38,7 @@ def import_torch(program: torch.export.ExportedProgram) -> ImportedModule:
             "ignore", message="`isinstance.treespec, LeafSpec", category=FutureWarning
         )  # torch's own
         try:
-            program = program.run_decompositions(table)
+            program = with_constants(program).run_decompositions(table)
         except Exception as error:  # torch's own, of what it can't take apart
             refuse("torch can't take the program apart into operators", why=str(error), fix=_FIX)
     _check(program)
