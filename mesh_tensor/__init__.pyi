@@ -13,6 +13,7 @@ from .api.gradient import gradient
 from .api.module import MeshModule, distribute_module
 from .api.pipeline import Pipeline, pipeline
 from .base.errors import MeshTensorError
+from .base.machine import Machine
 from .base.mesh import Mesh
 from .base.sharding import Partial, Replicate, Shard, Sharding
 from .base.topology import Topology
@@ -35,6 +36,7 @@ __all__ = [
     "DiscoModule",
     "DiscoSession",
     "ImportedModule",
+    "Machine",
     "Mesh",
     "MeshKernel",
     "MeshModule",
