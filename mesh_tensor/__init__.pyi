@@ -11,6 +11,8 @@ from .api.custom_op import as_custom_op
 from .api.disco import DiscoModule, DiscoSession, run_on_disco, to_disco
 from .api.gradient import gradient
 from .api.module import MeshModule, distribute_module
+from .api.training import TrainingStep, training_step
+from .api.training_run import TrainingRun
 from .base.errors import MeshTensorError
 from .base.mesh import Mesh
 from .base.sharding import Partial, Replicate, Shard, Sharding
@@ -45,6 +47,8 @@ __all__ = [
     "Sharding",
     "ShardingRule",
     "__version__",
+    "TrainingRun",
+    "TrainingStep",
     "annotate",
     "annotate_module",
     "as_custom_op",
@@ -73,4 +77,5 @@ __all__ = [
     "to_disco",
     "to_dtensor",
     "to_placements",
+    "training_step",
 ]
