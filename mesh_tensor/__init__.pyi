@@ -11,28 +11,35 @@ from .api.custom_op import as_custom_op
 from .api.disco import DiscoModule, DiscoSession, run_on_disco, to_disco
 from .api.gradient import gradient
 from .api.module import MeshModule, distribute_module
+from .api.pipeline import Pipeline, pipeline
 from .api.training import TrainingStep, training_step
 from .api.training_run import TrainingRun
 from .base.errors import MeshTensorError
+from .base.machine import Machine
 from .base.mesh import Mesh
 from .base.sharding import Partial, Replicate, Shard, Sharding
+from .base.topology import Topology
 from .base.version import __version__
 from .importers import ImportedModule, load_module, save_module
 from .importers.onnx_frontend import from_onnx
 from .importers.torch_frontend import from_torch
 from .lowering import lower
+from .pipeline.schedule import Schedule
 from .program.steps import Program
 from .redistribution.plan import RedistributionPlan
 from .rules.kernel.sharding_rule import ShardingRule, sharding_rule
 from .runtime.ranks import from_dtensor, from_placements, redistribute, resume, to_dtensor, to_placements
 from .runtime.sequential import run_sequential
 from .runtime.virtual.mesh_tensor import MeshTensor, distribute, plan_redistribution
+from .runtime.virtual.transfer import plan_transfer, transfer
+from .simulation import Simulation, simulate
 from .targets.cpu.tilelang_gemm import register_cpu_gemm
 
 __all__ = [
     "DiscoModule",
     "DiscoSession",
     "ImportedModule",
+    "Machine",
     "Mesh",
     "MeshKernel",
     "MeshModule",
@@ -40,15 +47,19 @@ __all__ = [
     "MeshTensorError",
     "ModuleAnnotations",
     "Partial",
+    "Pipeline",
     "Program",
     "RedistributionPlan",
     "Replicate",
+    "Schedule",
     "Shard",
     "Sharding",
     "ShardingRule",
-    "__version__",
+    "Simulation",
+    "Topology",
     "TrainingRun",
     "TrainingStep",
+    "__version__",
     "annotate",
     "annotate_module",
     "as_custom_op",
@@ -65,7 +76,9 @@ __all__ = [
     "lower",
     "lowering",
     "mesh_tensor_functions",
+    "pipeline",
     "plan_redistribution",
+    "plan_transfer",
     "read_module_annotations",
     "redistribute",
     "register_cpu_gemm",
@@ -74,8 +87,10 @@ __all__ = [
     "run_sequential",
     "save_module",
     "sharding_rule",
+    "simulate",
     "to_disco",
     "to_dtensor",
     "to_placements",
     "training_step",
+    "transfer",
 ]

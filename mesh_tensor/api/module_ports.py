@@ -44,6 +44,13 @@ class ModulePort:
         """The layout over the caller's dims, if there is one."""
         return plain_sharding(self.sharding, self.dims)
 
+    @property
+    def named(self) -> Sharding:
+        """The layout over the caller's dims; what has no name there is gathered."""
+        named = plain_sharding(made_plain(self.sharding, self.dims), self.dims)
+        assert named is not None
+        return named
+
     def refine(self, tensor: torch.Tensor | MeshTensor) -> torch.Tensor | MeshTensor:
         """A tensor of the caller's as the program takes it."""
         if isinstance(tensor, torch.Tensor):
@@ -67,10 +74,7 @@ class ModulePort:
         dims is gathered where that is so."""
         if isinstance(result, torch.Tensor):
             return result.view(self.shape)
-        nameable = made_plain(self.sharding, self.dims)
-        named = plain_sharding(nameable, self.dims)
-        assert named is not None
-        return _relabel(result.redistribute(nameable), self.shape, named)
+        return _relabel(result.redistribute(made_plain(self.sharding, self.dims)), self.shape, self.named)
 
     def torch_dtype(self) -> torch.dtype:
         """The torch dtype."""
@@ -96,6 +100,19 @@ def state_results(plan: ModulePlan) -> dict[str, str]:
     """Parameter -> the result of the program that replaces it in the next call."""
     names = dict(zip(leaves(plan.graph.result), forms_in(plan.explicit.result), strict=True))
     return {replaced.name: names[result].name for result, replaced in plan.graph.state.items()}
+
+
+def parameter_layouts(plan: ModulePlan) -> dict[str, Sharding]:
+    """How the parameters lie, over the caller's dims; what has no name there is replicated."""
+    ports = {port.name: port for port in ports_of(plan)}
+    names = zip((value.name for value in plan.graph.params), plan.made.inputs, strict=True)
+    return {param: ports[name].named for param, name in names}
+
+
+def result_layouts(plan: ModulePlan) -> tuple[Sharding, ...]:
+    """How MeshTensors that the function returns as one tuple lie."""
+    ports = {port.name: port for port in ports_of(plan)}
+    return tuple(ports[name].named for name in plan.made.result)
 
 
 def constant_tensor(constant: relax.Constant, value: Value) -> MeshTensor:

@@ -13,10 +13,12 @@ import torch
 from tvm import relax
 
 from mesh_tensor import Mesh, Sharding
+from mesh_tensor.base.dtypes import poison_value
+from mesh_tensor.base.reductions import neutral
 from mesh_tensor.rules.operator import Dim, LocalCall, OpCall, OpRule, TensorType
 from mesh_tensor.rules.operator.call import op_call
 from mesh_tensor.rules.operator.rule import atoms_of
-from mesh_tensor.targets.dtypes import neutral, poison_value, torch_dtype
+from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 from mesh_tensor.targets.torch_ops import torch_function
 
 COMBINE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -104,7 +106,7 @@ class _Run:
         for dim, factor, index in places:
             at, part = self._range(factor, x.shape[dim], index), self._part(factor, x.shape[dim])
             op = self.rule.reduced.get(factor) if factor and not self.rule.masks else None
-            fill = neutral(x.dtype, op) if op else poison_value(x.dtype)
+            fill = neutral(op, dtype_name(x.dtype)) if op else poison_value(dtype_name(x.dtype))
             held = x.narrow(dim, at.start, at.stop - at.start)
             padding = [part - held.shape[dim] if d == dim else size for d, size in enumerate(held.shape)]
             x = torch.cat([held, torch.full(padding, fill, dtype=x.dtype)], dim)

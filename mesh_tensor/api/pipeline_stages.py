@@ -1,0 +1,130 @@
+"""The stages of a pipeline on their meshes: fragments that run, and the layouts that values have on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from tvm import ir
+
+from mesh_tensor.annotations.annotate_module import annotate_module
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.pipeline.fragments import FragmentFunction, JointStage, fragments_of, gradient_name
+from mesh_tensor.pipeline.stages import FUNCTION, Stage
+from mesh_tensor.plan.gradient import gradient_function
+from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, ShardingLike, distribute
+
+from .module import MeshModule, distribute_module
+from .module_ports import parameter_layouts, result_layouts
+
+Values = dict[str, MeshTensor]
+Layouts = Mapping[str, ShardingLike]
+
+
+@dataclass(frozen=True, eq=False)
+class Fragment:
+    """What a stage runs on one microbatch: `module` takes the values `takes`, in order, and makes `gives`."""
+
+    kind: str
+    module: MeshModule
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+
+    @cached_property
+    def layouts(self) -> dict[str, Sharding]:
+        """How what it takes and gives lies."""
+        plan = self.module.plan
+        taken = zip(self.takes, parameter_layouts(plan).values(), strict=True)
+        return dict(taken) | dict(zip(self.gives, result_layouts(plan), strict=True))
+
+    def __call__(self, values: Mapping[str, MeshTensor]) -> Values:
+        made = self.module(*(values[name] for name in self.takes))
+        return dict(zip(self.gives, made, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class StageFragments:
+    """A stage on its mesh: its fragments by kind, and the layout of every value that enters or leaves one."""
+
+    stage: Stage
+    mesh: Mesh
+    fragments: Mapping[str, Fragment]
+    layouts: Mapping[str, Sharding]
+
+    def place(self, name: str, tensor: torch.Tensor) -> MeshTensor:
+        """A whole tensor as the value `name` lies."""
+        return distribute(tensor, self.mesh, self.layouts[name])
+
+
+@dataclass(frozen=True)
+class Options:
+    """How fragments are made, as `distribute_module` takes it; `recompute`: backwards run their forward again."""
+
+    target: str = "auto"
+    strict: bool = False
+    replicate_unknown: bool = False
+    poison: bool = False
+    recompute: bool = False
+
+    def fragment(
+        self, kind: str, mod: ir.IRModule, function: str, mesh: Mesh, layouts: Layouts, ports: FragmentFunction | Stage
+    ) -> Fragment:
+        """A function of a module as a fragment."""
+        module = distribute_module(
+            mod,
+            mesh,
+            layouts,
+            function=function,
+            target=self.target,
+            strict=self.strict,
+            replicate_unknown=self.replicate_unknown,
+            poison=self.poison,
+            check_indices=False,  # whole batches are checked before they are split
+        )
+        taken = (*ports.params, *ports.takes) if isinstance(ports, Stage) else ports.takes
+        return Fragment(kind, module, tuple(taken), ports.gives)
+
+
+def forward_fragments(stage: Stage, mesh: Mesh, layouts: Layouts, options: Options) -> StageFragments:
+    """A stage that only runs forwards."""
+    made = options.fragment("F", stage.module, FUNCTION, mesh, layouts, stage)
+    return StageFragments(stage, mesh, {"F": made}, made.layouts)
+
+
+def training_fragments(
+    stage: Stage, mesh: Mesh, layouts: Layouts, options: Options, wrt: Sequence[str], kinds: Iterable[str]
+) -> StageFragments:
+    """A stage that runs forwards, and backwards of these kinds, to the gradients of `wrt`.
+
+    The forward's layouts are those of all: what it saves is taken as it lies, and a gradient lies as its value.
+    """
+    module = annotate_module(stage.module, mesh, layouts, FUNCTION) if layouts else stage.module
+    joint = gradient_function(module, FUNCTION, list(wrt), seeded=True) if wrt else None
+    if joint is None:  # nothing to train here, and nothing before it
+        return forward_fragments(stage, mesh, layouts, options)
+    functions = fragments_of(JointStage(stage, joint, tuple(wrt)), options.recompute)
+    forward = options.fragment("F", functions["F"].module, "F", mesh, {}, functions["F"])
+    known, made = dict(forward.layouts), {"F": forward}
+    known |= {gradient_name(name): _whole(layout) for name, layout in forward.layouts.items()}
+    for kind in [kind for kind in "BIW" if kind in functions and kind in kinds]:
+        function = functions[kind]
+        inner = set(function.own) - {name for name in function.gives if function.own[name] in _parameters(function)}
+        stated = {function.own[name]: known[name] for name in function.own if name in known and name in inner}
+        made[kind] = options.fragment(kind, function.module, kind, mesh, stated, function)
+        known = {**made[kind].layouts, **known}
+    return StageFragments(stage, mesh, made, known)
+
+
+def _parameters(function: FragmentFunction) -> set[str]:
+    """The function's own names of what it takes and hands on as it is."""
+    return {function.own[name] for name in function.takes} & {function.own[name] for name in function.gives}
+
+
+def _whole(layout: Sharding) -> Sharding:
+    """The layout of a gradient: that of its value, without partial axes."""
+    for axis, _ in layout.partial:
+        layout = layout.with_replicate(axis)
+    return layout
