@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from mesh_tensor.base.collectives import COLLECTIVES
 from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.rules.operator.cost import class_of
 
 from .steps import CollectiveStep, KernelStep, OpStep, Step, WaitStep
 
 # Products (or kernels) that may run between a collective's start and the use of its result.
 _AHEAD = CPU.tuning.products_ahead
-_PRODUCTS = ("matmul", "nn.attention", "nn.conv2d", "nn.conv1d")
 
 
 def schedule(steps: Sequence[Step]) -> list[Step]:
@@ -69,4 +69,4 @@ def _computes(between: Sequence[Step]) -> bool:
 
 def _is_product(step: Step) -> bool:
     """Whether it takes long enough to hide a collective behind it."""
-    return isinstance(step, KernelStep) or (isinstance(step, OpStep) and step.call.name in _PRODUCTS)
+    return isinstance(step, KernelStep) or (isinstance(step, OpStep) and class_of(step.call.name) == "product")
