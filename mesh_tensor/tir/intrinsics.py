@@ -40,7 +40,6 @@ INTRINSICS: dict[str, Intrinsic] = {
     **_tirx("log2 nextafter rsqrt sigmoid sin sinh sqrt tan tanh trunc"),
     **{f"tirx.a{name}": Intrinsic(f"arc{name}", f"a{name}") for name in _INVERSE},
     **{f"tl.__{name}": Intrinsic(name, name) for name in _FAST},
-    **_tirx("abs", Intrinsic("abs")),
     **_tirx("fabs", Intrinsic("abs", "fabs")),
     **_tirx("nearbyint round", Intrinsic("rint", "nearbyint")),
     **_tirx("pow", Intrinsic("power", "pow")),

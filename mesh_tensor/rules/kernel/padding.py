@@ -30,7 +30,6 @@ _FUNCTIONS = {
     "tirx.exp2": lambda v: 2.0**v,
     "tirx.tanh": math.tanh,
     "tirx.fabs": abs,
-    "tirx.abs": abs,
 }
 
 
