@@ -11,10 +11,10 @@ from tvm import ir
 from mesh_tensor.annotations.annotate_module import annotate_module, read_module_annotations
 from mesh_tensor.annotations.names import check_module
 from mesh_tensor.annotations.parameters import flat_arguments, with_flat_parameters
-from mesh_tensor.api.explain_module import explain_module
 from mesh_tensor.base.errors import MeshTensorError, refuse, shown
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
+from mesh_tensor.program.explain import explain
 from mesh_tensor.program.from_graph import Kernels
 from mesh_tensor.program.plan_module import ModulePlan, plan_module
 from mesh_tensor.program.steps import Program
@@ -200,7 +200,7 @@ class MeshModule:
 
     def explain(self) -> str:
         """What was decided, why, and what it costs."""
-        return explain_module(self.plan)
+        return explain(self.program)
 
     def _launch(self, sizes: Mapping[Any, int], ranks: Ranks | None) -> ModuleLaunch | RankModuleLaunch:
         plan = self._plan = self._planned(sizes)

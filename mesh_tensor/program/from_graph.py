@@ -8,8 +8,8 @@ from typing import Any
 
 from tvm import relax, tirx
 
+from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.lowering import verify
 from mesh_tensor.lowering.local_calls import inputs_of, outputs_of
 from mesh_tensor.lowering.tile_calls import TileCalls
 from mesh_tensor.plan.explicit import Change, ExplicitGraph, Form, Run, Step, forms_in
@@ -20,7 +20,7 @@ from .kernel_steps import KernelSteps, is_kernel
 from .lifetimes import with_lifetimes
 from .steps import CollectiveStep, OpStep, Parameter, Program, Value, bytes_moved
 from .steps import Step as ProgramStep
-from .verify import verify_program
+from .verify import checked
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,19 @@ class _Programmer:
             *(Parameter(name, None, name) for name in computed),
         )
         all_steps = with_lifetimes(schedule(steps), self._values, parameters)
-        program = Program(graph.name, graph.mesh, parameters, self._values, all_steps)
-        if verify.enabled():
-            verify_program(program)
+        program = checked(Program(graph.name, graph.mesh, parameters, self._values, all_steps, self._decided))
         return ModuleProgram(program, inputs, self._constants, names_of(explicit.result))
+
+    def _decided(self) -> Decisions:
+        explicit, graph = self._explicit, self._explicit.graph
+        one = len(graph.annotations) == 1
+        title = "an annotation that can't be used as stated" if one else "annotations that meet"
+        conflicts = [f"  {conflict}" for conflict in explicit.layouts.conflicts]
+        head = (f"module function {graph.name} on {graph.mesh}",)
+        stated = {f.name: graph.annotations[f.value] for f in explicit.params if f.value in graph.annotations}
+        asked = {name: annotation.sharding for name, annotation in stated.items()}
+        sections = ((title, *conflicts),) if conflicts else ()
+        return Decisions(head, sections, params=tuple(form.name for form in explicit.params), asked=asked)
 
     def _value(self, form: Form) -> Value:
         """A value's shape is over its atoms, like its layout."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from .steps import AllocStep, FreeStep, Parameter, Program, Step, of_kinds
+from .steps import AllocStep, FreeStep, Parameter, Program, Step
 
 
 class Stored(Protocol):
@@ -37,11 +37,14 @@ def with_lifetimes(
 
 
 def peak_bytes(program: Program) -> int:
-    """The most bytes of tiles and workspaces that one device holds at once."""
+    """The most bytes of tiles and workspaces that one device holds at once, if no operator gives a view."""
     sizes = {storage: value.tile_bytes for storage, value in program.stored.items()}
     now = peak = sum(sizes[storage] for storage in program.inputs)
-    table = {AllocStep: lambda step: sizes[step.storage], FreeStep: lambda step: -sizes[step.storage]}
-    for change in of_kinds(program.steps, table):
-        now += change
+    for step in program.steps:
+        if isinstance(step, AllocStep):
+            now += sizes[step.storage]
+        elif isinstance(step, FreeStep):
+            now -= sizes[step.storage]
+        now += sum(sizes[program.values[name].storage] for name in step.makes)
         peak = max(peak, now)
     return peak

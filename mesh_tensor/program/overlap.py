@@ -15,21 +15,17 @@ slabs, or is not predicted to pay, stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from mesh_tensor.base.errors import refuse, shown
-from mesh_tensor.lowering import verify
-from mesh_tensor.lowering.layouts import LocalKernel
-from mesh_tensor.lowering.slabs import local_size, slab_bounds, slab_dims, slab_kernels
 from mesh_tensor.rules.kernel.factors import Blocked
 
 from .lifetimes import with_lifetimes
 from .overlap_cost import COUNTS, Rates, Work, choose
 from .overlap_schedule import schedule
 from .overlap_sites import Site, Sites
-from .steps import KernelStep, Program, Step, Value
-from .verify import verify_program
+from .steps import Program, Step, Value
+from .verify import checked
 
 _MOST = 64
 
@@ -69,25 +65,13 @@ def has_collectives(program: Program) -> bool:
 def overlapped(program: Program, wanted: int | Rates) -> Program:
     """The program with collectives beside kernels: in (at most) `wanted` slabs wherever that can be done, or where
     and as it is predicted to pay on a machine of these Rates. Its `overlap` says what was done, and why."""
-    lowered = program.lowered
-    if lowered is None or not all(step.wait for step in program.collectives):
+    if not any(step.slabs for step in program.kernels) or not all(step.wait for step in program.collectives):
         return program
-    steps = [step for step in program.steps if step.uses]
-    positions = [position for position, step in enumerate(steps) if step.collective is None]
-    local_kernels = [step for step in lowered.steps if isinstance(step, LocalKernel)]
-    kernels = list(zip(positions, program.kernels, local_kernels, strict=True))
-    rewriter = _Rewriter(program, steps, kernels, wanted)
+    rewriter = _Rewriter(program, wanted)
     rewriter.run()
     values = program.values | rewriter.values
-    made = replace(
-        program,
-        values=values,
-        steps=with_lifetimes(rewriter.result, values, program.parameters),
-        overlap=tuple(rewriter.notes),
-    )
-    if verify.enabled():
-        verify_program(made)
-    return made
+    steps = with_lifetimes(rewriter.result, values, program.parameters)
+    return checked(replace(program, values=values, steps=steps, overlap=tuple(rewriter.notes)))
 
 
 def why_in_bulk(program: Program, rates: Rates) -> str:
@@ -102,24 +86,21 @@ def why_in_bulk(program: Program, rates: Rates) -> str:
 class _Rewriter:
     """Goes through a program's steps; `result` are the new ones, `values` the slabs, `notes` what was decided."""
 
-    def __init__(
-        self,
-        program: Program,
-        steps: Sequence[Step],
-        kernels: Sequence[tuple[int, KernelStep, LocalKernel]],
-        wanted: int | Rates,
-    ) -> None:
-        self.program, self.steps, self.kernels, self.wanted = program, steps, kernels, wanted
+    def __init__(self, program: Program, wanted: int | Rates) -> None:
+        self.program, self.wanted = program, wanted
+        self.steps = [step for step in program.steps if step.uses]
         self.values: dict[str, Value] = {}
         self.notes: list[str] = []
         self.result: list[Step] = []
-        self._sites = Sites(steps, program.values)
+        self._sites = Sites(self.steps, program.values)
 
     def run(self) -> None:
         slabs_at: dict[int, list[Step]] = {}
         taken: set[int] = set()
-        for position, call, kernel in self.kernels:
-            site = self._sites.at(position, call, kernel, taken)
+        kernels = {id(step): step for step in self.program.kernels}
+        for position, step in enumerate(self.steps):
+            kernel = kernels.get(id(step))
+            site = None if kernel is None else self._sites.at(position, kernel, taken)
             if site is not None and (steps := self._in_slabs(site)):
                 slabs_at[position] = steps
                 taken |= {id(collective) for collective in site.collectives}
@@ -135,14 +116,14 @@ class _Rewriter:
     def _in_slabs(self, site: Site) -> list[Step]:
         """The steps of a site in slabs; none if it stays in bulk."""
         count, why = self._decide(site)
-        bounds = slab_bounds(site.kernel, site.factor, count)
+        bounds = site.slabs.bounds(site.factor, count)
         if count > 1 and len(bounds) == 1:
-            size, block = local_size(site.kernel, site.factor), site.factor.block
+            size, block = site.slabs.size(site.factor), site.factor.block
             why = f"{size} of {site.factor.name}, in blocks of {block}, are too few for slabs"
         kernels = []
         if len(bounds) > 1:
             try:
-                kernels = slab_kernels(site.kernel, site.factor, bounds, self.program.mesh)
+                kernels = site.slabs.kernels(site.factor, bounds)
             except Blocked as error:
                 why = str(error)
         if not kernels:
@@ -159,7 +140,7 @@ class _Rewriter:
         """How many slabs, and why."""
         if isinstance(self.wanted, int):
             return self.wanted, f"overlap={self.wanted}"
-        counts = tuple(n for n in COUNTS if len(slab_bounds(site.kernel, site.factor, n)) == n)
+        counts = tuple(n for n in COUNTS if len(site.slabs.bounds(site.factor, n)) == n)
         if not counts:
             return 2, ""
         choice = choose(self._work(site), self.wanted, counts)
@@ -167,7 +148,7 @@ class _Rewriter:
         return choice.count, times
 
     def _work(self, site: Site) -> Work:
-        sliced = slab_dims(site.kernel, site.factor)
+        sliced = site.slabs.dims(site.factor)
         sizes = [self.program.values[name].tile_bytes for name in site.step.args]
         repeated = sum(size for position, size in enumerate(sizes) if position not in sliced)
         return Work(site.step.flops, sum(sizes), repeated, tuple(c.bytes for c in site.collectives))

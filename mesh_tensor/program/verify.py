@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from mesh_tensor.lowering.verify import collectives_in, leftovers, raise_on
+from mesh_tensor.lowering.verify import collectives_in, enabled, leftovers, raise_on
 
 from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Step
 
@@ -17,6 +17,13 @@ def verify_program(program: Program) -> None:
     """
     raise_on([*_unknown_values(program), *_kernels(program.kernels)], f"program {program.name}")
     raise_on([*_lifetimes(program), *_waits(program)], f"program {program.name}")
+
+
+def checked(program: Program) -> Program:
+    """The program, which was checked if checks are on."""
+    if enabled():
+        verify_program(program)
+    return program
 
 
 def _unknown_values(program: Program) -> Iterator[str]:
