@@ -15,11 +15,12 @@ from typing import Any
 
 from tvm import tirx
 
+from mesh_tensor.base.dtypes import itemsize
 from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.reductions import reduction
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.kernel.factors import Factor
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
-from mesh_tensor.rules.kernel.values import IDEMPOTENT
 
 
 @dataclass(eq=False)
@@ -177,7 +178,7 @@ class Propagation:
             op = self.partial_op(param, factor)
             if dim is not None:
                 shards[axis] = dim
-            elif op is not None and (produced or op not in IDEMPOTENT):
+            elif op is not None and (produced or not reduction(op).idempotent):
                 partial[axis] = op
         return Sharding.make(self.mesh, len(buffer.shape), shards, partial=partial, name=param)
 
@@ -207,10 +208,4 @@ def tile_extent(size: Any, parts: list[int]) -> Any:
 
 def _bytes_of(buffer: tirx.Buffer) -> int:
     elements = math.prod(int(s) if isinstance(s, tirx.IntImm) else 1024 for s in buffer.shape)
-    return elements * max(1, dtype_bits(buffer.dtype) // 8)
-
-
-def dtype_bits(dtype: str) -> int:
-    """The size of one element in bits."""
-    digits = "".join(c for c in dtype.split("x")[0].split("_")[0] if c.isdigit())
-    return int(digits) if digits else 8
+    return elements * itemsize(buffer.dtype)

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mesh_tensor.base.machine_presets import CPU
+
 from .steps import CollectiveStep, KernelStep, OpStep, Step, WaitStep
 
-_AHEAD = 2  # products (or kernels) that may run between a collective's start and the use of its result
+# Products (or kernels) that may run between a collective's start and the use of its result.
+_AHEAD = CPU.tuning.products_ahead
 _SENDING = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute", "exchange")
 _PRODUCTS = ("matmul", "nn.attention", "nn.conv2d", "nn.conv1d")
 

@@ -18,10 +18,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mesh_tensor.base.errors import refuse, shown
+from mesh_tensor.base.machine import Machine
 from mesh_tensor.rules.kernel.factors import Blocked
 
 from .lifetimes import with_lifetimes
-from .overlap_cost import COUNTS, Rates, Work, choose
+from .overlap_cost import COUNTS, Work, choose
 from .overlap_schedule import schedule
 from .overlap_sites import Site, Sites
 from .steps import Program, Step, Value
@@ -62,9 +63,9 @@ def has_collectives(program: Program) -> bool:
     return any(step.bytes for step in program.collectives)
 
 
-def overlapped(program: Program, wanted: int | Rates) -> Program:
+def overlapped(program: Program, wanted: int | Machine) -> Program:
     """The program with collectives beside kernels: in (at most) `wanted` slabs wherever that can be done, or where
-    and as it is predicted to pay on a machine of these Rates. Its `overlap` says what was done, and why."""
+    and as it is predicted to pay on that Machine. Its `overlap` says what was done, and why."""
     if not any(step.slabs for step in program.kernels) or not all(step.wait for step in program.collectives):
         return program
     rewriter = _Rewriter(program, wanted)
@@ -74,19 +75,19 @@ def overlapped(program: Program, wanted: int | Rates) -> Program:
     return checked(replace(program, values=values, steps=steps, overlap=tuple(rewriter.notes)))
 
 
-def why_in_bulk(program: Program, rates: Rates) -> str:
+def why_in_bulk(program: Program, machine: Machine) -> str:
     """Why slabs pay nowhere in a program, by how long its steps take; nothing if they may."""
     touched = sum(program.values[name].tile_bytes for step in program.kernels for name in step.args)
     sent = tuple(step.bytes for step in program.collectives if step.bytes)
-    choice = choose(Work(sum(step.flops for step in program.kernels), touched, 0, sent), rates)
-    times = f"predicted {choice.bulk * 1e3:.2f} ms, at best {choice.slabs * 1e3:.2f} ms in slabs ({rates.name})"
+    choice = choose(Work(sum(step.flops for step in program.kernels), touched, 0, sent), machine)
+    times = f"predicted {choice.bulk * 1e3:.2f} ms, at best {choice.slabs * 1e3:.2f} ms in slabs ({machine.name})"
     return times if choice.count == 1 else ""
 
 
 class _Rewriter:
     """Goes through a program's steps; `result` are the new ones, `values` the slabs, `notes` what was decided."""
 
-    def __init__(self, program: Program, wanted: int | Rates) -> None:
+    def __init__(self, program: Program, wanted: int | Machine) -> None:
         self.program, self.wanted = program, wanted
         self.steps = [step for step in program.steps if step.uses]
         self.values: dict[str, Value] = {}

@@ -29,10 +29,10 @@ from typing import Any, Protocol, TypeVar
 from tvm import tirx
 
 from mesh_tensor.base.decisions import Decisions
+from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.lowering.slabs import Slabs
-from mesh_tensor.plan.kernel_placements import dtype_bits
 from mesh_tensor.redistribution.plan import elements_received
 from mesh_tensor.rules.operator import OpCall
 

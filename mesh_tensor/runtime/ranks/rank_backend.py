@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mesh_tensor.base.dtypes import poison_value
 from mesh_tensor.program.steps import (
     AllocStep,
     CollectiveStep,
@@ -20,7 +21,7 @@ from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of
 from mesh_tensor.runtime.elementwise import clone, fill
 from mesh_tensor.runtime.reshard import reshard_of
 from mesh_tensor.runtime.virtual.collectives import check_step
-from mesh_tensor.targets.dtypes import poison_value, torch_dtype
+from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
 from mesh_tensor.targets.op_steps import tile_function
 
@@ -114,7 +115,7 @@ class RankBackend:
             if storage not in memory.held:
                 tile = torch.empty(shape, dtype=dtype, device=device)
                 if poison:
-                    fill(tile, poison_value(dtype))
+                    fill(tile, poison_value(value.dtype))
                 memory.hold(storage, tile, tile.nbytes)
 
         return action
