@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,10 @@ from tvm import relax, tirx
 
 from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.lowering.local_calls import inputs_of, outputs_of
+from mesh_tensor.lowering.local_calls import inputs_of, outputs_of, scopes_of
 from mesh_tensor.lowering.tile_calls import TileCalls
 from mesh_tensor.plan.explicit import Change, ExplicitGraph, Form, Run, Step, forms_in
+from mesh_tensor.plan.ir import Scope
 from mesh_tensor.rules.operator.call import OpCall, tensor_type
 
 from .early_starts import schedule
@@ -23,15 +24,38 @@ from .steps import Step as ProgramStep
 from .verify import checked
 
 
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A part of the plan in the order in which the module has it: `steps` make the values `outputs` of `inputs`. It
+    stands in the calls of functions `scopes`."""
+
+    scopes: tuple[Scope, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    steps: tuple[ProgramStep, ...]
+
+
 @dataclass(frozen=True)
 class ModuleProgram:
     """A module's Program. Its parameters are the function's own (named in `inputs`), then the constants (with their
-    data), then what it computes. `result` is what the function returns: a tree of names of values."""
+    data), then what it computes. `result` is what the function returns: a tree of names of values.
+
+    `pieces` is what its steps were scheduled from; `tiles` has the tiles of the module's own tensors with their own
+    dims."""
 
     program: Program
     inputs: tuple[str, ...]
     constants: dict[str, relax.Constant]
     result: Any
+    pieces: tuple[Piece, ...]
+    tiles: Mapping[str, relax.TensorStructInfo]
+
+    def tile(self, name: str) -> relax.TensorStructInfo:
+        """The struct info of a value's tile."""
+        if name in self.tiles:
+            return self.tiles[name]
+        value = self.program.values[name]
+        return relax.TensorStructInfo(value.tile_shape, value.dtype)
 
 
 # By operator: a kernel that computes a call on tiles, or None where it does not fit.
@@ -49,6 +73,7 @@ class _Programmer:
         self._calls, self._kernels = calls, kernels
         self._explicit, self._atoms = explicit, explicit.atoms
         self._values: dict[str, Value] = {}
+        self._tiles: dict[str, relax.TensorStructInfo] = {}
         self._known_kernels: dict[OpCall, tirx.PrimFunc | None] = {}
         self._constants: dict[str, relax.Constant] = {}
         read = [step for step in explicit.steps if isinstance(step, Change) or is_kernel(step)]
@@ -59,7 +84,8 @@ class _Programmer:
         for form in (*explicit.params, *explicit.constants):
             self._value(form)
         self._constants |= {form.name: form.value.data for form in explicit.constants if form.value.data is not None}
-        steps = [made for step in explicit.steps for made in self._steps(step)]
+        pieces = tuple([self._piece(step) for step in explicit.steps])
+        steps = [step for piece in pieces for step in piece.steps]
         inputs = tuple(form.name for form in explicit.params)
         given = {*inputs, *self._constants}
         computed = dict.fromkeys(form.name for form in forms_in(explicit.result) if form.name not in given)
@@ -69,7 +95,7 @@ class _Programmer:
         )
         all_steps = with_lifetimes(schedule(steps), self._values, parameters)
         program = checked(Program(graph.name, graph.mesh, parameters, self._values, all_steps, self._decided))
-        return ModuleProgram(program, inputs, self._constants, names_of(explicit.result))
+        return ModuleProgram(program, inputs, self._constants, names_of(explicit.result), pieces, self._tiles)
 
     def _decided(self) -> Decisions:
         explicit, graph = self._explicit, self._explicit.graph
@@ -87,7 +113,12 @@ class _Programmer:
         if form.name not in self._values:
             shape = self._atoms.shape(form.value)
             self._values[form.name] = Value(form.name, shape, form.dtype, form.sharding, form.name)
+            self._tiles[form.name] = self._calls.info(form)
         return self._values[form.name]
+
+    def _piece(self, step: Step) -> Piece:
+        steps = tuple(self._steps(step))
+        return Piece(scopes_of(step), _names(inputs_of(step)), _names(outputs_of(step)), steps)
 
     def _steps(self, step: Step) -> Iterator[ProgramStep]:
         """A step; where an operator is several on tiles, each of them."""
@@ -139,6 +170,15 @@ class _Programmer:
         return CollectiveStep(
             move.kind, src.name, dst.name, move.axes, move.op, move.src_dim, move.dst_dim, size, step.reason
         )
+
+
+def _names(forms: Iterable[Form]) -> tuple[str, ...]:
+    return tuple([form.name for form in forms])
+
+
+def names_in(tree: Any) -> list[str]:
+    """The names of a tree, in order."""
+    return [tree] if isinstance(tree, str) else [name for item in tree for name in names_in(item)]
 
 
 def names_of(tree: Any) -> Any:
