@@ -16,6 +16,7 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.program.explain import explain
 from mesh_tensor.program.from_graph import Kernels
+from mesh_tensor.program.overlap import check_overlap
 from mesh_tensor.program.plan_module import ModulePlan, plan_module
 from mesh_tensor.program.steps import Program
 from mesh_tensor.runtime.ambient import full_precision, undisturbed
@@ -46,6 +47,7 @@ def distribute_module(
     kernels: Kernels | None = None,
     check_indices: bool = True,
     poison: bool = False,
+    overlap: str | int = "auto",
 ) -> MeshModule:
     """Make a Relax module callable on a mesh.
 
@@ -65,6 +67,9 @@ def distribute_module(
         check_indices: refuse whole tensors on a CPU whose elements are looked up in a table that doesn't have them, as
             torch does. What is not checked (MeshTensors, DTensors, other devices, computed indices) gives NaN there.
         poison: on a virtual mesh, padding holds NaN or extreme integers, so that what reads it shows (for tests).
+        overlap: whether collectives run beside operators and kernels. `auto` starts them early, and on ranks splits
+            TileLang kernels into slabs where a cost model says so; `off` runs everything in bulk, a number is into
+            how many slabs kernels beside a collective are split.
 
     Returns:
         The callable. It is planned here, or at the first call with new sizes if the function has symbolic ones.
@@ -93,6 +98,7 @@ def distribute_module(
         kernels=kernels or {},
         check_indices=check_indices,
         poison=poison,
+        overlap=check_overlap(overlap),
     )
 
 
@@ -117,10 +123,11 @@ class MeshModule:
         kernels: Kernels,
         check_indices: bool,
         poison: bool,
+        overlap: str | int = "auto",
     ) -> None:
         self._function, self._target = function, find_target(target)
         self._strict, self._poison, self._checks_indices = strict, poison, check_indices
-        self._replicate_unknown, self._kernels = replicate_unknown, kernels
+        self._replicate_unknown, self._kernels, self._overlap = replicate_unknown, kernels, overlap
         mod = with_flat_parameters(mod, function)
         self._signature = ModuleSignature(mod, function)
         self._weights = weights = self._signature.weights(weights, self._target.device_type)
@@ -211,7 +218,7 @@ class MeshModule:
             if ranks is None:
                 launch = ModuleLaunch(plan, self._target, self._weights, poison=self._poison)
             else:
-                launch = RankModuleLaunch(plan, self._target, ranks, self._weights)
+                launch = RankModuleLaunch(plan, self._target, ranks, self._weights, self._overlap)
             self._launches.put(key, launch)
         return launch
 
@@ -228,6 +235,7 @@ class MeshModule:
                 stated,
                 replicate_unknown=self._replicate_unknown,
                 kernels=self._kernels,
+                overlap=self._overlap,
             )
             self._check_strict(plan)
             self._plans.put(key, plan)

@@ -16,9 +16,10 @@ from mesh_tensor.plan.explicit import Change, ExplicitGraph, Form, Run, Step, fo
 from mesh_tensor.plan.ir import Scope
 from mesh_tensor.rules.operator.call import OpCall, tensor_type
 
-from .early_starts import schedule
+from .early_starts import early_starts
 from .kernel_steps import KernelSteps, is_kernel
 from .lifetimes import with_lifetimes
+from .overlap import with_overlap
 from .steps import CollectiveStep, OpStep, Parameter, Program, Value, bytes_moved
 from .steps import Step as ProgramStep
 from .verify import checked
@@ -62,10 +63,12 @@ class ModuleProgram:
 Kernels = Mapping[str, Callable[[OpCall], "tirx.PrimFunc | None"]]
 
 
-def to_program(explicit: ExplicitGraph, calls: TileCalls, kernels: Kernels) -> ModuleProgram:
+def to_program(
+    explicit: ExplicitGraph, calls: TileCalls, kernels: Kernels, overlap: str | int = "auto"
+) -> ModuleProgram:
     """The steps of every device, as a Program over values whose shapes are those of their atoms. Operators run as
-    `kernels` where there is one."""
-    return _Programmer(explicit, calls, kernels).made()
+    `kernels` where there is one; `overlap` says what runs beside what."""
+    return _Programmer(explicit, calls, kernels).made(overlap)
 
 
 class _Programmer:
@@ -79,7 +82,7 @@ class _Programmer:
         read = [step for step in explicit.steps if isinstance(step, Change) or is_kernel(step)]
         self._in_one_piece = {*forms_in(explicit.result), *(form for step in read for form in inputs_of(step))}
 
-    def made(self) -> ModuleProgram:
+    def made(self, overlap: str | int) -> ModuleProgram:
         explicit, graph = self._explicit, self._explicit.graph
         for form in (*explicit.params, *explicit.constants):
             self._value(form)
@@ -93,8 +96,10 @@ class _Programmer:
             *(Parameter(name, name, None) for name in (*inputs, *self._constants)),
             *(Parameter(name, None, name) for name in computed),
         )
-        all_steps = with_lifetimes(schedule(steps), self._values, parameters)
-        program = checked(Program(graph.name, graph.mesh, parameters, self._values, all_steps, self._decided))
+        ordered = early_starts(steps, self._values) if overlap == "auto" else steps
+        lasting = with_lifetimes(ordered, self._values, parameters)
+        bulk = checked(Program(graph.name, graph.mesh, parameters, self._values, lasting, self._decided))
+        program = bulk if overlap == "auto" else with_overlap(bulk, overlap)
         return ModuleProgram(program, inputs, self._constants, names_of(explicit.result), pieces, self._tiles)
 
     def _decided(self) -> Decisions:

@@ -57,6 +57,7 @@ def plan_module(
     *,
     replicate_unknown: bool = False,
     kernels: Kernels | None = None,
+    overlap: str | int = "auto",
 ) -> ModulePlan:
     """Plan a function of known sizes.
 
@@ -70,7 +71,7 @@ def plan_module(
     layouts = propagate(graph, atoms)
     explicit = insert_reshards(graph, atoms, layouts)
     calls = TileCalls(atoms)
-    return ModulePlan(graph, atoms, layouts, explicit, calls, to_program(explicit, calls, kernels or {}))
+    return ModulePlan(graph, atoms, layouts, explicit, calls, to_program(explicit, calls, kernels or {}, overlap))
 
 
 def _rules(graph: Graph, replicate_unknown: bool) -> dict[Node, OpRule]:
