@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from mesh_tensor.base.collectives import COLLECTIVES
 from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.rules.operator.cost import class_of
 
 from .steps import CollectiveStep, KernelStep, OpStep, Step, Value, WaitStep
 
 # Products (or kernels) that may run between a collective's start and the use of its result.
 _AHEAD = CPU.tuning.products_ahead
-_SENDING = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute", "exchange")
-_PRODUCTS = ("matmul", "nn.attention", "nn.conv2d", "nn.conv1d")
 
 
 def early_starts(steps: Sequence[Step], values: Mapping[str, Value]) -> Sequence[Step]:
@@ -32,7 +32,7 @@ def early_starts(steps: Sequence[Step], values: Mapping[str, Value]) -> Sequence
     moved: set[int] = set()
     for index, step in enumerate(steps):
         collective, end = step.collective, index + 1
-        if collective is step and collective.wait and collective.kind in _SENDING:
+        if collective is step and collective.wait and COLLECTIVES[collective.kind].sends:
             src, dst = stored[collective.src], stored[collective.dst]
             later = range(end, len(steps))
             first_use = next((i for i in later if dst in uses[i] or src in writes[i]), len(steps))
@@ -71,4 +71,4 @@ def _earliest(steps: Sequence[Step], ready: int, index: int) -> int:
 
 def _is_product(step: Step) -> bool:
     """Whether it takes long enough to hide a collective behind it."""
-    return isinstance(step, KernelStep) or (isinstance(step, OpStep) and step.call.name in _PRODUCTS)
+    return isinstance(step, KernelStep) or (isinstance(step, OpStep) and class_of(step.call.name) == "product")
