@@ -24,7 +24,7 @@ from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.table import whole_rule
 
 from .from_graph import Kernels, ModuleProgram, to_program
-from .relax_module import localize
+from .relax_module import relax_module
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ModulePlan:
     @cached_property
     def local_module(self) -> ir.IRModule:
         """The Relax module that one device runs."""
-        return localize(self.explicit, self.calls)
+        return relax_module(self.made)
 
     @cached_property
     def index_checks(self) -> tuple[IndexCheck, ...]:
@@ -57,6 +57,7 @@ def plan_module(
     *,
     replicate_unknown: bool = False,
     kernels: Kernels | None = None,
+    overlap: str | int = "auto",
 ) -> ModulePlan:
     """Plan a function of known sizes.
 
@@ -70,7 +71,7 @@ def plan_module(
     layouts = propagate(graph, atoms)
     explicit = insert_reshards(graph, atoms, layouts)
     calls = TileCalls(atoms)
-    return ModulePlan(graph, atoms, layouts, explicit, calls, to_program(explicit, calls, kernels or {}))
+    return ModulePlan(graph, atoms, layouts, explicit, calls, to_program(explicit, calls, kernels or {}, overlap))
 
 
 def _rules(graph: Graph, replicate_unknown: bool) -> dict[Node, OpRule]:
