@@ -44,8 +44,8 @@ def find_carried(
 def _meeting(
     graph: Graph, atoms: Atoms, decisions: Mapping[Node, Decision], uses: Mapping[Value, list[tuple[Node, int]]]
 ) -> dict[Node, Decision]:
-    """Other decisions for nodes that add several pending sums, which nothing else takes: the axes that these are pending
-    over split nothing there, so that one sum is reduced after it instead of several before."""
+    """Other decisions for nodes that add several pending sums, which nothing else takes: the axes that these are
+    pending over split nothing there, so that one sum is reduced after it instead of several before."""
     found: dict[Node, Decision] = {}
     pending: dict[Value, Pending] = {}
     for node in graph.nodes:
