@@ -12,6 +12,8 @@ from .api.disco import DiscoModule, DiscoSession, run_on_disco, to_disco
 from .api.gradient import gradient
 from .api.module import MeshModule, distribute_module
 from .api.pipeline import Pipeline, pipeline
+from .api.training import TrainingStep, training_step
+from .api.training_run import TrainingRun
 from .base.errors import MeshTensorError
 from .base.machine import Machine
 from .base.mesh import Mesh
@@ -30,6 +32,7 @@ from .runtime.ranks import from_dtensor, from_placements, redistribute, resume, 
 from .runtime.sequential import run_sequential
 from .runtime.virtual.mesh_tensor import MeshTensor, distribute, plan_redistribution
 from .runtime.virtual.transfer import plan_transfer, transfer
+from .simulation import Simulation, simulate
 from .targets.cpu.tilelang_gemm import register_cpu_gemm
 
 __all__ = [
@@ -52,7 +55,10 @@ __all__ = [
     "Shard",
     "Sharding",
     "ShardingRule",
+    "Simulation",
     "Topology",
+    "TrainingRun",
+    "TrainingStep",
     "__version__",
     "annotate",
     "annotate_module",
@@ -81,8 +87,10 @@ __all__ = [
     "run_sequential",
     "save_module",
     "sharding_rule",
+    "simulate",
     "to_disco",
     "to_dtensor",
     "to_placements",
+    "training_step",
     "transfer",
 ]

@@ -11,26 +11,27 @@ from tvm import ir
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
+from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.pipeline.annotated import annotated_stages, annotated_topology
-from mesh_tensor.pipeline.assign import NamedStage, assign, stages_by_mesh
+from mesh_tensor.pipeline.assign import assign
 from mesh_tensor.pipeline.flow import Flow
+from mesh_tensor.pipeline.fragments import trained_values
 from mesh_tensor.pipeline.place import check_pipeline, place
 from mesh_tensor.pipeline.schedule import Schedule
 from mesh_tensor.pipeline.stages import Stage, cut
 from mesh_tensor.runtime.ambient import undisturbed
-from mesh_tensor.runtime.module_inputs import ModuleSignature, bound
-from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
+from mesh_tensor.runtime.module_inputs import ModuleSignature, bound, refuse_outside
+from mesh_tensor.runtime.ranks import redistribute
+from mesh_tensor.runtime.ranks.transfers import RankTopology
 
-from .pipeline_layouts import stage_layouts
-from .pipeline_rows import Mailbox, Row, run_rows
-from .pipeline_stages import Options, StageFragments, Values, forward_fragments
-
-_HOW = (
-    'give {"m0": ["embed", "blocks.0"], "m1": [...]}: per mesh the values (of submodules, or bindings) that it '
-    'computes; {"embed": ("m0", 0), ...}; the values after which to cut, as ["blocks.1"]; or a number of stages'
-)
+from .pipeline_batch import merged, rows_of, split_batch
+from .pipeline_carriers import Mailbox, RankCarrier
+from .pipeline_ranks import RankRuns, message_numbers
+from .pipeline_rows import Microbatch, Row, run_rows
+from .pipeline_stages import Options, StageFragments, Values, forward_fragments, training_fragments
+from .pipeline_stated import named_stages, stage_layouts, trained_weights
 
 
 @undisturbed
@@ -41,31 +42,40 @@ def pipeline(
     shardings: Mapping[str, Any] | None = None,
     *,
     microbatches: int = 1,
-    schedule: Schedule | str = "forward",
+    schedule: Schedule | str | None = None,
+    train: bool | Sequence[str] = False,
     weights: Mapping[str, torch.Tensor] | None = None,
     function: str = "main",
     target: str = "auto",
     strict: bool = False,
     replicate_unknown: bool = False,
+    recompute: bool = False,
+    check_indices: bool = True,
     limit: float | Sequence[float] | None = None,
+    ranks: bool = False,
     poison: bool = False,
 ) -> Pipeline:
     """A model whose stages lie on several meshes; batches go through it in microbatches.
 
     Args:
-        model: what `from_torch` or `from_onnx` gave, or a Relax module.
+        model: what `from_torch` or `from_onnx` gave, or a Relax module. It takes one microbatch, or any number of rows.
         topology: the meshes; None takes those of the module's annotations (`R.device_mesh`), as "mesh0", "mesh1", ...
         stages: {mesh: names} gives every mesh a stage that computes these values (of submodules, as "blocks.0", or of
             bindings) and what they need; {name: mesh} and {name: (mesh, stage)} assign values; a list has the values
-            after which to cut; a number cuts so that stages cost alike. None takes the module's annotations.
+            after which to cut. None takes the module's annotations.
         shardings: layouts of values and weights, as `annotate_module` takes them: per mesh, {mesh: {name: layout}}, or
             for all, {name: layout}, of which every mesh takes the axes that it has.
         microbatches: in how many parts a batch is split along its first dim.
-        schedule: its name (`SCHEDULES`), or a Schedule.
+        schedule: its name (`SCHEDULES`), or a Schedule; "forward" where nothing is trained, "1f1b" else.
+        train: whether gradients of the weights are computed (all that hold floats), or of which. The function's first
+            result is the loss then: a mean over the rows of a batch.
         weights: parameters that stay; those of an ImportedModule, where nothing is given.
         function: the function to run.
-        target, strict, replicate_unknown, poison: as in `distribute_module`.
+        target, strict, replicate_unknown, check_indices, poison: as in `distribute_module`.
+        recompute: save nothing of a forward but what its stage takes; backwards run it again.
         limit: microbatches that a mesh may hold at a time, or one number per mesh.
+        ranks: run on the ranks of torch.distributed, rank i as device i of the topology. All ranks make the same calls,
+            with the same whole batches; what the function returns is the same on all of them.
 
     Returns:
         The callable: takes a whole batch, as the function does what is no weight, and gives what the function does.
@@ -73,142 +83,193 @@ def pipeline(
     Raises:
         MeshTensorError: what was asked for can't be done; nothing has run.
     """
-    mod, given = (model.mod, model.params) if isinstance(model, ImportedModule) else (model, {})
-    options = Options(target, strict, replicate_unknown, poison)
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         refuse(f"microbatches={shown(microbatches)}", fix="give the number of parts of a batch, at least 1")
-    return Pipeline(
-        Flow(mod, function),
-        topology,
-        stages,
-        shardings or {},
-        microbatches=microbatches,
-        schedule=schedule,
-        weights=given if weights is None else weights,
-        limit=limit,
-        options=options,
-    )
+    mod, given = (model.mod, model.params) if isinstance(model, ImportedModule) else (model, {})
+    flow, options = Flow(mod, function), Options(target, strict, replicate_unknown, poison, recompute)
+    made = Pipeline(flow, topology, given if weights is None else weights, train, options, ranks)
+    made._cut(stages, shardings or {}, schedule or ("1f1b" if train else "forward"), microbatches, limit)
+    made._checks_indices = check_indices
+    return made
 
 
 class Pipeline:
     """A model on several meshes: takes whole batches, splits them, and runs its schedule; a thread per mesh.
 
-    Results with a first dim of the batch are put together along it; numbers are means over the batch's rows."""
+    Results with a first dim of the batch are put together along it; numbers are means over the batch's rows.
+
+    topology, schedule, stages   what runs where, and when
+    inputs, trained              parameters: those of a call, and those whose gradients are computed
+    peak_bytes                   per mesh: what it held for backwards at most in the last call
+    peak_microbatches            per mesh: the same in microbatches of its stages
+    """
 
     def __init__(
         self,
         flow: Flow,
         topology: Any,
-        stages: Any,
-        shardings: Mapping[str, Any],
-        *,
-        microbatches: int,
-        schedule: Schedule | str,
         weights: Mapping[str, Any],
-        limit: float | Sequence[float] | None,
+        train: bool | Sequence[str],
         options: Options,
+        ranks: bool,
     ) -> None:
-        self._flow, self._options, self.microbatches = flow, options, microbatches
+        self._flow, self._options = flow, options
         self._signature = ModuleSignature(flow.mod, flow.function)
         self._whole = self._signature.weights(weights, "cpu")
+        self.trained = trained_weights(flow, self._whole, train)
         self.inputs = tuple(name for name in flow.params if name not in self._whole)
         self.topology = annotated_topology(flow) if topology is None else Topology(topology)
+        self._runs = RankRuns(RankTopology(self.topology), flow.function) if ranks else None
+        self._plans: Recent[tuple[int, ...], tuple[StageFragments, ...]] = Recent(MODULE_SIZES)
+        self._weights: dict[int, Values] = {}
+        self._placed: dict[int, Mapping[str, Sharding]] = {}
+        self._gradients: dict[int, Values] = {}
+        self._checks_indices, self._ran = True, False
+        self.peak_bytes = dict.fromkeys(self.topology, 0)
+        self.peak_microbatches = dict.fromkeys(self.topology, 0)
+
+    def _cut(
+        self, stages: Any, shardings: Mapping[str, Any], schedule: Schedule | str, microbatches: int, limit: Any
+    ) -> None:
+        """Cut the function into stages, lay these out, and check that the schedule can run them."""
+        flow, self.microbatches = self._flow, microbatches
         if stages is None:
             self._where, stated = annotated_stages(flow, self.topology)
             meshes: list[str | None] = [*stated]
         else:
-            named = _named_stages(flow, stages, self.topology)
+            named = named_stages(flow, stages, self.topology)
             self._where = assign(flow, named, self.inputs)
             meshes = [stage.mesh for stage in named]
         self._meshes, self.schedule = place(self.topology, meshes, schedule, microbatches)
         self.stages = cut(flow, self._where, self._meshes)
-        check_pipeline(
-            self.schedule, {s.index: tuple(dict.fromkeys(s.takes.values())) for s in self.stages}, False, limit
-        )
+        takes = {stage.index: tuple(dict.fromkeys(stage.takes.values())) for stage in self.stages}
+        check_pipeline(self.schedule, takes, bool(self.trained), limit)
         self._layouts = stage_layouts(flow, self.stages, self.topology, shardings)
-        self._plans: Recent[tuple[int, ...], tuple[StageFragments, ...]] = Recent(MODULE_SIZES)
-        self._weights: dict[int, Values] = {}
-        self.peak_bytes = dict.fromkeys(self.topology, 0)
         if not self._signature.symbols:
             self._planned({})
 
     @undisturbed
     def __call__(self, *batch: torch.Tensor, **named: torch.Tensor) -> Any:
-        tensors = self._signature.bind(self._whole, batch, named)
-        parts = self._split({name: tensors[name] for name in self.inputs})
-        plans = [self._planned(self._signature.check({**tensors, **part})) for part in parts]
-        mailbox = Mailbox()
-        rows = [Row(plans.__getitem__, mailbox, self._weights, parts) for _ in self.topology]
-        run_rows(self.schedule, rows, self.topology.names, mailbox)
-        made = {key: value for row in rows for key, value in row.results.items()}
-        return self._tree(made, [_rows_of(part) for part in parts])
+        if self._runs is None:
+            return self._run(self._prepared(batch, named))
+        return self._runs.call(lambda: self._facts(self._prepared(batch, named)), self._run_on_ranks)
 
-    def _split(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """The batch in microbatches."""
-        sizes = {name: tensor.shape[0] if tensor.ndim else 0 for name, tensor in batch.items()}
-        count, rows = self.microbatches, max(sizes.values(), default=0)
-        own = {p.name: p.shape[0] for p in self._signature.params if p.name in batch and p.shape}
-        fixed = next((size for size in own.values() if isinstance(size, int)), None)
-        each = fixed if fixed is not None else -(-rows // count)
-        problems = [f"input {name!r} has {size} rows, others {rows}" for name, size in sizes.items() if size != rows]
-        if not problems and fixed is not None and rows != fixed * count:
-            problems = [f"a batch of {rows} rows in {count} microbatches, but the module takes {fixed} rows at a time"]
-        elif not problems and each * (count - 1) >= rows:
-            problems = [f"a batch of {rows} rows in {count} microbatches leaves some without rows"]
-        if problems:
-            refuse(
-                problems,
-                where=f"call of the pipeline of {self._flow.function!r}",
-                fix=f"pass {count} x {fixed} rows, or export the model with an open batch size"
-                if fixed is not None
-                else "pass more rows, the same for all inputs, or fewer microbatches",
-            )
-        return [{name: tensor[i * each : (i + 1) * each] for name, tensor in batch.items()} for i in range(count)]
+    def _prepared(self, batch: Sequence[torch.Tensor], named: Mapping[str, torch.Tensor]) -> list[Microbatch]:
+        """The microbatches of a batch, with the stages for their sizes."""
+        tensors = self._signature.bind(self._whole, batch, named)
+        parts = split_batch(self._signature, {name: tensors[name] for name in self.inputs}, self.microbatches)
+        plans = [self._planned(self._signature.check({**tensors, **part})) for part in parts]
+        if self._checks_indices:
+            for here in plans[0]:
+                refuse_outside(here.fragments["F"].module.plan.index_checks, tensors, self._flow.function)
+        counts = [rows_of(part) for part in parts]
+        shares = [count / sum(counts) for count in counts]
+        return [Microbatch(*each) for each in zip(parts, plans, shares, strict=True)]
+
+    def _run(self, microbatches: list[Microbatch]) -> Any:
+        mailbox = Mailbox()
+        rows = [Row(mailbox, self._weights, microbatches, self._loss) for _ in self.topology]
+        run_rows(self.schedule, rows, self.topology.names, mailbox)
+        for name, row in zip(self.topology, rows, strict=True):
+            self._note(name, row)
+        self._gradients = {stage: sums for row in rows for stage, sums in row.gradients.items()}
+        made = {key: value.full() for row in rows for key, value in row.results.items()}
+        return self._result(made, microbatches)
+
+    def _run_on_ranks(self, microbatches: list[Microbatch]) -> Any:
+        assert self._runs is not None
+        numbers = message_numbers(self.stages, self.microbatches)
+        carrier = RankCarrier(self._runs.ranks, numbers)
+        row = Row(carrier, self._weights, microbatches, self._loss)
+        self._runs.row(self.schedule, row)
+        self._runs.finish(carrier)
+        self._note(self._runs.ranks.name, row)
+        self._gradients = row.gradients
+        results = [(name, i) for name in dict.fromkeys(self._flow.results) for i in range(self.microbatches)]
+        made = {key: carrier.whole(value) for key, value in row.results.items()}
+        home = {name: stage for stage in self.stages for name in stage.results}
+        like = {(name, i): microbatches[i].stages[home[name].index].types[name] for name, i in results}
+        owners = {key: home[key[0]].mesh for key in results}
+        return self._result(self._runs.share(made, owners, like, len(numbers)), microbatches)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients of the last call's loss, whole, by the names of the weights; a weight that several stages have
+        gets the sum of theirs. On ranks, all have to ask."""
+        if not self._gradients and not (self._runs and self._ran):
+            refuse("there are no gradients yet", fix="call the pipeline first, made with train=True")
+        made = {(name, stage): sums for stage, found in self._gradients.items() for name, sums in found.items()}
+        if self._runs is None:
+            parts = {key: value.full() for key, value in made.items()}
+        else:
+            parts = self._runs.call(lambda: ({"gradients": "all"}, made), self._shared_gradients)
+        sums: dict[str, torch.Tensor] = {}
+        for name, stage in sorted(parts, key=lambda key: key[1]):
+            part = parts[name, stage]
+            sums[name] = sums[name] + part if name in sums else part
+        return {name: sums[name] for name in self.trained}
+
+    def _shared_gradients(self, made: Mapping[tuple[str, int], Any]) -> dict[tuple[str, int], torch.Tensor]:
+        assert self._runs is not None
+        keys = [(name, stage.index) for stage in self.stages for name in stage.params if name in self.trained]
+        whole = {key: redistribute(value, {}).to_local() for key, value in made.items()}
+        dtypes = {name: torch.promote_types(tensor.dtype, torch.float32) for name, tensor in self._whole.items()}
+        like = {key: (tuple(self._whole[key[0]].shape), dtypes[key[0]]) for key in keys}
+        return self._runs.share(whole, {key: self.stages[key[1]].mesh for key in keys}, like, 0)
+
+    @property
+    def _loss(self) -> str | None:
+        return self._flow.results[0] if self.trained else None
+
+    def _note(self, mesh: str, row: Row) -> None:
+        self._ran = True
+        self.peak_bytes[mesh], self.peak_microbatches[mesh] = row.peak_bytes, row.peak_microbatches
+
+    def _facts(self, microbatches: list[Microbatch]) -> tuple[dict[str, str], list[Microbatch]]:
+        """What has to be alike on all ranks."""
+        layouts = [
+            f"{here.stage.index}.{name} '{layout}'"
+            for part in microbatches
+            for here in part.stages
+            for name, layout in here.layouts.items()
+        ]
+        shapes = [f"{name} {tuple(t.shape)}" for part in microbatches for name, t in part.inputs.items()]
+        facts = {"schedule": str(self.schedule), "topology": str(self.topology), "stages": str(self.stages)}
+        return {**facts, "layouts": ", ".join(layouts), "inputs": ", ".join(shapes)}, microbatches
 
     def _planned(self, sizes: Mapping[Any, int]) -> tuple[StageFragments, ...]:
         """The stages for microbatches of these sizes."""
         key = tuple(sizes[var] for var in self._signature.symbols)
         plan = self._plans.get(key)
         if plan is None:
-            flow = Flow(bound(self._flow.mod, self._flow.function, sizes), self._flow.function) if sizes else self._flow
-            stages = cut(flow, self._where, self._meshes) if sizes else self.stages
-            plan = tuple(self._fragments(stage) for stage in stages)
+            stages = self.stages
+            if sizes:
+                flow = Flow(bound(self._flow.mod, self._flow.function, sizes), self._flow.function)
+                stages = cut(flow, self._where, self._meshes)
+            plan = tuple(map(self._fragments, stages))
             self._plans.put(key, plan)
         return plan
 
     def _fragments(self, stage: Stage) -> StageFragments:
-        weights = self._weights.get(stage.index, {})
-        layouts = {**self._layouts[stage.index], **{name: weight.sharding for name, weight in weights.items()}}
-        made = forward_fragments(stage, self.topology[stage.mesh], layouts, self._options)
-        if stage.index not in self._weights:
-            held = {name: made.place(name, self._whole[name]) for name in stage.params if name in self._whole}
+        """A stage on its mesh. Its weights lie as they did when it was first laid out."""
+        mesh, kinds = self.topology[stage.mesh], {action.kind for row in self.schedule.rows for action in row}
+        layouts = {**self._layouts[stage.index], **self._placed.get(stage.index, {})}
+        if self.trained:
+            passed = {*self.trained, *trained_values(self._flow, self.trained)}
+            wrt = [name for name in (*stage.params, *stage.takes) if name in passed]
+            made = training_fragments(stage, mesh, layouts, self._options, wrt, kinds)
+        else:
+            made = forward_fragments(stage, mesh, layouts, self._options)
+        if stage.index not in self._weights and (self._runs is None or self._runs.ranks.name == stage.mesh):
+            carrier = Mailbox() if self._runs is None else RankCarrier(self._runs.ranks, {})
+            held = {name: carrier.place(made, name, self._whole[name]) for name in stage.params if name in self._whole}
             self._weights[stage.index] = held
+            self._placed[stage.index] = {name: made.layouts[name] for name in held}
         return made
 
-    def _tree(self, made: Mapping[tuple[str, int], MeshTensor], rows: Sequence[int]) -> Any:
-        values = {name: _merged([made[name, i].full() for i in range(len(rows))], rows) for name in self._flow.results}
+    def _result(self, made: Mapping[tuple[str, int], torch.Tensor], microbatches: Sequence[Microbatch]) -> Any:
+        rows = [rows_of(part.inputs) for part in microbatches]
+        values = {name: merged([made[name, i] for i in range(len(rows))], rows) for name in self._flow.results}
         return self._flow.tree(values)
 
     def __repr__(self) -> str:
         return f"Pipeline({self._flow.function}, {len(self.stages)} stages, {self.schedule.name!r}, {self.topology})"
-
-
-def _named_stages(flow: Flow, stages: Any, topology: Topology) -> list[NamedStage]:
-    """The stages in any of their forms."""
-    if isinstance(stages, Mapping) and stages:
-        return stages_by_mesh(flow, stages, topology.names)
-    if isinstance(stages, (list, tuple)) and stages and all(isinstance(name, str) for name in stages):
-        return [*(NamedStage((name,)) for name in stages), NamedStage(tuple(dict.fromkeys(flow.results)))]
-    return refuse(f"stages={shown(stages)}", fix=_HOW)
-
-
-def _rows_of(part: Mapping[str, torch.Tensor]) -> int:
-    return next((tensor.shape[0] for tensor in part.values() if tensor.ndim), 1)
-
-
-def _merged(parts: Sequence[torch.Tensor], rows: Sequence[int]) -> torch.Tensor:
-    """The microbatches' results as the batch's: rows behind each other, or the mean of numbers over rows."""
-    if len(parts) == 1 or parts[0].ndim:
-        return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-    weighted = [part.double() * (count / sum(rows)) for part, count in zip(parts, rows, strict=True)]
-    return torch.stack(weighted).sum().to(parts[0].dtype)

@@ -4,100 +4,131 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 
 from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.pipeline.fragments import gradient_name
 from mesh_tensor.pipeline.schedule import Action, Schedule
-from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
-from mesh_tensor.runtime.virtual.transfer import transfer
 
+from .pipeline_carriers import Carrier, Mailbox, Stopped
 from .pipeline_stages import StageFragments, Values
 
-Key = tuple[str, int, int]  # a value, the stage that takes it, the microbatch
 
+@dataclass(frozen=True)
+class Microbatch:
+    """A part of a batch: its inputs, the stages for its sizes, and what it counts for in the mean of the losses."""
 
-class Stopped(Exception):
-    """Another mesh failed: what is awaited won't come."""
-
-
-class Mailbox:
-    """What stages hand to each other. Taking waits until it is there, or until a mesh has failed."""
-
-    def __init__(self) -> None:
-        self._there: dict[Key, list[MeshTensor]] = {}
-        self._changed = threading.Condition()
-        self._failed = False
-
-    def put(self, key: Key, value: MeshTensor) -> None:
-        """Hand over a value."""
-        with self._changed:
-            self._there.setdefault(key, []).append(value)
-            self._changed.notify_all()
-
-    def take(self, key: Key) -> MeshTensor:
-        """Wait for a value; it is gone then."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._failed or key in self._there)
-            if self._failed:
-                raise Stopped
-            values = self._there[key]
-            value = values.pop(0)
-            if not values:
-                del self._there[key]
-            return value
-
-    def fail(self) -> None:
-        """Wake up all who wait."""
-        with self._changed:
-            self._failed = True
-            self._changed.notify_all()
+    inputs: Mapping[str, torch.Tensor]
+    stages: Sequence[StageFragments]
+    share: float
 
 
 class Row:
     """One mesh's part of a run: its actions in order, with the values that its stages hold."""
 
     def __init__(
-        self,
-        stages: Callable[[int], Sequence[StageFragments]],
-        mailbox: Mailbox,
-        weights: Mapping[int, Values],
-        inputs: Sequence[Mapping[str, torch.Tensor]],
+        self, carrier: Carrier, weights: Mapping[int, Values], microbatches: Sequence[Microbatch], loss: str | None
     ) -> None:
-        self._stages, self._mailbox, self._weights, self._inputs = stages, mailbox, weights, inputs
+        self._carrier, self._weights, self._microbatches, self._loss = carrier, weights, microbatches, loss
         self._held: dict[tuple[int, int], Values] = {}
-        self.results: dict[tuple[str, int], MeshTensor] = {}
+        self.results: dict[tuple[str, int], Any] = {}
+        self.gradients: dict[int, Values] = {}
         self.peak_bytes = 0
         self.peak_microbatches = 0
 
     def run(self, action: Action) -> None:
         """Run one action: take what it needs, compute, hand on what others need."""
-        stages = self._stages(action.microbatch)
-        _ACTIONS[action.kind](self, stages, stages[action.stage], action.microbatch)
+        here = self._microbatches[action.microbatch].stages[action.stage]
+        _ACTIONS[action.kind](self, here, action)
+        self._count()
 
-    def forward(self, stages: Sequence[StageFragments], here: StageFragments, microbatch: int) -> None:
+    def forward(self, here: StageFragments, action: Action) -> None:
         """F: inputs are laid out, values of earlier stages taken, results handed on."""
-        stage, fragment = here.stage, here.fragments["F"]
-        values = dict(self._weights[stage.index])
-        given = self._inputs[microbatch]
-        values |= {name: here.place(name, given[name]) for name in stage.params if name in given}
-        values |= {name: self._mailbox.take((name, stage.index, microbatch)) for name in stage.takes}
-        made = fragment(values)
-        for name, value in made.items():
-            if name in stage.results:
-                self.results[name, microbatch] = value
-            for target in stages:
-                if target.stage.takes.get(name) == stage.index:
-                    self._hand(here, target, name, value, microbatch)
+        stage, microbatch = here.stage, action.microbatch
+        part = self._microbatches[microbatch]
+        given = {name: part.inputs[name] for name in stage.params if name in part.inputs}
+        held = {name: self._carrier.place(here, name, tensor) for name, tensor in given.items()}
+        for name, source in stage.takes.items():
+            held[name] = self._carrier.take(here, part.stages[source], name, microbatch)
+        made = here.fragments["F"](self._weights[stage.index] | held)
+        self.results |= {(name, microbatch): made[name] for name in stage.results}
+        for name in stage.gives:
+            for there in part.stages:
+                if there.stage.takes.get(name) == stage.index:
+                    self._carrier.hand(here, there, name, made[name], microbatch)
+        if later := _needed(here, "BIW"):
+            self._held[stage.index, microbatch] = {k: v for k, v in {**held, **made}.items() if k in later}
 
-    def _hand(self, here: StageFragments, there: StageFragments, name: str, value: MeshTensor, microbatch: int) -> None:
-        if there.stage.mesh != here.stage.mesh:
-            value = transfer(value, there.mesh, there.layouts[name])
-        self._mailbox.put((name, there.stage.index, microbatch), value)
+    def backward(self, here: StageFragments, action: Action) -> None:
+        """B, I or W: gradients of later stages are taken; those of weights are added up, the others handed on."""
+        stage, place = here.stage, (action.stage, action.microbatch)
+        fragment, held = here.fragments.get(action.kind), self._held.setdefault(place, {})
+        if fragment is not None:
+            for name in fragment.takes:
+                if name not in held and name not in self._weights[stage.index]:
+                    held[name] = self._seed(here, name, action.microbatch)
+            made = fragment(self._weights[stage.index] | held)
+            held |= made
+            for name, value in made.items():
+                self._deliver(here, name, value, action.microbatch)
+        later = _needed(here, "W") if action.kind == "I" else set()
+        for name in [name for name in held if name not in later]:
+            del held[name]
+        if not held:
+            self._held.pop(place, None)
+
+    def _deliver(self, here: StageFragments, name: str, value: Any, microbatch: int) -> None:
+        stage = here.stage
+        weight = next((w for w in stage.params if gradient_name(w) == name), None)
+        taken = next((v for v in stage.takes if gradient_name(v) == name), None)
+        if weight is not None:
+            sums = self.gradients.setdefault(stage.index, {})
+            if weight not in sums:
+                wide = torch.promote_types(value.dtype, torch.float32)
+                sums[weight] = self._carrier.place(here, name, torch.zeros(value.shape, dtype=wide))
+            sums[weight] = self._carrier.add(sums[weight], value)
+        elif taken is not None:
+            there = self._microbatches[microbatch].stages[stage.takes[taken]]
+            self._carrier.hand(here, there, name, value, microbatch)
+
+    def _seed(self, here: StageFragments, name: str, microbatch: int) -> Any:
+        """The gradient of a value that the stage gives: the sum of what its takers found, in their order."""
+        part, stage, carrier = self._microbatches[microbatch], here.stage, self._carrier
+        value = next(v for v in stage.gives if gradient_name(v) == name)
+        dtype = here.types[value][1]
+        total = carrier.place(here, name, torch.tensor(part.share, dtype=dtype)) if value == self._loss else None
+        for there in part.stages:
+            if there.stage.takes.get(value) == stage.index and there.gives(name):
+                found = carrier.take(here, there, name, microbatch)
+                total = found if total is None else carrier.add(total, found)
+        if total is not None:
+            return total
+        shape, dtype = here.types[value]
+        return carrier.place(here, name, torch.zeros(shape, dtype=dtype))
+
+    def _count(self) -> None:
+        """What is held for backwards now, against the most there was."""
+        tiles = {
+            t.data_ptr(): t.nbytes for v in self._held.values() for x in v.values() for t in self._carrier.tiles(x)
+        }
+        self.peak_bytes = max(self.peak_bytes, sum(tiles.values()))
+        self.peak_microbatches = max(self.peak_microbatches, len(self._held))
 
 
-_ACTIONS: dict[str, Callable[[Row, Sequence[StageFragments], StageFragments, int], None]] = {"F": Row.forward}
+_ACTIONS: dict[str, Callable[[Row, StageFragments, Action], None]] = {
+    "F": Row.forward,
+    "B": Row.backward,
+    "I": Row.backward,
+    "W": Row.backward,
+}
+
+
+def _needed(here: StageFragments, kinds: str) -> set[str]:
+    """What fragments of these kinds take."""
+    return {name for kind in kinds if kind in here.fragments for name in here.fragments[kind].takes}
 
 
 def run_rows(schedule: Schedule, rows: Sequence[Row], names: Sequence[str], mailbox: Mailbox) -> None:
@@ -123,10 +154,11 @@ def run_rows(schedule: Schedule, rows: Sequence[Row], names: Sequence[str], mail
     for thread in threads:
         thread.join()
     if failures:
-        _fail(*failures[0])
+        fail(*failures[0])
 
 
-def _fail(mesh: str, action: Action, error: BaseException) -> NoReturn:
+def fail(mesh: str, action: Action, error: BaseException) -> NoReturn:
+    """Raise what went wrong in an action, by its name and its mesh's."""
     if not isinstance(error, Exception):
         raise error
     what = str(error) if isinstance(error, MeshTensorError) else f"{type(error).__name__}: {error}"

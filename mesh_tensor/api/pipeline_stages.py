@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from tvm import ir
 
+from mesh_tensor.annotations.annotate_module import annotate_module
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.pipeline.stages import Stage
-from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, ShardingLike, distribute
+from mesh_tensor.pipeline.fragments import FragmentFunction, JointStage, fragments_of, gradient_name
+from mesh_tensor.pipeline.stages import FUNCTION, Stage
+from mesh_tensor.plan.gradient import gradient_function
+from mesh_tensor.runtime.virtual.mesh_tensor import ShardingLike
 
 from .module import MeshModule, distribute_module
-from .module_ports import parameter_layouts, result_layouts
+from .module_ports import parameter_layouts, ports_of, result_layouts
 
-Values = dict[str, MeshTensor]
+Values = dict[str, Any]  # MeshTensors, or DTensors
+Layouts = Mapping[str, ShardingLike]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,13 +34,23 @@ class Fragment:
     takes: tuple[str, ...]
     gives: tuple[str, ...]
 
-    @property
+    @cached_property
     def layouts(self) -> dict[str, Sharding]:
         """How what it takes and gives lies."""
         plan = self.module.plan
-        return parameter_layouts(plan) | dict(zip(self.gives, result_layouts(plan), strict=True))
+        taken = zip(self.takes, parameter_layouts(plan).values(), strict=True)
+        return dict(taken) | dict(zip(self.gives, result_layouts(plan), strict=True))
 
-    def __call__(self, values: Mapping[str, MeshTensor]) -> Values:
+    @cached_property
+    def types(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of what it takes and gives."""
+        plan = self.module.plan
+        ports = {port.name: port for port in ports_of(plan)}
+        names = zip((*self.takes, *self.gives), (*plan.made.inputs, *plan.made.result), strict=True)
+        return {name: (ports[port].shape, ports[port].torch_dtype()) for name, port in names}
+
+    def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What it makes of values of its mesh: MeshTensors, or DTensors."""
         made = self.module(*(values[name] for name in self.takes))
         return dict(zip(self.gives, made, strict=True))
 
@@ -48,29 +64,29 @@ class StageFragments:
     fragments: Mapping[str, Fragment]
     layouts: Mapping[str, Sharding]
 
-    def place(self, name: str, tensor: torch.Tensor) -> MeshTensor:
-        """A whole tensor as the value `name` lies."""
-        return distribute(tensor, self.mesh, self.layouts[name])
+    @cached_property
+    def types(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every value that enters or leaves a fragment; a gradient has its value's."""
+        found = {name: kind for fragment in self.fragments.values() for name, kind in fragment.types.items()}
+        return {gradient_name(name): kind for name, kind in found.items()} | found
+
+    def gives(self, name: str) -> bool:
+        """Whether one of the fragments makes a value."""
+        return any(name in fragment.gives for fragment in self.fragments.values())
 
 
 @dataclass(frozen=True)
 class Options:
-    """How fragments are made, as `distribute_module` takes it."""
+    """How fragments are made, as `distribute_module` takes it; `recompute`: backwards run their forward again."""
 
     target: str = "auto"
     strict: bool = False
     replicate_unknown: bool = False
     poison: bool = False
+    recompute: bool = False
 
     def fragment(
-        self,
-        kind: str,
-        mod: ir.IRModule,
-        function: str,
-        mesh: Mesh,
-        layouts: Mapping[str, ShardingLike],
-        takes: Sequence[str],
-        gives: Sequence[str],
+        self, kind: str, mod: ir.IRModule, function: str, mesh: Mesh, layouts: Layouts, ports: FragmentFunction | Stage
     ) -> Fragment:
         """A function of a module as a fragment."""
         module = distribute_module(
@@ -84,13 +100,47 @@ class Options:
             poison=self.poison,
             check_indices=False,  # whole batches are checked before they are split
         )
-        return Fragment(kind, module, tuple(takes), tuple(gives))
+        taken = (*ports.params, *ports.takes) if isinstance(ports, Stage) else ports.takes
+        return Fragment(kind, module, tuple(taken), ports.gives)
 
 
-def forward_fragments(
-    stage: Stage, mesh: Mesh, layouts: Mapping[str, ShardingLike], options: Options
-) -> StageFragments:
+def forward_fragments(stage: Stage, mesh: Mesh, layouts: Layouts, options: Options) -> StageFragments:
     """A stage that only runs forwards."""
-    takes = (*stage.params, *stage.takes)
-    made = options.fragment("F", stage.module, "stage", mesh, layouts, takes, stage.gives)
+    made = options.fragment("F", stage.module, FUNCTION, mesh, layouts, stage)
     return StageFragments(stage, mesh, {"F": made}, made.layouts)
+
+
+def training_fragments(
+    stage: Stage, mesh: Mesh, layouts: Layouts, options: Options, wrt: Sequence[str], kinds: Iterable[str]
+) -> StageFragments:
+    """A stage that runs forwards, and backwards of these kinds, to the gradients of `wrt`.
+
+    The forward's layouts are those of all: what it saves is taken as it lies, and a gradient lies as its value.
+    """
+    module = annotate_module(stage.module, mesh, layouts, FUNCTION) if layouts else stage.module
+    joint = gradient_function(module, FUNCTION, list(wrt), seeded=True) if wrt else None
+    if joint is None:  # nothing to train here, and nothing before it
+        return forward_fragments(stage, mesh, layouts, options)
+    functions = fragments_of(JointStage(stage, joint, tuple(wrt)), options.recompute)
+    forward = options.fragment("F", functions["F"].module, "F", mesh, {}, functions["F"])
+    known, made = dict(forward.layouts), {"F": forward}
+    known |= {gradient_name(name): _whole(layout) for name, layout in forward.layouts.items()}
+    for kind in [kind for kind in "BIW" if kind in functions and kind in kinds]:
+        function = functions[kind]
+        inner = set(function.own) - {name for name in function.gives if function.own[name] in _parameters(function)}
+        stated = {function.own[name]: known[name] for name in function.own if name in known and name in inner}
+        made[kind] = options.fragment(kind, function.module, kind, mesh, stated, function)
+        known = {**made[kind].layouts, **known}
+    return StageFragments(stage, mesh, made, known)
+
+
+def _parameters(function: FragmentFunction) -> set[str]:
+    """The function's own names of what it takes and hands on as it is."""
+    return {function.own[name] for name in function.takes} & {function.own[name] for name in function.gives}
+
+
+def _whole(layout: Sharding) -> Sharding:
+    """The layout of a gradient: that of its value, without partial axes."""
+    for axis, _ in layout.partial:
+        layout = layout.with_replicate(axis)
+    return layout

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from mesh_tensor.base.collectives import COLLECTIVES
+from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.kernel_placements import Assignment
@@ -15,6 +17,7 @@ from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, ShardingRule, rule_of
 from mesh_tensor.rules.kernel.statements import buffer_params
 
+from .decisions import decisions_of
 from .original_dims import with_original_dims
 from .splits import Split
 from .stages import LocalPart, LocalParts, Shape
@@ -82,6 +85,10 @@ class Lowered:
     whole: Mapping[Dim, str]
     kept: frozenset[str]
     reading: Reading
+
+    def decisions(self) -> Decisions:
+        """What was decided, for people."""
+        return decisions_of(self)
 
 
 def explicit(local: LocalParts) -> Lowered:
@@ -200,7 +207,7 @@ class _Layouts:
     def _reshard(self, now: Tensor, wanted: Sharding, reason: str) -> Tensor:
         for move in plan_for(now.sharding, wanted, now.shape):
             name = self._fresh(now.name.split(".")[0])
-            in_place = move.kind == "all_reduce" and now.storage not in self.inputs
+            in_place = COLLECTIVES[move.kind].works_in_place and now.storage not in self.inputs
             storage = now.storage if in_place else name
             after = Tensor(name, now.shape, now.dtype, move.after, storage)
             self._add(after)

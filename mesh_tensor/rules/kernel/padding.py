@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tvm import ir, tirx
 
-from mesh_tensor.base.reductions import neutral
+from mesh_tensor.base.reductions import neutral, reduction
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.constants import number
 from mesh_tensor.tir.linear import Linear, as_expr
@@ -42,7 +42,6 @@ _FUNCTIONS: dict[str, Callable[[float], float]] = {
     "tirx.exp2": _or_infinite(lambda v: 2.0**v),
     "tirx.tanh": math.tanh,
     "tirx.fabs": abs,
-    "tirx.abs": abs,
 }
 _ARITHMETIC: dict[type, Callable[[float, float], float]] = {
     tirx.Add: operator.add,
@@ -107,7 +106,7 @@ def padding_is_neutral(
     if padding.is_skipped(statement):
         return True
     record = statement.tile_op  # 0 is neutral for absmax, not for max
-    op = record.op if isinstance(record, tile_ops.Reduce) else statement.operation
+    op = statement.operation if record is None else str(record.reduction)
     return padding.contribution(statement) == Content(neutral(op, statement.target.buffer.dtype))
 
 
@@ -147,14 +146,11 @@ class _Padding:
     def contribution(self, statement: Statement) -> Content:
         """What an update combines past the end, should it run there."""
         record = statement.tile_op
-        reads = statement.reads
-        if isinstance(record, tile_ops.Gemm):
-            return ZERO if self._annihilates(self._access(reads[0]), self._access(reads[1])) else ANYTHING
-        if isinstance(record, tile_ops.Reduce):
-            content = self._access(reads[0])
-            return content.mapped(abs) if record.op.startswith("abs") else content
-        if isinstance(record, tile_ops.Atomic) and isinstance(record.value, tile_ops.Region):
-            return self._access(reads[0])
+        if record is not None and record.reduction is not None and record.sources:
+            content, *factors = (self._access(access) for access in statement.reads[: len(record.sources)])
+            if record.product:
+                return ZERO if self._annihilates(content, *factors) else ANYTHING
+            return content.mapped(abs) if reduction(record.reduction).magnitudes else content
         if statement.op is None or statement.fresh:
             return self._written(statement)
         form = self.coordinates.of_statement(statement).get(self.factor)
