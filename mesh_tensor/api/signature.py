@@ -16,6 +16,7 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.runtime.plain_tensors import why_not_plain
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
+from mesh_tensor.tir.functions import function_name
 
 Sizes = dict[tirx.Var, int]
 _WRITTEN = "allocate what the kernel writes into contiguous, as torch.empty does: a copy's result would be lost"
@@ -44,7 +45,7 @@ class Signature:
     """The parameters of `func`, and how arguments are checked against them. `written`: those that it writes into."""
 
     def __init__(self, func: tirx.PrimFunc) -> None:
-        self.name = str(func.attrs["global_symbol"]) if func.attrs and "global_symbol" in func.attrs else "kernel"
+        self.name = function_name(func)
         self.symbols = symbols(func)
         self.params = tuple(_param(func, var, self.symbols) for var in func.params)
         self.tensors = {param.name: param for param in self.params if param.is_tensor}
