@@ -11,6 +11,7 @@ import torch
 from tvm import tirx
 
 from mesh_tensor.annotations.specialize import evaluate, symbols
+from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.runtime.plain_tensors import why_not_plain
@@ -38,7 +39,7 @@ class Param:
 
     def number(self, value: Any) -> int | float:
         """A scalar argument as a Python number."""
-        return float(value) if "float" in self.dtype else int(value)
+        return float(value) if is_float(self.dtype) else int(value)
 
 
 class Signature:
@@ -132,7 +133,7 @@ def _check(
 
 
 def _check_scalar(param: Param, value: Any, sizes: Sizes) -> tuple[str, str] | None:
-    wanted = Real if "float" in param.dtype else Integral
+    wanted = Real if is_float(param.dtype) else Integral
     if not isinstance(value, wanted):
         return (
             f"{shown(value)}, but expected a number ({param.dtype})",

@@ -11,7 +11,8 @@ from tvm import tirx
 
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
-from mesh_tensor.targets.dtypes import dtype_name
+
+from .dtypes import dtype_name
 
 Arg = torch.Tensor | int | float
 CompiledKernel = Callable[..., None]

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from tvm import DataType, arith, tirx
 
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.tir.functions import function_name
 
+from .functions import function_name
 from .ranges import loop_ranges
 
 _MOST_ELEMENTS = 2**31 - 1

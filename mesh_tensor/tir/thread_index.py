@@ -5,7 +5,8 @@ from __future__ import annotations
 from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.tir.functions import function_name
+
+from .functions import function_name
 
 #: Where a thread index that an author did not name comes from, and the way out.
 FROM = "from T.get_thread_binding or the like"

@@ -12,13 +12,11 @@ from collections.abc import Callable, Sequence
 
 from tvm import arith, ir, tirx
 
-from mesh_tensor.tir.effects import op_name
-from mesh_tensor.tir.rewrite import block_like, with_body
-
 from . import tile_ops
-from .effects import POINTERS
+from .effects import POINTERS, op_name
 from .memory import Memory, elements, find_memories, has_equal_bits, is_compact, memories, strides_of
 from .ranges import loop_ranges
+from .rewrite import block_like, with_body
 from .tile_ops import Atomic, Copy, Fill, Region
 from .view_map import ViewMap
 

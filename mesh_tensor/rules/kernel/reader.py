@@ -8,14 +8,13 @@ from tvm import arith, ir, tirx
 from tvm.tirx.stmt_functor import post_order_visit
 
 from mesh_tensor.base.errors import MeshTensorError, refuse
-from mesh_tensor.rules.kernel.statements import buffer_params
 from mesh_tensor.tir import effects, tile_ops
 from mesh_tensor.tir.functions import function_name
 from mesh_tensor.tir.linear import linear_form
 from mesh_tensor.tir.user_reports import assert_call, is_print
 from mesh_tensor.tir.views import left_views
 
-from .statements import Access, Kernel, Loop, Statement, body_statements, split_update
+from .statements import Access, Kernel, Loop, Statement, body_statements, buffer_params, split_update
 from .tile_reader import TileReader
 
 
