@@ -8,6 +8,7 @@ from mesh_tensor.annotations.annotate import read_annotations
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.kernel.normalize import normalize
 from mesh_tensor.rules.kernel.statements import buffer_params
+from mesh_tensor.tir.functions import function_name
 
 from .stages import Annotated
 from .view import over_tiles, read_view, refuse_views_of_tiles
@@ -21,7 +22,6 @@ def read(func: tirx.PrimFunc, view: str) -> Annotated:
     """
     mesh, annotations = read_annotations(func)
     asked = {name: annotation.sharding for name, annotation in annotations.items()}
-    name = str(func.attrs["global_symbol"]) if "global_symbol" in func.attrs else "main"
     refuse_views_of_tiles(func, asked, view)
     plain = normalize(func)
     shapes = {param: tuple(buffer.shape) for param, buffer in buffer_params(plain).items()}
@@ -29,4 +29,4 @@ def read(func: tirx.PrimFunc, view: str) -> Annotated:
     if reading.over_tiles:
         asked = {name: asked.get(name) or Sharding.make(mesh, len(shape)) for name, shape in shapes.items()}
         plain = over_tiles(plain, asked)
-    return Annotated(name, mesh, plain, asked, shapes, reading)
+    return Annotated(function_name(func), mesh, plain, asked, shapes, reading)

@@ -22,6 +22,7 @@ from mesh_tensor.redistribution.plan import illegal_move
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import buffer_params
 from mesh_tensor.tir.bounds import accesses_outside
+from mesh_tensor.tir.functions import function_name
 from mesh_tensor.tir.views import declared
 
 from .layouts import Collective, LocalKernel, Lowered, Tensor
@@ -50,7 +51,7 @@ def verify_local(kernel: LocalKernel, mesh: Mesh) -> None:
         VerificationError: lists what is wrong with it.
     """
     problems = local_problems(kernel.func, kernel.analysis, kernel.assignment, mesh, over_tiles=kernel.written_locally)
-    raise_on(problems, f"local kernel {name_of(kernel.func)}")
+    raise_on(problems, f"local kernel {function_name(kernel.func)}")
 
 
 def local_problems(
@@ -84,11 +85,6 @@ def explicit_problems(lowered: Lowered) -> list[str]:
 
 
 # -- one local kernel --------------------------------------------------------------------------------------------------
-
-
-def name_of(func: tirx.PrimFunc) -> str:
-    """What a message calls the function."""
-    return str(func.attrs["global_symbol"]) if func.attrs and "global_symbol" in func.attrs else "without a name"
 
 
 def leftovers(func: tirx.PrimFunc) -> list[str]:
