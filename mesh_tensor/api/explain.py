@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from tvm import tirx
 
 from mesh_tensor.lowering.pipeline import Lowered
-from mesh_tensor.plan.kernel_placements import tile_extent
+from mesh_tensor.rules.kernel.factors import tile_extent
 from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, WaitStep
 from mesh_tensor.rules.kernel.factors import Factor
 from mesh_tensor.rules.kernel.reader import read_kernel

@@ -8,7 +8,7 @@ from tvm import tirx
 
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.plan.kernel_placements import Assignment
+from mesh_tensor.plan.one_kernel import Assignment
 from mesh_tensor.redistribution.plan import Move
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 

@@ -2,7 +2,7 @@
 
 annotated   read_annotations            the mesh, and how every buffer lies on it
 ruled       normalize, analyse          factors, reductions, what can't be split
-propagated  Propagation.decide          what every axis splits
+propagated  KernelDecision.decide        what every axis splits
 (cut)       cut                         at collectives in the middle of the kernel; both parts are ruled again
 explicit    Layouts.read / write        every layout change becomes a collective
 local       localize                    tiles, offsets, masks
@@ -10,6 +10,7 @@ local       localize                    tiles, offsets, masks
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tvm import tirx
@@ -18,9 +19,9 @@ from mesh_tensor.annotations.annotate import read_annotations
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.plan.kernel_placements import Assignment, Propagation
+from mesh_tensor.plan.one_kernel import Assignment, KernelDecision
 from mesh_tensor.rules.kernel.factors import Blocked, Factor
-from mesh_tensor.rules.kernel.granularity import Refined
+from mesh_tensor.rules.kernel.granularity import Dim, Refined
 from mesh_tensor.rules.kernel.normalize import normalize
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, ShardingRule, analyse, rule_of
 from mesh_tensor.rules.kernel.statements import buffer_params
@@ -78,8 +79,13 @@ class _Part:
     workspaces: list[Workspace] = field(default_factory=list)
 
 
-def lower_kernel(func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto") -> Lowered:
+def lower_kernel(
+    func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto", split: Mapping[str, Dim] | None = None
+) -> Lowered:
     """Lower an annotated kernel, written over whole tensors or over tiles (`view`: auto, global, local).
+
+    `split`: what the axes split, if that was decided before: axis -> a dim that the factor walks; the other axes split
+    nothing.
 
     Raises:
         MeshTensorError: no or invalid annotations, not one TileLang kernel, or, with `strict`, layouts that need a
@@ -99,7 +105,7 @@ def lower_kernel(func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto
     banned = dict.fromkeys(made.inner_dims(), "groups can be split, but not what is in a group")
     while True:
         try:
-            lowered = _Lowering(made, name, mesh, asked, banned, shapes, reading).run(strict, analysis)
+            lowered = _Lowering(made, name, mesh, asked, banned, shapes, reading, strict, split).run(analysis)
             break
         except _Unsplittable as error:
             analysis, new = None, dict.fromkeys(error.factor.dims, error.reason)
@@ -121,7 +127,10 @@ class _Lowering:
         banned: dict,
         shapes: dict,
         reading: Reading,
+        strict: bool,
+        split: Mapping[str, Dim] | None,
     ):
+        self.strict, self.split = strict, split
         self.made, self.func, self.name, self.mesh, self.banned = made, made.func, name, mesh, banned
         self.asked, self.refined_asked = asked, asked_of_refined(made, asked)
         self.original_shapes, self.reading, self.local_view = shapes, reading, reading.over_tiles
@@ -129,11 +138,11 @@ class _Lowering:
         self.same_dim: dict[tuple[str, int], tuple[str, int]] = {}
         self.count = 0
 
-    def run(self, strict: bool, analysis: Analysis | None) -> Lowered:
+    def run(self, analysis: Analysis | None) -> Lowered:
         analysis = analysis or analyse(self.func)
-        decided = self._propagate(analysis, self.refined_asked)
+        decided = self._propagate(analysis, self.refined_asked, self._fixed(analysis))
         whole = with_original_dims(self.made, decided)
-        if strict:
+        if self.strict:
             check_strict(self.name, analysis, whole, self.asked, self.mesh)
         if self.local_view:
             self._check_over_tiles(analysis, whole)
@@ -164,6 +173,13 @@ class _Lowering:
             frozenset(p for p in analysis.kernel.params if analysis.only_kept(p)),
             self.reading,
         )
+
+    def _fixed(self, analysis: Analysis) -> dict[str, Factor | None] | None:
+        """What was decided before the kernel came here."""
+        if self.split is None:
+            return None
+        places = {axis: (name, self.made.outer(name, dim)) for axis, (name, dim) in self.split.items()}
+        return {axis: analysis.factor_of(*places[axis]) if axis in places else None for axis in self.mesh}
 
     def _check_over_tiles(self, analysis: Analysis, assignment: Assignment) -> None:
         """What is over tiles already can't be made local by any rewrite: it is checked."""
@@ -244,8 +260,14 @@ class _Lowering:
         return analysis, self._propagate(analysis, asked, fixed)
 
     def _propagate(self, analysis: Analysis, asked: dict[str, Sharding], fixed: dict | None = None) -> Assignment:
-        return Propagation(
-            analysis, self.mesh, asked, fixed=fixed, banned=self.banned, over_tiles=self.local_view
+        return KernelDecision(
+            analysis,
+            self.mesh,
+            asked,
+            fixed=fixed,
+            banned=self.banned,
+            in_place=self.strict,
+            over_tiles=self.local_view,
         ).decide()
 
     def _localize(self, part: _Part, name: str) -> tuple[tuple[Split, ...], tirx.PrimFunc, tuple[str, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.plan.kernel_placements import Assignment
+from mesh_tensor.plan.one_kernel import Assignment
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from tvm import tirx
 
@@ -34,3 +35,11 @@ class Blocked(Exception):
     def __init__(self, reason: str, factor: Factor | None = None):
         super().__init__(reason)
         self.factor = factor
+
+
+def tile_extent(size: Any, parts: list[int]) -> Any:
+    """ceildiv of `size` by each of `parts`: the part of a dim that one device holds."""
+    for n in parts:
+        if n != 1:
+            size = -(-int(size) // n) if isinstance(size, (int, tirx.IntImm)) else tirx.floordiv(size + (n - 1), n)
+    return size

@@ -33,13 +33,14 @@ class Reduction:
     `partial`: live ranges with the operation that completes them. `updates`: the statements that combine over the
     factor, with their coordinate in it (padding must be neutral there). `gated`: statements whose contribution must
     count on one device only. `cut`: the top-level statement before which the partial values must be completed, None if
-    only outputs are partial. `masked`: False where padding that a block reaches past the tile's end is known to be
-    neutral."""
+    only outputs are partial; `completed` are the live ranges that are used whole. `masked`: False where padding that a
+    block reaches past the tile's end is known to be neutral."""
 
     partial: dict[LiveRange, str] = field(default_factory=dict)
     updates: dict[Statement, Linear] = field(default_factory=dict)
     gated: list[Statement] = field(default_factory=list)
     cut: int | None = None
+    completed: tuple[LiveRange, ...] = ()
     masked: bool = True
 
     @property
@@ -87,7 +88,8 @@ class FactorAnalysis:
         gated, cut = self.partial.gated(), self.partial.cut(uses)
         self._check_past_the_end()
         masked = not self._padding_is_neutral(past_the_end=False)
-        return Reduction(self.partial.ops, self.updates, gated, cut, masked)
+        completed = tuple(dict.fromkeys(live_range for _, live_range in uses))
+        return Reduction(self.partial.ops, self.updates, gated, cut, completed, masked)
 
     def _range(self, access: Access) -> LiveRange:
         return self.coordinates.ranges.of(access)

@@ -8,7 +8,8 @@ from kernels.elementwise import add
 from kernels.matmul import matmul
 from kernels.reduce import reduce_rows
 from mesh_tensor import Mesh, Sharding
-from mesh_tensor.plan.kernel_placements import Propagation, dtype_bits, tile_extent
+from mesh_tensor.rules.kernel.factors import tile_extent
+from mesh_tensor.plan.one_kernel import KernelDecision
 from mesh_tensor.rules.kernel.normalize import normalize
 from mesh_tensor.rules.kernel.sharding_rule import analyse
 
@@ -22,7 +23,7 @@ def decide(func, mesh, shardings, **options):
     analysis = analyse(normalize(func))
     ndims = {name: len(buffer.shape) for name, buffer in analysis.kernel.params.items()}
     asked = {name: Sharding.make(mesh, ndims[name], layout) for name, layout in shardings.items()}
-    return Propagation(analysis, mesh, asked, **options).decide()
+    return KernelDecision(analysis, mesh, asked, **options).decide()
 
 
 def splits(assignment):
@@ -189,7 +190,7 @@ def test_axes_that_an_earlier_part_decided_stay():
     mesh = Mesh({"x": 2})
     asked = {"C": Sharding.make(mesh, 2, {"x": 1})}
     m = analysis.factor_of("C", 0)
-    found = Propagation(analysis, mesh, asked, fixed={"x": m}).decide()
+    found = KernelDecision(analysis, mesh, asked, fixed={"x": m}).decide()
     assert found.axes == {"x": m}
     assert "first part" in found.reasons["x"]
 
