@@ -53,7 +53,7 @@ fuzz: venv
 
 # Every local kernel of the CUDA tests for every architecture, with nvcc.
 cuda: venv
-	$(PY) -m tests.runtime.cuda_kernels
+	$(PY) -m tests.targets.cuda.kernels
 
 # Everything that has a peer, beside it; BENCH_ARGS="ranks gpu" runs some. `python -m benchmarks.bench_...` says more.
 bench: venv

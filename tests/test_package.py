@@ -58,7 +58,7 @@ def _files(folder, *suffixes):
 def test_wheel_has_the_package_and_nothing_else(built):
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert names == _files("mesh_tensor", ".py", ".h", ".cpp", ".typed") | {"mesh_tensor/py.typed"}
+    assert names == _files("mesh_tensor", ".py", ".pyi", ".h", ".cpp", ".typed") | {"mesh_tensor/py.typed"}
     assert any(name.startswith("mesh_tensor/targets/cpu/csrc/") for name in names)
 
 

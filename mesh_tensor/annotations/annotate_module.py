@@ -8,6 +8,7 @@ the name that such a call binds to a dict with "partial", "open", "priority". Ax
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tvm import ir, relax
@@ -22,7 +23,7 @@ from .module_meshes import device_mesh, device_meshes, fits, named_mesh, same, w
 from .named_values import NamedValues
 from .names import SOURCE_NAMES_ATTR, Fresh, check_module, relax_functions, unique_names, variables
 from .parameters import with_flat_parameters
-from .stated import HINTS_ATTR, Annotation, ModuleAnnotations, read_module_annotations, stated_meshes
+from .stated import GRADIENTS_ATTR, HINTS_ATTR, Annotation, ModuleAnnotations, read_module_annotations, stated_meshes
 
 __all__ = ["SOURCE_NAMES_ATTR", "ModuleAnnotations", "annotate_module", "read_module_annotations"]
 
@@ -72,6 +73,7 @@ def annotate_module(
     stated, problems = _read(names, mesh, shardings, open, priority or {})
     if problems:
         refuse(problems, where=f"module function {function!r} on {mesh}", fix=_HOW)
+    stated = {**_of_gradients(mod, stated), **stated}
     mod = with_mesh(unique_names(mod), device, mesh)
     for name in dict.fromkeys(where for where, _ in stated):
         by_var = {var: annotation for (where, var), annotation in stated.items() if where == name}
@@ -101,6 +103,19 @@ def _read(
             if stated.setdefault(key, annotation) != annotation:
                 problems.append(f"value {key[1]!r} of {key[0]!r} is given two layouts, one of them under {name!r}")
     return stated, [*problems, *wrong_names]
+
+
+def _of_gradients(mod: ir.IRModule, stated: Mapping[tuple[str, str], Annotation]) -> dict[tuple[str, str], Annotation]:
+    """The same layouts for the values' gradients, which are never partial."""
+    found = {}
+    for (function, name), annotation in stated.items():
+        attr = (relax_functions(mod)[function].attrs or {}).get(GRADIENTS_ATTR, {})
+        if name in attr:
+            whole = annotation.sharding
+            for axis, _ in whole.partial:
+                whole = whole.with_replicate(axis)
+            found[function, str(attr[name])] = replace(annotation, sharding=whole)
+    return found
 
 
 def _sharding(mesh: Mesh, var: relax.Var, layout: Any) -> tuple[Sharding | None, list[str]]:

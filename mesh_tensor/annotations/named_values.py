@@ -42,7 +42,7 @@ class NamedValues:
         meant, problems, patterns = [], [], []
         for name in names:
             found = self._find(name)
-            if isinstance(found, str) and _is_pattern(name):
+            if isinstance(found, str) and is_pattern(name):
                 patterns.append(name)
             elif isinstance(found, str):
                 problems.append(found)
@@ -100,7 +100,8 @@ def _by_name(func: relax.Function) -> dict[str, list[relax.Var]]:
     return found
 
 
-def _is_pattern(name: Any) -> bool:
+def is_pattern(name: Any) -> bool:
+    """Whether a name stands for all that fit it."""
     return isinstance(name, re.Pattern) or (isinstance(name, str) and any(char in name for char in "*?["))
 
 

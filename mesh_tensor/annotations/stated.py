@@ -20,6 +20,8 @@ from .module_meshes import device_meshes, fits, named_mesh, same
 from .names import bindings, check_module, reachable, unique_names
 
 HINTS_ATTR = "mesh_tensor_hints"
+# A function attribute of modules with gradients: value -> its gradient, which lies as the value is stated to lie.
+GRADIENTS_ATTR = "mesh_tensor_gradients"
 _OPS = ("relax.dist.annotate_sharding", "relax.dist.redistribute")
 _SHARDING = 0  # PlacementSpecKind.kSharding
 

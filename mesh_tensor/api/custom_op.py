@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mesh_tensor.base.errors import MeshTensorError, refuse
-from mesh_tensor.program.steps import KernelStep, Parameter, Program, Value
+from mesh_tensor.program.steps import Parameter, Program, Value
 from mesh_tensor.runtime.ranks import (
     axes_out_of_order,
     check_order,
@@ -176,7 +176,7 @@ def _checked(kernel: MeshKernel) -> Program:
             fix="compile it with the sizes built in, one operation for each",
         )
     program = kernel.program
-    scalars = [name for step in program.steps if isinstance(step, KernelStep) for name in step.scalars]
+    scalars = [name for step in program.kernels for name in step.scalars]
     if scalars:
         refuse(
             f"kernel {program.name!r} has scalar parameters ({', '.join(dict.fromkeys(scalars))})",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tvm import tirx
 
 from mesh_tensor.lowering.pipeline import Lowered
-from mesh_tensor.rules.kernel.factors import tile_extent
-from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, WaitStep
-from mesh_tensor.rules.kernel.factors import Factor
+from mesh_tensor.program.lifetimes import peak_bytes
+from mesh_tensor.program.steps import CollectiveStep, KernelStep, OpStep, Program, Step, WaitStep, of_kinds
+from mesh_tensor.rules.kernel.factors import Factor, tile_extent
 from mesh_tensor.rules.kernel.reader import read_kernel
+from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.runtime.ranks.dtensor_ports import Transfer
 from mesh_tensor.targets.cpu.blas import who_multiplies
 from mesh_tensor.tir.tile_ops import Gemm
@@ -85,25 +86,36 @@ def _buffers(program: Program, lowered: Lowered) -> list[str]:
 def _layouts_used(program: Program, name: str) -> list[str]:
     """The layouts in which kernels take or leave a parameter."""
     mine = {v.name for v in program.values.values() if v.name == name or v.name.startswith((f"{name}.", f"{name}["))}
-    kernels = (step for step in program.steps if isinstance(step, KernelStep))
-    used = [str(program.values[arg].sharding) for step in kernels for arg in step.args if arg in mine]
+    used = [str(program.values[arg].sharding) for step in program.kernels for arg in step.args if arg in mine]
     return list(dict.fromkeys(used)) or ["(unused)"]
 
 
 def _steps(program: Program) -> list[str]:
-    rows = [("step", "on", "over", "bytes received", "flops", "because")]
-    for step in program.steps:
-        if isinstance(step, KernelStep):
-            rows.append((f"kernel {step.name}", ", ".join(step.args), "", "", f"{step.flops:,}", ""))
-        elif isinstance(step, CollectiveStep):
-            kind = f"{step.kind}({step.op})" if step.op else step.kind
-            layouts = f"{program.values[step.src].sharding} -> {program.values[step.dst].sharding}"
-            why = f"{step.reason} ({layouts})"
-            kind = kind if step.wait else f"start {kind}"
-            rows.append((kind, step.src, ", ".join(step.axes), f"{step.bytes:,}", "", why))
-        elif isinstance(step, WaitStep):
-            rows.append((f"wait {step.collective.kind}", step.collective.dst, "", "", "", ""))
-    return table(rows)
+    """The steps that do something, on the values that they take."""
+    head = ("step", "on", "over", "bytes received", "flops", "because")
+    return table([head, *step_rows(program, lambda step: step.reads)])
+
+
+def step_rows(program: Program, names: Callable[[Step], Sequence[str]]) -> list[tuple[str, ...]]:
+    """Per step that does something: what, on which values (`names` of it), over which axes, bytes, flops, and why."""
+
+    def kernel(step: KernelStep) -> tuple[str, ...]:
+        return (step.words, ", ".join(names(step)), "", "", f"{step.flops:,}", "")
+
+    def op(step: OpStep) -> tuple[str, ...]:
+        by = "torch" if step.kernel is None else f"kernel {step.kernel.attrs['global_symbol']} for"
+        return (f"{by} {operator_name(step.call)}", ", ".join(names(step)), "", "", f"{step.flops:,}", "")
+
+    def collective(step: CollectiveStep) -> tuple[str, ...]:
+        kind = f"{step.kind}({step.op})" if step.op else step.kind
+        why = f"{step.reason} ({program.values[step.src].sharding} -> {program.values[step.dst].sharding})"
+        begins = "" if step.wait else "start "
+        return (f"{begins}{kind}", ", ".join(names(step)), ", ".join(step.axes), f"{step.bytes:,}", "", why)
+
+    def wait(step: WaitStep) -> tuple[str, ...]:
+        return (f"wait {step.collective.kind}", ", ".join(step.writes), "", "", "", "")
+
+    return of_kinds(program.steps, {KernelStep: kernel, OpStep: op, CollectiveStep: collective, WaitStep: wait})
 
 
 def _arrived(transfers: Sequence[Transfer]) -> list[str]:
@@ -130,32 +142,15 @@ def _whole(lowered: Lowered) -> list[str]:
 
 def _products(program: Program) -> list[str]:
     """How matrix products are computed on a CPU."""
-    kernels = [s for s in program.steps if isinstance(s, KernelStep)]
-    if not any(isinstance(s.tile_op, Gemm) for kernel in kernels for s in read_kernel(kernel.func).statements):
+    if not any(isinstance(s.tile_op, Gemm) for kernel in program.kernels for s in read_kernel(kernel.func).statements):
         return []
     return [f"products: {who_multiplies()}"]
 
 
 def _costs(program: Program) -> list[str]:
-    flops = sum(step.flops for step in program.steps if isinstance(step, KernelStep))
-    sent = sum(step.bytes for step in program.steps if isinstance(step, CollectiveStep))
+    flops = sum(step.flops for step in program.steps)
+    sent = sum(step.bytes for step in program.steps)
     return [f"per device: {flops:,} flops, {sent:,} bytes received, at most {peak_bytes(program):,} bytes held"]
-
-
-def peak_bytes(program: Program) -> int:
-    """The most bytes of tiles and workspaces that one device holds at once."""
-    sizes: dict[str, int] = {}
-    for value in program.values.values():
-        sizes[value.storage] = max(sizes.get(value.storage, 0), value.tile_bytes)
-    inputs = {program.values[p.input].storage for p in program.parameters if p.input is not None}
-    now = peak = sum(sizes[storage] for storage in inputs)
-    for step in program.steps:
-        if isinstance(step, AllocStep):
-            now += sizes[step.value]
-        elif isinstance(step, FreeStep):
-            now -= sizes[step.value]
-        peak = max(peak, now)
-    return peak
 
 
 def table(rows: Iterable[Sequence[object]]) -> list[str]:

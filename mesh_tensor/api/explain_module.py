@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from mesh_tensor.program.plan_module import ModulePlan
-from mesh_tensor.program.steps import CollectiveStep, KernelStep, OpStep, Program, WaitStep
-from mesh_tensor.rules.operator.call import operator_name
+from mesh_tensor.program.steps import Program
 
-from .explain import table
+from .explain import step_rows, table
 
 
 def explain_module(plan: ModulePlan) -> str:
@@ -40,27 +39,13 @@ def _conflicts(plan: ModulePlan) -> list[str]:
 
 
 def _steps(program: Program) -> list[str]:
-    rows: list[tuple[object, ...]] = [("step", "makes", "over", "bytes received", "flops", "because")]
-    for step in program.steps:
-        if isinstance(step, OpStep):
-            by = "torch" if step.kernel is None else f"kernel {step.kernel.attrs['global_symbol']} for"
-            rows.append((f"{by} {operator_name(step.call)}", ", ".join(step.results), "", "", f"{step.flops:,}", ""))
-        elif isinstance(step, KernelStep):
-            rows.append((f"kernel {step.name}", ", ".join(step.writes), "", "", f"{step.flops:,}", ""))
-        elif isinstance(step, CollectiveStep):
-            kind = f"{step.kind}({step.op})" if step.op else step.kind
-            kind = kind if step.wait else f"start {kind}"
-            layouts = f"{program.values[step.src].sharding} -> {program.values[step.dst].sharding}"
-            why = f"{step.reason} ({layouts})"
-            rows.append((kind, step.dst, ", ".join(step.axes), f"{step.bytes:,}", "", why))
-        elif isinstance(step, WaitStep):
-            rows.append((f"wait {step.collective.kind}", step.collective.dst, "", "", "", ""))
-    return table(rows)
+    head = ("step", "makes", "over", "bytes received", "flops", "because")
+    return table([head, *step_rows(program, lambda step: step.writes)])
 
 
 def _costs(program: Program) -> list[str]:
-    flops = sum(step.flops for step in program.steps if isinstance(step, (OpStep, KernelStep)))
-    received = sum(step.bytes for step in program.steps if isinstance(step, CollectiveStep))
+    flops = sum(step.flops for step in program.steps)
+    received = sum(step.bytes for step in program.steps)
     return [f"per device: {flops:,} flops, {received:,} bytes received"]
 
 

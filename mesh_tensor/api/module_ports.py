@@ -43,6 +43,13 @@ class ModulePort:
         """The layout over the caller's dims, if there is one."""
         return plain_sharding(self.sharding, self.dims)
 
+    @property
+    def named(self) -> Sharding:
+        """The layout over the caller's dims; what has no name there is gathered."""
+        named = plain_sharding(made_plain(self.sharding, self.dims), self.dims)
+        assert named is not None
+        return named
+
     def refine(self, tensor: torch.Tensor | MeshTensor) -> torch.Tensor | MeshTensor:
         """A tensor of the caller's as the program takes it."""
         if isinstance(tensor, torch.Tensor):
@@ -66,10 +73,7 @@ class ModulePort:
         dims is gathered where that is so."""
         if isinstance(result, torch.Tensor):
             return result.view(self.shape)
-        nameable = made_plain(self.sharding, self.dims)
-        named = plain_sharding(nameable, self.dims)
-        assert named is not None
-        return _relabel(result.redistribute(nameable), self.shape, named)
+        return _relabel(result.redistribute(made_plain(self.sharding, self.dims)), self.shape, self.named)
 
     def torch_dtype(self) -> torch.dtype:
         """The torch dtype."""
@@ -89,6 +93,19 @@ def ports_of(plan: ModulePlan) -> list[ModulePort]:
     explicit = plan.explicit
     forms = dict.fromkeys([*explicit.params, *forms_in(explicit.result)])
     return [ModulePort(form.name, form.dtype, plan.atoms.of[form.value], form.sharding) for form in forms]
+
+
+def parameter_layouts(plan: ModulePlan) -> dict[str, Sharding]:
+    """How the parameters lie, over the caller's dims; what has no name there is replicated."""
+    ports = {port.name: port for port in ports_of(plan)}
+    names = zip((value.name for value in plan.graph.params), plan.made.inputs, strict=True)
+    return {param: ports[name].named for param, name in names}
+
+
+def result_layouts(plan: ModulePlan) -> tuple[Sharding, ...]:
+    """How MeshTensors that the function returns as one tuple lie."""
+    ports = {port.name: port for port in ports_of(plan)}
+    return tuple(ports[name].named for name in plan.made.result)
 
 
 def constant_tensor(constant: relax.Constant, value: Value) -> MeshTensor:

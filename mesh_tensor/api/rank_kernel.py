@@ -13,7 +13,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.program.overlap import has_collectives, overlapped, why_in_bulk
-from mesh_tensor.program.steps import CollectiveStep, Program
+from mesh_tensor.program.steps import Program
 from mesh_tensor.runtime.plain_tensors import fix_of, is_dual
 from mesh_tensor.runtime.ranks.agree import agree, digest_of, program_facts
 from mesh_tensor.runtime.ranks.dtensor import PART_FIX, from_placements, is_dtensor, lies_like_torch, part_problem
@@ -21,7 +21,7 @@ from mesh_tensor.runtime.ranks.dtensor_ports import Transfer, enter, leave, tran
 from mesh_tensor.runtime.ranks.faults import Faults
 from mesh_tensor.runtime.ranks.rank_launch import RankLaunch, Tiling, tilings_of
 from mesh_tensor.runtime.ranks.ranks import Ranks, named
-from mesh_tensor.runtime.ranks.rates import rates_of
+from mesh_tensor.runtime.ranks.rates import machine_of
 from mesh_tensor.targets.kernels import Target
 
 from .rank_locals import Shapes, global_sizes, guesses, problem, said_key, shares_memory
@@ -196,12 +196,12 @@ class RankKernel:
         """The program with collectives beside kernels where that pays on these ranks."""
         if self._device.type != "cpu":
             return replace(program, overlap=(f"auto: in bulk: nothing was measured on {self._device.type} ranks",))
-        rates = rates_of(self.ranks.met)
+        machine = machine_of(self.ranks.met)
         if not sizes:
-            return overlapped(program, rates)
-        if why := why_in_bulk(program, rates):
+            return overlapped(program, machine)
+        if why := why_in_bulk(program, machine):
             return replace(program, overlap=(f"auto: in bulk: {why}",))
-        return overlapped(self._compiled.exact_program_of(sizes), rates)
+        return overlapped(self._compiled.exact_program_of(sizes), machine)
 
     def _check_dtensors(self, given: Mapping[str, Any], recorded: bool) -> _Checked:
         tensors = {name: value for name, value in given.items() if name in self._signature.tensors}
@@ -262,7 +262,7 @@ class RankKernel:
 def _exchanges(program: Program, layouts: Mapping[str, Sharding]) -> bool:
     """Whether ranks exchange anything: in the program, or because DTensors lie otherwise than it takes and makes
     them."""
-    if any(isinstance(step, CollectiveStep) for step in program.steps):
+    if program.collectives:
         return True
     for parameter in program.parameters if layouts else ():
         value = program.values[str(parameter.input or parameter.output)]

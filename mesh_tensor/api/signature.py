@@ -15,7 +15,7 @@ from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.runtime.plain_tensors import why_not_plain
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
-from mesh_tensor.targets.dtypes import torch_dtype
+from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 
 Sizes = dict[tirx.Var, int]
 _WRITTEN = "allocate what the kernel writes into contiguous, as torch.empty does: a copy's result would be lost"
@@ -111,7 +111,7 @@ def _check(
         )
     dtype = torch_dtype(param.dtype)
     if value.dtype != dtype:
-        return f"dtype {_name(value.dtype)}, but expected {_name(dtype)}", f"convert it with .to({dtype})"
+        return f"dtype {dtype_name(value.dtype)}, but expected {dtype_name(dtype)}", f"convert it with .to({dtype})"
     if not _fits(param.shape, value.shape, sizes):
         expected = _words(param.shape, sizes)
         return f"shape {tuple(value.shape)}, but expected {expected}", "pass tensors of the expected shapes"
@@ -159,7 +159,3 @@ def _fits(shape: Sequence[Any], actual: Sequence[int], sizes: Sizes) -> bool:
 def _words(shape: Sequence[Any] | None, sizes: Mapping[tirx.Var, int] | None = None) -> str:
     parts = [f"{size}={sizes[size]}" if sizes and size in sizes else str(size) for size in shape or ()]
     return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -18,7 +18,7 @@ def refuse(what: str | Sequence[str], *, where: str = "", why: str = "", fix: st
 
     >>> refuse("axis 'z' does not exist", where="buffer 'A'", why="the mesh has x, y", fix="use one of them")
     Traceback (most recent call last):
-    mesh_tensor.errors.MeshTensorError: axis 'z' does not exist
+    mesh_tensor.base.errors.MeshTensorError: axis 'z' does not exist
       where: buffer 'A'
       why: the mesh has x, y
       fix: use one of them

@@ -9,19 +9,9 @@ from typing import Any
 
 from .errors import MeshTensorError, did_you_mean, listing, refuse, shown
 from .mesh import Mesh
+from .reductions import PARTIAL_OPS
 
-#: What reduces, and what torch's placements call it.
-TORCH_OPS = {
-    "sum": "sum",
-    "max": "max",
-    "min": "min",
-    "prod": "product",
-    "bitand": "band",
-    "bitor": "bor",
-    "bitxor": "bxor",
-}
-REDUCTION_OPS = tuple(TORCH_OPS)
-_OPS_OF_TORCH = {theirs: ours for ours, theirs in TORCH_OPS.items()}
+_OPS_OF_TORCH = {theirs: ours for ours, theirs in PARTIAL_OPS.items()}
 
 
 @dataclass(frozen=True)
@@ -161,8 +151,8 @@ def _unknown(mesh: Mesh, axis: Any, placement: Placement) -> str:
 
 
 def _normal(axis: str, placement: Placement, ndim: int) -> Placement:
-    if isinstance(placement, Partial) and placement.op not in REDUCTION_OPS:
-        known = f"(known: {listing(REDUCTION_OPS)}){did_you_mean(placement.op, REDUCTION_OPS)}"
+    if isinstance(placement, Partial) and placement.op not in PARTIAL_OPS:
+        known = f"(known: {listing(tuple(PARTIAL_OPS))}){did_you_mean(placement.op, PARTIAL_OPS)}"
         refuse(f"axis {axis!r} is partial with unknown op {shown(placement.op)} {known}")
     if not isinstance(placement, Shard):
         return placement

@@ -14,10 +14,10 @@ from typing import Any
 
 from .errors import MeshTensorError, refuse
 from .mesh import Mesh
-from .placement import REDUCTION_OPS, Partial, Placement, Replicate, Shard, collect, how_to_state, state
+from .placement import Partial, Placement, Replicate, Shard, collect, how_to_state, state
 from .sharding_text import how_to_write, parse_text
 
-__all__ = ["REDUCTION_OPS", "Partial", "Placement", "Replicate", "Shard", "Sharding", "ceildiv"]
+__all__ = ["Partial", "Placement", "Replicate", "Shard", "Sharding", "ceildiv"]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from tvm.ir import diagnostics
 Form = Literal["json", "tvmscript"]
 #: Seconds that a module may take to be loaded, walked through and printed.
 PATIENCE = 120
-_START = "import sys; sys.path[:] = {path!r}; from mesh_tensor.graph.saved_probe import serve; serve()"
+_START = "import sys; sys.path[:] = {path!r}; from mesh_tensor.importers.saved_probe import serve; serve()"
 _LENGTH = struct.Struct("<Q")
 _LOCK = threading.Lock()
 _processes: dict[int, subprocess.Popen[bytes]] = {}  # by the process that asks: a fork has to start its own

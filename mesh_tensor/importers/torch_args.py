@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from tvm import relax, tirx
 
+from mesh_tensor.targets.dtypes import dtype_name
+
 
 def arguments(node: torch.fx.Node, importer: Any, required: int, **defaults: Any) -> list[Any]:
     """The node's positional arguments, then those with defaults, however they were passed; nodes as Relax values."""
@@ -23,7 +25,7 @@ def emit(importer: Any, expr: relax.Expr) -> relax.Var:
 
 def result_dtype(node: torch.fx.Node) -> str:
     """The dtype that torch says the node's result has."""
-    return str(node.meta["val"].dtype).removeprefix("torch.")
+    return dtype_name(node.meta["val"].dtype)
 
 
 def with_sizes_as_tensors(node: torch.fx.Node, importer: Any, convert: Any) -> Any:

@@ -10,6 +10,7 @@ from tvm import relax, tirx
 
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.rules.operator.aten import ATEN, arguments_text
+from mesh_tensor.targets.dtypes import dtype_name
 
 from .torch_args import emit
 
@@ -41,7 +42,7 @@ def _stated(value: Any, tensors: list[torch.fx.Node]) -> Any:
     if isinstance(value, Mapping):
         return {key: _stated(item, tensors) for key, item in value.items()}
     if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
+        return {"dtype": dtype_name(value)}
     if not isinstance(value, _NUMBERS):
         refuse(f"the argument {shown(value)} has no form that can be saved")
     return value
@@ -60,7 +61,7 @@ def _info(tensor: torch.Tensor, known: Mapping[str, tirx.PrimExpr]) -> relax.Ten
     shape = [size if isinstance(size, int) else known.get(str(size)) for size in tensor.shape]
     if None in shape:
         refuse(f"the result's shape {tuple(tensor.shape)} has sizes that no operand has", fix="export constant sizes")
-    return relax.TensorStructInfo(shape, str(tensor.dtype).removeprefix("torch."))
+    return relax.TensorStructInfo(shape, dtype_name(tensor.dtype))
 
 
 GENERAL = {name.removeprefix("aten."): general for name in ATEN}

@@ -14,10 +14,12 @@ from tvm.relax.frontend.torch.exported_program_translator import ExportedProgram
 from mesh_tensor.annotations.annotate_module import SOURCE_NAMES_ATTR
 from mesh_tensor.annotations.names import renamed_parameters
 from mesh_tensor.base.errors import listing, refuse
+from mesh_tensor.targets.dtypes import dtype_name
 
 from .imported import ImportedModule, identifiers
 from .low_precision import allow_constants
 from .torch_args import with_sizes_as_tensors
+from .torch_constants import with_constants
 from .torch_numbers import WITH_NUMBERS
 from .torch_ops import CONVERTERS, KEPT
 from .torch_weights import without_tied
@@ -37,7 +39,7 @@ def import_torch(program: torch.export.ExportedProgram) -> ImportedModule:
             "ignore", message="`isinstance.treespec, LeafSpec", category=FutureWarning
         )  # torch's own
         try:
-            program = program.run_decompositions(table)
+            program = with_constants(program).run_decompositions(table)
         except Exception as error:  # torch's own, of what it can't take apart
             refuse("torch can't take the program apart into operators", why=str(error), fix=_FIX)
     _check(program)
@@ -136,7 +138,7 @@ def _difference(node: torch.fx.Node, value: Any) -> str:
         info = made.struct_info
         shape = list(info.shape.values) if info.shape is not None else []
         same_shape = info.ndim == meant.dim() and all(_same(a, b) for a, b in zip(shape, meant.shape, strict=False))
-        dtype = str(meant.dtype).removeprefix("torch.")
+        dtype = dtype_name(meant.dtype)
         if not same_shape or info.dtype != dtype:
             return f"{_op(node)} was imported as {info}, but in torch it is {tuple(meant.shape)} {dtype}"
     return ""

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from tvm import relax
 
+from mesh_tensor.targets.dtypes import dtype_name
+
 from .torch_args import arguments, emit, in_dtype, in_result_dtype, result_dtype
 
 Convert = Callable[[Any, Any], Any]
@@ -97,7 +99,7 @@ def comparison(op: Convert) -> Convert:
         meant: list[Any] = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in node.args]
         if any(isinstance(value, torch.SymInt) for value in meant):
             return of_tvm(node, importer)
-        dtype = str(torch.result_type(*meant)).removeprefix("torch.")
+        dtype = dtype_name(torch.result_type(*meant))
         return emit(importer, op(*(in_dtype(importer, operand, dtype) for operand in arguments(node, importer, 2))))
 
     return converted

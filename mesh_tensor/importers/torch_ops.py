@@ -34,6 +34,7 @@ KEPT = (
     _aten.silu.default,
     _aten.conv2d.default,
     _aten.max_pool2d.default,
+    _aten.detach.default,
 )
 
 
@@ -192,6 +193,12 @@ def convolution(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return emit(importer, relax.op.add(result, emit(importer, relax.op.reshape(bias, shape))))
 
 
+def detach(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """The same, as a constant when gradients are taken. Where it holds no floats it is one anyway."""
+    (x,) = arguments(node, importer, 1)
+    return emit(importer, relax.op.grad.no_grad(x)) if "float" in x.struct_info.dtype else x
+
+
 def elu(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """scale * x above zero, scale * alpha * (exp(input_scale * x) - 1) below; selu and celu are made of it."""
     x, alpha, scale, input_scale = arguments(node, importer, 1, alpha=1, scale=1, input_scale=1)
@@ -222,6 +229,7 @@ CONVERTERS: dict[str, Convert] = {
     "bmm.default": matmul,
     "conv2d.default": conv2d,
     "convolution.default": convolution,
+    "detach.default": detach,
     "elu.default": elu,
     "embedding.default": embedding,
     "flip.default": flip,

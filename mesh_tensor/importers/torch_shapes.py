@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from tvm import relax
 
+from mesh_tensor.targets.dtypes import dtype_name
+
 from .torch_args import arguments, emit, in_result_dtype
 
 
@@ -31,7 +33,7 @@ def concat(node: torch.fx.Node, importer: Any) -> relax.Expr:
 def triangle(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """The indices of a triangle: constants."""
     made = node.target(*node.args, **node.kwargs)  # type: ignore[operator]
-    return relax.const(made.cpu().numpy(), str(made.dtype).removeprefix("torch."))
+    return relax.const(made.cpu().numpy(), dtype_name(made.dtype))
 
 
 SHAPES = {

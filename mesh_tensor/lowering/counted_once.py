@@ -8,7 +8,7 @@ from tvm import tirx
 
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Statement
-from mesh_tensor.rules.kernel.values import neutral_element
+from mesh_tensor.tir.constants import neutral_element
 from mesh_tensor.tir.rewrite import tile_op
 
 from .splits import Split

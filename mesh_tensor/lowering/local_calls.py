@@ -80,6 +80,8 @@ def _run(step: Run, atoms: Atoms, tiles: Sequence[relax.Expr]) -> relax.Expr:
         tuple(tile_shape(form, atoms) for form in step.outputs),
         tuple(_contiguous(form, atoms) for form in step.inputs),
         wide=any(form.dtype != form.value.type.dtype for form in step.outputs),
+        out_layouts=tuple(_contiguous(form, atoms) for form in step.outputs),
+        out_dtypes=tuple(form.dtype for form in step.outputs),
     )
     return rule.localize(local) if rule.localize else local.again()
 

@@ -9,8 +9,8 @@ from tvm import tirx
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Access, Statement
-from mesh_tensor.rules.kernel.values import neutral_element
 from mesh_tensor.tir import tile_ops
+from mesh_tensor.tir.constants import neutral_element
 from mesh_tensor.tir.linear import Linear, as_expr
 from mesh_tensor.tir.rewrite import parallel_nest, tile_op
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from tvm import ir, tirx
 
+from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.plan.kernel_placements import dtype_bits
 from mesh_tensor.rules.kernel.factors import Factor
 
 from .layouts import LocalKernel

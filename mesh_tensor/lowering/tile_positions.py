@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.reductions import reduction
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.kernel.factors import Factor
 from mesh_tensor.rules.kernel.padding import is_inside, padding_is_neutral
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Access, Loop, Statement, describe
-from mesh_tensor.rules.kernel.values import IDEMPOTENT
 from mesh_tensor.tir.linear import Linear, vars_of
 from mesh_tensor.tir.tile_position import as_helper, helpers_in, text_of
 
@@ -151,7 +151,11 @@ class _Check:
 
     def _counted(self, statement: Statement) -> Iterator[str]:
         """What programs add to a tensor that don't walk any dim depends on how many there are."""
-        if statement.op is None or statement.op in IDEMPOTENT or not self.kernel.is_param(statement.target.buffer):
+        if (
+            statement.op is None
+            or reduction(statement.op).idempotent
+            or not self.kernel.is_param(statement.target.buffer)
+        ):
             return
         for loop in statement.loops:
             if loop.var in self.walks and self.walks[loop.var] is None:

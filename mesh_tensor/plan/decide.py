@@ -10,6 +10,8 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
+from mesh_tensor.base.dtypes import itemsize
+from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Partial, Placement, Shard, Sharding
 from mesh_tensor.redistribution.plan import RedistributionPlan
@@ -19,16 +21,12 @@ from mesh_tensor.rules.operator.rule import InnerReduction
 
 from .atoms import AtomFactors, Atoms, NodeRule
 from .ir import Node, Value
-from .kernel_placements import dtype_bits
 from .propagate import Layouts, tensors_of
 
 Split = Mapping[str, str | None]  # axis -> factor
 # What a device could compute while it receives a byte: where two splits move about as much, the one that repeats less
-# work wins. CPU ranks are near 50, GPUs with fast links near 2000.
-_FLOPS_PER_BYTE = 64
-# What a device could receive while a collective starts: one large one is better than two small ones. Between CPU ranks
-# this is some 50 us at 5 GB/s; between GPUs, some 10 us at 50 GB/s and more.
-_BYTES_PER_START = 1 << 18
+# work wins. And what it could receive while a collective starts: one large one is better than two small ones.
+_FLOPS_PER_BYTE, _BYTES_PER_START = round(CPU.flops_per_byte), round(CPU.bytes_per_start)
 
 
 @dataclass(frozen=True)
@@ -196,7 +194,7 @@ def bytes_moved(shape: tuple[int, ...], dtype: str, src: Sharding, dst: Sharding
     """What one device receives when a tensor goes from one layout to another."""
     if src == dst:
         return 0
-    return RedistributionPlan.make(shape, dtype, max(1, dtype_bits(dtype) // 8), src, dst).bytes
+    return RedistributionPlan.make(shape, dtype, itemsize(dtype), src, dst).bytes
 
 
 def _one_op(rule: NodeRule, split: Split) -> bool:

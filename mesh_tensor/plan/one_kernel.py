@@ -9,17 +9,16 @@ from tvm import relax, tirx
 
 from mesh_tensor.annotations.stated import Annotation
 from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.reductions import reduction
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.base.tensor_type import TensorType
-from mesh_tensor.rules.kernel.factors import Factor
+from mesh_tensor.rules.kernel.factors import Factor, tile_extent
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
-from mesh_tensor.rules.kernel.values import IDEMPOTENT
 from mesh_tensor.rules.operator.call import OpCall
 
 from .atoms import find_atoms
 from .decide import Decider
 from .ir import Graph, Node, Value
-from mesh_tensor.rules.kernel.factors import tile_extent
 from .propagate import propagate
 from .tir_rule import rule_of_analysis, typical_size
 
@@ -206,7 +205,7 @@ class KernelDecision:
             op = self.partial_op(param, factor)
             if dim is not None:
                 shards[axis] = dim
-            elif op is not None and (produced or op not in IDEMPOTENT):
+            elif op is not None and (produced or not reduction(op).idempotent):
                 partial[axis] = op
         return Sharding.make(self.mesh, len(buffer.shape), shards, partial=partial, name=param)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from tvm import tirx
 
@@ -14,8 +16,11 @@ from mesh_tensor.lowering.pipeline import Lowered, lower_kernel
 from mesh_tensor.rules.kernel.cost import flops_function
 from mesh_tensor.tir.sizes import size_function
 
-from .steps import CollectiveStep, KernelStep, Parameter, Program, Step, Value, bytes_moved, with_lifetimes
+from .lifetimes import with_lifetimes
+from .steps import CollectiveStep, KernelStep, Parameter, Program, Step, Value, bytes_moved
 from .verify import verify_program
+
+SizedStep = Callable[[Mapping[str, Value], Sequence[int]], Step]  # from the values and the symbols' sizes
 
 
 def lower_to_program(func: tirx.PrimFunc, strict: bool = False, view: str = "auto") -> Program:
@@ -43,31 +48,21 @@ class OpenProgram:
         self._name, self._mesh = lowered.name, lowered.mesh
         self._values = {name: _value_function(tensor, symbols) for name, tensor in lowered.tensors.items()}
         self._parameters = tuple(Parameter(*names, names[0] in lowered.kept) for names in lowered.parameters)
-        steps = [_step(step, lowered) for step in lowered.steps]
-        self._steps = with_lifetimes(steps, lowered.tensors, self._parameters)
-        self._kernels = {
-            step.func: (flops_function(step.func, symbols), _size_parameters(step, symbols))
-            for step in steps
-            if isinstance(step, KernelStep)
+        steps = with_lifetimes([_step(step, lowered) for step in lowered.steps], lowered.tensors, self._parameters)
+        kinds: dict[type, Callable[[Any], SizedStep]] = {
+            KernelStep: partial(_kernel_function, symbols),
+            CollectiveStep: _collective_function,
         }
+        self._steps = [kinds.get(type(step), _constant)(step) for step in steps]
 
     def sized(self, sizes: Sequence[int], lowering: Callable[[], Lowered]) -> Program:
         """The Program for the symbols' sizes, in their order. `lowering` gives the kernel lowered for just these."""
         values = {name: value(sizes) for name, value in self._values.items()}
-        steps = tuple(self._sized(step, values, sizes) for step in self._steps)
+        steps = tuple([step(values, sizes) for step in self._steps])
         program = Program(self._name, self._mesh, self._parameters, values, steps, lowering)
         if verify.enabled():
             verify_program(program)
         return program
-
-    def _sized(self, step: Step, values: Mapping[str, Value], sizes: Sequence[int]) -> Step:
-        if isinstance(step, KernelStep):
-            flops, parameters = self._kernels[step.func]
-            own = tuple(sizes[position] for position in parameters)
-            return KernelStep(step.name, step.func, step.args, step.axes, step.writes, flops(sizes), step.scalars, own)
-        if isinstance(step, CollectiveStep):
-            return replace(step, bytes=bytes_moved(step.kind, values[step.src], values[step.dst], step.axes))
-        return step
 
 
 def _value_function(tensor: Tensor, symbols: Sequence[tirx.Var]) -> Callable[[Sequence[int]], Value]:
@@ -99,6 +94,27 @@ def _step(step: LocalKernel | Collective, lowered: Lowered) -> Step:
         return KernelStep(name, step.func, step.args, step.axes, step.writes, 0, scalars)
     move = step.move
     return CollectiveStep(move.kind, step.src, step.dst, move.axes, move.op, move.src_dim, move.dst_dim, 0, step.reason)
+
+
+def _constant(step: Step) -> SizedStep:
+    return lambda values, sizes: step
+
+
+def _kernel_function(symbols: Sequence[tirx.Var], step: KernelStep) -> SizedStep:
+    flops, parameters = flops_function(step.func, symbols), _size_parameters(step, symbols)
+
+    def sized(values: Mapping[str, Value], sizes: Sequence[int]) -> Step:
+        own = tuple([sizes[position] for position in parameters])
+        return KernelStep(step.name, step.func, step.args, step.axes, step.writes, flops(sizes), step.scalars, own)
+
+    return sized
+
+
+def _collective_function(step: CollectiveStep) -> SizedStep:
+    def sized(values: Mapping[str, Value], sizes: Sequence[int]) -> Step:
+        return replace(step, bytes=bytes_moved(step.kind, values[step.src], values[step.dst], step.axes))
+
+    return sized
 
 
 def _size_parameters(step: KernelStep, symbols: Sequence[tirx.Var]) -> tuple[int, ...]:

@@ -9,28 +9,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .steps import CollectiveStep, KernelStep, OpStep, Step, WaitStep, names_in
+from mesh_tensor.base.machine_presets import CPU
 
-_AHEAD = 2  # products (or kernels) that may run between a collective's start and the use of its result
+from .steps import CollectiveStep, KernelStep, OpStep, Step, WaitStep
+
+# Products (or kernels) that may run between a collective's start and the use of its result.
+_AHEAD = CPU.tuning.products_ahead
 _SENDING = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute", "exchange")
+_PRODUCTS = ("matmul", "nn.attention", "nn.conv2d", "nn.conv1d")
 
 
 def schedule(steps: Sequence[Step]) -> list[Step]:
     """The steps with collectives started early where something can run beside them. The order in which collectives
     start is the same on every device."""
-    ready = {name: index + 1 for index, step in enumerate(steps) for name in _results(step)}
+    ready = {name: index + 1 for index, step in enumerate(steps) for name in step.writes}
     before: dict[int, list[CollectiveStep]] = {}
     waits: dict[int, list[WaitStep]] = {}
     moved: set[int] = set()
     for index, step in enumerate(steps):
-        if not isinstance(step, CollectiveStep) or step.kind not in _SENDING:
+        collective = step.collective
+        if collective is None or collective.kind not in _SENDING:
             continue
-        first_use = next((i for i in range(index + 1, len(steps)) if step.dst in names_in(steps[i])), len(steps))
-        start = _earliest(steps, ready.get(step.src, 0), index)
+        dst = collective.dst
+        first_use = next((i for i in range(index + 1, len(steps)) if dst in steps[i].uses), len(steps))
+        start = _earliest(steps, ready.get(collective.src, 0), index)
         if _computes(steps[start:first_use]):
-            started = replace(step, wait=False)
+            started = replace(collective, wait=False)
             moved.add(index)
-            ready[step.dst] = first_use
+            ready[dst] = first_use
             before.setdefault(start, []).append(started)
             waits.setdefault(first_use, []).append(WaitStep(started))
     result: list[Step] = []
@@ -63,14 +69,4 @@ def _computes(between: Sequence[Step]) -> bool:
 
 def _is_product(step: Step) -> bool:
     """Whether it takes long enough to hide a collective behind it."""
-    return isinstance(step, KernelStep) or (
-        isinstance(step, OpStep) and step.call.name in ("matmul", "nn.attention", "nn.conv2d", "nn.conv1d")
-    )
-
-
-def _results(step: Step) -> tuple[str, ...]:
-    if isinstance(step, OpStep):
-        return step.results
-    if isinstance(step, KernelStep):
-        return step.writes
-    return (step.dst,) if isinstance(step, CollectiveStep) else ()
+    return isinstance(step, KernelStep) or (isinstance(step, OpStep) and step.call.name in _PRODUCTS)

@@ -17,7 +17,8 @@ from mesh_tensor.rules.operator.call import OpCall, tensor_type
 
 from .early_starts import schedule
 from .kernel_steps import KernelSteps, is_kernel
-from .steps import CollectiveStep, OpStep, Parameter, Program, Value, bytes_moved, with_lifetimes
+from .lifetimes import with_lifetimes
+from .steps import CollectiveStep, OpStep, Parameter, Program, Value, bytes_moved
 from .steps import Step as ProgramStep
 from .verify import verify_program
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from tvm import ir, relax, tirx
 from tvm.tirx.stmt_functor import substitute
@@ -12,7 +13,7 @@ from mesh_tensor.plan.atoms import Atoms
 from mesh_tensor.plan.explicit import Form, Run
 
 from .kernel_steps import filled, kernel_program, padded_dims
-from .steps import CollectiveStep, KernelStep, Program, Value
+from .steps import CollectiveStep, KernelStep, Program, Value, of_kinds
 
 # The function of the module that is this one, under that name or a numbered one.
 AddKernel = Callable[[str, tirx.PrimFunc], ir.GlobalVar]
@@ -41,11 +42,8 @@ class KernelCalls:
         for name, tile in zip(names, tiles, strict=False):
             if name in by_name and (tensor := by_name[name].input) is not None:
                 self._bind(tensor, self._shaped(tile, program.values[tensor].tile_shape))
-        for inner in program.steps:
-            if isinstance(inner, KernelStep):
-                self._kernel(inner)
-            elif isinstance(inner, CollectiveStep):
-                self._collective(inner)
+        emitted: dict[type, Callable[[Any], None]] = {KernelStep: self._kernel, CollectiveStep: self._collective}
+        of_kinds(program.steps, emitted)
         outputs = [by_name[name].output for name in names[len(step.inputs) :]]
         results = zip(step.outputs, outputs, strict=True)
         return [self._shaped(self._result(f, str(n)), tile_shape(f, self._atoms)) for f, n in results]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from tvm import relax, tirx
 
@@ -22,7 +23,7 @@ from mesh_tensor.rules.kernel.granularity import Dim
 from mesh_tensor.rules.operator.call import op_call
 
 from .builder import build_program
-from .steps import CollectiveStep, KernelStep, OpStep, Program, Step, Value
+from .steps import CollectiveStep, KernelStep, OpStep, Program, Step, Value, of_kinds
 
 
 def is_kernel(step: object) -> bool:
@@ -110,17 +111,18 @@ class KernelSteps:
             if tensor not in self._names:
                 storage = self._storages.setdefault(value.storage, self._named(value.storage))
                 self._add(tensor, self._named(tensor), storage)
-        yield from (made for inner in program.steps for made in self._renamed(inner))
+        renamed: dict[type, Callable[[Any], Step]] = {KernelStep: self._kernel, CollectiveStep: self._collective}
+        yield from of_kinds(program.steps, renamed)
         yield from after
 
-    def _renamed(self, step: Step) -> Iterator[Step]:
+    def _kernel(self, step: KernelStep) -> Step:
         names = self._names
-        if isinstance(step, KernelStep):
-            writes = tuple(names[name] for name in step.writes)
-            yield replace(step, args=tuple(names[name] for name in step.args), writes=writes)
-        elif isinstance(step, CollectiveStep):
-            reason = f"{self._step.node.where} ({self._program.name}): {step.reason}"
-            yield replace(step, src=names[step.src], dst=names[step.dst], reason=reason)
+        writes = tuple(names[name] for name in step.writes)
+        return replace(step, args=tuple(names[name] for name in step.args), writes=writes)
+
+    def _collective(self, step: CollectiveStep) -> Step:
+        reason = f"{self._step.node.where} ({self._program.name}): {step.reason}"
+        return replace(step, src=self._names[step.src], dst=self._names[step.dst], reason=reason)
 
     def _take(self, form: Form, tensor: str) -> Iterator[Step]:
         if self._is_same(form, tensor):

@@ -19,15 +19,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mesh_tensor.base.errors import refuse, shown
+from mesh_tensor.base.machine import Machine
 from mesh_tensor.lowering import verify
 from mesh_tensor.lowering.layouts import LocalKernel
 from mesh_tensor.lowering.slabs import local_size, slab_bounds, slab_dims, slab_kernels
 from mesh_tensor.rules.kernel.factors import Blocked
 
-from .overlap_cost import COUNTS, Rates, Work, choose
+from .lifetimes import with_lifetimes
+from .overlap_cost import COUNTS, Work, choose
 from .overlap_schedule import schedule
 from .overlap_sites import Site, Sites
-from .steps import CollectiveStep, KernelStep, Program, Step, Value, WaitStep, with_lifetimes
+from .steps import KernelStep, Program, Step, Value
 from .verify import verify_program
 
 _MOST = 64
@@ -62,21 +64,19 @@ def with_overlap(program: Program, overlap: str | int) -> Program:
 
 def has_collectives(program: Program) -> bool:
     """Whether anything is sent."""
-    return any(isinstance(step, CollectiveStep) and step.bytes for step in program.steps)
+    return any(step.bytes for step in program.collectives)
 
 
-def overlapped(program: Program, wanted: int | Rates) -> Program:
+def overlapped(program: Program, wanted: int | Machine) -> Program:
     """The program with collectives beside kernels: in (at most) `wanted` slabs wherever that can be done, or where
-    and as it is predicted to pay on a machine of these Rates. Its `overlap` says what was done, and why."""
+    and as it is predicted to pay on that Machine. Its `overlap` says what was done, and why."""
     lowered = program.lowered
-    if lowered is None or any(isinstance(step, WaitStep) for step in program.steps):
+    if lowered is None or not all(step.wait for step in program.collectives):
         return program
-    steps: list[Step] = [step for step in program.steps if isinstance(step, (KernelStep, CollectiveStep))]
-    kernels = {
-        position: kernel
-        for position, (step, kernel) in enumerate(zip(steps, lowered.steps, strict=True))
-        if isinstance(kernel, LocalKernel) and isinstance(step, KernelStep)
-    }
+    steps = [step for step in program.steps if step.uses]
+    positions = [position for position, step in enumerate(steps) if step.collective is None]
+    local_kernels = [step for step in lowered.steps if isinstance(step, LocalKernel)]
+    kernels = list(zip(positions, program.kernels, local_kernels, strict=True))
     rewriter = _Rewriter(program, steps, kernels, wanted)
     rewriter.run()
     values = program.values | rewriter.values
@@ -91,13 +91,12 @@ def overlapped(program: Program, wanted: int | Rates) -> Program:
     return made
 
 
-def why_in_bulk(program: Program, rates: Rates) -> str:
+def why_in_bulk(program: Program, machine: Machine) -> str:
     """Why slabs pay nowhere in a program, by how long its steps take; nothing if they may."""
-    kernels = [step for step in program.steps if isinstance(step, KernelStep)]
-    touched = sum(program.values[name].tile_bytes for step in kernels for name in step.args)
-    sent = tuple(step.bytes for step in program.steps if isinstance(step, CollectiveStep) and step.bytes)
-    choice = choose(Work(sum(step.flops for step in kernels), touched, 0, sent), rates)
-    times = f"predicted {choice.bulk * 1e3:.2f} ms, at best {choice.slabs * 1e3:.2f} ms in slabs ({rates.name})"
+    touched = sum(program.values[name].tile_bytes for step in program.kernels for name in step.args)
+    sent = tuple(step.bytes for step in program.collectives if step.bytes)
+    choice = choose(Work(sum(step.flops for step in program.kernels), touched, 0, sent), machine)
+    times = f"predicted {choice.bulk * 1e3:.2f} ms, at best {choice.slabs * 1e3:.2f} ms in slabs ({machine.name})"
     return times if choice.count == 1 else ""
 
 
@@ -105,7 +104,11 @@ class _Rewriter:
     """Goes through a program's steps; `result` are the new ones, `values` the slabs, `notes` what was decided."""
 
     def __init__(
-        self, program: Program, steps: Sequence[Step], kernels: dict[int, LocalKernel], wanted: int | Rates
+        self,
+        program: Program,
+        steps: Sequence[Step],
+        kernels: Sequence[tuple[int, KernelStep, LocalKernel]],
+        wanted: int | Machine,
     ) -> None:
         self.program, self.steps, self.kernels, self.wanted = program, steps, kernels, wanted
         self.values: dict[str, Value] = {}
@@ -116,8 +119,8 @@ class _Rewriter:
     def run(self) -> None:
         slabs_at: dict[int, list[Step]] = {}
         taken: set[int] = set()
-        for position, kernel in self.kernels.items():
-            site = self._sites.at(position, kernel, taken)
+        for position, call, kernel in self.kernels:
+            site = self._sites.at(position, call, kernel, taken)
             if site is not None and (steps := self._in_slabs(site)):
                 slabs_at[position] = steps
                 taken |= {id(collective) for collective in site.collectives}
@@ -126,9 +129,9 @@ class _Rewriter:
                 self.result += slabs_at[position]
             elif id(step) not in taken:
                 self.result.append(step)
-            if isinstance(step, CollectiveStep) and id(step) not in taken and step.bytes:
+            if step.bytes and id(step) not in taken:
                 why = self._sites.why_in_bulk.get(id(step), "no kernel directly before or after it")
-                self.notes.append(f"{_words(step)}: in bulk: {why}")
+                self.notes.append(f"{step.words}: in bulk: {why}")
 
     def _in_slabs(self, site: Site) -> list[Step]:
         """The steps of a site in slabs; none if it stays in bulk."""
@@ -148,7 +151,7 @@ class _Rewriter:
             return []
         sizes = ", ".join(dict.fromkeys(str(stop - start) for start, stop in bounds))
         what = f"beside kernel {site.step.name} in {len(bounds)} slabs of {sizes} of {site.factor.name}"
-        self.notes += [f"{_words(collective)}: {what}: {why}" for collective in site.collectives]
+        self.notes += [f"{collective.words}: {what}: {why}" for collective in site.collectives]
         steps, slabs = schedule(site, bounds, kernels, self.program.values)
         self.values |= slabs
         return steps
@@ -169,7 +172,3 @@ class _Rewriter:
         sizes = [self.program.values[name].tile_bytes for name in site.step.args]
         repeated = sum(size for position, size in enumerate(sizes) if position not in sliced)
         return Work(site.step.flops, sum(sizes), repeated, tuple(c.bytes for c in site.collectives))
-
-
-def _words(step: CollectiveStep) -> str:
-    return f"{step.kind} of {step.src} over {', '.join(step.axes)}"

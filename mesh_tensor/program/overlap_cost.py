@@ -8,36 +8,12 @@ one core per rank, the threads that move the bytes need the core that computes, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from mesh_tensor.base.machine import Machine
 
 COUNTS = (2, 4, 8)
 _WORTH = 0.95  # of the bulk's time: a prediction is no better than this
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a machine does.
-
-    flops     floating-point operations of a kernel, per second
-    memory    bytes that a kernel reads and writes, per second
-    network   bytes that a device sends in a collective, per second
-    latency   seconds that a collective takes without its bytes
-    busy      the share of a collective's time that the kernel beside it loses: 0 .. 1
-    """
-
-    name: str
-    flops: float
-    memory: float
-    network: float
-    latency: float
-    busy: float
-
-
-# Measured on 2 cores of an AMD EPYC, gloo over the loopback: torch.mm on one thread beside an all-to-all of 1 to 16 MB
-# took as long as one after the other or longer, and the all-to-all used 0.8 s of CPU time per second.
-GLOO = Rates("gloo with a core per rank", flops=1e11, memory=1e10, network=3e9, latency=2e-4, busy=1.0)
-# Not measured: with a core for gloo's threads the memory's bandwidth is still shared.
-GLOO_BESIDE = replace(GLOO, name="gloo with cores to spare", busy=0.25)
 
 
 @dataclass(frozen=True)
@@ -62,17 +38,18 @@ class Choice:
     slabs: float
 
 
-def choose(work: Work, rates: Rates, counts: tuple[int, ...] = COUNTS) -> Choice:
+def choose(work: Work, machine: Machine, counts: tuple[int, ...] = COUNTS) -> Choice:
     """The number of slabs, of `counts`, that is predicted to take least, or 1 where none is worth it."""
-    bulk = predict(work, rates, 1)
-    best = min(counts, key=lambda count: predict(work, rates, count))
-    slabs = predict(work, rates, best)
+    bulk = predict(work, machine, 1)
+    best = min(counts, key=lambda count: predict(work, machine, count))
+    slabs = predict(work, machine, best)
     return Choice(best if slabs < _WORTH * bulk else 1, bulk, slabs)
 
 
-def predict(work: Work, rates: Rates, count: int) -> float:
-    """Seconds of the kernel and its collectives in `count` slabs."""
-    own = max(work.flops / rates.flops, (work.touched - work.repeated) / rates.memory) / count
-    kernel = own + work.repeated / rates.memory
-    collective = len(work.sent) * rates.latency + sum(work.sent) / count / rates.network
-    return kernel + (count - 1) * max(kernel + rates.busy * collective, collective) + collective
+def predict(work: Work, machine: Machine, count: int) -> float:
+    """Seconds of the kernel and its collectives in `count` slabs; what is sent goes over the machine's last link."""
+    memory, link = machine.main_memory.rate, machine.links[-1]
+    own = max(work.flops / machine.peak("float32"), (work.touched - work.repeated) / memory) / count
+    kernel = own + work.repeated / memory
+    collective = len(work.sent) * link.start + sum(work.sent) / count / link.rate
+    return kernel + (count - 1) * max(kernel + machine.busy * collective, collective) + collective

@@ -35,11 +35,9 @@ class Sites:
         self.why_in_bulk: dict[int, str] = {}
         self._steps, self._values = steps, values
 
-    def at(self, position: int, kernel: LocalKernel, taken: set[int]) -> Site | None:
-        """What can be done at a kernel, without the collectives that are `taken` (their ids): along the factor with the
-        most bytes to send. None if nothing can."""
-        step = self._steps[position]
-        assert isinstance(step, KernelStep)
+    def at(self, position: int, step: KernelStep, kernel: LocalKernel, taken: set[int]) -> Site | None:
+        """What can be done at a kernel, the step at `position`, without the collectives that are `taken` (their ids):
+        along the factor with the most bytes to send. None if nothing can."""
         found: dict[Factor, tuple[list[CollectiveStep], list[CollectiveStep]]] = {}
         for is_after, collective in self._beside(position, step, taken):
             factor = self._factor_or_why_not(kernel, step, collective, is_after)
@@ -95,6 +93,6 @@ class Sites:
 def _collectives(steps: Iterable[Step]) -> Iterator[CollectiveStep]:
     """The collectives that the steps start with."""
     for step in steps:
-        if not isinstance(step, CollectiveStep):
+        if step.collective is None:
             return
-        yield step
+        yield step.collective

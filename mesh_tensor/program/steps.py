@@ -1,24 +1,42 @@
-"""The Program: what one device runs, as a list of steps that runtimes and simulators walk.
+"""The Program: what one device runs, as a list of steps that runtimes, checks and simulators give a meaning.
 
 A Program knows nothing of TileLang's code generators, of torch or of threads. Every device runs the same steps; where a
 kernel has to know which device it is on, it takes the device's coordinates as its last arguments.
+
+Whatever its kind, a step says
+
+    reads       the values that it takes; what a kernel writes is among them, for it may leave some of it as it was
+    writes      the values that it makes or changes
+    uses        all of these, each once
+    makes       of what it writes, what comes in memory of its own: no AllocStep comes before it
+    collective  the collective that it starts or waits for, if it does
+    flops       the floating-point operations that a device does
+    bytes       what the busiest device receives
+    words       what it does, for people
+    mean        what it means to somebody who has Meanings for all kinds
+
+Who cares for some kinds only takes `Program.kernels`, `ops` and `collectives`, or `of_kinds` with a table.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
 
 from tvm import tirx
 
+from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.lowering.layouts import Tensor
 from mesh_tensor.lowering.pipeline import Lowered
-from mesh_tensor.plan.kernel_placements import dtype_bits
 from mesh_tensor.redistribution.plan import elements_received
 from mesh_tensor.rules.operator import OpCall
+
+T = TypeVar("T")
+Meaning_co = TypeVar("Meaning_co", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -54,6 +72,34 @@ class Value:
         """The memory of what `tile_shape` tells."""
         return math.prod(self.tile_shape) * dtype_bits(self.dtype) // 8
 
+    def overlaps(self, other: Value) -> bool:
+        """Whether they share memory."""
+        if self.storage != other.storage or self.slab is None or other.slab is None:
+            return self.storage == other.storage
+        return self.slab.start < other.slab.stop and other.slab.start < self.slab.stop
+
+
+class Meanings(Protocol[Meaning_co]):
+    """What each kind of step means to somebody: to a runtime an action, to a simulator a time."""
+
+    def kernel(self, step: KernelStep) -> Meaning_co:
+        """A device runs a local kernel."""
+
+    def op(self, step: OpStep) -> Meaning_co:
+        """A device calls an operator."""
+
+    def collective(self, step: CollectiveStep) -> Meaning_co:
+        """Groups of devices change a value's layout, or begin to."""
+
+    def wait(self, step: WaitStep) -> Meaning_co:
+        """A collective that was started has ended."""
+
+    def alloc(self, step: AllocStep) -> Meaning_co:
+        """The memory of a workspace or an output comes to life."""
+
+    def free(self, step: FreeStep) -> Meaning_co:
+        """The memory of a workspace is given back."""
+
 
 @dataclass(frozen=True)
 class KernelStep:
@@ -70,6 +116,25 @@ class KernelStep:
     scalars: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
 
+    makes = ()
+    collective = None
+    bytes = 0
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.args
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        return self.args
+
+    @property
+    def words(self) -> str:
+        return f"kernel {self.name}"
+
+    def mean(self, meanings: Meanings[T]) -> T:
+        return meanings.kernel(self)
+
 
 @dataclass(frozen=True, eq=False)
 class OpStep:
@@ -85,6 +150,32 @@ class OpStep:
     flops: int
     where: str
     kernel: tirx.PrimFunc | None = None
+
+    collective = None
+    bytes = 0
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.args
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self.results
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return self.results
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        return (*self.args, *self.results)
+
+    @property
+    def words(self) -> str:
+        return f"operator {self.call.name} ({self.where})"
+
+    def mean(self, meanings: Meanings[T]) -> T:
+        return meanings.op(self)
 
 
 @dataclass(frozen=True)
@@ -116,29 +207,106 @@ class CollectiveStep:
     reason: str
     wait: bool = True
 
+    makes = ()
+    flops = 0
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.src,)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return (self.dst,)
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        return (self.src, self.dst)
+
+    @property
+    def collective(self) -> CollectiveStep:
+        return self
+
+    @property
+    def words(self) -> str:
+        op = f", {self.op}" if self.op else ""
+        return f"{self.kind}({self.src}{op}) over {', '.join(self.axes)}"
+
+    def mean(self, meanings: Meanings[T]) -> T:
+        return meanings.collective(self)
+
 
 @dataclass(frozen=True)
 class WaitStep:
-    """The collective, which an earlier step started, has ended: its `dst` is there."""
+    """The collective, which an earlier step started, has ended: its `dst` is there, and its `src` was sent."""
 
     collective: CollectiveStep
+
+    makes = ()
+    flops = 0
+    bytes = 0
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.collective.reads
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self.collective.writes
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        return self.collective.uses
+
+    @property
+    def words(self) -> str:
+        return f"the end of {self.collective.words}"
+
+    def mean(self, meanings: Meanings[T]) -> T:
+        return meanings.wait(self)
 
 
 @dataclass(frozen=True)
 class AllocStep:
     """The memory of a workspace or an output comes to life here."""
 
-    value: str
+    storage: str
+
+    reads = writes = uses = makes = ()
+    collective = None
+    flops = bytes = 0
+
+    @property
+    def words(self) -> str:
+        return f"memory for {self.storage}"
+
+    def mean(self, meanings: Meanings[T]) -> T:
+        return meanings.alloc(self)
 
 
 @dataclass(frozen=True)
 class FreeStep:
     """Nothing uses this workspace any more."""
 
-    value: str
+    storage: str
+
+    reads = writes = uses = makes = ()
+    collective = None
+    flops = bytes = 0
+
+    @property
+    def words(self) -> str:
+        return f"the end of the memory for {self.storage}"
+
+    def mean(self, meanings: Meanings[T]) -> T:
+        return meanings.free(self)
 
 
 Step = KernelStep | OpStep | CollectiveStep | WaitStep | AllocStep | FreeStep
+
+
+def of_kinds(steps: Iterable[Step], table: Mapping[Any, Callable[[Any], T]]) -> list[T]:
+    """What the steps of the kinds in the table mean by it, in their order."""
+    return [table[type(step)](step) for step in steps if type(step) in table]
 
 
 @dataclass(frozen=True)
@@ -171,44 +339,48 @@ class Program:
         """The kernel in local view that the steps are those of; None if nothing was lowered."""
         return None if self.lowering is None else self.lowering()
 
+    @cached_property
+    def kernels(self) -> tuple[KernelStep, ...]:
+        """The steps that run local kernels."""
+        return tuple(step for step in self.steps if isinstance(step, KernelStep))
+
+    @cached_property
+    def ops(self) -> tuple[OpStep, ...]:
+        """The steps that call operators."""
+        return tuple(step for step in self.steps if isinstance(step, OpStep))
+
+    @cached_property
+    def collectives(self) -> tuple[CollectiveStep, ...]:
+        """The steps that run collectives, or start them."""
+        return tuple(step for step in self.steps if isinstance(step, CollectiveStep))
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        """The storages that callers bring."""
+        return frozenset(self.values[p.input].storage for p in self.parameters if p.input is not None)
+
+    @property
+    def outputs(self) -> frozenset[str]:
+        """The storages that callers take."""
+        return frozenset(self.values[p.output].storage for p in self.parameters if p.output is not None)
+
+    @cached_property
+    def stored(self) -> dict[str, Value]:
+        """Storage -> a value that is all of it."""
+        return {value.storage: value for value in reversed(list(self.values.values())) if value.slab is None}
+
+    @cached_property
+    def last_writes(self) -> dict[str, Step]:
+        """Storage -> the last step that writes it; storages that nothing writes are not there."""
+        return {self.values[name].storage: step for step in self.steps for name in step.writes}
+
+    def mean(self, meanings: Meanings[T]) -> list[T]:
+        """The meaning of every step, in order."""
+        return [step.mean(meanings) for step in self.steps]
+
 
 def bytes_moved(kind: str, src: Value, dst: Value, axes: tuple[str, ...]) -> int:
     """What the busiest device of a collective receives, with the usual ring algorithms; at even sizes all devices send
     and receive as much."""
     elements = elements_received(kind, src.shape, src.sharding, dst.sharding, axes)
     return elements * dtype_bits(src.dtype) // 8
-
-
-def with_lifetimes(
-    steps: Sequence[Step], values: Mapping[str, Value] | Mapping[str, Tensor], parameters: tuple[Parameter, ...]
-) -> tuple[Step, ...]:
-    """`steps`, and each storage is allocated before its first use, and workspaces are freed after their last."""
-    kept = {values[p.input].storage for p in parameters if p.input is not None}
-    outputs = {values[p.output].storage for p in parameters if p.output is not None}
-    uses = [[values[name].storage for name in names_in(step)] for step in steps]
-    last = {storage: index for index, names in enumerate(uses) for storage in names}
-    lasting = kept | outputs
-    alive = set(kept)
-    result: list[Step] = []
-    for index, step in enumerate(steps):
-        for storage in dict.fromkeys(uses[index]):
-            if storage not in alive:
-                alive.add(storage)
-                if not isinstance(step, OpStep):  # its results come with their memory
-                    result.append(AllocStep(storage))
-        result.append(step)
-        for storage in dict.fromkeys(uses[index]):
-            if last[storage] == index and storage not in lasting:
-                result.append(FreeStep(storage))
-    return tuple(result)
-
-
-def names_in(step: Step) -> tuple[str, ...]:
-    """The values that a step uses."""
-    if isinstance(step, KernelStep):
-        return step.args
-    if isinstance(step, OpStep):
-        return (*step.args, *step.results)
-    if isinstance(step, WaitStep):
-        step = step.collective
-    return (step.src, step.dst) if isinstance(step, CollectiveStep) else ()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from tvm import tirx
@@ -25,7 +25,7 @@ from mesh_tensor.lowering.pipeline import Lowered
 
 from .builder import OpenProgram, build_program
 from .overlap import with_overlap
-from .steps import CollectiveStep, KernelStep, Program, Step
+from .steps import Program
 
 Sizes = Mapping[tirx.Var, int]
 Lower = Callable[[tirx.PrimFunc, bool], Lowered | Program]
@@ -112,9 +112,8 @@ class Programs:
                 program = self._filled(family, some)
                 if _plan(program) != _plan(self.exact(some)):
                     return None
-            for step in program.steps:
-                if isinstance(step, KernelStep):
-                    self._compile_kernel(step.func)
+            for step in program.kernels:
+                self._compile_kernel(step.func)
         except MeshTensorError:
             return None
         return family
@@ -132,13 +131,7 @@ class Programs:
 
 def _plan(program: Program) -> tuple[object, ...]:
     """What a Program does, but for the code of its kernels."""
-    return (program.parameters, program.values, [_without_code(step) for step in program.steps])
-
-
-def _without_code(step: Step) -> object:
-    if isinstance(step, KernelStep):
-        return step.args, step.writes
-    return replace(step, reason="") if isinstance(step, CollectiveStep) else step
+    return (program.parameters, program.values, [(step.words, step.uses, step.writes) for step in program.steps])
 
 
 def _numbers(func: tirx.PrimFunc, found: tuple[tirx.Var, ...]) -> dict[tirx.Var, tuple[int, ...]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from mesh_tensor.lowering.verify import collectives_in, leftovers, raise_on
 
-from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Program, Step, Value, WaitStep, names_in
+from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Step
 
 
 def verify_program(program: Program) -> None:
@@ -15,20 +15,18 @@ def verify_program(program: Program) -> None:
     Raises:
         VerificationError: lists what is wrong with it.
     """
-    raise_on([*_unknown_values(program), *_kernels(program)], f"program {program.name}")
+    raise_on([*_unknown_values(program), *_kernels(program.kernels)], f"program {program.name}")
     raise_on([*_lifetimes(program), *_waits(program)], f"program {program.name}")
 
 
 def _unknown_values(program: Program) -> Iterator[str]:
-    named = [name for step in program.steps for name in names_in(step)]
+    named = [name for step in program.steps for name in step.uses]
     named += [name for p in program.parameters for name in (p.input, p.output) if name is not None]
     yield from (f"there is no value {name}" for name in dict.fromkeys(named) if name not in program.values)
 
 
-def _kernels(program: Program) -> Iterator[str]:
-    for step in program.steps:
-        if not isinstance(step, KernelStep):
-            continue
+def _kernels(steps: Iterable[KernelStep]) -> Iterator[str]:
+    for step in steps:
         yield from (f"kernel {step.name}: {fact}" for fact in (*collectives_in(step.func), *leftovers(step.func)))
         tiles = [buffer for param, buffer in step.func.buffer_map.items() if param in step.func.params]
         scalars = len(step.func.params) - len(tiles)
@@ -42,25 +40,21 @@ def _kernels(program: Program) -> Iterator[str]:
 def _lifetimes(program: Program) -> list[str]:
     """Storages are owned by a parameter, or allocated before their first use; workspaces are freed after their last."""
     found: list[str] = []
-    inputs = {program.values[p.input].storage for p in program.parameters if p.input is not None}
-    outputs = {program.values[p.output].storage for p in program.parameters if p.output is not None}
-    alive = set(inputs)
+    alive, lasting = set(program.inputs), program.inputs | program.outputs
     for number, step in enumerate(program.steps):
         if isinstance(step, AllocStep):
-            if step.value in alive:
-                found.append(f"step {number}: {step.value} is allocated, but is already there")
-            alive.add(step.value)
+            if step.storage in alive:
+                found.append(f"step {number}: {step.storage} is allocated, but is already there")
+            alive.add(step.storage)
         elif isinstance(step, FreeStep):
-            if step.value not in alive or step.value in inputs | outputs:
-                found.append(f"step {number}: {step.value} is freed, but is no workspace that is there")
-            alive.discard(step.value)
-        else:
-            if isinstance(step, OpStep):
-                alive |= {program.values[name].storage for name in step.results}
-            gone = {program.values[name].storage for name in names_in(step)} - alive
-            found += [f"step {number}: {storage} is used while it has no memory" for storage in sorted(gone)]
-    found += [f"workspace {storage} is never freed" for storage in sorted(alive - inputs - outputs)]
-    found += [f"output {storage} has no memory in the end" for storage in sorted(outputs - alive)]
+            if step.storage not in alive or step.storage in lasting:
+                found.append(f"step {number}: {step.storage} is freed, but is no workspace that is there")
+            alive.discard(step.storage)
+        alive |= {program.values[name].storage for name in step.makes}
+        gone = {program.values[name].storage for name in step.uses} - alive
+        found += [f"step {number}: {storage} is used while it has no memory" for storage in sorted(gone)]
+    found += [f"workspace {storage} is never freed" for storage in sorted(alive - lasting)]
+    found += [f"output {storage} has no memory in the end" for storage in sorted(program.outputs - alive)]
     return found
 
 
@@ -69,36 +63,22 @@ def _waits(program: Program) -> list[str]:
     found: list[str] = []
     pending: dict[str, CollectiveStep] = {}
     for number, step in enumerate(program.steps):
-        if isinstance(step, WaitStep):
-            if pending.pop(step.collective.dst, None) != step.collective:
-                found.append(f"step {number}: nothing that makes {step.collective.dst} was started")
+        collective = step.collective
+        if collective is not None and collective is not step:
+            if pending.pop(collective.dst, None) != collective:
+                found.append(f"step {number}: nothing that makes {collective.dst} was started")
             continue
         for started in pending.values():
             found += [f"step {number}: {fact}" for fact in _too_early(program, step, started)]
-        if isinstance(step, CollectiveStep) and not step.wait:
-            pending[step.dst] = step
+        if collective is not None and not collective.wait:
+            pending[collective.dst] = collective
     return [*found, *(f"{name} is never waited for" for name in pending)]
 
 
 def _too_early(program: Program, step: Step, started: CollectiveStep) -> Iterator[str]:
     values = program.values
-    for name in names_in(step):
-        if _overlap(values[name], values[started.dst]):
+    for name in step.uses:
+        if values[name].overlaps(values[started.dst]):
             yield f"{name} is used before {started.kind} has made {started.dst}"
-        elif name in _written(step) and _overlap(values[name], values[started.src]):
+        elif name in step.writes and values[name].overlaps(values[started.src]):
             yield f"{name} is written while {started.kind} reads {started.src}"
-
-
-def _written(step: Step) -> tuple[str, ...]:
-    if isinstance(step, KernelStep):
-        return step.writes
-    if isinstance(step, OpStep):
-        return step.results
-    return (step.dst,) if isinstance(step, CollectiveStep) else ()
-
-
-def _overlap(a: Value, b: Value) -> bool:
-    """They share memory."""
-    if a.storage != b.storage or a.slab is None or b.slab is None:
-        return a.storage == b.storage
-    return a.slab.start < b.slab.stop and b.slab.start < a.slab.stop

@@ -37,7 +37,7 @@ class Move:
 class RedistributionPlan:
     """How a tensor of `shape` goes from layout `src` to `dst`: `moves`, in order. `str()` shows it.
 
-    >>> from mesh_tensor.mesh import Mesh
+    >>> from mesh_tensor import Mesh
     >>> mesh = Mesh({"x": 2, "y": 2})
     >>> src, dst = (Sharding.parse(mesh, 2, text) for text in ("P[sum], S[0]", "S[1], S[0]"))
     >>> print(RedistributionPlan.make((8, 8), "float32", 4, src, dst))

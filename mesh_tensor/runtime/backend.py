@@ -1,57 +1,18 @@
-"""One walker over a Program's steps, and what a runtime has to provide for it.
+"""What a runtime has to provide, and the memory that it runs on.
 
-A backend gives each kind of step its meaning once, ahead of any run; what it gives back is run at every call. The same
-walker serves whoever only wants to look at the steps (a simulator's meaning of a step is its cost).
+A backend gives each step its meaning once, ahead of any run: an action, which is run at every call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from tvm import tirx
 
-from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Program, Value, WaitStep
-
-T = TypeVar("T")
-Meaning_co = TypeVar("Meaning_co", covariant=True)
-
-
-class StepMeanings(Protocol[Meaning_co]):
-    """What each kind of step means to somebody."""
-
-    def kernel(self, step: KernelStep) -> Meaning_co:
-        """A device runs a local kernel."""
-
-    def op(self, step: OpStep) -> Meaning_co:
-        """A device calls an operator."""
-
-    def collective(self, step: CollectiveStep) -> Meaning_co:
-        """Groups of devices change a value's layout, or begin to."""
-
-    def wait(self, step: WaitStep) -> Meaning_co:
-        """A collective that was started has ended."""
-
-    def alloc(self, step: AllocStep) -> Meaning_co:
-        """The memory of a workspace or an output comes to life."""
-
-    def free(self, step: FreeStep) -> Meaning_co:
-        """The memory of a workspace is given back."""
-
-
-def walk(program: Program, meanings: StepMeanings[T]) -> list[T]:
-    """The meaning of every step of `program`, in order."""
-    meaning_of: dict[type, Callable[[Any], T]] = {
-        KernelStep: meanings.kernel,
-        OpStep: meanings.op,
-        CollectiveStep: meanings.collective,
-        WaitStep: meanings.wait,
-        AllocStep: meanings.alloc,
-        FreeStep: meanings.free,
-    }
-    return [meaning_of[type(step)](step) for step in program.steps]
+from mesh_tensor.program.steps import KernelStep, Meanings, Program, Value
 
 
 class Memory:
@@ -105,8 +66,9 @@ def _takes_tensor(func: tirx.PrimFunc) -> tuple[bool, ...]:
 Action = Callable[[Memory], None]
 
 
-class Backend(StepMeanings[Action], Protocol):
-    """A runtime: how the steps run here. What can be prepared is, when a step is given its meaning."""
+class Backend(Meanings[Action | None], Protocol):
+    """A runtime: how the steps run here (None: nothing happens). What can be prepared is, when a step is given its
+    meaning."""
 
     program: Program
 

@@ -8,41 +8,34 @@ from functools import partial
 import torch
 
 from mesh_tensor.base.errors import listing, refuse
+from mesh_tensor.base.reductions import PARTIAL_OPS, REDUCTIONS, Reduction
+from mesh_tensor.targets.dtypes import dtype_name
 
 from .elementwise import elementwise
 
 Combine = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
 
-_OPS: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": torch.add,
-    "prod": torch.mul,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "bitand": torch.bitwise_and,
-    "bitor": torch.bitwise_or,
-    "bitxor": torch.bitwise_xor,
-}
-_ROUNDING = ("sum", "prod")
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def combiner(op: str, dtype: torch.dtype) -> Combine:
     """`combine(out, sources)`: out = sources[0] op sources[1] op ..., from left to right, so that runs agree bit for
     bit. `out` may be `sources[0]` itself. Floats narrower than 32 bits accumulate in float32 and are rounded once."""
-    if op not in _OPS:
-        refuse(f"unknown reduction {op!r}", fix=f"use one of {listing(tuple(_OPS))}")
-    if op.startswith("bit") and (dtype.is_floating_point or dtype.is_complex):
-        refuse(f"{op!r} has no meaning for {dtype}", fix="reduce integers with bitwise ops")
-    if op in ("max", "min") and dtype.is_complex:
-        refuse(f"{op!r} has no meaning for {dtype}", fix="reduce real numbers with max and min")
-    apply = _OPS[op]
+    if op not in PARTIAL_OPS:
+        refuse(f"unknown reduction {op!r}", fix=f"use one of {listing(tuple(PARTIAL_OPS))}")
+    record = REDUCTIONS[op]
+    if not record.takes(dtype_name(dtype)):
+        refuse(
+            f"{op!r} has no meaning for {dtype}", fix="reduce real numbers with max and min, integers with bitwise ops"
+        )
+    apply: Callable[..., torch.Tensor] = getattr(torch, record.function)
     work: Callable[..., None] = partial(_fold, apply)
     if dtype.is_floating_point and dtype.itemsize == 1:
         work = partial(_widened, apply)
-    elif dtype.is_floating_point and dtype.itemsize == 2 and op in _ROUNDING:
+    elif dtype.is_floating_point and dtype.itemsize == 2 and record.rounds:
         work = partial(_half, apply)
     elif dtype in _SIGNED:
-        work = _unsigned(op, apply, dtype)
+        work = _unsigned(record, apply, dtype)
     return lambda out, sources: elementwise(work, out, *sources)
 
 
@@ -70,10 +63,10 @@ def _widened(apply: Callable[..., torch.Tensor], out: torch.Tensor, *sources: to
     out.copy_(total)
 
 
-def _unsigned(op: str, apply: Callable[..., torch.Tensor], dtype: torch.dtype) -> Callable[..., None]:
+def _unsigned(record: Reduction, apply: Callable[..., torch.Tensor], dtype: torch.dtype) -> Callable[..., None]:
     """Torch computes little on unsigned integers: go by their signed bit patterns, in an order-preserving form."""
     signed = _SIGNED[dtype]
-    if op not in ("max", "min"):
+    if record.operands != "ordered":
         return lambda out, *sources: _fold(apply, out.view(signed), *(source.view(signed) for source in sources))
     flip = torch.iinfo(signed).min
 

@@ -12,11 +12,14 @@ from functools import partial
 
 import torch
 
+from mesh_tensor.base.machine_presets import CPU
+
 from .threads import device_threads
 from .tile_memory import empty_tile
 
 _ALONE = 32768  # elements: with fewer, torch never starts threads
-_CHUNK = 1 << 20  # elements per thread: with fewer, handing work to another thread costs more than it saves
+# Elements per thread: with fewer, handing work to another thread costs more than it saves.
+_CHUNK = CPU.tuning.elements_per_thread
 
 
 def elementwise(work: Callable[..., object], *tensors: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from tvm import arith, ir, relax, tirx
 from mesh_tensor.annotations.names import known, relax_function, source_names
 from mesh_tensor.base.errors import did_you_mean, listing, refuse
 from mesh_tensor.plan.index_checks import IndexCheck
-from mesh_tensor.targets.dtypes import torch_dtype
+from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 
 from .plain_tensors import fix_of, why_not_plain
 
@@ -171,7 +171,7 @@ def _problem(param: ModuleParam, tensor: Any, sizes: dict[tirx.Var, int], device
     shape = tuple(shape)
     expected = f"{param.shape} {param.dtype}"
     if len(shape) != len(param.shape) or dtype != torch_dtype(param.dtype):
-        return f"{shape} {str(dtype).removeprefix('torch.')}, but expected {expected}"
+        return f"{shape} {dtype_name(dtype)}, but expected {expected}"
     if device_type is not None and isinstance(tensor, torch.Tensor) and tensor.device.type not in ("cpu", device_type):
         return f"on device {tensor.device}, but the module runs on {device_type}"
     for size, wanted in zip(shape, param.shape, strict=True):

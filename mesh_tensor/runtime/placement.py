@@ -12,8 +12,10 @@ from functools import lru_cache
 
 import torch
 
+from mesh_tensor.base.dtypes import poison_value
+from mesh_tensor.base.reductions import neutral
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.targets.dtypes import neutral, poison_value
+from mesh_tensor.targets.dtypes import dtype_name
 
 from .combine import combiner
 from .elementwise import copy, fill
@@ -107,7 +109,7 @@ class Layout:
         for rank, tile in enumerate(self._tiles):
             view = self._view(tensor, tile) if borrow and tile.owner == rank else None
             if view is not None and poison:
-                fill(view, poison_value(self.dtype))
+                fill(view, poison_value(dtype_name(self.dtype)))
             tiles.append(self._new(tensor.device, poison) if view is None else view)
         return tiles
 
@@ -155,16 +157,16 @@ class Layout:
     def _cut(self, tensor: torch.Tensor, tile: _Tile, poison: bool) -> torch.Tensor:
         new = empty_tile(self.tile_shape, self.dtype, tensor.device)
         if tile.blank:
-            return fill(new, neutral(self.dtype, str(self._op)))
+            return fill(new, neutral(str(self._op), dtype_name(self.dtype)))
         if not tile.full:
-            fill(new, poison_value(self.dtype) if poison else 0)
+            fill(new, poison_value(dtype_name(self.dtype)) if poison else 0)
         if all(self.shape) and (tile.box or not self.shape):
             copy(new[tile.valid], tensor[tile.box])
         return new
 
     def _new(self, device: torch.device, poison: bool) -> torch.Tensor:
         new = empty_tile(self.tile_shape, self.dtype, device)
-        return fill(new, poison_value(self.dtype)) if poison else new
+        return fill(new, poison_value(dtype_name(self.dtype))) if poison else new
 
 
 @lru_cache(maxsize=256)

@@ -14,8 +14,9 @@ from itertools import product
 
 import torch
 
+from mesh_tensor.base.reductions import neutral
 from mesh_tensor.base.sharding import Partial, Shard, Sharding
-from mesh_tensor.targets.dtypes import neutral
+from mesh_tensor.targets.dtypes import dtype_name
 
 from .combine import combiner
 from .elementwise import copy, fill
@@ -53,7 +54,7 @@ class Reshard:
         reduced = [op for axis, op in src.partial if dst.placement(axis) != Partial(op)]
         self.combine = combiner(reduced[0] if reduced else "sum", dtype)
         started = [op for axis, op in dst.partial if src.placement(axis) != Partial(op)]
-        self.blank = neutral(dtype, started[0]) if started else 0
+        self.blank = neutral(started[0], dtype_name(dtype)) if started else 0
         self.in_place = src.tile_shape(shape) == dst.tile_shape(shape) and all(map(_stays, self.deliveries))
 
     def __call__(self, src: Tiles, dst: Tiles, *, share: bool = False) -> None:

@@ -15,7 +15,7 @@ from mesh_tensor.annotations.parameters import flat_arguments, with_flat_paramet
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse
 from mesh_tensor.base.tensor_type import TensorType
 from mesh_tensor.rules.operator.call import OpCall, op_call, plain, tensor_infos
-from mesh_tensor.targets.dtypes import torch_dtype
+from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 from mesh_tensor.targets.tir_functions import tir_function
 from mesh_tensor.targets.torch_ops import torch_function
 
@@ -207,7 +207,7 @@ class _Frame:
             raise MeshTensorError(f"{error}\n  binding: {self._function}.{name}") from None
         except _NOT_TORCH as error:
             self._refuse(name, f"R.{op} failed: {error}", str(expr))
-        found = [TensorType(tuple(r.shape), str(r.dtype).removeprefix("torch.")) for r in results]
+        found = [TensorType(tuple(r.shape), dtype_name(r.dtype)) for r in results]
         if found != list(call.outputs):
             self._refuse(name, f"R.{op} gave {found}, but its type says {list(call.outputs)}")
         return _like(expr.struct_info, iter(results))

@@ -17,8 +17,10 @@ from contextlib import suppress
 
 import torch
 
-_LARGE = 1 << 20  # bytes of a tile: smaller ones come from torch, which gets them from the C library's heap
-_KEPT = 1 << 28  # bytes: more than that is not kept for later
+from mesh_tensor.base.machine_presets import CPU
+
+_LARGE = CPU.tuning.fresh_memory  # bytes: smaller tiles come from torch, which gets them from the C library's heap
+_KEPT = CPU.tuning.kept_memory  # bytes: more than that is not kept for later
 
 _left: list[mmap.mmap] = []
 

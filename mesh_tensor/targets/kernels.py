@@ -11,6 +11,7 @@ from tvm import tirx
 
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
+from mesh_tensor.targets.dtypes import dtype_name
 
 Arg = torch.Tensor | int | float
 Kernel = Callable[..., None]
@@ -84,7 +85,7 @@ def as_numpy(tensor: torch.Tensor) -> Any:
         import ml_dtypes
 
         bits = torch.uint16 if tensor.dtype.itemsize == 2 else torch.uint8
-        return tensor.view(bits).numpy().view(getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch.")))
+        return tensor.view(bits).numpy().view(getattr(ml_dtypes, dtype_name(tensor.dtype)))
     return tensor.numpy()
 
 

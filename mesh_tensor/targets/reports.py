@@ -8,11 +8,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (gives numpy bfloat16 and the 8-bit floats)
-import numpy as np
-
+from mesh_tensor.base.dtypes import numpy_dtype
 from mesh_tensor.base.errors import MeshTensorError
-from mesh_tensor.rules.kernel.values import FINITE
 from mesh_tensor.tir.user_reports import Report
 
 _REPORTER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64))
@@ -74,7 +71,7 @@ def _line(report: Report, numbers: Sequence[Any]) -> str:
     line = _device(report, numbers) + report.text
     if not report.dtype:
         return line
-    number = np.dtype(FINITE.get(report.dtype, report.dtype)).type(numbers[-1])
+    number = numpy_dtype(report.dtype).type(numbers[-1])
     if not report.buffer:
         return f"{line}: {number}"
     where = ", ".join(str(int(at)) for at in numbers[len(report.axes) : -1])

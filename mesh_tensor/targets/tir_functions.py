@@ -11,9 +11,10 @@ from tvm import s_tir, tirx
 from tvm.tirx import stmt_functor
 
 from mesh_tensor.annotations.specialize import sized
+from mesh_tensor.base.dtypes import poison_value
 from mesh_tensor.base.tensor_type import TensorType
 
-from .dtypes import poison_value, torch_dtype
+from .dtypes import torch_dtype
 from .interpreter import interpret
 from .kernels import as_numpy
 
@@ -43,7 +44,7 @@ def tir_function(
 
 def _poisoned(kind: TensorType) -> torch.Tensor:
     dtype = torch_dtype(kind.dtype)
-    return torch.full(kind.shape, poison_value(dtype), dtype=dtype, device="cpu")
+    return torch.full(kind.shape, poison_value(kind.dtype), dtype=dtype, device="cpu")
 
 
 @lru_cache(maxsize=512)

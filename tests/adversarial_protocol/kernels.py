@@ -72,7 +72,7 @@ def program_of(name: str, count: int) -> Program:
     op = {"total": "sum", "largest": "max"}[name]
     sums = [value("C_part", (PART,), mesh, {}, {"x": op}, "C"), value("C", (PART,), mesh, {})]
     kernel = KernelStep("kernel_0", wide_kernel(name, PART, PART), ("A", "C_part"), (), ("C_part",), 0)
-    steps = [AllocStep("C_part"), kernel, collective("all_reduce", "C_part", "C", "x", op)]
+    steps = [AllocStep("C"), kernel, collective("all_reduce", "C_part", "C", "x", op)]
     return program(mesh, [part, *sums], steps, ["A", ">C"])
 
 

@@ -133,3 +133,22 @@ def test_a_block_that_reaches_past_a_tile_is_not_stored(mesh, block):
     layout = dict.fromkeys(mesh, 0)
     func = scale(21, 6, block=block)
     assert_right(func, mesh, {"A": layout, "B": layout}, [torch.randn(21, 6)], lambda a: a * 2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "float8_e4m3fn", "int8", "uint8"])
+@pytest.mark.parametrize(("reduce", "sign"), [(T.reduce_max, -1), (T.reduce_min, 1)], ids=["max", "min"])
+def test_extremes_of_every_dtype_ignore_padding(dtype, reduce, sign):
+    """Tiles of 5, 5 and 3 columns: every number is on the side of 0 that a padding of zeros would beat."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((6, 13), dtype), B: T.Tensor((6,), dtype)):
+        with T.Kernel(T.ceildiv(6, 4), threads=32) as bx:
+            a, b = T.alloc_fragment((4, 13), dtype), T.alloc_fragment((4,), dtype)
+            T.copy(A[bx * 4, 0], a)
+            reduce(a, b, dim=1)
+            T.copy(b, B[bx * 4])
+
+    numbers = torch.randint(1, 100, (6, 13))
+    numbers = (numbers if dtype == "uint8" else sign * numbers).to(getattr(torch, dtype))
+    amost = torch.amax if reduce is T.reduce_max else torch.amin
+    assert_right(kernel, {"x": 3}, {"A": {"x": 1}}, [numbers], lambda a: amost(a.float(), 1), rtol=0.0, atol=0.0)

@@ -8,8 +8,8 @@ from kernels.elementwise import add
 from kernels.matmul import matmul
 from kernels.reduce import reduce_rows
 from mesh_tensor import Mesh, Sharding
-from mesh_tensor.rules.kernel.factors import tile_extent
 from mesh_tensor.plan.one_kernel import KernelDecision
+from mesh_tensor.rules.kernel.factors import tile_extent
 from mesh_tensor.rules.kernel.normalize import normalize
 from mesh_tensor.rules.kernel.sharding_rule import analyse
 
@@ -210,10 +210,3 @@ def test_symbolic_tiles():
     n = tirx.Var("n", "int32")
     assert str(tile_extent(n, [1, 4])) == "(n + 3) // 4"
     assert tile_extent(n, [1]) is n
-
-
-@pytest.mark.parametrize(
-    ("dtype", "bits"), [("float32", 32), ("bfloat16", 16), ("int8", 8), ("bool", 8), ("float8_e4m3fn", 8)]
-)
-def test_element_sizes(dtype, bits):
-    assert dtype_bits(dtype) == bits

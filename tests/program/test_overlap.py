@@ -2,9 +2,9 @@
 
 import mesh_tensor as mt
 from kernels.matmul import matmul
+from mesh_tensor.base.machine_presets import CPU, CPU_TO_SPARE
 from mesh_tensor.program.builder import lower_to_program
 from mesh_tensor.program.overlap import overlapped
-from mesh_tensor.program.overlap_cost import GLOO, GLOO_BESIDE
 from mesh_tensor.program.steps import CollectiveStep, KernelStep, WaitStep
 from tests.runtime.programs import matmul_k_split
 
@@ -20,7 +20,7 @@ def small(m=64, n=32, k=32):
 
 
 def program(func, mesh, layouts, slabs):
-    """The program in (at most) so many slabs, or as it is decided by Rates."""
+    """The program in (at most) so many slabs, or as it is decided for a Machine."""
     return overlapped(lower_to_program(mt.annotate(func, mesh, layouts)), slabs)
 
 
@@ -76,15 +76,15 @@ def test_slabs_are_not_split_again():
 
 
 def test_with_a_core_per_rank_everything_is_in_bulk():
-    made = program(matmul(2048, 2048, 2048), X2, REDUCED, GLOO)
+    made = program(matmul(2048, 2048, 2048), X2, REDUCED, CPU)
     assert words(made) == ["kernel A B C", "all_reduce C.1"]
     (note,) = made.overlap
-    assert note.startswith("all_reduce of C over x: in bulk: predicted ")
-    assert note.endswith(f"({GLOO.name})")
+    assert note.startswith("all_reduce(C, sum) over x: in bulk: predicted ")
+    assert note.endswith(f"({CPU.name})")
 
 
 def test_with_cores_to_spare_what_pays_is_in_slabs():
-    made = program(matmul(2048, 2048, 256), X2, REDUCED, GLOO_BESIDE)
+    made = program(matmul(2048, 2048, 256), X2, REDUCED, CPU_TO_SPARE)
     kernels = [step for step in made.steps if isinstance(step, KernelStep)]
     assert len(kernels) in (2, 4, 8)
     (note,) = made.overlap
@@ -99,7 +99,7 @@ def test_explain_says_what_was_decided():
     assert "overlap\n  auto: in bulk on a virtual mesh" in kernels["auto"].explain()
     assert "overlap\n  off: everything in bulk" in kernels["off"].explain()
     text = kernels[2].explain()
-    assert "overlap\n  all_reduce of C over x: beside kernel matmul_kernel in 2 slabs of 32 of m: overlap=2" in text
+    assert "overlap\n  all_reduce(C, sum) over x: beside kernel matmul_kernel in 2 slabs of 32 of m: overlap=2" in text
     assert "start all_reduce(sum)" in text
     assert "wait all_reduce" in text
     alone = mt.compile(mt.annotate(small(), X2, {"A": {"x": 0}, "C": {"x": 0}}), target="interpret")

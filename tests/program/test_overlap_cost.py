@@ -4,11 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from mesh_tensor.program.overlap_cost import GLOO, GLOO_BESIDE, Rates, Work, choose, predict
+from mesh_tensor.base.machine import Link, Machine, Memory
+from mesh_tensor.base.machine_presets import CPU, CPU_TO_SPARE
+from mesh_tensor.program.overlap_cost import Work, choose, predict
 
 # A second of computing and a second of sending, where neither disturbs the other.
-IDEAL = Rates("ideal", flops=1e9, memory=1e12, network=1e9, latency=0.0, busy=0.0)
+IDEAL = Machine("ideal", {"float32": 1e9}, (Memory(1, 1e12),), (Link("wire", None, rate=1e9, start=0.0),))
 EVEN = Work(flops=10**9, touched=0, repeated=0, sent=(10**9,))
+
+
+def slow_to_start(seconds):
+    return replace(IDEAL, links=(replace(IDEAL.links[0], start=seconds),))
 
 
 @pytest.mark.parametrize(("count", "seconds"), [(1, 2.0), (2, 1.5), (4, 1.25), (8, 1.125)])
@@ -21,8 +27,8 @@ def test_the_more_slabs_the_better_where_they_cost_nothing():
 
 
 def test_latency_limits_the_number():
-    assert choose(EVEN, replace(IDEAL, latency=0.05)).count == 4
-    assert choose(EVEN, replace(IDEAL, latency=0.5)).count == 1
+    assert choose(EVEN, slow_to_start(0.05)).count == 4
+    assert choose(EVEN, slow_to_start(0.5)).count == 1
 
 
 def test_what_every_slab_reads_again_limits_it_too():
@@ -46,8 +52,8 @@ def test_with_a_core_per_rank_nothing_is_gained(size):
     """K-split matmul on 2 ranks; also by as much as predictions are wrong, and at any number of slabs."""
     tile = 4 * size**2
     work = Work(size**3, 2 * tile, tile // 2, (tile,))
-    assert choose(work, GLOO).count == 1
-    assert all(predict(work, GLOO, count) > predict(work, GLOO, 1) for count in (2, 4, 8))
+    assert choose(work, CPU).count == 1
+    assert all(predict(work, CPU, count) > predict(work, CPU, 1) for count in (2, 4, 8))
 
 
 def test_with_cores_to_spare_a_thin_product_gains():
@@ -55,7 +61,7 @@ def test_with_cores_to_spare_a_thin_product_gains():
 
     def count(size, depth):
         tile, inputs = 4 * size**2, 4 * size * depth
-        return choose(Work(size**2 * depth, tile + inputs, inputs // 2, (tile,)), GLOO_BESIDE).count
+        return choose(Work(size**2 * depth, tile + inputs, inputs // 2, (tile,)), CPU_TO_SPARE).count
 
     assert count(2048, 256) > 1
     assert count(2048, 8192) == 1

@@ -1,12 +1,22 @@
 """Programs: steps, what they cost, and how long memory lives."""
 
 import pytest
+from tvm import relax
 
 import mesh_tensor as mt
 from kernels.matmul import matmul, split_k_matmul
 from kernels.softmax import softmax
 from mesh_tensor.program.builder import lower_to_program
-from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep
+from mesh_tensor.program.steps import (
+    AllocStep,
+    CollectiveStep,
+    FreeStep,
+    KernelStep,
+    OpStep,
+    WaitStep,
+    of_kinds,
+)
+from mesh_tensor.rules.operator.call import op_call
 
 K_SPLIT = {"A": {"x": 1}, "B": {"x": 0}}
 
@@ -18,9 +28,9 @@ def program(func, mesh, layouts):
 def words(made):
     """The steps in words."""
     return [
-        f"alloc {step.value}"
+        f"alloc {step.storage}"
         if isinstance(step, AllocStep)
-        else f"free {step.value}"
+        else f"free {step.storage}"
         if isinstance(step, FreeStep)
         else f"kernel {' '.join(step.args)}"
         if isinstance(step, KernelStep)
@@ -127,3 +137,60 @@ def test_steps_do_not_grow_with_the_mesh():
     layouts = {"A": {"x": 0, "y": 1}, "B": {"y": 0}, "C": {"x": 0}}
     small, large = (program(matmul(4096, 64, 4096), {"x": n, "y": n}, layouts) for n in (2, 64))
     assert words(small) == words(large)
+
+
+def of_every_kind():
+    """One step of each kind, by its kind's method of Meanings."""
+    reduce = CollectiveStep("all_reduce", "P", "C", ("x",), "sum", None, None, 64, "partial")
+    call = op_call(
+        relax.BlockBuilder().normalize(relax.op.exp(relax.Var("x", relax.TensorStructInfo((4,), "float32"))))
+    )
+    return {
+        "kernel": KernelStep("k", matmul(64, 64, 64, 16, 16, 16), ("A", "B", "C"), (), ("C",), 7),
+        "op": OpStep(call, ("A",), ("E",), frozenset(), 4, "lv"),
+        "collective": reduce,
+        "wait": WaitStep(reduce),
+        "alloc": AllocStep("C"),
+        "free": FreeStep("C"),
+    }
+
+
+def test_steps_say_what_they_read_and_write():
+    said = {kind: (step.reads, step.writes, step.uses, step.makes) for kind, step in of_every_kind().items()}
+    assert said == {
+        "kernel": (("A", "B", "C"), ("C",), ("A", "B", "C"), ()),
+        "op": (("A",), ("E",), ("A", "E"), ("E",)),
+        "collective": (("P",), ("C",), ("P", "C"), ()),
+        "wait": (("P",), ("C",), ("P", "C"), ()),
+        "alloc": ((), (), (), ()),
+        "free": ((), (), (), ()),
+    }
+
+
+def test_steps_say_what_they_cost_and_do():
+    said = {kind: (step.flops, step.bytes, step.words) for kind, step in of_every_kind().items()}
+    assert said == {
+        "kernel": (7, 0, "kernel k"),
+        "op": (4, 0, "operator exp (lv)"),
+        "collective": (0, 64, "all_reduce(P, sum) over x"),
+        "wait": (0, 0, "the end of all_reduce(P, sum) over x"),
+        "alloc": (0, 0, "memory for C"),
+        "free": (0, 0, "the end of the memory for C"),
+    }
+    steps = of_every_kind()
+    assert [kind for kind, step in steps.items() if step.collective == steps["collective"]] == ["collective", "wait"]
+
+
+def test_every_kind_has_a_meaning_of_its_own():
+    class Kinds:
+        def __getattr__(self, name):
+            return lambda step: (name, step)
+
+    steps = of_every_kind()
+    assert [step.mean(Kinds()) for step in steps.values()] == list(steps.items())
+
+
+def test_who_cares_for_some_kinds_gets_these_in_order():
+    steps = list(of_every_kind().values())
+    found = of_kinds([*steps, *steps], {KernelStep: lambda step: step.name, AllocStep: lambda step: step.storage})
+    assert found == ["k", "C", "k", "C"]

@@ -146,7 +146,7 @@ def matmul_k_split(m: int, n: int, k: int, devices: int = 2) -> Program:
     ]
     func = matmul_kernel(m, n, k // devices)
     steps = [
-        AllocStep("C_part"),
+        AllocStep("C"),
         KernelStep("kernel_0", func, ("A", "B", "C_part"), (), ("C_part",), 0),
         collective("all_reduce", "C_part", "C", "x", "sum"),
     ]

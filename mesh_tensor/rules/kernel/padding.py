@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 from tvm import ir, tirx
 
+from mesh_tensor.base.reductions import neutral
 from mesh_tensor.tir import tile_ops
+from mesh_tensor.tir.constants import number
 from mesh_tensor.tir.linear import Linear, as_expr
 from mesh_tensor.tir.tile_position import with_bounds
 
@@ -22,7 +24,6 @@ from .factors import Factor
 from .live_ranges import LiveRange
 from .reader import safe_buffers
 from .statements import Access, Kernel, Statement
-from .values import neutral_number, number
 
 _FUNCTIONS = {
     "tirx.exp": math.exp,
@@ -61,13 +62,9 @@ def padding_is_neutral(
     padding = _Padding(kernel, coordinates, factor, past_the_end)
     if padding.is_skipped(statement):
         return True
-    value = padding.contribution(statement)
-    record = statement.tile_op
-    op = (
-        record.op if isinstance(record, tile_ops.Reduce) else statement.operation
-    )  # 0 is neutral for absmax, not for max
-    neutral = neutral_number(op, statement.target.buffer.dtype)
-    return value is not None and value == neutral
+    record = statement.tile_op  # 0 is neutral for absmax, not for max
+    op = record.op if isinstance(record, tile_ops.Reduce) else statement.operation
+    return padding.contribution(statement) == neutral(op, statement.target.buffer.dtype)
 
 
 def content_past_the_end(

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 
 from tvm import tirx
 
+from mesh_tensor.base.reductions import neutral, reduction
 from mesh_tensor.tir import tile_ops
+from mesh_tensor.tir.constants import number
 
 from .coordinates import Coordinates
 from .factors import Blocked, Factor
 from .live_ranges import LiveRange
 from .statements import Access, Kernel, Statement, describe
-from .values import IDEMPOTENT, is_neutral
 
 #: A statement, and the live range it reads.
 Use = tuple[Statement, LiveRange]
@@ -139,9 +140,10 @@ class PartialValues:
         """The statements whose contribution must count on one device only: what partial values start from."""
         found = []
         for live_range, partial in self._partial.items():
+            if reduction(partial.op).idempotent:
+                continue
             for statement, _ in live_range.writes:
-                counts_again = partial.op not in IDEMPOTENT and statement not in partial.contributions
-                if not counts_again or is_neutral(statement, partial.op):
+                if statement in partial.contributions or _sets_neutral(statement, partial.op):
                     continue
                 if partial.outer:
                     raise Blocked(f"{describe(statement)} starts every block of it with a value that would count again")
@@ -157,6 +159,15 @@ class PartialValues:
                     "computes it"
                 )
         return min((statement.top for statement, _ in uses), default=None)
+
+
+def _sets_neutral(statement: Statement, op: str) -> bool:
+    """Whether the statement sets what it writes to `op`'s neutral element."""
+    if statement.op is not None or not statement.values:
+        return False
+    if statement.tile_op is not None and not isinstance(statement.tile_op, tile_ops.Fill):
+        return False
+    return number(statement.values[0]) == neutral(op, statement.target.buffer.dtype)
 
 
 def keeps_partial(statement: Statement, access: Access, op: str) -> bool:

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from tvm import tirx
 
+from mesh_tensor.base.reductions import reduction
 from mesh_tensor.tir.linear import Linear, vars_of
 from mesh_tensor.tir.tile_position import text_of
 
@@ -23,7 +24,6 @@ from .padding import padding_is_neutral, takes_whole_blocks
 from .partial_values import PartialValues, keeps_partial
 from .statements import Access, Kernel, Statement, describe, used_vars
 from .taints import Taints
-from .values import IDEMPOTENT
 
 
 @dataclass(eq=False)
@@ -214,7 +214,8 @@ class FactorAnalysis:
         if around <= scope:
             return
         contributes = self.partial.contributes(statement)
-        if statement.op is not None and not statement.fresh and not (contributes and statement.op in IDEMPOTENT):
+        counts = statement.op is not None and not statement.fresh
+        if counts and not (contributes and reduction(statement.operation).idempotent):
             raise Blocked(f"{describe(statement)} counts the blocks of it")
         same = not self._tainted(statement) & around if contributes else self._is_same_everywhere(statement)
         if not same:

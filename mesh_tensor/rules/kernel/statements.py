@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tvm import arith, ir, tirx
+from tvm import arith, tirx
 
+from mesh_tensor.base.reductions import REDUCTIONS
 from mesh_tensor.tir import tile_ops
+from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.linear import Linear, vars_of
 from mesh_tensor.tir.same import same_expression
 
@@ -143,18 +145,19 @@ def body_statements(stmt: tirx.Stmt) -> list[tirx.Stmt]:
     return [stmt]
 
 
+#: What an update's value is in TIR -> the reduction that it makes.
+_UPDATES = {"Sub": "sum"} | {
+    r.tir if r.tir[0].isupper() else f"tirx.{r.tir}": r.name for r in REDUCTIONS.values() if r.magnitudes is None
+}
+
+
 def split_update(stmt: tirx.BufferStore) -> tuple[str | None, tirx.PrimExpr]:
     """`b[i] = b[i] op e` as (op, e); any other store as (None, its value)."""
     value = stmt.value
-    ops = {tirx.Add: "sum", tirx.Sub: "sum", tirx.Mul: "prod", tirx.Max: "max", tirx.Min: "min"}
-    calls = {"tirx.bitwise_and": "bitand", "tirx.bitwise_or": "bitor", "tirx.bitwise_xor": "bitxor"}
-    op = ops.get(type(value))
-    if op is not None:
-        a, b = value.a, value.b
-    elif isinstance(value, tirx.Call) and isinstance(value.op, ir.Op) and value.op.name in calls:
-        op, (a, b) = calls[value.op.name], value.args
-    else:
+    op = _UPDATES.get(op_name(value) or type(value).__name__)
+    if op is None:
         return None, value
+    a, b = value.args if isinstance(value, tirx.Call) else (value.a, value.b)
     if _is_load_of(a, stmt) and not _reads(b, stmt.buffer):
         return op, b
     if _is_load_of(b, stmt) and not _reads(a, stmt.buffer) and not isinstance(value, tirx.Sub):

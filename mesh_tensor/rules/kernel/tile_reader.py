@@ -7,12 +7,10 @@ from typing import Any, Protocol
 
 from tvm import arith, tirx
 
+from mesh_tensor.base.reductions import reduction
 from mesh_tensor.tir import tile_ops
 
 from .statements import Access, Loop, Statement
-
-#: T.reduce's operations that do not start like the operation they combine with.
-COMBINER = {"abssum": "sum", "absmax": "max"}
 
 
 class StatementMaker(Protocol):
@@ -131,7 +129,7 @@ class TileReader:
             at_dst = {}
         else:
             raise Unmatched(f"T.reduce of {src.buffer.name} into {dst.buffer.name}")
-        op = COMBINER.get(record.op, record.op)
+        op = reduction(record.op).completed_by
         return self._make(record, self._at(dst, at_dst), (self._at(src, element),), op=op, fresh=record.clear)
 
 

@@ -23,8 +23,9 @@ class LocalCall:
 
     `args` are the tensor operands' tiles (flattened like `call.inputs`); `in_tiles` and `out_tiles` are the tiles'
     shapes; `layouts` say how the operands lie, where they are split into contiguous tiles: a dim that is split in
-    strides (see graph.atoms) counts as whole. `wide`: the result is a part of a low-precision sum, and has to be
-    float32."""
+    strides (see plan.atoms) counts as whole; `out_layouts` say it of the results. `wide`: some result is a part of a
+    low-precision sum, and has to be float32; `out_dtypes` are the dtypes of all of them, where they may differ in
+    that."""
 
     call: OpCall
     args: tuple[relax.Expr, ...]
@@ -32,6 +33,13 @@ class LocalCall:
     out_tiles: tuple[tuple[int, ...], ...]
     layouts: tuple[Sharding, ...]
     wide: bool = False
+    out_layouts: tuple[Sharding, ...] = ()
+    out_dtypes: tuple[str, ...] = ()
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The results' dtypes on tiles."""
+        return self.out_dtypes or tuple(out.dtype for out in self.call.outputs)
 
     def again(self, *, attrs: Any = None, literals: Mapping[int, relax.Expr] | None = None) -> relax.Call:
         """The same call on the tiles: each argument position keeps its form (tuples are rebuilt), except that
@@ -68,9 +76,9 @@ class OpRule:
 
     inputs, outputs   per tensor, per dim: a Dim. Size-1 dims that broadcast are None.
     reduced           factor -> the op that combines the devices' results where the factor is split ("sum", "max",
-                      "min", "prod"): for factors of inputs that no output has. Before the operator reads a tile whose
-                      last part is padding along such a factor, the padding is set to the op's neutral element in all
-                      operands that have the factor.
+                      "min", "prod"): for factors of inputs that some output lacks. Before the operator reads a tile
+                      whose last part is padding along such a factor, the padding is set to the op's neutral element in
+                      all operands that have the factor.
     partial           per result the factors of `reduced` that leave it to be completed, with the op, where results
                       differ in that; by default all that it does not have.
     sizes             factor -> size, for factors of compound dims (all others have a dim's size)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from mesh_tensor.base.errors import refuse
 
 from .call import OpCall, operator_name
-from .rule import OpRule, atoms_of
+from .rule import Dim, OpRule, atoms_of
 
 RuleMaker = Callable[[OpCall], OpRule]
 _RULES: dict[str, RuleMaker] = {}
@@ -66,13 +66,11 @@ def whole_rule(call: OpCall) -> OpRule:
 def _check(call: OpCall, made: OpRule) -> None:
     """Every dim has its Dim, a factor has one size, and what devices make of their parts of it is known."""
     sizes = dict(made.sizes)
-    given, results = (
-        {f for dims in all_dims for dim in dims for f in atoms_of(dim)} for all_dims in (made.inputs, made.outputs)
-    )
-    lost = given - results - set(made.reduced) - made.unsplit
+    kept = set.intersection(*(_factors([dims]) for dims in made.outputs))
+    lost = _factors(made.inputs) - _factors(made.outputs) - set(made.reduced) - made.unsplit
     assert not lost, f"the rule of {call.name} does not say what becomes of {sorted(lost)}"
-    assert not results & set(made.reduced), (
-        f"the rule of {call.name} reduces {sorted(made.reduced)}, which results have"
+    assert not kept & set(made.reduced), (
+        f"the rule of {call.name} reduces {sorted(made.reduced)}, which all results have"
     )
     for types, all_dims in ((call.inputs, made.inputs), (call.outputs, made.outputs)):
         assert len(types) == len(all_dims), f"the rule of {call.name} is for {len(all_dims)} tensors, not {len(types)}"
@@ -83,3 +81,7 @@ def _check(call: OpCall, made: OpRule) -> None:
                 for atom in atoms_of(dim):
                     product *= sizes.setdefault(atom, size)
                 assert dim is None or product == size, f"{call.name}: {dim} of size {size} has factors of {product}"
+
+
+def _factors(tensors: Iterable[Sequence[Dim]]) -> set[str]:
+    return {f for dims in tensors for dim in dims for f in atoms_of(dim)}

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import Recent
+from mesh_tensor.base.reductions import neutral
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.runtime.combine import combiner
 from mesh_tensor.runtime.ranks.chunked import ChunkedAllReduce
@@ -20,7 +21,7 @@ from mesh_tensor.runtime.ranks.exchange import Exchange, Form
 from mesh_tensor.runtime.ranks.plan import plan_exchange
 from mesh_tensor.runtime.ranks.ranks import Group
 from mesh_tensor.runtime.reshard import Delivery, Piece, reshard_of
-from mesh_tensor.targets.dtypes import neutral
+from mesh_tensor.targets.dtypes import dtype_name
 
 HOST = "127.0.0.1"
 
@@ -62,7 +63,7 @@ class WorkerPeers:
             deliveries = [_from_first(shape, dst, rank) for rank in range(self.mesh.num_devices)]
             form, blank = (
                 Form(shape, dst.tile_shape(shape), dtype),
-                neutral(dtype, dst.partial[0][1] if dst.partial else "sum"),
+                neutral(dst.partial[0][1] if dst.partial else "sum", dtype_name(dtype)),
             )
             exchange = Exchange(deliveries, self.rank, self.everybody(), form, combiner("max", dtype), blank)
             self._made.put(key, exchange)

@@ -13,7 +13,7 @@ from importlib import metadata
 from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.program.steps import CollectiveStep, KernelStep, OpStep, Program
+from mesh_tensor.program.steps import Program
 
 from .faults import Faults
 from .lane import AGREEMENT
@@ -25,9 +25,9 @@ _SUMMARY = struct.Struct(">32sQ")  # of what a rank has to say: its digest, and 
 def program_facts(program: Program, target: str) -> dict[str, str]:
     """All of a program that has to be the same on every rank, by topic, as text."""
     values = program.values.values()
-    kernels = [_text(step.func) for step in program.steps if isinstance(step, KernelStep)]
-    ops = [f"{s.results} = {s.call.expr} of {s.args}" for s in program.steps if isinstance(s, OpStep)]
-    steps = [f"{s.kind}({s.src}, {s.dst}, {s.axes}, {s.op})" for s in program.steps if isinstance(s, CollectiveStep)]
+    steps = [f"{step.words}: {step.uses}, {step.writes}" for step in program.steps]
+    ops = [str(step.call.expr) for step in program.ops]
+    kernels = [_text(step.func) for step in program.kernels]
     return {
         "version of mesh_tensor": _version(),
         "kernel": program.name,

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
+from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.runtime.combine import Combine
 from mesh_tensor.runtime.reshard import Delivery, Piece
 
 from .exchange import Exchange, Form, Pending
 from .ranks import Group
 
-SEGMENT = 1 << 23  # bytes of a tile that are reduced at a time: few enough to stay in caches, many next to a latency
+# Bytes of a tile that are reduced at a time: few enough to stay in caches, many next to a latency.
+SEGMENT = CPU.tuning.segment
 _AHEAD = 2  # segments on their way beside the one that is added up
 
 

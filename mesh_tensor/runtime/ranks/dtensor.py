@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.base.placement import TORCH_OPS, of_torch
+from mesh_tensor.base.placement import of_torch
+from mesh_tensor.base.reductions import PARTIAL_OPS
 from mesh_tensor.base.sharding import Placement, Replicate, Shard, Sharding, ceildiv
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.placement import layout_of
@@ -262,13 +263,13 @@ def _torch_placement(placement: Placement) -> Any:
 
     if isinstance(placement, Shard):
         return tensor.Shard(placement.dim)
-    return tensor.Replicate() if isinstance(placement, Replicate) else tensor.Partial(TORCH_OPS[placement.op])
+    return tensor.Replicate() if isinstance(placement, Replicate) else tensor.Partial(PARTIAL_OPS[placement.op])
 
 
 def _our_placement(axis: str, placement: Any) -> Placement:
     found = of_torch(placement)
     if found is None:
-        ops = listing(tuple(TORCH_OPS.values()))
+        ops = listing(tuple(PARTIAL_OPS.values()))
         refuse(
             f"placement {placement} of axis {axis!r} has no counterpart",
             fix=f"redistribute the DTensor to Shard, Replicate, or Partial with one of {ops}",

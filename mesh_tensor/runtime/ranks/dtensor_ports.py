@@ -11,6 +11,7 @@ import torch
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.redistribution.plan import RedistributionPlan
 from mesh_tensor.runtime.elementwise import copy
+from mesh_tensor.targets.dtypes import dtype_name
 
 from .dtensor import as_dtensor, lies_like_torch, local_part, major_only, moved_by_torch
 from .rank_launch import RankLaunch, Tiling
@@ -48,7 +49,7 @@ def transfers(launch: RankLaunch, layouts: Mapping[str, Sharding], returned: Seq
 
 def _between(name: str, comes_in: bool, tiling: Tiling, layouts: list[Sharding], by_torch: int) -> list[Transfer]:
     """The changes from each layout to the next; the change number `by_torch` is torch's."""
-    dtype = str(tiling.dtype).removeprefix("torch.")
+    dtype = dtype_name(tiling.dtype)
     return [
         Transfer(
             name,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.runtime.combine import Combine
 from mesh_tensor.runtime.elementwise import clone, fill
 from mesh_tensor.runtime.reshard import Delivery, Piece, Region, part
@@ -22,7 +23,8 @@ from .carriers import Wait, carrier, section
 from .ranks import Group
 from .sections import Receipt, Sections, Span, region_shape, region_size, sections
 
-_ROTATE_FROM = 1 << 20  # bytes: what goes to everybody is sent from where it lies, one all-to-all per peer
+# Bytes: what goes to everybody is sent from where it lies, one all-to-all per peer.
+_ROTATE_FROM = CPU.tuning.rotate_from
 
 
 @dataclass(frozen=True)

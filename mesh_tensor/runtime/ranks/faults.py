@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.program.steps import CollectiveStep, KernelStep, OpStep, Program, Step, WaitStep
+from mesh_tensor.program.steps import Program, Step
 
 from .calls import Calls, indented
 from .lane import Lane
@@ -30,14 +30,13 @@ class Faults:
     def __init__(self, ranks: Ranks, kernel: str) -> None:
         self._ranks, self._kernel = ranks, kernel
 
-    def explain(self, error: Exception, program: Program, step: Step | None) -> NoReturn:
+    def explain(self, error: Exception, program: Program, step: Step) -> NoReturn:
         """What went wrong in a step, raised: a collective's error as a MeshTensorError that names the ranks to blame,
         any other as it is."""
         number = next((i for i, s in enumerate(program.steps, 1) if s is step), 0)
-        doing = f"step {number} of {len(program.steps)}, {_words(step)}"
-        step = step.collective if isinstance(step, WaitStep) else step
-        if isinstance(step, CollectiveStep) and isinstance(error, RuntimeError):
-            self.blame(error, doing, self._ranks.mesh.group_of(self._ranks.rank, step.axes))
+        doing = f"step {number} of {len(program.steps)}, {step.words}"
+        if step.collective is not None and isinstance(error, RuntimeError):
+            self.blame(error, doing, self._ranks.mesh.group_of(self._ranks.rank, step.collective.axes))
         self._ranks.calls.lane().doing = doing
         raise error
 
@@ -98,16 +97,3 @@ def _reason(error: BaseException) -> str:
     """What an error says, on one line, without where in gloo's source that was and gloo's advice."""
     line = (str(error).strip().splitlines() or [""])[0]
     return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", line).split(" This is typically caused by", 1)[0]
-
-
-def _words(step: Step | None) -> str:
-    if isinstance(step, CollectiveStep):
-        op = f", {step.op}" if step.op else ""
-        return f"{step.kind}({step.src}{op}) over {', '.join(step.axes)}"
-    if isinstance(step, KernelStep):
-        return f"kernel {step.name}"
-    if isinstance(step, OpStep):
-        return f"operator {step.call.name} ({step.where})"
-    if isinstance(step, WaitStep):
-        return f"the end of {_words(step.collective)}"
-    return "memory" if step is None else f"{type(step).__name__}({step.value})"

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.redistribution.plan import plan_moves
@@ -20,7 +21,8 @@ from .exchange import Exchange, Form
 from .ranks import Group
 from .senders import share_out
 
-_IN_CHUNKS_FROM = 1 << 22  # bytes to send: from here on an all-reduce goes chunk by chunk instead of tile to everybody
+# Bytes to send: from here on an all-reduce goes chunk by chunk instead of tile to everybody.
+_IN_CHUNKS_FROM = CPU.tuning.chunked_from
 
 
 class Peers(Protocol):

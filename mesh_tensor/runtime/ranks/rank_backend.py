@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mesh_tensor.base.dtypes import poison_value
 from mesh_tensor.program.steps import (
     AllocStep,
     CollectiveStep,
@@ -13,15 +14,14 @@ from mesh_tensor.program.steps import (
     KernelStep,
     OpStep,
     Program,
-    Step,
     Value,
     WaitStep,
 )
-from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of, walk
+from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of
 from mesh_tensor.runtime.elementwise import clone, fill
 from mesh_tensor.runtime.reshard import reshard_of
 from mesh_tensor.runtime.virtual.collectives import check_step
-from mesh_tensor.targets.dtypes import poison_value, torch_dtype
+from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
 from mesh_tensor.targets.op_steps import tile_function
 
@@ -36,20 +36,17 @@ class RankBackend:
     def __init__(self, program: Program, target: Target, ranks: Ranks, faults: Faults, *, poison: bool = False) -> None:
         self.program = program
         self.device = target.device()
-        self.written = _written(program)
         self._target, self._ranks, self._faults, self._poison = target, ranks, faults, poison
-        meanings = zip(program.steps, walk(program, self), strict=True)
+        meanings = zip(program.steps, program.mean(self), strict=True)
         self._actions = [(step, action) for step, action in meanings if action is not None]
 
     def run(self, memory: Memory) -> None:
         """Run all steps, in order, on the storages that `memory` holds."""
-        current: Step | None = None
-        try:
-            for step, action in self._actions:
-                current = step
+        for step, action in self._actions:
+            try:
                 action(memory)
-        except Exception as error:
-            self._faults.explain(error, self.program, current)
+            except Exception as error:
+                self._faults.explain(error, self.program, step)
 
     def kernel(self, step: KernelStep) -> Action | None:
         """The step's kernel on this rank's tiles; nothing happens if what it writes has no elements."""
@@ -111,36 +108,18 @@ class RankBackend:
 
     def alloc(self, step: AllocStep) -> Action:
         """A tile, unless the caller brought this storage."""
-        storage = self._storage(step.value)
-        value = self.program.values.get(storage)
-        if value is None or value.storage != storage or value.slab is not None:
-            value = next(v for v in self.program.values.values() if v.storage == storage and v.slab is None)
+        storage, value = step.storage, self.program.stored[step.storage]
         shape, dtype, device, poison = value.tile_shape, torch_dtype(value.dtype), self.device, self._poison
 
         def action(memory: Memory) -> None:
             if storage not in memory.held:
                 tile = torch.empty(shape, dtype=dtype, device=device)
                 if poison:
-                    fill(tile, poison_value(dtype))
+                    fill(tile, poison_value(value.dtype))
                 memory.hold(storage, tile, tile.nbytes)
 
         return action
 
     def free(self, step: FreeStep) -> Action:
         """The tile is forgotten."""
-        storage = self._storage(step.value)
-        return lambda memory: memory.drop(storage)
-
-    def _storage(self, name: str) -> str:
-        """The storage of that name, or of the value of that name."""
-        values = self.program.values
-        if name in values and values[name].storage == name:
-            return name
-        return name if any(value.storage == name for value in values.values()) else values[name].storage
-
-
-def _written(program: Program) -> frozenset[str]:
-    """The storages that some step writes."""
-    kernels = [name for step in program.steps if isinstance(step, KernelStep) for name in step.writes]
-    moved = [step.dst for step in program.steps if isinstance(step, CollectiveStep)]
-    return frozenset(program.values[name].storage for name in (*kernels, *moved))
+        return lambda memory: memory.drop(step.storage)

@@ -10,12 +10,13 @@ from functools import lru_cache
 
 import torch
 
+from mesh_tensor.base.dtypes import poison_value
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.program.steps import Parameter, Program, Value
 from mesh_tensor.runtime.backend import Memory
 from mesh_tensor.runtime.elementwise import clone, copy, fill
-from mesh_tensor.targets.dtypes import poison_value, torch_dtype
+from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 from mesh_tensor.targets.kernels import Target
 
 from .faults import Faults
@@ -43,7 +44,7 @@ class Tiling:
             return local if self.serves(local) else clone(local)
         new = fill(
             torch.empty(self.tile_shape, dtype=self.dtype, device=local.device),
-            poison_value(self.dtype) if poison else 0,
+            poison_value(dtype_name(self.dtype)) if poison else 0,
         )
         if local.numel():
             copy(self.valid(new), local)
@@ -156,7 +157,7 @@ class RankLaunch:
             taken.storage if taken else "",
             tiling_of(given, self.ranks.rank) if given else None,
             given.storage if given else "",
-            taken is not None and taken.storage in self._backend.written,
+            taken is not None and taken.storage in self.program.last_writes,
         )
 
 

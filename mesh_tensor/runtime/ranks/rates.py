@@ -1,4 +1,4 @@
-"""What the ranks of a mesh can do beside each other: the rates by which it is decided whether collectives overlap."""
+"""What the ranks of a mesh can do beside each other: the machine by which it is decided whether collectives overlap."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 import socket
 from collections.abc import Sequence
 
-from mesh_tensor.program.overlap_cost import GLOO, GLOO_BESIDE, Rates
+from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.machine_presets import CPU, CPU_TO_SPARE
 
 
 def place_here() -> bytes:
@@ -15,9 +16,9 @@ def place_here() -> bytes:
     return json.dumps([socket.gethostname(), _cores()]).encode()
 
 
-def rates_of(places: Sequence[bytes]) -> Rates:
-    """The rates of CPU ranks, of which each says its `place_here`."""
-    return GLOO_BESIDE if _to_spare([json.loads(words) for words in places]) else GLOO
+def machine_of(places: Sequence[bytes]) -> Machine:
+    """The machine that CPU ranks are, of which each says its `place_here`."""
+    return CPU_TO_SPARE if _to_spare([json.loads(words) for words in places]) else CPU
 
 
 def _cores() -> list[int]:

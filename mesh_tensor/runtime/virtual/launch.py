@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mesh_tensor.program.steps import OpStep, Parameter, Program
+from mesh_tensor.program.steps import Parameter, Program
 from mesh_tensor.runtime.backend import Memory
 from mesh_tensor.runtime.elementwise import clone, copy
 from mesh_tensor.runtime.placement import Layout, Tiles
@@ -156,14 +156,14 @@ def _port(parameter: Parameter, program: Program, mesh: VirtualMesh) -> _Port:
     values = program.values
     taken = values[parameter.input].storage if parameter.input else ""
     given = values[parameter.output].storage if parameter.output else ""
-    made = {values[name].storage for step in program.steps if isinstance(step, OpStep) for name in step.results}
+    made = {values[name].storage for step in program.ops for name in step.makes}
     return _Port(
         name=parameter.name,
         input=mesh.layouts[parameter.input] if parameter.input else None,
         input_storage=taken,
         output=mesh.layouts[parameter.output] if parameter.output else None,
         output_storage=given,
-        overwritten=taken in mesh.last_write,
+        overwritten=taken in program.last_writes,
         in_place=bool(taken) and taken == given,
         comes_made=given in made,
     )

@@ -17,6 +17,7 @@ from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.placement import Layout, layout_of
 from mesh_tensor.runtime.plain_tensors import why_not_plain
 from mesh_tensor.runtime.reshard import reshard_of
+from mesh_tensor.targets.dtypes import dtype_name
 
 from .mesh_arithmetic import Arithmetic, compute
 
@@ -127,7 +128,7 @@ class MeshTensor(Arithmetic):
         return device
 
     def __repr__(self) -> str:
-        return f"MeshTensor({self.shape}, {_name(self.dtype)}, {self.sharding}, {self.mesh})"
+        return f"MeshTensor({self.shape}, {dtype_name(self.dtype)}, {self.sharding}, {self.mesh})"
 
 
 @undisturbed
@@ -169,7 +170,7 @@ def plan_redistribution(
 
 @lru_cache(maxsize=1024)
 def _planned(shape: tuple[int, ...], dtype: torch.dtype, src: Sharding, dst: Sharding) -> RedistributionPlan:
-    return RedistributionPlan.make(shape, _name(dtype), dtype.itemsize, src, dst)
+    return RedistributionPlan.make(shape, dtype_name(dtype), dtype.itemsize, src, dst)
 
 
 def as_sharding(mesh: Mesh, ndim: int, sharding: ShardingLike) -> Sharding:
@@ -190,7 +191,3 @@ def of_tiles(tiles: list[torch.Tensor], layout: Layout) -> MeshTensor:
     tensor = MeshTensor.__new__(MeshTensor)
     tensor._tiles, tensor._layout = tiles, layout
     return tensor
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Program, Value, WaitStep
-from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of, walk
+from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of
 from mesh_tensor.runtime.elementwise import clone
 from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.reshard import reshard_of
@@ -34,11 +34,9 @@ class VirtualMesh:
         self.layouts = {
             name: layout_of(v.shape, torch_dtype(v.dtype), v.sharding) for name, v in program.values.items()
         }
-        self.last_write = _last_writes(program)
         self._target, self._poison = target, poison
         _check_storages(program)
-        self._position = 0
-        self._actions = [action for action in walk(program, self) if action is not None]
+        self._actions = [action for action in program.mean(self) if action is not None]
 
     def run(self, memory: Memory) -> None:
         """Run all steps, in order, on the storages that `memory` holds."""
@@ -47,7 +45,6 @@ class VirtualMesh:
 
     def kernel(self, step: KernelStep) -> Action | None:
         """All devices run the step's kernel on their tiles; nothing happens if what it writes has no elements."""
-        self._position += 1
         if all(self.layouts[name].tile_bytes == 0 for name in step.writes):
             return None
         kernel = self._target.compile(step.func, self._poison)
@@ -72,7 +69,6 @@ class VirtualMesh:
     def op(self, step: OpStep) -> Action:
         """All devices call the operator; those whose operands are the same tensors call it once and share the
         results."""
-        self._position += 1
         ranks = range(self.program.mesh.num_devices)
         by_rank = [tile_function(step, self.program, rank, self._target) for rank in ranks]
         names = [self.program.values[name].storage for name in step.args]
@@ -105,12 +101,11 @@ class VirtualMesh:
     def collective(self, step: CollectiveStep) -> Action | None:
         """Tiles change from the layout of `src` to that of `dst`. Devices that end with the same tile share it where
         nothing writes to it later."""
-        here, self._position = self._position, self._position + 1
         src, dst = self.program.values[step.src], self.program.values[step.dst]
         check_step(step, src, dst)
         reshard = reshard_of(dst.shape, torch_dtype(dst.dtype), src.sharding, dst.sharding)
         source, target = src.storage, dst.storage
-        share = self.last_write[target] <= here and dst.slab is None
+        share = self.program.last_writes[target].collective is step and dst.slab is None
         copies = source == target and not reshard.in_place
 
         def action(memory: Memory) -> None:
@@ -131,7 +126,6 @@ class VirtualMesh:
     def wait(self, step: WaitStep) -> Action:
         """The collective has run when it was started. With poison it runs now: what used its result too early has found
         poison."""
-        self._position += 1
         made, poison = step.collective.dst, self._poison
 
         def action(memory: Memory) -> None:
@@ -143,11 +137,8 @@ class VirtualMesh:
 
     def alloc(self, step: AllocStep) -> Action:
         """Every device gets a tile, unless the caller brought this storage."""
-        self._position += 1
-        storage = self._storage(step.value)
-        wholes = [name for name, value in self.program.values.items() if value.storage == storage and not value.slab]
-        layout = self.layouts[wholes[0]]
-        device, poison = self.device, self._poison
+        storage, device, poison = step.storage, self.device, self._poison
+        layout = self.layouts[self.program.stored[storage].name]
 
         def action(memory: Memory) -> None:
             if storage not in memory.held:
@@ -157,14 +148,7 @@ class VirtualMesh:
 
     def free(self, step: FreeStep) -> Action:
         """The tiles are forgotten."""
-        self._position += 1
-        storage = self._storage(step.value)
-        return lambda memory: memory.drop(storage)
-
-    def _storage(self, name: str) -> str:
-        """The storage of that name, or of the value of that name."""
-        values = self.program.values
-        return name if any(value.storage == name for value in values.values()) else values[name].storage
+        return lambda memory: memory.drop(step.storage)
 
 
 def _parts(value: Value, tiles: Tiles) -> Tiles:
@@ -196,24 +180,11 @@ def _one_by_one(work: Callable[[int], None], count: int) -> None:
         work(rank)
 
 
-def _last_writes(program: Program) -> dict[str, int]:
-    """storage -> the last step that writes it; storages that nothing writes are not there."""
-    last = {}
-    for position, step in enumerate(program.steps):
-        if isinstance(step, KernelStep):
-            last.update({program.values[name].storage: position for name in step.writes})
-        elif isinstance(step, (CollectiveStep, WaitStep)):
-            step = step.collective if isinstance(step, WaitStep) else step
-            last[program.values[step.dst].storage] = position
-    return last
-
-
 def _check_storages(program: Program) -> None:
-    first: dict[str, Value] = {}
     for value in program.values.values():
         if value.slab is not None:
             continue
-        other = first.setdefault(value.storage, value)
+        other = program.stored[value.storage]
         if (other.tile_shape, other.dtype) != (value.tile_shape, value.dtype):
             raise AssertionError(
                 f"program {program.name}: {other.name} and {value.name} can't share storage {value.storage!r}: "

@@ -142,8 +142,8 @@ def _c_type(dtype: str) -> str:
 def _build_stamp() -> str:
     """Everything but the kernel and the compiler that its library depends on."""
     package = Path(__file__).parents[2]
-    passes = (path for part in ("targets/cpu", "tir") for path in sorted((package / part).glob("*.py")))
-    sources = [*passes, package / "rules" / "kernel" / "values.py", *_HEADERS.values()]
+    passes = (path for part in ("base", "tir", "targets/cpu") for path in sorted((package / part).glob("*.py")))
+    sources = [*passes, *_HEADERS.values()]
     return "\0".join([tilelang.__version__, _processor(), *FLAGS, *(s.read_text() for s in sources)])
 
 

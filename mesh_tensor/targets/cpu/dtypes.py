@@ -6,12 +6,11 @@ import struct
 from collections.abc import Callable
 from typing import NoReturn
 
-import ml_dtypes
 import numpy as np
 from tvm import ir, tirx
 
+from mesh_tensor.base.dtypes import extreme, numpy_dtype
 from mesh_tensor.base.errors import listing, refuse
-from mesh_tensor.rules.kernel.values import FINITE
 
 from .exprs import BINARY, COMPARISON, const, map_children, op_name
 from .intrinsics import BITWISE, EXACT, FLOAT_FUNCTIONS, LIBM, PREFETCH, float_function
@@ -285,12 +284,11 @@ def _in_range(value: float, dtype: str) -> float:
 
 def _round_to(value: float, dtype: str) -> float:
     if dtype.startswith("float8_e4m3") and value == value:
-        largest = float(ml_dtypes.finfo("float8_e4m3fn").max)
-        value = min(max(value, -largest), largest)
+        value = min(max(value, extreme(dtype, -1)), extreme(dtype, 1))
     if value != value or value in (float("inf"), float("-inf")):
         return value
     if dtype in _FLOAT8:
-        return float(np.float32(_in_range(value, "float32")).astype(FINITE.get(dtype, dtype)))
+        return float(np.float32(_in_range(value, "float32")).astype(numpy_dtype(dtype)))
     if dtype == "float16":
         try:
             return float(struct.unpack("<e", struct.pack("<e", value))[0])

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from tvm import arith, tirx
 from tvm.tirx.stmt_functor import post_order_visit, substitute
 
+from mesh_tensor.base.machine_presets import CPU
+
 from .exprs import is_pure_index, op_name, seq
 from .intrinsics import FLOAT_FUNCTIONS, VECTORISED
 from .reduce import is_total
 
-_LONG_ROW = 64
-_ROW_WORTH_A_SCALAR = 256
+_LONG_ROW = CPU.tuning.long_row
+_ROW_WORTH_A_SCALAR = CPU.tuning.long_scalar_row
 
 
 def fuse_loops(body: tirx.Stmt, params: frozenset[tirx.Var]) -> tirx.Stmt:

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from tvm import ir, tirx
 
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.machine_presets import CPU
 
 from .dtypes import LegalExpr, c_name, pointer_type, storage_dtype
 from .exprs import const, seq
 
-_STACK_BYTES = 1 << 10
+_STACK_BYTES = CPU.tuning.stack
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 
 from tvm import tirx
 
+from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.tir.constants import neutral_element
 from mesh_tensor.tir.tile_ops import Reduce
 
 from .bounds import Bounds
-from .combine import accumulator_dtype, combine, neutral
+from .combine import accumulator_dtype, combine
 from .exprs import all_of, cast, const, if_then, loop_nest, seq, temporary
 
-LANES = 32
+LANES = CPU.tuning.totals
 """How many totals a reduction along the last dim keeps."""
 
 _ZERO = const(0, "int32")
@@ -77,7 +79,7 @@ class ReduceLoops:
         return seq(
             [
                 tirx.AllocBuffer(totals),
-                over_lanes(tirx.BufferStore(totals, neutral(self._op.op, self._dtype), [lane])),
+                over_lanes(tirx.BufferStore(totals, neutral_element(self._op.op, self._dtype), [lane])),
                 tirx.BufferStore(totals, self._start(), [_ZERO]),
                 self._nest([self._op.dim], self._add(totals, [mine], self._vars)),
                 over_lanes(gather, begin=1),
@@ -87,7 +89,7 @@ class ReduceLoops:
 
     def _start(self) -> tirx.PrimExpr:
         if self._op.clear:
-            return neutral(self._op.op, self._dtype)
+            return neutral_element(self._op.op, self._dtype)
         return cast(self._load(self._op.dst.buffer, self._dst_indices()), self._dtype)
 
     def _add(self, totals: tirx.Buffer, at: list[tirx.PrimExpr], element: Sequence[tirx.PrimExpr]) -> tirx.Stmt:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.tir.constants import neutral_element
 from mesh_tensor.tir.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Region, Scan, TileOp, Transpose
 
 from .bounds import Bounds
-from .combine import accumulator_dtype, combine, neutral
+from .combine import accumulator_dtype, combine
 from .exprs import Loop, all_of, cast, const, if_then, loop_nest, seq, strides_of, temporary
 from .reduce import ReduceLoops
 
@@ -49,7 +50,7 @@ class TileOps:
             return combine(op.op, old, value)
 
         if isinstance(op.value, Region):
-            return self._elementwise(op.value, op.dst, update, neutral(op.op, op.value.buffer.dtype))
+            return self._elementwise(op.value, op.dst, update, neutral_element(op.op, op.value.buffer.dtype))
         return self._over(op.dst, lambda old: update(old, cast(op.value, op.dst.buffer.dtype)))
 
     def _fill(self, op: Fill) -> tirx.Stmt:
@@ -164,7 +165,7 @@ class TileOps:
                 tirx.BufferStore(op.dst.buffer, cast(running, op.dst.buffer.dtype), dst),
             ]
         )
-        start = tirx.BufferStore(total, neutral(op.op, dtype), [zero])
+        start = tirx.BufferStore(total, neutral_element(op.op, dtype), [zero])
         row = seq([tirx.AllocBuffer(total), start, loop_nest([(variables[op.dim], zero, along)], step)])
         outer = [(v, zero, e) for d, (v, e) in enumerate(zip(variables, op.src.extents, strict=True)) if d != op.dim]
         return loop_nest(outer, row)

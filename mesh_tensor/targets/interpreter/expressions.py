@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 from tvm import ir, tirx
 
+from mesh_tensor.base.dtypes import numpy_dtype
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.tir.tile_ops import Atomic, parse_previous
 
 from .access import Access
 from .intrinsics import FUNCTIONS, ROUNDED_TO_NEAREST, rounded_once, trunc_div, trunc_mod
-from .numerics import FLOAT8, UFUNCS, convert, is_float, numpy_dtype
+from .numerics import FLOAT8, UFUNCS, convert, is_float
 from .scope import MASK, Code, Frame, Scope, constant
 
 

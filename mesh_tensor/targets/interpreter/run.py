@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from tvm import tirx
 
+from mesh_tensor.base.dtypes import numpy_dtype
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.tir.thread_index import refuse_thread_groups
 
 from .expressions import compile_expr
-from .numerics import numpy_dtype
 from .scope import Action, Frame, Scope
 from .statements import compile_stmt
 

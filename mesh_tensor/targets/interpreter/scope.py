@@ -19,10 +19,9 @@ import numpy as np
 from tvm import arith, tirx
 from tvm.tirx.stmt_functor import substitute
 
+from mesh_tensor.base.dtypes import numpy_dtype
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.tir.thread_index import FIX, FROM
-
-from .numerics import numpy_dtype
 
 Frame = list[Any]
 Action = Callable[[Frame], None]

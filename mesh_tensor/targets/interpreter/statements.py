@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from tvm import ir, tirx
 
+from mesh_tensor.base.dtypes import numpy_dtype
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.targets.reports import tell
 from mesh_tensor.tir.effects import changes_nothing
@@ -24,7 +25,7 @@ from .control import Break, Continue, Return, in_turn, jump, nothing, until
 from .expressions import compile_expr, under_mask
 from .independence import lanes_of
 from .nest import is_element_update, loads_in
-from .numerics import UFUNCS, convert, numpy_dtype, poisoned
+from .numerics import UFUNCS, convert, poisoned
 from .scope import MASK, Action, Code, Frame, Lane, Scope, constant
 from .tiles import compile_tile_op
 

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 from tvm import tirx
 
+from mesh_tensor.base.dtypes import numpy_dtype
 from mesh_tensor.base.errors import MeshTensorError
+from mesh_tensor.base.reductions import neutral, reduction
 from mesh_tensor.tir.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Region, Scan, TileOp, Transpose
 
 from .expressions import compile_expr
 from .memory import box_view, read_box, write_box
-from .numerics import UFUNCS, assign, convert, neutral, numpy_dtype, wide
+from .numerics import UFUNCS, assign, convert, wide
 from .scope import Action, Code, Frame, Scope, Storage, constant
 
 _DEPTH = {"local.fragment": 2, "local": 2, "shared": 1, "shared.dyn": 1, "shared.tmem": 1}
@@ -164,13 +166,12 @@ def _reduce(op: Reduce, scope: Scope) -> Action:
     if op.op not in UFUNCS:
         raise MeshTensorError(f"the interpreter does not know the reduction {op.op!r}")
     combine, dtype = UFUNCS[op.op], numpy_dtype(op.dst.buffer.dtype)
-    work, absolute = wide(dtype), op.op.startswith("abs")
+    work, absolute = wide(dtype), reduction(op.op).magnitudes
+    start = neutral(op.op, work.name)
 
     def run(frame: Frame) -> None:
         values = convert(src.view(frame), dtype).astype(work, copy=False)
-        result = combine.reduce(
-            np.abs(values) if absolute else values, axis=op.dim, dtype=work, initial=neutral(op.op, work)
-        )
+        result = combine.reduce(np.abs(values) if absolute else values, axis=op.dim, dtype=work, initial=start)
         target = dst.view(frame)
         result = result.reshape(target.shape)
         assign(target, ..., result if op.clear else combine(target.astype(work, copy=False), result))
@@ -199,7 +200,7 @@ def _atomic(op: Atomic, scope: Scope) -> Action:
         return lambda frame: dst.write(frame, combine(dst.read(frame, 0), convert(value.run(frame), dtype)))
     base = _base(op.value, op.dst)
     target, src = _box(op.dst, scope, base), _box(op.value, scope, base)
-    start = neutral(op.op, numpy_dtype(op.value.buffer.dtype))
+    start = neutral(op.op, op.value.buffer.dtype)
 
     def run(frame: Frame) -> None:
         value = src.read(frame, start).astype(dtype, copy=False)

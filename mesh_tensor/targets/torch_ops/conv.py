@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from mesh_tensor.base.dtypes import extreme
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.call import OpCall
-from mesh_tensor.targets.dtypes import extreme, torch_dtype
+from mesh_tensor.targets.dtypes import torch_dtype
 
 from .table import Function, torch_op
 
@@ -100,7 +101,7 @@ def _pool(call: OpCall) -> Function:
     _order(call, layout, "NC" + letters)
     back = _order(call, layout, call.attr("out_layout") or layout)
     padding, dtype = call.attr("padding"), torch_dtype(call.inputs[0].dtype)
-    fill = extreme(dtype, -1) if largest else 0
+    fill = extreme(call.inputs[0].dtype, -1) if largest else 0
     rows = [layout.index(letter) for letter in letters]
     sizes = tuple(call.inputs[0].shape[dim] for dim in rows)
     outs = [call.outputs[0].shape[back.index(dim)] for dim in rows]

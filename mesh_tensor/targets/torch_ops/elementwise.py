@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mesh_tensor.base.dtypes import poison_value
 from mesh_tensor.rules.operator.call import OpCall
-from mesh_tensor.targets.dtypes import poison_value, torch_dtype
+from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 
 from .table import Function, Place, placed_torch_op, same_for_all, torch_op, with_numbers
 
@@ -137,7 +138,7 @@ def _division(call: OpCall, place: Place) -> Function:
 def _poisoned(divide: Function, dtype: torch.dtype) -> Function:
     """An integer division for padding: it gives poison where the divisor is 0, and divides the lowest integer by 1
     instead of -1, which traps."""
-    poison = torch.tensor(poison_value(dtype), dtype=dtype)
+    poison = torch.tensor(poison_value(dtype_name(dtype)), dtype=dtype)
 
     def divide_padded(a: Tensor, b: Tensor) -> Tensor:
         zero = b == 0

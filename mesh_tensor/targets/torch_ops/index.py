@@ -6,10 +6,11 @@ import math
 
 import torch
 
+from mesh_tensor.base.dtypes import poison_value
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.operator.call import OpCall
-from mesh_tensor.targets.dtypes import poison_value, torch_dtype
+from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 
 from .table import Function, Place, placed_torch_op, torch_op
 
@@ -117,7 +118,7 @@ class _Range:
 
 
 def _poison(like: Tensor) -> Tensor:
-    return torch.tensor(poison_value(like.dtype), dtype=like.dtype, device=like.device)
+    return torch.tensor(poison_value(dtype_name(like.dtype)), dtype=like.dtype, device=like.device)
 
 
 @placed_torch_op("gather_elements")

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from mesh_tensor.base.reductions import neutral
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.operator.call import OpCall
-from mesh_tensor.targets.dtypes import neutral, torch_dtype
 
 from .table import Place, placed_torch_op
 
@@ -21,7 +21,7 @@ def fill_padding(call: OpCall, place: Place) -> Callable[[torch.Tensor], torch.T
     _, shape, layout, dims, op = call.literals
     sharding = Sharding.parse(place.mesh, len(shape), layout)
     tile_shape, valid = sharding.tile_shape(shape), sharding.valid_extent(shape, place.rank)
-    value = neutral(torch_dtype(call.outputs[0].dtype), op)
+    value = neutral(op, call.outputs[0].dtype)
     short = [dim for dim in dims if valid[dim] < tile_shape[dim]]
 
     def fill(tile: torch.Tensor) -> torch.Tensor:

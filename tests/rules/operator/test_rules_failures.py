@@ -82,7 +82,7 @@ _PRODUCT = OpRule((("m", "k"), ("k", "n")), (("m", "n"),), {"k": "sum"})
             "of size 8 has factors of 16",
         ),
         ({"reduced": {}}, r"does not say what becomes of \['k'\]"),
-        ({"reduced": {"k": "sum", "m": "sum"}}, r"reduces \['k', 'm'\], which results have"),
+        ({"reduced": {"k": "sum", "m": "sum"}}, r"reduces \['k', 'm'\], which all results have"),
     ],
 )
 def test_rules_that_contradict_their_call(change, message):

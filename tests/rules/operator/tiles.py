@@ -7,15 +7,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import zip_longest
 
 import torch
 from tvm import relax
 
 from mesh_tensor import Mesh, Sharding
+from mesh_tensor.base.dtypes import poison_value
+from mesh_tensor.base.reductions import neutral
 from mesh_tensor.rules.operator import Dim, LocalCall, OpCall, OpRule, TensorType
 from mesh_tensor.rules.operator.call import op_call
 from mesh_tensor.rules.operator.rule import atoms_of
-from mesh_tensor.targets.dtypes import neutral, poison_value, torch_dtype
+from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 from mesh_tensor.targets.torch_ops import torch_function
 
 COMBINE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -65,13 +68,15 @@ class _Run:
         inputs = [self._tile(t, dims) for t, dims in zip(self.call.inputs, self.rule.inputs, strict=True)]
         outputs = [self._tile(t, dims) for t, dims in zip(self.call.outputs, self.rule.outputs, strict=True)]
         layouts = [self._layout(dims) for dims in self.rule.inputs]
-        return local_function(self.call, self.rule, inputs, outputs, layouts, self.is_wide)
+        out_layouts = [self._layout(dims) for dims in self.rule.outputs]
+        return local_function(self.call, self.rule, inputs, outputs, layouts, self.wide, out_layouts)
 
     @property
-    def is_wide(self) -> bool:
-        """Whether the results are parts of a low-precision sum."""
-        parts = any(self.rule.reduced.get(factor) == "sum" for factor in self.axes)
-        return parts and any(t.dtype in _NARROW for t in self.call.outputs)
+    def wide(self) -> list[bool]:
+        """Which results are parts of a low-precision sum."""
+        summed = {factor for factor in self.axes if self.rule.reduced.get(factor) == "sum"}
+        outputs = zip(self.call.outputs, self.rule.outputs, strict=True)
+        return [bool(summed - set(_flat(dims))) and tensor.dtype in _NARROW for tensor, dims in outputs]
 
     def joined(self, position: int, tiles: Sequence[torch.Tensor]) -> torch.Tensor:
         """A result, of what all devices have of it."""
@@ -101,7 +106,7 @@ class _Run:
         for dim, factor, index in places:
             at, part = self._range(factor, x.shape[dim], index), self._part(factor, x.shape[dim])
             op = self.rule.reduced.get(factor) if factor and not self.rule.masks else None
-            fill = neutral(x.dtype, op) if op else poison_value(x.dtype)
+            fill = neutral(op, dtype_name(x.dtype)) if op else poison_value(dtype_name(x.dtype))
             held = x.narrow(dim, at.start, at.stop - at.start)
             padding = [part - held.shape[dim] if d == dim else size for d, size in enumerate(held.shape)]
             x = torch.cat([held, torch.full(padding, fill, dtype=x.dtype)], dim)
@@ -158,12 +163,16 @@ def local_function(
     inputs: Sequence[tuple[int, ...]],
     outputs: Sequence[tuple[int, ...]],
     layouts: Sequence[Sharding],
-    wide: bool = False,
+    wide: Sequence[bool] = (),
+    out_layouts: Sequence[Sharding] = (),
 ) -> relax.Function:
     """The rule's local call as a function of tiles; TVM infers the tiles that the rule promises."""
     infos = [relax.TensorStructInfo(s, t.dtype) for s, t in zip(inputs, call.inputs, strict=True)]
     tiles = [relax.Var(f"x{n}", info) for n, info in enumerate(infos)]
-    local = LocalCall(call, tuple(tiles), tuple(inputs), tuple(outputs), tuple(layouts), wide)
+    dtypes = ["float32" if w else t.dtype for w, t in zip_longest(wide, call.outputs)]
+    local = LocalCall(
+        call, tuple(tiles), tuple(inputs), tuple(outputs), tuple(layouts), any(wide), tuple(out_layouts), tuple(dtypes)
+    )
     builder = relax.BlockBuilder()
     with builder.function("f", tiles):
         with builder.dataflow():
@@ -171,7 +180,6 @@ def local_function(
         builder.emit_func_output(result)
     function = builder.get()["f"]
     inferred = op_call(function.body.blocks[-1].bindings[-2].value).outputs
-    dtypes = ["float32" if wide and t.dtype in _NARROW else t.dtype for t in call.outputs]
     assert [t.shape for t in inferred] == list(outputs)
     assert [t.dtype for t in inferred] == dtypes
     return function

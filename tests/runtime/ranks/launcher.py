@@ -24,7 +24,9 @@ TIMEOUT = 60  # of the process group, unless a body is about timeouts
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
-        "mesh_tensor",
+        "mesh_tensor.api.compile",
+        "mesh_tensor.api.custom_op",
+        "mesh_tensor.api.module",
         "torch.distributed.tensor",
         "tests.runtime.ranks.kernel_bodies",
         "tests.runtime.ranks.exchange_bodies",

@@ -131,7 +131,7 @@ def test_a_shared_tile_is_not_written_by_several_devices():
         value("B", (4,), mesh, {}),
     ]
     steps = [
-        AllocStep("P"),
+        AllocStep("B"),
         step(add_one_kernel(4), ["A", "P"], ["P"]),
         collective("all_reduce", "P", "B", "x", "sum"),
         step(accumulate_kernel(4), ["A", "B"], ["B"]),

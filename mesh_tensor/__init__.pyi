@@ -1,0 +1,88 @@
+# The public names, and where each is: `mesh_tensor/__init__.py` imports a module when the first of its names is used.
+
+from . import lowering
+from .annotations.annotate import annotate
+from .annotations.annotate_module import annotate_module
+from .annotations.annotation import init_mesh_tensor_info
+from .annotations.kernel_helpers import mesh_tensor_functions
+from .annotations.stated import ModuleAnnotations, read_module_annotations
+from .api.compile import MeshKernel, compile
+from .api.custom_op import as_custom_op
+from .api.disco import DiscoModule, DiscoSession, run_on_disco, to_disco
+from .api.gradient import gradient
+from .api.module import MeshModule, distribute_module
+from .api.pipeline import Pipeline, pipeline
+from .base.errors import MeshTensorError
+from .base.machine import Machine
+from .base.mesh import Mesh
+from .base.sharding import Partial, Replicate, Shard, Sharding
+from .base.topology import Topology
+from .base.version import __version__
+from .importers import ImportedModule, load_module, save_module
+from .importers.onnx_frontend import from_onnx
+from .importers.torch_frontend import from_torch
+from .lowering import lower
+from .pipeline.schedule import Schedule
+from .program.steps import Program
+from .redistribution.plan import RedistributionPlan
+from .rules.kernel.sharding_rule import ShardingRule, sharding_rule
+from .runtime.ranks import from_dtensor, from_placements, redistribute, resume, to_dtensor, to_placements
+from .runtime.sequential import run_sequential
+from .runtime.virtual.mesh_tensor import MeshTensor, distribute, plan_redistribution
+from .runtime.virtual.transfer import plan_transfer, transfer
+from .targets.cpu.tilelang_gemm import register_cpu_gemm
+
+__all__ = [
+    "DiscoModule",
+    "DiscoSession",
+    "ImportedModule",
+    "Machine",
+    "Mesh",
+    "MeshKernel",
+    "MeshModule",
+    "MeshTensor",
+    "MeshTensorError",
+    "ModuleAnnotations",
+    "Partial",
+    "Pipeline",
+    "Program",
+    "RedistributionPlan",
+    "Replicate",
+    "Schedule",
+    "Shard",
+    "Sharding",
+    "ShardingRule",
+    "Topology",
+    "__version__",
+    "annotate",
+    "annotate_module",
+    "as_custom_op",
+    "compile",
+    "distribute",
+    "distribute_module",
+    "from_dtensor",
+    "from_onnx",
+    "from_placements",
+    "from_torch",
+    "gradient",
+    "init_mesh_tensor_info",
+    "load_module",
+    "lower",
+    "lowering",
+    "mesh_tensor_functions",
+    "pipeline",
+    "plan_redistribution",
+    "plan_transfer",
+    "read_module_annotations",
+    "redistribute",
+    "register_cpu_gemm",
+    "resume",
+    "run_on_disco",
+    "run_sequential",
+    "save_module",
+    "sharding_rule",
+    "to_disco",
+    "to_dtensor",
+    "to_placements",
+    "transfer",
+]

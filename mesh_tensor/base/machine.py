@@ -1,0 +1,284 @@
+"""Machine: what devices and the links between them can do. The one place of every cost constant.
+
+Units are seconds, bytes, floating-point operations; rates are per second and per device, and are those that are
+reached, not those of a data sheet: `sources` says where each comes from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+from .errors import did_you_mean, listing, refuse, shown
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A level of a device's memory: up to `size` bytes are read and written at `rate`."""
+
+    size: int
+    rate: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects blocks of `devices` neighbours in the mesh's device order (None: any number of them).
+
+    rate    bytes that a device receives
+    start   what a collective takes without its bytes
+    hop     what every message after the first one adds to that
+    """
+
+    name: str
+    devices: int | None
+    rate: float
+    start: float
+    hop: float = 0.0
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A class of operators: a call takes `start`, and then as long as the slower of its operations and its bytes, at
+    these shares of the machine's rates."""
+
+    start: float = 0.0
+    flops: float = 1.0
+    memory: float = 1.0
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Sizes from which one way of doing something beats another, on the processor that a Machine describes.
+
+    elements_per_thread  elements of a copy that make up for handing them to another thread
+    kept_memory          bytes of tiles' memory that are kept for later tiles
+    fresh_memory         bytes from which memory is taken from the system, and kept
+    rotate_from          bytes to everybody that are sent peer by peer from where they lie
+    chunked_from         bytes from which an all-reduce goes chunk by chunk
+    segment              bytes of a chunked all-reduce that are reduced at a time
+    totals               running totals of a reduction along the last dim
+    long_row             elements of a row from which loops over it are joined where a row stays in registers
+    long_scalar_row      the same where a scalar per row goes through memory
+    stack                bytes of a block that may lie on the stack
+    products_ahead       products that may run between a collective's start and the use of its result
+    """
+
+    elements_per_thread: int = 1 << 20
+    kept_memory: int = 1 << 28
+    fresh_memory: int = 1 << 20
+    rotate_from: int = 1 << 20
+    chunked_from: int = 1 << 22
+    segment: int = 1 << 23
+    totals: int = 32
+    long_row: int = 64
+    long_scalar_row: int = 256
+    stack: int = 1 << 10
+    products_ahead: int = 2
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Equal devices, and what connects them.
+
+    flops      per dtype, operations of the units that multiply matrices
+    memory     levels, the nearest first; the last one is where tensors live
+    links      levels, the innermost first
+    launch     seconds from one kernel or operator to the next that no work hides
+    busy       the share of a collective's time that the kernel beside it loses: 0 .. 1
+    devices    how many there are (None: as many as a mesh has)
+    price      of a device, per hour
+    classes    operators that reach another share of the rates, by operator or by class of operators
+
+    >>> machine = Machine("one", {"float32": 1e12}, (Memory(2**30, 1e11),), (Link("wire", None, 1e9, 1e-5),))
+    >>> machine.peak("float32") / machine.link(8).rate
+    1000.0
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    memory: tuple[Memory, ...]
+    links: tuple[Link, ...] = ()
+    launch: float = 0.0
+    busy: float = 0.0
+    devices: int | None = None
+    price: float | None = None
+    classes: Mapping[str, Roofline] = field(default_factory=dict)
+    tuning: Tuning = field(default_factory=Tuning)
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "classes", "sources"):
+            object.__setattr__(self, name, dict(getattr(self, name)))
+        for name in ("memory", "links"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        problems = list(_problems(self))
+        if problems:
+            refuse(problems, where=f"machine {self.name!r}", fix="rates and sizes are numbers above 0, times from 0 up")
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.memory, self.links))
+
+    def peak(self, dtype: str) -> float:
+        """Operations per second on `dtype`; integers and booleans count as float32."""
+        wanted = dtype if dtype.startswith(("float", "bfloat")) else "float32"
+        if wanted not in self.flops:
+            refuse(
+                f"no rate of operations on {dtype}",
+                where=f"machine {self.name!r}",
+                why=f"it has rates for {listing(sorted(self.flops))}",
+                fix=f"add one: dataclasses.replace(machine, flops={{**machine.flops, {wanted!r}: ...}})",
+            )
+        return self.flops[wanted]
+
+    @property
+    def main_memory(self) -> Memory:
+        """Where tensors live."""
+        return self.memory[-1]
+
+    def memory_rate(self, nbytes: float) -> float:
+        """Bytes per second of work on `nbytes` in all: that of the nearest level that holds them."""
+        return next((level.rate for level in self.memory if nbytes <= level.size), self.memory[-1].rate)
+
+    def link(self, devices: int) -> Link:
+        """The innermost link that connects a block of that many neighbours."""
+        found = next((link for link in self.links if link.devices is None or devices <= link.devices), None)
+        if found is None:
+            largest = max((link.devices or 0 for link in self.links), default=1)
+            refuse(
+                f"nothing connects {devices} devices",
+                where=f"machine {self.name!r}",
+                why=f"its links reach {largest}" if self.links else "it has no links",
+                fix=f"use a mesh of at most {largest} devices, or a machine with a link of devices >= {devices}",
+            )
+        return found
+
+    def roofline(self, *names: str) -> Roofline:
+        """The class that is called by the first of `names` that there is; none: the machine's own rates."""
+        return next((self.classes[name] for name in names if name in self.classes), _PLAIN)
+
+    def compute_time(self, flops: float, nbytes: float, dtype: str, *names: str) -> float:
+        """Seconds of an operator of the class `names` (as in `roofline`), without its launch."""
+        roofline = self.roofline(*names)
+        work = flops / (self.peak(dtype) * roofline.flops)
+        return roofline.start + max(work, nbytes / (self.memory_rate(nbytes) * roofline.memory))
+
+    @property
+    def flops_per_byte(self) -> float:
+        """The float32 operations of a device while it receives a byte over the outermost link."""
+        return self.peak("float32") / self.links[-1].rate
+
+    @property
+    def bytes_per_start(self) -> float:
+        """The bytes that a device receives over the outermost link while a collective starts."""
+        return self.links[-1].start * self.links[-1].rate
+
+    def with_devices(self, devices: int) -> Machine:
+        """The same with so many devices."""
+        return replace(self, devices=devices)
+
+    def check_holds(self, devices: int, what: str) -> None:
+        """Refuse what needs more devices than there are."""
+        if self.devices is not None and devices > self.devices:
+            refuse(
+                f"{what} has {devices} devices, the machine {self.devices}",
+                where=f"machine {self.name!r}",
+                fix=f"take a mesh of at most {self.devices} devices, or machine.with_devices({devices})",
+            )
+
+    @staticmethod
+    def preset(name: str) -> Machine:
+        """A machine by its name: "h100", or "h100x16" for one of 16 devices. `Machine.presets()` has the names."""
+        from .machine_presets import preset
+
+        return preset(name)
+
+    @staticmethod
+    def presets() -> tuple[str, ...]:
+        """The names that `preset` knows."""
+        from .machine_presets import PRESETS
+
+        return tuple(PRESETS)
+
+    def to_text(self) -> str:
+        """The machine as JSON, for `from_text`."""
+        from .machine_text import to_text
+
+        return to_text(self)
+
+    @staticmethod
+    def from_text(text: str) -> Machine:
+        """The machine of a text that `to_text` gave, or that was written by hand.
+
+        Raises:
+            MeshTensorError: it is no JSON, or lists what it doesn't have or can't have.
+        """
+        from .machine_text import from_text
+
+        return from_text(text)
+
+    def __str__(self) -> str:
+        from .machine_text import table
+
+        return table(self)
+
+
+_PLAIN = Roofline()
+
+
+def _problems(machine: Machine) -> Iterable[str]:
+    """What can't be, of a machine's numbers."""
+    if not isinstance(machine.name, str) or not machine.name:
+        yield f"its name is {shown(machine.name)}"
+    if not machine.flops:
+        yield "no rate of operations (flops)"
+    if not machine.memory:
+        yield "no memory"
+    yield from _above_zero({f"flops of {dtype}": rate for dtype, rate in machine.flops.items()})
+    for number, level in enumerate(machine.memory):
+        yield from _above_zero({f"memory[{number}].size": level.size, f"memory[{number}].rate": level.rate})
+    yield from _growing("memory", [level.size for level in machine.memory])
+    for link in machine.links:
+        yield from _above_zero({f"rate of link {link.name}": link.rate})
+        yield from _from_zero({f"start of link {link.name}": link.start, f"hop of link {link.name}": link.hop})
+    yield from _growing("links", [math.inf if link.devices is None else link.devices for link in machine.links])
+    yield from _from_zero({"launch": machine.launch, "busy": machine.busy, "price": machine.price or 0.0})
+    if isinstance(machine.busy, (int, float)) and machine.busy > 1:
+        yield f"busy is {machine.busy}, a share"
+    if machine.devices is not None:
+        yield from _above_zero({"devices": machine.devices})
+    for name, roofline in machine.classes.items():
+        yield from _above_zero({f"flops of class {name}": roofline.flops, f"memory of class {name}": roofline.memory})
+        yield from _from_zero({f"start of class {name}": roofline.start})
+    yield from _above_zero({f"tuning.{each.name}": getattr(machine.tuning, each.name) for each in fields(Tuning)})
+
+
+def _above_zero(numbers: Mapping[str, object]) -> Iterable[str]:
+    for name, number in numbers.items():
+        if not _is_number(number) or number <= 0:  # type: ignore[operator]
+            yield f"{name} is {shown(number)}"
+
+
+def _from_zero(numbers: Mapping[str, object]) -> Iterable[str]:
+    for name, number in numbers.items():
+        if not _is_number(number) or number < 0:  # type: ignore[operator]
+            yield f"{name} is {shown(number)}"
+
+
+def _is_number(number: object) -> bool:
+    return isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
+
+
+def _growing(what: str, sizes: Sequence[float]) -> Iterable[str]:
+    if any(not isinstance(size, (int, float)) for size in sizes):
+        yield f"{what} without a size"
+    elif any(inner >= outer for inner, outer in zip(sizes, sizes[1:], strict=False)):
+        yield f"{what} are not in order: the nearest and smallest comes first"
+
+
+def unknown_names(given: Iterable[str], known: Iterable[str], what: str) -> Iterable[str]:
+    """What is wrong with names that nothing has."""
+    names = tuple(known)
+    for name in given:
+        if name not in names:
+            yield f"{what} has no {name!r}{did_you_mean(name, names)}"

@@ -1,0 +1,142 @@
+"""Machines that are known by name, each number with its source.
+
+Rates are what is reached. Of matrix units that is a data sheet's peak times what large products get of it; small ones
+get less because of what every kernel takes to start and to drain (`classes`). Links are a data sheet's rate per
+direction times what collectives get of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+from .errors import did_you_mean, listing, refuse
+from .machine import Link, Machine, Memory, Roofline
+
+# What CPU ranks do, measured on 2 cores of an AMD EPYC (Zen 5), one thread and one core per rank. Plans are made for
+# it where nothing else is asked for, so it is the same on every rank whatever that runs on.
+CPU = Machine(
+    name="gloo with a core per rank",
+    flops={"float32": 1e11, "float64": 4.2e10, "bfloat16": 4.2e11, "float16": 2.4e9},
+    memory=(Memory(2 << 20, 7.5e10), Memory(8 << 30, 3.2e10)),
+    links=(Link("gloo", None, rate=1.5625e9, start=1.28e-4),),
+    launch=5e-6,
+    busy=1.0,
+    sources={
+        "flops": "torch.mm, one thread: GFLOP/s 97 in float32, 42 in float64, 430 in bfloat16, 2 in float16",
+        "memory": "torch.add, one thread: 71 to 98 GB/s up to 3 MB, 30 to 35 GB/s from 12 MB on",
+        "links": "exchanges of 2 ranks, medians: 100 to 150 us for 4 KB, 1.2 to 1.5 GB/s from 1 MB on",
+        "busy": "torch.mm beside an all-to-all of 1 to 16 MB takes as long as one after the other, or longer",
+    },
+)
+# Not measured: with a core for gloo's threads the memory's bandwidth is still shared.
+CPU_TO_SPARE = replace(CPU, name="gloo with cores to spare", busy=0.25)
+
+_NVLINK_SHARE = 0.65  # of a direction's rate, that NCCL's large collectives get
+_INFINIBAND_SHARE = 0.9
+_GPU_LAUNCH = 2e-6
+# Products get 95% of the peak at best; half of that at 4 Gflop on an A100. Element-wise work is bound by memory, of
+# which large tensors get 90%.
+_GPU_CLASSES = {
+    "matmul": Roofline(start=8e-6, flops=0.95, memory=0.9),
+    "attention": Roofline(start=8e-6, flops=0.6, memory=0.9),
+    "conv": Roofline(start=8e-6, flops=0.6, memory=0.9),
+    "elementwise": Roofline(start=3e-6, flops=0.1, memory=0.9),
+    "reduce": Roofline(start=3e-6, flops=0.1, memory=0.85),
+    "move": Roofline(start=3e-6, flops=0.1, memory=0.9),
+}
+_GPU_SOURCES = {
+    "classes": "after the efficiencies by size of Calculon (calculon-ai/calculon, systems/a100_80g.json)",
+    "links": "data sheets, per direction; 65% of NVLink and 90% of InfiniBand are what collectives get",
+    "launch": "CUDA's time between kernels of one stream, 2 us",
+}
+
+
+def _nvidia(name: str, flops: dict[str, float], memory: Memory, nvlink: float, network: float, sheet: str) -> Machine:
+    """Nodes of 8 GPUs. `nvlink` and `network` are a direction's rates of a GPU."""
+    links = (
+        Link("NVLink", 8, rate=nvlink * _NVLINK_SHARE, start=1e-5, hop=1e-6),
+        Link("network", None, rate=network * _INFINIBAND_SHARE, start=2e-5, hop=2e-6),
+    )
+    sources = {"flops, memory": sheet, **_GPU_SOURCES}
+    return Machine(name, flops, (memory,), links, _GPU_LAUNCH, 0.1, classes=_GPU_CLASSES, sources=sources)
+
+
+def _h100() -> Machine:
+    rates = {"bfloat16": 989e12, "float16": 989e12, "float8_e4m3": 1979e12, "float8_e5m2": 1979e12}
+    rates |= {"float32": 67e12, "float64": 67e12}
+    sheet = "NVIDIA H100 SXM5 80GB data sheet; ConnectX-7, 400 Gb/s per GPU"
+    return _nvidia("h100", rates, Memory(80 * 10**9, 3.35e12), 450e9, 50e9, sheet)
+
+
+def _h200() -> Machine:
+    sheet = "NVIDIA H200 SXM 141GB data sheet; ConnectX-7, 400 Gb/s per GPU"
+    made = _h100()
+    sources = {**made.sources, "flops, memory": sheet}
+    return replace(made, name="h200", memory=(Memory(141 * 10**9, 4.8e12),), sources=sources)
+
+
+def _a100() -> Machine:
+    rates = {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12, "float64": 19.5e12}
+    sheet = "NVIDIA A100 SXM4 80GB data sheet; Selene: HDR InfiniBand, 200 Gb/s per GPU"
+    return _nvidia("a100", rates, Memory(80 * 10**9, 2.039e12), 300e9, 25e9, sheet)
+
+
+def _v100() -> Machine:
+    rates = {"float16": 125e12, "float32": 15.7e12, "float64": 7.8e12}
+    sheet = "NVIDIA V100 SXM2 16GB data sheet; one InfiniBand card of 100 Gb/s per node of 8"
+    return _nvidia("v100", rates, Memory(16 * 2**30, 9.0e11), 150e9, 12.5e9 / 8, sheet)
+
+
+def _tpu_v4() -> Machine:
+    return Machine(
+        name="tpu-v4",
+        flops={"bfloat16": 275e12, "float32": 275e12 / 6},
+        memory=(Memory(32 * 2**30, 1.2e12),),
+        links=(Link("ICI", 4096, rate=100e9, start=5e-6, hop=1e-6),),
+        launch=1e-6,
+        busy=0.1,
+        classes=_GPU_CLASSES,
+        sources={
+            "flops, memory": "Jouppi et al. 2023 (2304.01433), table 4: 275 TFLOP/s bfloat16, 32 GiB, 1200 GB/s",
+            "links": "the same: 6 links of 50 GB/s; a ring along one axis of the torus uses two of them",
+            "float32": "an estimate: six bfloat16 products per float32 product",
+            "classes": "those of the GPUs here, not measured",
+        },
+    )
+
+
+def _laptop() -> Machine:
+    return replace(
+        CPU,
+        name="laptop",
+        memory=(Memory(1 << 20, 6e10), Memory(16 << 30, 1.2e10)),
+        flops={"float32": 6e10, "float64": 3e10, "bfloat16": 3e10, "float16": 2e9},
+        sources={"all": "an estimate: a core with 256-bit vectors at 3 GHz, memory shared by the cores"},
+    )
+
+
+PRESETS: dict[str, Callable[[], Machine]] = {
+    "cpu": lambda: CPU,
+    "laptop": _laptop,
+    "v100": _v100,
+    "a100": _a100,
+    "h100": _h100,
+    "h200": _h200,
+    "tpu-v4": _tpu_v4,
+}
+
+
+def preset(name: str) -> Machine:
+    """The machine of that name; a number after an x is how many devices it has: "h100x16"."""
+    found = re.fullmatch(r"(.+?)(?:x(\d+))?", str(name))
+    kind, count = found.groups() if found else (name, None)
+    if kind not in PRESETS:
+        refuse(
+            f"there is no machine {name!r}{did_you_mean(kind, PRESETS)}",
+            why=f"known are {listing(tuple(PRESETS))}, each with or without a number of devices: 'h100x16'",
+            fix="use one of them, or Machine.from_text, or Machine.measure() for this one",
+        )
+    made = PRESETS[kind]()
+    return made if count is None else replace(made, name=str(name), devices=int(count))

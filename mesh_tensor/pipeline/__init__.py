@@ -1,0 +1,21 @@
+"""Pipelines: stages of a model on several meshes, and the order in which their fragments run."""
+
+from .check import Held, check_schedule, peaks
+from .clock import Event, Timeline, timeline
+from .dependencies import Dependencies
+from .orders import SCHEDULES
+from .schedule import KINDS, Action, Schedule
+
+__all__ = [
+    "KINDS",
+    "SCHEDULES",
+    "Action",
+    "Dependencies",
+    "Event",
+    "Held",
+    "Schedule",
+    "Timeline",
+    "check_schedule",
+    "peaks",
+    "timeline",
+]

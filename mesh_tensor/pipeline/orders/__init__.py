@@ -1,0 +1,88 @@
+"""The orders that have names: a table of functions, and what each asks of meshes, microbatches and chunks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...base.errors import did_you_mean, listing, refuse, shown
+from ..schedule import Schedule
+from . import flush, one_f_one_b, v_shaped
+from .lanes import Rows
+
+
+@dataclass(frozen=True)
+class Order:
+    """An order: its function of (meshes, microbatches, chunks), and the chunks (stages per mesh) that it can have."""
+
+    rows: Callable[[int, int, int], Rows]
+    chunks: int = 1
+    any_chunks: bool = False
+    also: tuple[str, ...] = ()
+    in_rounds: bool = False
+    fills_twice: bool = False
+
+
+# name: the order; `also` are the names that torch.distributed.pipelining and Shardy's MPMD give it.
+SCHEDULES: dict[str, Order] = {
+    "gpipe": Order(flush.gpipe, any_chunks=True),
+    "1f1b": Order(one_f_one_b.one_f_one_b),
+    "interleaved": Order(one_f_one_b.interleaved, 2, any_chunks=True, also=("Interleaved1F1B",), in_rounds=True),
+    "looped-bfs": Order(flush.looped_bfs, 2, any_chunks=True, also=("bfs",)),
+    "zb-h1": Order(
+        one_f_one_b.zb_h1,
+        any_chunks=True,
+        also=("ZeroBubbleH1", "InterleavedZeroBubble", "zb1p"),
+        in_rounds=True,
+    ),
+    "zb-h2": Order(one_f_one_b.zb_h2, also=("ZeroBubbleH2", "ZeroBubbleH2ZeroTxLatency")),
+    "zbv": Order(v_shaped.zbv, 2, also=("ZBVZeroBubble", "zb-v")),
+    "dualpipev": Order(v_shaped.dualpipev, 2, fills_twice=True),
+    "circular": Order(flush.circular, any_chunks=True),
+    "circular-reversed": Order(flush.circular_reversed, any_chunks=True, also=("CircularWithReversedBackward",)),
+    "gpipe-last-1f1b": Order(flush.gpipe_last_1f1b, also=("GPipeBut1F1BForLastMesh",)),
+    "forward": Order(flush.forward, any_chunks=True, also=("forward-only", "inference")),
+}
+
+
+def make(name: str, meshes: int, microbatches: int, chunks: int | None = None) -> Schedule:
+    """The schedule of that name; refused where the order has no such sizes."""
+    known = {_plain(alias): key for key, order in SCHEDULES.items() for alias in (key, *order.also)}
+    key = known.get(_plain(name)) if isinstance(name, str) else None
+    if key is None:
+        refuse(
+            f"unknown schedule {shown(name)}{did_you_mean(name, known)}",
+            fix=f"use one of {listing(list(SCHEDULES))}, or lists of your own with Schedule.of",
+        )
+    order = SCHEDULES[key]
+    chunks = order.chunks if chunks is None else chunks
+    problems = _problems(order, meshes, microbatches, chunks)
+    if problems:
+        refuse(problems, where=f"schedule {key!r}", fix="change the sizes, or take another schedule")
+    return Schedule(key, tuple(tuple(row) for row in order.rows(meshes, microbatches, chunks)))
+
+
+def _problems(order: Order, meshes: int, microbatches: int, chunks: int) -> list[str]:
+    sizes = {"meshes": meshes, "microbatches": microbatches, "chunks": chunks}
+    bad = [
+        f"{what} is {shown(size)}, but it is an int of at least 1"
+        for what, size in sizes.items()
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1
+    ]
+    if bad:
+        return bad
+    if not order.any_chunks and chunks != order.chunks:
+        bad.append(f"{chunks} stages per mesh, but the order is made for {order.chunks}")
+    rounds = max(1, microbatches // meshes)
+    if order.in_rounds and chunks > 1 and microbatches % rounds:
+        bad.append(f"{microbatches} microbatches on {meshes} meshes are {rounds} rounds, which are not equally long")
+    if order.fills_twice and microbatches < 2 * meshes:
+        bad.append(
+            f"{microbatches} microbatches, but {meshes} meshes need at least {2 * meshes} to fill both directions"
+        )
+    return bad
+
+
+def _plain(name: object) -> str:
+    return re.sub(r"[^0-9a-z]", "", str(name).lower())

@@ -1,0 +1,70 @@
+"""Orders that alternate forwards and backwards as soon as they can, so that few microbatches are held."""
+
+from __future__ import annotations
+
+from .lanes import Lane, Rows, stages_of
+
+
+def one_f_one_b(meshes: int, microbatches: int, chunks: int) -> Rows:
+    """PipeDream's flush: mesh s holds at most min(meshes - s, microbatches) of them (arXiv 2006.09503)."""
+    rows = []
+    for mesh in range(meshes):
+        lane = Lane(microbatches)
+        ahead = min(meshes - 1 - mesh, microbatches)
+        lane.run("F" * ahead, mesh)
+        lane.run("FB" * (microbatches - ahead) + "B" * ahead, mesh)
+        rows.append(lane.actions)
+    return rows
+
+
+def interleaved(meshes: int, microbatches: int, chunks: int) -> Rows:
+    """1F1B with several stages per mesh, rounds of microbatches going round them (arXiv 2104.04473)."""
+    return alternating(meshes, microbatches, chunks, hop=2, backward="B")
+
+
+def alternating(meshes: int, microbatches: int, chunks: int, hop: int, backward: str) -> Rows:
+    """Forwards ahead by `hop` per mesh to go, then forward and backward in turn.
+
+    `backward` "B" is the whole one; with "I" a weight gradient follows that lags by one backward per mesh before this.
+    """
+    per_round = microbatches // max(1, microbatches // meshes)
+    total = microbatches * chunks
+    rows = []
+    for mesh in range(meshes):
+        stages = stages_of(mesh, meshes, chunks)
+        turn = [(i // per_round % chunks) for i in range(total)]
+        forwards, backwards = [stages[c] for c in turn], [stages[chunks - 1 - c] for c in turn]
+        ahead = min((chunks - 1) * per_round + hop * (meshes - 1 - mesh), total)
+        lag = mesh if backward == "I" else total
+        lane = Lane(microbatches)
+        for stage in forwards[:ahead]:
+            lane.run("F", stage)
+        for i, stage in enumerate(backwards):
+            if ahead + i < total:
+                lane.run("F", forwards[ahead + i])
+            lane.run(backward, stage)
+            if i >= lag:
+                lane.run("W", backwards[i - lag])
+        for stage in backwards[max(total - lag, 0) :] if backward == "I" else ():
+            lane.run("W", stage)
+        rows.append(lane.actions)
+    return rows
+
+
+def zb_h1(meshes: int, microbatches: int, chunks: int) -> Rows:
+    """1F1B with the backward in halves: weight gradients fill the bubble, memory as 1F1B's (arXiv 2401.10241)."""
+    return alternating(meshes, microbatches, chunks, hop=1, backward="I")
+
+
+def zb_h2(meshes: int, microbatches: int, chunks: int) -> Rows:
+    """Twice 1F1B's forwards ahead, weight gradients last: next to no bubble, twice the memory (arXiv 2401.10241)."""
+    rows: Rows = []
+    for mesh in range(meshes):
+        lane, lag = Lane(microbatches), 2 * mesh
+        lane.run("F" * min(2 * (meshes - mesh) - 1, microbatches), mesh)
+        for i in range(microbatches):
+            lane.run("I", mesh)
+            lane.run("WF" if i >= lag else "F", mesh)
+        lane.run("W" * min(lag, microbatches), mesh)
+        rows.append(lane.actions)
+    return rows

@@ -1,0 +1,111 @@
+"""Gradients of operators that work element by element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from tvm import relax
+
+from .table import Backward, Gradient, differentiated, gradient, shape_of, stops, zeros
+
+op = relax.op
+
+# Each is its torch function's own derivative.
+_SMOOTH = (
+    "acos acosh asin asinh atan atanh cos cosh erf log rsqrt sigmoid sin sinh sqrt square tan tanh clip abs"
+    " nn.gelu nn.gelu_tanh nn.relu nn.silu nn.leakyrelu nn.selu nn.softplus nn.prelu"
+)
+# Small changes of their operands change nothing.
+_STEPS = "ceil floor round sign trunc floor_divide"
+gradient(*_SMOOTH.split())(differentiated)
+stops("grad.no_grad")
+
+
+@gradient("add", "subtract")
+def add(b: Backward) -> Sequence[Gradient]:
+    """The gradient of the result, summed where an operand was broadcast."""
+    found = iter(b.summed(b.d, n) if b.wanted[n] else None for n in range(len(b.operands)))
+    signs = [1, -1 if b.call.name == "subtract" else 1]
+    made = []
+    for arg, sign in zip(b.call.expr.args, signs, strict=True):
+        if isinstance(arg, relax.PrimValue):
+            continue
+        d = next(found)
+        made.append(d if d is None or sign == 1 else b.emit(op.negative(d)))
+    return made
+
+
+@gradient("multiply")
+def multiply(b: Backward) -> Sequence[Gradient]:
+    left, right = b.arguments()
+    return _each(b, [lambda: op.multiply(b.d, right), lambda: op.multiply(b.d, left)])
+
+
+@gradient("divide")
+def divide(b: Backward) -> Sequence[Gradient]:
+    _, right = b.arguments()
+    share = b.emit(op.divide(b.d, right))
+    return _each(b, [lambda: share, lambda: op.negative(b.emit(op.multiply(share, b.results[0])))])
+
+
+def _each(b: Backward, makers: Sequence[Callable[[], relax.Expr]]) -> list[Gradient]:
+    """Per tensor operand what its maker makes, summed where the operand was broadcast. There is a maker for each
+    argument; those that are numbers have no gradient."""
+    tensors = [make for arg, make in zip(b.call.expr.args, makers, strict=True) if not isinstance(arg, relax.PrimValue)]
+    return [b.summed(b.emit(make()), n) if b.wanted[n] else None for n, make in enumerate(tensors)]
+
+
+@gradient("negative")
+def negative(b: Backward) -> Sequence[Gradient]:
+    return [b.emit(op.negative(b.d))]
+
+
+@gradient("exp")
+def exp(b: Backward) -> Sequence[Gradient]:
+    return [b.emit(op.multiply(b.d, b.results[0]))]
+
+
+@gradient("astype", "wrap_param")
+def astype(b: Backward) -> Sequence[Gradient]:
+    return [b.emit(op.astype(b.d, b.call.inputs[0].dtype))]
+
+
+@gradient("where")
+def where(b: Backward) -> Sequence[Gradient]:
+    """The gradient goes to the operand that was taken."""
+    condition, zero = b.operands[0], b.number(0, 1)
+    made = [lambda: op.where(condition, b.d, zero), lambda: op.where(condition, zero, b.d)]
+    return [None, *(b.summed(b.emit(make()), n) if b.wanted[n] else None for n, make in enumerate(made, 1))]
+
+
+@gradient("ewise_fma")
+def ewise_fma(b: Backward) -> Sequence[Gradient]:
+    """Of a * b + c."""
+    left, right, _ = b.operands
+    made = [lambda: op.multiply(b.d, right), lambda: op.multiply(b.d, left), lambda: b.d]
+    return [b.summed(b.emit(make()), n) if b.wanted[n] else None for n, make in enumerate(made)]
+
+
+@gradient("power", "maximum", "minimum", "atan2", "log_add_exp", "mod", "floor_mod")
+def broadcast(b: Backward) -> Sequence[Gradient]:
+    """What is wanted is broadcast first, so that devices sum gradients, and never what padding makes of operands."""
+    shape = b.call.outputs[0].shape
+    kept = [shape_of(x) == shape or not wanted for x, wanted in zip(b.operands, b.wanted, strict=True)]
+    wide = [x if same else b.emit(op.broadcast_to(x, shape)) for x, same in zip(b.operands, kept, strict=True)]
+    operands = iter(wide)
+    args = [next(operands) if not isinstance(arg, relax.PrimValue) else arg for arg in b.call.expr.args]
+    expr = relax.BlockBuilder().normalize(relax.Call(b.call.expr.op, args, b.call.expr.attrs))
+    inputs = tuple(t if same else t._replace(shape=shape) for t, same in zip(b.call.inputs, kept, strict=True))
+    found = differentiated(replace(b, call=replace(b.call, expr=expr, inputs=inputs), operands=tuple(wide)))
+    return [None if d is None else b.summed(d, n) for n, d in enumerate(found)]
+
+
+@gradient(*_STEPS.split())
+def step(b: Backward) -> Sequence[Gradient]:
+    return [b.emit(zeros(tensor)) for tensor in b.call.inputs]
+
+
+@gradient("builtin.stop_lift_params", "grad.end_checkpoint", "grad.start_checkpoint", "hint_on_device", "to_vdevice")
+def identity(b: Backward) -> Sequence[Gradient]:
+    return [b.d]

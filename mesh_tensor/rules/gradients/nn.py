@@ -1,0 +1,30 @@
+"""Gradients of neural network operators: those of their torch functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .table import Backward, Gradient, differentiated, gradient, zeros
+
+_NAMES = (
+    "nn.layer_norm nn.rms_norm nn.group_norm nn.instance_norm nn.batch_norm nn.attention nn.attention_bias nn.conv1d"
+    " nn.conv2d nn.conv3d nn.conv1d_transpose nn.conv2d_transpose nn.conv3d_transpose nn.max_pool1d nn.max_pool2d"
+    " nn.max_pool3d nn.avg_pool1d nn.avg_pool2d nn.avg_pool3d nn.adaptive_avg_pool1d nn.adaptive_avg_pool2d"
+    " nn.adaptive_avg_pool3d nn.cross_entropy_with_logits nn.nll_loss"
+)
+gradient(*_NAMES.split())(differentiated)
+
+
+@gradient("full")
+def full(b: Backward) -> Sequence[Gradient]:
+    return [b.summed(b.d, 0)]
+
+
+@gradient("full_like")
+def full_like(b: Backward) -> Sequence[Gradient]:
+    return [b.emit(zeros(b.call.inputs[0])), *(b.summed(b.d, n) for n in range(1, len(b.operands)))]
+
+
+@gradient("zeros_like", "ones_like")
+def like(b: Backward) -> Sequence[Gradient]:
+    return [b.emit(zeros(b.call.inputs[0])), *[None] * (len(b.operands) - 1)]

@@ -1,0 +1,62 @@
+"""Public names are imported when they are first used."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mesh_tensor as mt
+
+STUB = Path(mt.__file__).with_suffix(".pyi")
+
+
+def stated_names():
+    lists = [node.value for node in ast.parse(STUB.read_text()).body if isinstance(node, ast.Assign)]
+    return ast.literal_eval(lists[0])
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_every_public_name():
+    assert sorted(stated_names()) == mt.__all__
+    for name in mt.__all__:
+        assert getattr(mt, name) is not None
+    assert set(mt.__all__) <= set(dir(mt))
+
+
+def test_a_package_does_not_hide_the_public_name_that_is_called_alike():
+    """`import mesh_tensor.<package>` puts the package where the name was, unless that is kept from it."""
+    import mesh_tensor.pipeline.schedule
+
+    assert mesh_tensor.pipeline.__module__ == "mesh_tensor.api.pipeline"
+    assert sys.modules["mesh_tensor.pipeline"].schedule.Schedule is mt.Schedule
+
+
+def test_an_unknown_name():
+    with pytest.raises(AttributeError, match="module 'mesh_tensor' has no attribute 'compil'"):
+        mt.compil  # noqa: B018
+
+
+def test_nothing_is_imported_before_it_is_used():
+    loaded = run(
+        "import sys, mesh_tensor as mt; mt.Mesh;"
+        "print(*[name for name in sys.modules if name.startswith('mesh_tensor.')])"
+    )
+    assert not [name for name in loaded if not name.startswith("mesh_tensor.base")]
+
+
+def test_no_module_makes_tensors_when_it_is_imported():
+    """What torch was told elsewhere at the time of first use would get into them."""
+    code = (
+        "import pkgutil, importlib, sys, mesh_tensor, torch\n"
+        "found = [name for _, name, _ in pkgutil.walk_packages(mesh_tensor.__path__, 'mesh_tensor.')]\n"
+        "for name in found: name.endswith('.worker') or importlib.import_module(name)\n"
+        "for name in found:\n"
+        "    for held in vars(sys.modules.get(name, torch.fft)).values():\n"
+        "        if isinstance(held, torch.Tensor): print(name)\n"
+    )
+    assert run(code) == []

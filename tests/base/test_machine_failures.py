@@ -1,0 +1,98 @@
+"""What is no machine, and what a machine can't do."""
+
+from dataclasses import replace
+
+import pytest
+
+from mesh_tensor.base.errors import MeshTensorError
+from mesh_tensor.base.machine import Link, Machine, Memory, Roofline
+
+GOOD = Machine("good", {"float32": 1e12}, (Memory(10**9, 1e11),), (Link("wire", 8, rate=1e9, start=1e-5),))
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        ({"flops": {}}, "no rate of operations (flops)"),
+        ({"flops": {"float32": 0}}, "flops of float32 is 0"),
+        ({"flops": {"float32": float("nan")}}, "flops of float32 is nan"),
+        ({"flops": {"float32": "1e12"}}, "flops of float32 is '1e12'"),
+        ({"memory": ()}, "no memory"),
+        ({"memory": (Memory(10, 1.0), Memory(5, 1.0))}, "memory are not in order"),
+        ({"links": (Link("a", None, 1.0, 0.0), Link("b", 8, 1.0, 0.0))}, "links are not in order"),
+        ({"links": (Link("a", 8, rate=-1.0, start=0.0),)}, "rate of link a is -1.0"),
+        ({"links": (Link("a", 8, rate=1.0, start=-1e-6),)}, "start of link a is -1e-06"),
+        ({"launch": -1.0}, "launch is -1.0"),
+        ({"busy": 1.5}, "busy is 1.5, a share"),
+        ({"devices": 0}, "devices is 0"),
+        ({"name": ""}, "its name is ''"),
+        ({"classes": {"matmul": Roofline(flops=0.0)}}, "flops of class matmul is 0.0"),
+    ],
+)
+def test_numbers_that_can_not_be(change, fact):
+    with pytest.raises(MeshTensorError) as caught:
+        replace(GOOD, **change)
+    assert fact in str(caught.value)
+    assert "fix: rates and sizes are numbers above 0" in str(caught.value)
+
+
+def test_all_that_is_wrong_is_told_at_once():
+    with pytest.raises(MeshTensorError) as caught:
+        replace(GOOD, flops={"float32": 0}, launch=-1.0)
+    assert str(caught.value).startswith("2 problems:\n  - flops of float32 is 0\n  - launch is -1.0\n")
+
+
+def test_a_dtype_without_a_rate():
+    with pytest.raises(MeshTensorError) as caught:
+        GOOD.peak("bfloat16")
+    assert "no rate of operations on bfloat16" in str(caught.value)
+    assert "it has rates for 'float32'" in str(caught.value)
+    assert "'bfloat16': ..." in str(caught.value)
+
+
+def test_more_devices_than_anything_connects():
+    with pytest.raises(MeshTensorError, match="nothing connects 9 devices") as caught:
+        GOOD.link(9)
+    assert "its links reach 8" in str(caught.value)
+    with pytest.raises(MeshTensorError, match="it has no links"):
+        replace(GOOD, links=()).link(2)
+
+
+def test_more_devices_than_there_are():
+    with pytest.raises(MeshTensorError) as caught:
+        GOOD.with_devices(4).check_holds(8, "the mesh {'x': 8}")
+    assert "the mesh {'x': 8} has 8 devices, the machine 4" in str(caught.value)
+    assert "machine.with_devices(8)" in str(caught.value)
+    GOOD.check_holds(8, "the mesh")
+
+
+@pytest.mark.parametrize(
+    ("text", "fact"),
+    [
+        ("{", "a machine's text is no JSON"),
+        ("[]", "a machine's text is [], no object"),
+        ('{"name": "a"}', "it has no flops"),
+        ('{"name": "a", "flop": {}, "memory": []}', "a machine has no 'flop'; did you mean 'flops'?"),
+        ('{"name": "a", "flops": {"float32": 1}, "memory": [{"size": 1, "rat": 1}]}', "memory has no 'rat'"),
+        ('{"name": "a", "flops": {"float32": 1}, "memory": [{"size": 1}]}', "memory has size, and needs size, rate"),
+        ('{"name": "a", "flops": 3, "memory": []}', "flops is 3, no object"),
+        ('{"name": "a", "flops": {"float32": 1}, "memory": [{"size": "x", "rate": 1}]}', "memory[0].size is 'x'"),
+        (
+            '{"name": "a", "flops": {"float32": 1}, "memory": [{"size": 1, "rate": 1}], "devices": "x"}',
+            "devices is 'x'",
+        ),
+        ('{"name": "a", "flops": {"float32": 1}, "memory": [{"size": 1, "rate": 1}], "price": "x"}', "price is 'x'"),
+        ('{"name": "a", "flops": {"float32": 1}, "memory": [{"size": 1, "rate": 1}], "tuning": {"stak": 1}}', "'stak'"),
+    ],
+)
+def test_text_that_is_no_machine(text, fact):
+    with pytest.raises(MeshTensorError) as caught:
+        Machine.from_text(text)
+    assert fact in str(caught.value)
+
+
+def test_an_unknown_preset():
+    with pytest.raises(MeshTensorError) as caught:
+        Machine.preset("h1000x8")
+    assert "there is no machine 'h1000x8'; did you mean 'h100'?" in str(caught.value)
+    assert "'a100'" in str(caught.value)
