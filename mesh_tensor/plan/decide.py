@@ -70,7 +70,9 @@ class Decider:
         self._mesh, self._atoms, self._layouts = mesh, atoms, layouts
         self._fixed, self._in_place = fixed or {}, in_place
         self._known: dict[tuple, Decision] = {}
-        self._there = {value: () if value in free else (layout,) for value, layout in layouts.of.items()}
+        self._there: dict[Value, tuple[Sharding, ...]] = {
+            value: () if value in free else (layout,) for value, layout in layouts.of.items()
+        }
 
     def decide(self, node: Node) -> Decision:
         """The cheapest split of a node. Where costs tie, more axes split, then the first factor named wins: results
@@ -96,19 +98,20 @@ class Decider:
         if len(decisions) == 1:
             return decisions[0]
         flops = _flops(node)
+        return min(decisions, key=lambda decision: self._rank(decision, flops, rule, operands, results))
 
-        def rank(decision: Decision) -> tuple[int, int, int]:
-            parts = math.prod(self._mesh.size(axis) for axis in decision.split)
-            ways = [(t, t.there, (needed,)) for t, needed in zip(operands, decision.needed, strict=True)]
-            for tensor, produced in zip(results, decision.produced, strict=True):
-                ways.append((tensor, (produced,), (tensor.layout,) if tensor.there else (_completed(produced),)))
-            cost = flops // parts // _FLOPS_PER_BYTE
-            cost += sum(min(_cost(t.shape, t.dtype, src, *dst) for src in there) for t, there, dst in ways if there)
-            cost += sum(self._inner_cost(inner, decision) for inner in rule.inner)
-            leaving = sum(_leaving(*there[:1], *dst) for _, there, dst in ways if there) if self._in_place else 0
-            return leaving, cost, -len(decision.split)
-
-        return min(decisions, key=rank)
+    def _rank(
+        self, decision: Decision, flops: int, rule: NodeRule, operands: list[_Tensor], results: list[_Tensor]
+    ) -> tuple[int, int, int]:
+        """How good a decision is: less is better."""
+        ways = [(t, t.there, needed) for t, needed in zip(operands, decision.needed, strict=True) if t.there]
+        for tensor, produced in zip(results, decision.produced, strict=True):
+            ways.append((tensor, (produced,), tensor.layout if tensor.there else _completed(produced)))
+        cost = flops // math.prod(self._mesh.size(axis) for axis in decision.split) // _FLOPS_PER_BYTE
+        cost += sum(min(_cost(t.shape, t.dtype, src, dst) for src in there) for t, there, dst in ways)
+        cost += sum(self._inner_cost(inner, decision) for inner in rule.inner)
+        leaving = sum(_leaving(there[0], dst) for _, there, dst in ways) if self._in_place else 0
+        return leaving, cost, -len(decision.split)
 
     def _decision(self, rule: NodeRule, split: dict[str, str], asked: list[_Tensor]) -> Decision:
         """What follows from a split. An axis whose factor ends inside the kernel splits what results ask for from
@@ -169,8 +172,10 @@ def operand_layout(mesh: Mesh, factors: AtomFactors, split: Split) -> Sharding:
 def result_layout(mesh: Mesh, factors: AtomFactors, split: Split, partial: Mapping[str, str]) -> Sharding:
     """How a result with these factors comes out, where `partial` has the ops that complete it."""
     places = _places(factors, split)
-    pending = {a: Partial(partial[f]) for a, f in split.items() if a not in places and f is not None and f in partial}
-    return Sharding.of(mesh, len(factors), {**places, **pending})
+    for axis, factor in split.items():
+        if axis not in places and factor is not None and factor in partial:
+            places[axis] = Partial(partial[factor])
+    return Sharding.of(mesh, len(factors), places)
 
 
 def _completed(produced: Sharding) -> Sharding:
@@ -199,7 +204,7 @@ def bytes_moved(shape: tuple[int, ...], dtype: str, src: Sharding, dst: Sharding
 
 def _one_op(rule: NodeRule, split: Split) -> bool:
     """A result can't be pending with two different ops."""
-    return all(len({ops[f] for f in split.values() if f in ops}) < 2 for ops in rule.partial)
+    return all(len({ops[f] for f in split.values() if f is not None and f in ops}) < 2 for ops in rule.partial)
 
 
 def _is_even(rule: NodeRule, split: Split, mesh: Mesh) -> bool:
