@@ -30,6 +30,7 @@ from .runtime.ranks import from_dtensor, from_placements, redistribute, resume, 
 from .runtime.sequential import run_sequential
 from .runtime.virtual.mesh_tensor import MeshTensor, distribute, plan_redistribution
 from .runtime.virtual.transfer import plan_transfer, transfer
+from .simulation import Simulation, simulate
 from .targets.cpu.tilelang_gemm import register_cpu_gemm
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "Shard",
     "Sharding",
     "ShardingRule",
+    "Simulation",
     "Topology",
     "__version__",
     "annotate",
@@ -81,6 +83,7 @@ __all__ = [
     "run_sequential",
     "save_module",
     "sharding_rule",
+    "simulate",
     "to_disco",
     "to_dtensor",
     "to_placements",

@@ -48,6 +48,25 @@ class Roofline:
 
 
 @dataclass(frozen=True)
+class Work:
+    """Seconds that a call takes before it works, and that its operations and its bytes take beside each other."""
+
+    start: float
+    flops: float
+    memory: float
+
+    @property
+    def seconds(self) -> float:
+        """In all."""
+        return self.start + max(self.flops, self.memory)
+
+    @property
+    def bound(self) -> str:
+        """What takes most of it: start, flops or memory."""
+        return max(("flops", self.flops), ("memory", self.memory), ("start", self.start), key=lambda part: part[1])[0]
+
+
+@dataclass(frozen=True)
 class Tuning:
     """Sizes from which one way of doing something beats another, on the processor that a Machine describes.
 
@@ -87,6 +106,7 @@ class Machine:
     launch     seconds from one kernel or operator to the next that no work hides
     busy       the share of a collective's time that the kernel beside it loses: 0 .. 1
     devices    how many there are (None: as many as a mesh has)
+    processors how many of them work at the same time, where they share processors (None: all)
     price      of a device, per hour
     classes    operators that reach another share of the rates, by operator or by class of operators
 
@@ -102,6 +122,7 @@ class Machine:
     launch: float = 0.0
     busy: float = 0.0
     devices: int | None = None
+    processors: int | None = None
     price: float | None = None
     classes: Mapping[str, Roofline] = field(default_factory=dict)
     tuning: Tuning = field(default_factory=Tuning)
@@ -157,11 +178,11 @@ class Machine:
         """The class that is called by the first of `names` that there is; none: the machine's own rates."""
         return next((self.classes[name] for name in names if name in self.classes), _PLAIN)
 
-    def compute_time(self, flops: float, nbytes: float, dtype: str, *names: str) -> float:
-        """Seconds of an operator of the class `names` (as in `roofline`), without its launch."""
+    def work(self, flops: float, nbytes: float, dtype: str, *names: str) -> Work:
+        """What an operator of the class `names` (as in `roofline`) takes, by what it takes it for."""
         roofline = self.roofline(*names)
-        work = flops / (self.peak(dtype) * roofline.flops)
-        return roofline.start + max(work, nbytes / (self.memory_rate(nbytes) * roofline.memory))
+        computing = flops / (self.peak(dtype) * roofline.flops)
+        return Work(self.launch + roofline.start, computing, nbytes / (self.memory_rate(nbytes) * roofline.memory))
 
     @property
     def flops_per_byte(self) -> float:
@@ -245,8 +266,8 @@ def _problems(machine: Machine) -> Iterable[str]:
     yield from _from_zero({"launch": machine.launch, "busy": machine.busy, "price": machine.price or 0.0})
     if isinstance(machine.busy, (int, float)) and machine.busy > 1:
         yield f"busy is {machine.busy}, a share"
-    if machine.devices is not None:
-        yield from _above_zero({"devices": machine.devices})
+    counts = {"devices": machine.devices, "processors": machine.processors}
+    yield from _above_zero({name: count for name, count in counts.items() if count is not None})
     for name, roofline in machine.classes.items():
         yield from _above_zero({f"flops of class {name}": roofline.flops, f"memory of class {name}": roofline.memory})
         yield from _from_zero({f"start of class {name}": roofline.start})

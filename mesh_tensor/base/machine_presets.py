@@ -39,12 +39,11 @@ _GPU_LAUNCH = 2e-6
 # Products get 95% of the peak at best; half of that at 4 Gflop on an A100. Element-wise work is bound by memory, of
 # which large tensors get 90%.
 _GPU_CLASSES = {
-    "matmul": Roofline(start=8e-6, flops=0.95, memory=0.9),
-    "attention": Roofline(start=8e-6, flops=0.6, memory=0.9),
-    "conv": Roofline(start=8e-6, flops=0.6, memory=0.9),
-    "elementwise": Roofline(start=3e-6, flops=0.1, memory=0.9),
-    "reduce": Roofline(start=3e-6, flops=0.1, memory=0.85),
-    "move": Roofline(start=3e-6, flops=0.1, memory=0.9),
+    "product": Roofline(start=8e-6, flops=0.95, memory=0.9),
+    "nn.attention": Roofline(start=8e-6, flops=0.6, memory=0.9),
+    "elementwise": Roofline(start=1e-6, flops=0.1, memory=0.9),
+    "reduce": Roofline(start=1e-6, flops=0.1, memory=0.85),
+    "move": Roofline(start=1e-6, flops=0.1, memory=0.9),
 }
 _GPU_SOURCES = {
     "classes": "after the efficiencies by size of Calculon (calculon-ai/calculon, systems/a100_80g.json)",

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mesh_tensor.base.collectives import COLLECTIVES
 from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.rules.operator.cost import class_of
 
 from .steps import CollectiveStep, KernelStep, OpStep, Step, WaitStep
 
 # Products (or kernels) that may run between a collective's start and the use of its result.
 _AHEAD = CPU.tuning.products_ahead
-_SENDING = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute", "exchange")
-_PRODUCTS = ("matmul", "nn.attention", "nn.conv2d", "nn.conv1d")
 
 
 def schedule(steps: Sequence[Step]) -> list[Step]:
@@ -28,7 +28,7 @@ def schedule(steps: Sequence[Step]) -> list[Step]:
     moved: set[int] = set()
     for index, step in enumerate(steps):
         collective = step.collective
-        if collective is None or collective.kind not in _SENDING:
+        if collective is None or not COLLECTIVES[collective.kind].sends:
             continue
         dst = collective.dst
         first_use = next((i for i in range(index + 1, len(steps)) if dst in steps[i].uses), len(steps))
@@ -69,4 +69,4 @@ def _computes(between: Sequence[Step]) -> bool:
 
 def _is_product(step: Step) -> bool:
     """Whether it takes long enough to hide a collective behind it."""
-    return isinstance(step, KernelStep) or (isinstance(step, OpStep) and step.call.name in _PRODUCTS)
+    return isinstance(step, KernelStep) or (isinstance(step, OpStep) and class_of(step.call.name) == "product")

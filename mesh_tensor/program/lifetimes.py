@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from .steps import AllocStep, FreeStep, Parameter, Program, Step, of_kinds
+from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Parameter, Program, Step, WaitStep
 
 
 class Stored(Protocol):
@@ -36,12 +36,59 @@ def with_lifetimes(
     return tuple(result)
 
 
+def held_bytes(program: Program) -> list[int]:
+    """The bytes of tiles, padding included, that one device holds during each step. Inputs and outputs are there from
+    the beginning, but for outputs that operators make."""
+    return program.mean(_Held(program))
+
+
 def peak_bytes(program: Program) -> int:
     """The most bytes of tiles and workspaces that one device holds at once."""
-    sizes = {storage: value.tile_bytes for storage, value in program.stored.items()}
-    now = peak = sum(sizes[storage] for storage in program.inputs)
-    table = {AllocStep: lambda step: sizes[step.storage], FreeStep: lambda step: -sizes[step.storage]}
-    for change in of_kinds(program.steps, table):
-        now += change
-        peak = max(peak, now)
-    return peak
+    return max([_Held(program).now, *held_bytes(program)])
+
+
+class _Held:
+    """What there is; every step means the bytes that are there with it."""
+
+    def __init__(self, program: Program) -> None:
+        self._values = program.values
+        self._sizes = {storage: value.tile_bytes for storage, value in program.stored.items()}
+        made = {program.values[name].storage for step in program.steps for name in step.makes}
+        self._there: set[str] = set()
+        self.now = 0
+        for storage in program.inputs | (program.outputs - made):
+            self._add(storage)
+
+    def kernel(self, step: KernelStep) -> int:
+        """It works on what is there."""
+        return self.now
+
+    def op(self, step: OpStep) -> int:
+        """Its results come with their memory."""
+        for name in step.makes:
+            self._add(self._values[name].storage)
+        return self.now
+
+    def collective(self, step: CollectiveStep) -> int:
+        """It works on what is there."""
+        return self.now
+
+    def wait(self, step: WaitStep) -> int:
+        """It works on what is there."""
+        return self.now
+
+    def alloc(self, step: AllocStep) -> int:
+        """Memory that nobody brought comes to life."""
+        self._add(step.storage)
+        return self.now
+
+    def free(self, step: FreeStep) -> int:
+        """The memory is gone."""
+        self._there.remove(step.storage)
+        self.now -= self._sizes[step.storage]
+        return self.now
+
+    def _add(self, storage: str) -> None:
+        if storage not in self._there:
+            self._there.add(storage)
+            self.now += self._sizes[storage]

@@ -36,10 +36,15 @@ def test_the_innermost_link_that_reaches_counts(devices, name):
 
 
 def test_an_operator_takes_as_long_as_the_slower_of_its_operations_and_its_bytes():
-    assert SMALL.compute_time(1e12, 10**6, "float32") == 1.0
-    assert SMALL.compute_time(1, 10**11, "float32") == 1.0
-    assert SMALL.compute_time(1e12, 10**6, "float32", "matmul") == pytest.approx(2.0 + 1e-6)
-    assert SMALL.compute_time(1, 10**11, "float32", "nn.relu", "elementwise") == 2.0  # the first name that there is
+    assert SMALL.work(1e12, 10**6, "float32").seconds == 1.0
+    assert SMALL.work(1, 10**11, "float32").seconds == 1.0
+    assert SMALL.work(1e12, 10**6, "float32", "matmul").seconds == pytest.approx(2.0 + 1e-6)
+    assert SMALL.work(1, 10**11, "float32", "nn.relu", "elementwise").seconds == 2.0  # the first name that there is
+    assert [SMALL.work(*work, "float32", "matmul").bound for work in ((1e12, 1), (1, 1e9), (1, 1))] == [
+        "flops",
+        "memory",
+        "start",
+    ]
 
 
 def test_equal_machines_are_equal_and_hash_alike():

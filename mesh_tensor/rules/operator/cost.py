@@ -6,6 +6,34 @@ import math
 
 from .call import OpCall
 
+# Classes of operators by what bounds their time; what is not here works element by element.
+_CLASSES = {
+    "product": ("matmul", "outer", "einsum", "nn.attention", "nn.attention_bias", "aten._grouped_mm.default")
+    + tuple(f"nn.conv{dims}d{ending}" for dims in (1, 2, 3) for ending in ("", "_transpose")),
+    "view": ("reshape", "flatten", "nn.batch_flatten", "expand_dims", "squeeze", "permute_dims", "broadcast_to")
+    + ("strided_slice", "split", "aten.diagonal.default", "aten.unfold.default", "wrap_param"),
+    "move": ("concat", "stack", "repeat", "tile", "flip", "nn.pad", "nn.pixel_shuffle", "meshgrid", "slice_scatter")
+    + (
+        "take",
+        "gather_elements",
+        "gather_nd",
+        "index_tensor",
+        "scatter_nd",
+        "scatter_elements",
+        "index_put",
+        "one_hot",
+    ),
+    "reduce": ("sum", "mean", "max", "min", "prod", "variance", "std", "argmax", "argmin", "cumsum", "cumprod")
+    + ("nn.softmax", "nn.log_softmax", "nn.layer_norm", "nn.rms_norm", "nn.group_norm", "nn.instance_norm")
+    + ("collapse_sum_to", "collapse_sum_like", "nn.cross_entropy_with_logits", "nn.nll_loss"),
+}
+_CLASS_OF = {name: kind for kind, names in _CLASSES.items() for name in names}
+
+
+def class_of(name: str) -> str:
+    """The class of an operator, as a Machine knows classes: product, view, move, reduce or elementwise."""
+    return _CLASS_OF.get(name, "elementwise")
+
 
 def count_flops(call: OpCall) -> int:
     """Floating-point operations: 2 per multiply-add of what contracts; 1 per element of the largest tensor else."""

@@ -1,0 +1,103 @@
+"""What steps cost on a Machine: seconds on the stream that they keep busy.
+
+A step is priced for the busiest device. Kernels and operators keep the device's own stream busy, collectives that of
+the outermost link that they cross.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mesh_tensor.base.collective_time import collective_time, reach
+from mesh_tensor.base.dtypes import dtype_bits
+from mesh_tensor.base.machine import Machine, Work
+from mesh_tensor.rules.operator.call import operator_name
+from mesh_tensor.rules.operator.cost import class_of
+
+from .steps import CollectiveStep, KernelStep, OpStep, Program, Value
+
+COMPUTE = -1  # the stream of the device itself; others are numbers of the machine's links
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """`seconds` on a `stream`, most of them because of what `bound` says: start, flops, memory, or a link's name.
+    `nbytes` are read and written, or received. `kind` is what steps are grouped by."""
+
+    kind: str
+    stream: int
+    seconds: float
+    bound: str
+    flops: int = 0
+    nbytes: int = 0
+
+
+NOTHING = StepCost("wait", COMPUTE, 0.0, "start")  # what waits, and memory that comes and goes, cost by themselves
+
+
+class StepCosts:
+    """What each kind of step costs, of a program; calls that are alike are priced once."""
+
+    def __init__(self, program: Program, machine: Machine) -> None:
+        machine.check_holds(program.mesh.num_devices, str(program.mesh))
+        self._program, self._machine = program, machine
+        self._known: dict[tuple, StepCost] = {}
+
+    def kernel(self, step: KernelStep) -> StepCost:
+        """Its operations, on the dtype of its first tile, or all of its tiles once."""
+        values = [self._program.values[name] for name in step.args]
+        nbytes = sum(value.tile_bytes for value in values)
+        dtype = values[0].dtype if values else "float32"
+        work = self._machine.work(step.flops, nbytes, dtype, f"kernel {step.name}", "kernel", "product")
+        rounds = self._rounds(self._program.mesh.num_devices)
+        return StepCost(f"kernel {step.name}", COMPUTE, work.seconds * rounds, work.bound, step.flops, nbytes)
+
+    def op(self, step: OpStep) -> StepCost:
+        """Its operations, or its operands and results once; views of operands move nothing."""
+        copied = any(name in step.whole for name in step.results)
+        different = self._different(self._program.values[name] for name in (*step.args, *step.results))
+        key = (step.call.name, step.call.inputs, step.call.outputs, step.flops, copied, different)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._priced(step, copied, self._rounds(different))
+        return found
+
+    def collective(self, step: CollectiveStep) -> StepCost:
+        """What is sent over links; what only changes on the device, its tiles once."""
+        mesh, machine = self._program.mesh, self._machine
+        seconds = collective_time(machine, step.kind, step.bytes, mesh, step.axes)
+        name = f"{step.kind} over {', '.join(step.axes)}"
+        if seconds:
+            groups = reach(machine, mesh, step.axes)
+            bound = groups.link.name if step.bytes / groups.rate > seconds / 2 else "start"
+            rounds = self._rounds(mesh.num_devices)
+            return StepCost(name, groups.level, seconds * rounds, bound, 0, step.bytes)
+        nbytes = sum(self._program.values[name].tile_bytes for name in (step.src, step.dst))
+        work = Work(machine.launch, 0.0, nbytes / machine.memory_rate(nbytes))
+        return StepCost(name, COMPUTE, work.seconds, work.bound, 0, nbytes)
+
+    def _priced(self, step: OpStep, copied: bool, rounds: int) -> StepCost:
+        call, name = step.call, operator_name(step.call)
+        kind = class_of(name)
+        if kind == "view" and not copied:
+            return StepCost(name, COMPUTE, self._machine.roofline("view").start * rounds, "start")
+        tensors = (*call.inputs, *call.outputs)
+        nbytes = sum(tensor.elements * dtype_bits(tensor.dtype) // 8 for tensor in tensors)
+        dtype = tensors[0].dtype if tensors else "float32"
+        work = self._machine.work(step.flops, nbytes, dtype, name, "move" if kind == "view" else kind)
+        return StepCost(name, COMPUTE, work.seconds * rounds, work.bound, step.flops, nbytes)
+
+    def _rounds(self, devices: int) -> int:
+        """How often the processors go round that so many devices share."""
+        processors = self._machine.processors
+        return 1 if processors is None else math.ceil(devices / processors)
+
+    def _different(self, values: Iterable[Value]) -> int:
+        """How many devices have tiles of their own of these values; those with equal ones may work once for all."""
+        mesh = self._program.mesh
+        layouts = [value.sharding for value in values]
+        axes = {axis for layout in layouts for axes in layout.dims for axis in axes}
+        axes |= {axis for layout in layouts for axis, _ in layout.partial}
+        return math.prod(mesh.size(axis) for axis in axes)

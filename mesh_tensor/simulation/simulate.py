@@ -1,0 +1,182 @@
+"""simulate: how long a Program takes on a Machine, what its devices hold, and what that comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tvm import tirx
+
+from mesh_tensor.base.errors import refuse, shown
+from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.program.builder import lower_to_program
+from mesh_tensor.program.cost import COMPUTE
+from mesh_tensor.program.lifetimes import held_bytes
+from mesh_tensor.program.steps import Program
+
+from .page import page
+from .streams import RUN, WAIT, Events, critical, play
+from .summary import Group, groups, table, why
+from .trace import trace
+
+
+def simulate(what: Any, machine: Machine | str | None = None) -> Simulation:
+    """Simulate what runs on a mesh; nothing is run, and no memory is taken.
+
+    Args:
+        what: an annotated kernel, compiled or not; a module that was distributed; or a Program. Of known sizes.
+        machine: what it runs on, or a preset's name ("h100x16"); None: this project's CPU ranks.
+
+    Returns:
+        The Simulation: time, memory, and where they come from.
+
+    Raises:
+        MeshTensorError: it is nothing that runs, or the machine can't hold it.
+    """
+    if machine is not None and not isinstance(machine, (Machine, str)):
+        refuse(f"{shown(machine)} is no machine", fix="pass an mt.Machine, or the name of one: 'h100x16'")
+    return Simulation(_program_of(what), Machine.preset(machine) if isinstance(machine, str) else machine or CPU)
+
+
+def _program_of(what: Any) -> Program:
+    if isinstance(what, tirx.PrimFunc):
+        sizes = [size for buffer in what.buffer_map.values() for size in buffer.shape]
+        if symbols := [str(size) for size in sizes if not isinstance(size, tirx.IntImm)]:
+            refuse(
+                f"a kernel with symbolic dims can't be simulated: {', '.join(dict.fromkeys(symbols))}",
+                fix="give them sizes (mt.simulate takes a compiled kernel after a call, too)",
+            )
+        return lower_to_program(what)
+    program = what if isinstance(what, Program) else getattr(what, "program", None)
+    if not isinstance(program, Program):
+        refuse(
+            f"{shown(what)} can't be simulated",
+            fix="pass an annotated kernel, what mt.compile or mt.distribute_module gave, or its .program",
+        )
+    return program
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step from `start` to `end` seconds on a stream of the device; `bound` is what it takes most of that for, and
+    `held` the bytes on the device meanwhile. `number` is the step's in the program."""
+
+    number: int
+    kind: str
+    stream: str
+    start: float
+    end: float
+    bound: str
+    flops: int
+    nbytes: int
+    held: int
+
+
+class Simulation:
+    """What a Program takes on a Machine.
+
+    time         seconds, from the first step's start to the last one's end
+    peak_bytes   the most bytes of tiles that a device holds at once
+    computing    seconds in which the device computes; what is left of `time` it waits for collectives
+    """
+
+    def __init__(self, program: Program, machine: Machine) -> None:
+        self.program, self.machine = program, machine
+        self._events = Events(program, machine)
+        self.time, self._ends = play(self._events.all, len(machine.links), machine.busy)
+        self.computing = sum(event.seconds for event in self._events.all if event.kind == RUN)
+
+    @cached_property
+    def held(self) -> list[int]:
+        """The bytes that a device holds during each step of the program."""
+        return held_bytes(self.program)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that a device holds at once."""
+        return max(self.held, default=0)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the machine's memory holds that."""
+        return self.peak_bytes <= self.machine.main_memory.size
+
+    @property
+    def communicating(self) -> float:
+        """Seconds of collectives, whether something runs beside them or not."""
+        return sum(event.seconds for event, cost in self._timed() if cost.stream != COMPUTE)
+
+    @property
+    def exposed(self) -> float:
+        """The share of the time that the device waits for collectives."""
+        return (self.time - self.computing) / self.time if self.time else 0.0
+
+    @property
+    def flops(self) -> int:
+        """Operations of one device."""
+        return sum(cost.flops for cost in self._events.costs)
+
+    def utilisation(self, dtype: str, flops: float | None = None) -> float:
+        """The share of the machine's peak on `dtype` that is used; `flops` are the operations that count, of one
+        device (a model's own, say): all of them if they are left out."""
+        return (self.flops if flops is None else flops) / (self.time * self.machine.peak(dtype)) if self.time else 0.0
+
+    def per_second(self, count: float) -> float:
+        """How many there are per second, of what there are `count` per run (tokens, images)."""
+        return count / self.time if self.time else 0.0
+
+    @cached_property
+    def steps(self) -> tuple[StepTime, ...]:
+        """Every step that takes time, or that is waited for."""
+        names = ["device", *(link.name for link in self.machine.links)]
+        found = []
+        for (event, cost), number, end in zip(self._timed(), self._events.steps, self._ends, strict=True):
+            if event.kind != WAIT:
+                stream = names[cost.stream + 1]
+                start, held = end - event.seconds, self.held[number]
+                found.append(StepTime(number, cost.kind, stream, start, end, cost.bound, cost.flops, cost.nbytes, held))
+        return tuple(found)
+
+    @cached_property
+    def critical_path(self) -> tuple[StepTime, ...]:
+        """The steps that the end waited for, one after the other."""
+        by_step = {step.number: step for step in self.steps}
+        path = critical(self._events.all, self._ends, self.machine.busy)
+        numbers = [self._events.steps[each] for each in path]
+        return tuple(by_step[number] for number in numbers if number in by_step)
+
+    def groups(self) -> list[Group]:
+        """The steps by kind, the dearest first, with their share of the critical path and the time without them."""
+        return groups(self.steps, self.critical_path, self.time, self.without)
+
+    def without(self, kinds: Iterable[str]) -> float:
+        """The seconds that everything would take if steps of these kinds took none."""
+        gone = set(kinds)
+        events = [e._replace(seconds=0.0) if c.kind in gone else e for e, c in self._timed()]
+        return play(events, len(self.machine.links), self.machine.busy)[0]
+
+    def why(self, most: int = 3) -> str:
+        """The steps that cost most, what they cost it for, and what would change that."""
+        return why(self.groups()[:most], self)
+
+    def trace(self, path: str | Path | None = None) -> dict[str, Any]:
+        """The timeline as Chrome's tracing and Perfetto read it; written to `path` as JSON, if there is one."""
+        return trace(self, path)
+
+    def page(self, path: str | Path | None = None) -> str:
+        """The timeline as an HTML page that needs nothing else; written to `path`, if there is one."""
+        return page(self, path)
+
+    def __str__(self) -> str:
+        return table(self)
+
+    def __repr__(self) -> str:
+        took = f"{self.time * 1e3:.4g} ms, {self.peak_bytes:,} bytes"
+        return f"Simulation({self.program.name} on {self.machine.name}: {took})"
+
+    def _timed(self) -> list[tuple[Any, Any]]:
+        return list(zip(self._events.all, self._events.costs, strict=True))

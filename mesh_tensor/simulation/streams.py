@@ -1,0 +1,127 @@
+"""The streams of a device: one for what it computes, one per kind of link. Every device of a Program runs the same
+steps, so one of them, the busiest at each step, stands for all: what is simulated doesn't grow with the mesh.
+
+A step starts when its stream is free. A collective that is waited for at once holds the device up; one that only
+starts takes from what the device computes the share of its time that the machine says, until it is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from mesh_tensor.base.machine import Machine
+from mesh_tensor.program.cost import COMPUTE, NOTHING, StepCost, StepCosts
+from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Program, WaitStep
+
+RUN, SEND, START, WAIT = range(4)
+
+
+class Event(NamedTuple):
+    """What a step does to streams; `which` is a link's number (SEND, START), or the event that is waited for."""
+
+    kind: int
+    seconds: float
+    which: int
+
+
+class Events:
+    """The events of a program's steps, with the cost of each and the number of its step. What takes no time and waits
+    for nothing is no event."""
+
+    def __init__(self, program: Program, machine: Machine) -> None:
+        self.all: list[Event] = []
+        self.costs: list[StepCost] = []
+        self.steps: list[int] = []
+        self._prices = StepCosts(program, machine)
+        self._started: dict[str, int] = {}
+        for number, step in enumerate(program.steps):
+            if made := step.mean(self):
+                self.all.append(made[0])
+                self.costs.append(made[1])
+                self.steps.append(number)
+
+    def kernel(self, step: KernelStep) -> tuple[Event, StepCost] | None:
+        """The device is busy."""
+        return _on_device(self._prices.kernel(step))
+
+    def op(self, step: OpStep) -> tuple[Event, StepCost] | None:
+        """The device is busy."""
+        return _on_device(self._prices.op(step))
+
+    def collective(self, step: CollectiveStep) -> tuple[Event, StepCost] | None:
+        """The link is busy, and the device, too, if it waits; or the device alone, where nothing is sent."""
+        cost = self._prices.collective(step)
+        if cost.stream == COMPUTE:
+            return _on_device(cost)
+        if not step.wait:
+            self._started[step.dst] = len(self.all)
+        return Event(SEND if step.wait else START, cost.seconds, cost.stream), cost
+
+    def wait(self, step: WaitStep) -> tuple[Event, StepCost] | None:
+        """The device waits, if anything was sent."""
+        started = self._started.pop(step.collective.dst, None)
+        return None if started is None else (Event(WAIT, 0.0, started), NOTHING)
+
+    def alloc(self, step: AllocStep) -> None:
+        """No time."""
+
+    def free(self, step: FreeStep) -> None:
+        """No time."""
+
+
+def _on_device(cost: StepCost) -> tuple[Event, StepCost] | None:
+    return (Event(RUN, cost.seconds, 0), cost) if cost.seconds else None
+
+
+def play(events: Iterable[Event], links: int, busy: float) -> tuple[float, list[float]]:
+    """When everything has ended, and when each event ends; all streams are free at 0."""
+    now, streams = 0.0, [0.0] * links
+    ends: list[float] = []
+    end = ends.append
+    for kind, seconds, which in events:
+        if kind == RUN:
+            now += seconds
+            end(now)
+        elif kind == SEND:
+            if streams[which] > now:
+                now = streams[which]
+            now += seconds
+            streams[which] = now
+            end(now)
+        elif kind == START:
+            begin = streams[which]
+            if now > begin:
+                begin = now
+            streams[which] = begin = begin + seconds
+            now += busy * seconds
+            end(begin)
+        else:
+            if ends[which] > now:
+                now = ends[which]
+            end(now)
+    return max([now, *streams]), ends
+
+
+def critical(events: Sequence[Event], ends: Sequence[float], busy: float) -> list[int]:
+    """The events that the end waited for, each for the one before it, by number and in order of time."""
+    before: list[list[int]] = []
+    last, streams = -1, dict[int, int]()
+    for number, (kind, seconds, which) in enumerate(events):
+        found = [last]
+        if kind in (SEND, START):
+            found.append(streams.get(which, -1))
+            streams[which] = number
+        elif kind == WAIT:
+            found.append(which)
+        before.append([each for each in found if each >= 0])
+        if kind != START or busy * seconds:
+            last = number
+    if not events:
+        return []
+    number = max(range(len(events)), key=lambda each: (ends[each], each))
+    path = [number]
+    while before[number]:
+        number = max(before[number], key=lambda each: (ends[each], each))
+        path.append(number)
+    return path[::-1]

@@ -1,0 +1,127 @@
+"""A Simulation as text: its table, and what would change it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .simulate import Simulation, StepTime
+
+
+@dataclass(frozen=True)
+class Group:
+    """Steps of one kind: how many, their seconds in all and on the critical path, what most of that is for, and the
+    seconds that everything would take without them."""
+
+    kind: str
+    stream: str
+    count: int
+    seconds: float
+    critical: float
+    bound: str
+    flops: int
+    nbytes: int
+    without: float
+
+
+def groups(
+    steps: Sequence[StepTime], path: Sequence[StepTime], time: float, without: Callable[[Iterable[str]], float]
+) -> list[Group]:
+    """The steps by kind; those first without which everything would be over soonest."""
+    by_kind: dict[str, list[StepTime]] = defaultdict(list)
+    for step in steps:
+        by_kind[step.kind].append(step)
+    critical: dict[str, float] = defaultdict(float)
+    for step in path:
+        critical[step.kind] += step.end - step.start
+    found = [_group(kind, alike, critical[kind], without) for kind, alike in by_kind.items()]
+    return sorted(found, key=lambda group: (group.without, -group.seconds))
+
+
+def _group(kind: str, steps: Sequence[StepTime], critical: float, without: Callable[[Iterable[str]], float]) -> Group:
+    by_bound: dict[str, float] = defaultdict(float)
+    for step in steps:
+        by_bound[step.bound] += step.end - step.start
+    return Group(
+        kind,
+        steps[0].stream,
+        len(steps),
+        sum(by_bound.values()),
+        critical,
+        max(by_bound, key=by_bound.__getitem__),
+        sum(step.flops for step in steps),
+        sum(step.nbytes for step in steps),
+        without((kind,)),
+    )
+
+
+def table(simulation: Simulation) -> str:
+    """Time and memory, then a line per kind of step."""
+    made, machine = simulation, simulation.machine
+    memory = f"{_bytes(made.peak_bytes)} of {_bytes(machine.main_memory.size)}"
+    head = [
+        f"{made.program.name} on {made.program.mesh}, machine {machine.name}",
+        f"  time {_time(made.time)}: {_time(made.computing)} computing, {made.exposed:.0%} waiting for collectives",
+        f"  memory {memory} per device{'' if made.fits else ': more than there is'}",
+    ]
+    rows = [("steps", "times", "takes", "of the critical path", "bound by", "flops", "bytes", "without them")]
+    for group in made.groups():
+        share = f"{group.critical / made.time:.0%}" if made.time else "-"
+        rows.append(
+            (group.kind, str(group.count), _time(group.seconds), share, group.bound)
+            + (f"{group.flops:,}", f"{group.nbytes:,}", _time(group.without))
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*head, *(f"  {line}" for line in lines)])
+
+
+_WAYS_OUT = {
+    "flops": "split it over more devices, or compute it in a dtype with a higher rate",
+    "memory": "fuse it with what makes or uses its tensors, take a smaller dtype, or split it further",
+    "start": "give each call more to do: larger tiles, fewer microbatches, fused operators",
+}
+_LATENCY = "join its collectives into fewer and larger ones, or replicate what is small"
+
+
+def why(dearest: Sequence[Group], simulation: Simulation) -> str:
+    """A paragraph per group."""
+    made = simulation
+    lines = [f"{_time(made.time)}, of which {made.exposed:.0%} waiting for collectives"]
+    for number, group in enumerate(dearest, 1):
+        share = group.critical / made.time if made.time else 0.0
+        lines.append(
+            f"{number}. {group.kind}: {group.count} x, {_time(group.seconds)}, {share:.0%} of the critical path; "
+            f"bound by {group.bound}. If it took no time: {_time(group.without)}."
+        )
+        lines.append(f"   To change that: {_way_out(group, made)}.")
+    return "\n".join(lines)
+
+
+def _way_out(group: Group, simulation: Simulation) -> str:
+    links = [link.name for link in simulation.machine.links]
+    if group.stream in links:
+        if group.bound == "start":
+            return _LATENCY
+        inner = links.index(group.stream)
+        closer = f"make its axis a later one of the mesh, inside {links[inner - 1]}; " if inner else ""
+        hidden = "start it earlier, beside what computes" if group.critical else "nothing: it is hidden already"
+        return f"{closer}{hidden}; send a smaller dtype, or choose a layout that needs less of it"
+    return _WAYS_OUT[group.bound]
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds * 1e6:.4g} us"
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count:.0f} B"

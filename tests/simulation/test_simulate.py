@@ -1,0 +1,158 @@
+"""Simulations of kernels and modules: closed forms, the runtime's memory, and what they are shown as."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import mesh_tensor as mt
+from kernels.matmul import matmul
+from kernels.models import gpt2
+from mesh_tensor.base.machine import Link, Machine, Memory
+
+FAST = Machine(
+    "fast",
+    {"float32": 1e12},
+    (Memory(10**12, 1e11),),
+    (Link("near", 8, rate=1e10, start=1e-6), Link("far", None, rate=1e9, start=1e-5)),
+)
+LAYOUTS = {"A": {"x": 1}, "B": {"x": 0}, "C": {}}
+
+
+def k_split(devices, size=128, **options):
+    func = mt.annotate(matmul(size, size, size), mt.Mesh({"x": devices}), LAYOUTS)
+    return mt.compile(func, target="interpret", **options)
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    config = gpt2.Config(layers=2, width=32, positions=8, batch=4)
+    tokens = torch.randint(config.vocabulary, (4, 8))
+    return mt.from_torch(torch.export.export(gpt2.build(config), (tokens,)), check=False), tokens
+
+
+def distributed(gpt, mesh, layouts):
+    imported, _ = gpt
+    return mt.distribute_module(imported.mod, mesh, layouts, weights=imported.params)
+
+
+def test_a_kernel_and_its_all_reduce():
+    """The kernel's operations, then one tile around a ring (two ranks send as much in a tree)."""
+    made = mt.simulate(k_split(2), FAST)
+    kernel, reduced = 2 * 128 * 128 * 64 / 1e12, 1e-6 + 4 * 128 * 128 / 1e10
+    tiles = 4 * 128 * (64 + 64 + 128) / 1e11
+    assert made.computing == pytest.approx(max(kernel, tiles))
+    assert made.communicating == pytest.approx(reduced)
+    assert made.time == pytest.approx(made.computing + made.communicating)
+    assert made.exposed == pytest.approx(reduced / made.time)
+
+
+def test_a_launch_is_paid_per_step_and_processors_are_shared():
+    plain = mt.simulate(k_split(4), FAST)
+    assert mt.simulate(k_split(4), replace(FAST, launch=1e-3)).computing == pytest.approx(plain.computing + 1e-3)
+    assert mt.simulate(k_split(4), replace(FAST, processors=2)).computing == pytest.approx(2 * plain.computing)
+    assert mt.simulate(k_split(4), replace(FAST, processors=4)).computing == plain.computing
+
+
+def test_slabs_hide_the_collective_where_it_takes_nothing_from_the_kernel():
+    bulk, slabs = (mt.simulate(k_split(2, 256, overlap=count), FAST) for count in ("off", 4))
+    assert slabs.communicating > bulk.communicating  # it starts four times
+    assert slabs.exposed < bulk.exposed
+    assert slabs.critical_path[-1].stream == "near"
+    busy = mt.simulate(k_split(2, 256, overlap=4), replace(FAST, busy=1.0))
+    assert busy.time > slabs.time
+
+
+@pytest.mark.parametrize(("mesh", "layouts"), [({"x": 1}, {}), ({"x": 2}, {"tokens": {"x": 0}}), ({"x": 3}, {})])
+def test_memory_is_what_the_runtime_holds(gpt, mesh, layouts):
+    run = distributed(gpt, mesh, layouts)
+    run(gpt[1])
+    (launch,) = run._launches
+    assert mt.simulate(run).peak_bytes == launch._run.peak_bytes
+
+
+@pytest.mark.parametrize("layouts", [LAYOUTS, {"A": {"x": 0}, "C": {"x": 1}}, {"C": {"x": 0}}])
+def test_memory_of_kernels_is_what_the_runtime_holds(layouts):
+    kern = mt.compile(mt.annotate(matmul(48, 40, 32), mt.Mesh({"x": 3}), layouts), target="interpret")
+    kern(torch.ones(48, 32), torch.ones(32, 40))
+    assert mt.simulate(kern).peak_bytes == kern.peak_bytes
+
+
+def test_more_devices_take_less_time_and_memory_until_messages_cost_more(gpt):
+    times = {n: mt.simulate(distributed(gpt, {"x": n}, {"tokens": {"x": 0}}), FAST) for n in (1, 2, 4)}
+    assert times[4].time < times[2].time < times[1].time
+    assert times[4].peak_bytes < times[2].peak_bytes < times[1].peak_bytes
+
+
+def test_a_mesh_of_65536_devices():
+    mesh = mt.Mesh({"x": 256, "y": 256})
+    func = mt.annotate(matmul(32768, 32768, 32768), mesh, {"A": {"x": 0, "y": 1}, "B": {"y": 0}, "C": {"x": 0}})
+    made = mt.simulate(func, "h100")
+    assert [step.kind.split(" ")[0] for step in made.steps] == ["kernel", "all_reduce"]
+    assert made.flops == 2 * 32768**3 // 2**16
+
+
+def test_the_steps_and_the_critical_path(gpt):
+    made = mt.simulate(distributed(gpt, {"x": 2}, {"tokens": {"x": 0}}), FAST)
+    assert max(step.end for step in made.steps) == made.time
+    assert sum(step.end - step.start for step in made.critical_path) == pytest.approx(made.time)
+    assert sum(group.seconds for group in made.groups()) == pytest.approx(made.computing + made.communicating)
+    assert sum(group.count for group in made.groups()) == len(made.steps)
+
+
+def test_without_a_kind_of_step_everything_is_over_sooner(gpt):
+    made = mt.simulate(distributed(gpt, {"x": 2}, {}), FAST)
+    matmuls = sum(step.end - step.start for step in made.steps if step.kind == "matmul")
+    assert made.without(["matmul"]) == pytest.approx(made.time - matmuls)
+    assert made.without({step.kind for step in made.steps}) == 0.0
+
+
+def test_rates():
+    made = mt.simulate(k_split(2), FAST)
+    assert made.utilisation("float32") == pytest.approx(made.flops / made.time / 1e12)
+    assert made.utilisation("float32", 1e6) == pytest.approx(1e6 / made.time / 1e12)
+    assert made.per_second(10) == pytest.approx(10 / made.time)
+
+
+def test_why_names_what_costs_most_and_what_would_change_it():
+    slow = replace(FAST, links=(replace(FAST.links[0], devices=2), replace(FAST.links[1], rate=1e7)))
+    lines = mt.simulate(k_split(4), slow).why().splitlines()
+    assert lines[1].startswith("1. all_reduce over x: 1 x, ")
+    assert "bound by far. If it took no time: " in lines[1]
+    assert "make its axis a later one of the mesh, inside near" in lines[2]
+    assert lines[3].startswith("2. kernel ")
+    latency = mt.simulate(k_split(4, 32), replace(FAST, links=(replace(FAST.links[0], start=1.0),))).why()
+    assert "join its collectives into fewer and larger ones" in latency
+
+
+def test_the_table_says_whether_memory_suffices():
+    text = str(mt.simulate(k_split(2), FAST))
+    assert "kernel matmul_kernel  1 " in text
+    assert "all_reduce over x     1 " in text
+    assert "more than there is" not in text
+    small = mt.simulate(k_split(2), replace(FAST, memory=(Memory(1000, 1e11),)))
+    assert not small.fits
+    assert "128 KiB of 1000 B per device: more than there is" in str(small)
+
+
+def test_a_trace_is_what_chrome_reads(tmp_path, gpt):
+    made = mt.simulate(distributed(gpt, {"x": 2}, {"tokens": {"x": 0}, "wte_weight": {"x": 1}}), FAST)
+    trace = made.trace(tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text()) == trace
+    bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(bars) == len(made.steps)
+    assert max(bar["ts"] + bar["dur"] for bar in bars) == pytest.approx(made.time * 1e6)
+    held = [event["args"]["bytes"] for event in trace["traceEvents"] if event["ph"] == "C"]
+    assert 0 < max(held) <= made.peak_bytes
+    names = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"]
+    assert names == ["device", "near", "far"]
+
+
+def test_a_page_needs_nothing_else(tmp_path):
+    made = mt.simulate(k_split(2), FAST)
+    text = made.page(tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text() == text
+    assert text.count("<rect") == len(made.steps) == 2
+    assert "http" not in text
+    assert "all_reduce over x: " in text
