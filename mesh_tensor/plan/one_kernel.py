@@ -30,7 +30,7 @@ class Assignment:
 
     axes: dict[str, Factor | None]
     reasons: dict[str, str]
-    factors: list[Factor]
+    factors: tuple[Factor, ...]
     needed: dict[str, Sharding] = field(default_factory=dict)
     produced: dict[str, Sharding] = field(default_factory=dict)
     whole: dict[tuple[str, int], str] = field(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tvm import ir, tirx
 
+from .nodes import nodes
 from .tile_position import CALLED
 
 
@@ -64,6 +65,8 @@ def leaves_kernel(stmt: tirx.Stmt) -> bool:
 
 def leaves_loop(loop: tirx.For) -> bool:
     """Whether iterations of the loop, or what is left of one, may be skipped."""
+    if not any(name in _LEAVES_LOOP for name in _op_names(loop.body)):
+        return False
     inner: list[tirx.Stmt] = []
 
     def hide(node: tirx.Stmt) -> tirx.Stmt | None:
@@ -75,7 +78,7 @@ def leaves_loop(loop: tirx.For) -> bool:
 
 
 def _op_names(stmt: tirx.Stmt) -> list[str]:
-    return [call.op.name for call in _calls(stmt) if isinstance(call.op, ir.Op)]
+    return [call.op.name for call in nodes(stmt, tirx.Call) if isinstance(call.op, ir.Op)]
 
 
 def written(stmt: tirx.Stmt) -> tuple[tirx.Buffer, ...]:

@@ -11,6 +11,7 @@ from tvm import ir, tirx
 
 from mesh_tensor.tir.fused_loops import unfuse
 from mesh_tensor.tir.im2col import im2col_loops
+from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.tile_position import as_helper
 from mesh_tensor.tir.user_reports import mark_prints
 from mesh_tensor.tir.views import resolve_views
@@ -22,19 +23,17 @@ def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
     Raises:
         MeshTensorError: a buffer is in no memory that is known, or a view is not understood.
     """
-    func = func.with_body(tirx.stmt_functor.ir_transform(func.body, None, _plain_operation, ["tirx.Evaluate"]))
+    body = tirx.stmt_functor.ir_transform(func.body, None, _plain_operation, ["tirx.Evaluate"])
+    func = func if body.same_as(func.body) else func.with_body(body)
     return unfuse(resolve_views(mark_prints(_inline_bindings(func))))
 
 
 def _inline_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """Inline `x = by * 64 + i` bindings that load nothing."""
     bound: dict[tirx.Var, tirx.PrimExpr] = {}
-
-    def collect(node: object) -> None:
-        if isinstance(node, tirx.Bind) and _is_index(node.value):
-            bound[node.var] = tirx.stmt_functor.substitute(node.value, bound)
-
-    _visit_in_order(func.body, collect)
+    for bind in nodes(func.body, tirx.Bind):
+        if _is_index(bind.value):
+            bound[bind.var] = tirx.stmt_functor.substitute(bind.value, bound)
     if not bound:
         return func
     drop = set(bound)
@@ -66,13 +65,6 @@ def _split_clear(stmt: tirx.Evaluate) -> tirx.Stmt | None:
     args = [*call.args[:9], tirx.const(False, "bool"), *call.args[10:]]
     gemm = tirx.Call(call.dtype, call.op, args, annotations=call.annotations, span=call.span)
     return tirx.SeqStmt([tirx.IfThenElse(clear, tirx.Evaluate(fill), None), tirx.Evaluate(gemm)])
-
-
-def _visit_in_order(stmt: tirx.Stmt, visit) -> None:
-    binds: list[tirx.Bind] = []
-    tirx.stmt_functor.post_order_visit(stmt, lambda n: binds.append(n) if isinstance(n, tirx.Bind) else None)
-    for bind in binds:
-        visit(bind)
 
 
 def _is_index(value: tirx.PrimExpr) -> bool:
