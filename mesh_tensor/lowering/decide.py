@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from mesh_tensor.plan.one_kernel import Assignment, KernelDecision
+from mesh_tensor.plan.tir_rule import Sizes
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Factor
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
@@ -35,6 +37,13 @@ def decide(ruled: Ruled, whole: Mapping[Dim, str], *, strict: bool, split: Mappi
     return part
 
 
+def split_at(ruled: Ruled, sizes: Sizes, *, strict: bool) -> dict[str, Dim]:
+    """What axes split of a kernel whose symbols have these sizes: axis -> a dim that the factor walks."""
+    axes = decide_part(ruled, ruled.analysis, ruled.whole, {}, in_place=strict, sizes=sizes).assignment.axes
+    dims = {axis: factor.dims[0] for axis, factor in axes.items() if factor is not None}
+    return {axis: (param, ruled.refined.original(param, dim)) for axis, (param, dim) in dims.items()}
+
+
 def _fixed(ruled: Ruled, split: Mapping[str, Dim] | None) -> dict[str, Factor | None]:
     """The factors that walk the dims which axes split; axes that split none split nothing."""
     if split is None:
@@ -50,12 +59,20 @@ def decide_part(
     fixed: Mapping[str, Factor | None],
     *,
     in_place: bool = False,
+    sizes: Sizes = MappingProxyType({}),
 ) -> Part:
     """A part of the kernel, with what every axis splits of it; `fixed` are axes of which that is known."""
     asked = {param: layout for param, layout in ruled.asked.items() if param in analysis.kernel.params}
     over_tiles = ruled.kernel.reading.over_tiles
     decision = KernelDecision(
-        analysis, ruled.kernel.mesh, asked, fixed=fixed, banned=whole, in_place=in_place, over_tiles=over_tiles
+        analysis,
+        ruled.kernel.mesh,
+        asked,
+        fixed=fixed,
+        banned=whole,
+        in_place=in_place,
+        over_tiles=over_tiles,
+        sizes=sizes,
     )
     return Part(analysis, decision.decide())
 

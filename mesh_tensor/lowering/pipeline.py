@@ -12,14 +12,15 @@ A pass gives a record, or says what no axis can split after all: then the kernel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.plan.tir_rule import Sizes
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 
-from .decide import decide
+from .decide import decide, split_at
 from .layouts import Lowered, explicit
 from .local_parts import make_local
 from .original_dims import rule
@@ -45,6 +46,14 @@ def lower_kernel(
     """
     ruled = verified(rule(verified(read(func, view))))
     return verified(explicit(_localized(ruled, strict, split)))
+
+
+def splits_by_sizes(
+    func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto"
+) -> Callable[[Sizes], Mapping[str, Dim]]:
+    """What `lower_kernel` would split of an annotated kernel with symbols, given their sizes, as its `split`."""
+    ruled = verified(rule(verified(read(func, view))))
+    return lambda sizes: split_at(ruled, sizes, strict=strict)
 
 
 def _localized(ruled: Ruled, strict: bool, split: Mapping[str, Dim] | None) -> LocalParts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from tvm import relax, tirx
 
@@ -20,7 +21,7 @@ from .atoms import find_atoms
 from .decide import Decider
 from .ir import Graph, Node, Value
 from .propagate import propagate
-from .tir_rule import rule_of_analysis, typical_size
+from .tir_rule import Sizes, known_size, rule_of_analysis, typical_size
 
 
 @dataclass(eq=False)
@@ -45,8 +46,8 @@ class KernelDecision:
 
     `asked`: the annotated layouts (others are free). `fixed`: axes that were decided before (Factor or None). `banned`:
     dims that a later stage found it can't split, with the reason. `in_place`: tensors stay in the layouts that they are
-    annotated with wherever that can be. `over_tiles`: the kernel is over tiles already (its blocks are whatever its
-    author wrote)."""
+    annotated with wherever that can be. `sizes`: those of symbols, as far as they are known. `over_tiles`: the kernel
+    is over tiles already (its blocks are whatever its author wrote)."""
 
     def __init__(
         self,
@@ -58,8 +59,9 @@ class KernelDecision:
         banned: Mapping[tuple[str, int], str] | None = None,
         in_place: bool = False,
         over_tiles: bool = False,
+        sizes: Sizes = MappingProxyType({}),
     ):
-        self.analysis, self.mesh, self.asked = analysis, mesh, asked
+        self.analysis, self.mesh, self.asked, self.sizes = analysis, mesh, asked, sizes
         self.banned, self.over_tiles, self.in_place = dict(banned or {}), over_tiles, in_place
         self.fixed = {a: f for a, f in (fixed or {}).items() if f is None or self.why_whole(f) is None}
         params = analysis.kernel.params
@@ -126,7 +128,7 @@ class KernelDecision:
     def _cheapest(self) -> dict[str, Factor | None]:
         """What the axes split in the graph that has this kernel as its only node."""
         factors = [factor for factor in self.analysis.factors if self.why_whole(factor) is None]
-        rule = rule_of_analysis(self.analysis, self.inputs, self.outputs, factors)
+        rule = rule_of_analysis(self.analysis, self.inputs, self.outputs, factors, self.sizes)
         values = [self._value(param) for param in (*self.inputs, *self.outputs)]
         inputs, outputs = tuple(values[: len(self.inputs)]), tuple(values[len(self.inputs) :])
         operands = [relax.Var(v.name, relax.TensorStructInfo(v.type.shape, v.type.dtype)) for v in inputs]
@@ -149,7 +151,8 @@ class KernelDecision:
 
     def _value(self, param: str) -> Value:
         buffer = self.analysis.kernel.params[param]
-        return Value(param, TensorType(tuple(map(typical_size, buffer.shape)), buffer.dtype))
+        shape = tuple(typical_size(size, self.sizes) for size in buffer.shape)
+        return Value(param, TensorType(shape, buffer.dtype))
 
     def _reason(self, axis: str, factor: Factor | None, demands: list[Factor]) -> str:
         if axis in self.fixed:
@@ -191,7 +194,8 @@ class KernelDecision:
         if factor.aligned is None:
             return None
         sizes = [n for axis in axes if (n := self.mesh.size(axis)) > 1]
-        tiles = [tile_extent(factor.size, sizes[: level + 1]) for level in range(len(sizes))]
+        whole = known_size(factor.size, self.sizes)
+        tiles = [tile_extent(whole, sizes[: level + 1]) for level in range(len(sizes))]
         can_prove_equal = self.analysis.kernel.analyzer.can_prove_equal
         tile = next((t for t in tiles if not can_prove_equal(tirx.floormod(t, factor.block), 0)), None)
         return None if tile is None else f"{factor.aligned}, and tiles of {tile} are not whole blocks of {factor.block}"

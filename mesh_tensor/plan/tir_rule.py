@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations
+from types import MappingProxyType
 
-from tvm import tirx
+from tvm import arith, tirx
+from tvm.tirx.stmt_functor import substitute
 
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.rules.kernel.factors import Factor
@@ -22,6 +24,7 @@ from .ir import Node
 from .tir_atoms import plain_dims
 from .tir_nests import loaded
 
+Sizes = Mapping[tirx.Var, int]  # of symbols
 _MOST_OPERANDS = 4
 _FREE, _LINEAR = 0, 1
 _TYPICAL = 1024
@@ -50,10 +53,14 @@ def kernel_rule(node: Node) -> OpRule:
 
 
 def rule_of_analysis(
-    analysis: Analysis, inputs: Sequence[str], outputs: Sequence[str], factors: Collection[Factor]
+    analysis: Analysis,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    factors: Collection[Factor],
+    sizes: Sizes = MappingProxyType({}),
 ) -> OpRule:
     """How the dims of a kernel's parameters relate, as far as axes may split `factors`; what it reads are operands,
-    what it writes are results, and some parameters are both."""
+    what it writes are results, and some parameters are both. `sizes`: those of symbols, as far as they are known."""
     params = analysis.kernel.params
     walked = {place: factor.name for factor in factors for place in factor.dims}
     dims = {name: tuple(walked.get((name, dim)) for dim in range(len(buffer.shape))) for name, buffer in params.items()}
@@ -64,14 +71,22 @@ def rule_of_analysis(
         {factor: op for ops in reversed(partial) for factor, op in ops.items()},
         tuple(partial),
         blocks={factor.name: factor.block for factor in factors if factor.aligned is not None},
-        inner=tuple(one for factor in factors for one in _inner(factor, analysis)),
+        inner=tuple(one for factor in factors for one in _inner(factor, analysis, sizes)),
         masks=True,
     )
 
 
-def typical_size(size: tirx.PrimExpr | int) -> int:
-    """A size; for one that is not known yet, one to decide with."""
-    return int(size) if isinstance(size, (int, tirx.IntImm)) else _TYPICAL
+def known_size(size: tirx.PrimExpr | int, sizes: Sizes) -> tirx.PrimExpr | int:
+    """A size, where its symbols have these sizes."""
+    if not sizes or isinstance(size, (int, tirx.IntImm)):
+        return size
+    return arith.Analyzer().simplify(substitute(size, {v: tirx.IntImm(v.dtype, n) for v, n in sizes.items()}))
+
+
+def typical_size(size: tirx.PrimExpr | int, sizes: Sizes) -> int:
+    """The same as a number; for one that is not known yet, one to decide with."""
+    known = known_size(size, sizes)
+    return int(known) if isinstance(known, (int, tirx.IntImm)) else _TYPICAL
 
 
 @lru_cache(maxsize=1024)
@@ -135,7 +150,7 @@ def _partial_ops(param: str, factors: Collection[Factor], analysis: Analysis) ->
     return found
 
 
-def _inner(factor: Factor, analysis: Analysis) -> Iterator[InnerReduction]:
+def _inner(factor: Factor, analysis: Analysis, sizes: Sizes) -> Iterator[InnerReduction]:
     """What is completed inside the kernel after the factor was split."""
     reduction = analysis.reductions[factor]
     if reduction.cut is None:
@@ -145,7 +160,7 @@ def _inner(factor: Factor, analysis: Analysis) -> Iterator[InnerReduction]:
     for live_range in reduction.completed:
         dims = workspace_dims(live_range, analysis)
         names = tuple(None if dim.factor is None else dim.factor.name for dim in dims)
-        shape = tuple(typical_size(dim.size) for dim in dims)
+        shape = tuple(typical_size(dim.size, sizes) for dim in dims)
         yield InnerReduction(factor.name, reduction.partial[live_range], names, shape, live_range.buffer.dtype, ends)
 
 
