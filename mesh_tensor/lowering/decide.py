@@ -19,7 +19,7 @@ from .tile_stores import check_stores
 from .view import check_local_layouts
 
 
-def decide(ruled: Ruled, whole: Mapping[Dim, str], *, strict: bool, split: Mapping[str, Dim] | None) -> Part:
+def decide(ruled: Ruled, whole: Mapping[Dim, str], *, strict: bool, split: Mapping[str, Dim] | None = None) -> Part:
     """The kernel as one part, none of whose dims in `whole` is split; `split` is what axes split, if that is known.
 
     Raises:
