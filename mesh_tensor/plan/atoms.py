@@ -175,7 +175,7 @@ class _Refinement:
             self._whole.add(factor)
             return []
         names = [factor if len(atoms) == 1 else f"{factor}.{i}" for i in range(len(atoms))]
-        if factor in self._rule.positional and len(atoms) > 1:
+        if factor in self._rule.positional and (len(atoms) > 1 or not alone):
             self._even.add(names[0])
             self._minor.update(names[1:])
         self._sizes.update(zip(names, atoms, strict=True))

@@ -13,6 +13,7 @@ from tvm import arith, tirx
 from tvm.tirx.stmt_functor import substitute
 
 from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.kernel.factors import Factor
 from mesh_tensor.rules.kernel.normalize import normalize
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
@@ -22,6 +23,7 @@ from mesh_tensor.rules.operator.rule import InnerReduction, OpRule
 
 from .ir import Node
 from .tir_atoms import plain_dims
+from .tir_groups import divides_groups, in_groups, with_compound_dims
 from .tir_nests import loaded
 
 Sizes = Mapping[tirx.Var, int]  # of symbols
@@ -30,9 +32,9 @@ _FREE, _LINEAR = 0, 1
 _TYPICAL = 1024
 
 
-def kernel_rule(node: Node) -> OpRule:
+def kernel_rule(node: Node, mesh: Mesh) -> OpRule:
     """How the dims of a kernel's operands and results relate. It minds its tiles' padding itself; tiles have to be
-    contiguous along dims that can't be taken apart in it.
+    contiguous along dims that can't be taken apart in it. Dims are in groups where the mesh's axes divide these.
 
     Raises:
         MeshTensorError: the kernel writes an operand, or needs what a result held before; the message names the
@@ -46,10 +48,16 @@ def kernel_rule(node: Node) -> OpRule:
         raise MeshTensorError(f"{error}\n  binding: {node.where}") from None
     names = list(analysis.kernel.params)
     inputs, outputs = names[: len(node.inputs)], names[len(node.inputs) :]
-    plain = plain_dims(analysis)
+    plain, linear = plain_dims(analysis), _linear(analysis, inputs)
+    found = None if plain else in_groups(analysis)
+    if found is not None and divides_groups(mesh, found[0]):
+        made, after = found
+        rule = rule_of_analysis(after, inputs, outputs, _split_factors(after, outputs))
+        rule = replace(rule, linear=linear, positional=frozenset(factor.name for factor in after.factors))
+        return with_compound_dims(rule, made, inputs, outputs)
     rule = rule_of_analysis(analysis, inputs, outputs, _split_factors(analysis, outputs))
     contiguous = frozenset(factor.name for factor in analysis.factors if not plain.issuperset(factor.dims))
-    return replace(rule, linear=_linear(analysis, inputs), positional=contiguous)
+    return replace(rule, linear=linear, positional=contiguous)
 
 
 def rule_of_analysis(
