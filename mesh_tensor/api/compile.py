@@ -15,9 +15,10 @@ from mesh_tensor.annotations.kernel_source import check_kernel
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
+from mesh_tensor.lowering.pipeline import KernelLowering
 from mesh_tensor.program.overlap import check_overlap
 from mesh_tensor.program.steps import Program
-from mesh_tensor.program.symbolic import KernelLowering, Lower, Programs
+from mesh_tensor.program.symbolic import Lower, Programs
 from mesh_tensor.rules.kernel.sharding_rule import sharding_rule
 from mesh_tensor.runtime.ambient import is_plain, plain, undisturbed
 from mesh_tensor.runtime.plain_tensors import refuse_traced
@@ -65,9 +66,8 @@ def compile(
     Raises:
         MeshTensorError: what was asked for can't be done; the message says what, where, why and the way out.
     """
-    return MeshKernel(
-        func, target=target, out_idx=out_idx, strict=strict, poison=poison, overlap=overlap, lower=KernelLowering(view)
-    )
+    lower = KernelLowering(view)
+    return MeshKernel(func, target=target, out_idx=out_idx, strict=strict, poison=poison, overlap=overlap, lower=lower)
 
 
 class MeshKernel:
@@ -102,9 +102,8 @@ class MeshKernel:
         self._launches: Recent[tuple[int, ...], Launch] = Recent(KERNEL_SIZES)
         self._peak_bytes = 0  # of calls whose launches are not kept any more
         compile_kernel = partial(self._target.compile, poison=poison)
-        self._programs = Programs(
-            func, self._signature.symbols, lower or KernelLowering(), strict, overlap, compile_kernel
-        )
+        lower = lower or KernelLowering()
+        self._programs = Programs(func, self._signature.symbols, lower, strict, overlap, compile_kernel)
         self._program: Program | None = None
         self._current: Launch | None = None
         self._on_ranks: dict[tuple[int, str], RankKernel] = {}
@@ -155,9 +154,11 @@ class MeshKernel:
     def explain(self) -> str:
         """Factors, placements, collectives with their bytes, what the DTensors of the last call needed to lie as
         annotated, and the cost per device, as text."""
-        from .explain import explain
+        from mesh_tensor.program.explain import explain
 
-        return explain(self.program, self._target.name, self._transfers())
+        from .kernel_notes import notes_on
+
+        return explain(self.program, *notes_on(self.program, self._target.name, self._transfers()))
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
         device_mesh = next((arg.device_mesh for arg in (*args, *named.values()) if is_dtensor(arg)), None)

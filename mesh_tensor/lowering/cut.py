@@ -13,7 +13,7 @@ from tvm import tirx
 
 from mesh_tensor.rules.kernel.factors import Blocked, Factor
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
-from mesh_tensor.rules.kernel.padding import content_past_the_end, takes_whole_blocks
+from mesh_tensor.rules.kernel.padding import ANYTHING, ZERO, content_past_the_end, takes_whole_blocks
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Statement, body_statements
 from mesh_tensor.rules.kernel.workspaces import workspace_dims
@@ -127,7 +127,7 @@ def _check_padding(live_range: LiveRange, analysis: Analysis) -> None:
         if entry is None or takes_whole_blocks(analysis.kernel, entry[0]):
             continue
         content = content_past_the_end(live_range, analysis.kernel, analysis.coordinates, entry[0])
-        if content != 0 and (content is not None or entry[0].blocked is not None):
+        if content != ZERO and (content != ANYTHING or entry[0].blocked is not None):
             raise Blocked(f"what {live_range.buffer.name} holds past its end may count where the kernel would be cut")
 
 

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
 
 from mesh_tensor.base.collectives import COLLECTIVES
+from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.one_kernel import Assignment
-from mesh_tensor.redistribution.plan import Move
+from mesh_tensor.redistribution.plan import Move, plan_moves
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, ShardingRule, rule_of
 from mesh_tensor.rules.kernel.statements import buffer_params
 
+from .decisions import decisions_of
 from .original_dims import with_original_dims
-from .reshard import plan_for
 from .splits import Split
 from .stages import LocalPart, LocalParts, Shape
 from .view import Reading
+
+_UNKNOWN = 1024  # times the number of devices: an unknown size counts as large, and as one that all axes divide
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +85,10 @@ class Lowered:
     whole: Mapping[Dim, str]
     kept: frozenset[str]
     reading: Reading
+
+    def decisions(self) -> Decisions:
+        """What was decided, for people."""
+        return decisions_of(self)
 
 
 def explicit(local: LocalParts) -> Lowered:
@@ -230,3 +237,9 @@ class _Layouts:
 
     def _add(self, tensor: Tensor) -> None:
         self.tensors[tensor.name] = tensor
+
+
+def plan_for(src: Sharding, dst: Sharding, shape: Sequence[int | tirx.PrimExpr]) -> tuple[Move, ...]:
+    """The moves from `src` to `dst` of a tensor of the global `shape`."""
+    large = _UNKNOWN * src.mesh.num_devices
+    return plan_moves(src, dst, [int(size) if isinstance(size, (int, tirx.IntImm)) else large for size in shape])

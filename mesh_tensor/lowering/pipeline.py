@@ -13,6 +13,7 @@ A pass gives a record, or says what no axis can split after all: then the kernel
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from tvm import tirx
 
@@ -22,7 +23,7 @@ from mesh_tensor.rules.kernel.factor_derivation import Dim
 
 from .decide import decide, split_at
 from .layouts import Lowered, explicit
-from .local_parts import make_local
+from .localize import make_local
 from .original_dims import rule
 from .parts import cut_up
 from .read import read
@@ -48,12 +49,22 @@ def lower_kernel(
     return verified(explicit(_localized(ruled, strict, split)))
 
 
-def splits_by_sizes(
-    func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto"
-) -> Callable[[Sizes], Mapping[str, Dim]]:
-    """What `lower_kernel` would split of an annotated kernel with symbols, given their sizes, as its `split`."""
-    ruled = verified(rule(verified(read(func, view))))
-    return lambda sizes: split_at(ruled, sizes, strict=strict)
+@dataclass(frozen=True)
+class KernelLowering:
+    """Lowers kernels that are written in a view, and says what the axes split of them at which sizes.
+
+    A split is (axis, a dim that the factor which it splits walks), for each axis that splits something."""
+
+    view: str = "auto"
+
+    def __call__(self, func: tirx.PrimFunc, strict: bool, split: tuple[tuple[str, Dim], ...] | None = None) -> Lowered:
+        """The kernel, lowered with that split, or with the one that costs least."""
+        return lower_kernel(func, strict=strict, view=self.view, split=None if split is None else dict(split))
+
+    def splits(self, func: tirx.PrimFunc, strict: bool) -> Callable[[Sizes], tuple[tuple[str, Dim], ...]]:
+        """What costs least, by the sizes of symbols."""
+        ruled = verified(rule(verified(read(func, self.view))))
+        return lambda sizes: tuple(split_at(ruled, sizes, strict=strict).items())
 
 
 def _localized(ruled: Ruled, strict: bool, split: Mapping[str, Dim] | None) -> LocalParts:

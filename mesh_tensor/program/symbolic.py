@@ -14,24 +14,25 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Protocol, runtime_checkable
 
 from tvm import tirx
 from tvm.tirx.stmt_functor import post_order_visit
 
 from mesh_tensor.annotations.annotate import read_annotations
 from mesh_tensor.annotations.specialize import specialize
+from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
-from mesh_tensor.lowering.pipeline import Lowered, lower_kernel, splits_by_sizes
-from mesh_tensor.rules.kernel.factor_derivation import Dim
+from mesh_tensor.rules.kernel.granularity import Dim
 
-from .builder import OpenProgram, build_program
+from .builder import LocalView, OpenProgram, build_program
 from .overlap import with_overlap
 from .steps import Program
 
 Sizes = Mapping[tirx.Var, int]
-Lower = Callable[..., Lowered | Program]
 Split = tuple[tuple[str, Dim], ...]  # axis, a dim that the factor which it splits walks
+Lower = Callable[..., LocalView | Program]
 _DIVISIONS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
 _MOST_SYMBOLS = 4  # a family is compared with exact sizes, large and small ones of each symbol
 _MOST = 1 << 20  # no family of multiples of more than this
@@ -45,20 +46,17 @@ class _Family:
     program: OpenProgram
 
 
-@dataclass(frozen=True)
-class KernelLowering:
-    """Lowers kernels that are written in a view, and says what the axes split at which sizes."""
+@runtime_checkable
+class LowersBySplit(Protocol):
+    """Lowers a kernel with a split that is known, and knows which one costs least at which sizes."""
 
-    view: str = "auto"
-
-    def __call__(self, func: tirx.PrimFunc, strict: bool, split: Split | None = None) -> Lowered:
-        """The kernel, lowered with that split, or with the one that costs least."""
-        return lower_kernel(func, strict=strict, view=self.view, split=None if split is None else dict(split))
+    def __call__(self, func: tirx.PrimFunc, strict: bool, split: Split | None = None) -> LocalView:
+        """The kernel in local view, with that split, or with the one that costs least."""
+        ...
 
     def splits(self, func: tirx.PrimFunc, strict: bool) -> Callable[[Sizes], Split]:
         """What costs least, by the sizes of symbols."""
-        splits = splits_by_sizes(func, strict=strict, view=self.view)
-        return lambda sizes: tuple(splits(sizes).items())
+        ...
 
 
 class Programs:
@@ -79,7 +77,7 @@ class Programs:
         self._numbers = _numbers(func, symbols) if symbols else {}
         self._families: dict[tuple[tuple[int, ...], Split], _Family | None] = {}
         self._programs: Recent[tuple[int, ...], Program] = Recent(KERNEL_SIZES)
-        self._lowered: Recent[tuple[int, ...], Lowered] = Recent(KERNEL_SIZES)  # for explain and slabs
+        self._decided: Recent[tuple[int, ...], Decisions] = Recent(KERNEL_SIZES)  # for explain
 
     def of(self, sizes: Sizes) -> Program:
         """The Program for these sizes, made once as long as it is kept."""
@@ -109,20 +107,22 @@ class Programs:
 
     def _filled(self, family: _Family, sizes: Sizes) -> Program:
         times = [sizes[var] // number for var, number in zip(self._symbols, family.numbers, strict=True)]
-        program = family.program.sized(times, partial(self._lowered_exactly, sizes))
+        program = family.program.sized(times, partial(self._decided_for, sizes))
         return with_overlap(program, self._overlap)
 
-    def _lowered_exactly(self, sizes: Sizes) -> Lowered:
-        key = tuple(sizes[var] for var in self._symbols)
-        lowered = self._lowered.get(key) or self.exact(sizes).lowered
-        assert lowered is not None
-        return self._lowered.put(key, lowered)
+    def _decided_for(self, sizes: Sizes) -> Decisions:
+        def exactly() -> Decisions:
+            decided = self.exact(sizes).decided
+            assert decided is not None
+            return decided()
+
+        return self._decided.made(tuple(sizes[var] for var in self._symbols), exactly)
 
     @cached_property
     def _split_at(self) -> Callable[[Sizes], Split] | None:
         """What the axes split at which sizes; None if the kernel is lowered in a way of its own, or can't be."""
         try:
-            return self._lower.splits(self._func, self._strict) if isinstance(self._lower, KernelLowering) else None
+            return self._lower.splits(self._func, self._strict) if isinstance(self._lower, LowersBySplit) else None
         except MeshTensorError:
             return None
 
@@ -135,7 +135,7 @@ class Programs:
         try:
             lowered = self._lower(specialize(self._func, sizes), self._strict, split)
             assert self._split_at is not None
-            assert isinstance(lowered, Lowered)
+            assert not isinstance(lowered, Program)
             family = _Family(numbers, OpenProgram(lowered, unknowns))
             for some in self._typical(numbers):
                 program = self._filled(family, some)

@@ -20,11 +20,10 @@ from mesh_tensor.tir.tile_position import text_of
 from .coordinates import Coordinates
 from .factors import Factor
 from .index_values import why_whole_blocks, without_loads
-from .live_ranges import LiveRange
+from .live_ranges import LiveRange, Taints
 from .padding import padding_is_neutral, takes_whole_blocks
 from .partial_values import PartialValues, keeps_partial
 from .statements import Access, Kernel, Statement, describe, used_vars
-from .taints import Taints
 
 
 @dataclass(frozen=True, eq=False)

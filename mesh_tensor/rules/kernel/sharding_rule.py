@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from tvm import tirx
 
@@ -13,12 +14,11 @@ from .content import needs_content, only_keeps_content
 from .coordinates import Coordinates, find_coordinates
 from .factors import Factor
 from .granularity import Refined
-from .live_ranges import LiveRanges
+from .live_ranges import LiveRanges, Taints, find_taints
 from .normalize import normalize
 from .reader import read_kernel
 from .reductions import Reduction, judge
 from .statements import Kernel
-from .taints import Taints, find_taints
 
 _PARALLEL_NAMES = {1: ("m",), 2: ("m", "n"), 3: ("b", "m", "n"), 4: ("b", "h", "m", "n")}
 _REDUCED_NAMES = ("k", "l", "r", "s")
@@ -54,11 +54,15 @@ class Analysis:
     def read(self, param: str) -> bool:
         """Whether the kernel needs the parameter's earlier content: it reads it before writing it, or writes only
         parts."""
-        return needs_content(self.kernel, self.coordinates, param)
+        return param in self._read
+
+    @cached_property
+    def _read(self) -> frozenset[str]:
+        return frozenset(p for p in self.kernel.params if needs_content(self.kernel, self.coordinates, p))
 
     def only_kept(self, param: str) -> bool:
         """Whether a parameter that is written is `read` only because some of it may stay as it was."""
-        return self.written(param) and only_keeps_content(self.kernel, self.coordinates, param)
+        return self.read(param) and self.written(param) and only_keeps_content(self.kernel, param)
 
 
 @dataclass(frozen=True)
