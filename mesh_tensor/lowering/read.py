@@ -8,6 +8,7 @@ from mesh_tensor.annotations.annotate import read_annotations
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.kernel.normalize import normalize
 from mesh_tensor.rules.kernel.statements import buffer_params
+from mesh_tensor.tir.functions import function_name
 
 from .stages import Annotated
 from .view import over_tiles, read_view, refuse_views_of_tiles
@@ -21,7 +22,7 @@ def read(func: tirx.PrimFunc, view: str) -> Annotated:
     """
     mesh, annotations = read_annotations(func)
     asked = {name: annotation.sharding for name, annotation in annotations.items()}
-    name = str(func.attrs["global_symbol"]) if "global_symbol" in func.attrs else "main"
+    name = function_name(func)
     refuse_views_of_tiles(func, asked, view)
     plain = normalize(func)
     shapes = {param: tuple(buffer.shape) for param, buffer in buffer_params(plain).items()}

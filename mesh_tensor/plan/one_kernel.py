@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from tvm import relax, tirx
 
-from mesh_tensor.annotations.stated import Annotation
+from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.reductions import reduction
 from mesh_tensor.base.sharding import Sharding
