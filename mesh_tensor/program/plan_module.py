@@ -25,7 +25,7 @@ from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.table import whole_rule
 
 from .from_graph import Kernels, ModuleProgram, to_program
-from .relax_module import localize
+from .relax_module import relax_module
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ModulePlan:
     @cached_property
     def local_module(self) -> ir.IRModule:
         """The Relax module that one device runs."""
-        return localize(self.explicit, self.calls)
+        return relax_module(self.made)
 
     @cached_property
     def index_checks(self) -> tuple[IndexCheck, ...]:
@@ -58,6 +58,7 @@ def plan_module(
     *,
     replicate_unknown: bool = False,
     kernels: Kernels | None = None,
+    overlap: str | int = "auto",
 ) -> ModulePlan:
     """Plan a function of known sizes.
 
@@ -72,7 +73,7 @@ def plan_module(
         atoms, layouts = _laid_out(graph, replicate_unknown)
     explicit = insert_reshards(graph, atoms, layouts)
     calls = TileCalls(atoms)
-    return ModulePlan(graph, atoms, layouts, explicit, calls, to_program(explicit, calls, kernels or {}))
+    return ModulePlan(graph, atoms, layouts, explicit, calls, to_program(explicit, calls, kernels or {}, overlap))
 
 
 def _laid_out(graph: Graph, replicate_unknown: bool) -> tuple[Atoms, Layouts]:
