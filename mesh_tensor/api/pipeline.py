@@ -12,6 +12,7 @@ from tvm import ir
 
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.base.topology import Topology
@@ -21,6 +22,7 @@ from mesh_tensor.pipeline.assign import assign
 from mesh_tensor.pipeline.flow import Flow
 from mesh_tensor.pipeline.fragments import trained_values
 from mesh_tensor.pipeline.place import check_pipeline, place
+from mesh_tensor.pipeline.rendezvous import hangs
 from mesh_tensor.pipeline.schedule import Schedule
 from mesh_tensor.pipeline.stages import Stage, cut
 from mesh_tensor.runtime.ambient import undisturbed
@@ -48,6 +50,7 @@ def pipeline(
     schedule: Schedule | str | None = None,
     train: bool | Sequence[str] = False,
     weights: Mapping[str, torch.Tensor] | None = None,
+    machine: Machine | str | None = None,
     function: str = "main",
     target: str = "auto",
     strict: bool = False,
@@ -65,7 +68,7 @@ def pipeline(
         topology: the meshes; None takes those of the module's annotations (`R.device_mesh`), as "mesh0", "mesh1", ...
         stages: {mesh: names} gives every mesh a stage that computes these values (of submodules, as "blocks.0", or of
             bindings) and what they need; {name: mesh} and {name: (mesh, stage)} assign values; a list has the values
-            after which to cut. None takes the module's annotations.
+            after which to cut; a number cuts where stages cost alike on `machine`. None takes the module's annotations.
         shardings: layouts of values and weights, as `annotate_module` takes them: per mesh, {mesh: {name: layout}}, or
             for all, {name: layout}, of which every mesh takes the axes that it has.
         microbatches: in how many parts a batch is split along its first dim.
@@ -73,6 +76,7 @@ def pipeline(
         train: whether gradients of the weights are computed (all that hold floats), or of which. The function's first
             result is the loss then: a mean over the rows of a batch.
         weights: parameters that stay; those of an ImportedModule, where nothing is given.
+        machine: what costs are those of, or a preset's name ("h100x16"); None: this project's CPU ranks.
         function: the function to run.
         target, strict, replicate_unknown, check_indices, poison: as in `distribute_module`.
         recompute: save nothing of a forward but what its stage takes; backwards run it again.
@@ -91,6 +95,7 @@ def pipeline(
     mod, given = (model.mod, model.params) if isinstance(model, ImportedModule) else (model, {})
     flow, options = Flow(mod, function), Options(target, strict, replicate_unknown, poison, recompute)
     made = Pipeline(flow, topology, given if weights is None else weights, train, options, ranks)
+    made._machine = Machine.preset(machine) if isinstance(machine, str) else machine or CPU
     made._cut(stages, shardings or {}, schedule or ("1f1b" if train else "forward"), microbatches, limit)
     made._checks_indices = check_indices
     return made
@@ -128,6 +133,7 @@ class Pipeline:
         self._weights = StageWeights(self._whole, carrier, self._runs)
         self._gradients: dict[int, Values] = {}
         self._checks_indices, self._ran = True, False
+        self._machine: Machine = CPU
         self.peak_bytes = dict.fromkeys(self.topology, 0)
         self.peak_microbatches = dict.fromkeys(self.topology, 0)
 
@@ -140,13 +146,17 @@ class Pipeline:
             self._where, stated = annotated_stages(flow, self.topology)
             meshes: list[str | None] = [*stated]
         else:
-            named = named_stages(flow, stages, self.topology)
+            if isinstance(stages, int) and self._signature.symbols:
+                refuse("stages that cost alike need known sizes", fix="say after which values to cut, as ['blocks.1']")
+            named = named_stages(flow, stages, self.topology, self.inputs, self._machine)
             self._where = assign(flow, named, self.inputs)
             meshes = [stage.mesh for stage in named]
         self._meshes, self.schedule = place(self.topology, meshes, schedule, microbatches)
         self.stages = cut(flow, self._where, self._meshes)
         self._takes = {stage.index: tuple(dict.fromkeys(stage.takes.values())) for stage in self.stages}
         check_pipeline(self.schedule, self._takes, bool(self.trained), limit)
+        if self._runs is not None and (stuck := hangs(self.schedule, "per message", self._takes)):
+            refuse(f"the schedule hangs: {stuck}", where=f"schedule {self.schedule.name!r} on ranks")
         self._layouts = stage_layouts(flow, self.stages, self.topology, shardings)
         if not self._signature.symbols:
             self._planned({})
@@ -278,7 +288,7 @@ class Pipeline:
         return self._flow.tree(values)
 
     def explain(self, machine: Machine | str | None = None) -> str:
-        """The stages with their costs on a machine (this project's CPU ranks, or a preset's name), what goes between
+        """The stages with their costs on a machine (the pipeline's, or another, or a preset's name), what goes between
         them, the schedule with its bubble, and what every mesh holds at most; for the sizes planned last."""
         if not len(self._plans):
             refuse(
@@ -286,7 +296,7 @@ class Pipeline:
                 fix="call it first; what is explained is then that of the sizes it was called with",
             )
         latest = list(self._plans)[-1]
-        return explain_pipeline(self.topology, self.schedule, latest, self._takes, machine)
+        return explain_pipeline(self.topology, self.schedule, latest, self._takes, machine or self._machine)
 
     def __repr__(self) -> str:
         return f"Pipeline({self._flow.function}, {len(self.stages)} stages, {self.schedule.name!r}, {self.topology})"
