@@ -12,6 +12,8 @@ from .api.disco import DiscoModule, DiscoSession, run_on_disco, to_disco
 from .api.gradient import gradient
 from .api.module import MeshModule, distribute_module
 from .api.pipeline import Pipeline, pipeline
+from .api.training import TrainingStep, training_step
+from .api.training_run import TrainingRun
 from .base.errors import MeshTensorError
 from .base.machine import Machine
 from .base.mesh import Mesh
@@ -55,6 +57,8 @@ __all__ = [
     "ShardingRule",
     "Simulation",
     "Topology",
+    "TrainingRun",
+    "TrainingStep",
     "__version__",
     "annotate",
     "annotate_module",
@@ -87,5 +91,6 @@ __all__ = [
     "to_disco",
     "to_dtensor",
     "to_placements",
+    "training_step",
     "transfer",
 ]

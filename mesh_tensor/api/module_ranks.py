@@ -11,6 +11,7 @@ import torch
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.atoms import made_plain, plain_sharding
+from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.runtime.ranks import is_dtensor, redistribute
 from mesh_tensor.runtime.ranks.agree import agree, digest_of, program_facts
@@ -21,20 +22,23 @@ from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import Target
 
-from .module_ports import ModulePort, constant_tensor, ports_of
+from .module_ports import ModulePort, constant_tensor, ports_of, state_results
 
 
 class RankModuleLaunch:
     """A plan, ready to run on `ranks`, as one thread calls it. Every rank has to make the same calls."""
 
-    def __init__(self, plan: ModulePlan, target: Target, ranks: Ranks, weights: Mapping[str, Any]) -> None:
+    def __init__(
+        self, plan: ModulePlan, target: Target, ranks: Ranks, weights: Mapping[str, Any], overlap: str | int
+    ) -> None:
         self.plan, self._ranks, self.lane = plan, ranks, ranks.calls.lane()
         made = plan.made
-        faults, facts = Faults(ranks, made.program.name), program_facts(made.program, target.name)
+        faults, facts = Faults(ranks, made.program.name), program_facts(made.program, target.name, overlap)
         agree(ranks, faults, facts)
         self._digest = digest_of(facts)
         self.lane.run(self._digest)
-        self._run, self._result = RankLaunch(made.program, target, ranks, faults), made.result
+        program = with_overlap_on(ranks.machine(), made.program) if overlap == "auto" else made.program
+        self._run, self._result = RankLaunch(program, target, ranks, faults), made.result
         self._ports = {port.name: port for port in ports_of(plan)}
         self._inputs = dict(zip((value.name for value in plan.graph.params), made.inputs, strict=True))
         values = made.program.values
@@ -48,6 +52,25 @@ class RankModuleLaunch:
         made = self._run(known, {})
         as_dtensors = any(is_dtensor(tensor) for tensor in tensors.values())
         return self._tree(self._result, {**known, **made}, as_dtensors)
+
+    def enter(self, name: str, tensor: Any) -> torch.Tensor:
+        """This rank's part of a parameter's tensor."""
+        return self._enter(name, tensor, keep=True)
+
+    def leave(self, name: str, local: torch.Tensor, full: bool) -> Any:
+        """What this rank has of a parameter, as callers know it: a DTensor, or the whole. All ranks have to ask."""
+        return self._leave(self._ports[self._inputs[name]], local, not full)
+
+    def step(
+        self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor]
+    ) -> tuple[Any, dict[str, torch.Tensor]]:
+        """As `ModuleLaunch.step`, of this rank's parts."""
+        known = {**self._held, **{self._inputs[name]: tensor for name, tensor in state.items()}}
+        known |= {self._inputs[name]: self._enter(name, tensor) for name, tensor in tensors.items()}
+        self.lane.run(self._digest)
+        made = {**known, **self._run(known, {})}
+        kept = {name: made[result] for name, result in state_results(self.plan).items()}
+        return self._tree(self._result[0], made, False), kept
 
     def _enter(self, parameter: str, tensor: Any, keep: bool = False) -> torch.Tensor:
         """This rank's valid part of an argument. `keep`: its memory does not change with the argument's."""
