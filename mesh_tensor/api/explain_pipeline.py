@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from mesh_tensor.base.decisions import columns
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.pipeline.check import Held, peaks
 from mesh_tensor.pipeline.clock import timeline
@@ -14,7 +15,6 @@ from mesh_tensor.pipeline.schedule import Action, Schedule
 from mesh_tensor.redistribution.transfer import TransferPlan
 from mesh_tensor.simulation.simulate import simulate
 
-from .explain import table
 from .pipeline_stages import StageFragments
 
 _WIDTH = 100  # characters of a picture
@@ -68,7 +68,7 @@ def _stages(
     kinds = [kind for kind in "FBIW" if any(kind in here.fragments for here in stages)]
     times = {here.stage.index: sum(seconds.get((here.stage.index, kind), 0.0) for kind in kinds) for here in stages}
     total = sum(times.values()) or 1.0
-    rows: list[tuple[object, ...]] = [
+    rows: list[tuple[str, ...]] = [
         ("stage", "mesh", "weights", *(f"{kind} (us)" for kind in kinds), "share", "held (bytes)", "gives")
     ]
     for here in stages:
@@ -76,17 +76,17 @@ def _stages(
         cells = [f"{seconds[stage.index, kind] * 1e6:.1f}" if (stage.index, kind) in seconds else "-" for kind in kinds]
         share, weights = f"{times[stage.index] / total:.0%}", len(set(stage.params) - set(here.inputs))
         held_here = f"{held[stage.index].forward:,}"
-        rows.append((stage.index, stage.mesh, weights, *cells, share, held_here, ", ".join(stage.gives)))
-    return table(rows)
+        rows.append((str(stage.index), stage.mesh, str(weights), *cells, share, held_here, ", ".join(stage.gives)))
+    return columns(rows)
 
 
 def _transfers(stages: Sequence[StageFragments]) -> list[str]:
-    rows: list[tuple[object, ...]] = [("value", "from", "to", "layout there", "bytes", "messages", "spread there")]
+    rows: list[tuple[str, ...]] = [("value", "from", "to", "layout there", "bytes", "messages", "spread there")]
     rows += [row for here in stages for row in _received(stages, here)]
-    return table(rows) if len(rows) > 1 else ["  none"]
+    return columns(rows) if len(rows) > 1 else ["  none"]
 
 
-def _received(stages: Sequence[StageFragments], here: StageFragments) -> Iterator[tuple[object, ...]]:
+def _received(stages: Sequence[StageFragments], here: StageFragments) -> Iterator[tuple[str, ...]]:
     for name, source in here.stage.takes.items():
         there = stages[source]
         yield _row(name, there, here)
@@ -94,15 +94,15 @@ def _received(stages: Sequence[StageFragments], here: StageFragments) -> Iterato
             yield _row(gradient_name(name), here, there)
 
 
-def _row(name: str, source: StageFragments, target: StageFragments) -> tuple[object, ...]:
+def _row(name: str, source: StageFragments, target: StageFragments) -> tuple[str, ...]:
     ends = f"{source.stage.index} ({source.stage.mesh})", f"{target.stage.index} ({target.stage.mesh})"
     layout = target.layouts[name]
     if source.stage.mesh == target.stage.mesh:
-        return (name, *ends, layout, 0, 0, "-")
+        return (name, *ends, str(layout), "0", "0", "-")
     shape, dtype = source.types[name]
     plan = TransferPlan.make(shape, str(dtype), dtype.itemsize, source.layouts[name], layout)
     after = ", ".join(move.kind for move in plan.after.moves) or "-"
-    return (name, *ends, layout, f"{plan.bytes:,}", len(plan.sends), after)
+    return (name, *ends, str(layout), f"{plan.bytes:,}", str(len(plan.sends)), after)
 
 
 def _schedule(schedule: Schedule, seconds: Mapping[tuple[int, str], float], takes: Takes) -> list[str]:
