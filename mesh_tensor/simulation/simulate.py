@@ -87,7 +87,8 @@ class Simulation:
     def __init__(self, program: Program, machine: Machine) -> None:
         self.program, self.machine = program, machine
         self._events = Events(program, machine)
-        self.time, self._ends = play(self._events.all, len(machine.links), machine.busy)
+        took, self._ends = play(self._events.all, len(machine.links), machine.busy)
+        self.time = took + machine.call
         self.computing = sum(event.seconds for event in self._events.all if event.kind == RUN)
 
     @cached_property
@@ -113,7 +114,7 @@ class Simulation:
     @property
     def exposed(self) -> float:
         """The share of the time that the device waits for collectives."""
-        return (self.time - self.computing) / self.time if self.time else 0.0
+        return (self.time - self.machine.call - self.computing) / self.time if self.time else 0.0
 
     @property
     def flops(self) -> int:
@@ -157,7 +158,7 @@ class Simulation:
         """The seconds that everything would take if steps of these kinds took none."""
         gone = set(kinds)
         events = [e._replace(seconds=0.0) if c.kind in gone else e for e, c in self._timed()]
-        return play(events, len(self.machine.links), self.machine.busy)[0]
+        return play(events, len(self.machine.links), self.machine.busy)[0] + self.machine.call
 
     def why(self, most: int = 3) -> str:
         """The steps that cost most, what they cost it for, and what would change that."""
