@@ -13,6 +13,7 @@ from .api.gradient import gradient
 from .api.machine import Machine
 from .api.module import MeshModule, distribute_module
 from .api.pipeline import Pipeline, pipeline
+from .api.search import search
 from .base.errors import MeshTensorError
 from .base.mesh import Mesh
 from .base.sharding import Partial, Replicate, Shard, Sharding
@@ -82,6 +83,7 @@ __all__ = [
     "run_on_disco",
     "run_sequential",
     "save_module",
+    "search",
     "sharding_rule",
     "simulate",
     "to_disco",

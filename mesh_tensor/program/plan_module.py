@@ -63,10 +63,22 @@ def plan_module(
     Raises:
         MeshTensorError: an operator has no rule (and `replicate_unknown` is not set), a size is symbolic, ...
     """
+    graph, atoms = read_module(mod, function, mesh, annotations, replicate_unknown=replicate_unknown)
+    return plan_graph(graph, atoms, kernels)
+
+
+def read_module(
+    mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotations, *, replicate_unknown: bool = False
+) -> tuple[Graph, Atoms]:
+    """A function of known sizes as a graph, and the atoms of its values; these are the same for all meshes and
+    annotations."""
     graph = read_graph(mod, function, mesh, annotations)
     expand_kernels(graph)
-    rules = _rules(graph, replicate_unknown)
-    atoms = find_atoms(graph, rules)
+    return graph, find_atoms(graph, _rules(graph, replicate_unknown))
+
+
+def plan_graph(graph: Graph, atoms: Atoms, kernels: Kernels | None = None) -> ModulePlan:
+    """Plan what was read, for the graph's mesh and annotations."""
     layouts = propagate(graph, atoms)
     explicit = insert_reshards(graph, atoms, layouts)
     calls = TileCalls(atoms)
