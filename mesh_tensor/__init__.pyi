@@ -14,6 +14,8 @@ from .api.machine import Machine
 from .api.module import MeshModule, distribute_module
 from .api.pipeline import Pipeline, pipeline
 from .api.search import search
+from .api.training import TrainingStep, training_step
+from .api.training_run import TrainingRun
 from .base.errors import MeshTensorError
 from .base.mesh import Mesh
 from .base.sharding import Partial, Replicate, Shard, Sharding
@@ -56,6 +58,8 @@ __all__ = [
     "ShardingRule",
     "Simulation",
     "Topology",
+    "TrainingRun",
+    "TrainingStep",
     "__version__",
     "annotate",
     "annotate_module",
@@ -89,5 +93,6 @@ __all__ = [
     "to_disco",
     "to_dtensor",
     "to_placements",
+    "training_step",
     "transfer",
 ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from tvm import ir
@@ -30,11 +30,16 @@ from mesh_tensor.targets.kernels import find_target
 
 from .module_launch import ModuleLaunch
 from .module_ranks import RankModuleLaunch
+from .training import TrainingStep
+from .training_layouts import annotated_step
+from .training_run import TrainingRun
+
+AnyLaunch: TypeAlias = "ModuleLaunch | RankModuleLaunch"
 
 
 @undisturbed
 def distribute_module(
-    mod: ir.IRModule,
+    mod: Any,
     mesh: Any = None,
     shardings: Mapping[str, ShardingLike] | None = None,
     *,
@@ -46,11 +51,12 @@ def distribute_module(
     kernels: Kernels | None = None,
     check_indices: bool = True,
     poison: bool = False,
-) -> MeshModule:
+) -> Any:
     """Make a Relax module callable on a mesh.
 
     Args:
-        mod: the module in global view, with annotations (`annotate_module`, `R.dist.annotate_sharding`) or without.
+        mod: the module in global view, with annotations (`annotate_module`, `R.dist.annotate_sharding`) or without;
+            or a `training_step`.
         mesh: a Mesh, a dict, or a DeviceMesh of torch's, on whose ranks the module then runs; None takes the mesh that
             the module's annotations are for.
         shardings: layouts of named parameters and values, as `annotate_module` takes them.
@@ -67,25 +73,26 @@ def distribute_module(
         poison: on a virtual mesh, padding holds NaN or extreme integers, so that what reads it shows (for tests).
 
     Returns:
-        The callable. It is planned here, or at the first call with new sizes if the function has symbolic ones.
+        A `MeshModule`; of a training step, a `TrainingRun`. It is planned here, or at the first call with new sizes if
+        the function has symbolic ones.
 
     Raises:
         MeshTensorError: what was asked for can't be done; the message names the binding and the operator.
     """
-    check_module(mod, "distribute_module")
+    step, given = (mod, _step_module(mod, mesh, shardings)) if isinstance(mod, TrainingStep) else (None, mod)
+    check_module(given, "distribute_module")
     if kernels and not (isinstance(kernels, Mapping) and all(callable(made) for made in kernels.values())):
         refuse(
             f"the kernels are {shown(kernels)}", fix="give a dict from operators' names to functions that make kernels"
         )
-    if shardings:
+    if shardings and step is None:
         if mesh is None:
             refuse("shardings without a mesh", fix="pass the mesh that they are for")
-        named = mesh_of(mesh) if type(mesh).__name__ == "DeviceMesh" else Mesh(mesh)
-        mod = annotate_module(mod, named, shardings, function)
-    return MeshModule(
-        mod,
+        given = annotate_module(given, _mesh(mesh), shardings, function)
+    made = MeshModule(
+        given,
         mesh,
-        weights={} if weights is None else weights,
+        weights=step.fixed if step else {} if weights is None else weights,
         function=function,
         target=target,
         strict=strict,
@@ -94,6 +101,19 @@ def distribute_module(
         check_indices=check_indices,
         poison=poison,
     )
+    return made if step is None else TrainingRun(step, made)
+
+
+def _step_module(step: TrainingStep, mesh: Any, shardings: Mapping[str, ShardingLike] | None) -> ir.IRModule:
+    """A training step's module, annotated for the mesh that it is to run on."""
+    if mesh is None:
+        refuse("a training step without a mesh", fix="pass the mesh that it is to run on")
+    return annotated_step(step, _mesh(mesh), shardings or {})
+
+
+def _mesh(mesh: Any) -> Mesh:
+    """The names and sizes of a mesh in any form."""
+    return mesh_of(mesh) if type(mesh).__name__ == "DeviceMesh" else Mesh(mesh)
 
 
 class MeshModule:
@@ -129,7 +149,7 @@ class MeshModule:
         self._stated = read_module_annotations(mod, function, None if named is None else Mesh(named), strict=strict)
         self._mod, self.mesh = self._stated.module, self._stated.mesh
         self._plans: Recent[tuple[int, ...], ModulePlan] = Recent(MODULE_SIZES)
-        self._launches: Recent[tuple, ModuleLaunch | RankModuleLaunch] = Recent(MODULE_SIZES)
+        self._launches: Recent[tuple, AnyLaunch] = Recent(MODULE_SIZES)
         self._plan: ModulePlan | None = None
         if not self._signature.symbols:
             self._plan = self._planned({})
@@ -137,31 +157,62 @@ class MeshModule:
     @undisturbed
     def __call__(self, *args: Any, **named: Any) -> Any:
         arguments = list(flat_arguments(args))
-        device_mesh = self._device_mesh or _device_mesh([*arguments, *named.values()])
+        given = [*arguments, *named.values()]
+        return self._run(given, lambda: self._signature.bind(self._weights, arguments, named), _call)
+
+    @undisturbed
+    def step(self, tensors: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The function's first result for these tensors, and what replaces `state` (of `as_state`) in the next call."""
+        return self._run(tensors.values(), lambda: dict(tensors), lambda launch, given: launch.step(given, state))
+
+    @undisturbed
+    def as_state(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Tensors for parameters, laid out as the program takes them; they share no memory with those given."""
+
+        def enter(launch: AnyLaunch, given: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: launch.enter(name, tensor) for name, tensor in given.items()}
+
+        return self._run(tensors.values(), lambda: dict(tensors), enter)
+
+    @undisturbed
+    def whole_state(self, state: Mapping[str, Any], full: bool | None) -> dict[str, Any]:
+        """What `as_state` laid out, or a step left, as callers know it: whole (on ranks DTensors, unless `full`)."""
+
+        def leave(launch: AnyLaunch, _: Mapping[str, Any]) -> dict[str, Any]:
+            whole = isinstance(launch, ModuleLaunch) if full is None else full
+            return {name: launch.leave(name, tensor, whole) for name, tensor in state.items()}
+
+        return self._run((), dict, leave)
+
+    def _run(self, given: Iterable[Any], bind: Callable[[], dict[str, Any]], use: Callable[[Any, Any], Any]) -> Any:
+        """`use` of the launch, and of the tensors that `bind` gives by parameter, once they are checked."""
+        device_mesh = self._device_mesh or _device_mesh(given)
         if device_mesh is None:
-            return self._run(*self._bound(arguments, named))
+            return self._used(*self._bound(bind), None, use)
         ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
         with ranks.calls.lane() as lane:
             try:
-                tensors, sizes = self._bound(arguments, named)
+                tensors, sizes = self._bound(bind)
                 self._plan = self._planned(sizes)
             except MeshTensorError as error:
                 launches = [launch for launch in self._launches if isinstance(launch, RankModuleLaunch)]
                 if not any(launch.lane is lane for launch in launches):  # the others are about to agree
                     agree(ranks, Faults(ranks, self._function), {}, refusal=str(error))
                 raise
-            return self._run(tensors, sizes, ranks)
+            return self._used(tensors, sizes, ranks, use)
 
-    def _bound(self, arguments: list[Any], named: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[Any, int]]:
-        tensors = self._signature.bind(self._weights, arguments, named)
+    def _bound(self, bind: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], Mapping[Any, int]]:
+        tensors = bind()
         return tensors, self._signature.check(tensors, self._target.device_type)
 
-    def _run(self, tensors: Mapping[str, Any], sizes: Mapping[Any, int], ranks: Ranks | None = None) -> Any:
+    def _used(
+        self, tensors: Mapping[str, Any], sizes: Mapping[Any, int], ranks: Ranks | None, use: Callable[[Any, Any], Any]
+    ) -> Any:
         launch = self._launch(sizes, ranks)
         if self._checks_indices:
             refuse_outside(self.plan.index_checks, tensors, self._function)
         with torch.no_grad(), full_precision():
-            return launch({name: tensor for name, tensor in tensors.items() if name not in self._weights})
+            return use(launch, {name: tensor for name, tensor in tensors.items() if name not in self._weights})
 
     def bind(self, *args: Any, **named: Any) -> tuple[dict[str, Any], ModulePlan]:
         """The tensors of a call by parameter, weights among them, and the plan for their sizes; nothing is run."""
@@ -202,7 +253,7 @@ class MeshModule:
         """What was decided, why, and what it costs."""
         return explain_module(self.plan)
 
-    def _launch(self, sizes: Mapping[Any, int], ranks: Ranks | None) -> ModuleLaunch | RankModuleLaunch:
+    def _launch(self, sizes: Mapping[Any, int], ranks: Ranks | None) -> AnyLaunch:
         plan = self._plan = self._planned(sizes)
         key = (self._key(sizes), None if ranks is None else ranks.calls.lane())
         launch = self._launches.get(key)
@@ -246,6 +297,10 @@ class MeshModule:
             fix = "state another layout for it, or leave out strict"
         facts = [str(conflict) for conflict in plan.layouts.conflicts]
         refuse(facts, where=f"module function {self._function!r}, strict", why=why, fix=fix)
+
+
+def _call(launch: AnyLaunch, tensors: Mapping[str, Any]) -> Any:
+    return launch(tensors)
 
 
 def _device_mesh(tensors: Iterable[Any]) -> Any:

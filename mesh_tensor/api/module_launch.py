@@ -12,7 +12,7 @@ from mesh_tensor.runtime.virtual.launch import Launch
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import Target
 
-from .module_ports import ModulePort, constant_tensor, ports_of
+from .module_ports import ModulePort, constant_tensor, ports_of, state_results
 
 
 class ModuleLaunch:
@@ -39,6 +39,27 @@ class ModuleLaunch:
         known = {**self._held, **given}
         made = self._run({**known, **self._outputs}, {}, as_mesh_tensors=as_mesh_tensors)
         return self._tree(self._result, known | made, as_mesh_tensors)
+
+    def enter(self, name: str, tensor: torch.Tensor | MeshTensor) -> MeshTensor:
+        """A parameter's tensor as the program takes it."""
+        made = self._port(name).refine(tensor)
+        return self._port(name).spread(tensor) if isinstance(tensor, torch.Tensor) else made  # type: ignore[return-value]
+
+    def leave(self, name: str, tensor: MeshTensor, full: bool) -> torch.Tensor | MeshTensor:
+        """What the program has for a parameter, as callers know it."""
+        made = self._port(name).merge(tensor)
+        return made.full() if full and isinstance(made, MeshTensor) else made
+
+    def step(
+        self, tensors: Mapping[str, torch.Tensor | MeshTensor], state: Mapping[str, MeshTensor]
+    ) -> tuple[Any, dict[str, MeshTensor]]:
+        """The first result, whole, for these tensors and this state (of parameters, by name); and the state that comes
+        out, of which nothing else has the memory."""
+        given = {self._inputs[name]: self._port(name).refine(tensor) for name, tensor in tensors.items()}
+        known = {**self._held, **{self._inputs[name]: tensor for name, tensor in state.items()}, **given}
+        known |= self._run({**known, **self._outputs}, {}, as_mesh_tensors=True)
+        made: dict[str, Any] = {name: known[result] for name, result in state_results(self.plan).items()}
+        return self._tree(self._result[0], known, False), made
 
     def _tree(self, names: Any, values: Mapping[str, Any], as_mesh_tensors: bool) -> Any:
         if not isinstance(names, str):

@@ -12,6 +12,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.atoms import Sizes, made_plain, plain_sharding
 from mesh_tensor.plan.explicit import forms_in
+from mesh_tensor.plan.ir import leaves
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.steps import Value
 from mesh_tensor.runtime.placement import layout_of
@@ -93,6 +94,12 @@ def ports_of(plan: ModulePlan) -> list[ModulePort]:
     explicit = plan.explicit
     forms = dict.fromkeys([*explicit.params, *forms_in(explicit.result)])
     return [ModulePort(form.name, form.dtype, plan.atoms.of[form.value], form.sharding) for form in forms]
+
+
+def state_results(plan: ModulePlan) -> dict[str, str]:
+    """Parameter -> the result of the program that replaces it in the next call."""
+    names = dict(zip(leaves(plan.graph.result), forms_in(plan.explicit.result), strict=True))
+    return {replaced.name: names[result].name for result, replaced in plan.graph.state.items()}
 
 
 def parameter_layouts(plan: ModulePlan) -> dict[str, Sharding]:

@@ -21,7 +21,7 @@ from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import Target
 
-from .module_ports import ModulePort, constant_tensor, ports_of
+from .module_ports import ModulePort, constant_tensor, ports_of, state_results
 
 
 class RankModuleLaunch:
@@ -48,6 +48,25 @@ class RankModuleLaunch:
         made = self._run(known, {})
         as_dtensors = any(is_dtensor(tensor) for tensor in tensors.values())
         return self._tree(self._result, {**known, **made}, as_dtensors)
+
+    def enter(self, name: str, tensor: Any) -> torch.Tensor:
+        """This rank's part of a parameter's tensor."""
+        return self._enter(name, tensor, keep=True)
+
+    def leave(self, name: str, local: torch.Tensor, full: bool) -> Any:
+        """What this rank has of a parameter, as callers know it: a DTensor, or the whole. All ranks have to ask."""
+        return self._leave(self._ports[self._inputs[name]], local, not full)
+
+    def step(
+        self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor]
+    ) -> tuple[Any, dict[str, torch.Tensor]]:
+        """As `ModuleLaunch.step`, of this rank's parts."""
+        known = {**self._held, **{self._inputs[name]: tensor for name, tensor in state.items()}}
+        known |= {self._inputs[name]: self._enter(name, tensor) for name, tensor in tensors.items()}
+        self.lane.run(self._digest)
+        made = {**known, **self._run(known, {})}
+        kept = {name: made[result] for name, result in state_results(self.plan).items()}
+        return self._tree(self._result[0], made, False), kept
 
     def _enter(self, parameter: str, tensor: Any, keep: bool = False) -> torch.Tensor:
         """This rank's valid part of an argument. `keep`: its memory does not change with the argument's."""

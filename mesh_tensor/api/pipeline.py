@@ -14,23 +14,20 @@ from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.pipeline.annotated import annotated_stages, annotated_topology
-from mesh_tensor.pipeline.assign import NamedStage, assign, stages_by_mesh
+from mesh_tensor.pipeline.assign import assign
 from mesh_tensor.pipeline.flow import Flow
+from mesh_tensor.pipeline.fragments import trained_values
 from mesh_tensor.pipeline.place import check_pipeline, place
 from mesh_tensor.pipeline.schedule import Schedule
 from mesh_tensor.pipeline.stages import Stage, cut
 from mesh_tensor.runtime.ambient import undisturbed
-from mesh_tensor.runtime.module_inputs import ModuleSignature, bound
+from mesh_tensor.runtime.module_inputs import ModuleSignature, bound, refuse_outside
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 
-from .pipeline_layouts import stage_layouts
-from .pipeline_rows import Mailbox, Row, run_rows
-from .pipeline_stages import Options, StageFragments, Values, forward_fragments
-
-_HOW = (
-    'give {"m0": ["embed", "blocks.0"], "m1": [...]}: per mesh the values (of submodules, or bindings) that it '
-    'computes; {"embed": ("m0", 0), ...}; the values after which to cut, as ["blocks.1"]; or a number of stages'
-)
+from .pipeline_batch import merged, rows_of, split_batch
+from .pipeline_rows import Mailbox, Microbatch, Row, run_rows
+from .pipeline_stages import Options, StageFragments, Values, forward_fragments, training_fragments
+from .pipeline_stated import named_stages, stage_layouts, trained_weights
 
 
 @undisturbed
@@ -41,30 +38,36 @@ def pipeline(
     shardings: Mapping[str, Any] | None = None,
     *,
     microbatches: int = 1,
-    schedule: Schedule | str = "forward",
+    schedule: Schedule | str | None = None,
+    train: bool | Sequence[str] = False,
     weights: Mapping[str, torch.Tensor] | None = None,
     function: str = "main",
     target: str = "auto",
     strict: bool = False,
     replicate_unknown: bool = False,
+    recompute: bool = False,
+    check_indices: bool = True,
     limit: float | Sequence[float] | None = None,
     poison: bool = False,
 ) -> Pipeline:
     """A model whose stages lie on several meshes; batches go through it in microbatches.
 
     Args:
-        model: what `from_torch` or `from_onnx` gave, or a Relax module.
+        model: what `from_torch` or `from_onnx` gave, or a Relax module. It takes one microbatch, or any number of rows.
         topology: the meshes; None takes those of the module's annotations (`R.device_mesh`), as "mesh0", "mesh1", ...
         stages: {mesh: names} gives every mesh a stage that computes these values (of submodules, as "blocks.0", or of
             bindings) and what they need; {name: mesh} and {name: (mesh, stage)} assign values; a list has the values
-            after which to cut; a number cuts so that stages cost alike. None takes the module's annotations.
+            after which to cut. None takes the module's annotations.
         shardings: layouts of values and weights, as `annotate_module` takes them: per mesh, {mesh: {name: layout}}, or
             for all, {name: layout}, of which every mesh takes the axes that it has.
         microbatches: in how many parts a batch is split along its first dim.
-        schedule: its name (`SCHEDULES`), or a Schedule.
+        schedule: its name (`SCHEDULES`), or a Schedule; "forward" where nothing is trained, "1f1b" else.
+        train: whether gradients of the weights are computed (all that hold floats), or of which. The function's first
+            result is the loss then: a mean over the rows of a batch.
         weights: parameters that stay; those of an ImportedModule, where nothing is given.
         function: the function to run.
-        target, strict, replicate_unknown, poison: as in `distribute_module`.
+        target, strict, replicate_unknown, check_indices, poison: as in `distribute_module`.
+        recompute: save nothing of a forward but what its stage takes; backwards run it again.
         limit: microbatches that a mesh may hold at a time, or one number per mesh.
 
     Returns:
@@ -73,142 +76,125 @@ def pipeline(
     Raises:
         MeshTensorError: what was asked for can't be done; nothing has run.
     """
-    mod, given = (model.mod, model.params) if isinstance(model, ImportedModule) else (model, {})
-    options = Options(target, strict, replicate_unknown, poison)
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         refuse(f"microbatches={shown(microbatches)}", fix="give the number of parts of a batch, at least 1")
-    return Pipeline(
-        Flow(mod, function),
-        topology,
-        stages,
-        shardings or {},
-        microbatches=microbatches,
-        schedule=schedule,
-        weights=given if weights is None else weights,
-        limit=limit,
-        options=options,
-    )
+    mod, given = (model.mod, model.params) if isinstance(model, ImportedModule) else (model, {})
+    flow, options = Flow(mod, function), Options(target, strict, replicate_unknown, poison, recompute)
+    made = Pipeline(flow, topology, given if weights is None else weights, train, options)
+    made._cut(stages, shardings or {}, schedule or ("1f1b" if train else "forward"), microbatches, limit)
+    made._checks_indices = check_indices
+    return made
 
 
 class Pipeline:
     """A model on several meshes: takes whole batches, splits them, and runs its schedule; a thread per mesh.
 
-    Results with a first dim of the batch are put together along it; numbers are means over the batch's rows."""
+    Results with a first dim of the batch are put together along it; numbers are means over the batch's rows.
+
+    topology, schedule, stages   what runs where, and when
+    inputs, trained              parameters: those of a call, and those whose gradients are computed
+    peak_bytes                   per mesh: what it held for backwards at most in the last call
+    peak_microbatches            per mesh: the same in microbatches of its stages
+    """
 
     def __init__(
-        self,
-        flow: Flow,
-        topology: Any,
-        stages: Any,
-        shardings: Mapping[str, Any],
-        *,
-        microbatches: int,
-        schedule: Schedule | str,
-        weights: Mapping[str, Any],
-        limit: float | Sequence[float] | None,
-        options: Options,
+        self, flow: Flow, topology: Any, weights: Mapping[str, Any], train: bool | Sequence[str], options: Options
     ) -> None:
-        self._flow, self._options, self.microbatches = flow, options, microbatches
+        self._flow, self._options = flow, options
         self._signature = ModuleSignature(flow.mod, flow.function)
         self._whole = self._signature.weights(weights, "cpu")
+        self.trained = trained_weights(flow, self._whole, train)
         self.inputs = tuple(name for name in flow.params if name not in self._whole)
         self.topology = annotated_topology(flow) if topology is None else Topology(topology)
+        self._plans: Recent[tuple[int, ...], tuple[StageFragments, ...]] = Recent(MODULE_SIZES)
+        self._weights: dict[int, Values] = {}
+        self._gradients: dict[int, Values] = {}
+        self._checks_indices = True
+        self.peak_bytes = dict.fromkeys(self.topology, 0)
+        self.peak_microbatches = dict.fromkeys(self.topology, 0)
+
+    def _cut(
+        self, stages: Any, shardings: Mapping[str, Any], schedule: Schedule | str, microbatches: int, limit: Any
+    ) -> None:
+        """Cut the function into stages, lay these out, and check that the schedule can run them."""
+        flow, self.microbatches = self._flow, microbatches
         if stages is None:
             self._where, stated = annotated_stages(flow, self.topology)
             meshes: list[str | None] = [*stated]
         else:
-            named = _named_stages(flow, stages, self.topology)
+            named = named_stages(flow, stages, self.topology)
             self._where = assign(flow, named, self.inputs)
             meshes = [stage.mesh for stage in named]
         self._meshes, self.schedule = place(self.topology, meshes, schedule, microbatches)
         self.stages = cut(flow, self._where, self._meshes)
-        check_pipeline(
-            self.schedule, {s.index: tuple(dict.fromkeys(s.takes.values())) for s in self.stages}, False, limit
-        )
+        takes = {stage.index: tuple(dict.fromkeys(stage.takes.values())) for stage in self.stages}
+        check_pipeline(self.schedule, takes, bool(self.trained), limit)
         self._layouts = stage_layouts(flow, self.stages, self.topology, shardings)
-        self._plans: Recent[tuple[int, ...], tuple[StageFragments, ...]] = Recent(MODULE_SIZES)
-        self._weights: dict[int, Values] = {}
-        self.peak_bytes = dict.fromkeys(self.topology, 0)
         if not self._signature.symbols:
             self._planned({})
 
     @undisturbed
     def __call__(self, *batch: torch.Tensor, **named: torch.Tensor) -> Any:
         tensors = self._signature.bind(self._whole, batch, named)
-        parts = self._split({name: tensors[name] for name in self.inputs})
+        parts = split_batch(self._signature, {name: tensors[name] for name in self.inputs}, self.microbatches)
+        counts = [rows_of(part) for part in parts]
         plans = [self._planned(self._signature.check({**tensors, **part})) for part in parts]
-        mailbox = Mailbox()
-        rows = [Row(plans.__getitem__, mailbox, self._weights, parts) for _ in self.topology]
+        if self._checks_indices:
+            for here in plans[0]:
+                refuse_outside(here.fragments["F"].module.plan.index_checks, tensors, self._flow.function)
+        shares = [count / sum(counts) for count in counts]
+        microbatches = [Microbatch(*each) for each in zip(parts, plans, shares, strict=True)]
+        mailbox, loss = Mailbox(), self._flow.results[0] if self.trained else None
+        rows = [Row(mailbox, self._weights, microbatches, loss) for _ in self.topology]
         run_rows(self.schedule, rows, self.topology.names, mailbox)
-        made = {key: value for row in rows for key, value in row.results.items()}
-        return self._tree(made, [_rows_of(part) for part in parts])
+        self._gradients = {stage: sums for row in rows for stage, sums in row.gradients.items()}
+        for name, row in zip(self.topology, rows, strict=True):
+            self.peak_bytes[name], self.peak_microbatches[name] = row.peak_bytes, row.peak_microbatches
+        return self._result({key: value for row in rows for key, value in row.results.items()}, counts)
 
-    def _split(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """The batch in microbatches."""
-        sizes = {name: tensor.shape[0] if tensor.ndim else 0 for name, tensor in batch.items()}
-        count, rows = self.microbatches, max(sizes.values(), default=0)
-        own = {p.name: p.shape[0] for p in self._signature.params if p.name in batch and p.shape}
-        fixed = next((size for size in own.values() if isinstance(size, int)), None)
-        each = fixed if fixed is not None else -(-rows // count)
-        problems = [f"input {name!r} has {size} rows, others {rows}" for name, size in sizes.items() if size != rows]
-        if not problems and fixed is not None and rows != fixed * count:
-            problems = [f"a batch of {rows} rows in {count} microbatches, but the module takes {fixed} rows at a time"]
-        elif not problems and each * (count - 1) >= rows:
-            problems = [f"a batch of {rows} rows in {count} microbatches leaves some without rows"]
-        if problems:
-            refuse(
-                problems,
-                where=f"call of the pipeline of {self._flow.function!r}",
-                fix=f"pass {count} x {fixed} rows, or export the model with an open batch size"
-                if fixed is not None
-                else "pass more rows, the same for all inputs, or fewer microbatches",
-            )
-        return [{name: tensor[i * each : (i + 1) * each] for name, tensor in batch.items()} for i in range(count)]
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients of the last call's loss, whole, by the names of the weights; a weight that several stages have
+        gets the sum of theirs."""
+        if not self._gradients:
+            refuse("there are no gradients yet", fix="call the pipeline first, made with train=True")
+        sums: dict[str, torch.Tensor] = {}
+        for stage in sorted(self._gradients):
+            for name, part in self._gradients[stage].items():
+                sums[name] = sums[name] + part.full() if name in sums else part.full()
+        return {name: sums[name] for name in self.trained}
 
     def _planned(self, sizes: Mapping[Any, int]) -> tuple[StageFragments, ...]:
         """The stages for microbatches of these sizes."""
         key = tuple(sizes[var] for var in self._signature.symbols)
         plan = self._plans.get(key)
         if plan is None:
-            flow = Flow(bound(self._flow.mod, self._flow.function, sizes), self._flow.function) if sizes else self._flow
-            stages = cut(flow, self._where, self._meshes) if sizes else self.stages
-            plan = tuple(self._fragments(stage) for stage in stages)
+            stages = self.stages
+            if sizes:
+                flow = Flow(bound(self._flow.mod, self._flow.function, sizes), self._flow.function)
+                stages = cut(flow, self._where, self._meshes)
+            plan = tuple(map(self._fragments, stages))
             self._plans.put(key, plan)
         return plan
 
     def _fragments(self, stage: Stage) -> StageFragments:
-        weights = self._weights.get(stage.index, {})
-        layouts = {**self._layouts[stage.index], **{name: weight.sharding for name, weight in weights.items()}}
-        made = forward_fragments(stage, self.topology[stage.mesh], layouts, self._options)
+        """A stage on its mesh. Its weights lie as they did when it was first laid out."""
+        mesh, kinds = self.topology[stage.mesh], {action.kind for row in self.schedule.rows for action in row}
+        placed = {name: weight.sharding for name, weight in self._weights.get(stage.index, {}).items()}
+        layouts = {**self._layouts[stage.index], **placed}
+        if self.trained:
+            passed = {*self.trained, *trained_values(self._flow, self.trained)}
+            wrt = [name for name in (*stage.params, *stage.takes) if name in passed]
+            made = training_fragments(stage, mesh, layouts, self._options, wrt, kinds)
+        else:
+            made = forward_fragments(stage, mesh, layouts, self._options)
         if stage.index not in self._weights:
             held = {name: made.place(name, self._whole[name]) for name in stage.params if name in self._whole}
             self._weights[stage.index] = held
         return made
 
-    def _tree(self, made: Mapping[tuple[str, int], MeshTensor], rows: Sequence[int]) -> Any:
-        values = {name: _merged([made[name, i].full() for i in range(len(rows))], rows) for name in self._flow.results}
+    def _result(self, made: Mapping[tuple[str, int], MeshTensor], rows: Sequence[int]) -> Any:
+        values = {name: merged([made[name, i].full() for i in range(len(rows))], rows) for name in self._flow.results}
         return self._flow.tree(values)
 
     def __repr__(self) -> str:
         return f"Pipeline({self._flow.function}, {len(self.stages)} stages, {self.schedule.name!r}, {self.topology})"
-
-
-def _named_stages(flow: Flow, stages: Any, topology: Topology) -> list[NamedStage]:
-    """The stages in any of their forms."""
-    if isinstance(stages, Mapping) and stages:
-        return stages_by_mesh(flow, stages, topology.names)
-    if isinstance(stages, (list, tuple)) and stages and all(isinstance(name, str) for name in stages):
-        return [*(NamedStage((name,)) for name in stages), NamedStage(tuple(dict.fromkeys(flow.results)))]
-    return refuse(f"stages={shown(stages)}", fix=_HOW)
-
-
-def _rows_of(part: Mapping[str, torch.Tensor]) -> int:
-    return next((tensor.shape[0] for tensor in part.values() if tensor.ndim), 1)
-
-
-def _merged(parts: Sequence[torch.Tensor], rows: Sequence[int]) -> torch.Tensor:
-    """The microbatches' results as the batch's: rows behind each other, or the mean of numbers over rows."""
-    if len(parts) == 1 or parts[0].ndim:
-        return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-    weighted = [part.double() * (count / sum(rows)) for part, count in zip(parts, rows, strict=True)]
-    return torch.stack(weighted).sum().to(parts[0].dtype)

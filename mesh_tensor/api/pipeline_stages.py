@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from tvm import ir
 
+from mesh_tensor.annotations.annotate_module import annotate_module
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.pipeline.stages import Stage
+from mesh_tensor.pipeline.fragments import FragmentFunction, JointStage, fragments_of, gradient_name
+from mesh_tensor.pipeline.stages import FUNCTION, Stage
+from mesh_tensor.plan.gradient import gradient_function
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, ShardingLike, distribute
 
 from .module import MeshModule, distribute_module
 from .module_ports import parameter_layouts, result_layouts
 
 Values = dict[str, MeshTensor]
+Layouts = Mapping[str, ShardingLike]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,11 +33,12 @@ class Fragment:
     takes: tuple[str, ...]
     gives: tuple[str, ...]
 
-    @property
+    @cached_property
     def layouts(self) -> dict[str, Sharding]:
         """How what it takes and gives lies."""
         plan = self.module.plan
-        return parameter_layouts(plan) | dict(zip(self.gives, result_layouts(plan), strict=True))
+        taken = zip(self.takes, parameter_layouts(plan).values(), strict=True)
+        return dict(taken) | dict(zip(self.gives, result_layouts(plan), strict=True))
 
     def __call__(self, values: Mapping[str, MeshTensor]) -> Values:
         made = self.module(*(values[name] for name in self.takes))
@@ -55,22 +61,16 @@ class StageFragments:
 
 @dataclass(frozen=True)
 class Options:
-    """How fragments are made, as `distribute_module` takes it."""
+    """How fragments are made, as `distribute_module` takes it; `recompute`: backwards run their forward again."""
 
     target: str = "auto"
     strict: bool = False
     replicate_unknown: bool = False
     poison: bool = False
+    recompute: bool = False
 
     def fragment(
-        self,
-        kind: str,
-        mod: ir.IRModule,
-        function: str,
-        mesh: Mesh,
-        layouts: Mapping[str, ShardingLike],
-        takes: Sequence[str],
-        gives: Sequence[str],
+        self, kind: str, mod: ir.IRModule, function: str, mesh: Mesh, layouts: Layouts, ports: FragmentFunction | Stage
     ) -> Fragment:
         """A function of a module as a fragment."""
         module = distribute_module(
@@ -84,13 +84,47 @@ class Options:
             poison=self.poison,
             check_indices=False,  # whole batches are checked before they are split
         )
-        return Fragment(kind, module, tuple(takes), tuple(gives))
+        taken = (*ports.params, *ports.takes) if isinstance(ports, Stage) else ports.takes
+        return Fragment(kind, module, tuple(taken), ports.gives)
 
 
-def forward_fragments(
-    stage: Stage, mesh: Mesh, layouts: Mapping[str, ShardingLike], options: Options
-) -> StageFragments:
+def forward_fragments(stage: Stage, mesh: Mesh, layouts: Layouts, options: Options) -> StageFragments:
     """A stage that only runs forwards."""
-    takes = (*stage.params, *stage.takes)
-    made = options.fragment("F", stage.module, "stage", mesh, layouts, takes, stage.gives)
+    made = options.fragment("F", stage.module, FUNCTION, mesh, layouts, stage)
     return StageFragments(stage, mesh, {"F": made}, made.layouts)
+
+
+def training_fragments(
+    stage: Stage, mesh: Mesh, layouts: Layouts, options: Options, wrt: Sequence[str], kinds: Iterable[str]
+) -> StageFragments:
+    """A stage that runs forwards, and backwards of these kinds, to the gradients of `wrt`.
+
+    The forward's layouts are those of all: what it saves is taken as it lies, and a gradient lies as its value.
+    """
+    module = annotate_module(stage.module, mesh, layouts, FUNCTION) if layouts else stage.module
+    joint = gradient_function(module, FUNCTION, list(wrt), seeded=True) if wrt else None
+    if joint is None:  # nothing to train here, and nothing before it
+        return forward_fragments(stage, mesh, layouts, options)
+    functions = fragments_of(JointStage(stage, joint, tuple(wrt)), options.recompute)
+    forward = options.fragment("F", functions["F"].module, "F", mesh, {}, functions["F"])
+    known, made = dict(forward.layouts), {"F": forward}
+    known |= {gradient_name(name): _whole(layout) for name, layout in forward.layouts.items()}
+    for kind in [kind for kind in "BIW" if kind in functions and kind in kinds]:
+        function = functions[kind]
+        inner = set(function.own) - {name for name in function.gives if function.own[name] in _parameters(function)}
+        stated = {function.own[name]: known[name] for name in function.own if name in known and name in inner}
+        made[kind] = options.fragment(kind, function.module, kind, mesh, stated, function)
+        known = {**made[kind].layouts, **known}
+    return StageFragments(stage, mesh, made, known)
+
+
+def _parameters(function: FragmentFunction) -> set[str]:
+    """The function's own names of what it takes and hands on as it is."""
+    return {function.own[name] for name in function.takes} & {function.own[name] for name in function.gives}
+
+
+def _whole(layout: Sharding) -> Sharding:
+    """The layout of a gradient: that of its value, without partial axes."""
+    for axis, _ in layout.partial:
+        layout = layout.with_replicate(axis)
+    return layout

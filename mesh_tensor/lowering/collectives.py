@@ -14,22 +14,13 @@ from __future__ import annotations
 
 from tvm import ir, tirx
 
+from mesh_tensor.base.collectives import COLLECTIVES
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.redistribution.plan import DIRECT_KINDS, Move
+from mesh_tensor.redistribution.plan import Move
 from mesh_tensor.tir.rewrite import region_call
 
-#: Every collective that the language has; `broadcast` is there for kernels' authors and for runtimes.
-NAMES = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "broadcast",
-    "permute",
-    "exchange",
-    "slice",
-    "to_partial",
-)
+#: Every collective that the language has; a broadcast is there for kernels' authors and for runtimes.
+NAMES = (*COLLECTIVES, "broadcast")
 
 
 def register() -> None:
@@ -45,7 +36,7 @@ def register() -> None:
 def collective_block(move: Move, src: tirx.Buffer, dst: tirx.Buffer, before: Sharding | None = None) -> tirx.Stmt:
     """The block that turns `src` into `dst`. Of a permute or an exchange, `before` says how `src` lies."""
     args: list[object] = [_whole(src, 1), _whole(dst, 2)]
-    if move.kind in DIRECT_KINDS:
+    if COLLECTIVES[move.kind].is_direct:
         args += [tirx.StringImm(str(before)), tirx.StringImm(str(move.after))]
     if move.op is not None:
         args.append(tirx.StringImm(move.op))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from mesh_tensor.base.collectives import COLLECTIVES
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.kernel_placements import Assignment
@@ -152,7 +153,7 @@ class Layouts:
     def _reshard(self, now: Tensor, wanted: Sharding, reason: str) -> Tensor:
         for move in plan_for(now.sharding, wanted, now.shape):
             name = self._fresh(now.name.split(".")[0])
-            in_place = move.kind == "all_reduce" and now.storage not in self.inputs
+            in_place = COLLECTIVES[move.kind].works_in_place and now.storage not in self.inputs
             storage = now.storage if in_place else name
             after = Tensor(name, now.shape, now.dtype, move.after, storage)
             self._add(after)

@@ -19,12 +19,11 @@ from mesh_tensor.annotations.annotate import INFO_ATTR, MESH_ATTR, TILES_ATTR
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.kernel_placements import tile_extent
-from mesh_tensor.redistribution.plan import DIRECT_KINDS, Move, direct_move
+from mesh_tensor.redistribution.plan import illegal_move
 from mesh_tensor.rules.kernel.statements import buffer_params
 from mesh_tensor.tir.bounds import accesses_outside
 from mesh_tensor.tir.views import declared
 
-from .collectives import NAMES
 from .layouts import Collective, LocalKernel, Tensor
 from .shrink import ceildiv
 
@@ -218,52 +217,6 @@ def _ends(lowered: Lowered) -> Iterator[str]:
                 yield f"{param} is not annotated, and {name} is partial ({layout})"
         if left is not None and not chain.final(left):
             yield f"{left}, the result of {param}, is not there in the end"
-
-
-def illegal_move(src: Sharding, move: Move) -> list[str]:
-    """Why a collective can't make `move.after` of `src` inside the groups of its axes; nothing if it can."""
-    after, found = move.after, []
-    if move.kind not in NAMES:
-        found.append("there is no such collective")
-    if not move.axes:
-        found.append("it is over no axis")
-    others = [axis for axis in src.mesh if axis not in move.axes]
-    found += [
-        f"axis {a} changes from {src.placement(a)} to {after.placement(a)}"
-        for a in others
-        if src.placement(a) != after.placement(a)
-    ]
-    if move.kind in DIRECT_KINDS:
-        return found + _illegal_direct_move(src, move)
-    for axis in move.axes:
-        before, now = src.placement(axis), after.placement(axis)
-        expected = _EXPECTED.get(move.kind)
-        if expected is None or (str(before), str(now)) != expected(move):
-            found.append(f"axis {axis} goes from {before} to {now}")
-    for layout, dim in ((src, move.src_dim), (after, move.dst_dim)):
-        if dim is not None and layout.dims[dim][-len(move.axes) :] != move.axes:
-            found.append(f"axes {move.axes} are not the innermost of dim {dim} in {layout}")
-    return found
-
-
-def _illegal_direct_move(src: Sharding, move: Move) -> list[str]:
-    """Boxes go where they are needed: over all the axes that this takes, and as they are."""
-    if src.partial != move.after.partial:
-        return [f"it goes from {src} to {move.after}, which changes what is partial"]
-    expected = direct_move(src, move.after)
-    if (move.kind, move.axes) != (expected.kind, expected.axes):
-        return [f"from {src} to {move.after} leads the {expected.kind} over {', '.join(expected.axes)}"]
-    return []
-
-
-_EXPECTED = {
-    "all_reduce": lambda move: (f"P[{move.op}]", "R"),
-    "reduce_scatter": lambda move: (f"P[{move.op}]", f"S[{move.dst_dim}]"),
-    "all_gather": lambda move: (f"S[{move.src_dim}]", "R"),
-    "all_to_all": lambda move: (f"S[{move.src_dim}]", f"S[{move.dst_dim}]"),
-    "slice": lambda move: ("R", f"S[{move.dst_dim}]"),
-    "to_partial": lambda move: ("R", f"P[{move.op}]"),
-}
 
 
 def _same_shape(a: Sequence[tirx.PrimExpr], b: Sequence[tirx.PrimExpr]) -> bool:

@@ -51,6 +51,11 @@ class Flow:
                 found[value].append(name)
         return found
 
+    def is_float(self, name: str) -> bool:
+        """Whether a value is a tensor of floats."""
+        info = (self.params[name] if name in self.params else self.bindings[name].var).struct_info
+        return isinstance(info, relax.TensorStructInfo) and "float" in str(info.dtype)
+
     def above(self, roots: Iterable[str], among: Iterable[str] | None = None) -> set[str]:
         """The bindings that `roots` depend on, and they themselves; if so, only those among some."""
         allowed = self.bindings if among is None else set(among)

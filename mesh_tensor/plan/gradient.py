@@ -63,11 +63,11 @@ def gradient_function(
             seeds[value] = joint.writer.parameter(f"d_{value.name}", value)
             joint.params.append(seeds[value])
     else:
-        value = _loss(results, loss, function)
+        value = loss_of(results, loss, function)
         seeds[value] = joint.writer.emit(_one(value), "seed")
     values = _parameters(joint.graph, wrt, function)
     reverse(joint, seeds, values)
-    made = [_gradient(joint, value, function) for value in values]
+    made = [gradient_of(joint, value, function) for value in values]
     return joint.writer.module(mod, function, joint, relax.Tuple([joint.result, relax.Tuple(made)]))
 
 
@@ -137,7 +137,8 @@ def _active(graph: Graph, wrt: Sequence[Value]) -> set[Value]:
     return active
 
 
-def _loss(results: list[Value], number: int, function: str) -> Value:
+def loss_of(results: list[Value], number: int, function: str) -> Value:
+    """The result that is differentiated."""
     if not -len(results) <= number < len(results):
         refuse(f"{function!r} has {len(results)} results, and no result {number} to differentiate")
     value = results[number]
@@ -164,7 +165,8 @@ def _parameters(graph: Graph, names: Sequence[str], function: str) -> list[Value
     return [by_name[name] for name in names]
 
 
-def _gradient(joint: Joint, value: Value, function: str) -> relax.Expr:
+def gradient_of(joint: Joint, value: Value, function: str) -> relax.Expr:
+    """The gradient of a value, which there has to be."""
     if value not in joint.gradients:
         refuse(
             f"the result does not depend on parameter {value.name!r}",

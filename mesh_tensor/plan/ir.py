@@ -54,6 +54,8 @@ class Node:
         return self.call.name in (ANNOTATE, REDISTRIBUTE)
 
 
+# A function attribute: the name of a parameter -> which result, counted from 0, replaces it in the next call.
+STATE_ATTR = "mesh_tensor_state"
 ANNOTATE, REDISTRIBUTE = "dist.annotate_sharding", "dist.redistribute"
 
 # A value, or the fields of a tuple.
@@ -62,7 +64,8 @@ Tree = Value | tuple["Tree", ...]
 
 @dataclass(eq=False)
 class Graph:
-    """`nodes` in an order in which they can run; `result` is what the function returns."""
+    """`nodes` in an order in which they can run; `result` is what the function returns. `state`: results that lie as
+    the parameter that they replace in the next call."""
 
     name: str
     mesh: Mesh
@@ -70,6 +73,7 @@ class Graph:
     nodes: list[Node]
     result: Tree
     annotations: dict[Value, Annotation] = field(default_factory=dict)
+    state: dict[Value, Value] = field(default_factory=dict)
 
     def values(self) -> list[Value]:
         """Every value once: parameters, then constants and results in order of appearance."""

@@ -51,7 +51,9 @@ def propagate(graph: Graph, atoms: Atoms) -> Layouts:
             if annotation.priority == priority:
                 spread.state(value, annotation)
         spread.run()
-    return Layouts(_layouts(graph, atoms, spread), list(dict.fromkeys(spread.conflicts())))
+    layouts = _layouts(graph, atoms, spread)
+    layouts |= {result: layouts[replaced] for result, replaced in graph.state.items()}
+    return Layouts(layouts, list(dict.fromkeys(spread.conflicts())))
 
 
 def _layouts(graph: Graph, atoms: Atoms, spread: _Spread) -> dict[Value, Sharding]:

@@ -12,7 +12,7 @@ from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator.call import OpCall, op_call, op_name, tensor_infos, tensor_type, tensor_types
 
-from .ir import ANNOTATE, Graph, Node, Scope, Tree, Value, leaves
+from .ir import ANNOTATE, STATE_ATTR, Graph, Node, Scope, Tree, Value, leaves
 
 # (function name, variable name) -> what was stated for it
 Annotations = Mapping[tuple[str, str], Annotation]
@@ -29,7 +29,14 @@ def read_graph(mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotat
     func = reader.function(function)
     params = [reader.parameter(function, var) for var in func.params[:]]
     body = reader.body(function, func, params, ())
-    return Graph(function, mesh, params, reader.nodes, body, reader.annotations)
+    return Graph(function, mesh, params, reader.nodes, body, reader.annotations, _state(func, params, body))
+
+
+def _state(func: relax.Function, params: list[Value], body: Tree) -> dict[Value, Value]:
+    """Results that replace a parameter in the next call."""
+    by_name = {param.name: param for param in params}
+    attr = (func.attrs or {}).get(STATE_ATTR, {})
+    return {leaves(body)[int(number)]: by_name[name] for name, number in attr.items()}
 
 
 class _Reader:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mesh_tensor.base.collectives import COLLECTIVES
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.rules.operator.cost import class_of
 
@@ -16,7 +17,6 @@ from .steps import CollectiveStep, KernelStep, OpStep, Step, WaitStep
 
 # Products (or kernels) that may run between a collective's start and the use of its result.
 _AHEAD = CPU.tuning.products_ahead
-_SENDING = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute", "exchange")
 
 
 def schedule(steps: Sequence[Step]) -> list[Step]:
@@ -28,7 +28,7 @@ def schedule(steps: Sequence[Step]) -> list[Step]:
     moved: set[int] = set()
     for index, step in enumerate(steps):
         collective = step.collective
-        if collective is None or collective.kind not in _SENDING:
+        if collective is None or not COLLECTIVES[collective.kind].sends:
             continue
         dst = collective.dst
         first_use = next((i for i in range(index + 1, len(steps)) if dst in steps[i].uses), len(steps))

@@ -182,18 +182,9 @@ class OpStep:
 class CollectiveStep:
     """The devices that differ only in their coordinates on `axes` turn `src`'s layout into `dst`'s.
 
-    kind          what changes over `axes`
-    all_reduce    partial(op) -> replicated
-    reduce_scatter partial(op) -> sharded on dst_dim
-    all_gather    sharded on src_dim -> replicated
-    all_to_all    sharded on src_dim -> sharded on dst_dim
-    slice         replicated -> sharded on dst_dim          (nothing is sent)
-    to_partial    replicated -> partial(op): only coordinate 0 keeps the value, the others take op's neutral element
-                  (nothing is sent)
-    permute       sharded or replicated -> sharded otherwise, or replicated: every device gets one device's whole tile
-    exchange      the same, but every device gets boxes of several devices' tiles
-
-    Where it is not to `wait`, it only starts: `src` is not written and `dst` not used before its WaitStep.
+    `kind` is the name of one in `base.collectives`, which says what each of the axes does with the tensor before and
+    after: partial values are combined by `op`, `src_dim` is the dim that they split, `dst_dim` the one that they split
+    then. Where it is not to `wait`, it only starts: `src` is not written and `dst` not used before its WaitStep.
     """
 
     kind: str

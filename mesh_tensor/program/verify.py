@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from mesh_tensor.lowering.verify import collectives_in, leftovers, raise_on
+from mesh_tensor.redistribution.plan import Move, illegal_move
 
-from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Step
+from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Step, Value
 
 
 def verify_program(program: Program) -> None:
@@ -17,6 +18,14 @@ def verify_program(program: Program) -> None:
     """
     raise_on([*_unknown_values(program), *_kernels(program.kernels)], f"program {program.name}")
     raise_on([*_lifetimes(program), *_waits(program)], f"program {program.name}")
+    for step in program.collectives:
+        verify_collective(step, program.values[step.src], program.values[step.dst])
+
+
+def verify_collective(step: CollectiveStep, src: Value, dst: Value) -> None:
+    """Check that a collective's kind leads from the layout of `src` to that of `dst`."""
+    move = Move(step.kind, step.axes, dst.sharding, step.op, step.src_dim, step.dst_dim)
+    raise_on(illegal_move(src.sharding, move), f"{step.kind} of {step.src} into {step.dst}")
 
 
 def _unknown_values(program: Program) -> Iterator[str]:

@@ -10,20 +10,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mesh_tensor.base.errors import refuse
-from mesh_tensor.base.sharding import Placement, Replicate, Shard, Sharding
+from mesh_tensor.base.collectives import BETWEEN, COLLECTIVES
+from mesh_tensor.base.errors import listing, refuse
+from mesh_tensor.base.sharding import Partial, Placement, Replicate, Shard, Sharding
 
 from .search import PARTIAL, WHOLE, Search, State, boxes_of, exchange, received
-
-#: What reduces.
-REDUCING_KINDS = ("all_reduce", "reduce_scatter")
-#: What sends boxes of a layout straight to where another one needs them; its `before` and `after` say all.
-DIRECT_KINDS = ("permute", "exchange")
 
 
 @dataclass(frozen=True)
 class Move:
-    """One collective: `kind` as in program.CollectiveStep, and the layout after it."""
+    """One collective: the name of its kind, and the layout after it."""
 
     kind: str
     axes: tuple[str, ...]
@@ -78,7 +74,7 @@ class RedistributionPlan:
         only `src` where that is `dst`."""
         found, reduced, before = [self.src], False, self.src
         for move in self.moves:
-            if move.kind in REDUCING_KINDS:
+            if COLLECTIVES[move.kind].reduces:
                 if reduced:
                     found.append(before)
                 reduced = True
@@ -123,10 +119,10 @@ def _planned(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> tuple[Move
     for edge in edges:
         axes = tuple(names[axis] for axis in edge.axes)
         before = _apply(before, axes, tuple(edge.after[axis] for axis in edge.axes))
-        reducing = edge.kind in REDUCING_KINDS
-        moves.append(Move(edge.kind, axes, before, op if reducing else None, edge.src_dim, edge.dst_dim))
+        reduced = op if COLLECTIVES[edge.kind].reduces else None
+        moves.append(Move(edge.kind, axes, before, reduced, edge.src_dim, edge.dst_dim))
     if joining:
-        moves.append(Move("to_partial", joining, dst, dst.partial[0][1]))
+        moves.append(Move(BETWEEN[Replicate, Partial].name, joining, dst, dst.partial[0][1]))
     return tuple(moves)
 
 
@@ -148,6 +144,40 @@ def direct_move(before: Sharding, after: Sharding) -> Move:
     """The permute or exchange between two layouts that differ in nothing partial."""
     edge = exchange(boxes_of(before.mesh, (1,) * before.ndim), _state(before), _state(after))
     return Move(edge.kind, tuple(before.mesh.axis_names[axis] for axis in edge.axes), after)
+
+
+def illegal_move(src: Sharding, move: Move) -> list[str]:
+    """Why a collective can't make `move.after` of `src` inside the groups of its axes; nothing if it can."""
+    after, kind = move.after, COLLECTIVES.get(move.kind)
+    if kind is None:
+        return [f"there is no such collective; use one of {listing(tuple(COLLECTIVES))}"]
+    found = [] if move.axes else ["it is over no axis"]
+    found += [
+        f"axis {axis} changes from {src.placement(axis)} to {after.placement(axis)}"
+        for axis in src.mesh
+        if axis not in move.axes and src.placement(axis) != after.placement(axis)
+    ]
+    if kind.is_direct:
+        return found + _illegal_direct_move(src, move)
+    expected = kind.placements(move.op, move.src_dim, move.dst_dim)
+    for axis in move.axes:
+        before, now = src.placement(axis), after.placement(axis)
+        if (before, now) != expected:
+            found.append(f"axis {axis} goes from {before} to {now}, and not from {expected[0]} to {expected[1]}")
+    for layout, dim in ((src, move.src_dim), (after, move.dst_dim)):
+        if dim is not None and layout.dims[dim][-len(move.axes) :] != move.axes:
+            found.append(f"axes {move.axes} are not the innermost of dim {dim} in {layout}")
+    return found
+
+
+def _illegal_direct_move(src: Sharding, move: Move) -> list[str]:
+    """Boxes go where they are needed: over all the axes that this takes, and as they are."""
+    if src.partial != move.after.partial:
+        return [f"it goes from {src} to {move.after}, which changes what is partial"]
+    expected = direct_move(src, move.after)
+    if (move.kind, move.axes) != (expected.kind, expected.axes):
+        return [f"from {src} to {move.after} leads the {expected.kind} over {', '.join(expected.axes)}"]
+    return []
 
 
 def _state(sharding: Sharding, whole: Collection[str] = ()) -> State:

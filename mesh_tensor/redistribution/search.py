@@ -17,11 +17,12 @@ from itertools import chain, combinations
 
 import numpy
 
+from mesh_tensor.base.collectives import BETWEEN, COLLECTIVES, State
 from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.placement import Partial, Placement, Replicate, Shard
 
 WHOLE, PARTIAL = -1, -2
 
-State = tuple[int, ...]
 Cost = tuple[int, int, int, int]  # elements received, collectives, messages, steps
 Spans = tuple[numpy.ndarray, numpy.ndarray]  # per device: first position in a dim, and the one after the last
 
@@ -47,6 +48,10 @@ class Boxes:
         self._ones = numpy.ones(self._at.shape[1], dtype=numpy.int64)
         self._spans: dict[tuple[int, tuple[int, ...]], Spans] = {}
         self._missing: dict[tuple[State, State], int] = {}
+
+    def devices(self, axes: Sequence[int]) -> int:
+        """How many devices differ only in their coordinates on `axes`."""
+        return math.prod(self.sizes[axis] for axis in axes)
 
     def volume(self, state: State) -> int:
         """The elements of the largest tile, padding included."""
@@ -109,16 +114,8 @@ def axes_on(state: State, dim: int) -> tuple[int, ...]:
 
 
 def received(boxes: Boxes, kind: str, before: State, after: State, axes: Sequence[int]) -> int:
-    """The elements that the busiest device receives, with the usual algorithms: rings, and boxes straight to whoever
-    needs them."""
-    if kind in ("slice", "to_partial"):
-        return 0
-    group = math.prod(boxes.sizes[axis] for axis in axes)
-    if kind == "all_reduce":
-        return -(-2 * (group - 1) * boxes.volume(before) // group)
-    if kind == "reduce_scatter":
-        return (group - 1) * int(boxes.volumes(after).max())
-    return boxes.missing(before, after)
+    """The elements that the busiest device receives."""
+    return COLLECTIVES[kind].received(boxes, before, after, boxes.devices(axes))
 
 
 class Search:
@@ -181,12 +178,9 @@ class Search:
         return max(lacking, (self._values * (summands - 2) + self._ends) // devices)
 
     def _cost(self, state: State, edge: Edge) -> Cost:
-        elements = received(self._boxes, edge.kind, state, edge.after, edge.axes)
-        group = math.prod(self._boxes.sizes[axis] for axis in edge.axes)
-        if edge.kind == "slice" or group == 1:
-            return (elements, 0, 0, 1)
-        messages = {"permute": 1, "all_reduce": 2 * (group - 1)}.get(edge.kind, group - 1)
-        return (elements, 2 if edge.kind == "exchange" else 1, messages, 1)
+        kind, group = COLLECTIVES[edge.kind], self._boxes.devices(edge.axes)
+        elements = kind.received(self._boxes, state, edge.after, group)
+        return (elements, kind.counts_as, kind.messages(group), 1) if group > 1 else (elements, 0, 0, 1)
 
     def _edges(self, state: State) -> Iterator[Edge]:
         summed = [axis for axis in self._summed if state[axis] == PARTIAL]
@@ -205,26 +199,25 @@ class Search:
             for dim in sorted(self._choices[axis] - {WHOLE, PARTIAL}):
                 free = _innermost(_with(state, (axis,), dim), dim, (axis,))
                 if free:
-                    yield Edge("reduce_scatter", (axis,), _with(state, (axis,), dim), dst_dim=dim)
+                    yield _edge(state, (axis,), dim)
                 if self._goal[axis] == dim and (not free or dim in self._uneven):
                     blocked.append(axis)
         for dim in range(len(self._boxes.shape)):
             together = [axis for axis in summed if self._goal[axis] == dim]
             for axes in _subsets(together, at_least=2):
-                if _innermost(after := _with(state, axes, dim), dim, axes):
-                    yield Edge("reduce_scatter", axes, after, dst_dim=dim)
+                if _innermost(_with(state, axes, dim), dim, axes):
+                    yield _edge(state, axes, dim)
         several = tuple(sorted({*ending_whole, *blocked}))
         whole = [ending_whole, *((axis,) for axis in blocked), several, tuple(summed)]
         for axes in dict.fromkeys(axes for axes in whole if axes):
-            yield Edge("all_reduce", axes, _with(state, axes, WHOLE))
+            yield _edge(state, axes, WHOLE)
 
     def _slices(self, state: State) -> Iterator[Edge]:
         for dim in range(len(self._boxes.shape)):
             joining = [axis for axis in self._moved if state[axis] == WHOLE and self._goal[axis] == dim]
             for axes in _subsets(joining):
-                after = _with(state, axes, dim)
-                if _innermost(after, dim, axes):
-                    yield Edge("slice", axes, after, dst_dim=dim)
+                if _innermost(_with(state, axes, dim), dim, axes):
+                    yield _edge(state, axes, dim)
 
     def _from_dims(self, state: State) -> Iterator[Edge]:
         """What the innermost axes of a dim can do: leave it, or go over to another."""
@@ -234,12 +227,11 @@ class Search:
                 axes = there[-count:]
                 if axes[0] not in self._choices:
                     break
-                yield Edge("all_gather", axes, _with(state, axes, WHOLE), src_dim=dim)
+                yield _edge(state, axes, WHOLE)
                 common = set.intersection(*(self._choices[axis] for axis in axes))
                 for other in sorted(common - {dim, WHOLE, PARTIAL}):
-                    after = _with(state, axes, other)
-                    if _innermost(after, other, axes):
-                        yield Edge("all_to_all", axes, after, src_dim=dim, dst_dim=other)
+                    if _innermost(_with(state, axes, other), other, axes):
+                        yield _edge(state, axes, other)
 
 
 def exchange(boxes: Boxes, before: State, after: State) -> Edge:
@@ -252,6 +244,18 @@ def exchange(boxes: Boxes, before: State, after: State) -> Edge:
         axes |= {*old[same:], *new[same:]}
         whole_tiles = whole_tiles and [boxes.sizes[a] for a in old] == [boxes.sizes[a] for a in new]
     return Edge("permute" if whole_tiles else "exchange", tuple(sorted(axes)), after)
+
+
+def _edge(state: State, axes: tuple[int, ...], place: int) -> Edge:
+    """`axes`, which are alike in `state`, go over to `place`."""
+    before = state[axes[0]]
+    kind = BETWEEN[_placement(before), _placement(place)]
+    src_dim, dst_dim = (there if there >= 0 else None for there in (before, place))
+    return Edge(kind.name, axes, _with(state, axes, place), src_dim, dst_dim)
+
+
+def _placement(place: int) -> type[Placement]:
+    return Shard if place >= 0 else Replicate if place == WHOLE else Partial
 
 
 def _subsets(axes: list[int], at_least: int = 1) -> Iterator[tuple[int, ...]]:

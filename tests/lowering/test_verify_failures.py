@@ -8,11 +8,11 @@ import tilelang.language as T
 import mesh_tensor as mt
 from mesh_tensor.lowering.collectives import collective_block
 from mesh_tensor.lowering.layouts import Collective, LocalKernel
-from mesh_tensor.lowering.verify import VerificationError, illegal_move, verify_local, verify_lowered
+from mesh_tensor.lowering.verify import VerificationError, verify_local, verify_lowered
 from mesh_tensor.program.builder import build_program
 from mesh_tensor.program.steps import AllocStep, FreeStep, KernelStep
 from mesh_tensor.program.verify import verify_program
-from mesh_tensor.redistribution.plan import Move
+from mesh_tensor.redistribution.plan import Move, illegal_move
 from mesh_tensor.tir.bounds import accesses_outside
 
 from .kernels import gelu, matmul, scale

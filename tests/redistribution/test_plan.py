@@ -6,8 +6,7 @@ import math
 import pytest
 
 from mesh_tensor import Mesh, MeshTensorError, Sharding
-from mesh_tensor.lowering.verify import illegal_move
-from mesh_tensor.redistribution.plan import RedistributionPlan, elements_received, plan_moves
+from mesh_tensor.redistribution.plan import RedistributionPlan, elements_received, illegal_move, plan_moves
 from tests.runtime.reference import layouts
 
 MESHES = [Mesh({"x": 2}), Mesh({"x": 4}), Mesh({"x": 2, "y": 2}), Mesh({"x": 2, "y": 3})]

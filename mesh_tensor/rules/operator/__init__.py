@@ -13,6 +13,7 @@ from . import (  # noqa: F401  (they fill the table)
     nn,
     reduce,
     shape,
+    update,
     vjp,
 )
 from .call import OpCall

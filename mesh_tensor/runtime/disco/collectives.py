@@ -14,6 +14,7 @@ import torch
 import tvm_ffi
 from tvm import ir, relax
 
+from mesh_tensor.base.collectives import COLLECTIVES
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Partial, Shard, Sharding
@@ -25,16 +26,6 @@ from mesh_tensor.targets.torch_ops import local_operators, torch_function
 from .peers import WorkerPeers
 from .tensors import apart, as_torch, as_tvm
 
-COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "slice",
-    "to_partial",
-    "permute",
-    "exchange",
-)
 _REDUCTIONS = {0: "sum", 1: "prod", 2: "min", 3: "max"}  # as TVM numbers them
 
 _workers: dict[int, WorkerPeers] = {}  # by thread: a Python thread-local would end with each call from C++

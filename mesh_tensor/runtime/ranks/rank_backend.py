@@ -17,10 +17,10 @@ from mesh_tensor.program.steps import (
     Value,
     WaitStep,
 )
+from mesh_tensor.program.verify import verify_collective
 from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of
 from mesh_tensor.runtime.elementwise import clone, fill
 from mesh_tensor.runtime.reshard import reshard_of
-from mesh_tensor.runtime.virtual.collectives import check_step
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
 from mesh_tensor.targets.op_steps import tile_function
@@ -83,7 +83,7 @@ class RankBackend:
     def collective(self, step: CollectiveStep) -> Action | None:
         """This rank's tile changes from the layout of `src` to that of `dst`."""
         src, dst = self.program.values[step.src], self.program.values[step.dst]
-        check_step(step, src, dst)
+        verify_collective(step, src, dst)
         dtype = torch_dtype(dst.dtype)
         exchange = plan_exchange(dst.shape, dtype, src.sharding, dst.sharding, self._ranks)
         source, target = src.storage, dst.storage

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Program, Value, WaitStep
+from mesh_tensor.program.verify import verify_collective
 from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of
 from mesh_tensor.runtime.elementwise import clone
 from mesh_tensor.runtime.placement import layout_of
@@ -19,8 +20,6 @@ from mesh_tensor.runtime.threads import device_threads
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
 from mesh_tensor.targets.op_steps import differs_by_rank, tile_function
-
-from .collectives import check_step
 
 Tiles = list[torch.Tensor]
 
@@ -102,7 +101,7 @@ class VirtualMesh:
         """Tiles change from the layout of `src` to that of `dst`. Devices that end with the same tile share it where
         nothing writes to it later."""
         src, dst = self.program.values[step.src], self.program.values[step.dst]
-        check_step(step, src, dst)
+        verify_collective(step, src, dst)
         reshard = reshard_of(dst.shape, torch_dtype(dst.dtype), src.sharding, dst.sharding)
         source, target = src.storage, dst.storage
         share = self.program.last_writes[target].collective is step and dst.slab is None

@@ -11,6 +11,7 @@ from . import (  # noqa: F401  (they fill the table)
     padding,
     reduce,
     shape,
+    update,
     vjp,
 )
 from .table import has_torch_function, local_operators, torch_function

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from mesh_tensor import Mesh, Partial, Replicate, Shard, Sharding
-from mesh_tensor.runtime.virtual import collectives
-from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute
+from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from tests.runtime.reference import FOLDS, assert_holds, scatter
 
 MESHES = [({"x": 2}, "x"), ({"x": 3}, "x"), ({"x": 2, "y": 2}, "y"), ({"x": 2, "y": 3}, "x"), ({"x": 2, "y": 3}, "xy")]
@@ -15,6 +14,12 @@ SHAPES = [(8, 12), (7, 5), (2, 3)]
 def layout(mesh: Mesh, axes, place) -> Sharding:
     """`place` on `axes`; the other axes of the mesh split dim 0."""
     return Sharding.of(mesh, 2, {axis: place if axis in axes else Shard(0) for axis in mesh})
+
+
+def change(tensor: MeshTensor, axes, place) -> MeshTensor:
+    """`tensor` with `place` on `axes`, all else as it is."""
+    placements = tensor.sharding.placements() | dict.fromkeys(axes, place)
+    return tensor.redistribute(Sharding.of(tensor.mesh, len(tensor.shape), placements))
 
 
 @pytest.fixture(params=MESHES, ids=lambda p: f"{p[0]}-{p[1]}")
@@ -31,7 +36,7 @@ def tensor(request):
 def test_all_reduce(mesh_and_axes, tensor, op):
     mesh, axes = mesh_and_axes
     tiles, expected = scatter(tensor, layout(mesh, axes, Partial(op)))
-    result = collectives.all_reduce(tiles, axes)
+    result = change(tiles, axes, Replicate())
     assert result.sharding == layout(mesh, axes, Replicate())
     assert_holds(result, expected)
 
@@ -40,32 +45,32 @@ def test_all_reduce(mesh_and_axes, tensor, op):
 def test_reduce_scatter(mesh_and_axes, tensor, op):
     mesh, axes = mesh_and_axes
     tiles, expected = scatter(tensor, layout(mesh, axes, Partial(op)))
-    assert_holds(collectives.reduce_scatter(tiles, axes, 1), expected)
+    assert_holds(change(tiles, axes, Shard(1)), expected)
 
 
 def test_all_gather(mesh_and_axes, tensor):
     mesh, axes = mesh_and_axes
     tiles, expected = scatter(tensor, layout(mesh, axes, Shard(1)))
-    assert_holds(collectives.all_gather(tiles, axes), expected)
+    assert_holds(change(tiles, axes, Replicate()), expected)
 
 
 def test_all_to_all(mesh_and_axes, tensor):
     mesh, axes = mesh_and_axes
     tiles, expected = scatter(tensor, layout(mesh, axes, Shard(1)))
-    assert_holds(collectives.all_to_all(tiles, axes, 0), expected)
+    assert_holds(change(tiles, axes, Shard(0)), expected)
 
 
 def test_slice(mesh_and_axes, tensor):
     mesh, axes = mesh_and_axes
     tiles, expected = scatter(tensor, layout(mesh, axes, Replicate()))
-    assert_holds(collectives.slice_(tiles, axes, 1), expected)
+    assert_holds(change(tiles, axes, Shard(1)), expected)
 
 
 @pytest.mark.parametrize("op", list(FOLDS))
 def test_to_partial(mesh_and_axes, tensor, op):
     mesh, axes = mesh_and_axes
     tiles, expected = scatter(tensor, layout(mesh, axes, Replicate()))
-    result = collectives.to_partial(tiles, axes, op)
+    result = change(tiles, axes, Partial(op))
     assert_holds(result, expected)
     first, other = mesh.groups(axes)[0][:2]
     assert torch.equal(result.tile(first), tiles.tile(first))
@@ -79,7 +84,7 @@ def test_runs_agree_bit_for_bit(dtype):
     mesh = Mesh({"x": 4})
     tiles = [torch.randn(33, 17).mul(9).to(dtype) for _ in range(4)]
     partial = Sharding.make(mesh, 2, {}, partial={"x": "sum"})
-    results = [collectives.all_reduce(MeshTensor(tiles, (33, 17), partial), "x").full() for _ in range(5)]
+    results = [change(MeshTensor(tiles, (33, 17), partial), "x", Replicate()).full() for _ in range(5)]
     wide = torch.float32 if dtype.is_floating_point else torch.int64
     expected = (((tiles[0].to(wide) + tiles[1].to(wide)) + tiles[2].to(wide)) + tiles[3].to(wide)).to(dtype)
     for result in results:
@@ -90,28 +95,6 @@ def test_arguments_are_not_changed():
     mesh = Mesh({"x": 2})
     tiles, _ = scatter(torch.randn(4, 4), layout(mesh, "x", Partial("sum")))
     before = [tile.clone() for tile in tiles.tiles()]
-    collectives.all_reduce(tiles, "x")
-    collectives.reduce_scatter(tiles, "x", 0)
+    change(tiles, "x", Replicate())
+    change(tiles, "x", Shard(0))
     assert all(torch.equal(a, b) for a, b in zip(before, tiles.tiles(), strict=True))
-
-
-@pytest.mark.parametrize("root", [1, {"y": 1}])
-def test_broadcast(root):
-    mesh = Mesh({"x": 2, "y": 2})
-    tiles = [torch.full((3, 4), float(rank)) for rank in range(4)]
-    tensor = MeshTensor(tiles, (5, 4), Sharding.make(mesh, 2, {"x": 0}))
-    result = collectives.broadcast(tensor, "y", root)
-    assert [result.tile(rank)[0, 0].item() for rank in range(4)] == [1.0, 1.0, 3.0, 3.0]
-    assert [tile[0, 0].item() for tile in tensor.tiles()] == [0.0, 1.0, 2.0, 3.0]
-    assert result.sharding == tensor.sharding
-
-
-def test_permute():
-    mesh = Mesh({"x": 2, "y": 3})
-    tensor = distribute(torch.arange(6), mesh, {"x": 0, "y": 0})
-    ring = collectives.permute(tensor, "y", [(0, 1), (1, 2), (2, 0)])
-    assert ring.full().tolist() == [2, 0, 1, 5, 3, 4]
-    shift = collectives.permute(tensor, "y", [(0, 1), (1, 2)])
-    assert shift.full().tolist() == [0, 0, 1, 0, 3, 4]
-    swap = collectives.permute(tensor, "x", [(0, 1), (1, 0)])
-    assert swap.full().tolist() == [3, 4, 5, 0, 1, 2]

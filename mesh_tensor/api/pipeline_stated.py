@@ -1,4 +1,4 @@
-"""The layouts that are stated for a pipeline, stage by stage."""
+"""What a pipeline is told: its stages in any of their forms, the layouts of values, what is trained."""
 
 from __future__ import annotations
 
@@ -10,10 +10,42 @@ from mesh_tensor.annotations.names import relax_function, variables
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.topology import Topology
+from mesh_tensor.pipeline.assign import NamedStage, stages_by_mesh
 from mesh_tensor.pipeline.flow import Flow
 from mesh_tensor.pipeline.stages import FUNCTION, Stage
 
-_HOW = "give {mesh: {name: layout}}, or {name: layout} for all meshes; layouts as annotate_module takes them"
+_STAGES = (
+    'give {"m0": ["embed", "blocks.0"], "m1": [...]}: per mesh the values (of submodules, or bindings) that it '
+    'computes; {"embed": ("m0", 0), ...}; or the values after which to cut, as ["blocks.1"]'
+)
+_LAYOUTS = "give {mesh: {name: layout}}, or {name: layout} for all meshes; layouts as annotate_module takes them"
+
+
+def named_stages(flow: Flow, stages: Any, topology: Topology) -> list[NamedStage]:
+    """The stages in any of their forms."""
+    if isinstance(stages, Mapping) and stages:
+        return stages_by_mesh(flow, stages, topology.names)
+    if isinstance(stages, (list, tuple)) and stages and all(isinstance(name, str) for name in stages):
+        return [*(NamedStage((name,)) for name in stages), NamedStage(tuple(dict.fromkeys(flow.results)))]
+    return refuse(f"stages={shown(stages)}", fix=_STAGES)
+
+
+def trained_weights(flow: Flow, weights: Mapping[str, Any], train: bool | Sequence[str]) -> tuple[str, ...]:
+    """The weights whose gradients are computed."""
+    if train is False:
+        return ()
+    used = {value for taken in flow.operands.values() for value in taken}
+    floats = [name for name in flow.params if name in weights and flow.is_float(name) and name in used]
+    wanted = floats
+    if train is not True:
+        meant, problems = NamedValues(flow.mod, flow.function).meant_by([train] if isinstance(train, str) else train)
+        wanted = [value for name, (_, value), _ in meant if value in floats or not is_pattern(name)]
+        problems += [f"{name!r} is no weight that holds floats" for name in wanted if name not in floats]
+        if problems:
+            refuse(problems, where="train", fix="give names of weights, or True for all of them")
+    if not wanted:
+        refuse("there is nothing to train", why="no weight holds floats", fix="pass weights=, or leave out train")
+    return tuple(dict.fromkeys(wanted))
 
 
 def stage_layouts(
@@ -21,7 +53,7 @@ def stage_layouts(
 ) -> list[dict[str, Any]]:
     """Per stage: layouts of its function's values, by name. Every name has to mean a value of some stage."""
     if not isinstance(shardings, Mapping):
-        refuse(f"the shardings are {shown(shardings)}", fix=_HOW)
+        refuse(f"the shardings are {shown(shardings)}", fix=_LAYOUTS)
     per_mesh = bool(shardings) and all(name in topology for name in shardings)
     stated = shardings if per_mesh else dict.fromkeys(topology, shardings)
     names = NamedValues(flow.mod, flow.function)
@@ -44,7 +76,7 @@ def stage_layouts(
                 layout = layouts[name] if per_mesh else _of_mesh(layouts[name], topology[mesh], topology)
                 found[i][f"{function}.{value}" if inner else value] = layout
     if problems:
-        refuse(list(dict.fromkeys(problems)), where=f"shardings of the pipeline of {flow.function!r}", fix=_HOW)
+        refuse(list(dict.fromkeys(problems)), where=f"shardings of the pipeline of {flow.function!r}", fix=_LAYOUTS)
     return found
 
 

@@ -1,0 +1,46 @@
+"""Batches of a pipeline: split into microbatches, and results put together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.runtime.module_inputs import ModuleSignature
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def split_batch(signature: ModuleSignature, batch: Tensors, count: int) -> list[dict[str, torch.Tensor]]:
+    """The batch in `count` microbatches along the first dim: of the rows that the function takes, or evenly."""
+    sizes = {name: tensor.shape[0] if tensor.ndim else 0 for name, tensor in batch.items()}
+    rows = max(sizes.values(), default=0)
+    own = [p.shape[0] for p in signature.params if p.name in batch and p.shape]
+    fixed = next((size for size in own if isinstance(size, int)), None)
+    each = -(-rows // count) if fixed is None else fixed
+    problems = [f"input {name!r} has {size} rows, others {rows}" for name, size in sizes.items() if size != rows]
+    fix = "pass more rows, the same for all inputs, or fewer microbatches"
+    if not problems and fixed is not None and rows != fixed * count:
+        problems = [f"a batch of {rows} rows in {count} microbatches, but the module takes {fixed} rows at a time"]
+        fix = f"pass {count} x {fixed} rows, or export the model with an open batch size"
+    elif not problems and each * (count - 1) >= rows:
+        problems = [f"a batch of {rows} rows in {count} microbatches leaves some without rows"]
+    if problems:
+        refuse(problems, where=f"call of the pipeline of {signature.function!r}", fix=fix)
+    return [{name: tensor[i * each : (i + 1) * each] for name, tensor in batch.items()} for i in range(count)]
+
+
+def rows_of(part: Tensors) -> int:
+    """How many rows a microbatch has."""
+    return next((tensor.shape[0] for tensor in part.values() if tensor.ndim), 1)
+
+
+def merged(parts: Sequence[torch.Tensor], rows: Sequence[int]) -> torch.Tensor:
+    """The microbatches' results as the batch's: rows behind each other, or the mean of numbers over rows."""
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].ndim:
+        return torch.cat(list(parts))
+    weighted = [part.double() * (count / sum(rows)) for part, count in zip(parts, rows, strict=True)]
+    return torch.stack(weighted).sum().to(parts[0].dtype)

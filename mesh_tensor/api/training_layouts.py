@@ -1,0 +1,58 @@
+"""What is stated for a training step: for what the optimizer keeps, too, and for ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tvm import ir
+
+from mesh_tensor.annotations.annotate_module import annotate_module
+from mesh_tensor.annotations.annotation import check, complete
+from mesh_tensor.annotations.named_values import NamedValues
+from mesh_tensor.annotations.zero import zero_layouts
+from mesh_tensor.base.errors import listing, refuse
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.sharding import Sharding
+
+from .training import TrainingStep
+
+
+def annotated_step(step: TrainingStep, mesh: Mesh, shardings: Mapping[str, Any]) -> ir.IRModule:
+    """The step's module with what is stated for it. What the optimizer keeps for a parameter lies as the parameter,
+    unless something is stated for it.
+
+    Raises:
+        MeshTensorError: as `annotate_module`; or ZeRO is wanted and no axis splits the batch.
+    """
+    meant, problems = NamedValues(step.mod, "main").meant_by(shardings)
+    if problems:
+        return annotate_module(step.mod, mesh, shardings)  # which says so
+    given = {
+        (var if function == "main" else f"{function}.{var}"): shardings[name] for name, (function, var), _ in meant
+    }
+    sharding = {
+        param.name_hint: found
+        for param in step.mod["main"].params
+        if param.name_hint in given
+        and (found := _sharding(mesh, len(param.struct_info.shape), given[param.name_hint])) is not None
+    }
+    axes = dict.fromkeys(a for n in step.inputs if n in sharding and sharding[n].ndim for a in sharding[n].axes_of(0))
+    if step.zero and not axes:
+        refuse(
+            f"zero={step.zero}, but no axis of {mesh} splits the batch",
+            fix=f"state a layout for {listing(list(step.inputs))}, as {{{step.inputs[0]!r}: {{axis: 0}}}}",
+        )
+    kept = {mine.parameter: tuple(mine.slots.values()) for mine in step.kept}
+    shapes = {name: tuple(step.state[name].shape) for name in kept if step.zero or name in sharding}
+    layouts = zero_layouts(mesh, step.zero, axes, shapes, kept, sharding)
+    layouts = {n: s for n, s in layouts.items() if n not in given or (step.zero == 3 and n in kept)}
+    # The batch is heard first, or activations would lie as what is kept for their weights.
+    priority = {name: 1 for name in layouts if name not in kept or step.zero == 3}
+    return annotate_module(step.mod, mesh, {**given, **layouts}, priority=priority)
+
+
+def _sharding(mesh: Mesh, ndim: int, layout: Any) -> Sharding | None:
+    """What a layout in any form says; None where it says nothing that fits."""
+    annotation, _ = check(mesh, ndim, complete(mesh, layout))
+    return annotation.sharding if annotation else None

@@ -1,0 +1,73 @@
+"""Optimizer: what is kept per parameter, and the numbers of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .errors import did_you_mean, listing, refuse
+
+MASTER = "master"
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """A rule that makes new parameters from old ones and their gradients; formulas are those of torch.optim.
+
+    name      one of `OPTIMIZERS`
+    options   its numbers, as torch calls them ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
+
+    >>> Optimizer.make("adamw", lr=1e-3).slots
+    ('exp_avg', 'exp_avg_sq')
+    """
+
+    name: str
+    options: Mapping[str, float | bool | tuple[float, float]] = field(default_factory=dict)
+
+    @staticmethod
+    def make(name: str, **options: float | bool | tuple[float, float]) -> Optimizer:
+        """The optimizer of that name; options that are left out are torch's.
+
+        Raises:
+            MeshTensorError: there is no such optimizer, or it does not have an option.
+        """
+        if name not in OPTIMIZERS:
+            refuse(
+                f"there is no optimizer {name!r}{did_you_mean(name, OPTIMIZERS)}",
+                fix=f"use {listing(list(OPTIMIZERS))}",
+            )
+        defaults = OPTIMIZERS[name][1]
+        unknown = [option for option in options if option not in defaults]
+        if unknown:
+            refuse(
+                [f"{name!r} has no option {option!r}{did_you_mean(option, list(defaults))}" for option in unknown],
+                fix=f"it has {listing(list(defaults))}",
+            )
+        return Optimizer(name, {**defaults, **options})
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """What is kept per parameter, in its shape; zero at first."""
+        return OPTIMIZERS[self.name][0]
+
+    def numbers(self, step: int, lr: float) -> tuple[float, float, float]:
+        """The numbers of step 1, 2, ...: the learning rate; and where there are betas, 1 - beta1^step and the root of
+        1 - beta2^step."""
+        betas = self.options.get("betas")
+        if not isinstance(betas, tuple):
+            return lr, 1.0, 1.0
+        first, second = betas
+        return lr, 1 - first**step, math.sqrt(1 - second**step)
+
+
+Options = dict[str, "float | bool | tuple[float, float]"]
+_ADAM: Options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+# name -> slots, options with their defaults
+OPTIMIZERS: dict[str, tuple[tuple[str, ...], Options]] = {
+    "sgd": ((), {"lr": 1e-3, "weight_decay": 0.0}),
+    "momentum": (("momentum_buffer",), {"lr": 1e-3, "momentum": 0.9, "nesterov": False, "weight_decay": 0.0}),
+    "adam": (("exp_avg", "exp_avg_sq"), _ADAM),
+    "adamw": (("exp_avg", "exp_avg_sq"), _ADAM | {"weight_decay": 1e-2}),
+    "lion": (("exp_avg",), {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}),
+}

@@ -1,0 +1,97 @@
+"""A training step as one function: forward, backward, and the optimizer's step on every parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm import ir, relax
+
+from mesh_tensor.annotations.names import SOURCE_NAMES_ATTR, source_names
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.optimizer import Optimizer
+from mesh_tensor.rules.operator.call_text import info_of
+from mesh_tensor.rules.operator.update import NUMBERS, slots_of, update_call
+
+from .gradient import forward_part, gradient_of, loss_of, reverse
+from .ir import STATE_ATTR, Value, leaves
+
+NUMBERS_NAME = "opt_numbers"
+_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept for a parameter: slot -> the name of the function's parameter for it."""
+
+    parameter: str
+    slots: dict[str, str]
+
+
+def training_function(
+    mod: ir.IRModule, function: str, parameters: list[str], optimizer: Optimizer, clip_norm: float | None
+) -> tuple[ir.IRModule, list[Kept]]:
+    """The module whose `function` takes, after what is no parameter to be trained, the numbers of a step, the
+    parameters, and what is kept for each; and returns the loss, then the new parameters, then the new kept values, in
+    the same order. The attribute `mesh_tensor_state` says so: results lie on a mesh as what they replace.
+
+    Raises:
+        MeshTensorError: as `gradient_function`.
+    """
+    joint = forward_part(mod, function)
+    writer, graph = joint.writer, joint.graph
+    loss = loss_of(leaves(graph.result), 0, function)
+    if len(leaves(graph.result)) != 1:
+        refuse(f"{function!r} has {len(leaves(graph.result))} results", fix="return the loss alone")
+    values = {value.name: value for value in graph.params if value.name in parameters}
+    reverse(joint, {loss: writer.emit(relax.op.ones(loss.type.shape, loss.type.dtype), "seed")}, list(values.values()))
+    gradients = {name: gradient_of(joint, value, function) for name, value in values.items()}
+    scale = None if clip_norm is None else _scale(writer.emit, list(gradients.values()), clip_norm)
+
+    numbers = relax.Var(NUMBERS_NAME, info_of(NUMBERS))
+    slots = {name: _slots(optimizer, value) for name, value in values.items()}
+    new: list[relax.Expr] = []
+    new_slots: list[relax.Expr] = []
+    for name, value in values.items():
+        mine = list(slots[name].values())
+        made = writer.emit(
+            update_call(optimizer, joint.env[value], gradients[name], mine, numbers, scale), f"new_{name}"
+        )
+        new.append(writer.emit(relax.TupleGetItem(made, 0), f"new_{name}"))
+        new_slots += [writer.emit(relax.TupleGetItem(made, n), f"new_{var.name_hint}") for n, var in enumerate(mine, 1)]
+    variables = dict(zip((value.name for value in graph.params), joint.params, strict=True))
+    state = [*(variables[name] for name in values), *(var for mine in slots.values() for var in mine.values())]
+    joint.params = [*(var for name, var in variables.items() if name not in values), numbers, *state]
+    joint.gradients = {value: d for value, d in joint.gradients.items() if value not in values.values()}
+    made = writer.module(mod, function, joint, relax.Tuple([joint.result, *new, *new_slots]))
+    func = made[function].with_attr(STATE_ATTR, {var.name_hint: n for n, var in enumerate(state, 1)})
+    func = func.with_attr(SOURCE_NAMES_ATTR, {**source_names(func), **_source_names(source_names(func), slots)})
+    made.update_func(made.get_global_var(function), func)
+    return made, [Kept(name, {slot: var.name_hint for slot, var in mine.items()}) for name, mine in slots.items()]
+
+
+def _slots(optimizer: Optimizer, value: Value) -> dict[str, relax.Var]:
+    kept = slots_of(optimizer, value.type.dtype)
+    infos = {slot: relax.TensorStructInfo(value.type.shape, dtype) for slot, dtype in kept.items()}
+    return {slot: relax.Var(f"opt_{slot}_{value.name}", info) for slot, info in infos.items()}
+
+
+def _source_names(names: dict[str, str], slots: dict[str, dict[str, relax.Var]]) -> dict[str, str]:
+    """What is kept for "fc.weight" is called "opt.exp_avg.fc.weight"."""
+    known = {ours: theirs for theirs, ours in reversed(names.items())}
+    return {
+        f"opt.{slot}.{known.get(name, name)}": var.name_hint
+        for name, mine in slots.items()
+        for slot, var in mine.items()
+    }
+
+
+def _scale(emit, gradients: list[relax.Expr], clip_norm: float) -> relax.Expr:
+    """min(1, clip_norm / the norm of all gradients together)."""
+    wide = [emit(relax.op.astype(g, "float32")) if g.struct_info.dtype != "float32" else g for g in gradients]
+    total: relax.Expr | None = None
+    for gradient in wide:
+        square = emit(relax.op.sum(emit(relax.op.multiply(gradient, gradient))))
+        total = square if total is None else emit(relax.op.add(total, square))
+    norm = emit(relax.op.add(emit(relax.op.sqrt(total)), relax.const(_EPSILON, "float32")), "gradient_norm")
+    ratio = emit(relax.op.divide(relax.const(clip_norm, "float32"), norm))
+    return emit(relax.op.minimum(ratio, relax.const(1.0, "float32")), "clip")

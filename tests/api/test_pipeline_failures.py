@@ -1,0 +1,129 @@
+"""What a pipeline refuses: before anything runs, or by the stage and action where it happened."""
+
+import pytest
+import torch
+
+import mesh_tensor as mt
+from mesh_tensor import MeshTensorError
+from tests.api.pipeline_models import Net, batch, imported
+
+TOPOLOGY = {"m0": {"d": 2}, "m1": {"d": 2}}
+
+
+@pytest.fixture(scope="module")
+def module():
+    return imported(Net(blocks=2), 2)
+
+
+def refusal(*args, **options):
+    with pytest.raises(MeshTensorError) as raised:
+        mt.pipeline(*args, **options)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("stages", "facts"),
+    [
+        (None, ["no stages are stated", "pass `stages`"]),
+        (3.5, ["stages=3.5", 'give {"m0": ["embed", "blocks.0"]']),
+        ([], ["stages=[]"]),
+        (["blocks.5"], ["stage 0: there is no value 'blocks.5' in 'main'", "did you mean 'blocks.1"]),
+        (["head.weight"], ["stage 0: 'head.weight' is a parameter, not a value that 'main' computes"]),
+        ({"m0": ["blocks.0"], "m3": ["blocks.1"]}, ["no mesh is called 'm3'", "the topology has 'm0', 'm1'"]),
+        ({"m0": ["blocks.0"]}, ["mesh 'm1' has no stage"]),
+        ({"m0": ["blocks.0"], "m1": []}, ["stage 1 has no value"]),
+        ({"m0": ["embed"], "m1": ["blocks.0", "embed"]}, ["'embed' is in stages 0 and 1"]),
+        (
+            {"m0": ["blocks.1"], "m1": ["embed"]},
+            ["of stage 0 needs 'lv' of stage 1, which comes after it", "why: the cut is cyclic"],
+        ),
+        ({"embed": "m0", "blocks.0": "m2"}, ["'blocks.0' is assigned to 'm2', which is no mesh"]),
+        ({"embed": ("m0", 0), "blocks.0": "m1"}, ["some values have a number of a stage, some have none"]),
+        ({"embed": ("m0", 0), "blocks.0": ("m1", 0)}, ["stage 0 is on meshes 'm0', 'm1'"]),
+    ],
+)
+def test_stages_that_can_not_be(module, stages, facts):
+    message = refusal(module, TOPOLOGY, stages)
+    assert all(fact in message for fact in facts), message
+
+
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [
+        ({"microbatches": 0}, ["microbatches=0"]),
+        ({"schedule": "2f2b"}, ["unknown schedule '2f2b'"]),
+        ({"schedule": "1f1b"}, ["it has a backward", "take the schedule 'forward'"]),
+        ({"train": True, "schedule": "forward"}, ["it has no backward", "take 1f1b"]),
+        ({"train": True, "schedule": mt.Schedule.named("1f1b", 3, 2)}, ["it has 3 meshes, but there are 2"]),
+        (
+            {
+                "train": True,
+                "schedule": mt.Schedule.of(["1F0 1B0 1F1 1B1", "0F0 0F1 0B0 0B1"]),
+                "stages": {"m0": ["embed"], "m1": ["blocks.0"]},
+            },
+            ["it has stage 0 on 'm1', but that is on 'm0'", "the schedule is made for other stages"],
+        ),
+        (
+            {"train": True, "schedule": mt.Schedule.of(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"])},
+            ["mesh 0 can't go on at its action 1, 0B0: it needs 1B0"],
+        ),
+        ({"train": True, "schedule": mt.Schedule.of(["0F0 0F1 0B0", "1F0 1F1 1B0 1B1"])}, ["0B1 is missing"]),
+        ({"train": True, "schedule": "gpipe", "limit": 1}, ["mesh 0 can't run its action 1, 0F1, within 1"]),
+        ({"train": ["tokens"]}, ["'tokens' is no weight that holds floats"]),
+        ({"train": ["head.wieght"]}, ["there is no value 'head.wieght'"]),
+        ({"train": True, "weights": {}}, ["there is nothing to train"]),
+        ({"shardings": {"head.wieght": {"d": 0}}}, ["there is no value 'head.wieght'"]),
+        ({"shardings": {"head.weight": {"e": 0}}}, ["unknown mesh axis 'e'"]),
+        ({"shardings": 3}, ["the shardings are 3"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_runs(module, options, facts):
+    options = {"stages": ["blocks.0"], "microbatches": 2, **options}
+    message = refusal(module, TOPOLOGY, **options)
+    assert all(fact in message for fact in facts), message
+
+
+def test_three_stages_on_two_meshes_have_no_named_schedule(module):
+    assert "3 stages on 2 meshes" in refusal(module, TOPOLOGY, ["embed", "blocks.0"], schedule="1f1b", train=True)
+
+
+def test_batches_that_do_not_fit(module):
+    run = mt.pipeline(module, TOPOLOGY, ["blocks.0"], microbatches=3)
+    with pytest.raises(
+        MeshTensorError, match=r"(?s)a batch of 7 rows in 3 microbatches, but the module takes 2 rows.*3 x 2"
+    ):
+        run(*batch(7))
+    with pytest.raises(MeshTensorError, match="input 'labels' has 5 rows, others 6"):
+        run(batch(6)[0], batch(5)[1])
+    with pytest.raises(MeshTensorError, match="1 tensors for 2 parameters"):
+        run(batch(6)[0])
+    tokens, labels = batch(6)
+    tokens[4, 1] = 11
+    with pytest.raises(MeshTensorError, match="parameter 'tokens' has elements from 0 to 11"):
+        run(tokens, labels)
+    with pytest.raises(MeshTensorError, match="there are no gradients yet"):
+        run.gradients()
+
+
+def test_an_open_batch_that_leaves_microbatches_empty():
+    run = mt.pipeline(imported(Net(blocks=1), 2, open_size=True), TOPOLOGY, ["embed"], microbatches=4)
+    with pytest.raises(MeshTensorError, match="a batch of 3 rows in 4 microbatches leaves some without rows"):
+        run(*batch(3))
+
+
+def test_what_fails_on_one_mesh_ends_all_with_its_name(module, monkeypatch):
+    from mesh_tensor.api import pipeline_rows
+
+    def broken(row, here, action):
+        if str(action) == "1B1":
+            raise RuntimeError("out of luck")
+        forward(row, here, action)
+
+    forward = pipeline_rows._ACTIONS["B"]
+    monkeypatch.setitem(pipeline_rows._ACTIONS, "B", broken)
+    run = mt.pipeline(module, TOPOLOGY, ["blocks.0"], microbatches=4, train=True)
+    with pytest.raises(MeshTensorError) as raised:
+        run(*batch(8))
+    assert str(raised.value) == "RuntimeError: out of luck\n  where: 1B1 (backward of stage 1) on mesh 'm1'"
+    monkeypatch.undo()
+    assert torch.isfinite(run(*batch(8)))

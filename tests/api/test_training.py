@@ -1,0 +1,235 @@
+"""Steps of training on meshes against torch.autograd and torch.optim: losses, parameters, what is kept, collectives."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mesh_tensor as mt
+from mesh_tensor.program.steps import CollectiveStep
+
+STEPS = 6
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(12, 20), nn.LayerNorm(20), nn.Linear(20, 8)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.norm(self.up(x))))
+
+
+def _case(seed=0):
+    torch.manual_seed(seed)
+    return MLP(), torch.randn(12, 12), torch.randint(0, 8, (12,))
+
+
+def _torch(model, x, y, make, clip=None, schedule=None):
+    """Losses and the trained model, by torch."""
+    model = copy.deepcopy(model)
+    optimizer = make(model.parameters())
+    scheduler = schedule and torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.item())
+        if scheduler:
+            scheduler.step()
+    return losses, model
+
+
+def _assert_trains(run, x, y, losses, model):
+    found = [run(x, y).item() for _ in range(STEPS)]
+    assert found == pytest.approx(losses, abs=1e-5)
+    state = run.state_dict()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+
+
+OPTIMIZERS = {
+    "sgd": (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), {"lr": 0.1, "weight_decay": 0.1}),
+    "momentum": (
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.8, nesterov=True, weight_decay=0.1),
+        {"lr": 0.1, "momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
+    ),
+    "adam": (lambda p: torch.optim.Adam(p, lr=0.02, weight_decay=0.1), {"lr": 0.02, "weight_decay": 0.1}),
+    "adamw": (lambda p: torch.optim.AdamW(p, lr=0.02, betas=(0.8, 0.9)), {"lr": 0.02, "betas": (0.8, 0.9)}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name):
+    make, options = OPTIMIZERS[name]
+    model, x, y = _case()
+    step = mt.training_step(model, F.cross_entropy, (x, y), optimizer=name, **options)
+    _assert_trains(mt.distribute_module(step, {"data": 1}), x, y, *_torch(model, x, y, make))
+
+
+def test_lion():
+    """torch has none: by its formula."""
+    model, x, y = _case()
+    step = mt.training_step(model, F.cross_entropy, (x, y), optimizer="lion", lr=0.01, weight_decay=0.1)
+    run = mt.distribute_module(step, {"data": 2}, DATA)
+    weight, kept = model.up.weight.detach().clone(), torch.zeros_like(model.up.weight)
+    for _ in range(2):
+        state = run.state_dict()
+        current = copy.deepcopy(model)
+        current.load_state_dict({n: state[n] for n, _ in model.named_parameters()})
+        (gradient,) = torch.autograd.grad(F.cross_entropy(current(x), y), [current.up.weight])
+        run(x, y)
+        weight = weight * (1 - 0.01 * 0.1) - 0.01 * torch.sign(0.9 * kept + 0.1 * gradient)
+        kept = 0.99 * kept + 0.01 * gradient
+    state = run.state_dict()
+    torch.testing.assert_close(state["up.weight"], weight, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state["opt.exp_avg.up.weight"], kept, rtol=1e-4, atol=1e-7)
+
+
+def test_clipped_and_scheduled():
+    model, x, y = _case()
+    make = lambda p: torch.optim.AdamW(p, lr=0.05)  # noqa: E731
+    warmup = lambda step: min(1.0, (step + 1) / 4)  # noqa: E731
+    step = mt.training_step(model, F.cross_entropy, (x, y), clip_norm=0.3, schedule=warmup, lr=0.05)
+    run = mt.distribute_module(step, {"data": 3}, DATA, poison=True)
+    _assert_trains(run, x, y, *_torch(model, x, y, make, 0.3, warmup))
+
+
+DATA = {"x": {"data": 0}, "target": {"data": 0}}
+TENSOR = {"up.weight": {"model": 0}, "up.bias": {"model": 0}, "down.weight": {"model": 1}}
+LAYOUTS = {
+    "data": ({"data": 2}, DATA, 0),
+    "data, uneven": ({"data": 5}, DATA, 0),
+    "zero 1": ({"data": 2}, DATA, 1),
+    "zero 3": ({"data": 2}, DATA, 3),
+    "model": ({"model": 2}, TENSOR, 0),
+    "model, uneven": ({"model": 3}, TENSOR, 0),
+    "both": ({"data": 2, "model": 2}, DATA | TENSOR, 0),
+    "both, zero 1": ({"data": 2, "model": 2}, DATA | TENSOR, 1),
+    "both, zero 3": ({"data": 2, "model": 2}, DATA | TENSOR, 3),
+    "uneven state": ({"data": 3}, DATA | {"opt.exp_avg.*.weight": {"data": 0}, "down.weight": {"data": 1}}, 0),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name):
+    mesh, layout, zero = LAYOUTS[name]
+    model, x, y = _case()
+    step = mt.training_step(model, F.cross_entropy, (x, y), zero=zero, lr=0.05, check=False)
+    run = mt.distribute_module(step, mesh, layout, poison=True)
+    _assert_trains(run, x, y, *_torch(model, x, y, lambda p: torch.optim.AdamW(p, lr=0.05)))
+
+
+def _collectives(run):
+    return Counter(step.kind for step in run.program.steps if isinstance(step, CollectiveStep) and step.kind != "slice")
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        (0, {"all_reduce": 6 + 2}),  # gradients, the sum of the losses, how many targets count
+        (1, {"reduce_scatter": 6, "all_gather": 6, "all_reduce": 2}),
+        (2, {"reduce_scatter": 6, "all_gather": 6, "all_reduce": 2}),
+        (3, {"reduce_scatter": 6, "all_gather": 6 + 1, "all_reduce": 2}),  # a weight once more on the way back
+    ],
+)
+def test_collectives(zero, expected):
+    model, x, y = _case()
+    step = mt.training_step(model, F.cross_entropy, (x, y), zero=zero, check=False)
+    assert _collectives(mt.distribute_module(step, {"data": 2}, DATA)) == expected
+
+
+def test_state_goes_from_mesh_to_mesh_bit_for_bit():
+    model, x, y = _case()
+    step = mt.training_step(model, F.cross_entropy, (x, y), zero=1, lr=0.05, check=False)
+    first = mt.distribute_module(step, {"data": 2}, DATA)
+    for _ in range(3):
+        first(x, y)
+    state = first.state_dict()
+    assert int(state["opt.step"]) == 3
+    again, other = (mt.distribute_module(step, mesh, DATA) for mesh in ({"data": 2}, {"data": 4}))
+    for run in (again, other):
+        run.load_state_dict(state)
+        for name, tensor in run.state_dict().items():
+            assert torch.equal(tensor, state[name]), name
+    loss = first(x, y)
+    assert torch.equal(again(x, y), loss)
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+    torch.testing.assert_close(other(x, y), loss)
+
+
+def test_models_parameters_stay():
+    model, x, y = _case()
+    before = copy.deepcopy(model.state_dict())
+    run = mt.distribute_module(mt.training_step(model, F.cross_entropy, (x, y), check=False), {"data": 2}, DATA)
+    taken = run.state_dict()
+    run(x, y)
+    for name, tensor in before.items():
+        assert torch.equal(model.state_dict()[name], tensor)
+        assert torch.equal(taken[name], tensor)
+
+
+def test_a_step_that_raises_leaves_the_state():
+    model, x, y = _case()
+    run = mt.distribute_module(mt.training_step(model, F.cross_entropy, (x, y), check=False), {"data": 2}, DATA)
+    run(x, y)
+    before = run.state_dict()
+    with pytest.raises(mt.MeshTensorError):
+        run(x[:4], y)
+    with pytest.raises(mt.MeshTensorError, match="the loss is nan") as error:
+        run(x * float("nan"), y)
+    assert "'up.weight'" in str(error.value)
+    assert run.steps == 1
+    for name, tensor in run.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_half_precision_keeps_a_wide_value():
+    model, x, y = _case()
+    model, x = model.bfloat16(), x.bfloat16()
+    step = mt.training_step(model, F.cross_entropy, (x, y), optimizer="sgd", lr=1e-4, check=False)
+    run = mt.distribute_module(step, {"data": 2}, DATA)
+    first = run.state_dict()
+    for _ in range(3):
+        run(x, y)
+    last = run.state_dict()
+    moved = (last["opt.master.up.weight"] - first["opt.master.up.weight"]).abs().max()
+    assert 0 < moved < 1e-2
+    assert last["up.weight"].dtype == torch.bfloat16
+    assert torch.equal(last["up.weight"], last["opt.master.up.weight"].bfloat16())
+
+
+def test_frozen_parameters_and_tied_weights():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.scale = nn.Embedding(7, 5), nn.Parameter(torch.ones(5), requires_grad=False)
+            self.out = nn.Linear(5, 7, bias=False)
+            self.out.weight = self.table.weight
+
+        def forward(self, ids):
+            return self.out(torch.tanh(self.table(ids) * self.scale))
+
+    torch.manual_seed(1)
+    model, ids, y = Tied(), torch.randint(0, 7, (8,)), torch.randint(0, 7, (8,))
+    step = mt.training_step(model, F.cross_entropy, (ids, y), optimizer="sgd", lr=0.5)
+    run = mt.distribute_module(step, {"data": 2}, {"ids": {"data": 0}, "target": {"data": 0}}, poison=True)
+    theirs = copy.deepcopy(model)
+    optimizer = torch.optim.SGD([theirs.table.weight], lr=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(theirs(ids), y)
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(run(ids, y), loss.detach())
+    state = run.state_dict()
+    assert set(state) == {"table.weight", "out.weight", "scale", "opt.step"}
+    torch.testing.assert_close(state["out.weight"], theirs.table.weight.detach())

@@ -1,0 +1,112 @@
+"""Steps of training that can't be made, or taken."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mesh_tensor as mt
+
+
+def _refused(make, *args, **named):
+    with pytest.raises(mt.MeshTensorError) as error:
+        make(*args, **named)
+    return str(error.value)
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Linear(4, 3), torch.randn(6, 4), torch.randint(0, 3, (6,))
+
+
+@pytest.fixture(scope="module")
+def run():
+    model, x, y = _model()
+    return mt.distribute_module(mt.training_step(model, F.cross_entropy, (x, y)), {"data": 2}, {"input": {"data": 0}})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"optimizer": "adamv"}, "there is no optimizer 'adamv'; did you mean 'adam'?"),
+        ({"optimizer": "sgd", "betas": (0.9, 0.9)}, "'sgd' has no option 'betas'"),
+        ({"learning_rate": 0.1}, "'adamw' has no option 'learning_rate'"),
+        ({"zero": 4}, "zero=4"),
+    ],
+)
+def test_optimizers_and_options(options, said):
+    model, x, y = _model()
+    message = _refused(mt.training_step, model, F.cross_entropy, (x, y), **options)
+    assert said in message
+    assert "fix:" in message
+
+
+def test_what_is_no_model():
+    assert "takes a torch model, not a str" in _refused(mt.training_step, "gelu", F.cross_entropy, ())
+
+
+def test_no_inputs():
+    assert "without inputs" in _refused(mt.training_step, nn.Linear(2, 2), F.cross_entropy)
+
+
+def test_nothing_to_train():
+    model, x, y = _model()
+    assert "no parameter to train" in _refused(mt.training_step, model.requires_grad_(False), F.cross_entropy, (x, y))
+
+
+def test_a_parameter_without_gradient():
+    class Idle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = nn.Linear(4, 3), nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return self.used(x) + 0 * self.idle.detach()
+
+    _, x, y = _model()
+    message = _refused(mt.training_step, Idle(), F.cross_entropy, (x, y))
+    assert "the result does not depend on parameter 'idle'" in message
+    assert "requires_grad_(False)" in message
+
+
+def test_gradients_that_are_not_finite():
+    class Root(nn.Linear):
+        def forward(self, x):
+            return torch.sqrt(super().forward(x) * 0)
+
+    torch.manual_seed(0)
+    message = _refused(mt.training_step, Root(4, 3), F.cross_entropy, (torch.randn(6, 4), torch.randint(0, 3, (6,))))
+    assert "the gradient of 'weight' differs by nan" in message
+    assert "not finite" in message
+
+
+def test_zero_without_a_split_batch():
+    model, x, y = _model()
+    step = mt.training_step(model, F.cross_entropy, (x, y), zero=1)
+    message = _refused(mt.distribute_module, step, {"data": 2})
+    assert 'zero=1, but no axis of Mesh({"data": 2}) splits the batch' in message
+    assert "{'input': {axis: 0}}" in message
+
+
+def test_names_of_layouts():
+    model, x, y = _model()
+    step = mt.training_step(model, F.cross_entropy, (x, y))
+    assert "'wieght'" in _refused(mt.distribute_module, step, {"data": 2}, {"wieght": {"data": 0}})
+    assert "without a mesh" in _refused(mt.distribute_module, step)
+
+
+def test_batches(run):
+    _, x, y = _model()
+    assert "1 tensors and none for a batch of 'input', 'target'" in _refused(run, x)
+    assert "parameter 'input': (5, 4), but expected (6, 4) float32" in _refused(run, x[:5], y)
+    assert run.steps == 0
+
+
+def test_states(run):
+    state = run.state_dict()
+    short = {name: tensor for name, tensor in state.items() if name != "opt.exp_avg.bias"}
+    assert "'opt.exp_avg.bias' is missing" in _refused(run.load_state_dict, short)
+    assert "there is no 'wait'" in _refused(run.load_state_dict, state | {"wait": torch.ones(3)})
+    message = _refused(run.load_state_dict, state | {"bias": torch.ones(4), "weight": state["weight"].double()})
+    assert "'bias' is (4,) torch.float32, but has to be (3,) torch.float32" in message
+    assert "'weight' is (3, 4) torch.float64" in message

@@ -1,0 +1,24 @@
+"""Training on ranks: bit for bit as on the virtual mesh, and saved by four ranks for three."""
+
+from functools import partial
+
+import pytest
+
+from . import training_bodies as bodies
+from .launcher import run
+
+
+@pytest.mark.parametrize(
+    ("size", "zero", "layout"),
+    [(2, 3, {}), (3, 1, {"up.weight": {"data": 0}})],
+    ids=["zero 3", "zero 1, uneven"],
+)
+def test_as_on_the_virtual_mesh(size, zero, layout):
+    run(partial(bodies.as_on_the_virtual_mesh, size=size, zero=zero, layout=layout), size)
+
+
+def test_saved_by_four_and_loaded_by_others(tmp_path):
+    losses = run(partial(bodies.save, size=4, folder=str(tmp_path)), 4)
+    assert len(set(losses)) == 1
+    assert run(partial(bodies.load, size=4, folder=str(tmp_path)), 4) == losses
+    assert run(partial(bodies.load, size=3, folder=str(tmp_path)), 3) == pytest.approx(losses[:3], abs=1e-6)

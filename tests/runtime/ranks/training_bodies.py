@@ -1,0 +1,72 @@
+"""Training on real ranks: the bits of the virtual mesh; state that is saved by some ranks and loaded by others."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed.checkpoint as checkpoint
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+import mesh_tensor as mt
+
+from .support import pure, refusal
+
+DATA = {"x": {"data": 0}, "target": {"data": 0}}
+
+
+class MLP(nn.Module):
+    """Whose weights are not all split evenly."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(12, 20), nn.LayerNorm(20), nn.Linear(20, 8)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.norm(self.up(x))))
+
+
+def _step(zero):
+    torch.manual_seed(2)
+    model, x, y = MLP(), torch.randn(12, 12), torch.randint(0, 8, (12,))
+    return mt.training_step(model, F.cross_entropy, (x, y), zero=zero, lr=0.05, check=False), x, y
+
+
+def as_on_the_virtual_mesh(rank, size, zero, layout):
+    """Losses and state, bit for bit; the state as DTensors and whole."""
+    step, x, y = _step(zero)
+    expected = mt.distribute_module(step, {"data": size}, DATA | layout)
+    run = mt.distribute_module(step, init_device_mesh("cpu", (size,), mesh_dim_names=("data",)), DATA | layout)
+    for _ in range(3):
+        assert torch.equal(run(x, y), expected(x, y))
+    whole, parts = expected.state_dict(), run.state_dict()
+    for name, tensor in run.state_dict(full=True).items():
+        assert torch.equal(pure(tensor), pure(whole[name])), name
+    for name, part in parts.items():
+        assert isinstance(part, DTensor) == (name != "opt.step"), name
+        if isinstance(part, DTensor):
+            assert torch.equal(part.full_tensor(), whole[name]), name
+    message = refusal(lambda: run.load_state_dict({**parts, "wait": parts["up.bias"]}))
+    assert "there is no 'wait'" in message
+
+
+def save(rank, size, folder):
+    """Three steps; the state is saved by all ranks; the fourth step's loss comes back."""
+    step, x, y = _step(1)
+    run = mt.distribute_module(step, init_device_mesh("cpu", (size,), mesh_dim_names=("data",)), DATA)
+    for _ in range(3):
+        run(x, y)
+    checkpoint.save(run.state_dict(), checkpoint_id=folder)
+    return run(x, y).item()
+
+
+def load(rank, size, folder):
+    """The fourth step's loss, from the state that other ranks saved."""
+    step, x, y = _step(1)
+    run = mt.distribute_module(step, init_device_mesh("cpu", (size,), mesh_dim_names=("data",)), DATA)
+    state = run.state_dict()
+    checkpoint.load(state, checkpoint_id=folder)
+    run.load_state_dict(state)
+    assert run.steps == 3
+    return run(x, y).item()
