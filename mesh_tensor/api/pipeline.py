@@ -152,6 +152,16 @@ class Pipeline:
             self.peak_bytes[name], self.peak_microbatches[name] = row.peak_bytes, row.peak_microbatches
         return self._result({key: value for row in rows for key, value in row.results.items()}, counts)
 
+    @property
+    def fragments(self) -> tuple[StageFragments, ...]:
+        """What every stage runs, of a pipeline of known sizes."""
+        if self._signature.symbols:
+            refuse(
+                f"the sizes of {self._flow.function!r} are open: {', '.join(map(str, self._signature.symbols))}",
+                fix="make the pipeline of a module of known sizes",
+            )
+        return self._planned({})
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of the last call's loss, whole, by the names of the weights; a weight that several stages have
         gets the sum of theirs."""

@@ -13,33 +13,39 @@ from tvm import tirx
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.pipeline.schedule import Schedule
 from mesh_tensor.program.builder import lower_to_program
 from mesh_tensor.program.cost import COMPUTE
 from mesh_tensor.program.lifetimes import held_bytes
 from mesh_tensor.program.steps import Program
 
 from .page import page
+from .pipelines import PipelineSimulation, simulate_pipeline
 from .streams import RUN, WAIT, Events, critical, play
 from .summary import Group, groups, table, why
 from .trace import trace
 
 
-def simulate(what: Any, machine: Machine | str | None = None) -> Simulation:
+def simulate(what: Any, machine: Machine | str | None = None) -> Simulation | PipelineSimulation:
     """Simulate what runs on a mesh; nothing is run, and no memory is taken.
 
     Args:
-        what: an annotated kernel, compiled or not; a module that was distributed; or a Program. Of known sizes.
+        what: an annotated kernel, compiled or not; a module that was distributed, or its training; a Program; or a
+            pipeline. Of known sizes.
         machine: what it runs on, or a preset's name ("h100x16"); None: this project's CPU ranks.
 
     Returns:
-        The Simulation: time, memory, and where they come from.
+        The Simulation: time, memory, and where they come from; of a pipeline a PipelineSimulation.
 
     Raises:
         MeshTensorError: it is nothing that runs, or the machine can't hold it.
     """
     if machine is not None and not isinstance(machine, (Machine, str)):
         refuse(f"{shown(machine)} is no machine", fix="pass an mt.Machine, or the name of one: 'h100x16'")
-    return Simulation(_program_of(what), Machine.preset(machine) if isinstance(machine, str) else machine or CPU)
+    on = Machine.preset(machine) if isinstance(machine, str) else machine or CPU
+    if isinstance(getattr(what, "schedule", None), Schedule):
+        return simulate_pipeline(what, on, Simulation)
+    return Simulation(_program_of(what), on)
 
 
 def _program_of(what: Any) -> Program:
