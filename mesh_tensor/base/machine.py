@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import ClassVar
 
 from .errors import did_you_mean, listing, refuse, shown
@@ -121,6 +121,7 @@ class Machine:
     flops: Mapping[str, float]
     memory: tuple[Memory, ...]
     links: tuple[Link, ...] = ()
+    _: KW_ONLY
     launch: float = 0.0
     call: float = 0.0
     busy: float = 0.0
