@@ -153,9 +153,11 @@ class MeshKernel:
     def explain(self) -> str:
         """Factors, placements, collectives with their bytes, what the DTensors of the last call needed to lie as
         annotated, and the cost per device, as text."""
-        from .explain import explain
+        from mesh_tensor.program.explain import explain
 
-        return explain(self.program, self._target.name, self._transfers())
+        from .kernel_notes import notes_on
+
+        return explain(self.program, *notes_on(self.program, self._target.name, self._transfers()))
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
         device_mesh = next((arg.device_mesh for arg in (*args, *named.values()) if is_dtensor(arg)), None)

@@ -11,11 +11,12 @@ from tvm import ir
 from mesh_tensor.annotations.annotate_module import annotate_module, read_module_annotations
 from mesh_tensor.annotations.names import check_module
 from mesh_tensor.annotations.parameters import flat_arguments, with_flat_parameters
-from mesh_tensor.api.explain_module import explain_module
 from mesh_tensor.base.errors import MeshTensorError, refuse, shown
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
+from mesh_tensor.program.explain import explain
 from mesh_tensor.program.from_graph import Kernels
+from mesh_tensor.program.overlap import check_overlap
 from mesh_tensor.program.plan_module import ModulePlan, plan_module
 from mesh_tensor.program.steps import Program
 from mesh_tensor.runtime.ambient import full_precision, undisturbed
@@ -51,6 +52,7 @@ def distribute_module(
     kernels: Kernels | None = None,
     check_indices: bool = True,
     poison: bool = False,
+    overlap: str | int = "auto",
 ) -> Any:
     """Make a Relax module callable on a mesh.
 
@@ -71,6 +73,9 @@ def distribute_module(
         check_indices: refuse whole tensors on a CPU whose elements are looked up in a table that doesn't have them, as
             torch does. What is not checked (MeshTensors, DTensors, other devices, computed indices) gives NaN there.
         poison: on a virtual mesh, padding holds NaN or extreme integers, so that what reads it shows (for tests).
+        overlap: whether collectives run beside operators and kernels. `auto` starts them early, and on ranks splits
+            TileLang kernels into slabs where a cost model says so; `off` runs everything in bulk, a number is into
+            how many slabs kernels beside a collective are split.
 
     Returns:
         A `MeshModule`; of a training step, a `TrainingRun`. It is planned here, or at the first call with new sizes if
@@ -100,6 +105,7 @@ def distribute_module(
         kernels=kernels or {},
         check_indices=check_indices,
         poison=poison,
+        overlap=check_overlap(overlap),
     )
     return made if step is None else TrainingRun(step, made)
 
@@ -137,10 +143,11 @@ class MeshModule:
         kernels: Kernels,
         check_indices: bool,
         poison: bool,
+        overlap: str | int = "auto",
     ) -> None:
         self._function, self._target = function, find_target(target)
         self._strict, self._poison, self._checks_indices = strict, poison, check_indices
-        self._replicate_unknown, self._kernels = replicate_unknown, kernels
+        self._replicate_unknown, self._kernels, self._overlap = replicate_unknown, kernels, overlap
         mod = with_flat_parameters(mod, function)
         self._signature = ModuleSignature(mod, function)
         self._weights = weights = self._signature.weights(weights, self._target.device_type)
@@ -251,7 +258,7 @@ class MeshModule:
 
     def explain(self) -> str:
         """What was decided, why, and what it costs."""
-        return explain_module(self.plan)
+        return explain(self.program)
 
     def _launch(self, sizes: Mapping[Any, int], ranks: Ranks | None) -> AnyLaunch:
         plan = self._plan = self._planned(sizes)
@@ -262,7 +269,7 @@ class MeshModule:
             if ranks is None:
                 launch = ModuleLaunch(plan, self._target, self._weights, poison=self._poison)
             else:
-                launch = RankModuleLaunch(plan, self._target, ranks, self._weights)
+                launch = RankModuleLaunch(plan, self._target, ranks, self._weights, self._overlap)
             self._launches.put(key, launch)
         return launch
 
@@ -279,6 +286,7 @@ class MeshModule:
                 stated,
                 replicate_unknown=self._replicate_unknown,
                 kernels=self._kernels,
+                overlap=self._overlap,
             )
             self._check_strict(plan)
             self._plans.put(key, plan)

@@ -11,6 +11,7 @@ import torch
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.atoms import made_plain, plain_sharding
+from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.runtime.ranks import is_dtensor, redistribute
 from mesh_tensor.runtime.ranks.agree import agree, digest_of, program_facts
@@ -27,14 +28,17 @@ from .module_ports import ModulePort, constant_tensor, ports_of, state_results
 class RankModuleLaunch:
     """A plan, ready to run on `ranks`, as one thread calls it. Every rank has to make the same calls."""
 
-    def __init__(self, plan: ModulePlan, target: Target, ranks: Ranks, weights: Mapping[str, Any]) -> None:
+    def __init__(
+        self, plan: ModulePlan, target: Target, ranks: Ranks, weights: Mapping[str, Any], overlap: str | int
+    ) -> None:
         self.plan, self._ranks, self.lane = plan, ranks, ranks.calls.lane()
         made = plan.made
-        faults, facts = Faults(ranks, made.program.name), program_facts(made.program, target.name)
+        faults, facts = Faults(ranks, made.program.name), program_facts(made.program, target.name, overlap)
         agree(ranks, faults, facts)
         self._digest = digest_of(facts)
         self.lane.run(self._digest)
-        self._run, self._result = RankLaunch(made.program, target, ranks, faults), made.result
+        program = with_overlap_on(ranks.machine(), made.program) if overlap == "auto" else made.program
+        self._run, self._result = RankLaunch(program, target, ranks, faults), made.result
         self._ports = {port.name: port for port in ports_of(plan)}
         self._inputs = dict(zip((value.name for value in plan.graph.params), made.inputs, strict=True))
         values = made.program.values

@@ -12,7 +12,7 @@ import torch
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.program.overlap import has_collectives, overlapped, why_in_bulk
+from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.steps import Program
 from mesh_tensor.runtime.plain_tensors import fix_of, is_dual
 from mesh_tensor.runtime.ranks.agree import agree, digest_of, program_facts
@@ -21,7 +21,6 @@ from mesh_tensor.runtime.ranks.dtensor_ports import Transfer, enter, leave, tran
 from mesh_tensor.runtime.ranks.faults import Faults
 from mesh_tensor.runtime.ranks.rank_launch import RankLaunch, Tiling, tilings_of
 from mesh_tensor.runtime.ranks.ranks import Ranks, named
-from mesh_tensor.runtime.ranks.rates import machine_of
 from mesh_tensor.targets.kernels import Target
 
 from .rank_locals import Shapes, global_sizes, guesses, problem, said_key, shares_memory
@@ -178,8 +177,7 @@ class RankKernel:
     def _agree(self, key: tuple[int, ...], program: Program, layouts: Mapping[str, Sharding]) -> int:
         """All ranks run this; the digest of it."""
         compiled = self._compiled
-        options = {"overlap": str(compiled.overlap)}
-        facts = self._facts.made(key, lambda: program_facts(program, compiled.target.name) | options)
+        facts = self._facts.made(key, lambda: program_facts(program, compiled.target.name, compiled.overlap))
         arguments = ", ".join(f"{name} '{layout}'" for name, layout in layouts.items())
         facts = {**facts, "layouts of the arguments": arguments}
         agree(self.ranks, self._faults, facts, fix=_SAY_SHAPES if key and not layouts else "")
@@ -187,21 +185,11 @@ class RankKernel:
 
     def _make(self, program: Program, sizes: Sizes) -> RankLaunch:
         compiled = self._compiled
-        if compiled.overlap == "auto" and has_collectives(program):
-            program = self._with_overlap(program, sizes)
+        if compiled.overlap == "auto":
+            exactly = partial(compiled.exact_program_of, sizes) if sizes else None
+            program = with_overlap_on(self.ranks.machine(), program, exactly)
         self.lane.doing = "making the kernel ready"
         return RankLaunch(program, compiled.target, self.ranks, self._faults, poison=compiled.poison)
-
-    def _with_overlap(self, program: Program, sizes: Sizes) -> Program:
-        """The program with collectives beside kernels where that pays on these ranks."""
-        if self._device.type != "cpu":
-            return replace(program, overlap=(f"auto: in bulk: nothing was measured on {self._device.type} ranks",))
-        machine = machine_of(self.ranks.met)
-        if not sizes:
-            return overlapped(program, machine)
-        if why := why_in_bulk(program, machine):
-            return replace(program, overlap=(f"auto: in bulk: {why}",))
-        return overlapped(self._compiled.exact_program_of(sizes), machine)
 
     def _check_dtensors(self, given: Mapping[str, Any], recorded: bool) -> _Checked:
         tensors = {name: value for name, value in given.items() if name in self._signature.tensors}

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from tvm import tirx
 
 from mesh_tensor.annotations.annotate import read_annotations
+from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
@@ -27,6 +28,7 @@ from mesh_tensor.rules.kernel.statements import buffer_params
 
 from . import verify
 from .cut import Workspace, cut
+from .decisions import decisions_of
 from .layouts import Collective, Layouts, LocalKernel, Tensor
 from .localize import localize
 from .original_dims import asked_of_refined, put_together, refine_for, uneven_groups, with_original_dims
@@ -58,6 +60,10 @@ class Lowered:
     whole: dict[tuple[str, int], str]
     kept: frozenset[str]
     reading: Reading
+
+    def decisions(self) -> Decisions:
+        """What was decided, for people."""
+        return decisions_of(self)
 
 
 class _Unsplittable(Exception):

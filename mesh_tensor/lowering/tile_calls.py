@@ -7,9 +7,8 @@ and whether the rule agrees is found out once, on stand-ins for the operands' ti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from tvm import relax
 
@@ -20,9 +19,6 @@ from mesh_tensor.rules.operator.cost import count_flops
 
 from .local_calls import check_tile, inputs_of, local_call, outputs_of, tile_info
 
-# An argument: the number of a tile, a tuple's fields, or what is the same in all alike steps.
-Argument: TypeAlias = "int | tuple[Argument, ...] | relax.Expr"
-
 
 @dataclass(frozen=True, eq=False)
 class TileCall:
@@ -32,21 +28,8 @@ class TileCall:
     or as a constant of the operator's own."""
 
     call: OpCall
-    arguments: tuple[Argument, ...]
     operands: tuple[int | relax.Constant, ...]
     flops: int
-
-    @property
-    def info(self) -> relax.StructInfo:
-        """The struct info of what it gives."""
-        return self.call.expr.struct_info
-
-    def on(self, tiles: Sequence[relax.Expr]) -> relax.Call:
-        """The call on these tiles."""
-        expr = self.call.expr
-        made = relax.Call(expr.op, [_filled(arg, tiles) for arg in self.arguments], expr.attrs, expr.sinfo_args)
-        relax.expr._update_struct_info(made, expr.struct_info)
-        return made
 
 
 class TileCalls:
@@ -106,24 +89,14 @@ def _particulars(step: Step) -> tuple:
 
 
 def _tile_call(call: OpCall, numbers: dict[relax.Var, int]) -> TileCall:
-    arguments = tuple(_numbered(arg, numbers) for arg in call.expr.args)
-    return TileCall(call, arguments, tuple(o for arg in arguments for o in _tensors(arg)), count_flops(call))
+    operands = tuple([numbers[arg] if isinstance(arg, relax.Var) else arg for arg in _tensors(call.expr.args)])
+    return TileCall(call, operands, count_flops(call))
 
 
-def _numbered(arg: relax.Expr, numbers: dict[relax.Var, int]) -> Argument:
-    if isinstance(arg, relax.Tuple):
-        return tuple(_numbered(field, numbers) for field in arg.fields)
-    return numbers[arg] if isinstance(arg, relax.Var) else arg
-
-
-def _filled(arg: Argument, tiles: Sequence[relax.Expr]) -> relax.Expr:
-    if isinstance(arg, int):
-        return tiles[arg]
-    return relax.Tuple([_filled(field, tiles) for field in arg]) if isinstance(arg, tuple) else arg
-
-
-def _tensors(arg: Argument) -> list[int | relax.Constant]:
-    if isinstance(arg, tuple):
-        return [operand for field in arg for operand in _tensors(field)]
-    is_tensor = isinstance(arg, int) or isinstance(arg.struct_info, relax.TensorStructInfo)
-    return [arg] if is_tensor else []
+def _tensors(args: Iterable[relax.Expr]) -> Iterator[relax.Expr]:
+    """The tensors among the arguments, tuples flattened."""
+    for arg in args:
+        if isinstance(arg, relax.Tuple):
+            yield from _tensors(arg.fields)
+        elif isinstance(arg.struct_info, relax.TensorStructInfo):
+            yield arg

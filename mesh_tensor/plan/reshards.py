@@ -24,9 +24,10 @@ def insert_reshards(graph: Graph, atoms: Atoms, layouts: Layouts) -> ExplicitGra
     """The steps of every device, for values in these layouts."""
     decider = Decider(graph.mesh, atoms, layouts)
     decisions = {node: decider.decide(node) for node in graph.nodes}
-    writer = _Writer(graph, atoms, layouts, find_carried(graph, atoms, layouts, decisions))
+    carried, decided = find_carried(graph, atoms, layouts, decisions)
+    writer = _Writer(graph, atoms, layouts, carried)
     for node in graph.nodes:
-        writer.run(node, decisions[node])
+        writer.run(node, decided[node])
     return writer.finish()
 
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from tvm import tirx
 
+from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.errors import MeshTensorError, refuse
-from mesh_tensor.lowering import verify
+from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.lowering.layouts import Collective, LocalKernel, Tensor
-from mesh_tensor.lowering.pipeline import Lowered, lower_kernel
+from mesh_tensor.lowering.pipeline import lower_kernel
+from mesh_tensor.lowering.slabs import Slabs
 from mesh_tensor.rules.kernel.cost import flops_function
 from mesh_tensor.tir.sizes import size_function
 
 from .lifetimes import with_lifetimes
 from .steps import CollectiveStep, KernelStep, Parameter, Program, Step, Value, bytes_moved
-from .verify import verify_program
+from .verify import checked
 
 SizedStep = Callable[[Mapping[str, Value], Sequence[int]], Step]  # from the values and the symbols' sizes
 
@@ -32,9 +34,31 @@ def lower_to_program(func: tirx.PrimFunc, strict: bool = False, view: str = "aut
     return build_program(lower_kernel(func, strict=strict, view=view))
 
 
-def build_program(lowered: Lowered) -> Program:
-    """The Program of a lowered kernel: its kernels and collectives, and when memory lives."""
-    return OpenProgram(lowered).sized((), lambda: lowered)
+class LocalView(Protocol):
+    """What the Program of a kernel is made of: local kernels and collectives on tensors that lie in some way.
+
+    `parameters`: names, with the tensor that each comes in and the one that it leaves in; `kept` as in Parameter."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+    @property
+    def steps(self) -> Sequence[LocalKernel | Collective]: ...
+    @property
+    def parameters(self) -> Sequence[tuple[str, str | None, str | None]]: ...
+    @property
+    def scalars(self) -> Sequence[tirx.Var]: ...
+    @property
+    def kept(self) -> Collection[str]: ...
+    def decisions(self) -> Decisions: ...
+
+
+def build_program(local: LocalView) -> Program:
+    """The Program of a kernel in local view: its kernels and collectives, and when memory lives."""
+    return OpenProgram(local).sized((), local.decisions)
 
 
 class OpenProgram:
@@ -44,25 +68,23 @@ class OpenProgram:
         MeshTensorError: there are other symbols in the shapes of its tensors.
     """
 
-    def __init__(self, lowered: Lowered, symbols: Sequence[tirx.Var] = ()) -> None:
-        self._name, self._mesh = lowered.name, lowered.mesh
-        self._values = {name: _value_function(tensor, symbols) for name, tensor in lowered.tensors.items()}
-        self._parameters = tuple(Parameter(*names, names[0] in lowered.kept) for names in lowered.parameters)
-        steps = with_lifetimes([_step(step, lowered) for step in lowered.steps], lowered.tensors, self._parameters)
+    def __init__(self, local: LocalView, symbols: Sequence[tirx.Var] = ()) -> None:
+        self._name, self._mesh = local.name, local.mesh
+        self._values = {name: _value_function(tensor, symbols) for name, tensor in local.tensors.items()}
+        self._parameters = tuple(Parameter(*names, names[0] in local.kept) for names in local.parameters)
+        steps = [_step(step, local, closed=not symbols) for step in local.steps]
         kinds: dict[type, Callable[[Any], SizedStep]] = {
             KernelStep: partial(_kernel_function, symbols),
             CollectiveStep: _collective_function,
         }
-        self._steps = [kinds.get(type(step), _constant)(step) for step in steps]
+        lasting = with_lifetimes(steps, local.tensors, self._parameters)
+        self._steps = [kinds.get(type(step), _constant)(step) for step in lasting]
 
-    def sized(self, sizes: Sequence[int], lowering: Callable[[], Lowered]) -> Program:
-        """The Program for the symbols' sizes, in their order. `lowering` gives the kernel lowered for just these."""
+    def sized(self, sizes: Sequence[int], decided: Callable[[], Decisions]) -> Program:
+        """The Program for the symbols' sizes, in their order. `decided` gives what was decided for just these."""
         values = {name: value(sizes) for name, value in self._values.items()}
         steps = tuple([step(values, sizes) for step in self._steps])
-        program = Program(self._name, self._mesh, self._parameters, values, steps, lowering)
-        if verify.enabled():
-            verify_program(program)
-        return program
+        return checked(Program(self._name, self._mesh, self._parameters, values, steps, decided))
 
 
 def _value_function(tensor: Tensor, symbols: Sequence[tirx.Var]) -> Callable[[Sequence[int]], Value]:
@@ -86,12 +108,12 @@ def _value_function(tensor: Tensor, symbols: Sequence[tirx.Var]) -> Callable[[Se
     return value
 
 
-def _step(step: LocalKernel | Collective, lowered: Lowered) -> Step:
-    """The step, without what depends on sizes."""
+def _step(step: LocalKernel | Collective, local: LocalView, closed: bool) -> Step:
+    """The step, without what depends on sizes; with slabs only where there are no open ones."""
     if isinstance(step, LocalKernel):
         name = str(step.func.attrs["global_symbol"])
-        scalars = tuple(v.name for v in lowered.scalars)
-        return KernelStep(name, step.func, step.args, step.axes, step.writes, 0, scalars)
+        scalars, slabs = tuple(v.name for v in local.scalars), Slabs(step, local.mesh) if closed else None
+        return KernelStep(name, step.func, step.args, step.axes, step.writes, 0, scalars, slabs=slabs)
     move = step.move
     return CollectiveStep(move.kind, step.src, step.dst, move.axes, move.op, move.src_dim, move.dst_dim, 0, step.reason)
 
@@ -105,7 +127,9 @@ def _kernel_function(symbols: Sequence[tirx.Var], step: KernelStep) -> SizedStep
 
     def sized(values: Mapping[str, Value], sizes: Sequence[int]) -> Step:
         own = tuple([sizes[position] for position in parameters])
-        return KernelStep(step.name, step.func, step.args, step.axes, step.writes, flops(sizes), step.scalars, own)
+        return KernelStep(
+            step.name, step.func, step.args, step.axes, step.writes, flops(sizes), step.scalars, own, step.slabs
+        )
 
     return sized
 

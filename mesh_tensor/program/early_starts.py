@@ -6,65 +6,67 @@ before it is needed, because until then its result takes memory (think of gather
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mesh_tensor.base.collectives import COLLECTIVES
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.rules.operator.cost import class_of
 
-from .steps import CollectiveStep, KernelStep, OpStep, Step, WaitStep
+from .steps import CollectiveStep, KernelStep, OpStep, Step, Value, WaitStep
 
 # Products (or kernels) that may run between a collective's start and the use of its result.
 _AHEAD = CPU.tuning.products_ahead
 
 
-def schedule(steps: Sequence[Step]) -> list[Step]:
-    """The steps with collectives started early where something can run beside them. The order in which collectives
-    start is the same on every device."""
-    ready = {name: index + 1 for index, step in enumerate(steps) for name in step.writes}
+def early_starts(steps: Sequence[Step], values: Mapping[str, Value]) -> Sequence[Step]:
+    """The steps with collectives started early where something can run beside them: `steps` itself if there is none.
+    The order in which collectives start is the same on every device."""
+    stored = {name: value.storage for name, value in values.items()}
+    uses = [{stored[name] for name in step.uses} for step in steps]
+    writes = [{stored[name] for name in step.writes} for step in steps]
+    written: dict[str, int] = {}  # per storage: from where on what was written to it is there
+    used: dict[str, int] = {}  # ... and from where on nothing before uses it
     before: dict[int, list[CollectiveStep]] = {}
     waits: dict[int, list[WaitStep]] = {}
     moved: set[int] = set()
     for index, step in enumerate(steps):
-        collective = step.collective
-        if collective is None or not COLLECTIVES[collective.kind].sends:
-            continue
-        dst = collective.dst
-        first_use = next((i for i in range(index + 1, len(steps)) if dst in steps[i].uses), len(steps))
-        start = _earliest(steps, ready.get(collective.src, 0), index)
-        if _computes(steps[start:first_use]):
-            started = replace(collective, wait=False)
-            moved.add(index)
-            ready[dst] = first_use
-            before.setdefault(start, []).append(started)
-            waits.setdefault(first_use, []).append(WaitStep(started))
+        collective, end = step.collective, index + 1
+        if collective is step and collective.wait and COLLECTIVES[collective.kind].sends:
+            src, dst = stored[collective.src], stored[collective.dst]
+            later = range(end, len(steps))
+            first_use = next((i for i in later if dst in uses[i] or src in writes[i]), len(steps))
+            start = _earliest(steps, max(written.get(src, 0), used.get(dst, 0)), index)
+            if any(_is_product(between) for between in steps[start:first_use]):
+                started, end = replace(collective, wait=False), first_use
+                moved.add(index)
+                before.setdefault(start, []).append(started)
+                waits.setdefault(first_use, []).append(WaitStep(started))
+        written |= dict.fromkeys(writes[index], end)
+        used |= dict.fromkeys(uses[index], end)
+    if not moved:
+        return steps
     result: list[Step] = []
-    for index, step in enumerate(steps):
-        result += _here(before.get(index, []), waits.get(index, []))
-        if index not in moved:
-            result.append(step)
-    return [*result, *_here(before.get(len(steps), []), waits.get(len(steps), []))]
+    for index in range(len(steps) + 1):
+        result += _here(before.get(index, []), waits.get(index, []), stored)
+        result += steps[index : index + 1] if index not in moved else []
+    return result
 
 
-def _here(starts: list[CollectiveStep], waits: list[WaitStep]) -> list[Step]:
-    """Collectives start before others are waited for, but for those that send what is waited for."""
-    awaited = {wait.collective.dst for wait in waits}
-    later = [step for step in starts if step.src in awaited]
-    return [*(step for step in starts if step.src not in awaited), *waits, *later]
+def _here(starts: list[CollectiveStep], waits: list[WaitStep], stored: Mapping[str, str]) -> list[Step]:
+    """Collectives start before others are waited for, but for those that send, or write to, what is waited for."""
+    made = {stored[wait.collective.dst] for wait in waits}
+    sent = {stored[wait.collective.src] for wait in waits}
+    later = [step for step in starts if stored[step.src] in made or stored[step.dst] in made | sent]
+    return [*(step for step in starts if step not in later), *waits, *later]
 
 
 def _earliest(steps: Sequence[Step], ready: int, index: int) -> int:
     """From where a collective may start: not before it is ready, nor before too many products."""
     start, products = index, 0
-    while start > ready and products <= _AHEAD:
-        products += _is_product(steps[start - 1])
-        start -= products <= _AHEAD
+    while start > ready and (products := products + _is_product(steps[start - 1])) <= _AHEAD:
+        start -= 1
     return start
-
-
-def _computes(between: Sequence[Step]) -> bool:
-    return any(_is_product(step) for step in between)
 
 
 def _is_product(step: Step) -> bool:

@@ -2,46 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tvm import relax, tirx
 
+from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.lowering import verify
-from mesh_tensor.lowering.local_calls import inputs_of, outputs_of
+from mesh_tensor.lowering.local_calls import inputs_of, outputs_of, scopes_of
 from mesh_tensor.lowering.tile_calls import TileCalls
 from mesh_tensor.plan.explicit import Change, ExplicitGraph, Form, Run, Step, forms_in
+from mesh_tensor.plan.ir import Scope
 from mesh_tensor.rules.operator.call import OpCall, tensor_type
 
-from .early_starts import schedule
+from .early_starts import early_starts
 from .kernel_steps import KernelSteps, is_kernel
 from .lifetimes import with_lifetimes
+from .overlap import with_overlap
 from .steps import CollectiveStep, OpStep, Parameter, Program, Value, bytes_moved
 from .steps import Step as ProgramStep
-from .verify import verify_program
+from .verify import checked
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A part of the plan in the order in which the module has it: `steps` make the values `outputs` of `inputs`. It
+    stands in the calls of functions `scopes`."""
+
+    scopes: tuple[Scope, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    steps: tuple[ProgramStep, ...]
 
 
 @dataclass(frozen=True)
 class ModuleProgram:
     """A module's Program. Its parameters are the function's own (named in `inputs`), then the constants (with their
-    data), then what it computes. `result` is what the function returns: a tree of names of values."""
+    data), then what it computes. `result` is what the function returns: a tree of names of values.
+
+    `pieces` is what its steps were scheduled from; `tiles` has the tiles of the module's own tensors with their own
+    dims."""
 
     program: Program
     inputs: tuple[str, ...]
     constants: dict[str, relax.Constant]
     result: Any
+    pieces: tuple[Piece, ...]
+    tiles: Mapping[str, relax.TensorStructInfo]
+
+    def tile(self, name: str) -> relax.TensorStructInfo:
+        """The struct info of a value's tile."""
+        if name in self.tiles:
+            return self.tiles[name]
+        value = self.program.values[name]
+        return relax.TensorStructInfo(value.tile_shape, value.dtype)
 
 
 # By operator: a kernel that computes a call on tiles, or None where it does not fit.
 Kernels = Mapping[str, Callable[[OpCall], "tirx.PrimFunc | None"]]
 
 
-def to_program(explicit: ExplicitGraph, calls: TileCalls, kernels: Kernels) -> ModuleProgram:
+def to_program(
+    explicit: ExplicitGraph, calls: TileCalls, kernels: Kernels, overlap: str | int = "auto"
+) -> ModuleProgram:
     """The steps of every device, as a Program over values whose shapes are those of their atoms. Operators run as
-    `kernels` where there is one."""
-    return _Programmer(explicit, calls, kernels).made()
+    `kernels` where there is one; `overlap` says what runs beside what."""
+    return _Programmer(explicit, calls, kernels).made(overlap)
 
 
 class _Programmer:
@@ -49,17 +76,19 @@ class _Programmer:
         self._calls, self._kernels = calls, kernels
         self._explicit, self._atoms = explicit, explicit.atoms
         self._values: dict[str, Value] = {}
+        self._tiles: dict[str, relax.TensorStructInfo] = {}
         self._known_kernels: dict[OpCall, tirx.PrimFunc | None] = {}
         self._constants: dict[str, relax.Constant] = {}
         read = [step for step in explicit.steps if isinstance(step, Change) or is_kernel(step)]
         self._in_one_piece = {*forms_in(explicit.result), *(form for step in read for form in inputs_of(step))}
 
-    def made(self) -> ModuleProgram:
+    def made(self, overlap: str | int) -> ModuleProgram:
         explicit, graph = self._explicit, self._explicit.graph
         for form in (*explicit.params, *explicit.constants):
             self._value(form)
         self._constants |= {form.name: form.value.data for form in explicit.constants if form.value.data is not None}
-        steps = [made for step in explicit.steps for made in self._steps(step)]
+        pieces = tuple([self._piece(step) for step in explicit.steps])
+        steps = [step for piece in pieces for step in piece.steps]
         inputs = tuple(form.name for form in explicit.params)
         given = {*inputs, *self._constants}
         computed = dict.fromkeys(form.name for form in forms_in(explicit.result) if form.name not in given)
@@ -67,18 +96,34 @@ class _Programmer:
             *(Parameter(name, name, None) for name in (*inputs, *self._constants)),
             *(Parameter(name, None, name) for name in computed),
         )
-        all_steps = with_lifetimes(schedule(steps), self._values, parameters)
-        program = Program(graph.name, graph.mesh, parameters, self._values, all_steps)
-        if verify.enabled():
-            verify_program(program)
-        return ModuleProgram(program, inputs, self._constants, names_of(explicit.result))
+        ordered = early_starts(steps, self._values) if overlap == "auto" else steps
+        lasting = with_lifetimes(ordered, self._values, parameters)
+        bulk = checked(Program(graph.name, graph.mesh, parameters, self._values, lasting, self._decided))
+        program = bulk if overlap == "auto" else with_overlap(bulk, overlap)
+        return ModuleProgram(program, inputs, self._constants, names_of(explicit.result), pieces, self._tiles)
+
+    def _decided(self) -> Decisions:
+        explicit, graph = self._explicit, self._explicit.graph
+        one = len(graph.annotations) == 1
+        title = "an annotation that can't be used as stated" if one else "annotations that meet"
+        conflicts = [f"  {conflict}" for conflict in explicit.layouts.conflicts]
+        head = (f"module function {graph.name} on {graph.mesh}",)
+        stated = {f.name: graph.annotations[f.value] for f in explicit.params if f.value in graph.annotations}
+        asked = {name: annotation.sharding for name, annotation in stated.items()}
+        sections = ((title, *conflicts),) if conflicts else ()
+        return Decisions(head, sections, params=tuple(form.name for form in explicit.params), asked=asked)
 
     def _value(self, form: Form) -> Value:
         """A value's shape is over its atoms, like its layout."""
         if form.name not in self._values:
             shape = self._atoms.shape(form.value)
             self._values[form.name] = Value(form.name, shape, form.dtype, form.sharding, form.name)
+            self._tiles[form.name] = self._calls.info(form)
         return self._values[form.name]
+
+    def _piece(self, step: Step) -> Piece:
+        steps = tuple(self._steps(step))
+        return Piece(scopes_of(step), _names(inputs_of(step)), _names(outputs_of(step)), steps)
 
     def _steps(self, step: Step) -> Iterator[ProgramStep]:
         """A step; where an operator is several on tiles, each of them."""
@@ -130,6 +175,15 @@ class _Programmer:
         return CollectiveStep(
             move.kind, src.name, dst.name, move.axes, move.op, move.src_dim, move.dst_dim, size, step.reason
         )
+
+
+def _names(forms: Iterable[Form]) -> tuple[str, ...]:
+    return tuple([form.name for form in forms])
+
+
+def names_in(tree: Any) -> list[str]:
+    """The names of a tree, in order."""
+    return [tree] if isinstance(tree, str) else [name for item in tree for name in names_in(item)]
 
 
 def names_of(tree: Any) -> Any:

@@ -15,22 +15,20 @@ slabs, or is not predicted to pay, stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
-from mesh_tensor.lowering import verify
-from mesh_tensor.lowering.layouts import LocalKernel
-from mesh_tensor.lowering.slabs import local_size, slab_bounds, slab_dims, slab_kernels
 from mesh_tensor.rules.kernel.factors import Blocked
 
+from .early_starts import early_starts
 from .lifetimes import with_lifetimes
 from .overlap_cost import COUNTS, Work, choose
 from .overlap_schedule import schedule
 from .overlap_sites import Site, Sites
-from .steps import KernelStep, Program, Step, Value
-from .verify import verify_program
+from .steps import CollectiveStep, Program, Step, Value
+from .verify import checked
 
 _MOST = 64
 
@@ -53,13 +51,28 @@ def check_overlap(overlap: object) -> str | int:
 
 
 def with_overlap(program: Program, overlap: str | int) -> Program:
-    """The program as `compile` makes it: before it is known what runs it, only a number of slabs is followed."""
+    """The program as it is before it is known what runs it: collectives start early, and only a number of slabs is
+    followed."""
     if isinstance(overlap, int):
         return overlapped(program, overlap)
     if not has_collectives(program):
         return program
-    why = "auto: in bulk on a virtual mesh, whose cores also move the bytes; ranks decide at their first call"
-    return replace(program, overlap=(why if overlap == "auto" else "off: everything in bulk",))
+    if overlap == "off":
+        return replace(program, overlap=("off: everything in bulk",))
+    why = "auto: no slabs on a virtual mesh, whose cores also move the bytes; ranks decide at their first call"
+    return _with_early_starts(program, [step for step in program.steps if step.uses], program.values, [why])
+
+
+def with_overlap_on(machine: Machine | None, program: Program, exactly: Callable[[], Program] | None = None) -> Program:
+    """The program as it is when it is known what runs it, if it is left to a cost model; None is an unknown machine.
+    `exactly` makes it for its very sizes, if this one was made for more."""
+    if not has_collectives(program) or not (exactly or any(step.slabs for step in program.kernels)):
+        return program
+    if machine is None:
+        return replace(program, overlap=("auto: no slabs: nothing was measured on ranks of this kind",))
+    if exactly is not None and (why := _why_no_slabs(program, machine)):
+        return replace(program, overlap=(f"auto: no slabs: {why}",))
+    return overlapped(program if exactly is None else exactly(), machine)
 
 
 def has_collectives(program: Program) -> bool:
@@ -70,28 +83,42 @@ def has_collectives(program: Program) -> bool:
 def overlapped(program: Program, wanted: int | Machine) -> Program:
     """The program with collectives beside kernels: in (at most) `wanted` slabs wherever that can be done, or where
     and as it is predicted to pay on that Machine. Its `overlap` says what was done, and why."""
-    lowered = program.lowered
-    if lowered is None or not all(step.wait for step in program.collectives):
+    if not any(step.slabs for step in program.kernels):
         return program
-    steps = [step for step in program.steps if step.uses]
-    positions = [position for position, step in enumerate(steps) if step.collective is None]
-    local_kernels = [step for step in lowered.steps if isinstance(step, LocalKernel)]
-    kernels = list(zip(positions, program.kernels, local_kernels, strict=True))
-    rewriter = _Rewriter(program, steps, kernels, wanted)
+    rewriter = _Rewriter(program, wanted)
     rewriter.run()
-    values = program.values | rewriter.values
-    made = replace(
-        program,
-        values=values,
-        steps=with_lifetimes(rewriter.result, values, program.parameters),
-        overlap=tuple(rewriter.notes),
-    )
-    if verify.enabled():
-        verify_program(made)
-    return made
+    return _with_early_starts(program, rewriter.result, program.values | rewriter.values, rewriter.notes)
 
 
-def why_in_bulk(program: Program, machine: Machine) -> str:
+def _with_early_starts(
+    program: Program, steps: Sequence[Step], values: dict[str, Value], notes: Sequence[str]
+) -> Program:
+    """The program with other steps, whose collectives start early, and with the memory that they need."""
+    early = early_starts(steps, values)
+    if early is steps and values is program.values:
+        return replace(program, overlap=tuple(notes))
+    steps = with_lifetimes(early, values, program.parameters)
+    return checked(replace(program, values=values, steps=steps, overlap=tuple(notes)))
+
+
+def _in_bulk(program: Program) -> list[Step]:
+    """The steps, without those about memory, and with one step for each collective: right after what makes what it
+    sends, if it starts there, else where it was waited for."""
+    result: list[Step] = []
+    placed: set[CollectiveStep] = set()
+    just_made: tuple[str, ...] = ()
+    for step in program.steps:
+        collective = step.collective
+        if collective is None:
+            just_made = step.writes if step.uses else just_made
+            result += [step] if step.uses else []
+        elif collective not in placed and (collective is not step or collective.wait or collective.src in just_made):
+            placed.add(collective)
+            result.append(replace(collective, wait=True))
+    return result
+
+
+def _why_no_slabs(program: Program, machine: Machine) -> str:
     """Why slabs pay nowhere in a program, by how long its steps take; nothing if they may."""
     touched = sum(program.values[name].tile_bytes for step in program.kernels for name in step.args)
     sent = tuple(step.bytes for step in program.collectives if step.bytes)
@@ -103,24 +130,21 @@ def why_in_bulk(program: Program, machine: Machine) -> str:
 class _Rewriter:
     """Goes through a program's steps; `result` are the new ones, `values` the slabs, `notes` what was decided."""
 
-    def __init__(
-        self,
-        program: Program,
-        steps: Sequence[Step],
-        kernels: Sequence[tuple[int, KernelStep, LocalKernel]],
-        wanted: int | Machine,
-    ) -> None:
-        self.program, self.steps, self.kernels, self.wanted = program, steps, kernels, wanted
+    def __init__(self, program: Program, wanted: int | Machine) -> None:
+        self.program, self.wanted = program, wanted
+        self.steps = _in_bulk(program)
         self.values: dict[str, Value] = {}
         self.notes: list[str] = []
         self.result: list[Step] = []
-        self._sites = Sites(steps, program.values)
+        self._sites = Sites(self.steps, program.values)
 
     def run(self) -> None:
         slabs_at: dict[int, list[Step]] = {}
         taken: set[int] = set()
-        for position, call, kernel in self.kernels:
-            site = self._sites.at(position, call, kernel, taken)
+        kernels = {id(step): step for step in self.program.kernels}
+        for position, step in enumerate(self.steps):
+            kernel = kernels.get(id(step))
+            site = None if kernel is None else self._sites.at(position, kernel, taken)
             if site is not None and (steps := self._in_slabs(site)):
                 slabs_at[position] = steps
                 taken |= {id(collective) for collective in site.collectives}
@@ -131,19 +155,19 @@ class _Rewriter:
                 self.result.append(step)
             if step.bytes and id(step) not in taken:
                 why = self._sites.why_in_bulk.get(id(step), "no kernel directly before or after it")
-                self.notes.append(f"{step.words}: in bulk: {why}")
+                self.notes += [] if self.program.ops else [f"{step.words}: in bulk: {why}"]
 
     def _in_slabs(self, site: Site) -> list[Step]:
         """The steps of a site in slabs; none if it stays in bulk."""
         count, why = self._decide(site)
-        bounds = slab_bounds(site.kernel, site.factor, count)
+        bounds = site.slabs.bounds(site.factor, count)
         if count > 1 and len(bounds) == 1:
-            size, block = local_size(site.kernel, site.factor), site.factor.block
+            size, block = site.slabs.size(site.factor), site.factor.block
             why = f"{size} of {site.factor.name}, in blocks of {block}, are too few for slabs"
         kernels = []
         if len(bounds) > 1:
             try:
-                kernels = slab_kernels(site.kernel, site.factor, bounds, self.program.mesh)
+                kernels = site.slabs.kernels(site.factor, bounds)
             except Blocked as error:
                 why = str(error)
         if not kernels:
@@ -160,7 +184,7 @@ class _Rewriter:
         """How many slabs, and why."""
         if isinstance(self.wanted, int):
             return self.wanted, f"overlap={self.wanted}"
-        counts = tuple(n for n in COUNTS if len(slab_bounds(site.kernel, site.factor, n)) == n)
+        counts = tuple(n for n in COUNTS if len(site.slabs.bounds(site.factor, n)) == n)
         if not counts:
             return 2, ""
         choice = choose(self._work(site), self.wanted, counts)
@@ -168,7 +192,7 @@ class _Rewriter:
         return choice.count, times
 
     def _work(self, site: Site) -> Work:
-        sliced = slab_dims(site.kernel, site.factor)
+        sliced = site.slabs.dims(site.factor)
         sizes = [self.program.values[name].tile_bytes for name in site.step.args]
         repeated = sum(size for position, size in enumerate(sizes) if position not in sliced)
         return Work(site.step.flops, sum(sizes), repeated, tuple(c.bytes for c in site.collectives))

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from tvm import tirx
-
-from mesh_tensor.lowering.slabs import Bounds, slab_dims
+from mesh_tensor.lowering.slabs import Bounds, SlabKernel
 from mesh_tensor.rules.kernel.cost import count_flops
 
 from .overlap_sites import Site
 from .steps import CollectiveStep, KernelStep, Slab, Step, Value, WaitStep, bytes_moved
-
-#: The kernel of a slab, and the axes whose coordinates it takes.
-SlabKernel = tuple[tirx.PrimFunc, tuple[str, ...]]
 
 
 def schedule(
@@ -43,7 +38,7 @@ class _Slabs:
     def __init__(self, site: Site, values: Mapping[str, Value]):
         self.made: dict[str, Value] = {}
         self._step, self._values = site.step, values
-        self._dims = {site.step.args[position]: dim for position, dim in slab_dims(site.kernel, site.factor).items()}
+        self._dims = {site.step.args[position]: dim for position, dim in site.slabs.dims(site.factor).items()}
 
     def kernel(self, index: int, bound: Bounds, kernel: SlabKernel) -> KernelStep:
         """The call on one slab."""
@@ -57,6 +52,7 @@ class _Slabs:
             args=tuple(slabs.get(name, name) for name in step.args),
             writes=tuple(slabs[name] for name in step.writes),
             flops=count_flops(func),
+            slabs=None,
         )
 
     def collective(self, step: CollectiveStep, at_kernel: str, bound: Bounds) -> CollectiveStep:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mesh_tensor.lowering.layouts import LocalKernel
-from mesh_tensor.lowering.slabs import why_no_slabs
+from mesh_tensor.lowering.slabs import Slabs
 from mesh_tensor.rules.kernel.factors import Factor
 
 from .steps import CollectiveStep, KernelStep, Step, Value
@@ -17,7 +16,7 @@ class Site:
     """A kernel with the collectives `before` and `after` it that can go along with its slabs along `factor`."""
 
     step: KernelStep
-    kernel: LocalKernel
+    slabs: Slabs
     factor: Factor
     before: tuple[CollectiveStep, ...]
     after: tuple[CollectiveStep, ...]
@@ -35,12 +34,15 @@ class Sites:
         self.why_in_bulk: dict[int, str] = {}
         self._steps, self._values = steps, values
 
-    def at(self, position: int, step: KernelStep, kernel: LocalKernel, taken: set[int]) -> Site | None:
+    def at(self, position: int, step: KernelStep, taken: set[int]) -> Site | None:
         """What can be done at a kernel, the step at `position`, without the collectives that are `taken` (their ids):
         along the factor with the most bytes to send. None if nothing can."""
+        slabs = step.slabs
+        if slabs is None:
+            return None
         found: dict[Factor, tuple[list[CollectiveStep], list[CollectiveStep]]] = {}
         for is_after, collective in self._beside(position, step, taken):
-            factor = self._factor_or_why_not(kernel, step, collective, is_after)
+            factor = self._factor_or_why_not(slabs, step, collective, is_after)
             if isinstance(factor, str):
                 self.why_in_bulk.setdefault(id(collective), factor)
             else:
@@ -53,7 +55,7 @@ class Sites:
                 why = f"the kernel is split along {best.name} instead"
                 self.why_in_bulk |= {id(collective): why for side in sides for collective in side}
         before, after = found[best]
-        return Site(step, kernel, best, tuple(before), tuple(after))
+        return Site(step, slabs, best, tuple(before), tuple(after))
 
     def _beside(self, position: int, step: KernelStep, taken: set[int]) -> Iterator[tuple[bool, CollectiveStep]]:
         """The collectives right before the kernel that feed it and nothing in between, and those right after it that
@@ -72,22 +74,22 @@ class Sites:
                 yield True, collective
 
     def _factor_or_why_not(
-        self, kernel: LocalKernel, step: KernelStep, collective: CollectiveStep, is_after: bool
+        self, slabs: Slabs, step: KernelStep, collective: CollectiveStep, is_after: bool
     ) -> Factor | str:
         """The factor along which the collective can go in slabs, or why there is none."""
         inner, outer = self._values[collective.src], self._values[collective.dst]
         if not is_after:
             inner, outer = outer, inner
         dim = next((d for d, size in enumerate(inner.tile_shape) if size > 1), 0)
-        param = list(kernel.analysis.kernel.params)[step.args.index(inner.name)]
-        factor = kernel.analysis.factor_of(param, dim) if inner.shape else None
+        position = step.args.index(inner.name)
+        factor = slabs.factor(position, dim) if inner.shape else None
         if factor is None:
-            return f"dim {dim} of {param} is needed whole"
+            return f"dim {dim} of {slabs.param(position)} is needed whole"
         if inner.sharding.dims[dim] != outer.sharding.dims[dim]:
             return f"it changes how dim {dim}, along which slabs would be, is split"
         if any(size != 1 for size in outer.tile_shape[:dim]):
             return f"slabs of {outer.name} don't lie in one piece"
-        return why_no_slabs(kernel, factor) or factor
+        return slabs.why_not(factor) or factor
 
 
 def _collectives(steps: Iterable[Step]) -> Iterator[CollectiveStep]:

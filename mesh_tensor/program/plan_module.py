@@ -11,6 +11,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.lowering.tile_calls import TileCalls
 from mesh_tensor.plan.atoms import Atoms, find_atoms
+from mesh_tensor.plan.expansions import expand
 from mesh_tensor.plan.explicit import ExplicitGraph
 from mesh_tensor.plan.index_checks import IndexCheck, index_checks
 from mesh_tensor.plan.ir import ANNOTATE, Graph, Node
@@ -24,7 +25,7 @@ from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.table import whole_rule
 
 from .from_graph import Kernels, ModuleProgram, to_program
-from .relax_module import localize
+from .relax_module import relax_module
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class ModulePlan:
     @cached_property
     def local_module(self) -> ir.IRModule:
         """The Relax module that one device runs."""
-        return localize(self.explicit, self.calls)
+        return relax_module(self.made)
 
     @cached_property
     def index_checks(self) -> tuple[IndexCheck, ...]:
@@ -57,6 +58,7 @@ def plan_module(
     *,
     replicate_unknown: bool = False,
     kernels: Kernels | None = None,
+    overlap: str | int = "auto",
 ) -> ModulePlan:
     """Plan a function of known sizes.
 
@@ -64,7 +66,7 @@ def plan_module(
         MeshTensorError: an operator has no rule (and `replicate_unknown` is not set), a size is symbolic, ...
     """
     graph, atoms = read_module(mod, function, mesh, annotations, replicate_unknown=replicate_unknown)
-    return plan_graph(graph, atoms, kernels)
+    return plan_graph(graph, atoms, replicate_unknown=replicate_unknown, kernels=kernels, overlap=overlap)
 
 
 def read_module(
@@ -77,12 +79,22 @@ def read_module(
     return graph, find_atoms(graph, _rules(graph, replicate_unknown))
 
 
-def plan_graph(graph: Graph, atoms: Atoms, kernels: Kernels | None = None) -> ModulePlan:
+def plan_graph(
+    graph: Graph,
+    atoms: Atoms,
+    *,
+    replicate_unknown: bool = False,
+    kernels: Kernels | None = None,
+    overlap: str | int = "auto",
+) -> ModulePlan:
     """Plan what was read, for the graph's mesh and annotations."""
     layouts = propagate(graph, atoms)
+    if (expanded := expand(graph, atoms, layouts)) is not None:
+        graph, atoms = expanded, find_atoms(expanded, _rules(expanded, replicate_unknown))
+        layouts = propagate(graph, atoms)
     explicit = insert_reshards(graph, atoms, layouts)
     calls = TileCalls(atoms)
-    return ModulePlan(graph, atoms, layouts, explicit, calls, to_program(explicit, calls, kernels or {}))
+    return ModulePlan(graph, atoms, layouts, explicit, calls, to_program(explicit, calls, kernels or {}, overlap))
 
 
 def _rules(graph: Graph, replicate_unknown: bool) -> dict[Node, OpRule]:

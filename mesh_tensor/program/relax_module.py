@@ -1,4 +1,5 @@
-"""localize: the Relax module that one device runs: tiles, and collectives as calls of registered functions.
+"""The Relax module that one device runs: a Program's steps as calls on tiles, collectives among them as calls of
+registered functions.
 
 Functions of the module stay functions: one for each way in which its calls were laid out.
 """
@@ -6,129 +7,185 @@ Functions of the module stay functions: one for each way in which its calls were
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import groupby
 from typing import Any
 
 import tvm
 from tvm import ir, relax, tirx
+from tvm.tirx.stmt_functor import substitute
 
-from mesh_tensor.lowering.local_calls import inputs_of, outputs_of, packed, scopes_of
-from mesh_tensor.lowering.tile_calls import TileCall, TileCalls
-from mesh_tensor.plan.explicit import ExplicitGraph, Form, Run, Step, forms_in
+from mesh_tensor.lowering.local_calls import packed
 from mesh_tensor.plan.ir import Scope
+from mesh_tensor.rules.operator.call import plain
 
-from .kernel_calls import KernelCalls
-from .kernel_steps import is_kernel
+from .from_graph import ModuleProgram, Piece, names_in
+from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, WaitStep
 
-Numbered = list[tuple[int, Step]]
+Numbered = list[tuple[int, Piece]]
 
 
-def localize(explicit: ExplicitGraph, calls: TileCalls) -> ir.IRModule:
+def relax_module(made: ModuleProgram) -> ir.IRModule:
     """The local view of a module's function. It prints and parses as TVMScript."""
-    return _Localizer(explicit, calls).module()
+    return _ModuleWriter(made).module()
 
 
-class _Localizer:
-    def __init__(self, explicit: ExplicitGraph, calls: TileCalls) -> None:
-        self._explicit, self._atoms, self._calls = explicit, explicit.atoms, calls
-        self._builder = relax.BlockBuilder()
-        self._functions: dict[ir.GlobalVar, relax.Function | tirx.PrimFunc] = {}
+class _ModuleWriter:
+    """Writes functions; `functions` are those that there are."""
+
+    def __init__(self, made: ModuleProgram) -> None:
+        self.made, self.builder = made, relax.BlockBuilder()
+        self.functions: dict[ir.GlobalVar, relax.Function | tirx.PrimFunc] = {}
         self._by_hash: dict[tuple[str, int], list[ir.GlobalVar]] = {}
-        self._constants = {form: form.value.data for form in explicit.constants}
-        self._last_use = _last_uses(explicit)
+        last = {name: i for i, piece in enumerate(made.pieces) for name in piece.inputs}
+        self._last_use = last | dict.fromkeys(names_in(made.result), len(made.pieces))
 
     def module(self) -> ir.IRModule:
         """The function, and those that it calls."""
-        name = self._explicit.graph.name
-        steps = list(enumerate(self._explicit.steps))
-        main = self._function(self._explicit.params, steps, self._explicit.result, depth=0)
+        name = self.made.program.name
+        main = self._function(self.made.inputs, list(enumerate(self.made.pieces)), self.made.result, depth=0)
         main = main.with_attr("global_symbol", name)
-        functions = {var: _named(var.name_hint, function) for var, function in self._functions.items()}
+        functions = {var: _named(var.name_hint, function) for var, function in self.functions.items()}
         return ir.IRModule({**functions, ir.GlobalVar(name): main})
 
-    def _function(self, params: Sequence[Form], steps: Numbered, result: Any, depth: int) -> relax.Function:
-        """A function on tiles that runs `steps` and gives the tree of forms `result`."""
-        variables = [relax.Var(form.name, self._calls.info(form)) for form in params]
-        env: dict[Form, relax.Expr] = {**self._constants, **dict(zip(params, variables, strict=True))}
-        builder = self._builder
-        inner = [(scope, list(group)) for scope, group in groupby(steps, lambda item: _scope_at(item[1], depth))]
+    def _function(self, params: Sequence[str], pieces: Numbered, result: Any, depth: int) -> relax.Function:
+        """A function on tiles that runs `pieces` and gives the tree of values `result`."""
+        variables = [relax.Var(name, self.made.tile(name)) for name in params]
+        builder = self.builder
+        inner = [(scope, list(group)) for scope, group in groupby(pieces, lambda item: _scope_at(item[1], depth))]
         calls = {id(group): self._callee(scope, group, depth + 1) for scope, group in inner if scope is not None}
         builder._begin_dataflow_block()
+        writer = _StepWriter(self, {**self.made.constants, **dict(zip(params, variables, strict=True))})
         for scope, group in inner:
             if scope is None:
-                for _, step in group:
-                    self._emit(step, env)
+                for _, piece in group:
+                    writer.piece(piece)
             else:
-                self._call(*calls[id(group)], env)
-        output = builder.emit_output(_tree(result, env))
+                writer.call(*calls[id(group)])
+        output = builder.emit_output(_tree(result, writer.tiles))
         block = builder._end_block()
         return builder.normalize(relax.Function(variables, relax.SeqExpr([block], output), output.struct_info))
 
-    def _emit(self, step: Step, env: dict[Form, relax.Expr]) -> None:
-        """Bind the step's results."""
-        outputs = outputs_of(step)
-        if isinstance(step, Run) and is_kernel(step):
-            calls = KernelCalls(step, self._atoms, self._builder, self._unique, partial(self._coordinates, env))
-            env.update(zip(outputs, calls.emit([env[form] for form in step.inputs]), strict=True))
-            return
-        tiles = [env[form] for form in inputs_of(step)]
-        *inner, last = self._calls.of(step)
-        for call in inner:
-            tiles.append(self._bound(call, tiles, "lv"))
-        self._bind(self._bound(last, tiles, outputs[0].name), outputs, env)
-
-    def _bound(self, call: TileCall, tiles: list[relax.Expr], name: str) -> relax.Var:
-        """A variable for the call. Nothing is left to infer: BlockBuilder.emit would take several times as long."""
-        var = relax.DataflowVar(self._builder.get_unique_name(name), call.info)
-        self._builder.emit_normalized(relax.VarBinding(var, call.on(tiles)))
-        return var
-
-    def _coordinates(self, env: dict[Any, Any]) -> dict[str, tirx.Var]:
-        """Where the device stands on each axis: known in each function from where it is asked for first."""
-        mesh = self._explicit.graph.mesh
-        if "coordinates" not in env:
-            call = packed("mesh.coordinates", [relax.StringImm(", ".join(mesh))], relax.ShapeStructInfo(ndim=len(mesh)))
-            axes = {axis: tirx.Var(axis, "int64") for axis in mesh}
-            self._builder.match_cast(self._builder.emit(call), relax.ShapeStructInfo(list(axes.values())))
-            env["coordinates"] = axes
-        return env["coordinates"]
-
-    def _bind(self, var: relax.Var, outputs: Sequence[Form], env: dict[Form, relax.Expr]) -> None:
-        if isinstance(var.struct_info, relax.TupleStructInfo):
-            for index, form in enumerate(outputs):
-                env[form] = self._builder.emit(relax.TupleGetItem(var, index), form.name)
-        else:
-            env[outputs[0]] = var
-
-    def _callee(self, scope: Scope, group: Numbered, depth: int) -> tuple[ir.GlobalVar, list[Form], list[Form]]:
-        """The function of one call, with the forms that go in and those that come out."""
-        made = dict.fromkeys(form for _, step in group for form in outputs_of(step))
-        taken = dict.fromkeys(form for _, step in group for form in inputs_of(step))
-        params = [form for form in taken if form not in made and form not in self._constants]
+    def _callee(self, scope: Scope, group: Numbered, depth: int) -> tuple[ir.GlobalVar, list[str], list[str]]:
+        """The function of one call, with the values that go in and those that come out."""
+        made = dict.fromkeys(name for _, piece in group for name in piece.outputs)
+        taken = dict.fromkeys(name for _, piece in group for name in piece.inputs)
+        params = [name for name in taken if name not in made and name not in self.made.constants]
         last = group[-1][0]
-        results = [form for form in made if self._last_use.get(form, -1) > last]
+        results = [name for name in made if self._last_use.get(name, -1) > last]
         results = results or list(made)[-1:]  # of nothing: TVM does not parse an empty tuple
         function = self._function(params, group, tuple(results), depth)
-        return self._unique(scope.function, function), params, results
+        return self.unique(scope.function, function), params, results
 
-    def _call(self, callee: ir.GlobalVar, params: list[Form], results: list[Form], env: dict) -> None:
-        call = relax.Call(callee, [env[form] for form in params])
-        var = self._builder.emit(call, f"{callee.name_hint}_result")
-        self._bind(var, results, env)
-
-    def _unique(self, name: str, function: relax.Function | tirx.PrimFunc) -> ir.GlobalVar:
+    def unique(self, name: str, function: relax.Function | tirx.PrimFunc) -> ir.GlobalVar:
         """The function of the module that is this one, or a new one."""
         same = self._by_hash.setdefault((name, tvm.ir.structural_hash(function)), [])
         for var in same:
-            if tvm.ir.structural_equal(self._functions[var], function):
+            if tvm.ir.structural_equal(self.functions[var], function):
                 return var
         count = sum(len(found) for (base, _), found in self._by_hash.items() if base == name)
         var = ir.GlobalVar(name if count == 0 else f"{name}_{count}")
         relax.expr._update_struct_info(var, function.struct_info)
-        self._functions[var] = function
+        self.functions[var] = function
         same.append(var)
         return var
+
+
+class _StepWriter:
+    """What steps mean in one function: calls that are bound. `tiles`: values' names -> expressions."""
+
+    def __init__(self, module: _ModuleWriter, tiles: dict[str, relax.Expr]) -> None:
+        self.tiles = tiles
+        self._module, self._builder, self._values = module, module.builder, module.made.program.values
+        self._held: dict[str, relax.Expr] = {}  # what is in which storage
+        self._places: dict[str, tirx.Var] = {}
+        self._name = ""
+
+    def piece(self, piece: Piece) -> None:
+        """The calls of a piece; what it makes has the tensors' own dims."""
+        self._name = piece.outputs[0]
+        self._held = {self._values[name].storage: self.tiles[name] for name in piece.inputs}
+        for step in piece.steps:
+            step.mean(self)
+        for name in piece.outputs:
+            self.tiles[name] = self._shaped(self.tiles[name], plain(self._module.made.tile(name).shape))
+
+    def call(self, callee: ir.GlobalVar, params: list[str], results: list[str]) -> None:
+        """A call of a function of the module."""
+        call = relax.Call(callee, [self.tiles[name] for name in params])
+        self._bind(self._builder.emit(call, f"{callee.name_hint}_result"), results)
+
+    def op(self, step: OpStep) -> None:
+        """Nothing is left to infer: BlockBuilder.emit would take several times as long."""
+        operands = zip(step.args, step.call.inputs, strict=True)
+        expr = step.call.on([self._shaped(self.tiles[name], tensor.shape) for name, tensor in operands])
+        var = relax.DataflowVar(self._builder.get_unique_name(step.results[0]), expr.struct_info)
+        self._builder.emit_normalized(relax.VarBinding(var, expr))
+        self._bind(var, step.results)
+
+    def collective(self, step: CollectiveStep) -> None:
+        """A call of a registered function."""
+        src, dst = self._values[step.src], self._values[step.dst]
+        layouts = [relax.StringImm(src.sharding.text()), relax.StringImm(dst.sharding.text())]
+        args = [self._read(step.src), relax.ShapeExpr(src.shape), *layouts, relax.StringImm(", ".join(step.axes))]
+        call = packed(f"mesh.{step.kind}", args, self._module.made.tile(step.dst))
+        self._bind(self._builder.emit(call, self._name), [step.dst])
+
+    def kernel(self, step: KernelStep) -> None:
+        """A call of a local kernel: new tensors for what it writes, but for memory that holds something already."""
+        values = self._values
+        changed = [name for name in step.writes if values[name].storage in self._held]
+        fresh = [name for name in step.writes if name not in changed]
+        taken = [name for name in step.args if name not in fresh]
+        tiles = [self._held[values[name].storage] if name in changed else self._read(name) for name in taken]
+        tiles = [self._shaped(tile, values[name].tile_shape) for tile, name in zip(tiles, taken, strict=True)]
+        callee = self._module.unique(f"{step.name}_local", _in_order(step, [*taken, *fresh]))
+        infos = [relax.TensorStructInfo(values[name].tile_shape, values[name].dtype) for name in (*changed, *fresh)]
+        numbers = relax.ShapeExpr([self._coordinates()[axis] for axis in step.axes]) if step.axes else None
+        out = infos if len(infos) > 1 else infos[0]
+        if changed:
+            indices = [taken.index(name) for name in changed] + [-1] * len(fresh)
+            call = relax.op.call_tir_inplace(callee, relax.Tuple(tiles), indices, out, numbers)
+        else:
+            call = relax.op.call_tir(callee, relax.Tuple(tiles), out, numbers)
+        self._bind(self._builder.emit(call, self._name), [*changed, *fresh])
+
+    def wait(self, step: WaitStep) -> None:
+        """A module's calls run one after the other."""
+
+    def alloc(self, step: AllocStep) -> None:
+        """Tensors come with their memory."""
+
+    def free(self, step: FreeStep) -> None:
+        """Tensors go with their memory."""
+
+    def _read(self, name: str) -> relax.Expr:
+        """A tile; one that nothing made has no content that counts."""
+        if name not in self.tiles:
+            value = self._values[name]
+            zeros = relax.op.zeros(value.tile_shape, value.dtype)
+            self._bind(self._builder.emit(zeros, name.split(".")[0]), [name])
+        return self.tiles[name]
+
+    def _shaped(self, tile: relax.Expr, shape: tuple[int, ...]) -> relax.Expr:
+        """The tile with the dims that are wanted: values may have their dims taken apart."""
+        known = plain(tile.struct_info.shape)
+        return tile if known == shape else self._builder.emit(relax.op.reshape(tile, shape))
+
+    def _bind(self, var: relax.Var, names: Sequence[str]) -> None:
+        """The variable, or its fields, are these values."""
+        is_tuple = isinstance(var.struct_info, relax.TupleStructInfo)
+        for index, name in enumerate(names):
+            tile = self._builder.emit(relax.TupleGetItem(var, index), name) if is_tuple else var
+            self.tiles[name] = self._held[self._values[name].storage] = tile
+
+    def _coordinates(self) -> dict[str, tirx.Var]:
+        """Where the device stands on each axis: known in each function from where it is asked for first."""
+        mesh = self._module.made.program.mesh
+        if not self._places:
+            call = packed("mesh.coordinates", [relax.StringImm(", ".join(mesh))], relax.ShapeStructInfo(ndim=len(mesh)))
+            self._places = {axis: tirx.Var(axis, "int64") for axis in mesh}
+            self._builder.match_cast(self._builder.emit(call), relax.ShapeStructInfo(list(self._places.values())))
+        return self._places
 
 
 def _named(name: str, function: relax.Function | tirx.PrimFunc) -> relax.Function | tirx.PrimFunc:
@@ -136,16 +193,22 @@ def _named(name: str, function: relax.Function | tirx.PrimFunc) -> relax.Functio
     return function.with_attr("global_symbol", name) if isinstance(function, tirx.PrimFunc) else function
 
 
-def _last_uses(explicit: ExplicitGraph) -> dict[Form, int]:
-    last = {form: i for i, step in enumerate(explicit.steps) for form in inputs_of(step)}
-    return last | dict.fromkeys(forms_in(explicit.result), len(explicit.steps))
+def _in_order(step: KernelStep, args: Sequence[str]) -> tirx.PrimFunc:
+    """The kernel with its tensors in this order, and coordinates as Relax has numbers: int64."""
+    func = step.func
+    tensors = [param for param in func.params if param in func.buffer_map]
+    by_name = dict(zip(step.args, tensors, strict=True))
+    wide = {param: tirx.Var(param.name, "int64") for param in func.params if param not in func.buffer_map}
+    body = substitute(func.body, {param: tirx.Cast(param.dtype, var) for param, var in wide.items()})
+    params = [*(by_name[name] for name in args), *wide.values()]
+    made = tirx.PrimFunc(params, body, func.ret_type, func.buffer_map, func.attrs)
+    return made.without_attr("global_symbol")
 
 
-def _tree(tree: Any, env: dict[Form, relax.Expr]) -> relax.Expr:
-    """A tree of forms as an expression; a tuple of one is a tuple."""
-    return env[tree] if isinstance(tree, Form) else relax.Tuple([_tree(item, env) for item in tree])
+def _tree(tree: Any, tiles: dict[str, relax.Expr]) -> relax.Expr:
+    """A tree of names as an expression; a tuple of one is a tuple."""
+    return tiles[tree] if isinstance(tree, str) else relax.Tuple([_tree(item, tiles) for item in tree])
 
 
-def _scope_at(step: Step, depth: int) -> Scope | None:
-    scopes = scopes_of(step)
-    return scopes[depth] if len(scopes) > depth else None
+def _scope_at(piece: Piece, depth: int) -> Scope | None:
+    return piece.scopes[depth] if len(piece.scopes) > depth else None

@@ -28,10 +28,11 @@ from typing import Any, Protocol, TypeVar
 
 from tvm import tirx
 
+from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.lowering.pipeline import Lowered
+from mesh_tensor.lowering.slabs import Slabs
 from mesh_tensor.redistribution.plan import elements_received
 from mesh_tensor.rules.operator import OpCall
 
@@ -105,7 +106,7 @@ class Meanings(Protocol[Meaning_co]):
 class KernelStep:
     """One device runs `func`: its tensor parameters get the tiles of `args` in order, its scalar ones the kernel's own
     `scalars` (by name) in order, then come the `sizes` that no tile tells, and its last ones get the device's
-    coordinate on each of `axes` (int32)."""
+    coordinate on each of `axes` (int32). `slabs` says how it may be run in several calls, if that is known."""
 
     name: str
     func: tirx.PrimFunc
@@ -115,6 +116,7 @@ class KernelStep:
     flops: int
     scalars: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
+    slabs: Slabs | None = field(default=None, compare=False, repr=False)
 
     makes = ()
     collective = None
@@ -314,21 +316,16 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Program:
-    """`steps` over `values`; `parameters` are in the order of the kernel's own. `overlap`: what was decided about
-    running collectives beside kernels, and why. `lowering` finds what it was made from, for these very sizes."""
+    """`steps` over `values`; `parameters` are in the order of the caller's own. `overlap`: what was decided about
+    running collectives beside kernels, and why. `decided` finds what was decided before, for these very sizes."""
 
     name: str
     mesh: Mesh
     parameters: tuple[Parameter, ...]
     values: dict[str, Value]
     steps: tuple[Step, ...]
-    lowering: Callable[[], Lowered] | None = field(default=None, compare=False, repr=False)
+    decided: Callable[[], Decisions] | None = field(default=None, compare=False, repr=False)
     overlap: tuple[str, ...] = field(default=(), compare=False)
-
-    @property
-    def lowered(self) -> Lowered | None:
-        """The kernel in local view that the steps are those of; None if nothing was lowered."""
-        return None if self.lowering is None else self.lowering()
 
     @cached_property
     def kernels(self) -> tuple[KernelStep, ...]:

@@ -19,16 +19,16 @@ from tvm.tirx.stmt_functor import post_order_visit
 
 from mesh_tensor.annotations.annotate import read_annotations
 from mesh_tensor.annotations.specialize import specialize
+from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
-from mesh_tensor.lowering.pipeline import Lowered
 
-from .builder import OpenProgram, build_program
+from .builder import LocalView, OpenProgram, build_program
 from .overlap import with_overlap
 from .steps import Program
 
 Sizes = Mapping[tirx.Var, int]
-Lower = Callable[[tirx.PrimFunc, bool], Lowered | Program]
+Lower = Callable[[tirx.PrimFunc, bool], LocalView | Program]
 _DIVISIONS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
 _MOST_SYMBOLS = 4  # a family is compared with exact sizes, large and small ones of each symbol
 _MOST = 1 << 20  # no family of multiples of more than this
@@ -60,7 +60,7 @@ class Programs:
         self._numbers = _numbers(func, symbols) if symbols else {}
         self._families: dict[tuple[int, ...], _Family | None] = {}
         self._programs: Recent[tuple[int, ...], Program] = Recent(KERNEL_SIZES)
-        self._lowered: Recent[tuple[int, ...], Lowered] = Recent(KERNEL_SIZES)  # for explain and slabs
+        self._decided: Recent[tuple[int, ...], Decisions] = Recent(KERNEL_SIZES)  # for explain
 
     def of(self, sizes: Sizes) -> Program:
         """The Program for these sizes, made once as long as it is kept."""
@@ -89,14 +89,16 @@ class Programs:
 
     def _filled(self, family: _Family, sizes: Sizes) -> Program:
         times = [sizes[var] // number for var, number in zip(self._symbols, family.numbers, strict=True)]
-        program = family.program.sized(times, partial(self._lowered_exactly, sizes))
+        program = family.program.sized(times, partial(self._decided_for, sizes))
         return with_overlap(program, self._overlap)
 
-    def _lowered_exactly(self, sizes: Sizes) -> Lowered:
-        key = tuple(sizes[var] for var in self._symbols)
-        lowered = self._lowered.get(key) or self.exact(sizes).lowered
-        assert lowered is not None
-        return self._lowered.put(key, lowered)
+    def _decided_for(self, sizes: Sizes) -> Decisions:
+        def exactly() -> Decisions:
+            decided = self.exact(sizes).decided
+            assert decided is not None
+            return decided()
+
+        return self._decided.made(tuple(sizes[var] for var in self._symbols), exactly)
 
     def _family(self, numbers: tuple[int, ...]) -> _Family | None:
         """The family of these multiples, if it can be lowered as one, compiled, and nothing is lost by it."""

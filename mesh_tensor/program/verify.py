@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from mesh_tensor.lowering.verify import collectives_in, leftovers, raise_on
+from mesh_tensor.lowering.verify import collectives_in, enabled, leftovers, raise_on
 from mesh_tensor.redistribution.plan import Move, illegal_move
 
 from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Step, Value
@@ -26,6 +26,13 @@ def verify_collective(step: CollectiveStep, src: Value, dst: Value) -> None:
     """Check that a collective's kind leads from the layout of `src` to that of `dst`."""
     move = Move(step.kind, step.axes, dst.sharding, step.op, step.src_dim, step.dst_dim)
     raise_on(illegal_move(src.sharding, move), f"{step.kind} of {step.src} into {step.dst}")
+
+
+def checked(program: Program) -> Program:
+    """The program, which was checked if checks are on."""
+    if enabled():
+        verify_program(program)
+    return program
 
 
 def _unknown_values(program: Program) -> Iterator[str]:

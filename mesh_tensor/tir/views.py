@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 
 from tvm import arith, ir, tirx
 
+from mesh_tensor.tir.effects import op_name
+
 from . import tile_ops
 from .effects import POINTERS
 from .memory import Memory, elements, find_memories, has_equal_bits, is_compact, memories, strides_of
@@ -94,9 +96,9 @@ class _Resolver:
             return self._store(node) if node.buffer in self._maps else None
         if isinstance(node, tirx.Evaluate):
             return self._tile_op(node)
-        if _name(node) == "tl.region":  # of an operation that is not known
+        if op_name(node) == "tl.region":  # of an operation that is not known
             return node
-        return self._pointer(node) if _name(node) in POINTERS else None
+        return self._pointer(node) if op_name(node) in POINTERS else None
 
     def _load(self, load: tirx.BufferLoad) -> tirx.PrimExpr:
         indices = [self._expr(index) for index in load.indices]
@@ -150,13 +152,13 @@ class _Resolver:
         record = tile_ops.parse_tile_op(stmt)
         if record is None:
             return None
-        if isinstance(record, Atomic) and _name(stmt.value).endswith("elem_op"):
+        if isinstance(record, Atomic) and op_name(stmt.value).endswith("elem_op"):
             return self._element_atomic(stmt)
-        regions = [arg for arg in stmt.value.args if _name(arg) == "tl.region"]
+        regions = [arg for arg in stmt.value.args if op_name(arg) == "tl.region"]
         if not any(tile_ops.region(arg).buffer in self._maps for arg in regions):
             return None
         rigid = not isinstance(record, (Copy, Fill, Atomic))
-        args = [self._region(arg, rigid) if _name(arg) == "tl.region" else self._expr(arg) for arg in stmt.value.args]
+        args = [self._region(arg, rigid) if op_name(arg) == "tl.region" else self._expr(arg) for arg in stmt.value.args]
         if all(arg is not None for arg in args):
             call = stmt.value
             return tirx.Evaluate(tirx.Call(call.dtype, call.op, args, annotations=call.annotations, span=call.span))
@@ -284,7 +286,7 @@ def _rigid_buffers(func: tirx.PrimFunc) -> set[tirx.Buffer]:
 
     def visit(node: object) -> None:
         if isinstance(node, tirx.Evaluate) and not isinstance(tile_ops.parse_tile_op(node), (Copy, Fill, type(None))):
-            found.update(tile_ops.region(arg).buffer for arg in node.value.args if _name(arg) == "tl.region")
+            found.update(tile_ops.region(arg).buffer for arg in node.value.args if op_name(arg) == "tl.region")
 
     tirx.stmt_functor.post_order_visit(func.body, visit)
     return found
@@ -337,10 +339,6 @@ def _guarded(stmt: tirx.Stmt, conditions: Sequence[tirx.PrimExpr]) -> tirx.Stmt:
 
 def _with_first(call: tirx.Call, arg: tirx.PrimExpr) -> tirx.Call:
     return tirx.Call(call.dtype, call.op, [arg, *call.args[1:]], annotations=call.annotations, span=call.span)
-
-
-def _name(expr: object) -> str:
-    return expr.op.name if isinstance(expr, tirx.Call) and isinstance(expr.op, ir.Op) else ""
 
 
 def _depth(region: Region) -> int:

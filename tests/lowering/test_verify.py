@@ -35,7 +35,7 @@ def test_the_environment_asks_for_it(monkeypatch, value, on):
 def test_lowering_and_building_check_themselves(monkeypatch):
     seen = []
     monkeypatch.setattr(verify, "verify_lowered", lambda result: seen.append(result.name))
-    monkeypatch.setattr("mesh_tensor.program.builder.verify_program", lambda program: seen.append(program.name))
+    monkeypatch.setattr("mesh_tensor.program.verify.verify_program", lambda program: seen.append(program.name))
     build_program(lowered(matmul(32, 32, 32), {"x": 2}, K_SPLIT))
     assert seen == ["matmul", "matmul"]
     monkeypatch.setenv("MESH_TENSOR_VERIFY", "0")

@@ -196,3 +196,19 @@ def test_a_kernel_over_tiles_is_no_part_of_a_module(shardings):
         mt.distribute_module(mod, {"x": 2}, shardings)
     assert "asks for tiles (get_tile_shape, get_tile_offset, ...)" in str(error.value)
     assert "kernels in a module are written over whole tensors" in str(error.value)
+
+
+@pytest.mark.parametrize("slabs", [2, 4])
+def test_collectives_of_a_module_go_beside_its_kernels_in_slabs(slabs):
+    mod = module(
+        {"x": (128, 64), "w": (64, 32)}, [("a", call(matmul(128, 32, 64, 32, 32, 32), "x", "w", shape=(128, 32)))]
+    )
+    shardings = {"x": {"x": 1}, "w": {"x": 0}}
+    data = operands(mod)
+    bulk = mt.distribute_module(mod, {"x": 2}, shardings, overlap="off")
+    made = mt.distribute_module(mod, {"x": 2}, shardings, overlap=slabs, poison=True, target="interpret")
+    assert [step.wait for step in bulk.program.collectives] == [True]
+    assert [step.wait for step in made.program.collectives] == [False] * slabs
+    assert f"in {slabs} slabs of {128 // slabs} of m: overlap={slabs}" in made.explain()
+    torch.testing.assert_close(made(*data), bulk(*data), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(made(*data), data[0] @ data[1], rtol=1e-4, atol=1e-4)

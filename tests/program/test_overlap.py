@@ -96,7 +96,7 @@ def test_explain_says_what_was_decided():
         overlap: mt.compile(mt.annotate(small(), X2, REDUCED), target="interpret", overlap=overlap)
         for overlap in ("auto", "off", 2)
     }
-    assert "overlap\n  auto: in bulk on a virtual mesh" in kernels["auto"].explain()
+    assert "overlap\n  auto: no slabs on a virtual mesh" in kernels["auto"].explain()
     assert "overlap\n  off: everything in bulk" in kernels["off"].explain()
     text = kernels[2].explain()
     assert "overlap\n  all_reduce(C, sum) over x: beside kernel matmul_kernel in 2 slabs of 32 of m: overlap=2" in text

@@ -14,7 +14,7 @@ from mesh_tensor.tir.user_reports import assert_call, is_print
 from mesh_tensor.tir.views import left_views
 
 from .statements import Access, Kernel, Loop, Statement, body_statements, buffer_params, split_update
-from .tile_reader import TileReader, Unmatched
+from .tile_reader import TileReader
 
 
 def read_kernel(func: tirx.PrimFunc) -> Kernel:
@@ -64,7 +64,7 @@ def _find_grid(func: tirx.PrimFunc) -> tuple[tuple[Loop, ...], tirx.SBlock, dict
 
 
 def _is_thread_index(value: tirx.PrimExpr) -> bool:
-    return isinstance(value, tirx.Call) and isinstance(value.op, ir.Op) and value.op.name == "tl.launch_thread_idx"
+    return effects.op_name(value) == "tl.launch_thread_idx"
 
 
 def _name(func: tirx.PrimFunc) -> str:
@@ -233,7 +233,7 @@ class _Reader:
             return self._opaque(stmt, _call_name(stmt.value))
         try:
             return TileReader(self, stmt).read(record)
-        except Unmatched as error:
+        except tile_ops.Unmatched as error:
             return self._opaque(stmt, str(error))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -44,6 +45,13 @@ class OpCall:
         infos = tuple([_Structure(info) for info in expr.sinfo_args[:]])
         return self.name, self.inputs, self.outputs, attrs, arguments, infos
 
+    def on(self, tensors: Sequence[relax.Expr]) -> relax.Call:
+        """The call on other tensors of the same shapes, given in the order of `inputs`."""
+        expr, rest = self.expr, iter(tensors)
+        made = relax.Call(expr.op, [_replaced(arg, rest) for arg in expr.args], expr.attrs, expr.sinfo_args)
+        relax.expr._update_struct_info(made, expr.struct_info)
+        return made
+
     def axis(self, dim: int, operand: int = 0) -> int:
         """`dim` counted from the front of that operand's dims."""
         return dim % max(1, self.inputs[operand].ndim)
@@ -54,6 +62,13 @@ class OpCall:
             return tuple(range(self.inputs[operand].ndim))
         dims = (dims,) if isinstance(dims, int) else dims
         return tuple(self.axis(dim, operand) for dim in dims)
+
+
+def _replaced(arg: relax.Expr, tensors: Iterator[relax.Expr]) -> relax.Expr:
+    """The argument with the next ones of `tensors` in place of its own."""
+    if isinstance(arg, relax.Tuple):
+        return relax.Tuple([_replaced(field, tensors) for field in arg.fields])
+    return next(tensors) if _has_tensor(arg) else arg
 
 
 class _Structure:

@@ -41,6 +41,10 @@ def count_flops(call: OpCall) -> int:
     Gradients: three times what they are of."""
     if call.name == "matmul":
         return 2 * call.outputs[0].elements * call.inputs[0].shape[-1]
+    if call.name == "einsum":
+        return 2 * _labelled(call)
+    if operator_name(call) == VJP:
+        return _differentiated(call)
     if call.name.startswith("nn.conv") and len(call.inputs) > 1:
         weight = call.inputs[1]
         return 2 * call.outputs[0].elements * weight.elements // max(1, weight.shape[0])
@@ -50,3 +54,21 @@ def count_flops(call: OpCall) -> int:
     if operator_name(call) == VJP:  # once more, and twice that backwards
         return 3 * sum(count_flops(of) for of, _ in vjp_of(call).calls)
     return max((math.prod(tensor.shape) for tensor in (*call.inputs, *call.outputs)), default=0)
+
+
+def _labelled(call: OpCall) -> int:
+    """How many combinations of labels a contraction goes through."""
+    terms = call.attr("subscripts").partition("->")[0].replace(" ", "").split(",")
+    sizes: dict[str, int] = {}
+    for term, tensor in zip(terms, call.inputs, strict=True):
+        if len(term) != tensor.ndim:  # it has "..."
+            return max(t.elements for t in (*call.inputs, *call.outputs))
+        sizes |= {label: max(size, sizes.get(label, 1)) for label, size in zip(term, tensor.shape, strict=True)}
+    return math.prod(sizes.values())
+
+
+def _differentiated(call: OpCall) -> int:
+    """What the operator computes, once more, and as much for every gradient; only this for one that it is linear in."""
+    stated = vjp_of(call)
+    forward = sum(count_flops(inner) for inner, _ in stated.calls)
+    return forward * (len(stated.wrt) + (len(stated.given) == len(stated.operands)))

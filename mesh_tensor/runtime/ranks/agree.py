@@ -22,7 +22,7 @@ from .ranks import Ranks
 _SUMMARY = struct.Struct(">32sQ")  # of what a rank has to say: its digest, and its length
 
 
-def program_facts(program: Program, target: str) -> dict[str, str]:
+def program_facts(program: Program, target: str, overlap: str | int) -> dict[str, str]:
     """All of a program that has to be the same on every rank, by topic, as text."""
     values = program.values.values()
     steps = [f"{step.words}: {step.uses}, {step.writes}" for step in program.steps]
@@ -36,6 +36,7 @@ def program_facts(program: Program, target: str) -> dict[str, str]:
         "dtypes": ", ".join(f"{value.name} {value.dtype}" for value in values),
         "layouts": ", ".join(f"{value.name} '{value.sharding}'" for value in values),
         "target": target,
+        "overlap": str(overlap),
         "steps": f"digest {_digest(chr(10).join([*steps, *ops, *kernels]))[:12]}",
     }
 

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from mesh_tensor.base.errors import listing, refuse
+from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 
 from .calls import Calls
-from .rates import place_here
+from .rates import machine_of, place_here
 from .watch import end_watch, watch
 from .wire import GlooWire, StoreBoard, said_timeout
 
@@ -73,6 +74,10 @@ class Ranks:
     def place(self, rank: int) -> int:
         """The process that is device `rank` of the mesh, as torch.distributed numbers it."""
         return self._places[rank]
+
+    def machine(self) -> Machine | None:
+        """What the ranks are, once they have met; None where nothing was measured."""
+        return machine_of(self.met) if self._device.type == "cpu" else None
 
     def group(self, axes: Iterable[str]) -> Group:
         """The ranks that differ from this one only on `axes`: the DeviceMesh's own group where it has one. Made once;

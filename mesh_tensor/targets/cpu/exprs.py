@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from tvm import ir, tirx
+from tvm import tirx
 
 BINARY = (
     tirx.Add,
@@ -53,11 +53,6 @@ def children(expr: tirx.PrimExpr) -> tuple[tirx.PrimExpr, ...]:
 
     map_children(expr, take)
     return tuple(found)
-
-
-def op_name(expr: object) -> str:
-    """The name of the operator that `expr` calls, or "" if it is no such call."""
-    return expr.op.name if isinstance(expr, tirx.Call) and isinstance(expr.op, ir.Op) else ""
 
 
 def is_pure_index(expr: tirx.PrimExpr) -> bool:

@@ -15,8 +15,9 @@ from tvm import arith, tirx
 from tvm.tirx.stmt_functor import post_order_visit, substitute
 
 from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.tir.effects import op_name
 
-from .exprs import is_pure_index, op_name, seq
+from .exprs import is_pure_index, seq
 from .intrinsics import FLOAT_FUNCTIONS, VECTORISED
 from .reduce import is_total
 

@@ -1,0 +1,101 @@
+"""explain: what a Program does, why, and what it costs, as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mesh_tensor.base.decisions import Decisions, columns
+from mesh_tensor.rules.operator.call import operator_name
+
+from .lifetimes import peak_bytes
+from .steps import CollectiveStep, KernelStep, OpStep, Parameter, Program, WaitStep, of_kinds
+
+_MOST_NAMES = 8
+
+
+def explain(program: Program, *notes: Sequence[str]) -> str:
+    """What was decided before there were steps; every parameter's layout as asked and as used; every step with its
+    bytes and reason; what runs beside what; what else is to be said (`notes`: lines, the title first); and the cost
+    per device.
+
+    Returns:
+        Text in tables. Bytes and flops are those of one device.
+    """
+    unknown = Decisions((f"program {program.name} on {program.mesh}",))
+    decided = unknown if program.decided is None else program.decided()
+    overlap = ("overlap", *(f"  {note}" for note in program.overlap)) if program.overlap else ()
+    sections = [
+        decided.head,
+        *decided.sections,
+        ("parameters", *columns(_parameters(program, decided))),
+        ("steps of each device", *columns(_steps(program))),
+        overlap,
+        *decided.notes,
+        *notes,
+        (_costs(program),),
+    ]
+    return "\n\n".join("\n".join(section) for section in sections if section)
+
+
+def _parameters(program: Program, decided: Decisions) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("parameter", "shape", "dtype", "asked", "used as", "tile")]
+    for parameter in program.parameters:
+        if decided.params is None or parameter.name in decided.params:
+            value = program.values[str(parameter.output or parameter.input)]
+            asked, used = decided.asked.get(parameter.name, "(any)"), "; ".join(_layouts_used(program, parameter))
+            tile = _size(value.tile_shape)
+            rows.append((parameter.name, _size(value.shape), value.dtype, str(asked), used or "(unused)", tile))
+    return rows
+
+
+def _layouts_used(program: Program, parameter: Parameter) -> list[str]:
+    """The layouts in which kernels and operators take or leave a parameter."""
+    values = program.values
+    mine = {values[name].storage for name in (parameter.input, parameter.output) if name is not None}
+    moved = [{values[name].storage for name in step.uses} for step in program.collectives]
+    for storages in (*moved, *reversed(moved)):
+        if mine & storages:
+            mine |= storages
+    names = [name for step in program.steps if step.collective is None for name in step.uses]
+    return list(dict.fromkeys(str(values[name].sharding) for name in names if values[name].storage in mine))
+
+
+def _steps(program: Program) -> list[tuple[str, ...]]:
+    """Per step that does something: what, what it makes of what, over which axes, bytes, flops, and why."""
+
+    def kernel(step: KernelStep) -> tuple[str, ...]:
+        return (step.words, _names(step.reads), _names(step.writes), "", "", f"{step.flops:,}", "")
+
+    def op(step: OpStep) -> tuple[str, ...]:
+        by = "torch" if step.kernel is None else f"kernel {step.kernel.attrs['global_symbol']} for"
+        words = f"{by} {operator_name(step.call)}"
+        return (words, _names(step.reads), _names(step.writes), "", "", f"{step.flops:,}", "")
+
+    def collective(step: CollectiveStep) -> tuple[str, ...]:
+        words = f"{'' if step.wait else 'start '}{step.kind}{f'({step.op})' if step.op else ''}"
+        why = f"{step.reason} ({program.values[step.src].sharding} -> {program.values[step.dst].sharding})"
+        return (words, step.src, step.dst, ", ".join(step.axes), f"{step.bytes:,}", "", why)
+
+    def wait(step: WaitStep) -> tuple[str, ...]:
+        return (f"wait {step.collective.kind}", "", step.collective.dst, "", "", "", "")
+
+    kinds: dict[type, Callable[[Any], tuple[str, ...]]]
+    kinds = {KernelStep: kernel, OpStep: op, CollectiveStep: collective, WaitStep: wait}
+    head = ("step", "on", "makes", "over", "bytes received", "flops", "because")
+    return [head, *of_kinds(program.steps, kinds)]
+
+
+def _names(names: Sequence[str]) -> str:
+    """As many names as fit into a column."""
+    return ", ".join(names if len(names) <= _MOST_NAMES else [*names[:_MOST_NAMES], "..."])
+
+
+def _costs(program: Program) -> str:
+    flops, received = sum(step.flops for step in program.steps), sum(step.bytes for step in program.steps)
+    held = peak_bytes(program)
+    return f"per device: {flops:,} flops, {received:,} bytes received, at most {held:,} bytes held"
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
