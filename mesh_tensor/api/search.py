@@ -12,6 +12,7 @@ from tvm import ir
 from mesh_tensor.annotations.annotate_module import annotate_module
 from mesh_tensor.annotations.names import check_module, relax_function
 from mesh_tensor.annotations.parameters import with_flat_parameters
+from mesh_tensor.base.decisions import columns
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU
@@ -22,7 +23,6 @@ from mesh_tensor.searching.beam import Beam
 from mesh_tensor.searching.evaluate import Evaluator, Strategy
 from mesh_tensor.searching.named_dims import NamedDim, named_dims
 
-from .explain import table
 from .module import MeshModule, distribute_module
 
 _OBJECTIVES: dict[str, Callable[[Strategy], float]] = {"time": lambda s: s.time, "memory": lambda s: s.memory}
@@ -139,7 +139,7 @@ class Found:
             more = f" and {len(layouts) - 4} more" if len(layouts) > 4 else ""
             sizes = f"{strategy.memory / 2**20:.2f}", f"{strategy.received / 2**20:.2f}"
             rows.append((dict(strategy.mesh.shape), f"{strategy.time * 1e3:.4g}", *sizes, words + more))
-        return "\n".join([f"{len(self.strategies)} strategies on {self.machine.name}", *table(rows)])
+        return "\n".join([f"{len(self.strategies)} strategies on {self.machine.name}", *columns(rows)])
 
 
 def _annotated(mod: ir.IRModule, strategy: Strategy, function: str) -> ir.IRModule:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mesh_tensor.base.decisions import columns
+
 if TYPE_CHECKING:
     from .simulate import Simulation, StepTime
 
@@ -75,9 +77,7 @@ def table(simulation: Simulation) -> str:
             (group.kind, str(group.count), in_seconds(group.seconds), share, group.bound)
             + (f"{group.flops:,}", f"{group.nbytes:,}", in_seconds(group.without))
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*head, *(f"  {line}" for line in lines)])
+    return "\n".join([*head, *columns(rows)])
 
 
 _WAYS_OUT = {
