@@ -125,7 +125,6 @@ def main(devices: tuple[int, ...]) -> None:
         measured.append(took)
         simulated.append(made.time)
         rows.append([case.name, f"{took * 1e3:.3f}", f"{made.time * 1e3:.3f}", f"{made.time / took:.2f}"])
-        print(rows[-1], flush=True)
     print(table(["program", "measured, ms of CPU", "simulated, ms", "ratio"], rows))
     errors = [abs(s - m) / m for s, m in zip(simulated, measured, strict=True)]
     print(
