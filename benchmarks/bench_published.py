@@ -1,9 +1,9 @@
 """Simulations beside what was published for GPUs: layers and iterations of GPT models with tensor and pipeline
 parallelism, from "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), tables 4 and 5.
 
-Everything is one set of constants, the preset `a100`. Of iterations only the layers are simulated, without recomputation
-and sequence parallelism: what table 5 has beside that are embeddings, the loss, the optimizer, transfers between stages,
-and what is recomputed of attention.
+Everything is one set of constants, the preset `a100`. Of iterations only the layers are simulated, without
+recomputation and sequence parallelism: what table 5 has beside that are embeddings, the loss, the optimizer, transfers
+between stages, and what is recomputed of attention.
 
 python -m benchmarks.bench_published
 """
