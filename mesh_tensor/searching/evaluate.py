@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mesh_tensor.annotations.stated import Annotation
+from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
