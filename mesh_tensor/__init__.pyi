@@ -6,6 +6,7 @@ from .annotations.annotate_module import annotate_module
 from .annotations.annotation import init_mesh_tensor_info
 from .annotations.kernel_helpers import mesh_tensor_functions
 from .annotations.module_annotations import ModuleAnnotations, read_module_annotations
+from .api import strategies
 from .api.compile import MeshKernel, compile
 from .api.custom_op import as_custom_op
 from .api.disco import DiscoModule, DiscoSession, run_on_disco, to_disco
@@ -90,6 +91,7 @@ __all__ = [
     "search",
     "sharding_rule",
     "simulate",
+    "strategies",
     "to_disco",
     "to_dtensor",
     "to_placements",
