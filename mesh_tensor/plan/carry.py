@@ -12,7 +12,7 @@ from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.sharding import Partial, Sharding
 
 from .atoms import Atoms, NodeRule
-from .decide import Decision, operand_layout, result_layout
+from .decide import Decision, operand_layout
 from .ir import Graph, Node, Value, leaves
 from .propagate import Layouts
 
@@ -55,7 +55,7 @@ def _meeting(
         split = {axis: factor for axis, factor in decision.split.items() if axis not in dict(only)}
         if only and split != decision.split and _adds(node, rule) and all(len(uses[v]) == 1 for v in node.inputs):
             needed = tuple(operand_layout(graph.mesh, factors, split) for factors in rule.inputs)
-            produced = tuple(result_layout(graph.mesh, factors, split, rule) for factors in rule.outputs)
+            produced = tuple(operand_layout(graph.mesh, factors, split) for factors in rule.outputs)
             decision = found[node] = replace(decision, split=split, needed=needed, produced=produced)
         taken = _taken(node, atoms, {node: decision}, pending)
         for value, made in zip(node.outputs, decision.produced, strict=True):
@@ -67,7 +67,7 @@ def _meeting(
 
 def _adds(node: Node, rule: NodeRule) -> bool:
     """Whether the node is linear in several operands together, and they are all that it has."""
-    return len(node.inputs) > 1 and frozenset(range(len(node.inputs))) in rule.rule.linear
+    return not rule.reduced and len(node.inputs) > 1 and frozenset(range(len(node.inputs))) in rule.rule.linear
 
 
 def _carried(
