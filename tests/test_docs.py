@@ -17,8 +17,10 @@ CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
         "docs/tutorial.md",
         "docs/redistribution.md",
         "docs/modules.md",
+        "docs/training.md",
         "docs/disco.md",
         "docs/simulation.md",
+        "docs/pipelines.md",
     ],
 )
 def test_code_blocks_run(page, tmp_path, capsys, monkeypatch):

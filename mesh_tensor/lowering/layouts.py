@@ -11,7 +11,7 @@ from mesh_tensor.base.collectives import COLLECTIVES
 from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.plan.kernel_placements import Assignment
+from mesh_tensor.plan.one_kernel import Assignment
 from mesh_tensor.redistribution.plan import Move, plan_moves
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, ShardingRule, rule_of

@@ -12,11 +12,16 @@ A pass gives a record, or says what no axis can split after all: then the kernel
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
 from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.plan.tir_rule import Sizes
+from mesh_tensor.rules.kernel.factor_derivation import Dim
 
-from .decide import decide
+from .decide import decide, split_at
 from .layouts import Lowered, explicit
 from .localize import make_local
 from .original_dims import rule
@@ -28,22 +33,45 @@ from .verify_stages import verified
 __all__ = ["Lowered", "lower_kernel"]
 
 
-def lower_kernel(func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto") -> Lowered:
+def lower_kernel(
+    func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto", split: Mapping[str, Dim] | None = None
+) -> Lowered:
     """Lower an annotated kernel, written over whole tensors or over tiles (`view`: auto, global, local).
+
+    `split`: what the axes split, if that was decided before: axis -> a dim that the factor walks; the other axes split
+    nothing.
 
     Raises:
         MeshTensorError: no or invalid annotations, not one TileLang kernel, or, with `strict`, layouts that need a
         gather.
     """
     ruled = verified(rule(verified(read(func, view))))
-    return verified(explicit(_localized(ruled, strict)))
+    return verified(explicit(_localized(ruled, strict, split)))
 
 
-def _localized(ruled: Ruled, strict: bool) -> LocalParts:
+@dataclass(frozen=True)
+class KernelLowering:
+    """Lowers kernels that are written in a view, and says what the axes split of them at which sizes.
+
+    A split is (axis, a dim that the factor which it splits walks), for each axis that splits something."""
+
+    view: str = "auto"
+
+    def __call__(self, func: tirx.PrimFunc, strict: bool, split: tuple[tuple[str, Dim], ...] | None = None) -> Lowered:
+        """The kernel, lowered with that split, or with the one that costs least."""
+        return lower_kernel(func, strict=strict, view=self.view, split=None if split is None else dict(split))
+
+    def splits(self, func: tirx.PrimFunc, strict: bool) -> Callable[[Sizes], tuple[tuple[str, Dim], ...]]:
+        """What costs least, by the sizes of symbols."""
+        ruled = verified(rule(verified(read(func, self.view))))
+        return lambda sizes: tuple(split_at(ruled, sizes, strict=strict).items())
+
+
+def _localized(ruled: Ruled, strict: bool, split: Mapping[str, Dim] | None) -> LocalParts:
     """The kernel's parts in local view. Every round keeps more dims whole, so there are at most as many as dims."""
     whole = dict(ruled.whole)
     while True:
-        part = verified(decide(ruled, whole, strict=strict))
+        part = verified(decide(ruled, whole, strict=strict, split=split))
         parts = verified(cut_up(ruled, part, whole))
         local = parts if isinstance(parts, Unsplittable) else verified(make_local(parts))
         if not isinstance(local, Unsplittable):

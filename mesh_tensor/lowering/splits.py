@@ -9,8 +9,7 @@ from keyword import iskeyword
 from tvm import arith, tirx
 
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.plan.kernel_placements import tile_extent
-from mesh_tensor.rules.kernel.factors import Factor
+from mesh_tensor.rules.kernel.factors import Factor, tile_extent
 from mesh_tensor.tir.nodes import nodes
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.plan.kernel_placements import Assignment
+from mesh_tensor.plan.one_kernel import Assignment
 
 
 def check_strict(name: str, assignment: Assignment, asked: Mapping[str, Sharding], mesh: Mesh) -> None:

@@ -17,8 +17,9 @@ from tvm import arith, ir, tirx
 from mesh_tensor.annotations.annotate import INFO_ATTR, MESH_ATTR, TILES_ATTR
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.plan.kernel_placements import Assignment, tile_extent
+from mesh_tensor.plan.one_kernel import Assignment
 from mesh_tensor.redistribution.plan import illegal_move
+from mesh_tensor.rules.kernel.factors import tile_extent
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import buffer_params
 from mesh_tensor.tir.bounds import accesses_outside

@@ -12,7 +12,7 @@ from tvm import arith, tirx
 from mesh_tensor.annotations.annotate import TILES_ATTR
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.plan.kernel_placements import Assignment
+from mesh_tensor.plan.one_kernel import Assignment
 from mesh_tensor.rules.kernel.coverage import why_not_covered
 from mesh_tensor.rules.kernel.other_dims import reshaped
 from mesh_tensor.rules.kernel.reader import read_kernel

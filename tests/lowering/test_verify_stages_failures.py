@@ -29,12 +29,12 @@ def ruled() -> Ruled:
 
 
 def decided() -> Part:
-    return decide(ruled(), {}, strict=False)
+    return decide(ruled(), {}, strict=True)
 
 
 def cut() -> Parts:
     record = ruled()
-    parts = cut_up(record, decide(record, {}, strict=False), {})
+    parts = cut_up(record, decide(record, {}, strict=True), {})
     assert isinstance(parts, Parts)
     return parts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tvm import tirx
 
@@ -35,3 +36,11 @@ class Blocked(Exception):
     def __init__(self, reason: str, factor: Factor | None = None):
         super().__init__(reason)
         self.factor = factor
+
+
+def tile_extent(size: Any, parts: list[int]) -> Any:
+    """ceildiv of `size` by each of `parts`: the part of a dim that one device holds."""
+    for n in parts:
+        if n != 1:
+            size = -(-int(size) // n) if isinstance(size, (int, tirx.IntImm)) else tirx.floordiv(size + (n - 1), n)
+    return size

@@ -57,6 +57,11 @@ class PartialValues:
         """The top-level statement before which all values are completed that are needed whole; None if none is."""
         return min((statement.top for statement, _ in self._uses), default=None)
 
+    @property
+    def completed(self) -> tuple[LiveRange, ...]:
+        """The values that are needed whole from there on."""
+        return tuple(dict.fromkeys(live_range for _, live_range in self._uses))
+
     def op_of(self, live_range: LiveRange) -> str | None:
         """What completes the live range, be it of a device or of a block; None if it is not partial."""
         return self._partial[live_range].op if live_range in self._partial else None

@@ -33,13 +33,14 @@ class Reduction:
     `partial`: live ranges with the operation that completes them. `updates`: the statements that combine over the
     factor, with their coordinate in it (padding must be neutral there). `gated`: statements whose contribution must
     count on one device only. `cut`: the top-level statement before which the partial values must be completed, None if
-    only outputs are partial. `masked`: False where padding that a block reaches past the tile's end is known to be
-    neutral."""
+    only outputs are partial; `completed` are the live ranges that are used whole. `masked`: False where padding that a
+    block reaches past the tile's end is known to be neutral."""
 
     partial: Mapping[LiveRange, str] = field(default_factory=dict)
     updates: Mapping[Statement, Linear] = field(default_factory=dict)
     gated: tuple[Statement, ...] = ()
     cut: int | None = None
+    completed: tuple[LiveRange, ...] = ()
     masked: bool = True
 
     @property
@@ -85,7 +86,9 @@ class _Judgement:
         if blocked is not None:
             return Verdict(blocked)
         masked = not self._padding_is_neutral(past_the_end=False)
-        made = Reduction(self.partial.ops, self.updates, tuple(self.gated), self.partial.cut, masked)
+        made = Reduction(
+            self.partial.ops, self.updates, tuple(self.gated), self.partial.cut, self.partial.completed, masked
+        )
         return Verdict(None, self.aligned, self.why_lanes, made)
 
     def _obstacles(self) -> Iterator[str]:
