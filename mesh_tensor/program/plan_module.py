@@ -103,9 +103,9 @@ def _rules(graph: Graph, replicate_unknown: bool) -> dict[Node, OpRule]:
     rules = {}
     for node in graph.nodes:
         if node.kernel is not None:
-            rules[node] = kernel_rule(node)
+            rules[node] = kernel_rule(node, graph.mesh)
             continue
-        kind = (ANNOTATE, node.call.inputs[0].ndim) if node.is_annotation else node.call.kind
+        kind = (ANNOTATE, node.call.inputs[0]) if node.is_annotation else node.call.kind
         rule = known.get(kind)
         if rule is None:
             rule = known[kind] = _rule(node, replicate_unknown)
