@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from tvm import relax
@@ -29,22 +30,22 @@ class ModulePort:
     dims: tuple[Sizes, ...]
     sharding: Sharding
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """As the caller knows it."""
         return tuple(math.prod(atoms) for atoms in self.dims)
 
-    @property
+    @cached_property
     def refined(self) -> tuple[int, ...]:
         """With every dim taken apart."""
         return tuple(size for atoms in self.dims for size in atoms)
 
-    @property
+    @cached_property
     def plain(self) -> Sharding | None:
         """The layout over the caller's dims, if there is one."""
         return plain_sharding(self.sharding, self.dims)
 
-    @property
+    @cached_property
     def named(self) -> Sharding:
         """The layout over the caller's dims; what has no name there is gathered."""
         named = plain_sharding(made_plain(self.sharding, self.dims), self.dims)
