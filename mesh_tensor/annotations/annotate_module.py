@@ -19,11 +19,18 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 
 from .annotation import check, complete, from_attr, is_int
+from .module_annotations import (
+    GRADIENTS_ATTR,
+    HINTS_ATTR,
+    Annotation,
+    ModuleAnnotations,
+    read_module_annotations,
+    stated_meshes,
+)
 from .module_meshes import device_mesh, device_meshes, fits, named_mesh, same, with_mesh
 from .named_values import NamedValues
 from .names import SOURCE_NAMES_ATTR, Fresh, check_module, relax_functions, unique_names, variables
 from .parameters import with_flat_parameters
-from .stated import GRADIENTS_ATTR, HINTS_ATTR, Annotation, ModuleAnnotations, read_module_annotations, stated_meshes
 
 __all__ = ["SOURCE_NAMES_ATTR", "ModuleAnnotations", "annotate_module", "read_module_annotations"]
 
@@ -106,7 +113,8 @@ def _read(
 
 
 def _of_gradients(mod: ir.IRModule, stated: Mapping[tuple[str, str], Annotation]) -> dict[tuple[str, str], Annotation]:
-    """The same layouts for the values' gradients, which are never partial."""
+    """The same layouts for the values' gradients, which are never partial. They are heard after what was stated, as
+    what a weight's layout makes of a gradient comes first."""
     found = {}
     for (function, name), annotation in stated.items():
         attr = (relax_functions(mod)[function].attrs or {}).get(GRADIENTS_ATTR, {})
@@ -114,7 +122,7 @@ def _of_gradients(mod: ir.IRModule, stated: Mapping[tuple[str, str], Annotation]
             whole = annotation.sharding
             for axis, _ in whole.partial:
                 whole = whole.with_replicate(axis)
-            found[function, str(attr[name])] = replace(annotation, sharding=whole)
+            found[function, str(attr[name])] = replace(annotation, sharding=whole, priority=annotation.priority + 1)
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.sharding import Partial, Sharding
 
 from .atoms import Atoms, NodeRule
@@ -16,7 +17,6 @@ from .ir import Graph, Node, Value, leaves
 from .propagate import Layouts
 
 Pending = tuple[tuple[str, str], ...]  # (axis, op)
-_NARROW = ("float16", "bfloat16")
 
 
 def find_carried(
@@ -129,4 +129,4 @@ def _taken(
 
 def _is_narrow_sum(value: Value, parts: Pending) -> bool:
     """Parts of a low-precision sum are added in float32, at once."""
-    return value.type.dtype in _NARROW and any(op == "sum" for _, op in parts)
+    return value.type.dtype in NARROW and any(op == "sum" for _, op in parts)

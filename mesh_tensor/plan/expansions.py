@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from tvm import relax
 
+from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.rules.operator.call import op_call
 
 from .atoms import Atoms
@@ -16,7 +17,6 @@ from .propagate import Layouts
 
 op = relax.op
 Emit = Callable[[relax.Expr], relax.Var]
-_NARROW = ("float16", "bfloat16")  # torch computes these in float32
 
 
 def expand(graph: Graph, atoms: Atoms, layouts: Layouts) -> Graph | None:
@@ -51,7 +51,7 @@ def _expanded(node: Node) -> list[Node]:
         made.append(Node(call, inputs, (values[var],), node.scopes, node.where))
         return var
 
-    wide = emit(op.astype(variable, "float32")) if x.type.dtype in _NARROW else variable
+    wide = emit(op.astype(variable, "float32")) if x.type.dtype in NARROW else variable
     out = _EXPANSIONS[node.call.name](wide, node.call.axis(node.call.attr("axis")), emit)
     if wide is not variable:
         emit(op.astype(out, x.type.dtype))

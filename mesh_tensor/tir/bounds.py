@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from tvm import arith, ir, tirx
 
-from mesh_tensor.tir.effects import op_name
+from .effects import op_name
 
 _STRENGTHS = (arith.ProofStrength.DEFAULT, arith.ProofStrength.SYMBOLIC_BOUND)
 

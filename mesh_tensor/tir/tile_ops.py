@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from mesh_tensor.tir.effects import op_name
+from .effects import op_name
 
 _ELEMENT_ATOMICS = {
     "tl.atomic_add_elem_op": "sum",

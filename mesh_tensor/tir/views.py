@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 
 from tvm import arith, ir, tirx
 
-from mesh_tensor.tir.effects import op_name
-
 from . import tile_ops
-from .effects import POINTERS
+from .effects import POINTERS, op_name
 from .memory import Memory, elements, find_memories, has_equal_bits, is_compact, memories, strides_of
 from .ranges import loop_ranges
+from .rewrite import block_like, with_body
 from .tile_ops import Atomic, Copy, Fill, Region
 from .view_map import ViewMap
 
@@ -54,7 +53,7 @@ def declared(func: tirx.PrimFunc) -> tirx.PrimFunc:
     def declare(block: tirx.SBlock) -> tirx.SBlock | None:
         here = block.name_hint == kernel.name_hint
         mine = [v for m, v in found if (here if m.is_param else any(m.owner.same_as(b) for b in block.alloc_buffers))]
-        return _block_with(block, body=tirx.SeqStmt([*map(tirx.DeclBuffer, mine), block.body])) if mine else None
+        return with_body(block, tirx.SeqStmt([*map(tirx.DeclBuffer, mine), block.body])) if mine else None
 
     return func.with_body(tirx.stmt_functor.ir_transform(func.body, None, declare, ["tirx.SBlock"]))
 
@@ -235,7 +234,7 @@ class _Resolver:
         allocs = [self._bases.get(buffer, buffer) for buffer in node.alloc_buffers]
         if all(new.same_as(old) for new, old in zip(allocs, node.alloc_buffers, strict=True)):
             return None
-        return _block_with(node, allocs=allocs)
+        return block_like(node, node.body, allocs)
 
     def _declared(self, node: tirx.SeqStmt) -> tirx.Stmt | None:
         """The sequence without declarations: views need none."""
@@ -243,22 +242,6 @@ class _Resolver:
         if len(kept) == len(node.seq):
             return None
         return tirx.Evaluate(0) if not kept else kept[0] if len(kept) == 1 else tirx.SeqStmt(kept)
-
-
-def _block_with(
-    block: tirx.SBlock, *, body: tirx.Stmt | None = None, allocs: Sequence[tirx.Buffer] | None = None
-) -> tirx.SBlock:
-    return tirx.SBlock(
-        block.iter_vars,
-        block.reads,
-        block.writes,
-        block.name_hint,
-        block.body if body is None else body,
-        block.init,
-        list(block.alloc_buffers if allocs is None else allocs),
-        block.match_buffers,
-        block.annotations,
-    )
 
 
 def _base(memory: Memory, rigid: set[tirx.Buffer], noted: bool, analyzer: arith.Analyzer) -> tirx.Buffer:

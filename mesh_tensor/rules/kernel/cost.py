@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from tvm import ir, tirx
 
+from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.tir.sizes import is_size, size_function
 
 from .reader import read_kernel
@@ -49,10 +50,10 @@ def _operations(expr: tirx.PrimExpr) -> int:
 
     def visit(node: object) -> None:
         nonlocal count
-        if isinstance(node, _ARITHMETIC) and node.dtype.startswith(("float", "bfloat")):
+        if isinstance(node, _ARITHMETIC) and is_float(node.dtype):
             count += 1
         elif isinstance(node, tirx.Call) and isinstance(node.op, ir.Op) and node.op.name not in _NO_WORK:
-            count += node.dtype.startswith(("float", "bfloat"))
+            count += is_float(node.dtype)
 
     tirx.stmt_functor.post_order_visit(expr, visit)
     return count

@@ -18,6 +18,7 @@ from tvm import tirx
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.tir.compound_ops import parts_of
 from mesh_tensor.tir.effects import changes_nothing, op_name
+from mesh_tensor.tir.functions import function_name
 from mesh_tensor.tir.thread_index import FIX, FROM, refuse_thread_groups
 from mesh_tensor.tir.tile_ops import Region, TileOp, parse_tile_op
 from mesh_tensor.tir.user_reports import assert_call, is_print, print_call, without_thread_tests
@@ -41,7 +42,7 @@ def retarget_for_cpu(func: tirx.PrimFunc) -> tirx.PrimFunc:
 class _Retarget:
     def __init__(self, func: tirx.PrimFunc) -> None:
         self._func = func
-        self._kernel = str(func.attrs["global_symbol"]) if func.attrs and "global_symbol" in func.attrs else "main"
+        self._kernel = function_name(func)
         self._bounds = Bounds()
         self._safe_values: dict[tirx.Var, tirx.PrimExpr] = {}
         self._tile_ops = TileOps(self._bounds, self._safe_values, self._kernel)

@@ -16,7 +16,7 @@ from mesh_tensor.tir.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Region, S
 
 from .bounds import Bounds
 from .combine import accumulator_dtype, combine
-from .exprs import Loop, all_of, cast, const, if_then, loop_nest, seq, strides_of, temporary
+from .exprs import LoopRange, all_of, cast, const, if_then, loop_nest, seq, strides_of, temporary
 from .reduce import ReduceLoops
 
 
@@ -66,10 +66,10 @@ class TileOps:
 
     def _walk(
         self, region: Region, variables: Sequence[tirx.Var]
-    ) -> tuple[list[Loop], list[tirx.PrimExpr], list[tirx.PrimExpr]]:
+    ) -> tuple[list[LoopRange], list[tirx.PrimExpr], list[tirx.PrimExpr]]:
         """Loops over the long dims of `region` clipped to its buffer, the indices, and what the other dims ask for."""
         indices = list(region.mins)
-        loops: list[Loop] = []
+        loops: list[LoopRange] = []
         conditions: list[tirx.PrimExpr] = []
         for dim, size in enumerate(region.buffer.shape):
             if dim not in region.long_dims:

@@ -14,7 +14,7 @@ from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.tir.intrinsics import INTRINSICS
 from mesh_tensor.tir.tile_ops import Atomic, parse_previous
 
-from .access import Access
+from .access import BufferAccess
 from .intrinsics import FUNCTIONS, rounded_once, trunc_div, trunc_mod
 from .numerics import FLOAT8, UFUNCS, convert, is_float
 from .scope import MASK, Code, Frame, Scope, constant
@@ -142,7 +142,7 @@ def _float_imm(expr: tirx.FloatImm, scope: Scope) -> Code:
 
 
 def _load(expr: tirx.BufferLoad, scope: Scope) -> Code:
-    return Access(expr.buffer, expr.indices, scope, compile_expr).load()
+    return BufferAccess(expr.buffer, expr.indices, scope, compile_expr).load()
 
 
 def _let(expr: tirx.Let, scope: Scope) -> Code:
@@ -192,7 +192,7 @@ def _call(expr: tirx.Call, scope: Scope) -> Code:
 
 def _previous(update: Atomic, scope: Scope) -> Code:
     """An atomic's old value; nests with one in it run in order, never over lanes."""
-    place = Access(update.dst.buffer, update.dst.mins, scope, compile_expr)
+    place = BufferAccess(update.dst.buffer, update.dst.mins, scope, compile_expr)
     old, new = place.load(), compile_expr(update.value, scope)
     combine, dtype, slot = UFUNCS[update.reduction], numpy_dtype(update.dst.buffer.dtype), scope.new_slot()
     store = place.store(Code(lambda frame: combine(frame[slot], convert(new.run(frame), dtype))))

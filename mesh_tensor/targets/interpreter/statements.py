@@ -20,7 +20,7 @@ from mesh_tensor.tir.effects import changes_nothing, op_name
 from mesh_tensor.tir.tile_ops import Atomic, parse_previous, parse_tile_op
 from mesh_tensor.tir.user_reports import assert_call, is_print, print_call, report_of, without_thread_tests
 
-from .access import Access
+from .access import BufferAccess
 from .control import Break, Continue, Return, in_turn, jump, nothing, until
 from .expressions import compile_expr, under_mask
 from .independence import lanes_of
@@ -172,12 +172,12 @@ def _bind(stmt: tirx.Bind, scope: Scope) -> Action:
 
 
 def _store(stmt: tirx.BufferStore, scope: Scope) -> Action:
-    return Access(stmt.buffer, stmt.indices, scope, compile_expr).store(compile_expr(stmt.value, scope))
+    return BufferAccess(stmt.buffer, stmt.indices, scope, compile_expr).store(compile_expr(stmt.value, scope))
 
 
 def _update(op: Atomic, scope: Scope) -> Action:
     """An atomic update of one element per lane."""
-    access = Access(op.dst.buffer, op.dst.mins, scope, compile_expr)
+    access = BufferAccess(op.dst.buffer, op.dst.mins, scope, compile_expr)
     old, new = access.load(), compile_expr(op.value, scope)
     combine, dtype = UFUNCS[op.reduction], numpy_dtype(op.dst.buffer.dtype)
     return access.store(
