@@ -46,9 +46,14 @@ class ModulePort:
         return plain_sharding(self.sharding, self.dims)
 
     @cached_property
+    def nameable(self) -> Sharding:
+        """The layout over atoms that has a name over the caller's dims."""
+        return made_plain(self.sharding, self.dims)
+
+    @cached_property
     def named(self) -> Sharding:
         """The layout over the caller's dims; what has no name there is gathered."""
-        named = plain_sharding(made_plain(self.sharding, self.dims), self.dims)
+        named = plain_sharding(self.nameable, self.dims)
         assert named is not None
         return named
 
@@ -75,7 +80,7 @@ class ModulePort:
         dims is gathered where that is so."""
         if isinstance(result, torch.Tensor):
             return result.view(self.shape)
-        return _relabel(result.redistribute(made_plain(self.sharding, self.dims)), self.shape, self.named)
+        return _relabel(result.redistribute(self.nameable), self.shape, self.named)
 
     def torch_dtype(self) -> torch.dtype:
         """The torch dtype."""

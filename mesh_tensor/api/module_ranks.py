@@ -10,7 +10,6 @@ import torch
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.plan.atoms import made_plain, plain_sharding
 from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.runtime.ranks import is_dtensor, redistribute
@@ -100,9 +99,7 @@ class RankModuleLaunch:
         """A result from this rank's valid part (or tile) of it."""
         if not as_dtensor_:
             return self._changed(port, local, Sharding.of(self._ranks.mesh, len(port.refined), {})).view(port.shape)
-        nameable = made_plain(port.sharding, port.dims)
-        named = plain_sharding(nameable, port.dims)
-        assert named is not None
+        nameable, named = port.nameable, port.named
         if not lies_like_torch(named, port.shape):
             nameable = named = Sharding.of(self._ranks.mesh, len(port.refined), {})
             named = Sharding.of(self._ranks.mesh, len(port.shape), {})
