@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from tilelang import tvm
 
 import mesh_tensor as mt
-from mesh_tensor.pipeline.clock import timeline
+from mesh_tensor.pipelining.clock import timeline
 
 from ._timing import header, table
 

@@ -26,7 +26,7 @@ from .importers import ImportedModule, load_module, save_module
 from .importers.onnx_frontend import from_onnx
 from .importers.torch_frontend import from_torch
 from .lowering import lower
-from .pipeline.schedule import Schedule
+from .pipelining.schedule import Schedule
 from .program.steps import Program
 from .redistribution.plan import RedistributionPlan
 from .rules.kernel.sharding_rule import ShardingRule, sharding_rule

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from mesh_tensor.base.decisions import columns
 from mesh_tensor.base.topology import Topology
-from mesh_tensor.pipeline.check import Held, peaks
-from mesh_tensor.pipeline.clock import timeline
-from mesh_tensor.pipeline.dependencies import Takes
-from mesh_tensor.pipeline.fragments import gradient_name
-from mesh_tensor.pipeline.picture import terminal
-from mesh_tensor.pipeline.schedule import Action, Schedule
+from mesh_tensor.pipelining.check import Held, peaks
+from mesh_tensor.pipelining.clock import timeline
+from mesh_tensor.pipelining.dependencies import Takes
+from mesh_tensor.pipelining.fragments import gradient_name
+from mesh_tensor.pipelining.picture import terminal
+from mesh_tensor.pipelining.schedule import Action, Schedule
 from mesh_tensor.redistribution.transfer import TransferPlan
 from mesh_tensor.simulation.simulate import simulate
 

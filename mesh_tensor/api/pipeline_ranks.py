@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from mesh_tensor.base.errors import MeshTensorError
-from mesh_tensor.pipeline.fragments import gradient_name
-from mesh_tensor.pipeline.schedule import Schedule
-from mesh_tensor.pipeline.stages import Stage
+from mesh_tensor.pipelining.fragments import gradient_name
+from mesh_tensor.pipelining.schedule import Schedule
+from mesh_tensor.pipelining.stages import Stage
 from mesh_tensor.runtime.ranks.agree import agree, digest_of
 from mesh_tensor.runtime.ranks.faults import Faults
 from mesh_tensor.runtime.ranks.transfers import NeverCame, RankTopology

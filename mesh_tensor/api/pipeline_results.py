@@ -10,8 +10,8 @@ from mesh_tensor.annotations.annotate_module import annotate_module
 from mesh_tensor.annotations.module_annotations import read_module_annotations
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.pipeline.flow import Flow
-from mesh_tensor.pipeline.stages import FUNCTION, part
+from mesh_tensor.pipelining.flow import Flow
+from mesh_tensor.pipelining.stages import FUNCTION, part
 from mesh_tensor.program.plan_module import plan_module
 
 REDUCTIONS = ("mean", "sum")

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import torch
 
 from mesh_tensor.base.errors import MeshTensorError, refuse
-from mesh_tensor.pipeline.fragments import gradient_name
-from mesh_tensor.pipeline.schedule import Action, Schedule
+from mesh_tensor.pipelining.fragments import gradient_name
+from mesh_tensor.pipelining.schedule import Action, Schedule
 
 from .pipeline_carriers import Carrier, Mailbox, Stopped
 from .pipeline_stages import StageFragments, Values

@@ -13,8 +13,8 @@ from tvm import ir
 from mesh_tensor.annotations.annotate_module import annotate_module
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.pipeline.fragments import FragmentFunction, JointStage, fragments_of, gradient_name
-from mesh_tensor.pipeline.stages import FUNCTION, Stage
+from mesh_tensor.pipelining.fragments import FragmentFunction, JointStage, fragments_of, gradient_name
+from mesh_tensor.pipelining.stages import FUNCTION, Stage
 from mesh_tensor.plan.gradient import gradient_function
 from mesh_tensor.runtime.virtual.mesh_tensor import ShardingLike
 

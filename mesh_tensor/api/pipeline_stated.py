@@ -11,10 +11,10 @@ from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.topology import Topology
-from mesh_tensor.pipeline.assign import NamedStage, stages_by_mesh
-from mesh_tensor.pipeline.balance import balanced_stages
-from mesh_tensor.pipeline.flow import Flow
-from mesh_tensor.pipeline.stages import FUNCTION, Stage
+from mesh_tensor.pipelining.assign import NamedStage, stages_by_mesh
+from mesh_tensor.pipelining.balance import balanced_stages
+from mesh_tensor.pipelining.flow import Flow
+from mesh_tensor.pipelining.stages import FUNCTION, Stage
 
 _STAGES = (
     'give {"m0": ["embed", "blocks.0"], "m1": [...]}: per mesh the values (of submodules, or bindings) that it '

@@ -9,8 +9,8 @@ import torch
 
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.pipeline.fragments import gradient_name
-from mesh_tensor.pipeline.stages import Stage
+from mesh_tensor.pipelining.fragments import gradient_name
+from mesh_tensor.pipelining.stages import Stage
 
 from .pipeline_carriers import Carrier
 from .pipeline_ranks import RankRuns

@@ -7,7 +7,6 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 
@@ -15,15 +14,6 @@ def names_of(package: str, init: str) -> tuple[Callable[[str], Any], Callable[[]
     """`__getattr__`, `__dir__` and `__all__` for the package whose `__init__.py` is the file `init`. What its
     `__init__.pyi` imports (`from .module import name`, `from .package import module`) is what it has."""
     homes = dict(_homes(Path(init).with_suffix(".pyi").read_text(encoding="utf-8")))
-
-    class Package(ModuleType):
-        """The package: importing a module of it doesn't hide a public name that is called alike."""
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            if not (homes.get(name) and isinstance(value, ModuleType)):
-                super().__setattr__(name, value)
-
-    sys.modules[package].__class__ = Package
 
     def get(name: str) -> Any:
         if name not in homes:

@@ -13,7 +13,7 @@ from tvm import tirx
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU
-from mesh_tensor.pipeline.schedule import Schedule
+from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.program.builder import lower_to_program
 from mesh_tensor.program.cost import COMPUTE
 from mesh_tensor.program.lifetimes import held_bytes

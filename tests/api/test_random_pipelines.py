@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tvm import relax
 
 import mesh_tensor as mt
-from mesh_tensor.pipeline import SCHEDULES
+from mesh_tensor.pipelining import SCHEDULES
 
 UNARY = {
     "tanh": (relax.op.tanh, torch.tanh),

@@ -3,8 +3,8 @@
 import pytest
 
 from mesh_tensor import MeshTensorError
-from mesh_tensor.pipeline import SCHEDULES, Action, Schedule
-from mesh_tensor.pipeline.orders import make
+from mesh_tensor.pipelining import SCHEDULES, Action, Schedule
+from mesh_tensor.pipelining.orders import make
 
 
 def test_an_action_prints_as_it_is_read():

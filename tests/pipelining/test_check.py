@@ -5,7 +5,7 @@ import random
 import pytest
 
 from mesh_tensor import MeshTensorError
-from mesh_tensor.pipeline import Action, Dependencies, Held, Schedule, check_schedule, peaks
+from mesh_tensor.pipelining import Action, Dependencies, Held, Schedule, check_schedule, peaks
 
 
 def refusal(rows, **options):

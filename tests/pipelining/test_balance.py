@@ -8,8 +8,8 @@ import pytest
 
 from mesh_tensor import MeshTensorError
 from mesh_tensor.base.machine import Machine
-from mesh_tensor.pipeline.balance import _cut, balanced_stages
-from mesh_tensor.pipeline.flow import Flow
+from mesh_tensor.pipelining.balance import _cut, balanced_stages
+from mesh_tensor.pipelining.flow import Flow
 from tests.api.pipeline_models import chain
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mesh_tensor.pipeline import SCHEDULES, Schedule, check_schedule
-from mesh_tensor.pipeline.orders import make
+from mesh_tensor.pipelining import SCHEDULES, Schedule, check_schedule
+from mesh_tensor.pipelining.orders import make
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -7,7 +7,7 @@ from torch.distributed.pipelining import schedules as torch_schedules  # noqa: T
 from torch.distributed.pipelining.stage import _PipelineStageBase  # noqa: TID251
 
 from mesh_tensor import MeshTensorError
-from mesh_tensor.pipeline import Action, Schedule, check_schedule
+from mesh_tensor.pipelining import Action, Schedule, check_schedule
 
 SIZES = [(p, m) for p in range(1, 6) for m in range(1, 14)]
 

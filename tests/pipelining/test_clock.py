@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from mesh_tensor import MeshTensorError
-from mesh_tensor.pipeline import Schedule, peaks, timeline
+from mesh_tensor.pipelining import Schedule, peaks, timeline
 
 SIZES = [(p, m) for p in range(1, 9) for m in range(1, 33)]
 
