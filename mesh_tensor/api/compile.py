@@ -15,7 +15,7 @@ from mesh_tensor.annotations.kernel_source import check_kernel
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
-from mesh_tensor.lowering.pipeline import Lowered, lower_kernel
+from mesh_tensor.lowering.pipeline import KernelLowering
 from mesh_tensor.program.overlap import check_overlap
 from mesh_tensor.program.steps import Program
 from mesh_tensor.program.symbolic import Lower, Programs
@@ -66,7 +66,7 @@ def compile(
     Raises:
         MeshTensorError: what was asked for can't be done; the message says what, where, why and the way out.
     """
-    lower = partial(_lower, view=view)
+    lower = KernelLowering(view)
     return MeshKernel(func, target=target, out_idx=out_idx, strict=strict, poison=poison, overlap=overlap, lower=lower)
 
 
@@ -102,7 +102,8 @@ class MeshKernel:
         self._launches: Recent[tuple[int, ...], Launch] = Recent(KERNEL_SIZES)
         self._peak_bytes = 0  # of calls whose launches are not kept any more
         compile_kernel = partial(self._target.compile, poison=poison)
-        self._programs = Programs(func, self._signature.symbols, lower or _lower, strict, overlap, compile_kernel)
+        lower = lower or KernelLowering()
+        self._programs = Programs(func, self._signature.symbols, lower, strict, overlap, compile_kernel)
         self._program: Program | None = None
         self._current: Launch | None = None
         self._on_ranks: dict[tuple[int, str], RankKernel] = {}
@@ -313,10 +314,6 @@ class MeshKernel:
 
 def _made_again(func: tirx.PrimFunc, options: dict[str, Any]) -> MeshKernel:
     return MeshKernel(func, **options)
-
-
-def _lower(func: tirx.PrimFunc, strict: bool, view: str = "auto") -> Lowered:
-    return lower_kernel(func, strict=strict, view=view)
 
 
 def _unpacked(results: list[Any]) -> Any:
