@@ -52,7 +52,7 @@ def _parameters(mod: ir.IRModule, function: str, wrt: Sequence[str] | None) -> l
     params = {param.name_hint: param.struct_info for param in func.params}
     sources = {theirs: ours for theirs, ours in source_names(func).items() if ours in params}
     if wrt is None:
-        floats = [name for name, info in params.items() if "float" in str(info.dtype)]
+        floats = [name for name, info in params.items() if "float" in str(getattr(info, "tensor_sinfo", info).dtype)]
         return [name for name in floats if name in sources.values()] or floats
     wanted = [wrt] if isinstance(wrt, str) else list(wrt)
     unknown = [name for name in wanted if name not in params and name not in sources]

@@ -15,7 +15,15 @@ from tvm import ir, relax
 
 from mesh_tensor.annotations.annotation import from_attr
 from mesh_tensor.annotations.module_annotations import GRADIENTS_ATTR, HINTS_ATTR
-from mesh_tensor.annotations.names import SOURCE_NAMES_ATTR, Fresh, relax_function, source_names, unique_names
+from mesh_tensor.annotations.names import (
+    SOURCE_NAMES_ATTR,
+    Fresh,
+    reachable,
+    relax_function,
+    source_names,
+    unique_names,
+    variables,
+)
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.gradients import Backward, gradients_of, stops_gradients
@@ -77,6 +85,19 @@ def forward_part(mod: ir.IRModule, function: str) -> Joint:
     """The function, read and written again as it was; the backward part comes after it."""
     mod = unique_names(mod)
     relax_function(mod, function)
+    typed = [
+        f"{name}.{var.name_hint}"
+        for name, func in reachable(mod, function).items()
+        for var in variables(func)
+        if isinstance(var.struct_info, relax.distributed.DTensorStructInfo)
+    ]
+    if typed:
+        refuse(
+            f"{listing(typed)} are of type R.DTensor",
+            where=f"gradient of {function!r}",
+            why="gradients' types would have to say how they lie",
+            fix="state layouts by annotate_module, or R.dist.annotate_sharding",
+        )
     graph = read_graph(mod, function, Mesh({"none": 1}), {})
     writer = Writer(mod, graph)
     params = [writer.parameter(value.name, value) for value in graph.params]

@@ -89,6 +89,23 @@ def test_what_counts_as_constant_has_no_influence():
     assert "does not depend on parameter 'w'" in _refused(module)
 
 
+def test_layouts_in_types():
+    @I.ir_module
+    class Typed:
+        I.module_attrs({"device_num": 2})
+        I.module_global_infos({"mesh": [R.device_mesh((2,), I.Range(0, 2))]})
+
+        @R.function
+        def main(x: R.DTensor((4,), "float32", "mesh[0]", "S[0]")) -> R.Tensor((), "float32"):
+            loss = R.sum(x)
+            return loss
+
+    message = _refused(Typed)
+    assert "'main.x'" in message
+    assert "R.DTensor" in message
+    assert "annotate_module" in message
+
+
 def test_no_module():
     assert "gradient takes an IRModule, not Linear" in _refused(nn.Linear(2, 2))
 

@@ -17,12 +17,12 @@ gradient(*_NAMES.split())(differentiated)
 
 @gradient("full")
 def full(b: Backward) -> Sequence[Gradient]:
-    return [b.summed(b.d, 0)]
+    return [b.typed(b.summed(b.d, 0), 0)]
 
 
 @gradient("full_like")
 def full_like(b: Backward) -> Sequence[Gradient]:
-    return [b.emit(zeros(b.call.inputs[0])), *(b.summed(b.d, n) for n in range(1, len(b.operands)))]
+    return [b.emit(zeros(b.call.inputs[0])), *(b.typed(b.summed(b.d, n), n) for n in range(1, len(b.operands)))]
 
 
 @gradient("zeros_like", "ones_like")

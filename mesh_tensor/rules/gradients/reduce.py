@@ -15,7 +15,7 @@ op = relax.op
 @gradient("sum", "mean")
 def total(b: Backward) -> Sequence[Gradient]:
     """Every element has the gradient of its sum; of a mean, its share."""
-    d = b.d
+    d = b.typed(b.d, 0)
     if b.call.name == "mean":
         count = math.prod(b.call.inputs[0].shape[axis] for axis in _axes(b))
         d = b.emit(op.divide(d, b.number(count)))

@@ -56,8 +56,16 @@ class Backward:
         return self.emit(relax.op.collapse_sum_to(gradient, relax.ShapeExpr(shape)))
 
     def number(self, value: float, operand: int = 0) -> relax.Expr:
-        """A number in the dtype of an operand."""
-        return relax.const(value, self.call.inputs[operand].dtype)
+        """A number in the dtype of an operand. (TVM makes no constants in bfloat16 of its own.)"""
+        dtype = self.call.inputs[operand].dtype
+        if dtype == "bfloat16":
+            return self.emit(relax.op.astype(relax.const(value, "float32"), dtype))
+        return relax.const(value, dtype)
+
+    def typed(self, gradient: relax.Expr, operand: int) -> relax.Expr:
+        """The gradient in the dtype of an operand."""
+        dtype = self.call.inputs[operand].dtype
+        return gradient if str(gradient.struct_info.dtype) == dtype else self.emit(relax.op.astype(gradient, dtype))
 
 
 # Per tensor operand its gradient; None where it is not wanted, or the result does not depend on it.

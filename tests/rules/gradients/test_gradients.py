@@ -8,6 +8,7 @@ import pytest
 import torch
 from tvm import relax
 
+import mesh_tensor as mt
 from mesh_tensor.plan.gradient import gradient_function
 from mesh_tensor.rules.gradients import has_gradient, stops_gradients
 from mesh_tensor.rules.operator import rule_of
@@ -41,12 +42,9 @@ class Example:
     expected: dict
 
 
-def _wide(dtype):
-    return "float64" if "float" in dtype else dtype
-
-
-def _module(case):
-    variables = [relax.Var(f"x{n}", relax.TensorStructInfo(a.shape, _wide(a.dtype))) for n, a in enumerate(case.args)]
+def _module(case, dtype="float64"):
+    infos = [relax.TensorStructInfo(a.shape, dtype if "float" in a.dtype else a.dtype) for a in case.args]
+    variables = [relax.Var(f"x{n}", info) for n, info in enumerate(infos)]
     builder = relax.BlockBuilder()
     with builder.function("main", variables):
         builder.emit_func_output(builder.emit(case.build(*variables)))
@@ -149,6 +147,29 @@ def test_vjp_on_tiles(name):
         ]
         for split in splits:
             assert_runs_on_tiles(call, rule, split, operands, **_CLOSE)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "linear_algebra:", "nn: layer_norm", "nn: rms_norm", "nn: attention", "conv: conv2d",
+        "index: take", "elementwise: where", "reduce: mean 1 True", "more: matmul, one batch dim",
+    ],
+)  # fmt: skip
+def test_in_16_bits(name):
+    """Parts of sums are added in float32, and rounded once."""
+    name = name if name in EXAMPLES else next(known for known in EXAMPLES if known.startswith(name))
+    example, narrow = _example(EXAMPLES[name]), _module(EXAMPLES[name], "bfloat16")
+    made = gradient_function(narrow, "main", list(example.expected), seeded=True)
+    tensors = [x.bfloat16() if x.is_floating_point() else x for x in (*example.operands, *example.seeds)]
+    params = [p.name_hint for p in made["main"].params if len(p.struct_info.shape)]
+    for param in params:
+        run = mt.distribute_module(made, {"a": 3}, {param: {"a": 0}}, poison=True)
+        _, found = run(*tensors)
+        for gradient, expected in zip(found, example.expected.values(), strict=True):
+            assert gradient.dtype == torch.bfloat16
+            scale = float(expected.abs().max())
+            torch.testing.assert_close(gradient.double(), expected, rtol=3e-2, atol=3e-2 * scale)
 
 
 def test_every_operator_has_a_gradient_or_is_known_to_have_none():
