@@ -38,8 +38,8 @@ class Scope:
 
 @dataclass(eq=False)
 class Node:
-    """One operator: `call` on `inputs` gives `outputs`. `kernel` is the TIR function of a call_tir, `flops` those of one
-    run of it, if they are counted already. `where` names the binding for messages."""
+    """One operator: `call` on `inputs` gives `outputs`. `kernel` is the TIR function of a call_tir, `flops` those of
+    one run of it, if they are counted already. `where` names the binding for messages."""
 
     call: OpCall
     inputs: tuple[Value, ...]
