@@ -157,6 +157,8 @@ class Decider:
 
 
 def _flops(node: Node) -> int:
+    if node.flops is not None:
+        return node.flops
     return count_kernel_flops(node.kernel) if node.kernel is not None else count_flops(node.call)
 
 

@@ -38,8 +38,8 @@ class Scope:
 
 @dataclass(eq=False)
 class Node:
-    """One operator: `call` on `inputs` gives `outputs`. `kernel` is the TIR function of a call_tir. `where` names the
-    binding for messages."""
+    """One operator: `call` on `inputs` gives `outputs`. `kernel` is the TIR function of a call_tir, `flops` those of
+    one run of it, if they are counted already. `where` names the binding for messages."""
 
     call: OpCall
     inputs: tuple[Value, ...]
@@ -47,6 +47,7 @@ class Node:
     scopes: tuple[Scope, ...]
     where: str
     kernel: tirx.PrimFunc | None = None
+    flops: int | None = None
 
     @property
     def is_annotation(self) -> bool:

@@ -13,6 +13,7 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.reductions import reduction
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.base.tensor_type import TensorType
+from mesh_tensor.rules.kernel.cost import flops_of
 from mesh_tensor.rules.kernel.factors import Factor, tile_extent
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.operator.call import OpCall
@@ -133,7 +134,9 @@ class KernelDecision:
         inputs, outputs = tuple(values[: len(self.inputs)]), tuple(values[len(self.inputs) :])
         operands = [relax.Var(v.name, relax.TensorStructInfo(v.type.shape, v.type.dtype)) for v in inputs]
         call = OpCall("call_tir", operands, tuple(v.type for v in inputs), tuple(v.type for v in outputs))
-        node = Node(call, inputs, outputs, (), "kernel", self.analysis.kernel.func)
+        node = Node(
+            call, inputs, outputs, (), "kernel", self.analysis.kernel.func, flops_of(self.analysis.kernel.statements)
+        )
         stated = {v: Annotation(self.asked[v.name]) for v in values if v.name in self.asked}
         graph = Graph("kernel", self.mesh, list(inputs), [node], outputs, stated)
         atoms = find_atoms(graph, {node: rule})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tvm import ir, tirx
 
@@ -21,13 +21,22 @@ def count_flops(func: tirx.PrimFunc) -> int:
     """Floating-point operations of one run of a kernel: 2 per multiply-add, 1 per other operation or function.
 
     Loops whose extent is no constant count once. Branches count as taken."""
-    return flops_function(func, ())(())
+    return flops_of(read_kernel(func).statements)
+
+
+def flops_of(statements: Iterable[Statement]) -> int:
+    """`count_flops` of a kernel that is read already."""
+    return _flops_function(statements, ())(())
 
 
 def flops_function(func: tirx.PrimFunc, symbols: Sequence[tirx.Var]) -> Callable[[Sequence[int]], int]:
     """`count_flops` for kernels with symbols in the extents of their loops: from the values of all `symbols`."""
+    return _flops_function(read_kernel(func).statements, symbols)
+
+
+def _flops_function(statements: Iterable[Statement], symbols: Sequence[tirx.Var]) -> Callable[[Sequence[int]], int]:
     terms = []
-    for statement in read_kernel(func).statements:
+    for statement in statements:
         if each := _flops(statement):
             extents = [loop.extent for loop in statement.loops if is_size(loop.extent, symbols)]
             terms.append((each, [size_function(extent, symbols) for extent in extents]))
