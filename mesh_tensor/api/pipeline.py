@@ -205,6 +205,16 @@ class Pipeline:
         owners = {key: home[key[0]].mesh for key in results}
         return self._result(self._runs.share(made, owners, like, len(numbers)), microbatches)
 
+    @property
+    def fragments(self) -> tuple[StageFragments, ...]:
+        """What every stage runs, of a pipeline of known sizes."""
+        if self._signature.symbols:
+            refuse(
+                f"the sizes of {self._flow.function!r} are open: {', '.join(map(str, self._signature.symbols))}",
+                fix="make the pipeline of a module of known sizes",
+            )
+        return self._planned({})
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of the last call's loss, whole, by the names of the weights; a weight that several stages have
         gets the sum of theirs. On ranks, all have to ask."""
