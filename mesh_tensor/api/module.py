@@ -168,6 +168,11 @@ class MeshModule:
         return self._run(given, lambda: self._signature.bind(self._weights, arguments, named), _call)
 
     @undisturbed
+    def call_alike(self, *args: Any) -> Any:
+        """A call with MeshTensors, or with DTensors known to lie alike on all ranks: these are not compared."""
+        return self._run(args, lambda: self._signature.bind(self._weights, args, {}), _call_alike)
+
+    @undisturbed
     def step(self, tensors: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The function's first result for these tensors, and what replaces `state` (of `as_state`) in the next call."""
         return self._run(tensors.values(), lambda: dict(tensors), lambda launch, given: launch.step(given, state))
@@ -309,6 +314,10 @@ class MeshModule:
 
 def _call(launch: AnyLaunch, tensors: Mapping[str, Any]) -> Any:
     return launch(tensors)
+
+
+def _call_alike(launch: AnyLaunch, tensors: Mapping[str, Any]) -> Any:
+    return launch(tensors, alike=True) if isinstance(launch, RankModuleLaunch) else launch(tensors)
 
 
 def _device_mesh(tensors: Iterable[Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from tvm import relax
@@ -29,25 +30,30 @@ class ModulePort:
     dims: tuple[Sizes, ...]
     sharding: Sharding
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """As the caller knows it."""
         return tuple(math.prod(atoms) for atoms in self.dims)
 
-    @property
+    @cached_property
     def refined(self) -> tuple[int, ...]:
         """With every dim taken apart."""
         return tuple(size for atoms in self.dims for size in atoms)
 
-    @property
+    @cached_property
     def plain(self) -> Sharding | None:
         """The layout over the caller's dims, if there is one."""
         return plain_sharding(self.sharding, self.dims)
 
-    @property
+    @cached_property
+    def nameable(self) -> Sharding:
+        """The layout over atoms that has a name over the caller's dims."""
+        return made_plain(self.sharding, self.dims)
+
+    @cached_property
     def named(self) -> Sharding:
         """The layout over the caller's dims; what has no name there is gathered."""
-        named = plain_sharding(made_plain(self.sharding, self.dims), self.dims)
+        named = plain_sharding(self.nameable, self.dims)
         assert named is not None
         return named
 
@@ -74,7 +80,7 @@ class ModulePort:
         dims is gathered where that is so."""
         if isinstance(result, torch.Tensor):
             return result.view(self.shape)
-        return _relabel(result.redistribute(made_plain(self.sharding, self.dims)), self.shape, self.named)
+        return _relabel(result.redistribute(self.nameable), self.shape, self.named)
 
     def torch_dtype(self) -> torch.dtype:
         """The torch dtype."""

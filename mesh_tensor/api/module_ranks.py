@@ -10,12 +10,11 @@ import torch
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.plan.atoms import made_plain, plain_sharding
 from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.runtime.ranks import is_dtensor, redistribute
 from mesh_tensor.runtime.ranks.agree import agree, digest_of, program_facts
-from mesh_tensor.runtime.ranks.dtensor import as_dtensor, lies_like_torch, local_part
+from mesh_tensor.runtime.ranks.dtensor import as_dtensor, lies_like_torch, local_part, to_placements
 from mesh_tensor.runtime.ranks.faults import Faults
 from mesh_tensor.runtime.ranks.rank_launch import RankLaunch, Tiling
 from mesh_tensor.runtime.ranks.ranks import Ranks
@@ -45,9 +44,11 @@ class RankModuleLaunch:
         self._held = {n: constant_tensor(c, values[n]).padded_tile(ranks.rank) for n, c in made.constants.items()}
         self._held |= {self._inputs[name]: self._enter(name, tensor, keep=True) for name, tensor in weights.items()}
 
-    def __call__(self, tensors: Mapping[str, Any]) -> Any:
-        """What the function returns: DTensors if any argument is one, else global tensors, the same on every rank."""
-        known = {**self._held, **{self._inputs[name]: self._enter(name, tensor) for name, tensor in tensors.items()}}
+    def __call__(self, tensors: Mapping[str, Any], alike: bool = False) -> Any:
+        """What the function returns: DTensors if any argument is one, else global tensors, the same on every rank.
+        `alike`: DTensors are known to lie alike on all ranks, so what lies as it has to needs no agreement."""
+        entered = {self._inputs[n]: self._enter(n, tensor, alike=alike) for n, tensor in tensors.items()}
+        known = {**self._held, **entered}
         self.lane.run(self._digest)
         made = self._run(known, {})
         as_dtensors = any(is_dtensor(tensor) for tensor in tensors.values())
@@ -72,7 +73,7 @@ class RankModuleLaunch:
         kept = {name: made[result] for name, result in state_results(self.plan).items()}
         return self._tree(self._result[0], made, False), kept
 
-    def _enter(self, parameter: str, tensor: Any, keep: bool = False) -> torch.Tensor:
+    def _enter(self, parameter: str, tensor: Any, keep: bool = False, alike: bool = False) -> torch.Tensor:
         """This rank's valid part of an argument. `keep`: its memory does not change with the argument's."""
         if isinstance(tensor, MeshTensor):
             refuse(
@@ -82,7 +83,9 @@ class RankModuleLaunch:
         port = self._ports[self._inputs[parameter]]
         plain = port.plain
         if is_dtensor(tensor) and plain is not None and lies_like_torch(plain, port.shape):
-            return local_part(redistribute(tensor, plain)).reshape(self._valid(port, port.sharding))
+            if not (alike and tuple(tensor.placements) == to_placements(plain)):
+                tensor = redistribute(tensor, plain)
+            return local_part(tensor).reshape(self._valid(port, port.sharding))
         whole = local_part(redistribute(tensor, {})) if is_dtensor(tensor) else tensor
         part = whole.detach().reshape(port.refined)[self._box(port)]
         return part.clone(memory_format=torch.contiguous_format) if keep else part.contiguous()
@@ -96,9 +99,7 @@ class RankModuleLaunch:
         """A result from this rank's valid part (or tile) of it."""
         if not as_dtensor_:
             return self._changed(port, local, Sharding.of(self._ranks.mesh, len(port.refined), {})).view(port.shape)
-        nameable = made_plain(port.sharding, port.dims)
-        named = plain_sharding(nameable, port.dims)
-        assert named is not None
+        nameable, named = port.nameable, port.named
         if not lies_like_torch(named, port.shape):
             nameable = named = Sharding.of(self._ranks.mesh, len(port.refined), {})
             named = Sharding.of(self._ranks.mesh, len(port.shape), {})

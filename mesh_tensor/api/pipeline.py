@@ -33,6 +33,7 @@ from .explain_pipeline import explain_pipeline
 from .pipeline_batch import merged, rows_of, split_batch
 from .pipeline_carriers import Mailbox, RankCarrier
 from .pipeline_ranks import RankRuns, message_numbers
+from .pipeline_results import check_results
 from .pipeline_rows import Microbatch, Row, run_rows
 from .pipeline_stages import Options, StageFragments, Values, forward_fragments, training_fragments
 from .pipeline_stated import named_stages, stage_layouts, trained_weights
@@ -49,6 +50,7 @@ def pipeline(
     microbatches: int = 1,
     schedule: Schedule | str | None = None,
     train: bool | Sequence[str] = False,
+    reduction: str = "mean",
     weights: Mapping[str, torch.Tensor] | None = None,
     machine: Machine | str | None = None,
     function: str = "main",
@@ -74,7 +76,8 @@ def pipeline(
         microbatches: in how many parts a batch is split along its first dim.
         schedule: its name (`SCHEDULES`), or a Schedule; "forward" where nothing is trained, "1f1b" else.
         train: whether gradients of the weights are computed (all that hold floats), or of which. The function's first
-            result is the loss then: a mean over the rows of a batch.
+            result is the loss then.
+        reduction: what results that are numbers are over the rows of a batch: a "mean", or a "sum".
         weights: parameters that stay; those of an ImportedModule, where nothing is given.
         machine: what costs are those of, or a preset's name ("h100x16"); None: this project's CPU ranks.
         function: the function to run.
@@ -96,6 +99,7 @@ def pipeline(
     flow, options = Flow(mod, function), Options(target, strict, replicate_unknown, poison, recompute)
     made = Pipeline(flow, topology, given if weights is None else weights, train, options, ranks)
     made._machine = Machine.preset(machine) if isinstance(machine, str) else machine or CPU
+    made._reduction = reduction
     made._cut(stages, shardings or {}, schedule or ("1f1b" if train else "forward"), microbatches, limit)
     made._checks_indices = check_indices
     return made
@@ -104,7 +108,7 @@ def pipeline(
 class Pipeline:
     """A model on several meshes: takes whole batches, splits them, and runs its schedule; a thread per mesh.
 
-    Results with a first dim of the batch are put together along it; numbers are means over the batch's rows.
+    Results are rows of the batch, which are put together, or numbers: means over the batch's rows, or sums.
 
     topology, schedule, stages   what runs where, and when
     inputs, trained              parameters: those of a call, and those whose gradients are computed
@@ -134,6 +138,7 @@ class Pipeline:
         self._gradients: dict[int, Values] = {}
         self._checks_indices, self._ran = True, False
         self._machine: Machine = CPU
+        self._reduction = "mean"
         self.peak_bytes = dict.fromkeys(self.topology, 0)
         self.peak_microbatches = dict.fromkeys(self.topology, 0)
 
@@ -142,6 +147,8 @@ class Pipeline:
     ) -> None:
         """Cut the function into stages, lay these out, and check that the schedule can run them."""
         flow, self.microbatches = self._flow, microbatches
+        if not self._signature.symbols:
+            check_results(flow, self.inputs, bool(self.trained), self._reduction, microbatches)
         if stages is None:
             self._where, stated = annotated_stages(flow, self.topology)
             meshes: list[str | None] = [*stated]
@@ -176,7 +183,7 @@ class Pipeline:
             for here in plans[0]:
                 refuse_outside(here.fragments["F"].module.plan.index_checks, tensors, self._flow.function)
         counts = [rows_of(part) for part in parts]
-        shares = [count / sum(counts) for count in counts]
+        shares = [1.0 if self._reduction == "sum" else count / sum(counts) for count in counts]
         return [Microbatch(*each) for each in zip(parts, plans, shares, strict=True)]
 
     def _run(self, microbatches: list[Microbatch]) -> Any:
@@ -273,6 +280,7 @@ class Pipeline:
             stages = self.stages
             if sizes:
                 flow = Flow(bound(self._flow.mod, self._flow.function, sizes), self._flow.function)
+                check_results(flow, self.inputs, bool(self.trained), self._reduction, self.microbatches)
                 stages = cut(flow, self._where, self._meshes)
             plan = tuple(map(self._fragments, stages))
             self._plans.put(key, plan)
@@ -293,8 +301,8 @@ class Pipeline:
         return made
 
     def _result(self, made: Mapping[tuple[str, int], torch.Tensor], microbatches: Sequence[Microbatch]) -> Any:
-        rows = [rows_of(part.inputs) for part in microbatches]
-        values = {name: merged([made[name, i] for i in range(len(rows))], rows) for name in self._flow.results}
+        shares = [part.share for part in microbatches]
+        values = {name: merged([made[name, i] for i in range(len(shares))], shares) for name in self._flow.results}
         return self._flow.tree(values)
 
     def explain(self, machine: Machine | str | None = None) -> str:

@@ -36,11 +36,11 @@ def rows_of(part: Tensors) -> int:
     return next((tensor.shape[0] for tensor in part.values() if tensor.ndim), 1)
 
 
-def merged(parts: Sequence[torch.Tensor], rows: Sequence[int]) -> torch.Tensor:
-    """The microbatches' results as the batch's: rows behind each other, or the mean of numbers over rows."""
+def merged(parts: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
+    """The microbatches' results as the batch's: rows behind each other, or numbers added by what each counts for."""
     if len(parts) == 1:
         return parts[0]
     if parts[0].ndim:
         return torch.cat(list(parts))
-    weighted = [part.double() * (count / sum(rows)) for part, count in zip(parts, rows, strict=True)]
+    weighted = [part.double() * share for part, share in zip(parts, shares, strict=True)]
     return torch.stack(weighted).sum().to(parts[0].dtype)

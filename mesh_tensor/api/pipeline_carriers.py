@@ -11,7 +11,7 @@ import torch
 
 from mesh_tensor.runtime.ranks import redistribute
 from mesh_tensor.runtime.ranks.dtensor import as_dtensor, local_part
-from mesh_tensor.runtime.ranks.transfers import RankTopology, added, rank_layout, rank_transfer
+from mesh_tensor.runtime.ranks.transfers import RankTopology, add_to, added, laid, rank_layout, rank_transfer
 from mesh_tensor.runtime.ranks.wire import Work
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute
 from mesh_tensor.runtime.virtual.transfer import transfer
@@ -43,6 +43,10 @@ class Carrier(ABC):
     @abstractmethod
     def add(self, one: Any, other: Any) -> Any:
         """The sum of two values that lie alike."""
+
+    def accumulate(self, total: Any, value: Any) -> Any:
+        """The sum of a total that nobody else has and a value; may use its memory."""
+        return self.add(total, value)
 
     @abstractmethod
     def tiles(self, value: Any) -> Iterable[torch.Tensor]:
@@ -113,11 +117,11 @@ class RankCarrier(Carrier):
         key = (name, here.stage.index, there.stage.index, microbatch)
         shape = tuple(value.shape)
         if here.stage.mesh == there.stage.mesh:
-            self._there[key] = redistribute(value, rank_layout(there.layouts[name], shape))
+            self._there[key] = laid(value, rank_layout(there.layouts[name], shape))
             return
         source = rank_layout(here.layouts[name], shape)
         plan = rank_transfer(shape, value.dtype, source, rank_layout(there.layouts[name], shape))
-        value = redistribute(value, source)
+        value = laid(value, source)
         self._sent += self._ranks.send(plan, value, there.stage.mesh, self._numbers[key])
 
     def take(self, here: StageFragments, there: StageFragments, name: str, microbatch: int) -> Any:
@@ -131,6 +135,9 @@ class RankCarrier(Carrier):
 
     def add(self, one: Any, other: Any) -> Any:
         return added(one, other)
+
+    def accumulate(self, total: Any, value: Any) -> Any:
+        return add_to(total, value)
 
     def tiles(self, value: Any) -> Iterable[torch.Tensor]:
         return (local_part(value),)

@@ -89,7 +89,7 @@ class Row:
             if weight not in sums:
                 wide = torch.promote_types(value.dtype, torch.float32)
                 sums[weight] = self._carrier.place(here, name, torch.zeros(value.shape, dtype=wide))
-            sums[weight] = self._carrier.add(sums[weight], value)
+            sums[weight] = self._carrier.accumulate(sums[weight], value)
         elif taken is not None:
             there = self._microbatches[microbatch].stages[stage.takes[taken]]
             self._carrier.hand(here, there, name, value, microbatch)

@@ -51,7 +51,7 @@ class Fragment:
 
     def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """What it makes of values of its mesh: MeshTensors, or DTensors."""
-        made = self.module(*(values[name] for name in self.takes))
+        made = self.module.call_alike(*(values[name] for name in self.takes))
         return dict(zip(self.gives, made, strict=True))
 
 

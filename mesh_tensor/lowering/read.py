@@ -22,7 +22,6 @@ def read(func: tirx.PrimFunc, view: str) -> Annotated:
     """
     mesh, annotations = read_annotations(func)
     asked = {name: annotation.sharding for name, annotation in annotations.items()}
-    name = function_name(func)
     refuse_views_of_tiles(func, asked, view)
     plain = normalize(func)
     shapes = {param: tuple(buffer.shape) for param, buffer in buffer_params(plain).items()}
@@ -30,4 +29,4 @@ def read(func: tirx.PrimFunc, view: str) -> Annotated:
     if reading.over_tiles:
         asked = {name: asked.get(name) or Sharding.make(mesh, len(shape)) for name, shape in shapes.items()}
         plain = over_tiles(plain, asked)
-    return Annotated(name, mesh, plain, asked, shapes, reading)
+    return Annotated(function_name(func), mesh, plain, asked, shapes, reading)

@@ -52,7 +52,7 @@ def verify_local(kernel: LocalKernel, mesh: Mesh) -> None:
         VerificationError: lists what is wrong with it.
     """
     problems = local_problems(kernel.func, kernel.analysis, kernel.assignment, mesh, over_tiles=kernel.written_locally)
-    raise_on(problems, f"local kernel {name_of(kernel.func)}")
+    raise_on(problems, f"local kernel {function_name(kernel.func)}")
 
 
 def local_problems(
@@ -86,11 +86,6 @@ def explicit_problems(lowered: Lowered) -> list[str]:
 
 
 # -- one local kernel --------------------------------------------------------------------------------------------------
-
-
-def name_of(func: tirx.PrimFunc) -> str:
-    """What a message calls the function."""
-    return function_name(func)
 
 
 def leftovers(func: tirx.PrimFunc) -> list[str]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from mesh_tensor.tir.functions import function_name
+
 from .layouts import Lowered
 from .stages import Annotated, LocalParts, Part, Parts, Ruled
-from .verify import enabled, explicit_problems, local_problems, name_of, raise_on
+from .verify import enabled, explicit_problems, local_problems, raise_on
 
 Record = TypeVar("Record")
 
@@ -65,7 +67,7 @@ def _cut(record: Parts) -> Iterator[str]:
     """No split factor's result is needed complete inside a part; what a part takes over was left by an earlier one."""
     mesh, left = record.ruled.kernel.mesh, set(record.ruled.kernel.shapes)
     for part in record.parts:
-        name = name_of(part.analysis.kernel.func)
+        name = function_name(part.analysis.kernel.func)
         yield from _decided(part)
         for factor, reduction in part.analysis.reductions.items():
             if reduction.cut is not None and any(mesh.size(axis) > 1 for axis in part.assignment.axes_of(factor)):
@@ -81,7 +83,7 @@ def _local(record: LocalParts) -> Iterator[str]:
         analysis, assignment = local.part.analysis, local.part.assignment
         over_tiles = kernel.reading.over_tiles
         for problem in local_problems(local.func, analysis, assignment, kernel.mesh, over_tiles=over_tiles):
-            yield f"{name_of(local.func)}: {problem}"
+            yield f"{function_name(local.func)}: {problem}"
 
 
 _CHECKS: dict[type, Callable[[Any], Any]] = {

@@ -12,7 +12,7 @@ from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.rules.operator.call import op_call
-from mesh_tensor.rules.operator.cost import count_flops
+from mesh_tensor.rules.operator.cost import operator_work
 
 from .assign import NamedStage
 from .flow import Flow
@@ -96,12 +96,7 @@ def _seconds(flow: Flow, names: Sequence[str], machine: Machine) -> list[float]:
             if called not in known and called in functions:
                 known[called] = sum(of(binding.value) for binding in bindings(functions[called]))
             return known.get(called, 0.0)
-        call = op_call(expr)
-        tensors = (*call.inputs, *call.outputs)
-        nbytes = sum(t.elements * dtype_bits(t.dtype) // 8 for t in tensors)
-        dtype = call.outputs[0].dtype if call.outputs else "float32"
-        work = machine.work(count_flops(call), nbytes, dtype, call.name, "product" if call.name == "matmul" else "")
-        return work.seconds
+        return operator_work(op_call(expr), machine).seconds
 
     return [of(flow.bindings[name].value) for name in names]
 

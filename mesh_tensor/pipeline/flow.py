@@ -10,6 +10,7 @@ from tvm import ir, relax
 
 from mesh_tensor.annotations.names import check_module, relax_function, unique_names
 from mesh_tensor.annotations.parameters import with_flat_parameters
+from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.errors import refuse
 
 
@@ -54,7 +55,7 @@ class Flow:
     def is_float(self, name: str) -> bool:
         """Whether a value is a tensor of floats."""
         info = (self.params[name] if name in self.params else self.bindings[name].var).struct_info
-        return isinstance(info, relax.TensorStructInfo) and "float" in str(info.dtype)
+        return isinstance(info, relax.TensorStructInfo) and is_float(str(info.dtype))
 
     def above(self, roots: Iterable[str], among: Iterable[str] | None = None) -> set[str]:
         """The bindings that `roots` depend on, and they themselves; if so, only those among some."""

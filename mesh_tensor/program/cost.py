@@ -11,11 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mesh_tensor.base.collective_time import collective_time, reach
-from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.machine import Machine, Work
-from mesh_tensor.rules.operator import OpCall
 from mesh_tensor.rules.operator.call import operator_name
-from mesh_tensor.rules.operator.cost import class_of, count_flops
+from mesh_tensor.rules.operator.cost import operator_work, touched_bytes
 from mesh_tensor.rules.operator.vjp import VJP, vjp_of
 
 from .steps import CollectiveStep, KernelStep, OpStep, Program
@@ -87,32 +85,11 @@ class StepCosts:
         return StepCost(name, COMPUTE, work.seconds, work.bound, 0, nbytes)
 
     def _priced(self, step: OpStep, copied: bool, rounds: int) -> StepCost:
-        call, name = step.call, operator_name(step.call)
+        work, name = operator_work(step.call, self._machine, copied), operator_name(step.call)
         if name == VJP:
-            return self._gradient(step, rounds)
-        kind = class_of(name)
-        if kind == "view" and not copied:
-            return StepCost(name, COMPUTE, self._machine.roofline("view").start * rounds, "start")
-        nbytes = _touched(call)
-        work = self._machine.work(step.flops, nbytes, _dtype(call), name, "move" if kind == "view" else kind)
-        return StepCost(name, COMPUTE, work.seconds * rounds, work.bound, step.flops, nbytes)
-
-    def _gradient(self, step: OpStep, rounds: int) -> StepCost:
-        """The operator once more, and backwards: twice its work."""
-        machine = self._machine
-        own, work, nbytes = machine.roofline(VJP), 0.0, 0
-        calls = [call for call, _ in vjp_of(step.call).calls]
-        for call in calls:
-            name = operator_name(call)
-            touched = _touched(call)
-            part = machine.work(count_flops(call), touched, _dtype(call), name, class_of(name))
-            inner = machine.roofline(name, class_of(name)).start
-            work += 3 * (inner + max(part.flops, part.memory / own.memory))
-            nbytes += 3 * touched
-        start = machine.launch + own.start
-        bound = "start" if start > work else "memory" if class_of(operator_name(calls[-1])) != "product" else "flops"
-        name = f"gradient of {operator_name(calls[-1])}"
-        return StepCost(name, COMPUTE, (start + work) * rounds, bound, step.flops, nbytes)
+            name = f"gradient of {operator_name(vjp_of(step.call).calls[-1][0])}"
+        nbytes = touched_bytes(step.call) if work.memory else 0
+        return StepCost(name, COMPUTE, work.seconds * rounds, work.bound, step.flops if work.flops else 0, nbytes)
 
     def _rounds(self, devices: int) -> int:
         """How often the processors go round that so many devices share."""
@@ -128,13 +105,3 @@ class StepCosts:
         """The axes along which a value's layout differs."""
         layout = self._program.values[name].sharding
         return frozenset(axis for axes in layout.dims for axis in axes) | {axis for axis, _ in layout.partial}
-
-
-def _touched(call: OpCall) -> int:
-    """The bytes of its operands and results."""
-    return sum(tensor.elements * dtype_bits(tensor.dtype) // 8 for tensor in (*call.inputs, *call.outputs))
-
-
-def _dtype(call: OpCall) -> str:
-    """What it computes on."""
-    return next((tensor.dtype for tensor in (*call.inputs, *call.outputs)), "float32")

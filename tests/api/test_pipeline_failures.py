@@ -127,3 +127,59 @@ def test_what_fails_on_one_mesh_ends_all_with_its_name(module, monkeypatch):
     assert str(raised.value) == "RuntimeError: out of luck\n  where: 1B1 (backward of stage 1) on mesh 'm1'"
     monkeypatch.undo()
     assert torch.isfinite(run(*batch(8)))
+
+
+class Returns(torch.nn.Module):
+    """Returns what a function makes of a linear layer's rows."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.fc = torch.nn.Linear(6, 6)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.fc(x))
+
+
+def returning(function, **options):
+    model = Returns(function)
+    module = mt.from_torch(torch.export.export(model, (torch.randn(3, 6),)))
+    return model, lambda: mt.pipeline(module, {"m0": {"d": 2}}, {"m0": ["fc"]}, microbatches=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "facts"),
+    [
+        (lambda y: y.mean(0), {}, ["the first dim of the result", "is not the batch's", "microbatches=1"]),
+        (lambda y: y - y.mean(0, keepdim=True), {}, ["rows need others: all_reduce"]),
+        (lambda y: y.softmax(0), {}, ["rows need others"]),
+        (lambda y: y.t().contiguous(), {}, ["the first dim of the result"]),
+        (lambda y: y.sum(), {}, ["is a sum", "say reduction='sum'"]),
+        (lambda y: y.mean(), {"reduction": "max"}, ["reduction='max'"]),
+        (lambda y: y, {"train": True}, ["and no loss", "return one number of floats first"]),
+    ],
+)
+def test_results_that_microbatches_do_not_make(function, options, facts):
+    _, make = returning(function, **options)
+    with pytest.raises(MeshTensorError) as raised:
+        make()
+    assert all(fact in str(raised.value) for fact in facts), raised.value
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (lambda y: y.sum(), {"reduction": "sum", "train": True}),
+        (lambda y: y.mean(), {"train": True}),
+        (lambda y: y.softmax(1).reshape(-1), {}),
+        (lambda y: (y.relu(), y.mean()), {}),
+    ],
+)
+def test_results_that_they_do_make(function, options):
+    model, make = returning(function, **options)
+    run, x = make(), torch.randn(6, 6)
+    wanted = model(x)
+    torch.testing.assert_close(run(x), torch.utils._pytree.tree_map(torch.Tensor.detach, wanted))
+    if options:
+        weight, _ = torch.autograd.grad(wanted, [model.fc.weight, model.fc.bias])
+        torch.testing.assert_close(next(iter(run.gradients().values())), weight, rtol=1e-5, atol=1e-5)

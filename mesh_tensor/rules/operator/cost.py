@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 
+from mesh_tensor.base.dtypes import dtype_bits
+from mesh_tensor.base.machine import Machine, Work
+
 from .call import OpCall, operator_name
 from .vjp import VJP, vjp_of
 
@@ -72,3 +75,26 @@ def _differentiated(call: OpCall) -> int:
     stated = vjp_of(call)
     forward = sum(count_flops(inner) for inner, _ in stated.calls)
     return forward * (len(stated.wrt) + (len(stated.given) == len(stated.operands)))
+
+
+def touched_bytes(call: OpCall) -> int:
+    """The bytes of its operands and results; of gradients, those of three calls."""
+    if operator_name(call) == VJP:
+        return 3 * sum(touched_bytes(of) for of, _ in vjp_of(call).calls)
+    return sum(tensor.elements * dtype_bits(tensor.dtype) // 8 for tensor in (*call.inputs, *call.outputs))
+
+
+def operator_work(call: OpCall, machine: Machine, copied: bool = False) -> Work:
+    """What a call takes on one device of a machine: its operations, or its operands and results once. Views of operands
+    move nothing, unless they are `copied`. Gradients are the operator once more, and twice its work backwards."""
+    name = operator_name(call)
+    kind = class_of(name)
+    if name == VJP:
+        own, parts = machine.roofline(VJP), [operator_work(of, machine, True) for of, _ in vjp_of(call).calls]
+        start = machine.launch + own.start + 3 * sum(part.start - machine.launch for part in parts)
+        return Work(start, 3 * sum(p.flops for p in parts), 3 * sum(p.memory for p in parts) / own.memory)
+    if kind == "view" and not copied:
+        return Work(machine.roofline("view").start, 0.0, 0.0)
+    dtype = next((tensor.dtype for tensor in (*call.inputs, *call.outputs)), "float32")
+    names = (name, "move" if kind == "view" else kind)
+    return machine.work(count_flops(call), touched_bytes(call), dtype, *names)

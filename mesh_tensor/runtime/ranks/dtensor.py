@@ -221,6 +221,7 @@ def from_dtensor(tensor: DTensor, mesh: Mesh | Mapping[str, int] | None = None) 
             faults.blame(error, "gathering a tensor", range(ranks.mesh.num_devices))
 
 
+@lru_cache(maxsize=64)
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     """The Mesh with the axes of a DeviceMesh; `axis0`, `axis1` ... where they have no names."""
     sizes = tuple(device_mesh.mesh.shape)

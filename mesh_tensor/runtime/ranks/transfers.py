@@ -16,7 +16,7 @@ from mesh_tensor.base.topology import Topology
 from mesh_tensor.redistribution.transfer import SMALL, TransferPlan
 
 from .calls import indented
-from .dtensor import as_dtensor, from_placements, lies_like_torch, local_part, mesh_of
+from .dtensor import as_dtensor, from_placements, lies_like_torch, local_part, mesh_of, to_placements
 from .ranks import Ranks, ranks_of
 from .redistribution import redistribute
 from .wire import Work
@@ -63,7 +63,7 @@ class RankTopology:
     def send(self, plan: TransferPlan, tensor: DTensor, to: str, number: int) -> list[tuple[Work, torch.Tensor]]:
         """Begin to send a DTensor of this rank's mesh to another mesh, as message `number` of the call. All ranks of
         the mesh have to. What is sent stays as it is until that is done."""
-        local = local_part(redistribute(tensor, plan.before.dst))
+        local = local_part(laid(tensor, plan.before.dst))
         works = []
         for send in plan.sends:
             if send.source == self.rank:
@@ -86,7 +86,7 @@ class RankTopology:
         self.wait(works)
         for region, data in parts:
             region.copy_(data.view(dtype).view(region.shape))
-        return redistribute(as_dtensor(local, self.mine, landing, plan.shape), plan.dst)
+        return laid(as_dtensor(local, self.mine, landing, plan.shape), plan.dst)
 
     def share(self, tensor: torch.Tensor | None, owner: str, number: int, like: torch.Tensor) -> torch.Tensor:
         """A whole tensor that the ranks of mesh `owner` have, on all ranks; the others know its shape and dtype."""
@@ -150,12 +150,22 @@ def rank_layout(layout: Sharding, shape: Sequence[int]) -> Sharding:
     return layout if lies_like_torch(layout, shape) else Sharding.of(layout.mesh, layout.ndim, {})
 
 
+def laid(tensor: DTensor, sharding: Sharding) -> DTensor:
+    """A DTensor that is known to lie alike on all ranks in a layout: as it is, where it lies so."""
+    return tensor if tuple(tensor.placements) == to_placements(sharding) else redistribute(tensor, sharding)
+
+
 def added(one: DTensor, other: DTensor) -> DTensor:
     """The sum of two DTensors, as the first one lies."""
-    mesh = mesh_of(one.device_mesh)
-    layout = from_placements(mesh, one.ndim, one.placements)
-    local = local_part(one) + local_part(redistribute(other, layout))
-    return as_dtensor(local, one.device_mesh, layout, one.shape)
+    layout = from_placements(mesh_of(one.device_mesh), one.ndim, one.placements)
+    return as_dtensor(local_part(one) + local_part(laid(other, layout)), one.device_mesh, layout, one.shape)
+
+
+def add_to(total: DTensor, other: DTensor) -> DTensor:
+    """`total`, with another DTensor added to it."""
+    layout = from_placements(mesh_of(total.device_mesh), total.ndim, total.placements)
+    local_part(total).add_(local_part(laid(other, layout)))
+    return total
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
