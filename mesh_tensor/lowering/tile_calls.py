@@ -2,7 +2,7 @@
 theirs.
 
 A step is known by its operator and by how its operands and results lie. What it is on tiles, what TVM infers of that
-and whether the rule agrees is found out once, on stand-ins for the operands' tiles.
+and whether the rule agrees is found out once, on stand-ins for the operands' tiles; and kept for other plans.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tvm import relax
 
+from mesh_tensor.base.recent import Recent
 from mesh_tensor.plan.atoms import Atoms
 from mesh_tensor.plan.explicit import Change, Fill, Form, Run, Step
 from mesh_tensor.rules.operator.call import OpCall, op_call, tensor_infos
@@ -32,6 +33,9 @@ class TileCall:
     flops: int
 
 
+_KNOWN: Recent[tuple, tuple[TileCall, ...]] = Recent(4096)
+
+
 class TileCalls:
     """The calls of all steps of a plan, and the struct infos of its tiles."""
 
@@ -40,7 +44,6 @@ class TileCalls:
         self._builder = relax.BlockBuilder()
         self._infos: dict[tuple, relax.TensorStructInfo] = {}
         self._of: dict[Step, tuple[TileCall, ...]] = {}
-        self._known: dict[tuple, tuple[TileCall, ...]] = {}
 
     def of(self, step: Step) -> tuple[TileCall, ...]:
         """The calls that a step, which runs no kernel, is made of; the last one gives its results.
@@ -51,10 +54,7 @@ class TileCalls:
         if step not in self._of:
             layouts = tuple(self._layout(form) for form in (*inputs_of(step), *outputs_of(step)))
             key = (type(step), _particulars(step), layouts)
-            calls = self._known.get(key)
-            if calls is None:
-                calls = self._known[key] = self._make(step)
-            self._of[step] = calls
+            self._of[step] = _KNOWN.made(key, lambda: self._make(step))
         return self._of[step]
 
     def info(self, form: Form) -> relax.TensorStructInfo:

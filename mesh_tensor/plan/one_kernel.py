@@ -158,7 +158,7 @@ class KernelDecision:
         return Value(param, TensorType(shape, buffer.dtype))
 
     def _reason(self, axis: str, factor: Factor | None, demands: list[Factor]) -> str:
-        if axis in self.fixed:
+        if axis in self.fixed and factor is not None and factor not in demands:
             return "decided before"
         if not demands:
             asked = any(s.dim_of(axis) is not None for s in self.asked.values())
