@@ -31,7 +31,18 @@ def lower_to_program(func: tirx.PrimFunc, strict: bool = False, view: str = "aut
     Raises:
         MeshTensorError: the kernel can't be lowered (see `lower`), or a size is symbolic.
     """
-    return build_program(lower_kernel(func, strict=strict, view=view))
+    return open_program(func, strict=strict, view=view).sized(())
+
+
+def open_program(
+    func: tirx.PrimFunc, symbols: Sequence[tirx.Var] = (), *, strict: bool = False, view: str = "auto"
+) -> OpenProgram:
+    """Lower an annotated kernel whose `symbols` stay open.
+
+    Raises:
+        MeshTensorError: the kernel can't be lowered (see `lower`), or other sizes are symbolic.
+    """
+    return OpenProgram(lower_kernel(func, strict=strict, view=view), symbols)
 
 
 class LocalView(Protocol):
@@ -58,7 +69,7 @@ class LocalView(Protocol):
 
 def build_program(local: LocalView) -> Program:
     """The Program of a kernel in local view: its kernels and collectives, and when memory lives."""
-    return OpenProgram(local).sized((), local.decisions)
+    return OpenProgram(local).sized(())
 
 
 class OpenProgram:
@@ -69,7 +80,7 @@ class OpenProgram:
     """
 
     def __init__(self, local: LocalView, symbols: Sequence[tirx.Var] = ()) -> None:
-        self._name, self._mesh = local.name, local.mesh
+        self._name, self._mesh, self._decisions = local.name, local.mesh, local.decisions
         self._values = {name: _value_function(tensor, symbols) for name, tensor in local.tensors.items()}
         self._parameters = tuple(Parameter(*names, names[0] in local.kept) for names in local.parameters)
         steps = [_step(step, local, closed=not symbols) for step in local.steps]
@@ -80,11 +91,12 @@ class OpenProgram:
         lasting = with_lifetimes(steps, local.tensors, self._parameters)
         self._steps = [kinds.get(type(step), _constant)(step) for step in lasting]
 
-    def sized(self, sizes: Sequence[int], decided: Callable[[], Decisions]) -> Program:
-        """The Program for the symbols' sizes, in their order. `decided` gives what was decided for just these."""
+    def sized(self, sizes: Sequence[int], decided: Callable[[], Decisions] | None = None) -> Program:
+        """The Program for the symbols' sizes, in their order. `decided` gives what was decided for just these, if
+        that is not what was for all."""
         values = {name: value(sizes) for name, value in self._values.items()}
         steps = tuple([step(values, sizes) for step in self._steps])
-        return checked(Program(self._name, self._mesh, self._parameters, values, steps, decided))
+        return checked(Program(self._name, self._mesh, self._parameters, values, steps, decided or self._decisions))
 
 
 def _value_function(tensor: Tensor, symbols: Sequence[tirx.Var]) -> Callable[[Sequence[int]], Value]:

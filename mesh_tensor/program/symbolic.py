@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from tvm import tirx
 from tvm.tirx.stmt_functor import post_order_visit
@@ -23,12 +24,20 @@ from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 
-from .builder import LocalView, OpenProgram, build_program
 from .overlap import with_overlap
 from .steps import Program
 
 Sizes = Mapping[tirx.Var, int]
-Lower = Callable[[tirx.PrimFunc, bool], LocalView | Program]
+
+
+class Sizable(Protocol):
+    """A kernel's Program for all sizes of its symbols."""
+
+    def sized(self, sizes: Sequence[int], decided: Callable[[], Decisions] | None = None) -> Program:
+        """The Program for these sizes, as OpenProgram makes it."""
+
+
+Lower = Callable[[tirx.PrimFunc, Sequence[tirx.Var]], Sizable]  # of an annotated kernel whose symbols stay open
 _DIVISIONS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
 _MOST_SYMBOLS = 4  # a family is compared with exact sizes, large and small ones of each symbol
 _MOST = 1 << 20  # no family of multiples of more than this
@@ -39,7 +48,7 @@ class _Family:
     """`program` for sizes that are multiples of `numbers`; its symbols say how many times."""
 
     numbers: tuple[int, ...]
-    program: OpenProgram
+    program: Sizable
 
 
 class Programs:
@@ -50,11 +59,10 @@ class Programs:
         func: tirx.PrimFunc,
         symbols: tuple[tirx.Var, ...],
         lower: Lower,
-        strict: bool,
         overlap: str | int,
         compile_kernel: Callable[[tirx.PrimFunc], object],
     ) -> None:
-        self._func, self._lower, self._strict, self._overlap = func, lower, strict, overlap
+        self._func, self._lower, self._overlap = func, lower, overlap
         self._compile_kernel = compile_kernel
         self._symbols = symbols
         self._numbers = _numbers(func, symbols) if symbols else {}
@@ -70,9 +78,7 @@ class Programs:
     def exact(self, sizes: Sizes) -> Program:
         """The Program of the kernel lowered for these sizes and no others."""
         func = specialize(self._func, sizes) if self._symbols else self._func
-        lowered = self._lower(func, self._strict)
-        program = lowered if isinstance(lowered, Program) else build_program(lowered)
-        return with_overlap(program, self._overlap)
+        return with_overlap(self._lower(func, ()).sized(()), self._overlap)
 
     def _sized(self, sizes: Sizes) -> Program | None:
         """The Program of the sizes' family with the sizes filled in; None where there is none."""
@@ -106,10 +112,7 @@ class Programs:
         wholes = zip(self._symbols, unknowns, numbers, strict=True)
         sizes = {var: unknown * number if number > 1 else unknown for var, unknown, number in wholes}
         try:
-            lowered = self._lower(specialize(self._func, sizes), self._strict)
-            if isinstance(lowered, Program):
-                return None
-            family = _Family(numbers, OpenProgram(lowered, unknowns))
+            family = _Family(numbers, self._lower(specialize(self._func, sizes), unknowns))
             for some in self._typical(numbers):
                 program = self._filled(family, some)
                 if _plan(program) != _plan(self.exact(some)):

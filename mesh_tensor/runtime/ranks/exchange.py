@@ -85,15 +85,13 @@ class Exchange:
 
     def start(self, src: torch.Tensor, dst: torch.Tensor) -> Pending:
         """Begin to send and receive: `src` may not be written, nor `dst` used, before the wait."""
-        flat_src, flat_dst = src.view(-1), dst.view(-1)
         received, sends = [], []
         for plan in self._rounds:
-            out = self._received(plan, flat_dst)
             if plan.send_span is not None:
-                sent = section(flat_src, plan.send_span)
+                sent = section(src, plan.send_span)
             else:
                 sent = torch.cat([part(src, region).reshape(-1) for region in plan.regions])
-            received.append(out)
+            received.append(self._received(plan, dst))
             sends.append(sent)
         wait = self._carry(received, sends) if self._carry else None
         return Pending(self, dst, self._ready(src, dst, received), wait)
@@ -124,10 +122,10 @@ class Exchange:
                 operands = [clone(t) if mine else t for t, mine in zip(operands, own, strict=True)]
             self._combine(target, operands)
 
-    def _received(self, plan: Sections, flat_dst: torch.Tensor) -> torch.Tensor:
+    def _received(self, plan: Sections, dst: torch.Tensor) -> torch.Tensor:
         if plan.receive_span is None:
-            return flat_dst.new_empty(sum(plan.receive_counts))
-        return section(flat_dst, plan.receive_span)
+            return dst.new_empty(sum(plan.receive_counts))
+        return section(dst, plan.receive_span)
 
     def _plan_rounds(self, deliveries: Sequence[Delivery], pieces: Sequence[Piece]) -> list[Sections]:
         assert self._group is not None

@@ -109,10 +109,9 @@ class RankLaunch:
             given = locals_.get(port.name)
             if port.input is not None:
                 ready = given is not None and not port.fresh and port.input.serves(given)
-                tile = given if ready else self._enter(port, given)
-                memory.hold(port.input_storage, tile, port.input.tile_bytes)
+                memory.held[port.input_storage] = given if ready else self._enter(port, given)
             elif given is not None and not entangled and port.output is not None and port.output.serves(given):
-                memory.hold(port.output_storage, given, port.output.tile_bytes)
+                memory.held[port.output_storage] = given
         self._backend.run(memory)
         results = {}
         for port in self._ports:
