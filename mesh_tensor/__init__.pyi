@@ -5,7 +5,7 @@ from .annotations.annotate import annotate
 from .annotations.annotate_module import annotate_module
 from .annotations.annotation import init_mesh_tensor_info
 from .annotations.kernel_helpers import mesh_tensor_functions
-from .annotations.stated import ModuleAnnotations, read_module_annotations
+from .annotations.module_annotations import ModuleAnnotations, read_module_annotations
 from .api.compile import MeshKernel, compile
 from .api.custom_op import as_custom_op
 from .api.disco import DiscoModule, DiscoSession, run_on_disco, to_disco

@@ -14,8 +14,9 @@ from tvm import tirx
 
 from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.tir.functions import function_name
 
-from .annotation import HOW_TO_ANNOTATE, Annotation, check, complete, from_attr, metadata_to_attr
+from .annotation import HOW_TO_ANNOTATE, BufferAnnotation, check, complete, from_attr, metadata_to_attr
 from .how_to_annotate import check_order_of_arguments, how_to_annotate, why_not_parameter
 from .kernel_source import check_kernel, of_jit
 
@@ -27,7 +28,7 @@ __all__ = [
     "INFO_ATTR",
     "MESH_ATTR",
     "TILES_ATTR",
-    "Annotation",
+    "BufferAnnotation",
     "annotate",
     "read_annotations",
 ]
@@ -50,7 +51,7 @@ def annotate(
     check_order_of_arguments(mesh, shardings)
     mesh, prim_func = Mesh(mesh), of_jit(prim_func, sizes)
     buffers = {buffer.name: buffer for buffer in _parameters(prim_func)}
-    where = f"kernel {_name(prim_func)!r} on {mesh}"
+    where = f"kernel {function_name(prim_func)!r} on {mesh}"
     fix = how_to_annotate(mesh, shardings, buffers)
     if not isinstance(shardings, Mapping):
         refuse(f"the shardings are {shown(shardings)}, which is not a dict from buffer names", where=where, fix=fix)
@@ -68,11 +69,11 @@ def annotate(
     return prim_func.with_attr(attributes(mesh, info))
 
 
-def read_annotations(func: tirx.PrimFunc) -> tuple[Mesh, dict[str, Annotation]]:
+def read_annotations(func: tirx.PrimFunc) -> tuple[Mesh, dict[str, BufferAnnotation]]:
     """The mesh of an annotated kernel, and what is stated per parameter, by the name of its buffer, in the order of the
     parameters; a parameter that nothing annotates is left out."""
     buffers = {buffer.data: buffer for buffer in _parameters(func)}
-    where = f"kernel {_name(func)!r}"
+    where = f"kernel {function_name(func)!r}"
     attrs = func.attrs or {}
     missing = [f"the kernel has no `{key}` attribute" for key in (INFO_ATTR, MESH_ATTR) if key not in attrs]
     if missing:
@@ -109,7 +110,7 @@ def _parameters(func: Any) -> list[tirx.Buffer]:
     if twice:
         refuse(
             [f"several parameters are named {name!r}" for name in sorted(twice)],
-            where=f"kernel {_name(func)!r}",
+            where=f"kernel {function_name(func)!r}",
             fix="give every parameter's buffer a name of its own",
         )
     return buffers
@@ -117,10 +118,6 @@ def _parameters(func: Any) -> list[tirx.Buffer]:
 
 def _names(buffers: Iterable[tirx.Buffer]) -> list[str]:
     return [str(buffer.name) for buffer in buffers]
-
-
-def _name(func: tirx.PrimFunc) -> str:
-    return str((func.attrs or {}).get("global_symbol", "main"))
 
 
 def attributes(mesh: Mesh, info: dict[tirx.Var, dict[str, Any]]) -> dict[str, Any]:

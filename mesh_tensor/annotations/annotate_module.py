@@ -19,11 +19,18 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 
 from .annotation import check, complete, from_attr, is_int
+from .module_annotations import (
+    GRADIENTS_ATTR,
+    HINTS_ATTR,
+    Annotation,
+    ModuleAnnotations,
+    read_module_annotations,
+    stated_meshes,
+)
 from .module_meshes import device_mesh, device_meshes, fits, named_mesh, same, with_mesh
 from .named_values import NamedValues
 from .names import SOURCE_NAMES_ATTR, Fresh, check_module, relax_functions, unique_names, variables
 from .parameters import with_flat_parameters
-from .stated import GRADIENTS_ATTR, HINTS_ATTR, Annotation, ModuleAnnotations, read_module_annotations, stated_meshes
 
 __all__ = ["SOURCE_NAMES_ATTR", "ModuleAnnotations", "annotate_module", "read_module_annotations"]
 

@@ -26,7 +26,7 @@ HOW_TO_ANNOTATE = (
 
 
 @dataclass(frozen=True)
-class Annotation:
+class BufferAnnotation:
     """How a buffer lies on the mesh, and what its kernel said about its blocks (None: it said nothing)."""
 
     sharding: Sharding
@@ -34,7 +34,7 @@ class Annotation:
     program_id: Any = None
 
 
-def check(mesh: Mesh, ndim: int, metadata: Any) -> tuple[Annotation | None, list[str]]:
+def check(mesh: Mesh, ndim: int, metadata: Any) -> tuple[BufferAnnotation | None, list[str]]:
     """The annotation that `metadata` states for a buffer of `ndim` dims; or None, and all that is wrong with it."""
     if not isinstance(metadata, Mapping):
         return None, [f"the metadata is {shown(metadata)}, which is not a dict"]
@@ -49,7 +49,7 @@ def check(mesh: Mesh, ndim: int, metadata: Any) -> tuple[Annotation | None, list
     blocks = None if block_shape is None else tuple(int(size) if is_int(size) else size for size in block_shape)
     if isinstance(program_id, (list, tvm_ffi.Array)):
         program_id = tuple(program_id)
-    return Annotation(Sharding.of(mesh, ndim, by_axis), blocks, program_id), []
+    return BufferAnnotation(Sharding.of(mesh, ndim, by_axis), blocks, program_id), []
 
 
 def complete(mesh: Mesh, stated: Any) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _is_metadata(mesh: Mesh, stated: Any) -> bool:
     return any(key in KEYS for key in keys) or len(misspelt) == len(stated) > 0
 
 
-def metadata_to_attr(metadata: Mapping[str, Any], annotation: Annotation) -> dict[str, Any]:
+def metadata_to_attr(metadata: Mapping[str, Any], annotation: BufferAnnotation) -> dict[str, Any]:
     """A deep copy of checked metadata as an attribute, with the sharding as a dict, whatever its form was."""
     sharding = metadata["sharding"]
     if isinstance(sharding, Mapping) and all(dim is None or is_int(dim) for dim in sharding.values()):

@@ -10,10 +10,10 @@ from tvm import arith, ir, tirx
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.sharding import ceildiv
 
-from .annotation import Annotation, is_int
+from .annotation import BufferAnnotation, is_int
 
 
-def block_at(buffer: tirx.Buffer, annotation: Annotation, coordinate: Any, what: str) -> tirx.BufferRegion:
+def block_at(buffer: tirx.Buffer, annotation: BufferAnnotation, coordinate: Any, what: str) -> tirx.BufferRegion:
     """The block of `buffer` at a coordinate, which `what` names."""
     block_shape = annotation.block_shape
     place = [constant(at) for at in (coordinate if _is_sequence(coordinate) else (coordinate,))]
@@ -32,7 +32,7 @@ def block_at(buffer: tirx.Buffer, annotation: Annotation, coordinate: Any, what:
     return tirx.BufferRegion(buffer, ranges)
 
 
-def own_block(buffer: Any, annotation: Annotation | None, other: Any) -> Any:
+def own_block(buffer: Any, annotation: BufferAnnotation | None, other: Any) -> Any:
     """The block that the annotation's `program_id` is the coordinate of, where a copy names none; the buffer itself
     where it has the shape of the other side, or where nothing says which block is meant."""
     if annotation is None or annotation.block_shape is None or not _is_sequence(annotation.program_id):

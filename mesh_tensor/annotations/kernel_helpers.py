@@ -15,7 +15,7 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.tir.tile_position import axis_index, tile_extent, tile_offset
 
 from .annotate import TILES_ATTR, attributes
-from .annotation import HOW_TO_ANNOTATE, Annotation, check, init_mesh_tensor_info, metadata_to_attr
+from .annotation import HOW_TO_ANNOTATE, BufferAnnotation, check, init_mesh_tensor_info, metadata_to_attr
 from .block_copy import block_at, check_extents, constant, own_block
 from .in_kernel import at_line, keep_quiet
 
@@ -58,7 +58,7 @@ class _Helpers:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._annotations: dict[tirx.Var, Annotation] = {}
+        self._annotations: dict[tirx.Var, BufferAnnotation] = {}
         self._buffers: dict[tirx.Var, tirx.Buffer] = {}
         self._asked: dict[tirx.Var, tuple[Any, ...]] = {}
         self._asked_inside = self._asked_outside = False
@@ -165,12 +165,12 @@ class _Helpers:
             return buffer
         return block_at(buffer, self._annotation(buffer), coordinate, argument)
 
-    def _stated(self, buffer: Any) -> Annotation | None:
+    def _stated(self, buffer: Any) -> BufferAnnotation | None:
         if not isinstance(buffer, tirx.Buffer) or _is_view(buffer, self._buffers.get(buffer.data)):
             return None
         return self._annotations.get(buffer.data)
 
-    def _annotation(self, buffer: Any) -> Annotation:
+    def _annotation(self, buffer: Any) -> BufferAnnotation:
         if not isinstance(buffer, tirx.Buffer):
             refuse(
                 f"{shown(buffer)} is no buffer", fix="give a whole buffer that annotate_mesh_tensor_info has annotated"

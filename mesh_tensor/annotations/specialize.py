@@ -12,6 +12,7 @@ from tvm.tirx.stmt_functor import post_order_visit, substitute
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.tensor_type import TensorType
+from mesh_tensor.tir.functions import function_name
 from mesh_tensor.tir.views import declared
 
 from .annotate import INFO_ATTR, TILES_ATTR
@@ -55,7 +56,7 @@ def _check_divisors(func: tirx.PrimFunc, values: Mapping[tirx.Var, tirx.PrimExpr
                 told = ", ".join(f"{var.name} = {size}" for var, size in values.items())
                 refuse(
                     f"the kernel divides by {divisor}, which is 0 where {told}",
-                    where=f"kernel {str((func.attrs or {}).get('global_symbol', 'main'))!r}",
+                    where=f"kernel {function_name(func)!r}",
                     fix="call it with other sizes, or write the kernel without this division",
                 )
 

@@ -11,6 +11,7 @@ from tvm import ir
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
+from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.pipeline.annotated import annotated_stages, annotated_topology
@@ -22,10 +23,13 @@ from mesh_tensor.pipeline.schedule import Schedule
 from mesh_tensor.pipeline.stages import Stage, cut
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound, refuse_outside
-from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
+from mesh_tensor.runtime.ranks import redistribute
+from mesh_tensor.runtime.ranks.transfers import RankTopology
 
 from .pipeline_batch import merged, rows_of, split_batch
-from .pipeline_rows import Mailbox, Microbatch, Row, run_rows
+from .pipeline_carriers import Mailbox, RankCarrier
+from .pipeline_ranks import RankRuns, message_numbers
+from .pipeline_rows import Microbatch, Row, run_rows
 from .pipeline_stages import Options, StageFragments, Values, forward_fragments, training_fragments
 from .pipeline_stated import named_stages, stage_layouts, trained_weights
 
@@ -48,6 +52,7 @@ def pipeline(
     recompute: bool = False,
     check_indices: bool = True,
     limit: float | Sequence[float] | None = None,
+    ranks: bool = False,
     poison: bool = False,
 ) -> Pipeline:
     """A model whose stages lie on several meshes; batches go through it in microbatches.
@@ -69,6 +74,8 @@ def pipeline(
         target, strict, replicate_unknown, check_indices, poison: as in `distribute_module`.
         recompute: save nothing of a forward but what its stage takes; backwards run it again.
         limit: microbatches that a mesh may hold at a time, or one number per mesh.
+        ranks: run on the ranks of torch.distributed, rank i as device i of the topology. All ranks make the same calls,
+            with the same whole batches; what the function returns is the same on all of them.
 
     Returns:
         The callable: takes a whole batch, as the function does what is no weight, and gives what the function does.
@@ -80,7 +87,7 @@ def pipeline(
         refuse(f"microbatches={shown(microbatches)}", fix="give the number of parts of a batch, at least 1")
     mod, given = (model.mod, model.params) if isinstance(model, ImportedModule) else (model, {})
     flow, options = Flow(mod, function), Options(target, strict, replicate_unknown, poison, recompute)
-    made = Pipeline(flow, topology, given if weights is None else weights, train, options)
+    made = Pipeline(flow, topology, given if weights is None else weights, train, options, ranks)
     made._cut(stages, shardings or {}, schedule or ("1f1b" if train else "forward"), microbatches, limit)
     made._checks_indices = check_indices
     return made
@@ -98,7 +105,13 @@ class Pipeline:
     """
 
     def __init__(
-        self, flow: Flow, topology: Any, weights: Mapping[str, Any], train: bool | Sequence[str], options: Options
+        self,
+        flow: Flow,
+        topology: Any,
+        weights: Mapping[str, Any],
+        train: bool | Sequence[str],
+        options: Options,
+        ranks: bool,
     ) -> None:
         self._flow, self._options = flow, options
         self._signature = ModuleSignature(flow.mod, flow.function)
@@ -106,10 +119,12 @@ class Pipeline:
         self.trained = trained_weights(flow, self._whole, train)
         self.inputs = tuple(name for name in flow.params if name not in self._whole)
         self.topology = annotated_topology(flow) if topology is None else Topology(topology)
+        self._runs = RankRuns(RankTopology(self.topology), flow.function) if ranks else None
         self._plans: Recent[tuple[int, ...], tuple[StageFragments, ...]] = Recent(MODULE_SIZES)
         self._weights: dict[int, Values] = {}
+        self._placed: dict[int, Mapping[str, Sharding]] = {}
         self._gradients: dict[int, Values] = {}
-        self._checks_indices = True
+        self._checks_indices, self._ran = True, False
         self.peak_bytes = dict.fromkeys(self.topology, 0)
         self.peak_microbatches = dict.fromkeys(self.topology, 0)
 
@@ -135,33 +150,91 @@ class Pipeline:
 
     @undisturbed
     def __call__(self, *batch: torch.Tensor, **named: torch.Tensor) -> Any:
+        if self._runs is None:
+            return self._run(self._prepared(batch, named))
+        return self._runs.call(lambda: self._facts(self._prepared(batch, named)), self._run_on_ranks)
+
+    def _prepared(self, batch: Sequence[torch.Tensor], named: Mapping[str, torch.Tensor]) -> list[Microbatch]:
+        """The microbatches of a batch, with the stages for their sizes."""
         tensors = self._signature.bind(self._whole, batch, named)
         parts = split_batch(self._signature, {name: tensors[name] for name in self.inputs}, self.microbatches)
-        counts = [rows_of(part) for part in parts]
         plans = [self._planned(self._signature.check({**tensors, **part})) for part in parts]
         if self._checks_indices:
             for here in plans[0]:
                 refuse_outside(here.fragments["F"].module.plan.index_checks, tensors, self._flow.function)
+        counts = [rows_of(part) for part in parts]
         shares = [count / sum(counts) for count in counts]
-        microbatches = [Microbatch(*each) for each in zip(parts, plans, shares, strict=True)]
-        mailbox, loss = Mailbox(), self._flow.results[0] if self.trained else None
-        rows = [Row(mailbox, self._weights, microbatches, loss) for _ in self.topology]
+        return [Microbatch(*each) for each in zip(parts, plans, shares, strict=True)]
+
+    def _run(self, microbatches: list[Microbatch]) -> Any:
+        mailbox = Mailbox()
+        rows = [Row(mailbox, self._weights, microbatches, self._loss) for _ in self.topology]
         run_rows(self.schedule, rows, self.topology.names, mailbox)
-        self._gradients = {stage: sums for row in rows for stage, sums in row.gradients.items()}
         for name, row in zip(self.topology, rows, strict=True):
-            self.peak_bytes[name], self.peak_microbatches[name] = row.peak_bytes, row.peak_microbatches
-        return self._result({key: value for row in rows for key, value in row.results.items()}, counts)
+            self._note(name, row)
+        self._gradients = {stage: sums for row in rows for stage, sums in row.gradients.items()}
+        made = {key: value.full() for row in rows for key, value in row.results.items()}
+        return self._result(made, microbatches)
+
+    def _run_on_ranks(self, microbatches: list[Microbatch]) -> Any:
+        assert self._runs is not None
+        numbers = message_numbers(self.stages, self.microbatches)
+        carrier = RankCarrier(self._runs.ranks, numbers)
+        row = Row(carrier, self._weights, microbatches, self._loss)
+        self._runs.row(self.schedule, row)
+        self._runs.finish(carrier)
+        self._note(self._runs.ranks.name, row)
+        self._gradients = row.gradients
+        results = [(name, i) for name in dict.fromkeys(self._flow.results) for i in range(self.microbatches)]
+        made = {key: carrier.whole(value) for key, value in row.results.items()}
+        home = {name: stage for stage in self.stages for name in stage.results}
+        like = {(name, i): microbatches[i].stages[home[name].index].types[name] for name, i in results}
+        owners = {key: home[key[0]].mesh for key in results}
+        return self._result(self._runs.share(made, owners, like, len(numbers)), microbatches)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of the last call's loss, whole, by the names of the weights; a weight that several stages have
-        gets the sum of theirs."""
-        if not self._gradients:
+        gets the sum of theirs. On ranks, all have to ask."""
+        if not self._gradients and not (self._runs and self._ran):
             refuse("there are no gradients yet", fix="call the pipeline first, made with train=True")
+        made = {(name, stage): sums for stage, found in self._gradients.items() for name, sums in found.items()}
+        if self._runs is None:
+            parts = {key: value.full() for key, value in made.items()}
+        else:
+            parts = self._runs.call(lambda: ({"gradients": "all"}, made), self._shared_gradients)
         sums: dict[str, torch.Tensor] = {}
-        for stage in sorted(self._gradients):
-            for name, part in self._gradients[stage].items():
-                sums[name] = sums[name] + part.full() if name in sums else part.full()
+        for name, stage in sorted(parts, key=lambda key: key[1]):
+            part = parts[name, stage]
+            sums[name] = sums[name] + part if name in sums else part
         return {name: sums[name] for name in self.trained}
+
+    def _shared_gradients(self, made: Mapping[tuple[str, int], Any]) -> dict[tuple[str, int], torch.Tensor]:
+        assert self._runs is not None
+        keys = [(name, stage.index) for stage in self.stages for name in stage.params if name in self.trained]
+        whole = {key: redistribute(value, {}).to_local() for key, value in made.items()}
+        dtypes = {name: torch.promote_types(tensor.dtype, torch.float32) for name, tensor in self._whole.items()}
+        like = {key: (tuple(self._whole[key[0]].shape), dtypes[key[0]]) for key in keys}
+        return self._runs.share(whole, {key: self.stages[key[1]].mesh for key in keys}, like, 0)
+
+    @property
+    def _loss(self) -> str | None:
+        return self._flow.results[0] if self.trained else None
+
+    def _note(self, mesh: str, row: Row) -> None:
+        self._ran = True
+        self.peak_bytes[mesh], self.peak_microbatches[mesh] = row.peak_bytes, row.peak_microbatches
+
+    def _facts(self, microbatches: list[Microbatch]) -> tuple[dict[str, str], list[Microbatch]]:
+        """What has to be alike on all ranks."""
+        layouts = [
+            f"{here.stage.index}.{name} '{layout}'"
+            for part in microbatches
+            for here in part.stages
+            for name, layout in here.layouts.items()
+        ]
+        shapes = [f"{name} {tuple(t.shape)}" for part in microbatches for name, t in part.inputs.items()]
+        facts = {"schedule": str(self.schedule), "topology": str(self.topology), "stages": str(self.stages)}
+        return {**facts, "layouts": ", ".join(layouts), "inputs": ", ".join(shapes)}, microbatches
 
     def _planned(self, sizes: Mapping[Any, int]) -> tuple[StageFragments, ...]:
         """The stages for microbatches of these sizes."""
@@ -179,21 +252,23 @@ class Pipeline:
     def _fragments(self, stage: Stage) -> StageFragments:
         """A stage on its mesh. Its weights lie as they did when it was first laid out."""
         mesh, kinds = self.topology[stage.mesh], {action.kind for row in self.schedule.rows for action in row}
-        placed = {name: weight.sharding for name, weight in self._weights.get(stage.index, {}).items()}
-        layouts = {**self._layouts[stage.index], **placed}
+        layouts = {**self._layouts[stage.index], **self._placed.get(stage.index, {})}
         if self.trained:
             passed = {*self.trained, *trained_values(self._flow, self.trained)}
             wrt = [name for name in (*stage.params, *stage.takes) if name in passed]
             made = training_fragments(stage, mesh, layouts, self._options, wrt, kinds)
         else:
             made = forward_fragments(stage, mesh, layouts, self._options)
-        if stage.index not in self._weights:
-            held = {name: made.place(name, self._whole[name]) for name in stage.params if name in self._whole}
+        if stage.index not in self._weights and (self._runs is None or self._runs.ranks.name == stage.mesh):
+            carrier = Mailbox() if self._runs is None else RankCarrier(self._runs.ranks, {})
+            held = {name: carrier.place(made, name, self._whole[name]) for name in stage.params if name in self._whole}
             self._weights[stage.index] = held
+            self._placed[stage.index] = {name: made.layouts[name] for name in held}
         return made
 
-    def _result(self, made: Mapping[tuple[str, int], MeshTensor], rows: Sequence[int]) -> Any:
-        values = {name: merged([made[name, i].full() for i in range(len(rows))], rows) for name in self._flow.results}
+    def _result(self, made: Mapping[tuple[str, int], torch.Tensor], microbatches: Sequence[Microbatch]) -> Any:
+        rows = [rows_of(part.inputs) for part in microbatches]
+        values = {name: merged([made[name, i] for i in range(len(rows))], rows) for name in self._flow.results}
         return self._flow.tree(values)
 
     def __repr__(self) -> str:

@@ -5,52 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.pipeline.fragments import gradient_name
 from mesh_tensor.pipeline.schedule import Action, Schedule
-from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
-from mesh_tensor.runtime.virtual.transfer import transfer
 
+from .pipeline_carriers import Carrier, Mailbox, Stopped
 from .pipeline_stages import StageFragments, Values
-
-Key = tuple[str, int, int, int]  # a value, the stage that makes it, the stage that takes it, the microbatch
-
-
-class Stopped(Exception):
-    """Another mesh failed: what is awaited won't come."""
-
-
-class Mailbox:
-    """What stages hand to each other. Taking waits until it is there, or until a mesh has failed."""
-
-    def __init__(self) -> None:
-        self._there: dict[Key, MeshTensor] = {}
-        self._changed = threading.Condition()
-        self._failed = False
-
-    def put(self, key: Key, value: MeshTensor) -> None:
-        """Hand over a value."""
-        with self._changed:
-            self._there[key] = value
-            self._changed.notify_all()
-
-    def take(self, key: Key) -> MeshTensor:
-        """Wait for a value; it is gone then."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._failed or key in self._there)
-            if self._failed:
-                raise Stopped
-            return self._there.pop(key)
-
-    def fail(self) -> None:
-        """Wake up all who wait."""
-        with self._changed:
-            self._failed = True
-            self._changed.notify_all()
 
 
 @dataclass(frozen=True)
@@ -66,11 +30,11 @@ class Row:
     """One mesh's part of a run: its actions in order, with the values that its stages hold."""
 
     def __init__(
-        self, mailbox: Mailbox, weights: Mapping[int, Values], microbatches: Sequence[Microbatch], loss: str | None
+        self, carrier: Carrier, weights: Mapping[int, Values], microbatches: Sequence[Microbatch], loss: str | None
     ) -> None:
-        self._mailbox, self._weights, self._microbatches, self._loss = mailbox, weights, microbatches, loss
+        self._carrier, self._weights, self._microbatches, self._loss = carrier, weights, microbatches, loss
         self._held: dict[tuple[int, int], Values] = {}
-        self.results: dict[tuple[str, int], MeshTensor] = {}
+        self.results: dict[tuple[str, int], Any] = {}
         self.gradients: dict[int, Values] = {}
         self.peak_bytes = 0
         self.peak_microbatches = 0
@@ -85,22 +49,23 @@ class Row:
         """F: inputs are laid out, values of earlier stages taken, results handed on."""
         stage, microbatch = here.stage, action.microbatch
         part = self._microbatches[microbatch]
-        held = {name: here.place(name, part.inputs[name]) for name in stage.params if name in part.inputs}
+        given = {name: part.inputs[name] for name in stage.params if name in part.inputs}
+        held = {name: self._carrier.place(here, name, tensor) for name, tensor in given.items()}
         for name, source in stage.takes.items():
-            held[name] = self._mailbox.take((name, source, stage.index, microbatch))
+            held[name] = self._carrier.take(here, part.stages[source], name, microbatch)
         made = here.fragments["F"](self._weights[stage.index] | held)
         self.results |= {(name, microbatch): made[name] for name in stage.results}
         for name in stage.gives:
             for there in part.stages:
                 if there.stage.takes.get(name) == stage.index:
-                    self._hand(here, there, name, made[name], microbatch)
+                    self._carrier.hand(here, there, name, made[name], microbatch)
         if later := _needed(here, "BIW"):
             self._held[stage.index, microbatch] = {k: v for k, v in {**held, **made}.items() if k in later}
 
     def backward(self, here: StageFragments, action: Action) -> None:
         """B, I or W: gradients of later stages are taken; those of weights are added up, the others handed on."""
         stage, place = here.stage, (action.stage, action.microbatch)
-        fragment, held = here.fragments.get(action.kind), self._held.get(place, {})
+        fragment, held = here.fragments.get(action.kind), self._held.setdefault(place, {})
         if fragment is not None:
             for name in fragment.takes:
                 if name not in held and name not in self._weights[stage.index]:
@@ -115,7 +80,7 @@ class Row:
         if not held:
             self._held.pop(place, None)
 
-    def _deliver(self, here: StageFragments, name: str, value: MeshTensor, microbatch: int) -> None:
+    def _deliver(self, here: StageFragments, name: str, value: Any, microbatch: int) -> None:
         stage = here.stage
         weight = next((w for w in stage.params if gradient_name(w) == name), None)
         taken = next((v for v in stage.takes if gradient_name(v) == name), None)
@@ -123,37 +88,32 @@ class Row:
             sums = self.gradients.setdefault(stage.index, {})
             if weight not in sums:
                 wide = torch.promote_types(value.dtype, torch.float32)
-                sums[weight] = here.place(name, torch.zeros(value.shape, dtype=wide))
-            sums[weight] = sums[weight] + value
+                sums[weight] = self._carrier.place(here, name, torch.zeros(value.shape, dtype=wide))
+            sums[weight] = self._carrier.add(sums[weight], value)
         elif taken is not None:
             there = self._microbatches[microbatch].stages[stage.takes[taken]]
-            self._hand(here, there, name, value, microbatch)
+            self._carrier.hand(here, there, name, value, microbatch)
 
-    def _seed(self, here: StageFragments, name: str, microbatch: int) -> MeshTensor:
+    def _seed(self, here: StageFragments, name: str, microbatch: int) -> Any:
         """The gradient of a value that the stage gives: the sum of what its takers found, in their order."""
-        part, stage = self._microbatches[microbatch], here.stage
+        part, stage, carrier = self._microbatches[microbatch], here.stage, self._carrier
         value = next(v for v in stage.gives if gradient_name(v) == name)
-        total = here.place(name, torch.tensor(part.share)) if value == self._loss else None
+        dtype = here.types[value][1]
+        total = carrier.place(here, name, torch.tensor(part.share, dtype=dtype)) if value == self._loss else None
         for there in part.stages:
-            if there.stage.takes.get(value) == stage.index and _gives(there, name):
-                found = self._mailbox.take((name, there.stage.index, stage.index, microbatch))
-                total = found if total is None else total + found
+            if there.stage.takes.get(value) == stage.index and there.gives(name):
+                found = carrier.take(here, there, name, microbatch)
+                total = found if total is None else carrier.add(total, found)
         if total is not None:
             return total
-        like = self.results[value, microbatch]
-        return here.place(name, torch.zeros(like.shape, dtype=like.dtype))
-
-    def _hand(self, here: StageFragments, there: StageFragments, name: str, value: MeshTensor, microbatch: int) -> None:
-        layout = there.layouts[name]
-        if there.stage.mesh != here.stage.mesh:
-            value = transfer(value, there.mesh, layout)
-        else:
-            value = value.redistribute(layout)
-        self._mailbox.put((name, here.stage.index, there.stage.index, microbatch), value)
+        shape, dtype = here.types[value]
+        return carrier.place(here, name, torch.zeros(shape, dtype=dtype))
 
     def _count(self) -> None:
         """What is held for backwards now, against the most there was."""
-        tiles = {t.data_ptr(): t.nbytes for v in self._held.values() for x in v.values() for t in x.tiles()}
+        tiles = {
+            t.data_ptr(): t.nbytes for v in self._held.values() for x in v.values() for t in self._carrier.tiles(x)
+        }
         self.peak_bytes = max(self.peak_bytes, sum(tiles.values()))
         self.peak_microbatches = max(self.peak_microbatches, len(self._held))
 
@@ -169,10 +129,6 @@ _ACTIONS: dict[str, Callable[[Row, StageFragments, Action], None]] = {
 def _needed(here: StageFragments, kinds: str) -> set[str]:
     """What fragments of these kinds take."""
     return {name for kind in kinds if kind in here.fragments for name in here.fragments[kind].takes}
-
-
-def _gives(there: StageFragments, name: str) -> bool:
-    return any(name in fragment.gives for fragment in there.fragments.values())
 
 
 def run_rows(schedule: Schedule, rows: Sequence[Row], names: Sequence[str], mailbox: Mailbox) -> None:
@@ -198,10 +154,11 @@ def run_rows(schedule: Schedule, rows: Sequence[Row], names: Sequence[str], mail
     for thread in threads:
         thread.join()
     if failures:
-        _fail(*failures[0])
+        fail(*failures[0])
 
 
-def _fail(mesh: str, action: Action, error: BaseException) -> NoReturn:
+def fail(mesh: str, action: Action, error: BaseException) -> NoReturn:
+    """Raise what went wrong in an action, by its name and its mesh's."""
     if not isinstance(error, Exception):
         raise error
     what = str(error) if isinstance(error, MeshTensorError) else f"{type(error).__name__}: {error}"

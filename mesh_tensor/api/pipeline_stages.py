@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from tvm import ir
@@ -15,12 +16,12 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.pipeline.fragments import FragmentFunction, JointStage, fragments_of, gradient_name
 from mesh_tensor.pipeline.stages import FUNCTION, Stage
 from mesh_tensor.plan.gradient import gradient_function
-from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, ShardingLike, distribute
+from mesh_tensor.runtime.virtual.mesh_tensor import ShardingLike
 
 from .module import MeshModule, distribute_module
-from .module_ports import parameter_layouts, result_layouts
+from .module_ports import parameter_layouts, ports_of, result_layouts
 
-Values = dict[str, MeshTensor]
+Values = dict[str, Any]  # MeshTensors, or DTensors
 Layouts = Mapping[str, ShardingLike]
 
 
@@ -40,7 +41,16 @@ class Fragment:
         taken = zip(self.takes, parameter_layouts(plan).values(), strict=True)
         return dict(taken) | dict(zip(self.gives, result_layouts(plan), strict=True))
 
-    def __call__(self, values: Mapping[str, MeshTensor]) -> Values:
+    @cached_property
+    def types(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of what it takes and gives."""
+        plan = self.module.plan
+        ports = {port.name: port for port in ports_of(plan)}
+        names = zip((*self.takes, *self.gives), (*plan.made.inputs, *plan.made.result), strict=True)
+        return {name: (ports[port].shape, ports[port].torch_dtype()) for name, port in names}
+
+    def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What it makes of values of its mesh: MeshTensors, or DTensors."""
         made = self.module(*(values[name] for name in self.takes))
         return dict(zip(self.gives, made, strict=True))
 
@@ -54,9 +64,15 @@ class StageFragments:
     fragments: Mapping[str, Fragment]
     layouts: Mapping[str, Sharding]
 
-    def place(self, name: str, tensor: torch.Tensor) -> MeshTensor:
-        """A whole tensor as the value `name` lies."""
-        return distribute(tensor, self.mesh, self.layouts[name])
+    @cached_property
+    def types(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every value that enters or leaves a fragment; a gradient has its value's."""
+        found = {name: kind for fragment in self.fragments.values() for name, kind in fragment.types.items()}
+        return {gradient_name(name): kind for name, kind in found.items()} | found
+
+    def gives(self, name: str) -> bool:
+        """Whether one of the fragments makes a value."""
+        return any(name in fragment.gives for fragment in self.fragments.values())
 
 
 @dataclass(frozen=True)

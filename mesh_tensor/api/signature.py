@@ -11,11 +11,13 @@ import torch
 from tvm import tirx
 
 from mesh_tensor.annotations.specialize import evaluate, symbols
+from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.runtime.plain_tensors import why_not_plain
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
+from mesh_tensor.tir.functions import function_name
 
 Sizes = dict[tirx.Var, int]
 _WRITTEN = "allocate what the kernel writes into contiguous, as torch.empty does: a copy's result would be lost"
@@ -37,14 +39,14 @@ class Param:
 
     def number(self, value: Any) -> int | float:
         """A scalar argument as a Python number."""
-        return float(value) if "float" in self.dtype else int(value)
+        return float(value) if is_float(self.dtype) else int(value)
 
 
 class Signature:
     """The parameters of `func`, and how arguments are checked against them. `written`: those that it writes into."""
 
     def __init__(self, func: tirx.PrimFunc) -> None:
-        self.name = str(func.attrs["global_symbol"]) if func.attrs and "global_symbol" in func.attrs else "kernel"
+        self.name = function_name(func)
         self.symbols = symbols(func)
         self.params = tuple(_param(func, var, self.symbols) for var in func.params)
         self.tensors = {param.name: param for param in self.params if param.is_tensor}
@@ -131,7 +133,7 @@ def _check(
 
 
 def _check_scalar(param: Param, value: Any, sizes: Sizes) -> tuple[str, str] | None:
-    wanted = Real if "float" in param.dtype else Integral
+    wanted = Real if is_float(param.dtype) else Integral
     if not isinstance(value, wanted):
         return (
             f"{shown(value)}, but expected a number ({param.dtype})",

@@ -14,6 +14,12 @@ from .errors import refuse
 #: Formats of 8 bits that TileLang calls by a name of their own: they are torch's, without infinities.
 _SAME_AS = {"float8_e4m3": "float8_e4m3fn"}
 
+#: Floats whose sums are taken in float32, as torch takes them.
+NARROW = ("float16", "bfloat16")
+
+#: Bytes. Kernels may load whole vectors from where a tile, a slab of one or a workspace starts.
+ALIGNMENT = 64
+
 
 def element_dtype(dtype: str) -> str:
     """What torch, numpy and ml_dtypes call a dtype, or a vector's elements: `float32` of `float32x4`."""

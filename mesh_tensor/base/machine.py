@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
+from .dtypes import is_float
 from .errors import did_you_mean, listing, refuse, shown
 
 
@@ -142,7 +143,7 @@ class Machine:
 
     def peak(self, dtype: str) -> float:
         """Operations per second on `dtype`; integers and booleans count as float32."""
-        wanted = dtype if dtype.startswith(("float", "bfloat")) else "float32"
+        wanted = dtype if is_float(dtype) else "float32"
         if wanted not in self.flops:
             refuse(
                 f"no rate of operations on {dtype}",

@@ -151,7 +151,7 @@ def _unknown(mesh: Mesh, axis: Any, placement: Placement) -> str:
 
 
 def _normal(axis: str, placement: Placement, ndim: int) -> Placement:
-    if isinstance(placement, Partial) and placement.op not in PARTIAL_OPS:
+    if isinstance(placement, Partial) and placement.op not in tuple(PARTIAL_OPS):
         known = f"(known: {listing(tuple(PARTIAL_OPS))}){did_you_mean(placement.op, PARTIAL_OPS)}"
         refuse(f"axis {axis!r} is partial with unknown op {shown(placement.op)} {known}")
     if not isinstance(placement, Shard):

@@ -201,7 +201,7 @@ def _inside_all_users(node: torch.fx.Node) -> set[str]:
 def _paths(node: torch.fx.Node) -> set[str]:
     """The submodules that the node is in; a second call of one ends with "@1"."""
     stack = node.meta.get("nn_module_stack") or {}
-    return {path + key[key.find("@") :] * ("@" in key) for key, (path, _) in stack.items() if path}
+    return {path + "".join(key.partition("@")[1:]) for key, (path, _) in stack.items() if path}
 
 
 def _name(node: torch.fx.Node) -> str:

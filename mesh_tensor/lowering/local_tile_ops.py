@@ -15,15 +15,6 @@ from .expressions import ValueRewriter
 from .padding_masks import PaddingMasks
 from .shrink import Shrink
 
-#: Which argument is the region that an operation writes. Before it come the regions that it reads.
-_DESTINATION = {
-    tile_ops.Fill: 0,
-    tile_ops.Copy: 1,
-    tile_ops.Transpose: 1,
-    tile_ops.Reduce: 1,
-    tile_ops.Atomic: 1,
-    tile_ops.Gemm: 2,
-}
 _FILL_VALUE = 1
 _GEMM_SIZES = slice(5, 8)
 
@@ -46,7 +37,7 @@ class LocalTileOps:
         assert record is not None
         if isinstance(record, tile_ops.Atomic) and not isinstance(record.value, tile_ops.Region):
             return self._value_atomic(statement, record)
-        destination = _DESTINATION[type(record)]
+        destination = len(record.sources)
         args = list(statement.node.value.args)
         for position, access in enumerate((*statement.reads[:destination], statement.target)):
             args[position] = self._region(args[position], access, statement)
@@ -64,7 +55,7 @@ class LocalTileOps:
         is_region = statement.node.value.op.name.startswith("tl.tileop")
         value_at, target_at = (0, 1) if is_region else (1, 0)
         value = self.masks.value(statement, self.values.rewrite(args[value_at]))
-        args[value_at] = self.once.value(statement, value, record.op)
+        args[value_at] = self.once.value(statement, value, record.reduction)
         if is_region:
             args[target_at] = self._region(args[target_at], statement.target, statement)
         else:

@@ -9,7 +9,6 @@ from tvm import tirx
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Access, Statement
-from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.constants import neutral_element
 from mesh_tensor.tir.linear import Linear, as_expr
 from mesh_tensor.tir.rewrite import parallel_nest, tile_op
@@ -44,8 +43,8 @@ class PaddingMasks:
         if not padded:
             return []
         record = statement.tile_op
-        operands = statement.reads[:2] if isinstance(record, tile_ops.Gemm) else statement.reads[:1]
-        op = record.op if isinstance(record, tile_ops.Reduce) else statement.operation
+        assert record is not None
+        operands, op = statement.reads[: len(record.sources)], str(record.reduction)
         return [loop for operand in operands if (loop := self._loop(operand, statement, padded, op)) is not None]
 
     def skipped(self, statement: Statement, body: tirx.Stmt, target: tirx.Call) -> tirx.Stmt:

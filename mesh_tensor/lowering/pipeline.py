@@ -25,6 +25,7 @@ from mesh_tensor.rules.kernel.granularity import Refined
 from mesh_tensor.rules.kernel.normalize import normalize
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, ShardingRule, analyse, rule_of
 from mesh_tensor.rules.kernel.statements import buffer_params
+from mesh_tensor.tir.functions import function_name
 
 from . import verify
 from .cut import Workspace, cut
@@ -93,7 +94,7 @@ def lower_kernel(func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto
     """
     mesh, annotations = read_annotations(func)
     asked = {name: annotation.sharding for name, annotation in annotations.items()}
-    name = str(func.attrs["global_symbol"]) if "global_symbol" in func.attrs else "main"
+    name = function_name(func)
     refuse_views_of_tiles(func, asked, view)
     plain = normalize(func)
     shapes = {param: tuple(buffer.shape) for param, buffer in buffer_params(plain).items()}

@@ -13,15 +13,13 @@ from dataclasses import dataclass, replace
 
 from tvm import ir, tirx
 
-from mesh_tensor.base.dtypes import dtype_bits
+from mesh_tensor.base.dtypes import ALIGNMENT, dtype_bits
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.kernel.factors import Factor
 
 from .layouts import LocalKernel
 from .localize import localize
 from .splits import DeviceCoordinates, Split
-
-ALIGNMENT = 64  # bytes: kernels may load whole vectors from where a tile, or a slab, starts
 
 Bounds = tuple[int, int]
 #: The kernel of a slab, and the axes whose coordinates it takes.

@@ -22,6 +22,7 @@ from mesh_tensor.plan.kernel_placements import tile_extent
 from mesh_tensor.redistribution.plan import illegal_move
 from mesh_tensor.rules.kernel.statements import buffer_params
 from mesh_tensor.tir.bounds import accesses_outside
+from mesh_tensor.tir.functions import function_name
 from mesh_tensor.tir.views import declared
 
 from .layouts import Collective, LocalKernel, Tensor
@@ -77,7 +78,7 @@ def verify_lowered(lowered: Lowered) -> None:
 
 def name_of(func: tirx.PrimFunc) -> str:
     """What a message calls the function."""
-    return str(func.attrs["global_symbol"]) if func.attrs and "global_symbol" in func.attrs else "without a name"
+    return function_name(func)
 
 
 def leftovers(func: tirx.PrimFunc) -> list[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tvm import relax
 from tvm.relax.distributed import DeviceMesh
 
+from mesh_tensor.annotations.module_annotations import stated_meshes
 from mesh_tensor.annotations.module_meshes import device_meshes, named_mesh, same
 from mesh_tensor.annotations.names import reachable
-from mesh_tensor.annotations.stated import stated_meshes
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.topology import Topology
 

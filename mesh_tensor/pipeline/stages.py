@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from tvm import ir, relax
 
 from mesh_tensor.annotations.annotation import from_attr
+from mesh_tensor.annotations.module_annotations import HINTS_ATTR
 from mesh_tensor.annotations.names import SOURCE_NAMES_ATTR, source_names
-from mesh_tensor.annotations.stated import HINTS_ATTR
 from mesh_tensor.base.errors import refuse
 
 from .assign import Stages

@@ -6,25 +6,78 @@ Reducing later saves collectives where two pending sums are added, and bytes whe
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.sharding import Partial, Sharding
 
-from .atoms import Atoms
-from .decide import Decision
+from .atoms import Atoms, NodeRule
+from .decide import Decision, operand_layout, result_layout
 from .ir import Graph, Node, Value, leaves
 from .propagate import Layouts
 
 Pending = tuple[tuple[str, str], ...]  # (axis, op)
-_NARROW = ("float16", "bfloat16")
 
 
 def find_carried(
     graph: Graph, atoms: Atoms, layouts: Layouts, decisions: Mapping[Node, Decision]
-) -> dict[Value, Sharding]:
-    """The values that are handed on partial, each with a layout that says over which axes.
-
-    Starts from all that could be, and takes away what some user can't take, until that changes nothing."""
+) -> tuple[dict[Value, Sharding], Mapping[Node, Decision]]:
+    """The values that are handed on partial, each with a layout that says over which axes; and the decisions, of which
+    some are others so that pending sums meet (see `_meeting`)."""
     uses = graph.uses()
+    meeting = _meeting(graph, atoms, decisions, uses)
+    while True:
+        tried = {**decisions, **meeting}
+        pending = _carried(graph, atoms, tried, uses)
+        alone = [node for node in meeting if not _taken(node, atoms, tried, pending)]
+        if not alone:
+            break
+        for node in alone:
+            del meeting[node]
+    carried = {
+        value: Sharding.of(graph.mesh, layouts.of[value].ndim, {axis: Partial(op) for axis, op in parts})
+        for value, parts in pending.items()
+    }
+    return carried, tried
+
+
+def _meeting(
+    graph: Graph, atoms: Atoms, decisions: Mapping[Node, Decision], uses: Mapping[Value, list[tuple[Node, int]]]
+) -> dict[Node, Decision]:
+    """Other decisions for nodes that add several pending sums, which nothing else takes: the axes that these are
+    pending over split nothing there, so that one sum is reduced after it instead of several before."""
+    found: dict[Node, Decision] = {}
+    pending: dict[Value, Pending] = {}
+    for node in graph.nodes:
+        decision, rule = decisions[node], atoms.rules[node]
+        parts = {pending.get(value, ()) for value in node.inputs}
+        (only,) = parts if len(parts) == 1 else ((),)
+        split = {axis: factor for axis, factor in decision.split.items() if axis not in dict(only)}
+        if only and split != decision.split and _adds(node, rule) and all(len(uses[v]) == 1 for v in node.inputs):
+            needed = tuple(operand_layout(graph.mesh, factors, split) for factors in rule.inputs)
+            produced = tuple(result_layout(graph.mesh, factors, split, rule) for factors in rule.outputs)
+            decision = found[node] = replace(decision, split=split, needed=needed, produced=produced)
+        taken = _taken(node, atoms, {node: decision}, pending)
+        for value, made in zip(node.outputs, decision.produced, strict=True):
+            left = pending[node.inputs[min(taken)]] if taken else made.partial
+            if left and value not in graph.annotations and not _is_narrow_sum(value, left):
+                pending[value] = left
+    return found
+
+
+def _adds(node: Node, rule: NodeRule) -> bool:
+    """Whether the node is linear in several operands together, and they are all that it has."""
+    return len(node.inputs) > 1 and frozenset(range(len(node.inputs))) in rule.rule.linear
+
+
+def _carried(
+    graph: Graph,
+    atoms: Atoms,
+    decisions: Mapping[Node, Decision],
+    uses: Mapping[Value, list[tuple[Node, int]]],
+) -> dict[Value, Pending]:
+    """What values are pending with. Starts from all that could be, and takes away what some user can't take, until that
+    changes nothing."""
     refused = {*leaves(graph.result), *graph.annotations}
     while True:
         pending = _pending(graph, atoms, decisions, refused)
@@ -34,12 +87,8 @@ def find_carried(
             if any(position not in _taken(node, atoms, decisions, pending) for node, position in uses.get(value, ()))
         }
         if not bad:
-            break
+            return pending
         refused |= bad
-    return {
-        value: Sharding.of(graph.mesh, layouts.of[value].ndim, {axis: Partial(op) for axis, op in parts})
-        for value, parts in pending.items()
-    }
 
 
 def _pending(
@@ -80,4 +129,4 @@ def _taken(
 
 def _is_narrow_sum(value: Value, parts: Pending) -> bool:
     """Parts of a low-precision sum are added in float32, at once."""
-    return value.type.dtype in _NARROW and any(op == "sum" for _, op in parts)
+    return value.type.dtype in NARROW and any(op == "sum" for _, op in parts)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from tvm import ir, relax
 
 from mesh_tensor.annotations.annotation import from_attr
+from mesh_tensor.annotations.module_annotations import GRADIENTS_ATTR, HINTS_ATTR
 from mesh_tensor.annotations.names import SOURCE_NAMES_ATTR, Fresh, relax_function, source_names, unique_names
-from mesh_tensor.annotations.stated import GRADIENTS_ATTR, HINTS_ATTR
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.gradients import Backward, gradients_of, stops_gradients

@@ -11,7 +11,7 @@ from typing import Any
 
 from tvm import relax, tirx
 
-from mesh_tensor.annotations.stated import Annotation
+from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator import OpCall, TensorType
 

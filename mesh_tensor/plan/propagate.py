@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mesh_tensor.annotations.stated import Annotation
+from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Partial, Placement, Shard, Sharding
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tvm import ir, relax, tirx
 
+from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.annotations.names import relax_functions
-from mesh_tensor.annotations.stated import Annotation
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator.call import OpCall, op_call, op_name, tensor_infos, tensor_type, tensor_types

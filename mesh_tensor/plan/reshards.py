@@ -7,6 +7,7 @@ linear in it, and reduced where that ends.
 
 from __future__ import annotations
 
+from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.sharding import Partial, Replicate, Sharding
 from mesh_tensor.redistribution.plan import plan_moves
 
@@ -17,16 +18,15 @@ from .explicit import Cast, Change, ExplicitGraph, Fill, Form, Run
 from .ir import Graph, Node, Scope, Value, map_tree
 from .propagate import Layouts
 
-_NARROW = ("float16", "bfloat16")
-
 
 def insert_reshards(graph: Graph, atoms: Atoms, layouts: Layouts) -> ExplicitGraph:
     """The steps of every device, for values in these layouts."""
     decider = Decider(graph.mesh, atoms, layouts)
     decisions = {node: decider.decide(node) for node in graph.nodes}
-    writer = _Writer(graph, atoms, layouts, find_carried(graph, atoms, layouts, decisions))
+    carried, decided = find_carried(graph, atoms, layouts, decisions)
+    writer = _Writer(graph, atoms, layouts, carried)
     for node in graph.nodes:
-        writer.run(node, decisions[node])
+        writer.run(node, decided[node])
     return writer.finish()
 
 
@@ -59,7 +59,7 @@ class _Writer:
         for value, produced in zip(node.outputs, decision.produced, strict=True):
             if carried:
                 produced = with_partial(produced, self._carried_through(node))
-            wide = bool(produced.partial) and not carried and value.type.dtype in _NARROW
+            wide = bool(produced.partial) and not carried and value.type.dtype in NARROW
             wide = wide and dict(produced.partial).popitem()[1] == "sum"
             outputs.append(self._form(value, produced, "float32" if wide else value.type.dtype))
         self._made.steps.append(Run(node, tuple(inputs), tuple(outputs), decision.split))

@@ -22,6 +22,7 @@ from mesh_tensor.base.tensor_type import TensorType
 from mesh_tensor.rules.kernel.statements import body_statements
 from mesh_tensor.rules.operator.call import OpCall, op_call
 from mesh_tensor.tir.effects import side_effect, written
+from mesh_tensor.tir.functions import function_name
 from mesh_tensor.tir.memory import named
 from mesh_tensor.tir.tile_position import helpers_in
 from mesh_tensor.tir.views import left_views, resolve_views
@@ -108,7 +109,7 @@ def _without_views(func: tirx.PrimFunc) -> tirx.PrimFunc:
     if left:
         refuse(
             [f"buffer {named(view)} is a view of {owner.name!r}" for view, owner in left.items()],
-            where=f"TIR function {str(func.attrs['global_symbol'])!r}",
+            where=f"TIR function {function_name(func)!r}",
             why="its elements are none of the buffer's own",
             fix="use the buffer itself",
         )

@@ -11,6 +11,7 @@ from typing import Any
 from tvm import relax, tirx
 
 from mesh_tensor.annotations.annotate import annotate
+from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.lowering.local_calls import packed
@@ -62,7 +63,7 @@ def _program(kernel: tirx.PrimFunc, mesh: Mesh, layouts: tuple[Sharding, ...]) -
 def padded_dims(value: Value) -> tuple[int, ...]:
     """The dims along which tiles of integers have padding. A kernel leaves it as it found it, and what is no number of
     the computation may not be used as an index or to divide by; with floats that does no harm."""
-    if value.dtype.startswith(("float", "bfloat")):
+    if is_float(value.dtype):
         return ()
     return tuple(d for d, size in enumerate(value.shape) if size % value.sharding.num_shards(d))
 

@@ -11,6 +11,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.lowering.tile_calls import TileCalls
 from mesh_tensor.plan.atoms import Atoms, find_atoms
+from mesh_tensor.plan.expansions import expand
 from mesh_tensor.plan.explicit import ExplicitGraph
 from mesh_tensor.plan.index_checks import IndexCheck, index_checks
 from mesh_tensor.plan.ir import ANNOTATE, Graph, Node
@@ -66,12 +67,19 @@ def plan_module(
     """
     graph = read_graph(mod, function, mesh, annotations)
     expand_kernels(graph)
-    rules = _rules(graph, replicate_unknown)
-    atoms = find_atoms(graph, rules)
-    layouts = propagate(graph, atoms)
+    atoms, layouts = _laid_out(graph, replicate_unknown)
+    if (expanded := expand(graph, atoms, layouts)) is not None:
+        graph = expanded
+        atoms, layouts = _laid_out(graph, replicate_unknown)
     explicit = insert_reshards(graph, atoms, layouts)
     calls = TileCalls(atoms)
     return ModulePlan(graph, atoms, layouts, explicit, calls, to_program(explicit, calls, kernels or {}, overlap))
+
+
+def _laid_out(graph: Graph, replicate_unknown: bool) -> tuple[Atoms, Layouts]:
+    """The atoms of a graph's values, and their layouts."""
+    atoms = find_atoms(graph, _rules(graph, replicate_unknown))
+    return atoms, propagate(graph, atoms)
 
 
 def _rules(graph: Graph, replicate_unknown: bool) -> dict[Node, OpRule]:

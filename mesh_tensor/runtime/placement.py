@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from mesh_tensor.base.dtypes import poison_value
+from mesh_tensor.base.dtypes import ALIGNMENT, poison_value
 from mesh_tensor.base.reductions import neutral
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.targets.dtypes import dtype_name
@@ -22,7 +22,6 @@ from .elementwise import copy, fill
 from .tile_memory import empty_tile
 
 Tiles = list[torch.Tensor]
-_ALIGNMENT = 64  # bytes: kernels may load whole vectors from where a tile starts
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Layout:
             extent = self.sharding.valid_extent(self.shape, rank)
             full = extent == self.tile_shape
             start = sum(o * s for o, s in zip(offset, strides, strict=True))
-            lies = full and _contiguous(extent, self.shape) and start * self.dtype.itemsize % _ALIGNMENT == 0
+            lies = full and _contiguous(extent, self.shape) and start * self.dtype.itemsize % ALIGNMENT == 0
             owner = first.setdefault((offset, extent), rank)
             tiles.append(
                 _Tile(
@@ -87,7 +86,7 @@ class Layout:
     def spread(self, tensor: torch.Tensor, *, borrow: bool = False, share: bool = False, poison: bool = False) -> Tiles:
         """The devices' tiles of `tensor`, padded with zeros (or poison). With `borrow`, a tile may be a view into
         `tensor`: each part once, or as often as needed with `share`. With `share`, equal tiles have one memory."""
-        borrow = borrow and tensor.data_ptr() % _ALIGNMENT == 0
+        borrow = borrow and tensor.data_ptr() % ALIGNMENT == 0
         if borrow and self._is_one:
             return [tensor]
         made: dict[int, torch.Tensor] = {}
@@ -102,7 +101,7 @@ class Layout:
 
     def spread_blank(self, tensor: torch.Tensor, poison: bool = False) -> Tiles:
         """Tiles for a result that is to end up in `tensor`: views into it where possible; contents uninitialised."""
-        borrow = tensor.data_ptr() % _ALIGNMENT == 0
+        borrow = tensor.data_ptr() % ALIGNMENT == 0
         if borrow and self._is_one and not poison:
             return [tensor]
         tiles = []

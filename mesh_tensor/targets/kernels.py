@@ -11,10 +11,11 @@ from tvm import tirx
 
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
-from mesh_tensor.targets.dtypes import dtype_name
+
+from .dtypes import dtype_name
 
 Arg = torch.Tensor | int | float
-Kernel = Callable[..., None]
+CompiledKernel = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Target:
     name: str
     device_type: str
     threaded: bool
-    compiler: Callable[[tirx.PrimFunc, bool], Kernel]
+    compiler: Callable[[tirx.PrimFunc, bool], CompiledKernel]
 
     def device(self) -> torch.device:
         """The torch device that tensors have to be on."""
@@ -32,14 +33,14 @@ class Target:
 
     def remembering(self) -> Target:
         """The same target, but what it has compiled lately it does not compile again."""
-        made: Recent[tuple[tirx.PrimFunc, bool], Kernel] = Recent(KERNEL_SIZES)
+        made: Recent[tuple[tirx.PrimFunc, bool], CompiledKernel] = Recent(KERNEL_SIZES)
 
-        def compiler(func: tirx.PrimFunc, poison: bool) -> Kernel:
+        def compiler(func: tirx.PrimFunc, poison: bool) -> CompiledKernel:
             return made.made((func, poison), lambda: self.compiler(func, poison))
 
         return replace(self, compiler=compiler)
 
-    def compile(self, func: tirx.PrimFunc, poison: bool = False) -> Kernel:
+    def compile(self, func: tirx.PrimFunc, poison: bool = False) -> CompiledKernel:
         """A callable on tensors, ints and floats in the order of `func`'s parameters, which writes in place."""
         return self.compiler(func, poison)
 
@@ -57,19 +58,19 @@ def find_target(name: str) -> Target:
     return target
 
 
-def _compile_c(func: tirx.PrimFunc, poison: bool) -> Kernel:
+def _compile_c(func: tirx.PrimFunc, poison: bool) -> CompiledKernel:
     from .cpu.kernel import compile_for_cpu
 
     return compile_for_cpu(func)
 
 
-def _compile_cuda(func: tirx.PrimFunc, poison: bool) -> Kernel:
+def _compile_cuda(func: tirx.PrimFunc, poison: bool) -> CompiledKernel:
     from .cuda.kernel import compile_for_cuda
 
     return compile_for_cuda(func)
 
 
-def _compile_interpreter(func: tirx.PrimFunc, poison: bool) -> Kernel:
+def _compile_interpreter(func: tirx.PrimFunc, poison: bool) -> CompiledKernel:
     from .interpreter import interpret
 
     def kernel(*args: Arg) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from mesh_tensor.base.dtypes import numpy_dtype
+from mesh_tensor.base.dtypes import is_float, numpy_dtype
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.tir.user_reports import Report
 
@@ -51,7 +51,7 @@ def _from_c(code: bytes, numbers: Any) -> None:
     values: list[Any] = list(numbers[:count])
     if report.dtype:
         raw = int(numbers[count])
-        values.append(struct.unpack("<d", struct.pack("<q", raw))[0] if "float" in report.dtype else raw)
+        values.append(struct.unpack("<d", struct.pack("<q", raw))[0] if is_float(report.dtype) else raw)
     if not report.asserts:
         tell(report, values)
     elif getattr(_failures, "text", None) is None:

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterator
 
 from tvm import arith, ir, tirx
 
+from .effects import op_name
+
 _STRENGTHS = (arith.ProofStrength.DEFAULT, arith.ProofStrength.SYMBOLIC_BOUND)
 
 
@@ -59,7 +61,7 @@ class _Walk:
             self.expr(expr)
 
     def expr(self, expr: tirx.PrimExpr) -> None:
-        name = expr.op.name if isinstance(expr, tirx.Call) and isinstance(expr.op, ir.Op) else ""
+        name = op_name(expr)
         if name == "tirx.if_then_else":
             condition, then, otherwise = expr.args
             self.expr(condition)

@@ -4,29 +4,12 @@ from __future__ import annotations
 
 from tvm import ir, tirx
 
-from .tile_position import CALLED
+from .intrinsics import INTRINSICS
 
 
 def _ops(namespace: str, names: str) -> frozenset[str]:
     return frozenset(f"{namespace}.{name}" for name in names.split())
 
-
-#: Functions of their arguments alone: the value at an element needs nothing but the arguments at that element. What is
-#: not listed, such as everything that asks which thread, warp or lane it is, is more than that.
-ELEMENTWISE = (
-    _ops("tirx", "acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf exp exp10 exp2 fabs floor fma fmod")
-    | _ops(
-        "tirx", "hypot ldexp log log10 log1p log2 nearbyint nextafter pow round rsqrt sigmoid sin sinh sqrt tan tanh"
-    )
-    | _ops("tirx", "trunc isfinite isinf isnan if_then_else likely reinterpret large_uint_imm tvm_thread_invariant")
-    | _ops("tirx", "bitwise_and bitwise_not bitwise_or bitwise_xor shift_left shift_right clz popcount dp4a")
-    | _ops("tirx", "q_multiply_shift q_multiply_shift_per_axis vectorcombine vectorhigh vectorlow")
-    | _ops("tl", "__cos __exp __exp10 __log __log10 __log2 __sin __tan __ffs __fns fast_rcp clamp fma fmul infinity")
-    | _ops("tl", "ieee_add ieee_fdiv ieee_fmaf ieee_frcp ieee_frsqrt ieee_fsqrt ieee_mul ieee_sub max_nan min_nan")
-    | _ops("tl", "abs2 add2 fma2 max2 max2_nan min2 min2_nan mul2 sub2 pack_b16 pack_b8x4 pow_of_int __ldg")
-    | _ops("tl", "round_ties_away_from_zero")
-    | frozenset(CALLED)
-)
 
 #: Statements that change no value and no statement's running: barriers inside a program, hints to a compiler.
 NO_EFFECT = (
@@ -52,7 +35,7 @@ def side_effect(stmt: tirx.Stmt) -> str | None:
         for call in _calls(expr):
             if not isinstance(call.op, ir.Op):
                 return str(call.op)
-            if call.op.name not in ELEMENTWISE:
+            if call.op.name not in INTRINSICS:
                 return call.op.name
     return None
 

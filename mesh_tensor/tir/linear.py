@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tvm import tirx
 
 
 @dataclass(frozen=True)
 class Linear:
-    """`sum(coefficient * variable) + const`; no coefficient is zero. Variables compare by identity."""
+    """`sum(coefficient * variable) + const`; no coefficient is zero. Variables compare by identity; whoever has other
+    names for them, or for what stands in a variable's place, may use those."""
 
-    terms: Mapping[tirx.Var, int]
+    terms: Mapping[Any, int]
     const: int = 0
 
     def __add__(self, other: Linear) -> Linear:

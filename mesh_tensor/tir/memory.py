@@ -12,6 +12,7 @@ from tvm import DataType, arith, tirx
 
 from mesh_tensor.base.errors import refuse
 
+from .functions import function_name
 from .ranges import loop_ranges
 
 _MOST_ELEMENTS = 2**31 - 1
@@ -41,7 +42,7 @@ def memories(func: tirx.PrimFunc) -> dict[tirx.Var, Memory]:
     """
     found, facts = find_memories(func)
     if facts:
-        name = str(func.attrs["global_symbol"]) if func.attrs and "global_symbol" in func.attrs else "main"
+        name = function_name(func)
         refuse(
             facts,
             where=f"kernel {name!r}",

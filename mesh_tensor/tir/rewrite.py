@@ -42,7 +42,7 @@ def replace_block(func_body: tirx.Stmt, block: tirx.SBlock, extents: Mapping[tir
     """The function's body with the kernel's block exchanged and the grid's extents replaced."""
     if isinstance(func_body, tirx.SBlockRealize):
         old = func_body.block
-        inner = block if old.name_hint != "root" else _with_body(old, replace_block(old.body, block, extents))
+        inner = block if old.name_hint != "root" else with_body(old, replace_block(old.body, block, extents))
         return tirx.SBlockRealize(func_body.iter_values, func_body.predicate, inner)
     if isinstance(func_body, tirx.For):
         body = replace_block(func_body.body, block, extents)
@@ -83,7 +83,8 @@ def block_like(
     )
 
 
-def _with_body(block: tirx.SBlock, body: tirx.Stmt) -> tirx.SBlock:
+def with_body(block: tirx.SBlock, body: tirx.Stmt) -> tirx.SBlock:
+    """The same block with another body."""
     return block_like(block, body, block.alloc_buffers)
 
 

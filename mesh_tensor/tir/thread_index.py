@@ -6,6 +6,8 @@ from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
 
+from .functions import function_name
+
 #: Where a thread index that an author did not name comes from, and the way out.
 FROM = "from T.get_thread_binding or the like"
 FIX = 'write it with T.Parallel, T.copy and T.reduce_*, or use target="cuda"'
@@ -21,10 +23,9 @@ def refuse_thread_groups(func: tirx.PrimFunc, target: str) -> None:
 
     tirx.stmt_functor.post_order_visit(func.body, visit)
     if found:
-        name = (func.attrs or {}).get("global_symbol", "main")
         refuse(
             f"`with T.ws(...)` gives groups of threads different work ({len(found)} times), by their thread index",
-            where=f"kernel {str(name)!r}, target {target!r}",
+            where=f"kernel {function_name(func)!r}, target {target!r}",
             why="a block of the grid runs as one thread there",
             fix="leave that to TileLang: T.Pipelined with copies and T.gemm in it, without T.ws; or use target='cuda'",
         )

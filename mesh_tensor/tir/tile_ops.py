@@ -7,9 +7,13 @@ the calls' arguments is known in this file only.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tvm import ir, tirx
+from tvm import tirx
+
+from .effects import op_name
 
 _ELEMENT_ATOMICS = {
     "tl.atomic_add_elem_op": "sum",
@@ -45,85 +49,222 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Copy:
+class Element:
+    """A loop over elements: over how many, and which dim it walks of the region `n` of `(dst, *sources)`: `dims[n]`."""
+
+    extent: tirx.PrimExpr
+    dims: Mapping[int, int]
+
+
+class Unmatched(Exception):
+    """A tile operation whose regions do not pair up, or that no element loops describe."""
+
+
+#: Whether two extents are certainly equal.
+Equal = Callable[[tirx.PrimExpr, tirx.PrimExpr], bool]
+
+
+class TileOp(ABC):
+    """What every tile operation says of itself: `dst[...] = dst[...] op f(sources[...])`, element by element.
+
+    sources    the regions that it reads, in the order of the call's arguments; the region `dst` comes after them
+    value      the expression that it reads instead, if any
+    reduction  what combines with what is there; None where that is overwritten
+    clears     `dst` is set to the neutral element first
+    product    what is combined are the products of the sources' elements
+    flops      floating-point operations per element"""
+
+    dst: Region
+    value: Region | tirx.PrimExpr | None
+    reduction: str | None
+    clears: bool
+    product = False
+    flops = 0
+
+    @property
+    def sources(self) -> tuple[Region, ...]:
+        return ()
+
+    @abstractmethod
+    def elements(self, equal: Equal) -> list[Element]:
+        """The loops that walk its regions.
+
+        Raises:
+            Unmatched: the regions do not pair up, or that is not known."""
+
+
+@dataclass(frozen=True)
+class Copy(TileOp):
     """`dst[...] = cast(src[...])`. Dims of extent 1 are dropped on both sides, the others pair up in order. What lies
     outside `src`'s buffer reads as 0; what lies outside `dst`'s buffer is not written."""
 
     src: Region
     dst: Region
+    value = reduction = None
+    clears = False
+
+    @property
+    def sources(self) -> tuple[Region, ...]:
+        return (self.src,)
+
+    def elements(self, equal: Equal) -> list[Element]:
+        return _paired(self.src, self.dst, equal)
 
 
 @dataclass(frozen=True)
-class Fill:
+class Fill(TileOp):
     """`dst[...] = value`."""
 
     dst: Region
     value: tirx.PrimExpr
+    reduction = None
+    clears = False
+
+    def elements(self, equal: Equal) -> list[Element]:
+        return _everywhere(self.dst)
 
 
 @dataclass(frozen=True)
-class Gemm:
+class Gemm(TileOp):
     """`c[m, n] += cast(a[m, k]) * cast(b[k, n])` over the last two dims of each region (leading extents are 1);
-    `a` is stored (k, m) if `trans_a`, `b` is stored (n, k) if `trans_b`. `clear` sets `c` to zero first."""
+    `a` is stored (k, m) if `trans_a`, `b` is stored (n, k) if `trans_b`. `clears` sets `c` to zero first."""
 
     a: Region
     b: Region
-    c: Region
+    dst: Region
     trans_a: bool
     trans_b: bool
-    clear: bool
+    clears: bool
+    value = None
+    reduction = "sum"
+    product = True
+    flops = 2
+
+    @property
+    def sources(self) -> tuple[Region, ...]:
+        return (self.a, self.b)
+
+    def elements(self, equal: Equal) -> list[Element]:
+        c, a, b = (len(region.extents) for region in (self.dst, *self.sources))
+        m, k = (a - 1, a - 2) if self.trans_a else (a - 2, a - 1)
+        over, n = (b - 1, b - 2) if self.trans_b else (b - 2, b - 1)
+        rows, columns = self.dst.extents[-2:]
+        return [
+            Element(rows, {0: c - 2, 1: m}),
+            Element(columns, {0: c - 1, 2: n}),
+            Element(self.a.extents[k], {1: k, 2: over}),
+        ]
 
 
 @dataclass(frozen=True)
-class Reduce:
-    """Reduce `src` over `dim` into `dst` (that dim is dropped in `dst`, or has extent 1). `op` is one of sum, max, min,
-    prod, abssum, absmax, bitand, bitor, bitxor. `clear`: `dst` starts at the neutral element, else at its content."""
+class Reduce(TileOp):
+    """Reduce `src` over `dim` into `dst` (that dim is dropped in `dst`, or has extent 1) by one of base.reductions.
+    `clears`: `dst` starts at the neutral element, else at its content."""
 
     src: Region
     dst: Region
-    op: str
+    reduction: str
     dim: int
-    clear: bool
+    clears: bool
+    value = None
+    flops = 1
+
+    @property
+    def sources(self) -> tuple[Region, ...]:
+        return (self.src,)
+
+    def elements(self, equal: Equal) -> list[Element]:
+        extents = self.src.extents
+        kept = [d for d in range(len(extents)) if d != self.dim]
+        if len(self.dst.extents) == len(extents):
+            place = {d: d for d in kept}
+        elif len(self.dst.extents) == len(kept):
+            place = {d: position for position, d in enumerate(kept)}
+        elif all(_is_one(extents[d]) for d in kept):
+            place = {}
+        else:
+            raise Unmatched(f"T.reduce of {self.src.buffer.name} into {self.dst.buffer.name}")
+        return [Element(e, {1: d} | ({0: place[d]} if d in place else {})) for d, e in enumerate(extents)]
 
 
 @dataclass(frozen=True)
-class Atomic:
+class Atomic(TileOp):
     """`dst[...] = dst[...] op value`, atomically: `value` is a Region that pairs with `dst` as in a copy, or an
     expression that goes to every element of `dst`."""
 
     dst: Region
     value: Region | tirx.PrimExpr
-    op: str
+    reduction: str
+    clears = False
+    flops = 1
+
+    @property
+    def sources(self) -> tuple[Region, ...]:
+        return (self.value,) if isinstance(self.value, Region) else ()
+
+    def elements(self, equal: Equal) -> list[Element]:
+        return _paired(self.value, self.dst, equal) if isinstance(self.value, Region) else _everywhere(self.dst)
 
 
 @dataclass(frozen=True)
-class Scan:
-    """Cumulative `op` (sum, max) of `src` along `dim` into `dst`; from the far end if `reverse`."""
+class Scan(TileOp):
+    """Cumulative `reduction` (sum, max) of `src` along `dim` into `dst`; from the far end if `reverse`."""
 
     src: Region
     dst: Region
-    op: str
+    reduction: str
     dim: int
     reverse: bool
+    value = None
+    clears = False
+
+    @property
+    def sources(self) -> tuple[Region, ...]:
+        return (self.src,)
+
+    def elements(self, equal: Equal) -> list[Element]:
+        raise Unmatched("T.scan")
 
 
 @dataclass(frozen=True)
-class Transpose:
+class Transpose(TileOp):
     """`dst[j, i] = src[i, j]` over the last two dims."""
 
     src: Region
     dst: Region
+    value = reduction = None
+    clears = False
+
+    @property
+    def sources(self) -> tuple[Region, ...]:
+        return (self.src,)
+
+    def elements(self, equal: Equal) -> list[Element]:
+        *outer, rows, columns = range(len(self.src.extents))
+        return _paired(self.src, self.dst, equal, (*outer, columns, rows))
 
 
-TileOp = Copy | Fill | Gemm | Reduce | Atomic | Scan | Transpose
+def _paired(src: Region, dst: Region, equal: Equal, order: Sequence[int] | None = None) -> list[Element]:
+    """The dims of both that are no single index pair up, the source's in `order`."""
+    from_dims = [d for d in order or range(len(src.extents)) if d in src.long_dims]
+    if len(from_dims) != len(dst.long_dims):
+        raise Unmatched(f"{src.buffer.name} and {dst.buffer.name} have regions of different rank")
+    for a, b in zip(from_dims, dst.long_dims, strict=True):
+        if not equal(src.extents[a], dst.extents[b]):
+            what = f"{src.buffer.name} dim {a} ({src.extents[a]}) and {dst.buffer.name} dim {b} ({dst.extents[b]})"
+            raise Unmatched(f"{what} differ")
+    return [Element(src.extents[a], {0: b, 1: a}) for a, b in zip(from_dims, dst.long_dims, strict=True)]
+
+
+def _everywhere(dst: Region) -> list[Element]:
+    return [Element(dst.extents[d], {0: d}) for d in dst.long_dims]
 
 
 def parse_tile_op(stmt: tirx.Stmt) -> TileOp | None:
     """The tile operation that the statement `T.evaluate(call)` is, or None if it is none that is known here."""
     if not isinstance(stmt, tirx.Evaluate) or not isinstance(stmt.value, tirx.Call):
         return None
-    call = stmt.value
-    name = call.op.name if isinstance(call.op, ir.Op) else ""
+    call, name = stmt.value, op_name(stmt.value)
     args = call.args
     if name in _COPIES:
         return Copy(region(args[0]), region(args[1]))
@@ -148,7 +289,7 @@ def parse_tile_op(stmt: tirx.Stmt) -> TileOp | None:
 def between_programs(stmt: tirx.Evaluate) -> str | None:
     """What a copy is called that goes to other programs of the grid; None for all other statements."""
     call = stmt.value
-    if not isinstance(call, tirx.Call) or not isinstance(call.op, ir.Op) or call.op.name not in _COPIES:
+    if op_name(call) not in _COPIES:
         return None
     asked = [key for key in ("dst_block", "cluster_mask") if key in (call.annotations or {})]
     return f"a copy to other blocks of a cluster ({', '.join(asked)}) is not supported" if asked else None
@@ -156,7 +297,7 @@ def between_programs(stmt: tirx.Evaluate) -> str | None:
 
 def parse_previous(expr: object) -> Atomic | None:
     """The update of one element that an atomic with `return_prev=True` makes; its value is what was there before."""
-    if not isinstance(expr, tirx.Call) or not isinstance(expr.op, ir.Op) or expr.op.name not in _PREVIOUS:
+    if not isinstance(expr, tirx.Call) or op_name(expr) not in _PREVIOUS:
         return None
     return Atomic(_pointee(expr.args[0]), expr.args[1], _PREVIOUS[expr.op.name])
 
@@ -173,8 +314,7 @@ def _pointee(pointer: tirx.Call) -> Region:
 
 
 def _region_or_value(arg: tirx.PrimExpr) -> Region | tirx.PrimExpr:
-    is_region = isinstance(arg, tirx.Call) and isinstance(arg.op, ir.Op) and arg.op.name == "tl.region"
-    return region(arg) if is_region else arg
+    return region(arg) if op_name(arg) == "tl.region" else arg
 
 
 def _flag(arg: object) -> bool:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from tvm import arith, ir, tirx
 
 from . import tile_ops
-from .effects import POINTERS
+from .effects import POINTERS, op_name
 from .memory import Memory, elements, find_memories, has_equal_bits, is_compact, memories, strides_of
 from .ranges import loop_ranges
+from .rewrite import block_like, with_body
 from .tile_ops import Atomic, Copy, Fill, Region
 from .view_map import ViewMap
 
@@ -52,7 +53,7 @@ def declared(func: tirx.PrimFunc) -> tirx.PrimFunc:
     def declare(block: tirx.SBlock) -> tirx.SBlock | None:
         here = block.name_hint == kernel.name_hint
         mine = [v for m, v in found if (here if m.is_param else any(m.owner.same_as(b) for b in block.alloc_buffers))]
-        return _block_with(block, body=tirx.SeqStmt([*map(tirx.DeclBuffer, mine), block.body])) if mine else None
+        return with_body(block, tirx.SeqStmt([*map(tirx.DeclBuffer, mine), block.body])) if mine else None
 
     return func.with_body(tirx.stmt_functor.ir_transform(func.body, None, declare, ["tirx.SBlock"]))
 
@@ -94,9 +95,9 @@ class _Resolver:
             return self._store(node) if node.buffer in self._maps else None
         if isinstance(node, tirx.Evaluate):
             return self._tile_op(node)
-        if _name(node) == "tl.region":  # of an operation that is not known
+        if op_name(node) == "tl.region":  # of an operation that is not known
             return node
-        return self._pointer(node) if _name(node) in POINTERS else None
+        return self._pointer(node) if op_name(node) in POINTERS else None
 
     def _load(self, load: tirx.BufferLoad) -> tirx.PrimExpr:
         indices = [self._expr(index) for index in load.indices]
@@ -150,13 +151,13 @@ class _Resolver:
         record = tile_ops.parse_tile_op(stmt)
         if record is None:
             return None
-        if isinstance(record, Atomic) and _name(stmt.value).endswith("elem_op"):
+        if isinstance(record, Atomic) and op_name(stmt.value).endswith("elem_op"):
             return self._element_atomic(stmt)
-        regions = [arg for arg in stmt.value.args if _name(arg) == "tl.region"]
+        regions = [arg for arg in stmt.value.args if op_name(arg) == "tl.region"]
         if not any(tile_ops.region(arg).buffer in self._maps for arg in regions):
             return None
         rigid = not isinstance(record, (Copy, Fill, Atomic))
-        args = [self._region(arg, rigid) if _name(arg) == "tl.region" else self._expr(arg) for arg in stmt.value.args]
+        args = [self._region(arg, rigid) if op_name(arg) == "tl.region" else self._expr(arg) for arg in stmt.value.args]
         if all(arg is not None for arg in args):
             call = stmt.value
             return tirx.Evaluate(tirx.Call(call.dtype, call.op, args, annotations=call.annotations, span=call.span))
@@ -233,7 +234,7 @@ class _Resolver:
         allocs = [self._bases.get(buffer, buffer) for buffer in node.alloc_buffers]
         if all(new.same_as(old) for new, old in zip(allocs, node.alloc_buffers, strict=True)):
             return None
-        return _block_with(node, allocs=allocs)
+        return block_like(node, node.body, allocs)
 
     def _declared(self, node: tirx.SeqStmt) -> tirx.Stmt | None:
         """The sequence without declarations: views need none."""
@@ -241,22 +242,6 @@ class _Resolver:
         if len(kept) == len(node.seq):
             return None
         return tirx.Evaluate(0) if not kept else kept[0] if len(kept) == 1 else tirx.SeqStmt(kept)
-
-
-def _block_with(
-    block: tirx.SBlock, *, body: tirx.Stmt | None = None, allocs: Sequence[tirx.Buffer] | None = None
-) -> tirx.SBlock:
-    return tirx.SBlock(
-        block.iter_vars,
-        block.reads,
-        block.writes,
-        block.name_hint,
-        block.body if body is None else body,
-        block.init,
-        list(block.alloc_buffers if allocs is None else allocs),
-        block.match_buffers,
-        block.annotations,
-    )
 
 
 def _base(memory: Memory, rigid: set[tirx.Buffer], noted: bool, analyzer: arith.Analyzer) -> tirx.Buffer:
@@ -284,7 +269,7 @@ def _rigid_buffers(func: tirx.PrimFunc) -> set[tirx.Buffer]:
 
     def visit(node: object) -> None:
         if isinstance(node, tirx.Evaluate) and not isinstance(tile_ops.parse_tile_op(node), (Copy, Fill, type(None))):
-            found.update(tile_ops.region(arg).buffer for arg in node.value.args if _name(arg) == "tl.region")
+            found.update(tile_ops.region(arg).buffer for arg in node.value.args if op_name(arg) == "tl.region")
 
     tirx.stmt_functor.post_order_visit(func.body, visit)
     return found
@@ -337,10 +322,6 @@ def _guarded(stmt: tirx.Stmt, conditions: Sequence[tirx.PrimExpr]) -> tirx.Stmt:
 
 def _with_first(call: tirx.Call, arg: tirx.PrimExpr) -> tirx.Call:
     return tirx.Call(call.dtype, call.op, [arg, *call.args[1:]], annotations=call.annotations, span=call.span)
-
-
-def _name(expr: object) -> str:
-    return expr.op.name if isinstance(expr, tirx.Call) and isinstance(expr.op, ir.Op) else ""
 
 
 def _depth(region: Region) -> int:

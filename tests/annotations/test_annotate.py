@@ -9,7 +9,7 @@ import tvm
 from tvm import tirx
 
 import mesh_tensor as mt
-from mesh_tensor.annotations.annotate import INFO_ATTR, Annotation, read_annotations
+from mesh_tensor.annotations.annotate import INFO_ATTR, BufferAnnotation, read_annotations
 
 from .kernels import bare, matmul_by_hand, matmul_by_helpers, state
 
@@ -31,9 +31,9 @@ def test_read_annotations():
     mesh, annotations = read_annotations(matmul_by_helpers(64, 64, 64, mt.mesh_tensor_functions(MESH)))
     assert mesh == MESH
     assert annotations == {
-        "A": Annotation(mt.Sharding.make(MESH, 2, {"x": 0, "y": 1}), (32, 8), 0),
-        "B": Annotation(mt.Sharding.make(MESH, 2, {"y": 0}), (8, 16), None),
-        "C": Annotation(mt.Sharding.make(MESH, 2, {"x": 0}), (32, 16), (0, 1)),
+        "A": BufferAnnotation(mt.Sharding.make(MESH, 2, {"x": 0, "y": 1}), (32, 8), 0),
+        "B": BufferAnnotation(mt.Sharding.make(MESH, 2, {"y": 0}), (8, 16), None),
+        "C": BufferAnnotation(mt.Sharding.make(MESH, 2, {"x": 0}), (32, 16), (0, 1)),
     }
     assert list(annotations) == ["A", "B", "C"]
 
@@ -148,7 +148,7 @@ def test_two_factories_share_nothing():
 def test_annotate_takes_a_sharding_in_every_form(stated):
     original = matmul_by_hand(64, 64, 64)
     func = mt.annotate(original, {"x": 2, "y": 3}, {"A": stated})
-    assert read_annotations(func) == (MESH, {"A": Annotation(mt.Sharding.make(MESH, 2, {"x": 0, "y": 1}))})
+    assert read_annotations(func) == (MESH, {"A": BufferAnnotation(mt.Sharding.make(MESH, 2, {"x": 0, "y": 1}))})
     tvm.ir.assert_structural_equal(bare(func), original)
     assert INFO_ATTR not in original.attrs
 
@@ -164,7 +164,7 @@ def test_annotate_takes_a_sharding_in_every_form(stated):
 )
 def test_annotate_takes_partial_and_blocks(stated):
     _, annotations = read_annotations(mt.annotate(matmul_by_hand(64, 64, 64), MESH, {"C": stated}))
-    assert annotations == {"C": Annotation(mt.Sharding.make(MESH, 2, {"x": 1}, partial={"y": "max"}), (8, 8))}
+    assert annotations == {"C": BufferAnnotation(mt.Sharding.make(MESH, 2, {"x": 1}, partial={"y": "max"}), (8, 8))}
 
 
 def test_annotate_gives_the_attributes_that_the_helpers_give():
@@ -184,7 +184,10 @@ def test_annotate_gives_the_attributes_that_the_helpers_give():
 def test_annotate_replaces_what_the_kernel_stated():
     func = matmul_by_helpers(64, 64, 64, mt.mesh_tensor_functions(MESH))
     other = mt.annotate(func, {"d": 4}, {"B": {"d": 1}})
-    assert read_annotations(other) == (mt.Mesh({"d": 4}), {"B": Annotation(mt.Sharding.make({"d": 4}, 2, {"d": 1}))})
+    assert read_annotations(other) == (
+        mt.Mesh({"d": 4}),
+        {"B": BufferAnnotation(mt.Sharding.make({"d": 4}, 2, {"d": 1}))},
+    )
     assert set(read_annotations(func)[1]) == {"A", "B", "C"}
 
 

@@ -10,8 +10,8 @@ from tvm.script.parser import relax as R
 
 import mesh_tensor as mt
 from mesh_tensor.annotations import module_meshes as meshes
+from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.annotations.names import variables
-from mesh_tensor.annotations.stated import Annotation
 from tests.plan.seed_modules import MLP, NESTED
 
 XY = mt.Mesh({"x": 2, "y": 2})

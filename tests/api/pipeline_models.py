@@ -49,3 +49,32 @@ def imported(model: nn.Module, rows: int, open_size: bool = False) -> mt.Importe
     dim = torch.export.Dim("rows", min=1, max=64)
     shapes = {"tokens": {0: dim}, "labels": {0: dim}} if open_size else None
     return mt.from_torch(torch.export.export(model, batch(rows), dynamic_shapes=shapes))
+
+
+def chain(layers: int = 4, width: int = 6, rows: int = 3) -> tuple[mt.ImportedModule, dict[str, torch.Tensor]]:
+    """Linear layers with a tanh between, and the mean of squared errors, as a module that needs no export. The first
+    and the last layer have one weight."""
+    from tvm import relax
+
+    builder = relax.BlockBuilder()
+    params = {name: relax.Var(name, relax.TensorStructInfo((rows, width), "float32")) for name in ("x", "y")} | {
+        f"w{i}": relax.Var(f"w{i}", relax.TensorStructInfo((width, width), "float32")) for i in range(layers - 1)
+    }
+    with builder.function("main", list(params.values())):
+        with builder.dataflow():
+            value = params["x"]
+            for i in range(layers):
+                weight = params[f"w{i % (layers - 1)}"]
+                value = builder.emit(relax.op.tanh(relax.op.matmul(value, weight)), f"layer{i}")
+            error = relax.op.subtract(value, params["y"])
+            loss = builder.emit_output(relax.op.mean(relax.op.multiply(error, error)), "loss")
+        builder.emit_func_output(loss)
+    weights = {name: torch.randn(width, width) / 2 for name in list(params)[2:]}
+    return mt.ImportedModule(builder.get(), weights), weights
+
+
+def chain_loss(weights: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The loss of `chain`, by torch."""
+    for i in range(len(weights) + 1):
+        x = torch.tanh(x @ weights[f"w{i % len(weights)}"])
+    return ((x - y) ** 2).mean()

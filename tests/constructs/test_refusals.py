@@ -9,7 +9,8 @@ import mesh_tensor as mt
 from mesh_tensor.lowering.pipeline import lower_kernel
 from mesh_tensor.targets.cpu.build import c_source
 from mesh_tensor.targets.interpreter.run import _compiled
-from mesh_tensor.tir.effects import ELEMENTWISE, NO_EFFECT, side_effect
+from mesh_tensor.tir.effects import NO_EFFECT, side_effect
+from mesh_tensor.tir.intrinsics import INTRINSICS
 from tests.lowering.support import local_kernels
 
 from .table import TABLE
@@ -65,7 +66,7 @@ def test_by_name(op: str):
             assert op.rpartition(".")[2] in str(caught.value)
 
 
-@pytest.mark.parametrize("op", [op for op in operators() if op not in ELEMENTWISE])
+@pytest.mark.parametrize("op", [op for op in operators() if op not in INTRINSICS])
 def test_no_function_of_elements(op: str):
     x = tirx.Var("x", "float32")
     buffer = tirx.decl_buffer((1,), "float32")
@@ -74,11 +75,11 @@ def test_no_function_of_elements(op: str):
 
 def test_lists_name_operators():
     known = set(operators())
-    assert {name for name in ELEMENTWISE if name.startswith("mesh.")} == {
+    assert {name for name in INTRINSICS if name.startswith("mesh.")} == {
         "mesh.axis_index",
         "mesh.tile_extent",
         "mesh.tile_offset",
     }
-    assert known >= {name for name in ELEMENTWISE if not name.startswith("mesh.")}
+    assert known >= {name for name in INTRINSICS if not name.startswith("mesh.")}
     assert known >= NO_EFFECT
-    assert not ELEMENTWISE & NO_EFFECT
+    assert not INTRINSICS.keys() & NO_EFFECT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from string import ascii_lowercase
 
 from tvm import relax
 
@@ -31,14 +32,12 @@ def _of_right(b: Backward) -> relax.Expr:
 
 
 def _of_weight(b: Backward) -> relax.Expr:
-    """Of a matrix that all batches are multiplied with: one product over all rows."""
+    """Of a matrix that all batches are multiplied with: summed over all rows at once."""
     left, right = b.call.inputs
-    x, d = b.operands[0], b.d
     if left.ndim > 2:
-        rows = left.elements // left.shape[-1] if left.shape[-1] else 0
-        x = b.emit(op.reshape(x, (rows, left.shape[-1])))
-        d = b.emit(op.reshape(d, (rows, right.shape[-1])))
-    return b.emit(op.matmul(b.emit(op.permute_dims(x, [1, 0])), d, right.dtype))
+        rows = ascii_lowercase[: left.ndim - 1]
+        return b.emit(op.einsum((b.operands[0], b.d), f"{rows}y,{rows}z->yz"))
+    return b.emit(op.matmul(_turned(b, b.operands[0], 2), b.d, right.dtype))
 
 
 def _turned(b: Backward, x: relax.Expr, ndim: int) -> relax.Expr:

@@ -42,6 +42,22 @@ def collapse_sum_like(b: Backward) -> Sequence[Gradient]:
     return [*collapse_sum(b), None]
 
 
+@gradient("nn.softmax")
+def softmax(b: Backward) -> Sequence[Gradient]:
+    """y * (d - the sum of y * d)."""
+    y, axis = b.results[0], b.call.axis(b.call.attr("axis"))
+    total = b.emit(op.sum(b.emit(op.multiply(b.d, y)), axis, True))
+    return [b.emit(op.multiply(y, b.emit(op.subtract(b.d, total))))]
+
+
+@gradient("nn.log_softmax")
+def log_softmax(b: Backward) -> Sequence[Gradient]:
+    """d - exp(y) * the sum of d."""
+    axis = b.call.axis(b.call.attr("axis"))
+    total = b.emit(op.sum(b.d, axis, True))
+    return [b.emit(op.subtract(b.d, b.emit(op.multiply(b.emit(op.exp(b.results[0])), total))))]
+
+
 def _axes(b: Backward) -> tuple[int, ...]:
     return b.call.axes(b.call.attr("axis"))
 
@@ -61,6 +77,4 @@ def _spread(b: Backward, result: relax.Expr) -> relax.Expr:
 
 
 # Their rules keep dims whole where parts can't be combined by adding.
-gradient("prod", "variance", "std", "median", "nn.softmax", "nn.log_softmax", "cumsum", "cumprod", "sort", "topk")(
-    differentiated
-)
+gradient("prod", "variance", "std", "median", "cumsum", "cumprod", "sort", "topk")(differentiated)

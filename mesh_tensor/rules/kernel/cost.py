@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from tvm import ir, tirx
 
-from mesh_tensor.tir import tile_ops
+from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.tir.sizes import is_size, size_function
 
 from .reader import read_kernel
@@ -37,11 +37,9 @@ def flops_function(func: tirx.PrimFunc, symbols: Sequence[tirx.Var]) -> Callable
 def _flops(statement: Statement) -> int:
     """Of one run of the statement."""
     record = statement.tile_op
-    if isinstance(record, tile_ops.Gemm):
-        return 2
-    if isinstance(record, (tile_ops.Reduce, tile_ops.Atomic)):
-        return 1
-    if statement.write is None or record is not None:
+    if record is not None:
+        return record.flops
+    if statement.write is None:
         return 0
     work = sum(_operations(value) for value in statement.values[:1])
     return work + (statement.op is not None)
@@ -52,10 +50,10 @@ def _operations(expr: tirx.PrimExpr) -> int:
 
     def visit(node: object) -> None:
         nonlocal count
-        if isinstance(node, _ARITHMETIC) and node.dtype.startswith(("float", "bfloat")):
+        if isinstance(node, _ARITHMETIC) and is_float(node.dtype):
             count += 1
         elif isinstance(node, tirx.Call) and isinstance(node.op, ir.Op) and node.op.name not in _NO_WORK:
-            count += node.dtype.startswith(("float", "bfloat"))
+            count += is_float(node.dtype)
 
     tirx.stmt_functor.post_order_visit(expr, visit)
     return count

@@ -1,16 +1,17 @@
 """Bring a kernel into the form that analysis and rewriting expect.
 
-Index bindings are inlined; accesses through views become accesses to what they are views of; a `T.gemm` that clears
-its accumulator on a condition becomes a conditional fill and a plain gemm, a `T.im2col` loops; grid loops that walk two
-dims at once become two loops; what a print is made of becomes one statement.
+Index bindings are inlined; accesses through views become accesses to what they are views of; compound operations
+become what they are made of; grid loops that walk two dims at once become two loops; what a print is made of becomes
+one statement.
 """
 
 from __future__ import annotations
 
-from tvm import ir, tirx
+from tvm import tirx
 
+from mesh_tensor.tir.compound_ops import parts_of
+from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.fused_loops import unfuse
-from mesh_tensor.tir.im2col import im2col_loops
 from mesh_tensor.tir.tile_position import as_helper
 from mesh_tensor.tir.user_reports import mark_prints
 from mesh_tensor.tir.views import resolve_views
@@ -22,7 +23,7 @@ def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
     Raises:
         MeshTensorError: a buffer is in no memory that is known, or a view is not understood.
     """
-    func = func.with_body(tirx.stmt_functor.ir_transform(func.body, None, _plain_operation, ["tirx.Evaluate"]))
+    func = func.with_body(tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"]))
     return unfuse(resolve_views(mark_prints(_inline_bindings(func))))
 
 
@@ -44,28 +45,6 @@ def _inline_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
     body = tirx.stmt_functor.ir_transform(func.body, None, remove, ["tirx.Bind"])
     return func.with_body(_without_noops(tirx.stmt_functor.substitute(body, bound)))
-
-
-def _plain_operation(stmt: tirx.Evaluate) -> tirx.Stmt | None:
-    """What an operation stands for that is made of others."""
-    return im2col_loops(stmt) or _split_clear(stmt)
-
-
-def _split_clear(stmt: tirx.Evaluate) -> tirx.Stmt | None:
-    """`gemm(..., clear_accum=condition)` as `if condition: fill(C, 0)`, then `gemm`."""
-    call = stmt.value
-    if not (isinstance(call, tirx.Call) and isinstance(call.op, ir.Op) and call.op.name == "tl.tileop.gemm"):
-        return None
-    clear = call.args[9]
-    if isinstance(clear, tirx.IntImm):
-        return None
-    accumulator = call.args[2]
-    fill = tirx.call_intrin(
-        "handle", ir.Op.get("tl.tileop.fill"), accumulator, tirx.const(0, accumulator.args[0].dtype)
-    )
-    args = [*call.args[:9], tirx.const(False, "bool"), *call.args[10:]]
-    gemm = tirx.Call(call.dtype, call.op, args, annotations=call.annotations, span=call.span)
-    return tirx.SeqStmt([tirx.IfThenElse(clear, tirx.Evaluate(fill), None), tirx.Evaluate(gemm)])
 
 
 def _visit_in_order(stmt: tirx.Stmt, visit) -> None:
@@ -92,7 +71,7 @@ def _is_index(value: tirx.PrimExpr) -> bool:
 
 
 def _is_choice(call: tirx.Call) -> bool:
-    return isinstance(call.op, ir.Op) and call.op.name == "tirx.if_then_else"
+    return op_name(call) == "tirx.if_then_else"
 
 
 def _without_noops(body: tirx.Stmt) -> tirx.Stmt:

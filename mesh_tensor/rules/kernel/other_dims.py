@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from tvm import ir, tirx
+from tvm import tirx
+
+from mesh_tensor.tir.effects import op_name
 
 #: From a buffer, where a region of it starts, and how long it is per dim, to these two in other dims; None if it has no
 #: form there.
@@ -24,7 +26,7 @@ def with_other_dims(body: tirx.Stmt, buffers: Mapping[tirx.Buffer, tirx.Buffer],
         return found
 
     def region(call: tirx.Call) -> tirx.Call | None:
-        name = call.op.name if isinstance(call.op, ir.Op) else ""
+        name = op_name(call)
         if name in _POINTERS:
             tirx.stmt_functor.post_order_visit(call, lambda node: problems.append(node) if node in mentioned else None)
         if name != "tl.region" or call.args[0].buffer not in buffers:

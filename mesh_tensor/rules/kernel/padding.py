@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tvm import ir, tirx
 
-from mesh_tensor.base.reductions import neutral
+from mesh_tensor.base.reductions import neutral, reduction
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.constants import number
 from mesh_tensor.tir.linear import Linear, as_expr
@@ -30,7 +30,6 @@ _FUNCTIONS = {
     "tirx.exp2": lambda v: 2.0**v,
     "tirx.tanh": math.tanh,
     "tirx.fabs": abs,
-    "tirx.abs": abs,
 }
 
 
@@ -63,7 +62,7 @@ def padding_is_neutral(
     if padding.is_skipped(statement):
         return True
     record = statement.tile_op  # 0 is neutral for absmax, not for max
-    op = record.op if isinstance(record, tile_ops.Reduce) else statement.operation
+    op = statement.operation if record is None else str(record.reduction)
     return padding.contribution(statement) == neutral(op, statement.target.buffer.dtype)
 
 
@@ -105,14 +104,11 @@ class _Padding:
     def contribution(self, statement: Statement) -> float | None:
         """What an update combines past the end, should it run there; None if that is not known."""
         record = statement.tile_op
-        reads = statement.reads
-        if isinstance(record, tile_ops.Gemm):
-            return 0.0 if self._annihilates(self._access(reads[0]), self._access(reads[1])) else None
-        if isinstance(record, tile_ops.Reduce):
-            value = self._access(reads[0])
-            return None if value is None else (abs(value) if record.op.startswith("abs") else value)
-        if isinstance(record, tile_ops.Atomic) and isinstance(record.value, tile_ops.Region):
-            return self._access(reads[0])
+        if record is not None and record.reduction is not None and record.sources:
+            value, *factors = (self._access(access) for access in statement.reads[: len(record.sources)])
+            if record.product:
+                return 0.0 if self._annihilates(value, *factors) else None
+            return abs(value) if value is not None and reduction(record.reduction).magnitudes else value
         if statement.op is None or statement.fresh:
             return self._written(statement)
         form = self.coordinates.of_statement(statement).get(self.factor)

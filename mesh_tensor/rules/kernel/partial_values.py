@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from tvm import tirx
 
 from mesh_tensor.base.reductions import neutral, reduction
-from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.constants import number
 
 from .coordinates import Coordinates
@@ -165,7 +164,7 @@ def _sets_neutral(statement: Statement, op: str) -> bool:
     """Whether the statement sets what it writes to `op`'s neutral element."""
     if statement.op is not None or not statement.values:
         return False
-    if statement.tile_op is not None and not isinstance(statement.tile_op, tile_ops.Fill):
+    if statement.tile_op is not None and statement.tile_op.value is None:
         return False
     return number(statement.values[0]) == neutral(op, statement.target.buffer.dtype)
 
@@ -177,13 +176,9 @@ def keeps_partial(statement: Statement, access: Access, op: str) -> bool:
         return False
     if statement.op not in (None, op):
         return False
-    if isinstance(record, (tile_ops.Copy, tile_ops.Transpose)):
-        return True
-    if isinstance(record, tile_ops.Reduce):
-        return record.op == op
-    if isinstance(record, tile_ops.Atomic) and isinstance(record.value, tile_ops.Region):
-        return True
-    if record is not None and not isinstance(record, tile_ops.Atomic):
+    if record is not None and record.sources:
+        return not record.product and record.reduction in (None, op)
+    if record is not None and record.reduction is None:
         return False
     value = statement.values[0] if statement.values else None
     return isinstance(value, tirx.BufferLoad) and value.buffer.same_as(access.buffer)

@@ -9,12 +9,13 @@ from tvm.tirx.stmt_functor import post_order_visit
 
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.tir import effects, tile_ops
+from mesh_tensor.tir.functions import function_name
 from mesh_tensor.tir.linear import linear_form
 from mesh_tensor.tir.user_reports import assert_call, is_print
 from mesh_tensor.tir.views import left_views
 
 from .statements import Access, Kernel, Loop, Statement, body_statements, buffer_params, split_update
-from .tile_reader import TileReader, Unmatched
+from .tile_reader import TileReader
 
 
 def read_kernel(func: tirx.PrimFunc) -> Kernel:
@@ -58,17 +59,13 @@ def _find_grid(func: tirx.PrimFunc) -> tuple[tuple[Loop, ...], tirx.SBlock, dict
             stmt = stmt.seq[-1]
         else:
             raise MeshTensorError(
-                f"function {_name(func)!r} is not one TileLang kernel: expected a `with T.Kernel(...)` body, found "
-                f"{type(stmt).__name__}. Write one T.Kernel per function."
+                f"function {function_name(func)!r} is not one TileLang kernel: expected a `with T.Kernel(...)` body, "
+                f"found {type(stmt).__name__}. Write one T.Kernel per function."
             )
 
 
 def _is_thread_index(value: tirx.PrimExpr) -> bool:
-    return isinstance(value, tirx.Call) and isinstance(value.op, ir.Op) and value.op.name == "tl.launch_thread_idx"
-
-
-def _name(func: tirx.PrimFunc) -> str:
-    return str(func.attrs["global_symbol"]) if func.attrs and "global_symbol" in func.attrs else "main"
+    return effects.op_name(value) == "tl.launch_thread_idx"
 
 
 class _Reader:
@@ -233,13 +230,13 @@ class _Reader:
             return self._opaque(stmt, _call_name(stmt.value))
         try:
             return TileReader(self, stmt).read(record)
-        except Unmatched as error:
+        except tile_ops.Unmatched as error:
             return self._opaque(stmt, str(error))
 
 
 def _check_supported(func: tirx.PrimFunc, block: tirx.SBlock) -> None:
     """Refuse what means more than one program of the kernel."""
-    where = f"kernel {_name(func)!r}"
+    where = f"kernel {function_name(func)!r}"
     _check_safe_values(func, block, where)
     stmts: list[tirx.Evaluate] = []
     post_order_visit(block.body, lambda n: stmts.append(n) if isinstance(n, tirx.Evaluate) else None)

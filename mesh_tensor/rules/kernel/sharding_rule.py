@@ -8,8 +8,8 @@ from tvm import tirx
 
 from mesh_tensor.annotations.kernel_source import check_kernel
 
-from .content import needs_content, only_keeps_content
 from .coordinates import Coordinates
+from .earlier_content import needs_content, only_keeps_content
 from .factors import Factor
 from .granularity import Refined
 from .live_ranges import LiveRanges

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from tvm import ir, relax, tirx
 
+from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.tensor_type import TensorType
 
@@ -138,7 +139,7 @@ def _write_number(expr: relax.PrimValue, _: Sequence[relax.Expr]) -> dict[str, A
 
 
 def _read_number(text: Any, _: Sequence[relax.Expr]) -> relax.Expr:
-    make = tirx.FloatImm if "float" in text["dtype"] else tirx.IntImm
+    make = tirx.FloatImm if is_float(text["dtype"]) else tirx.IntImm
     return relax.PrimValue(make(text["dtype"], text["number"]))
 
 

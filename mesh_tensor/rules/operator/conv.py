@@ -6,6 +6,8 @@ from typing import Any
 
 from tvm import relax
 
+from mesh_tensor.base.dtypes import is_float
+
 from .call import OpCall
 from .rule import Dim, LocalCall, OpRule
 from .table import rule, whole_rule
@@ -75,7 +77,7 @@ def pool(call: OpCall) -> OpRule:
     if not (layout + out_layout).isalpha():
         return whole_rule(call)
     factors = {"N": "n", "C": "c"}
-    mean = "avg" in call.name and "float" in call.inputs[0].dtype
+    mean = "avg" in call.name and is_float(call.inputs[0].dtype)
     return OpRule(
         (tuple(map(factors.get, layout)),),
         (tuple(map(factors.get, out_layout)),),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from .call import OpCall
+from .call import OpCall, operator_name
+from .vjp import VJP, vjp_of
 
 # Classes of operators by what bounds their time; what is not here works element by element.
 _CLASSES = {
@@ -39,6 +40,10 @@ def count_flops(call: OpCall) -> int:
     """Floating-point operations: 2 per multiply-add of what contracts; 1 per element of the largest tensor else."""
     if call.name == "matmul":
         return 2 * call.outputs[0].elements * call.inputs[0].shape[-1]
+    if call.name == "einsum":
+        return 2 * _labelled(call)
+    if operator_name(call) == VJP:
+        return _differentiated(call)
     if call.name.startswith("nn.conv") and len(call.inputs) > 1:
         weight = call.inputs[1]
         return 2 * call.outputs[0].elements * weight.elements // max(1, weight.shape[0])
@@ -46,3 +51,21 @@ def count_flops(call: OpCall) -> int:
         batch, queries, heads, size = call.inputs[0].shape
         return 4 * batch * heads * queries * call.inputs[1].shape[1] * size
     return max((math.prod(tensor.shape) for tensor in (*call.inputs, *call.outputs)), default=0)
+
+
+def _labelled(call: OpCall) -> int:
+    """How many combinations of labels a contraction goes through."""
+    terms = call.attr("subscripts").partition("->")[0].replace(" ", "").split(",")
+    sizes: dict[str, int] = {}
+    for term, tensor in zip(terms, call.inputs, strict=True):
+        if len(term) != tensor.ndim:  # it has "..."
+            return max(t.elements for t in (*call.inputs, *call.outputs))
+        sizes |= {label: max(size, sizes.get(label, 1)) for label, size in zip(term, tensor.shape, strict=True)}
+    return math.prod(sizes.values())
+
+
+def _differentiated(call: OpCall) -> int:
+    """What the operator computes, once more, and as much for every gradient; only this for one that it is linear in."""
+    stated = vjp_of(call)
+    forward = sum(count_flops(inner) for inner, _ in stated.calls)
+    return forward * (len(stated.wrt) + (len(stated.given) == len(stated.operands)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mesh_tensor.base.dtypes import is_float
+
 from .call import OpCall, tensor_infos
 from .rule import Dim, OpRule
 from .table import rule
@@ -71,7 +73,7 @@ def broadcast_dims(shape: tuple[int, ...], out: tuple[int, ...], letter: str = "
 def _linear(call: OpCall) -> tuple[frozenset[int], ...]:
     """The sets of operands that the operator is linear in. A number among the arguments is no operand: what adds one
     is not linear."""
-    if call.name == "divide" and "float" not in call.outputs[0].dtype:
+    if call.name == "divide" and not is_float(call.outputs[0].dtype):
         return ()
     tensors = [position for position, arg in enumerate(call.expr.args) if tensor_infos(arg.struct_info)]
     return tuple(

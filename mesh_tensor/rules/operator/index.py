@@ -52,14 +52,34 @@ def _local_take(local: LocalCall) -> relax.Expr:
 
 @rule("gather_elements")
 def gather_elements(call: OpCall) -> OpRule:
-    """Where an element stands in the dims that are not indexed is where its index stands."""
+    """Where an element stands in the dims that are not indexed is where its index stands. Where the dim that is indexed
+    is split, each device takes what it has, and 0 for the rest."""
     data, index = call.inputs
     axis = call.axis(call.attr("axis"))
     same = tuple(
         f"d{d}" if d != axis and a == b else None for d, (a, b) in enumerate(zip(data.shape, index.shape, strict=True))
     )
+    split = data.dtype != "bool"
     taken = (*same[:axis], "i", *same[axis + 1 :])
-    return OpRule((same, taken), (taken,), linear=_FIRST)
+    return OpRule(
+        ((*same[:axis], "row" if split else None, *same[axis + 1 :]), taken),
+        (taken,),
+        {"row": "sum"} if split else {},
+        linear=_FIRST,
+        positional=frozenset({"row"}),
+        masks=split,
+        localize=_local_gather if split else None,
+    )
+
+
+def _local_gather(local: LocalCall) -> relax.Expr:
+    call, layout = local.call, local.layouts[0]
+    axis = call.axis(call.attr("axis"))
+    if not layout.axes_of(axis):
+        return local.again()
+    info = relax.TensorStructInfo(local.out_tiles[0], "float32" if local.wide else call.outputs[0].dtype)
+    args = [relax.ShapeExpr(call.inputs[0].shape), relax.StringImm(layout.text()), relax.PrimValue(axis)]
+    return relax.op.call_pure_packed("mesh.local_gather", *local.args, *args, sinfo_args=[info])
 
 
 @rule("gather_nd")

@@ -6,6 +6,8 @@ import math
 
 from tvm import relax
 
+from mesh_tensor.base.dtypes import NARROW, is_float
+
 from .call import OpCall
 from .rule import Dim, LocalCall, OpRule
 from .table import rule, whole_rule
@@ -30,8 +32,8 @@ def reduce(call: OpCall) -> OpRule:
 
 def _combines(name: str, dtype: str) -> bool:
     if name == "mean":
-        return "float" in dtype
-    return dtype != "bool" and not (name == "prod" and dtype in ("float16", "bfloat16"))
+        return is_float(dtype)
+    return dtype != "bool" and not (name == "prod" and dtype in NARROW)
 
 
 def _kept(call: OpCall, axes: tuple[int, ...]) -> tuple[Dim, ...]:

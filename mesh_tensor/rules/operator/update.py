@@ -12,6 +12,7 @@ from typing import Any
 
 from tvm import relax
 
+from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.optimizer import MASTER, Optimizer
 from mesh_tensor.base.tensor_type import TensorType
@@ -24,12 +25,11 @@ from .table import rule
 
 UPDATE = "mesh.update"
 NUMBERS = TensorType((3,), "float64")
-_NARROW = ("float16", "bfloat16")
 
 
 def slots_of(optimizer: Optimizer, dtype: str) -> dict[str, str]:
     """What is kept for a parameter of that dtype, and in which dtype: in float32 at least."""
-    if dtype in _NARROW:
+    if dtype in NARROW:
         return dict.fromkeys([*optimizer.slots, MASTER], "float32")
     return dict.fromkeys(optimizer.slots, dtype)
 

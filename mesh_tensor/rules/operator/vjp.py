@@ -18,6 +18,7 @@ from typing import Any
 
 from tvm import relax
 
+from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.tensor_type import TensorType
 
@@ -27,7 +28,6 @@ from .rule import Dim, LocalCall, OpRule, atoms_of
 from .table import rule, rule_of
 
 VJP = "mesh.vjp"
-_NARROW = ("float16", "bfloat16")
 _LEAST_EPSILON = 1e-12  # its third power of an inverse root is finite in float32
 
 
@@ -129,7 +129,7 @@ def _local(local: LocalCall) -> relax.Expr:
         (stated.given, local.in_tiles, local.layouts),
     ):
         for number, shape, layout in zip(numbers, found, how, strict=False):
-            dtype = "float32" if local.wide and call.inputs[number].dtype in _NARROW else call.inputs[number].dtype
+            dtype = "float32" if local.wide and call.inputs[number].dtype in NARROW else call.inputs[number].dtype
             tiles[number], layouts[number] = TensorType(shape, dtype), layout
     stand_ins = _stand_ins(tiles)
     made = _result_tiles(of, call, tiles, dict(zip(stated.seeds, local.in_tiles[given:], strict=True)))

@@ -83,6 +83,12 @@ class Lane:
         tag = self._base + group * _ODD[2] + index * _ODD[1]
         return ((tag ^ tag >> 15) + self._seed & _MASK) | 1 << 30
 
+    def message(self, number: int) -> int:
+        """That of a message between two ranks, by its number in the call: no two numbers have the same."""
+        self.count()
+        tag = self._base + number * _ODD[1] & _MASK
+        return ((tag ^ tag >> 15) + self._seed & _MASK) | 1 << 30
+
     def wait(self, works: list[Work]) -> None:
         """Wait until all of them are done."""
         self.waits += 1

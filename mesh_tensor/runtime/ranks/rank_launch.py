@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from mesh_tensor.base.dtypes import poison_value
+from mesh_tensor.base.dtypes import ALIGNMENT, poison_value
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.program.steps import Parameter, Program, Value
@@ -23,8 +23,6 @@ from .faults import Faults
 from .plan import Change
 from .rank_backend import RankBackend
 from .ranks import Ranks
-
-_ALIGNMENT = 64  # bytes: kernels may load whole vectors from where a tile starts
 
 
 class Tiling:
@@ -55,7 +53,7 @@ class Tiling:
         return (
             local.shape == self.tile_shape
             and local.is_contiguous()
-            and local.data_ptr() % _ALIGNMENT == 0
+            and local.data_ptr() % ALIGNMENT == 0
             and not local.is_neg()
         )
 

@@ -14,6 +14,7 @@ import tvm_ffi
 from tvm import ir, tirx
 from tvm.target import Target
 
+from mesh_tensor.base.dtypes import ALIGNMENT, itemsize
 from mesh_tensor.base.errors import refuse
 
 from .blas import blas_wanted, give_blas
@@ -21,7 +22,7 @@ from .cache import add_library, build_once, find_library
 from .compiler import FLAGS, compile_library, compiler_stamp
 from .dtypes import compute_dtype, storage_dtype
 from .in_place import gemms_in_place
-from .legalize import CKernel, bytes_of, legalize_for_c
+from .legalize import CKernel, legalize_for_c
 from .retarget import retarget_for_cpu
 
 ENTRY = "mesh_tensor_kernel"
@@ -120,11 +121,12 @@ def _entry(kernel: CKernel) -> str:
     for workspace in kernel.workspaces:
         c_type = _c_type(workspace.dtype)
         casts.append(f"({c_type}*)(memory + {offset})")
-        offset += -(-workspace.size * bytes_of(workspace.dtype) // 64) * 64
+        offset += -(-workspace.size * itemsize(workspace.dtype) // ALIGNMENT) * ALIGNMENT
     call = f"{_BODY}({', '.join(names + casts)});"
     if casts:
         call = (
-            f"char* memory = (char*)aligned_alloc(64, {offset});\n  if (!memory) return 1;\n  {call}\n  free(memory);"
+            f"char* memory = (char*)aligned_alloc({ALIGNMENT}, {offset});\n  if (!memory) return 1;\n  {call}\n"
+            "  free(memory);"
         )
     signature = f'extern "C" __attribute__((visibility("default"))) int {ENTRY}({", ".join(params)})'
     return f"{signature} {{\n  {call}\n  return 0;\n}}\n"

@@ -11,8 +11,10 @@ from tvm import ir, tirx
 
 from mesh_tensor.base.dtypes import extreme, numpy_dtype
 from mesh_tensor.base.errors import listing, refuse
+from mesh_tensor.tir.effects import op_name
+from mesh_tensor.tir.intrinsics import INTRINSICS
 
-from .exprs import BINARY, COMPARISON, const, map_children, op_name
+from .exprs import BINARY, COMPARISON, const, map_children
 from .intrinsics import BITWISE, EXACT, FLOAT_FUNCTIONS, LIBM, PREFETCH, float_function
 from .reports import NOTES, REPORT
 
@@ -162,7 +164,7 @@ class LegalExpr:
     def _call(self, call: tirx.Call) -> tirx.PrimExpr:
         name = op_name(call)
         modes = [arg.value for arg in call.args if isinstance(arg, tirx.StringImm)]
-        if name.startswith("tl.ieee_") and name != "tl.ieee_frsqrt" and modes != ["rn"]:
+        if name in INTRINSICS and INTRINSICS[name].rounds and modes != ["rn"]:
             self._refuse(f"T.{name[3:]} with the rounding mode {listing(modes)} can't run on a CPU", 'use "rn"')
         if name in ("tirx.call_extern", "tirx.call_pure_extern"):
             return self._extern_call(call)

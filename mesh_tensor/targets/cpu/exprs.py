@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from tvm import ir, tirx
+from tvm import tirx
 
 BINARY = (
     tirx.Add,
@@ -20,7 +20,7 @@ BINARY = (
 COMPARISON = (tirx.EQ, tirx.NE, tirx.LT, tirx.LE, tirx.GT, tirx.GE)
 LEAVES = (tirx.Var, tirx.IntImm, tirx.FloatImm, tirx.StringImm)
 
-Loop = tuple[tirx.Var, tirx.PrimExpr, tirx.PrimExpr]
+LoopRange = tuple[tirx.Var, tirx.PrimExpr, tirx.PrimExpr]
 """A variable that runs from a begin to before an end."""
 
 
@@ -53,11 +53,6 @@ def children(expr: tirx.PrimExpr) -> tuple[tirx.PrimExpr, ...]:
 
     map_children(expr, take)
     return tuple(found)
-
-
-def op_name(expr: object) -> str:
-    """The name of the operator that `expr` calls, or "" if it is no such call."""
-    return expr.op.name if isinstance(expr, tirx.Call) and isinstance(expr.op, ir.Op) else ""
 
 
 def is_pure_index(expr: tirx.PrimExpr) -> bool:
@@ -99,7 +94,7 @@ def if_then(condition: tirx.PrimExpr | None, body: tirx.Stmt) -> tirx.Stmt:
     return body if condition is None else tirx.IfThenElse(condition, body, None)
 
 
-def loop_nest(loops: Sequence[Loop], body: tirx.Stmt) -> tirx.Stmt:
+def loop_nest(loops: Sequence[LoopRange], body: tirx.Stmt) -> tirx.Stmt:
     """Serial loops, the first outermost."""
     for var, begin, end in reversed(loops):
         extent = end if isinstance(begin, tirx.IntImm) and begin.value == 0 else end - begin

@@ -15,8 +15,9 @@ from tvm import arith, tirx
 from tvm.tirx.stmt_functor import post_order_visit, substitute
 
 from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.tir.effects import op_name
 
-from .exprs import is_pure_index, op_name, seq
+from .exprs import is_pure_index, seq
 from .intrinsics import FLOAT_FUNCTIONS, VECTORISED
 from .reduce import is_total
 
@@ -30,7 +31,7 @@ def fuse_loops(body: tirx.Stmt, params: frozenset[tirx.Var]) -> tirx.Stmt:
 
 
 @dataclass(frozen=True)
-class Access:
+class MemoryAccess:
     """An element of a buffer that is read or written."""
 
     buffer: tirx.Buffer
@@ -38,15 +39,15 @@ class Access:
     writes: bool
 
 
-def accesses(stmt: tirx.Stmt) -> list[Access] | None:
+def accesses(stmt: tirx.Stmt) -> list[MemoryAccess] | None:
     """All accesses to memory that outlives `stmt`, or None where it does what is not plain loads and stores."""
-    found: list[Access] = []
+    found: list[MemoryAccess] = []
     own: set[tirx.Var] = set()
     for part in walk(stmt):
         if isinstance(part, tirx.AllocBuffer):
             own.add(part.buffer.data)
         elif isinstance(part, tirx.BufferStore):
-            found.append(Access(part.buffer, tuple(part.indices), True))
+            found.append(MemoryAccess(part.buffer, tuple(part.indices), True))
             found += [access for expr in (part.value, *part.indices) for access in _loads(expr)]
         elif isinstance(part, tirx.For):
             found += [*_loads(part.min), *_loads(part.extent)]
@@ -94,12 +95,12 @@ def _children(stmt: tirx.Stmt) -> list[tirx.Stmt]:
     return []
 
 
-def _loads(expr: tirx.PrimExpr) -> list[Access]:
-    found: list[Access] = []
+def _loads(expr: tirx.PrimExpr) -> list[MemoryAccess]:
+    found: list[MemoryAccess] = []
 
     def visit(node: object) -> None:
         if isinstance(node, tirx.BufferLoad):
-            found.append(Access(node.buffer, tuple(node.indices), False))
+            found.append(MemoryAccess(node.buffer, tuple(node.indices), False))
 
     post_order_visit(expr, visit)
     return found
@@ -150,13 +151,13 @@ class _Fuse:
                 return None
         return None
 
-    def _conflict(self, first: list[Access], second: list[Access]) -> bool:
+    def _conflict(self, first: list[MemoryAccess], second: list[MemoryAccess]) -> bool:
         return any((a.writes or b.writes) and self._same_memory(a, b) for a in first for b in second)
 
-    def _same_memory(self, a: Access, b: Access) -> bool:
+    def _same_memory(self, a: MemoryAccess, b: MemoryAccess) -> bool:
         return a.buffer.data.same_as(b.buffer.data) or {a.buffer.data, b.buffer.data} <= self._params
 
-    def _joinable(self, first: tirx.For, second: tirx.For, mine: list[Access]) -> bool:
+    def _joinable(self, first: tirx.For, second: tirx.For, mine: list[MemoryAccess]) -> bool:
         if not (_same_range(first, second) and _worthwhile(first, second)):
             return False
         theirs = accesses(first)
@@ -172,7 +173,7 @@ class _Fuse:
         )
 
 
-def _in_step(a: Access, a_var: tirx.Var, b: Access, b_var: tirx.Var, bound: set[tirx.Var]) -> bool:
+def _in_step(a: MemoryAccess, a_var: tirx.Var, b: MemoryAccess, b_var: tirx.Var, bound: set[tirx.Var]) -> bool:
     """Whether the same iteration of both loops touches the same slice along some dim, and no other iteration does."""
     x, y = a.buffer, b.buffer
     pairs = [*zip(x.shape, y.shape, strict=False), *zip(x.strides, y.strides, strict=False)]

@@ -2,85 +2,14 @@
 
 from __future__ import annotations
 
-_SAME_NAME = (
-    "acos",
-    "acosh",
-    "asin",
-    "asinh",
-    "atan",
-    "atan2",
-    "atanh",
-    "ceil",
-    "copysign",
-    "cos",
-    "cosh",
-    "erf",
-    "exp",
-    "exp10",
-    "exp2",
-    "fabs",
-    "floor",
-    "fma",
-    "fmod",
-    "hypot",
-    "isfinite",
-    "isinf",
-    "isnan",
-    "log",
-    "log10",
-    "log1p",
-    "log2",
-    "nearbyint",
-    "nextafter",
-    "pow",
-    "rsqrt",
-    "sigmoid",
-    "sin",
-    "sinh",
-    "sqrt",
-    "tan",
-    "tanh",
-    "trunc",
-)
-_TIR = {f"tirx.{name}": name for name in _SAME_NAME} | {"tirx.round": "nearbyint"}
-_TL = {
-    "tl.__cos": "cos",
-    "tl.__exp": "exp",
-    "tl.__exp10": "exp10",
-    "tl.__log": "log",
-    "tl.__log10": "log10",
-    "tl.__log2": "log2",
-    "tl.__sin": "sin",
-    "tl.__tan": "tan",
-    "tl.fast_rcp": "rcp",
-    "tl.fma": "fma",
-    "tl.ieee_fmaf": "fma",
-    "tl.ieee_frcp": "rcp",
-    "tl.ieee_frsqrt": "rsqrt",
-    "tl.ieee_fsqrt": "sqrt",
-    "tl.max_nan": "max",
-    "tl.min_nan": "min",
-    "tl.round_ties_away_from_zero": "round",
-}
-FLOAT_FUNCTIONS = _TIR | _TL
+from mesh_tensor.tir.intrinsics import INTRINSICS
+
+FLOAT_FUNCTIONS = {op: intrinsic.c for op, intrinsic in INTRINSICS.items() if intrinsic.c is not None}
 """Operators on floats, by the name of the C function without `mt_` and its dtype."""
 
 EXACT = frozenset(
-    (
-        "ceil",
-        "copysign",
-        "fabs",
-        "floor",
-        "fmod",
-        "isfinite",
-        "isinf",
-        "isnan",
-        "max",
-        "min",
-        "nearbyint",
-        "round",
-        "trunc",
-    )
+    ("ceil", "copysign", "fabs", "floor", "fmod", "isfinite", "isinf", "isnan", "max", "min", "nearbyint", "round")
+    + ("trunc",)
 )
 """Functions whose result, for 16-bit arguments, needs no rounding."""
 

@@ -14,7 +14,7 @@ from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform, substitute
 
 from .exprs import const, loop_nest, seq
-from .fuse import Access, accesses, contiguous, statements
+from .fuse import MemoryAccess, accesses, contiguous, statements
 from .intrinsics import PREFETCH
 from .reduce import LANES, is_total
 
@@ -45,7 +45,7 @@ def _one(place: int, siblings: Sequence[tirx.Stmt], params: frozenset[tirx.Var])
     return _steps(stmt, [] if _rows(stmt, stmt, params) else _wanted(place, siblings, params))
 
 
-def _wanted(place: int, siblings: Sequence[tirx.Stmt], params: frozenset[tirx.Var]) -> list[Access]:
+def _wanted(place: int, siblings: Sequence[tirx.Stmt], params: frozenset[tirx.Var]) -> list[MemoryAccess]:
     """What is worth asking for during the loop at `place`."""
     loop = siblings[place]
     written = [a for other in siblings[place + 1 :] for a in _rows(other, loop, params) if a.writes]
@@ -60,24 +60,24 @@ def _has_totals(loop: tirx.For) -> bool:
     return any(isinstance(part, tirx.BufferStore) and is_total(part, loop.loop_var) for part in parts)
 
 
-def _rows(other: tirx.Stmt, loop: tirx.For, params: frozenset[tirx.Var]) -> list[Access]:
+def _rows(other: tirx.Stmt, loop: tirx.For, params: frozenset[tirx.Var]) -> list[MemoryAccess]:
     """What `other`, a loop as long as `loop`, accesses of the kernel's parameters one element after the other, in terms
     of `loop`'s variable."""
     if not isinstance(other, tirx.For) or int(loop.extent) != getattr(other.extent, "value", -1):
         return []
     return [
-        Access(a.buffer, tuple(substitute(i, {other.loop_var: loop.loop_var}) for i in a.indices), a.writes)
+        MemoryAccess(a.buffer, tuple(substitute(i, {other.loop_var: loop.loop_var}) for i in a.indices), a.writes)
         for a in accesses(other) or []
         if a.buffer.data in params and a.buffer.dtype in _PREFETCHED and contiguous(a.indices, other.loop_var)
     ]
 
 
-def _next_row(access: Access) -> Access:
+def _next_row(access: MemoryAccess) -> MemoryAccess:
     *outer, row, column = access.indices
-    return Access(access.buffer, (*outer, row + 1, column), access.writes)
+    return MemoryAccess(access.buffer, (*outer, row + 1, column), access.writes)
 
 
-def _steps(loop: tirx.For, prefetched: Sequence[Access]) -> tirx.Stmt:
+def _steps(loop: tirx.For, prefetched: Sequence[MemoryAccess]) -> tirx.Stmt:
     chunk, lane = tirx.Var("chunk", "int32"), tirx.Var("lane", "int32")
     whole, rest = divmod(int(loop.extent), LANES)
 
@@ -103,7 +103,7 @@ def _in_lane(loop: tirx.For, lane: tirx.Var) -> tirx.Stmt:
     return ir_transform(loop.body, None, replace, ["tirx.FloorMod"])
 
 
-def _prefetch(access: Access) -> tirx.Stmt:
+def _prefetch(access: MemoryAccess) -> tirx.Stmt:
     address = tirx.address_of(tirx.BufferLoad(access.buffer, list(access.indices)))
     name = PREFETCH + access.buffer.dtype
     return tirx.Evaluate(tirx.call_extern("void", name, address, const(access.writes, "int32")))

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 from tvm import ir, tirx
 
+from mesh_tensor.base.dtypes import itemsize
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.tir.functions import function_name
 
 from .dtypes import LegalExpr, c_name, pointer_type, storage_dtype
 from .exprs import const, seq
@@ -54,7 +56,7 @@ def legalize_for_c(func: tirx.PrimFunc, symbol: str) -> CKernel:
 class _Legalize:
     def __init__(self, func: tirx.PrimFunc) -> None:
         self._func = func
-        self._expr = LegalExpr(self._flat, str(func.attrs["global_symbol"]))
+        self._expr = LegalExpr(self._flat, function_name(func))
         self._pointers: dict[tirx.Var, tirx.Var] = {}
         self._flat_buffers: dict[tirx.Buffer, tirx.Buffer] = {}
         self._workspaces: list[tuple[tirx.Var, Workspace]] = []
@@ -120,7 +122,7 @@ class _Legalize:
                 )
             size *= int(extent)
         dtype = storage_dtype(buffer.dtype)
-        if size * bytes_of(dtype) <= _STACK_BYTES and buffer.scope() != "global":
+        if size * itemsize(dtype) <= _STACK_BYTES and buffer.scope() != "global":
             return tirx.AllocBuffer(
                 tirx.decl_buffer([size], dtype, buffer.name, self._pointer(buffer.data, buffer.dtype))
             )
@@ -160,11 +162,6 @@ class _Legalize:
             return {tirx.Add: a + b, tirx.Sub: a - b, tirx.Mul: a * b}[type(expr)]
         legal = self._expr(expr)
         return legal if legal.dtype == "int64" else tirx.Cast("int64", legal)
-
-
-def bytes_of(dtype: str) -> int:
-    """The size of one element of a storage dtype."""
-    return max(8, int("".join(c for c in dtype if c.isdigit()))) // 8
 
 
 def size_variables(func: tirx.PrimFunc) -> tuple[tirx.Var, ...]:

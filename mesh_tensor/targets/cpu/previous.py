@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 from tvm import tirx
 
+from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.tile_ops import Atomic, parse_previous
 
 from .combine import combine
-from .exprs import cast, map_children, op_name, seq
+from .exprs import cast, map_children, seq
 
 
 def update_before_use(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -59,7 +60,7 @@ def _previous(atomic: Atomic, before: list[tirx.Stmt]) -> tirx.PrimExpr:
     value = cast(_taken(atomic.value, before), place.dtype)
     previous = tirx.Var("previous", place.dtype)
     before.append(tirx.Bind(previous, place))
-    before.append(tirx.BufferStore(place.buffer, combine(atomic.op, previous, value), place.indices))
+    before.append(tirx.BufferStore(place.buffer, combine(atomic.reduction, previous, value), place.indices))
     return previous
 
 

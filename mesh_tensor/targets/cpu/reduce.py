@@ -75,11 +75,11 @@ class ReduceLoops:
             return loop_nest([(lane, const(begin, "int32"), const(LANES, "int32"))], body)
 
         first, other = tirx.BufferLoad(totals, [_ZERO]), tirx.BufferLoad(totals, [lane])
-        gather = tirx.BufferStore(totals, combine(self._op.op, first, other), [_ZERO])
+        gather = tirx.BufferStore(totals, combine(self._op.reduction, first, other), [_ZERO])
         return seq(
             [
                 tirx.AllocBuffer(totals),
-                over_lanes(tirx.BufferStore(totals, neutral_element(self._op.op, self._dtype), [lane])),
+                over_lanes(tirx.BufferStore(totals, neutral_element(self._op.reduction, self._dtype), [lane])),
                 tirx.BufferStore(totals, self._start(), [_ZERO]),
                 self._nest([self._op.dim], self._add(totals, [mine], self._vars)),
                 over_lanes(gather, begin=1),
@@ -88,14 +88,14 @@ class ReduceLoops:
         )
 
     def _start(self) -> tirx.PrimExpr:
-        if self._op.clear:
-            return neutral_element(self._op.op, self._dtype)
+        if self._op.clears:
+            return neutral_element(self._op.reduction, self._dtype)
         return cast(self._load(self._op.dst.buffer, self._dst_indices()), self._dtype)
 
     def _add(self, totals: tirx.Buffer, at: list[tirx.PrimExpr], element: Sequence[tirx.PrimExpr]) -> tirx.Stmt:
         src = [start + position for start, position in zip(self._op.src.mins, element, strict=True)]
         value = cast(self._load(self._op.src.buffer, src), self._dtype)
-        return tirx.BufferStore(totals, combine(self._op.op, tirx.BufferLoad(totals, at), value), at)
+        return tirx.BufferStore(totals, combine(self._op.reduction, tirx.BufferLoad(totals, at), value), at)
 
     def _finish(self, total: tirx.PrimExpr) -> tirx.Stmt:
         buffer, indices = self._op.dst.buffer, self._dst_indices()

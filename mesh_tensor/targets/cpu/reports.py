@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from tvm import tirx
 
+from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.tir.user_reports import report_of
 
 #: The function that reports (in C it takes the number of the report), and those that note a number.
@@ -21,6 +22,6 @@ def report_statements(call: tirx.Call, rewrite: Callable[[tirx.PrimExpr], tirx.P
 
 
 def _note(number: tirx.PrimExpr) -> tirx.Stmt:
-    dtype = "float64" if "float" in number.dtype else "int64"
+    dtype = "float64" if is_float(number.dtype) else "int64"
     wide = number if number.dtype == dtype else tirx.Cast(dtype, number)
     return tirx.Evaluate(tirx.call_extern("void", NOTES[dtype], wide))

@@ -16,14 +16,15 @@ from typing import Any, NoReturn
 from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.tir.effects import changes_nothing
-from mesh_tensor.tir.im2col import im2col_loops
+from mesh_tensor.tir.compound_ops import parts_of
+from mesh_tensor.tir.effects import changes_nothing, op_name
+from mesh_tensor.tir.functions import function_name
 from mesh_tensor.tir.thread_index import FIX, FROM, refuse_thread_groups
 from mesh_tensor.tir.tile_ops import Region, TileOp, parse_tile_op
 from mesh_tensor.tir.user_reports import assert_call, is_print, print_call, without_thread_tests
 
 from .bounds import Bounds
-from .exprs import all_of, const, if_then, is_pure_index, map_children, op_name, seq
+from .exprs import all_of, const, if_then, is_pure_index, map_children, seq
 from .fuse import fuse_loops
 from .lanes import step_by_lanes
 from .previous import update_before_use
@@ -41,7 +42,7 @@ def retarget_for_cpu(func: tirx.PrimFunc) -> tirx.PrimFunc:
 class _Retarget:
     def __init__(self, func: tirx.PrimFunc) -> None:
         self._func = func
-        self._kernel = str(func.attrs["global_symbol"]) if func.attrs and "global_symbol" in func.attrs else "main"
+        self._kernel = function_name(func)
         self._bounds = Bounds()
         self._safe_values: dict[tirx.Var, tirx.PrimExpr] = {}
         self._tile_ops = TileOps(self._bounds, self._safe_values, self._kernel)
@@ -200,9 +201,9 @@ class _Retarget:
         op = parse_tile_op(stmt)
         if op is not None:
             return self._tile_ops.expand(_with_expressions(op, self._expr))
-        loops = im2col_loops(stmt)
-        if loops is not None:
-            return self._stmt(loops)
+        parts = parts_of(stmt)
+        if parts is not None:
+            return self._stmt(parts)
         return self._refuse(
             f"{_spelling(name) or type(stmt.value).__name__} can't run on a CPU",
             "it is no tile operation that the re-targeting pass knows",
@@ -256,7 +257,7 @@ class _Retarget:
         return safe if guard is None else tirx.Select(guard, safe, const(0, load.dtype))
 
 
-def _with_expressions(op: TileOp, rewrite: Callable[[tirx.PrimExpr], tirx.PrimExpr]) -> TileOp:
+def _with_expressions(op: Any, rewrite: Callable[[tirx.PrimExpr], tirx.PrimExpr]) -> TileOp:
     """The tile operation with `rewrite` applied to every expression in it."""
     changes: dict[str, Any] = {}
     for name, value in vars(op).items():

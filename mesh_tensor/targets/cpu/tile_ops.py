@@ -16,7 +16,7 @@ from mesh_tensor.tir.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Region, S
 
 from .bounds import Bounds
 from .combine import accumulator_dtype, combine
-from .exprs import Loop, all_of, cast, const, if_then, loop_nest, seq, strides_of, temporary
+from .exprs import LoopRange, all_of, cast, const, if_then, loop_nest, seq, strides_of, temporary
 from .reduce import ReduceLoops
 
 
@@ -47,10 +47,10 @@ class TileOps:
 
     def _atomic(self, op: Atomic) -> tirx.Stmt:
         def update(old: tirx.PrimExpr, value: tirx.PrimExpr) -> tirx.PrimExpr:
-            return combine(op.op, old, value)
+            return combine(op.reduction, old, value)
 
         if isinstance(op.value, Region):
-            return self._elementwise(op.value, op.dst, update, neutral_element(op.op, op.value.buffer.dtype))
+            return self._elementwise(op.value, op.dst, update, neutral_element(op.reduction, op.value.buffer.dtype))
         return self._over(op.dst, lambda old: update(old, cast(op.value, op.dst.buffer.dtype)))
 
     def _fill(self, op: Fill) -> tirx.Stmt:
@@ -66,10 +66,10 @@ class TileOps:
 
     def _walk(
         self, region: Region, variables: Sequence[tirx.Var]
-    ) -> tuple[list[Loop], list[tirx.PrimExpr], list[tirx.PrimExpr]]:
+    ) -> tuple[list[LoopRange], list[tirx.PrimExpr], list[tirx.PrimExpr]]:
         """Loops over the long dims of `region` clipped to its buffer, the indices, and what the other dims ask for."""
         indices = list(region.mins)
-        loops: list[Loop] = []
+        loops: list[LoopRange] = []
         conditions: list[tirx.PrimExpr] = []
         for dim, size in enumerate(region.buffer.shape):
             if dim not in region.long_dims:
@@ -161,34 +161,36 @@ class TileOps:
         running = tirx.BufferLoad(total, [zero])
         step = seq(
             [
-                tirx.BufferStore(total, combine(op.op, running, cast(self._load(op.src.buffer, src), dtype)), [zero]),
+                tirx.BufferStore(
+                    total, combine(op.reduction, running, cast(self._load(op.src.buffer, src), dtype)), [zero]
+                ),
                 tirx.BufferStore(op.dst.buffer, cast(running, op.dst.buffer.dtype), dst),
             ]
         )
-        start = tirx.BufferStore(total, neutral_element(op.op, dtype), [zero])
+        start = tirx.BufferStore(total, neutral_element(op.reduction, dtype), [zero])
         row = seq([tirx.AllocBuffer(total), start, loop_nest([(variables[op.dim], zero, along)], step)])
         outer = [(v, zero, e) for d, (v, e) in enumerate(zip(variables, op.src.extents, strict=True)) if d != op.dim]
         return loop_nest(outer, row)
 
     def _gemm(self, op: Gemm) -> tirx.Stmt:
-        for region in (op.a, op.b, op.c):
+        for region in (op.a, op.b, op.dst):
             if not all(self._inside(region, dim) for dim in range(len(region.extents))):
                 refuse(
                     f"T.gemm over {_describe(region)} reaches past the buffer",
                     where=f"kernel '{self._kernel}'",
                     fix="copy the block to a shared buffer first: T.copy fills what lies outside with 0",
                 )
-        m, n = op.c.extents[-2:]
+        m, n = op.dst.extents[-2:]
         k = op.a.extents[-2] if op.trans_a else op.a.extents[-1]
         a_strides = strides_of(op.a.buffer)[-2:]
         b_strides = strides_of(op.b.buffer)[-2:]
         a_m, a_k = reversed(a_strides) if op.trans_a else a_strides
         b_k, b_n = reversed(b_strides) if op.trans_b else b_strides
-        c_m, c_n = strides_of(op.c.buffer)[-2:]
-        pointers = [tirx.address_of(tirx.BufferLoad(r.buffer, list(r.mins))) for r in (op.a, op.b, op.c)]
-        name = "mt_gemm_" + "_".join(r.buffer.dtype for r in (op.a, op.b, op.c))
+        c_m, c_n = strides_of(op.dst.buffer)[-2:]
+        pointers = [tirx.address_of(tirx.BufferLoad(r.buffer, list(r.mins))) for r in (op.a, op.b, op.dst)]
+        name = "mt_gemm_" + "_".join(r.buffer.dtype for r in (op.a, op.b, op.dst))
         sizes = [cast(e, "int64") for e in (m, n, k, a_m, a_k, b_k, b_n, c_m, c_n)]
-        call = tirx.call_extern("void", name, *pointers, *sizes, const(op.clear, "int32"))
+        call = tirx.call_extern("void", name, *pointers, *sizes, const(op.clears, "int32"))
         return tirx.Evaluate(call)
 
     def _inside(self, region: Region, dim: int) -> bool:

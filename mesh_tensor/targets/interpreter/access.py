@@ -59,7 +59,7 @@ class Slices:
         return tuple(index)
 
 
-class Access:
+class BufferAccess:
     """One place in a kernel where elements of a buffer are read or written."""
 
     def __init__(

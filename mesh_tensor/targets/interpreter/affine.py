@@ -7,26 +7,8 @@ from dataclasses import dataclass, field
 
 from tvm import tirx
 
+from mesh_tensor.tir.linear import Linear
 from mesh_tensor.tir.same import same_expression
-
-
-@dataclass(frozen=True)
-class Affine:
-    """`sum(coefficient * atom) + const`: atoms are named by ids, no coefficient is 0."""
-
-    terms: Mapping[int, int]
-    const: int = 0
-
-    def plus(self, other: Affine, sign: int = 1) -> Affine:
-        """The sum (or difference) of two forms."""
-        terms = dict(self.terms)
-        for atom, coefficient in other.terms.items():
-            terms[atom] = terms.get(atom, 0) + sign * coefficient
-        return Affine({a: c for a, c in terms.items() if c}, self.const + sign * other.const)
-
-    def times(self, factor: int) -> Affine:
-        """The form times an integer."""
-        return Affine({a: c * factor for a, c in self.terms.items() if factor}, self.const * factor)
 
 
 @dataclass
@@ -38,16 +20,16 @@ class AffineReader:
     opaque: Callable[[tirx.PrimExpr], bool]
     atoms: dict[int, tirx.PrimExpr] = field(default_factory=dict)
 
-    def read(self, expr: tirx.PrimExpr) -> Affine | None:
+    def read(self, expr: tirx.PrimExpr) -> Linear | None:
         """The linear form of `expr`, or None if it has none."""
         if isinstance(expr, tirx.IntImm):
-            return Affine({}, int(expr.value))
+            return Linear({}, int(expr.value))
         if isinstance(expr, tirx.Var):
             bound = self.binds.get(hash(expr))
             return self._atom(expr) if bound is None else self.read(bound)
         if isinstance(expr, (tirx.Add, tirx.Sub)):
             a, b = self.read(expr.a), self.read(expr.b)
-            return None if a is None or b is None else a.plus(b, 1 if isinstance(expr, tirx.Add) else -1)
+            return None if a is None or b is None else a + b if isinstance(expr, tirx.Add) else a - b
         if isinstance(expr, tirx.Mul):
             product = self._product(expr)
             if product is not None:
@@ -56,16 +38,16 @@ class AffineReader:
             return self.read(expr.value)
         return self._atom(expr)
 
-    def _product(self, expr: tirx.Mul) -> Affine | None:
+    def _product(self, expr: tirx.Mul) -> Linear | None:
         a, b = self.read(expr.a), self.read(expr.b)
         if a is not None and b is not None:
             if not a.terms:
-                return b.times(a.const)
+                return b.scaled(a.const)
             if not b.terms:
-                return a.times(b.const)
+                return a.scaled(b.const)
         return None
 
-    def _atom(self, expr: tirx.PrimExpr) -> Affine | None:
+    def _atom(self, expr: tirx.PrimExpr) -> Linear | None:
         if not self.opaque(expr):
             return None
         key = hash(expr)
@@ -73,7 +55,7 @@ class AffineReader:
             same = (k for k, known in self.atoms.items() if same_expression(known, expr))
             key = next(same, key)
         self.atoms.setdefault(key, expr)
-        return Affine({key: 1})
+        return Linear({key: 1})
 
 
 #: Where an index stands: its dim, or the dims of a quotient and a remainder with their divisor.

@@ -11,10 +11,11 @@ from tvm import ir, tirx
 
 from mesh_tensor.base.dtypes import numpy_dtype
 from mesh_tensor.base.errors import MeshTensorError
+from mesh_tensor.tir.intrinsics import INTRINSICS
 from mesh_tensor.tir.tile_ops import Atomic, parse_previous
 
-from .access import Access
-from .intrinsics import FUNCTIONS, ROUNDED_TO_NEAREST, rounded_once, trunc_div, trunc_mod
+from .access import BufferAccess
+from .intrinsics import FUNCTIONS, rounded_once, trunc_div, trunc_mod
 from .numerics import FLOAT8, UFUNCS, convert, is_float
 from .scope import MASK, Code, Frame, Scope, constant
 
@@ -141,7 +142,7 @@ def _float_imm(expr: tirx.FloatImm, scope: Scope) -> Code:
 
 
 def _load(expr: tirx.BufferLoad, scope: Scope) -> Code:
-    return Access(expr.buffer, expr.indices, scope, compile_expr).load()
+    return BufferAccess(expr.buffer, expr.indices, scope, compile_expr).load()
 
 
 def _let(expr: tirx.Let, scope: Scope) -> Code:
@@ -181,9 +182,8 @@ def _call(expr: tirx.Call, scope: Scope) -> Code:
         return _previous(update, scope)
     operands = list(expr.args)
     function = FUNCTIONS.get(name)
-    if name in ROUNDED_TO_NEAREST:
-        mode = operands.pop()
-        function = ROUNDED_TO_NEAREST[name] if getattr(mode, "value", None) == "rn" else None
+    if function is not None and INTRINSICS[name].rounds and getattr(operands.pop(), "value", None) != "rn":
+        function = None
     if function is None or not operands:
         raise MeshTensorError(f"the interpreter does not know the operation {name}, a value in the kernel: {expr}")
     args = [compile_expr(a, scope) for a in operands]
@@ -192,9 +192,9 @@ def _call(expr: tirx.Call, scope: Scope) -> Code:
 
 def _previous(update: Atomic, scope: Scope) -> Code:
     """An atomic's old value; nests with one in it run in order, never over lanes."""
-    place = Access(update.dst.buffer, update.dst.mins, scope, compile_expr)
+    place = BufferAccess(update.dst.buffer, update.dst.mins, scope, compile_expr)
     old, new = place.load(), compile_expr(update.value, scope)
-    combine, dtype, slot = UFUNCS[update.op], numpy_dtype(update.dst.buffer.dtype), scope.new_slot()
+    combine, dtype, slot = UFUNCS[update.reduction], numpy_dtype(update.dst.buffer.dtype), scope.new_slot()
     store = place.store(Code(lambda frame: combine(frame[slot], convert(new.run(frame), dtype))))
 
     def run(frame: Frame) -> Any:

@@ -14,8 +14,10 @@ from itertools import combinations_with_replacement
 
 from tvm import tirx
 
-from .affine import Affine, AffineReader, Place, joined_div_mod
-from .nest import Loop, Touch, read_nest
+from mesh_tensor.tir.linear import Linear
+
+from .affine import AffineReader, Place, joined_div_mod
+from .nest import NestLoop, Touch, read_nest
 
 
 def lanes_of(root: tirx.For) -> dict[int, int]:
@@ -69,7 +71,7 @@ class _Unknown:
 
 
 def _same_iteration(
-    a: Touch, b: Touch, at_a: dict[Place, Affine | None], at_b: dict[Place, Affine | None], common: list[Loop]
+    a: Touch, b: Touch, at_a: dict[Place, Linear | None], at_b: dict[Place, Linear | None], common: list[NestLoop]
 ) -> set[int]:
     """The common loops that are in the same iteration whenever `a` and `b` touch the same element; all of them if they
     never do."""
@@ -93,7 +95,7 @@ def _same_iteration(
 
 
 def _equation(
-    x: Affine | None, y: Affine | None, a: Touch, b: Touch, common: list[Loop]
+    x: Linear | None, y: Linear | None, a: Touch, b: Touch, common: list[NestLoop]
 ) -> tuple[list[_Unknown], int] | None:
     """`x == y` at two iterations, as `sum of unknowns + offset == 0`; None if nothing is known."""
     if x is None or y is None:
@@ -117,7 +119,7 @@ def _equation(
     return unknowns, x.const - y.const
 
 
-def _span(loop: Loop) -> float:
+def _span(loop: NestLoop) -> float:
     return math.inf if loop.extent is None else max(loop.extent - 1, 0)
 
 

@@ -1,4 +1,4 @@
-"""numpy's meaning of the functions that TIR calls: one table, name to function."""
+"""What the interpreter computes the functions with that TIR calls."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from mesh_tensor.tir.intrinsics import INTRINSICS
 
 from .numerics import convert, is_float
 
@@ -54,87 +56,31 @@ def _leading_zeros(x: Any) -> Any:
     return np.asarray(zeros, np.int32)[()]
 
 
-FUNCTIONS: dict[str, Function] = {
-    "tirx.abs": np.abs,
-    "tirx.fabs": np.abs,
-    "tirx.exp": np.exp,
-    "tirx.exp2": np.exp2,
-    "tirx.exp10": lambda x: np.power(np.asarray(10, x.dtype), x),
-    "tirx.log": np.log,
-    "tirx.log2": np.log2,
-    "tirx.log10": np.log10,
-    "tirx.log1p": np.log1p,
-    "tirx.sqrt": np.sqrt,
-    "tirx.rsqrt": lambda x: np.reciprocal(np.sqrt(x)),
-    "tirx.tanh": np.tanh,
-    "tirx.sigmoid": lambda x: np.reciprocal(np.exp(-x) + np.asarray(1, x.dtype)),
-    "tirx.erf": erf,
-    "tirx.pow": np.power,
-    "tirx.fmod": np.fmod,
-    "tirx.hypot": np.hypot,
-    "tirx.copysign": np.copysign,
-    "tirx.ldexp": np.ldexp,
-    "tirx.nextafter": np.nextafter,
-    "tirx.fma": _fma,
-    "tirx.sin": np.sin,
-    "tirx.cos": np.cos,
-    "tirx.tan": np.tan,
-    "tirx.sinh": np.sinh,
-    "tirx.cosh": np.cosh,
-    "tirx.asin": np.arcsin,
-    "tirx.acos": np.arccos,
-    "tirx.atan": np.arctan,
-    "tirx.asinh": np.arcsinh,
-    "tirx.acosh": np.arccosh,
-    "tirx.atanh": np.arctanh,
-    "tirx.atan2": np.arctan2,
-    "tirx.floor": np.floor,
-    "tirx.ceil": np.ceil,
-    "tirx.trunc": np.trunc,
-    "tirx.round": np.rint,
-    "tirx.nearbyint": np.rint,
-    "tirx.isnan": np.isnan,
-    "tirx.isinf": np.isinf,
-    "tirx.isfinite": np.isfinite,
-    "tirx.likely": lambda x: x,
-    "tirx.bitwise_and": operator.and_,
-    "tirx.bitwise_or": operator.or_,
-    "tirx.bitwise_xor": operator.xor,
-    "tirx.bitwise_not": operator.invert,
-    "tirx.shift_left": operator.lshift,
-    "tirx.shift_right": operator.rshift,
-    "tirx.popcount": lambda x: np.bitwise_count(x.view(f"u{x.dtype.itemsize}")).astype(x.dtype)[()],
-    "tirx.clz": _leading_zeros,
-    "tirx.tvm_thread_invariant": lambda x: x,
-    "tl.__exp": np.exp,
-    "tl.__exp10": lambda x: np.power(np.asarray(10, x.dtype), x),
-    "tl.__log": np.log,
-    "tl.__log2": np.log2,
-    "tl.__log10": np.log10,
-    "tl.__sin": np.sin,
-    "tl.__cos": np.cos,
-    "tl.__tan": np.tan,
-    "tl.__ldg": lambda x: x,
-    "tl.fast_rcp": np.reciprocal,
-    "tl.fma": _fma,
-    "tl.ieee_frsqrt": lambda x: np.reciprocal(np.sqrt(x)),
-    "tl.max_nan": np.maximum,
-    "tl.min_nan": np.minimum,
-    "tl.pow_of_int": _power_of_int,
-    "tl.round_ties_away_from_zero": _round,
-    "tl.clamp": lambda x, low, high: np.minimum(np.maximum(x, low), high),
+def _popcount(x: Any) -> Any:
+    return np.bitwise_count(x.view(f"u{x.dtype.itemsize}")).astype(x.dtype)[()]
+
+
+#: What neither numpy nor `operator` has.
+_OWN: dict[str, Function] = {
+    "clamp": lambda x, low, high: np.minimum(np.maximum(x, low), high),
+    "erf": erf,
+    "exp10": lambda x: np.power(np.asarray(10, x.dtype), x),
+    "fma": _fma,
+    "leading_zeros": _leading_zeros,
+    "popcount": _popcount,
+    "power_of_int": _power_of_int,
+    "round_away": _round,
+    "rsqrt": lambda x: np.reciprocal(np.sqrt(x)),
+    "same": lambda x: x,
+    "sigmoid": lambda x: np.reciprocal(np.exp(-x) + np.asarray(1, x.dtype)),
 }
 
-#: The same with a mode of rounding as their last argument, of which "rn" is understood.
-ROUNDED_TO_NEAREST: dict[str, Function] = {
-    "tl.ieee_add": operator.add,
-    "tl.ieee_sub": operator.sub,
-    "tl.ieee_mul": operator.mul,
-    "tl.ieee_fdiv": operator.truediv,
-    "tl.ieee_fmaf": _fma,
-    "tl.ieee_frcp": np.reciprocal,
-    "tl.ieee_fsqrt": np.sqrt,
-}
+
+def _function(name: str) -> Function:
+    return _OWN.get(name) or getattr(operator, name, None) or getattr(np, name)
+
+
+FUNCTIONS = {op: _function(intrinsic.python) for op, intrinsic in INTRINSICS.items() if intrinsic.python is not None}
 
 
 def rounded_once(function: Function, dtype: np.dtype) -> Function:

@@ -14,7 +14,7 @@ from mesh_tensor.tir.user_reports import is_print
 
 
 @dataclass(frozen=True)
-class Loop:
+class NestLoop:
     """A loop: the id of its variable; first value and extent, where they are constants."""
 
     var: int
@@ -30,7 +30,7 @@ class Touch:
     buffer: tirx.Buffer
     indices: tuple[tirx.PrimExpr, ...]
     writes: bool
-    loops: tuple[Loop, ...]
+    loops: tuple[NestLoop, ...]
 
 
 @dataclass
@@ -85,16 +85,16 @@ def read_nest(root: tirx.For) -> Nest | None:
     return nest
 
 
-def _visit(stmt: tirx.Stmt, loops: tuple[Loop, ...], nest: Nest) -> None:
+def _visit(stmt: tirx.Stmt, loops: tuple[NestLoop, ...], nest: Nest) -> None:
     visit = _VISITORS.get(type(stmt))
     if visit is None:
         raise _InOrder
     visit(stmt, loops, nest)
 
 
-def _visit_for(stmt: tirx.For, loops: tuple[Loop, ...], nest: Nest) -> None:
+def _visit_for(stmt: tirx.For, loops: tuple[NestLoop, ...], nest: Nest) -> None:
     low = _integer(stmt.min)
-    loop = Loop(hash(stmt.loop_var), low, None if low is None else _integer(stmt.extent))
+    loop = NestLoop(hash(stmt.loop_var), low, None if low is None else _integer(stmt.extent))
     for bound in (stmt.min, stmt.extent):
         _reads(bound, loops, nest)
     nest.inner.add(loop.var)
@@ -102,32 +102,32 @@ def _visit_for(stmt: tirx.For, loops: tuple[Loop, ...], nest: Nest) -> None:
     _visit(stmt.body, (*loops, loop), nest)
 
 
-def _visit_seq(stmt: tirx.SeqStmt, loops: tuple[Loop, ...], nest: Nest) -> None:
+def _visit_seq(stmt: tirx.SeqStmt, loops: tuple[NestLoop, ...], nest: Nest) -> None:
     for child in stmt.seq:
         _visit(child, loops, nest)
 
 
-def _visit_if(stmt: tirx.IfThenElse, loops: tuple[Loop, ...], nest: Nest) -> None:
+def _visit_if(stmt: tirx.IfThenElse, loops: tuple[NestLoop, ...], nest: Nest) -> None:
     _reads(stmt.condition, loops, nest)
     _visit(stmt.then_case, loops, nest)
     if stmt.else_case is not None:
         _visit(stmt.else_case, loops, nest)
 
 
-def _visit_bind(stmt: tirx.Bind, loops: tuple[Loop, ...], nest: Nest) -> None:
+def _visit_bind(stmt: tirx.Bind, loops: tuple[NestLoop, ...], nest: Nest) -> None:
     _reads(stmt.value, loops, nest)
     nest.inner.add(hash(stmt.var))
     if not loads_in(stmt.value):
         nest.binds[hash(stmt.var)] = stmt.value
 
 
-def _visit_store(stmt: tirx.BufferStore, loops: tuple[Loop, ...], nest: Nest) -> None:
+def _visit_store(stmt: tirx.BufferStore, loops: tuple[NestLoop, ...], nest: Nest) -> None:
     for expr in (stmt.value, *stmt.indices):
         _reads(expr, loops, nest)
     nest.touches.append(Touch(hash(stmt.buffer.data), stmt.buffer, tuple(stmt.indices), True, loops))
 
 
-def _visit_evaluate(stmt: tirx.Evaluate, loops: tuple[Loop, ...], nest: Nest) -> None:
+def _visit_evaluate(stmt: tirx.Evaluate, loops: tuple[NestLoop, ...], nest: Nest) -> None:
     if isinstance(stmt.value, tirx.IntImm) or changes_nothing(stmt):
         return
     op = parse_tile_op(stmt)
@@ -139,13 +139,13 @@ def _visit_evaluate(stmt: tirx.Evaluate, loops: tuple[Loop, ...], nest: Nest) ->
     nest.touches.append(Touch(hash(op.dst.buffer.data), op.dst.buffer, op.dst.mins, True, loops))
 
 
-def _visit_attr(stmt: tirx.AttrStmt, loops: tuple[Loop, ...], nest: Nest) -> None:
+def _visit_attr(stmt: tirx.AttrStmt, loops: tuple[NestLoop, ...], nest: Nest) -> None:
     if is_print(stmt):
         raise _InOrder
     _visit(stmt.body, loops, nest)
 
 
-_VISITORS: dict[type, Callable[[Any, tuple[Loop, ...], Nest], None]] = {
+_VISITORS: dict[type, Callable[[Any, tuple[NestLoop, ...], Nest], None]] = {
     tirx.For: _visit_for,
     tirx.SeqStmt: _visit_seq,
     tirx.IfThenElse: _visit_if,
@@ -168,7 +168,7 @@ def loads_in(expr: tirx.PrimExpr) -> list[tirx.BufferLoad]:
     return found
 
 
-def _reads(expr: tirx.PrimExpr, loops: tuple[Loop, ...], nest: Nest) -> None:
+def _reads(expr: tirx.PrimExpr, loops: tuple[NestLoop, ...], nest: Nest) -> None:
     in_order: list[object] = []  # an exception of this module's would not get through the visitor as itself
 
     def visit(node: object) -> None:

@@ -12,6 +12,7 @@ from tvm import tirx
 
 from mesh_tensor.base.dtypes import numpy_dtype
 from mesh_tensor.base.errors import MeshTensorError
+from mesh_tensor.tir.functions import function_name
 from mesh_tensor.tir.thread_index import refuse_thread_groups
 
 from .expressions import compile_expr
@@ -79,7 +80,7 @@ def _compiled(func: tirx.PrimFunc, poison: bool) -> _Program:
         checks = [check for buffer in shapes for check in _bind_sizes(buffer, scope)]
         checks += [check for buffer in shapes for check in _check_sizes(buffer, scope)]
         run = compile_stmt(func.body, scope)
-    name = str(func.attrs["global_symbol"]) if func.attrs and "global_symbol" in func.attrs else "kernel"
+    name = function_name(func)
     return _Program(name, scope.size, tuple(params), tuple(checks), run)
 
 

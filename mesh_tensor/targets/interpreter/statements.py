@@ -10,17 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from tvm import ir, tirx
+from tvm import tirx
 
 from mesh_tensor.base.dtypes import numpy_dtype
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.targets.reports import tell
-from mesh_tensor.tir.effects import changes_nothing
-from mesh_tensor.tir.im2col import im2col_loops
+from mesh_tensor.tir.compound_ops import parts_of
+from mesh_tensor.tir.effects import changes_nothing, op_name
 from mesh_tensor.tir.tile_ops import Atomic, parse_previous, parse_tile_op
 from mesh_tensor.tir.user_reports import assert_call, is_print, print_call, report_of, without_thread_tests
 
-from .access import Access
+from .access import BufferAccess
 from .control import Break, Continue, Return, in_turn, jump, nothing, until
 from .expressions import compile_expr, under_mask
 from .independence import lanes_of
@@ -153,7 +153,7 @@ def _if(stmt: tirx.IfThenElse, scope: Scope) -> Action:
 
 def _bind(stmt: tirx.Bind, scope: Scope) -> Action:
     value = stmt.value
-    if isinstance(value, tirx.Call) and isinstance(value.op, ir.Op) and value.op.name == "tl.launch_thread_idx":
+    if op_name(value) == "tl.launch_thread_idx":
         scope.threads.add(stmt.var)
         return nothing
     code = compile_expr(value, scope)
@@ -172,14 +172,14 @@ def _bind(stmt: tirx.Bind, scope: Scope) -> Action:
 
 
 def _store(stmt: tirx.BufferStore, scope: Scope) -> Action:
-    return Access(stmt.buffer, stmt.indices, scope, compile_expr).store(compile_expr(stmt.value, scope))
+    return BufferAccess(stmt.buffer, stmt.indices, scope, compile_expr).store(compile_expr(stmt.value, scope))
 
 
 def _update(op: Atomic, scope: Scope) -> Action:
     """An atomic update of one element per lane."""
-    access = Access(op.dst.buffer, op.dst.mins, scope, compile_expr)
+    access = BufferAccess(op.dst.buffer, op.dst.mins, scope, compile_expr)
     old, new = access.load(), compile_expr(op.value, scope)
-    combine, dtype = UFUNCS[op.op], numpy_dtype(op.dst.buffer.dtype)
+    combine, dtype = UFUNCS[op.reduction], numpy_dtype(op.dst.buffer.dtype)
     return access.store(
         Code(lambda frame: combine(old.run(frame), convert(new.run(frame), dtype)), old.varies or new.varies)
     )
@@ -191,9 +191,9 @@ def _evaluate(stmt: tirx.Evaluate, scope: Scope) -> Action:
         return _update(op, scope)
     if op is not None:
         return compile_tile_op(op, scope)
-    loops = im2col_loops(stmt)
-    if loops is not None:
-        return compile_stmt(loops, scope)
+    parts = parts_of(stmt)
+    if parts is not None:
+        return compile_stmt(parts, scope)
     if isinstance(stmt.value, (tirx.IntImm, tirx.Var)) or changes_nothing(stmt):
         return nothing
     if print_call(stmt) is not None:
@@ -201,7 +201,7 @@ def _evaluate(stmt: tirx.Evaluate, scope: Scope) -> Action:
     if assert_call(stmt) is not None:
         holds, failure = compile_expr(stmt.value.args[0], scope), _report(stmt.value, scope)
         return lambda frame: None if holds.run(frame) else failure(frame)
-    name = stmt.value.op.name if isinstance(stmt.value, tirx.Call) and isinstance(stmt.value.op, ir.Op) else ""
+    name = op_name(stmt.value)
     if parse_previous(stmt.value) is not None:
         code = compile_expr(stmt.value, scope)
         return lambda frame: code.run(frame)

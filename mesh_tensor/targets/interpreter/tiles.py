@@ -136,15 +136,15 @@ def _fill(op: Fill, scope: Scope) -> Action:
 
 
 def _gemm(op: Gemm, scope: Scope) -> Action:
-    a, b, c = _box(op.a, scope), _box(op.b, scope), _box(op.c, scope)
-    dtypes = [numpy_dtype(r.buffer.dtype) for r in (op.a, op.b, op.c)]
+    a, b, c = _box(op.a, scope), _box(op.b, scope), _box(op.dst, scope)
+    dtypes = [numpy_dtype(r.buffer.dtype) for r in (op.a, op.b, op.dst)]
     work = _gemm_dtype(*dtypes)
 
     def run(frame: Frame) -> None:
         left, right = _matrix(a.view(frame), op.trans_a), _matrix(b.view(frame), op.trans_b)
         product = np.matmul(left.astype(work, copy=False), right.astype(work, copy=False))
         target = _matrix(c.view(frame), False)
-        assign(target, ..., product if op.clear else target + product.astype(wide(dtypes[2]), copy=False))
+        assign(target, ..., product if op.clears else target + product.astype(wide(dtypes[2]), copy=False))
 
     return run
 
@@ -163,24 +163,24 @@ def _matrix(view: np.ndarray, transposed: bool) -> np.ndarray:
 
 def _reduce(op: Reduce, scope: Scope) -> Action:
     src, dst = _box(op.src, scope), _box(op.dst, scope)
-    if op.op not in UFUNCS:
-        raise MeshTensorError(f"the interpreter does not know the reduction {op.op!r}")
-    combine, dtype = UFUNCS[op.op], numpy_dtype(op.dst.buffer.dtype)
-    work, absolute = wide(dtype), reduction(op.op).magnitudes
-    start = neutral(op.op, work.name)
+    if op.reduction not in UFUNCS:
+        raise MeshTensorError(f"the interpreter does not know the reduction {op.reduction!r}")
+    combine, dtype = UFUNCS[op.reduction], numpy_dtype(op.dst.buffer.dtype)
+    work, absolute = wide(dtype), reduction(op.reduction).magnitudes
+    start = neutral(op.reduction, work.name)
 
     def run(frame: Frame) -> None:
         values = convert(src.view(frame), dtype).astype(work, copy=False)
         result = combine.reduce(np.abs(values) if absolute else values, axis=op.dim, dtype=work, initial=start)
         target = dst.view(frame)
         result = result.reshape(target.shape)
-        assign(target, ..., result if op.clear else combine(target.astype(work, copy=False), result))
+        assign(target, ..., result if op.clears else combine(target.astype(work, copy=False), result))
 
     return run
 
 
 def _scan(op: Scan, scope: Scope) -> Action:
-    src, dst, combine = _box(op.src, scope), _box(op.dst, scope), UFUNCS[op.op]
+    src, dst, combine = _box(op.src, scope), _box(op.dst, scope), UFUNCS[op.reduction]
     dtype = numpy_dtype(op.dst.buffer.dtype)
 
     def run(frame: Frame) -> None:
@@ -194,13 +194,13 @@ def _scan(op: Scan, scope: Scope) -> Action:
 
 
 def _atomic(op: Atomic, scope: Scope) -> Action:
-    combine, dtype = UFUNCS[op.op], numpy_dtype(op.dst.buffer.dtype)
+    combine, dtype = UFUNCS[op.reduction], numpy_dtype(op.dst.buffer.dtype)
     if not isinstance(op.value, Region):
         dst, value = _box(op.dst, scope), compile_expr(op.value, scope)
         return lambda frame: dst.write(frame, combine(dst.read(frame, 0), convert(value.run(frame), dtype)))
     base = _base(op.value, op.dst)
     target, src = _box(op.dst, scope, base), _box(op.value, scope, base)
-    start = neutral(op.op, op.value.buffer.dtype)
+    start = neutral(op.reduction, op.value.buffer.dtype)
 
     def run(frame: Frame) -> None:
         value = src.read(frame, start).astype(dtype, copy=False)

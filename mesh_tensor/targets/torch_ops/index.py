@@ -92,6 +92,36 @@ def _local_take(call: OpCall, place: Place) -> Function:
     return local_take
 
 
+@placed_torch_op("mesh.local_gather")
+def _local_gather(call: OpCall, place: Place) -> Function:
+    """`R.gather_elements` along a dim that is split: the elements that this device holds, 0 for those of the others, so
+    that the sum over the devices is the result. Literals: the data's global shape, its layout as text and the axis. Of
+    an index outside the dim the first device makes poison."""
+    _, data, text, axis = call.literals
+    mesh = place.mesh
+    if mesh is None:
+        refuse(
+            "mesh.local_gather is an operator of one device of a mesh",
+            fix="use R.gather_elements in a module in global view",
+        )
+    sharding = Sharding.parse(mesh, len(data), text)
+    first, held = sharding.tile_offset(data, place.rank)[axis], sharding.valid_extent(data, place.rank)[axis]
+    size = data[axis]
+
+    def local_gather(x: Tensor, index: Tensor) -> Tensor:
+        index = index.long()
+        index = torch.where(index < 0, index + size, index)
+        mine = (index >= first) & (index < first + held)
+        zero = torch.zeros((), dtype=x.dtype, device=x.device)
+        found = torch.gather(x, axis, (index - first).clamp(0, max(0, held - 1))) if held else zero.expand(index.shape)
+        found = torch.where(mine, found, zero)
+        if first == 0:
+            found = torch.where((index < 0) | (index >= size), _poison(found), found)
+        return found
+
+    return local_gather
+
+
 class _Range:
     """Checks indices against a dim's size; negative ones count from its end (`from_end`), which is what frontends mean
     by them unless they say otherwise. On whole tensors those outside are refused; in tiles they may be padding, so they

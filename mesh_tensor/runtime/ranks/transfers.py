@@ -1,0 +1,178 @@
+"""Transfers between meshes of ranks: boxes go from a rank of the one mesh straight to those that need them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.base.topology import Topology
+from mesh_tensor.redistribution.transfer import SMALL, TransferPlan
+
+from .calls import indented
+from .dtensor import as_dtensor, from_placements, lies_like_torch, local_part, mesh_of
+from .ranks import Ranks, ranks_of
+from .redistribution import redistribute
+from .wire import Work
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+_ALL = 1 << 62  # bytes: everything counts as small
+
+
+class NeverCame(RuntimeError):
+    """What this rank waited for never came, or what it sent was never taken."""
+
+
+class RankTopology:
+    """The meshes of a topology as DeviceMeshes: device i of the topology is rank i. All ranks have to make it.
+
+    world     all ranks as one mesh, over whose connections values go from mesh to mesh
+    name      the mesh that this rank is in; `rank` is its number there
+    """
+
+    def __init__(self, topology: Topology, device_type: str = "cpu") -> None:
+        from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+        _check(topology)
+        self.topology = topology
+        self.world: Ranks = ranks_of(Mesh({"ranks": topology.num_devices}), None, device_type)
+        self.device_meshes = {
+            name: TorchMesh(
+                device_type,
+                torch.tensor(topology.devices(name)).view(tuple(topology[name].shape.values())),
+                mesh_dim_names=topology[name].axis_names,
+            )
+            for name in topology
+        }
+        self.name, self.rank = topology.places(self.world.rank)[0]
+
+    @property
+    def mine(self) -> DeviceMesh:
+        """The DeviceMesh of this rank's mesh."""
+        return self.device_meshes[self.name]
+
+    def send(self, plan: TransferPlan, tensor: DTensor, to: str, number: int) -> list[tuple[Work, torch.Tensor]]:
+        """Begin to send a DTensor of this rank's mesh to another mesh, as message `number` of the call. All ranks of
+        the mesh have to. What is sent stays as it is until that is done."""
+        local = local_part(redistribute(tensor, plan.before.dst))
+        works = []
+        for send in plan.sends:
+            if send.source == self.rank:
+                data = _bytes(local[send.source_region])
+                works.append((self._send(data, self.topology.devices(to)[send.target], number), data))
+        return works
+
+    def receive(self, plan: TransferPlan, dtype: torch.dtype, source: str, number: int) -> DTensor:
+        """Message `number` from another mesh, once it is there. All ranks of this mesh have to."""
+        landing = plan.after.src
+        local = torch.empty(landing.valid_extent(plan.shape, self.rank), dtype=dtype)
+        works, parts = [], []
+        for send in plan.sends:
+            if send.target == self.rank:
+                region = local[send.target_region]
+                data = torch.empty(region.numel() * dtype.itemsize, dtype=torch.uint8)
+                place = self.topology.devices(source)[send.source]
+                works.append(self._wire.receive(data, place, self._tag(number)))
+                parts.append((region, data))
+        self.wait(works)
+        for region, data in parts:
+            region.copy_(data.view(dtype).view(region.shape))
+        return redistribute(as_dtensor(local, self.mine, landing, plan.shape), plan.dst)
+
+    def share(self, tensor: torch.Tensor | None, owner: str, number: int, like: torch.Tensor) -> torch.Tensor:
+        """A whole tensor that the ranks of mesh `owner` have, on all ranks; the others know its shape and dtype."""
+        first, *_ = members = self.topology.devices(owner)
+        if self.world.rank == first:
+            assert tensor is not None
+            data = _bytes(tensor)
+            others = [rank for rank in range(self.topology.num_devices) if rank not in members]
+            self.wait([self._send(data, other, number) for other in others])
+        elif self.name != owner:
+            data = torch.empty(like.numel() * like.dtype.itemsize, dtype=torch.uint8)
+            self.wait([self._wire.receive(data, first, self._tag(number))])
+            return data.view(like.dtype).view(like.shape)
+        assert tensor is not None
+        return tensor
+
+    def wait(self, works: Sequence[Work]) -> None:
+        """Wait until all are done."""
+        lane = self.world.calls.lane()
+        lane.opened += 1
+        try:
+            lane.wait(list(works))
+        except RuntimeError as error:
+            raise NeverCame(str(error)) from error
+
+    def end(self, error: BaseException, doing: str) -> None:
+        """Let the other ranks of this rank's mesh know why it takes part no longer."""
+        calls = ranks_of(self.topology[self.name], self.mine, "cpu").calls
+        words = indented(f"{type(error).__name__}: {str(error).strip()}", doing)
+        calls.end(f"rank {self.world.rank} raised {words}")
+
+    def _send(self, data: torch.Tensor, to: int, number: int) -> Work:
+        try:
+            return self._wire.send(data, to, self._tag(number))
+        except RuntimeError as error:
+            raise NeverCame(str(error)) from error
+
+    @property
+    def _wire(self) -> Any:
+        wire = self.world.calls.wire
+        assert wire is not None
+        return wire
+
+    def _tag(self, number: int) -> int:
+        return self.world.calls.lane().message(number)
+
+
+@lru_cache(maxsize=1024)
+def rank_transfer(shape: tuple[int, ...], dtype: torch.dtype, src: Sharding, dst: Sharding) -> TransferPlan:
+    """The plan between layouts that DTensors have; parts on the way are such that DTensors have them, too."""
+    name = str(dtype).removeprefix("torch.")
+    for small in (SMALL, _ALL):
+        plan = TransferPlan.make(shape, name, dtype.itemsize, src, dst, small)
+        if all(lies_like_torch(layout, shape) for layout in (plan.before.dst, plan.after.src)):
+            break
+    return plan
+
+
+def rank_layout(layout: Sharding, shape: Sequence[int]) -> Sharding:
+    """The layout, or replicated where DTensors don't have it."""
+    return layout if lies_like_torch(layout, shape) else Sharding.of(layout.mesh, layout.ndim, {})
+
+
+def added(one: DTensor, other: DTensor) -> DTensor:
+    """The sum of two DTensors, as the first one lies."""
+    mesh = mesh_of(one.device_mesh)
+    layout = from_placements(mesh, one.ndim, one.placements)
+    local = local_part(one) + local_part(redistribute(other, layout))
+    return as_dtensor(local, one.device_mesh, layout, one.shape)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _check(topology: Topology) -> None:
+    problems = []
+    if not topology.is_disjoint:
+        problems.append("its meshes share devices, but a rank is one device of one mesh")
+    there = dist.get_world_size() if dist.is_initialized() else 0
+    if there != topology.num_devices:
+        problems.append(f"it has {topology.num_devices} devices, but there are {there} ranks")
+    if problems:
+        refuse(
+            problems,
+            where=str(topology),
+            fix=f"start {topology.num_devices} ranks with torchrun, for meshes of devices of their own, and call"
+            " torch.distributed.init_process_group()",
+        )
