@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -181,8 +180,12 @@ class MeshKernel:
             form = self._forms.get(len(args)) or refuse_count(self._signature.name, len(args), self._forms)
         except MeshTensorError as error:
             runner.refuse_call(error)
-        with nullcontext() if undisturbed else plain():
-            results = run(dict(zip(form.passed, args, strict=True)), form.returned, *more)
+        given = dict(zip(form.passed, args, strict=True))
+        if undisturbed:
+            results = run(given, form.returned, *more)
+        else:
+            with plain():
+                results = run(given, form.returned, *more)
         return results[0] if len(results) == 1 else tuple(results)
 
     def on_ranks(self, device_mesh: Any) -> RankKernel:

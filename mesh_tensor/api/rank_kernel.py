@@ -14,7 +14,7 @@ from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.steps import Program
-from mesh_tensor.runtime.plain_tensors import fix_of, is_dual
+from mesh_tensor.runtime.plain_tensors import fix_of, is_dual, may_be_dual
 from mesh_tensor.runtime.ranks.agree import agree, digest_of, program_facts
 from mesh_tensor.runtime.ranks.dtensor import PART_FIX, from_placements, is_dtensor, lies_like_torch, part_problem
 from mesh_tensor.runtime.ranks.dtensor_ports import enter, leave, transfers
@@ -22,10 +22,12 @@ from mesh_tensor.runtime.ranks.faults import Faults
 from mesh_tensor.runtime.ranks.rank_launch import RankLaunch, Tiling, tilings_of
 from mesh_tensor.runtime.ranks.ranks import Ranks, named
 
+from .call_checks import check_layouts
 from .compiled import Compiled
 from .rank_locals import Shapes, global_sizes, guesses, problem, said_key, shares_memory
 from .signature import Sizes
 
+_REDISTRIBUTE = "redistribute the DTensor so, or compile without strict=True"
 _SAY_SHAPES = "; of uneven local tensors, say the whole shapes: local(..., shapes=...)"
 _Checked = tuple[Sizes, dict[str, Sharding], bool]  # sizes, how DTensors lie, and whether the caller said all sizes
 
@@ -134,10 +136,11 @@ class RankKernel:
     def _key(self, given: Mapping[str, Any], recorded: bool) -> tuple:
         """All of the arguments that checks look at; `recorded`: gradients that they require would be lost."""
         found: list[object] = []
+        dual = may_be_dual()
         for name, value in given.items():
             if isinstance(value, torch.Tensor):
                 places = value.stride() if value.layout is torch.strided else value.layout
-                lost = (recorded and value.requires_grad) or is_dual(value)
+                lost = (recorded and value.requires_grad) or (dual and is_dual(value))
                 found += (name, type(value), value.shape, value.dtype, value.device, places, lost)
                 if is_dtensor(value):
                     part = value.to_local().shape
@@ -153,7 +156,8 @@ class RankKernel:
             sizes, layouts, said = check()
             key = tuple(sizes[var] for var in self._signature.symbols)
             launch, program = self._launches.get(key), self._compiled.programs.of(sizes)
-            self._check_strict(program, layouts)
+            if self._compiled.strict:
+                check_layouts(layouts, program, self._where(), _REDISTRIBUTE)
         except Exception as error:
             self._refuse(error, guessed)
         agreed = self._agreed
@@ -226,19 +230,6 @@ class RankKernel:
         """What is wrong with local tensors."""
         found = {name: problem(tilings[name], self._device, given[name]) for name in tilings if name in given}
         return [f"parameter {name!r}: {words}" for name, words in found.items() if words]
-
-    def _check_strict(self, program: Program, layouts: Mapping[str, Sharding]) -> None:
-        if not self._compiled.strict:
-            return
-        problems = []
-        for parameter in program.parameters:
-            expected = program.values[str(parameter.input or parameter.output)].sharding
-            layout = layouts.get(parameter.name, expected)
-            if layout != expected:
-                problems.append(f"parameter {parameter.name!r}: lies as '{layout}', but expected '{expected}'")
-        if problems:
-            fix = "redistribute the DTensor so, or compile without strict=True"
-            refuse(problems, where=self._where(), fix=fix)
 
     def _where(self) -> str:
         return f"call of kernel {self._signature.name!r} on {self.ranks.mesh}"

@@ -11,7 +11,7 @@ from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.runtime.virtual.launch import AnyTensor, Launch, entangled
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 
-from .call_checks import check_placements, is_quick
+from .call_checks import check_layouts, is_quick
 from .compiled import Compiled
 
 
@@ -60,7 +60,11 @@ class VirtualKernel:
         if self._signature.symbols:
             self._compiled.ran(launch.program, list)
         if self._compiled.strict:
-            check_placements(self._signature.name, given, launch.program)
+            layouts = {name: value.sharding for name, value in given.items() if isinstance(value, MeshTensor)}
+            fix = "distribute or .redistribute it so, or compile without strict=True"
+            check_layouts(
+                layouts, launch.program, f"call of kernel {self._signature.name!r} on {launch.program.mesh}", fix
+            )
         return launch
 
     def _launch(self, key: tuple[int, ...]) -> Launch:

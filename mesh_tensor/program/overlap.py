@@ -25,7 +25,7 @@ from mesh_tensor.rules.kernel.factors import Blocked
 from .early_starts import early_starts
 from .lifetimes import with_lifetimes
 from .overlap_cost import COUNTS, Work, choose
-from .overlap_schedule import schedule
+from .overlap_schedule import slab_steps
 from .overlap_sites import Site, Sites
 from .steps import CollectiveStep, Program, Step, Value
 from .verify import checked
@@ -179,7 +179,7 @@ class _Rewriter:
         sizes = ", ".join(dict.fromkeys(str(stop - start) for start, stop in bounds))
         what = f"beside kernel {site.step.name} in {len(bounds)} slabs of {sizes} of {site.factor.name}"
         self.notes += [f"{collective.words}: {what}: {why}" for collective in site.collectives]
-        steps, slabs = schedule(site, bounds, kernels, self.program.values)
+        steps, slabs = slab_steps(site, bounds, kernels, self.program.values)
         self.values |= slabs
         return steps
 
