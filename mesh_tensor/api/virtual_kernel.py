@@ -61,10 +61,9 @@ class VirtualKernel:
             self._compiled.ran(launch.program, list)
         if self._compiled.strict:
             layouts = {name: value.sharding for name, value in given.items() if isinstance(value, MeshTensor)}
+            where = f"call of kernel {self._signature.name!r} on {launch.program.mesh}"
             fix = "distribute or .redistribute it so, or compile without strict=True"
-            check_layouts(
-                layouts, launch.program, f"call of kernel {self._signature.name!r} on {launch.program.mesh}", fix
-            )
+            check_layouts(layouts, launch.program, where, fix)
         return launch
 
     def _launch(self, key: tuple[int, ...]) -> Launch:
