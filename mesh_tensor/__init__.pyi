@@ -6,16 +6,18 @@ from .annotations.annotate_module import annotate_module
 from .annotations.annotation import init_mesh_tensor_info
 from .annotations.kernel_helpers import mesh_tensor_functions
 from .annotations.module_annotations import ModuleAnnotations, read_module_annotations
+from .api import strategies
 from .api.compile import MeshKernel, compile
 from .api.custom_op import as_custom_op
 from .api.disco import DiscoModule, DiscoSession, run_on_disco, to_disco
 from .api.gradient import gradient
+from .api.machine import Machine
 from .api.module import MeshModule, distribute_module
 from .api.pipeline import Pipeline, pipeline
+from .api.search import search
 from .api.training import TrainingStep, training_step
 from .api.training_run import TrainingRun
 from .base.errors import MeshTensorError
-from .base.machine import Machine
 from .base.mesh import Mesh
 from .base.sharding import Partial, Replicate, Shard, Sharding
 from .base.topology import Topology
@@ -86,8 +88,10 @@ __all__ = [
     "run_on_disco",
     "run_sequential",
     "save_module",
+    "search",
     "sharding_rule",
     "simulate",
+    "strategies",
     "to_disco",
     "to_dtensor",
     "to_placements",

@@ -25,6 +25,7 @@ from kernels.catalogue.products import MATMUL_CASES, MLP_CASES
 from kernels.catalogue.rows import NORM_CASES, REDUCE_CASES, SOFTMAX_CASES
 from mesh_tensor.targets.interpreter import interpret
 from tests.kernels.adversarial import ADVERSARIAL_CASES
+from tests.other_machines import machine
 
 KERNELS = {case.name: case for case in (*CASES, *ADVERSARIAL_CASES)}
 MESHES = ((1,), (2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2))
@@ -99,13 +100,15 @@ def sample(kernel: str, mesh: tuple[int, ...], size: int, limit: int) -> list[Po
 
 
 def run(point: Point, target: str = "interpret") -> Outcome:
-    """Lower the kernel, run it (interpreted: on poisoned tiles), compare with the unsharded kernel and with torch."""
+    """Lower the kernel, run it (interpreted: on poisoned tiles), compare with the unsharded kernel and with torch. It
+    is planned for one of several machines: on this one, small tensors are rather gathered than reduced in parts."""
     case, problem = KERNELS[point.kernel], problem_of(point.kernel, point.size)
     axes = AXES[: len(point.mesh)]
     shardings = sharding_at(problem.ndims, axes, point.index)
     try:
         func = mt.annotate(problem.func, mt.Mesh(dict(zip(axes, point.mesh, strict=True))), shardings)
-        kernel = mt.compile(func, target=target, poison=target == "interpret")
+        with machine(point.index):
+            kernel = mt.compile(func, target=target, poison=target == "interpret")
     except mt.MeshTensorError as error:
         return Outcome("refused", reason_of(error))
     except Exception as error:  # a crash is neither right nor refused, whatever its class

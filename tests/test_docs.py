@@ -19,6 +19,7 @@ CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
         "docs/modules.md",
         "docs/disco.md",
         "docs/simulation.md",
+        "docs/pipelines.md",
     ],
 )
 def test_code_blocks_run(page, tmp_path, capsys, monkeypatch):

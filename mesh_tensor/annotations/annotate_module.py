@@ -113,7 +113,8 @@ def _read(
 
 
 def _of_gradients(mod: ir.IRModule, stated: Mapping[tuple[str, str], Annotation]) -> dict[tuple[str, str], Annotation]:
-    """The same layouts for the values' gradients, which are never partial."""
+    """The same layouts for the values' gradients, which are never partial. They are heard after what was stated, as
+    what a weight's layout makes of a gradient comes first."""
     found = {}
     for (function, name), annotation in stated.items():
         attr = (relax_functions(mod)[function].attrs or {}).get(GRADIENTS_ATTR, {})
@@ -121,7 +122,7 @@ def _of_gradients(mod: ir.IRModule, stated: Mapping[tuple[str, str], Annotation]
             whole = annotation.sharding
             for axis, _ in whole.partial:
                 whole = whole.with_replicate(axis)
-            found[function, str(attr[name])] = replace(annotation, sharding=whole)
+            found[function, str(attr[name])] = replace(annotation, sharding=whole, priority=annotation.priority + 1)
     return found
 
 

@@ -116,13 +116,17 @@ def to_attr(value: Any) -> Any:
 
 def from_attr(value: Any) -> Any:
     """The Python value of an attribute: containers and constants of TVM become Python's."""
+    if isinstance(value, str):
+        return str(value)
+    if value is None or isinstance(value, int):
+        return value
     if isinstance(value, Mapping):
         return {from_attr(key): from_attr(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, tvm_ffi.Array)):
         return tuple(from_attr(item) for item in value)
     if isinstance(value, (tirx.IntImm, tirx.StringImm)):
         return value.value
-    return str(value) if isinstance(value, str) else value
+    return value
 
 
 def _check_keys(metadata: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,8 @@ from tvm import tirx
 from mesh_tensor.annotations.annotate import read_annotations
 from mesh_tensor.annotations.kernel_source import check_kernel
 from mesh_tensor.base.errors import MeshTensorError, refuse
-from mesh_tensor.program.builder import open_program
+from mesh_tensor.lowering.pipeline import KernelLowering
+from mesh_tensor.program.builder import Lowering
 from mesh_tensor.program.overlap import check_overlap
 from mesh_tensor.program.steps import Program
 from mesh_tensor.program.symbolic import Lower, Programs
@@ -63,7 +64,7 @@ def compile(
     Raises:
         MeshTensorError: what was asked for can't be done; the message says what, where, why and the way out.
     """
-    lower = partial(open_program, strict=strict, view=view)
+    lower = Lowering(KernelLowering(view), strict)
     return MeshKernel(func, lower, target=target, out_idx=out_idx, strict=strict, poison=poison, overlap=overlap)
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from tvm import ir
 
 from mesh_tensor.base.errors import refuse, shown
+from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
-from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.pipeline.annotated import annotated_stages, annotated_topology
@@ -19,19 +22,21 @@ from mesh_tensor.pipeline.assign import assign
 from mesh_tensor.pipeline.flow import Flow
 from mesh_tensor.pipeline.fragments import trained_values
 from mesh_tensor.pipeline.place import check_pipeline, place
+from mesh_tensor.pipeline.rendezvous import hangs
 from mesh_tensor.pipeline.schedule import Schedule
 from mesh_tensor.pipeline.stages import Stage, cut
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound, refuse_outside
-from mesh_tensor.runtime.ranks import redistribute
 from mesh_tensor.runtime.ranks.transfers import RankTopology
 
+from .explain_pipeline import explain_pipeline
 from .pipeline_batch import merged, rows_of, split_batch
 from .pipeline_carriers import Mailbox, RankCarrier
 from .pipeline_ranks import RankRuns, message_numbers
 from .pipeline_rows import Microbatch, Row, run_rows
 from .pipeline_stages import Options, StageFragments, Values, forward_fragments, training_fragments
 from .pipeline_stated import named_stages, stage_layouts, trained_weights
+from .pipeline_weights import Rule, StageWeights, norm_of
 
 
 @undisturbed
@@ -45,6 +50,7 @@ def pipeline(
     schedule: Schedule | str | None = None,
     train: bool | Sequence[str] = False,
     weights: Mapping[str, torch.Tensor] | None = None,
+    machine: Machine | str | None = None,
     function: str = "main",
     target: str = "auto",
     strict: bool = False,
@@ -62,7 +68,7 @@ def pipeline(
         topology: the meshes; None takes those of the module's annotations (`R.device_mesh`), as "mesh0", "mesh1", ...
         stages: {mesh: names} gives every mesh a stage that computes these values (of submodules, as "blocks.0", or of
             bindings) and what they need; {name: mesh} and {name: (mesh, stage)} assign values; a list has the values
-            after which to cut. None takes the module's annotations.
+            after which to cut; a number cuts where stages cost alike on `machine`. None takes the module's annotations.
         shardings: layouts of values and weights, as `annotate_module` takes them: per mesh, {mesh: {name: layout}}, or
             for all, {name: layout}, of which every mesh takes the axes that it has.
         microbatches: in how many parts a batch is split along its first dim.
@@ -70,6 +76,7 @@ def pipeline(
         train: whether gradients of the weights are computed (all that hold floats), or of which. The function's first
             result is the loss then: a mean over the rows of a batch.
         weights: parameters that stay; those of an ImportedModule, where nothing is given.
+        machine: what costs are those of, or a preset's name ("h100x16"); None: this project's CPU ranks.
         function: the function to run.
         target, strict, replicate_unknown, check_indices, poison: as in `distribute_module`.
         recompute: save nothing of a forward but what its stage takes; backwards run it again.
@@ -88,6 +95,7 @@ def pipeline(
     mod, given = (model.mod, model.params) if isinstance(model, ImportedModule) else (model, {})
     flow, options = Flow(mod, function), Options(target, strict, replicate_unknown, poison, recompute)
     made = Pipeline(flow, topology, given if weights is None else weights, train, options, ranks)
+    made._machine = Machine.preset(machine) if isinstance(machine, str) else machine or CPU
     made._cut(stages, shardings or {}, schedule or ("1f1b" if train else "forward"), microbatches, limit)
     made._checks_indices = check_indices
     return made
@@ -121,10 +129,11 @@ class Pipeline:
         self.topology = annotated_topology(flow) if topology is None else Topology(topology)
         self._runs = RankRuns(RankTopology(self.topology), flow.function) if ranks else None
         self._plans: Recent[tuple[int, ...], tuple[StageFragments, ...]] = Recent(MODULE_SIZES)
-        self._weights: dict[int, Values] = {}
-        self._placed: dict[int, Mapping[str, Sharding]] = {}
+        carrier = Mailbox() if self._runs is None else RankCarrier(self._runs.ranks, {})
+        self._weights = StageWeights(self._whole, carrier, self._runs)
         self._gradients: dict[int, Values] = {}
         self._checks_indices, self._ran = True, False
+        self._machine: Machine = CPU
         self.peak_bytes = dict.fromkeys(self.topology, 0)
         self.peak_microbatches = dict.fromkeys(self.topology, 0)
 
@@ -137,13 +146,17 @@ class Pipeline:
             self._where, stated = annotated_stages(flow, self.topology)
             meshes: list[str | None] = [*stated]
         else:
-            named = named_stages(flow, stages, self.topology)
+            if isinstance(stages, int) and self._signature.symbols:
+                refuse("stages that cost alike need known sizes", fix="say after which values to cut, as ['blocks.1']")
+            named = named_stages(flow, stages, self.topology, self.inputs, self._machine)
             self._where = assign(flow, named, self.inputs)
             meshes = [stage.mesh for stage in named]
         self._meshes, self.schedule = place(self.topology, meshes, schedule, microbatches)
         self.stages = cut(flow, self._where, self._meshes)
-        takes = {stage.index: tuple(dict.fromkeys(stage.takes.values())) for stage in self.stages}
-        check_pipeline(self.schedule, takes, bool(self.trained), limit)
+        self._takes = {stage.index: tuple(dict.fromkeys(stage.takes.values())) for stage in self.stages}
+        check_pipeline(self.schedule, self._takes, bool(self.trained), limit)
+        if self._runs is not None and (stuck := hangs(self.schedule, "per message", self._takes)):
+            refuse(f"the schedule hangs: {stuck}", where=f"schedule {self.schedule.name!r} on ranks")
         self._layouts = stage_layouts(flow, self.stages, self.topology, shardings)
         if not self._signature.symbols:
             self._planned({})
@@ -168,7 +181,7 @@ class Pipeline:
 
     def _run(self, microbatches: list[Microbatch]) -> Any:
         mailbox = Mailbox()
-        rows = [Row(mailbox, self._weights, microbatches, self._loss) for _ in self.topology]
+        rows = [Row(mailbox, self._weights.of, microbatches, self._loss) for _ in self.topology]
         run_rows(self.schedule, rows, self.topology.names, mailbox)
         for name, row in zip(self.topology, rows, strict=True):
             self._note(name, row)
@@ -180,7 +193,7 @@ class Pipeline:
         assert self._runs is not None
         numbers = message_numbers(self.stages, self.microbatches)
         carrier = RankCarrier(self._runs.ranks, numbers)
-        row = Row(carrier, self._weights, microbatches, self._loss)
+        row = Row(carrier, self._weights.of, microbatches, self._loss)
         self._runs.row(self.schedule, row)
         self._runs.finish(carrier)
         self._note(self._runs.ranks.name, row)
@@ -192,29 +205,45 @@ class Pipeline:
         owners = {key: home[key[0]].mesh for key in results}
         return self._result(self._runs.share(made, owners, like, len(numbers)), microbatches)
 
+    @property
+    def fragments(self) -> tuple[StageFragments, ...]:
+        """What every stage runs, of a pipeline of known sizes."""
+        if self._signature.symbols:
+            refuse(
+                f"the sizes of {self._flow.function!r} are open: {', '.join(map(str, self._signature.symbols))}",
+                fix="make the pipeline of a module of known sizes",
+            )
+        return self._planned({})
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of the last call's loss, whole, by the names of the weights; a weight that several stages have
         gets the sum of theirs. On ranks, all have to ask."""
-        if not self._gradients and not (self._runs and self._ran):
+        if not self.trained or not self._ran:
             refuse("there are no gradients yet", fix="call the pipeline first, made with train=True")
-        made = {(name, stage): sums for stage, found in self._gradients.items() for name, sums in found.items()}
-        if self._runs is None:
-            parts = {key: value.full() for key, value in made.items()}
-        else:
-            parts = self._runs.call(lambda: ({"gradients": "all"}, made), self._shared_gradients)
+        parts = self._weights.gathered(self._gradients, self.stages, self.trained, "gradients")
         sums: dict[str, torch.Tensor] = {}
-        for name, stage in sorted(parts, key=lambda key: key[1]):
+        for name, stage in sorted(parts, key=lambda place: place[1]):
             part = parts[name, stage]
             sums[name] = sums[name] + part if name in sums else part
         return {name: sums[name] for name in self.trained}
 
-    def _shared_gradients(self, made: Mapping[tuple[str, int], Any]) -> dict[tuple[str, int], torch.Tensor]:
-        assert self._runs is not None
-        keys = [(name, stage.index) for stage in self.stages for name in stage.params if name in self.trained]
-        whole = {key: redistribute(value, {}).to_local() for key, value in made.items()}
-        dtypes = {name: torch.promote_types(tensor.dtype, torch.float32) for name, tensor in self._whole.items()}
-        like = {key: (tuple(self._whole[key[0]].shape), dtypes[key[0]]) for key in keys}
-        return self._runs.share(whole, {key: self.stages[key[1]].mesh for key in keys}, like, 0)
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The weights as they are now, whole, by name. On ranks, all have to ask."""
+        parts = self._weights.gathered(self._weights.of, self.stages, tuple(self._weights.whole), "weights")
+        return {name: parts[name, stage] for name, stage in sorted(parts, key=lambda place: -place[1])}
+
+    @undisturbed
+    def update(self, rule: Rule, *, max_norm: float | None = None) -> None:
+        """Replace every weight by `rule(weight, gradient, state)`, with the gradients of the last call. They are
+        MeshTensors, or DTensors on ranks, to be computed with element by element; `state` is a dict that is kept.
+        `max_norm`: gradients are scaled down, all alike, so that their norm is at most that (as torch clips it)."""
+        if not self.trained or not self._ran:
+            refuse("there are no gradients yet", fix="call the pipeline first, made with train=True")
+        count = Counter(name for stage in self.stages for name in stage.params)
+        shared = {name for name in self.trained if count[name] > 1}
+        sums = self.gradients() if shared or max_norm is not None else {}
+        scale = 1.0 if max_norm is None else min(1.0, max_norm / (norm_of(sums) + 1e-6))
+        self._weights.update(rule, self._gradients, {name: sums[name] for name in shared}, scale)
 
     @property
     def _loss(self) -> str | None:
@@ -252,24 +281,32 @@ class Pipeline:
     def _fragments(self, stage: Stage) -> StageFragments:
         """A stage on its mesh. Its weights lie as they did when it was first laid out."""
         mesh, kinds = self.topology[stage.mesh], {action.kind for row in self.schedule.rows for action in row}
-        layouts = {**self._layouts[stage.index], **self._placed.get(stage.index, {})}
+        layouts = {**self._layouts[stage.index], **self._weights.layouts.get(stage.index, {})}
         if self.trained:
             passed = {*self.trained, *trained_values(self._flow, self.trained)}
             wrt = [name for name in (*stage.params, *stage.takes) if name in passed]
             made = training_fragments(stage, mesh, layouts, self._options, wrt, kinds)
         else:
             made = forward_fragments(stage, mesh, layouts, self._options)
-        if stage.index not in self._weights and (self._runs is None or self._runs.ranks.name == stage.mesh):
-            carrier = Mailbox() if self._runs is None else RankCarrier(self._runs.ranks, {})
-            held = {name: carrier.place(made, name, self._whole[name]) for name in stage.params if name in self._whole}
-            self._weights[stage.index] = held
-            self._placed[stage.index] = {name: made.layouts[name] for name in held}
+        made = replace(made, inputs=tuple(name for name in stage.params if name in self.inputs))
+        self._weights.place(made)
         return made
 
     def _result(self, made: Mapping[tuple[str, int], torch.Tensor], microbatches: Sequence[Microbatch]) -> Any:
         rows = [rows_of(part.inputs) for part in microbatches]
         values = {name: merged([made[name, i] for i in range(len(rows))], rows) for name in self._flow.results}
         return self._flow.tree(values)
+
+    def explain(self, machine: Machine | str | None = None) -> str:
+        """The stages with their costs on a machine (the pipeline's, or another, or a preset's name), what goes between
+        them, the schedule with its bubble, and what every mesh holds at most; for the sizes planned last."""
+        if not len(self._plans):
+            refuse(
+                "the pipeline has no plan yet: its batch size is open",
+                fix="call it first; what is explained is then that of the sizes it was called with",
+            )
+        latest = list(self._plans)[-1]
+        return explain_pipeline(self.topology, self.schedule, latest, self._takes, machine or self._machine)
 
     def __repr__(self) -> str:
         return f"Pipeline({self._flow.function}, {len(self.stages)} stages, {self.schedule.name!r}, {self.topology})"

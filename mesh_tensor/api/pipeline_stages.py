@@ -57,12 +57,14 @@ class Fragment:
 
 @dataclass(frozen=True, eq=False)
 class StageFragments:
-    """A stage on its mesh: its fragments by kind, and the layout of every value that enters or leaves one."""
+    """A stage on its mesh: its fragments by kind, and the layout of every value that enters or leaves one. `inputs` are
+    those of its parameters that come with every batch."""
 
     stage: Stage
     mesh: Mesh
     fragments: Mapping[str, Fragment]
     layouts: Mapping[str, Sharding]
+    inputs: tuple[str, ...] = ()
 
     @cached_property
     def types(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -8,21 +8,27 @@ from typing import Any
 from mesh_tensor.annotations.named_values import NamedValues, is_pattern
 from mesh_tensor.annotations.names import relax_function, variables
 from mesh_tensor.base.errors import refuse, shown
+from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.pipeline.assign import NamedStage, stages_by_mesh
+from mesh_tensor.pipeline.balance import balanced_stages
 from mesh_tensor.pipeline.flow import Flow
 from mesh_tensor.pipeline.stages import FUNCTION, Stage
 
 _STAGES = (
     'give {"m0": ["embed", "blocks.0"], "m1": [...]}: per mesh the values (of submodules, or bindings) that it '
-    'computes; {"embed": ("m0", 0), ...}; or the values after which to cut, as ["blocks.1"]'
+    'computes; {"embed": ("m0", 0), ...}; the values after which to cut, as ["blocks.1"]; or a number of stages'
 )
 _LAYOUTS = "give {mesh: {name: layout}}, or {name: layout} for all meshes; layouts as annotate_module takes them"
 
 
-def named_stages(flow: Flow, stages: Any, topology: Topology) -> list[NamedStage]:
-    """The stages in any of their forms."""
+def named_stages(
+    flow: Flow, stages: Any, topology: Topology, inputs: Sequence[str], machine: Machine
+) -> list[NamedStage]:
+    """The stages in any of their forms; a number of them is cut where they cost alike on a machine."""
+    if isinstance(stages, int) and not isinstance(stages, bool) and stages > 0:
+        return balanced_stages(flow, stages, inputs, machine)
     if isinstance(stages, Mapping) and stages:
         return stages_by_mesh(flow, stages, topology.names)
     if isinstance(stages, (list, tuple)) and stages and all(isinstance(name, str) for name in stages):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from .collectives import COLLECTIVES
 from .machine import Link, Machine
 from .mesh import Mesh
 
@@ -63,10 +64,10 @@ def reach(machine: Machine, mesh: Mesh, axes: tuple[str, ...]) -> Reach:
 def collective_time(machine: Machine, kind: str, nbytes: float, mesh: Mesh, axes: Sequence[str]) -> float:
     """Seconds of a collective over `axes` of which the busiest device receives `nbytes` (around a ring, or straight
     from whoever has them); 0 where nothing is sent. The best algorithm counts."""
-    if not nbytes or kind not in _TIMES:
+    if not nbytes:
         return 0.0
     groups = reach(machine, mesh, tuple(axes))
-    return _TIMES[kind](groups, nbytes) if groups.size > 1 else 0.0
+    return _TIMES[COLLECTIVES[kind].route](groups, nbytes) if groups.size > 1 else 0.0
 
 
 def _members(places: Sequence[tuple[int, int]], devices: int) -> int:
@@ -79,14 +80,14 @@ def _ring(groups: Reach, nbytes: float) -> float:
     return _messages(groups, groups.size - 1) + nbytes / groups.rate
 
 
-def _all_reduce(groups: Reach, nbytes: float) -> float:
+def _ring_twice(groups: Reach, nbytes: float) -> float:
     """Around the ring twice; or up and down a tree, with fewer messages of the whole tile."""
     ring = _messages(groups, 2 * (groups.size - 1)) + nbytes / groups.rate
     depth, whole = math.ceil(math.log2(groups.size)), nbytes * groups.size / (groups.size - 1)
     return min(ring, _messages(groups, 2 * depth) + whole / groups.rate)
 
 
-def _all_to_all(groups: Reach, nbytes: float) -> float:
+def _each_to_each(groups: Reach, nbytes: float) -> float:
     """From each to each: what leaves a block leaves it over each member's own link."""
     others, time, near = groups.size - 1, 0.0, 1
     for (link, _), reached in zip(groups.crossed, [*(m for _, m in groups.crossed[1:]), groups.size], strict=True):
@@ -105,11 +106,9 @@ def _messages(groups: Reach, count: int) -> float:
 
 
 _TIMES: dict[str, Callable[[Reach, float], float]] = {
-    "all_reduce": _all_reduce,
-    "reduce_scatter": _ring,
-    "all_gather": _ring,
-    "broadcast": _ring,
-    "all_to_all": _all_to_all,
-    "exchange": _all_to_all,
-    "permute": _direct,
+    "nowhere": lambda groups, nbytes: 0.0,
+    "direct": _direct,
+    "ring": _ring,
+    "ring twice": _ring_twice,
+    "each to each": _each_to_each,
 }

@@ -29,6 +29,16 @@ class Boxes(Protocol):
         """The most elements that a device lacks in `state` of its box in `wanted`."""
 
 
+#: How messages go -> the devices in a group -> the messages that each receives.
+ROUTES: dict[str, Callable[[int], int]] = {
+    "nowhere": lambda group: 0,
+    "direct": lambda group: 1,
+    "ring": lambda group: group - 1,
+    "ring twice": lambda group: 2 * (group - 1),
+    "each to each": lambda group: group - 1,
+}
+
+
 @dataclass(frozen=True)
 class CollectiveKind:
     """What the devices that differ only in their coordinates on some axes can do together.
@@ -36,14 +46,14 @@ class CollectiveKind:
     before, after  what each of the axes does with the tensor; None where boxes go directly from any layout to another
     received       (boxes, state before, state after, devices in a group) -> elements that the busiest device receives,
                    with the usual algorithms: rings, and boxes straight to whoever needs them
-    messages       devices in a group -> messages that a device receives
+    route          how messages go: a key of ROUTES
     counts_as      how many collectives it is worth, to whoever compares plans that move as much"""
 
     name: str
     before: type[Placement] | None
     after: type[Placement] | None
     received: Callable[[Boxes, State, State, int], int]
-    messages: Callable[[int], int]
+    route: str
     counts_as: int = 1
 
     @property
@@ -54,7 +64,11 @@ class CollectiveKind:
     @property
     def sends(self) -> bool:
         """Whether devices send anything."""
-        return self.messages(2) > 0
+        return self.route != "nowhere"
+
+    def messages(self, group: int) -> int:
+        """How many messages each of the `group` devices receives."""
+        return ROUTES[self.route](group)
 
     @property
     def reduces(self) -> bool:
@@ -96,17 +110,17 @@ def _parts(boxes: Boxes, before: State, after: State, group: int) -> int:
 
 
 _TABLE = (
-    CollectiveKind("all_reduce", Partial, Replicate, _ring, lambda group: 2 * (group - 1)),
-    CollectiveKind("reduce_scatter", Partial, Shard, _parts, lambda group: group - 1),
-    CollectiveKind("all_gather", Shard, Replicate, _lacking, lambda group: group - 1),
-    CollectiveKind("all_to_all", Shard, Shard, _lacking, lambda group: group - 1),
+    CollectiveKind("all_reduce", Partial, Replicate, _ring, "ring twice"),
+    CollectiveKind("reduce_scatter", Partial, Shard, _parts, "ring"),
+    CollectiveKind("all_gather", Shard, Replicate, _lacking, "ring"),
+    CollectiveKind("all_to_all", Shard, Shard, _lacking, "each to each"),
     # every device keeps its share of what all have
-    CollectiveKind("slice", Replicate, Shard, _nothing, lambda group: 0, counts_as=0),
+    CollectiveKind("slice", Replicate, Shard, _nothing, "nowhere", counts_as=0),
     # coordinate 0 keeps the value, the others take the op's neutral element
-    CollectiveKind("to_partial", Replicate, Partial, _nothing, lambda group: 0, counts_as=0),
+    CollectiveKind("to_partial", Replicate, Partial, _nothing, "nowhere", counts_as=0),
     # every device gets one device's whole tile, or boxes of several devices' tiles
-    CollectiveKind("permute", None, None, _lacking, lambda group: 1),
-    CollectiveKind("exchange", None, None, _lacking, lambda group: group - 1, counts_as=2),
+    CollectiveKind("permute", None, None, _lacking, "direct"),
+    CollectiveKind("exchange", None, None, _lacking, "each to each", counts_as=2),
 )
 COLLECTIVES = {kind.name: kind for kind in _TABLE}
 

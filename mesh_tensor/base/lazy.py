@@ -13,7 +13,7 @@ from typing import Any
 
 def names_of(package: str, init: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """`__getattr__`, `__dir__` and `__all__` for the package whose `__init__.py` is the file `init`. What its
-    `__init__.pyi` imports (`from .module import name`, `from . import module`) is what it has."""
+    `__init__.pyi` imports (`from .module import name`, `from .package import module`) is what it has."""
     homes = dict(_homes(Path(init).with_suffix(".pyi").read_text(encoding="utf-8")))
 
     class Package(ModuleType):
@@ -29,8 +29,10 @@ def names_of(package: str, init: str) -> tuple[Callable[[str], Any], Callable[[]
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
         home = importlib.import_module(f"{package}.{homes[name] or name}")
-        found = getattr(home, name) if homes[name] else home
-        setattr(sys.modules[package], name, found)
+        found: Any = home
+        if homes[name]:  # a name in a module, or a module in a package
+            found = getattr(home, name) if hasattr(home, name) else importlib.import_module(f"{home.__name__}.{name}")
+        vars(sys.modules[package])[name] = found
         return found
 
     names = sorted(homes)

@@ -7,8 +7,9 @@ reached, not those of a data sheet: `sources` says where each comes from.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from typing import ClassVar
 
 from .dtypes import is_float
 from .errors import did_you_mean, listing, refuse, shown
@@ -105,6 +106,7 @@ class Machine:
     memory     levels, the nearest first; the last one is where tensors live
     links      levels, the innermost first
     launch     seconds from one kernel or operator to the next that no work hides
+    call       seconds of a run beside its steps
     busy       the share of a collective's time that the kernel beside it loses: 0 .. 1
     devices    how many there are (None: as many as a mesh has)
     processors how many of them work at the same time, where they share processors (None: all)
@@ -120,7 +122,9 @@ class Machine:
     flops: Mapping[str, float]
     memory: tuple[Memory, ...]
     links: tuple[Link, ...] = ()
+    _: KW_ONLY
     launch: float = 0.0
+    call: float = 0.0
     busy: float = 0.0
     devices: int | None = None
     processors: int | None = None
@@ -128,6 +132,8 @@ class Machine:
     classes: Mapping[str, Roofline] = field(default_factory=dict)
     tuning: Tuning = field(default_factory=Tuning)
     sources: Mapping[str, str] = field(default_factory=dict)
+
+    _measure: ClassVar[Callable[[float], Machine]]  # it runs operators, which this module knows nothing of
 
     def __post_init__(self) -> None:
         for name in ("flops", "classes", "sources"):
@@ -208,6 +214,12 @@ class Machine:
                 fix=f"take a mesh of at most {self.devices} devices, or machine.with_devices({devices})",
             )
 
+    @classmethod
+    def measure(cls, seconds: float = 60.0) -> Machine:
+        """This machine as a virtual mesh of it is: what operators and changes of layout take here, in CPU time, so that
+        it doesn't matter who else is working. It takes at most about `seconds`."""
+        return cls._measure(seconds)
+
     @staticmethod
     def preset(name: str) -> Machine:
         """A machine by its name: "h100", or "h100x16" for one of 16 devices. `Machine.presets()` has the names."""
@@ -264,7 +276,9 @@ def _problems(machine: Machine) -> Iterable[str]:
         yield from _above_zero({f"rate of link {link.name}": link.rate})
         yield from _from_zero({f"start of link {link.name}": link.start, f"hop of link {link.name}": link.hop})
     yield from _growing("links", [math.inf if link.devices is None else link.devices for link in machine.links])
-    yield from _from_zero({"launch": machine.launch, "busy": machine.busy, "price": machine.price or 0.0})
+    yield from _from_zero(
+        {"launch": machine.launch, "call": machine.call, "busy": machine.busy, "price": machine.price or 0.0}
+    )
     if isinstance(machine.busy, (int, float)) and machine.busy > 1:
         yield f"busy is {machine.busy}, a share"
     counts = {"devices": machine.devices, "processors": machine.processors}

@@ -36,17 +36,17 @@ CPU_TO_SPARE = replace(CPU, name="gloo with cores to spare", busy=0.25)
 _NVLINK_SHARE = 0.65  # of a direction's rate, that NCCL's large collectives get
 _INFINIBAND_SHARE = 0.9
 _GPU_LAUNCH = 2e-6
-# Products get 95% of the peak at best; half of that at 4 Gflop on an A100. Element-wise work is bound by memory, of
+# Large products get 80% of the peak: bfloat16 on an H200 790 of 989 Tflop/s. Element-wise work is bound by memory, of
 # which large tensors get 90%.
 _GPU_CLASSES = {
-    "product": Roofline(start=8e-6, flops=0.95, memory=0.9),
+    "product": Roofline(start=8e-6, flops=0.8, memory=0.9),
     "nn.attention": Roofline(start=8e-6, flops=0.6, memory=0.9),
     "elementwise": Roofline(start=1e-6, flops=0.1, memory=0.9),
     "reduce": Roofline(start=1e-6, flops=0.1, memory=0.85),
     "move": Roofline(start=1e-6, flops=0.1, memory=0.9),
 }
 _GPU_SOURCES = {
-    "classes": "after the efficiencies by size of Calculon (calculon-ai/calculon, systems/a100_80g.json)",
+    "classes": "large products in bfloat16 measured on an H200: 790 Tflop/s; memory as in Calculon's A100 (90% of it)",
     "links": "data sheets, per direction; 65% of NVLink and 90% of InfiniBand are what collectives get",
     "launch": "CUDA's time between kernels of one stream, 2 us",
 }
@@ -59,7 +59,7 @@ def _nvidia(name: str, flops: dict[str, float], memory: Memory, nvlink: float, n
         Link("network", None, rate=network * _INFINIBAND_SHARE, start=2e-5, hop=2e-6),
     )
     sources = {"flops, memory": sheet, **_GPU_SOURCES}
-    return Machine(name, flops, (memory,), links, _GPU_LAUNCH, 0.1, classes=_GPU_CLASSES, sources=sources)
+    return Machine(name, flops, (memory,), links, launch=_GPU_LAUNCH, busy=0.1, classes=_GPU_CLASSES, sources=sources)
 
 
 def _h100() -> Machine:

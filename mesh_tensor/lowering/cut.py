@@ -13,12 +13,12 @@ from tvm import tirx
 
 from mesh_tensor.rules.kernel.factors import Blocked, Factor
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
-from mesh_tensor.rules.kernel.padding import content_past_the_end, takes_whole_blocks
+from mesh_tensor.rules.kernel.padding import ANYTHING, ZERO, content_past_the_end, takes_whole_blocks
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Statement, body_statements
+from mesh_tensor.rules.kernel.workspaces import workspace_dims
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.effects import written
-from mesh_tensor.tir.linear import Linear, as_expr
 from mesh_tensor.tir.rewrite import block_like, region_call, replace_block, sequence, tile_op
 from mesh_tensor.tir.user_reports import is_print, message_only, printed_buffers
 
@@ -127,7 +127,7 @@ def _check_padding(live_range: LiveRange, analysis: Analysis) -> None:
         if entry is None or takes_whole_blocks(analysis.kernel, entry[0]):
             continue
         content = content_past_the_end(live_range, analysis.kernel, analysis.coordinates, entry[0])
-        if content != 0 and (content is not None or entry[0].blocked is not None):
+        if content != ZERO and (content != ANYTHING or entry[0].blocked is not None):
             raise Blocked(f"what {live_range.buffer.name} holds past its end may count where the kernel would be cut")
 
 
@@ -145,31 +145,10 @@ def _reload(live_range: LiveRange, analysis: Analysis, at: int) -> tirx.Stmt | N
 
 
 def _workspace(live_range: LiveRange, analysis: Analysis, suffix: str) -> Workspace:
-    kernel, buffer = analysis.kernel, live_range.buffer
-    factors: list[Factor | None] = []
-    shape, mins, extents = [], [], []
-    covered: set[tirx.Var] = set()
-    for dim, size in enumerate(buffer.shape):
-        entry = analysis.coordinates.of_node((live_range, dim))
-        factor, base = entry if entry is not None else (None, Linear({}))
-        covered.update(base.terms)
-        factors.append(factor)
-        shape.append(size if factor is None else factor.size)
-        mins.append(as_expr(base))
-        extents.append(size)
-    grid = [x for x in kernel.grid if x.var in analysis.taints[live_range] and x.var not in covered]
-    one = tirx.IntImm("int32", 1)
-    name = f"{buffer.name}_{suffix}"
-    shape = [*(loop.extent for loop in grid), *shape]
-    handle, workspace = make_param(name, shape, buffer.dtype)
-    return Workspace(
-        workspace,
-        handle,
-        (*([None] * len(grid)), *factors),
-        buffer,
-        (*(x.var for x in grid), *mins),
-        (*([one] * len(grid)), *extents),
-    )
+    buffer, dims = live_range.buffer, workspace_dims(live_range, analysis)
+    handle, workspace = make_param(f"{buffer.name}_{suffix}", [dim.size for dim in dims], buffer.dtype)
+    factors, mins = tuple(dim.factor for dim in dims), tuple(dim.start for dim in dims)
+    return Workspace(workspace, handle, factors, buffer, mins, tuple(dim.extent for dim in dims))
 
 
 def make_param(name: str, shape: Sequence, dtype: str) -> tuple[tirx.Var, tirx.Buffer]:

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 from tvm import tirx
 
 from mesh_tensor.base.decisions import Decisions, columns
-from mesh_tensor.plan.kernel_placements import tile_extent
-from mesh_tensor.rules.kernel.factors import Factor
+from mesh_tensor.rules.kernel.factors import Factor, tile_extent
 
 if TYPE_CHECKING:
-    from .pipeline import Lowered
+    from .layouts import Lowered
 
 
 def decisions_of(lowered: Lowered) -> Decisions:

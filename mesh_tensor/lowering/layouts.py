@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
 
 from mesh_tensor.base.collectives import COLLECTIVES
+from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.plan.kernel_placements import Assignment
-from mesh_tensor.redistribution.plan import Move
-from mesh_tensor.rules.kernel.sharding_rule import Analysis
+from mesh_tensor.plan.one_kernel import Assignment
+from mesh_tensor.redistribution.plan import Move, plan_moves
+from mesh_tensor.rules.kernel.factor_derivation import Dim
+from mesh_tensor.rules.kernel.sharding_rule import Analysis, ShardingRule, rule_of
+from mesh_tensor.rules.kernel.statements import buffer_params
 
-from .reshard import plan_for
+from .decisions import decisions_of
+from .original_dims import with_original_dims
 from .splits import Split
+from .stages import LocalPart, LocalParts, Shape
+from .view import Reading
+
+_UNKNOWN = 1024  # times the number of devices: an unknown size counts as large, and as one that all axes divide
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,13 +66,64 @@ class Collective:
     reason: str
 
 
-class Layouts:
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A kernel in local view. `steps` run in order over `tensors`; `parameters` are the kernel's own, in order, each
+    with the tensor it comes in (None if only written) and the one it leaves in (None if only read). Of those `kept`,
+    nothing looks at what comes in, but some of it may stay. `reading`: in which view the kernel was written."""
+
+    name: str
+    mesh: Mesh
+    func: tirx.PrimFunc
+    rule: ShardingRule
+    parameters: tuple[tuple[str, str | None, str | None], ...]
+    scalars: tuple[tirx.Var, ...]
+    tensors: Mapping[str, Tensor]
+    steps: tuple[LocalKernel | Collective, ...]
+    asked: Mapping[str, Sharding]
+    assignment: Assignment
+    whole: Mapping[Dim, str]
+    kept: frozenset[str]
+    reading: Reading
+
+    def decisions(self) -> Decisions:
+        """What was decided, for people."""
+        return decisions_of(self)
+
+
+def explicit(local: LocalParts) -> Lowered:
+    """The kernel with every change of layout as a collective, before, between and after its parts."""
+    cut, ruled, kernel = local.cut, local.cut.ruled, local.cut.ruled.kernel
+    func, analysis = ruled.refined.func, ruled.analysis
+    layouts = _Layouts(local)
+    for part in local.parts:
+        layouts.add(part)
+    layouts.finish()
+    return Lowered(
+        kernel.name,
+        kernel.mesh,
+        func,
+        rule_of(analysis, ruled.refined),
+        layouts.parameters(),
+        tuple(p for p in func.params if p not in func.buffer_map),
+        layouts.tensors,
+        tuple(layouts.steps),
+        kernel.asked,
+        cut.decided,
+        cut.decided.whole,
+        frozenset(p for p in analysis.kernel.params if analysis.only_kept(p)),
+        kernel.reading,
+    )
+
+
+class _Layouts:
     """Follows every parameter and workspace through the kernels, and inserts what changes their layout."""
 
-    def __init__(
-        self, mesh: Mesh, asked: dict[str, Sharding], shapes: dict[str, tuple], params: list[str], over_tiles: bool
-    ):
-        self.mesh, self.asked, self.shapes, self.params, self.over_tiles = mesh, asked, shapes, params, over_tiles
+    def __init__(self, local: LocalParts):
+        ruled = local.cut.ruled
+        self.asked, self.over_tiles, self.refined = ruled.kernel.asked, ruled.kernel.reading.over_tiles, ruled.refined
+        self.shapes: Mapping[str, Shape] = {**local.cut.shapes, **ruled.kernel.shapes}
+        self.params = list(buffer_params(ruled.refined.func))
         self.tensors: dict[str, Tensor] = {}
         self.steps: list[LocalKernel | Collective] = []
         self.current: dict[str, str] = {}
@@ -71,16 +131,10 @@ class Layouts:
         self.written: set[str] = set()
         self.copies: dict[tuple[str, Sharding], str] = {}
 
-    def add_kernel(
-        self,
-        analysis: Analysis,
-        assignment: Assignment,
-        splits: tuple[Split, ...],
-        local: tirx.PrimFunc,
-        axes: tuple[str, ...],
-        refined: bool = False,
-    ) -> None:
-        args, writes = [], []
+    def add(self, local: LocalPart) -> None:
+        """The part's kernel, after what brings its inputs into the layouts that it needs."""
+        analysis, args, writes = local.part.analysis, list[str](), list[str]()
+        assignment = with_original_dims(self.refined, local.part.assignment)
         for param, buffer in analysis.kernel.params.items():
             read = written = None
             if param in assignment.needed:
@@ -90,8 +144,8 @@ class Layouts:
                 written = self._write(param, buffer, assignment.produced[param], read)
                 writes.append(written)
             args.append(str(written or read))
-        decided = (analysis, assignment, splits, self.over_tiles, refined)
-        self.steps.append(LocalKernel(local, tuple(args), axes, tuple(writes), *decided))
+        decided = (analysis, assignment, local.splits, self.over_tiles, bool(self.refined.groups))
+        self.steps.append(LocalKernel(local.func, tuple(args), local.axes, tuple(writes), *decided))
 
     def finish(self) -> None:
         """Bring the outputs into the annotated layouts; what nothing annotates is left as it is, but complete."""
@@ -183,3 +237,9 @@ class Layouts:
 
     def _add(self, tensor: Tensor) -> None:
         self.tensors[tensor.name] = tensor
+
+
+def plan_for(src: Sharding, dst: Sharding, shape: Sequence[int | tirx.PrimExpr]) -> tuple[Move, ...]:
+    """The moves from `src` to `dst` of a tensor of the global `shape`."""
+    large = _UNKNOWN * src.mesh.num_devices
+    return plan_moves(src, dst, [int(size) if isinstance(size, (int, tirx.IntImm)) else large for size in shape])

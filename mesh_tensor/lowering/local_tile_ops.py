@@ -69,11 +69,10 @@ class LocalTileOps:
 
     def _region(self, call: tirx.Call, access: Access, statement: Statement) -> tirx.Call:
         """The region over the tile: shrunken extents, detached dims at global coordinates."""
-        region = tile_ops.region(call)
+        _, mode, *extents = call.args
         element = statement.element_dims(access)
         zero = {var: tirx.IntImm("int32", 0) for var in element.values()}
-        mins = [tirx.stmt_functor.substitute(i, zero) for i in self.values.indices(access)]
-        mins = [self.kernel.analyzer.simplify(i) for i in mins]
-        extents = [self.shrink.extents.get(element.get(d), e) for d, e in enumerate(region.extents)]
-        buffer = self.shrink.buffer(region.buffer)
-        return region_call(buffer, mins, extents, int(call.args[1]))
+        substitute, simplify = tirx.stmt_functor.substitute, self.kernel.analyzer.simplify
+        mins = [simplify(substitute(i, zero)) for i in self.values.indices(access)]
+        extents = [self.shrink.extents.get(element.get(d), e) for d, e in enumerate(extents)]
+        return region_call(self.shrink.buffer(access.buffer), mins, extents, int(mode))

@@ -8,10 +8,12 @@ first device only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tvm import tirx
 
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Access, Statement, split_update
 from mesh_tensor.tir import tile_ops
@@ -26,10 +28,56 @@ from .counted_once import CountedOnce
 from .expressions import ValueRewriter, contains_load, has_trap
 from .local_reports import LocalReports
 from .local_tile_ops import LocalTileOps
-from .loop_extents import LoopExtents
+from .original_dims import put_together, uneven_groups
 from .padding_masks import PaddingMasks
+from .parts import global_size
 from .shrink import Shrink
-from .splits import DeviceCoordinates, Split
+from .splits import DeviceCoordinates, Split, make_split
+from .stages import LocalPart, LocalParts, Part, Parts, Unsplittable
+from .view import check_local_layouts
+
+
+def make_local(cut: Parts) -> LocalParts | Unsplittable:
+    """The parts in local view.
+
+    Raises:
+        MeshTensorError: a kernel over tiles would need them in another layout; or nothing is split, and the kernel
+            can't be written all the same.
+    """
+    kernel, made = cut.ruled.kernel, []
+    for index, part in enumerate(cut.parts):
+        if kernel.reading.over_tiles:
+            check_local_layouts(kernel.name, part.assignment, kernel.asked)
+        local = _local_part(cut, part, f"{kernel.name}_{index}" if len(cut.parts) > 1 else kernel.name)
+        if isinstance(local, Unsplittable):
+            return local
+        made.append(local)
+    return LocalParts(cut, tuple(made))
+
+
+def _local_part(cut: Parts, part: Part, name: str) -> LocalPart | Unsplittable:
+    ruled, analysis = cut.ruled, part.analysis
+    coordinates = DeviceCoordinates(ruled.kernel.mesh)
+    splits = _splits(cut, part, coordinates)
+    for split in splits:
+        if why := uneven_groups(ruled.refined, analysis, split):
+            return Unsplittable(split.factor, why)
+    try:
+        local, axes = localize(analysis, splits, coordinates, name)
+        return LocalPart(part, put_together(local, ruled.refined), axes, splits)
+    except Blocked as error:
+        if not splits:
+            refuse(f"kernel {ruled.kernel.name!r} can't be lowered", why=str(error), fix="simplify the kernel")
+        return Unsplittable(error.factor or splits[-1].factor, str(error))
+
+
+def _splits(cut: Parts, part: Part, coordinates: DeviceCoordinates) -> tuple[Split, ...]:
+    analyzer, over_tiles = part.analysis.kernel.analyzer, cut.ruled.kernel.reading.over_tiles
+    return tuple(
+        make_split(factor, axes, coordinates, analyzer, global_size(factor, cut.shapes), over_tiles)
+        for factor in part.analysis.factors
+        if (axes := part.assignment.axes_of(factor))
+    )
 
 
 def localize(
@@ -52,7 +100,7 @@ class _Localizer:
         self.masks = PaddingMasks(analysis, self.splits, self.shrink, self.values)
         self.once = CountedOnce(analysis, self.splits)
         self.tile_ops = LocalTileOps(self.kernel, self.shrink, self.values, self.masks, self.once)
-        self.extents = LoopExtents(analysis, self.splits, self.shrink, self.values)
+        self.extents = _LoopExtents(analysis, self.splits, self.shrink, self.values)
         self.around = [loop.var for loop in self.kernel.grid]
         self.reports = LocalReports(analysis, self.splits, self.shrink, self.values, coordinates)
         self.by_node: dict[tirx.Stmt, Statement] = {s.node: s for s in self.kernel.statements}
@@ -182,3 +230,43 @@ def _combine(original: tirx.PrimExpr, current: tirx.PrimExpr, operand: tirx.Prim
     if isinstance(original, tirx.Call):
         return tirx.Call(original.dtype, original.op, [current, operand])
     return type(original)(current, operand)
+
+
+class _LoopExtents:
+    """Extents of loops on one device: those over split factors are the tile's, those that depend on data end before
+    they begin where that would be padding."""
+
+    def __init__(self, analysis: Analysis, splits: Sequence[Split], shrink: Shrink, values: ValueRewriter):
+        self._analysis, self._splits, self._shrink, self._values = analysis, splits, shrink, values
+
+    def extent(self, loop: tirx.For, around: Collection[tirx.Var]) -> tirx.PrimExpr:
+        """The extent of a loop inside the loops `around`."""
+        known = self._shrink.extents.get(loop.loop_var)
+        if known is not None:
+            return known
+        extent = self._values.rewrite(loop.extent)
+        depends_on = self._taints([loop.min, loop.extent])
+        for split in self._splits:
+            for form in self._analysis.coordinates.forms[split.factor]:
+                here = form.terms and form.terms.keys() <= set(around)
+                if here and depends_on & form.terms.keys() and not (split.even and self._shrink.fits(form, split)):
+                    extent = tirx.if_then_else(as_expr(form) < split.valid, extent, tirx.const(0, extent.dtype))
+        return extent
+
+    def _taints(self, exprs: Sequence[tirx.PrimExpr]) -> set[tirx.Var]:
+        """The loops that what is loaded in the expressions depends on."""
+        kernel, found = self._analysis.kernel, set[tirx.Var]()
+
+        def visit(node: object) -> None:
+            if isinstance(node, tirx.BufferLoad):
+                access = self._values.access(node)
+                found.update(vars_of(node.indices, kernel.binds))
+                found.update(
+                    () if access is None else self._analysis.taints[self._analysis.coordinates.ranges.of(access)]
+                )
+            elif isinstance(node, tirx.Var) and node in kernel.binds:
+                found.update(self._taints([kernel.binds[node]]))
+
+        for expr in exprs:
+            tirx.stmt_functor.post_order_visit(expr, visit)
+        return found

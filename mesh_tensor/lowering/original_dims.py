@@ -10,30 +10,38 @@ from tvm import tirx
 
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.plan.kernel_placements import Assignment
+from mesh_tensor.plan.one_kernel import Assignment
+from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.granularity import Refined, refined
 from mesh_tensor.rules.kernel.other_dims import reshaped, with_other_dims
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
 
 from .splits import Split
+from .stages import Annotated, Ruled
 
-Dim = tuple[str, int]
+
+def rule(kernel: Annotated) -> Ruled:
+    """The kernel with its rule: with dims taken apart where that lets axes split what is asked to be split, else as it
+    is."""
+    refined, analysis = _refined(kernel)
+    whole = dict.fromkeys(refined.inner_dims(), "groups can be split, but not what is in a group")
+    return Ruled(kernel, refined, analysis, asked_of_refined(refined, kernel.asked), whole)
 
 
-def refine_for(func: tirx.PrimFunc, asked: Mapping[str, Sharding], mesh: Mesh) -> tuple[Refined, Analysis]:
-    """The kernel with dims taken apart where that lets axes split what is asked to be split, else as it is; and what
-    its analysis found."""
-    plain, before = Refined(func, {}), analyse(func)
-    split = [(name, dim) for name, sharding in asked.items() for dim, axes in enumerate(sharding.dims) if axes]
+def _refined(kernel: Annotated) -> tuple[Refined, Analysis]:
+    plain, before = Refined(kernel.func, {}), analyse(kernel.func)
+    if kernel.reading.over_tiles:
+        return plain, before
+    split = [(name, dim) for name, sharding in kernel.asked.items() for dim, axes in enumerate(sharding.dims) if axes]
     whole = [dim for dim in split if before.reason_whole(*dim)]
-    found = refined(func, whole) if whole else None
+    found = refined(kernel.func, whole) if whole else None
     if found is None:
         return plain, before
     after = analyse(found.func)
     still = [dim for dim in split if _reason(found, after, dim)]
     gained = set(still) < set(whole)
-    return (found, after) if gained and _divides(found, after, asked, mesh) else (plain, before)
+    return (found, after) if gained and _divides(found, after, kernel.asked, kernel.mesh) else (plain, before)
 
 
 def _reason(made: Refined, analysis: Analysis, dim: Dim) -> str | None:

@@ -9,8 +9,8 @@ from keyword import iskeyword
 from tvm import arith, tirx
 
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.plan.kernel_placements import tile_extent
-from mesh_tensor.rules.kernel.factors import Factor
+from mesh_tensor.rules.kernel.factors import Factor, tile_extent
+from mesh_tensor.tir.nodes import nodes
 
 
 class DeviceCoordinates:
@@ -27,8 +27,7 @@ class DeviceCoordinates:
 
     def mentioned_in(self, body: tirx.Stmt) -> dict[str, tirx.Var]:
         """The axes whose coordinate the body uses, in mesh order."""
-        used: set[tirx.Var] = set()
-        tirx.stmt_functor.post_order_visit(body, lambda n: used.add(n) if isinstance(n, tirx.Var) else None)
+        used = set(nodes(body, tirx.Var))
         return {axis: self._vars[axis] for axis in self.mesh.axis_names if self._vars.get(axis) in used}
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.plan.kernel_placements import Assignment
-from mesh_tensor.rules.kernel.sharding_rule import Analysis
+from mesh_tensor.plan.one_kernel import Assignment
 
 
-def check_strict(name: str, analysis: Analysis, assignment: Assignment, asked: dict[str, Sharding], mesh: Mesh) -> None:
+def check_strict(name: str, assignment: Assignment, asked: Mapping[str, Sharding], mesh: Mesh) -> None:
     """Refuse inputs that would be gathered or exchanged, and outputs that would be gathered.
 
     Raises:

@@ -20,7 +20,7 @@ from mesh_tensor.rules.kernel.factors import Factor
 from mesh_tensor.rules.kernel.padding import is_inside, padding_is_neutral
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Access, Loop, Statement, describe
-from mesh_tensor.tir.linear import Linear, vars_of
+from mesh_tensor.tir.linear import vars_of
 from mesh_tensor.tir.tile_position import as_helper, helpers_in, text_of
 
 from .tile_sums import SplitFactors, Sum, TileSums
@@ -231,7 +231,7 @@ class _Check:
         """Whether the condition is the same at every position inside the whole dims, and so inside all tiles."""
         if statement is None:
             return False
-        forms: dict[Factor, Linear] = self.analysis.coordinates.of_statement(statement)
+        forms = self.analysis.coordinates.of_statement(statement)
         inside = []
         for factor, form in forms.items():
             param, dim = factor.dims[0]

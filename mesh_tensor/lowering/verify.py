@@ -3,33 +3,31 @@
     local      verify_local     no access leaves its tile; no global extent bounds a loop over a split factor; plain TIR
     explicit   verify_lowered   every layout change is a collective; partial values reach no use that needs whole ones
 
-`mesh_tensor.program.verify` has the same for Programs. With MESH_TENSOR_VERIFY=1 in the environment, every lowering
-checks itself.
+`verify_stages` has the stages before these, `mesh_tensor.program.verify` the Programs after them. With
+MESH_TENSOR_VERIFY=1 in the environment, every lowering checks itself.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from tvm import arith, ir, tirx
 
 from mesh_tensor.annotations.annotate import INFO_ATTR, MESH_ATTR, TILES_ATTR
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.plan.kernel_placements import tile_extent
+from mesh_tensor.plan.one_kernel import Assignment
 from mesh_tensor.redistribution.plan import illegal_move
+from mesh_tensor.rules.kernel.factors import tile_extent
+from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import buffer_params
 from mesh_tensor.tir.bounds import accesses_outside
 from mesh_tensor.tir.functions import function_name
 from mesh_tensor.tir.views import declared
 
-from .layouts import Collective, LocalKernel, Tensor
+from .layouts import Collective, LocalKernel, Lowered, Tensor
 from .shrink import ceildiv
-
-if TYPE_CHECKING:
-    from .pipeline import Lowered
 
 
 class VerificationError(AssertionError):
@@ -53,12 +51,21 @@ def verify_local(kernel: LocalKernel, mesh: Mesh) -> None:
     Raises:
         VerificationError: lists what is wrong with it.
     """
-    func = kernel.func
-    problems = [*leftovers(func), *collectives_in(func), *_long_loops(kernel, mesh)]
-    problems += accesses_outside(func, {*kernel.analysis.coordinates.detached, *_left_as_they_are(kernel)})
+    problems = local_problems(kernel.func, kernel.analysis, kernel.assignment, mesh, over_tiles=kernel.written_locally)
+    raise_on(problems, f"local kernel {name_of(kernel.func)}")
+
+
+def local_problems(
+    func: tirx.PrimFunc, analysis: Analysis, assignment: Assignment, mesh: Mesh, *, over_tiles: bool
+) -> list[str]:
+    """What is wrong with a local kernel, which was made of what was analysed."""
+    problems = [*leftovers(func), *collectives_in(func)]
+    if not over_tiles:
+        problems += _long_loops(func, analysis, assignment, mesh)
+    problems += accesses_outside(func, {*analysis.coordinates.detached, *_left_as_they_are(analysis)})
     if not tirx.analysis.verify_well_formed(declared(func), assert_mode=False):
         problems.append("it is not well-formed: a variable is used but not defined, or defined twice")
-    raise_on(problems, f"local kernel {name_of(func)}")
+    return problems
 
 
 def verify_lowered(lowered: Lowered) -> None:
@@ -70,7 +77,12 @@ def verify_lowered(lowered: Lowered) -> None:
     for step in lowered.steps:
         if isinstance(step, LocalKernel):
             verify_local(step, lowered.mesh)
-    raise_on([*_Chain(lowered).problems(), *_ends(lowered)], f"lowered kernel {lowered.name}")
+    raise_on(explicit_problems(lowered), f"lowered kernel {lowered.name}")
+
+
+def explicit_problems(lowered: Lowered) -> list[str]:
+    """What is wrong with how the layouts of a lowered kernel's tensors chain."""
+    return [*_Chain(lowered).problems(), *_ends(lowered)]
 
 
 # -- one local kernel --------------------------------------------------------------------------------------------------
@@ -99,14 +111,14 @@ def collectives_in(func: tirx.PrimFunc) -> list[str]:
     return found
 
 
-def _left_as_they_are(kernel: LocalKernel) -> Iterator[tuple[str, int]]:
+def _left_as_they_are(analysis: Analysis) -> Iterator[tuple[str, int]]:
     """The dims that statements write which are not understood, and so stay as the author wrote them."""
-    for statement in kernel.analysis.kernel.statements:
+    for statement in analysis.kernel.statements:
         for buffer in statement.may_write if statement.unknown else ():
             yield from ((buffer.name, dim) for dim in range(len(buffer.shape)))
 
 
-def _long_loops(kernel: LocalKernel, mesh: Mesh) -> list[str]:
+def _long_loops(func: tirx.PrimFunc, analysis: Analysis, assignment: Assignment, mesh: Mesh) -> list[str]:
     """Loops over a split factor that run further than the tile."""
     extents: dict[tirx.Var, tirx.PrimExpr] = {}
 
@@ -114,14 +126,14 @@ def _long_loops(kernel: LocalKernel, mesh: Mesh) -> list[str]:
         if isinstance(node, tirx.For):
             extents[node.loop_var] = node.extent
 
-    tirx.stmt_functor.post_order_visit(kernel.func.body, visit)
+    tirx.stmt_functor.post_order_visit(func.body, visit)
     analyzer, problems = arith.Analyzer(), []
-    for factor in kernel.analysis.factors:
-        parts = [] if kernel.written_locally else [mesh.size(axis) for axis in kernel.assignment.axes_of(factor)]
+    for factor in analysis.factors:
+        parts = [mesh.size(axis) for axis in assignment.axes_of(factor)]
         if all(n == 1 for n in parts):
             continue
         tile = tirx.convert(tile_extent(factor.size, parts))
-        for form in kernel.analysis.coordinates.forms[factor]:
+        for form in analysis.coordinates.forms[factor]:
             var, coefficient = form.ordered[0]
             if var in extents and not analyzer.can_prove(extents[var] <= ceildiv(tile, coefficient)):
                 problems.append(f"loop {var} runs {extents[var]} times over tiles of {tile} in blocks of {coefficient}")

@@ -3,7 +3,7 @@ already."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -12,7 +12,7 @@ from tvm import arith, tirx
 from mesh_tensor.annotations.annotate import TILES_ATTR
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.plan.kernel_placements import Assignment
+from mesh_tensor.plan.one_kernel import Assignment
 from mesh_tensor.rules.kernel.coverage import why_not_covered
 from mesh_tensor.rules.kernel.other_dims import reshaped
 from mesh_tensor.rules.kernel.reader import read_kernel
@@ -234,30 +234,29 @@ def _check_helpers(func: tirx.PrimFunc, asked: dict[str, Sharding]) -> None:
         refuse(list(dict.fromkeys(problems)), fix="annotate the kernel for the mesh and with the buffers it asks about")
 
 
-def check_local_layouts(
-    name: str, layouts: dict[str, Sharding], asked: dict[str, Sharding], assignment: Assignment
-) -> None:
+def check_local_layouts(name: str, assignment: Assignment, asked: Mapping[str, Sharding]) -> None:
     """A kernel over tiles takes and leaves its tiles as they lie: nothing can be gathered before it, or split after it.
 
     Raises:
         MeshTensorError: lists the buffers that the kernel uses in another layout than annotated.
     """
-    problems = []
-    for param, layout in layouts.items():
-        axes = [axis for axis in layout.mesh.axis_names if layout.mesh.size(axis) > 1]
-        axes = [a for a in axes if param in asked and layout.dim_of(a) != asked[param].dim_of(a)]
-        if axes:
-            why = "; ".join(_why_otherwise(param, asked[param].dim_of(axis), axis, assignment) for axis in axes)
-            problems.append(
-                f"buffer {param!r} is annotated '{asked[param]}', but the kernel uses it as '{layout}': {why}"
+    for layouts in (assignment.needed, assignment.produced):
+        problems = []
+        for param, layout in layouts.items():
+            axes = [axis for axis in layout.mesh.axis_names if layout.mesh.size(axis) > 1]
+            axes = [a for a in axes if param in asked and layout.dim_of(a) != asked[param].dim_of(a)]
+            if axes:
+                why = "; ".join(_why_otherwise(param, asked[param].dim_of(axis), axis, assignment) for axis in axes)
+                problems.append(
+                    f"buffer {param!r} is annotated '{asked[param]}', but the kernel uses it as '{layout}': {why}"
+                )
+        if problems:
+            refuse(
+                problems,
+                where=f"kernel {name!r}, written over tiles",
+                fix="annotate what the kernel does (a buffer that is not annotated is replicated), or write it over "
+                "whole tensors",
             )
-    if problems:
-        refuse(
-            problems,
-            where=f"kernel {name!r}, written over tiles",
-            fix="annotate what the kernel does (a buffer that is not annotated is replicated), or write it over whole "
-            "tensors",
-        )
 
 
 def _why_otherwise(param: str, dim: int | None, axis: str, assignment: Assignment) -> str:

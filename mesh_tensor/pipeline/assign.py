@@ -39,7 +39,7 @@ def assign(flow: Flow, stages: Sequence[NamedStage], inputs: Sequence[str]) -> S
 
 
 def spread(flow: Flow, stated: Mapping[str, int], count: int) -> Stages:
-    """The stages of every binding that is used, of those of some."""
+    """The stages of every binding that the results depend on, of those of some."""
     found: dict[str, frozenset[int]] = {name: frozenset([stage]) for name, stage in stated.items()}
     for name, taken in flow.operands.items():
         sources = [max(found[value]) for value in taken if value in found]
@@ -53,8 +53,10 @@ def spread(flow: Flow, stated: Mapping[str, int], count: int) -> Stages:
         used: frozenset[int] = frozenset().union(*(found.get(user, frozenset()) for user in flow.users[name]))
         if not found.get(name):
             found[name] = used or (frozenset([count - 1]) if name in results else used)
+    live = flow.above(results)
+    found = {name: where for name, where in found.items() if where and name in live}
     _check_order(flow, found)
-    return {name: where for name, where in found.items() if where}
+    return found
 
 
 def _stated(flow: Flow, stages: Sequence[NamedStage]) -> dict[str, int]:

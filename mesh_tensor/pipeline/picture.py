@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from html import escape
 
 from .clock import Costs, Event, Timeline, timeline
+from .dependencies import Takes
 from .schedule import Schedule
 
 _UNITS: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
@@ -14,12 +15,19 @@ _ANSI = {"F": 44, "B": 42, "I": 42, "W": 43}
 _ROW, _LEFT, _SVG_UNIT = 28, 70, 22  # pixels: a row, the names of meshes, the shortest action
 
 
-def terminal(schedule: Schedule, costs: Costs = _UNITS, *, color: bool = False, width: int | None = None) -> str:
+def terminal(
+    schedule: Schedule,
+    costs: Costs = _UNITS,
+    *,
+    color: bool = False,
+    width: int | None = None,
+    takes: Takes | None = None,
+) -> str:
     """The schedule as text: a cell per action, dots where a mesh idles.
 
     `width` is how many characters the whole may take; without it, the shortest action has room for its label.
     """
-    times = timeline(schedule, costs)
+    times = timeline(schedule, costs, takes=takes)
     labels = {event: _label(schedule, event) for row in times.rows for event in row}
     if width is None:
         scale = max((len(text) + 1) / float(e.end - e.start) for e, text in labels.items() if e.end > e.start)

@@ -9,12 +9,13 @@ refined to say which factor each atom belongs to.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.operator import OpRule
-from mesh_tensor.rules.operator.rule import Dim, atoms_of
+from mesh_tensor.rules.operator.rule import Dim, InnerReduction, atoms_of
 
 from .ir import Graph, Node, Value
 from .wiring import Sizes, Wiring, settle
@@ -25,15 +26,20 @@ AtomFactors = tuple[str | None, ...]
 
 @dataclass(frozen=True)
 class NodeRule:
-    """An operator's rule over the atoms of its tensors. `sizes` are those of the factors, `reduced` as in `rule`.
-    `even`: factors that axes have to divide, because tiles are to be contiguous parts of a dim that has more atoms."""
+    """An operator's rule over the atoms of its tensors. `sizes` are those of the factors, `reduced` as in `rule`, and
+    `partial` has that for each result.
+    `even`: factors that axes have to divide, because tiles are to be contiguous parts of a dim that has more atoms.
+    `blocks`: of how many of a factor's elements a block is made. `inner`: what is reduced inside a kernel."""
 
     rule: OpRule
     inputs: tuple[AtomFactors, ...]
     outputs: tuple[AtomFactors, ...]
     sizes: dict[str, int]
-    reduced: dict[str, str]
+    reduced: Mapping[str, str]
+    partial: tuple[Mapping[str, str], ...]
     even: frozenset[str] = frozenset()
+    blocks: Mapping[str, int] = field(default_factory=dict)
+    inner: tuple[InnerReduction, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +136,24 @@ class _Refinement:
         outputs = [self._tensor(dims, of[value]) for value, dims in zip(node.outputs, rule.outputs, strict=True)]
         sizes = {name: size for name, size in self._sizes.items() if not self._is_whole(name)}
         reduced = {name: rule.reduced[self._base[name]] for name in sizes if self._base[name] in rule.reduced}
-        return NodeRule(rule, self._split(inputs), self._split(outputs), sizes, reduced, frozenset(self._even))
+        tensors = self._split(inputs), self._split(outputs)
+        blocks = {self._first(name): self._block(name, size) for name, size in rule.blocks.items()}
+        inner = tuple([replace(one, factor=self._first(one.factor), dims=self._firsts(one)) for one in rule.inner])
+        partial = tuple([{name: ops[b] for name in sizes if (b := self._base[name]) in ops} for ops in rule.partial])
+        partial = partial or (reduced,) * len(outputs)
+        return NodeRule(rule, *tensors, sizes, reduced, partial, frozenset(self._even), blocks, inner)
+
+    def _first(self, factor: str) -> str:
+        """The atom of a factor that axes may split: of kernels, only the first one."""
+        return factor if len(self._atoms.get(factor, ())) < 2 else f"{factor}.0"
+
+    def _firsts(self, inner: InnerReduction) -> tuple[str | None, ...]:
+        return tuple([None if factor is None else self._first(factor) for factor in inner.dims])
+
+    def _block(self, factor: str, size: int) -> int:
+        """How many of the first atom's elements a block of the factor is made of."""
+        rest = math.prod(self._atoms.get(factor, ())[1:])
+        return size // math.gcd(size, rest)
 
     def _tensor(self, dims: tuple[Dim, ...], all_atoms: tuple[Sizes, ...]) -> list[str | None]:
         result: list[str | None] = []
@@ -152,7 +175,7 @@ class _Refinement:
             self._whole.add(factor)
             return []
         names = [factor if len(atoms) == 1 else f"{factor}.{i}" for i in range(len(atoms))]
-        if factor in self._rule.positional and len(atoms) > 1:
+        if factor in self._rule.positional and (len(atoms) > 1 or not alone):
             self._even.add(names[0])
             self._minor.update(names[1:])
         self._sizes.update(zip(names, atoms, strict=True))

@@ -6,7 +6,6 @@ Reducing later saves collectives where two pending sums are added, and bytes whe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.sharding import Partial, Sharding
@@ -55,8 +54,9 @@ def _meeting(
         split = {axis: factor for axis, factor in decision.split.items() if axis not in dict(only)}
         if only and split != decision.split and _adds(node, rule) and all(len(uses[v]) == 1 for v in node.inputs):
             needed = tuple(operand_layout(graph.mesh, factors, split) for factors in rule.inputs)
-            produced = tuple(result_layout(graph.mesh, factors, split, rule) for factors in rule.outputs)
-            decision = found[node] = replace(decision, split=split, needed=needed, produced=produced)
+            results = zip(rule.outputs, rule.partial, strict=True)
+            produced = tuple(result_layout(graph.mesh, factors, split, ops) for factors, ops in results)
+            decision = found[node] = Decision(split, split, needed, produced)
         taken = _taken(node, atoms, {node: decision}, pending)
         for value, made in zip(node.outputs, decision.produced, strict=True):
             left = pending[node.inputs[min(taken)]] if taken else made.partial

@@ -4,7 +4,7 @@ repeated, given the values' layouts."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -17,6 +17,7 @@ from mesh_tensor.base.sharding import Partial, Placement, Shard, Sharding
 from mesh_tensor.redistribution.plan import RedistributionPlan
 from mesh_tensor.rules.kernel.cost import count_flops as count_kernel_flops
 from mesh_tensor.rules.operator.cost import count_flops
+from mesh_tensor.rules.operator.rule import InnerReduction
 
 from .atoms import AtomFactors, Atoms, NodeRule
 from .ir import Node, Value
@@ -30,15 +31,18 @@ _FLOPS_PER_BYTE, _BYTES_PER_START = round(CPU.flops_per_byte), round(CPU.bytes_p
 
 @dataclass(frozen=True)
 class Decision:
-    """What the axes split in a node, and the layouts that follow for its operands and results."""
+    """What the axes split in a node, `after` all that is reduced inside it, and the layouts that follow for its
+    operands and results."""
 
     split: dict[str, str]
+    after: dict[str, str]
     needed: tuple[Sharding, ...]
     produced: tuple[Sharding, ...]
 
 
 class _Tensor(NamedTuple):
-    """An operand or a result of a node: `there` are the layouts in which the value exists by then."""
+    """An operand or a result of a node: `there` are the layouts in which the value exists by then; none if it may come
+    in any."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -48,81 +52,140 @@ class _Tensor(NamedTuple):
 
 
 class Decider:
-    """Decides node by node, in the order in which they run; the same question is answered once."""
+    """Decides node by node, in the order in which they run; the same question is answered once.
 
-    def __init__(self, mesh: Mesh, atoms: Atoms, layouts: Layouts) -> None:
+    `free`: values that may come, and stay, in any layout. `fixed`: what axes split, as far as that is known.
+    `in_place`: of all splits, those win with which the fewest axes have to stop splitting what they split."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        atoms: Atoms,
+        layouts: Layouts,
+        *,
+        free: Collection[Value] = (),
+        fixed: Split | None = None,
+        in_place: bool = False,
+    ) -> None:
         self._mesh, self._atoms, self._layouts = mesh, atoms, layouts
+        self._fixed, self._in_place = fixed or {}, in_place
         self._known: dict[tuple, Decision] = {}
-        self._there: dict[Value, tuple[Sharding, ...]] = {value: (s,) for value, s in layouts.of.items()}
+        self._there: dict[Value, tuple[Sharding, ...]] = {
+            value: () if value in free else (layout,) for value, layout in layouts.of.items()
+        }
 
     def decide(self, node: Node) -> Decision:
-        """The cheapest split of a node. Where costs tie, more axes split, then the first factor named wins."""
+        """The cheapest split of a node. Where costs tie, more axes split, then the first factor named wins: results
+        come first."""
         rule = self._atoms.rules[node]
+        values = (*node.inputs, *node.outputs)
+        known = (id(rule), tuple([(self._layouts.of[value], self._there[value]) for value in values]))
+        decision = self._known.get(known)
+        if decision is None:
+            decision = self._known[known] = self._decided(node, rule)
+        for value, layout in zip(node.inputs, decision.needed, strict=True):
+            if self._there[value] and layout not in self._there[value]:
+                self._there[value] += (layout,)
+        return decision
+
+    def _decided(self, node: Node, rule: NodeRule) -> Decision:
         tensors = [
             _Tensor(self._atoms.shape(v), v.type.dtype, self._layouts.of[v], f, self._there[v])
             for v, f in tensors_of(node, rule)
         ]
-        key = (node.call.name, _flops(node), tuple(tensors), tuple(rule.reduced.items()), rule.even, len(node.inputs))
-        decision = self._known.get(key)
-        if decision is None:
-            split = self._cheapest(node, rule, tensors)
-            needed = tuple(operand_layout(self._mesh, factors, split) for factors in rule.inputs)
-            produced = tuple(result_layout(self._mesh, factors, split, rule) for factors in rule.outputs)
-            decision = self._known[key] = Decision(split, needed, produced)
-        for value, layout in zip(node.inputs, decision.needed, strict=True):
-            if layout not in self._there[value]:
-                self._there[value] += (layout,)
-        return decision
+        operands, results = tensors[: len(node.inputs)], tensors[len(node.inputs) :]
+        decisions = [self._decision(rule, split, results) for split in self._splits(rule, tensors)]
+        if len(decisions) == 1:
+            return decisions[0]
+        flops = _flops(node)
+        return min(decisions, key=lambda decision: self._rank(decision, flops, rule, operands, results))
 
-    def _cheapest(self, node: Node, rule: NodeRule, tensors: list[_Tensor]) -> dict[str, str]:
-        best: tuple[tuple, dict[str, str]] | None = None
-        for order, split in enumerate(self._splits(rule, tensors)):
-            cost = _flops(node) // math.prod(self._mesh.size(a) for a in split) // _FLOPS_PER_BYTE
-            for index, tensor in enumerate(tensors):
-                if index < len(node.inputs):
-                    needed = operand_layout(self._mesh, tensor.factors, split)
-                    cost += min(_cost(tensor.shape, tensor.dtype, there, needed) for there in tensor.there)
-                else:
-                    produced = result_layout(self._mesh, tensor.factors, split, rule)
-                    cost += _cost(tensor.shape, tensor.dtype, produced, tensor.layout)
-            rank = (cost, -len(split), order)
-            if best is None or rank < best[0]:
-                best = (rank, split)
-        assert best is not None
-        return best[1]
+    def _rank(
+        self, decision: Decision, flops: int, rule: NodeRule, operands: list[_Tensor], results: list[_Tensor]
+    ) -> tuple[int, int, int]:
+        """How good a decision is: less is better."""
+        ways = [(t, t.there, needed) for t, needed in zip(operands, decision.needed, strict=True) if t.there]
+        for tensor, produced in zip(results, decision.produced, strict=True):
+            ways.append((tensor, (produced,), tensor.layout if tensor.there else _completed(produced)))
+        cost = flops // math.prod(self._mesh.size(axis) for axis in decision.split) // _FLOPS_PER_BYTE
+        cost += sum(min(_cost(t.shape, t.dtype, src, dst) for src in there) for t, there, dst in ways)
+        cost += sum(self._inner_cost(inner, decision) for inner in rule.inner)
+        leaving = sum(_leaving(there[0], dst) for _, there, dst in ways) if self._in_place else 0
+        return leaving, cost, -len(decision.split)
+
+    def _decision(self, rule: NodeRule, split: dict[str, str], asked: list[_Tensor]) -> Decision:
+        """What follows from a split. An axis whose factor ends inside the kernel splits what results ask for from
+        there on."""
+        ended = {inner.factor for inner in rule.inner if inner.ends}
+        after = dict(split)
+        for axis in [axis for axis, factor in split.items() if factor in ended]:
+            found = (t.factors[p] for t in asked if (p := t.layout.dim_of(axis)) is not None)
+            wanted = next((factor for factor in found if factor is not None), None)
+            if wanted is not None and self._fits(rule, {**after, axis: wanted}):
+                after[axis] = wanted
+        needed = tuple([operand_layout(self._mesh, factors, split) for factors in rule.inputs])
+        results = zip(rule.outputs, rule.partial, strict=True)
+        produced = tuple([result_layout(self._mesh, factors, after, ops) for factors, ops in results])
+        return Decision(split, after, needed, produced)
 
     def _splits(self, rule: NodeRule, tensors: list[_Tensor]) -> Iterator[dict[str, str]]:
         """All ways to give each axis one of the factors that it splits in some tensor's layout, or none. Results
         come first: owner computes."""
-        choices = []
+        choices: list[list[str | None]] = []
         for axis in self._mesh:
             found = [t.factors[p] for t in reversed(tensors) if (p := t.layout.dim_of(axis)) is not None]
-            choices.append(list(dict.fromkeys([*(f for f in found if f is not None), None])))
+            free = list(dict.fromkeys([*(f for f in found if f is not None), None]))
+            choices.append([self._fixed[axis]] if axis in self._fixed else free)
         for combination in product(*choices):
             split = {a: f for a, f in zip(self._mesh, combination, strict=True) if f is not None}
-            if _one_op(rule, split) and _is_even(rule, split, self._mesh):
+            if self._fits(rule, split):
                 yield split
+
+    def _fits(self, rule: NodeRule, split: Mapping[str, str]) -> bool:
+        return _one_op(rule, split) and _is_even(rule, split, self._mesh) and _has_blocks(rule, split, self._mesh)
+
+    def _inner_cost(self, inner: InnerReduction, decision: Decision) -> int:
+        """What it takes to complete a value in the middle of a kernel."""
+        over = [axis for axis, factor in decision.split.items() if factor == inner.factor]
+        if not over:
+            return 0
+        partial: dict[str, Placement] = {axis: Partial(inner.op) for axis in over}
+        src = _places(inner.dims, decision.split) | partial
+        dst = _places(inner.dims, decision.after if inner.ends else decision.split)
+        layouts = [Sharding.of(self._mesh, len(inner.dims), places) for places in (src, dst)]
+        return _cost(inner.shape, inner.dtype, *layouts)
 
 
 def _flops(node: Node) -> int:
     return count_kernel_flops(node.kernel) if node.kernel is not None else count_flops(node.call)
 
 
+def _places(factors: AtomFactors, split: Split) -> dict[str, Placement]:
+    return {axis: Shard(factors.index(f)) for axis, f in split.items() if f in factors}
+
+
 def operand_layout(mesh: Mesh, factors: AtomFactors, split: Split) -> Sharding:
     """How an operand with these factors has to lie."""
-    places = {axis: Shard(factors.index(f)) for axis, f in split.items() if f in factors}
-    return Sharding.of(mesh, len(factors), places)
+    return Sharding.of(mesh, len(factors), _places(factors, split))
 
 
-def result_layout(mesh: Mesh, factors: AtomFactors, split: Split, rule: NodeRule) -> Sharding:
-    """How a result with these factors comes out."""
-    places: dict[str, Placement] = {}
+def result_layout(mesh: Mesh, factors: AtomFactors, split: Split, partial: Mapping[str, str]) -> Sharding:
+    """How a result with these factors comes out, where `partial` has the ops that complete it."""
+    places = _places(factors, split)
     for axis, factor in split.items():
-        if factor in factors:
-            places[axis] = Shard(factors.index(factor))
-        elif factor in rule.reduced:
-            places[axis] = Partial(rule.reduced[factor])
+        if axis not in places and factor is not None and factor in partial:
+            places[axis] = Partial(partial[factor])
     return Sharding.of(mesh, len(factors), places)
+
+
+def _completed(produced: Sharding) -> Sharding:
+    """The layout with nothing pending."""
+    return Sharding(produced.mesh, produced.ndim, produced.dims) if produced.partial else produced
+
+
+def _leaving(src: Sharding, dst: Sharding) -> int:
+    """How many axes stop splitting what they split."""
+    return sum(dst.dim_of(axis) != dim for axis, dim in src.as_dict().items() if src.mesh.size(axis) > 1)
 
 
 def _cost(shape: tuple[int, ...], dtype: str, src: Sharding, dst: Sharding) -> int:
@@ -141,10 +204,21 @@ def bytes_moved(shape: tuple[int, ...], dtype: str, src: Sharding, dst: Sharding
 
 def _one_op(rule: NodeRule, split: Split) -> bool:
     """A result can't be pending with two different ops."""
-    return len({rule.reduced[f] for f in split.values() if f in rule.reduced}) < 2
+    return all(len({ops[f] for f in split.values() if f is not None and f in ops}) < 2 for ops in rule.partial)
 
 
 def _is_even(rule: NodeRule, split: Split, mesh: Mesh) -> bool:
     """Axes divide the factors that they have to divide."""
     parts = {f: math.prod(mesh.size(a) for a, other in split.items() if other == f) for f in rule.even}
     return all(rule.sizes[factor] % count == 0 for factor, count in parts.items() if factor in rule.sizes)
+
+
+def _has_blocks(rule: NodeRule, split: Split, mesh: Mesh) -> bool:
+    """Tiles are whole blocks where they have to be."""
+    for factor, block in rule.blocks.items():
+        tile = rule.sizes.get(factor, 0)
+        for axis in [axis for axis, other in split.items() if other == factor and mesh.size(axis) > 1]:
+            tile = -(-tile // mesh.size(axis))
+            if tile % block:
+                return False
+    return True

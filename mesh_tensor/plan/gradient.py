@@ -25,6 +25,8 @@ from mesh_tensor.rules.operator.rule import LocalCall
 from .ir import Graph, Node, Tree, Value, leaves
 from .reader import read_graph
 
+SEED = "seed"  # the gradient of the loss by itself: the first value of the backward part
+
 
 @dataclass(eq=False)
 class Joint:
@@ -64,7 +66,7 @@ def gradient_function(
             joint.params.append(seeds[value])
     else:
         value = loss_of(results, loss, function)
-        seeds[value] = joint.writer.emit(_one(value), "seed")
+        seeds[value] = joint.writer.emit(_one(value), SEED)
     values = _parameters(joint.graph, wrt, function)
     reverse(joint, seeds, values)
     made = [gradient_of(joint, value, function) for value in values]
@@ -225,13 +227,13 @@ class Writer:
             env[value] = self._bind(value.name, self._builder.normalize(part))
 
     def annotated(self, node: Node, gradient: relax.Expr | None) -> relax.Expr | None:
-        """A gradient in the layout that is stated for the value it belongs to."""
+        """A gradient in the layout that is stated for the value it belongs to; heard after that."""
         if gradient is None:
             return None
         expr = node.call.expr
         made = self._like(node, relax.Call(expr.op, [gradient], expr.attrs, expr.sinfo_args))
         var = self._bind(self._fresh.name(f"d_{node.outputs[0].name}"), made)
-        self._note(node, var.name_hint)
+        self._note(node, var.name_hint, later=1)
         return var
 
     def tree(self, tree: Tree, env: dict[Value, relax.Expr]) -> relax.Expr:
@@ -263,10 +265,14 @@ class Writer:
         relax.expr._update_struct_info(made, node.call.expr.struct_info)
         return made
 
-    def _note(self, node: Node, name: str) -> None:
-        """What TVM has no words for in an annotation goes with it."""
+    def _note(self, node: Node, name: str, later: int = 0) -> None:
+        """What TVM has no words for in an annotation goes with it, with a priority that is `later`."""
         function, _, value = node.where.partition(".")
-        if hints := self._stated.get((function, value)):
+        hints = dict(self._stated.get((function, value), {}))
+        if later:
+            hints = {key: hint for key, hint in hints.items() if key != "partial"}
+            hints["priority"] = int(hints.get("priority", 0)) + later
+        if hints:
             self._hints[name] = hints
 
 

@@ -129,7 +129,7 @@ class _Writer:
         shape = self._atoms.shape(form.value)
         dims, ops = [], set()
         for dim, factor in enumerate(rule.inputs[position]):
-            if factor in rule.reduced and shape[dim] % form.sharding.num_shards(dim):
+            if factor is not None and factor in rule.reduced and shape[dim] % form.sharding.num_shards(dim):
                 dims.append(dim)
                 ops.add(rule.reduced[factor])
         if not dims:

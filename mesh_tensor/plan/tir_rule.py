@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations
+from types import MappingProxyType
 
-from tvm import tirx
+from tvm import arith, tirx
+from tvm.tirx.stmt_functor import substitute
 
 from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.kernel.factors import Factor
 from mesh_tensor.rules.kernel.normalize import normalize
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
 from mesh_tensor.rules.kernel.statements import Statement
-from mesh_tensor.rules.operator.rule import OpRule
+from mesh_tensor.rules.kernel.workspaces import workspace_dims
+from mesh_tensor.rules.operator.rule import InnerReduction, OpRule
 
 from .ir import Node
 from .tir_atoms import plain_dims
+from .tir_groups import divides_groups, in_groups, with_compound_dims
 from .tir_nests import loaded
 
+Sizes = Mapping[tirx.Var, int]  # of symbols
 _MOST_OPERANDS = 4
 _FREE, _LINEAR = 0, 1
+_TYPICAL = 1024
 
 
-def kernel_rule(node: Node) -> OpRule:
+def kernel_rule(node: Node, mesh: Mesh) -> OpRule:
     """How the dims of a kernel's operands and results relate. It minds its tiles' padding itself; tiles have to be
-    contiguous along dims that can't be taken apart in it.
+    contiguous along dims that can't be taken apart in it. Dims are in groups where the mesh's axes divide these.
 
     Raises:
         MeshTensorError: the kernel writes an operand, or needs what a result held before; the message names the
@@ -39,20 +48,53 @@ def kernel_rule(node: Node) -> OpRule:
         raise MeshTensorError(f"{error}\n  binding: {node.where}") from None
     names = list(analysis.kernel.params)
     inputs, outputs = names[: len(node.inputs)], names[len(node.inputs) :]
-    split = _split_factors(analysis, outputs)
-    walked = {place: factor.name for factor in split for place in factor.dims}
-    params = analysis.kernel.params.items()
-    dims = {param: tuple(walked.get((param, dim)) for dim in range(len(buffer.shape))) for param, buffer in params}
-    plain = plain_dims(analysis)
-    factors = frozenset(factor.name for factor in split if not plain.issuperset(factor.dims))
+    plain, linear = plain_dims(analysis), _linear(analysis, inputs)
+    found = None if plain else in_groups(analysis)
+    if found is not None and divides_groups(mesh, found[0]):
+        made, after = found
+        rule = rule_of_analysis(after, inputs, outputs, _split_factors(after, outputs))
+        rule = replace(rule, linear=linear, positional=frozenset(factor.name for factor in after.factors))
+        return with_compound_dims(rule, made, inputs, outputs)
+    rule = rule_of_analysis(analysis, inputs, outputs, _split_factors(analysis, outputs))
+    contiguous = frozenset(factor.name for factor in analysis.factors if not plain.issuperset(factor.dims))
+    return replace(rule, linear=linear, positional=contiguous)
+
+
+def rule_of_analysis(
+    analysis: Analysis,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    factors: Collection[Factor],
+    sizes: Sizes = MappingProxyType({}),
+) -> OpRule:
+    """How the dims of a kernel's parameters relate, as far as axes may split `factors`; what it reads are operands,
+    what it writes are results, and some parameters are both. `sizes`: those of symbols, as far as they are known."""
+    params = analysis.kernel.params
+    walked = {place: factor.name for factor in factors for place in factor.dims}
+    dims = {name: tuple(walked.get((name, dim)) for dim in range(len(buffer.shape))) for name, buffer in params.items()}
+    partial = [_partial_ops(name, factors, analysis) for name in outputs]
     return OpRule(
-        tuple(dims[param] for param in inputs),
-        tuple(dims[param] for param in outputs),
-        {factor.name: op for factor, op in split.items() if op is not None},
-        linear=_linear(analysis, inputs),
-        positional=factors,
+        tuple(dims[name] for name in inputs),
+        tuple(dims[name] for name in outputs),
+        {factor: op for ops in reversed(partial) for factor, op in ops.items()},
+        tuple(partial),
+        blocks={factor.name: factor.block for factor in factors if factor.aligned is not None},
+        inner=tuple(one for factor in factors for one in _inner(factor, analysis, sizes)),
         masks=True,
     )
+
+
+def known_size(size: tirx.PrimExpr | int, sizes: Sizes) -> tirx.PrimExpr | int:
+    """A size, where its symbols have these sizes."""
+    if not sizes or isinstance(size, (int, tirx.IntImm)):
+        return size
+    return arith.Analyzer().simplify(substitute(size, {v: tirx.IntImm(v.dtype, n) for v, n in sizes.items()}))
+
+
+def typical_size(size: tirx.PrimExpr | int, sizes: Sizes) -> int:
+    """The same as a number; for one that is not known yet, one to decide with."""
+    known = known_size(size, sizes)
+    return int(known) if isinstance(known, (int, tirx.IntImm)) else _TYPICAL
 
 
 @lru_cache(maxsize=1024)
@@ -86,16 +128,11 @@ def _starts(param: str, analysis: Analysis) -> bool:
     return any(s.writes(buffer) and (s.op is None or s.fresh or s.unknown) for s in analysis.kernel.statements)
 
 
-def _split_factors(analysis: Analysis, outputs: list[str]) -> dict[Factor, str | None]:
-    """The factors that axes may split, with what then completes the results that they do not walk."""
+def _split_factors(analysis: Analysis, outputs: Sequence[str]) -> list[Factor]:
+    """The factors that axes may split."""
     if any(analysis.read(param) and not analysis.only_kept(param) for param in outputs):
-        return {}  # one part of a result is made from another
-    found = {}
-    for factor in filter(_splits, analysis.factors):
-        ops = {_partial_op(param, factor, analysis) for param in outputs if not _walks(factor, param)}
-        if len(ops) <= 1:
-            found[factor] = next(iter(ops), None)
-    return found
+        return []  # one part of a result is made from another
+    return [factor for factor in analysis.factors if _splits(factor)]
 
 
 def _splits(factor: Factor) -> bool:
@@ -108,12 +145,31 @@ def _walks(factor: Factor, param: str) -> bool:
     return any(param == other for other, _ in factor.dims)
 
 
-def _partial_op(param: str, factor: Factor, analysis: Analysis) -> str | None:
-    """What completes a result after the factor was split; None if that happens inside the kernel."""
-    reduction, buffer = analysis.reductions[factor], analysis.kernel.params[param]
-    if reduction.cut is not None:
-        return None
-    return next((op for r, op in reduction.partial.items() if r.is_param and r.buffer.same_as(buffer)), None)
+def _partial_ops(param: str, factors: Collection[Factor], analysis: Analysis) -> dict[str, str]:
+    """The factors that leave a result to be completed after the kernel, with the op; not what is completed inside."""
+    buffer = analysis.kernel.params[param]
+    found: dict[str, str] = {}
+    for factor in factors:
+        reduction = analysis.reductions[factor]
+        if reduction.cut is None and not _walks(factor, param):
+            for live_range, op in reduction.partial.items():
+                if live_range.is_param and live_range.buffer.same_as(buffer):
+                    found[factor.name] = op
+    return found
+
+
+def _inner(factor: Factor, analysis: Analysis, sizes: Sizes) -> Iterator[InnerReduction]:
+    """What is completed inside the kernel after the factor was split."""
+    reduction = analysis.reductions[factor]
+    if reduction.cut is None:
+        return
+    rest = [statement for statement in analysis.kernel.statements if statement.top >= reduction.cut]
+    ends = not any(analysis.coordinates.walks(access, factor) for s in rest for access in s.accesses)
+    for live_range in reduction.completed:
+        dims = workspace_dims(live_range, analysis)
+        names = tuple(None if dim.factor is None else dim.factor.name for dim in dims)
+        shape = tuple(typical_size(dim.size, sizes) for dim in dims)
+        yield InnerReduction(factor.name, reduction.partial[live_range], names, shape, live_range.buffer.dtype, ends)
 
 
 def _linear(analysis: Analysis, inputs: list[str]) -> tuple[frozenset[int], ...]:

@@ -12,7 +12,7 @@ from mesh_tensor.base.optimizer import Optimizer
 from mesh_tensor.rules.operator.call_text import info_of
 from mesh_tensor.rules.operator.update import NUMBERS, slots_of, update_call
 
-from .gradient import forward_part, gradient_of, loss_of, reverse
+from .gradient import SEED, forward_part, gradient_of, loss_of, reverse
 from .ir import STATE_ATTR, Value, leaves
 
 NUMBERS_NAME = "opt_numbers"
@@ -43,7 +43,7 @@ def training_function(
     if len(leaves(graph.result)) != 1:
         refuse(f"{function!r} has {len(leaves(graph.result))} results", fix="return the loss alone")
     values = {value.name: value for value in graph.params if value.name in parameters}
-    reverse(joint, {loss: writer.emit(relax.op.ones(loss.type.shape, loss.type.dtype), "seed")}, list(values.values()))
+    reverse(joint, {loss: writer.emit(relax.op.ones(loss.type.shape, loss.type.dtype), SEED)}, list(values.values()))
     gradients = {name: gradient_of(joint, value, function) for name, value in values.items()}
     scale = None if clip_norm is None else _scale(writer.emit, list(gradients.values()), clip_norm)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,15 +13,17 @@ from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.lowering.layouts import Collective, LocalKernel, Tensor
-from mesh_tensor.lowering.pipeline import lower_kernel
+from mesh_tensor.lowering.pipeline import KernelLowering
 from mesh_tensor.lowering.slabs import Slabs
 from mesh_tensor.rules.kernel.cost import flops_function
+from mesh_tensor.rules.kernel.granularity import Dim
 from mesh_tensor.tir.sizes import size_function
 
 from .lifetimes import with_lifetimes
 from .steps import CollectiveStep, KernelStep, Parameter, Program, Step, Value, bytes_moved
 from .verify import checked
 
+Split = tuple[tuple[str, Dim], ...]  # axis, a dim that the factor which it splits walks
 SizedStep = Callable[[Mapping[str, Value], Sequence[int]], Step]  # from the values and the symbols' sizes
 
 
@@ -31,18 +33,7 @@ def lower_to_program(func: tirx.PrimFunc, strict: bool = False, view: str = "aut
     Raises:
         MeshTensorError: the kernel can't be lowered (see `lower`), or a size is symbolic.
     """
-    return open_program(func, strict=strict, view=view).sized(())
-
-
-def open_program(
-    func: tirx.PrimFunc, symbols: Sequence[tirx.Var] = (), *, strict: bool = False, view: str = "auto"
-) -> OpenProgram:
-    """Lower an annotated kernel whose `symbols` stay open.
-
-    Raises:
-        MeshTensorError: the kernel can't be lowered (see `lower`), or other sizes are symbolic.
-    """
-    return OpenProgram(lower_kernel(func, strict=strict, view=view), symbols)
+    return Lowering(KernelLowering(view), strict)(func).sized(())
 
 
 class LocalView(Protocol):
@@ -65,6 +56,24 @@ class LocalView(Protocol):
     @property
     def kept(self) -> Collection[str]: ...
     def decisions(self) -> Decisions: ...
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """Makes Programs of annotated kernels: each is lowered, and its symbols stay open."""
+
+    lowering: KernelLowering
+    strict: bool
+
+    def __call__(
+        self, func: tirx.PrimFunc, symbols: Sequence[tirx.Var] = (), split: Split | None = None
+    ) -> OpenProgram:
+        """The Program of a kernel, with that split, or with the one that costs least."""
+        return OpenProgram(self.lowering(func, self.strict, split), symbols)
+
+    def splits(self, func: tirx.PrimFunc) -> Callable[[Mapping[tirx.Var, int]], Split]:
+        """What costs least, by the sizes of symbols."""
+        return self.lowering.splits(func, self.strict)
 
 
 def build_program(local: LocalView) -> Program:

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from mesh_tensor.base.collective_time import collective_time, reach
 from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.machine import Machine, Work
+from mesh_tensor.rules.operator import OpCall
 from mesh_tensor.rules.operator.call import operator_name
-from mesh_tensor.rules.operator.cost import class_of
+from mesh_tensor.rules.operator.cost import class_of, count_flops
+from mesh_tensor.rules.operator.vjp import VJP, vjp_of
 
-from .steps import CollectiveStep, KernelStep, OpStep, Program, Value
+from .steps import CollectiveStep, KernelStep, OpStep, Program
 
 COMPUTE = -1  # the stream of the device itself; others are numbers of the machine's links
 
@@ -44,10 +46,12 @@ class StepCosts:
         machine.check_holds(program.mesh.num_devices, str(program.mesh))
         self._program, self._machine = program, machine
         self._known: dict[tuple, StepCost] = {}
+        self._apart: dict[str, frozenset[str]] = {}  # value -> axes along which devices have it in other memory
 
     def kernel(self, step: KernelStep) -> StepCost:
         """Its operations, on the dtype of its first tile, or all of its tiles once."""
         values = [self._program.values[name] for name in step.args]
+        self._apart |= dict.fromkeys(step.writes, frozenset(self._program.mesh))
         nbytes = sum(value.tile_bytes for value in values)
         dtype = values[0].dtype if values else "float32"
         work = self._machine.work(step.flops, nbytes, dtype, f"kernel {step.name}", "kernel", "product")
@@ -57,7 +61,9 @@ class StepCosts:
     def op(self, step: OpStep) -> StepCost:
         """Its operations, or its operands and results once; views of operands move nothing."""
         copied = any(name in step.whole for name in step.results)
-        different = self._different(self._program.values[name] for name in (*step.args, *step.results))
+        apart = self._differ((*step.args, *step.results))
+        self._apart |= dict.fromkeys(step.results, apart)
+        different = math.prod(self._program.mesh.size(axis) for axis in apart)
         key = (step.call.name, step.call.inputs, step.call.outputs, step.flops, copied, different)
         found = self._known.get(key)
         if found is None:
@@ -69,7 +75,9 @@ class StepCosts:
         mesh, machine = self._program.mesh, self._machine
         seconds = collective_time(machine, step.kind, step.bytes, mesh, step.axes)
         name = f"{step.kind} over {', '.join(step.axes)}"
+        self._apart[step.dst] = self._differ((step.src, step.dst))
         if seconds:
+            self._apart[step.dst] = (frozenset(mesh) - set(step.axes)) | self._split(step.dst)
             groups = reach(machine, mesh, step.axes)
             bound = groups.link.name if step.bytes / groups.rate > seconds / 2 else "start"
             rounds = self._rounds(mesh.num_devices)
@@ -80,24 +88,53 @@ class StepCosts:
 
     def _priced(self, step: OpStep, copied: bool, rounds: int) -> StepCost:
         call, name = step.call, operator_name(step.call)
+        if name == VJP:
+            return self._gradient(step, rounds)
         kind = class_of(name)
         if kind == "view" and not copied:
             return StepCost(name, COMPUTE, self._machine.roofline("view").start * rounds, "start")
-        tensors = (*call.inputs, *call.outputs)
-        nbytes = sum(tensor.elements * dtype_bits(tensor.dtype) // 8 for tensor in tensors)
-        dtype = tensors[0].dtype if tensors else "float32"
-        work = self._machine.work(step.flops, nbytes, dtype, name, "move" if kind == "view" else kind)
+        nbytes = _touched(call)
+        work = self._machine.work(step.flops, nbytes, _dtype(call), name, "move" if kind == "view" else kind)
         return StepCost(name, COMPUTE, work.seconds * rounds, work.bound, step.flops, nbytes)
+
+    def _gradient(self, step: OpStep, rounds: int) -> StepCost:
+        """The operator once more, and backwards: twice its work."""
+        machine = self._machine
+        own, work, nbytes = machine.roofline(VJP), 0.0, 0
+        calls = [call for call, _ in vjp_of(step.call).calls]
+        for call in calls:
+            name = operator_name(call)
+            touched = _touched(call)
+            part = machine.work(count_flops(call), touched, _dtype(call), name, class_of(name))
+            inner = machine.roofline(name, class_of(name)).start
+            work += 3 * (inner + max(part.flops, part.memory / own.memory))
+            nbytes += 3 * touched
+        start = machine.launch + own.start
+        bound = "start" if start > work else "memory" if class_of(operator_name(calls[-1])) != "product" else "flops"
+        name = f"gradient of {operator_name(calls[-1])}"
+        return StepCost(name, COMPUTE, (start + work) * rounds, bound, step.flops, nbytes)
 
     def _rounds(self, devices: int) -> int:
         """How often the processors go round that so many devices share."""
         processors = self._machine.processors
         return 1 if processors is None else math.ceil(devices / processors)
 
-    def _different(self, values: Iterable[Value]) -> int:
-        """How many devices have tiles of their own of these values; those with equal ones may work once for all."""
-        mesh = self._program.mesh
-        layouts = [value.sharding for value in values]
-        axes = {axis for layout in layouts for axes in layout.dims for axis in axes}
-        axes |= {axis for layout in layouts for axis, _ in layout.partial}
-        return math.prod(mesh.size(axis) for axis in axes)
+    def _differ(self, names: Iterable[str]) -> frozenset[str]:
+        """The axes along which devices have tensors of their own of these values. What is sent differs between all
+        groups, even where it is equal."""
+        return frozenset().union(*(self._apart.get(name) or self._split(name) for name in names))
+
+    def _split(self, name: str) -> frozenset[str]:
+        """The axes along which a value's layout differs."""
+        layout = self._program.values[name].sharding
+        return frozenset(axis for axes in layout.dims for axis in axes) | {axis for axis, _ in layout.partial}
+
+
+def _touched(call: OpCall) -> int:
+    """The bytes of its operands and results."""
+    return sum(tensor.elements * dtype_bits(tensor.dtype) // 8 for tensor in (*call.inputs, *call.outputs))
+
+
+def _dtype(call: OpCall) -> str:
+    """What it computes on."""
+    return next((tensor.dtype for tensor in (*call.inputs, *call.outputs)), "float32")

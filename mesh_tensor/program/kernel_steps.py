@@ -20,6 +20,7 @@ from mesh_tensor.plan.atoms import Atoms, plain_sharding
 from mesh_tensor.plan.explicit import Form, Run
 from mesh_tensor.plan.tir_atoms import plain_dims, taken_apart
 from mesh_tensor.plan.tir_rule import analysed
+from mesh_tensor.rules.kernel.granularity import Dim
 from mesh_tensor.rules.operator.call import op_call
 
 from .builder import build_program
@@ -32,15 +33,17 @@ def is_kernel(step: object) -> bool:
 
 
 def kernel_program(step: Run, atoms: Atoms) -> Program:
-    """The Program of a node's kernel, for operands and results in the layouts of the step's forms. Parts of sums that
-    the kernel only carries through are no concern of its."""
+    """The Program of a node's kernel, which splits what the plan says, for operands and results in the layouts of the
+    step's forms. Parts of sums that the kernel only carries through are no concern of its."""
     kernel = step.node.kernel
     assert kernel is not None
     carried = any(form.sharding.partial for form in step.inputs)
-    rule, plain_places = atoms.rules[step.node].rule, plain_dims(analysed(kernel))
+    rule, plain_places = atoms.rules[step.node], plain_dims(analysed(kernel))
     layouts, sizes = [], []
-    forms = zip(kernel.params, (*step.inputs, *step.outputs), (*rule.inputs, *rule.outputs), strict=True)
-    for param, form, factors in forms:
+    split: dict[str, Dim] = {}
+    forms = (*step.inputs, *step.outputs)
+    walked = zip((*rule.rule.inputs, *rule.rule.outputs), (*rule.inputs, *rule.outputs), strict=True)
+    for param, form, (factors, of_atoms) in zip(kernel.params, forms, walked, strict=True):
         name, dims = str(kernel.buffer_map[param].name), atoms.of[form.value]
         # Dims of one factor have the same atoms; of others, that one loop walks, nothing is known.
         apart = [factor is not None and (name, d) in plain_places for d, factor in enumerate(factors)]
@@ -49,15 +52,21 @@ def kernel_program(step: Run, atoms: Atoms) -> Program:
         plain = plain_sharding(form.sharding, tuple(part for dim in parts for part in dim))
         assert plain is not None, f"{step.node.where}: the tiles of {form.name} are no contiguous parts"
         layouts.append(Sharding(plain.mesh, plain.ndim, plain.dims) if carried else plain)
+        for axis, factor in step.split.items():
+            if factor in of_atoms and (dim := plain.dim_of(axis)) is not None:
+                split.setdefault(axis, (name, dim))
     if any(len(dim) > 1 for dims in sizes for dim in dims):
         kernel = taken_apart(kernel, tuple(sizes))
-    return _program(kernel, layouts[0].mesh, tuple(layouts))
+    return _program(kernel, layouts[0].mesh, tuple(layouts), tuple(split.items()))
 
 
 @lru_cache(maxsize=1024)
-def _program(kernel: tirx.PrimFunc, mesh: Mesh, layouts: tuple[Sharding, ...]) -> Program:
+def _program(
+    kernel: tirx.PrimFunc, mesh: Mesh, layouts: tuple[Sharding, ...], split: tuple[tuple[str, Dim], ...]
+) -> Program:
     names = [str(kernel.buffer_map[param].name) for param in kernel.params]
-    return build_program(lower_kernel(annotate(kernel, mesh, dict(zip(names, layouts, strict=True))), view="global"))
+    func = annotate(kernel, mesh, dict(zip(names, layouts, strict=True)))
+    return build_program(lower_kernel(func, view="global", split=dict(split)))
 
 
 def padded_dims(value: Value) -> tuple[int, ...]:

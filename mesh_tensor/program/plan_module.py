@@ -65,21 +65,36 @@ def plan_module(
     Raises:
         MeshTensorError: an operator has no rule (and `replicate_unknown` is not set), a size is symbolic, ...
     """
+    graph, atoms = read_module(mod, function, mesh, annotations, replicate_unknown=replicate_unknown)
+    return plan_graph(graph, atoms, replicate_unknown=replicate_unknown, kernels=kernels, overlap=overlap)
+
+
+def read_module(
+    mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotations, *, replicate_unknown: bool = False
+) -> tuple[Graph, Atoms]:
+    """A function of known sizes as a graph, and the atoms of its values; these are the same for all meshes and
+    annotations."""
     graph = read_graph(mod, function, mesh, annotations)
     expand_kernels(graph)
-    atoms, layouts = _laid_out(graph, replicate_unknown)
+    return graph, find_atoms(graph, _rules(graph, replicate_unknown))
+
+
+def plan_graph(
+    graph: Graph,
+    atoms: Atoms,
+    *,
+    replicate_unknown: bool = False,
+    kernels: Kernels | None = None,
+    overlap: str | int = "auto",
+) -> ModulePlan:
+    """Plan what was read, for the graph's mesh and annotations."""
+    layouts = propagate(graph, atoms)
     if (expanded := expand(graph, atoms, layouts)) is not None:
-        graph = expanded
-        atoms, layouts = _laid_out(graph, replicate_unknown)
+        graph, atoms = expanded, find_atoms(expanded, _rules(expanded, replicate_unknown))
+        layouts = propagate(graph, atoms)
     explicit = insert_reshards(graph, atoms, layouts)
     calls = TileCalls(atoms)
     return ModulePlan(graph, atoms, layouts, explicit, calls, to_program(explicit, calls, kernels or {}, overlap))
-
-
-def _laid_out(graph: Graph, replicate_unknown: bool) -> tuple[Atoms, Layouts]:
-    """The atoms of a graph's values, and their layouts."""
-    atoms = find_atoms(graph, _rules(graph, replicate_unknown))
-    return atoms, propagate(graph, atoms)
 
 
 def _rules(graph: Graph, replicate_unknown: bool) -> dict[Node, OpRule]:
@@ -88,9 +103,9 @@ def _rules(graph: Graph, replicate_unknown: bool) -> dict[Node, OpRule]:
     rules = {}
     for node in graph.nodes:
         if node.kernel is not None:
-            rules[node] = kernel_rule(node)
+            rules[node] = kernel_rule(node, graph.mesh)
             continue
-        kind = (ANNOTATE, node.call.inputs[0].ndim) if node.is_annotation else node.call.kind
+        kind = (ANNOTATE, node.call.inputs[0]) if node.is_annotation else node.call.kind
         rule = known.get(kind)
         if rule is None:
             rule = known[kind] = _rule(node, replicate_unknown)

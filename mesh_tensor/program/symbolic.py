@@ -1,9 +1,10 @@
 """Programs of kernels with symbolic dims: lowered once for all sizes of a family, then filled in for each.
 
 A family are the multiples of a number: of blocks and devices (no block is cut short), of devices (all tiles are even),
-or of 1. The kernel is lowered with `number * n` in place of a symbol, so that whatever the passes prove holds for the
-whole family. If that gives another plan than a size by itself does, the family's sizes are lowered one by one. Which it
-is depends on the kernel alone, never on the sizes that came before: all ranks find the same.
+or of 1, with which the axes split the same. The kernel is lowered with `number * n` in place of a symbol, so that
+whatever the passes prove holds for the whole family. If that gives another plan than a size by itself does, the
+family's sizes are lowered one by one. Which it is depends on the kernel alone, never on the sizes that came before: all
+ranks find the same.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol
 
 from tvm import tirx
@@ -24,6 +25,7 @@ from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 
+from .builder import Split
 from .overlap import with_overlap
 from .steps import Program
 
@@ -37,7 +39,16 @@ class Sizable(Protocol):
         """The Program for these sizes, as OpenProgram makes it."""
 
 
-Lower = Callable[[tirx.PrimFunc, Sequence[tirx.Var]], Sizable]  # of an annotated kernel whose symbols stay open
+class Lower(Protocol):
+    """Makes Programs of annotated kernels."""
+
+    def __call__(self, func: tirx.PrimFunc, symbols: Sequence[tirx.Var] = (), split: Split | None = None) -> Sizable:
+        """The Program of a kernel whose `symbols` stay open, with that split, or with the one that costs least."""
+
+    def splits(self, func: tirx.PrimFunc) -> Callable[[Sizes], Split] | None:
+        """What costs least, by the sizes of symbols; None if sizes are lowered one by one."""
+
+
 _DIVISIONS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
 _MOST_SYMBOLS = 4  # a family is compared with exact sizes, large and small ones of each symbol
 _MOST = 1 << 20  # no family of multiples of more than this
@@ -66,7 +77,7 @@ class Programs:
         self._compile_kernel = compile_kernel
         self._symbols = symbols
         self._numbers = _numbers(func, symbols) if symbols else {}
-        self._families: dict[tuple[int, ...], _Family | None] = {}
+        self._families: dict[tuple[tuple[int, ...], Split], _Family | None] = {}
         self._programs: Recent[tuple[int, ...], Program] = Recent(KERNEL_SIZES)
         self._decided: Recent[tuple[int, ...], Decisions] = Recent(KERNEL_SIZES)  # for explain
 
@@ -75,22 +86,23 @@ class Programs:
         key = tuple(sizes[var] for var in self._symbols)
         return self._programs.made(key, lambda: self._sized(sizes) or self.exact(sizes))
 
-    def exact(self, sizes: Sizes) -> Program:
-        """The Program of the kernel lowered for these sizes and no others."""
+    def exact(self, sizes: Sizes, split: Split | None = None) -> Program:
+        """The Program of the kernel lowered for these sizes and no others, with that split if it is known."""
         func = specialize(self._func, sizes) if self._symbols else self._func
-        return with_overlap(self._lower(func, ()).sized(()), self._overlap)
+        return with_overlap(self._lower(func, (), split).sized(()), self._overlap)
 
     def _sized(self, sizes: Sizes) -> Program | None:
         """The Program of the sizes' family with the sizes filled in; None where there is none."""
         few = 1 <= len(self._symbols) <= _MOST_SYMBOLS
-        if not few or isinstance(self._overlap, int) or min(sizes.values()) < 1:
+        if not few or self._split_at is None or isinstance(self._overlap, int) or min(sizes.values()) < 1:
             return None
         numbers = tuple(
             next(number for number in self._numbers[var] if sizes[var] % number == 0) for var in self._symbols
         )
-        if numbers not in self._families:
-            self._families[numbers] = self._family(numbers)
-        family = self._families[numbers]
+        key = numbers, self._split_at(sizes)
+        if key not in self._families:
+            self._families[key] = self._family(*key)
+        family = self._families[key]
         return None if family is None else self._filled(family, sizes)
 
     def _filled(self, family: _Family, sizes: Sizes) -> Program:
@@ -106,16 +118,26 @@ class Programs:
 
         return self._decided.made(tuple(sizes[var] for var in self._symbols), exactly)
 
-    def _family(self, numbers: tuple[int, ...]) -> _Family | None:
-        """The family of these multiples, if it can be lowered as one, compiled, and nothing is lost by it."""
+    @cached_property
+    def _split_at(self) -> Callable[[Sizes], Split] | None:
+        """What the axes split at which sizes; None if that can't be said."""
+        try:
+            return self._lower.splits(self._func)
+        except MeshTensorError:
+            return None
+
+    def _family(self, numbers: tuple[int, ...], split: Split) -> _Family | None:
+        """The family of these multiples with that split, if it can be lowered as one, compiled, and nothing is lost by
+        it."""
         unknowns = tuple(tirx.Var(var.name, var.dtype) for var in self._symbols)
         wholes = zip(self._symbols, unknowns, numbers, strict=True)
         sizes = {var: unknown * number if number > 1 else unknown for var, unknown, number in wholes}
         try:
-            family = _Family(numbers, self._lower(specialize(self._func, sizes), unknowns))
+            assert self._split_at is not None
+            family = _Family(numbers, self._lower(specialize(self._func, sizes), unknowns, split))
             for some in self._typical(numbers):
                 program = self._filled(family, some)
-                if _plan(program) != _plan(self.exact(some)):
+                if _plan(program) != _plan(self.exact(some, None if self._split_at(some) == split else split)):
                     return None
             for step in program.kernels:
                 self._compile_kernel(step.func)

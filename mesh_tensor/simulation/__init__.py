@@ -1,5 +1,6 @@
 """What a Program takes on a Machine: time, memory, and why."""
 
+from .pipelines import PipelineSimulation
 from .simulate import Simulation, simulate
 
-__all__ = ["Simulation", "simulate"]
+__all__ = ["PipelineSimulation", "Simulation", "simulate"]

@@ -13,33 +13,39 @@ from tvm import tirx
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.pipeline.schedule import Schedule
 from mesh_tensor.program.builder import lower_to_program
 from mesh_tensor.program.cost import COMPUTE
 from mesh_tensor.program.lifetimes import held_bytes
 from mesh_tensor.program.steps import Program
 
 from .page import page
+from .pipelines import PipelineSimulation, simulate_pipeline
 from .streams import RUN, WAIT, Events, critical, play
 from .summary import Group, groups, table, why
 from .trace import trace
 
 
-def simulate(what: Any, machine: Machine | str | None = None) -> Simulation:
+def simulate(what: Any, machine: Machine | str | None = None) -> Simulation | PipelineSimulation:
     """Simulate what runs on a mesh; nothing is run, and no memory is taken.
 
     Args:
-        what: an annotated kernel, compiled or not; a module that was distributed; or a Program. Of known sizes.
+        what: an annotated kernel, compiled or not; a module that was distributed, or its training; a Program; or a
+            pipeline. Of known sizes.
         machine: what it runs on, or a preset's name ("h100x16"); None: this project's CPU ranks.
 
     Returns:
-        The Simulation: time, memory, and where they come from.
+        The Simulation: time, memory, and where they come from; of a pipeline a PipelineSimulation.
 
     Raises:
         MeshTensorError: it is nothing that runs, or the machine can't hold it.
     """
     if machine is not None and not isinstance(machine, (Machine, str)):
         refuse(f"{shown(machine)} is no machine", fix="pass an mt.Machine, or the name of one: 'h100x16'")
-    return Simulation(_program_of(what), Machine.preset(machine) if isinstance(machine, str) else machine or CPU)
+    on = Machine.preset(machine) if isinstance(machine, str) else machine or CPU
+    if isinstance(getattr(what, "schedule", None), Schedule):
+        return simulate_pipeline(what, on, Simulation)
+    return Simulation(_program_of(what), on)
 
 
 def _program_of(what: Any) -> Program:
@@ -87,7 +93,8 @@ class Simulation:
     def __init__(self, program: Program, machine: Machine) -> None:
         self.program, self.machine = program, machine
         self._events = Events(program, machine)
-        self.time, self._ends = play(self._events.all, len(machine.links), machine.busy)
+        took, self._ends = play(self._events.all, len(machine.links), machine.busy)
+        self.time = took + machine.call
         self.computing = sum(event.seconds for event in self._events.all if event.kind == RUN)
 
     @cached_property
@@ -113,7 +120,7 @@ class Simulation:
     @property
     def exposed(self) -> float:
         """The share of the time that the device waits for collectives."""
-        return (self.time - self.computing) / self.time if self.time else 0.0
+        return (self.time - self.machine.call - self.computing) / self.time if self.time else 0.0
 
     @property
     def flops(self) -> int:
@@ -157,7 +164,7 @@ class Simulation:
         """The seconds that everything would take if steps of these kinds took none."""
         gone = set(kinds)
         events = [e._replace(seconds=0.0) if c.kind in gone else e for e, c in self._timed()]
-        return play(events, len(self.machine.links), self.machine.busy)[0]
+        return play(events, len(self.machine.links), self.machine.busy)[0] + self.machine.call
 
     def why(self, most: int = 3) -> str:
         """The steps that cost most, what they cost it for, and what would change that."""

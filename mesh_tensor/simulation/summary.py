@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mesh_tensor.base.decisions import columns
+
 if TYPE_CHECKING:
     from .simulate import Simulation, StepTime
 
@@ -61,22 +63,21 @@ def _group(kind: str, steps: Sequence[StepTime], critical: float, without: Calla
 def table(simulation: Simulation) -> str:
     """Time and memory, then a line per kind of step."""
     made, machine = simulation, simulation.machine
-    memory = f"{_bytes(made.peak_bytes)} of {_bytes(machine.main_memory.size)}"
+    memory = f"{in_bytes(made.peak_bytes)} of {in_bytes(machine.main_memory.size)}"
+    waiting = f"{made.exposed:.0%} waiting for collectives"
     head = [
         f"{made.program.name} on {made.program.mesh}, machine {machine.name}",
-        f"  time {_time(made.time)}: {_time(made.computing)} computing, {made.exposed:.0%} waiting for collectives",
+        f"  time {in_seconds(made.time)}: {in_seconds(made.computing)} computing, {waiting}",
         f"  memory {memory} per device{'' if made.fits else ': more than there is'}",
     ]
     rows = [("steps", "times", "takes", "of the critical path", "bound by", "flops", "bytes", "without them")]
     for group in made.groups():
         share = f"{group.critical / made.time:.0%}" if made.time else "-"
         rows.append(
-            (group.kind, str(group.count), _time(group.seconds), share, group.bound)
-            + (f"{group.flops:,}", f"{group.nbytes:,}", _time(group.without))
+            (group.kind, str(group.count), in_seconds(group.seconds), share, group.bound)
+            + (f"{group.flops:,}", f"{group.nbytes:,}", in_seconds(group.without))
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*head, *(f"  {line}" for line in lines)])
+    return "\n".join([*head, *columns(rows)])
 
 
 _WAYS_OUT = {
@@ -90,12 +91,12 @@ _LATENCY = "join its collectives into fewer and larger ones, or replicate what i
 def why(dearest: Sequence[Group], simulation: Simulation) -> str:
     """A paragraph per group."""
     made = simulation
-    lines = [f"{_time(made.time)}, of which {made.exposed:.0%} waiting for collectives"]
+    lines = [f"{in_seconds(made.time)}, of which {made.exposed:.0%} waiting for collectives"]
     for number, group in enumerate(dearest, 1):
         share = group.critical / made.time if made.time else 0.0
         lines.append(
-            f"{number}. {group.kind}: {group.count} x, {_time(group.seconds)}, {share:.0%} of the critical path; "
-            f"bound by {group.bound}. If it took no time: {_time(group.without)}."
+            f"{number}. {group.kind}: {group.count} x, {in_seconds(group.seconds)}, {share:.0%} of the critical path; "
+            f"bound by {group.bound}. If it took no time: {in_seconds(group.without)}."
         )
         lines.append(f"   To change that: {_way_out(group, made)}.")
     return "\n".join(lines)
@@ -113,14 +114,14 @@ def _way_out(group: Group, simulation: Simulation) -> str:
     return _WAYS_OUT[group.bound]
 
 
-def _time(seconds: float) -> str:
+def in_seconds(seconds: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.4g} {unit}"
     return f"{seconds * 1e6:.4g} us"
 
 
-def _bytes(count: float) -> str:
+def in_bytes(count: float) -> str:
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.4g} {unit}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tvm import ir, tirx
 
 from .intrinsics import INTRINSICS
+from .nodes import nodes
 
 
 def _ops(namespace: str, names: str) -> frozenset[str]:
@@ -47,6 +48,8 @@ def leaves_kernel(stmt: tirx.Stmt) -> bool:
 
 def leaves_loop(loop: tirx.For) -> bool:
     """Whether iterations of the loop, or what is left of one, may be skipped."""
+    if not any(name in _LEAVES_LOOP for name in _op_names(loop.body)):
+        return False
     inner: list[tirx.Stmt] = []
 
     def hide(node: tirx.Stmt) -> tirx.Stmt | None:
@@ -58,7 +61,7 @@ def leaves_loop(loop: tirx.For) -> bool:
 
 
 def _op_names(stmt: tirx.Stmt) -> list[str]:
-    return [call.op.name for call in _calls(stmt) if isinstance(call.op, ir.Op)]
+    return [call.op.name for call in nodes(stmt, tirx.Call) if isinstance(call.op, ir.Op)]
 
 
 def written(stmt: tirx.Stmt) -> tuple[tirx.Buffer, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tvm import tirx
 
+from .nodes import nodes
 from .ranges import loop_ranges, loops_in
 
 #: Marks the outer one of two loops that `unfuse` made; the value is the fused loop's thread binding.
@@ -22,12 +23,14 @@ def unfuse(func: tirx.PrimFunc, *, alone: bool = False) -> tirx.PrimFunc:
     extent, or in indices that come to that: `(v * 16 + i) // 64` is `v // 4` where i is below 16. With `alone`, also
     those that are used on their own besides."""
     body = func.body
+    if not nodes(body, tirx.FloorDiv, tirx.FloorMod):
+        return func
     for loop in _grid_loops(body):
         split = _split_loop(body, loop.loop_var, alone)
         if split is None and _divides(loop):
             split = _split_loop(_simplified(body), loop.loop_var, alone)
         body = body if split is None else split
-    return func if body is func.body else func.with_body(body)
+    return func if body.same_as(func.body) else func.with_body(body)
 
 
 def fuse(body: tirx.Stmt) -> tirx.Stmt:
@@ -36,14 +39,7 @@ def fuse(body: tirx.Stmt) -> tirx.Stmt:
 
 
 def _grid_loops(body: tirx.Stmt) -> list[tirx.For]:
-    found: list[tirx.For] = []
-
-    def visit(node: object) -> None:
-        if isinstance(node, tirx.For) and node.thread_binding is not None:
-            found.append(node)
-
-    tirx.stmt_functor.post_order_visit(body, visit)
-    return found
+    return [loop for loop in nodes(body, tirx.For) if loop.thread_binding is not None]
 
 
 def _split_loop(body: tirx.Stmt, var: tirx.Var, alone: bool) -> tirx.Stmt | None:
@@ -57,14 +53,7 @@ def _split_loop(body: tirx.Stmt, var: tirx.Var, alone: bool) -> tirx.Stmt | None
 
 def _divides(loop: tirx.For) -> bool:
     """Whether a quotient or remainder of something with the loop's variable in it is used."""
-    found: list[object] = []
-
-    def visit(node: object) -> None:
-        if isinstance(node, (tirx.FloorDiv, tirx.FloorMod)) and loop.loop_var in _variables(node):
-            found.append(node)
-
-    tirx.stmt_functor.post_order_visit(loop.body, visit)
-    return bool(found)
+    return any(loop.loop_var in _variables(node) for node in nodes(loop.body, tirx.FloorDiv, tirx.FloorMod))
 
 
 def _simplified(body: tirx.Stmt) -> tirx.Stmt:
@@ -90,13 +79,8 @@ def _variables(node: tirx.PrimExpr) -> list[tirx.Var]:
 
 def _part(loop: tirx.For) -> int | None:
     """The one constant by which the loop's variable is divided, if it divides the extent."""
-    parts: set[int] = set()
-
-    def visit(node: object) -> None:
-        if isinstance(node, (tirx.FloorDiv, tirx.FloorMod)) and loop.loop_var.same_as(node.a):
-            parts.add(int(node.b) if isinstance(node.b, tirx.IntImm) else 0)
-
-    tirx.stmt_functor.post_order_visit(loop.body, visit)
+    used = [node.b for node in nodes(loop.body, tirx.FloorDiv, tirx.FloorMod) if loop.loop_var.same_as(node.a)]
+    parts = {int(by) if isinstance(by, tirx.IntImm) else 0 for by in used}
     part = parts.pop() if len(parts) == 1 else 0
     return part if part > 0 and isinstance(loop.extent, tirx.IntImm) and int(loop.extent) % part == 0 else None
 

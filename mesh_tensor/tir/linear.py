@@ -88,7 +88,9 @@ def vars_of(exprs: Iterable[tirx.PrimExpr], binds: Mapping[tirx.Var, tirx.PrimEx
             found.add(node)
 
     for expr in exprs:
-        if not isinstance(expr, int):
+        if isinstance(expr, tirx.Var):
+            visit(expr)
+        elif not isinstance(expr, (int, tirx.IntImm)):
             tirx.stmt_functor.post_order_visit(expr, visit)
     return found
 

@@ -13,9 +13,11 @@ from tvm import DataType, arith, tirx
 from mesh_tensor.base.errors import refuse
 
 from .functions import function_name
+from .nodes import nodes
 from .ranges import loop_ranges
 
 _MOST_ELEMENTS = 2**31 - 1
+_NAMING = (tirx.BufferLoad, tirx.BufferStore, tirx.DeclBuffer, tirx.AllocBuffer, tirx.SBlock, tirx.Var)
 
 
 @dataclass(eq=False)
@@ -169,7 +171,8 @@ class _Uses:
         self.matched: list[tirx.Buffer] = []
         self._named: dict[tirx.Buffer, None] = {}
         self.pointers: set[tirx.Var] = set()
-        tirx.stmt_functor.post_order_visit(func.body, self._visit)
+        for node in nodes(func.body, *_NAMING):
+            self._visit(node)
 
     @property
     def named(self) -> list[tirx.Buffer]:

@@ -31,6 +31,7 @@ _TILE_ATOMICS = {
     "tl.tileop.atomicmax": "max",
     "tl.tileop.atomicmin": "min",
 }
+_DEPTHS = {"local.fragment": 2, "local": 2, "shared": 1, "shared.dyn": 1, "shared.tmem": 1}  # as TileLang has them
 _COPIES = ("tl.tileop.copy", "tl.tileop.async_copy", "tl.tileop.tma_copy")
 
 
@@ -46,6 +47,16 @@ class Region:
     def long_dims(self) -> tuple[int, ...]:
         """The dims whose extent is not the constant 1: the ones that tile operations pair up in order."""
         return tuple(d for d, extent in enumerate(self.extents) if not _is_one(extent))
+
+
+def deeper(src: Region, dst: Region) -> Region:
+    """Whose extents both sides of a copy have: TileLang takes those of the one that is deeper in the memory
+    hierarchy."""
+    return src if _depth(src) >= _depth(dst) else dst
+
+
+def _depth(region: Region) -> int:
+    return _DEPTHS.get(region.buffer.scope(), 0)
 
 
 @dataclass(frozen=True)

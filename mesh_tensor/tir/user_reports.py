@@ -16,6 +16,7 @@ from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit, substitute
 
 from .effects import op_name
+from .nodes import nodes
 
 #: The attribute around the statements of one `T.print`.
 PRINT_ATTR = "mesh_tensor.print"
@@ -232,9 +233,7 @@ def _uses(stmt: tirx.Stmt) -> dict[object, int]:
 
 def prints(body: tirx.Stmt) -> bool:
     """Whether anything in the statement prints."""
-    found: list[object] = []
-    post_order_visit(body, lambda n: found.append(n) if print_call(n) is not None else None)
-    return bool(found)
+    return any(print_call(node) is not None for node in nodes(body, tirx.Evaluate))
 
 
 def _marked(stmts: Sequence[tirx.Stmt]) -> tirx.Stmt:

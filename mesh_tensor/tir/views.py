@@ -20,7 +20,6 @@ from .rewrite import block_like, with_body
 from .tile_ops import Atomic, Copy, Fill, Region
 from .view_map import ViewMap
 
-_DEPTH = {"local.fragment": 2, "local": 2, "shared": 1, "shared.dyn": 1}
 _ACCESSES = ["tirx.BufferLoad", "tirx.BufferStore", "tirx.Evaluate", "tirx.Call"]
 
 
@@ -194,8 +193,7 @@ class _Resolver:
         """A copy as a loop over elements."""
         if len(op.src.long_dims) != len(op.dst.long_dims) or op.src.buffer.data in self._safe:
             return None
-        deeper = op.src if _depth(op.src) >= _depth(op.dst) else op.dst
-        loops = self._loops(deeper)
+        loops = self._loops(tile_ops.deeper(op.src, op.dst))
         src, dst = _element(op.src, loops), _element(op.dst, loops)
         value = self._read(op.src.buffer, src, self._outside(op.src.buffer, src))
         if op.src.buffer.dtype != op.dst.buffer.dtype:
@@ -322,7 +320,3 @@ def _guarded(stmt: tirx.Stmt, conditions: Sequence[tirx.PrimExpr]) -> tirx.Stmt:
 
 def _with_first(call: tirx.Call, arg: tirx.PrimExpr) -> tirx.Call:
     return tirx.Call(call.dtype, call.op, [arg, *call.args[1:]], annotations=call.annotations, span=call.span)
-
-
-def _depth(region: Region) -> int:
-    return _DEPTH.get(region.buffer.scope(), 0)

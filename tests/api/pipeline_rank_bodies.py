@@ -71,9 +71,15 @@ def same_or_refused(rank: int) -> tuple[dict[str, float], str]:
 
 
 def uneven(rank: int) -> float:
-    """Meshes of 2 and 1 devices, 3 rows on 2 devices."""
+    """Meshes of 2 and 1 devices, 3 rows on 2 devices; a step of gradient descent, and another loss."""
     weights, run = made("1f1b", True, {"m0": {"d": 2}, "m1": {"d": 1}})
-    return check(run, weights)
+    check(run, weights)
+    gradients = run.gradients()
+    run.update(lambda weight, gradient, state: weight - 0.1 * gradient)
+    updated = run.weights()
+    for name, weight in weights.items():
+        torch.testing.assert_close(updated[name], weight - 0.1 * gradients[name])
+    return check(run, updated)
 
 
 def raises_in_an_action(rank: int) -> str:

@@ -204,3 +204,11 @@ def test_a_module_annotated_for_two_meshes_runs_on_both():
     assert all("mlp" in [var.name_hint for var in stage.module.get_global_vars()] for stage in run.stages)
     a, b, c, d = weights
     close(run(x), torch.relu(torch.relu(x @ a) @ b @ c) @ d)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_number_of_stages_is_cut_where_they_cost_alike(model, module, count):
+    run = mt.pipeline(module, TOPOLOGY, count, {"tokens": {"d": 0}}, microbatches=2, machine="h100x16")
+    assert [stage.mesh for stage in run.stages] == ["m0", "m1"] * (count // 2)
+    tokens, labels = batch(8)
+    close(run(tokens, labels), model(tokens, labels))

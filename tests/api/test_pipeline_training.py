@@ -131,3 +131,59 @@ def test_some_weights_only(model, module):
     torch.testing.assert_close(got[module.names["head.weight"]], wanted[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(got[module.names["blocks.2.fc.bias"]], wanted[1], rtol=1e-5, atol=1e-6)
     assert run.peak_microbatches["m0"] == 0
+
+
+def adam(weight, gradient, state):
+    """Adam's rule, element by element."""
+    t = state["t"] = state.get("t", 0) + 1
+    m = state["m"] = 0.9 * state["m"] + 0.1 * gradient if t > 1 else 0.1 * gradient
+    v = state["v"] = 0.999 * state["v"] + 0.001 * gradient * gradient if t > 1 else 0.001 * gradient * gradient
+    return weight - 0.01 * (m / (1 - 0.9**t)) / (torch.sqrt(v / (1 - 0.999**t)) + 1e-8)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_steps_of_an_optimizer_are_those_of_the_whole_model(max_norm):
+    """Three steps of Adam with a clipped global norm, tied weights over both meshes, against torch's."""
+    model = Net(tied=True)
+    module = imported(model, 3)
+    run = mt.pipeline(
+        module, TOPOLOGY, ["blocks.0"], {"tokens": {"d": 0}}, microbatches=4, schedule="zb-h1", train=True
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(3):
+        inputs = batch(12)
+        loss = model(*inputs)
+        optimizer.zero_grad()
+        loss.backward()
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        torch.testing.assert_close(run(*inputs), loss.detach(), rtol=1e-5, atol=1e-5)
+        run.update(adam, max_norm=max_norm)
+    got = run.weights()
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(got[module.names[name]], weight.detach(), rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_rule_that_makes_no_weight_is_refused(model, module):
+    run = mt.pipeline(module, TOPOLOGY, ["blocks.0"], microbatches=2, train=True)
+    with pytest.raises(mt.MeshTensorError, match="there are no gradients yet"):
+        run.update(lambda weight, gradient, state: weight)
+    run(*batch(6))
+    with pytest.raises(mt.MeshTensorError, match=r"the rule makes 3 of the weight '.*', which is MeshTensor"):
+        run.update(lambda weight, gradient, state: 3)
+
+
+def test_explain_says_what_each_mesh_does_holds_and_gets(model, module):
+    run = mt.pipeline(module, TOPOLOGY, ["blocks.0"], LAYOUTS, microbatches=4, schedule="zb-h1", train=True)
+    text = run.explain()
+    lines = text.splitlines()
+    assert lines[0].startswith("pipeline of 2 stages on Topology({")
+    assert lines[3].split()[:5] == ["stage", "mesh", "weights", "F", "(us)"]
+    assert [line.split()[:3] for line in lines[4:6]] == [["0", "m0", "7"], ["1", "m1", "13"]]
+    assert "d_lv9  1 (m1)  0 (m0)" in text
+    assert "schedule zb-h1: 4 microbatches" in text
+    assert "m0 holds at most 2 microbatches for backwards" in text
+    run(*batch(12))
+    held = {line.split()[0]: int(line.split()[-2].replace(",", "")) for line in lines if "holds at most" in line}
+    assert all(run.peak_bytes[mesh] <= held[mesh] for mesh in held)  # replicas may share memory here

@@ -53,11 +53,10 @@ def test_every_change_of_one_kind_of_placement_has_a_name():
     assert pairs - set(BETWEEN) == {(Partial, Partial), (Shard, Partial)}
 
 
-def test_only_the_table_the_times_and_the_search_name_them():
-    """So a collective is added in three places, and in none that runs, checks or prints it."""
+def test_only_the_table_and_the_search_name_them():
+    """So a collective is added in two places, and in none that runs, checks, prices or prints it."""
     package = Path(mesh_tensor.__file__).parent
-    table, times = (package / "base" / f"{name}.py" for name in ("collectives", "collective_time"))
-    edges = Path(inspect.getfile(search))
+    table, edges = package / "base" / "collectives.py", Path(inspect.getfile(search))
     words = set(COLLECTIVES) - {"slice", "permute"}  # words of other languages too
     named = {
         path
@@ -65,4 +64,4 @@ def test_only_the_table_the_times_and_the_search_name_them():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and node.value in words
     }
-    assert named == {table, times, edges}
+    assert named == {table, edges}

@@ -69,6 +69,7 @@ def test_a_preset_may_say_how_many_devices_it_has():
     assert (machine.name, machine.devices) == ("h100x16", 16)
     assert replace(machine, name="h100", devices=None) == Machine.preset("h100")
     assert machine.link(8).name == "NVLink"
+    assert (machine.launch, machine.call, machine.busy) == (2e-6, 0.0, 0.1)
     assert machine.link(16).name == "network"
 
 

@@ -73,7 +73,7 @@ def test_its_other_factor_is_split_all_the_same():
 
 
 def test_a_softmax_in_passes_is_split_and_cut():
-    result = lowered(three_pass_softmax(16, 64, 8, 16), {"x": 2}, {"X": {"x": 1}, "Y": {"x": 1}})
+    result = lowered(three_pass_softmax(16, 64, 8, 16), {"x": 2}, {"X": {"x": 1}, "Y": {"x": 1}}, strict=True)
     kinds = [step.split("(")[0] for step in outline(result)]
     assert kinds == ["kernel", "all_reduce", "kernel", "all_reduce", "kernel"]
     ops = [step.rsplit(", ", 2)[1] for step in outline(result) if step.startswith("all_reduce")]

@@ -32,12 +32,13 @@ def test_the_environment_asks_for_it(monkeypatch, value, on):
     assert verify.enabled() is on
 
 
-def test_lowering_and_building_check_themselves(monkeypatch):
+def test_lowering_checks_every_stage_and_building_the_program(monkeypatch):
     seen = []
-    monkeypatch.setattr(verify, "verify_lowered", lambda result: seen.append(result.name))
+    monkeypatch.setattr("mesh_tensor.lowering.verify_stages.raise_on", lambda problems, what: seen.append(what))
     monkeypatch.setattr("mesh_tensor.program.verify.verify_program", lambda program: seen.append(program.name))
     build_program(lowered(matmul(32, 32, 32), {"x": 2}, K_SPLIT))
-    assert seen == ["matmul", "matmul"]
+    stages = ["Annotated", "Ruled", "Part", "Parts", "LocalParts", "Lowered"]
+    assert seen == [*(f"the record {stage}" for stage in stages), "matmul"]
     monkeypatch.setenv("MESH_TENSOR_VERIFY", "0")
     build_program(lowered(matmul(32, 32, 32), {"x": 2}, K_SPLIT))
-    assert seen == ["matmul", "matmul"]
+    assert len(seen) == len(stages) + 1

@@ -46,7 +46,20 @@ def kernel_by(
 ) -> MeshKernel:
     """A MeshKernel for `func` whose Programs `build` makes."""
     known = {"out_idx": None, "strict": False, "poison": False, "overlap": "auto", **options}
-    return MeshKernel(func, lambda func, symbols: Built(build(func, symbols)), target=target, **known)
+    return MeshKernel(func, Builds(build), target=target, **known)
+
+
+@dataclass(frozen=True)
+class Builds:
+    """Makes Programs by hand, size by size."""
+
+    build: Callable[[tirx.PrimFunc, Sequence[tirx.Var]], Program]
+
+    def __call__(self, func: tirx.PrimFunc, symbols: Sequence[tirx.Var] = (), split: object = None) -> Built:
+        return Built(self.build(func, symbols))
+
+    def splits(self, func: tirx.PrimFunc) -> None:
+        return None
 
 
 @dataclass(frozen=True)

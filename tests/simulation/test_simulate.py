@@ -55,6 +55,17 @@ def test_a_launch_is_paid_per_step_and_processors_are_shared():
     assert mt.simulate(k_split(4), replace(FAST, processors=4)).computing == plain.computing
 
 
+def test_devices_that_share_processors_work_once_for_all_that_have_the_same_memory(gpt):
+    """What is replicated is one tensor, until groups of devices reduce or gather their own."""
+    shared = replace(FAST, processors=1)
+    one, whole, reduced = (
+        mt.simulate(distributed(gpt, mesh, layouts), shared).computing
+        for mesh, layouts in (({"x": 1}, {}), ({"x": 2, "y": 2}, {}), ({"x": 2, "y": 2}, {"wte_weight": {"y": 0}}))
+    )
+    assert whole == pytest.approx(one)
+    assert 1.5 * whole < reduced < 2.5 * whole
+
+
 def test_slabs_hide_the_collective_where_it_takes_nothing_from_the_kernel():
     bulk, slabs = (mt.simulate(k_split(2, 256, overlap=count), FAST) for count in ("off", 4))
     assert slabs.communicating > bulk.communicating  # it starts four times

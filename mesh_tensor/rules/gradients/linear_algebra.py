@@ -19,10 +19,10 @@ def matmul(b: Backward) -> Sequence[Gradient]:
     if min(left.ndim, right.ndim) < 2:
         return differentiated(b)
     found: list[Gradient] = [None, None]
+    if b.wanted[1]:  # first: where it takes all of d, the other one takes that, too
+        found[1] = _of_weight(b) if right.ndim == 2 else _of_right(b)
     if b.wanted[0]:
         found[0] = b.summed(b.emit(op.matmul(b.d, _turned(b, b.operands[1], right.ndim), left.dtype)), 0)
-    if b.wanted[1]:
-        found[1] = _of_weight(b) if right.ndim == 2 else _of_right(b)
     return found
 
 

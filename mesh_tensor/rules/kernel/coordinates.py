@@ -2,50 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
 from tvm import tirx
 
 from mesh_tensor.tir.linear import Linear
 
-from .factor_derivation import Node, derive
+from .factor_derivation import Derivation, Dim, Node, derive
 from .factors import Factor
 from .live_ranges import LiveRanges
 from .statements import Access, Kernel, Statement
 
+#: A factor, and a coordinate in it.
+Place = tuple[Factor, Linear]
 
+
+def find_coordinates(kernel: Kernel, ranges: LiveRanges) -> Coordinates:
+    """The coordinates of a kernel, whose factors have no names yet."""
+    return Coordinates(kernel, ranges, derive(kernel, ranges))
+
+
+@dataclass(frozen=True, eq=False)
 class Coordinates:
-    """The kernel's `factors`, and what is known of every access and live range in them.
+    """The kernel's `factors`, and what is known of every access and live range in them."""
 
-    `detached`: why some parameters' dims have no factor. `forms`: the distinct coordinates in each factor."""
+    kernel: Kernel
+    ranges: LiveRanges
+    derivation: Derivation
 
-    def __init__(self, kernel: Kernel, ranges: LiveRanges):
-        self.kernel, self.ranges = kernel, ranges
-        self._derivation, self.detached = derive(kernel, ranges)
-        self.factors = self._derivation.factors
-        self.forms = self._collect_forms()
-        self._loop_forms = {factor: self._by_innermost_loop(forms) for factor, forms in self.forms.items()}
+    @property
+    def factors(self) -> tuple[Factor, ...]:
+        return self.derivation.factors
 
-    def of_node(self, node: Node) -> tuple[Factor, Linear] | None:
+    @property
+    def detached(self) -> Mapping[Dim, str]:
+        """Why some parameters' dims have no factor."""
+        return self.derivation.detached
+
+    def with_factors(self, new: Mapping[Factor, Factor]) -> Coordinates:
+        """The same with other records of the same factors."""
+        types = {node: (new[factor], base) for node, (factor, base) in self.derivation.types.items()}
+        return Coordinates(self.kernel, self.ranges, Derivation(tuple(new.values()), types, self.detached))
+
+    def of_node(self, node: Node) -> Place | None:
         """The factor and base of a live range's dim, or None where it has none."""
-        return self._derivation.types.get(node)
+        return self.derivation.types.get(node)
 
-    def of_access(self, access: Access, dim: int) -> tuple[Factor, Linear] | None:
-        """The factor that an access's index in `dim` walks, and the coordinate."""
-        return self._derivation.coordinate(access, dim)
+    def of_access(self, access: Access, dim: int) -> Place | None:
+        """The factor that an access's index in `dim` walks, and the coordinate; None where it has none."""
+        return self._accesses[access][dim]
 
-    def of_statement(self, statement: Statement) -> dict[Factor, Linear]:
+    def of_statement(self, statement: Statement) -> Mapping[Factor, Linear]:
         """Every factor that the statement has a coordinate in."""
-        found: dict[Factor, Linear] = {}
-        for access in statement.accesses:
-            for dim in range(len(access.indices)):
-                entry = self.of_access(access, dim)
-                if entry is not None:
-                    found.setdefault(*entry)
-        return found
+        return self._statements[statement]
 
     def walks(self, access: Access, factor: Factor) -> bool:
         """Whether one of the access's indices walks the factor."""
-        entries = (self.of_access(access, dim) for dim in range(len(access.indices)))
-        return any(entry is not None and entry[0] is factor for entry in entries)
+        return any(place is not None and place[0] is factor for place in self._accesses[access])
 
     def around(self, statement: Statement, factor: Factor) -> Linear | None:
         """The coordinate in the factor that the loops around a statement make, if they are a nest over it."""
@@ -57,17 +72,45 @@ class Coordinates:
                 return form
         return None
 
-    def _collect_forms(self) -> dict[Factor, list[Linear]]:
+    @cached_property
+    def forms(self) -> Mapping[Factor, list[Linear]]:
+        """The distinct coordinates in each factor."""
         forms: dict[Factor, dict[tuple, Linear]] = {f: {} for f in self.factors}
-        for statement in self.kernel.statements:
-            for factor, form in self.of_statement(statement).items():
+        for places in self._statements.values():
+            for factor, form in places.items():
                 forms[factor].setdefault(form.key, form)
         return {factor: list(distinct.values()) for factor, distinct in forms.items()}
 
-    def _by_innermost_loop(self, forms: list[Linear]) -> dict[tirx.Var, Linear]:
-        """The coordinates that are made of the kernel's own loops."""
-        found: dict[tirx.Var, Linear] = {}
-        for form in forms:
-            if form.terms and all(self.kernel.loops[v].kind != "tile" for v in form.terms):
-                found.setdefault(form.ordered[-1][0], form)
+    @cached_property
+    def _accesses(self) -> Mapping[Access, tuple[Place | None, ...]]:
+        return {access: self._places(access) for statement in self.kernel.statements for access in statement.accesses}
+
+    def _places(self, access: Access) -> tuple[Place | None, ...]:
+        live_range, types = self.ranges.of(access), self.derivation.types
+        found: list[Place | None] = []
+        for dim, form in enumerate(access.forms):
+            place = types.get((live_range, dim))
+            found.append(None if place is None or form is None else (place[0], place[1] + form))
+        return tuple(found)
+
+    @cached_property
+    def _statements(self) -> Mapping[Statement, Mapping[Factor, Linear]]:
+        found: dict[Statement, dict[Factor, Linear]] = {}
+        for statement in self.kernel.statements:
+            places = found[statement] = {}
+            for access in statement.accesses:
+                for place in self._accesses[access]:
+                    if place is not None:
+                        places.setdefault(*place)
+        return found
+
+    @cached_property
+    def _loop_forms(self) -> Mapping[Factor, Mapping[tirx.Var, Linear]]:
+        """The coordinates that are made of the kernel's own loops, by their innermost one."""
+        found: dict[Factor, dict[tirx.Var, Linear]] = {}
+        for factor, forms in self.forms.items():
+            inner = found[factor] = {}
+            for form in forms:
+                if form.terms and all(self.kernel.loops[v].kind != "tile" for v in form.terms):
+                    inner.setdefault(form.ordered[-1][0], form)
         return found

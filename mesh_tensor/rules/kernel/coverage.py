@@ -62,4 +62,6 @@ def with_whole_tiles(extent: tirx.PrimExpr) -> tirx.PrimExpr:
         helper = as_helper(node)
         return None if helper is None or not helper.is_extent else helper.tile
 
+    if isinstance(extent, tirx.IntImm):
+        return extent
     return tirx.stmt_functor.ir_transform(tirx.Evaluate(extent), None, widen, ["tirx.Call"]).value

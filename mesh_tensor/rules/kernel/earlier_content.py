@@ -29,10 +29,11 @@ def needs_content(kernel: Kernel, coordinates: Coordinates, param: str) -> bool:
     return any(s.top <= covering.top or not _same_program(a, covering.target, kernel, coordinates) for s, a in uses)
 
 
-def only_keeps_content(kernel: Kernel, coordinates: Coordinates, param: str) -> bool:
-    """Whether earlier content matters only because it may not all be overwritten: nothing looks at it."""
+def only_keeps_content(kernel: Kernel, param: str) -> bool:
+    """Whether earlier content, if it matters, does so only because it may not all be overwritten: nothing looks at
+    it."""
     opaque = any(s.unknown and s.writes(kernel.params[param]) for s in kernel.statements)
-    return needs_content(kernel, coordinates, param) and not opaque and not _uses(kernel, kernel.params[param])
+    return not opaque and not _uses(kernel, kernel.params[param])
 
 
 def _uses(kernel: Kernel, buffer: tirx.Buffer) -> list[tuple[Statement, Access]]:

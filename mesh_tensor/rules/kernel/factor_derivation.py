@@ -10,6 +10,8 @@ the factor is *blocked* (nothing may split it); both keep the reason.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tvm import tirx
@@ -28,13 +30,33 @@ Node = tuple[LiveRange, int]
 Dim = tuple[str, int]
 
 
-def derive(kernel: Kernel, ranges: LiveRanges) -> tuple[Derivation, dict[Dim, str]]:
-    """The factors, and the parameters' dims that are detached with the reasons. A dim that gives way takes with it all
-    that was derived from it, so the next round starts without it."""
+@dataclass(frozen=True, eq=False)
+class Derivation:
+    """`factors`, in the parameters' order, still without names. `types`: the factor and the base of every live range's
+    dim that has one. `detached`: why some parameters' dims have no factor."""
+
+    factors: tuple[Factor, ...]
+    types: Mapping[Node, tuple[Factor, Linear]]
+    detached: Mapping[Dim, str]
+
+
+def derive(kernel: Kernel, ranges: LiveRanges) -> Derivation:
+    """The factors of a kernel. A dim that gives way takes with it all that was derived from it, so the next round
+    starts without it."""
     detached: dict[Dim, str] = {}
-    while (found := Derivation(kernel, ranges, detached)).detached:
+    while (found := _Round(kernel, ranges, detached)).gave_way():
         detached |= found.detached
-    return found, detached
+    return found.settled()
+
+
+@dataclass(eq=False)
+class _Class:
+    """A factor in the making: the parameters' dims that are known to be walked together."""
+
+    size: tirx.PrimExpr
+    dims: list[Dim]
+    blocked: str | None = None
+    roles: dict[tirx.Var, int] = field(default_factory=dict)
 
 
 class _Walked(NamedTuple):
@@ -42,54 +64,70 @@ class _Walked(NamedTuple):
 
     access: Access
     dim: int
-    factor: Factor
+    factor: _Class
     form: Linear
 
     def __str__(self) -> str:
         return f"{self.access.buffer.name} dim {self.dim} (index {self.access.indices[self.dim]})"
 
 
-class Derivation:
+class _Round:
     """One round, without the dims that gave way in earlier ones.
 
-    `factors`, in the parameters' order. `types`: the factor and the base of every live range's dim that has one.
     `detached`: the dims that gave way in this round; if there are any, nothing else in it counts."""
 
-    def __init__(self, kernel: Kernel, ranges: LiveRanges, without: dict[Dim, str]):
+    def __init__(self, kernel: Kernel, ranges: LiveRanges, without: Mapping[Dim, str]):
         self.detached: dict[Dim, str] = {}
-        self.types: dict[Node, tuple[Factor, Linear]] = {}
-        self._kernel, self._ranges = kernel, ranges
-        self._joined: dict[Factor, Factor] = {}
-        self._roles: dict[tirx.Var, tuple[Factor, int]] = {}
-        self._made = self._start(without)
+        self._kernel, self._ranges, self._without = kernel, ranges, without
+        self._types: dict[Node, tuple[_Class, Linear]] = {}
+        self._made: list[_Class] = []
+        self._joined: dict[_Class, _Class] = {}
+        self._roles: dict[tirx.Var, tuple[_Class, int]] = {}
+
+    def gave_way(self) -> bool:
+        """Derive the factors; returns whether a dim gave way."""
+        self._start()
         self._derive()
-        self.factors = [factor for factor in self._made if factor not in self._joined]
-        self._settle()
+        return bool(self.detached)
 
-    def coordinate(self, access: Access, dim: int) -> tuple[Factor, Linear] | None:
-        """The factor that an access's index in `dim` walks, and the coordinate; None where it has none."""
-        entry, form = self.types.get((self._ranges.of(access), dim)), access.forms[dim]
-        return None if entry is None or form is None else (self._root(entry[0]), entry[1] + form)
+    def settled(self) -> Derivation:
+        """What the unions came to."""
+        for var, (walked, coefficient) in self._roles.items():
+            self._root(walked).roles[var] = coefficient
+        order = list(self._kernel.params)
+        factors = {
+            made: Factor(
+                "",
+                made.size,
+                tuple(sorted(made.dims, key=lambda d: (order.index(d[0]), d[1]))),
+                made.roles,
+                made.blocked,
+            )
+            for made in self._made
+            if made not in self._joined
+        }
+        types = {node: (factors[self._root(made)], base) for node, (made, base) in self._types.items()}
+        return Derivation(tuple(factors.values()), types, self._without)
 
-    # -- factors and their union ---------------------------------------------------------------------------------------
+    # -- classes and their union ---------------------------------------------------------------------------------------
 
-    def _start(self, without: dict[Dim, str]) -> list[Factor]:
-        """A factor for every dim of a parameter."""
+    def _start(self) -> None:
+        """A class for every dim of a parameter."""
         params = {r.buffer: r for r in self._ranges.all if r.is_param}
         for name, buffer in self._kernel.params.items():
             for dim, size in enumerate(buffer.shape):
-                if (name, dim) not in without and buffer in params:
-                    self.types[(params[buffer], dim)] = (Factor("", size, [(name, dim)]), Linear({}))
-        return [factor for factor, _ in self.types.values()]
+                if (name, dim) not in self._without and buffer in params:
+                    self._types[(params[buffer], dim)] = (_Class(size, [(name, dim)]), Linear({}))
+        self._made = [made for made, _ in self._types.values()]
 
-    def _root(self, factor: Factor) -> Factor:
-        """The factor that this one has become part of."""
-        while factor in self._joined:
-            factor = self._joined[factor]
-        return factor
+    def _root(self, made: _Class) -> _Class:
+        """The class that this one has become part of."""
+        while made in self._joined:
+            made = self._joined[made]
+        return made
 
-    def _join_if_as_long(self, a: Factor, b: Factor) -> bool:
-        """Make two factors one, the one that was first, unless their sizes differ."""
+    def _join_if_as_long(self, a: _Class, b: _Class) -> bool:
+        """Make two classes one, the one that was first, unless their sizes differ."""
         if not self._kernel.analyzer.can_prove_equal(a.size, b.size):
             return False
         first, second = sorted((a, b), key=self._made.index)
@@ -98,21 +136,12 @@ class Derivation:
         first.blocked = first.blocked or second.blocked
         return True
 
-    def _block(self, factor: Factor, reason: str) -> None:
-        root = self._root(factor)
+    def _block(self, made: _Class, reason: str) -> None:
+        root = self._root(made)
         root.blocked = root.blocked or reason
 
     def _detach(self, access: Access, dim: int, reason: str) -> None:
         self.detached.setdefault((access.buffer.name, dim), reason)
-
-    def _settle(self) -> None:
-        """Write down what the unions came to."""
-        self.types = {node: (self._root(factor), base) for node, (factor, base) in self.types.items()}
-        order = list(self._kernel.params)
-        for factor in self.factors:
-            factor.dims.sort(key=lambda dim: (order.index(dim[0]), dim[1]))
-        for var, (factor, coefficient) in self._roles.items():
-            self._root(factor).roles[var] = coefficient
 
     # -- derivation ----------------------------------------------------------------------------------------------------
 
@@ -124,8 +153,9 @@ class Derivation:
         while changed and not self.detached:
             changed = False
             for statement in self._kernel.statements:
-                changed |= self._join(statement)
-                changed |= self._extend(statement)
+                walked = self._walked(statement)
+                changed |= self._join(statement, walked)
+                changed |= self._extend(statement, walked)
                 if self.detached:
                     return
             if not changed:
@@ -135,14 +165,14 @@ class Derivation:
 
     def _check_params(self, statement: Statement) -> None:
         """Detach the parameters' dims that no nest of loops walks from end to end."""
-        for live_range, dim in self.types:
+        for live_range, dim in self._types:
             if live_range.is_param and any(live_range.buffer.same_as(buffer) for buffer in statement.may_write):
                 reason = f"the statement that writes it is not understood: {statement.unknown}"
                 self.detached.setdefault((live_range.buffer.name, dim), reason)
         for access in statement.accesses:
             live_range = self._ranges.of(access)
             for dim, form in enumerate(access.forms):
-                if not live_range.is_param or (live_range, dim) not in self.types:
+                if not live_range.is_param or (live_range, dim) not in self._types:
                     continue
                 problem = (
                     "the statement is not understood"
@@ -154,18 +184,19 @@ class Derivation:
 
     def _walked(self, statement: Statement) -> list[_Walked]:
         """Every dim that the statement has a coordinate in."""
-        return [
-            _Walked(access, dim, *entry)
-            for access in statement.accesses
-            for dim in range(len(access.indices))
-            if (entry := self.coordinate(access, dim)) is not None
-        ]
+        found = []
+        for access in statement.accesses:
+            live_range = self._ranges.of(access)
+            for dim, form in enumerate(access.forms):
+                entry = self._types.get((live_range, dim))
+                if entry is not None and form is not None:
+                    found.append(_Walked(access, dim, self._root(entry[0]), entry[1] + form))
+        return found
 
-    def _join(self, statement: Statement) -> bool:
+    def _join(self, statement: Statement, walked: Sequence[_Walked]) -> bool:
         """Join factors whose dims the statement touches at one coordinate; detach or block what disagrees."""
         self._check_opaque(statement)
         changed = False
-        walked = self._walked(statement)
         for position, current in enumerate(walked):
             for earlier in walked[:position]:
                 changed |= self._relate(current, earlier)
@@ -175,7 +206,7 @@ class Derivation:
         """An on-chip dim that has a factor may not be used at an index that is no linear form."""
         for access in statement.accesses:
             for dim, form in enumerate(access.forms):
-                entry = self.types.get((self._ranges.of(access), dim))
+                entry = self._types.get((self._ranges.of(access), dim))
                 if entry is not None and form is None:
                     self._block(entry[0], f"{access.buffer.name} dim {dim} is indexed by {access.indices[dim]}")
 
@@ -208,21 +239,20 @@ class Derivation:
         live_range = self._ranges.of(access)
         return live_range.is_param and not live_range.writes
 
-    def _extend(self, statement: Statement) -> bool:
+    def _extend(self, statement: Statement, walked: Sequence[_Walked]) -> bool:
         """Give on-chip dims the coordinate of the parameters' dims that the statement touches with them."""
         changed = False
-        known = self._walked(statement)
         for access in statement.accesses:
             live_range = self._ranges.of(access)
             for dim, form in enumerate(access.forms):
                 node = (live_range, dim)
-                if live_range.is_param or node in self.types or form is None or not form.terms:
+                if live_range.is_param or node in self._types or form is None or not form.terms:
                     continue
                 scope = {loop.var for loop in live_range.scope}
-                for _, _, factor, coordinate in known:
+                for _, _, factor, coordinate in walked:
                     base = _base(coordinate, form, scope)
                     if base is not None:
-                        self.types[node] = (factor, base)
+                        self._types[node] = (factor, base)
                         changed = True
                         break
         return changed
@@ -241,7 +271,7 @@ class Derivation:
                 changed |= self._share_loop(var, known, (factor, coefficient))
         return changed
 
-    def _share_loop(self, var: tirx.Var, known: tuple[Factor, int], now: tuple[Factor, int]) -> bool:
+    def _share_loop(self, var: tirx.Var, known: tuple[_Class, int], now: tuple[_Class, int]) -> bool:
         (a, step), (b, other_step) = known, now
         a, b = self._root(a), self._root(b)
         if a is b and step == other_step:

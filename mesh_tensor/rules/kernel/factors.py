@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from tvm import tirx
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Factor:
     """One iteration dimension. `dims` are the parameters' dims it indexes, `roles` its loop variables with their
     coefficients, `blocked` why it can't be split at all, `aligned` why tiles have to be whole blocks. `lanes` is the
@@ -16,8 +18,8 @@ class Factor:
 
     name: str
     size: tirx.PrimExpr
-    dims: list[tuple[str, int]]
-    roles: dict[tirx.Var, int] = field(default_factory=dict)
+    dims: tuple[tuple[str, int], ...]
+    roles: Mapping[tirx.Var, int]
     blocked: str | None = None
     aligned: str | None = None
     lanes: str | None = None
@@ -34,3 +36,11 @@ class Blocked(Exception):
     def __init__(self, reason: str, factor: Factor | None = None):
         super().__init__(reason)
         self.factor = factor
+
+
+def tile_extent(size: Any, parts: list[int]) -> Any:
+    """ceildiv of `size` by each of `parts`: the part of a dim that one device holds."""
+    for n in parts:
+        if n != 1:
+            size = -(-int(size) // n) if isinstance(size, (int, tirx.IntImm)) else tirx.floordiv(size + (n - 1), n)
+    return size

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from tvm import tirx
 
-from .statements import Access, Kernel, Loop, Statement
+from .statements import Access, Kernel, Loop, Statement, used_vars
 
 
 @dataclass(eq=False)
@@ -38,6 +38,10 @@ class LiveRange:
                 break
             common.append(level[0])
         return common
+
+
+#: The loop variables that what a live range holds may depend on.
+Taints = dict[LiveRange, set[tirx.Var]]
 
 
 class LiveRanges:
@@ -230,3 +234,21 @@ def _same_element(a: Access, b: Access) -> bool:
 
 def _runs_at_least_once(loop: Loop) -> bool:
     return loop.kind == "grid" or (isinstance(loop.extent, tirx.IntImm) and int(loop.extent) >= 1)
+
+
+def find_taints(kernel: Kernel, ranges: LiveRanges) -> Taints:
+    """For every live range, the loop variables that its content may depend on."""
+    taints: Taints = {r: set() for r in ranges.all}
+    changed = True
+    while changed:
+        changed = False
+        for statement in kernel.statements:
+            if statement.write is None:
+                continue
+            target = taints[ranges.of(statement.write)]
+            size = len(target)
+            target |= used_vars(statement, kernel)
+            for access in statement.reads:
+                target |= taints[ranges.of(access)]
+            changed |= len(target) > size
+    return taints

@@ -12,6 +12,7 @@ from tvm import tirx
 from mesh_tensor.tir.compound_ops import parts_of
 from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.fused_loops import unfuse
+from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.tile_position import as_helper
 from mesh_tensor.tir.user_reports import mark_prints
 from mesh_tensor.tir.views import resolve_views
@@ -23,19 +24,17 @@ def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
     Raises:
         MeshTensorError: a buffer is in no memory that is known, or a view is not understood.
     """
-    func = func.with_body(tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"]))
+    body = tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"])
+    func = func if body.same_as(func.body) else func.with_body(body)
     return unfuse(resolve_views(mark_prints(_inline_bindings(func))))
 
 
 def _inline_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """Inline `x = by * 64 + i` bindings that load nothing."""
     bound: dict[tirx.Var, tirx.PrimExpr] = {}
-
-    def collect(node: object) -> None:
-        if isinstance(node, tirx.Bind) and _is_index(node.value):
-            bound[node.var] = tirx.stmt_functor.substitute(node.value, bound)
-
-    _visit_in_order(func.body, collect)
+    for bind in nodes(func.body, tirx.Bind):
+        if _is_index(bind.value):
+            bound[bind.var] = tirx.stmt_functor.substitute(bind.value, bound)
     if not bound:
         return func
     drop = set(bound)
@@ -45,13 +44,6 @@ def _inline_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
     body = tirx.stmt_functor.ir_transform(func.body, None, remove, ["tirx.Bind"])
     return func.with_body(_without_noops(tirx.stmt_functor.substitute(body, bound)))
-
-
-def _visit_in_order(stmt: tirx.Stmt, visit) -> None:
-    binds: list[tirx.Bind] = []
-    tirx.stmt_functor.post_order_visit(stmt, lambda n: binds.append(n) if isinstance(n, tirx.Bind) else None)
-    for bind in binds:
-        visit(bind)
 
 
 def _is_index(value: tirx.PrimExpr) -> bool:

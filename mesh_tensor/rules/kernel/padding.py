@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,16 +26,59 @@ from .live_ranges import LiveRange
 from .reader import safe_buffers
 from .statements import Access, Kernel, Statement
 
-_FUNCTIONS = {
-    "tirx.exp": math.exp,
-    "tirx.exp2": lambda v: 2.0**v,
+
+def _or_infinite(function: Callable[[float], float]) -> Callable[[float], float]:
+    def apply(value: float) -> float:
+        try:
+            return function(value)
+        except OverflowError:
+            return math.inf
+
+    return apply
+
+
+_FUNCTIONS: dict[str, Callable[[float], float]] = {
+    "tirx.exp": _or_infinite(math.exp),
+    "tirx.exp2": _or_infinite(lambda v: 2.0**v),
     "tirx.tanh": math.tanh,
     "tirx.fabs": abs,
 }
+_ARITHMETIC: dict[type, Callable[[float, float], float]] = {
+    tirx.Add: operator.add,
+    tirx.Sub: operator.sub,
+    tirx.Mul: operator.mul,
+    tirx.Max: max,
+    tirx.Min: min,
+}
 
+
+@dataclass(frozen=True)
+class Content:
+    """What is known of the elements at a position: all are one `number`, or (None) they may be anything.
+
+    A lattice of two levels: `join` is what is known where one or the other may hold."""
+
+    number: float | None
+
+    def join(self, other: Content) -> Content:
+        return self if self == other else ANYTHING
+
+    def mapped(self, function: Callable[..., float], *others: Content) -> Content:
+        """What a function makes of it, and of others, if all are known."""
+        numbers = [content.number for content in (self, *others)]
+        known = [number for number in numbers if number is not None]
+        return Content(function(*known)) if len(known) == len(numbers) else ANYTHING
+
+    @property
+    def is_finite(self) -> bool:
+        return self.number is not None and math.isfinite(self.number)
+
+
+ANYTHING = Content(None)
+ZERO = Content(0.0)
 
 #: What leaves every finite number as it is.
-_UNIT = {"sum": 0.0, "prod": 1.0}
+_UNIT = {"sum": ZERO, "prod": Content(1.0)}
 
 
 def takes_whole_blocks(kernel: Kernel, factor: Factor) -> bool:
@@ -63,13 +107,11 @@ def padding_is_neutral(
         return True
     record = statement.tile_op  # 0 is neutral for absmax, not for max
     op = statement.operation if record is None else str(record.reduction)
-    return padding.contribution(statement) == neutral(op, statement.target.buffer.dtype)
+    return padding.contribution(statement) == Content(neutral(op, statement.target.buffer.dtype))
 
 
-def content_past_the_end(
-    live_range: LiveRange, kernel: Kernel, coordinates: Coordinates, factor: Factor
-) -> float | None:
-    """What an on-chip buffer holds past the end of the factor's dim, None if that is not known."""
+def content_past_the_end(live_range: LiveRange, kernel: Kernel, coordinates: Coordinates, factor: Factor) -> Content:
+    """What an on-chip buffer holds past the end of the factor's dim."""
     return _Padding(kernel, coordinates, factor, past_the_end=True).content(live_range)
 
 
@@ -101,72 +143,74 @@ class _Padding:
         form = self.coordinates.of_statement(statement).get(self.factor)
         return form is not None and any(self._truth(c, _Place(statement, form)) is False for c in statement.conditions)
 
-    def contribution(self, statement: Statement) -> float | None:
-        """What an update combines past the end, should it run there; None if that is not known."""
+    def contribution(self, statement: Statement) -> Content:
+        """What an update combines past the end, should it run there."""
         record = statement.tile_op
         if record is not None and record.reduction is not None and record.sources:
-            value, *factors = (self._access(access) for access in statement.reads[: len(record.sources)])
+            content, *factors = (self._access(access) for access in statement.reads[: len(record.sources)])
             if record.product:
-                return 0.0 if self._annihilates(value, *factors) else None
-            return abs(value) if value is not None and reduction(record.reduction).magnitudes else value
+                return ZERO if self._annihilates(content, *factors) else ANYTHING
+            return content.mapped(abs) if reduction(record.reduction).magnitudes else content
         if statement.op is None or statement.fresh:
             return self._written(statement)
         form = self.coordinates.of_statement(statement).get(self.factor)
         if not statement.values or form is None:
-            return None
+            return ANYTHING
         return self._value(statement.values[0], _Place(statement, form))  # if it runs at all
 
-    def _written(self, statement: Statement) -> float | None:
+    def _written(self, statement: Statement) -> Content:
         """What the statement writes past the end."""
         record = statement.tile_op
         if isinstance(record, tile_ops.Copy):
             return self._access(statement.reads[0])
         form = self.coordinates.of_statement(statement).get(self.factor)
         if not statement.values or form is None:
-            return None
+            return ANYTHING
         place = _Place(statement, form)
         if any(self._truth(c, place) is not True for c in statement.conditions):
-            return None
+            return ANYTHING
         return self._value(statement.values[0], place)
 
-    def _access(self, access: Access) -> float | None:
+    def _access(self, access: Access) -> Content:
         walks = self.coordinates.walks(access, self.factor)
-        return self.content(self.coordinates.ranges.of(access)) if walks else None
+        return self.content(self.coordinates.ranges.of(access)) if walks else ANYTHING
 
-    def content(self, live_range: LiveRange) -> float | None:
+    def content(self, live_range: LiveRange) -> Content:
         if live_range.is_param:
-            return None if live_range.buffer in self.safe else 0.0
-        if live_range in self.active or not live_range.writes:
-            return None
+            return ANYTHING if live_range.buffer in self.safe else ZERO
+        starts = [s for s, _ in live_range.writes if s.op is None or s.fresh]
+        if live_range in self.active or not starts:
+            return ANYTHING
         self.active.add(live_range)
-        values = {self._start(s) for s, _ in live_range.writes if s.op is None or s.fresh}
-        value = values.pop() if len(values) == 1 else None
-        kept = all(self._keeps(s, value) for s, _ in live_range.writes if s.op is not None and not s.fresh)
+        content = functools.reduce(Content.join, map(self._start, starts))
+        kept = all(self._keeps(s, content) for s, _ in live_range.writes if s.op is not None and not s.fresh)
         self.active.discard(live_range)
-        return value if kept else None
+        return content if kept else ANYTHING
 
-    def _start(self, statement: Statement) -> float | None:
+    def _start(self, statement: Statement) -> Content:
         """What a statement that does not build on the buffer's content leaves there."""
         if not statement.fresh:
             return self._written(statement)
-        value = self.contribution(statement)
-        return value if statement.operation in ("max", "min") or value == _UNIT.get(statement.operation) else None
+        content = self.contribution(statement)
+        return (
+            content if statement.operation in ("max", "min") or content == _UNIT.get(statement.operation) else ANYTHING
+        )
 
-    def _keeps(self, statement: Statement, value: float | None) -> bool:
-        """Whether an update leaves the value as it is."""
-        if value is None:
+    def _keeps(self, statement: Statement, content: Content) -> bool:
+        """Whether an update leaves the content as it is."""
+        if content == ANYTHING:
             return False
         operand = self.contribution(statement)
-        if statement.op == "prod" and self._annihilates(value, operand):
-            return value == 0.0
-        if statement.op in ("max", "min") and operand is not None:
-            return (max if statement.op == "max" else min)(value, operand) == value
-        return operand is not None and operand == _UNIT.get(statement.operation) and math.isfinite(value)
+        if statement.op == "prod" and self._annihilates(content, operand):
+            return content == ZERO
+        if statement.op in ("max", "min") and operand != ANYTHING:
+            return content.mapped(max if statement.op == "max" else min, operand) == content
+        return operand == _UNIT.get(statement.operation) and content.is_finite
 
-    def _value(self, expr: tirx.PrimExpr, place: _Place) -> float | None:
+    def _value(self, expr: tirx.PrimExpr, place: _Place) -> Content:
         constant = number(expr)
         if constant is not None:
-            return constant
+            return Content(constant)
         if isinstance(expr, tirx.Cast):
             return self._value(expr.value, place)
         if isinstance(expr, tirx.BufferLoad):
@@ -175,44 +219,42 @@ class _Padding:
             return self._choice(expr.condition, expr.true_value, expr.false_value, place)
         if isinstance(expr, tirx.Call) and isinstance(expr.op, ir.Op):
             return self._call(expr, place)
-        if isinstance(expr, (tirx.Add, tirx.Sub, tirx.Mul, tirx.Max, tirx.Min)):
+        if type(expr) in _ARITHMETIC:
             a, b = self._value(expr.a, place), self._value(expr.b, place)
             if isinstance(expr, tirx.Mul) and self._annihilates(a, b):
-                return 0.0
-            return None if a is None or b is None else _fold(expr, a, b)
-        return None
+                return ZERO
+            return a.mapped(_ARITHMETIC[type(expr)], b)
+        return ANYTHING
 
-    def _call(self, expr: tirx.Call, place: _Place) -> float | None:
+    def _call(self, expr: tirx.Call, place: _Place) -> Content:
         if expr.op.name in ("tirx.if_then_else",):
             condition, then, otherwise = expr.args
             return self._choice(condition, then, otherwise, place)
         if expr.op.name in _FUNCTIONS:
-            value = self._value(expr.args[0], place)
-            return None if value is None else _apply(_FUNCTIONS[expr.op.name], value)
-        return None
+            return self._value(expr.args[0], place).mapped(_FUNCTIONS[expr.op.name])
+        return ANYTHING
 
-    def _annihilates(self, a: float | None, b: float | None) -> bool:
+    def _annihilates(self, a: Content, b: Content) -> bool:
         """Whether a product is 0. 0 times infinity is not: past the end of the whole dim the kernel itself would have
         it, past the end of a tile what is not known may be anything."""
-        if 0.0 not in (a, b):
+        if ZERO not in (a, b):
             return False
-        other = b if a == 0.0 else a
-        return self.past_the_end if other is None else math.isfinite(other)
+        other = b if a == ZERO else a
+        return self.past_the_end if other == ANYTHING else other.is_finite
 
-    def _load(self, load: tirx.BufferLoad, place: _Place) -> float | None:
+    def _load(self, load: tirx.BufferLoad, place: _Place) -> Content:
         for access in place.statement.reads:
             if access.buffer.same_as(load.buffer) and all(
                 a.same_as(b) for a, b in zip(access.indices, load.indices, strict=True)
             ):
                 return self._access(access)
-        return None
+        return ANYTHING
 
-    def _choice(self, condition, then, otherwise, place: _Place) -> float | None:
+    def _choice(self, condition, then, otherwise, place: _Place) -> Content:
         truth = self._truth(condition, place)
         if truth is not None:
             return self._value(then if truth else otherwise, place)
-        values = {self._value(then, place), self._value(otherwise, place)}
-        return values.pop() if len(values) == 1 else None
+        return self._value(then, place).join(self._value(otherwise, place))
 
     def _truth(self, condition: tirx.PrimExpr, place: _Place) -> bool | None:
         """The condition's value past the end, if that is known."""
@@ -224,20 +266,3 @@ class _Padding:
             if analyzer.can_prove(condition):
                 return True
             return False if analyzer.can_prove(tirx.Not(condition)) else None
-
-
-def _apply(function: Callable[[float], float], value: float) -> float | None:
-    try:
-        return function(value)
-    except OverflowError:
-        return math.inf
-
-
-def _fold(expr: tirx.PrimExpr, a: float, b: float) -> float:
-    if isinstance(expr, tirx.Add):
-        return a + b
-    if isinstance(expr, tirx.Sub):
-        return a - b
-    if isinstance(expr, tirx.Mul):
-        return a * b
-    return max(a, b) if isinstance(expr, tirx.Max) else min(a, b)

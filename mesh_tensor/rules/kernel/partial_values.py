@@ -7,7 +7,7 @@ kernel is cut, and the value completed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tvm import tirx
@@ -16,7 +16,7 @@ from mesh_tensor.base.reductions import neutral, reduction
 from mesh_tensor.tir.constants import number
 
 from .coordinates import Coordinates
-from .factors import Blocked, Factor
+from .factors import Factor
 from .live_ranges import LiveRange
 from .statements import Access, Kernel, Statement, describe
 
@@ -39,17 +39,28 @@ class _Partial:
 class PartialValues:
     """The live ranges that splitting one factor leaves partial, as far as they have been added and followed.
 
-    Every method raises `Blocked` where the factor can't be split for what it finds."""
+    What adds or follows returns why the factor can't be split for what it finds, None if it can."""
 
     def __init__(self, kernel: Kernel, coordinates: Coordinates, factor: Factor):
         self._kernel, self._coordinates, self._factor = kernel, coordinates, factor
         self._partial: dict[LiveRange, _Partial] = {}
         self._accounted: dict[Statement, set[tirx.Var]] = {}
+        self._uses: list[Use] = []
 
     @property
     def ops(self) -> dict[LiveRange, str]:
         """What completes the values of devices; those of single blocks are combined within a device."""
         return {live_range: partial.op for live_range, partial in self._partial.items() if not partial.outer}
+
+    @property
+    def cut(self) -> int | None:
+        """The top-level statement before which all values are completed that are needed whole; None if none is."""
+        return min((statement.top for statement, _ in self._uses), default=None)
+
+    @property
+    def completed(self) -> tuple[LiveRange, ...]:
+        """The values that are needed whole from there on."""
+        return tuple(dict.fromkeys(live_range for _, live_range in self._uses))
 
     def op_of(self, live_range: LiveRange) -> str | None:
         """What completes the live range, be it of a device or of a block; None if it is not partial."""
@@ -64,57 +75,58 @@ class PartialValues:
         partial = self._partial.get(self._coordinates.ranges.of(statement.target))
         return partial is not None and statement in partial.contributions
 
-    def add(self, statement: Statement, op: str, over: Iterable[tirx.Var]) -> bool:
-        """The statement leaves its target partial in `op`, having combined what `over` walks; returns whether that is
-        new."""
+    def add(self, statement: Statement, op: str, over: Iterable[tirx.Var]) -> str | None:
+        """The statement leaves its target partial in `op`, having combined what `over` walks."""
         live_range = self._coordinates.ranges.of(statement.target)
         scope = {loop.var for loop in live_range.scope}
         outer = frozenset(v for v in over if v in scope)
         known = self._partial.setdefault(live_range, _Partial(op, outer))
         if (known.op, known.outer) != (op, outer):
-            raise Blocked(f"{live_range.buffer.name} is combined by {known.op} and by {op} over the same dim")
+            return f"{live_range.buffer.name} is combined by {known.op} and by {op} over the same dim"
         self._accounted.setdefault(statement, set()).update(over)
-        if statement in known.contributions:
-            return False
-        known.contributions.append(statement)
-        return True
+        if statement not in known.contributions:
+            known.contributions.append(statement)
+        return None
 
-    def follow(self) -> list[Use]:
-        """Add what statements that keep partial values partial write; returns the uses that need the whole value."""
-        uses: list[Use] = []
-        changed = True
-        while changed:
-            changed, uses = False, []
+    def follow(self) -> str | None:
+        """Add what statements that keep partial values partial write, and note the uses that need the whole value."""
+        known = -1
+        while known < (now := self._contributions()):
+            known, self._uses = now, []
             for statement in self._kernel.statements:
                 for access in statement.reads:
-                    live_range = self._coordinates.ranges.of(access)
-                    partial = self._partial.get(live_range)
-                    if partial is None:
-                        continue
-                    self._check_complete(statement, live_range, partial)
-                    if self._stays_partial(statement, access, partial):
-                        changed |= self._pass_on(statement, partial)
-                    else:
-                        uses.append((statement, live_range))
-        uses += self._other_updates()
-        for statement, live_range in uses:
+                    if problem := self._follow(statement, access):
+                        return problem
+        self._uses += self._other_updates()
+        for statement, live_range in self._uses:
             if self._partial[live_range].outer:
-                raise Blocked(
+                return (
                     f"{describe(statement)} uses the {self._partial[live_range].op} of one block of it "
                     f"({live_range.buffer.name}) before all blocks are combined"
                 )
-        return uses
+        return None
 
-    def _stays_partial(self, statement: Statement, access: Access, partial: _Partial) -> bool:
-        return keeps_partial(statement, access, partial.op) and not self._coordinates.walks(
-            statement.target, self._factor
-        )
+    def _contributions(self) -> int:
+        return sum(len(partial.contributions) for partial in self._partial.values())
 
-    def _pass_on(self, statement: Statement, partial: _Partial) -> bool:
-        """Add what a statement makes of a partial value that it keeps partial; returns whether that is new."""
+    def _follow(self, statement: Statement, access: Access) -> str | None:
+        """What a statement makes of a value that it reads."""
+        live_range = self._coordinates.ranges.of(access)
+        partial = self._partial.get(live_range)
+        if partial is None:
+            return None
+        if problem := self._why_incomplete(statement, live_range, partial):
+            return problem
+        if keeps_partial(statement, access, partial.op) and not self._coordinates.walks(statement.target, self._factor):
+            return self._pass_on(statement, partial)
+        self._uses.append((statement, live_range))
+        return None
+
+    def _pass_on(self, statement: Statement, partial: _Partial) -> str | None:
+        """Add what a statement makes of a partial value that it keeps partial."""
         scope = {loop.var for loop in self._coordinates.ranges.of(statement.target).scope}
         if (statement.op is None or statement.fresh) and not partial.outer <= scope:
-            raise Blocked(f"{describe(statement)} keeps the last block's value only")
+            return f"{describe(statement)} keeps the last block's value only"
         return self.add(statement, partial.op, partial.outer)
 
     def _other_updates(self) -> list[Use]:
@@ -126,38 +138,32 @@ class PartialValues:
             if statement.op not in (None, partial.op) and not statement.fresh
         ]
 
-    def _check_complete(self, statement: Statement, live_range: LiveRange, partial: _Partial) -> None:
+    def _why_incomplete(self, statement: Statement, live_range: LiveRange, partial: _Partial) -> str | None:
         """A use inside the factor's loop that still adds to the value sees what came before it, in order."""
         scope = {loop.var for loop in live_range.scope}
         own = (statement.vars & self._factor.roles.keys()) - scope
         if any(loop.var in own for contribution in partial.contributions for loop in contribution.loops):
-            raise Blocked(
-                f"{describe(statement)} uses {live_range.buffer.name} inside the loop that is still adding to it"
-            )
+            return f"{describe(statement)} uses {live_range.buffer.name} inside the loop that is still adding to it"
+        return None
 
-    def gated(self) -> list[Statement]:
-        """The statements whose contribution must count on one device only: what partial values start from."""
-        found = []
-        for live_range, partial in self._partial.items():
-            if reduction(partial.op).idempotent:
-                continue
-            for statement, _ in live_range.writes:
-                if statement in partial.contributions or _sets_neutral(statement, partial.op):
-                    continue
-                if partial.outer:
-                    raise Blocked(f"{describe(statement)} starts every block of it with a value that would count again")
-                found.append(statement)
-        return found
+    def starts(self) -> Iterator[tuple[Statement, str | None]]:
+        """The statements that partial values start from, whose contribution must count on one device only; and why
+        it can't."""
+        for partial, statement in [(p, s) for r, p in self._partial.items() for s, _ in r.writes]:
+            counts_again = not reduction(partial.op).idempotent and statement not in partial.contributions
+            if counts_again and not _sets_neutral(statement, partial.op):
+                again = f"{describe(statement)} starts every block of it with a value that would count again"
+                yield statement, again if partial.outer else None
 
-    def cut(self, uses: list[Use]) -> int | None:
-        """The top-level statement before which all values are completed that `uses` need whole; None without any."""
-        for statement, live_range in uses:
+    def why_not_cut(self) -> str | None:
+        """Why the kernel can't be cut where values are needed whole."""
+        for statement, live_range in self._uses:
             if statement.top <= max(s.top for s in self._partial[live_range].contributions):
-                raise Blocked(
+                return (
                     f"{describe(statement)} needs the whole value of {live_range.buffer.name} inside the loop that "
                     "computes it"
                 )
-        return min((statement.top for statement, _ in uses), default=None)
+        return None
 
 
 def _sets_neutral(statement: Statement, op: str) -> bool:

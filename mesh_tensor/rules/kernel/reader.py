@@ -11,6 +11,7 @@ from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.tir import effects, tile_ops
 from mesh_tensor.tir.functions import function_name
 from mesh_tensor.tir.linear import linear_form
+from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.user_reports import assert_call, is_print
 from mesh_tensor.tir.views import left_views
 
@@ -238,9 +239,7 @@ def _check_supported(func: tirx.PrimFunc, block: tirx.SBlock) -> None:
     """Refuse what means more than one program of the kernel."""
     where = f"kernel {function_name(func)!r}"
     _check_safe_values(func, block, where)
-    stmts: list[tirx.Evaluate] = []
-    post_order_visit(block.body, lambda n: stmts.append(n) if isinstance(n, tirx.Evaluate) else None)
-    for found in filter(None, map(tile_ops.between_programs, stmts)):
+    for found in filter(None, map(tile_ops.between_programs, nodes(block.body, tirx.Evaluate))):
         refuse(
             found,
             where=where,
@@ -252,14 +251,12 @@ def _check_supported(func: tirx.PrimFunc, block: tirx.SBlock) -> None:
 def _check_safe_values(func: tirx.PrimFunc, block: tirx.SBlock, where: str) -> None:
     """Refuse values outside a buffer that single loads would have to give: those give 0."""
     asked = safe_buffers(func.buffer_map.values(), block)
+    if not asked:
+        return
     single: list[tirx.Buffer] = []
-
-    def visit(node: object) -> None:
-        if isinstance(node, (tirx.BufferStore, tirx.IfThenElse, tirx.Bind)):
-            value = node.condition if isinstance(node, tirx.IfThenElse) else node.value
-            post_order_visit(value, lambda n: single.append(n.buffer) if isinstance(n, tirx.BufferLoad) else None)
-
-    post_order_visit(block.body, visit)
+    for node in nodes(block.body, tirx.BufferStore, tirx.IfThenElse, tirx.Bind):
+        value = node.condition if isinstance(node, tirx.IfThenElse) else node.value
+        post_order_visit(value, lambda n: single.append(n.buffer) if isinstance(n, tirx.BufferLoad) else None)
     found = [f"T.annotate_safe_value of {b.name!r}, which is read element by element" for b in asked if b in single]
     if found:
         refuse(found, where=where, why="it is supported where T.copy reads", fix="T.copy the block to a shared buffer")

@@ -7,6 +7,7 @@ the factor or asks for tiles of whole blocks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,29 +18,29 @@ from mesh_tensor.tir.linear import Linear, vars_of
 from mesh_tensor.tir.tile_position import text_of
 
 from .coordinates import Coordinates
-from .factors import Blocked, Factor
+from .factors import Factor
 from .index_values import why_whole_blocks, without_loads
-from .live_ranges import LiveRange
+from .live_ranges import LiveRange, Taints
 from .padding import padding_is_neutral, takes_whole_blocks
 from .partial_values import PartialValues, keeps_partial
 from .statements import Access, Kernel, Statement, describe, used_vars
-from .taints import Taints
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Reduction:
     """What splitting a factor leaves partial.
 
     `partial`: live ranges with the operation that completes them. `updates`: the statements that combine over the
     factor, with their coordinate in it (padding must be neutral there). `gated`: statements whose contribution must
     count on one device only. `cut`: the top-level statement before which the partial values must be completed, None if
-    only outputs are partial. `masked`: False where padding that a block reaches past the tile's end is known to be
-    neutral."""
+    only outputs are partial; `completed` are the live ranges that are used whole. `masked`: False where padding that a
+    block reaches past the tile's end is known to be neutral."""
 
-    partial: dict[LiveRange, str] = field(default_factory=dict)
-    updates: dict[Statement, Linear] = field(default_factory=dict)
-    gated: list[Statement] = field(default_factory=list)
+    partial: Mapping[LiveRange, str] = field(default_factory=dict)
+    updates: Mapping[Statement, Linear] = field(default_factory=dict)
+    gated: tuple[Statement, ...] = ()
     cut: int | None = None
+    completed: tuple[LiveRange, ...] = ()
     masked: bool = True
 
     @property
@@ -47,9 +48,26 @@ class Reduction:
         return tuple(dict.fromkeys(self.partial.values()))
 
 
-class FactorAnalysis:
-    """Checks one factor against every statement; `run` fills `factor.blocked` and `factor.aligned`, and returns its
-    Reduction (an empty one where nothing may split the factor).
+@dataclass(frozen=True)
+class Verdict:
+    """What comes of splitting a factor: `blocked`, `aligned` and `lanes` as in `Factor`, and the reduction (an empty
+    one where nothing may split the factor)."""
+
+    blocked: str | None
+    aligned: str | None = None
+    lanes: str | None = None
+    reduction: Reduction = Reduction()
+
+
+def judge(kernel: Kernel, coordinates: Coordinates, factor: Factor, taints: Taints) -> Verdict:
+    """Check a factor against every statement."""
+    if factor.blocked is not None:
+        return Verdict(factor.blocked)
+    return _Judgement(kernel, coordinates, factor, taints).verdict()
+
+
+class _Judgement:
+    """What is known of a factor so far.
 
     `lanes`: accumulators with one value per position in a block, as `sums` in `sums[i] += A[ko * 32 + i]`."""
 
@@ -58,36 +76,50 @@ class FactorAnalysis:
         self.vars = set(factor.roles)
         self.partial = PartialValues(kernel, coordinates, factor)
         self.updates: dict[Statement, Linear] = {}
-        self.lanes: set[LiveRange] = set()
+        self.lanes: dict[LiveRange, None] = {}
+        self.gated: list[Statement] = []
+        self.aligned: str | None = None
+        self.why_lanes: str | None = None
 
-    def run(self) -> Reduction:
-        if self.factor.blocked is None:
-            try:
-                return self._analyse()
-            except Blocked as error:
-                self.factor.blocked = str(error)
-        return Reduction()
+    def verdict(self) -> Verdict:
+        blocked = next(self._obstacles(), None)
+        if blocked is not None:
+            return Verdict(blocked)
+        masked = not self._padding_is_neutral(past_the_end=False)
+        made = Reduction(
+            self.partial.ops, self.updates, tuple(self.gated), self.partial.cut, self.partial.completed, masked
+        )
+        return Verdict(None, self.aligned, self.why_lanes, made)
 
-    def _analyse(self) -> Reduction:
-        self._check_ranges()
+    def _obstacles(self) -> Iterator[str]:
+        """What keeps the factor from being split: after the first one, nothing is looked at any more."""
+        yield from self._mixed_ranges()
         forms = {s: self._coordinate(s) for s in self.kernel.statements}
         for statement, form in forms.items():
             if statement.unknown:
-                raise Blocked(f"{statement.unknown} is not understood")
-            self._check_untyped_indices(statement)
+                yield f"{statement.unknown} is not understood"
+            yield from self._untyped_indices(statement)
             if form is not None:
-                self._check_values(statement, form)
-                self._check_write(statement, form)
-        uses = self.partial.follow()
-        self._check_lanes()
+                self._align(why_whole_blocks(statement, form, self.factor, self.kernel, self.coordinates))
+                yield from self._write(statement, form)
+        if problem := self.partial.follow():
+            yield problem
+        self._find_lanes()
         for statement, form in forms.items():
             if form is None:
-                self._check_values(statement, None)
-            self._check_repeats(statement, form)
-        gated, cut = self.partial.gated(), self.partial.cut(uses)
-        self._check_past_the_end()
-        masked = not self._padding_is_neutral(past_the_end=False)
-        return Reduction(self.partial.ops, self.updates, gated, cut, masked)
+                self._align(why_whole_blocks(statement, None, self.factor, self.kernel, self.coordinates))
+            yield from self._repeats(statement, form)
+        for statement, problem in self.partial.starts():
+            if problem:
+                yield problem
+            self.gated.append(statement)
+        if problem := self.partial.why_not_cut():
+            yield problem
+        yield from self._past_the_end()
+
+    def _align(self, reason: str | None) -> None:
+        """Where loop variables are values, only the coordinate may count, or tiles must be whole blocks."""
+        self.aligned = self.aligned or reason
 
     def _range(self, access: Access) -> LiveRange:
         return self.coordinates.ranges.of(access)
@@ -97,7 +129,7 @@ class FactorAnalysis:
         form = self.coordinates.of_statement(statement).get(self.factor)
         return self.coordinates.around(statement, self.factor) if form is None else form
 
-    def _check_ranges(self) -> None:
+    def _mixed_ranges(self) -> Iterator[str]:
         """A buffer that holds the whole factor shrinks with it, so all its live ranges must agree on that."""
         whole: dict[tuple[tirx.Buffer, int], set[bool]] = {}
         for live_range in self.coordinates.ranges.all:
@@ -109,9 +141,9 @@ class FactorAnalysis:
                 whole.setdefault((live_range.buffer, dim), set()).add(holds)
         for (buffer, dim), kinds in whole.items():
             if len(kinds) > 1:
-                raise Blocked(f"{buffer.name} dim {dim} holds the whole dim in one place and something else in another")
+                yield f"{buffer.name} dim {dim} holds the whole dim in one place and something else in another"
 
-    def _check_untyped_indices(self, statement: Statement) -> None:
+    def _untyped_indices(self, statement: Statement) -> Iterator[str]:
         """On-chip dims without a coordinate may be read at places that are loaded, and combined into: at places that
         are computed from the factor's loops, they then have `lanes`, or count whole blocks."""
         for access in statement.accesses:
@@ -121,20 +153,12 @@ class FactorAnalysis:
                     continue
                 computed = vars_of([without_loads(index)], {}) & self.vars
                 if access is statement.write and statement.op is not None:
-                    self._add_lanes(
-                        live_range, computed, f"{access.buffer.name} dim {dim} is indexed by {text_of(index)}"
-                    )
+                    if computed & self._block_loops:
+                        self._align(f"{access.buffer.name} dim {dim} is indexed by {text_of(index)}")
+                    elif computed:
+                        self.lanes[live_range] = None
                 elif computed or (access is statement.write and self._depends(index)):
-                    raise Blocked(
-                        f"{access.buffer.name} dim {dim} is indexed by {text_of(index)}, which depends on the block"
-                    )
-
-    def _add_lanes(self, live_range: LiveRange, computed: set[tirx.Var], reason: str) -> None:
-        """What is combined at places computed from these loops depends on positions in blocks, or on which block."""
-        if computed & self._block_loops:
-            self.factor.aligned = self.factor.aligned or reason
-        elif computed:
-            self.lanes.add(live_range)
+                    yield f"{access.buffer.name} dim {dim} is indexed by {text_of(index)}, which depends on the block"
 
     def _depends(self, index: tirx.PrimExpr) -> bool:
         return bool(vars_of([index], self.kernel.binds) & self.vars)
@@ -144,13 +168,7 @@ class FactorAnalysis:
         """The loops over blocks: a device counts them from where its tile starts."""
         return {form.ordered[0][0] for form in self.coordinates.forms[self.factor] if form.terms}
 
-    def _check_values(self, statement: Statement, form: Linear | None) -> None:
-        """Where loop variables are values, only the coordinate may count, or tiles must be whole blocks."""
-        self.factor.aligned = self.factor.aligned or why_whole_blocks(
-            statement, form, self.factor, self.kernel, self.coordinates
-        )
-
-    def _check_write(self, statement: Statement, form: Linear) -> None:
+    def _write(self, statement: Statement, form: Linear) -> Iterator[str]:
         """What is written at many coordinates to one place is combined there, or is the same at all of them."""
         write = statement.write
         if write is None or self.coordinates.walks(write, self.factor):
@@ -159,10 +177,11 @@ class FactorAnalysis:
         if set(form.terms) <= scope:
             return
         if statement.op is not None and not self._starts_anew(statement, form, scope):
-            self.partial.add(statement, statement.op, form.terms)
+            if problem := self.partial.add(statement, statement.op, form.terms):
+                yield problem
             self.updates[statement] = form
         elif not self._is_same_everywhere(statement):
-            raise Blocked(
+            yield (
                 f"{describe(statement)} keeps one of many coordinates' values: no reduction is known for it"
                 if statement.op is None
                 else f"{describe(statement)} starts anew in every block of it and keeps the last block's value only"
@@ -190,7 +209,7 @@ class FactorAnalysis:
         """The loop variables that what the statement writes may depend on, but for what was there before."""
         return used_vars(statement, self.kernel) | {v for a in statement.reads for v in self.taints[self._range(a)]}
 
-    def _check_lanes(self) -> None:
+    def _find_lanes(self) -> None:
         """What is in a single lane depends on where blocks start: unless only all lanes together are used, tiles have
         to be whole blocks."""
         for live_range in self.lanes:
@@ -198,10 +217,10 @@ class FactorAnalysis:
             for statement, access in live_range.reads:
                 kept = op is not None and statement.op == op and keeps_partial(statement, access, op)
                 if not kept:
-                    self.factor.lanes = f"{live_range.buffer.name} keeps one value per position in a block"
-                    self.factor.aligned = self.factor.aligned or self.factor.lanes
+                    self.why_lanes = f"{live_range.buffer.name} keeps one value per position in a block"
+                    self._align(self.why_lanes)
 
-    def _check_repeats(self, statement: Statement, form: Linear | None) -> None:
+    def _repeats(self, statement: Statement, form: Linear | None) -> Iterator[str]:
         """A statement inside loops of the factor that are not its coordinate runs once per block: it must not
         notice."""
         if statement.write is None:
@@ -214,18 +233,15 @@ class FactorAnalysis:
         contributes = self.partial.contributes(statement)
         counts = statement.op is not None and not statement.fresh
         if counts and not (contributes and reduction(statement.operation).idempotent):
-            raise Blocked(f"{describe(statement)} counts the blocks of it")
+            yield f"{describe(statement)} counts the blocks of it"
         same = not self._tainted(statement) & around if contributes else self._is_same_everywhere(statement)
         if not same:
-            raise Blocked(f"{describe(statement)} carries a value from one block of it to the next")
+            yield f"{describe(statement)} carries a value from one block of it to the next"
 
-    def _check_past_the_end(self) -> None:
+    def _past_the_end(self) -> Iterator[str]:
         """Positions past the dim's end that the kernel's own blocks reach must not count, or the kernel means them."""
-        if takes_whole_blocks(self.kernel, self.factor) or self._padding_is_neutral(past_the_end=True):
-            return
-        raise Blocked(
-            f"blocks of {self.factor.block} reach past its end ({self.factor.size}), and what is there counts"
-        )
+        if not takes_whole_blocks(self.kernel, self.factor) and not self._padding_is_neutral(past_the_end=True):
+            yield f"blocks of {self.factor.block} reach past its end ({self.factor.size}), and what is there counts"
 
     def _padding_is_neutral(self, *, past_the_end: bool) -> bool:
         return all(

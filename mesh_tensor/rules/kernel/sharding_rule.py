@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from tvm import tirx
 
 from mesh_tensor.annotations.kernel_source import check_kernel
 
-from .coordinates import Coordinates
+from .coordinates import Coordinates, find_coordinates
 from .earlier_content import needs_content, only_keeps_content
 from .factors import Factor
 from .granularity import Refined
-from .live_ranges import LiveRanges
+from .live_ranges import LiveRanges, Taints, find_taints
 from .normalize import normalize
 from .reader import read_kernel
-from .reductions import FactorAnalysis, Reduction
+from .reductions import Reduction, judge
 from .statements import Kernel
-from .taints import Taints, find_taints
 
 _PARALLEL_NAMES = {1: ("m",), 2: ("m", "n"), 3: ("b", "m", "n"), 4: ("b", "h", "m", "n")}
 _REDUCED_NAMES = ("k", "l", "r", "s")
 _MORE_NAMES = "cdefgijopqtuvwxyz"
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Analysis:
     """Everything the later stages ask about one kernel (a function with one grid)."""
 
     kernel: Kernel
     coordinates: Coordinates
-    reductions: dict[Factor, Reduction]
+    reductions: Mapping[Factor, Reduction]
     taints: Taints
 
     @property
-    def factors(self) -> list[Factor]:
+    def factors(self) -> tuple[Factor, ...]:
         return self.coordinates.factors
 
     def factor_of(self, param: str, dim: int) -> Factor | None:
@@ -53,11 +54,15 @@ class Analysis:
     def read(self, param: str) -> bool:
         """Whether the kernel needs the parameter's earlier content: it reads it before writing it, or writes only
         parts."""
-        return needs_content(self.kernel, self.coordinates, param)
+        return param in self._read
+
+    @cached_property
+    def _read(self) -> frozenset[str]:
+        return frozenset(p for p in self.kernel.params if needs_content(self.kernel, self.coordinates, p))
 
     def only_kept(self, param: str) -> bool:
         """Whether a parameter that is written is `read` only because some of it may stay as it was."""
-        return self.written(param) and only_keeps_content(self.kernel, self.coordinates, param)
+        return self.read(param) and self.written(param) and only_keeps_content(self.kernel, param)
 
 
 @dataclass(frozen=True)
@@ -90,11 +95,16 @@ def analyse(func: tirx.PrimFunc) -> Analysis:
     """Analyse a normalized function with one grid."""
     kernel = read_kernel(func)
     ranges = LiveRanges(kernel)
-    coordinates, taints = Coordinates(kernel, ranges), find_taints(kernel, ranges)
-    reductions = {f: FactorAnalysis(kernel, coordinates, f, taints).run() for f in coordinates.factors}
-    analysis = Analysis(kernel, coordinates, reductions, taints)
-    _name_factors(analysis)
-    return analysis
+    derived, taints = find_coordinates(kernel, ranges), find_taints(kernel, ranges)
+    names = factor_names(kernel, derived.factors)
+    factors, reductions = {}, {}
+    for old in derived.factors:
+        verdict = judge(kernel, derived, old, taints)
+        new = factors[old] = replace(
+            old, name=names[old], blocked=verdict.blocked, aligned=verdict.aligned, lanes=verdict.lanes
+        )
+        reductions[new] = verdict.reduction
+    return Analysis(kernel, derived.with_factors(factors), reductions, taints)
 
 
 def sharding_rule(prim_func: tirx.PrimFunc) -> ShardingRule:
@@ -141,19 +151,18 @@ def _kind(factor: Factor, reduction: Reduction) -> str:
     return ", ".join(reduction.ops) or "parallel"
 
 
-def _name_factors(analysis: Analysis) -> None:
+def factor_names(kernel: Kernel, factors: Sequence[Factor]) -> dict[Factor, str]:
     """m, n for what the outputs are indexed by, k for what is reduced: the names that people expect."""
-    outputs = [name for name in analysis.kernel.params if analysis.written(name)]
-    parallel: list[Factor] = []
-    for name in sorted(outputs, key=lambda n: -len(analysis.kernel.params[n].shape)):
-        for dim in range(len(analysis.kernel.params[name].shape)):
-            factor = analysis.factor_of(name, dim)
-            if factor is not None and factor not in parallel:
-                parallel.append(factor)
-    others = [f for f in analysis.factors if f not in parallel]
-    more = iter([*_MORE_NAMES, *(f"f{i}" for i in range(len(analysis.factors)))])
-    names = list(_PARALLEL_NAMES.get(len(parallel), ()))
-    for position, factor in enumerate(parallel):
-        factor.name = names[position] if names else next(more)
-    for position, factor in enumerate(others):
-        factor.name = _REDUCED_NAMES[position] if position < len(_REDUCED_NAMES) else next(more)
+    of_dim = {dim: factor for factor in factors for dim in factor.dims}
+    outputs = [name for name, buffer in kernel.params.items() if any(s.writes(buffer) for s in kernel.statements)]
+    dims = [(n, d) for n in sorted(outputs, key=lambda n: -_ndim(kernel, n)) for d in range(_ndim(kernel, n))]
+    parallel = list(dict.fromkeys(of_dim[dim] for dim in dims if dim in of_dim))
+    others = [f for f in factors if f not in parallel]
+    more = iter([*_MORE_NAMES, *(f"f{i}" for i in range(len(factors)))])
+    names = [*(_PARALLEL_NAMES.get(len(parallel)) or [next(more) for _ in parallel])]
+    names += [*_REDUCED_NAMES, *more][: len(others)]
+    return dict(zip([*parallel, *others], names, strict=True))
+
+
+def _ndim(kernel: Kernel, param: str) -> int:
+    return len(kernel.params[param].shape)

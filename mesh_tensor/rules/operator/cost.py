@@ -37,7 +37,8 @@ def class_of(name: str) -> str:
 
 
 def count_flops(call: OpCall) -> int:
-    """Floating-point operations: 2 per multiply-add of what contracts; 1 per element of the largest tensor else."""
+    """Floating-point operations: 2 per multiply-add of what contracts; 1 per element of the largest tensor else.
+    Gradients: three times what they are of."""
     if call.name == "matmul":
         return 2 * call.outputs[0].elements * call.inputs[0].shape[-1]
     if call.name == "einsum":
@@ -50,6 +51,8 @@ def count_flops(call: OpCall) -> int:
     if call.name.startswith("nn.attention"):
         batch, queries, heads, size = call.inputs[0].shape
         return 4 * batch * heads * queries * call.inputs[1].shape[1] * size
+    if operator_name(call) == VJP:  # once more, and twice that backwards
+        return 3 * sum(count_flops(of) for of, _ in vjp_of(call).calls)
     return max((math.prod(tensor.shape) for tensor in (*call.inputs, *call.outputs)), default=0)
 
 

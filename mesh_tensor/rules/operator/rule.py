@@ -55,6 +55,22 @@ Localizer = Callable[[LocalCall], relax.Expr]
 
 
 @dataclass(frozen=True)
+class InnerReduction:
+    """A value in the middle of a kernel that is combined by `op` over `factor`, and needed whole from there on: where
+    an axis splits the factor, a collective completes it.
+
+    `dims` and `shape` are those of the value over all blocks. `ends`: nothing walks the factor after that, so that
+    the axes which split it may split another one."""
+
+    factor: str
+    op: str
+    dims: tuple[str | None, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    ends: bool
+
+
+@dataclass(frozen=True)
 class OpRule:
     """Dims that share a factor are split together.
 
@@ -63,6 +79,8 @@ class OpRule:
                       "min", "prod"): for factors of inputs that some output lacks. Before the operator reads a tile
                       whose last part is padding along such a factor, the padding is set to the op's neutral element in
                       all operands that have the factor.
+    partial           per result the factors of `reduced` that leave it to be completed, with the op, where results
+                      differ in that; by default all that it does not have.
     sizes             factor -> size, for factors of compound dims (all others have a dim's size)
     linear            sets of operands: the op is linear in the operands of a set taken together while the others are
                       fixed (add: {0, 1} together; matmul: {0}, {1}). Sums that are not yet reduced pass through.
@@ -70,6 +88,8 @@ class OpRule:
     unsplit           factors that no axis may split.
     positional        factors of single dims whose tiles have to be contiguous: `localize` looks at where they lie.
     masks             the operator minds its operands' padding itself: nothing has to set it.
+    blocks            factor -> size of its blocks, where the tiles of all devices have to be whole blocks.
+    inner             what is reduced inside a kernel, in the order in which it is.
     moves             the op only moves elements: results pending with any op pass through.
     localize          how the call looks on tiles; None: the same call on the tiles.
 
@@ -80,11 +100,14 @@ class OpRule:
     inputs: tuple[tuple[Dim, ...], ...]
     outputs: tuple[tuple[Dim, ...], ...]
     reduced: Mapping[str, str] = field(default_factory=dict)
+    partial: tuple[Mapping[str, str], ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     linear: tuple[frozenset[int], ...] = ()
     moves: bool = False
     unsplit: frozenset[str] = frozenset()
     positional: frozenset[str] = frozenset()
+    blocks: Mapping[str, int] = field(default_factory=dict)
+    inner: tuple[InnerReduction, ...] = ()
     masks: bool = False
     localize: Localizer | None = None
 

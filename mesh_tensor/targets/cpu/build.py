@@ -14,7 +14,7 @@ import tvm_ffi
 from tvm import ir, tirx
 from tvm.target import Target
 
-from mesh_tensor.base.dtypes import ALIGNMENT, itemsize
+from mesh_tensor.base.dtypes import ALIGNMENT, element_dtype, is_float, itemsize
 from mesh_tensor.base.errors import refuse
 
 from .blas import blas_wanted, give_blas
@@ -35,11 +35,6 @@ _C_TYPES = {
     "float32": "float",
     "float64": "double",
     "bool": "uint8_t",
-    "float16": "mt_float16",
-    "bfloat16": "mt_bfloat16",
-    "float8_e4m3": "mt_float8_e4m3fn",
-    "float8_e4m3fn": "mt_float8_e4m3fn",
-    "float8_e5m2": "mt_float8_e5m2",
 }
 
 
@@ -137,7 +132,7 @@ def _pointer(kernel: CKernel, index: int) -> str:
 
 
 def _c_type(dtype: str) -> str:
-    return _C_TYPES.get(dtype, f"{dtype}_t")
+    return _C_TYPES.get(dtype, f"mt_{element_dtype(dtype)}" if is_float(dtype) else f"{dtype}_t")
 
 
 @functools.cache

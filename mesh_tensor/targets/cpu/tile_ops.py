@@ -12,7 +12,7 @@ from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.tir.constants import neutral_element
-from mesh_tensor.tir.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Region, Scan, TileOp, Transpose
+from mesh_tensor.tir.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Region, Scan, TileOp, Transpose, deeper
 
 from .bounds import Bounds
 from .combine import accumulator_dtype, combine
@@ -122,7 +122,7 @@ class TileOps:
                 why="they differ in the number of dims longer than 1",
                 fix="copy regions whose shapes agree, dims of extent 1 aside",
             )
-        if _depth(src) >= _depth(dst):
+        if deeper(src, dst) is src:
             return src, _with_long_extents(dst, src)
         return _with_long_extents(src, dst), dst
 
@@ -196,11 +196,6 @@ class TileOps:
     def _inside(self, region: Region, dim: int) -> bool:
         start, extent, size = region.mins[dim], region.extents[dim], region.buffer.shape[dim]
         return self._bounds.proves(start >= 0) and self._bounds.proves(start + extent <= size)
-
-
-def _depth(region: Region) -> int:
-    scope = region.buffer.scope()
-    return 0 if scope == "global" else 1 if scope.startswith("shared") else 2
 
 
 def _with_long_extents(region: Region, base: Region) -> Region:

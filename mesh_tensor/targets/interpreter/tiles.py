@@ -12,14 +12,12 @@ from tvm import tirx
 from mesh_tensor.base.dtypes import numpy_dtype
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.reductions import neutral, reduction
-from mesh_tensor.tir.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Region, Scan, TileOp, Transpose
+from mesh_tensor.tir.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Region, Scan, TileOp, Transpose, deeper
 
 from .expressions import compile_expr
 from .memory import box_view, read_box, write_box
 from .numerics import UFUNCS, assign, convert, wide
 from .scope import Action, Code, Frame, Scope, Storage, constant
-
-_DEPTH = {"local.fragment": 2, "local": 2, "shared": 1, "shared.dyn": 1, "shared.tmem": 1}
 
 
 def compile_tile_op(op: TileOp, scope: Scope) -> Action:
@@ -105,8 +103,7 @@ def _base(src: Region, dst: Region) -> Region:
             f"a copy from {src.buffer.name}{list(src.extents)} to {dst.buffer.name}{list(dst.extents)} pairs "
             f"{len(src.long_dims)} dims with {len(dst.long_dims)}"
         )
-    depth = [_DEPTH.get(r.buffer.scope(), 0) for r in (src, dst)]
-    return src if depth[0] >= depth[1] else dst
+    return deeper(src, dst)
 
 
 def _copy(op: Copy, scope: Scope) -> Action:

@@ -5,7 +5,7 @@ import tilelang.language as T
 from kernels.matmul import matmul
 from mesh_tensor.rules.kernel.live_ranges import LiveRanges, overwrites_all
 
-from .kernels import kernel, on_rows
+from .kernels import analysis, kernel, on_rows
 
 
 def ranges_of(func, name):
@@ -129,3 +129,11 @@ def test_what_overwrites_all_of_a_buffer():
     made = kernel(on_rows(body))
     found = [overwrites_all(s, made) for s in made.statements[1:-1]]
     assert found == [True, True, False, False, False, False, True, False]
+
+
+def test_taints_follow_values():
+    found = analysis(matmul(64, 64, 64, 16, 16, 16))
+    taints = {r.buffer.name: {v.name for v in variables} for r, variables in found.taints.items()}
+    assert {"ko", "by"} <= taints["A_shared"]
+    assert "bx" not in taints["A_shared"]
+    assert {"ko", "by", "bx"} <= taints["C_local"]

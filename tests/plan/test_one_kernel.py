@@ -6,11 +6,17 @@ from tvm import tirx
 
 from kernels.elementwise import add
 from kernels.matmul import matmul
+from kernels.matmul_bias_gelu import matmul_bias_gelu
 from kernels.reduce import reduce_rows
+from kernels.rms_norm import rms_norm
+from kernels.softmax import softmax
 from mesh_tensor import Mesh, Sharding
-from mesh_tensor.plan.kernel_placements import Propagation, tile_extent
+from mesh_tensor.plan.one_kernel import KernelDecision
+from mesh_tensor.plan.tir_rule import rule_of_analysis
+from mesh_tensor.rules.kernel.factors import tile_extent
 from mesh_tensor.rules.kernel.normalize import normalize
 from mesh_tensor.rules.kernel.sharding_rule import analyse
+from tests.lowering.kernels import scale
 
 MATMUL = matmul(64, 64, 64, 16, 16, 16)
 TALL = matmul(512, 16, 16, 16, 16, 16)
@@ -22,7 +28,7 @@ def decide(func, mesh, shardings, **options):
     analysis = analyse(normalize(func))
     ndims = {name: len(buffer.shape) for name, buffer in analysis.kernel.params.items()}
     asked = {name: Sharding.make(mesh, ndims[name], layout) for name, layout in shardings.items()}
-    return Propagation(analysis, mesh, asked, **options).decide()
+    return KernelDecision(analysis, mesh, asked, **options).decide()
 
 
 def splits(assignment):
@@ -56,31 +62,44 @@ def test_inputs_that_agree_on_a_reduced_factor_leave_the_output_partial():
 
 
 def test_inputs_that_agree_on_a_reduced_factor_win_over_an_output_that_uses_the_axis():
+    # One reduce-scatter, instead of an exchange and a gather.
     found = decide(MATMUL, {"x": 2}, {"A": {"x": 1}, "B": {"x": 0}, "C": {"x": 0}})
     assert splits(found) == {"x": "k"}
-    assert found.reasons["x"] == "the inputs agree; outputs are reduced into their layout"
+    assert found.reasons["x"] == "it costs least"
     assert layouts(found.produced) == {"C": "P[sum]"}, "a reduce-scatter brings it to S[0]"
 
 
-def test_outputs_decide_where_inputs_disagree():
-    found = decide(MATMUL, {"x": 2}, {"A": {"x": 1}, "B": {"x": 1}, "C": {"x": 0}})
-    assert splits(found) == {"x": "m"}
-    assert found.reasons["x"] == "outputs decide"
+def test_a_large_output_is_not_reduced_for_small_inputs():
+    found = decide(matmul(4096, 4096, 16, 16, 16, 16), {"x": 2}, {"A": {"x": 1}, "B": {"x": 0}, "C": {"x": 0}})
+    assert splits(found) == {"x": "m"}, "A and B are smaller than C, even together"
     assert layouts(found.needed) == {"A": "S[0]", "B": "R"}
 
 
-def test_outputs_decide_where_inputs_agree_on_another_parallel_factor():
-    found = decide(add(64, 64), {"x": 2}, {"A": {"x": 1}, "B": {"x": 1}, "C": {"x": 0}})
+def test_the_fewest_collectives_win_where_little_is_moved():
+    # k: an exchange of B and a reduce-scatter of C. n: a gather of A and an exchange of C. m: an exchange and a gather.
+    found = decide(MATMUL, {"x": 2}, {"A": {"x": 1}, "B": {"x": 1}, "C": {"x": 1}})
+    assert splits(found) == {"x": "n"}, "A alone is gathered"
+    assert layouts(found.needed) == {"A": "R", "B": "S[1]"}
+
+
+def test_outputs_decide_where_costs_tie():
+    # The same tensor is exchanged before or after.
+    found = decide(scale(64, 64), {"x": 2}, {"A": {"x": 1}, "B": {"x": 0}})
     assert splits(found) == {"x": "m"}
-    assert found.reasons["x"] == "outputs decide"
-    assert layouts(found.needed) == {"A": "S[0]", "B": "S[0]"}
+    assert found.reasons["x"] == "it costs least"
+    assert layouts(found.needed) == {"A": "S[0]"}
 
 
-def test_the_fewest_bytes_win_where_no_output_asks():
+def test_one_exchange_is_cheaper_than_two():
+    found = decide(add(64, 64), {"x": 2}, {"A": {"x": 1}, "B": {"x": 1}, "C": {"x": 0}})
+    assert splits(found) == {"x": "n"}
+    assert layouts(found.produced) == {"C": "S[1]"}
+
+
+def test_the_larger_tensor_stays_where_it_is():
     # A is 32 times as large as B: moving B is cheaper than moving A.
     found = decide(TALL, {"x": 2}, {"A": {"x": 0}, "B": {"x": 0}})
     assert splits(found) == {"x": "m"}
-    assert found.reasons["x"] == "fewest bytes"
     wide = decide(matmul(16, 512, 16, 16, 16, 16), {"x": 2}, {"A": {"x": 0}, "B": {"x": 1}})
     assert splits(wide) == {"x": "n"}
 
@@ -89,22 +108,23 @@ def test_an_output_that_is_replicated_is_gathered_only_if_that_is_cheaper():
     # Splitting m as A asks: C is gathered. Splitting nothing: A is.
     large_output = decide(matmul(64, 512, 16, 16, 16, 16), {"x": 2}, {"A": {"x": 0}, "C": {}})
     assert splits(large_output) == {"x": None}
-    assert large_output.reasons["x"] == "fewest bytes"
     large_input = decide(matmul(64, 16, 512, 16, 16, 16), {"x": 2}, {"A": {"x": 0}, "C": {}})
     assert splits(large_input) == {"x": "m"}
 
 
 def test_the_output_that_is_cheaper_to_satisfy_wins_where_outputs_disagree():
+    N = 64
+
     @T.prim_func
-    def copies(A: T.Tensor((64, 64), "float32"), B: T.Tensor((64, 64), "float32"), C: T.Tensor((64, 64), "float16")):
-        with T.Kernel(8, 8, threads=32) as (bx, by):
+    def copies(A: T.Tensor((N, N), "float32"), B: T.Tensor((N, N), "float32"), C: T.Tensor((N, N), "float16")):
+        with T.Kernel(N // 8, N // 8, threads=32) as (bx, by):
             for i, j in T.Parallel(8, 8):
                 B[by * 8 + i, bx * 8 + j] = A[by * 8 + i, bx * 8 + j]
                 C[by * 8 + i, bx * 8 + j] = A[by * 8 + i, bx * 8 + j]
 
-    found = decide(copies, {"x": 2}, {"A": {}, "B": {"x": 0}, "C": {"x": 1}})
-    assert splits(found) == {"x": "m"}, "B is twice as large as C"
-    assert found.reasons["x"] == "fewest bytes"
+    asked = {"B": {"x": 0}, "C": {"x": 1}}
+    assert splits(decide(copies, {"x": 2}, {"A": {"x": 0}, **asked})) == {"x": "m"}, "B is twice as large as C"
+    assert splits(decide(copies, {"x": 2}, {"A": {}, **asked})) == {"x": None}, "it is all there: nothing is moved"
 
 
 def test_two_axes_on_one_dim():
@@ -189,9 +209,58 @@ def test_axes_that_an_earlier_part_decided_stay():
     mesh = Mesh({"x": 2})
     asked = {"C": Sharding.make(mesh, 2, {"x": 1})}
     m = analysis.factor_of("C", 0)
-    found = Propagation(analysis, mesh, asked, fixed={"x": m}).decide()
+    found = KernelDecision(analysis, mesh, asked, fixed={"x": m}).decide()
     assert found.axes == {"x": m}
-    assert "first part" in found.reasons["x"]
+    assert found.reasons["x"] == "decided before"
+
+
+# -- collectives inside the kernel -------------------------------------------------------------------------------------
+
+COLUMNS = {"X": {"x": 1}, "Y": {"x": 1}}
+
+
+def test_one_gather_of_short_rows_is_cheaper_than_two_reductions_of_many():
+    found = decide(softmax(4096, 4), {"x": 2}, COLUMNS)
+    assert splits(found) == {"x": None}
+    assert found.reasons["x"] == "it costs least"
+    assert layouts(found.needed) == {"X": "R"}
+
+
+def test_long_rows_are_reduced_inside_the_kernel():
+    found = decide(softmax(512, 8192), {"x": 2}, COLUMNS)
+    assert splits(found) == {"x": "n"}
+    assert layouts(found.needed) == {"X": "S[1]"}
+
+
+def test_a_single_reduction_beats_a_gather_at_any_length():
+    assert splits(decide(rms_norm(16, 32), {"x": 2}, COLUMNS)) == {"x": "n"}
+
+
+def test_in_place_nothing_is_gathered():
+    assert splits(decide(softmax(4096, 4), {"x": 2}, COLUMNS, in_place=True)) == {"x": "n"}
+
+
+def test_the_rows_of_other_devices_cost_nothing():
+    """What another axis splits is reduced in parts."""
+    rows = {"X": {"x": 1, "y": 0}, "Y": {"x": 1, "y": 0}}
+    assert splits(decide(softmax(4096, 4), {"x": 2, "y": 2}, rows)) == {"x": None, "y": "m"}
+
+
+def test_what_is_reduced_inside_a_kernel_is_in_its_rule():
+    analysis = analyse(normalize(softmax(64, 128)))
+    rule = rule_of_analysis(analysis, ["X"], ["Y"], analysis.factors)
+    assert [(one.factor, one.op, one.dims, one.shape, one.dtype, one.ends) for one in rule.inner] == [
+        ("n", "max", ("m",), (64,), "float32", False),
+        ("n", "sum", ("m",), (64,), "float32", False),
+    ]
+    assert not any(rule.partial)
+
+
+def test_a_factor_that_ends_inside_leaves_its_axis_to_the_output():
+    """gelu of a sum over k: what completes it may be a reduce-scatter."""
+    analysis = analyse(normalize(matmul_bias_gelu(64, 64, 64)))
+    (inner,) = rule_of_analysis(analysis, ["A", "B", "bias"], ["C"], analysis.factors).inner
+    assert (inner.factor, inner.op, inner.dims, inner.shape, inner.ends) == ("k", "sum", ("m", "n"), (64, 64), True)
 
 
 def test_reductions_are_split_as_asked():

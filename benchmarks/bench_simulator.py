@@ -1,0 +1,142 @@
+"""How true simulations are: programs that run here, beside what is simulated for the machine as it was measured on
+other shapes. What counts is CPU time, of which others on this machine take none.
+
+python -m benchmarks.bench_simulator
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mesh_tensor as mt
+from kernels.matmul import matmul
+from kernels.models import convnet, gpt2, llama, mlp
+from kernels.softmax import softmax
+
+from ._timing import header, table
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program and its arguments."""
+
+    name: str
+    run: Any
+    arguments: tuple[torch.Tensor, ...]
+
+
+class _Loss(nn.Module):
+    """A model's cross entropy against labels, or its squared distance from targets."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """One number."""
+        y = self.model(x)
+        if wanted.dtype.is_floating_point:
+            return ((y - wanted) ** 2).mean()
+        return F.cross_entropy(y.reshape(-1, y.shape[-1]), wanted.reshape(-1))
+
+
+def models() -> Iterator[tuple[str, Callable[[], nn.Module], torch.Tensor, torch.Tensor]]:
+    """Name, model, input and what is wanted of it."""
+    for batch, width, hidden in ((64, 128, 512), (256, 256, 1024), (512, 512, 2048)):
+        config = mlp.Config(batch, width, hidden)
+        x = torch.randn(batch, width)
+        yield f"mlp {batch} x {width} x {hidden}", lambda c=config: mlp.build(c), x, torch.randn(batch, width)
+    for batch, positions, width, layers in ((4, 32, 64, 2), (4, 64, 128, 2), (8, 64, 256, 2), (4, 128, 256, 3)):
+        config = gpt2.Config(512, width, 4, layers, batch, positions)
+        tokens = torch.randint(512, (batch, positions))
+        name = f"gpt {batch} x {positions} x {width}, {layers} layers"
+        yield name, lambda c=config: gpt2.build(c), tokens, torch.randint(512, (batch, positions))
+    for batch, positions, width in ((4, 32, 64), (4, 64, 128)):
+        config = llama.Config(512, width, 2 * width, 8, 4, 2, batch, positions)
+        tokens = torch.randint(512, (batch, positions))
+        name = f"llama {batch} x {positions} x {width}"
+        yield name, lambda c=config: llama.build(c), tokens, torch.randint(512, (batch, positions))
+    for batch, size, width in ((4, 16, 16), (8, 32, 16)):
+        config = convnet.Config(batch, 3, size, width)
+        images = torch.randn(batch, 3, size, size)
+        yield f"convnet {batch} x {size} x {width}", lambda c=config: convnet.build(c), images, torch.zeros(0)
+
+
+def cases(devices: tuple[int, ...]) -> Iterator[Case]:
+    """All programs, one after the other."""
+    for name, build, x, wanted in models():
+        model = build()
+        imported = mt.from_torch(torch.export.export(model, (x,)), check=False)
+        steps = [("forward", imported, (x,))]
+        if wanted.numel():
+            loss = mt.from_torch(torch.export.export(_Loss(model), (x, wanted)), check=False)
+            steps.append(("training", mt.gradient(loss), (x, wanted)))
+        for kind, module, arguments in steps:
+            first = module.mod["main"].params[0].name_hint
+            for count in devices:
+                layouts = {first: {"x": 0}} if count > 1 else {}
+                run = mt.distribute_module(module.mod, {"x": count}, layouts, weights=module.params)
+                yield Case(f"{name}, {kind}, {count} devices", run, arguments)
+    for size in (256, 512, 1024):
+        for count in devices:
+            func = mt.annotate(matmul(size, size, size), mt.Mesh({"x": count}), {"A": {"x": 0}, "C": {"x": 0}})
+            a, b = torch.randn(size, size), torch.randn(size, size)
+            yield Case(f"matmul kernel {size}, {count} devices", mt.compile(func, target="c"), (a, b))
+    for count in devices:
+        func = mt.annotate(softmax(1024, 1024), mt.Mesh({"x": count}), {"X": {"x": 0}, "Y": {"x": 0}})
+        yield Case(f"softmax kernel, {count} devices", mt.compile(func, target="c"), (torch.randn(1024, 1024),))
+
+
+def cpu_seconds(run: Callable[[], object], budget: float = 0.4) -> float:
+    """The least CPU time of several runs, of all threads."""
+    run()
+    times: list[float] = []
+    while len(times) < 5 or (sum(times) < budget and len(times) < 100):
+        start = time.process_time()
+        run()
+        times.append(time.process_time() - start)
+    return min(times)
+
+
+def spearman(xs: list[float], ys: list[float]) -> float:
+    """The correlation of ranks."""
+    ranks = [[sorted(values).index(value) for value in values] for values in (xs, ys)]
+    return statistics.correlation(*ranks)
+
+
+def main(devices: tuple[int, ...]) -> None:
+    """The table, and how far off it is."""
+    # CPU time is that of all devices, one after the other.
+    machine = replace(mt.Machine.measure(), processors=1)
+    print(machine, end="\n\n")
+    rows, measured, simulated = [], [], []
+    for case in cases(devices):
+        took = cpu_seconds(lambda case=case: case.run(*case.arguments))
+        made = mt.simulate(case.run, machine)
+        measured.append(took)
+        simulated.append(made.time)
+        rows.append([case.name, f"{took * 1e3:.3f}", f"{made.time * 1e3:.3f}", f"{made.time / took:.2f}"])
+    print(table(["program", "measured, ms of CPU", "simulated, ms", "ratio"], rows))
+    errors = [abs(s - m) / m for s, m in zip(simulated, measured, strict=True)]
+    print(
+        f"{len(rows)} programs: MAPE {statistics.mean(errors):.1%}, median {statistics.median(errors):.1%}, "
+        f"worst {max(errors):.0%}, Spearman {spearman(measured, simulated):.3f}"
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4])
+    options = parser.parse_args()
+    print(header("Simulations beside what they simulate"))
+    torch.set_num_threads(1)
+    main(tuple(options.devices))

@@ -1,0 +1,112 @@
+"""The command line: `python -m mesh_tensor simulate FILE:NAME --machine h100x8`, and the same for `search`."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tvm import ir, tirx
+
+from mesh_tensor.base.errors import MeshTensorError, did_you_mean, listing, refuse
+from mesh_tensor.importers import ImportedModule
+from mesh_tensor.simulation import simulate
+
+from .machine import Machine
+from .search import search
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; 0 if it went well. What can't be done is told on stderr."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except MeshTensorError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m mesh_tensor", description="Kernels and modules on meshes.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    what = "a Python file, and what in it: a kernel, a module, a pipeline, or a function that gives one"
+    machine = "a preset (see `machines`), or a file that machine.to_text() was written to"
+
+    made = commands.add_parser("simulate", help="what something takes on a machine; nothing of it is run")
+    made.add_argument("what", metavar="FILE:NAME", help=what)
+    made.add_argument("--machine", default="cpu", help=machine)
+    made.add_argument("--page", metavar="HTML", help="write the timeline as a page")
+    made.add_argument("--trace", metavar="JSON", help="write the timeline for Perfetto")
+    made.set_defaults(run=_simulate)
+
+    made = commands.add_parser("search", help="which layouts of a module's parameters take least")
+    made.add_argument(
+        "what", metavar="FILE:NAME", help="a Python file, and a module in it, or a function that gives one"
+    )
+    made.add_argument("--devices", type=int, required=True)
+    made.add_argument("--machine", default="cpu", help=machine)
+    made.add_argument("--objective", default="time", help="time or memory")
+    made.add_argument("--memory-limit", type=int, help="bytes of a device")
+    made.add_argument("--seconds", type=float, default=60.0, help="after which the search ends")
+    made.set_defaults(run=_search)
+
+    made = commands.add_parser("machines", help="the machines that are known by name")
+    made.set_defaults(run=lambda options: _say("\n\n".join(str(Machine.preset(name)) for name in Machine.presets())))
+
+    made = commands.add_parser("measure", help="measure this machine, and write it to a file")
+    made.add_argument("file")
+    made.set_defaults(run=_measure)
+    return parser
+
+
+def _simulate(options: argparse.Namespace) -> None:
+    made = simulate(_object(options.what), _machine(options.machine))
+    _say(str(made))
+    if hasattr(made, "why"):
+        _say("\n" + made.why())
+    for path, write in ((options.page, "page"), (options.trace, "trace")):
+        if path is None:
+            continue
+        if not hasattr(made, write):
+            refuse(f"a pipeline has no {write}", fix="write --trace")
+        getattr(made, write)(path)
+
+
+def _search(options: argparse.Namespace) -> None:
+    module = _object(options.what)
+    limits = {"objective": options.objective, "memory_limit": options.memory_limit, "seconds": options.seconds}
+    found = search(module, options.devices, _machine(options.machine), **limits)
+    _say(f"{found}\n\n{found.code()}")
+
+
+def _measure(options: argparse.Namespace) -> None:
+    machine = Machine.measure()
+    Path(options.file).write_text(machine.to_text(), encoding="utf-8")
+    _say(str(machine))
+
+
+def _object(place: str) -> Any:
+    """What stands in a file under a name; what it gives, if it is a function that isn't a kernel."""
+    path, _, name = place.rpartition(":")
+    if not path or not Path(path).is_file():
+        refuse(f"there is no file {path or place!r}", fix="write FILE:NAME, as in model.py:run")
+    names = runpy.run_path(path)
+    if name not in names:
+        known = sorted(each for each in names if not each.startswith("_"))
+        refuse(f"{path} has no {name!r}{did_you_mean(name, known)}", why=f"it has {listing(known)}")
+    found = names[name]
+    made = isinstance(found, (tirx.PrimFunc, ir.IRModule, ImportedModule)) or hasattr(found, "program")
+    return found() if callable(found) and not made and not hasattr(found, "schedule") else found
+
+
+def _machine(name: str) -> Machine:
+    path = Path(name)
+    return Machine.from_text(path.read_text(encoding="utf-8")) if path.is_file() else Machine.preset(name)
+
+
+def _say(text: str) -> None:
+    print(text)  # noqa: T201

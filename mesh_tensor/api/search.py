@@ -1,0 +1,170 @@
+"""search: the layouts of a module's parameters that take least on a machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tvm import ir
+
+from mesh_tensor.annotations.annotate_module import annotate_module
+from mesh_tensor.annotations.names import check_module, relax_function
+from mesh_tensor.annotations.parameters import with_flat_parameters
+from mesh_tensor.base.decisions import columns
+from mesh_tensor.base.errors import refuse, shown
+from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.importers import ImportedModule
+from mesh_tensor.program.plan_module import read_module
+from mesh_tensor.searching.beam import Beam
+from mesh_tensor.searching.evaluate import Evaluator, Strategy
+from mesh_tensor.searching.named_dims import NamedDim, named_dims
+
+from .module import MeshModule, distribute_module
+
+_OBJECTIVES: dict[str, Callable[[Strategy], float]] = {"time": lambda s: s.time, "memory": lambda s: s.memory}
+
+
+def search(
+    module: ir.IRModule | ImportedModule,
+    devices: int,
+    machine: Machine | str | None = None,
+    *,
+    objective: str = "time",
+    memory_limit: int | None = None,
+    function: str = "main",
+    meshes: Sequence[Mapping[str, int]] | None = None,
+    width: int = 4,
+    seconds: float = 60.0,
+) -> Found:
+    """Search how the parameters of a module are laid out best. Every strategy that is looked at is planned, and
+    simulated on the machine; nothing is run. Deterministic, unless it is out of time.
+
+    Args:
+        module: a Relax module of known sizes, or what `from_torch` gives.
+        devices: how many there are.
+        machine: what they are, or a preset's name; None: this project's CPU ranks.
+        objective: what counts: "time" or "memory". The other one decides between equals.
+        memory_limit: bytes of a device that may be used; None: the machine's memory. What needs more comes last.
+        function: the function to lay out.
+        meshes: the meshes to try; None: all of one or two axes.
+        width: how many strategies are carried on from one step to the next.
+        seconds: after which the search ends with what it has.
+
+    Returns:
+        What was found, the best first.
+
+    Raises:
+        MeshTensorError: nothing fits into memory (it says what would), or there is nothing to search.
+    """
+    mod = module.mod if isinstance(module, ImportedModule) else module
+    check_module(mod, "search")
+    mod = with_flat_parameters(mod, function)
+    relax_function(mod, function)
+    machine = Machine.preset(machine) if isinstance(machine, str) else machine or CPU
+    _check(devices, objective, width)
+    machine.check_holds(devices, "the search")
+    graph, atoms = read_module(mod, function, Mesh({"x": 1}), {})
+    dims = named_dims(graph, atoms)
+    evaluator = Evaluator(graph, atoms, machine)
+    limit = machine.main_memory.size if memory_limit is None else memory_limit
+    rank = _rank(objective, limit)
+    end = time.monotonic() + seconds
+    found: list[Strategy] = []
+    tried = [Mesh(mesh) for mesh in meshes] if meshes is not None else _meshes(devices)
+    for mesh in tried:
+        found += Beam(evaluator, dims, rank, width).run(mesh, lambda: time.monotonic() > end)
+    if not found:
+        refuse("no layout of the module can be planned", where=f"function {function!r}", fix="see mt.distribute_module")
+    found = sorted(dict.fromkeys(found), key=rank)
+    least = min(strategy.memory for strategy in found)
+    if least > limit:
+        refuse(
+            f"no strategy fits into {limit:,} bytes per device",
+            where=f"{devices} devices of machine {machine.name!r}",
+            why=f"the smallest that was found needs {least:,}",
+            fix="take more devices, or a machine with more memory",
+        )
+    return Found(module, function, machine, tuple(dims), tuple(found), evaluator.planned)
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a search found: `strategies`, the best first, over the module's named `dims`; `planned` were looked at."""
+
+    module: ir.IRModule | ImportedModule = field(repr=False)
+    function: str
+    machine: Machine
+    dims: tuple[NamedDim, ...]
+    strategies: tuple[Strategy, ...] = field(repr=False)
+    planned: int
+
+    @property
+    def best(self) -> Strategy:
+        """The first one."""
+        return self.strategies[0]
+
+    def distribute(self, strategy: Strategy | None = None, **options: Any) -> MeshModule:
+        """The module on a mesh, laid out as the best strategy says, or this one; the options of `distribute_module`."""
+        chosen = strategy or self.best
+        mod = self.module
+        if isinstance(mod, ImportedModule):
+            options = {"weights": mod.params, **options}
+            mod = mod.mod
+        return distribute_module(_annotated(mod, chosen, self.function), chosen.mesh, function=self.function, **options)
+
+    def code(self, strategy: Strategy | None = None) -> str:
+        """The strategy as Python that annotates the module."""
+        chosen = strategy or self.best
+        lines = [f"    {name!r}: {layout}," for name, layout in chosen.shardings.items()]
+        opened = f"open={list(chosen.shardings)!r}, function={self.function!r}"
+        return "\n".join([f"mod = mt.annotate_module(mod, {dict(chosen.mesh.shape)}, {{", *lines, f"}}, {opened})"])
+
+    def pareto(self) -> list[Strategy]:
+        """The strategies than which no other one takes less time and less memory, the fastest first."""
+        front: list[Strategy] = []
+        for strategy in sorted(self.strategies, key=lambda s: (s.time, s.memory)):
+            if not front or strategy.memory < front[-1].memory:
+                front.append(strategy)
+        return front
+
+    def __str__(self) -> str:
+        rows: list[tuple[object, ...]] = [("mesh", "time, ms", "memory, MiB", "received, MiB", "layouts")]
+        for strategy in self.strategies[:10]:
+            layouts = strategy.shardings
+            words = ", ".join(f"{name} {layout}" for name, layout in list(layouts.items())[:4])
+            more = f" and {len(layouts) - 4} more" if len(layouts) > 4 else ""
+            sizes = f"{strategy.memory / 2**20:.2f}", f"{strategy.received / 2**20:.2f}"
+            rows.append((dict(strategy.mesh.shape), f"{strategy.time * 1e3:.4g}", *sizes, words + more))
+        return "\n".join([f"{len(self.strategies)} strategies on {self.machine.name}", *columns(rows)])
+
+
+def _annotated(mod: ir.IRModule, strategy: Strategy, function: str) -> ir.IRModule:
+    mod = with_flat_parameters(mod, function)
+    if not strategy.shardings:
+        return mod
+    return annotate_module(mod, strategy.mesh, strategy.shardings, function, open=list(strategy.shardings))
+
+
+def _rank(objective: str, limit: int) -> Callable[[Strategy], tuple]:
+    """What fits first; then by the objective; then by the other one, and the least to say."""
+    measure = _OBJECTIVES[objective]
+    return lambda s: (max(0, s.memory - limit), measure(s), s.time, s.memory, len(s.mesh.shape), str(s))
+
+
+def _check(devices: int, objective: str, width: int) -> None:
+    if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
+        refuse(f"devices is {shown(devices)}", fix="give the number of devices")
+    if objective not in _OBJECTIVES:
+        refuse(f"objective is {shown(objective)}", fix=f"it is one of {', '.join(_OBJECTIVES)}")
+    if not isinstance(width, int) or width < 1:
+        refuse(f"width is {shown(width)}", fix="it is how many strategies are carried on, 4 if it is left out")
+
+
+def _meshes(devices: int) -> list[Mesh]:
+    """One axis, or two, of which the second one are neighbours."""
+    pairs = [(devices // inner, inner) for inner in range(2, devices) if devices % inner == 0]
+    return [Mesh({"x": devices}), *(Mesh({"x": outer, "y": inner}) for outer, inner in pairs)]

@@ -1,0 +1,152 @@
+"""Strategies are layouts: each function gives what `distribute_module` takes for a module or a training step.
+
+They are combined by `combine`, change nothing by themselves, and whatever they say can be said by hand. What a strategy
+does not say is propagated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TypeAlias
+
+from tvm import ir
+
+from mesh_tensor.annotations.named_values import NamedValues
+from mesh_tensor.annotations.names import check_module, relax_function, source_names
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.importers import ImportedModule
+from mesh_tensor.plan.ir import Graph
+from mesh_tensor.plan.reader import read_graph
+from mesh_tensor.plan.tensor_parallel import find_pairs
+
+from .training import TrainingStep
+
+Layouts: TypeAlias = dict[str, dict[str, int]]
+Module: TypeAlias = "ImportedModule | TrainingStep | ir.IRModule"
+
+__all__ = [
+    "combine",
+    "context_parallel",
+    "data_parallel",
+    "expert_parallel",
+    "sequence_parallel",
+    "tensor_parallel",
+    "zero",
+]
+
+
+def data_parallel(module: Module, axis: str = "data", *, dim: int = 0) -> Layouts:
+    """The batch is split: dim `dim` of every input that has it in the size of the first one's."""
+    sizes = _inputs(module)
+    first = next((shape[dim] for shape in sizes.values() if len(shape) > dim), None)
+    found = {name: {axis: dim} for name, shape in sizes.items() if len(shape) > dim and shape[dim] == first}
+    if not found:
+        refuse(f"no input has a dim {dim}", where="a data-parallel layout", fix="say which dim the batch is")
+    return found
+
+
+def context_parallel(module: Module, axis: str = "context", *, dim: int = 1) -> Layouts:
+    """The positions of a sequence are split: dim `dim` of the inputs. Keys and values are gathered for attention."""
+    return data_parallel(module, axis, dim=dim)
+
+
+def tensor_parallel(module: Module, axis: str = "model", *, vocabulary: bool = False) -> Layouts:
+    """Megatron's, found in the graph: where linear layers meet again in a linear layer, with nothing between them that
+    needs all features at once, the first are split by what they give and the second by what it takes. That is one
+    all-reduce forward, and one backward, for each such group.
+
+    vocabulary   tables of embeddings are split by rows, and the layer that gives the loss's logits by classes
+    """
+    pairs = find_pairs(_graph(module))
+    names = _source_names(module)
+    layouts: Layouts = {}
+    for weight in pairs.columns:
+        layouts |= {names(weight.name): {axis: weight.out_dim}, **{names(b): {axis: 0} for b in weight.biases}}
+    for weight in pairs.rows:
+        layouts |= {names(weight.name): {axis: weight.in_dim}, **{names(b): {} for b in weight.biases}}
+    if vocabulary:
+        layouts |= {names(table): {axis: 0} for table in pairs.tables}
+        for weight in pairs.last:
+            layouts |= {names(weight.name): {axis: weight.out_dim}, **{names(b): {axis: 0} for b in weight.biases}}
+    if not layouts:
+        refuse(
+            "no linear layers meet again in a linear layer",
+            where="a tensor-parallel layout",
+            fix="state the layouts of the weights by hand",
+        )
+    return layouts
+
+
+def sequence_parallel(
+    module: Module, axis: str = "model", *, dim: int = 1, also: Mapping[str, int] | None = None
+) -> Layouts:
+    """What is between the groups of `tensor_parallel` over the same axis, split over dim `dim`, its positions:
+    all-reduces become reduce-scatters and all-gathers. Combine it with `tensor_parallel`.
+
+    also   what other axes split there, as {"data": 0} beside data parallelism: what is stated leaves nothing open
+    """
+    return {name: {**(also or {}), axis: dim} for name in find_pairs(_graph(module)).sums}
+
+
+def expert_parallel(module: Module, parameters: Iterable[str], axis: str = "expert", *, dim: int = 0) -> Layouts:
+    """Experts are split: dim `dim` of these parameters (names, or patterns as "*.experts.*")."""
+    found = list(parameters)
+    _, problems = NamedValues(_mod(module), "main").meant_by(found)
+    if problems:
+        refuse(problems, where="an expert-parallel layout")
+    return {name: {axis: dim} for name in found}
+
+
+def zero(step: TrainingStep, level: int) -> TrainingStep:
+    """The step with what the optimizer keeps (level 1, 2), and the parameters (3), split over the batch's axes."""
+    if level not in (0, 1, 2, 3):
+        refuse(f"there is no level {level!r} of ZeRO", fix="use 0, 1, 2 or 3")
+    return replace(step, zero=level)
+
+
+def combine(*layouts: Mapping[str, Mapping[str, int]]) -> Layouts:
+    """All of the layouts together: what they say of one value is one layout.
+
+    >>> combine({"x": {"data": 0}}, {"x": {"context": 1}})
+    {'x': {'data': 0, 'context': 1}}
+    """
+    made: Layouts = {}
+    problems = []
+    for layout in layouts:
+        for name, sharding in layout.items():
+            mine = made.setdefault(name, {})
+            problems += [
+                f"{name!r}: axis {axis!r} splits dims {mine[axis]} and {dim}"
+                for axis, dim in sharding.items()
+                if mine.get(axis, dim) != dim
+            ]
+            mine |= sharding
+    if problems:
+        refuse(problems, where="layouts that are combined", fix="use another axis, or leave one of them out")
+    return made
+
+
+def _mod(module: Module) -> ir.IRModule:
+    mod = module if isinstance(module, ir.IRModule) else getattr(module, "mod", None)
+    check_module(mod if mod is not None else module, "a strategy")
+    return mod
+
+
+def _graph(module: Module) -> Graph:
+    return read_graph(_mod(module), "main", Mesh({"none": 1}), {})
+
+
+def _inputs(module: Module) -> dict[str, tuple[int, ...]]:
+    """The inputs that are no weights, and their shapes."""
+    graph = _graph(module)
+    if isinstance(module, TrainingStep):
+        return {value.name: value.type.shape for value in graph.params if value.name in module.inputs}
+    weights = set(module.params) if isinstance(module, ImportedModule) else set()
+    return {value.name: value.type.shape for value in graph.params if value.name not in weights}
+
+
+def _source_names(module: Module) -> Callable[[str], str]:
+    names = {ours: theirs for theirs, ours in reversed(source_names(relax_function(_mod(module), "main")).items())}
+    return lambda name: names.get(name, name)

@@ -1,0 +1,88 @@
+"""Named dims: classes of dims, over a whole module, that an operator splits alike. What a search gives axes to.
+
+Dims of parameters that the rules of operators index by one factor are one class. Layers of a model are alike: classes
+whose parameters have the same names but for numbers are one named dim, so that there are no more of them in a deep
+model than in one of two layers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+
+from mesh_tensor.plan.atoms import Atoms
+from mesh_tensor.plan.ir import Graph, Value
+from mesh_tensor.plan.propagate import tensors_of
+
+Place = tuple[Value, int]  # a value, and the position of one of its atoms
+
+
+@dataclass(frozen=True)
+class NamedDim:
+    """Dims of parameters: `dims` are pairs of parameter and dim, `size` is that of the atom that is split. There are
+    `layers` of them that are alike."""
+
+    name: str
+    size: int
+    dims: tuple[tuple[str, int], ...]
+    layers: int
+
+    def __str__(self) -> str:
+        layers = f" in {self.layers} layers" if self.layers > 1 else ""
+        return f"{self.name}[{self.size}]{layers}: {', '.join(f'{name} dim {dim}' for name, dim in self.dims[:3])}"
+
+
+def named_dims(graph: Graph, atoms: Atoms) -> list[NamedDim]:
+    """The named dims that some parameter has, those with the most elements in parameters first."""
+    found: dict[tuple, list[list[tuple[Value, int]]]] = defaultdict(list)
+    for places in _classes(graph, atoms):
+        dims = _dims_of_parameters(graph, atoms, places)
+        if dims:
+            size = atoms.shape(places[0][0])[places[0][1]]
+            alike = tuple(sorted({(re.sub(r"\d+", "#", value.name), dim) for value, dim in dims}))
+            found[(size, alike)].append(dims)
+    made = []
+    for (size, _), groups in found.items():
+        named = tuple(dict.fromkeys((value.name, dim) for group in groups for value, dim in group))
+        elements = sum(value.type.elements for group in groups for value, _ in group)
+        made.append((-elements, NamedDim("", size, named, len(groups))))
+    made.sort(key=lambda each: (each[0], each[1].dims))
+    return [NamedDim(f"d{number}", dim.size, dim.dims, dim.layers) for number, (_, dim) in enumerate(made)]
+
+
+def _classes(graph: Graph, atoms: Atoms) -> list[list[Place]]:
+    """The atoms of the graph's values that operators index by one factor."""
+    parent: dict[Place, Place] = {}
+
+    def root(place: Place) -> Place:
+        above = parent.setdefault(place, place)
+        while above != parent[above]:
+            parent[above] = parent[parent[above]]
+            above = parent[above]
+        parent[place] = above
+        return above
+
+    for node in graph.nodes:
+        first: dict[str, Place] = {}
+        for value, factors in tensors_of(node, atoms.rules[node]):
+            for position, factor in enumerate(factors):
+                if factor is not None:
+                    parent[root((value, position))] = root(first.setdefault(factor, (value, position)))
+    classes: dict[Place, list[Place]] = defaultdict(list)
+    for value in graph.values():
+        for position in range(len(atoms.shape(value))):
+            if (value, position) in parent:
+                classes[root((value, position))].append((value, position))
+    return list(classes.values())
+
+
+def _dims_of_parameters(graph: Graph, atoms: Atoms, places: list[Place]) -> list[tuple[Value, int]]:
+    """The dims of parameters that these atoms are of."""
+    params = set(graph.params)
+    found = []
+    for value, position in places:
+        if value in params and atoms.shape(value)[position] > 1:
+            dim = next(d for d in range(value.type.ndim) if position in atoms.positions(value, d))
+            found.append((value, dim))
+    return found

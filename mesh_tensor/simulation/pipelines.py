@@ -1,0 +1,116 @@
+"""What a pipeline takes on a Machine: its fragments are simulated once each, then its schedule goes over them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mesh_tensor.base.dtypes import dtype_bits
+from mesh_tensor.base.machine import Machine
+from mesh_tensor.pipeline.clock import Timeline, timeline
+from mesh_tensor.pipeline.schedule import Action, Schedule
+from mesh_tensor.program.steps import Program
+from mesh_tensor.redistribution.transfer import TransferPlan
+
+from .summary import in_bytes, in_seconds
+
+
+@dataclass(frozen=True)
+class PipelineSimulation:
+    """What a pipeline takes on a Machine.
+
+    timeline     when every action of the schedule runs, mesh by mesh
+    fragments    (stage, kind) -> the fragment's own Simulation
+    transfers    (stage, stage) -> seconds of what goes from one to the other, for a microbatch
+    """
+
+    machine: Machine
+    meshes: tuple[str, ...]
+    schedule: Schedule
+    timeline: Timeline
+    fragments: Mapping[tuple[int, str], Any]
+    transfers: Mapping[tuple[int, int], float]
+
+    @property
+    def time(self) -> float:
+        """Seconds, from the first action's start to the last one's end."""
+        return self.timeline.makespan
+
+    @property
+    def bubble(self) -> float:
+        """The share of the time that the meshes don't work, over all of them."""
+        return self.timeline.bubble
+
+    def per_second(self, count: float) -> float:
+        """How many there are per second, of what there are `count` per batch (tokens, images)."""
+        return count / self.time if self.time else 0.0
+
+    def trace(self, path: str | Path | None = None) -> dict[str, Any]:
+        """The timeline as Chrome's tracing and Perfetto read it, a process per mesh; written to `path`, if there is
+        one."""
+        events: list[dict[str, Any]] = []
+        for number, (name, row) in enumerate(zip(self.meshes, self.timeline.rows, strict=True)):
+            events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
+            for event in row:
+                place = {"pid": number, "tid": 0, "ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6}
+                events.append({"ph": "X", "name": str(event.action), "cat": event.action.name, **place})
+        made = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"machine": self.machine.name}}
+        if path is not None:
+            Path(path).write_text(json.dumps(made), encoding="utf-8")
+        return made
+
+    def __str__(self) -> str:
+        head = f"{self.schedule.name} on {', '.join(self.meshes)}, machine {self.machine.name}"
+        lines = [head, f"  time {in_seconds(self.time)}, bubble {self.bubble:.1%}"]
+        for (stage, kind), made in self.fragments.items():
+            lines.append(f"  {stage}{kind}  {in_seconds(made.time)}, {in_bytes(made.peak_bytes)} per device")
+        for (source, target), seconds in self.transfers.items():
+            lines.append(f"  from stage {source} to {target}  {in_seconds(seconds)}")
+        return "\n".join(lines)
+
+
+def simulate_pipeline(pipe: Any, machine: Machine, simulation: Callable[[Program, Machine], Any]) -> PipelineSimulation:
+    """Simulate an `api.pipeline.Pipeline`; its meshes lie one after the other on the machine.
+
+    Raises:
+        MeshTensorError: its sizes are open, or the machine can't hold it.
+    """
+    machine.check_holds(pipe.topology.num_devices, str(pipe.topology))
+    stages = pipe.fragments
+    made = {
+        (here.stage.index, kind): simulation(fragment.module.program, machine)
+        for here in stages
+        for kind, fragment in here.fragments.items()
+    }
+    transfers: dict[tuple[int, int], float] = {}
+    for here in stages:
+        for source, seconds in _transfers(stages, here, machine, pipe.topology.num_devices):
+            transfers[source, here.stage.index] = transfers.get((source, here.stage.index), 0.0) + seconds
+
+    def cost(action: Action) -> float:
+        return made[action.stage, action.kind].time
+
+    def delay(source: int, target: int) -> float:
+        return transfers.get((source, target), transfers.get((target, source), 0.0))
+
+    takes = {here.stage.index: tuple(dict.fromkeys(here.stage.takes.values())) for here in stages}
+    clock = timeline(pipe.schedule, cost, delay, takes)
+    return PipelineSimulation(machine, pipe.topology.names, pipe.schedule, clock, made, transfers)
+
+
+def _transfers(stages: Any, here: Any, machine: Machine, devices: int) -> Iterator[tuple[int, float]]:
+    """What a stage takes of others on other meshes, forwards: from which stage, and how long that is on its way."""
+    forward = here.fragments["F"]
+    types = dict(zip(forward.takes, (value.type for value in forward.module.plan.graph.params), strict=True))
+    for name, source in here.stage.takes.items():
+        if stages[source].stage.mesh == here.stage.mesh:
+            continue
+        tensor, itemsize = types[name], max(1, dtype_bits(types[name].dtype) // 8)
+        layouts = stages[source].layouts[name], here.layouts[name]
+        plan = TransferPlan.make(tensor.shape, tensor.dtype, itemsize, *layouts)
+        link = machine.link(devices)
+        moved = max(plan.busiest()) + plan.before.bytes + plan.after.bytes
+        yield source, link.start + moved / link.rate

@@ -1,0 +1,86 @@
+"""The command line: what it prints and writes, and what it refuses."""
+
+import json
+
+import pytest
+
+from mesh_tensor.api.cli import main
+from mesh_tensor.base.machine import Link, Machine, Memory
+
+SOURCE = """
+import torch
+import mesh_tensor as mt
+from kernels.matmul import matmul
+from kernels.models import mlp
+
+kernel = mt.annotate(matmul(64, 64, 64), mt.Mesh({"x": 4}), {"A": {"x": 1}, "B": {"x": 0}, "C": {}})
+
+def model():
+    return mt.from_torch(torch.export.export(mlp.build(), mlp.example_inputs()), check=False)
+
+number = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def test_simulate(file, tmp_path, capsys):
+    page, trace = tmp_path / "a.html", tmp_path / "a.json"
+    assert main(["simulate", f"{file}:kernel", "--machine", "h100x8", "--page", str(page), "--trace", str(trace)]) == 0
+    said = capsys.readouterr().out
+    assert 'on Mesh({"x": 4}), machine h100x8' in said
+    assert "all_reduce over x" in said
+    assert "1. " in said
+    assert "<svg" in page.read_text()
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_search(file, capsys):
+    assert main(["search", f"{file}:model", "--devices", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "strategies on gloo with a core per rank" in said
+    assert "mod = mt.annotate_module(mod, {" in said
+
+
+def test_a_machine_of_a_file(file, tmp_path, capsys):
+    machine = Machine("mine", {"float32": 1e12}, (Memory(10**9, 1e11),), (Link("wire", None, 1e9, 1e-5),))
+    (tmp_path / "machine.json").write_text(machine.to_text())
+    assert main(["simulate", f"{file}:kernel", "--machine", str(tmp_path / "machine.json")]) == 0
+    assert "machine mine" in capsys.readouterr().out
+
+
+def test_machines(capsys):
+    assert main(["machines"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"machine {name}" in said for name in Machine.presets() if name != "cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fact"),
+    [
+        (["simulate", "{file}:kernl"], "has no 'kernl'; did you mean 'kernel'?"),
+        (["simulate", "nowhere.py:kernel"], "there is no file 'nowhere.py'"),
+        (["simulate", "kernel"], "there is no file 'kernel'"),
+        (["simulate", "{file}:number"], "3 can't be simulated"),
+        (["simulate", "{file}:kernel", "--machine", "h100x2"], "has 4 devices, the machine 2"),
+        (["simulate", "{file}:kernel", "--machine", "x100"], "there is no machine 'x100'"),
+        (["search", "{file}:number", "--devices", "2"], "search"),
+        (["search", "{file}:model", "--devices", "2", "--memory-limit", "1"], "no strategy fits into 1 bytes"),
+    ],
+)
+def test_refusals_are_told_on_stderr(file, capsys, arguments, fact):
+    assert main([argument.replace("{file}", str(file)) for argument in arguments]) == 1
+    said = capsys.readouterr()
+    assert fact in said.err
+    assert "Traceback" not in said.err
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "simulate" in capsys.readouterr().out

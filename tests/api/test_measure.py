@@ -1,0 +1,52 @@
+"""Measuring this machine: numbers that can be, and that say which of two programs is slower."""
+
+import pytest
+import torch
+from tvm import relax
+
+import mesh_tensor as mt
+from mesh_tensor.api import measure, probes
+
+
+def test_chains_tell_steps_from_calls():
+    step, call = probes.step_time(probes.PROBES[0], 16)
+    large, _ = probes.step_time(probes.PROBES[0], 512)
+    assert 0 < step < large < 1
+    assert 0 < call < 0.1
+
+
+@pytest.fixture(scope="module")
+def machine():
+    """Measured in a hurry: only what comes first. Torch's threads are then as they were."""
+    threads = torch.get_num_threads()
+    made = measure.measure(0.0)
+    assert torch.get_num_threads() == threads
+    return made
+
+
+def test_a_machine_comes_out(machine):
+    assert machine.processors >= 1
+    assert machine.busy == 1.0
+    assert 1e8 < machine.peak("float32") < 1e14
+    assert [level.size for level in machine.memory] == sorted(level.size for level in machine.memory)
+    rates = [level.rate for level in machine.memory]
+    assert rates == sorted(rates, reverse=True)
+    assert {"product", "kernel", "view"} <= set(machine.classes)
+    assert mt.Machine.from_text(machine.to_text()) == machine
+
+
+def test_larger_products_take_longer_there(machine):
+    def run(size):
+        builder = relax.BlockBuilder()
+        x = relax.Var("x", relax.TensorStructInfo((size, size), "float32"))
+        with builder.function("main", [x]):
+            with builder.dataflow():
+                result = builder.emit_output(builder.emit(relax.op.matmul(x, x)))
+            builder.emit_func_output(result)
+        return mt.simulate(mt.distribute_module(builder.get(), {"x": 1}), machine).time
+
+    assert run(64) < run(256) < run(1024)
+
+
+def test_it_is_a_method_of_machine():
+    assert mt.Machine._measure is measure.measure

@@ -1,0 +1,101 @@
+"""Searches: at least as good as what people write, the same every time, and what is found runs."""
+
+import itertools
+
+import pytest
+import torch
+
+import mesh_tensor as mt
+from kernels.models import gpt2, mlp
+from mesh_tensor.base.machine import Link, Machine, Memory
+
+# Products are dear, and links are fast enough to split them.
+FAST = Machine("fast", {"float32": 1e9}, (Memory(10**9, 1e12),), (Link("wire", None, rate=1e9, start=1e-7),))
+SLOW_LINKS = Machine("slow links", {"float32": 1e12}, (Memory(10**9, 1e11),), (Link("wire", None, 1e3, start=1.0),))
+
+
+@pytest.fixture(scope="module")
+def perceptron():
+    return mt.from_torch(torch.export.export(mlp.build(), mlp.example_inputs()), check=False)
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    model = gpt2.build(gpt2.Config(layers=1))
+    return mt.from_torch(torch.export.export(model, (torch.zeros(4, 8, dtype=torch.int64),)), check=False)
+
+
+def presets(module, mesh, layouts):
+    run = mt.distribute_module(module.mod, mesh, layouts, weights=module.params)
+    return mt.simulate(run, FAST)
+
+
+def test_no_worse_than_what_people_write(gpt):
+    found = mt.search(gpt, 4, FAST, meshes=[{"x": 4}])
+    for layouts in (gpt2.data_parallel("x"), gpt2.tensor_parallel(gpt2.Config(layers=1), "x"), {}):
+        assert found.best.time <= presets(gpt, {"x": 4}, layouts).time * (1 + 1e-9)
+
+
+def test_brute_force_agrees_on_a_small_space(perceptron):
+    """All layouts of the three parameters on one axis."""
+    found = mt.search(perceptron, 2, FAST, meshes=[{"x": 2}])
+    names = ("x", "weight1", "weight2")
+    times = []
+    for dims in itertools.product((None, 0, 1), repeat=3):
+        layouts = {name: {"x": dim} for name, dim in zip(names, dims, strict=True) if dim is not None}
+        times.append(presets(perceptron, {"x": 2}, layouts).time)
+    assert found.best.time == pytest.approx(min(times))
+
+
+def test_what_is_found_is_what_is_simulated_and_it_runs(perceptron):
+    found = mt.search(perceptron, 4, FAST)
+    x = mlp.example_inputs()[0]
+    whole = mt.distribute_module(perceptron.mod, {"x": 1}, weights=perceptron.params)(x)
+    for strategy in found.strategies[:3]:
+        run = found.distribute(strategy)
+        made = mt.simulate(run, FAST)
+        assert made.time == pytest.approx(strategy.time)
+        assert made.peak_bytes == strategy.memory
+        torch.testing.assert_close(run(x), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_the_code_says_the_same(perceptron):
+    found = mt.search(perceptron, 4, FAST)
+    names = {"mt": mt, "mod": perceptron.mod}
+    exec(found.code(), names)  # what a user would paste
+    run = mt.distribute_module(names["mod"], weights=perceptron.params)
+    assert mt.simulate(run, FAST).time == pytest.approx(found.best.time)
+
+
+def test_the_same_every_time(gpt):
+    first, again = (mt.search(gpt, 2, FAST, width=2, meshes=[{"x": 2}]) for _ in range(2))
+    assert first.strategies == again.strategies
+    assert first.planned == again.planned == len(first.strategies)
+
+
+def test_where_links_are_slow_nothing_is_sent(gpt):
+    assert mt.search(gpt, 4, SLOW_LINKS, meshes=[{"x": 2, "y": 2}], width=1).best.received == 0
+
+
+def test_memory_counts_where_it_is_short(perceptron):
+    free = mt.search(perceptron, 4, SLOW_LINKS)
+    least = mt.search(perceptron, 4, SLOW_LINKS, objective="memory").best
+    assert least.memory == min(strategy.memory for strategy in free.strategies)
+    assert least.memory < free.best.memory
+    limited = mt.search(perceptron, 4, SLOW_LINKS, memory_limit=free.best.memory - 1)
+    assert limited.best.memory < free.best.memory
+    assert limited.best.time > free.best.time
+
+
+def test_the_front_trades_time_for_memory(gpt):
+    front = mt.search(gpt, 4, FAST, meshes=[{"x": 4}]).pareto()
+    assert front == sorted(front, key=lambda strategy: strategy.time)
+    assert [s.memory for s in front] == sorted((s.memory for s in front), reverse=True)
+
+
+def test_the_table(perceptron):
+    found = mt.search(perceptron, 4, FAST)
+    lines = str(found).splitlines()
+    assert lines[0] == f"{len(found.strategies)} strategies on fast"
+    assert lines[2].split()[:2] == ["{'x':", "4}"] or "'y'" in lines[2]
+    assert len(lines) == 12

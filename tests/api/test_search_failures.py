@@ -1,0 +1,45 @@
+"""What can't be searched."""
+
+import pytest
+import torch
+
+import mesh_tensor as mt
+from kernels.models import mlp
+
+
+@pytest.fixture(scope="module")
+def perceptron():
+    return mt.from_torch(torch.export.export(mlp.build(), mlp.example_inputs()), check=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        ({"devices": 0}, "devices is 0"),
+        ({"devices": True}, "devices is True"),
+        ({"devices": 2, "objective": "money"}, "objective is 'money'"),
+        ({"devices": 2, "width": 0}, "width is 0"),
+        ({"devices": 16, "machine": "h100x8"}, "the search has 16 devices, the machine 8"),
+        ({"devices": 2, "machine": "b100"}, "there is no machine 'b100'"),
+        ({"devices": 2, "function": "other"}, "other"),
+    ],
+)
+def test_bad_questions(perceptron, options, fact):
+    with pytest.raises(mt.MeshTensorError) as caught:
+        mt.search(perceptron, **options)
+    assert fact in str(caught.value)
+
+
+def test_memory_that_is_too_small_for_anything(perceptron):
+    with pytest.raises(mt.MeshTensorError) as caught:
+        mt.search(perceptron, 2, memory_limit=100)
+    message = str(caught.value)
+    assert "no strategy fits into 100 bytes per device" in message
+    least = mt.search(perceptron, 2, objective="memory").best.memory
+    assert f"the smallest that was found needs {least:,}" in message
+    assert "take more devices, or a machine with more memory" in message
+
+
+def test_no_module():
+    with pytest.raises(mt.MeshTensorError, match="search"):
+        mt.search(3, 2)

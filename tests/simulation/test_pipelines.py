@@ -1,0 +1,83 @@
+"""Pipelines: closed forms of their bubbles, transfers, and what training simulates as."""
+
+import json
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mesh_tensor as mt
+from mesh_tensor.base.machine import Link, Machine, Memory
+from tests.api.pipeline_models import Net, imported
+
+# What links do costs nothing, unless it is said.
+FREE = Machine("free links", {"float32": 1e9}, (Memory(10**9, 1e9),), (Link("wire", None, rate=1e30, start=0.0),))
+
+
+@pytest.fixture(scope="module")
+def module():
+    return imported(Net(), 4)
+
+
+def simulated(module, machine=FREE, microbatches=4, train=False, **options):
+    topology = {"m0": {"d": 2}, "m1": {"d": 2}}
+    run = mt.pipeline(module, topology, ["blocks.1"], microbatches=microbatches, train=train, **options)
+    return mt.simulate(run, machine)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4, 9])
+def test_forwards_take_as_long_as_the_slower_stage_but_for_filling(module, microbatches):
+    made = simulated(module, microbatches=microbatches)
+    first, second = made.fragments[0, "F"].time, made.fragments[1, "F"].time
+    assert made.time == pytest.approx(first + second + (microbatches - 1) * max(first, second))
+    idle = 1 - microbatches * (first + second) / (2 * made.time)
+    assert made.bubble == pytest.approx(idle)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_training_has_the_bubble_of_its_schedule(module, schedule):
+    """With p meshes that take equally long it is (p - 1) / (m + p - 1); here the slower one counts."""
+    made = simulated(module, microbatches=8, train=True, schedule=schedule)
+    each = [made.fragments[stage, "F"].time + made.fragments[stage, "B"].time for stage in (0, 1)]
+    assert made.time >= 8 * max(each)
+    assert made.time <= 9 * max(each) + sum(each)
+    alike = float(Fraction(1, 9))
+    assert made.bubble >= alike * 0.9
+
+
+def test_transfers_take_their_links_time(module):
+    slow = replace(FREE, links=(Link("wire", None, rate=1e30, start=1.0),))
+    made = simulated(module, slow, microbatches=1)
+    assert made.transfers == {(0, 1): pytest.approx(1.0)}
+    assert made.time == pytest.approx(made.fragments[0, "F"].time + 1.0 + made.fragments[1, "F"].time)
+
+
+def test_the_trace_and_the_text(module, tmp_path):
+    made = simulated(module, microbatches=3)
+    trace = made.trace(tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text()) == trace
+    bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert [bar["name"] for bar in bars if bar["pid"] == 0] == ["0F0", "0F1", "0F2"]
+    assert max(bar["ts"] + bar["dur"] for bar in bars) == pytest.approx(made.time * 1e6)
+    lines = str(made).splitlines()
+    assert lines[0] == "forward on m0, m1, machine free links"
+    assert lines[2].startswith("  0F  ")
+    assert lines[-1].startswith("  from stage 0 to 1  ")
+
+
+def test_more_devices_than_the_machine_has(module):
+    with pytest.raises(mt.MeshTensorError, match="has 4 devices, the machine 2"):
+        simulated(module, FREE.with_devices(2))
+
+
+def test_training_is_simulated_like_any_module():
+    x, y = torch.randn(8, 6), torch.randint(5, (8,))
+    step = mt.training_step(nn.Linear(6, 5), F.cross_entropy, (x, y), optimizer="sgd", lr=0.1)
+    run = mt.distribute_module(step, {"data": 2}, {"input": {"data": 0}})
+    run(x, y)
+    made = mt.simulate(run, "cpu")
+    assert any(step.kind == "all_reduce over data" for step in made.steps)
+    assert made.peak_bytes > 0
