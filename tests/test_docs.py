@@ -17,6 +17,7 @@ CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
         "docs/tutorial.md",
         "docs/redistribution.md",
         "docs/modules.md",
+        "docs/training.md",
         "docs/disco.md",
         "docs/simulation.md",
         "docs/pipelines.md",

@@ -103,14 +103,16 @@ class Fresh:
 
     def __init__(self, taken: Sequence[str]) -> None:
         self._taken = set(taken)
+        self._counts: dict[str, int] = {}
 
     def name(self, wanted: str) -> str:
         """`wanted`, with a number if it is taken; it is taken then."""
-        name, count = wanted, 0
+        name, count = wanted, self._counts.get(wanted, 0)
         while name in self._taken:
             count += 1
             name = f"{wanted}_{count}"
         self._taken.add(name)
+        self._counts[wanted] = count
         return name
 
 

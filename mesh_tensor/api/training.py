@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from inspect import signature
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from tvm import ir
 
-from mesh_tensor.annotations.names import Fresh, renamed_parameters
+from mesh_tensor.annotations.names import source_names
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.optimizer import MASTER, Optimizer
 from mesh_tensor.importers import ImportedModule
-from mesh_tensor.importers.torch_frontend import from_torch
 from mesh_tensor.plan.training import NUMBERS_NAME, Kept, training_function
 
 from .training_check import check_gradients
+from .training_import import ImportedLoss, imported_loss
 
 Schedule = Callable[[int], float]
 
@@ -26,7 +25,8 @@ Schedule = Callable[[int], float]
 @dataclass(frozen=True, eq=False)
 class TrainingStep:
     """One step of training: `mod`'s function `main` takes a batch, the numbers of the step (`opt_numbers`) and `state`:
-    the parameters and what the optimizer keeps for them; it gives the loss and the new state, in the same order.
+    the parameters, what the optimizer keeps for them, and buffers that the model writes; it gives the loss and the new
+    state, in the same order.
 
     inputs      the names of the batch's tensors
     state       tensors by the names of `main`'s parameters, before the first step
@@ -92,77 +92,31 @@ def training_step(
     if zero not in (0, 1, 2, 3):
         refuse(f"zero={zero!r}", fix="use 0, 1, 2 or 3")
     made = Optimizer.make(optimizer, **options)
-    module = model if isinstance(model, ImportedModule) else _imported(model, loss, tuple(inputs))
-    trained = _trained(module, model)
-    mod, kept = training_function(module.mod, "main", trained, made, clip_norm)
-    state = {name: module.params[name] for name in trained}
-    for mine in kept:
-        state |= {name: _first(slot, state[mine.parameter]) for slot, name in mine.slots.items()}
-    func = mod["main"]
-    params = [param.name_hint for param in func.params]
-    names = {str(theirs): str(ours) for theirs, ours in func.attrs["mesh_tensor_names"].items()}
-    fixed = {name: module.params[name] for name in params if name in module.params and name not in state}
-    names = {theirs: ours for theirs, ours in names.items() if ours in state or ours in fixed}
-    taken = tuple(name for name in params if name not in state and name not in fixed and name != NUMBERS_NAME)
-    state = {name: state[name] for name in params if name in state}
-    step = TrainingStep(mod, taken, state, fixed, names, made, tuple(kept), zero, schedule)
-    if check and isinstance(model, nn.Module):
-        check_gradients(model, inputs, _loss_of(model, loss, tuple(inputs)), module, trained)
+    if isinstance(model, ImportedModule):
+        return _step(ImportedLoss(model, {}), model, made, zero, clip_norm, schedule)
+    with imported_loss(model, loss, tuple(inputs)) as found:
+        step = _step(found, model, made, zero, clip_norm, schedule)
+        if check and found.loss is not None:
+            batch = (*inputs, *found.buffers.values())
+            check_gradients(model, batch, found.loss, found.module, [mine.parameter for mine in step.kept])
     return step
 
 
-class WithLoss(nn.Module):
-    """A model and its loss as one module, whose parameters have the model's own names."""
-
-    def __init__(self, model: nn.Module, loss: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.training = model.training
-        self.__dict__["_parameters"], self.__dict__["_buffers"] = model._parameters, model._buffers
-        self.__dict__["_modules"] = model._modules
-        self.__dict__["_of"] = model, loss
-
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """The loss."""
-        model, loss = self.__dict__["_of"]
-        return loss(model(*inputs[:-1]), inputs[-1])
-
-
-def _loss_of(
-    model: nn.Module, loss: Callable[..., torch.Tensor] | None, inputs: tuple[torch.Tensor, ...]
-) -> torch.Tensor:
-    with torch.enable_grad():
-        return model(*inputs) if loss is None else loss(model(*inputs[:-1]), inputs[-1])
-
-
-def _imported(model: Any, loss: Callable[..., torch.Tensor] | None, inputs: tuple[torch.Tensor, ...]) -> ImportedModule:
-    if not isinstance(model, nn.Module):
-        refuse(
-            f"training_step takes a torch model, not a {type(model).__name__}",
-            fix="pass a torch.nn.Module, or what from_torch gave",
-        )
-    if not inputs:
-        refuse("training_step without inputs", fix="pass example inputs, of the sizes that are trained with")
-    if loss is None:
-        return from_torch(torch.export.export(model, inputs, strict=False))
-    module = from_torch(torch.export.export(WithLoss(model, loss), inputs, strict=False))
-    return _with_input_names(module, _names(model.forward)[: len(inputs) - 1], len(inputs))
-
-
-def _names(function: Any) -> list[str]:
-    """Of its parameters."""
-    return list(signature(function).parameters)
-
-
-def _with_input_names(module: ImportedModule, names: list[str], count: int) -> ImportedModule:
-    """The inputs under the names that the model has for them; the last one is the "target"."""
-    mod, func = module.mod, module.mod["main"]
-    taken = [param.name_hint for param in func.params[count:]]
-    fresh, old = Fresh(taken), [param.name_hint for param in func.params[:count]]
-    wanted = [names[n] if n < len(names) else f"input_{n}" for n in range(count - 1)]
-    new = dict(zip(old, [fresh.name(name) for name in [*wanted, "target"]], strict=True))
-    mod = mod.clone()
-    mod.update_func(mod.get_global_var("main"), renamed_parameters(mod, func, new))
-    return replace(module, mod=mod)
+def _step(
+    found: ImportedLoss, model: Any, made: Optimizer, zero: int, clip_norm: float | None, schedule: Schedule | None
+) -> TrainingStep:
+    module = found.module
+    mod, kept = training_function(module.mod, "main", _trained(module, model), made, clip_norm, list(found.buffers))
+    state = {mine.parameter: module.params[mine.parameter] for mine in kept} | found.buffers
+    for mine in kept:
+        state |= {name: _first(slot, state[mine.parameter]) for slot, name in mine.slots.items()}
+    params = [param.name_hint for param in mod["main"].params]
+    fixed = {name: module.params[name] for name in params if name in module.params and name not in state}
+    every = {**module.names, **source_names(mod["main"])}
+    names = {theirs: ours for theirs, ours in every.items() if ours in state or ours in fixed}
+    taken = tuple(name for name in params if name not in state and name not in fixed and name != NUMBERS_NAME)
+    state = {name: state[name] for name in params if name in state}
+    return TrainingStep(mod, taken, state, fixed, names, made, tuple(kept), zero, schedule)
 
 
 def _trained(module: ImportedModule, model: Any) -> list[str]:

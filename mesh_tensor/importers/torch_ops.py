@@ -217,11 +217,50 @@ def variance_and_mean(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return emit(importer, relax.Tuple([variance(node, importer), mean]))
 
 
+def batch_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """In training: the data normalised by the batch's own mean and variance, these (the second as the inverse of the
+    root), and the running ones that they enter; the variance as one of a sample."""
+    x, weight, bias, mean, var, training, momentum, epsilon = arguments(node, importer, 8)
+    if not training:
+        refuse("a batch norm for inference that gives statistics", fix="export the model in eval mode")
+    shape = [int(size) for size in x.struct_info.shape]
+    dims, dtype = [0, *range(2, len(shape))], x.struct_info.dtype
+    count = math.prod(shape[dim] for dim in dims)
+    if count < 2:
+        refuse("a batch norm over one element", fix="give it more than one element per channel")
+
+    def number(value: float) -> relax.Expr:
+        return relax.const(value, dtype)
+
+    def bound(expr: relax.Expr) -> relax.Var:
+        return emit(importer, expr)
+
+    own = bound(relax.op.mean(x, dims, True))
+    centered = bound(relax.op.subtract(x, own))
+    spread = bound(relax.op.mean(bound(relax.op.multiply(centered, centered)), dims, True))
+    inverse = bound(relax.op.rsqrt(bound(relax.op.add(spread, number(epsilon)))))
+    result = bound(relax.op.multiply(centered, inverse))
+    for tensor, apply in ((weight, relax.op.multiply), (bias, relax.op.add)):
+        if tensor is not None:
+            along = bound(relax.op.reshape(tensor, [1, -1, *[1] * (len(shape) - 2)]))
+            result = bound(apply(result, along))
+
+    def entered(running: relax.Expr, new: relax.Expr) -> relax.Expr:
+        kept = bound(relax.op.multiply(running, number(1 - momentum)))
+        return bound(relax.op.add(kept, bound(relax.op.multiply(new, number(momentum)))))
+
+    flat = [bound(relax.op.reshape(tensor, [shape[1]])) for tensor in (own, inverse, spread)]
+    sample = bound(relax.op.multiply(flat[2], number(count / (count - 1))))
+    made = [result, flat[0], flat[1], entered(mean, flat[0]), entered(var, sample)]
+    return bound(relax.Tuple(made))
+
+
 CONVERTERS: dict[str, Convert] = {
     **GENERAL,
     **INDEXING,
     **NUMBERS,
     **SHAPES,
+    "_native_batch_norm_legit_functional.default": batch_norm,
     "add.Tensor": add,
     "addmm.default": addmm,
     "amax.default": largest,

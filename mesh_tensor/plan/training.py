@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvm import ir, relax
@@ -28,11 +29,17 @@ class Kept:
 
 
 def training_function(
-    mod: ir.IRModule, function: str, parameters: list[str], optimizer: Optimizer, clip_norm: float | None
+    mod: ir.IRModule,
+    function: str,
+    parameters: list[str],
+    optimizer: Optimizer,
+    clip_norm: float | None,
+    buffers: Sequence[str] = (),
 ) -> tuple[ir.IRModule, list[Kept]]:
     """The module whose `function` takes, after what is no parameter to be trained, the numbers of a step, the
-    parameters, and what is kept for each; and returns the loss, then the new parameters, then the new kept values, in
-    the same order. The attribute `mesh_tensor_state` says so: results lie on a mesh as what they replace.
+    parameters, what is kept for each, and the buffers; and returns the loss, then what is new of these, in the same
+    order. Before, it returned the loss and, if there are any, new values for the parameters `buffers`. The attribute
+    `mesh_tensor_state` says so: results lie on a mesh as what they replace.
 
     Raises:
         MeshTensorError: as `gradient_function`.
@@ -40,7 +47,7 @@ def training_function(
     joint = forward_part(mod, function)
     writer, graph = joint.writer, joint.graph
     loss = loss_of(leaves(graph.result), 0, function)
-    if len(leaves(graph.result)) != 1:
+    if len(leaves(graph.result)) != 1 + len(buffers):
         refuse(f"{function!r} has {len(leaves(graph.result))} results", fix="return the loss alone")
     values = {value.name: value for value in graph.params if value.name in parameters}
     reverse(joint, {loss: writer.emit(relax.op.ones(loss.type.shape, loss.type.dtype), SEED)}, list(values.values()))
@@ -60,9 +67,11 @@ def training_function(
         new_slots += [writer.emit(relax.TupleGetItem(made, n), f"new_{var.name_hint}") for n, var in enumerate(mine, 1)]
     variables = dict(zip((value.name for value in graph.params), joint.params, strict=True))
     state = [*(variables[name] for name in values), *(var for mine in slots.values() for var in mine.values())]
-    joint.params = [*(var for name, var in variables.items() if name not in values), numbers, *state]
+    state += [variables[name] for name in buffers]
+    joint.params = [*(var for var in variables.values() if var not in state), numbers, *state]
+    first, *rest = [joint.env[value] for value in leaves(graph.result)]
     joint.gradients = {value: d for value, d in joint.gradients.items() if value not in values.values()}
-    made = writer.module(mod, function, joint, relax.Tuple([joint.result, *new, *new_slots]))
+    made = writer.module(mod, function, joint, relax.Tuple([first, *new, *new_slots, *rest]))
     func = made[function].with_attr(STATE_ATTR, {var.name_hint: n for n, var in enumerate(state, 1)})
     func = func.with_attr(SOURCE_NAMES_ATTR, {**source_names(func), **_source_names(source_names(func), slots)})
     made.update_func(made.get_global_var(function), func)

@@ -233,3 +233,42 @@ def test_frozen_parameters_and_tied_weights():
     state = run.state_dict()
     assert set(state) == {"table.weight", "out.weight", "scale", "opt.step"}
     torch.testing.assert_close(state["out.weight"], theirs.table.weight.detach())
+
+
+class ConvNet(nn.Module):
+    """With batch norms in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.second, self.norm2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8, affine=False)
+        self.pool, self.out = nn.MaxPool2d(2), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.first(x)))
+        x = F.relu(self.norm2(self.second(x)) + x)
+        return self.out(self.pool(x).mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout"),
+    [
+        ({"data": 2}, DATA),
+        ({"data": 4}, DATA),
+        ({"model": 2}, {"first.weight": {"model": 0}, "second.weight": {"model": 0}}),
+    ],
+    ids=["data", "data, uneven", "channels"],
+)
+def test_batch_norm_sees_the_whole_batch(mesh, layout):
+    torch.manual_seed(0)
+    model, x, y = ConvNet().train(), torch.randn(6, 3, 6, 6), torch.randint(0, 5, (6,))
+    before = copy.deepcopy(model.state_dict())
+    step = mt.training_step(model, F.cross_entropy, (x, y), optimizer="momentum", lr=0.1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    run = mt.distribute_module(step, mesh, layout, poison=True)
+    losses, theirs = _torch(model, x, y, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    _assert_trains(run, x, y, losses, theirs)
+    state = run.state_dict()
+    assert set(theirs.state_dict()) <= set(state)
+    for name, tensor in theirs.state_dict().items():
+        torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5)

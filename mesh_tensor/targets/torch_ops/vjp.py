@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from tvm import relax
 
@@ -13,6 +15,16 @@ from ..dtypes import torch_dtype
 from .table import Function, Place, placed_torch_op, torch_function
 
 Tensor = torch.Tensor
+Derivative = Callable[[Tensor, Tensor], Tensor]
+_aten = torch.ops.aten
+
+# Of operators of one operand, by the gradient of the result and the operand: without what the operator itself gives.
+_DIRECT: dict[str, Derivative] = {
+    "nn.gelu": _aten.gelu_backward,
+    "nn.gelu_tanh": lambda seed, x: _aten.gelu_backward(seed, x, approximate="tanh"),
+    "nn.relu": lambda seed, x: _aten.threshold_backward(seed, x, 0),
+    "nn.silu": _aten.silu_backward,
+}
 
 
 @placed_torch_op(VJP)
@@ -20,6 +32,8 @@ def _vjp(call: OpCall, place: Place) -> Function:
     """(given operands, gradients of results): the gradients of the operands that are wanted. What nothing depends on is
     zero."""
     stated = vjp_of(call)
+    if len(stated.calls) == 1 and stated.calls[0][0].name in _DIRECT:
+        return _direct(stated, _DIRECT[stated.calls[0][0].name])
     forward = _forward(stated, place)
     types = [(tensor.shape, torch_dtype(tensor.dtype)) for tensor in stated.operands]
     count = len(stated.given)
@@ -37,6 +51,11 @@ def _vjp(call: OpCall, place: Place) -> Function:
         return tuple(torch.zeros_like(x) if dx is None else dx for x, dx in zip(wanted, made, strict=True))
 
     return vjp
+
+
+def _direct(stated: Vjp, derivative: Derivative) -> Function:
+    dtype = torch_dtype(stated.operands[0].dtype)
+    return lambda x, seed: (derivative(seed.to(dtype), x.to(dtype)),)
 
 
 def _operands(

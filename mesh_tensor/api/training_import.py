@@ -1,0 +1,107 @@
+"""A torch model and its loss as a module: the buffers that it writes are inputs and results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+
+from mesh_tensor.annotations.names import Fresh, renamed_parameters
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.importers import ImportedModule
+from mesh_tensor.importers.imported import identifiers
+from mesh_tensor.importers.torch_frontend import from_torch
+
+Loss = Callable[..., torch.Tensor] | None
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ImportedLoss:
+    """`module` gives the loss, then the new values of `buffers`, its inputs after the batch; these by name. `loss` is
+    torch's on the example inputs, for which gradients can be taken."""
+
+    module: ImportedModule
+    buffers: dict[str, torch.Tensor]
+    loss: torch.Tensor | None = None
+
+
+@contextmanager
+def imported_loss(model: Any, loss: Loss, inputs: Tensors) -> Iterator[ImportedLoss]:
+    """The module of a model and its loss; while it is used, the model's buffers are as one step leaves them, and
+    afterwards as they were.
+
+    Raises:
+        MeshTensorError: the model is none of torch's, there are no inputs, or it can't be imported.
+    """
+    if not isinstance(model, nn.Module):
+        refuse(
+            f"training_step takes a torch model, not a {type(model).__name__}",
+            fix="pass a torch.nn.Module, or what from_torch gave",
+        )
+    if not inputs:
+        refuse("training_step without inputs", fix="pass example inputs, of the sizes that are trained with")
+    before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+    try:
+        with torch.enable_grad():
+            value = model(*inputs) if loss is None else loss(model(*inputs[:-1]), inputs[-1])
+        written = {name: kept for name, (buffer, kept) in before.items() if not torch.equal(buffer, kept)}
+        yield _imported(model, loss, inputs, written, value)
+    finally:
+        with torch.no_grad():
+            for buffer, kept in before.values():
+                buffer.copy_(kept)
+
+
+class WithLoss(nn.Module):
+    """A model and its loss as one module, whose parameters have the model's own names. It takes the batch, then values
+    for `buffers`; it gives the loss, then what becomes of these."""
+
+    def __init__(self, model: nn.Module, loss: Loss, buffers: list[str]) -> None:
+        super().__init__()
+        self.training = model.training
+        self.__dict__["_parameters"], self.__dict__["_buffers"] = model._parameters, model._buffers
+        self.__dict__["_modules"] = model._modules
+        self.__dict__["_of"] = model, loss, buffers
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        """The loss, and the buffers."""
+        model, loss, names = self.__dict__["_of"]
+        batch = inputs[: len(inputs) - len(names)]
+        given, target = (batch, ()) if loss is None else (batch[:-1], batch[-1:])
+        values = {name: value.clone() for name, value in zip(names, inputs[len(batch) :], strict=True)}
+        made = torch.func.functional_call(model, values, given) if names else model(*given)
+        result = made if loss is None else loss(made, *target)
+        return (result, *values.values()) if names else result
+
+
+def _imported(
+    model: nn.Module, loss: Loss, inputs: Tensors, written: dict[str, torch.Tensor], value: torch.Tensor
+) -> ImportedLoss:
+    wrapped = WithLoss(model, loss, list(written))
+    module = from_torch(torch.export.export(wrapped, (*inputs, *written.values()), strict=False))
+    names: Any = list(signature(model.forward).parameters)[: len(inputs)]
+    names += [f"input_{n}" for n in range(len(names), len(inputs))]
+    if loss is not None:
+        names[len(inputs) - 1] = "target"
+    count = len(inputs) + len(written)
+    taken = [param.name_hint for param in module.mod["main"].params[count:]]
+    fresh = Fresh(taken)
+    names = [fresh.name(name) for name in names]
+    ours = identifiers(list(written), [*taken, *names])
+    module = _renamed(module, [*names, *ours.values()])
+    module = replace(module, names={**module.names, **ours})
+    return ImportedLoss(module, {ours[name]: kept for name, kept in written.items()}, value)
+
+
+def _renamed(module: ImportedModule, names: list[str]) -> ImportedModule:
+    """The module, whose first parameters have these names."""
+    mod, func = module.mod.clone(), module.mod["main"]
+    old = [param.name_hint for param in func.params[: len(names)]]
+    mod.update_func(mod.get_global_var("main"), renamed_parameters(mod, func, dict(zip(old, names, strict=True))))
+    return replace(module, mod=mod)
