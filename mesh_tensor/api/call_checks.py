@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.program.steps import Program
 from mesh_tensor.runtime.plain_tensors import may_be_dual
-from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 
 
 def is_quick(
@@ -36,14 +36,12 @@ def is_quick(
     return not may_be_dual()
 
 
-def check_placements(kernel: str, given: Mapping[str, Any], program: Program) -> None:
-    """Refuse MeshTensors that don't lie as the program takes them: what `strict` asks for."""
+def check_layouts(layouts: Mapping[str, Sharding], program: Program, where: str, fix: str) -> None:
+    """Refuse arguments that don't lie as the program takes or makes them: what `strict` asks for."""
     problems = []
     for parameter in program.parameters:
-        tensor = given.get(parameter.name)
-        value = program.values.get(str(parameter.input or parameter.output))
-        if value and isinstance(tensor, MeshTensor) and tensor.sharding != (expected := value.sharding):
-            problems.append(f"parameter {parameter.name!r}: lies as '{tensor.sharding}', but expected '{expected}'")
+        expected = program.values[str(parameter.input or parameter.output)].sharding
+        if (layout := layouts.get(parameter.name, expected)) != expected:
+            problems.append(f"parameter {parameter.name!r}: lies as '{layout}', but expected '{expected}'")
     if problems:
-        fix = "distribute or .redistribute it so, or compile without strict=True"
-        refuse(problems, where=f"call of kernel {kernel!r} on {program.mesh}", fix=fix)
+        refuse(problems, where=where, fix=fix)

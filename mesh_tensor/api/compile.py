@@ -13,9 +13,8 @@ from tvm import tirx
 from mesh_tensor.annotations.annotate import read_annotations
 from mesh_tensor.annotations.kernel_source import check_kernel
 from mesh_tensor.base.errors import MeshTensorError, refuse
-from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.lowering.pipeline import KernelLowering
+from mesh_tensor.program.builder import Lowering
 from mesh_tensor.program.overlap import check_overlap
 from mesh_tensor.program.steps import Program
 from mesh_tensor.program.symbolic import Lower, Programs
@@ -24,15 +23,14 @@ from mesh_tensor.runtime.ambient import is_plain, plain, undisturbed
 from mesh_tensor.runtime.plain_tensors import refuse_traced
 from mesh_tensor.runtime.ranks import are_current, is_dtensor, ranks_of
 from mesh_tensor.runtime.ranks.dtensor_ports import Transfer
-from mesh_tensor.runtime.virtual.launch import AnyTensor, Launch, entangled
-from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import find_target
 
-from .call_checks import check_placements, is_quick
-from .call_forms import CallForm, OutIdx, call_forms, given_out_idx, in_order, refuse_count
-from .rank_kernel import Compiled, RankKernel
+from .call_forms import OutIdx, call_forms, given_out_idx, in_order, refuse_count
+from .compiled import Compiled, KernelRunner
+from .rank_kernel import RankKernel
 from .rank_locals import Shapes
-from .signature import Signature, Sizes
+from .signature import Signature
+from .virtual_kernel import VirtualKernel
 
 
 @undisturbed
@@ -66,8 +64,8 @@ def compile(
     Raises:
         MeshTensorError: what was asked for can't be done; the message says what, where, why and the way out.
     """
-    lower = KernelLowering(view)
-    return MeshKernel(func, target=target, out_idx=out_idx, strict=strict, poison=poison, overlap=overlap, lower=lower)
+    lower = Lowering(KernelLowering(view), strict)
+    return MeshKernel(func, lower, target=target, out_idx=out_idx, strict=strict, poison=poison, overlap=overlap)
 
 
 class MeshKernel:
@@ -82,48 +80,34 @@ class MeshKernel:
     def __init__(
         self,
         func: tirx.PrimFunc,
+        lower: Lower,
         *,
-        target: str = "auto",
-        out_idx: OutIdx = None,
-        strict: bool = False,
-        poison: bool = False,
-        overlap: str | int = "auto",
-        lower: Lower | None = None,
+        target: str,
+        out_idx: OutIdx,
+        strict: bool,
+        poison: bool,
+        overlap: str | int,
     ) -> None:
-        self._func, self._strict, self._poison = check_kernel(func), strict, poison
         options = {"target": target, "out_idx": out_idx, "strict": strict, "poison": poison, "overlap": overlap}
-        self._options: dict[str, Any] = {**options, "lower": lower}
-        self._target = find_target(target).remembering()
-        self._device = self._target.device()
-        if poison and self._target.name != "interpret":
-            refuse(f"poison=True with target {self._target.name!r}", fix="use target='interpret'")
-        self._overlap = check_overlap(overlap)
-        self._signature = Signature(func)
-        self._launches: Recent[tuple[int, ...], Launch] = Recent(KERNEL_SIZES)
-        self._peak_bytes = 0  # of calls whose launches are not kept any more
-        compile_kernel = partial(self._target.compile, poison=poison)
-        lower = lower or KernelLowering()
-        self._programs = Programs(func, self._signature.symbols, lower, strict, overlap, compile_kernel)
-        self._program: Program | None = None
-        self._current: Launch | None = None
+        self._made_of = check_kernel(func), lower, options
+        on = find_target(target).remembering()
+        if poison and on.name != "interpret":
+            refuse(f"poison=True with target {on.name!r}", fix="use target='interpret'")
+        self._signature = signature = Signature(func)
+        programs = Programs(func, signature.symbols, lower, check_overlap(overlap), partial(on.compile, poison=poison))
+        self._program = None if signature.symbols else programs.of({})
+        self.mesh, stated = read_annotations(func) if self._program is None else (self._program.mesh, {})
+        reads, writes = _roles_by_rule(func) if self._program is None else _roles(self._program)
+        signature.written = frozenset(writes)
+        self._forms = call_forms(signature, given_out_idx(func, out_idx), frozenset(reads), signature.written)
+        layouts = {name: annotation.sharding for name, annotation in stated.items()}
+        given = (strict, poison, overlap, layouts, signature.written)
+        self._compiled = Compiled(signature, self.mesh, on, *given, programs, self._ran)
+        self._virtual = VirtualKernel(self._compiled)
         self._on_ranks: dict[tuple[int, str], RankKernel] = {}
-        self._lock = threading.RLock()  # several threads may call
         self._last_on_ranks: tuple[Any, RankKernel] | None = None
+        self._lock = threading.RLock()  # several threads may call
         self._transfers: Callable[[], list[Transfer]] = list
-        if self._signature.symbols:
-            self.mesh: Mesh = read_annotations(func)[0]
-            reads, writes = _roles_by_rule(func)
-        else:
-            self._current = self._make({})
-            self.mesh = self._current.program.mesh
-            parameters = self._current.program.parameters
-            reads = [p.name for p in parameters if p.input is not None and not p.kept]
-            writes = [p.name for p in parameters if p.output is not None]
-        self._writes = frozenset(writes)
-        self._signature.written = self._writes
-        self._forms = call_forms(self._signature, given_out_idx(func, out_idx), frozenset(reads), self._writes)
-        self._quick = [] if self._signature.symbols else self._quick_checks()
-        self._can_be_quick = len(self._signature.params) == len(self._quick)
 
     @property
     def program(self) -> Program:
@@ -144,12 +128,12 @@ class MeshKernel:
     @property
     def device(self) -> torch.device:
         """The torch device that tensors have to be on."""
-        return self._device
+        return self._compiled.target.device()
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes that one device held at once, in tiles and workspaces, in any call so far."""
-        return max(self._peak_bytes, *(launch.peak_bytes for launch in (*self._launches, self._current) if launch), 0)
+        return self._virtual.peak_bytes
 
     def explain(self) -> str:
         """Factors, placements, collectives with their bytes, what the DTensors of the last call needed to lie as
@@ -158,41 +142,12 @@ class MeshKernel:
 
         from .kernel_notes import notes_on
 
-        return explain(self.program, *notes_on(self.program, self._target.name, self._transfers()))
+        return explain(self.program, *notes_on(self.program, self._compiled.target.name, self._transfers()))
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
         device_mesh = next((arg.device_mesh for arg in (*args, *named.values()) if is_dtensor(arg)), None)
-        if device_mesh is not None:
-            on_ranks = self.on_ranks(device_mesh)
-            return self._on_ranks_as(on_ranks, args, named, lambda given, form: on_ranks(given, form.returned))
-        if named:
-            args = self._in_order(args, named)
-        if is_plain():
-            return self._call(args)
-        refuse_traced(f"kernel {self._signature.name!r}", args)
-        with plain():
-            return self._call(args)
-
-    def _call(self, args: tuple[Any, ...]) -> Any:
-        form = self._forms.get(len(args)) or refuse_count(self._signature.name, len(args), self._forms)
-        given = dict(zip(form.passed, args, strict=True))
-        launch = self._current
-        if self._signature.symbols or not (self._can_be_quick and is_quick(self._quick, given, self._device)):
-            launch = self._launch_for(given)
-        assert launch is not None
-        as_mesh_tensors = any(isinstance(arg, MeshTensor) for arg in args)
-        tensors: dict[str, AnyTensor | None] = {name: given.get(name) for name in self._signature.tensors}
-        for parameter in launch.program.parameters:
-            if parameter.input is not None and tensors[parameter.name] is None:
-                tensors[parameter.name] = launch.zeros(parameter, as_mesh_tensors)
-        results = launch(
-            tensors,
-            self._signature.scalars(given),
-            as_mesh_tensors=as_mesh_tensors,
-            entangled=entangled(tensors, self._writes),
-        )
-        returned = [self._result(given.get(name), results[name]) for name in form.returned]
-        return _unpacked(returned)
+        runner: KernelRunner = self._virtual if device_mesh is None else self.on_ranks(device_mesh)
+        return self._run(runner, runner, args, named)
 
     def local(self, *args: Any, device_mesh: Any = None, shapes: Shapes | None = None, **named: Any) -> Any:
         """Run as this rank of a process group, on its parts of the tensors: plain tensors, without padding or whole
@@ -207,28 +162,32 @@ class MeshKernel:
         Returns:
             This rank's parts of the results, without padding."""
         on_ranks = self.on_ranks(device_mesh)
-        said = shapes or {}
-        return self._on_ranks_as(on_ranks, args, named, lambda given, form: on_ranks.local(given, form.returned, said))
+        return self._run(on_ranks, on_ranks.local, args, named, shapes or {})
 
-    def _on_ranks_as(
+    def _run(
         self,
-        on_ranks: RankKernel,
+        runner: KernelRunner,
+        run: Callable[..., Sequence[Any]],
         args: tuple[Any, ...],
         named: dict[str, Any],
-        run: Callable[[dict[str, Any], CallForm], list[Any]],
+        *more: Any,
     ) -> Any:
+        """Call `run` of `runner` on the arguments by parameter, the names of what is returned, and `more`."""
+        undisturbed = is_plain()
         try:  # what is refused here counts as a call, as the others make one
             args = self._in_order(args, named) if named else args
-            if not is_plain():
+            if not undisturbed:
                 refuse_traced(f"kernel {self._signature.name!r}", args)
             form = self._forms.get(len(args)) or refuse_count(self._signature.name, len(args), self._forms)
         except MeshTensorError as error:
-            on_ranks.refuse_call(error)
+            runner.refuse_call(error)
         given = dict(zip(form.passed, args, strict=True))
-        if is_plain():
-            return _unpacked(run(given, form))
-        with plain():
-            return _unpacked(run(given, form))
+        if undisturbed:
+            results = run(given, form.returned, *more)
+        else:
+            with plain():
+                results = run(given, form.returned, *more)
+        return results[0] if len(results) == 1 else tuple(results)
 
     def on_ranks(self, device_mesh: Any) -> RankKernel:
         """The kernel on the ranks of a DeviceMesh, or on all that there are, as this thread calls it."""
@@ -239,64 +198,20 @@ class MeshKernel:
             return self._new_on_ranks(device_mesh)
 
     def _new_on_ranks(self, device_mesh: Any) -> RankKernel:
-        ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
+        ranks = ranks_of(self.mesh, device_mesh, self._compiled.target.device_type)
         key = id(ranks), threading.current_thread().name
         found = self._on_ranks.get(key)
         if found is None or found.ranks is not ranks or not found.is_of_this_thread():
             kept = {key: kernel for key, kernel in self._on_ranks.items() if kernel.lane.is_current()}
-            options = (self._strict, self._poison, self._overlap)
-            stated = read_annotations(self._func)[1] if self._signature.symbols else {}
-            layouts = {name: annotation.sharding for name, annotation in stated.items()}
-            programs = (self._program_of, self._programs.exact)
-            compiled = Compiled(self._signature, self._target, *options, layouts, *programs, self._ran)
-            found = RankKernel(compiled, ranks)
+            found = RankKernel(self._compiled, ranks)
             self._on_ranks = {**kept, key: found}
         self._last_on_ranks = device_mesh, found
         return found
 
-    @staticmethod
-    def _result(given: Any, result: AnyTensor) -> AnyTensor:
-        """The very tensor that was passed, where the result is in it."""
-        return given if isinstance(given, torch.Tensor) and isinstance(result, torch.Tensor) else result
-
-    def _launch_for(self, given: dict[str, Any]) -> Launch:
-        """Check the arguments; the launch for their sizes."""
-        sizes = self._signature.check(given, self.mesh, self._device)
-        if self._signature.symbols:
-            key = tuple(sizes[var] for var in self._signature.symbols)
-            launch = self._launches.get(key)
-            if launch is None:
-                self._peak_bytes = self.peak_bytes
-                launch = self._launches.put(key, self._make(sizes))
-            self._current = launch
-            self._program = launch.program
-        else:
-            launch = self._current
-        assert launch is not None
-        self._check_placements(given, launch.program)
-        return launch
-
-    def _check_placements(self, given: dict[str, Any], program: Program) -> None:
-        if self._strict:
-            check_placements(self._signature.name, given, program)
-
-    def _make(self, sizes: Sizes) -> Launch:
-        return Launch(self._program_of(sizes), self._target, poison=self._poison)
-
-    def _program_of(self, sizes: Sizes) -> Program:
-        """The program for these sizes."""
-        with self._lock:
-            self._program = self._programs.of(sizes)
-            return self._program
-
     def _ran(self, program: Program, transfers: Callable[[], list[Transfer]]) -> None:
-        """Ranks may run another program than the virtual mesh, and their DTensors may need redistribution."""
+        """What is run depends on sizes; ranks may run another program than the virtual mesh, and their DTensors may
+        need redistribution."""
         self._program, self._transfers = program, transfers
-
-    def _quick_checks(self) -> list[tuple[str, torch.Size, torch.dtype]]:
-        launch = self._current
-        assert launch is not None
-        return [(name, torch.Size(shape), dtype) for name, shape, dtype in launch.tensor_types()]
 
     def _in_order(self, args: Sequence[Any], named: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments in the order of the parameters."""
@@ -305,19 +220,21 @@ class MeshKernel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Compiled again where it is loaded: what it was made of goes."""
-        return _made_again, (self._func, self._options)
+        return _made_again, self._made_of
 
     def __repr__(self) -> str:
         names = ", ".join(param.name for param in self._signature.params)
-        return f"MeshKernel({self._signature.name}({names}), {self.mesh}, target={self._target.name!r})"
+        return f"MeshKernel({self._signature.name}({names}), {self.mesh}, target={self._compiled.target.name!r})"
 
 
-def _made_again(func: tirx.PrimFunc, options: dict[str, Any]) -> MeshKernel:
-    return MeshKernel(func, **options)
+def _made_again(func: tirx.PrimFunc, lower: Lower, options: dict[str, Any]) -> MeshKernel:
+    return MeshKernel(func, lower, **options)
 
 
-def _unpacked(results: list[Any]) -> Any:
-    return results[0] if len(results) == 1 else tuple(results)
+def _roles(program: Program) -> tuple[list[str], list[str]]:
+    """The parameters that a kernel reads, and those that it writes."""
+    reads = [p.name for p in program.parameters if p.input is not None and not p.kept]
+    return reads, [p.name for p in program.parameters if p.output is not None]
 
 
 def _roles_by_rule(func: tirx.PrimFunc) -> tuple[list[str], list[str]]:

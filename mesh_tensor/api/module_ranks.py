@@ -36,7 +36,7 @@ class RankModuleLaunch:
         agree(ranks, faults, facts)
         self._digest = digest_of(facts)
         self.lane.run(self._digest)
-        program = with_overlap_on(ranks.machine(), made.program) if overlap == "auto" else made.program
+        program = with_overlap_on(ranks.machine, made.program) if overlap == "auto" else made.program
         self._run, self._result = RankLaunch(program, target, ranks, faults), made.result
         self._ports = {port.name: port for port in ports_of(plan)}
         self._inputs = dict(zip((value.name for value in plan.graph.params), made.inputs, strict=True))

@@ -14,18 +14,20 @@ from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.steps import Program
-from mesh_tensor.runtime.plain_tensors import fix_of, is_dual
+from mesh_tensor.runtime.plain_tensors import fix_of, is_dual, may_be_dual
 from mesh_tensor.runtime.ranks.agree import agree, digest_of, program_facts
 from mesh_tensor.runtime.ranks.dtensor import PART_FIX, from_placements, is_dtensor, lies_like_torch, part_problem
-from mesh_tensor.runtime.ranks.dtensor_ports import Transfer, enter, leave, transfers
+from mesh_tensor.runtime.ranks.dtensor_ports import enter, leave, transfers
 from mesh_tensor.runtime.ranks.faults import Faults
 from mesh_tensor.runtime.ranks.rank_launch import RankLaunch, Tiling, tilings_of
 from mesh_tensor.runtime.ranks.ranks import Ranks, named
-from mesh_tensor.targets.kernels import Target
 
+from .call_checks import check_layouts
+from .compiled import Compiled
 from .rank_locals import Shapes, global_sizes, guesses, problem, said_key, shares_memory
-from .signature import Signature, Sizes
+from .signature import Sizes
 
+_REDISTRIBUTE = "redistribute the DTensor so, or compile without strict=True"
 _SAY_SHAPES = "; of uneven local tensors, say the whole shapes: local(..., shapes=...)"
 _Checked = tuple[Sizes, dict[str, Sharding], bool]  # sizes, how DTensors lie, and whether the caller said all sizes
 
@@ -44,22 +46,6 @@ class _Run:
     guessed: bool
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """What a kernel is, whatever runs it. `layouts`: those of the annotated parameters; `ran` is told what a call ran,
-    and how to find out what its DTensors needed."""
-
-    signature: Signature
-    target: Target
-    strict: bool
-    poison: bool
-    overlap: str | int
-    layouts: Mapping[str, Sharding]
-    program_of: Callable[[Sizes], Program]
-    exact_program_of: Callable[[Sizes], Program]
-    ran: Callable[[Program, Callable[[], list[Transfer]]], None]
-
-
 class RankKernel:
     """The kernel on `ranks`, as one thread calls it. Every rank has to make the same calls."""
 
@@ -72,6 +58,7 @@ class RankKernel:
         symbols = set(self._signature.symbols)
         self._size_names = {p.name for p in self._signature.params if not p.is_tensor and p.var in symbols}
         self._runs: Recent[tuple, _Run] = Recent(KERNEL_SIZES)
+        self._last: tuple[tuple, _Run | None] = ((), None)  # what was checked last
         self._agreed: _Run | None = None  # what the last call ran
 
     def __call__(self, given: Mapping[str, Any], returned: Sequence[str]) -> list[Any]:
@@ -80,7 +67,8 @@ class RankKernel:
         recorded = torch.is_grad_enabled()
         with self.lane, torch.no_grad():
             self.lane.kernel = self._name
-            run = self._of_same(self._key(given, recorded), lambda: self._check_dtensors(given, recorded))
+            key = self._key(given, recorded)
+            run = self._known(key) or self._checked(key, lambda: self._check_dtensors(given, recorded))
             self._begin(run)
             launch, layouts = run.launch, run.layouts
             self._compiled.ran(launch.program, partial(transfers, launch, layouts, returned))
@@ -94,8 +82,12 @@ class RankKernel:
         with self.lane:
             self.lane.kernel = self._name
             key = ("local", said_key(shapes) if shapes else "", *self._key(given, torch.is_grad_enabled()))
-            guessed = partial(guesses, self._signature, self._compiled.layouts, given, shapes)
-            run = self._of_same(key, lambda: self._check_locals(given, shapes), guessed)
+            run = self._known(key)
+            if run is None:
+                guessed = bool(self._signature.symbols) and guesses(
+                    self._signature, self._compiled.layouts, given, shapes
+                )
+                run = self._checked(key, lambda: self._check_locals(given, shapes), guessed)
             launch = run.launch
             self._begin(run)
             self._compiled.ran(launch.program, list)
@@ -127,20 +119,28 @@ class RankKernel:
         self.lane.alone = self._agreed is not None and not self._agreed.digest
         raise error
 
-    def _of_same(self, key: tuple, check: Callable[[], _Checked], guessed: Callable[[], bool] = bool) -> _Run:
-        """What arguments like those with the same key run: checked the first time, agreed on unless it ran last."""
-        run = self._runs.get(key)
-        if run is None or run.guessed or not (run.alone or run is self._agreed):
-            run = self._runs.put(key, self._ready(check, bool(self._signature.symbols) and guessed()))
+    def _known(self, key: tuple) -> _Run | None:
+        """What arguments like those with the same key run, if that needs no checks: they were checked, and it ran
+        last, or by itself."""
+        if key != self._last[0]:
+            self._last = key, self._runs.get(key)
+        run = self._last[1]
+        return None if run is None or run.guessed or not (run.alone or run is self._agreed) else run
+
+    def _checked(self, key: tuple, check: Callable[[], _Checked], guessed: bool = False) -> _Run:
+        """What arguments with that key run: checked, and agreed on unless it ran last."""
+        run = self._runs.put(key, self._ready(check, guessed))
+        self._last = key, run
         return run
 
     def _key(self, given: Mapping[str, Any], recorded: bool) -> tuple:
         """All of the arguments that checks look at; `recorded`: gradients that they require would be lost."""
         found: list[object] = []
+        dual = may_be_dual()
         for name, value in given.items():
             if isinstance(value, torch.Tensor):
                 places = value.stride() if value.layout is torch.strided else value.layout
-                lost = (recorded and value.requires_grad) or is_dual(value)
+                lost = (recorded and value.requires_grad) or (dual and is_dual(value))
                 found += (name, type(value), value.shape, value.dtype, value.device, places, lost)
                 if is_dtensor(value):
                     part = value.to_local().shape
@@ -155,8 +155,9 @@ class RankKernel:
         try:
             sizes, layouts, said = check()
             key = tuple(sizes[var] for var in self._signature.symbols)
-            launch, program = self._launches.get(key), self._compiled.program_of(sizes)
-            self._check_strict(program, layouts)
+            launch, program = self._launches.get(key), self._compiled.programs.of(sizes)
+            if self._compiled.strict:
+                check_layouts(layouts, program, self._where(), _REDISTRIBUTE)
         except Exception as error:
             self._refuse(error, guessed)
         agreed = self._agreed
@@ -186,8 +187,8 @@ class RankKernel:
     def _make(self, program: Program, sizes: Sizes) -> RankLaunch:
         compiled = self._compiled
         if compiled.overlap == "auto":
-            exactly = partial(compiled.exact_program_of, sizes) if sizes else None
-            program = with_overlap_on(self.ranks.machine(), program, exactly)
+            exactly = partial(compiled.programs.exact, sizes) if sizes else None
+            program = with_overlap_on(lambda: self.ranks.machine(), program, exactly)
         self.lane.doing = "making the kernel ready"
         return RankLaunch(program, compiled.target, self.ranks, self._faults, poison=compiled.poison)
 
@@ -215,7 +216,7 @@ class RankKernel:
 
     def _check_locals(self, given: Mapping[str, Any], shapes: Shapes) -> _Checked:
         sizes, said = global_sizes(self._signature, self._compiled.layouts, given, shapes, self._where())
-        program = self._compiled.program_of(sizes)
+        program = self._compiled.programs.of(sizes)
         problems = self._problems(tilings_of(program, self.ranks.rank), given)
         written = [p.name for p in program.parameters if p.output is not None]
         problems += [f"parameter {n!r}: {words}" for n in written if (words := shares_memory(given.get(n)))]
@@ -229,19 +230,6 @@ class RankKernel:
         """What is wrong with local tensors."""
         found = {name: problem(tilings[name], self._device, given[name]) for name in tilings if name in given}
         return [f"parameter {name!r}: {words}" for name, words in found.items() if words]
-
-    def _check_strict(self, program: Program, layouts: Mapping[str, Sharding]) -> None:
-        if not self._compiled.strict:
-            return
-        problems = []
-        for parameter in program.parameters:
-            expected = program.values[str(parameter.input or parameter.output)].sharding
-            layout = layouts.get(parameter.name, expected)
-            if layout != expected:
-                problems.append(f"parameter {parameter.name!r}: lies as '{layout}', but expected '{expected}'")
-        if problems:
-            fix = "redistribute the DTensor so, or compile without strict=True"
-            refuse(problems, where=self._where(), fix=fix)
 
     def _where(self) -> str:
         return f"call of kernel {self._signature.name!r} on {self.ranks.mesh}"

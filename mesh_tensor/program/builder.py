@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,15 +13,17 @@ from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.lowering.layouts import Collective, LocalKernel, Tensor
-from mesh_tensor.lowering.pipeline import lower_kernel
+from mesh_tensor.lowering.pipeline import KernelLowering
 from mesh_tensor.lowering.slabs import Slabs
 from mesh_tensor.rules.kernel.cost import flops_function
+from mesh_tensor.rules.kernel.granularity import Dim
 from mesh_tensor.tir.sizes import size_function
 
 from .lifetimes import with_lifetimes
 from .steps import CollectiveStep, KernelStep, Parameter, Program, Step, Value, bytes_moved
 from .verify import checked
 
+Split = tuple[tuple[str, Dim], ...]  # axis, a dim that the factor which it splits walks
 SizedStep = Callable[[Mapping[str, Value], Sequence[int]], Step]  # from the values and the symbols' sizes
 
 
@@ -31,7 +33,7 @@ def lower_to_program(func: tirx.PrimFunc, strict: bool = False, view: str = "aut
     Raises:
         MeshTensorError: the kernel can't be lowered (see `lower`), or a size is symbolic.
     """
-    return build_program(lower_kernel(func, strict=strict, view=view))
+    return Lowering(KernelLowering(view), strict)(func).sized(())
 
 
 class LocalView(Protocol):
@@ -56,9 +58,27 @@ class LocalView(Protocol):
     def decisions(self) -> Decisions: ...
 
 
+@dataclass(frozen=True)
+class Lowering:
+    """Makes Programs of annotated kernels: each is lowered, and its symbols stay open."""
+
+    lowering: KernelLowering
+    strict: bool
+
+    def __call__(
+        self, func: tirx.PrimFunc, symbols: Sequence[tirx.Var] = (), split: Split | None = None
+    ) -> OpenProgram:
+        """The Program of a kernel, with that split, or with the one that costs least."""
+        return OpenProgram(self.lowering(func, self.strict, split), symbols)
+
+    def splits(self, func: tirx.PrimFunc) -> Callable[[Mapping[tirx.Var, int]], Split]:
+        """What costs least, by the sizes of symbols."""
+        return self.lowering.splits(func, self.strict)
+
+
 def build_program(local: LocalView) -> Program:
     """The Program of a kernel in local view: its kernels and collectives, and when memory lives."""
-    return OpenProgram(local).sized((), local.decisions)
+    return OpenProgram(local).sized(())
 
 
 class OpenProgram:
@@ -69,7 +89,7 @@ class OpenProgram:
     """
 
     def __init__(self, local: LocalView, symbols: Sequence[tirx.Var] = ()) -> None:
-        self._name, self._mesh = local.name, local.mesh
+        self._name, self._mesh, self._decisions = local.name, local.mesh, local.decisions
         self._values = {name: _value_function(tensor, symbols) for name, tensor in local.tensors.items()}
         self._parameters = tuple(Parameter(*names, names[0] in local.kept) for names in local.parameters)
         steps = [_step(step, local, closed=not symbols) for step in local.steps]
@@ -80,11 +100,12 @@ class OpenProgram:
         lasting = with_lifetimes(steps, local.tensors, self._parameters)
         self._steps = [kinds.get(type(step), _constant)(step) for step in lasting]
 
-    def sized(self, sizes: Sequence[int], decided: Callable[[], Decisions]) -> Program:
-        """The Program for the symbols' sizes, in their order. `decided` gives what was decided for just these."""
+    def sized(self, sizes: Sequence[int], decided: Callable[[], Decisions] | None = None) -> Program:
+        """The Program for the symbols' sizes, in their order. `decided` gives what was decided for just these, if
+        that is not what was for all."""
         values = {name: value(sizes) for name, value in self._values.items()}
         steps = tuple([step(values, sizes) for step in self._steps])
-        return checked(Program(self._name, self._mesh, self._parameters, values, steps, decided))
+        return checked(Program(self._name, self._mesh, self._parameters, values, steps, decided or self._decisions))
 
 
 def _value_function(tensor: Tensor, symbols: Sequence[tirx.Var]) -> Callable[[Sequence[int]], Value]:

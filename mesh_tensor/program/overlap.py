@@ -25,7 +25,7 @@ from mesh_tensor.rules.kernel.factors import Blocked
 from .early_starts import early_starts
 from .lifetimes import with_lifetimes
 from .overlap_cost import COUNTS, Work, choose
-from .overlap_schedule import schedule
+from .overlap_schedule import slab_steps
 from .overlap_sites import Site, Sites
 from .steps import CollectiveStep, Program, Step, Value
 from .verify import checked
@@ -63,11 +63,14 @@ def with_overlap(program: Program, overlap: str | int) -> Program:
     return _with_early_starts(program, [step for step in program.steps if step.uses], program.values, [why])
 
 
-def with_overlap_on(machine: Machine | None, program: Program, exactly: Callable[[], Program] | None = None) -> Program:
+def with_overlap_on(
+    machine_of: Callable[[], Machine | None], program: Program, exactly: Callable[[], Program] | None = None
+) -> Program:
     """The program as it is when it is known what runs it, if it is left to a cost model; None is an unknown machine.
     `exactly` makes it for its very sizes, if this one was made for more."""
     if not has_collectives(program) or not (exactly or any(step.slabs for step in program.kernels)):
         return program
+    machine = machine_of()
     if machine is None:
         return replace(program, overlap=("auto: no slabs: nothing was measured on ranks of this kind",))
     if exactly is not None and (why := _why_no_slabs(program, machine)):
@@ -176,7 +179,7 @@ class _Rewriter:
         sizes = ", ".join(dict.fromkeys(str(stop - start) for start, stop in bounds))
         what = f"beside kernel {site.step.name} in {len(bounds)} slabs of {sizes} of {site.factor.name}"
         self.notes += [f"{collective.words}: {what}: {why}" for collective in site.collectives]
-        steps, slabs = schedule(site, bounds, kernels, self.program.values)
+        steps, slabs = slab_steps(site, bounds, kernels, self.program.values)
         self.values |= slabs
         return steps
 

@@ -12,7 +12,7 @@ from .overlap_sites import Site
 from .steps import CollectiveStep, KernelStep, Slab, Step, Value, WaitStep, bytes_moved
 
 
-def schedule(
+def slab_steps(
     site: Site, bounds: Sequence[Bounds], kernels: Sequence[SlabKernel], values: Mapping[str, Value]
 ) -> tuple[list[Step], dict[str, Value]]:
     """The steps of a site, per slab one of `bounds` and `kernels`, and the slabs of the program's `values`.

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from tvm import tirx
 from tvm.tirx.stmt_functor import post_order_visit
@@ -24,15 +24,31 @@ from mesh_tensor.annotations.specialize import specialize
 from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
-from mesh_tensor.rules.kernel.granularity import Dim
 
-from .builder import LocalView, OpenProgram, build_program
+from .builder import Split
 from .overlap import with_overlap
 from .steps import Program
 
 Sizes = Mapping[tirx.Var, int]
-Split = tuple[tuple[str, Dim], ...]  # axis, a dim that the factor which it splits walks
-Lower = Callable[..., LocalView | Program]
+
+
+class Sizable(Protocol):
+    """A kernel's Program for all sizes of its symbols."""
+
+    def sized(self, sizes: Sequence[int], decided: Callable[[], Decisions] | None = None) -> Program:
+        """The Program for these sizes, as OpenProgram makes it."""
+
+
+class Lower(Protocol):
+    """Makes Programs of annotated kernels."""
+
+    def __call__(self, func: tirx.PrimFunc, symbols: Sequence[tirx.Var] = (), split: Split | None = None) -> Sizable:
+        """The Program of a kernel whose `symbols` stay open, with that split, or with the one that costs least."""
+
+    def splits(self, func: tirx.PrimFunc) -> Callable[[Sizes], Split] | None:
+        """What costs least, by the sizes of symbols; None if sizes are lowered one by one."""
+
+
 _DIVISIONS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
 _MOST_SYMBOLS = 4  # a family is compared with exact sizes, large and small ones of each symbol
 _MOST = 1 << 20  # no family of multiples of more than this
@@ -43,20 +59,7 @@ class _Family:
     """`program` for sizes that are multiples of `numbers`; its symbols say how many times."""
 
     numbers: tuple[int, ...]
-    program: OpenProgram
-
-
-@runtime_checkable
-class LowersBySplit(Protocol):
-    """Lowers a kernel with a split that is known, and knows which one costs least at which sizes."""
-
-    def __call__(self, func: tirx.PrimFunc, strict: bool, split: Split | None = None) -> LocalView:
-        """The kernel in local view, with that split, or with the one that costs least."""
-        ...
-
-    def splits(self, func: tirx.PrimFunc, strict: bool) -> Callable[[Sizes], Split]:
-        """What costs least, by the sizes of symbols."""
-        ...
+    program: Sizable
 
 
 class Programs:
@@ -67,11 +70,10 @@ class Programs:
         func: tirx.PrimFunc,
         symbols: tuple[tirx.Var, ...],
         lower: Lower,
-        strict: bool,
         overlap: str | int,
         compile_kernel: Callable[[tirx.PrimFunc], object],
     ) -> None:
-        self._func, self._lower, self._strict, self._overlap = func, lower, strict, overlap
+        self._func, self._lower, self._overlap = func, lower, overlap
         self._compile_kernel = compile_kernel
         self._symbols = symbols
         self._numbers = _numbers(func, symbols) if symbols else {}
@@ -87,9 +89,7 @@ class Programs:
     def exact(self, sizes: Sizes, split: Split | None = None) -> Program:
         """The Program of the kernel lowered for these sizes and no others, with that split if it is known."""
         func = specialize(self._func, sizes) if self._symbols else self._func
-        lowered = self._lower(func, self._strict) if split is None else self._lower(func, self._strict, split)
-        program = lowered if isinstance(lowered, Program) else build_program(lowered)
-        return with_overlap(program, self._overlap)
+        return with_overlap(self._lower(func, (), split).sized(()), self._overlap)
 
     def _sized(self, sizes: Sizes) -> Program | None:
         """The Program of the sizes' family with the sizes filled in; None where there is none."""
@@ -120,9 +120,9 @@ class Programs:
 
     @cached_property
     def _split_at(self) -> Callable[[Sizes], Split] | None:
-        """What the axes split at which sizes; None if the kernel is lowered in a way of its own, or can't be."""
+        """What the axes split at which sizes; None if that can't be said."""
         try:
-            return self._lower.splits(self._func, self._strict) if isinstance(self._lower, LowersBySplit) else None
+            return self._lower.splits(self._func)
         except MeshTensorError:
             return None
 
@@ -133,10 +133,8 @@ class Programs:
         wholes = zip(self._symbols, unknowns, numbers, strict=True)
         sizes = {var: unknown * number if number > 1 else unknown for var, unknown, number in wholes}
         try:
-            lowered = self._lower(specialize(self._func, sizes), self._strict, split)
             assert self._split_at is not None
-            assert not isinstance(lowered, Program)
-            family = _Family(numbers, OpenProgram(lowered, unknowns))
+            family = _Family(numbers, self._lower(specialize(self._func, sizes), unknowns, split))
             for some in self._typical(numbers):
                 program = self._filled(family, some)
                 if _plan(program) != _plan(self.exact(some, None if self._split_at(some) == split else split)):

@@ -18,7 +18,7 @@ from mesh_tensor.program.steps import KernelStep, Meanings, Program, Value
 class Memory:
     """What this process holds while a program runs: per storage the local memory, in whatever form the backend has it,
     what was started and not yet waited for (by the name of the value that it makes), and the kernel's own scalars.
-    Keeps count of the bytes per device."""
+    Keeps count of the bytes per device of what is told to `hold` and `drop`."""
 
     __slots__ = ("_sizes", "held", "live_bytes", "peak_bytes", "pending", "scalars")
 

@@ -4,6 +4,7 @@ is what every kernel on ranks runs."""
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from functools import cache
 
 import tilelang.language as T
@@ -82,7 +83,7 @@ def kernel(name: str, count: int, owner: object) -> MeshKernel:
     made = program_of(name, count)
     shape = {"gathered": PART * count, "alone": PART * count}.get(name, PART)
     kern = kernel_of(wide_kernel(name, PART * count, shape), made)
-    kern._target = Target("interpret", "cpu", False, compiler)
+    kern._compiled = replace(kern._compiled, target=Target("interpret", "cpu", False, compiler))
     return kern
 
 

@@ -7,7 +7,6 @@ from tvm import tirx
 
 from mesh_tensor import Mesh
 from mesh_tensor.annotations.annotate import annotate
-from mesh_tensor.api.compile import MeshKernel
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.program.steps import AllocStep, KernelStep
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute
@@ -16,6 +15,7 @@ from tests.runtime.programs import (
     accumulate_kernel,
     add_one_kernel,
     add_one_program,
+    kernel_by,
     kernel_of,
     matmul_k_split,
     matmul_kernel,
@@ -228,7 +228,7 @@ def test_kernels_that_are_lowered_size_by_size(target):
 
     lowered = []
 
-    def lower(func, strict):
+    def build(func, symbols):
         length = func.buffer_map[func.params[0]].shape[0]
         if not isinstance(length, tirx.IntImm):
             refuse("made for sizes only")
@@ -236,7 +236,7 @@ def test_kernels_that_are_lowered_size_by_size(target):
         return add_one_program(int(length), 2)
 
     func = annotate(add_one, Mesh({"x": 2}), {"A": {"x": 0}, "B": {"x": 0}})
-    kern = MeshKernel(func, target=target, lower=lower)
+    kern = kernel_by(func, build, target)
     assert (kern.mesh, lowered) == (Mesh({"x": 2}), [])
     for length in (5, 8, 5, 8):
         a = torch.randn(length)

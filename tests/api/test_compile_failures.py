@@ -6,12 +6,13 @@ import torch
 
 from mesh_tensor import Mesh, MeshTensorError
 from mesh_tensor.annotations.annotate import annotate
-from mesh_tensor.api.compile import MeshKernel, compile
+from mesh_tensor.api.compile import compile
 from mesh_tensor.runtime.virtual.mesh_tensor import distribute
 from tests.runtime.programs import (
     add_one_kernel,
     add_one_program,
     axpy_kernel,
+    kernel_by,
     kernel_of,
     local_axpy_kernel,
     matmul_k_split,
@@ -158,11 +159,11 @@ def symbolic():
             for i, j in T.grid(2 * rows, 4):
                 B[i, j] = A[i // 2, j]
 
-    def lower(func, strict):
+    def build(func, symbols):
         raise AssertionError("lowered in spite of wrong arguments")
 
     func = annotate(double, Mesh({"x": 2}), {"A": {"x": 1}, "B": {"x": 1}})
-    return MeshKernel(func, target="interpret", lower=lower)
+    return kernel_by(func, build, "interpret")
 
 
 def test_symbolic_shapes(symbolic):
@@ -186,7 +187,7 @@ def test_sizes_that_nothing_tells():
                 B[i] = A[0]
 
     func = annotate(fill, Mesh({"x": 2}), {"B": {"x": 0}})
-    kern = MeshKernel(func, target="interpret", lower=lambda func, strict: None)
+    kern = kernel_by(func, lambda func, symbols: None, "interpret")
     text = message(kern, torch.zeros(4))
     assert "no argument says how large rows is" in text
     assert "outputs too" in text

@@ -160,12 +160,14 @@ def test_dims_that_are_expressions():
 def test_calls_of_several_sizes_at_once():
     """A call keeps its sizes whatever other threads call meanwhile: here at the worst moment, between check and run."""
     kern = compiled(K_SPLIT)
-    check = kern._check_placements
+    virtual = kern._virtual
+    checked = virtual._checked
 
-    def interrupted(given, program):
-        kern._check_placements = check
+    def interrupted(given):
+        virtual._checked = checked
+        launch = checked(given)
         assert kern(torch.ones(32, 16), torch.ones(16, 16)).eq(16).all()
-        check(given, program)
+        return launch
 
-    kern._check_placements = interrupted
+    virtual._checked = interrupted
     assert kern(torch.ones(5, 6), torch.ones(6, 7)).eq(6).all()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import tilelang.language as T
 from tvm import tirx
@@ -36,8 +37,39 @@ def program(mesh: Mesh, values: Sequence[Value], steps: Sequence[Step], paramete
 
 
 def kernel_of(func: tirx.PrimFunc, made: Program, target: str = "interpret", **options) -> MeshKernel:
-    """A MeshKernel for `func` whose lowering is `made`."""
-    return MeshKernel(func, target=target, lower=lambda func, strict: made, **options)
+    """A MeshKernel for `func` whose Program is `made`."""
+    return kernel_by(func, lambda func, symbols: made, target, **options)
+
+
+def kernel_by(
+    func: tirx.PrimFunc, build: Callable[[tirx.PrimFunc, Sequence[tirx.Var]], Program], target: str, **options
+) -> MeshKernel:
+    """A MeshKernel for `func` whose Programs `build` makes."""
+    known = {"out_idx": None, "strict": False, "poison": False, "overlap": "auto", **options}
+    return MeshKernel(func, Builds(build), target=target, **known)
+
+
+@dataclass(frozen=True)
+class Builds:
+    """Makes Programs by hand, size by size."""
+
+    build: Callable[[tirx.PrimFunc, Sequence[tirx.Var]], Program]
+
+    def __call__(self, func: tirx.PrimFunc, symbols: Sequence[tirx.Var] = (), split: object = None) -> Built:
+        return Built(self.build(func, symbols))
+
+    def splits(self, func: tirx.PrimFunc) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Built:
+    """A Program that is as it is, whatever the sizes."""
+
+    program: Program
+
+    def sized(self, sizes: Sequence[int], decided: object = None) -> Program:
+        return self.program
 
 
 def collective(kind: str, src: str, dst: str, axes: str, op=None, src_dim=None, dst_dim=None) -> CollectiveStep:

@@ -17,7 +17,7 @@ from mesh_tensor.base.reductions import neutral
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.runtime.combine import combiner
 from mesh_tensor.runtime.ranks.chunked import ChunkedAllReduce
-from mesh_tensor.runtime.ranks.exchange import Exchange, Form
+from mesh_tensor.runtime.ranks.exchange import Exchange, TileTypes
 from mesh_tensor.runtime.ranks.plan import plan_exchange
 from mesh_tensor.runtime.ranks.ranks import Group
 from mesh_tensor.runtime.reshard import Delivery, Piece, reshard_of
@@ -61,11 +61,11 @@ class WorkerPeers:
         exchange = self._made.get(key)
         if exchange is None:
             deliveries = [_from_first(shape, dst, rank) for rank in range(self.mesh.num_devices)]
-            form, blank = (
-                Form(shape, dst.tile_shape(shape), dtype),
+            types, blank = (
+                TileTypes(shape, dst.tile_shape(shape), dtype),
                 neutral(dst.partial[0][1] if dst.partial else "sum", dtype_name(dtype)),
             )
-            exchange = Exchange(deliveries, self.rank, self.everybody(), form, combiner("max", dtype), blank)
+            exchange = Exchange(deliveries, self.rank, self.everybody(), types, combiner("max", dtype), blank)
             self._made.put(key, exchange)
         return exchange
 
@@ -76,8 +76,8 @@ class WorkerPeers:
         if exchange is None:
             reshard = reshard_of(shape, dtype, src, Sharding.of(self.mesh, len(shape), {}))
             pieces = next((delivery.pieces for delivery in reshard.deliveries if 0 in delivery.ranks), ())
-            form = Form(src.tile_shape(shape), shape, dtype)
-            exchange = Exchange([Delivery((0,), pieces, False)], self.rank, self.everybody(), form, reshard.combine, 0)
+            types = TileTypes(src.tile_shape(shape), shape, dtype)
+            exchange = Exchange([Delivery((0,), pieces, False)], self.rank, self.everybody(), types, reshard.combine, 0)
             self._made.put(key, exchange)
         return exchange
 

@@ -35,22 +35,22 @@ class Messages:
 
     def __init__(self, calls: Calls, members: Sequence[int], rank: int, plans: Sequence[Sections]) -> None:
         self._calls, self._group = calls, crc32(repr(sorted(members)).encode())
-        self._sends = [_spans(members, rank, plan.send_counts) for plan in plans]
-        self._receives = [_spans(members, rank, plan.receive_counts) for plan in plans]
+        sends = [_spans(members, rank, plan.send_counts) for plan in plans]
+        receives = [_spans(members, rank, plan.receive_counts) for plan in plans]
+        self._sends = [(number, *to) for number, spans in enumerate(sends) for to in spans[1:]]
+        self._receives = [(number, *source) for number, spans in enumerate(receives) for source in spans[1:]]
+        kept = enumerate(zip(receives, sends, strict=True))
+        self._kept = [(number, take[0][1], give[0][1]) for number, (take, give) in kept if give[0][1][1]]
 
     def __call__(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Wait:
         lane = self._calls.lane()
         tag, wire = lane.tag(self._group), self._calls.wire
         assert wire is not None
-        works = []
         lane.opened += 1
-        for flat, spans in zip(sent, self._sends, strict=True):
-            works += [wire.send(section(flat, span), peer, tag) for peer, span in spans[1:]]
-        for flat, spans in zip(received, self._receives, strict=True):
-            works += [wire.receive(section(flat, span), peer, tag) for peer, span in spans[1:]]
-        for out, take, flat, give in zip(received, self._receives, sent, self._sends, strict=True):
-            if give[0][1][1]:  # what this rank keeps
-                section(out, take[0][1]).copy_(section(flat, give[0][1]))
+        works = [wire.send(section(sent[number], span), peer, tag) for number, peer, span in self._sends]
+        works += [wire.receive(section(received[number], span), peer, tag) for number, peer, span in self._receives]
+        for number, take, give in self._kept:
+            section(received[number], take).view(-1).copy_(section(sent[number], give).view(-1))
         return partial(lane.wait, works)
 
 
@@ -67,7 +67,7 @@ class Collectives:
         return partial(_wait, [self._start(*each) for each in zip(received, sent, self._plans, strict=True)])
 
     def _start(self, out: torch.Tensor, sent: torch.Tensor, plan: Sections) -> dist.Work | None:
-        receive, send = plan.receive_counts, plan.send_counts
+        receive, send, out, sent = plan.receive_counts, plan.send_counts, out.view(-1), sent.view(-1)
         if self._raw:
             size = out.dtype.itemsize
             out, sent = out.view(torch.uint8), sent.view(torch.uint8)
@@ -89,7 +89,7 @@ def _spans(members: Sequence[int], rank: int, counts: Sequence[int]) -> list[tup
     return [(members[i], (starts[i], counts[i])) for i in order if counts[i] or i == here]
 
 
-def section(flat: torch.Tensor, span: Span) -> torch.Tensor:
-    """A part of a flat tensor: itself, if it is all of it."""
+def section(tensor: torch.Tensor, span: Span) -> torch.Tensor:
+    """A part of a contiguous tensor's elements, flat; the tensor itself, if it is all of them."""
     start, count = span
-    return flat if count == flat.numel() else flat[start : start + count]
+    return tensor if count == tensor.numel() else tensor.view(-1)[start : start + count]

@@ -13,7 +13,7 @@ from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.runtime.combine import Combine
 from mesh_tensor.runtime.reshard import Delivery, Piece
 
-from .exchange import Exchange, Form, Pending
+from .exchange import Exchange, Pending, TileTypes
 from .ranks import Group
 
 # Bytes of a tile that are reduced at a time: few enough to stay in caches, many next to a latency.
@@ -33,15 +33,15 @@ class _Segment:
 class ChunkedAllReduce:
     """One rank's part. `ordered` are the ranks in the order in which their values are combined."""
 
-    def __init__(self, rank: int, group: Group, ordered: Sequence[int], form: Form, combine: Combine) -> None:
-        total = math.prod(form.src_shape)
-        size = min(total, max(1, SEGMENT // form.dtype.itemsize))
+    def __init__(self, rank: int, group: Group, ordered: Sequence[int], types: TileTypes, combine: Combine) -> None:
+        total = math.prod(types.src_shape)
+        size = min(total, max(1, SEGMENT // types.dtype.itemsize))
         made: dict[int, tuple[Exchange, Exchange]] = {}
         self._segments = []
         for start in range(0, total, size):
             count = min(size, total - start)
             if count not in made:
-                flat = Form((count,), (count,), form.dtype)
+                flat = TileTypes((count,), (count,), types.dtype)
                 reduced, gathered = _deliveries(count, ordered)
                 made[count] = (
                     Exchange(reduced, rank, group, flat, combine, 0),

@@ -28,7 +28,7 @@ _ROTATE_FROM = CPU.tuning.rotate_from
 
 
 @dataclass(frozen=True)
-class Form:
+class TileTypes:
     """What the tiles are: their shapes before and after, and their dtype."""
 
     src_shape: tuple[int, ...]
@@ -67,16 +67,22 @@ class Exchange:
     All members of the group have to start it, in the same order as their other exchanges in a call."""
 
     def __init__(
-        self, deliveries: Sequence[Delivery], rank: int, group: Group | None, form: Form, combine: Combine, blank: Any
+        self,
+        deliveries: Sequence[Delivery],
+        rank: int,
+        group: Group | None,
+        types: TileTypes,
+        combine: Combine,
+        blank: Any,
     ) -> None:
-        self._form, self._combine, self._blank = form, combine, blank
+        self._types, self._combine, self._blank = types, combine, blank
         self._rank, self._group = rank, group
         mine = next((delivery for delivery in deliveries if rank in delivery.ranks), None)
         self._fills = mine is not None and mine.blank
         pieces = mine.pieces if mine else ()
         self._rounds = self._plan_rounds(deliveries, pieces) if group else []
         self._locals = [local for index, piece in enumerate(pieces) if (local := self._local(index, piece))]
-        self._carry = carrier(group, rank, self._rounds, form.dtype) if group and self._rounds else None
+        self._carry = carrier(group, rank, self._rounds, types.dtype) if group and self._rounds else None
 
     def __call__(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Fill the tile `dst` from the group's tiles `src`; both contiguous. They may be one memory where every piece
@@ -85,15 +91,13 @@ class Exchange:
 
     def start(self, src: torch.Tensor, dst: torch.Tensor) -> Pending:
         """Begin to send and receive: `src` may not be written, nor `dst` used, before the wait."""
-        flat_src, flat_dst = src.view(-1), dst.view(-1)
         received, sends = [], []
         for plan in self._rounds:
-            out = self._received(plan, flat_dst)
             if plan.send_span is not None:
-                sent = section(flat_src, plan.send_span)
+                sent = section(src, plan.send_span)
             else:
                 sent = torch.cat([part(src, region).reshape(-1) for region in plan.regions])
-            received.append(out)
+            received.append(self._received(plan, dst))
             sends.append(sent)
         wait = self._carry(received, sends) if self._carry else None
         return Pending(self, dst, self._ready(src, dst, received), wait)
@@ -124,10 +128,10 @@ class Exchange:
                 operands = [clone(t) if mine else t for t, mine in zip(operands, own, strict=True)]
             self._combine(target, operands)
 
-    def _received(self, plan: Sections, flat_dst: torch.Tensor) -> torch.Tensor:
+    def _received(self, plan: Sections, dst: torch.Tensor) -> torch.Tensor:
         if plan.receive_span is None:
-            return flat_dst.new_empty(sum(plan.receive_counts))
-        return section(flat_dst, plan.receive_span)
+            return dst.new_empty(sum(plan.receive_counts))
+        return section(dst, plan.receive_span)
 
     def _plan_rounds(self, deliveries: Sequence[Delivery], pieces: Sequence[Piece]) -> list[Sections]:
         assert self._group is not None
@@ -142,7 +146,7 @@ class Exchange:
             for position, (source, region) in enumerate(piece.sources):
                 alone = piece.region if len(piece.sources) == 1 else None
                 receipts[source].append(Receipt(index, position, region, alone))
-        shapes = self._form.src_shape, self._form.dst_shape
+        shapes = self._types.src_shape, self._types.dst_shape
         if not self._rotates(deliveries):
             return [sections(members, me, sends, receipts, *shapes)]
         here, count = members.index(me), len(members)
@@ -159,8 +163,8 @@ class Exchange:
         if count <= 2 or any(len(delivery.ranks) < count for delivery in deliveries):
             return False
         regions = [region for d in deliveries for piece in d.pieces for _, region in piece.sources]
-        largest = max((region_size(region, self._form.src_shape) for region in regions), default=0)
-        return largest * self._form.dtype.itemsize >= _ROTATE_FROM
+        largest = max((region_size(region, self._types.src_shape) for region in regions), default=0)
+        return largest * self._types.dtype.itemsize >= _ROTATE_FROM
 
     def _local(self, index: int, piece: Piece) -> _Local | None:
         """How the piece is put together; None if it is received where it belongs."""
@@ -170,7 +174,7 @@ class Exchange:
             for number, plan in enumerate(self._rounds):
                 offset = plan.offsets.get((index, position))
                 if offset is not None:
-                    shape = region_shape(region, self._form.src_shape)
+                    shape = region_shape(region, self._types.src_shape)
                     operand = _Operand(region, number, (offset, math.prod(shape)), shape)
                     if plan.receive_span is not None:
                         return None

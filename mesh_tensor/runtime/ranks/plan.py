@@ -17,7 +17,7 @@ from mesh_tensor.runtime.elementwise import fill
 from mesh_tensor.runtime.reshard import Delivery, reshard_of
 
 from .chunked import ChunkedAllReduce
-from .exchange import Exchange, Form
+from .exchange import Exchange, TileTypes
 from .ranks import Group
 from .senders import share_out
 
@@ -40,17 +40,17 @@ def plan_exchange(
 ) -> Exchange | ChunkedAllReduce:
     """This rank's part in going from `src` to `dst`. All ranks of the mesh have to plan it, in the same order."""
     reshard = reshard_of(shape, dtype, src, dst)
-    form = Form(src.tile_shape(shape), dst.tile_shape(shape), dtype)
-    deliveries = share_out(reshard.deliveries, src, dst, form.src_shape)
+    types = TileTypes(src.tile_shape(shape), dst.tile_shape(shape), dtype)
+    deliveries = share_out(reshard.deliveries, src, dst, types.src_shape)
     group = _group_for(deliveries, ranks)
     mine = next((delivery for delivery in deliveries if ranks.rank in delivery.ranks), None)
-    if group and mine and _in_chunks(deliveries, len(group.members), form):
+    if group and mine and _in_chunks(deliveries, len(group.members), types):
         ordered = [source for source, _ in mine.pieces[0].sources]
-        return ChunkedAllReduce(ranks.rank, group, ordered, form, reshard.combine)
-    return Exchange(deliveries, ranks.rank, group, form, reshard.combine, reshard.blank)
+        return ChunkedAllReduce(ranks.rank, group, ordered, types, reshard.combine)
+    return Exchange(deliveries, ranks.rank, group, types, reshard.combine, reshard.blank)
 
 
-class Change:
+class RankRedistribution:
     """This rank's part in a redistribution: the plan's moves, one exchange each. All ranks of the mesh have to make
     it, and to call it, in the same order."""
 
@@ -99,7 +99,7 @@ def _group_for(deliveries: Sequence[Delivery], ranks: Peers) -> Group | None:
     return ranks.group(axes)
 
 
-def _in_chunks(deliveries: Sequence[Delivery], count: int, form: Form) -> bool:
+def _in_chunks(deliveries: Sequence[Delivery], count: int, types: TileTypes) -> bool:
     """Large whole tiles of the whole group combine to one, which everybody gets."""
     whole = all(
         len(d.ranks) == count == len(piece.sources)
@@ -109,5 +109,5 @@ def _in_chunks(deliveries: Sequence[Delivery], count: int, form: Form) -> bool:
         for d in deliveries
         for piece in d.pieces
     )
-    size = math.prod(form.src_shape) * form.dtype.itemsize
+    size = math.prod(types.src_shape) * types.dtype.itemsize
     return whole and not any(d.blank for d in deliveries) and size * (count - 1) > _IN_CHUNKS_FROM

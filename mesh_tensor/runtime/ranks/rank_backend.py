@@ -76,7 +76,7 @@ class RankBackend:
         def action(memory: Memory) -> None:
             made = function(*[memory.held[name] for name in names])
             for name, tile in zip(results, made, strict=True):
-                memory.hold(name, tile, tile.nbytes)
+                memory.held[name] = tile
 
         return action
 
@@ -116,10 +116,10 @@ class RankBackend:
                 tile = torch.empty(shape, dtype=dtype, device=device)
                 if poison:
                     fill(tile, poison_value(value.dtype))
-                memory.hold(storage, tile, tile.nbytes)
+                memory.held[storage] = tile
 
         return action
 
     def free(self, step: FreeStep) -> Action:
         """The tile is forgotten."""
-        return lambda memory: memory.drop(step.storage)
+        return lambda memory: memory.held.pop(step.storage)

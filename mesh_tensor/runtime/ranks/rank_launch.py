@@ -20,7 +20,7 @@ from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 from mesh_tensor.targets.kernels import Target
 
 from .faults import Faults
-from .plan import Change
+from .plan import RankRedistribution
 from .rank_backend import RankBackend
 from .ranks import Ranks
 
@@ -63,7 +63,7 @@ class Tiling:
 
 
 @dataclass(slots=True)  # not frozen: that would take most of the time of a launch for a new size
-class _Port:
+class _RankPort:
     """A parameter of the program: how its input and its output lie, and where in memory.
 
     `fresh`: the input's memory is written, so the caller's can't be taken for it."""
@@ -94,7 +94,7 @@ class RankLaunch:
         self.ports = {port.name: port for port in self._ports}
         self.tilings = {port.name: port.tiling for port in self._ports}
         self.inputs = sum(port.input is not None for port in self._ports)
-        self._changes: Recent[tuple, Change] = Recent(KERNEL_SIZES)
+        self._changes: Recent[tuple, RankRedistribution] = Recent(KERNEL_SIZES)
 
     def __call__(
         self, locals_: Mapping[str, torch.Tensor | None], scalars: Mapping[str, int | float], entangled: bool = False
@@ -107,10 +107,9 @@ class RankLaunch:
             given = locals_.get(port.name)
             if port.input is not None:
                 ready = given is not None and not port.fresh and port.input.serves(given)
-                tile = given if ready else self._enter(port, given)
-                memory.hold(port.input_storage, tile, port.input.tile_bytes)
+                memory.held[port.input_storage] = given if ready else self._enter(port, given)
             elif given is not None and not entangled and port.output is not None and port.output.serves(given):
-                memory.hold(port.output_storage, given, port.output.tile_bytes)
+                memory.held[port.output_storage] = given
         self._backend.run(memory)
         results = {}
         for port in self._ports:
@@ -124,7 +123,7 @@ class RankLaunch:
     def change(self, tiling: Tiling, to: Sharding, tile: torch.Tensor) -> torch.Tensor:
         """The tile in another layout. All ranks have to ask."""
         key = (tiling.shape, tiling.dtype, tiling.sharding, to)
-        change = self._changes.made(key, lambda: Change(*key, self.ranks))
+        change = self._changes.made(key, lambda: RankRedistribution(*key, self.ranks))
         try:
             return change(tile)
         except RuntimeError as error:
@@ -138,18 +137,18 @@ class RankLaunch:
         if target.numel():
             copy(target, source)
 
-    def _enter(self, port: _Port, given: torch.Tensor | None) -> torch.Tensor:
+    def _enter(self, port: _RankPort, given: torch.Tensor | None) -> torch.Tensor:
         assert port.input is not None
         if given is None:
             return torch.zeros(port.input.tile_shape, dtype=port.input.dtype, device=self._backend.device)
         tile = port.input.tile(given, self._poison)
         return clone(tile) if tile is given and port.fresh else tile
 
-    def _port(self, parameter: Parameter) -> _Port:
+    def _port(self, parameter: Parameter) -> _RankPort:
         values = self.program.values
         taken = values[parameter.input] if parameter.input else None
         given = values[parameter.output] if parameter.output else None
-        return _Port(
+        return _RankPort(
             parameter.name,
             tiling_of(taken, self.ranks.rank) if taken else None,
             taken.storage if taken else "",

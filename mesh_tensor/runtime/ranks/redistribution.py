@@ -29,7 +29,7 @@ from .dtensor import (
 )
 from .faults import Faults
 from .lane import Lane
-from .plan import Change
+from .plan import RankRedistribution
 from .rank_launch import Tiling
 from .ranks import Ranks, ranks_of
 
@@ -69,7 +69,7 @@ class _Changes:
         self._ranks, self._lane, self._faults = ranks, lane, Faults(ranks, "mt.redistribute")
         self._agreed: tuple | None = None  # what the last call asked for
         self._digest = 0  # of that
-        self._changes: Recent[tuple, Change] = Recent(KERNEL_SIZES)
+        self._changes: Recent[tuple, RankRedistribution] = Recent(KERNEL_SIZES)
 
     def redistribute(self, tensor: DTensor, sharding: ShardingLike) -> DTensor:
         with self._lane:
@@ -119,7 +119,7 @@ class _Changes:
     def _change(self, tiling: Tiling, to: Sharding, local: torch.Tensor) -> torch.Tensor:
         """This rank's part of the tensor in another layout."""
         key = (tiling.shape, tiling.dtype, tiling.sharding, to)
-        change = self._changes.made(key, lambda: Change(*key, self._ranks))
+        change = self._changes.made(key, lambda: RankRedistribution(*key, self._ranks))
         local = local.resolve_conj().resolve_neg()  # memory is sent as it is
         tile = local.contiguous() if local.shape == tiling.tile_shape else tiling.tile(local)
         try:

@@ -21,7 +21,7 @@ AnyTensor = torch.Tensor | MeshTensor
 
 
 @dataclass(frozen=True)
-class _Port:
+class _VirtualPort:
     """A parameter of the program: where its input comes in, where its output comes out, and in which layouts.
 
     `overwritten`: the steps write to the input's storage. `in_place`: what they leave there is the output.
@@ -90,7 +90,7 @@ class Launch:
         layouts = [(port.name, port.input or port.output) for port in self._ports]
         return [(name, layout.shape, layout.dtype) for name, layout in layouts if layout is not None]
 
-    def _enter(self, port: _Port, tensor: AnyTensor, direct: bool, apart: bool) -> Tiles:
+    def _enter(self, port: _VirtualPort, tensor: AnyTensor, direct: bool, apart: bool) -> Tiles:
         assert port.input is not None
         if isinstance(tensor, MeshTensor):
             tiles = list(tensor.redistribute(port.input.sharding).tiles())
@@ -100,14 +100,14 @@ class Launch:
         borrow = not port.overwritten or (port.in_place and direct)
         return port.input.spread(tensor, borrow=borrow, share=not port.overwritten, poison=self._poison)
 
-    def _target(self, port: _Port, tensor: AnyTensor | None, as_mesh_tensors: bool) -> AnyTensor | None:
+    def _target(self, port: _VirtualPort, tensor: AnyTensor | None, as_mesh_tensors: bool) -> AnyTensor | None:
         """What the result is to end up in; None where it is a new MeshTensor."""
         if tensor is not None or as_mesh_tensors:
             return tensor
         assert port.output is not None
         return torch.empty(port.output.shape, dtype=port.output.dtype, device=self._mesh.device)
 
-    def _room(self, port: _Port, target: AnyTensor | None, direct: bool) -> Tiles:
+    def _room(self, port: _VirtualPort, target: AnyTensor | None, direct: bool) -> Tiles:
         """Tiles for an output that does not start as an input."""
         assert port.output is not None
         if direct and port.input is None and isinstance(target, torch.Tensor):
@@ -137,7 +137,7 @@ def _all_differ(tiles: Tiles) -> bool:
     return len({tile.data_ptr() for tile in tiles}) == len(tiles)
 
 
-def _leave(port: _Port, tiles: Tiles, target: AnyTensor | None, as_mesh_tensors: bool) -> AnyTensor:
+def _leave(port: _VirtualPort, tiles: Tiles, target: AnyTensor | None, as_mesh_tensors: bool) -> AnyTensor:
     assert port.output is not None
     if isinstance(target, MeshTensor):
         made = of_tiles(tiles, port.output).redistribute(target.sharding)
@@ -152,12 +152,12 @@ def _leave(port: _Port, tiles: Tiles, target: AnyTensor | None, as_mesh_tensors:
     return target
 
 
-def _port(parameter: Parameter, program: Program, mesh: VirtualMesh) -> _Port:
+def _port(parameter: Parameter, program: Program, mesh: VirtualMesh) -> _VirtualPort:
     values = program.values
     taken = values[parameter.input].storage if parameter.input else ""
     given = values[parameter.output].storage if parameter.output else ""
     made = {values[name].storage for step in program.ops for name in step.makes}
-    return _Port(
+    return _VirtualPort(
         name=parameter.name,
         input=mesh.layouts[parameter.input] if parameter.input else None,
         input_storage=taken,
