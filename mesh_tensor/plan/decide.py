@@ -26,7 +26,7 @@ from .propagate import Layouts, tensors_of
 Split = Mapping[str, str | None]  # axis -> factor
 # What a device could compute while it receives a byte: where two splits move about as much, the one that repeats less
 # work wins. And what it could receive while a collective starts: one large one is better than two small ones.
-_FLOPS_PER_BYTE, _BYTES_PER_START = round(CPU.flops_per_byte), round(CPU.bytes_per_start)
+FLOPS_PER_BYTE, _BYTES_PER_START = round(CPU.flops_per_byte), round(CPU.bytes_per_start)
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class Decider:
         ways = [(t, t.there, needed) for t, needed in zip(operands, decision.needed, strict=True) if t.there]
         for tensor, produced in zip(results, decision.produced, strict=True):
             ways.append((tensor, (produced,), tensor.layout if tensor.there else _completed(produced)))
-        cost = flops // math.prod(self._mesh.size(axis) for axis in decision.split) // _FLOPS_PER_BYTE
-        cost += sum(min(_cost(t.shape, t.dtype, src, dst) for src in there) for t, there, dst in ways)
+        cost = flops // math.prod(self._mesh.size(axis) for axis in decision.split) // FLOPS_PER_BYTE
+        cost += sum(min(change_cost(t.shape, t.dtype, src, dst) for src in there) for t, there, dst in ways)
         cost += sum(self._inner_cost(inner, decision) for inner in rule.inner)
         leaving = sum(_leaving(there[0], dst) for _, there, dst in ways) if self._in_place else 0
         return leaving, cost, -len(decision.split)
@@ -153,7 +153,7 @@ class Decider:
         src = _places(inner.dims, decision.split) | partial
         dst = _places(inner.dims, decision.after if inner.ends else decision.split)
         layouts = [Sharding.of(self._mesh, len(inner.dims), places) for places in (src, dst)]
-        return _cost(inner.shape, inner.dtype, *layouts)
+        return change_cost(inner.shape, inner.dtype, *layouts)
 
 
 def _flops(node: Node) -> int:
@@ -190,7 +190,7 @@ def _leaving(src: Sharding, dst: Sharding) -> int:
     return sum(dst.dim_of(axis) != dim for axis, dim in src.as_dict().items() if src.mesh.size(axis) > 1)
 
 
-def _cost(shape: tuple[int, ...], dtype: str, src: Sharding, dst: Sharding) -> int:
+def change_cost(shape: tuple[int, ...], dtype: str, src: Sharding, dst: Sharding) -> int:
     """What it takes to go from one layout to another, in bytes that could be received meanwhile."""
     moved = bytes_moved(shape, dtype, src, dst)
     return moved and moved + _BYTES_PER_START

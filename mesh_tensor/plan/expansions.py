@@ -3,6 +3,7 @@ is between them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,8 +11,10 @@ from tvm import relax
 
 from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.rules.operator.call import op_call
+from mesh_tensor.rules.operator.cost import count_flops
 
 from .atoms import Atoms
+from .decide import FLOPS_PER_BYTE, change_cost
 from .ir import Graph, Node, Value
 from .propagate import Layouts
 
@@ -20,18 +23,37 @@ Emit = Callable[[relax.Expr], relax.Var]
 
 
 def expand(graph: Graph, atoms: Atoms, layouts: Layouts) -> Graph | None:
-    """The graph with such operators taken apart whose dim some axis splits; None where there is none."""
-    found = {node for node in graph.nodes if node.call.name in _EXPANSIONS and _is_split(node, atoms, layouts)}
+    """The graph with such operators taken apart whose dim some axis splits, where that takes less than to gather the
+    dim; None where there is none."""
+    found = {node for node in graph.nodes if node.call.name in _EXPANSIONS and _pays(node, atoms, layouts)}
     if not found:
         return None
     nodes = [made for node in graph.nodes for made in (_expanded(node) if node in found else [node])]
     return replace(graph, nodes=nodes)
 
 
-def _is_split(node: Node, atoms: Atoms, layouts: Layouts) -> bool:
-    (x,) = node.inputs
-    dim = node.call.axis(node.call.attr("axis"))
-    return any(layouts.of[x].axes_of(position) for position in atoms.positions(x, dim))
+def _pays(node: Node, atoms: Atoms, layouts: Layouts) -> bool:
+    """Whether two sums along the dim take less than to gather it, and to do the work of all its devices on each."""
+    (x,), (result,) = node.inputs, node.outputs
+    positions = atoms.positions(x, node.call.axis(node.call.attr("axis")))
+    split, shape, asked = layouts.of[x], atoms.shape(x), layouts.of[result]
+    axes = [axis for position in positions for axis in split.axes_of(position)]
+    if not axes:
+        return False
+    whole = total = split
+    for axis in axes:
+        whole, total = whole.with_replicate(axis), total.with_partial(axis, "sum")
+    again = count_flops(node.call) // FLOPS_PER_BYTE
+    again -= again // math.prod(split.mesh.size(axis) for axis in axes)
+    gathered = change_cost(shape, x.type.dtype, split, whole) + change_cost(shape, x.type.dtype, whole, asked)
+    row = tuple(1 if position in positions else size for position, size in enumerate(shape))
+    sums = 2 * change_cost(row, _wide(x.type.dtype), total, whole)
+    return sums + change_cost(shape, x.type.dtype, split, asked) < gathered + again
+
+
+def _wide(dtype: str) -> str:
+    """The dtype in which rows are summed."""
+    return "float32" if dtype in NARROW else dtype
 
 
 def _expanded(node: Node) -> list[Node]:
@@ -51,7 +73,7 @@ def _expanded(node: Node) -> list[Node]:
         made.append(Node(call, inputs, (values[var],), node.scopes, node.where))
         return var
 
-    wide = emit(op.astype(variable, "float32")) if x.type.dtype in NARROW else variable
+    wide = emit(op.astype(variable, _wide(x.type.dtype))) if x.type.dtype in NARROW else variable
     out = _EXPANSIONS[node.call.name](wide, node.call.axis(node.call.attr("axis")), emit)
     if wide is not variable:
         emit(op.astype(out, x.type.dtype))
