@@ -26,7 +26,7 @@ from .propagate import Layouts, tensors_of
 Split = Mapping[str, str | None]  # axis -> factor
 # What a device could compute while it receives a byte: where two splits move about as much, the one that repeats less
 # work wins. And what it could receive while a collective starts: one large one is better than two small ones.
-FLOPS_PER_BYTE, _BYTES_PER_START = round(CPU.flops_per_byte), round(CPU.bytes_per_start)
+_FLOPS_PER_BYTE, _BYTES_PER_START = round(CPU.flops_per_byte), round(CPU.bytes_per_start)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Decider:
         ways = [(t, t.there, needed) for t, needed in zip(operands, decision.needed, strict=True) if t.there]
         for tensor, produced in zip(results, decision.produced, strict=True):
             ways.append((tensor, (produced,), tensor.layout if tensor.there else _completed(produced)))
-        cost = flops // math.prod(self._mesh.size(axis) for axis in decision.split) // FLOPS_PER_BYTE
+        cost = work_cost(flops // math.prod(self._mesh.size(axis) for axis in decision.split))
         cost += sum(min(change_cost(t.shape, t.dtype, src, dst) for src in there) for t, there, dst in ways)
         cost += sum(self._inner_cost(inner, decision) for inner in rule.inner)
         leaving = sum(_leaving(there[0], dst) for _, there, dst in ways) if self._in_place else 0
@@ -188,6 +188,11 @@ def _completed(produced: Sharding) -> Sharding:
 def _leaving(src: Sharding, dst: Sharding) -> int:
     """How many axes stop splitting what they split."""
     return sum(dst.dim_of(axis) != dim for axis, dim in src.as_dict().items() if src.mesh.size(axis) > 1)
+
+
+def work_cost(flops: int) -> int:
+    """What it takes a device to compute that, in bytes that could be received meanwhile."""
+    return flops // _FLOPS_PER_BYTE
 
 
 def change_cost(shape: tuple[int, ...], dtype: str, src: Sharding, dst: Sharding) -> int:

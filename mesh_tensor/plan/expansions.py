@@ -14,7 +14,7 @@ from mesh_tensor.rules.operator.call import op_call
 from mesh_tensor.rules.operator.cost import count_flops
 
 from .atoms import Atoms
-from .decide import FLOPS_PER_BYTE, change_cost
+from .decide import change_cost, work_cost
 from .ir import Graph, Node, Value
 from .propagate import Layouts
 
@@ -43,7 +43,7 @@ def _pays(node: Node, atoms: Atoms, layouts: Layouts) -> bool:
     whole = total = split
     for axis in axes:
         whole, total = whole.with_replicate(axis), total.with_partial(axis, "sum")
-    again = count_flops(node.call) // FLOPS_PER_BYTE
+    again = work_cost(count_flops(node.call))
     again -= again // math.prod(split.mesh.size(axis) for axis in axes)
     gathered = change_cost(shape, x.type.dtype, split, whole) + change_cost(shape, x.type.dtype, whole, asked)
     row = tuple(1 if position in positions else size for position, size in enumerate(shape))
