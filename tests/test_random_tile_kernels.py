@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.random_kernels.check_tiles import run
@@ -22,6 +22,7 @@ def few_are_refused():
 
 
 @given(CASES)
+@example(make_tiles_case(473925))
 def test_both_styles_as_on_one_device(case):
     outcome = run(case)
     if not case.forgot:

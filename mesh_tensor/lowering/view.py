@@ -17,7 +17,7 @@ from mesh_tensor.rules.kernel.coverage import why_not_covered
 from mesh_tensor.rules.kernel.other_dims import reshaped
 from mesh_tensor.rules.kernel.reader import read_kernel
 from mesh_tensor.rules.kernel.statements import Access, Kernel, Statement, buffer_params
-from mesh_tensor.tir.linear import Linear
+from mesh_tensor.tir.linear import Linear, vars_of
 from mesh_tensor.tir.memory import memories, named
 from mesh_tensor.tir.rewrite import exchange_buffers
 from mesh_tensor.tir.tile_position import fill, helpers_in, text_of
@@ -40,13 +40,18 @@ class Reading:
 @dataclass
 class _Walks:
     """The split dims that the kernel's loops walk whole, tile by tile, either way (a block as large as the dim), or
-    from end to end of neither (`short`), and those that no loops walk (`otherwise`); the last two with the reason."""
+    from end to end of neither (`short`), and those that no loops walk (`otherwise`); the last two with the reason.
+
+    `positions` are the variables of loops that walk a dim either way, `values` expressions in which one is more than an
+    index: the position in a tile there, or that in the tensor."""
 
     whole: list[str] = field(default_factory=list)
     tile: list[str] = field(default_factory=list)
     either: list[str] = field(default_factory=list)
     short: dict[str, str] = field(default_factory=dict)
     otherwise: dict[str, str] = field(default_factory=dict)
+    positions: set[tirx.Var] = field(default_factory=set)
+    values: list[str] = field(default_factory=list)
 
 
 def read_view(func: tirx.PrimFunc, asked: dict[str, Sharding], view: str) -> Reading:
@@ -54,7 +59,7 @@ def read_view(func: tirx.PrimFunc, asked: dict[str, Sharding], view: str) -> Rea
 
     With `view="auto"`, a kernel that asked for tiles and whose loops walk the split dims' tiles from end to end, and
     none of the whole dims, is written over tiles. Where they walk both (a block as large as the dim), both views mean
-    the same.
+    the same if positions are indices and nothing else; else it is written over the tiles that it asked for.
 
     Raises:
         MeshTensorError: `view` is unknown; some split dims are walked tile by tile and others are not; or a kernel that
@@ -129,6 +134,8 @@ def _either(walks: _Walks, helpers: list[str]) -> Reading:
         return Reading(False, f"it asks for tiles, but its loops walk all of {', '.join(walks.whole)}")
     if helpers:
         return Reading(True, f"it asks for {helpers[0]}")
+    if walks.values:
+        return Reading(True, f"it asks for tiles, and positions count in {walks.values[0]}; if not, say view='global'")
     return Reading(False, "a tile is no less than what its blocks walk: both views mean the same")
 
 
@@ -155,6 +162,10 @@ def _walks(func: tirx.PrimFunc, asked: dict[str, Sharding]) -> _Walks:
             sharding = asked.get(access.buffer.name)
             if sharding is not None and kernel.is_param(access.buffer):
                 _note(access, statement, sharding, kernel, walks)
+    for statement in kernel.statements:
+        for expr in (*statement.values, *statement.conditions, *statement.bounds):
+            if vars_of([expr], kernel.binds) & walks.positions:
+                walks.values.append(text_of(expr))
     for names in (walks.whole, walks.tile, walks.either):
         names[:] = dict.fromkeys(names)
     return walks
@@ -197,6 +208,8 @@ def _note(access: Access, statement: Statement, sharding: Sharding, kernel: Kern
         whole = why_not_covered(form, size, statement, kernel.analyzer) is None
         if whole or not_tile is None:
             (walks.tile if not whole else walks.either if not_tile is None else walks.whole).append(name)
+            if whole and not_tile is None and form is not None:
+                walks.positions.update(form.terms)
         elif form is not None and form.terms and form.terms.keys() <= statement.vars:
             walks.short.setdefault(name, f"{name}, a tile of {tile} in a dim of {size}: {_why(form, not_tile)}")
         else:

@@ -166,3 +166,33 @@ def test_a_view_of_a_tile_with_shorter_rows_is_refused(view):
         "split its first dim only",
     ):
         assert fact in str(error.value)
+
+
+def guarded(compared_with):
+    """A block as large as the dim, so that its loops walk tiles as well as whole dims, with a test of positions."""
+    fns = mt.mesh_tensor_functions({"x": 2})
+    state = {"block_shape": (8,), "program_id": 0, "sharding": {"x": 0}}
+
+    @T.prim_func
+    def kernel(A: T.Tensor((6,), "float32"), B: T.Tensor((6,), "float32")):
+        fns["annotate_mesh_tensor_info"]({A: state, B: state})
+        size, extent = fns["get_tile_shape"](A)[0], fns["get_tile_extent"](A)[0]
+        with T.Kernel(T.ceildiv(size, 8), threads=32) as bx:
+            for i in T.Parallel(8):
+                if compared_with == "extent":
+                    B[bx * 8 + i] = T.if_then_else(bx * 8 + i < extent, A[bx * 8 + i], 0.0) + 1.0
+                else:
+                    B[bx * 8 + i] = T.if_then_else(bx * 8 + i < size, A[bx * 8 + i], 0.0) + 1.0
+
+    return kernel
+
+
+def test_positions_that_count_are_those_of_the_tile_that_was_asked_for():
+    """Read as the tensor's, they would be past the tile's size on the second device."""
+    with pytest.raises(mt.MeshTensorError) as error:
+        mt.lower(guarded("size"))
+    for fact in ("walk the tile of A[0], split over x", "uses the position as a value", "get_tile_extent(buffer)[dim]"):
+        assert fact in str(error.value)
+    a = torch.randn(6)
+    for target in ("interpret", "c"):
+        assert torch.equal(mt.compile(guarded("extent"), target=target)(a), a + 1)

@@ -18,7 +18,7 @@ import mesh_tensor as mt
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.runtime.ranks import lies_like_torch, ranks_of
-from mesh_tensor.runtime.ranks.plan import Change
+from mesh_tensor.runtime.ranks.plan import RankRedistribution
 from tests.runtime.reference import layouts, scatter, shardings
 
 from .support import in_a_call, pure, refusal
@@ -35,7 +35,7 @@ def every_pair(rank: int, sizes: dict[str, int], shapes: list[tuple[int, ...]], 
             source = sources[src]
             expected = source.redistribute(dst).tile(rank)
             tile = source.padded_tile(rank).clone()
-            made = Change(shape, tensor.dtype, src, dst, ranks)(tile)
+            made = RankRedistribution(shape, tensor.dtype, src, dst, ranks)(tile)
             mine = made[tuple(slice(0, size) for size in expected.shape)]
             assert torch.equal(pure(mine), pure(expected)), f"{shape}, {src} -> {dst}: {mine} is not {expected}"
             assert torch.equal(pure(tile), pure(source.padded_tile(rank))), f"{src} -> {dst}: the source was written"

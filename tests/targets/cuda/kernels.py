@@ -44,7 +44,7 @@ class Case:
 
     def local_kernels(self) -> list[KernelStep]:
         """What a device of a mesh of two runs, in order."""
-        program = lower_to_program(mt.annotate(self.kernel, {"x": 2}, self.shardings), False)
+        program = lower_to_program(mt.annotate(self.kernel, {"x": 2}, self.shardings), True)
         return [step for step in program.steps if isinstance(step, KernelStep)]
 
 
