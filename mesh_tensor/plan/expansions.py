@@ -25,18 +25,19 @@ Emit = Callable[[relax.Expr], relax.Var]
 def expand(graph: Graph, atoms: Atoms, layouts: Layouts) -> Graph | None:
     """The graph with such operators taken apart whose dim some axis splits, where that takes less than to gather the
     dim; None where there is none."""
-    found = {node for node in graph.nodes if node.call.name in _EXPANSIONS and _pays(node, atoms, layouts)}
+    found = {node for node in graph.nodes if node.call.name in _EXPANSIONS and _pays(node, graph, atoms, layouts)}
     if not found:
         return None
     nodes = [made for node in graph.nodes for made in (_expanded(node) if node in found else [node])]
     return replace(graph, nodes=nodes)
 
 
-def _pays(node: Node, atoms: Atoms, layouts: Layouts) -> bool:
-    """Whether two sums along the dim take less than to gather it, and to do the work of all its devices on each."""
+def _pays(node: Node, graph: Graph, atoms: Atoms, layouts: Layouts) -> bool:
+    """Whether two sums along the dim take less than to gather it, and to do the work of all its devices on each. The
+    result is split as the operand is then, unless another layout is stated for it."""
     (x,), (result,) = node.inputs, node.outputs
     positions = atoms.positions(x, node.call.axis(node.call.attr("axis")))
-    split, shape, asked = layouts.of[x], atoms.shape(x), layouts.of[result]
+    split, shape = layouts.of[x], atoms.shape(x)
     axes = [axis for position in positions for axis in split.axes_of(position)]
     if not axes:
         return False
@@ -45,10 +46,12 @@ def _pays(node: Node, atoms: Atoms, layouts: Layouts) -> bool:
         whole, total = whole.with_replicate(axis), total.with_partial(axis, "sum")
     again = work_cost(count_flops(node.call))
     again -= again // math.prod(split.mesh.size(axis) for axis in axes)
-    gathered = change_cost(shape, x.type.dtype, split, whole) + change_cost(shape, x.type.dtype, whole, asked)
+    gathered = change_cost(shape, x.type.dtype, split, whole)
     row = tuple(1 if position in positions else size for position, size in enumerate(shape))
     sums = 2 * change_cost(row, _wide(x.type.dtype), total, whole)
-    return sums + change_cost(shape, x.type.dtype, split, asked) < gathered + again
+    if result in graph.annotations:
+        sums += change_cost(shape, x.type.dtype, split, layouts.of[result])
+    return sums < gathered + again
 
 
 def _wide(dtype: str) -> str:
