@@ -8,11 +8,10 @@ import torch
 from torch import nn
 from tvm import ir, relax
 from tvm.relax.distributed import Placement
-from tvm.script.parser import ir as I
-from tvm.script.parser import relax as R
 
 import mesh_tensor as mt
 from tests.api.pipeline_models import Net, batch, imported
+from tests.plan.seed_modules import NESTED
 
 TOPOLOGY = {"m0": {"d": 2, "m": 2}, "m1": {"d": 3}}
 
@@ -138,43 +137,6 @@ def test_tied_weights_are_on_both_meshes():
     close(run(tokens, labels), model(tokens, labels))
 
 
-@I.ir_module
-class Annotated:
-    """A module with two calls of one function, for two meshes."""
-
-    I.module_attrs({"device_num": 2})
-    I.module_global_infos({"mesh": [R.device_mesh((1,), I.Range(0, 1)), R.device_mesh((1,), I.Range(1, 2))]})
-
-    @R.function(private=True)
-    def mlp(
-        x: R.Tensor((128, 128), "float32"),
-        A: R.Tensor((128, 128), "float32"),
-        B: R.Tensor((128, 128), "float32"),
-    ) -> R.Tensor((128, 128), "float32"):
-        with R.dataflow():
-            lv0 = R.matmul(x, A)
-            Y = R.nn.relu(lv0)
-            Z = R.matmul(Y, B)
-            R.output(Z)
-        return Z
-
-    @R.function
-    def main(
-        x: R.Tensor((128, 128), "float32"),
-        A: R.Tensor((128, 128), "float32"),
-        B: R.Tensor((128, 128), "float32"),
-        C: R.Tensor((128, 128), "float32"),
-        D: R.Tensor((128, 128), "float32"),
-    ) -> R.Tensor((128, 128), "float32"):
-        R.func_attr({"num_input": 1})
-        cls = Annotated
-        with R.dataflow():
-            lv0 = cls.mlp(x, A, B)
-            lv1 = cls.mlp(lv0, C, D)
-            R.output(lv1)
-        return lv1
-
-
 @relax.expr_functor.mutator
 class PP(relax.PyExprMutator):
     """Annotates the first operand of every call of mlp for the next mesh."""
@@ -195,7 +157,7 @@ class PP(relax.PyExprMutator):
 
 
 def test_a_module_annotated_for_two_meshes_runs_on_both():
-    mod = Annotated.clone()
+    mod = NESTED.clone()
     mod["main"] = PP(mod).visit_expr(mod["main"])
     x, *weights = (torch.randn(128, 128) / 8 for _ in range(5))
     run = mt.pipeline(mod, weights=dict(zip("ABCD", weights, strict=True)))
