@@ -14,6 +14,8 @@ from mesh_tensor.annotations.parameters import flat_arguments, with_flat_paramet
 from mesh_tensor.base.errors import MeshTensorError, refuse, shown
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
+from mesh_tensor.importers import ImportedModule
+from mesh_tensor.importers.call_form import CallForm
 from mesh_tensor.program.explain import explain
 from mesh_tensor.program.from_graph import Kernels
 from mesh_tensor.program.overlap import check_overlap
@@ -31,6 +33,7 @@ from mesh_tensor.targets.kernels import find_target
 
 from .module_launch import ModuleLaunch
 from .module_ranks import RankModuleLaunch
+from .module_state import state_of
 from .training import TrainingStep
 from .training_layouts import annotated_step
 from .training_run import TrainingRun
@@ -58,7 +61,8 @@ def distribute_module(
 
     Args:
         mod: the module in global view, with annotations (`annotate_module`, `R.dist.annotate_sharding`) or without;
-            or a `training_step`.
+            what `from_torch` gave, whose weights are then known, and which is called as the model was recorded, and
+            gives what that gave; or a `training_step`.
         mesh: a Mesh, a dict, or a DeviceMesh of torch's, on whose ranks the module then runs; None takes the mesh that
             the module's annotations are for.
         shardings: layouts of named parameters and values, as `annotate_module` takes them.
@@ -84,6 +88,9 @@ def distribute_module(
     Raises:
         MeshTensorError: what was asked for can't be done; the message names the binding and the operator.
     """
+    form = None
+    if isinstance(mod, ImportedModule):
+        mod, form, weights = mod.mod, mod.form, mod.params if weights is None else weights
     step, given = (mod, _step_module(mod, mesh, shardings)) if isinstance(mod, TrainingStep) else (None, mod)
     check_module(given, "distribute_module")
     if kernels and not (isinstance(kernels, Mapping) and all(callable(made) for made in kernels.values())):
@@ -106,6 +113,7 @@ def distribute_module(
         check_indices=check_indices,
         poison=poison,
         overlap=check_overlap(overlap),
+        form=form,
     )
     return made if step is None else TrainingRun(step, made)
 
@@ -144,13 +152,18 @@ class MeshModule:
         check_indices: bool,
         poison: bool,
         overlap: str | int = "auto",
+        form: CallForm | None = None,
     ) -> None:
-        self._function, self._target = function, find_target(target)
+        self._function, self._target, self._form = function, find_target(target), form
         self._strict, self._poison, self._checks_indices = strict, poison, check_indices
         self._replicate_unknown, self._kernels, self._overlap = replicate_unknown, kernels, overlap
         mod = with_flat_parameters(mod, function)
         self._signature = ModuleSignature(mod, function)
         self._weights = weights = self._signature.weights(weights, self._target.device_type)
+        self.state = state_of(mod[function], weights)
+        self._held = weights
+        if self.state is not None:
+            self._weights = {name: tensor for name, tensor in weights.items() if name not in self.state.first}
         self._device_mesh = mesh if type(mesh).__name__ == "DeviceMesh" else _device_mesh(weights.values())
         named = mesh_of(mesh) if mesh is self._device_mesh and mesh is not None else mesh
         self._stated = read_module_annotations(mod, function, None if named is None else Mesh(named), strict=strict)
@@ -163,9 +176,13 @@ class MeshModule:
 
     @undisturbed
     def __call__(self, *args: Any, **named: Any) -> Any:
-        arguments = list(flat_arguments(args))
+        arguments, named = self._arguments(args, named)
         given = [*arguments, *named.values()]
-        return self._run(given, lambda: self._signature.bind(self._weights, arguments, named), _call)
+        use = _call if self.state is None else self.state.call
+        result = self._run(given, lambda: self._signature.bind(self._held, arguments, named), use)
+        if self._form is None:
+            return result
+        return self._form.result(result if isinstance(result, tuple) else [result])
 
     @undisturbed
     def call_alike(self, *args: Any) -> Any:
@@ -174,8 +191,14 @@ class MeshModule:
 
     @undisturbed
     def step(self, tensors: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The function's first result for these tensors, and what replaces `state` (of `as_state`) in the next call."""
-        return self._run(tensors.values(), lambda: dict(tensors), lambda launch, given: launch.step(given, state))
+        """The function's first result for these tensors, whole, and what replaces `state` (of `as_state`) in the next
+        call."""
+
+        def stepped(launch: AnyLaunch, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+            (first, *_), new = launch.step(given, state, whole=True)
+            return first, new
+
+        return self._run(tensors.values(), lambda: dict(tensors), stepped)
 
     @undisturbed
     def as_state(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,13 +247,20 @@ class MeshModule:
         if self._checks_indices:
             refuse_outside(self.plan.index_checks, tensors, self._function)
         with torch.no_grad(), full_precision():
-            return use(launch, {name: tensor for name, tensor in tensors.items() if name not in self._weights})
+            return use(launch, {name: tensor for name, tensor in tensors.items() if name not in self._held})
 
     def bind(self, *args: Any, **named: Any) -> tuple[dict[str, Any], ModulePlan]:
         """The tensors of a call by parameter, weights among them, and the plan for their sizes; nothing is run."""
-        tensors = self._signature.bind(self._weights, list(flat_arguments(args)), named)
+        arguments, named = self._arguments(args, named)
+        tensors = self._signature.bind(self._held, arguments, named)
         self._plan = self._planned(self._signature.check(tensors))
         return tensors, self._plan
+
+    def _arguments(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The tensors of a call, in order, and by parameter."""
+        if self._form is None:
+            return list(flat_arguments(args)), named
+        return self._form.tensors(args, named), {}
 
     @property
     def plan(self) -> ModulePlan:

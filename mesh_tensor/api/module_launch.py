@@ -51,15 +51,17 @@ class ModuleLaunch:
         return made.full() if full and isinstance(made, MeshTensor) else made
 
     def step(
-        self, tensors: Mapping[str, torch.Tensor | MeshTensor], state: Mapping[str, MeshTensor]
-    ) -> tuple[Any, dict[str, MeshTensor]]:
-        """The first result, whole, for these tensors and this state (of parameters, by name); and the state that comes
-        out, of which nothing else has the memory."""
+        self, tensors: Mapping[str, torch.Tensor | MeshTensor], state: Mapping[str, MeshTensor], whole: bool = False
+    ) -> tuple[tuple[Any, ...], dict[str, MeshTensor]]:
+        """The results that are no state, for these tensors and this state (of parameters, by name); and the state that
+        comes out. Results are MeshTensors if any tensor is one, but not if they are to be `whole`."""
         given = {self._inputs[name]: self._port(name).refine(tensor) for name, tensor in tensors.items()}
         known = {**self._held, **{self._inputs[name]: tensor for name, tensor in state.items()}, **given}
         known |= self._run({**known, **self._outputs}, {}, as_mesh_tensors=True)
         made: dict[str, Any] = {name: known[result] for name, result in state_results(self.plan).items()}
-        return self._tree(self._result[0], known, False), made
+        as_mesh_tensors = not whole and any(isinstance(tensor, MeshTensor) for tensor in tensors.values())
+        results = self._result[: len(self._result) - len(made)]
+        return self._tree(results, known, as_mesh_tensors), made
 
     def _tree(self, names: Any, values: Mapping[str, Any], as_mesh_tensors: bool) -> Any:
         if not isinstance(names, str):

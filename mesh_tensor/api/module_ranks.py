@@ -63,15 +63,17 @@ class RankModuleLaunch:
         return self._leave(self._ports[self._inputs[name]], local, not full)
 
     def step(
-        self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor]
-    ) -> tuple[Any, dict[str, torch.Tensor]]:
+        self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor], whole: bool = False
+    ) -> tuple[tuple[Any, ...], dict[str, torch.Tensor]]:
         """As `ModuleLaunch.step`, of this rank's parts."""
         known = {**self._held, **{self._inputs[name]: tensor for name, tensor in state.items()}}
         known |= {self._inputs[name]: self._enter(name, tensor) for name, tensor in tensors.items()}
         self.lane.run(self._digest)
         made = {**known, **self._run(known, {})}
         kept = {name: made[result] for name, result in state_results(self.plan).items()}
-        return self._tree(self._result[0], made, False), kept
+        results = self._result[: len(self._result) - len(kept)]
+        as_dtensors = not whole and any(is_dtensor(tensor) for tensor in tensors.values())
+        return self._tree(results, made, as_dtensors), kept
 
     def _enter(self, parameter: str, tensor: Any, keep: bool = False, alike: bool = False) -> torch.Tensor:
         """This rank's valid part of an argument. `keep`: its memory does not change with the argument's."""
