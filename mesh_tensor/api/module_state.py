@@ -14,6 +14,8 @@ from mesh_tensor.runtime.ranks import is_dtensor
 from mesh_tensor.runtime.ranks.dtensor import local_part
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 
+from .module_launch import ModuleLaunch
+
 if TYPE_CHECKING:
     from .module import AnyLaunch
 
@@ -74,7 +76,7 @@ def _apart(launch: AnyLaunch, name: str, tensor: Any, outside: set[int]) -> Any:
     """The state, in memory that no caller has."""
     if not any(_memory(part) in outside for part in _parts(tensor)):
         return tensor
-    return launch.enter(name, launch.leave(name, tensor, True)) if isinstance(tensor, MeshTensor) else tensor.clone()
+    return launch.enter(name, launch.leave(name, tensor, True)) if isinstance(launch, ModuleLaunch) else tensor.clone()
 
 
 def _parts(tensor: Any) -> Iterable[torch.Tensor]:

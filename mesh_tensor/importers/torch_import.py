@@ -20,6 +20,7 @@ from mesh_tensor.targets.dtypes import dtype_name
 from .imported import ImportedModule, identifiers
 from .low_precision import allow_constants
 from .torch_args import emit, with_sizes_as_tensors
+from .torch_assertions import depends_on_data, drop_assertions
 from .torch_constants import with_constants
 from .torch_numbers import WITH_NUMBERS
 from .torch_ops import CONVERTERS, KEPT
@@ -43,6 +44,7 @@ def import_torch(program: torch.export.ExportedProgram) -> ImportedModule:
         except Exception as error:  # torch's own, of what it can't take apart
             refuse("torch can't take the program apart into operators", why=str(error), fix=_FIX)
     check_program(program)
+    drop_assertions(program)
     allow_constants()
     importer = _Importer(program)
     mod = importer.from_exported_program(
@@ -94,17 +96,26 @@ class _Importer(ExportedProgramImporter):
     def _check_unsupported_func_type(self, nodes: list[torch.fx.Node]) -> None:
         """Refuse operators without a conversion, all of them."""
         calls = [node for node in nodes if node.op == "call_function"]
-        unknown = [node for node in calls if _name(node) not in self.convert_map]
+        unknown = [node for node in calls if _name(node) not in self.convert_map or not _is_known_namespace(node)]
         seeded = torch.Tag.nondeterministic_seeded
         random = [
             node for node in calls if seeded in getattr(node.target, "tags", ()) and _name(node) not in CONVERTERS
         ]
+        of_data = [node for node in calls if depends_on_data(node)]
+        if of_data:
+            refuse(
+                list(dict.fromkeys(f"{_op(node)} gives what depends on data ({_where(node)})" for node in of_data[:8])),
+                where="the exported program",
+                why="sizes, and numbers that are read out of tensors (.item(), .tolist()), have to be known ahead",
+                fix="use torch.where instead of indexing by masks, and tensors instead of numbers",
+            )
         problems = [f"{_op(node)} is not known ({_where(node)})" for node in unknown]
         problems += [f"{_op(node)} is random ({_where(node)})" for node in random]
         if problems:
             refuse(list(dict.fromkeys(problems)), where="the exported program", fix=_FIX)
 
 
+_NAMESPACES = ("aten", "prims", "transformers")
 _FIX = "write this part of the model with other operators, or export it in eval mode if it is for training only"
 
 
@@ -195,6 +206,11 @@ def _paths(node: torch.fx.Node) -> set[str]:
 
 def _name(node: torch.fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
+
+
+def _is_known_namespace(node: torch.fx.Node) -> bool:
+    """Operators are known by name; others' that are called as one of torch's are not meant."""
+    return getattr(node.target, "namespace", "aten") in _NAMESPACES
 
 
 def _op(node: torch.fx.Node) -> str:

@@ -98,6 +98,20 @@ def test_written_inputs():
     assert "the program writes 'x' (user_input_mutation)" in refused(Adds(), torch.randn(4, 4))
 
 
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [
+        (lambda x: x[x > 0], "torch operator aten.index.Tensor gives what depends on data (value 'index' in inner.1)"),
+        (lambda x: x.nonzero(), "torch operator aten.nonzero.default gives what depends on data"),
+        (lambda x: x * x.max().item(), "torch operator aten._local_scalar_dense.default gives what depends on data"),
+    ],
+)
+def test_what_depends_on_data(function, named):
+    text = refused(Call(function), torch.randn(4, 4))
+    assert named in text
+    assert "use torch.where instead of indexing by masks, and tensors instead of numbers" in text
+
+
 def test_sizes_as_inputs():
     class Power(nn.Module):
         def forward(self, x, exponent):

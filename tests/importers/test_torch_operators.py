@@ -163,6 +163,22 @@ def test_operators_that_relax_lacks_or_reads_in_part(function):
     check(function, torch.randn(5, 8))
 
 
+def test_products_of_groups():
+    def grouped(x):
+        ends = (x[0, :3] * 0 + 4).int().cumsum(0).int()
+        return torch._grouped_mm(x, x[:24].reshape(3, 16, 8), offs=ends)[:12]
+
+    check(grouped, torch.randn(28, 16))
+
+
+def test_assertions_are_left_out():
+    def asserts(x):
+        assert x.max().item() <= 50
+        return x + 1
+
+    check(asserts, torch.randint(9, (5, 8)))
+
+
 @pytest.mark.parametrize(
     "function",
     [

@@ -85,7 +85,8 @@ def _unet_1d() -> Made:
     model = diffusers.UNet1DModel(
         sample_size=32, in_channels=4, out_channels=4, block_out_channels=(16, 32), extra_in_channels=0,
         down_block_types=("DownResnetBlock1D",) * 2, up_block_types=("UpResnetBlock1D",),
-        mid_block_type="MidResTemporalBlock1D", out_block_type="OutConv1DBlock", use_timestep_embedding=True, time_embedding_type="positional", act_fn="mish",
+        mid_block_type="MidResTemporalBlock1D",
+        out_block_type="OutConv1DBlock", use_timestep_embedding=True, time_embedding_type="positional", act_fn="mish",
         layers_per_block=1, norm_num_groups=8,
     )  # fmt: skip
     return model, {"sample": torch.randn(2, 4, 32), "timestep": torch.tensor([3])}

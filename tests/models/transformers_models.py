@@ -145,7 +145,7 @@ _ENCODERS: dict[str, dict[str, Any]] = {
     "modernbert": {},
     "mpnet": {},
     "mra": {},
-    "nystromformer": {"num_landmarks": 4, "segment_means_seq_len": 12},
+    "nystromformer": {"num_landmarks": 12, "segment_means_seq_len": 12},
     "rembert": {"input_embedding_size": 32, "output_embedding_size": 32},
     "roberta": {},
     "roformer": {},

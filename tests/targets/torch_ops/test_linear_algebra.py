@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from tvm import relax
 
+from mesh_tensor.rules.operator.linear_algebra import grouped_call
+
 from .cases import Case, assert_same, by_table, by_tvm, i, t
 
 op = relax.op
@@ -37,6 +39,19 @@ CASES = {
         (t(2, 3, 4), t(2, 4, 5)),
         lambda a, b: op.einsum((a, b), "bik,bkj->bji"),
         lambda a, b: np.sum(a[:, None, :, :] * b.transpose(0, 2, 1)[:, :, None], -1),
+    ),
+    "groups": Case(
+        (t(7, 5), t(3, 5, 4), i(3, dtype="int32", values=[2, 2, 6])),
+        lambda x, w, ends: grouped_call(x, w, ends, x.struct_info.dtype),
+        lambda x, w, ends: np.concatenate([x[:2] @ w[0], x[2:6] @ w[2], np.zeros((1, 4))]).astype("float32"),
+        tvm=False,
+    ),
+    "groups in float16": Case(
+        (t(6, 5, dtype="float16"), t(2, 5, 4, dtype="float16"), i(2, values=[4, 6])),
+        lambda x, w, ends: grouped_call(x, w, ends, x.struct_info.dtype),
+        lambda x, w, ends: np.concatenate([x[:4] @ w[0], x[4:] @ w[1]]),
+        tvm=False,
+        tolerance={"rtol": 2e-3, "atol": 2e-3},
     ),
     "outer": Case((t(3), t(4)), op.outer, lambda a, b: a[:, None] * b[None]),
 }
