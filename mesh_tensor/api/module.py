@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -173,9 +173,14 @@ class MeshModule:
         return self._run(args, lambda: self._signature.bind(self._weights, args, {}), _call_alike)
 
     @undisturbed
-    def step(self, tensors: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The function's first result for these tensors, and what replaces `state` (of `as_state`) in the next call."""
-        return self._run(tensors.values(), lambda: dict(tensors), lambda launch, given: launch.step(given, state))
+    def step(
+        self, tensors: Mapping[str, Any], state: Mapping[str, Any], watched: Collection[str] = ()
+    ) -> tuple[Any, dict[str, Any], list[str]]:
+        """The function's first result for these tensors; what replaces `state` (of `as_state`) in the next call; and
+        the names of the `watched` that hold NaN or infinity then, alike on all ranks."""
+        return self._run(
+            tensors.values(), lambda: dict(tensors), lambda launch, given: launch.step(given, state, watched)
+        )
 
     @undisturbed
     def as_state(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
