@@ -18,7 +18,7 @@ from mesh_tensor.program.explain import explain
 from mesh_tensor.program.from_graph import Kernels
 from mesh_tensor.program.overlap import check_overlap
 from mesh_tensor.program.plan_module import ModulePlan, plan_module
-from mesh_tensor.program.steps import Program
+from mesh_tensor.program.program import Program
 from mesh_tensor.runtime.ambient import full_precision, undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound, refuse_outside
 from mesh_tensor.runtime.ranks import is_dtensor, ranks_of

@@ -10,7 +10,7 @@ import torch
 from mesh_tensor.base.errors import did_you_mean, listing, refuse
 from mesh_tensor.plan.training import NUMBERS_NAME
 from mesh_tensor.program.plan_module import ModulePlan
-from mesh_tensor.program.steps import Program
+from mesh_tensor.program.program import Program
 from mesh_tensor.runtime.ambient import undisturbed
 
 from .training import TrainingStep

@@ -13,7 +13,7 @@ from importlib import metadata
 from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.program.steps import Program
+from mesh_tensor.program.program import Program
 
 from .faults import Faults
 from .lane import AGREEMENT
