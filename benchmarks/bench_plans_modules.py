@@ -12,7 +12,8 @@ import tilelang  # noqa: F401  (brings TVM)
 
 import mesh_tensor as mt
 from mesh_tensor.program.plan_module import plan_module
-from mesh_tensor.program.steps import CollectiveStep, Program
+from mesh_tensor.program.program import Program
+from mesh_tensor.program.steps import CollectiveStep
 
 from ._timing import header, table
 from .plan_modules import Case, cases
