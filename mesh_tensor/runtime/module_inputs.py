@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tvm import arith, ir, relax, tirx
 
-from mesh_tensor.annotations.names import known, relax_function, source_names
+from mesh_tensor.annotations.names import SourceNames, known, relax_function, source_names
 from mesh_tensor.base.errors import did_you_mean, listing, refuse
 from mesh_tensor.plan.index_checks import IndexCheck
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
@@ -59,12 +59,12 @@ class ModuleSignature:
         are constants: parameters of torch's serve, without their gradients."""
         if not isinstance(weights, Mapping):
             refuse(f"the weights are a {type(weights).__name__}", fix="give a dict from parameters to tensors")
-        names = self._source_names | {param.name: param.name for param in self.params}
+        names = SourceNames(self._source_names | {param.name: param.name for param in self.params})
         named: dict[str, Any] = {}
         for name, tensor in weights.items():
-            same = named.setdefault(str(names.get(name, name)), tensor)
+            same = named.setdefault(names.ours(str(name)), tensor)
             if not _is_same(same, tensor):
-                both = listing([n for n in weights if names.get(n, n) == names.get(name, name)])
+                both = listing([n for n in weights if names.ours(str(n)) == names.ours(str(name))])
                 refuse(
                     f"a weight is given under two names, {both}, with two values",
                     where=f"weights of {self.function!r}",
