@@ -34,7 +34,15 @@ class ModuleSignature:
         self.function = function
         self.params = tuple(_param(var, function) for var in func.params)
         self._source_names = source_names(func)
+        self.names = self._names()
         self.symbols = tuple(dict.fromkeys(size for p in self.params for size in p.shape if isinstance(size, tirx.Var)))
+
+    def _names(self) -> dict[str, list[str]]:
+        """Per parameter what it was called where the module comes from, or else its name."""
+        found: dict[str, list[str]] = {}
+        for theirs, ours in self._source_names.items():
+            found.setdefault(ours, []).append(theirs)
+        return {param.name: found.get(param.name, [param.name]) for param in self.params}
 
     def bind(self, weights: Mapping[str, Any], args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
         """Every parameter's tensor: those that are no weights come from `args`, in order, or by name."""
@@ -85,7 +93,7 @@ class ModuleSignature:
         sizes: dict[tirx.Var, int] = {}
         problems = self._unknown(tensors)
         problems += [
-            f"parameter {p.name!r}: {problem}"
+            f"parameter {(self.names[p.name][0] if what == 'weights' else p.name)!r}: {problem}"
             for p in self.params
             if p.name in tensors and (problem := _problem(p, tensors[p.name], sizes, device_type))
         ]
