@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,24 +15,25 @@ from mesh_tensor.runtime.ranks.dtensor import local_part
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 
 from .module_launch import ModuleLaunch
+from .module_weights import whole
 
 if TYPE_CHECKING:
     from .module import AnyLaunch
 
 
-class ModuleState:
+class ModuleState(Collection[str]):
     """Parameters that the results of one call replace in the next one, laid out as the launch that ran last has them.
 
-    first   their values before the first call, by name"""
+    first   their values before the first call, by name, in any form that weights have"""
 
-    def __init__(self, first: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, first: Mapping[str, Any]) -> None:
         self.first = dict(first)
         self._launch: AnyLaunch | None = None
         self._kept: dict[str, Any] = {}
 
     def call(self, launch: AnyLaunch, tensors: Mapping[str, Any]) -> Any:
         """The results that are no state for these tensors; a call that raises leaves the state as it was."""
-        results, new = launch.step(tensors, self._of(launch))
+        results, new = launch.advance(tensors, self._of(launch))
         outside = {_memory(part) for tensor in (*tensors.values(), *results) for part in _parts(tensor)}
         new = {name: _apart(launch, name, tensor, outside) for name, tensor in new.items()}
         self._launch, self._kept = launch, new
@@ -41,13 +42,18 @@ class ModuleState:
     def values(self, full: bool) -> dict[str, Any]:
         """As callers know it: whole, or as MeshTensors (DTensors)."""
         if self._launch is None:
-            return {name: tensor.clone() for name, tensor in self.first.items()}
+            return {name: whole(tensor).clone() if full else tensor for name, tensor in self.first.items()}
         launch: Any = self._launch
         return {name: launch.leave(name, tensor, full) for name, tensor in self._kept.items()}
 
-    def reset(self) -> None:
-        """As before the first call."""
-        self._launch, self._kept = None, {}
+    def __contains__(self, name: object) -> bool:
+        return name in self.first
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.first)
+
+    def __len__(self) -> int:
+        return len(self.first)
 
     def _of(self, launch: AnyLaunch) -> dict[str, Any]:
         """The state as this launch takes it."""
@@ -56,9 +62,9 @@ class ModuleState:
         return {name: launch.enter(name, tensor) for name, tensor in self.values(False).items()}
 
 
-def state_of(func: relax.Function, weights: Mapping[str, torch.Tensor]) -> ModuleState | None:
-    """The state of a module's function, if its parameters are among the weights; without them they are passed at every
-    call, and their new values are results.
+def state_of(func: relax.Function, weights: Mapping[str, Any]) -> ModuleState:
+    """The state of a module's function, if its parameters are among the weights; without them it is empty: they are
+    passed at every call, and their new values are results.
 
     Raises:
         MeshTensorError: some are among the weights, and some are not.
@@ -66,7 +72,7 @@ def state_of(func: relax.Function, weights: Mapping[str, torch.Tensor]) -> Modul
     names = list((func.attrs or {}).get(STATE_ATTR, {}))
     missing = [name for name in names if name not in weights]
     if not names or len(missing) == len(names):
-        return None
+        return ModuleState({})
     if missing:
         refuse(f"the weights lack {listing(missing)}, which the module writes", fix="give all that it writes, or none")
     return ModuleState({name: weights[name] for name in names})

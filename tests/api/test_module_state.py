@@ -63,20 +63,22 @@ def test_state_is_kept_between_calls(made, shardings, size):
         torch.testing.assert_close(found, model(x, torch.tensor([position])))
         found["both"][1].fill_(7)  # what callers have is no memory of the state
         x.fill_(7)
-    kept = run.state.values(full=True)
-    torch.testing.assert_close(kept, {name: getattr(model, name) for name in module.state})
-    run.state.reset()
-    assert not any(value.any() for value in run.state.values(full=True).values())
+    kept = run.state_dict()
+    torch.testing.assert_close({n: kept[n] for n in module.state}, {n: getattr(model, n) for n in module.state})
+    first = {name: module.params[name] for name in module.state}
+    run.load_state_dict(first, strict=False)
+    torch.testing.assert_close({name: run.state_dict()[name] for name in module.state}, first)
+    torch.testing.assert_close(run.state_dict()["keys.weight"], model.keys.weight.detach())
 
 
 def test_a_call_that_raises_leaves_the_state(made):
     _, module = made
     run = mt.distribute_module(module, {"x": 2}, {"cache": {"x": 0}})
     run(torch.ones(2, 1, 8), torch.tensor([0]), 2.0, **GIVEN)
-    before = run.state.values(full=True)
+    before = run.state_dict()
     with pytest.raises(mt.MeshTensorError):
         run(torch.ones(2, 1, 8), torch.tensor([[0]]), 2.0, **GIVEN)
-    torch.testing.assert_close(run.state.values(full=True), before)
+    torch.testing.assert_close(run.state_dict(), before)
 
 
 def test_without_the_form_of_the_model(made):
