@@ -21,6 +21,7 @@ from .imported import ImportedModule, identifiers
 from .low_precision import allow_constants
 from .torch_args import emit, with_sizes_as_tensors
 from .torch_assertions import depends_on_data, drop_assertions
+from .torch_complex import COMPLEX, Pair, is_complex, of_complex
 from .torch_constants import with_constants
 from .torch_numbers import WITH_NUMBERS
 from .torch_ops import CONVERTERS, KEPT
@@ -77,13 +78,16 @@ class _Importer(ExportedProgramImporter):
         """From operators to functions of their fx nodes."""
         own = {name: lambda node, convert=convert: convert(node, self) for name, convert in CONVERTERS.items()}
         self.conversions_of_tvm = super().create_convert_map()
-        every = {**self.conversions_of_tvm, **own}
+        every = {**dict.fromkeys(COMPLEX, _refused), **self.conversions_of_tvm, **own}
         return {name: self._checked(convert, name in WITH_NUMBERS) for name, convert in every.items()}
 
     def _checked(self, convert: Callable[[torch.fx.Node], Any], with_numbers: bool) -> Callable[[torch.fx.Node], Any]:
         def converted(node: torch.fx.Node) -> Any:
             try:
-                value = with_sizes_as_tensors(node, self, convert) if with_numbers else convert(node)
+                if is_complex(node):
+                    value = of_complex(node, self, convert)
+                else:
+                    value = with_sizes_as_tensors(node, self, convert) if with_numbers else convert(node)
                 differs = _difference(node, value)
             except Exception as error:  # TVM's importer raises what it happens to meet
                 refuse(f"{_op(node)} can't be imported: {error}", where=_where(node), fix=_FIX)
@@ -133,7 +137,9 @@ def _difference(node: torch.fx.Node, value: Any) -> str:
 
 def _pairs(value: Any, meant: Any) -> Iterator[tuple[relax.Expr, torch.Tensor]]:
     """The tensors of a Relax value with torch's; other values are left out."""
-    if isinstance(meant, (tuple, list)) and isinstance(value, (relax.Tuple, tuple, list)):
+    if isinstance(value, Pair):
+        yield from ((part, meant.real) for part in (value.real, value.imag))
+    elif isinstance(meant, (tuple, list)) and isinstance(value, (relax.Tuple, tuple, list)):
         fields = value.fields if isinstance(value, relax.Tuple) else value
         for made, one in zip(fields, meant, strict=False):
             yield from _pairs(made, one)
@@ -151,8 +157,10 @@ def _named(mod: ir.IRModule, program: torch.export.ExportedProgram, importer: An
     specs = [spec for spec in program.graph_signature.input_specs if isinstance(spec.arg, TensorArgument)]
     values = {**program.state_dict, **program.constants}
     weights = {spec.arg.name: str(spec.target) for spec in specs if spec.kind == InputKind.PARAMETER}
-    mod, tied = without_tied(mod, weights, program.state_dict)
     written = written_buffers(program)
+    for buffer in written:  # what is written is itself alone
+        weights.pop(buffer.argument, None)
+    mod, tied = without_tied(mod, weights, program.state_dict)
     weights |= {buffer.argument: buffer.target for buffer in written}
     kept = {old: target for old, target in weights.items() if old not in tied}
     inputs = [spec.arg.name for spec in specs if spec.kind == InputKind.USER_INPUT]
@@ -206,6 +214,10 @@ def _paths(node: torch.fx.Node) -> set[str]:
 
 def _name(node: torch.fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
+
+
+def _refused(node: torch.fx.Node) -> None:
+    refuse(f"{_op(node)} of floats")
 
 
 def _is_known_namespace(node: torch.fx.Node) -> bool:

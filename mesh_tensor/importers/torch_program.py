@@ -20,8 +20,10 @@ from torch.export.graph_signature import (
 
 from mesh_tensor.base.errors import listing, refuse
 
+_CONSTANTS = {InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
 _INPUTS = {InputKind.USER_INPUT, InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
-_RESULTS = {OutputKind.USER_OUTPUT, OutputKind.BUFFER_MUTATION}
+_WRITTEN = {OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION}
+_RESULTS = {OutputKind.USER_OUTPUT, *_WRITTEN}
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,12 +36,12 @@ class Written:
 
 
 def written_buffers(program: torch.export.ExportedProgram) -> list[Written]:
-    """The buffers that the program writes, in the order of its results."""
+    """The buffers (and parameters) that the program writes, in the order of its results."""
     arguments = {spec.target: spec.arg.name for spec in program.graph_signature.input_specs}
     return [
         Written(str(spec.target), arguments[spec.target], spec.arg.name)
         for spec in program.graph_signature.output_specs
-        if spec.kind == OutputKind.BUFFER_MUTATION
+        if spec.kind in _WRITTEN
     ]
 
 
@@ -47,6 +49,7 @@ def check_program(program: torch.export.ExportedProgram) -> None:
     """Refuse what is neither a tensor nor a constant, and writes to anything but buffers; all that is found."""
     specs = program.graph_signature
     problems = [*map(_wrong_result, specs.output_specs), *map(_wrong_input, specs.input_specs)]
+    problems += _complex_ends(program)
     targets = {spec.target for spec in specs.input_specs}
     problems += [
         f"the constant {name!r} has no place in the graph" for name in program.constants if name not in targets
@@ -77,8 +80,27 @@ def _wrong_result(spec: OutputSpec) -> str:
     return "" if isinstance(spec.arg, (TensorArgument, ConstantArgument)) else f"the result {spec.arg} is no tensor"
 
 
+def _complex_ends(program: torch.export.ExportedProgram) -> list[str]:
+    """Inputs, parameters and results that are complex; constants may be."""
+    (output,) = program.graph.find_nodes(op="output")
+    constants = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind in _CONSTANTS}
+    given = [node for node in program.graph.find_nodes(op="placeholder") if node.name not in constants]
+    made = [node for node in output.args[0] if isinstance(node, torch.fx.Node)]
+    return [
+        f"the {what} {node.name!r} is complex: use torch.view_as_real, and view_as_complex in the model"
+        for what, nodes in (("input", given), ("result", made))
+        for node in nodes
+        if isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].is_complex()
+    ]
+
+
 def _has_no_memory(weight: Any) -> bool:
     return isinstance(weight, torch.Tensor) and (type(weight).__name__ == "FakeTensor" or weight.device.type == "meta")
+
+
+def _as_floats(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs of floats."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 class ProgramOfTensors:
@@ -95,8 +117,10 @@ class ProgramOfTensors:
         ]
         self.graph_module, self.graph = program.graph_module, program.graph
         self.graph_signature = SimpleNamespace(input_specs=specs)
-        self.range_constraints, self.tensor_constants = program.range_constraints, program.tensor_constants
+        self.range_constraints = program.range_constraints
         self.state_dict = {**program.state_dict, **program.constants}
+        self.state_dict = {name: _as_floats(value) for name, value in self.state_dict.items()}
+        self.tensor_constants = self.state_dict
         self.constants: dict[str, torch.Tensor] = {}
         self._kept = {str(spec.target): self.state_dict[str(spec.target)] for spec in specs if spec.kind in _CONSTANTS}
         (output,) = program.graph.find_nodes(op="output")
@@ -110,6 +134,3 @@ class ProgramOfTensors:
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Nothing: their values are not needed."""
         yield from ()
-
-
-_CONSTANTS = {InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
