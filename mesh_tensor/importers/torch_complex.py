@@ -1,4 +1,4 @@
-"""Complex numbers of torch as pairs of floats. See torch_ops for what the functions take; a complex result is a `Pair`."""
+"""Complex numbers of torch as pairs of floats. See torch_ops for what functions take; a complex result is a `Pair`."""
 
 from __future__ import annotations
 
