@@ -53,6 +53,11 @@ class Signature:
         self.written: frozenset[str] = frozenset()
         self._scalars = [param for param in self.params if not param.is_tensor]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all parameters, in order."""
+        return tuple(param.name for param in self.params)
+
     def scalars(self, args: Mapping[str, Any]) -> dict[str, int | float]:
         """The numbers among checked `args`, as Python's own."""
         return {p.name: p.number(args[p.name]) for p in self._scalars if p.name in args}
