@@ -2,7 +2,7 @@
 
 Their parameters are named after the forward kernel's. `x` is what went into its parameter x, or came out of it; `d_y`
 is the gradient with respect to what it wrote into y, and is read; `d_x` is the gradient with respect to its input x,
-and is written. Several kernels may share the work, each for some of the inputs.
+and is written, or added to by atomics. Several kernels may share the work, each for some of the inputs.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Gradients:
         MeshTensorError: they don't fit the kernel; the message names every parameter that is wrong.
     """
 
-    def __init__(self, forward: Signature, reads: Sequence[str], kernels: Sequence[MeshKernel]) -> None:
+    def __init__(self, forward: Signature, kernels: Sequence[MeshKernel]) -> None:
         self._name, self.kernels = forward.name, tuple(kernels)
-        problems = [*_in_place(forward, reads)]
+        problems = [*_in_place(forward)]
         for kernel in self.kernels:
-            problems += _misfits(forward, reads, kernel)
+            problems += _misfits(forward, kernel)
         given = [name for kernel in self.kernels for name in kernel.signature.written]
         twice = [name for name in dict.fromkeys(given) if given.count(name) > 1]
         problems += [f"{name!r} is written by {given.count(name)} of them" for name in twice]
@@ -67,6 +67,7 @@ class Gradients:
             refuse(problems, where=f"backward kernels ({names}) of kernel {self._name!r}", fix=_NAMES)
         self._gives = {name.removeprefix(_PREFIX) for name in given}
         self._taken = {name for kernel in self.kernels for name in kernel.signature.names}.difference(given)
+        self._taken |= {name.removeprefix(_PREFIX) for kernel in self.kernels for name in _added(kernel)}
         self._outputs = forward.written
 
     def around(self, run: Run, given: Mapping[str, Any]) -> Run:
@@ -123,7 +124,9 @@ class Gradients:
             written = [name for name in kernel.signature.names if name in kernel.signature.written]
             if {name.removeprefix(_PREFIX) for name in written}.isdisjoint(wanted):
                 continue
-            results = function(*[known[name] for name in kernel.signature.names if name not in written])
+            added = {name: torch.zeros_like(known[name.removeprefix(_PREFIX)]) for name in _added(kernel)}
+            taken = [name for name in kernel.signature.names if name not in written or name in added]
+            results = function(*[added[name] if name in added else known[name] for name in taken])
             made |= zip(written, [results] if len(written) == 1 else results, strict=True)
         return {name: made[_PREFIX + name] for name in wanted}
 
@@ -158,13 +161,18 @@ class _Recorded(torch.autograd.Function):
         return None, *[gradient_like(made.get(name), placements) for name, placements in placed]
 
 
-def _in_place(forward: Signature, reads: Sequence[str]) -> Iterator[str]:
-    for name in reads:
-        if name in forward.written:
+def _added(kernel: MeshKernel) -> frozenset[str]:
+    """The gradients that a kernel adds to what is there, which has to be 0."""
+    return kernel.signature.read & kernel.signature.written
+
+
+def _in_place(forward: Signature) -> Iterator[str]:
+    for name in forward.names:
+        if name in forward.read & forward.written:
             yield f"{name!r} is updated in place by the forward kernel, which autograd can't record"
 
 
-def _misfits(forward: Signature, reads: Sequence[str], kernel: MeshKernel) -> Iterator[str]:
+def _misfits(forward: Signature, kernel: MeshKernel) -> Iterator[str]:
     """Why a backward kernel is none of this forward kernel."""
     known = {param.name: param for param in forward.params}
     for param in kernel.signature.params:
@@ -178,7 +186,7 @@ def _misfits(forward: Signature, reads: Sequence[str], kernel: MeshKernel) -> It
                 yield f"{what} is written, but is no gradient"
             else:
                 yield from _unlike(what, param, base)
-        elif written and base.name not in reads:
+        elif written and base.name not in forward.read:
             yield f"{what} is written, but the forward kernel doesn't read {base.name!r}"
         elif not written and base.name not in forward.written:
             yield f"{what} is read, but the forward kernel doesn't write {base.name!r}"

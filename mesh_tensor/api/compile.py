@@ -109,8 +109,8 @@ class MeshKernel:
         self._program = None if signature.symbols else programs.of({})
         self.mesh, stated = read_annotations(func) if self._program is None else (self._program.mesh, {})
         reads, writes = _roles_by_rule(func) if self._program is None else _roles(self._program)
-        signature.written = frozenset(writes)
-        self._forms = call_forms(signature, given_out_idx(func, out_idx), frozenset(reads), signature.written)
+        signature.read, signature.written = frozenset(reads), frozenset(writes)
+        self._forms = call_forms(signature, given_out_idx(func, out_idx), signature.read, signature.written)
         layouts = {name: annotation.sharding for name, annotation in stated.items()}
         given = (strict, poison, overlap, layouts, signature.written)
         self._compiled = Compiled(signature, self.mesh, on, *given, programs, self._ran)
@@ -120,7 +120,7 @@ class MeshKernel:
         self._lock = threading.RLock()  # several threads may call
         self._transfers: Callable[[], list[Transfer]] = list
         kernels = [MeshKernel(laid_out_alike(func, part), lower, out_idx=None, **options) for part in backward]
-        self.gradients = Gradients(signature, reads, kernels) if kernels else None
+        self.gradients = Gradients(signature, kernels) if kernels else None
 
     @property
     def program(self) -> Program:
