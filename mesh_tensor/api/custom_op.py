@@ -66,8 +66,8 @@ def as_custom_op(kernel: MeshKernel, name: str, *, device_mesh: Any = None) -> C
     op.register_fake(fake)
     if kernel.gradients is not None:
         numbered = enumerate(kernel.gradients.kernels)
-        run = [as_custom_op(part, f"{name}_backward_{number}", device_mesh=device_mesh) for number, part in numbered]
-        _register_gradients(op, kernel.gradients, [p.name for p in passed], [p.name for p in made], run)
+        parts = [as_custom_op(part, f"{name}_backward_{number}", device_mesh=device_mesh) for number, part in numbered]
+        _register_gradients(op, kernel.gradients, [p.name for p in passed], [p.name for p in made], parts)
     call = _Call(kernel, op, tuple(passed), tuple(made), program)
     return call.plain if device_mesh is None else _over(call, device_mesh)
 
