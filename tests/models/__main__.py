@@ -23,11 +23,11 @@ _SECONDS, _BYTES = 240, 12 << 30
 def main() -> int:
     """Print the table; 1 if a layout gave something else than torch."""
     parser = argparse.ArgumentParser(prog="python -m tests.models")
-    parser.add_argument("names", nargs="*", help="parts of names; none: all")
+    parser.add_argument("names", nargs="*", help="libraries (timm/), models (timm/dla34), parts of names; none: all")
     parser.add_argument("--layouts", type=int, default=4)
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
-    chosen = [one for one in architectures() if not options.names or any(part in one.title for part in options.names)]
+    chosen = [one for one in architectures() if not options.names or any(_means(n, one.title) for n in options.names)]
     outcomes = []
     for architecture in chosen:
         started = time.monotonic()
@@ -43,6 +43,11 @@ def main() -> int:
         f" {sum(len(o.wrong) for o in known)} wrong"
     )
     return int(any(outcome.wrong for outcome in outcomes))
+
+
+def _means(name: str, title: str) -> bool:
+    """Whether a title is called so: "timm/" is a library, "timm/dla34" one of its models, "vit" is part of names."""
+    return title == name or (title.startswith(name) if name.endswith("/") else "/" not in name and name in title)
 
 
 def _alone(run: object, title: str) -> Outcome:

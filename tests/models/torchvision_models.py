@@ -26,7 +26,6 @@ _MODELS = {
     "mobilenet_v3_small": (3, 64, 64),
     "r3d_18": (3, 4, 32, 32),
     "r2plus1d_18": (3, 4, 32, 32),
-    "s3d": (3, 16, 64, 64),
     "fcn_resnet50": (3, 64, 64),
     "deeplabv3_mobilenet_v3_large": (3, 64, 64),
     "lraspp_mobilenet_v3_large": (3, 64, 64),

@@ -52,6 +52,7 @@ _SMALL = {
     "state_size": 8,
     "encoder_layerdrop": 0.0,
 }
+_UNSET = object()  # a usual value that stays
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
 
@@ -117,7 +118,6 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "stablelm": {},
     "starcoder2": {},
     "xglm": {},
-    "zamba2": {},
 }
 
 # Encoders: hidden states, from token ids alone.
@@ -137,7 +137,7 @@ _ENCODERS: dict[str, dict[str, Any]] = {
     "esm": {},
     "flaubert": {"emb_dim": 32, "n_heads": 4, "n_layers": 2},
     "fnet": {},
-    "funnel": {"block_sizes": [1, 1], "d_head": 8, "d_inner": 64},
+    "funnel": {"num_hidden_layers": _UNSET, "block_sizes": [1, 1], "d_head": 8, "d_inner": 64},
     "ibert": {},
     "longformer": {"attention_window": 8},
     "megatron-bert": {},
@@ -153,7 +153,7 @@ _ENCODERS: dict[str, dict[str, Any]] = {
     "squeezebert": {},
     "xlm": {"emb_dim": 32, "n_heads": 4, "n_layers": 2},
     "xlm-roberta": {},
-    "xlnet": {"d_inner": 64, "d_head": 8},
+    "xlnet": {"max_position_embeddings": _UNSET, "d_inner": 64, "d_head": 8},
     "xmod": {"default_language": "en_XX"},
     "yoso": {"use_expectation": True},
 }
@@ -170,7 +170,12 @@ _PAIRS: dict[str, dict[str, Any]] = {
     "mt5": {},
     "mvp": {},
     "pegasus": {},
-    "prophetnet": {"num_encoder_layers": 2, "num_decoder_layers": 2, "num_encoder_attention_heads": 4},
+    "prophetnet": {
+        "num_hidden_layers": _UNSET,
+        "num_encoder_layers": 2,
+        "num_decoder_layers": 2,
+        "num_encoder_attention_heads": 4,
+    },
     "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     "t5": {},
     "umt5": {},
@@ -183,7 +188,6 @@ _IMAGES: dict[str, tuple[int, dict[str, Any]]] = {
     "bit": (64, {"depths": [1, 1], "hidden_sizes": [32, 64], "embedding_size": 16}),
     "convnext": (32, {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}),
     "convnextv2": (32, {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}),
-    "cvt": (64, {"embed_dim": [16, 32, 64], "num_heads": [1, 2, 4], "depth": [1, 1, 1]}),
     "deit": (32, _IMAGE),
     "dinov2": (32, _IMAGE),
     "dinov2_with_registers": (32, _IMAGE),
@@ -234,8 +238,11 @@ _IMAGES: dict[str, tuple[int, dict[str, Any]]] = {
 def _config(kind: str, **options: Any) -> Any:
     """A small configuration."""
     usual = transformers.AutoConfig.for_model(kind)
-    small = {name: value for name, value in _SMALL.items() if getattr(usual, name, None) is not None}
-    return transformers.AutoConfig.for_model(kind, **(small | _TOKENS | {"use_cache": False} | options))
+    small = {name: value for name, value in _SMALL.items() if isinstance(getattr(usual, name, None), (int, float))}
+    if hasattr(usual, "depths"):  # which says how many layers there are
+        small = {name: value for name, value in small.items() if name not in ("num_layers", "num_hidden_layers")}
+    options = small | _TOKENS | {"use_cache": False} | options
+    return transformers.AutoConfig.for_model(kind, **{n: value for n, value in options.items() if value is not _UNSET})
 
 
 def _decoder(kind: str, options: dict[str, Any]) -> Made:
@@ -326,7 +333,7 @@ def _perceiver() -> Made:
         "num_cross_attention_heads": 4,
         "num_self_attention_heads": 4,
     }
-    model = transformers.PerceiverForMaskedLM(_config("perceiver", qk_channels=16, v_channels=32, **options))
+    model = transformers.PerceiverForMaskedLM(_config("perceiver", **options))
     return model, {"input_ids": ids(length=64)}
 
 
