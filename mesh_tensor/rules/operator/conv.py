@@ -83,3 +83,13 @@ def pool(call: OpCall) -> OpRule:
         (tuple(map(factors.get, out_layout)),),
         linear=(frozenset({0}),) if mean else (),
     )
+
+
+@rule("image.resize2d")
+def resize(call: OpCall) -> OpRule:
+    """Batch and channels are parallel; places are looked at together."""
+    layout = call.attr("layout")
+    if not layout.isalpha():
+        return whole_rule(call)
+    dims = tuple({"N": "n", "C": "c"}.get(letter) for letter in layout)
+    return OpRule((dims,), (dims,))
