@@ -11,6 +11,7 @@ from tvm import tirx
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.one_kernel import Assignment
+from mesh_tensor.rules.kernel.computed_places import in_order
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.granularity import Refined, refined
@@ -22,26 +23,31 @@ from .stages import Annotated, Ruled
 
 
 def rule(kernel: Annotated) -> Ruled:
-    """The kernel with its rule: with dims taken apart where that lets axes split what is asked to be split, else as it
-    is."""
+    """The kernel with its rule: with blocks walked in order, and dims taken apart, where that lets axes split what is
+    asked to be split, else as it is."""
     refined, analysis = _refined(kernel)
     whole = dict.fromkeys(refined.inner_dims(), "groups can be split, but not what is in a group")
     return Ruled(kernel, refined, analysis, asked_of_refined(refined, kernel.asked), whole)
 
 
 def _refined(kernel: Annotated) -> tuple[Refined, Analysis]:
-    plain, before = Refined(kernel.func, {}), analyse(kernel.func)
+    made, analysis = Refined(kernel.func, {}), analyse(kernel.func)
     if kernel.reading.over_tiles:
-        return plain, before
+        return made, analysis
     split = [(name, dim) for name, sharding in kernel.asked.items() for dim, axes in enumerate(sharding.dims) if axes]
-    whole = [dim for dim in split if before.reason_whole(*dim)]
-    found = refined(kernel.func, whole) if whole else None
+    whole = [dim for dim in split if analysis.reason_whole(*dim)]
+    ordered = in_order(kernel.func, whole) if whole else None
+    if ordered is not None:
+        after = analyse(ordered)
+        still = [dim for dim in split if after.reason_whole(*dim)]
+        if set(still) < set(whole):
+            made, analysis, whole = Refined(ordered, {}), after, still
+    found = refined(made.func, whole) if whole else None
     if found is None:
-        return plain, before
+        return made, analysis
     after = analyse(found.func)
-    still = [dim for dim in split if _reason(found, after, dim)]
-    gained = set(still) < set(whole)
-    return (found, after) if gained and _divides(found, after, kernel.asked, kernel.mesh) else (plain, before)
+    gained = {dim for dim in split if _reason(found, after, dim)} < set(whole)
+    return (found, after) if gained and _divides(found, after, kernel.asked, kernel.mesh) else (made, analysis)
 
 
 def _reason(made: Refined, analysis: Analysis, dim: Dim) -> str | None:
