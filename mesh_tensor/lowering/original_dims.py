@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from tvm import tirx
@@ -35,19 +35,25 @@ def _refined(kernel: Annotated) -> tuple[Refined, Analysis]:
     if kernel.reading.over_tiles:
         return made, analysis
     split = [(name, dim) for name, sharding in kernel.asked.items() for dim, axes in enumerate(sharding.dims) if axes]
-    whole = [dim for dim in split if analysis.reason_whole(*dim)]
-    ordered = in_order(kernel.func, whole) if whole else None
+    whole = {dim for dim in split if analysis.reason_whole(*dim)}
+    for found in _ways(kernel.func, whole) if whole else ():
+        after = analyse(found.func)
+        still = {dim for dim in split if _reason(found, after, dim)}
+        if still < whole and _divides(found, after, kernel.asked, kernel.mesh):
+            made, analysis, whole = found, after, still
+        if not whole:
+            break
+    return made, analysis
+
+
+def _ways(func: tirx.PrimFunc, whole: Collection[Dim]) -> Iterator[Refined]:
+    """Other ways to write a kernel, in which more of the dims in `whole` can perhaps be split."""
+    dims = sorted(whole)
+    yield from refined(func, dims)
+    ordered = in_order(func, dims)
     if ordered is not None:
-        after = analyse(ordered)
-        still = [dim for dim in split if after.reason_whole(*dim)]
-        if set(still) < set(whole):
-            made, analysis, whole = Refined(ordered, {}), after, still
-    found = refined(made.func, whole) if whole else None
-    if found is None:
-        return made, analysis
-    after = analyse(found.func)
-    gained = {dim for dim in split if _reason(found, after, dim)} < set(whole)
-    return (found, after) if gained and _divides(found, after, kernel.asked, kernel.mesh) else (made, analysis)
+        yield Refined(ordered, {})
+        yield from refined(ordered, dims)
 
 
 def _reason(made: Refined, analysis: Analysis, dim: Dim) -> str | None:
