@@ -15,10 +15,11 @@ from mesh_tensor.rules.kernel.factors import Blocked, Factor
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
 from mesh_tensor.rules.kernel.padding import ANYTHING, ZERO, content_past_the_end, takes_whole_blocks
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
-from mesh_tensor.rules.kernel.statements import Statement, body_statements
+from mesh_tensor.rules.kernel.statements import body_statements
 from mesh_tensor.rules.kernel.workspaces import workspace_dims
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.effects import written
+from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.rewrite import block_like, region_call, replace_block, sequence, tile_op
 from mesh_tensor.tir.user_reports import is_print, message_only, printed_buffers
 
@@ -57,7 +58,6 @@ def cut(analysis: Analysis, at: int, suffix: str) -> tuple[tirx.PrimFunc, tirx.P
     Raises Blocked where something live can't be carried over."""
     kernel = analysis.kernel
     stmts = body_statements(kernel.root.body)
-    _check_binds(kernel.statements, at)
     live = [r for r in analysis.coordinates.ranges.all if not r.is_param and _is_live(r, at)]
     if len({r.buffer for r in live}) < len(live):
         raise Blocked("a buffer has two values at the point where the kernel would be cut")
@@ -72,9 +72,10 @@ def cut(analysis: Analysis, at: int, suffix: str) -> tuple[tirx.PrimFunc, tirx.P
         else:
             _check_padding(live_range, analysis)
             workspaces.append(_workspace(live_range, analysis, suffix))
+    bound = _bound_again(analysis, at, [*again, *stmts[at:]])
     before = [stmt for stmt in stmts[:at] if stmt not in idle]
     first = _part(analysis, [*before, *(w.save() for w in workspaces)], workspaces)
-    second = _part(analysis, [*again, *(w.restore() for w in workspaces), *stmts[at:]], workspaces)
+    second = _part(analysis, [*bound, *again, *(w.restore() for w in workspaces), *stmts[at:]], workspaces)
     second = _without_lost_prints(second, analysis, at)
     return first, second, workspaces
 
@@ -108,16 +109,26 @@ def _is_live(live_range: LiveRange, at: int) -> bool:
     return written_before and (used_after or partly_written)
 
 
-def _check_binds(statements: Sequence[Statement], at: int) -> None:
-    for statement in statements:
-        if isinstance(statement.node, tirx.Bind) and statement.top < at and len(statement.loops) == 0:
+def _bound_again(analysis: Analysis, at: int, after: Sequence[tirx.Stmt]) -> list[tirx.Stmt]:
+    """The scalars of whole programs that are bound before the cut and used `after` it, from what is the same there.
+
+    Raises Blocked where what they are loaded from is written, or is on chip."""
+    kernel, again = analysis.kernel, list[tirx.Stmt]()
+    needed = {var for stmt in after for var in _variables(stmt)}
+    binds = [s for s in kernel.statements if isinstance(s.node, tirx.Bind) and s.top < at and not s.conditions]
+    for statement in reversed([s for s in binds if all(loop.kind == "grid" for loop in s.loops)]):
+        if statement.node.var not in needed:
+            continue
+        sources = [access.buffer for access in statement.reads]
+        if statement.unknown or any(not kernel.is_param(b) or analysis.written(b.name) for b in sources):
             raise Blocked(f"{statement.node.var.name} is loaded before the point where the kernel would be cut")
-        if (
-            isinstance(statement.node, tirx.Bind)
-            and statement.top < at
-            and all(x.kind == "grid" for x in statement.loops)
-        ):
-            raise Blocked(f"{statement.node.var.name} is loaded before the point where the kernel would be cut")
+        needed |= _variables(statement.node)
+        again.insert(0, statement.node)
+    return again
+
+
+def _variables(stmt: tirx.Stmt) -> set[tirx.Var]:
+    return set(nodes(stmt, tirx.Var))
 
 
 def _check_padding(live_range: LiveRange, analysis: Analysis) -> None:
