@@ -182,6 +182,7 @@ class _Localizer:
         indices = self.values.indices(statement.target)
         buffer = self.shrink.buffer(stmt.buffer)
         op, operand = split_update(stmt)
+        operand = self.once.started(statement, operand)
         if op is None:
             value = self.once.value(statement, self.values.rewrite(operand))
             return tirx.BufferStore(buffer, value, indices)

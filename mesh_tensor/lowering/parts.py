@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from tvm import tirx
 
+from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Blocked, Factor
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
 
+from .combine import combine, live_states
 from .cut import Workspace, cut
 from .decide import decide_part
 from .original_dims import with_original_dims
@@ -33,10 +37,14 @@ def cut_up(ruled: Ruled, part: Part, whole: Mapping[Dim, str]) -> Parts | Unspli
         cuts += 1
         if cuts > _MOST_PARTS:
             return Unsplittable(factor, f"it would cut the kernel into more than {_MOST_PARTS} parts")
+        scaled = [f for f in _split_factors(ruled, current) if live_states(current.analysis.reductions[f].states, at)]
         try:
+            if scaled:
+                todo[:0] = _combined(ruled, current, scaled, at, names, whole, f"w{cuts}")
+                continue
             first, second, workspaces = cut(current.analysis, at, f"w{cuts}")
         except Blocked as error:
-            return Unsplittable(factor, str(error))
+            return Unsplittable((scaled or [factor])[0], str(error))
         names.add(workspaces, current.analysis)
         halves = [_decided(ruled, half, current, names, whole) for half in (first, second)]
         if any(halves[0].analysis.read(workspace.buffer.name) for workspace in workspaces):
@@ -47,20 +55,61 @@ def cut_up(ruled: Ruled, part: Part, whole: Mapping[Dim, str]) -> Parts | Unspli
 
 def _first_cut(ruled: Ruled, part: Part) -> tuple[int, Factor] | None:
     """The top-level statement before which the part is cut first, and the factor for which it is."""
-    cuts = {
-        reduction.cut: factor
-        for factor, reduction in part.analysis.reductions.items()
-        if reduction.cut is not None
-        and any(ruled.kernel.mesh.size(axis) > 1 for axis in part.assignment.axes_of(factor))
-    }
+    found = {factor: part.analysis.reductions[factor].cut for factor in _split_factors(ruled, part)}
+    cuts = {at: factor for factor, at in found.items() if at is not None}
     return min(cuts.items(), key=lambda cut: cut[0]) if cuts else None
 
 
-def _decided(ruled: Ruled, func: tirx.PrimFunc, whole_part: Part, names: _Names, whole: Mapping[Dim, str]) -> Part:
-    """A part keeps the axes of the factors that it has; axes whose factor is gone are free again."""
+def _split_factors(ruled: Ruled, part: Part) -> list[Factor]:
+    """The factors that are split over more than one device."""
+    size, axes_of = ruled.kernel.mesh.size, part.assignment.axes_of
+    return [f for f in part.analysis.reductions if any(size(axis) > 1 for axis in axes_of(f))]
+
+
+def _combined(
+    ruled: Ruled, part: Part, factors: list[Factor], at: int, names: _Names, whole: Mapping[Dim, str], suffix: str
+) -> list[Part]:
+    """The parts of a kernel that is cut where a state is live: the axes that split its factor split the states of the
+    devices between the first and the second.
+
+    Raises Blocked where something can't be carried over."""
+    factor, *others = factors
+    if others or ruled.kernel.reading.over_tiles:
+        why = "of a kernel over tiles" if not others else "that are split along two dims"
+        raise Blocked(f"states {why} are not combined")
+    axes = part.assignment.axes_of(factor)
+    devices = math.prod(ruled.kernel.mesh.size(axis) for axis in axes)
+    states = live_states(part.analysis.reductions[factor].states, at)
+    made = combine(part.analysis, states, at, devices, suffix)
+    names.add([*made.own, *made.shared], part.analysis)
+    first = _decided(ruled, made.loop, part, names, whole)
+    middle = _decided(ruled, made.combine, part, names, whole, {(made.own[0].buffer.name, 0): axes})
+    for workspace in made.own:
+        name, ndim = workspace.buffer.name, len(workspace.buffer.shape)
+        left = first.assignment.produced[name]
+        shards = {axis: dim for axis in ruled.kernel.mesh if (dim := left.dim_of(axis)) is not None}
+        shards |= dict.fromkeys(axes, 0)
+        first.assignment.produced[name] = Sharding.make(ruled.kernel.mesh, ndim, shards, name=name)
+    return [first, middle, _decided(ruled, made.rest, part, names, whole)]
+
+
+def _decided(
+    ruled: Ruled,
+    func: tirx.PrimFunc,
+    whole_part: Part,
+    names: _Names,
+    whole: Mapping[Dim, str],
+    more: Mapping[Dim, tuple[str, ...]] = MappingProxyType({}),
+) -> Part:
+    """A part keeps the axes of the factors that it has; axes whose factor is gone are free again, but for those that
+    split `more` dims."""
     analysis = analyse(func)
     fixed: dict[str, Factor | None] = {}
+    for (param, dim), axes in more.items():
+        fixed.update(dict.fromkeys(axes, analysis.factor_of(param, dim)))
     for axis, factor in whole_part.assignment.axes.items():
+        if axis in fixed:
+            continue
         if factor is not None and (same := [f for f in analysis.factors if names.of(f) & names.of(factor)]):
             fixed[axis] = max(same, key=lambda f: len(f.dims))
     return decide_part(ruled, analysis, whole, fixed)

@@ -24,6 +24,7 @@ from .live_ranges import LiveRange, Taints
 from .padding import padding_is_neutral, takes_whole_blocks
 from .partial_values import PartialValues, keeps_partial
 from .statements import Access, Kernel, Statement, describe, used_vars
+from .states import State, find_states
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +35,8 @@ class Reduction:
     factor, with their coordinate in it (padding must be neutral there). `gated`: statements whose contribution must
     count on one device only. `cut`: the top-level statement before which the partial values must be completed, None if
     only outputs are partial; `completed` are the live ranges that are used whole. `masked`: False where padding that a
-    block reaches past the tile's end is known to be neutral."""
+    block reaches past the tile's end is known to be neutral. `states`: what loops carry that is combined, but is no
+    plain reduction."""
 
     partial: Mapping[LiveRange, str] = field(default_factory=dict)
     updates: Mapping[Statement, Linear] = field(default_factory=dict)
@@ -42,6 +44,7 @@ class Reduction:
     cut: int | None = None
     completed: tuple[LiveRange, ...] = ()
     masked: bool = True
+    states: tuple[State, ...] = ()
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -50,12 +53,13 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What comes of splitting a factor: `blocked`, `aligned` and `lanes` as in `Factor`, and the reduction (an empty
-    one where nothing may split the factor)."""
+    """What comes of splitting a factor: `blocked`, `aligned`, `lanes` and `first` as in `Factor`, and the reduction (an
+    empty one where nothing may split the factor)."""
 
     blocked: str | None
     aligned: str | None = None
     lanes: str | None = None
+    first: str | None = None
     reduction: Reduction = Reduction()
 
 
@@ -63,7 +67,12 @@ def judge(kernel: Kernel, coordinates: Coordinates, factor: Factor, taints: Tain
     """Check a factor against every statement."""
     if factor.blocked is not None:
         return Verdict(factor.blocked)
-    return _Judgement(kernel, coordinates, factor, taints).verdict()
+    verdict = _Judgement(kernel, coordinates, factor, taints).verdict()
+    states = find_states(kernel, coordinates, factor) if verdict.blocked is not None else ()
+    if not states:
+        return verdict
+    with_states = _Judgement(kernel, coordinates, factor, taints, states).verdict()
+    return verdict if with_states.blocked is not None else with_states
 
 
 class _Judgement:
@@ -71,10 +80,19 @@ class _Judgement:
 
     `lanes`: accumulators with one value per position in a block, as `sums` in `sums[i] += A[ko * 32 + i]`."""
 
-    def __init__(self, kernel: Kernel, coordinates: Coordinates, factor: Factor, taints: Taints):
+    def __init__(
+        self,
+        kernel: Kernel,
+        coordinates: Coordinates,
+        factor: Factor,
+        taints: Taints,
+        states: tuple[State, ...] = (),
+    ):
         self.kernel, self.coordinates, self.factor, self.taints = kernel, coordinates, factor, taints
+        self.states = states
+        self.explained = {statement: state for state in states for statement in state.explained}
         self.vars = set(factor.roles)
-        self.partial = PartialValues(kernel, coordinates, factor)
+        self.partial = PartialValues(kernel, coordinates, factor, states)
         self.updates: dict[Statement, Linear] = {}
         self.lanes: dict[LiveRange, None] = {}
         self.gated: list[Statement] = []
@@ -87,13 +105,25 @@ class _Judgement:
             return Verdict(blocked)
         masked = not self._padding_is_neutral(past_the_end=False)
         made = Reduction(
-            self.partial.ops, self.updates, tuple(self.gated), self.partial.cut, self.partial.completed, masked
+            self.partial.ops,
+            self.updates,
+            tuple(self.gated),
+            self.partial.cut,
+            self.partial.completed,
+            masked,
+            self.states,
         )
-        return Verdict(None, self.aligned, self.why_lanes, made)
+        return Verdict(None, self.aligned, self.why_lanes, self._first(), made)
+
+    def _first(self) -> str | None:
+        """Why the first tile has to hold the first block: what is taken from the lowest value there is not to be."""
+        names = [part.held.buffer.name for state in self.states if state.guarded for part in state.maxima]
+        return f"{', '.join(names)} may stay at its start in a part of the first block" if names else None
 
     def _obstacles(self) -> Iterator[str]:
         """What keeps the factor from being split: after the first one, nothing is looked at any more."""
         yield from self._mixed_ranges()
+        yield from self._leaks()
         forms = {s: self._coordinate(s) for s in self.kernel.statements}
         for statement, form in forms.items():
             if statement.unknown:
@@ -143,6 +173,20 @@ class _Judgement:
             if len(kinds) > 1:
                 yield f"{buffer.name} dim {dim} holds the whole dim in one place and something else in another"
 
+    def _leaks(self) -> Iterator[str]:
+        """What depends on how far a state has come may be used in its update only."""
+        inside = {self._range(s.target): s for s in self.explained}
+        for statement in self.kernel.statements:
+            for access in statement.reads:
+                source = inside.get(self._range(access))
+                if source is None or statement in self.explained or self._range(access) in self._state_ranges:
+                    continue
+                yield f"{describe(statement)} uses {access.buffer.name}, which depends on the blocks before"
+
+    @cached_property
+    def _state_ranges(self) -> set[LiveRange]:
+        return {live_range for state in self.states for live_range in state.ops}
+
     def _untyped_indices(self, statement: Statement) -> Iterator[str]:
         """On-chip dims without a coordinate may be read at places that are loaded, and combined into: at places that
         are computed from the factor's loops, they then have `lanes`, or count whole blocks."""
@@ -175,6 +219,10 @@ class _Judgement:
             return
         scope = {loop.var for loop in self._range(write).scope}
         if set(form.terms) <= scope:
+            return
+        if statement in self.explained:
+            if statement in self.explained[statement].neutral:
+                self.updates[statement] = form
             return
         if statement.op is not None and not self._starts_anew(statement, form, scope):
             if problem := self.partial.add(statement, statement.op, form.terms):
@@ -223,7 +271,7 @@ class _Judgement:
     def _repeats(self, statement: Statement, form: Linear | None) -> Iterator[str]:
         """A statement inside loops of the factor that are not its coordinate runs once per block: it must not
         notice."""
-        if statement.write is None:
+        if statement.write is None or statement in self.explained:
             return
         loops = {loop.var for loop in statement.loops if loop.var in self.vars and loop.kind != "tile"}
         scope = {loop.var for loop in self._range(statement.write).scope}
@@ -245,6 +293,8 @@ class _Judgement:
 
     def _padding_is_neutral(self, *, past_the_end: bool) -> bool:
         return all(
-            padding_is_neutral(s, self.kernel, self.coordinates, self.factor, past_the_end=past_the_end)
+            past_the_end and self.explained[s].neutral[s]
+            if s in self.explained
+            else padding_is_neutral(s, self.kernel, self.coordinates, self.factor, past_the_end=past_the_end)
             for s in self.updates
         )

@@ -101,7 +101,12 @@ def analyse(func: tirx.PrimFunc) -> Analysis:
     for old in derived.factors:
         verdict = judge(kernel, derived, old, taints)
         new = factors[old] = replace(
-            old, name=names[old], blocked=verdict.blocked, aligned=verdict.aligned, lanes=verdict.lanes
+            old,
+            name=names[old],
+            blocked=verdict.blocked,
+            aligned=verdict.aligned,
+            lanes=verdict.lanes,
+            first=verdict.first,
         )
         reductions[new] = verdict.reduction
     return Analysis(kernel, derived.with_factors(factors), reductions, taints)

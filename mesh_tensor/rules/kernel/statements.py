@@ -109,7 +109,7 @@ class Kernel:
     """One grid of a function: its parameters, on-chip buffers, statements, and the nesting they came from.
 
     `tree` mirrors the body for passes that need program order: a list of Statement | ("loop", Loop, tree) |
-    ("if", tree, tree)."""
+    ("if", tree, tree). `own`: parameters that take what every device has, be it complete or not."""
 
     func: tirx.PrimFunc
     params: dict[str, tirx.Buffer]
@@ -121,6 +121,7 @@ class Kernel:
     binds: dict[tirx.Var, tirx.PrimExpr]
     loops: dict[tirx.Var, Loop] = field(default_factory=dict)
     analyzer: arith.Analyzer = field(default_factory=arith.Analyzer)
+    own: frozenset[str] = frozenset()
 
     def is_param(self, buffer: tirx.Buffer) -> bool:
         return any(buffer.same_as(param) for param in self.params.values())
@@ -144,6 +145,9 @@ def body_statements(stmt: tirx.Stmt) -> list[tirx.Stmt]:
         return [inner for child in stmt.seq for inner in body_statements(child)]
     return [stmt]
 
+
+#: A function attribute: parameters that take what every device has, be it complete or not.
+OWN_ATTR = "mesh_tensor_own"
 
 #: What an update's value is in TIR -> the reduction that it makes.
 _UPDATES = {"Sub": "sum"} | {
