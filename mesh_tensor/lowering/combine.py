@@ -27,10 +27,12 @@ from mesh_tensor.tir.rewrite import parallel_nest, region_call, sequence, tile_o
 
 from .cut import Workspace, check_binds, check_padding, is_live, make_workspace, part_of, reload, with_leading_dim
 
-
 #: By what they are for.
 _Workspaces = Mapping[LiveRange, Workspace]
 _Copies = Mapping[LiveRange, tirx.Stmt]
+
+#: From the indices of an element to its value.
+_Element = Callable[[Sequence[tirx.PrimExpr]], tirx.PrimExpr]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +65,7 @@ class _Combiner:
         self.sums = [part for state in states for part in state.sums]
         self.logs = [part for state in states for part in state.logs]
         self.maxima = list(dict.fromkeys(part.of.held for part in self.sums))
-        self.scaled = [part.held for part in (*self.sums, *self.logs)]
+        self.scaled = [held for state in states for held in state.scaled]
         self.parts = [*self.maxima, *self.scaled]
         self.live = [r for r in analysis.coordinates.ranges.all if not r.is_param and is_live(r, at)]
         self.live += [r for r in self.parts if r not in self.live]
@@ -101,7 +103,9 @@ class _Combiner:
         before = body_statements(analysis.kernel.root.body)[: self.at]
         stmts = [*(s for s in before if s not in idle), *(w.save() for w in (*left, *one))]
         made = part_of(analysis, stmts, [*left, *one])
-        names = [*analysis.kernel.own, *(w.buffer.name for w in one)]
+        logs = {part.held for part in self.logs}
+        names = {**analysis.kernel.own, **{w.buffer.name: "" for w in one}}
+        names |= {w.buffer.name: "max" for held, w in largest.items() if held in logs}
         spread = {r: with_leading_dim(workspace, self.devices, self.step) for r, workspace in own.items()}
         return made.with_attr(OWN_ATTR, names), spread
 
@@ -112,11 +116,11 @@ class _Combiner:
         loop = [workspace.into(there[r]).restore() for r, workspace in own.items()]
         for part in self.sums:
             stmts.append(self._fill(part.held.buffer))
-            loop.append(self._add(part.held.buffer, lambda at, p=part: self._scaled(p, there, at)))
+            loop.append(self._add(part.held.buffer, self._scaled(part, there)))
         totals = {part: self._beside(part.held) for part in self.logs}
         for log, total in totals.items():
             stmts.append(self._fill(total))
-            loop.append(self._add(total, lambda at, p=log: self._power(p, there, at)))
+            loop.append(self._add(total, self._power(log, there)))
         stmts.append(tirx.For(self.step, 0, self.devices, tirx.ForKind.SERIAL, sequence(loop)))
         stmts += [self._finish(log, total) for log, total in totals.items()]
         made = [whole[held] for held in self.scaled]
@@ -126,7 +130,9 @@ class _Combiner:
     def _beside(self, live_range: LiveRange) -> tirx.Buffer:
         """Another buffer like that of a live range."""
         buffer = live_range.buffer
-        made = tirx.decl_buffer(buffer.shape, buffer.dtype, f"{buffer.name}_{len(self.allocated)}", scope=buffer.scope())
+        made = tirx.decl_buffer(
+            buffer.shape, buffer.dtype, f"{buffer.name}_{len(self.allocated)}", scope=buffer.scope()
+        )
         self.allocated.append(made)
         return made
 
@@ -134,22 +140,29 @@ class _Combiner:
         zero = neutral_element("sum", buffer.dtype)
         return tile_op("fill", region_call(buffer, [0] * len(buffer.shape), buffer.shape, 2), zero)
 
-    def _add(self, total: tirx.Buffer, value: Callable[[Sequence[tirx.PrimExpr]], tirx.PrimExpr]) -> tirx.Stmt:
+    def _add(self, total: tirx.Buffer, value: _Element) -> tirx.Stmt:
         loops = [tirx.Var(f"i{d}", "int32") for d in range(len(total.shape))]
         store = tirx.BufferStore(total, tirx.BufferLoad(total, loops) + value(loops), loops)
         return parallel_nest(loops, total.shape, store)
 
-    def _scaled(
-        self, part: ScaledSum, own: dict[LiveRange, tirx.Buffer], at: Sequence[tirx.PrimExpr]
-    ) -> tirx.PrimExpr:
+    def _scaled(self, part: ScaledSum, own: Mapping[LiveRange, tirx.Buffer]) -> _Element:
         """A device's sum, as it is where its terms are scaled to the maximum of all."""
-        row = [_expr(form, at) for form in part.place]
-        mine, largest = tirx.BufferLoad(own[part.of.held], row), tirx.BufferLoad(part.of.held.buffer, row)
-        return tirx.BufferLoad(own[part.held], list(at)) * _power_of_2(part.rate, mine - _finite(largest))
 
-    def _power(self, part: LogSum, own: dict[LiveRange, tirx.Buffer], at: Sequence[tirx.PrimExpr]) -> tirx.PrimExpr:
-        mine, largest = tirx.BufferLoad(own[part.held], list(at)), tirx.BufferLoad(part.held.buffer, list(at))
-        return _power_of_2(part.rate, mine - _finite(largest))
+        def element(at: Sequence[tirx.PrimExpr]) -> tirx.PrimExpr:
+            row = [_expr(form, at) for form in part.place]
+            mine, largest = tirx.BufferLoad(own[part.of.held], row), tirx.BufferLoad(part.of.held.buffer, row)
+            return tirx.BufferLoad(own[part.held], list(at)) * _power_of_2(part.rate, mine - _finite(largest))
+
+        return element
+
+    def _power(self, part: LogSum, own: Mapping[LiveRange, tirx.Buffer]) -> _Element:
+        """A device's sum of what it has the logarithm of, over the largest of those."""
+
+        def element(at: Sequence[tirx.PrimExpr]) -> tirx.PrimExpr:
+            mine, largest = tirx.BufferLoad(own[part.held], list(at)), tirx.BufferLoad(part.held.buffer, list(at))
+            return _power_of_2(part.rate, mine - _finite(largest))
+
+        return element
 
     def _finish(self, part: LogSum, total: tirx.Buffer) -> tirx.Stmt:
         loops = [tirx.Var(f"i{d}", "int32") for d in range(len(total.shape))]

@@ -30,8 +30,8 @@ class CountedOnce:
         return tirx.if_then_else(condition, value, neutral_element(op or partial_op, value.dtype))
 
     def started(self, statement: Statement, value: tirx.PrimExpr) -> tirx.PrimExpr:
-        """A value in which 0 stands in for maxima that are still the lowest value: nothing counts yet of such a row, and
-        the lowest value can't be taken from itself. The first device has what the whole kernel has."""
+        """A value in which 0 stands in for maxima that are still the lowest value: nothing counts yet of such a row,
+        and the lowest value can't be taken from itself. The first device has what the whole kernel has."""
         for split, reduction in self._splits:
             for state in reduction.states:
                 if statement in state.guarded:
@@ -59,9 +59,7 @@ class CountedOnce:
         return condition, op
 
 
-def _replace_loads(
-    value: tirx.PrimExpr, loads: Sequence[tirx.BufferLoad], is_first: tirx.PrimExpr
-) -> tirx.PrimExpr:
+def _replace_loads(value: tirx.PrimExpr, loads: Sequence[tirx.BufferLoad], is_first: tirx.PrimExpr) -> tirx.PrimExpr:
     def replace(load: tirx.BufferLoad) -> tirx.PrimExpr | None:
         if not any(same_expression(load, other) for other in loads):
             return None

@@ -199,7 +199,8 @@ def part_of(
     params = [p for p in func.params if p in buffer_map or p not in func.buffer_map]
     params = [p for p in params if p not in {w.handle for w in workspaces}] + [w.handle for w in workspaces]
     made = tirx.PrimFunc(params, replace_block(func.body, block, {}), func.ret_type, buffer_map)
-    own = [name for name in kernel.own if any(b.name == name for b in buffer_map.values())]
+    names = {str(buffer.name) for buffer in buffer_map.values()}
+    own = {name: op for name, op in kernel.own.items() if name in names}
     return made.with_attr(OWN_ATTR, own) if own else made
 
 

@@ -21,6 +21,7 @@ from mesh_tensor.tir.effects import changes_nothing, op_name
 from mesh_tensor.tir.fused_loops import fuse
 from mesh_tensor.tir.linear import as_expr, vars_of
 from mesh_tensor.tir.rewrite import block_like, loop_like, replace_block
+from mesh_tensor.tir.short_loops import shorten
 from mesh_tensor.tir.tile_position import resolve
 from mesh_tensor.tir.user_reports import assert_call, is_print
 
@@ -110,7 +111,7 @@ class _Localizer:
         body = self._visit(root.body)
         allocs = [self.shrink.buffer(b) for b in root.alloc_buffers]
         block = block_like(root, body, allocs, annotations=self._annotations(root))
-        new_body = fuse(replace_block(func.body, block, self.shrink.extents))
+        new_body = shorten(fuse(replace_block(func.body, block, self.shrink.extents)))
         new_body = resolve(new_body, self.device.__getitem__)
         buffer_map = {p: self.shrink.buffer(b) for p, b in func.buffer_map.items()}
         axes = self.device.mentioned_in(new_body)

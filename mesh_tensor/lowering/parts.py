@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -12,7 +12,7 @@ from tvm import tirx
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Blocked, Factor
-from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
+from mesh_tensor.rules.kernel.sharding_rule import analyse
 
 from .combine import combine, live_states
 from .cut import Workspace, cut
@@ -45,7 +45,7 @@ def cut_up(ruled: Ruled, part: Part, whole: Mapping[Dim, str]) -> Parts | Unspli
             first, second, workspaces = cut(current.analysis, at, f"w{cuts}")
         except Blocked as error:
             return Unsplittable((scaled or [factor])[0], str(error))
-        names.add(workspaces, current.analysis)
+        names.add(workspaces)
         halves = [_decided(ruled, half, current, names, whole) for half in (first, second)]
         if any(halves[0].analysis.read(workspace.buffer.name) for workspace in workspaces):
             return Unsplittable(factor, "not all of what is live at the cut is certainly saved")
@@ -81,7 +81,7 @@ def _combined(
     devices = math.prod(ruled.kernel.mesh.size(axis) for axis in axes)
     states = live_states(part.analysis.reductions[factor].states, at)
     made = combine(part.analysis, states, at, devices, suffix)
-    names.add([*made.own, *made.shared], part.analysis)
+    names.add([*made.own, *made.shared])
     first = _decided(ruled, made.loop, part, names, whole)
     middle = _decided(ruled, made.combine, part, names, whole, {(made.own[0].buffer.name, 0): axes})
     for workspace in made.own:
@@ -130,22 +130,15 @@ class _Names:
     def of(self, factor: Factor) -> set[Dim]:
         return {self.same.get(dim, dim) for dim in factor.dims}
 
-    def add(self, workspaces: list[Workspace], analysis: Analysis) -> None:
+    def add(self, workspaces: Iterable[Workspace]) -> None:
         """Note where the dims of workspaces come from."""
         for workspace in workspaces:
             name, shape = workspace.buffer.name, list(workspace.buffer.shape)
             for dim, factor in enumerate(workspace.factors):
-                if factor is None and self.ruled.kernel.reading.over_tiles:
-                    factor = _walked_by(workspace.mins[dim], analysis)
                 if factor is not None:
                     self.same[(name, dim)] = min(self.of(factor))
                     shape[dim] = global_size(factor, self.shapes)
             self.shapes[name] = tuple(shape)
-
-
-def _walked_by(position: tirx.PrimExpr, analysis: Analysis) -> Factor | None:
-    """The factor of which a grid's variable is a coordinate: such a dim of a workspace is that of a tile, too."""
-    return next((f for f in analysis.factors if isinstance(position, tirx.Var) and f.roles.get(position) == 1), None)
 
 
 def global_size(factor: Factor, shapes: Mapping[str, Shape]) -> tirx.PrimExpr:

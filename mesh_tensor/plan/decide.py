@@ -221,7 +221,11 @@ def _is_even(rule: NodeRule, split: Split, mesh: Mesh) -> bool:
 
 
 def _has_blocks(rule: NodeRule, split: Split, mesh: Mesh) -> bool:
-    """Tiles are whole blocks where they have to be."""
+    """Tiles are whole blocks where they have to be, and the first one holds what it has to."""
+    for factor, least in rule.first.items():
+        parts = math.prod(mesh.size(axis) for axis, other in split.items() if other == factor)
+        if parts > 1 and -(-rule.sizes.get(factor, 0) // parts) < least:
+            return False
     for factor, block in rule.blocks.items():
         tile = rule.sizes.get(factor, 0)
         for axis in [axis for axis, other in split.items() if other == factor and mesh.size(axis) > 1]:

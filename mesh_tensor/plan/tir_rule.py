@@ -79,6 +79,7 @@ def rule_of_analysis(
         {factor: op for ops in reversed(partial) for factor, op in ops.items()},
         tuple(partial),
         blocks={factor.name: factor.block for factor in factors if factor.aligned is not None},
+        first={factor.name: factor.block for factor in factors if factor.first is not None},
         inner=tuple(one for factor in factors for one in _inner(factor, analysis, sizes)),
         masks=True,
     )

@@ -6,7 +6,7 @@ What is not understood is `None` and stays so; whoever asks decides whether it m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import reduce
 
 from tvm import tirx
@@ -14,7 +14,7 @@ from tvm import tirx
 from mesh_tensor.base.reductions import neutral
 from mesh_tensor.tir.constants import number
 from mesh_tensor.tir.effects import op_name
-from mesh_tensor.tir.linear import Linear, vars_of
+from mesh_tensor.tir.linear import vars_of
 from mesh_tensor.tir.same import same_expression
 from mesh_tensor.tir.tile_ops import Copy, Gemm, Reduce
 
@@ -23,6 +23,7 @@ from .coverage import why_not_covered
 from .factors import Factor
 from .live_ranges import LiveRange
 from .padding import ANYTHING, ZERO, Content, Padding
+from .state_places import moved, stored
 from .state_values import (
     Atom,
     Level,
@@ -69,13 +70,15 @@ class Iteration:
 
     `env`: the values of on-chip buffers. `depends`: statements whose value depends on earlier iterations, or that add
     up positions; `adds`: of those that combine positions, whether what lies past the dim's end changes nothing.
-    `guarded`: loads of running maxima that powers take down."""
+    `uses`: what statements read that may depend on earlier iterations. `guarded`: loads of running maxima that powers
+    take down."""
 
     def __init__(self, kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop):
         self.kernel, self.coordinates, self.factor, self.loop = kernel, coordinates, factor, loop
         self.body = [s for s in kernel.statements if loop.var in s.vars]
         self.env: dict[LiveRange, Value | None] = {}
         self.depends: set[Statement] = set()
+        self.uses: dict[Statement, dict[LiveRange, None]] = {}
         self.adds: dict[Statement, bool] = {}
         self.guarded: dict[Statement, tuple[tirx.BufferLoad, ...]] = {}
         self._padding = Padding(kernel, coordinates, factor, past_the_end=True)
@@ -92,14 +95,24 @@ class Iteration:
     # -- statements ----------------------------------------------------------------------------------------------------
 
     def _run(self, statement: Statement) -> None:
+        builds = statement.op is not None and not statement.fresh and statement.write is not None
+        for access in (*statement.reads, *([statement.target] if builds else [])):
+            live_range = self.coordinates.ranges.of(access)
+            if not live_range.is_param and live_range in self._written and not self._is_free(live_range):
+                self.uses.setdefault(statement, {})[live_range] = None
         if statement.write is None or self.coordinates.ranges.of(statement.write).is_param:
             return
         target = self.coordinates.ranges.of(statement.write)
         value = None if self._is_partial(statement) or target in self._mixed else self._made(statement)
-        stored = None if value is None else _stored(value, statement.target)
-        self.env[target] = stored
-        if stored is not None and (stored.part is None or stored.part.level is Level.SUM):
+        left = None if value is None else stored(value, statement.target.forms)
+        self.env[target] = left
+        if left is not None and not self._is_free(target):
             self.depends.add(statement)
+
+    def _is_free(self, live_range: LiveRange) -> bool:
+        """Whether what is there now depends on no earlier iteration, and is no sum of positions."""
+        value = self.env.get(live_range)
+        return value is not None and value.part is not None and value.part.level is not Level.SUM
 
     def _is_partial(self, statement: Statement) -> bool:
         """Whether the statement leaves some of its target as it was, or is not understood."""
@@ -111,10 +124,10 @@ class Iteration:
             if form is None or form.terms.keys() & seen:
                 return True
             seen |= form.terms.keys()
-            if form.terms or form.const or not self.kernel.analyzer.can_prove_equal(size, 1):
-                if why_not_covered(form, size, statement, self.kernel.analyzer) or not seen <= self._inner:
-                    return True
-        return False
+            is_all = not form.terms and not form.const and self.kernel.analyzer.can_prove_equal(size, 1)
+            if not is_all and why_not_covered(form, size, statement, self.kernel.analyzer):
+                return True
+        return not seen <= self._inner
 
     def _made(self, statement: Statement) -> Value | None:
         """What the statement leaves in an element of its target."""
@@ -204,7 +217,7 @@ class Iteration:
             return None
         if isinstance(expr, tirx.Mul):
             return made.past(_product_past(a.padding, b.padding))
-        if _MINUS_INFINITY == a.padding and b.atoms and b.log is None and not isinstance(expr, tirx.Max):
+        if a.padding == _MINUS_INFINITY and b.atoms and b.log is None and not isinstance(expr, tirx.Max):
             return made.past(_MINUS_INFINITY)  # nothing is a maximum of infinity without being NaN everywhere
         return made.past(a.padding.mapped(function, b.padding))
 
@@ -264,7 +277,9 @@ class Iteration:
         else:
             return ANYTHING
         truth = self._padding.truth(condition, statement)
-        values = [self._expr(e, statement) for e, wanted in ((then, True), (otherwise, False)) if truth is not (not wanted)]
+        values = [
+            self._expr(e, statement) for e, wanted in ((then, True), (otherwise, False)) if truth is not (not wanted)
+        ]
         return reduce(Content.join, [ANYTHING if value is None else value.padding for value in values])
 
     @property
@@ -287,7 +302,7 @@ class Iteration:
         if live_range in self.env:
             value = self.env[live_range]
             complete = value is not None and len(forms) == len(access.forms)
-            return _moved(value, forms) if complete and value is not None else None
+            return moved(value, forms) if complete and value is not None else None
         if live_range in self._written:
             if live_range.is_param or self.loop.var not in live_range.carried or len(forms) < len(access.forms):
                 return None
@@ -344,56 +359,6 @@ def _over_positions(statement: Statement, operand: Value) -> Value | None:
     if statement.op != "max" or part is None or part.level is not Level.POINT:
         return None
     return Value({Atom.make(("block", statement), [f for f in statement.target.forms if f is not None]): 1.0})
-
-
-def _moved(value: Value, forms: Sequence[Linear]) -> Value | None:
-    """A value in terms of dims, at an access's indices."""
-    return _replaced(value, lambda form: _at(form, forms))
-
-
-def _at(form: Linear, forms: Sequence[Linear]) -> Linear:
-    total = Linear({v: c for v, c in form.terms.items() if not isinstance(v, int)}, form.const)
-    for dim, coefficient in form.terms.items():
-        if isinstance(dim, int):
-            total = total + forms[dim].scaled(coefficient)
-    return total
-
-
-def _stored(value: Value, write: Access) -> Value | None:
-    """A value in terms of its target's dims; None if it varies with something else."""
-
-    def dim(form: Linear) -> Linear | None:
-        if not form.terms:
-            return form
-        found = [d for d, other in enumerate(write.forms) if other is not None and other.same_as(form)]
-        return Linear({found[0]: 1}) if found else None
-
-    return _replaced(value, dim)
-
-
-def _replaced(value: Value, place: Callable[[Linear], Linear | None]) -> Value | None:
-    """The value with every atom at another place; None if one has none there."""
-
-    def atom(old: Atom) -> Atom | None:
-        forms = [place(form) for form in old.place]
-        known = [form for form in forms if form is not None]
-        return old.moved(known) if len(known) == len(forms) else None
-
-    def terms(old: object) -> dict | None:
-        new = {}
-        for (exponent, carried), part in dict(old).items():
-            moved = [(atom(a), rate) for a, rate in exponent]
-            kept = None if carried is None else atom(carried)
-            if any(a is None for a, _ in moved) or (carried is not None and kept is None):
-                return None
-            new[(frozenset(moved), kept)] = part
-        return new
-
-    atoms = {atom(a): rate for a, rate in value.atoms.items()}
-    new_terms, log = terms(value.terms), None if value.log is None else terms(value.log)
-    if None in atoms or new_terms is None or (value.log is not None and log is None):
-        return None
-    return Value(atoms, new_terms, log, value.scale, value.padding)
 
 
 def _sum_past(before: Content, added: Content) -> Content:

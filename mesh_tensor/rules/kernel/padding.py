@@ -180,7 +180,13 @@ class Padding:
     def truth(self, condition: tirx.PrimExpr, statement: Statement) -> bool | None:
         """A condition's value where a statement is past the end, if that is known."""
         form = self.coordinates.of_statement(statement).get(self.factor)
-        return None if form is None else self._truth(condition, _Place(statement, form))
+        if form is None:
+            return None
+        inside: tirx.PrimExpr = tirx.const(True, "bool")
+        for loop in statement.loops:
+            inside = tirx.And(inside, tirx.And(loop.var >= loop.min, loop.var < loop.min + loop.extent))
+        with self.kernel.analyzer.constraint_scope(inside):
+            return self._truth(condition, _Place(statement, form))
 
     def content(self, live_range: LiveRange) -> Content:
         """What an on-chip buffer, or a parameter, has there."""

@@ -18,8 +18,8 @@ from mesh_tensor.tir.constants import number
 from .coordinates import Coordinates
 from .factors import Factor
 from .live_ranges import LiveRange
-from .states import State
 from .statements import Access, Kernel, Statement, describe
+from .states import State
 
 #: A statement, and the live range it reads.
 Use = tuple[Statement, LiveRange]
@@ -123,10 +123,15 @@ class PartialValues:
             return None
         if problem := self._why_incomplete(statement, live_range, partial):
             return problem
-        if statement.write is not None and statement.write.buffer.name in self._kernel.own:
-            return None
+        own = None if statement.write is None else self._kernel.own.get(statement.write.buffer.name)
+        if own is not None:
+            return self.add(statement, own, partial.outer) if own else None
         is_plain = live_range not in self._scaled
-        if is_plain and keeps_partial(statement, access, partial.op) and not self._coordinates.walks(statement.target, self._factor):
+        if (
+            is_plain
+            and keeps_partial(statement, access, partial.op)
+            and not self._coordinates.walks(statement.target, self._factor)
+        ):
             return self._pass_on(statement, partial)
         self._uses.append((statement, live_range))
         return None

@@ -39,7 +39,7 @@ def read_kernel(func: tirx.PrimFunc) -> Kernel:
         reader.binds,
         {loop.var: loop for statement in reader.statements for loop in statement.loops} | {x.var: x for x in loops},
         reader.analyzer,
-        frozenset(str(name) for name in (func.attrs or {}).get(OWN_ATTR, ())),
+        {str(name): str(op) for name, op in (func.attrs or {}).get(OWN_ATTR, {}).items()},
     )
 
 

@@ -175,17 +175,12 @@ class _Judgement:
 
     def _leaks(self) -> Iterator[str]:
         """What depends on how far a state has come may be used in its update only."""
-        inside = {self._range(s.target): s for s in self.explained}
-        for statement in self.kernel.statements:
-            for access in statement.reads:
-                source = inside.get(self._range(access))
-                if source is None or statement in self.explained or self._range(access) in self._state_ranges:
-                    continue
-                yield f"{describe(statement)} uses {access.buffer.name}, which depends on the blocks before"
-
-    @cached_property
-    def _state_ranges(self) -> set[LiveRange]:
-        return {live_range for state in self.states for live_range in state.ops}
+        written = {self._range(s.target) for s in self.explained}
+        for state in self.states:
+            for statement, used in state.uses.items():
+                for live_range in used.keys() & written - state.ops.keys():
+                    if statement not in self.explained:
+                        yield f"{describe(statement)} uses {live_range.buffer.name}, which depends on the blocks before"
 
     def _untyped_indices(self, statement: Statement) -> Iterator[str]:
         """On-chip dims without a coordinate may be read at places that are loaded, and combined into: at places that

@@ -1,8 +1,8 @@
 """What one iteration of a loop makes of what the loop carries, as far as sums of powers can say it.
 
-A value is `sum(coefficient * atom) + sum(part * 2**(sum(rate * atom)) * carried)`. Atoms are what a row of the state was
-before the iteration, and maxima that it was part of; a *part* depends on no earlier iteration. What has another shape
-is not known (`None`).
+A value is `sum(coefficient * atom) + sum(part * 2**(sum(rate * atom)) * carried)`. Atoms are what a row of the state
+was before the iteration, and maxima that it was part of; a *part* depends on no earlier iteration. What has another
+shape is not known (`None`).
 """
 
 from __future__ import annotations
@@ -178,8 +178,10 @@ def times(a: Value, b: Value) -> Value | None:
 
 def _all_terms(value: Value) -> Terms:
     """The value with what the loop carries as terms."""
-    atoms = {(frozenset(), atom): Part(Level.FIXED, rate) for atom, rate in value.atoms.items()}
-    return {**value.terms, **atoms}
+    terms = dict(value.terms)
+    for atom, rate in value.atoms.items():
+        terms[(frozenset(), atom)] = Part(Level.FIXED, rate)
+    return terms
 
 
 def _product(a: Terms, b: Terms) -> Value | None:

@@ -59,7 +59,8 @@ class LogSum:
 @dataclass(frozen=True, eq=False)
 class State:
     """What one loop carries. `explained`: the statements that are understood as part of its update; `neutral`: of
-    those that combine positions, whether what lies past the end of the dim changes nothing. `guarded`: loads of maxima
+    those that combine positions, whether what lies past the end of the dim changes nothing. `uses`: what the loop's
+    statements read that may depend on earlier blocks. `guarded`: loads of maxima
     in powers, for which something has to stand in while nothing is known of a row."""
 
     loop: Loop
@@ -69,18 +70,20 @@ class State:
     plain: tuple[LiveRange, ...]
     explained: frozenset[Statement]
     neutral: Mapping[Statement, bool]
+    uses: Mapping[Statement, Mapping[LiveRange, None]]
     guarded: Mapping[Statement, tuple[tirx.BufferLoad, ...]]
 
     @property
     def ops(self) -> dict[LiveRange, str]:
         """What every part of the state is combined by, once it is scaled alike."""
-        largest = {part.held: "max" for part in (*self.maxima, *self.logs)}
-        return {**largest, **dict.fromkeys([*(part.held for part in self.sums), *self.plain], "sum")}
+        largest = [*(part.held for part in self.maxima), *(part.held for part in self.logs)]
+        sums = [*(part.held for part in self.sums), *self.plain]
+        return {**dict.fromkeys(largest, "max"), **dict.fromkeys(sums, "sum")}
 
     @property
     def scaled(self) -> list[LiveRange]:
         """The parts that can't be combined as they are."""
-        return [part.held for part in (*self.sums, *self.logs)]
+        return [*(part.held for part in self.sums), *(part.held for part in self.logs)]
 
 
 def find_states(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> tuple[State, ...]:
@@ -113,7 +116,10 @@ def _state(kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop)
     explained = frozenset(iteration.depends | updates)
     if len({s.conditions for s in explained}) > 1 or not _stays_inside(explained, coordinates, loop, carried):
         return None
-    return State(loop, *made, explained, iteration.adds, _guards(iteration, made[0]))
+    guards = _guards(iteration, made[0])
+    if guards and not all(_starts_first(c, loop, kernel) for s in explained for c in s.conditions):
+        return None
+    return State(loop, *made, explained, iteration.adds, iteration.uses, guards)
 
 
 def _stays_inside(
@@ -122,6 +128,13 @@ def _stays_inside(
     """Whether what the statements write is part of the state, or is forgotten with the iteration."""
     targets = {coordinates.ranges.of(s.target) for s in explained}
     return all(r in carried or any(x is loop for x in r.scope) for r in targets)
+
+
+def _starts_first(condition: tirx.PrimExpr, loop: Loop, kernel: Kernel) -> bool:
+    """Whether the loop's first block is one of those of which a condition holds, if any is."""
+    at_0 = tirx.stmt_functor.substitute(condition, {loop.var: tirx.IntImm(loop.var.dtype, 0)})
+    with kernel.analyzer.constraint_scope(tirx.And(loop.var >= 0, condition)):
+        return bool(kernel.analyzer.can_prove(at_0))
 
 
 def _guards(iteration: Iteration, maxima: Sequence[RunningMax]) -> dict[Statement, tuple[tirx.BufferLoad, ...]]:
@@ -251,4 +264,3 @@ def int_size(live_range: LiveRange, dim: int) -> int | None:
     """The size of a live range's dim, if it is a number."""
     size = live_range.buffer.shape[dim]
     return int(size) if isinstance(size, (int, tirx.IntImm)) else None
-

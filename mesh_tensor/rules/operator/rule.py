@@ -89,6 +89,7 @@ class OpRule:
     positional        factors of single dims whose tiles have to be contiguous: `localize` looks at where they lie.
     masks             the operator minds its operands' padding itself: nothing has to set it.
     blocks            factor -> size of its blocks, where the tiles of all devices have to be whole blocks.
+    first             factor -> how much of it the first tile has to hold, where the axes split it.
     inner             what is reduced inside a kernel, in the order in which it is.
     moves             the op only moves elements: results pending with any op pass through.
     localize          how the call looks on tiles; None: the same call on the tiles.
@@ -107,6 +108,7 @@ class OpRule:
     unsplit: frozenset[str] = frozenset()
     positional: frozenset[str] = frozenset()
     blocks: Mapping[str, int] = field(default_factory=dict)
+    first: Mapping[str, int] = field(default_factory=dict)
     inner: tuple[InnerReduction, ...] = ()
     masks: bool = False
     localize: Localizer | None = None
