@@ -44,6 +44,20 @@ class Workspace:
         """The same tensor for another on-chip buffer."""
         return replace(self, on_chip=on_chip)
 
+    def of_dims(self, kept: Sequence[int], on_chip: tirx.Buffer) -> Workspace:
+        """A tensor of some of the dims only."""
+        one, zero = tirx.IntImm("int32", 1), tirx.IntImm("int32", 0)
+        shape = [self.buffer.shape[d] for d in kept] or [one]
+        handle, buffer = make_param(str(self.buffer.name), shape, self.buffer.dtype)
+        return Workspace(
+            buffer,
+            handle,
+            tuple(self.factors[d] for d in kept) or (None,),
+            on_chip,
+            tuple(self.mins[d] for d in kept) or (zero,),
+            tuple(self.extents[d] for d in kept) or (one,),
+        )
+
     def _move(self, *, to_workspace: bool) -> tirx.Stmt:
         zeros = [tirx.IntImm("int32", 0)] * len(self.on_chip.shape)
         if self.on_chip.scope() == "local.var":

@@ -12,12 +12,14 @@ from tvm import tirx
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Blocked, Factor
-from mesh_tensor.rules.kernel.sharding_rule import analyse
+from mesh_tensor.rules.kernel.scans import Scan
+from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
 
 from .combine import combine, live_states
 from .cut import Workspace, cut
 from .decide import decide_part
 from .original_dims import with_original_dims
+from .scan import resume
 from .stages import Part, Parts, Ruled, Shape, Unsplittable
 
 _MOST_PARTS = 16
@@ -37,6 +39,13 @@ def cut_up(ruled: Ruled, part: Part, whole: Mapping[Dim, str]) -> Parts | Unspli
         cuts += 1
         if cuts > _MOST_PARTS:
             return Unsplittable(factor, f"it would cut the kernel into more than {_MOST_PARTS} parts")
+        scan = _scan(current.analysis, factor)
+        if scan is not None and scan.top == at:
+            try:
+                todo[:0] = _resumed(ruled, current, factor, scan, names, whole, f"w{cuts}")
+            except Blocked as error:
+                return Unsplittable(factor, str(error))
+            continue
         scaled = [f for f in _split_factors(ruled, current) if live_states(current.analysis.reductions[f].states, at)]
         try:
             if scaled:
@@ -55,8 +64,11 @@ def cut_up(ruled: Ruled, part: Part, whole: Mapping[Dim, str]) -> Parts | Unspli
 
 def _first_cut(ruled: Ruled, part: Part) -> tuple[int, Factor] | None:
     """The top-level statement before which the part is cut first, and the factor for which it is."""
-    found = {factor: part.analysis.reductions[factor].cut for factor in _split_factors(ruled, part)}
-    cuts = {at: factor for factor, at in found.items() if at is not None}
+    cuts: dict[int, Factor] = {}
+    for factor in _split_factors(ruled, part):
+        scan, at = _scan(part.analysis, factor), part.analysis.reductions[factor].cut
+        cuts |= {} if at is None else {at: factor}
+        cuts |= {} if scan is None else {scan.top: factor}
     return min(cuts.items(), key=lambda cut: cut[0]) if cuts else None
 
 
@@ -64,6 +76,41 @@ def _split_factors(ruled: Ruled, part: Part) -> list[Factor]:
     """The factors that are split over more than one device."""
     size, axes_of = ruled.kernel.mesh.size, part.assignment.axes_of
     return [f for f in part.analysis.reductions if any(size(axis) > 1 for axis in axes_of(f))]
+
+
+def _scan(analysis: Analysis, factor: Factor) -> Scan | None:
+    """What a loop over the factor carries in order, if devices don't resume it already."""
+    scan = analysis.reductions[factor].scan
+    return None if scan is None or analysis.kernel.resumed >= set(scan.names) else scan
+
+
+def _resumed(
+    ruled: Ruled, part: Part, factor: Factor, scan: Scan, names: _Names, whole: Mapping[Dim, str], suffix: str
+) -> list[Part]:
+    """The parts of a kernel with a loop that devices resume from each other.
+
+    Raises Blocked where its state can't be told from the rest."""
+    if ruled.kernel.reading.over_tiles:
+        raise Blocked("states of a kernel over tiles are not handed on")
+    axes = part.assignment.axes_of(factor)
+    made = resume(part.analysis, scan, math.prod(ruled.kernel.mesh.size(axis) for axis in axes), suffix)
+    names.add([*made.totals, *made.starts, *made.ends])
+    first = _decided(ruled, made.first, part, names, whole)
+    second = _decided(ruled, made.second, part, names, whole, dict.fromkeys(axes))
+    rest = _decided(ruled, made.rest, part, names, whole)
+    for workspace in made.totals:
+        _spread(first.assignment.produced, workspace, axes)
+    for workspace in made.starts:
+        _spread(rest.assignment.needed, workspace, axes)
+    return [first, second, rest]
+
+
+def _spread(layouts: dict[str, Sharding], workspace: Workspace, axes: tuple[str, ...]) -> None:
+    """Every device along the axes has one of the workspace's first dim."""
+    name = str(workspace.buffer.name)
+    mesh, ndim = layouts[name].mesh, len(workspace.buffer.shape)
+    shards = {axis: dim for axis in mesh if (dim := layouts[name].dim_of(axis)) is not None}
+    layouts[name] = Sharding.make(mesh, ndim, {**shards, **dict.fromkeys(axes, 0)}, name=name)
 
 
 def _combined(
@@ -83,13 +130,11 @@ def _combined(
     made = combine(part.analysis, states, at, devices, suffix)
     names.add([*made.own, *made.shared])
     first = _decided(ruled, made.loop, part, names, whole)
-    middle = _decided(ruled, made.combine, part, names, whole, {(made.own[0].buffer.name, 0): axes})
+    analysis = analyse(made.combine)
+    factor_of_devices = analysis.factor_of(str(made.own[0].buffer.name), 0)
+    middle = _decided(ruled, made.combine, part, names, whole, dict.fromkeys(axes, factor_of_devices), analysis)
     for workspace in made.own:
-        name, ndim = workspace.buffer.name, len(workspace.buffer.shape)
-        left = first.assignment.produced[name]
-        shards = {axis: dim for axis in ruled.kernel.mesh if (dim := left.dim_of(axis)) is not None}
-        shards |= dict.fromkeys(axes, 0)
-        first.assignment.produced[name] = Sharding.make(ruled.kernel.mesh, ndim, shards, name=name)
+        _spread(first.assignment.produced, workspace, axes)
     return [first, middle, _decided(ruled, made.rest, part, names, whole)]
 
 
@@ -99,14 +144,13 @@ def _decided(
     whole_part: Part,
     names: _Names,
     whole: Mapping[Dim, str],
-    more: Mapping[Dim, tuple[str, ...]] = MappingProxyType({}),
+    known: Mapping[str, Factor | None] = MappingProxyType({}),
+    analysis: Analysis | None = None,
 ) -> Part:
-    """A part keeps the axes of the factors that it has; axes whose factor is gone are free again, but for those that
-    split `more` dims."""
-    analysis = analyse(func)
-    fixed: dict[str, Factor | None] = {}
-    for (param, dim), axes in more.items():
-        fixed.update(dict.fromkeys(axes, analysis.factor_of(param, dim)))
+    """A part keeps the axes of the factors that it has; axes whose factor is gone are free again. `known`: what else
+    axes split."""
+    analysis = analysis or analyse(func)
+    fixed: dict[str, Factor | None] = dict(known)
     for axis, factor in whole_part.assignment.axes.items():
         if axis in fixed:
             continue

@@ -149,6 +149,12 @@ class Decider:
         over = [axis for axis, factor in decision.split.items() if factor == inner.factor]
         if not over:
             return 0
+        if inner.op == "scan":
+            devices = math.prod(self._mesh.size(axis) for axis in over)
+            kept = _places((None, *inner.dims), decision.split)
+            places = ({**kept, **dict.fromkeys(over, Shard(0))}, kept)
+            each, all_of = (Sharding.of(self._mesh, len(inner.dims) + 1, place) for place in places)
+            return change_cost((devices, *inner.shape), inner.dtype, each, all_of)
         partial: dict[str, Placement] = {axis: Partial(inner.op) for axis in over}
         src = _places(inner.dims, decision.split) | partial
         dst = _places(inner.dims, decision.after if inner.ends else decision.split)

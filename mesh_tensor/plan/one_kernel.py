@@ -112,7 +112,7 @@ class KernelDecision:
         free = [axis for axis in self.mesh if axis not in self.fixed and demands[axis] and self.mesh.size(axis) > 1]
         return all(
             len(demands[axis]) == 1
-            and self.analysis.reductions[demands[axis][0]].cut is None
+            and self.analysis.reductions[demands[axis][0]].is_plain
             and all(self._stays(param, demands[axis][0], axis) for param in self.asked)
             for axis in free
         )

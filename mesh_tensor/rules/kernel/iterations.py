@@ -6,7 +6,7 @@ What is not understood is `None` and stays so; whoever asks decides whether it m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 
 from tvm import tirx
@@ -68,12 +68,14 @@ def _largest(a: Value, b: Value) -> Value | None:
 class Iteration:
     """What the statements of one iteration of `loop` leave.
 
+    `ordered`: iterations run in order and in whole blocks, so that it does not matter what belongs to which position.
     `env`: the values of on-chip buffers. `depends`: statements whose value depends on earlier iterations, or that add
     up positions; `adds`: of those that combine positions, whether what lies past the dim's end changes nothing.
     `uses`: what statements read that may depend on earlier iterations. `guarded`: loads of running maxima that powers
     take down."""
 
-    def __init__(self, kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop):
+    def __init__(self, kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop, *, ordered: bool = False):
+        self.ordered = ordered
         self.kernel, self.coordinates, self.factor, self.loop = kernel, coordinates, factor, loop
         self.body = [s for s in kernel.statements if loop.var in s.vars]
         self.env: dict[LiveRange, Value | None] = {}
@@ -91,6 +93,11 @@ class Iteration:
     def value(self, live_range: LiveRange) -> Value | None:
         """What a live range holds in the end, in terms of its dims."""
         return self.env.get(live_range)
+
+    def is_free(self, exprs: Iterable[tirx.PrimExpr], statement: Statement) -> bool:
+        """Whether what expressions are in a statement depends on no earlier iteration."""
+        ranges = [self.coordinates.ranges.of(self._access(load, statement)) for e in exprs for load in _loads(e)]
+        return not any(r in self.uses.get(statement, {}) for r in ranges)
 
     # -- statements ----------------------------------------------------------------------------------------------------
 
@@ -144,7 +151,8 @@ class Iteration:
             total = plus(before, added)
             return None if total is None else total.past(_sum_past(before.padding, added.padding))
         if statement.op == "max":
-            return _largest(before, added)
+            is_block = self.ordered and before.part is None and added.part is not None
+            return _largest(before, _block_maximum(statement) if is_block else added)
         if statement.op == "prod" and not self._repeats(statement):
             product = times(before, added)
             return None if product is None else product.past(_product_past(before.padding, added.padding))
@@ -160,6 +168,8 @@ class Iteration:
         record = statement.tile_op
         if record is None or not record.sources:
             return self._expr(statement.values[0], statement) if statement.values else None
+        if self.ordered and all(self._is_free_load(access, statement) for access in statement.reads):
+            return independent(Level.POINT)
         if not isinstance(record, (Copy, Gemm, Reduce)) or record.reduction not in (None, "sum", "max"):
             return None
         sources = [self._load(access, statement) for access in statement.reads[: len(record.sources)]]
@@ -175,7 +185,9 @@ class Iteration:
         """The operand, combined over what the statement walks of it and its target does not."""
         indexed = {v for form in statement.target.forms if form is not None for v in form.terms}
         over = {x.var for x in statement.loops if x.var in self._inner} - indexed
-        if not self.coordinates.walks(statement.target, self.factor):
+        if self.ordered and operand.part is not None and (over or statement.fresh):
+            return independent(Level.POINT) if statement.fresh or statement.op in ("sum", "max") else None
+        if not self.ordered and not self.coordinates.walks(statement.target, self.factor):
             if over & self.factor.roles.keys():
                 unit = Content(neutral(str(statement.op), statement.target.buffer.dtype))
                 self.adds[statement] = operand.padding == unit
@@ -183,6 +195,10 @@ class Iteration:
             if operand.part is not None and operand.part.level is Level.POINT:
                 return None
         return None if over and operand.part is None else operand
+
+    def _is_free_load(self, access: Access, statement: Statement) -> bool:
+        value = self._load(access, statement)
+        return value is not None and value.part is not None
 
     # -- expressions ---------------------------------------------------------------------------------------------------
 
@@ -312,7 +328,9 @@ class Iteration:
         if self.coordinates.walks(access, self.factor):
             return independent(Level.POINT, self._padding.content(live_range))
         moves = vars_of(access.indices, self.kernel.binds) & self._moving
-        return None if moves else independent(Level.FIXED)
+        if moves and not self.ordered:
+            return None
+        return independent(Level.POINT if moves else Level.FIXED)
 
     def _out_of_step(self) -> Iterator[LiveRange]:
         """Live ranges whose elements are used at other places than they are written in the same nest, or that inner
@@ -358,6 +376,10 @@ def _over_positions(statement: Statement, operand: Value) -> Value | None:
     part = operand.part
     if statement.op != "max" or part is None or part.level is not Level.POINT:
         return None
+    return _block_maximum(statement)
+
+
+def _block_maximum(statement: Statement) -> Value:
     return Value({Atom.make(("block", statement), [f for f in statement.target.forms if f is not None]): 1.0})
 
 

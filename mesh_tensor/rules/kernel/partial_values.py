@@ -7,7 +7,7 @@ kernel is cut, and the value completed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tvm import tirx
@@ -42,12 +42,19 @@ class PartialValues:
 
     What adds or follows returns why the factor can't be split for what it finds, None if it can."""
 
-    def __init__(self, kernel: Kernel, coordinates: Coordinates, factor: Factor, states: Sequence[State] = ()):
+    def __init__(
+        self,
+        kernel: Kernel,
+        coordinates: Coordinates,
+        factor: Factor,
+        states: Sequence[State] = (),
+        explained: Collection[Statement] = (),
+    ):
         self._kernel, self._coordinates, self._factor = kernel, coordinates, factor
         self._partial: dict[LiveRange, _Partial] = {}
         self._accounted: dict[Statement, set[tirx.Var]] = {}
         self._uses: list[Use] = []
-        self._explained = {statement for state in states for statement in state.explained}
+        self._explained = set(explained) | {statement for state in states for statement in state.explained}
         self._scaled = {live_range for state in states for live_range in state.scaled}
         for live_range, op in [(r, op) for state in states for r, op in state.ops.items()]:
             updates = [s for s, _ in live_range.writes if s in self._explained]

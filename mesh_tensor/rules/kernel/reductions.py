@@ -23,6 +23,7 @@ from .index_values import why_whole_blocks, without_loads
 from .live_ranges import LiveRange, Taints
 from .padding import padding_is_neutral, takes_whole_blocks
 from .partial_values import PartialValues, keeps_partial
+from .scans import Scan, find_scan
 from .statements import Access, Kernel, Statement, describe, used_vars
 from .states import State, find_states
 
@@ -36,7 +37,7 @@ class Reduction:
     count on one device only. `cut`: the top-level statement before which the partial values must be completed, None if
     only outputs are partial; `completed` are the live ranges that are used whole. `masked`: False where padding that a
     block reaches past the tile's end is known to be neutral. `states`: what loops carry that is combined, but is no
-    plain reduction."""
+    plain reduction; `scan`: what one carries in order."""
 
     partial: Mapping[LiveRange, str] = field(default_factory=dict)
     updates: Mapping[Statement, Linear] = field(default_factory=dict)
@@ -45,6 +46,12 @@ class Reduction:
     completed: tuple[LiveRange, ...] = ()
     masked: bool = True
     states: tuple[State, ...] = ()
+    scan: Scan | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether devices exchange nothing in the middle of the kernel."""
+        return self.cut is None and self.scan is None
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -68,11 +75,15 @@ def judge(kernel: Kernel, coordinates: Coordinates, factor: Factor, taints: Tain
     if factor.blocked is not None:
         return Verdict(factor.blocked)
     verdict = _Judgement(kernel, coordinates, factor, taints).verdict()
-    states = find_states(kernel, coordinates, factor) if verdict.blocked is not None else ()
-    if not states:
+    if verdict.blocked is None:
         return verdict
-    with_states = _Judgement(kernel, coordinates, factor, taints, states).verdict()
-    return verdict if with_states.blocked is not None else with_states
+    if states := find_states(kernel, coordinates, factor):
+        with_states = _Judgement(kernel, coordinates, factor, taints, states).verdict()
+        if with_states.blocked is None:
+            return with_states
+    scan = find_scan(kernel, coordinates, factor)
+    in_order = None if scan is None else _Judgement(kernel, coordinates, factor, taints, (), scan).verdict()
+    return verdict if in_order is None or in_order.blocked is not None else in_order
 
 
 class _Judgement:
@@ -87,12 +98,14 @@ class _Judgement:
         factor: Factor,
         taints: Taints,
         states: tuple[State, ...] = (),
+        scan: Scan | None = None,
     ):
         self.kernel, self.coordinates, self.factor, self.taints = kernel, coordinates, factor, taints
         self.states = states
         self.explained = {statement: state for state in states for statement in state.explained}
+        self.scan, self.in_order = scan, frozenset() if scan is None else scan.body
         self.vars = set(factor.roles)
-        self.partial = PartialValues(kernel, coordinates, factor, states)
+        self.partial = PartialValues(kernel, coordinates, factor, states, self.in_order)
         self.updates: dict[Statement, Linear] = {}
         self.lanes: dict[LiveRange, None] = {}
         self.gated: list[Statement] = []
@@ -112,6 +125,7 @@ class _Judgement:
             self.partial.completed,
             masked,
             self.states,
+            self.scan,
         )
         return Verdict(None, self.aligned, self.why_lanes, self._first(), made)
 
@@ -124,6 +138,7 @@ class _Judgement:
         """What keeps the factor from being split: after the first one, nothing is looked at any more."""
         yield from self._mixed_ranges()
         yield from self._leaks()
+        yield from self._out_of_order()
         forms = {s: self._coordinate(s) for s in self.kernel.statements}
         for statement, form in forms.items():
             if statement.unknown:
@@ -182,6 +197,19 @@ class _Judgement:
                     if statement not in self.explained:
                         yield f"{describe(statement)} uses {live_range.buffer.name}, which depends on the blocks before"
 
+    def _out_of_order(self) -> Iterator[str]:
+        """A loop that is resumed on every device leaves the state of its own part: nothing else may use that."""
+        if self.scan is None:
+            return
+        self._align(f"{', '.join(self.scan.names)} is carried from block to block")
+        if not self.kernel.resumed >= set(self.scan.names):
+            return
+        for part in self.scan.carried:
+            for statement, access in part.held.reads:
+                own = statement.write is not None and statement.write.buffer.name in self.kernel.own
+                if statement not in self.in_order and not own:
+                    yield f"{describe(statement)} uses {access.buffer.name} after the loop that carries it"
+
     def _untyped_indices(self, statement: Statement) -> Iterator[str]:
         """On-chip dims without a coordinate may be read at places that are loaded, and combined into: at places that
         are computed from the factor's loops, they then have `lanes`, or count whole blocks."""
@@ -214,6 +242,8 @@ class _Judgement:
             return
         scope = {loop.var for loop in self._range(write).scope}
         if set(form.terms) <= scope:
+            return
+        if statement in self.in_order:
             return
         if statement in self.explained:
             if statement in self.explained[statement].neutral:
@@ -266,7 +296,7 @@ class _Judgement:
     def _repeats(self, statement: Statement, form: Linear | None) -> Iterator[str]:
         """A statement inside loops of the factor that are not its coordinate runs once per block: it must not
         notice."""
-        if statement.write is None or statement in self.explained:
+        if statement.write is None or statement in self.explained or statement in self.in_order:
             return
         loops = {loop.var for loop in statement.loops if loop.var in self.vars and loop.kind != "tile"}
         scope = {loop.var for loop in self._range(statement.write).scope}

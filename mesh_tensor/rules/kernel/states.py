@@ -88,26 +88,26 @@ class State:
 
 def find_states(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> tuple[State, ...]:
     """The states of a factor's loops; none where a loop carries anything else."""
-    found = [_state(kernel, coordinates, factor, loop) for loop in _carrying(kernel, coordinates, factor)]
+    found = [_state(kernel, coordinates, factor, loop) for loop in carrying_loops(kernel, coordinates, factor)]
     known = tuple(state for state in found if state is not None)
     return known if len(known) == len(found) else ()
 
 
-def _carrying(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> list[Loop]:
+def carrying_loops(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> list[Loop]:
     """The factor's own loops that carry something on chip."""
-    carried = {var for r in coordinates.ranges.all if not r.is_param for var in _changed_in(r)}
+    carried = {var for r in coordinates.ranges.all if not r.is_param for var in changed_in(r)}
     return [kernel.loops[var] for var in factor.roles if var in carried and kernel.loops[var].kind == "serial"]
 
 
-def _changed_in(live_range: LiveRange) -> set[tirx.Var]:
+def changed_in(live_range: LiveRange) -> set[tirx.Var]:
     """The loops from one iteration of which to the next the live range carries what it was changed to."""
     return {var for var in live_range.carried if any(var in s.vars for s, _ in live_range.writes)}
 
 
 def _state(kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop) -> State | None:
     iteration = Iteration(kernel, coordinates, factor, loop)
-    carried = [r for r in coordinates.ranges.all if not r.is_param and loop.var in _changed_in(r)]
-    if any(_changed_in(r) & factor.roles.keys() != {loop.var} for r in carried):
+    carried = [r for r in coordinates.ranges.all if not r.is_param and loop.var in changed_in(r)]
+    if any(changed_in(r) & factor.roles.keys() != {loop.var} for r in carried):
         return None
     made = _Parts(iteration, carried).found()
     if made is None:
@@ -178,7 +178,7 @@ class _Parts:
     def _is_maximum(self, live_range: LiveRange, value: Value | None) -> bool:
         """Whether the live range holds the maximum of what it held before, of blocks, and of constants."""
         atom = None if value is None else value.atom
-        if atom is None or atom.key[0] != "max" or not _is_in_place(atom, live_range):
+        if atom is None or atom.key[0] != "max" or not is_in_place(atom, live_range):
             return False
         return ("before", live_range) in atom.key[1] and all(
             key == ("before", live_range) or key[0] in ("block", "fixed") for key in atom.key[1]
@@ -249,10 +249,10 @@ class _Parts:
 
 
 def _is_before(atom: Atom, live_range: LiveRange) -> bool:
-    return atom.key == ("before", live_range) and _is_in_place(atom, live_range)
+    return atom.key == ("before", live_range) and is_in_place(atom, live_range)
 
 
-def _is_in_place(atom: Atom, live_range: LiveRange) -> bool:
+def is_in_place(atom: Atom, live_range: LiveRange) -> bool:
     """Whether the atom is that of the very element."""
     return len(atom.place) == len(live_range.buffer.shape) and all(
         form.same_as(Linear({dim: 1})) or (not form.terms and not form.const and int_size(live_range, dim) == 1)
