@@ -245,7 +245,7 @@ class _LoopExtents:
         """The extent of a loop inside the loops `around`."""
         known = self._shrink.extents.get(loop.loop_var)
         if known is not None:
-            return known
+            return self._within(loop.loop_var, known)
         extent = self._values.rewrite(loop.extent)
         depends_on = self._taints([loop.min, loop.extent])
         for split in self._splits:
@@ -253,6 +253,15 @@ class _LoopExtents:
                 here = form.terms and form.terms.keys() <= set(around)
                 if here and depends_on & form.terms.keys() and not (split.even and self._shrink.fits(form, split)):
                     extent = tirx.if_then_else(as_expr(form) < split.valid, extent, tirx.const(0, extent.dtype))
+        return extent
+
+    def _within(self, var: tirx.Var, extent: tirx.PrimExpr) -> tirx.PrimExpr:
+        """A loop that carries a state in order ends with what is valid: nothing is taken over from padding."""
+        for split in self._splits:
+            scan = self._analysis.reductions[split.factor].scan
+            if scan is not None and scan.loop.var.same_as(var) and not split.even:
+                step = split.factor.roles[var]
+                extent = tirx.min(tirx.floordiv(split.valid + (step - 1), step), extent)
         return extent
 
     def _taints(self, exprs: Sequence[tirx.PrimExpr]) -> set[tirx.Var]:
