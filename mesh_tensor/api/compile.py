@@ -16,7 +16,7 @@ from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.lowering.pipeline import KernelLowering
 from mesh_tensor.program.builder import Lowering
 from mesh_tensor.program.overlap import check_overlap
-from mesh_tensor.program.steps import Program
+from mesh_tensor.program.program import Program
 from mesh_tensor.program.symbolic import Lower, Programs
 from mesh_tensor.rules.kernel.sharding_rule import sharding_rule
 from mesh_tensor.runtime.ambient import is_plain, plain, undisturbed
@@ -24,6 +24,7 @@ from mesh_tensor.runtime.plain_tensors import refuse_traced
 from mesh_tensor.runtime.ranks import are_current, is_dtensor, ranks_of
 from mesh_tensor.runtime.ranks.dtensor_ports import Transfer
 from mesh_tensor.targets.kernels import find_target
+from mesh_tensor.tir.grids import grids_of
 
 from .call_forms import OutIdx, call_forms, given_out_idx, in_order, refuse_count
 from .compiled import Compiled, KernelRunner
@@ -238,5 +239,10 @@ def _roles(program: Program) -> tuple[list[str], list[str]]:
 
 
 def _roles_by_rule(func: tirx.PrimFunc) -> tuple[list[str], list[str]]:
-    rule = sharding_rule(func)
-    return list(rule.inputs), list(rule.outputs)
+    reads, writes = dict[str, None](), dict[str, None]()
+    grids = grids_of(func)
+    for rule in map(sharding_rule, grids.funcs):
+        reads |= dict.fromkeys(name for name in rule.inputs if name not in writes)
+        writes |= dict.fromkeys(rule.outputs)
+    own = {str(buffer.name) for buffer in grids.own}
+    return [name for name in reads if name not in own], [name for name in writes if name not in own]

@@ -15,7 +15,7 @@ from mesh_tensor.plan.atoms import Sizes, made_plain, plain_sharding
 from mesh_tensor.plan.explicit import forms_in
 from mesh_tensor.plan.ir import leaves
 from mesh_tensor.program.plan_module import ModulePlan
-from mesh_tensor.program.steps import Value
+from mesh_tensor.program.program import Value
 from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute, of_tiles
 from mesh_tensor.targets.dtypes import torch_dtype
@@ -85,6 +85,23 @@ class ModulePort:
     def torch_dtype(self) -> torch.dtype:
         """The torch dtype."""
         return torch_dtype(self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Refined:
+    """A weight of `shape` as it is laid out over the atoms of its dims, in a layout that has no name over its dims."""
+
+    tensor: MeshTensor
+    shape: torch.Size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch dtype."""
+        return self.tensor.dtype
+
+    def full(self) -> torch.Tensor:
+        """The global tensor."""
+        return self.tensor.full().view(self.shape)
 
 
 def _relabel(tensor: MeshTensor, shape: tuple[int, ...], sharding: Sharding) -> MeshTensor:

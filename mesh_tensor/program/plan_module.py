@@ -59,6 +59,7 @@ def plan_module(
     replicate_unknown: bool = False,
     kernels: Kernels | None = None,
     overlap: str | int = "auto",
+    check_indices: bool = True,
 ) -> ModulePlan:
     """Plan a function of known sizes.
 
@@ -66,7 +67,14 @@ def plan_module(
         MeshTensorError: an operator has no rule (and `replicate_unknown` is not set), a size is symbolic, ...
     """
     graph, atoms = read_module(mod, function, mesh, annotations, replicate_unknown=replicate_unknown)
-    return plan_graph(graph, atoms, replicate_unknown=replicate_unknown, kernels=kernels, overlap=overlap)
+    return plan_graph(
+        graph,
+        atoms,
+        replicate_unknown=replicate_unknown,
+        kernels=kernels,
+        overlap=overlap,
+        check_indices=check_indices,
+    )
 
 
 def read_module(
@@ -86,6 +94,7 @@ def plan_graph(
     replicate_unknown: bool = False,
     kernels: Kernels | None = None,
     overlap: str | int = "auto",
+    check_indices: bool = True,
 ) -> ModulePlan:
     """Plan what was read, for the graph's mesh and annotations."""
     layouts = propagate(graph, atoms)
@@ -94,7 +103,8 @@ def plan_graph(
         layouts = propagate(graph, atoms)
     explicit = insert_reshards(graph, atoms, layouts)
     calls = TileCalls(atoms)
-    return ModulePlan(graph, atoms, layouts, explicit, calls, to_program(explicit, calls, kernels or {}, overlap))
+    made = to_program(explicit, calls, kernels or {}, overlap, check_indices=check_indices)
+    return ModulePlan(graph, atoms, layouts, explicit, calls, made)
 
 
 def _rules(graph: Graph, replicate_unknown: bool) -> dict[Node, OpRule]:
