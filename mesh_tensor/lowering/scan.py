@@ -23,6 +23,7 @@ from mesh_tensor.rules.kernel.scans import Carried, Scan
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import OWN_ATTR, RESUMED_ATTR, Statement, body_statements
 from mesh_tensor.tir.constants import constant
+from mesh_tensor.tir.effects import changes_nothing
 from mesh_tensor.tir.linear import vars_of
 from mesh_tensor.tir.rewrite import loop_like, parallel_nest, region_call, sequence, tile_op
 
@@ -57,6 +58,7 @@ class _Resumer:
         self.by_node = {s.node: s for s in self.kernel.statements}
         self.device = tirx.Var("device", "int32")
         self.zero = tirx.IntImm("int32", 0)
+        self.again = [part for part in scan.carried if self._is_used_inside()]
         self.scales = {part: self._scale_of(part) for part in scan.carried if part.scaled}
 
     def made(self) -> Resumption:
@@ -65,7 +67,7 @@ class _Resumer:
             raise Blocked("one buffer is carried as two states")
         named = {part: self._workspaces(part, "total") for part in self.scan.carried}
         scales = {part: self._workspaces(part, "scale", scale) for part, scale in self.scales.items()}
-        starts = {part: self._workspaces(part, "start") for part in self.scan.carried}
+        starts = {part: self._workspaces(part, "start") for part in self.again}
         after = [part for part in self.scan.carried if is_live(part.held, self.scan.top + 1)]
         ends = {part: make_workspace(part.held, self.analysis, f"end_{self.suffix}") for part in after}
         first = self._first([w.one for w in (*named.values(), *scales.values())], named, scales)
@@ -73,6 +75,12 @@ class _Resumer:
         rest = self._rest({part: w.one for part, w in starts.items()}, ends)
         totals = tuple(w.all for w in (*named.values(), *scales.values()))
         return Resumption(first, second, rest, totals, tuple(w.all for w in starts.values()), tuple(ends.values()))
+
+    def _is_used_inside(self) -> bool:
+        """Whether the loop does anything but carry its state."""
+        return any(
+            not changes_nothing(s.node) if s.write is None else self.ranges.of(s.write).is_param for s in self.scan.body
+        )
 
     # -- workspaces ----------------------------------------------------------------------------------------------------
 
@@ -131,7 +139,8 @@ class _Resumer:
         for part, workspace in named.items():
             chip = _like(part.held.buffer, "total")
             beside.append(chip)
-            body += [starts[part].all.save(), workspace.all.into(chip).restore()]
+            body += [starts[part].all.save()] if part in starts else []
+            body.append(workspace.all.into(chip).restore())
             if part in scales:
                 beside.append(self.scales[part].buffer)
                 body.append(scales[part].all.restore())
@@ -143,7 +152,8 @@ class _Resumer:
 
     def _rest(self, starts: Mapping[Carried, Workspace], ends: Mapping[Carried, Workspace]) -> tirx.PrimFunc:
         top = self.scan.top
-        stmts = [*self.stmts[:top], *(w.restore() for w in starts.values()), self.stmts[top]]
+        loop = [self.stmts[top]] if self.again else []
+        stmts = [*self.stmts[:top], *(w.restore() for w in starts.values()), *loop]
         stmts += [*(w.restore() for w in ends.values()), *self.stmts[top + 1 :]]
         made = part_of(self.analysis, stmts, [*starts.values(), *ends.values()])
         return made.with_attr(RESUMED_ATTR, [*self.kernel.resumed, *self.scan.names])

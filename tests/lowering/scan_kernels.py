@@ -1,9 +1,10 @@
 """Kernels whose loops carry a state in order and use it on the way."""
 
 import tilelang.language as T
+import torch
 
 
-def running(steps, width, update, *, start=0.0, block=4, last=False, by="steps"):
+def running(steps, width, update, *, start=0.0, block=4):
     """`Y[t] = state` after `state = update(state, X[t])` for all t in order, in columns; `E`: the state in the end."""
 
     @T.prim_func
@@ -26,9 +27,112 @@ def running(steps, width, update, *, start=0.0, block=4, last=False, by="steps")
     return running_kernel
 
 
+@T.macro
+def _square(t, i, state, other, x):
+    state[i] = state[i] * state[i] * 0.1 + x[i]
+
+
+@T.macro
+def _clipped(t, i, state, other, x):
+    state[i] = T.min(state[i] + x[i], 1.0)
+
+
+@T.macro
+def _of_another_state(t, i, state, other, x):
+    other[i] = other[i] * 0.5 + state[i]
+    state[i] = state[i] + other[i]
+
+
+@T.macro
+def _of_the_step_before(t, i, state, other, x):
+    state[i] = state[i] + x[i] * other[i]
+    other[i] = x[i]
+
+
+@T.macro
+def _under_a_condition_on_it(t, i, state, other, x):
+    if state[i] < 2.0:
+        state[i] = state[i] + x[i]
+
+
+@T.macro
+def _set_back_at_times(t, i, state, other, x):
+    if t % 3 == 2:
+        state[i] = 0.0
+    state[i] = state[i] + x[i]
+
+
+@T.macro
+def _halved_or_doubled(t, i, state, other, x):
+    if t % 3 == 2:
+        state[i] = state[i] * 2.0
+    else:
+        state[i] = state[i] * 0.5
+    state[i] = state[i] + x[i]
+
+
+@T.macro
+def _kept_from_an_earlier_step(t, i, state, other, x):
+    if t % 2 == 0:
+        other[i] = x[i]
+    state[i] = state[i] + other[i]
+
+
+@T.macro
+def _half_of_the_columns(t, i, state, other, x):
+    if i < 2:
+        state[i] = state[i] + x[i]
+
+
+@T.macro
+def _the_neighbour_s(t, i, state, other, x):
+    state[i] = state[3 - i] * 0.5 + x[i]
+
+
+#: What is no linear function of the state, or not of the state alone.
+WRONG = {
+    "square": _square,
+    "clipped": _clipped,
+    "of another state": _of_another_state,
+    "of the step before": _of_the_step_before,
+    "under a condition on it": _under_a_condition_on_it,
+    "set back at times": _set_back_at_times,
+    "halved or doubled": _halved_or_doubled,
+    "kept from an earlier step": _kept_from_an_earlier_step,
+    "half of the columns": _half_of_the_columns,
+    "the neighbour's": _the_neighbour_s,
+}
+
+
+def running_wrong(steps, width, wrong):
+    """Like `running`, with an update that is `wrong`."""
+    update = WRONG[wrong]
+
+    @T.prim_func
+    def running_wrong_kernel(
+        X: T.Tensor((steps, width), "float32"),
+        Y: T.Tensor((steps, width), "float32"),
+        E: T.Tensor((width,), "float32"),
+    ):
+        with T.Kernel(T.ceildiv(width, 4), threads=32) as bx:
+            x = T.alloc_fragment((4,), "float32")
+            state = T.alloc_fragment((4,), "float32")
+            other = T.alloc_fragment((4,), "float32")
+            T.fill(state, 0.5)
+            T.fill(other, 1.0)
+            for t in T.serial(steps):
+                T.copy(X[t, bx * 4], x)
+                for i in T.Parallel(4):
+                    update(t, i, state, other, x)
+                T.copy(state, Y[t, bx * 4])
+            T.copy(state, E[bx * 4])
+
+    return running_wrong_kernel
+
+
 def chunked(batch, heads, length, key_dim, value_dim, chunk=16, decay=None):
-    """Linear attention by chunks: `O[t] = sum over s <= t of decay**(t - s) * (Q[t] . K[s]) * V[s]`; H is the state in
-    the end."""
+    """Linear attention by chunks: `Out[t] = sum over s <= t of decay**(t - s) * (Q[t] . K[s]) * V[s]`; H is the state
+    in the end."""
     rate = 1.0 if decay is None else decay
 
     @T.prim_func
@@ -70,3 +174,13 @@ def chunked(batch, heads, length, key_dim, value_dim, chunk=16, decay=None):
             T.copy(state, H[bb, bh, 0:key_dim, 0:value_dim])
 
     return chunked_kernel
+
+
+def chunked_reference(q, k, v, decay=None):
+    """In float64, with the whole matrix of scores."""
+    rate = 1.0 if decay is None else decay
+    q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))
+    at = torch.arange(q.shape[2])
+    weights = (rate ** (at[:, None] - at[None, :]).double()).tril()
+    left = (rate ** (q.shape[2] - 1 - at).double())[:, None]
+    return (((q @ k.mT) * weights) @ v).transpose(1, 2).float(), ((k * left).mT @ v).float()

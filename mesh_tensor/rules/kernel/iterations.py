@@ -6,7 +6,7 @@ What is not understood is `None` and stays so; whoever asks decides whether it m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 
 from tvm import tirx
@@ -87,6 +87,7 @@ class Iteration:
         self._written = {coordinates.ranges.of(s.write) for s in self.body if s.write is not None}
         self._inner = {x.var for s in self.body for x in s.loops[s.loops.index(loop) + 1 :]}
         self._mixed = set(self._out_of_step())
+        self._common = _shared_conditions(self.body)
         for statement in self.body:
             self._run(statement)
 
@@ -94,10 +95,19 @@ class Iteration:
         """What a live range holds in the end, in terms of its dims."""
         return self.env.get(live_range)
 
-    def is_free(self, exprs: Iterable[tirx.PrimExpr], statement: Statement) -> bool:
-        """Whether what expressions are in a statement depends on no earlier iteration."""
-        ranges = [self.coordinates.ranges.of(self._access(load, statement)) for e in exprs for load in _loads(e)]
-        return not any(r in self.uses.get(statement, {}) for r in ranges)
+    def runs_alike(self, statement: Statement) -> bool:
+        """Whether the statement runs, and how often, whatever earlier iterations left."""
+        used, exprs = self.uses.get(statement, {}), [*statement.conditions, *statement.bounds]
+        ranges = [
+            self.coordinates.ranges.of(self._access(load, statement)) for e in exprs for load in self._all_loads(e)
+        ]
+        return not any(live_range in used for live_range in ranges)
+
+    def _all_loads(self, expr: tirx.PrimExpr) -> list[tirx.BufferLoad]:
+        """What an expression loads, or its variables were bound to."""
+        found, binds = _loads(expr), self.kernel.binds
+        bound = [v for v in tirx.analysis.undefined_vars(expr) if v in binds] if isinstance(expr, tirx.PrimExpr) else []
+        return [*found, *(load for var in bound for load in self._all_loads(binds[var]))]
 
     # -- statements ----------------------------------------------------------------------------------------------------
 
@@ -112,9 +122,18 @@ class Iteration:
         target = self.coordinates.ranges.of(statement.write)
         value = None if self._is_partial(statement) or target in self._mixed else self._made(statement)
         left = None if value is None else stored(value, statement.target.forms)
+        if statement.conditions != self._common:
+            left = self._either(left, statement, target)
         self.env[target] = left
         if left is not None and not self._is_free(target):
             self.depends.add(statement)
+
+    def _either(self, left: Value | None, statement: Statement, target: LiveRange) -> Value | None:
+        """What is there after a statement that may not have run."""
+        before = self.env.get(target, self._load(statement.target, statement))
+        parts = [None if value is None else value.part for value in (before, left)]
+        levels = [part.level for part in parts if part is not None]
+        return independent(max(levels)) if len(levels) == 2 and max(levels) is not Level.SUM else None
 
     def _is_free(self, live_range: LiveRange) -> bool:
         """Whether what is there now depends on no earlier iteration, and is no sum of positions."""
@@ -354,6 +373,15 @@ class Iteration:
                 inner = of(a).carried & self._inner - {v for form in a.forms if form is not None for v in form.terms}
                 if inner & shared and not (first is second and first.op in ("sum", "max")):
                     yield of(a)
+
+
+def _shared_conditions(body: Sequence[Statement]) -> tuple[tirx.PrimExpr, ...]:
+    """The conditions that all statements of a loop start with."""
+    shared = body[0].conditions
+    for statement in body:
+        same = [a.same_as(b) for a, b in zip(shared, statement.conditions, strict=False)]
+        shared = shared[: same.index(False) if False in same else len(same)]
+    return shared
 
 
 def is_running(atom: Atom) -> bool:

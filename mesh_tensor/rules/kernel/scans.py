@@ -89,7 +89,7 @@ def _left_behind(
 def _carried(iteration: Iteration, live_range: LiveRange) -> Carried | None:
     value = iteration.value(live_range)
     updates = [s for s, _ in live_range.writes if iteration.loop.var in s.vars]
-    if value is None or not all(_is_always(s, iteration) for s in updates):
+    if value is None or not all(iteration.runs_alike(s) for s in updates):
         return None
     atom = value.atom
     if atom is not None and atom.key[0] == "max":
@@ -104,11 +104,6 @@ def _carried(iteration: Iteration, live_range: LiveRange) -> Carried | None:
     scaled = {s: factor for s in updates if (factor := _scale(s, live_range)) is not None}
     known = all(s in scaled or _adds(s) for s in updates) and all(_is_alone(s, scaled[s], iteration) for s in scaled)
     return Carried(live_range, "sum", scaled) if known else None
-
-
-def _is_always(statement: Statement, iteration: Iteration) -> bool:
-    """Whether the statement runs or not whatever earlier iterations left."""
-    return iteration.is_free([*statement.conditions, *statement.bounds], statement)
 
 
 def _rate(value: Value, live_range: LiveRange) -> Part | None:

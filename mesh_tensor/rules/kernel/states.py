@@ -114,7 +114,7 @@ def _state(kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop)
         return None
     updates = {s for r in carried for s, _ in r.writes if loop.var in s.vars}
     explained = frozenset(iteration.depends | updates)
-    if len({s.conditions for s in explained}) > 1 or not _stays_inside(explained, coordinates, loop, carried):
+    if not all(iteration.runs_alike(s) for s in explained) or not _stays_inside(explained, coordinates, loop, carried):
         return None
     guards = _guards(iteration, made[0])
     if guards and not all(_starts_first(c, loop, kernel) for s in explained for c in s.conditions):
