@@ -49,7 +49,7 @@ class Combination:
 
 def live_states(states: Sequence[State], at: int) -> list[State]:
     """The states of which something is live at a cut that can't be completed as it is."""
-    return [state for state in states if any(is_live(held, at) for held in state.scaled)]
+    return [state for state in states if state.top < at and any(is_live(held, at) for held in state.scaled)]
 
 
 def combine(analysis: Analysis, states: Sequence[State], at: int, devices: int, suffix: str) -> Combination:

@@ -40,7 +40,7 @@ def cut_up(ruled: Ruled, part: Part, whole: Mapping[Dim, str]) -> Parts | Unspli
         if cuts > _MOST_PARTS:
             return Unsplittable(factor, f"it would cut the kernel into more than {_MOST_PARTS} parts")
         scan = _scan(current.analysis, factor)
-        if scan is not None and scan.top == at:
+        if scan is not None and scan.top == at and current.analysis.reductions[factor].cut != at:
             try:
                 todo[:0] = _resumed(ruled, current, factor, scan, names, whole, f"w{cuts}")
             except Blocked as error:
@@ -66,9 +66,10 @@ def _first_cut(ruled: Ruled, part: Part) -> tuple[int, Factor] | None:
     """The top-level statement before which the part is cut first, and the factor for which it is."""
     cuts: dict[int, Factor] = {}
     for factor in _split_factors(ruled, part):
-        scan, at = _scan(part.analysis, factor), part.analysis.reductions[factor].cut
-        cuts |= {} if at is None else {at: factor}
-        cuts |= {} if scan is None else {scan.top: factor}
+        if (scan := _scan(part.analysis, factor)) is not None:
+            cuts.setdefault(scan.top, factor)
+        if (at := part.analysis.reductions[factor].cut) is not None:
+            cuts[at] = factor
     return min(cuts.items(), key=lambda cut: cut[0]) if cuts else None
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from mesh_tensor.base.reductions import neutral
+from mesh_tensor.rules.kernel.best_of import Best
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
 from mesh_tensor.rules.kernel.scans import Carried, Scan
@@ -115,7 +116,8 @@ class _Resumer:
         kept = self._needed({part.held for part in self.scan.carried}, self.scan.top + 1)
         loop = self._sliced(self.stmts[self.scan.top], kept)
         before = [self._sliced(stmt, kept) for stmt in self.stmts[: self.scan.top]]
-        fills = [_fill(p.held.buffer, neutral(p.op, p.held.buffer.dtype)) for p in self.scan.carried]
+        fresh = [p for p in self.scan.carried if p.starts_neutral]
+        fills = [_fill(p.held.buffer, neutral(p.op, p.held.buffer.dtype)) for p in fresh]
         fills += [_fill(scale.buffer, 1.0) for scale in self.scales.values()]
         stmts = [*(s for s in before if s is not None), *fills, *([] if loop is None else [loop])]
         made = part_of(
@@ -135,7 +137,7 @@ class _Resumer:
         """From where the kernel starts, device by device."""
         kept = self._needed({part.held for part in self.scan.carried}, self.scan.top)
         stmts = [s for stmt in self.stmts[: self.scan.top] if (s := self._sliced(stmt, kept)) is not None]
-        body, beside = list[tirx.Stmt](), list[tirx.Buffer]()
+        body, beside, chips = list[tirx.Stmt](), list[tirx.Buffer](), dict[LiveRange, tirx.Buffer]()
         for part, workspace in named.items():
             chip = _like(part.held.buffer, "total")
             beside.append(chip)
@@ -144,7 +146,9 @@ class _Resumer:
             if part in scales:
                 beside.append(self.scales[part].buffer)
                 body.append(scales[part].all.restore())
-            body.append(self._folded(part, chip))
+            chips[part.held] = chip
+        body += [self._folded(part, chips[part.held]) for part in named if part.best is None]
+        body += [self._replaced(best, chips) for best in dict.fromkeys(part.best for part in named if part.best)]
         stmts.append(tirx.For(self.device, 0, self.devices, tirx.ForKind.SERIAL, sequence(body)))
         stmts += [workspace.save() for workspace in ends.values()]
         used = [w.all for w in (*named.values(), *scales.values(), *starts.values())]
@@ -168,6 +172,15 @@ class _Resumer:
         mine = tirx.BufferLoad(total, at)
         value = tirx.max(before, mine) if part.op == "max" else before + mine
         return parallel_nest(at, held.shape, tirx.BufferStore(held, value, at))
+
+    def _replaced(self, best: Best, totals: Mapping[LiveRange, tirx.Buffer]) -> tirx.Stmt:
+        """The better one of what a device takes over and its own, with what comes along."""
+        held = best.best.buffer
+        at = [tirx.Var(f"i{d}", "int32") for d in range(len(held.shape))]
+        better = best.better(tirx.BufferLoad(totals[best.best], at), tirx.BufferLoad(held, at))
+        ranges = (*best.along, best.best)
+        stores = [tirx.BufferStore(r.buffer, tirx.BufferLoad(totals[r], at), at) for r in ranges]
+        return parallel_nest(at, held.shape, tirx.IfThenElse(better, sequence(stores), None))
 
     # -- the state's part of the kernel --------------------------------------------------------------------------------
 

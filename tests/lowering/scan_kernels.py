@@ -130,6 +130,45 @@ def running_wrong(steps, width, wrong):
     return running_wrong_kernel
 
 
+def after_a_sum(steps, width, online=False):
+    """Sums of columns, which a loop that carries a state over the same dim then uses."""
+
+    @T.prim_func
+    def after_a_sum_kernel(X: T.Tensor((steps, width), "float32"), E: T.Tensor((width,), "float32")):
+        with T.Kernel(T.ceildiv(width, 4), threads=32) as bx:
+            x = T.alloc_fragment((4, 4), "float32")
+            total = T.alloc_fragment((4,), "float32")
+            state = T.alloc_fragment((4,), "float32")
+            m = T.alloc_fragment((4,), "float32")
+            before = T.alloc_fragment((4,), "float32")
+            part = T.alloc_fragment((4,), "float32")
+            T.clear(total)
+            for to in T.serial(steps // 4):
+                T.copy(X[to * 4, bx * 4], x)
+                T.reduce_sum(x, total, dim=0, clear=False)
+            T.clear(state)
+            T.fill(m, -T.infinity("float32"))
+            for to in T.serial(steps // 4):
+                T.copy(X[to * 4, bx * 4], x)
+                if online:
+                    T.copy(m, before)
+                    for i, j in T.Parallel(4, 4):
+                        x[i, j] = x[i, j] * total[j]
+                    T.reduce_max(x, m, dim=0, clear=False)
+                    for i, j in T.Parallel(4, 4):
+                        x[i, j] = T.exp(x[i, j] - m[j])
+                    T.reduce_sum(x, part, dim=0)
+                    for j in T.Parallel(4):
+                        state[j] = state[j] * T.exp(before[j] - m[j]) + part[j]
+                else:
+                    T.reduce_max(x, part, dim=0)
+                    for j in T.Parallel(4):
+                        state[j] = state[j] * 0.5 + part[j] * total[j]
+            T.copy(state, E[bx * 4])
+
+    return after_a_sum_kernel
+
+
 def chunked(batch, heads, length, key_dim, value_dim, chunk=16, decay=None):
     """Linear attention by chunks: `Out[t] = sum over s <= t of decay**(t - s) * (Q[t] . K[s]) * V[s]`; H is the state
     in the end."""

@@ -7,9 +7,10 @@ import torch
 
 import mesh_tensor as mt
 from mesh_tensor.lowering.pipeline import lower_kernel
+from tests.kernels.adversarial.index_values import argmax_rows
 from tests.other_machines import machine
 
-from .scan_kernels import WRONG, chunked, chunked_reference, running, running_wrong
+from .scan_kernels import WRONG, after_a_sum, chunked, chunked_reference, running, running_wrong
 from .support import outline
 
 #: An update in a kernel, and in torch; and what the state starts from.
@@ -93,3 +94,23 @@ def test_chunks_that_an_axis_would_take_apart_are_whole():
     layouts = {name: {"x": 1} for name in ("Q", "K", "V", "Out")}
     text = compiled(chunked(1, 1, 48, 8, 4), {"x": 2}, layouts).explain()
     assert "walked together, but not element by element" in text
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_sums_that_an_update_uses_are_completed_before(online):
+    x = torch.rand(16, 8)
+    kernel = compiled(after_a_sum(16, 8, online), {"x": 2}, {"X": {"x": 0}})
+    assert "X.1" not in kernel.explain()
+    assert kernel.explain().index("all_reduce(sum)") < kernel.explain().index("kernel_1")
+    alone = mt.compile(mt.annotate(after_a_sum(16, 8, online), mt.Mesh({"x": 1}), {}), target="interpret")
+    torch.testing.assert_close(kernel(x), alone(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("mesh", "sizes"), [({"x": 2}, (8, 16)), ({"x": 3}, (8, 13)), ({"x": 2, "y": 2}, (5, 7))])
+def test_the_first_of_equal_maxima_wins(mesh, sizes):
+    a = torch.randint(0, 3, sizes).float()
+    kernel = compiled(argmax_rows(*sizes), mesh, {"A": dict.fromkeys(mesh, 1)})
+    assert "scan" in kernel.explain()
+    values, positions = kernel(a)
+    torch.testing.assert_close(values, a.max(1).values)
+    assert positions.tolist() == [int((row == row.max()).nonzero()[0, 0]) for row in a]

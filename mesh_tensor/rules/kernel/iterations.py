@@ -71,8 +71,8 @@ class Iteration:
     `ordered`: iterations run in order and in whole blocks, so that it does not matter what belongs to which position.
     `env`: the values of on-chip buffers. `depends`: statements whose value depends on earlier iterations, or that add
     up positions; `adds`: of those that combine positions, whether what lies past the dim's end changes nothing.
-    `uses`: what statements read that may depend on earlier iterations. `guarded`: loads of running maxima that powers
-    take down."""
+    `common`: the conditions that all of them have. `uses`: what statements read that may depend on earlier iterations.
+    `guarded`: loads of running maxima that powers take down."""
 
     def __init__(self, kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop, *, ordered: bool = False):
         self.ordered = ordered
@@ -87,7 +87,7 @@ class Iteration:
         self._written = {coordinates.ranges.of(s.write) for s in self.body if s.write is not None}
         self._inner = {x.var for s in self.body for x in s.loops[s.loops.index(loop) + 1 :]}
         self._mixed = set(self._out_of_step())
-        self._common = _shared_conditions(self.body)
+        self.common = _shared_conditions(self.body)
         for statement in self.body:
             self._run(statement)
 
@@ -102,6 +102,11 @@ class Iteration:
             self.coordinates.ranges.of(self._access(load, statement)) for e in exprs for load in self._all_loads(e)
         ]
         return not any(live_range in used for live_range in ranges)
+
+    def loads_in(self, expr: tirx.PrimExpr) -> set[LiveRange]:
+        """What an expression reads."""
+        buffers = {load.buffer for load in self._all_loads(expr)}
+        return {r for r in self.coordinates.ranges.all if r.buffer in buffers}
 
     def _all_loads(self, expr: tirx.PrimExpr) -> list[tirx.BufferLoad]:
         """What an expression loads, or its variables were bound to."""
@@ -120,9 +125,9 @@ class Iteration:
         if statement.write is None or self.coordinates.ranges.of(statement.write).is_param:
             return
         target = self.coordinates.ranges.of(statement.write)
-        value = None if self._is_partial(statement) or target in self._mixed else self._made(statement)
+        value = None if self.leaves_some(statement) or target in self._mixed else self._made(statement)
         left = None if value is None else stored(value, statement.target.forms)
-        if statement.conditions != self._common:
+        if statement.conditions != self.common:
             left = self._either(left, statement, target)
         self.env[target] = left
         if left is not None and not self._is_free(target):
@@ -140,8 +145,8 @@ class Iteration:
         value = self.env.get(live_range)
         return value is not None and value.part is not None and value.part.level is not Level.SUM
 
-    def _is_partial(self, statement: Statement) -> bool:
-        """Whether the statement leaves some of its target as it was, or is not understood."""
+    def leaves_some(self, statement: Statement) -> bool:
+        """Whether the statement, where it runs, leaves some of its target as it was, or is not understood."""
         write = statement.target
         if statement.unknown or statement.may_be_skipped:
             return True

@@ -110,7 +110,7 @@ class PartialValues:
                 for access in statement.reads:
                     if problem := self._follow(statement, access):
                         return problem
-        self._uses += self._other_updates()
+        self._uses += self._other_updates() + self._uses_before_states()
         for statement, live_range in self._uses:
             if self._partial[live_range].outer:
                 return (
@@ -157,6 +157,15 @@ class PartialValues:
             for live_range, partial in self._partial.items()
             for statement, _ in live_range.writes
             if statement.op not in (None, partial.op) and not statement.fresh and statement not in self._explained
+        ]
+
+    def _uses_before_states(self) -> list[Use]:
+        """What updates of states use that is partial, and no part of the update itself."""
+        return [
+            (statement, live_range)
+            for live_range, partial in self._partial.items()
+            for statement, _ in live_range.reads
+            if statement in self._explained and not self._explained.intersection(partial.contributions)
         ]
 
     def _why_incomplete(self, statement: Statement, live_range: LiveRange, partial: _Partial) -> str | None:

@@ -1,4 +1,5 @@
-"""States that a loop carries in order, and that are used on the way: running sums, linear recurrences, running maxima.
+"""States that a loop carries in order, and may use on the way: running sums, linear recurrences, running maxima, the
+best of all positions.
 
 After one iteration such a state is `a * state + b`, or the larger of it and b, where neither a nor b depends on earlier
 iterations. So a device can tell, from its own part alone, what it makes of any state that it takes over: `a` of all its
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from .best_of import Best, find_best
 from .coordinates import Coordinates
 from .factors import Factor
 from .iterations import Iteration
@@ -26,12 +28,19 @@ _ONE = Part(Level.FIXED, 1.0)
 
 @dataclass(frozen=True, eq=False)
 class Carried:
-    """A live range that is carried. `op`: what adds to it, `sum` or `max`. `scaled`: statements that scale what was
-    there before, each with the factor."""
+    """A live range that is carried. `op`: what adds to it, `sum` or `max`, or replaces it, `best`. `scaled`: statements
+    that scale what was there before, each with the factor."""
 
     held: LiveRange
     op: str
     scaled: Mapping[Statement, tirx.PrimExpr]
+    best: Best | None = None
+
+    @property
+    def starts_neutral(self) -> bool:
+        """Whether a device may start from a neutral element; else it starts like the whole kernel, which may count as
+        often as one likes."""
+        return self.op != "best"
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +74,8 @@ def find_scan(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> Scan 
     if any(changed_in(r) & factor.roles.keys() != {loop.var} for r in ranges):
         return None
     iteration = Iteration(kernel, coordinates, factor, loop, ordered=True)
-    found = [_carried(iteration, r) for r in ranges]
+    best = {r: one for one in find_best(iteration, ranges) for r in (one.best, *one.along)}
+    found = [Carried(r, "best", {}, best[r]) if r in best else _carried(iteration, r) for r in ranges]
     known = [part for part in found if part is not None]
     if len(known) < len(found) or any(True for _ in _left_behind(kernel, coordinates, factor, loop, ranges)):
         return None

@@ -58,12 +58,13 @@ class LogSum:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """What one loop carries. `explained`: the statements that are understood as part of its update; `neutral`: of
-    those that combine positions, whether what lies past the end of the dim changes nothing. `uses`: what the loop's
-    statements read that may depend on earlier blocks. `guarded`: loads of maxima
-    in powers, for which something has to stand in while nothing is known of a row."""
+    """What one loop, in the top-level statement `top`, carries. `explained`: the statements that are understood as part
+    of its update; `neutral`: of those that combine positions, whether what lies past the dim's end changes nothing.
+    `uses`: what the loop's statements read that may depend on earlier blocks. `guarded`: loads of maxima in powers, for
+    which something has to stand in while nothing is known of a row."""
 
     loop: Loop
+    top: int
     maxima: tuple[RunningMax, ...]
     sums: tuple[ScaledSum, ...]
     logs: tuple[LogSum, ...]
@@ -94,9 +95,16 @@ def find_states(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> tup
 
 
 def carrying_loops(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> list[Loop]:
-    """The factor's own loops that carry something on chip."""
-    carried = {var for r in coordinates.ranges.all if not r.is_param for var in changed_in(r)}
+    """The factor's own loops that carry something on chip that is no plain reduction."""
+    ranges = [r for r in coordinates.ranges.all if not r.is_param]
+    carried = {var for r in ranges for var in changed_in(r) if not _is_plain(r, var)}
     return [kernel.loops[var] for var in factor.roles if var in carried and kernel.loops[var].kind == "serial"]
+
+
+def _is_plain(live_range: LiveRange, var: tirx.Var) -> bool:
+    """Whether all that a loop does with a live range is to combine more into it, with one operation."""
+    ops = {None if s.fresh else s.op for s, _ in live_range.writes if var in s.vars}
+    return len(ops) == 1 and None not in ops and not any(var in s.vars for s, _ in live_range.reads)
 
 
 def changed_in(live_range: LiveRange) -> set[tirx.Var]:
@@ -119,7 +127,7 @@ def _state(kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop)
     guards = _guards(iteration, made[0])
     if guards and not all(_starts_first(c, loop, kernel) for s in explained for c in s.conditions):
         return None
-    return State(loop, *made, explained, iteration.adds, iteration.uses, guards)
+    return State(loop, iteration.body[0].top, *made, explained, iteration.adds, iteration.uses, guards)
 
 
 def _stays_inside(
