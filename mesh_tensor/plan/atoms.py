@@ -29,7 +29,8 @@ class NodeRule:
     """An operator's rule over the atoms of its tensors. `sizes` are those of the factors, `reduced` as in `rule`, and
     `partial` has that for each result.
     `even`: factors that axes have to divide, because tiles are to be contiguous parts of a dim that has more atoms.
-    `blocks`: of how many of a factor's elements a block is made. `inner`: what is reduced inside a kernel."""
+    `blocks`: of how many of a factor's elements a block is made, `first`: how many the first tile has to
+    hold. `inner`: what is reduced inside a kernel."""
 
     rule: OpRule
     inputs: tuple[AtomFactors, ...]
@@ -40,6 +41,7 @@ class NodeRule:
     even: frozenset[str] = frozenset()
     blocks: Mapping[str, int] = field(default_factory=dict)
     inner: tuple[InnerReduction, ...] = ()
+    first: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +143,8 @@ class _Refinement:
         inner = tuple([replace(one, factor=self._first(one.factor), dims=self._firsts(one)) for one in rule.inner])
         partial = tuple([{name: ops[b] for name in sizes if (b := self._base[name]) in ops} for ops in rule.partial])
         partial = partial or (reduced,) * len(outputs)
-        return NodeRule(rule, *tensors, sizes, reduced, partial, frozenset(self._even), blocks, inner)
+        first = {self._first(name): self._block(name, size) for name, size in rule.first.items()}
+        return NodeRule(rule, *tensors, sizes, reduced, partial, frozenset(self._even), blocks, inner, first)
 
     def _first(self, factor: str) -> str:
         """The atom of a factor that axes may split: of kernels, only the first one."""

@@ -150,6 +150,12 @@ class Decider:
         over = [axis for axis, factor in decision.split.items() if factor == inner.factor]
         if not over:
             return 0
+        if inner.op == "scan":
+            devices = math.prod(self._mesh.size(axis) for axis in over)
+            kept = _places((None, *inner.dims), decision.split)
+            places = ({**kept, **dict.fromkeys(over, Shard(0))}, kept)
+            each, all_of = (Sharding.of(self._mesh, len(inner.dims) + 1, place) for place in places)
+            return change_cost((devices, *inner.shape), inner.dtype, each, all_of)
         partial: dict[str, Placement] = {axis: Partial(inner.op) for axis in over}
         src = _places(inner.dims, decision.split) | partial
         dst = _places(inner.dims, decision.after if inner.ends else decision.split)
@@ -222,7 +228,11 @@ def _is_even(rule: NodeRule, split: Split, mesh: Mesh) -> bool:
 
 
 def _has_blocks(rule: NodeRule, split: Split, mesh: Mesh) -> bool:
-    """Tiles are whole blocks where they have to be."""
+    """Tiles are whole blocks where they have to be, and the first one holds what it has to."""
+    for factor, least in rule.first.items():
+        parts = math.prod(mesh.size(axis) for axis, other in split.items() if other == factor)
+        if parts > 1 and -(-rule.sizes.get(factor, 0) // parts) < least:
+            return False
     for factor, block in rule.blocks.items():
         tile = rule.sizes.get(factor, 0)
         for axis in [axis for axis, other in split.items() if other == factor and mesh.size(axis) > 1]:
