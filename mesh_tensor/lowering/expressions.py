@@ -7,8 +7,10 @@ from typing import Any
 
 from tvm import arith, ir, tirx
 
+from mesh_tensor.base.window import Window
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Access
+from mesh_tensor.rules.kernel.windows import without_wrap
 
 from .shrink import Shrink
 from .splits import Split
@@ -53,7 +55,23 @@ class ValueRewriter:
         index = access.indices[dim]
         if self.analysis.coordinates.of_access(access, dim) is not None:
             return index
-        return self._rewrite(index, self.offsets if self.kernel.is_param(access.buffer) else self.block_offsets)
+        if not self.kernel.is_param(access.buffer):
+            return self._rewrite(index, self.block_offsets)
+        window = self.window(access, dim)
+        if window is None:
+            return self._rewrite(index, self.offsets)
+        position = self._rewrite(without_wrap(index) if window.wraps else index, self.offsets)
+        return self.kernel.analyzer.simplify(position - self._window_start(access, dim, window))
+
+    def window(self, access: Access, dim: int) -> Window | None:
+        """What a device has of a parameter's dim, where that is a window."""
+        is_param = bool(self.shrink.windows) and self.kernel.is_param(access.buffer)
+        return self.shrink.windows.get((access.buffer.name, dim)) if is_param else None
+
+    def _window_start(self, access: Access, dim: int, window: Window) -> tirx.PrimExpr:
+        factor, _ = self.analysis.windows[(access.buffer.name, dim)]
+        start = self.splits[factor].offset * window.stride
+        return (start if window.per == 1 else tirx.floordiv(start, window.per)) + window.first
 
     def guards(self, access: Access) -> list[tirx.PrimExpr]:
         """Conditions under which a parameter's access stays inside the tile, where that is not certain.
@@ -63,7 +81,9 @@ class ValueRewriter:
         for dim, index in enumerate(access.indices):
             entry = self.analysis.coordinates.of_access(access, dim)
             if entry is None:
-                found += self._outside(self.rewrite(index), access.buffer.shape[dim])
+                window = self.window(access, dim)
+                position = self.rewrite(index) if window is None else self._index(access, dim)
+                found += self._outside(position, access.buffer.shape[dim] if window is None else window.length)
                 continue
             split = self.splits.get(entry[0])
             size = access.buffer.shape[dim] if split is None else split.tile

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tvm import tirx
 
+from mesh_tensor.base.window import Window
 from mesh_tensor.rules.kernel.coverage import with_whole_tiles
+from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Blocked, Factor
 from mesh_tensor.rules.kernel.other_dims import reshaped
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
@@ -16,10 +18,11 @@ from .splits import Split
 
 
 class Shrink:
-    """`extents`: new extents of loop variables. `buffers`: parameters and on-chip buffers that change shape."""
+    """`extents`: new extents of loop variables. `buffers`: parameters and on-chip buffers that change shape.
+    `windows`: the parameters' dims of which the device has windows."""
 
-    def __init__(self, analysis: Analysis, splits: Sequence[Split]):
-        self.analysis, self.kernel = analysis, analysis.kernel
+    def __init__(self, analysis: Analysis, splits: Sequence[Split], windows: Mapping[Dim, Window]):
+        self.analysis, self.kernel, self.windows = analysis, analysis.kernel, windows
         self.splits: dict[Factor, Split] = {s.factor: s for s in splits}
         self.extents: dict[tirx.Var, tirx.PrimExpr] = {}
         self._loop_extents = {loop.var: loop.extent for loop in self.kernel.loops.values()}
@@ -72,6 +75,9 @@ class Shrink:
                 for param, dim in factor.dims:
                     if param == name:
                         shape[dim] = split.tile
+            for (param, dim), window in self.windows.items():
+                if param == name:
+                    shape[dim] = tirx.IntImm("int32", window.length)
             if any(not new.same_as(old) for new, old in zip(shape, buffer.shape, strict=True)):
                 self.buffers[buffer] = reshaped(buffer, shape)
 

@@ -18,7 +18,7 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.kernel.factors import Factor
 
 from .layouts import LocalKernel
-from .localize import localize
+from .localize import localize, windows_of
 from .splits import DeviceCoordinates, Split
 
 Bounds = tuple[int, int]
@@ -54,6 +54,8 @@ class Slabs:
             return f"{name} can't be split: {factor.blocked}"
         if self.kernel.refined:
             return "dims of its parameters are walked in groups"
+        if any(other is factor for other, _ in analysis.windows.values()):
+            return f"what is next to tiles of {name} is read"
         if analysis.reductions[factor].ops:
             return f"{name} is reduced ({', '.join(analysis.reductions[factor].ops)})"
         split = self._split(factor)
@@ -96,7 +98,8 @@ class Slabs:
         name = f"{self.kernel.func.attrs['global_symbol']}_slab"
         for start, stop in bounds:
             splits = [*(s for s in self.kernel.splits if s.factor is not factor), self._slab(factor, start, stop)]
-            new = localize(self.kernel.analysis, splits, splits[-1].coordinates, name)
+            windows = windows_of(self.kernel.assignment)
+            new = localize(self.kernel.analysis, splits, splits[-1].coordinates, name, windows)
             made.append(next((old for old in made if old[1] == new[1] and ir.structural_equal(old[0], new[0])), new))
         return made
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.base.window import Reaches
 from mesh_tensor.rules.operator import OpRule
 from mesh_tensor.rules.operator.rule import Dim, InnerReduction, atoms_of
 
@@ -29,7 +30,8 @@ class NodeRule:
     """An operator's rule over the atoms of its tensors. `sizes` are those of the factors, `reduced` as in `rule`, and
     `partial` has that for each result.
     `even`: factors that axes have to divide, because tiles are to be contiguous parts of a dim that has more atoms.
-    `blocks`: of how many of a factor's elements a block is made. `inner`: what is reduced inside a kernel."""
+    `blocks`: of how many of a factor's elements a block is made. `inner`: what is reduced inside a kernel.
+    `windows`: (operand, atom) -> what is read of it from where a factor is; it is None in `inputs`."""
 
     rule: OpRule
     inputs: tuple[AtomFactors, ...]
@@ -40,6 +42,18 @@ class NodeRule:
     even: frozenset[str] = frozenset()
     blocks: Mapping[str, int] = field(default_factory=dict)
     inner: tuple[InnerReduction, ...] = ()
+    windows: Mapping[tuple[int, int], Reaches] = field(default_factory=dict)
+
+    @cached_property
+    def followed(self) -> tuple[AtomFactors, ...]:
+        """Of the operands: also the factors from which windows of an atom are read."""
+        if not self.windows:
+            return self.inputs
+        read = {place: reaches.factor for place, reaches in self.windows.items()}
+        return tuple(
+            tuple(read.get((operand, position), factor) for position, factor in enumerate(factors))
+            for operand, factors in enumerate(self.inputs)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +155,19 @@ class _Refinement:
         inner = tuple([replace(one, factor=self._first(one.factor), dims=self._firsts(one)) for one in rule.inner])
         partial = tuple([{name: ops[b] for name in sizes if (b := self._base[name]) in ops} for ops in rule.partial])
         partial = partial or (reduced,) * len(outputs)
-        return NodeRule(rule, *tensors, sizes, reduced, partial, frozenset(self._even), blocks, inner)
+        windows = self._windows(of, sizes)
+        return NodeRule(rule, *tensors, sizes, reduced, partial, frozenset(self._even), blocks, inner, windows)
+
+    def _windows(
+        self, of: dict[Value, tuple[Sizes, ...]], sizes: Mapping[str, int]
+    ) -> dict[tuple[int, int], Reaches]:
+        """Windows of atoms: where a dim is one atom, as is the factor that reads it."""
+        found = {}
+        for (operand, dim), reaches in self._rule.windows.items():
+            dims = of[self._node.inputs[operand]]
+            if len(dims[dim]) == 1 and reaches.factor in sizes:
+                found[(operand, sum(map(len, dims[:dim])))] = reaches
+        return found
 
     def _first(self, factor: str) -> str:
         """The atom of a factor that axes may split: of kernels, only the first one."""

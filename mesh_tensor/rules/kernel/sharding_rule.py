@@ -9,9 +9,11 @@ from functools import cached_property
 from tvm import tirx
 
 from mesh_tensor.annotations.kernel_source import check_kernel
+from mesh_tensor.base.window import Reaches
 
 from .coordinates import Coordinates, find_coordinates
 from .earlier_content import needs_content, only_keeps_content
+from .factor_derivation import Dim
 from .factors import Factor
 from .granularity import Refined
 from .live_ranges import LiveRanges, Taints, find_taints
@@ -19,6 +21,7 @@ from .normalize import normalize
 from .reader import read_kernel
 from .reductions import Reduction, judge
 from .statements import Kernel
+from .windows import find_windows
 
 _PARALLEL_NAMES = {1: ("m",), 2: ("m", "n"), 3: ("b", "m", "n"), 4: ("b", "h", "m", "n")}
 _REDUCED_NAMES = ("k", "l", "r", "s")
@@ -27,12 +30,15 @@ _MORE_NAMES = "cdefgijopqtuvwxyz"
 
 @dataclass(frozen=True, eq=False)
 class Analysis:
-    """Everything the later stages ask about one kernel (a function with one grid)."""
+    """Everything the later stages ask about one kernel (a function with one grid).
+
+    `windows`: the dims that no factor walks, but of which a factor's positions read bounded windows."""
 
     kernel: Kernel
     coordinates: Coordinates
     reductions: Mapping[Factor, Reduction]
     taints: Taints
+    windows: Mapping[Dim, tuple[Factor, Reaches]]
 
     @property
     def factors(self) -> tuple[Factor, ...]:
@@ -46,6 +52,10 @@ class Analysis:
         """Why a parameter's dim can't be split, None if it can."""
         factor = self.factor_of(param, dim)
         return self.coordinates.detached.get((param, dim), "nothing walks it") if factor is None else factor.blocked
+
+    def read_from(self, param: str, dim: int) -> Factor | None:
+        """The factor from whose positions windows of a dim are read; None if it is no such dim."""
+        return self.windows[(param, dim)][0] if (param, dim) in self.windows else None
 
     def written(self, param: str) -> bool:
         buffer = self.kernel.params[param]
@@ -104,7 +114,8 @@ def analyse(func: tirx.PrimFunc) -> Analysis:
             old, name=names[old], blocked=verdict.blocked, aligned=verdict.aligned, lanes=verdict.lanes
         )
         reductions[new] = verdict.reduction
-    return Analysis(kernel, derived.with_factors(factors), reductions, taints)
+    coordinates = derived.with_factors(factors)
+    return Analysis(kernel, coordinates, reductions, taints, find_windows(kernel, coordinates))
 
 
 def sharding_rule(prim_func: tirx.PrimFunc) -> ShardingRule:
