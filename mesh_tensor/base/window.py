@@ -53,8 +53,13 @@ class Window:
 
 
 def windows_text(windows: Sequence[tuple[int, Window]]) -> str:
-    """Windows, by dim, as part of a layout's text."""
-    return "".join(f"; W[{dim}]{astuple(window)}" for dim, window in windows)
+    """Windows, by dim, as part of a layout's text: their fields, but for `wraps` and `per` where these are not set."""
+    return "".join(f"; W[{dim}]{_stated(window)}" for dim, window in windows)
+
+
+def _stated(window: Window) -> tuple:
+    fields = astuple(window)
+    return fields if window.wraps or window.per != 1 else fields[:4]
 
 
 def parse_windows(texts: Sequence[str], read: Callable[[str], tuple]) -> list[tuple[int, Window]]:
@@ -86,6 +91,11 @@ class Reaches:
     per: int
     reaches: tuple[Reach, ...]
     wraps: bool = False
+
+    @property
+    def margin(self) -> int:
+        """How many elements are read from one position."""
+        return max(reach.high for reach in self.reaches) - min(reach.low for reach in self.reaches) + 1
 
     def window(self, size: int, parts: Sequence[int]) -> Window | None:
         """What a device reads whose tile is one of `parts` (nested: of every axis) of the factor's `size`; None if that

@@ -178,7 +178,7 @@ def operand_layouts(mesh: Mesh, rule: NodeRule, split: Split) -> tuple[Sharding,
 def with_window(layout: Sharding, dim: int, reaches: Reaches, size: int, split: Mapping[str, Any]) -> Sharding:
     """The layout, in which the axes that split the factor (of `size`) split a dim into what is read of it from there;
     the layout itself, with the dim whole, where that is as much, or they split another dim."""
-    axes = [axis for axis, factor in split.items() if factor == reaches.factor]
+    axes = [axis for axis, factor in split.items() if factor == reaches.factor and layout.mesh.size(axis) > 1]
     window = reaches.window(size, [layout.mesh.size(axis) for axis in axes])
     if not axes or window is None or any(layout.dim_of(axis) is not None for axis in axes):
         return layout

@@ -45,6 +45,7 @@ class Distance:
 
     def best(self, expr: tirx.PrimExpr) -> tuple[Fraction, Interval] | None:
         """A slope, and the bounds of `expr - slope * coordinate`: the closest ones; None if there are none."""
+        expr = self._analyzer.simplify(expr)
         found = [(slope, bounds) for slope in self._slopes(expr) if slope > 0 and (bounds := self.bounds(expr, slope))]
         return min(found, key=lambda pair: pair[1].high - pair[1].low, default=None)
 
@@ -114,7 +115,7 @@ class Distance:
         if loop is None:
             return None
         simplify = self._analyzer.simplify
-        first, last = self.bounds(loop.min, slope), self.bounds(simplify(loop.min + loop.extent - 1), slope)
+        first, last = (self.bounds(simplify(end), slope) for end in (loop.min, loop.min + loop.extent - 1))
         return None if first is None or last is None else Interval(first.low, max(first.low, last.high))
 
     def _simple(self, var: tirx.Var) -> Interval | None:

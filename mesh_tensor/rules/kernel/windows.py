@@ -28,10 +28,9 @@ def find_windows(kernel: Kernel, coordinates: Coordinates) -> dict[Dim, tuple[Fa
     for param, dim in coordinates.detached:
         accesses = _reads(kernel, kernel.params[param])
         factors = coordinates.factors if accesses and _is_sized(kernel, param, dim) else ()
-        reads = ((factor, reaches) for factor in factors if (reaches := _read_from(kernel, factor, accesses, dim)))
-        first = next(reads, None)
-        if first is not None:
-            found[(param, dim)] = first
+        reads = [(factor, reaches) for factor in factors if (reaches := _read_from(kernel, factor, accesses, dim))]
+        if reads:
+            found[(param, dim)] = min(reads, key=lambda read: read[1].margin)
     return found
 
 
