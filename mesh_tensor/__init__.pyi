@@ -27,7 +27,7 @@ from .importers.onnx_frontend import from_onnx
 from .importers.torch_frontend import from_torch
 from .lowering import lower
 from .pipelining.schedule import Schedule
-from .program.steps import Program
+from .program.program import Program
 from .redistribution.plan import RedistributionPlan
 from .rules.kernel.sharding_rule import ShardingRule, sharding_rule
 from .runtime.ranks import from_dtensor, from_placements, redistribute, resume, to_dtensor, to_placements

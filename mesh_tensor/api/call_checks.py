@@ -9,7 +9,7 @@ import torch
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.program.steps import Program
+from mesh_tensor.program.program import Program
 from mesh_tensor.runtime.plain_tensors import may_be_dual
 
 

@@ -16,7 +16,7 @@ from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.lowering.pipeline import KernelLowering
 from mesh_tensor.program.builder import Lowering
 from mesh_tensor.program.overlap import check_overlap
-from mesh_tensor.program.steps import Program
+from mesh_tensor.program.program import Program
 from mesh_tensor.program.symbolic import Lower, Programs
 from mesh_tensor.rules.kernel.sharding_rule import sharding_rule
 from mesh_tensor.runtime.ambient import is_plain, plain, undisturbed

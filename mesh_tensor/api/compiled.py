@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Protocol
 
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.program.steps import Program
+from mesh_tensor.program.program import Program
 from mesh_tensor.program.symbolic import Programs
 from mesh_tensor.targets.kernels import Target
 

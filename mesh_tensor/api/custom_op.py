@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mesh_tensor.base.errors import MeshTensorError, refuse
-from mesh_tensor.program.steps import Parameter, Program, Value
+from mesh_tensor.program.program import Parameter, Program, Value
 from mesh_tensor.runtime.ranks import (
     axes_out_of_order,
     check_order,

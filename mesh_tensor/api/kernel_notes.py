@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mesh_tensor.base.decisions import columns
-from mesh_tensor.program.steps import Program
+from mesh_tensor.program.program import Program
 from mesh_tensor.rules.kernel.reader import read_kernel
 from mesh_tensor.runtime.ranks.dtensor_ports import Transfer
 from mesh_tensor.targets.cpu.blas import who_multiplies

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -11,14 +11,14 @@ from tvm import ir
 from mesh_tensor.annotations.annotate_module import annotate_module, read_module_annotations
 from mesh_tensor.annotations.names import check_module
 from mesh_tensor.annotations.parameters import flat_arguments, with_flat_parameters
-from mesh_tensor.base.errors import MeshTensorError, refuse, shown
+from mesh_tensor.base.errors import MeshTensorError, listing, refuse, shown
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.program.explain import explain
 from mesh_tensor.program.from_graph import Kernels
 from mesh_tensor.program.overlap import check_overlap
 from mesh_tensor.program.plan_module import ModulePlan, plan_module
-from mesh_tensor.program.steps import Program
+from mesh_tensor.program.program import Program
 from mesh_tensor.runtime.ambient import full_precision, undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound, refuse_outside
 from mesh_tensor.runtime.ranks import is_dtensor, ranks_of
@@ -45,6 +45,7 @@ def distribute_module(
     shardings: Mapping[str, ShardingLike] | None = None,
     *,
     weights: Mapping[str, Any] | None = None,
+    priority: Mapping[str, int] | None = None,
     function: str = "main",
     target: str = "auto",
     strict: bool = False,
@@ -64,6 +65,7 @@ def distribute_module(
         shardings: layouts of named parameters and values, as `annotate_module` takes them.
         weights: parameters that stay, by name (the module's, or that in torch): split once. What is left of the
             parameters is passed at every call.
+        priority: whose layouts are heard first, as `annotate_module` takes it.
         function: the function to run.
         target: where kernels run, as in `compile`.
         strict: refuse annotations that can't be used as stated, instead of changing layouts between them.
@@ -84,7 +86,7 @@ def distribute_module(
     Raises:
         MeshTensorError: what was asked for can't be done; the message names the binding and the operator.
     """
-    step, given = (mod, _step_module(mod, mesh, shardings)) if isinstance(mod, TrainingStep) else (None, mod)
+    step, given = (mod, _step_module(mod, mesh, shardings, priority)) if isinstance(mod, TrainingStep) else (None, mod)
     check_module(given, "distribute_module")
     if kernels and not (isinstance(kernels, Mapping) and all(callable(made) for made in kernels.values())):
         refuse(
@@ -93,7 +95,9 @@ def distribute_module(
     if shardings and step is None:
         if mesh is None:
             refuse("shardings without a mesh", fix="pass the mesh that they are for")
-        given = annotate_module(given, _mesh(mesh), shardings, function)
+        given = annotate_module(given, _mesh(mesh), shardings, function, priority=priority)
+    elif priority and step is None:
+        refuse(f"a priority of {listing(list(priority))} without shardings", fix="state layouts for them")
     made = MeshModule(
         given,
         mesh,
@@ -110,11 +114,13 @@ def distribute_module(
     return made if step is None else TrainingRun(step, made)
 
 
-def _step_module(step: TrainingStep, mesh: Any, shardings: Mapping[str, ShardingLike] | None) -> ir.IRModule:
+def _step_module(
+    step: TrainingStep, mesh: Any, shardings: Mapping[str, ShardingLike] | None, priority: Mapping[str, int] | None
+) -> ir.IRModule:
     """A training step's module, annotated for the mesh that it is to run on."""
     if mesh is None:
         refuse("a training step without a mesh", fix="pass the mesh that it is to run on")
-    return annotated_step(step, _mesh(mesh), shardings or {})
+    return annotated_step(step, _mesh(mesh), shardings or {}, priority or {})
 
 
 def _mesh(mesh: Any) -> Mesh:
@@ -173,9 +179,14 @@ class MeshModule:
         return self._run(args, lambda: self._signature.bind(self._weights, args, {}), _call_alike)
 
     @undisturbed
-    def step(self, tensors: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The function's first result for these tensors, and what replaces `state` (of `as_state`) in the next call."""
-        return self._run(tensors.values(), lambda: dict(tensors), lambda launch, given: launch.step(given, state))
+    def step(
+        self, tensors: Mapping[str, Any], state: Mapping[str, Any], watched: Collection[str] = ()
+    ) -> tuple[Any, dict[str, Any], list[str]]:
+        """The function's first result for these tensors; what replaces `state` (of `as_state`) in the next call; and
+        the names of the `watched` that hold NaN or infinity then, alike on all ranks."""
+        return self._run(
+            tensors.values(), lambda: dict(tensors), lambda launch, given: launch.step(given, state, watched)
+        )
 
     @undisturbed
     def as_state(self, tensors: Mapping[str, Any]) -> dict[str, Any]:

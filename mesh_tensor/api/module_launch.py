@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
 from mesh_tensor.program.plan_module import ModulePlan
+from mesh_tensor.runtime.finite import not_finite
 from mesh_tensor.runtime.virtual.launch import Launch
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import Target
@@ -51,15 +52,19 @@ class ModuleLaunch:
         return made.full() if full and isinstance(made, MeshTensor) else made
 
     def step(
-        self, tensors: Mapping[str, torch.Tensor | MeshTensor], state: Mapping[str, MeshTensor]
-    ) -> tuple[Any, dict[str, MeshTensor]]:
-        """The first result, whole, for these tensors and this state (of parameters, by name); and the state that comes
-        out, of which nothing else has the memory."""
+        self,
+        tensors: Mapping[str, torch.Tensor | MeshTensor],
+        state: Mapping[str, MeshTensor],
+        watched: Collection[str],
+    ) -> tuple[Any, dict[str, MeshTensor], list[str]]:
+        """The first result, whole, for these tensors and this state (of parameters, by name); the state that comes
+        out, of which nothing else has the memory; and what of the `watched` state is not finite then."""
         given = {self._inputs[name]: self._port(name).refine(tensor) for name, tensor in tensors.items()}
         known = {**self._held, **{self._inputs[name]: tensor for name, tensor in state.items()}, **given}
         known |= self._run({**known, **self._outputs}, {}, as_mesh_tensors=True)
         made: dict[str, Any] = {name: known[result] for name, result in state_results(self.plan).items()}
-        return self._tree(self._result[0], known, False), made
+        bad = not_finite({name: made[name].parts() for name in watched})
+        return self._tree(self._result[0], known, False), made, bad
 
     def _tree(self, names: Any, values: Mapping[str, Any], as_mesh_tensors: bool) -> Any:
         if not isinstance(names, str):

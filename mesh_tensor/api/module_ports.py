@@ -15,7 +15,7 @@ from mesh_tensor.plan.atoms import Sizes, made_plain, plain_sharding
 from mesh_tensor.plan.explicit import forms_in
 from mesh_tensor.plan.ir import leaves
 from mesh_tensor.program.plan_module import ModulePlan
-from mesh_tensor.program.steps import Value
+from mesh_tensor.program.program import Value
 from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute, of_tiles
 from mesh_tensor.targets.dtypes import torch_dtype

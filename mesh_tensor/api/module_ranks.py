@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.plan_module import ModulePlan
+from mesh_tensor.runtime.finite import not_finite
 from mesh_tensor.runtime.ranks import is_dtensor, redistribute
-from mesh_tensor.runtime.ranks.agree import agree, digest_of, program_facts
+from mesh_tensor.runtime.ranks.agree import agree, anywhere, digest_of, program_facts
 from mesh_tensor.runtime.ranks.dtensor import as_dtensor, lies_like_torch, local_part, to_placements
 from mesh_tensor.runtime.ranks.faults import Faults
 from mesh_tensor.runtime.ranks.rank_launch import RankLaunch, Tiling
@@ -32,7 +33,8 @@ class RankModuleLaunch:
     ) -> None:
         self.plan, self._ranks, self.lane = plan, ranks, ranks.calls.lane()
         made = plan.made
-        faults, facts = Faults(ranks, made.program.name), program_facts(made.program, target.name, overlap)
+        self._faults = faults = Faults(ranks, made.program.name)
+        facts = program_facts(made.program, target.name, overlap)
         agree(ranks, faults, facts)
         self._digest = digest_of(facts)
         self.lane.run(self._digest)
@@ -63,15 +65,18 @@ class RankModuleLaunch:
         return self._leave(self._ports[self._inputs[name]], local, not full)
 
     def step(
-        self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor]
-    ) -> tuple[Any, dict[str, torch.Tensor]]:
-        """As `ModuleLaunch.step`, of this rank's parts."""
+        self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor], watched: Collection[str]
+    ) -> tuple[Any, dict[str, torch.Tensor], list[str]]:
+        """As `ModuleLaunch.step`, of this rank's parts; what is not finite is the same on all ranks."""
         known = {**self._held, **{self._inputs[name]: tensor for name, tensor in state.items()}}
         known |= {self._inputs[name]: self._enter(name, tensor) for name, tensor in tensors.items()}
         self.lane.run(self._digest)
         made = {**known, **self._run(known, {})}
         kept = {name: made[result] for name, result in state_results(self.plan).items()}
-        return self._tree(self._result[0], made, False), kept
+        loss = self._tree(self._result[0], made, False)
+        bad = not_finite({name: (kept[name],) for name in watched})
+        found = anywhere(self._ranks, self._faults, [name in bad for name in watched])
+        return loss, kept, [name for name, is_bad in zip(watched, found, strict=True) if is_bad]
 
     def _enter(self, parameter: str, tensor: Any, keep: bool = False, alike: bool = False) -> torch.Tensor:
         """This rank's valid part of an argument. `keep`: its memory does not change with the argument's."""

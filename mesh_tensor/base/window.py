@@ -12,7 +12,7 @@ class Window:
     another dim starts: one of `size` elements, which the axes that split this dim split as well. What lies outside the
     tensor is 0; with `wraps`, it is what comes in from the other end.
 
-    >>> window = Window(size=8, stride=1, first=-1, length=6)  # of two devices, each has 4 elements and their neighbours
+    >>> window = Window(size=8, stride=1, first=-1, length=6)  # two devices, each with 4 elements and their neighbours
     >>> window.start([("x", 2)], {"x": 1}), window.box(8, 3)
     (3, (3, 8))
     """

@@ -158,9 +158,7 @@ class _Refinement:
         windows = self._windows(of, sizes)
         return NodeRule(rule, *tensors, sizes, reduced, partial, frozenset(self._even), blocks, inner, windows)
 
-    def _windows(
-        self, of: dict[Value, tuple[Sizes, ...]], sizes: Mapping[str, int]
-    ) -> dict[tuple[int, int], Reaches]:
+    def _windows(self, of: dict[Value, tuple[Sizes, ...]], sizes: Mapping[str, int]) -> dict[tuple[int, int], Reaches]:
         """Windows of atoms: where a dim is one atom, as is the factor that reads it."""
         found = {}
         for (operand, dim), reaches in self._rule.windows.items():

@@ -20,7 +20,8 @@ from mesh_tensor.rules.kernel.granularity import Dim
 from mesh_tensor.tir.sizes import size_function
 
 from .lifetimes import with_lifetimes
-from .steps import CollectiveStep, KernelStep, Parameter, Program, Step, Value, bytes_moved
+from .program import Parameter, Program, Value, bytes_moved
+from .steps import CollectiveStep, KernelStep, Step
 from .verify import checked
 
 Split = tuple[tuple[str, Dim], ...]  # axis, a dim that the factor which it splits walks

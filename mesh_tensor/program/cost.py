@@ -16,7 +16,8 @@ from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.cost import operator_work, touched_bytes
 from mesh_tensor.rules.operator.vjp import VJP, vjp_of
 
-from .steps import CollectiveStep, KernelStep, OpStep, Program
+from .program import Program
+from .steps import CollectiveStep, KernelStep, OpStep
 
 COMPUTE = -1  # the stream of the device itself; others are numbers of the machine's links
 

@@ -13,7 +13,8 @@ from mesh_tensor.base.collectives import COLLECTIVES
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.rules.operator.cost import class_of
 
-from .steps import CollectiveStep, KernelStep, OpStep, Step, Value, WaitStep
+from .program import Value
+from .steps import CollectiveStep, KernelStep, OpStep, Step, WaitStep
 
 # Products (or kernels) that may run between a collective's start and the use of its result.
 _AHEAD = CPU.tuning.products_ahead

@@ -9,7 +9,8 @@ from mesh_tensor.base.decisions import Decisions, columns
 from mesh_tensor.rules.operator.call import operator_name
 
 from .lifetimes import peak_bytes
-from .steps import CollectiveStep, KernelStep, OpStep, Parameter, Program, WaitStep, of_kinds
+from .program import Parameter, Program
+from .steps import CollectiveStep, KernelStep, OpStep, WaitStep, of_kinds
 
 _MOST_NAMES = 8
 

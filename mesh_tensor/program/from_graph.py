@@ -20,7 +20,8 @@ from .early_starts import early_starts
 from .kernel_steps import KernelSteps, is_kernel
 from .lifetimes import with_lifetimes
 from .overlap import with_overlap
-from .steps import CollectiveStep, OpStep, Parameter, Program, Value, bytes_moved
+from .program import Parameter, Program, Value, bytes_moved
+from .steps import CollectiveStep, OpStep
 from .steps import Step as ProgramStep
 from .verify import checked
 

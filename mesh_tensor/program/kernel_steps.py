@@ -24,7 +24,8 @@ from mesh_tensor.rules.kernel.granularity import Dim
 from mesh_tensor.rules.operator.call import op_call
 
 from .builder import build_program
-from .steps import CollectiveStep, KernelStep, OpStep, Program, Step, Value, of_kinds
+from .program import Program, Value
+from .steps import CollectiveStep, KernelStep, OpStep, Step, of_kinds
 
 
 def is_kernel(step: object) -> bool:

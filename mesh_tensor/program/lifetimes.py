@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Parameter, Program, Step, WaitStep
+from .program import Parameter, Program
+from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step, WaitStep
 
 
 class Stored(Protocol):

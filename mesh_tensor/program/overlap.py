@@ -27,7 +27,8 @@ from .lifetimes import with_lifetimes
 from .overlap_cost import COUNTS, Work, choose
 from .overlap_schedule import slab_steps
 from .overlap_sites import Site, Sites
-from .steps import CollectiveStep, Program, Step, Value
+from .program import Program, Value
+from .steps import CollectiveStep, Step
 from .verify import checked
 
 _MOST = 64

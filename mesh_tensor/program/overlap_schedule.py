@@ -9,7 +9,8 @@ from mesh_tensor.lowering.slabs import Bounds, SlabKernel
 from mesh_tensor.rules.kernel.cost import count_flops
 
 from .overlap_sites import Site
-from .steps import CollectiveStep, KernelStep, Slab, Step, Value, WaitStep, bytes_moved
+from .program import Slab, Value, bytes_moved
+from .steps import CollectiveStep, KernelStep, Step, WaitStep
 
 
 def slab_steps(

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from mesh_tensor.lowering.slabs import Slabs
 from mesh_tensor.rules.kernel.factors import Factor
 
-from .steps import CollectiveStep, KernelStep, Step, Value
+from .program import Value
+from .steps import CollectiveStep, KernelStep, Step
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""The Program: what one device runs, as a list of steps that runtimes, checks and simulators give a meaning.
-
-A Program knows nothing of TileLang's code generators, of torch or of threads. Every device runs the same steps; where a
-kernel has to know which device it is on, it takes the device's coordinates as its last arguments.
+"""What one device does, step by step.
 
 Whatever its kind, a step says
 
@@ -20,64 +17,17 @@ Who cares for some kinds only takes `Program.kernels`, `ops` and `collectives`, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 from tvm import tirx
 
-from mesh_tensor.base.decisions import Decisions
-from mesh_tensor.base.dtypes import dtype_bits
-from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.lowering.slabs import Slabs
-from mesh_tensor.redistribution.plan import elements_received
 from mesh_tensor.rules.operator import OpCall
 
 T = TypeVar("T")
 Meaning_co = TypeVar("Meaning_co", covariant=True)
-
-
-@dataclass(frozen=True)
-class Slab:
-    """A contiguous part of every device's tile: indices `start` to `stop` along `dim` (all dims before it are 1)."""
-
-    dim: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Value:
-    """A tensor of the program: `shape` is global, `sharding` says what of it each device holds.
-
-    Values with the same `storage` share memory (a collective that works in place goes from one to the other). A value
-    with a `slab` is that part of the storage's tiles: a tensor of its own, whose tiles are the slabs."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    sharding: Sharding
-    storage: str
-    slab: Slab | None = None
-
-    @property
-    def tile_shape(self) -> tuple[int, ...]:
-        """The shape that every device allocates: ceildiv(dim, axis sizes)."""
-        return self.sharding.tile_shape(self.shape)
-
-    @property
-    def tile_bytes(self) -> int:
-        """The memory of what `tile_shape` tells."""
-        return math.prod(self.tile_shape) * dtype_bits(self.dtype) // 8
-
-    def overlaps(self, other: Value) -> bool:
-        """Whether they share memory."""
-        if self.storage != other.storage or self.slab is None or other.slab is None:
-            return self.storage == other.storage
-        return self.slab.start < other.slab.stop and other.slab.start < self.slab.stop
 
 
 class Meanings(Protocol[Meaning_co]):
@@ -300,75 +250,3 @@ Step = KernelStep | OpStep | CollectiveStep | WaitStep | AllocStep | FreeStep
 def of_kinds(steps: Iterable[Step], table: Mapping[Any, Callable[[Any], T]]) -> list[T]:
     """What the steps of the kinds in the table mean by it, in their order."""
     return [table[type(step)](step) for step in steps if type(step) in table]
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A parameter of the kernel as its caller sees it: `input` is None if the kernel only writes it, `output` is None
-    if it only reads it. Both name Values with the layout that was annotated. `kept`: nothing looks at what comes in,
-    but some of it may stay; a caller who has nothing to keep may leave it out."""
-
-    name: str
-    input: str | None
-    output: str | None
-    kept: bool = False
-
-
-@dataclass(frozen=True)
-class Program:
-    """`steps` over `values`; `parameters` are in the order of the caller's own. `overlap`: what was decided about
-    running collectives beside kernels, and why. `decided` finds what was decided before, for these very sizes."""
-
-    name: str
-    mesh: Mesh
-    parameters: tuple[Parameter, ...]
-    values: dict[str, Value]
-    steps: tuple[Step, ...]
-    decided: Callable[[], Decisions] | None = field(default=None, compare=False, repr=False)
-    overlap: tuple[str, ...] = field(default=(), compare=False)
-
-    @cached_property
-    def kernels(self) -> tuple[KernelStep, ...]:
-        """The steps that run local kernels."""
-        return tuple(step for step in self.steps if isinstance(step, KernelStep))
-
-    @cached_property
-    def ops(self) -> tuple[OpStep, ...]:
-        """The steps that call operators."""
-        return tuple(step for step in self.steps if isinstance(step, OpStep))
-
-    @cached_property
-    def collectives(self) -> tuple[CollectiveStep, ...]:
-        """The steps that run collectives, or start them."""
-        return tuple(step for step in self.steps if isinstance(step, CollectiveStep))
-
-    @property
-    def inputs(self) -> frozenset[str]:
-        """The storages that callers bring."""
-        return frozenset(self.values[p.input].storage for p in self.parameters if p.input is not None)
-
-    @property
-    def outputs(self) -> frozenset[str]:
-        """The storages that callers take."""
-        return frozenset(self.values[p.output].storage for p in self.parameters if p.output is not None)
-
-    @cached_property
-    def stored(self) -> dict[str, Value]:
-        """Storage -> a value that is all of it."""
-        return {value.storage: value for value in reversed(list(self.values.values())) if value.slab is None}
-
-    @cached_property
-    def last_writes(self) -> dict[str, Step]:
-        """Storage -> the last step that writes it; storages that nothing writes are not there."""
-        return {self.values[name].storage: step for step in self.steps for name in step.writes}
-
-    def mean(self, meanings: Meanings[T]) -> list[T]:
-        """The meaning of every step, in order."""
-        return [step.mean(meanings) for step in self.steps]
-
-
-def bytes_moved(kind: str, src: Value, dst: Value, axes: tuple[str, ...]) -> int:
-    """What the busiest device of a collective receives, with the usual ring algorithms; at even sizes all devices send
-    and receive as much."""
-    elements = elements_received(kind, src.shape, src.sharding, dst.sharding, axes)
-    return elements * dtype_bits(src.dtype) // 8

@@ -27,7 +27,7 @@ from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 
 from .builder import Split
 from .overlap import with_overlap
-from .steps import Program
+from .program import Program
 
 Sizes = Mapping[tirx.Var, int]
 

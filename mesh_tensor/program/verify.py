@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from mesh_tensor.lowering.verify import collectives_in, enabled, leftovers, raise_on
 from mesh_tensor.redistribution.plan import Move, illegal_move
 
-from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, Program, Step, Value
+from .program import Program, Value
+from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, Step
 
 
 def verify_program(program: Program) -> None:

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 from tvm import tirx
 
-from mesh_tensor.program.steps import KernelStep, Meanings, Program, Value
+from mesh_tensor.program.program import Program, Value
+from mesh_tensor.program.steps import KernelStep, Meanings
 
 
 class Memory:

@@ -12,7 +12,7 @@ from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.pipelining.clock import Timeline, timeline
 from mesh_tensor.pipelining.schedule import Action, Schedule
-from mesh_tensor.program.steps import Program
+from mesh_tensor.program.program import Program
 from mesh_tensor.redistribution.transfer import TransferPlan
 
 from .summary import in_bytes, in_seconds

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.program.cost import COMPUTE, NOTHING, StepCost, StepCosts
-from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Program, WaitStep
+from mesh_tensor.program.program import Program
+from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, WaitStep
 
 RUN, SEND, START, WAIT = range(4)
 

@@ -8,7 +8,8 @@ import torch
 from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.program.steps import OpStep, Program
+from mesh_tensor.program.program import Program
+from mesh_tensor.program.steps import OpStep
 from mesh_tensor.rules.operator import OpCall
 from mesh_tensor.rules.operator.call import operator_name
 

@@ -12,7 +12,8 @@ import torch
 
 from mesh_tensor import Mesh
 from mesh_tensor.api.compile import MeshKernel
-from mesh_tensor.program.steps import AllocStep, KernelStep, Program
+from mesh_tensor.program.program import Program
+from mesh_tensor.program.steps import AllocStep, KernelStep
 from mesh_tensor.targets.kernels import Target
 from tests.runtime.programs import collective, kernel_of, program, value
 

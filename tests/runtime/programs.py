@@ -10,7 +10,8 @@ from tvm import tirx
 
 from mesh_tensor import Mesh, Sharding
 from mesh_tensor.api.compile import MeshKernel
-from mesh_tensor.program.steps import AllocStep, CollectiveStep, KernelStep, Parameter, Program, Step, Value
+from mesh_tensor.program.program import Parameter, Program, Value
+from mesh_tensor.program.steps import AllocStep, CollectiveStep, KernelStep, Step
 
 
 def value(

@@ -169,7 +169,9 @@ def _gather(expr: tirx.PrimExpr | int, factor: int, found: list[tuple[tirx.PrimE
     if isinstance(expr, tirx.Cast) and expr.dtype in ("int32", "int64") and expr.value.dtype == "int32":
         return _gather(expr.value, factor, found)
     if isinstance(expr, (tirx.Add, tirx.Sub)):
-        return _gather(expr.a, factor, found) + _gather(expr.b, factor if isinstance(expr, tirx.Add) else -factor, found)
+        return _gather(expr.a, factor, found) + _gather(
+            expr.b, factor if isinstance(expr, tirx.Add) else -factor, found
+        )
     if isinstance(expr, tirx.Mul):
         for one, other in ((expr.a, expr.b), (expr.b, expr.a)):
             if isinstance(other, tirx.IntImm):

@@ -78,9 +78,7 @@ class _Round:
 
     `detached`, `staged`: the dims that gave way in this round; if there are any, nothing else in it counts."""
 
-    def __init__(
-        self, kernel: Kernel, ranges: LiveRanges, without: Mapping[Dim, str], without_staged: Set[Node]
-    ):
+    def __init__(self, kernel: Kernel, ranges: LiveRanges, without: Mapping[Dim, str], without_staged: Set[Node]):
         self.detached: dict[Dim, str] = {}
         self.staged: set[Node] = set()
         self._kernel, self._ranges, self._without, self._without_staged = kernel, ranges, without, without_staged

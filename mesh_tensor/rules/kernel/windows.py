@@ -89,9 +89,7 @@ def _is_coordinate(found: tuple[Fraction, Reach]) -> bool:
     return found == (Fraction(1), Reach(0, 0, 1))
 
 
-def _reach(
-    kernel: Kernel, factor: Factor, index: tirx.PrimExpr, statement: Statement
-) -> tuple[Fraction, Reach] | None:
+def _reach(kernel: Kernel, factor: Factor, index: tirx.PrimExpr, statement: Statement) -> tuple[Fraction, Reach] | None:
     """The slope in which an index follows the factor, and how far it is from there."""
     terms = {var: factor.roles[var] for var in _mentioned(index, statement, kernel) if var in factor.roles}
     if not terms:

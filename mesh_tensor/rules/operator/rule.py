@@ -88,8 +88,8 @@ class OpRule:
                       Sets whose dtype is not that of the results are left out when the rule is looked up.
     unsplit           factors that no axis may split.
     positional        factors of single dims whose tiles have to be contiguous: `localize` looks at where they lie.
-    windows           (operand, dim) -> what is read of it from where a factor is, of dims that are None otherwise: where
-                      axes split that factor, devices take windows of the dim.
+    windows           (operand, dim) -> what is read of it from where a factor is, of dims that are None otherwise:
+                      where axes split that factor, devices take windows of the dim.
     masks             the operator minds its operands' padding itself: nothing has to set it.
     blocks            factor -> size of its blocks, where the tiles of all devices have to be whole blocks.
     inner             what is reduced inside a kernel, in the order in which it is.

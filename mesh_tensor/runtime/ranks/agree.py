@@ -13,7 +13,7 @@ from importlib import metadata
 from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.program.steps import Program
+from mesh_tensor.program.program import Program
 
 from .faults import Faults
 from .lane import AGREEMENT
@@ -75,6 +75,15 @@ def agree(ranks: Ranks, faults: Faults, facts: Mapping[str, str], refusal: str =
         why="all ranks of a mesh have to run the same steps",
         fix=f"compile the same kernel on every rank, and pass tensors of the same global shapes and dtypes{fix}",
     )
+
+
+def anywhere(ranks: Ranks, faults: Faults, flags: Sequence[bool]) -> list[bool]:
+    """Flag by flag, whether it is set on any rank. Part of a call that all ranks make."""
+    try:
+        found = ranks.calls.gather(bytes(flags))
+    except RuntimeError as error:
+        faults.blame(error, "the ranks' flags", range(ranks.mesh.num_devices))
+    return [any(column) for column in zip(*found, strict=True)]
 
 
 def digest_of(facts: Mapping[str, str]) -> int:

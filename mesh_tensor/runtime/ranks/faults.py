@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.program.steps import Program, Step
+from mesh_tensor.program.program import Program
+from mesh_tensor.program.steps import Step
 
 from .calls import Calls, indented
 from .lane import Lane

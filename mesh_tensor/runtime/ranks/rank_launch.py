@@ -13,7 +13,7 @@ import torch
 from mesh_tensor.base.dtypes import ALIGNMENT, poison_value
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.program.steps import Parameter, Program, Value
+from mesh_tensor.program.program import Parameter, Program, Value
 from mesh_tensor.runtime.backend import Memory
 from mesh_tensor.runtime.elementwise import clone, copy, fill
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype

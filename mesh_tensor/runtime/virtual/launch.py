@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mesh_tensor.program.steps import Parameter, Program
+from mesh_tensor.program.program import Parameter, Program
 from mesh_tensor.runtime.backend import Memory
 from mesh_tensor.runtime.elementwise import clone, copy
 from mesh_tensor.runtime.placement import Layout, Tiles
