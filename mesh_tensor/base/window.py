@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass
 class Window:
     """Of a dim, every device has `length` elements, from `stride * o // per + first` on, where o is where its tile of
     another dim starts: one of `size` elements, which the axes that split this dim split as well. What lies outside the
-    tensor is 0; with `wraps`, it is what comes in from the other end.
+    tensor is neutral for `outside` (a sum: 0); with `wraps`, it is what comes in from the other end.
 
     >>> window = Window(size=8, stride=1, first=-1, length=6)  # two devices, each with 4 elements and their neighbours
     >>> window.start([("x", 2)], {"x": 1}), window.box(8, 3)
@@ -23,6 +23,7 @@ class Window:
     length: int
     wraps: bool = False
     per: int = 1
+    outside: str = "sum"
 
     def start(self, axes: Sequence[tuple[str, int]], at: Mapping[str, int]) -> int:
         """Where the window of the device at `at` starts: before the tensor, if that is negative. `axes` split the dim,
@@ -53,13 +54,14 @@ class Window:
 
 
 def windows_text(windows: Sequence[tuple[int, Window]]) -> str:
-    """Windows, by dim, as part of a layout's text: their fields, but for `wraps` and `per` where these are not set."""
+    """Windows, by dim, as part of a layout's text: their fields, but for those at the end that have their defaults."""
     return "".join(f"; W[{dim}]{_stated(window)}" for dim, window in windows)
 
 
 def _stated(window: Window) -> tuple:
-    fields = astuple(window)
-    return fields if window.wraps or window.per != 1 else fields[:4]
+    stated, left_out = astuple(window), astuple(Window(0, 1, 0, 1))
+    count = next(n for n in range(len(stated), 0, -1) if n == 4 or stated[n - 1] != left_out[n - 1])
+    return stated[:count]
 
 
 def parse_windows(texts: Sequence[str], read: Callable[[str], tuple]) -> list[tuple[int, Window]]:
@@ -83,7 +85,8 @@ class Reach:
 
 @dataclass(frozen=True)
 class Reaches:
-    """All that something reads of a dim of `extent` elements, from where it is in `factor`."""
+    """All that something reads of a dim of `extent` elements, from where it is in `factor`. `always`: it has to have a
+    window even where that is as long as the dim."""
 
     factor: str
     extent: int
@@ -91,6 +94,8 @@ class Reaches:
     per: int
     reaches: tuple[Reach, ...]
     wraps: bool = False
+    always: bool = False
+    outside: str = "sum"
 
     @property
     def margin(self) -> int:
@@ -106,4 +111,5 @@ class Reaches:
         first = min(reach.low for reach in self.reaches)
         last = max(self.stride * (-(-tile // r.block) - 1) * r.block // self.per + r.high for r in self.reaches)
         length = max(1, last - first + 1 + (self.per > 1))
-        return Window(size, self.stride, first, length, self.wraps, self.per) if length < self.extent else None
+        fits = self.always or length < self.extent
+        return Window(size, self.stride, first, length, self.wraps, self.per, self.outside) if fits else None

@@ -110,26 +110,28 @@ def _refined(
 def plain_sharding(sharding: Sharding, dims: tuple[Sizes, ...]) -> Sharding | None:
     """A layout over atoms as one over the dims that they make up, if it is one: only first atoms are split, and evenly
     where more follow."""
-    start, axes = 0, []
-    for atoms in dims:
+    start, axes, windows = 0, [], []
+    for dim, atoms in enumerate(dims):
+        windows += [(dim, window)] if (window := sharding.window(start)) is not None else []
         uneven = len(atoms) > 1 and atoms[0] % sharding.num_shards(start) != 0
         if uneven or any(sharding.axes_of(p) for p in range(start + 1, start + len(atoms))):
             return None
         axes.append(sharding.axes_of(start))
         start += len(atoms)
-    return Sharding(sharding.mesh, len(dims), tuple(axes), sharding.partial)
+    return Sharding(sharding.mesh, len(dims), tuple(axes), sharding.partial, tuple(windows))
 
 
 def made_plain(sharding: Sharding, dims: tuple[Sizes, ...]) -> Sharding:
-    """The layout over atoms in which no dim is split that isn't split in contiguous tiles."""
-    start = 0
+    """The layout over atoms in which no dim is split that isn't split in contiguous tiles. Windows are of dims that are
+    one atom."""
+    start, windows, sharding = 0, sharding.windows, sharding.plain
     for atoms in dims:
         uneven = len(atoms) > 1 and atoms[0] % sharding.num_shards(start) != 0
         for position in range(start if uneven else start + 1, start + len(atoms)):
             for axis in sharding.axes_of(position):
                 sharding = sharding.with_replicate(axis)
         start += len(atoms)
-    return sharding
+    return sharding.with_windows(windows) if windows else sharding
 
 
 class _Refinement:

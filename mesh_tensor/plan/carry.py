@@ -114,7 +114,7 @@ def _taken(
         return waiting
     rule, decision = atoms.rules[node].rule, decisions[node]
     parts = {pending[node.inputs[i]] for i in waiting}
-    if len(parts) != 1 or node.is_annotation or any(s.partial for s in decision.produced):
+    if len(parts) != 1 or node.is_annotation or rule.windows or any(s.partial for s in decision.produced):
         return frozenset()
     (only,) = parts
     if any(axis in decision.split for axis, _ in only):

@@ -57,4 +57,5 @@ def with_compound_dims(rule: OpRule, made: Refined, inputs: Sequence[str], outpu
 
     new_inputs = tuple(dims(name, found) for name, found in zip(inputs, rule.inputs, strict=True))
     new_outputs = tuple(dims(name, found) for name, found in zip(outputs, rule.outputs, strict=True))
-    return replace(rule, inputs=new_inputs, outputs=new_outputs, sizes=sizes, unsplit=frozenset(unsplit))
+    new_dims = {"inputs": new_inputs, "outputs": new_outputs, "sizes": sizes, "unsplit": frozenset(unsplit)}
+    return replace(rule, **new_dims, windows={})

@@ -54,6 +54,7 @@ class Reshard:
         reduced = [op for axis, op in src.partial if dst.placement(axis) != Partial(op)]
         self.combine = combiner(reduced[0] if reduced else "sum", dtype)
         started = [op for axis, op in dst.partial if src.placement(axis) != Partial(op)]
+        started += [window.outside for _, window in dst.windows]
         self.blank = neutral(started[0], dtype_name(dtype)) if started else 0
         self.in_place = src.tile_shape(shape) == dst.tile_shape(shape) and all(map(_stays, self.deliveries))
 

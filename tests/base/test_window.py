@@ -41,7 +41,7 @@ def test_reaches():
 def test_layouts_with_windows():
     mesh = Mesh({"x": 2, "y": 2})
     layout = Sharding.make(mesh, 2, {"x": 0, "y": 1}).with_windows([(1, Window(9, 1, -1, 7, True))])
-    assert str(layout) == "S[0], S[1]; W[1](9, 1, -1, 7, True, 1)"
+    assert str(layout) == "S[0], S[1]; W[1](9, 1, -1, 7, True)"
     assert Sharding.parse(mesh, 2, str(layout)) == layout != layout.plain
     assert layout.tile_shape((4, 9)) == (2, 7)
     assert layout.tile_offset((4, 9), 3) == (2, 4)
