@@ -28,6 +28,8 @@ def rule(kernel: Annotated) -> Ruled:
     """The kernel with its rule: with dims taken apart where that lets axes split what is asked to be split, else as it
     is."""
     refined, analysis = _refined(kernel)
+    if kernel.reading.over_tiles:
+        analysis = analysis.over_tiles()
     whole = dict.fromkeys(refined.inner_dims(), "groups can be split, but not what is in a group")
     analysis = replace(analysis, windows=_of_own_dims(refined, analysis.windows))
     return Ruled(kernel, refined, analysis, asked_of_refined(refined, kernel.asked), whole)

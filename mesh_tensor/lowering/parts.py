@@ -59,6 +59,8 @@ def _first_cut(ruled: Ruled, part: Part) -> tuple[int, Factor] | None:
 def _decided(ruled: Ruled, func: tirx.PrimFunc, whole_part: Part, names: _Names, whole: Mapping[Dim, str]) -> Part:
     """A part keeps the axes of the factors that it has; axes whose factor is gone are free again."""
     analysis = analyse(func)
+    if ruled.kernel.reading.over_tiles:
+        analysis = analysis.over_tiles()
     fixed: dict[str, Factor | None] = {}
     for axis, factor in whole_part.assignment.axes.items():
         if factor is not None and (same := [f for f in analysis.factors if names.of(f) & names.of(factor)]):

@@ -116,6 +116,7 @@ class KernelDecision:
         free = [axis for axis in self.mesh if axis not in self.fixed and demands[axis] and self.mesh.size(axis) > 1]
         return all(
             len(demands[axis]) == 1
+            and demands[axis][0] not in self.analysis.lookups.values()
             and self.analysis.reductions[demands[axis][0]].cut is None
             and all(self._stays(param, demands[axis][0], axis) for param in self.asked)
             for axis in free

@@ -184,7 +184,7 @@ def test_what_is_written_meanwhile_is_no_window():
 
 def test_a_start_that_is_loaded_is_no_window():
     func = from_data(36)
-    assert outline(lowered(func, {"x": 2}, BOTH)) == ["all_gather(A, dim 0, x)", "kernel(A.1, shift, B)"]
+    assert "halo" not in str(outline(lowered(func, {"x": 2}, BOTH)))
     a = torch.randn(36)
     assert_right(func, {"x": 2}, BOTH, [a, torch.tensor([3], dtype=torch.int32)], lambda a, _: a[3:35])
 

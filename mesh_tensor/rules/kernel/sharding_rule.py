@@ -17,6 +17,7 @@ from .factor_derivation import Dim
 from .factors import Factor
 from .granularity import Refined
 from .live_ranges import LiveRanges, Taints, find_taints
+from .lookups import candidates, lookup
 from .normalize import normalize
 from .reader import read_kernel
 from .reductions import Reduction, judge
@@ -32,13 +33,15 @@ _MORE_NAMES = "cdefgijopqtuvwxyz"
 class Analysis:
     """Everything the later stages ask about one kernel (a function with one grid).
 
-    `windows`: the dims that no factor walks, but of which a factor's positions read bounded windows."""
+    `windows`: the dims that no factor walks, but of which a factor's positions read bounded windows. `lookups`: those
+    that are indexed by data, each a factor that nothing walks."""
 
     kernel: Kernel
     coordinates: Coordinates
     reductions: Mapping[Factor, Reduction]
     taints: Taints
-    windows: Mapping[Dim, tuple[Factor, Reaches]]
+    windows: Mapping[Dim, tuple[Factor, Reaches]] = field(default_factory=dict)
+    lookups: Mapping[Dim, Factor] = field(default_factory=dict)
 
     @property
     def factors(self) -> tuple[Factor, ...]:
@@ -52,6 +55,14 @@ class Analysis:
         """Why a parameter's dim can't be split, None if it can."""
         factor = self.factor_of(param, dim)
         return self.coordinates.detached.get((param, dim), "nothing walks it") if factor is None else factor.blocked
+
+    def over_tiles(self) -> Analysis:
+        """The same of a kernel that is over tiles already: it means what it says of these, and can't be rewritten."""
+        kept = {f: f for f in self.factors if f not in self.lookups.values()}
+        reductions = {f: self.reductions[f] for f in kept}
+        return replace(
+            self, coordinates=self.coordinates.with_factors(kept), reductions=reductions, windows={}, lookups={}
+        )
 
     def read_from(self, param: str, dim: int) -> Factor | None:
         """The factor from whose positions windows of a dim are read; None if it is no such dim."""
@@ -106,7 +117,8 @@ def analyse(func: tirx.PrimFunc) -> Analysis:
     kernel = read_kernel(func)
     ranges = LiveRanges(kernel)
     derived, taints = find_coordinates(kernel, ranges), find_taints(kernel, ranges)
-    names = factor_names(kernel, derived.factors)
+    indexed = candidates(kernel, derived)
+    names = factor_names(kernel, [*derived.factors, *indexed])
     factors, reductions = {}, {}
     for old in derived.factors:
         verdict = judge(kernel, derived, old, taints)
@@ -114,8 +126,11 @@ def analyse(func: tirx.PrimFunc) -> Analysis:
             old, name=names[old], blocked=verdict.blocked, aligned=verdict.aligned, lanes=verdict.lanes
         )
         reductions[new] = verdict.reduction
-    coordinates = derived.with_factors(factors)
-    return Analysis(kernel, coordinates, reductions, taints, find_windows(kernel, coordinates))
+    windows, lookups = find_windows(kernel, derived.with_factors(factors)), {}
+    for found in filter(None, (lookup(kernel, derived, old) for old in indexed)):
+        new = factors[found.factor] = replace(found.factor, name=names[found.factor])
+        reductions[new], lookups[found.dim] = found.reduction, new
+    return Analysis(kernel, derived.with_factors(factors), reductions, taints, windows, lookups)
 
 
 def sharding_rule(prim_func: tirx.PrimFunc) -> ShardingRule:
