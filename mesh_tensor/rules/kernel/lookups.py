@@ -1,7 +1,8 @@
 """Parameters' dims that are indexed by data: tables whose rows are looked up, results that are scattered into.
 
-Where axes split such a dim, every device does what falls into its tile, and nothing where an index falls into another's.
-What is looked up is then there on one device, and neutral on the others: partial. What is scattered lies where it is.
+Where axes split such a dim, every device does what falls into its tile, and nothing where an index falls into
+another's. What is looked up is then there on one device, and neutral on the others: partial. What is scattered lies
+where it is.
 """
 
 from __future__ import annotations
