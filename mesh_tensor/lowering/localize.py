@@ -9,14 +9,11 @@ first device only.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
 
 from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.base.window import Window
-from mesh_tensor.plan.one_kernel import Assignment
-from mesh_tensor.rules.kernel.factor_derivation import Dim
+from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Access, Statement, split_update
@@ -68,7 +65,8 @@ def _local_part(cut: Parts, part: Part, name: str) -> LocalPart | Unsplittable:
         if why := uneven_groups(ruled.refined, analysis, split):
             return Unsplittable(split.factor, why)
     try:
-        local, axes = localize(analysis, splits, coordinates, name, windows_of(part.assignment))
+        layouts = {} if ruled.kernel.reading.over_tiles else part.assignment.needed
+        local, axes = localize(analysis, splits, coordinates, name, layouts)
         return LocalPart(part, put_together(local, ruled.refined), axes, splits)
     except Blocked as error:
         if not splits:
@@ -85,23 +83,19 @@ def _splits(cut: Parts, part: Part, coordinates: DeviceCoordinates) -> tuple[Spl
     )
 
 
-def windows_of(assignment: Assignment) -> dict[Dim, Window]:
-    """The parameters' dims of which the kernel takes windows."""
-    return {(param, dim): window for param, layout in assignment.needed.items() for dim, window in layout.windows}
-
-
 def localize(
     analysis: Analysis,
     splits: Sequence[Split],
     coordinates: DeviceCoordinates,
     name: str,
-    windows: Mapping[Dim, Window] = MappingProxyType({}),
+    layouts: Mapping[str, Sharding],
 ) -> tuple[tirx.PrimFunc, tuple[str, ...]]:
-    """The local kernel and the axes it wants to know: its parameters are the kernel's own (as tiles, or `windows` of
-    some dims), then this device's coordinate on each of the axes.
+    """The local kernel and the axes it wants to know: its parameters are the kernel's own (as tiles), then this
+    device's coordinate on each of the axes. Parameters that nothing uses come in tiles of their `layouts`, and dims in
+    the windows that these have.
 
     Raises `Blocked` (rules.factors) where a split turns out not to be expressible."""
-    return _Localizer(analysis, splits, coordinates, windows).run(name)
+    return _Localizer(analysis, splits, coordinates, layouts).run(name)
 
 
 class _Localizer:
@@ -110,12 +104,12 @@ class _Localizer:
         analysis: Analysis,
         splits: Sequence[Split],
         coordinates: DeviceCoordinates,
-        windows: Mapping[Dim, Window],
+        layouts: Mapping[str, Sharding],
     ):
         self.analysis, self.kernel = analysis, analysis.kernel
         self.splits = [split for split in splits if split.divides]
         self.device = coordinates
-        self.shrink = Shrink(analysis, self.splits, windows)
+        self.shrink = Shrink(analysis, self.splits, layouts)
         self.values = ValueRewriter(analysis, self.splits, self.shrink)
         self.masks = PaddingMasks(analysis, self.splits, self.shrink, self.values)
         self.once = CountedOnce(analysis, self.splits)

@@ -18,7 +18,7 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.kernel.factors import Factor
 
 from .layouts import LocalKernel
-from .localize import localize, windows_of
+from .localize import localize
 from .splits import DeviceCoordinates, Split
 
 Bounds = tuple[int, int]
@@ -98,10 +98,10 @@ class Slabs:
         Raises `Blocked` (rules.factors) where the kernel can't be written so."""
         made: list[SlabKernel] = []
         name = f"{self.kernel.func.attrs['global_symbol']}_slab"
+        layouts = {} if self.kernel.written_locally else self.kernel.assignment.needed
         for start, stop in bounds:
             splits = [*(s for s in self.kernel.splits if s.factor is not factor), self._slab(factor, start, stop)]
-            windows = windows_of(self.kernel.assignment)
-            new = localize(self.kernel.analysis, splits, splits[-1].coordinates, name, windows)
+            new = localize(self.kernel.analysis, splits, splits[-1].coordinates, name, layouts)
             made.append(next((old for old in made if old[1] == new[1] and ir.structural_equal(old[0], new[0])), new))
         return made
 
