@@ -18,6 +18,7 @@ from mesh_tensor.plan.ir import ANNOTATE, Graph, Node
 from mesh_tensor.plan.propagate import Layouts, propagate
 from mesh_tensor.plan.reader import Annotations, read_graph
 from mesh_tensor.plan.reshards import insert_reshards
+from mesh_tensor.plan.sums import regroup_sums
 from mesh_tensor.plan.tir_rule import kernel_rule
 from mesh_tensor.plan.tir_stages import expand_kernels
 from mesh_tensor.rules.operator import OpRule, has_rule, rule_of
@@ -89,9 +90,10 @@ def plan_graph(
 ) -> ModulePlan:
     """Plan what was read, for the graph's mesh and annotations."""
     layouts = propagate(graph, atoms)
-    if (expanded := expand(graph, atoms, layouts)) is not None:
-        graph, atoms = expanded, find_atoms(expanded, _rules(expanded, replicate_unknown))
-        layouts = propagate(graph, atoms)
+    for rewrite in (expand, regroup_sums):
+        if (made := rewrite(graph, atoms, layouts)) is not None:
+            graph, atoms = made, find_atoms(made, _rules(made, replicate_unknown))
+            layouts = propagate(graph, atoms)
     explicit = insert_reshards(graph, atoms, layouts)
     calls = TileCalls(atoms)
     return ModulePlan(graph, atoms, layouts, explicit, calls, to_program(explicit, calls, kernels or {}, overlap))
