@@ -89,7 +89,7 @@ class _Waiting:
 
     def _over(self, node: Node, atoms: Atoms, layouts: Layouts) -> frozenset[str]:
         rule = atoms.rules[node]
-        if rule.rule.moves and len(node.inputs) == 1:
+        if len(node.inputs) == 1 and (rule.rule.moves or frozenset({0}) in rule.rule.linear):
             return self.axes.get(node.inputs[0], frozenset())
         sums = {factor for factor, op in rule.reduced.items() if op == "sum"}
         if not sums:
