@@ -354,7 +354,7 @@ def side_by_side() -> list[Case]:
 
 def experts() -> list[Case]:
     """A mixture of experts."""
-    groups, tokens, width, hidden, count, parts = 8, 64, 128, 256, 8, 4
+    groups, tokens, width, hidden, count, parts = 8, 128, 256, 512, 8, 4
     x = torch.randn(groups, tokens, width)
     both = {"x": {"d": 0}, "up": {"d": 0}, "down": {"d": 0}}
     weights = {"up": {"d": 0}, "down": {"d": 0}}
