@@ -17,14 +17,14 @@ from mesh_tensor.runtime.disco import DiscoSession
 from mesh_tensor.runtime.disco.disco_module import WORKER_FUNC, export, to_disco_module
 
 from .module import MeshModule
-from .module_ports import ports_of
+from .module_ports import as_stored, ports_of
 
 
 def to_disco(module: MeshModule) -> ir.IRModule:
     """What every worker of a Disco session runs: the local module, and `worker_func`, which takes whole tensors on
     worker 0 and brings every worker its tiles. It is built with `relax.build` like any other."""
     _check(module, "to_disco")
-    return to_disco_module(module.plan)[0]
+    return to_disco_module(module.plan_as_passed())[0]
 
 
 class DiscoModule:
@@ -65,7 +65,8 @@ class DiscoModule:
                 fix="pass plain torch tensors: workers get their tiles from worker 0",
             )
         machine = self._machine(plan)
-        held = [self.session.put(tensors[value.name].detach().contiguous()) for value in plan.graph.params]
+        stored = as_stored(plan, tensors)
+        held = [self.session.put(stored[value.name].detach().contiguous()) for value in plan.graph.params]
         made = self.session.act("run", machine, WORKER_FUNC, *held)
         ports = {port.name: port for port in ports_of(plan)}
         wanted = [(path, name) for path, name in _paths(plan.made.result)]

@@ -12,7 +12,7 @@ from mesh_tensor.runtime.virtual.launch import Launch
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import Target
 
-from .module_ports import ModulePort, constant_tensor, ports_of, state_results
+from .module_ports import ModulePort, as_stored, constant_tensor, ports_of, state_results
 
 
 class ModuleLaunch:
@@ -29,7 +29,8 @@ class ModuleLaunch:
         self._held = {
             name: constant_tensor(constant, made.program.values[name]) for name, constant in made.constants.items()
         }
-        self._held |= {self._inputs[name]: self._port(name).spread(tensor) for name, tensor in weights.items()}
+        stored = as_stored(plan, weights)
+        self._held |= {self._inputs[name]: self._port(name).spread(tensor) for name, tensor in stored.items()}
         self._outputs = dict.fromkeys(p.name for p in made.program.parameters if p.output is not None)
 
     def __call__(self, tensors: Mapping[str, torch.Tensor | MeshTensor]) -> Any:

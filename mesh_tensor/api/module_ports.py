@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,7 +14,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.atoms import Sizes, made_plain, plain_sharding
 from mesh_tensor.plan.explicit import forms_in
-from mesh_tensor.plan.ir import leaves
+from mesh_tensor.plan.ir import Interleaved, leaves
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Value
 from mesh_tensor.runtime.placement import layout_of
@@ -106,6 +107,18 @@ def state_results(plan: ModulePlan) -> dict[str, str]:
     """Parameter -> the result of the program that replaces it in the next call."""
     names = dict(zip(leaves(plan.graph.result), forms_in(plan.explicit.result), strict=True))
     return {replaced.name: names[result].name for result, replaced in plan.graph.state.items()}
+
+
+def as_stored(plan: ModulePlan, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Whole weights, by parameter, in the order in which the program has them."""
+    stored = {value.name: order for value, order in plan.graph.stored.items()}
+    return {name: _interleaved(tensor, stored[name]) if name in stored else tensor for name, tensor in weights.items()}
+
+
+def _interleaved(tensor: torch.Tensor, order: Interleaved) -> torch.Tensor:
+    sections = tensor.detach().split(order.sections, order.dim)
+    parts = [section.unflatten(order.dim, (order.parts, -1)) for section in sections]
+    return torch.cat(parts, order.dim + 1).flatten(order.dim, order.dim + 1)
 
 
 def parameter_layouts(plan: ModulePlan) -> dict[str, Sharding]:

@@ -21,7 +21,7 @@ from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import Target
 
-from .module_ports import ModulePort, constant_tensor, ports_of, state_results
+from .module_ports import ModulePort, as_stored, constant_tensor, ports_of, state_results
 
 
 class RankModuleLaunch:
@@ -42,7 +42,10 @@ class RankModuleLaunch:
         self._inputs = dict(zip((value.name for value in plan.graph.params), made.inputs, strict=True))
         values = made.program.values
         self._held = {n: constant_tensor(c, values[n]).padded_tile(ranks.rank) for n, c in made.constants.items()}
-        self._held |= {self._inputs[name]: self._enter(name, tensor, keep=True) for name, tensor in weights.items()}
+        moved = {value.name for value in plan.graph.stored}
+        whole = {n: local_part(redistribute(t, {})) if n in moved and is_dtensor(t) else t for n, t in weights.items()}
+        stored = as_stored(plan, whole)
+        self._held |= {self._inputs[name]: self._enter(name, tensor, keep=True) for name, tensor in stored.items()}
 
     def __call__(self, tensors: Mapping[str, Any], alike: bool = False) -> Any:
         """What the function returns: DTensors if any argument is one, else global tensors, the same on every rank.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,10 +15,12 @@ from mesh_tensor.plan.atoms import Atoms, find_atoms
 from mesh_tensor.plan.expansions import expand
 from mesh_tensor.plan.explicit import ExplicitGraph
 from mesh_tensor.plan.index_checks import IndexCheck, index_checks
+from mesh_tensor.plan.interleave import interleave
 from mesh_tensor.plan.ir import ANNOTATE, Graph, Node
 from mesh_tensor.plan.propagate import Layouts, propagate
 from mesh_tensor.plan.reader import Annotations, read_graph
 from mesh_tensor.plan.reshards import insert_reshards
+from mesh_tensor.plan.slices import joined_slices
 from mesh_tensor.plan.sums import regroup_sums
 from mesh_tensor.plan.tir_rule import kernel_rule
 from mesh_tensor.plan.tir_stages import expand_kernels
@@ -60,13 +63,17 @@ def plan_module(
     replicate_unknown: bool = False,
     kernels: Kernels | None = None,
     overlap: str | int = "auto",
+    held: Collection[str] = (),
 ) -> ModulePlan:
-    """Plan a function of known sizes.
+    """Plan a function of known sizes. `held`: parameters that are laid out once, so that they may be stored in another
+    order than the caller's (`graph.stored` of the plan).
 
     Raises:
         MeshTensorError: an operator has no rule (and `replicate_unknown` is not set), a size is symbolic, ...
     """
     graph, atoms = read_module(mod, function, mesh, annotations, replicate_unknown=replicate_unknown)
+    if (made := interleave(graph, atoms, held)) is not None:
+        graph, atoms = made, find_atoms(made, _rules(made, replicate_unknown))
     return plan_graph(graph, atoms, replicate_unknown=replicate_unknown, kernels=kernels, overlap=overlap)
 
 
@@ -77,6 +84,7 @@ def read_module(
     annotations."""
     graph = read_graph(mod, function, mesh, annotations)
     expand_kernels(graph)
+    graph = joined_slices(graph)
     return graph, find_atoms(graph, _rules(graph, replicate_unknown))
 
 
