@@ -17,7 +17,7 @@ from mesh_tensor.runtime.disco import DiscoSession
 from mesh_tensor.runtime.disco.disco_module import WORKER_FUNC, export, to_disco_module
 
 from .module import MeshModule
-from .module_ports import as_stored, ports_of
+from .module_ports import ports_of
 
 
 def to_disco(module: MeshModule) -> ir.IRModule:
@@ -64,11 +64,11 @@ class DiscoModule:
                 where="DiscoModule",
                 fix="pass plain torch tensors: workers get their tiles from worker 0",
             )
-        machine = self._machine(plan)
-        stored = as_stored(plan, tensors)
-        held = [self.session.put(stored[value.name].detach().contiguous()) for value in plan.graph.params]
-        made = self.session.act("run", machine, WORKER_FUNC, *held)
         ports = {port.name: port for port in ports_of(plan)}
+        machine = self._machine(plan)
+        params = zip((value.name for value in plan.graph.params), plan.made.inputs, strict=True)
+        held = [self.session.put(ports[port].arranged(tensors[name]).view(ports[port].shape)) for name, port in params]
+        made = self.session.act("run", machine, WORKER_FUNC, *held)
         wanted = [(path, name) for path, name in _paths(plan.made.result)]
         gathered = self.session.gather(
             made, [(path, ports[name].refined, ports[name].sharding.text()) for path, name in wanted]

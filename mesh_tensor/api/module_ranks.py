@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.importers.weight_files import StoredTensor
 from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.plan_module import ModulePlan
+from mesh_tensor.runtime.finite import not_finite
 from mesh_tensor.runtime.ranks import is_dtensor, redistribute
-from mesh_tensor.runtime.ranks.agree import agree, digest_of, program_facts
+from mesh_tensor.runtime.ranks.agree import agree, anywhere, digest_of, program_facts
 from mesh_tensor.runtime.ranks.dtensor import as_dtensor, lies_like_torch, local_part, to_placements
 from mesh_tensor.runtime.ranks.faults import Faults
 from mesh_tensor.runtime.ranks.rank_launch import RankLaunch, Tiling
@@ -21,18 +23,20 @@ from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import Target
 
-from .module_ports import ModulePort, as_stored, constant_tensor, ports_of, state_results
+from .module_ports import ModulePort, Refined, constant_tensor, ports_of, state_results
+from .module_weights import HeldWeights
 
 
 class RankModuleLaunch:
     """A plan, ready to run on `ranks`, as one thread calls it. Every rank has to make the same calls."""
 
     def __init__(
-        self, plan: ModulePlan, target: Target, ranks: Ranks, weights: Mapping[str, Any], overlap: str | int
+        self, plan: ModulePlan, target: Target, ranks: Ranks, weights: HeldWeights, overlap: str | int
     ) -> None:
         self.plan, self._ranks, self.lane = plan, ranks, ranks.calls.lane()
         made = plan.made
-        faults, facts = Faults(ranks, made.program.name), program_facts(made.program, target.name, overlap)
+        self._faults = faults = Faults(ranks, made.program.name)
+        facts = program_facts(made.program, target.name, overlap)
         agree(ranks, faults, facts)
         self._digest = digest_of(facts)
         self.lane.run(self._digest)
@@ -42,10 +46,7 @@ class RankModuleLaunch:
         self._inputs = dict(zip((value.name for value in plan.graph.params), made.inputs, strict=True))
         values = made.program.values
         self._held = {n: constant_tensor(c, values[n]).padded_tile(ranks.rank) for n, c in made.constants.items()}
-        moved = {value.name for value in plan.graph.stored}
-        whole = {n: local_part(redistribute(t, {})) if n in moved and is_dtensor(t) else t for n, t in weights.items()}
-        stored = as_stored(plan, whole)
-        self._held |= {self._inputs[name]: self._enter(name, tensor, keep=True) for name, tensor in stored.items()}
+        self._held |= {self._inputs[name]: self._weight(name, weights) for name in weights}
 
     def __call__(self, tensors: Mapping[str, Any], alike: bool = False) -> Any:
         """What the function returns: DTensors if any argument is one, else global tensors, the same on every rank.
@@ -66,15 +67,33 @@ class RankModuleLaunch:
         return self._leave(self._ports[self._inputs[name]], local, not full)
 
     def step(
-        self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor]
-    ) -> tuple[Any, dict[str, torch.Tensor]]:
-        """As `ModuleLaunch.step`, of this rank's parts."""
+        self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor], watched: Collection[str]
+    ) -> tuple[Any, dict[str, torch.Tensor], list[str]]:
+        """As `ModuleLaunch.step`, of this rank's parts; what is not finite is the same on all ranks."""
         known = {**self._held, **{self._inputs[name]: tensor for name, tensor in state.items()}}
         known |= {self._inputs[name]: self._enter(name, tensor) for name, tensor in tensors.items()}
         self.lane.run(self._digest)
         made = {**known, **self._run(known, {})}
         kept = {name: made[result] for name, result in state_results(self.plan).items()}
-        return self._tree(self._result[0], made, False), kept
+        loss = self._tree(self._result[0], made, False)
+        bad = not_finite({name: (kept[name],) for name in watched})
+        found = anywhere(self._ranks, self._faults, [name in bad for name in watched])
+        return loss, kept, [name for name, is_bad in zip(watched, found, strict=True) if is_bad]
+
+    def _weight(self, name: str, weights: HeldWeights) -> torch.Tensor:
+        """This rank's part of a weight. That of a DTensor may take a collective, so all ranks have to ask at once."""
+        if is_dtensor(weights[name]):
+            return self._enter(name, weights[name], keep=True)
+
+        def lay_out(port: ModulePort, tensor: Any) -> tuple[torch.Tensor, Any]:
+            part = self._enter(name, tensor.full() if isinstance(tensor, (MeshTensor, Refined)) else tensor, keep=True)
+            plain = port.plain
+            if not weights.donated or plain is None or not lies_like_torch(plain, port.shape):
+                return part, None
+            merged = part.reshape(self._merged(port, port.sharding))
+            return part, as_dtensor(merged, self._ranks.device_mesh, plain, port.shape)
+
+        return weights.laid_out(name, self._ports[self._inputs[name]], lay_out, self._ranks.rank)
 
     def _enter(self, parameter: str, tensor: Any, keep: bool = False, alike: bool = False) -> torch.Tensor:
         """This rank's valid part of an argument. `keep`: its memory does not change with the argument's."""
@@ -89,8 +108,11 @@ class RankModuleLaunch:
             if not (alike and tuple(tensor.placements) == to_placements(plain)):
                 tensor = redistribute(tensor, plain)
             return local_part(tensor).reshape(self._valid(port, port.sharding))
-        whole = local_part(redistribute(tensor, {})) if is_dtensor(tensor) else tensor
-        part = whole.detach().reshape(port.refined)[self._box(port)]
+        if isinstance(tensor, StoredTensor):
+            if port.order is None:
+                return tensor.read_atoms(port.dims, self._box(port))
+            tensor = tensor.read()
+        part = port.arranged(local_part(redistribute(tensor, {})) if is_dtensor(tensor) else tensor)[self._box(port)]
         return part.clone(memory_format=torch.contiguous_format) if keep else part.contiguous()
 
     def _tree(self, names: Any, values: Mapping[str, torch.Tensor], as_dtensors: bool) -> Any:
@@ -101,12 +123,13 @@ class RankModuleLaunch:
     def _leave(self, port: ModulePort, local: torch.Tensor, as_dtensor_: bool) -> Any:
         """A result from this rank's valid part (or tile) of it."""
         if not as_dtensor_:
-            return self._changed(port, local, Sharding.of(self._ranks.mesh, len(port.refined), {})).view(port.shape)
+            return port.restored(self._changed(port, local, Sharding.of(self._ranks.mesh, len(port.refined), {})))
         nameable, named = port.nameable, port.named
         if not lies_like_torch(named, port.shape):
             nameable = named = Sharding.of(self._ranks.mesh, len(port.refined), {})
             named = Sharding.of(self._ranks.mesh, len(port.shape), {})
         part = self._changed(port, local, nameable).reshape(self._merged(port, nameable))
+        part = part if port.order is None else port.restored(part)
         return as_dtensor(part, self._ranks.device_mesh, named, port.shape)
 
     def _changed(self, port: ModulePort, local: torch.Tensor, to: Sharding) -> torch.Tensor:

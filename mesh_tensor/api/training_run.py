@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -12,6 +12,7 @@ from mesh_tensor.plan.training import NUMBERS_NAME
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Program
 from mesh_tensor.runtime.ambient import undisturbed
+from mesh_tensor.runtime.finite import not_finite
 
 from .training import TrainingStep
 
@@ -32,6 +33,7 @@ class TrainingRun:
         self.steps = 0
         self._step, self._module = step, module
         self._state: dict[str, Any] | None = None
+        self._watched = [name for name, first in step.state.items() if not not_finite({name: (first,)})]
 
     @undisturbed
     def __call__(self, *batch: Any, **named: Any) -> torch.Tensor:
@@ -45,22 +47,32 @@ class TrainingRun:
         free = [name for name in wanted if name not in named]
         tensors = {**dict(zip(free, batch, strict=True)), **named}
         numbers = self._step.numbers(self.steps)
-        loss, state = self._module.step({**tensors, NUMBERS_NAME: numbers}, self._kept)
-        if not bool(torch.isfinite(loss)):
-            self._refuse(loss, state)
+        loss, state, bad = self._module.step({**tensors, NUMBERS_NAME: numbers}, self._kept, self._watched)
+        if bad or not bool(torch.isfinite(loss)):
+            self._refuse(loss, bad)
         self._state = state
         self.steps += 1
         return loss
 
-    def _refuse(self, loss: torch.Tensor, state: dict[str, Any]) -> None:
-        made = self._module.whole_state(state, True)
+    def _refuse(self, loss: torch.Tensor, bad: Collection[str]) -> NoReturn:
+        """Refuse a step after which the state `bad` would not be finite."""
         names = {ours: theirs for theirs, ours in reversed(self._step.names.items())}
-        found = [names[mine.parameter] for mine in self._step.kept if not made[mine.parameter].isfinite().all()]
+        found = [names[k.parameter] for k in self._step.kept if not {k.parameter, *k.slots.values()}.isdisjoint(bad)]
+        slots = {slot for mine in self._step.kept for slot in (mine.parameter, *mine.slots.values())}
+        found += [names[name] for name in bad if name not in slots]
+        if not bool(torch.isfinite(loss)):
+            refuse(
+                f"the loss is {loss.item()}",
+                where=f"step {self.steps + 1}; not finite would be {listing(found)}",
+                why="the state stays as it was before this step",
+                fix="look at the batch, use a smaller learning rate, or clip_norm",
+            )
         refuse(
-            f"the loss is {loss.item()}",
-            where=f"step {self.steps + 1}; not finite would be {listing(found)}",
-            why="the state stays as it was before this step",
-            fix="look at the batch, use a smaller learning rate, or clip_norm",
+            f"gradients that are not finite, or too large for what is kept: those of {listing(found)}",
+            where=f"step {self.steps + 1}, whose loss is {loss.item():.6g}",
+            why="the parameters would not be finite after it; the state stays as it was before this step",
+            fix="keep derivatives finite where they are not, as that of sqrt or norm at 0: "
+            "torch.sqrt(x.clamp(min=eps)); look at the batch, or use a smaller learning rate",
         )
 
     def state_dict(self, *, full: bool | None = None) -> dict[str, Any]:

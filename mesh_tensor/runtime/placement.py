@@ -134,6 +134,10 @@ class Layout:
         tile = self._tiles[rank]
         return tiles[rank] if tile.full else tiles[rank][tile.valid]
 
+    def parts(self, tiles: Tiles) -> list[torch.Tensor]:
+        """The valid parts that together are the tensor, each once, as views."""
+        return [self.valid_part(tiles, rank) for rank in self._owners]
+
     def owner(self, rank: int) -> int:
         """The first device that holds the same part of the tensor as `rank`."""
         return self._tiles[rank].owner

@@ -192,6 +192,59 @@ def test_a_step_that_raises_leaves_the_state():
         assert torch.equal(tensor, before[name])
 
 
+class Rooted(nn.Module):
+    """Its loss is finite where the gradient of `root` is not: at 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.root = nn.Linear(12, 8), nn.Parameter(torch.ones(4))
+
+    def forward(self, x, target):
+        return F.cross_entropy(self.layer(x), target) + torch.sqrt(self.root.abs()).mean()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "mesh", "layout", "zero", "clip"),
+    [
+        ("sgd", {"data": 1}, {}, 0, None),
+        ("momentum", {"data": 2}, DATA, 1, 1.0),
+        ("adamw", {"data": 2}, DATA, 3, None),
+        ("lion", {"data": 3}, DATA | {"root": {"data": 0}}, 0, 1.0),
+    ],
+)
+def test_a_gradient_that_is_not_finite_leaves_the_state(optimizer, mesh, layout, zero, clip):
+    _, x, y = _case()
+    model = Rooted()
+    step = mt.training_step(model, None, (x, y), optimizer=optimizer, zero=zero, clip_norm=clip, check=False)
+    run = mt.distribute_module(step, mesh, layout, poison=True)
+    run(x, y)
+    before = run.state_dict()
+    before["root"][3] = 0.0
+    run.load_state_dict(before)
+    with pytest.raises(mt.MeshTensorError, match="not finite") as error:
+        run(x, y)
+    assert "those of 'root'\n" in str(error.value)
+    assert "step 2, whose loss is" in str(error.value)
+    assert "torch.sqrt(x.clamp(min=eps))" in str(error.value)
+    assert run.steps == 1
+    for name, tensor in run.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    before["root"][3] = 1.0
+    run.load_state_dict(before)
+    run(x, y)
+
+
+def test_state_that_is_infinite_from_the_start_may_stay_so():
+    model, x, y = _case()
+    with torch.no_grad():
+        model.down.bias[0] = float("-inf")
+    y = y.clamp(min=1)
+    step = mt.training_step(model, F.cross_entropy, (x, y), check=False)
+    run = mt.distribute_module(step, {"data": 2}, DATA)
+    assert run(x, y).isfinite()
+    assert run.state_dict()["down.bias"][0] == float("-inf")
+
+
 def test_half_precision_keeps_a_wide_value():
     model, x, y = _case()
     model, x = model.bfloat16(), x.bfloat16()

@@ -100,3 +100,26 @@ def test_workers_take_the_caller_s_order():
     _, _, _, run = made(4, 2, {"m": 2})
     assert run.plan.graph.stored
     assert not run.plan_as_passed().graph.stored
+
+
+def test_weights_are_given_back_as_they_were():
+    model, x, module, run = made(4, 2, {"m": 2})
+    run(x)
+    assert run.plan.graph.stored
+    state = run.state_dict()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(state[name], tensor, rtol=0, atol=0)
+    doubled = {name: 2 * tensor for name, tensor in state.items()}
+    run.load_state_dict(doubled)
+    other = Attention(4, 2).eval()
+    other.load_state_dict(doubled)
+    torch.testing.assert_close(run(x), other(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_whose_memory_is_taken_over():
+    model, x, module, _ = made(4, 2, {"m": 2})
+    given = {name: tensor.clone() for name, tensor in module.params.items()}
+    run = mt.distribute_module(module.mod, {"m": 2}, STATED, weights=given, donate=True)
+    torch.testing.assert_close(run(x), model(x).detach(), rtol=1e-4, atol=1e-5)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(run.state_dict()[name], tensor, rtol=0, atol=0)

@@ -77,6 +77,15 @@ def agree(ranks: Ranks, faults: Faults, facts: Mapping[str, str], refusal: str =
     )
 
 
+def anywhere(ranks: Ranks, faults: Faults, flags: Sequence[bool]) -> list[bool]:
+    """Flag by flag, whether it is set on any rank. Part of a call that all ranks make."""
+    try:
+        found = ranks.calls.gather(bytes(flags))
+    except RuntimeError as error:
+        faults.blame(error, "the ranks' flags", range(ranks.mesh.num_devices))
+    return [any(column) for column in zip(*found, strict=True)]
+
+
 def digest_of(facts: Mapping[str, str]) -> int:
     """A number that tells what is sent for one run from what is sent for another."""
     return int(_digest(json.dumps(dict(facts), sort_keys=True))[:8], 16)

@@ -94,6 +94,10 @@ class MeshTensor(Arithmetic):
         """The padded tiles of all devices, in order of rank. Devices that hold the same may share one."""
         return tuple(self._tiles)
 
+    def parts(self) -> list[torch.Tensor]:
+        """The valid parts that together are the tensor, each once, as views."""
+        return self._layout.parts(self._tiles)
+
     @undisturbed
     def full(self) -> torch.Tensor:
         """The global tensor, in memory of its own. Partial placements are reduced; of replicas the first is taken."""

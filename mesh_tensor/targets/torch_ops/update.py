@@ -29,7 +29,8 @@ def _update(call: OpCall) -> Function:
         slots, (numbers, *scale) = list(rest[:count]), rest[count:]
         value = slots.pop() if kept else parameter
         gradient = gradient.to(value.dtype)
-        gradient = gradient * scale[0].to(value.dtype) if scale else gradient
+        if scale:  # of gradients one of which is NaN; that one says so itself
+            gradient = gradient * scale[0].to(value.dtype).nan_to_num(nan=1.0)
         value, slots = step(value, gradient, slots, *numbers.tolist())
         return (value.to(parameter.dtype), *slots, *([value] if kept else []))
 

@@ -27,6 +27,34 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.norm(self.up(x))))
 
 
+class Rooted(nn.Module):
+    """The gradient of `root` is not finite where it is 0, though the loss is."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.root = nn.Linear(12, 8), nn.Parameter(torch.tensor([0.0, 1.0, 1.0, 1.0]))
+
+    def forward(self, x, target):
+        return F.cross_entropy(self.layer(x), target) + torch.sqrt(self.root.abs()).mean()
+
+
+def not_finite_on_one_rank(rank, size):
+    """Only one rank's part of one gradient is not finite; all refuse, keep their state, and can go on."""
+    torch.manual_seed(2)
+    x, y = torch.randn(12, 12), torch.randint(0, 8, (12,))
+    step = mt.training_step(Rooted(), None, (x, y), optimizer="sgd", check=False)
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("data",))
+    run = mt.distribute_module(step, mesh, DATA | {"root": {"data": 0}})
+    before = run.state_dict()
+    message = refusal(lambda: run(x, y))
+    assert "those of 'root'" in message
+    after = run.state_dict()
+    assert all(torch.equal(pure(after[name]), pure(before[name])) for name in before)
+    whole = run.state_dict(full=True)
+    run.load_state_dict(whole | {"root": torch.ones(4)})
+    assert run(x, y).isfinite()
+
+
 def _step(zero):
     torch.manual_seed(2)
     model, x, y = MLP(), torch.randn(12, 12), torch.randint(0, 8, (12,))
