@@ -347,6 +347,12 @@ class MeshModule:
             )
         return self._plan
 
+    def plan_as_passed(self) -> ModulePlan:
+        """A plan whose parameters, weights too, are all in the order in which callers have them."""
+        if not self.plan.graph.stored:
+            return self.plan
+        return self._made_plan(self._sizes, ())
+
     @property
     def program(self) -> Program:
         """The steps of every device, for the sizes of the last call."""
@@ -394,24 +400,26 @@ class MeshModule:
         return launch
 
     def _planned(self, sizes: Mapping[Any, int]) -> ModulePlan:
-        key = self._key(sizes)
+        key, self._sizes = self._key(sizes), sizes
         plan = self._plans.get(key)
         if plan is None:
-            mod = bound(self._mod, self._function, sizes)
-            stated = self._stated.annotations
-            plan = plan_module(
-                mod,
-                self._function,
-                self.mesh,
-                stated,
-                replicate_unknown=self._replicate_unknown,
-                kernels=self._kernels,
-                overlap=self._overlap,
-                check_indices=self._checks_indices,
-            )
+            plan = self._made_plan(sizes, self._weights)
             self._check_strict(plan)
             self._plans.put(key, plan)
         return plan
+
+    def _made_plan(self, sizes: Mapping[Any, int], held: Collection[str]) -> ModulePlan:
+        return plan_module(
+            bound(self._mod, self._function, sizes),
+            self._function,
+            self.mesh,
+            self._stated.annotations,
+            replicate_unknown=self._replicate_unknown,
+            kernels=self._kernels,
+            overlap=self._overlap,
+            check_indices=self._checks_indices,
+            held=held,
+        )
 
     def _key(self, sizes: Mapping[Any, int]) -> tuple[int, ...]:
         return tuple(sizes[var] for var in self._signature.symbols)

@@ -123,9 +123,10 @@ class RankModuleLaunch:
                 tensor = redistribute(tensor, plain)
             return local_part(tensor).reshape(self._valid(port, port.sharding))
         if isinstance(tensor, StoredTensor):
-            return tensor.read_atoms(port.dims, self._box(port))
-        whole = local_part(redistribute(tensor, {})) if is_dtensor(tensor) else tensor
-        part = whole.detach().reshape(port.refined)[self._box(port)]
+            if port.order is None:
+                return tensor.read_atoms(port.dims, self._box(port))
+            tensor = tensor.read()
+        part = port.arranged(local_part(redistribute(tensor, {})) if is_dtensor(tensor) else tensor)[self._box(port)]
         return part.clone(memory_format=torch.contiguous_format) if keep else part.contiguous()
 
     def _tree(self, names: Any, values: Mapping[str, torch.Tensor], as_dtensors: bool) -> Any:
@@ -136,12 +137,13 @@ class RankModuleLaunch:
     def _leave(self, port: ModulePort, local: torch.Tensor, as_dtensor_: bool) -> Any:
         """A result from this rank's valid part (or tile) of it."""
         if not as_dtensor_:
-            return self._changed(port, local, Sharding.of(self._ranks.mesh, len(port.refined), {})).view(port.shape)
+            return port.restored(self._changed(port, local, Sharding.of(self._ranks.mesh, len(port.refined), {})))
         nameable, named = port.nameable, port.named
         if not lies_like_torch(named, port.shape):
             nameable = named = Sharding.of(self._ranks.mesh, len(port.refined), {})
             named = Sharding.of(self._ranks.mesh, len(port.shape), {})
         part = self._changed(port, local, nameable).reshape(self._merged(port, nameable))
+        part = part if port.order is None else port.restored(part)
         return as_dtensor(part, self._ranks.device_mesh, named, port.shape)
 
     def _changed(self, port: ModulePort, local: torch.Tensor, to: Sharding) -> torch.Tensor:

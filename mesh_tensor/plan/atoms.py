@@ -74,6 +74,29 @@ class Atoms:
         flat = {dims: tuple(size for dim in dims for size in dim) for dims in set(self.of.values())}
         return {value: flat[dims] for value, dims in self.of.items()}
 
+    @cached_property
+    def hindered(self) -> frozenset[tuple[Value, int]]:
+        """The (value, atom) which some operator needs or makes whole, there or where it has spread to: the number of
+        parts that a fused layer is split into."""
+        parent: dict[tuple[Value, int], tuple[Value, int]] = {}
+
+        def find(atom: tuple[Value, int]) -> tuple[Value, int]:
+            while (above := parent.setdefault(atom, atom)) != atom:
+                parent[atom] = atom = parent[above]
+            return atom
+
+        whole = []
+        for node, rule in self.rules.items():
+            at: dict[str, tuple[Value, int]] = {}
+            for value, factors in zip((*node.inputs, *node.outputs), (*rule.inputs, *rule.outputs), strict=True):
+                for position, factor in enumerate(factors):
+                    if factor is None:
+                        whole.append((value, position))
+                    else:
+                        parent[find((value, position))] = find(at.setdefault(factor, (value, position)))
+        found = {find(atom) for atom in whole}
+        return frozenset(atom for atom in parent if find(atom) in found)
+
     def positions(self, value: Value, dim: int) -> range:
         """Where the atoms of a dim stand in `shape`."""
         start = sum(len(atoms) for atoms in self.of[value][:dim])
