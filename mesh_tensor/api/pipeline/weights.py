@@ -12,9 +12,9 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.pipelining.fragments import gradient_name
 from mesh_tensor.pipelining.stages import Stage
 
-from .pipeline_carriers import Carrier
-from .pipeline_ranks import RankRuns
-from .pipeline_stages import StageFragments, Values
+from .carriers import Carrier
+from .ranks import RankRuns
+from .stages import StageFragments, Values
 
 #: From a weight, its gradient and a dict that is kept for it, the new weight. Works on what lies on a mesh.
 Rule = Callable[[Any, Any, dict[str, Any]], Any]

@@ -16,7 +16,7 @@ from mesh_tensor.runtime.ranks.wire import Work
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute
 from mesh_tensor.runtime.virtual.transfer import transfer
 
-from .pipeline_stages import StageFragments
+from .stages import StageFragments
 
 Key = tuple[str, int, int, int]  # a value, the stage that makes it, the stage that takes it, the microbatch
 
