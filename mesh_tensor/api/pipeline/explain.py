@@ -90,7 +90,7 @@ def _received(stages: Sequence[StageFragments], here: StageFragments) -> Iterato
     for name, source in here.stage.takes.items():
         there = stages[source]
         yield _row(name, there, here)
-        if here.gives(gradient_name(name)):
+        if gradient_name(name) in here.given:
             yield _row(gradient_name(name), here, there)
 
 
