@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ from mesh_tensor.runtime.ranks import is_dtensor, ranks_of
 from mesh_tensor.runtime.ranks.agree import agree
 from mesh_tensor.runtime.ranks.dtensor import mesh_of
 from mesh_tensor.runtime.ranks.faults import Faults
+from mesh_tensor.runtime.ranks.parts import Part
 from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.virtual.mesh_tensor import ShardingLike
 from mesh_tensor.targets.kernels import find_target
@@ -258,6 +259,15 @@ class MeshModule:
         """A call with MeshTensors, or with DTensors known to lie alike on all ranks: these are not compared."""
         use = self._state.call if self._state else _call_alike
         return self._run(args, lambda: self._signature.bind(self._held, args, {}), use)
+
+    def call_parts(self, parts: Sequence[Part], device_mesh: Any) -> list[Part]:
+        """A call with this rank's parts of all parameters, in order: nothing is checked. The function has known
+        sizes, returns a tuple of tensors, and has no weights here."""
+        ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
+        with ranks.calls.lane(), torch.no_grad(), full_precision():
+            launch = self._launch({}, ranks)
+            assert isinstance(launch, RankModuleLaunch)
+            return launch.parts(parts)
 
     @undisturbed
     def step(
