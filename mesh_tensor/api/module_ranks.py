@@ -70,15 +70,29 @@ class RankModuleLaunch:
         self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor], watched: Collection[str]
     ) -> tuple[Any, dict[str, torch.Tensor], list[str]]:
         """As `ModuleLaunch.step`, of this rank's parts; what is not finite is the same on all ranks."""
-        known = {**self._held, **{self._inputs[name]: tensor for name, tensor in state.items()}}
-        known |= {self._inputs[name]: self._enter(name, tensor) for name, tensor in tensors.items()}
-        self.lane.run(self._digest)
-        made = {**known, **self._run(known, {})}
-        kept = {name: made[result] for name, result in state_results(self.plan).items()}
+        made, kept = self._advanced(tensors, state)
         loss = self._tree(self._result[0], made, False)
         bad = not_finite({name: (kept[name],) for name in watched})
         found = anywhere(self._ranks, self._faults, [name in bad for name in watched])
         return loss, kept, [name for name, is_bad in zip(watched, found, strict=True) if is_bad]
+
+    def advance(
+        self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, torch.Tensor]]:
+        """As `ModuleLaunch.advance`, of this rank's parts."""
+        made, kept = self._advanced(tensors, state)
+        as_dtensors = any(is_dtensor(tensor) for tensor in tensors.values())
+        return self._tree(self._result[: len(self._result) - len(kept)], made, as_dtensors), kept
+
+    def _advanced(
+        self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """All values, and what replaces the state."""
+        known = {**self._held, **{self._inputs[name]: tensor for name, tensor in state.items()}}
+        known |= {self._inputs[name]: self._enter(name, tensor) for name, tensor in tensors.items()}
+        self.lane.run(self._digest)
+        made = {**known, **self._run(known, {})}
+        return made, {name: made[result] for name, result in state_results(self.plan).items()}
 
     def _weight(self, name: str, weights: HeldWeights) -> torch.Tensor:
         """This rank's part of a weight. That of a DTensor may take a collective, so all ranks have to ask at once."""
@@ -109,9 +123,10 @@ class RankModuleLaunch:
                 tensor = redistribute(tensor, plain)
             return local_part(tensor).reshape(self._valid(port, port.sharding))
         if isinstance(tensor, StoredTensor):
-            return tensor.read_atoms(port.dims, self._box(port))
-        whole = local_part(redistribute(tensor, {})) if is_dtensor(tensor) else tensor
-        part = whole.detach().reshape(port.refined)[self._box(port)]
+            if port.order is None:
+                return tensor.read_atoms(port.dims, self._box(port))
+            tensor = tensor.read()
+        part = port.arranged(local_part(redistribute(tensor, {})) if is_dtensor(tensor) else tensor)[self._box(port)]
         return part.clone(memory_format=torch.contiguous_format) if keep else part.contiguous()
 
     def _tree(self, names: Any, values: Mapping[str, torch.Tensor], as_dtensors: bool) -> Any:
@@ -122,12 +137,13 @@ class RankModuleLaunch:
     def _leave(self, port: ModulePort, local: torch.Tensor, as_dtensor_: bool) -> Any:
         """A result from this rank's valid part (or tile) of it."""
         if not as_dtensor_:
-            return self._changed(port, local, Sharding.of(self._ranks.mesh, len(port.refined), {})).view(port.shape)
+            return port.restored(self._changed(port, local, Sharding.of(self._ranks.mesh, len(port.refined), {})))
         nameable, named = port.nameable, port.named
         if not lies_like_torch(named, port.shape):
             nameable = named = Sharding.of(self._ranks.mesh, len(port.refined), {})
             named = Sharding.of(self._ranks.mesh, len(port.shape), {})
         part = self._changed(port, local, nameable).reshape(self._merged(port, nameable))
+        part = part if port.order is None else port.restored(part)
         return as_dtensor(part, self._ranks.device_mesh, named, port.shape)
 
     def _changed(self, port: ModulePort, local: torch.Tensor, to: Sharding) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from tvm import tirx
 
@@ -21,12 +22,17 @@ from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
 from .splits import Split
 from .stages import Annotated, Ruled
 
+Read = TypeVar("Read")
+
 
 def rule(kernel: Annotated) -> Ruled:
     """The kernel with its rule: with blocks walked in order, and dims taken apart, where that lets axes split what is
     asked to be split, else as it is."""
     refined, analysis = _refined(kernel)
+    if kernel.reading.over_tiles:
+        analysis = analysis.over_tiles()
     whole = dict.fromkeys(refined.inner_dims(), "groups can be split, but not what is in a group")
+    analysis = replace(analysis, windows=_of_own_dims(refined, analysis.windows))
     return Ruled(kernel, refined, analysis, asked_of_refined(refined, kernel.asked), whole)
 
 
@@ -54,6 +60,12 @@ def _ways(func: tirx.PrimFunc, whole: Collection[Dim]) -> Iterator[Refined]:
     if ordered is not None:
         yield Refined(ordered, {})
         yield from refined(ordered, dims)
+
+
+def _of_own_dims(made: Refined, windows: Mapping[Dim, Read]) -> dict[Dim, Read]:
+    """The windows of dims that are not taken apart."""
+    apart = [(param, made.outer(param, dim) + at) for param, dim in made.groups for at in (0, 1)]
+    return {dim: read for dim, read in windows.items() if dim not in apart}
 
 
 def _reason(made: Refined, analysis: Analysis, dim: Dim) -> str | None:
@@ -112,7 +124,9 @@ def _moved(made: Refined, name: str, layout: Sharding, *, refine: bool) -> Shard
     move = made.outer if refine else made.original
     shards = {axis: move(name, dim) for axis in layout.mesh if (dim := layout.dim_of(axis)) is not None}
     ndim = layout.ndim + (extra if refine else -extra)
-    return Sharding.make(layout.mesh, ndim, shards, partial=dict(layout.partial), name=name)
+    moved = Sharding.make(layout.mesh, ndim, shards, partial=dict(layout.partial), name=name)
+    windows = [(move(name, dim), window) for dim, window in layout.windows]
+    return moved.with_windows(windows) if windows else moved
 
 
 def put_together(func: tirx.PrimFunc, made: Refined) -> tirx.PrimFunc:

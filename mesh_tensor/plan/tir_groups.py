@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.window import Reaches
 from mesh_tensor.rules.kernel.granularity import Refined, refined
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
 from mesh_tensor.rules.operator.rule import Dim, OpRule
@@ -56,4 +57,5 @@ def with_compound_dims(rule: OpRule, made: Refined, inputs: Sequence[str], outpu
 
     new_inputs = tuple(dims(name, found) for name, found in zip(inputs, rule.inputs, strict=True))
     new_outputs = tuple(dims(name, found) for name, found in zip(outputs, rule.outputs, strict=True))
-    return replace(rule, inputs=new_inputs, outputs=new_outputs, sizes=sizes, unsplit=frozenset(unsplit))
+    none: dict[tuple[int, int], Reaches] = {}
+    return replace(rule, inputs=new_inputs, outputs=new_outputs, sizes=sizes, unsplit=frozenset(unsplit), windows=none)

@@ -1,5 +1,8 @@
 """Granularity: dims of which one is walked in groups of another's: key heads by `by // 2`, scales by blocks of 128.
 
+A dim of which blocks are walked together, but not position by position (in chunks of which every position meets every
+other), is taken apart into blocks and what is in one, too.
+
 Where a loop walks dim h of a parameter in steps of g, and dim k of another one by one, and h is g times as long as k, h
 is taken apart into `h // g` and `h % g`: the same memory, as rows are contiguous. What walks k then walks `h // g`, so
 the two are one factor, and an axis can split both at the borders of groups. Where a loop walks two dims in blocks of
@@ -97,7 +100,27 @@ def _groups(kernel: Kernel, whole: Sequence[Dim]) -> dict[Dim, int]:
                 groups.setdefault(fine, set()).add(ratio)
     if any(len(ratios) > 1 for ratios in groups.values()):
         return {}
-    return {dim: ratio for dim, (ratio,) in groups.items()}
+    return {**_chunks(kernel, whole, walked), **{dim: ratio for dim, (ratio,) in groups.items()}}
+
+
+def _chunks(kernel: Kernel, whole: Sequence[Dim], walked: Mapping[Dim, list[Linear]]) -> dict[Dim, int]:
+    """The dims of which blocks are walked together, but not what is in a block: every position of a chunk meets every
+    other."""
+    of_dim = {dim: _steps(kernel, forms) for dim, forms in walked.items() if _size(kernel, dim)}
+    wanted = set[tuple[tirx.Var, int]]().union(*(of_dim.get(dim, set()) for dim in whole))
+    return {dim: step for dim, steps in of_dim.items() if len(found := steps & wanted) == 1 for _, step in found}
+
+
+def _steps(kernel: Kernel, forms: Sequence[Linear]) -> set[tuple[tirx.Var, int]]:
+    """The loops over blocks that all coordinates in a dim have, each with how long its blocks are."""
+    found: list[set[tuple[tirx.Var, int]]] = []
+    for form in forms:
+        (outer, step), *inner = form.ordered
+        reach = sum(c * (int(e) - 1) for v, c in inner if isinstance(e := kernel.loops[v].extent, tirx.IntImm))
+        fits = not form.const and reach < step and all(v in kernel.loops for v, _ in form.ordered)
+        fits = fits and all(isinstance(kernel.loops[v].extent, tirx.IntImm) for v, _ in inner)
+        found.append({(outer, step)} if fits and step > 1 else set())
+    return set.intersection(*found)
 
 
 def _blocks(kernel: Kernel, whole: Sequence[Dim]) -> dict[Dim, int]:
