@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ from tvm import tirx
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.one_kernel import Assignment
+from mesh_tensor.rules.kernel.computed_places import in_order
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.granularity import Refined, refined
@@ -25,8 +26,8 @@ Read = TypeVar("Read")
 
 
 def rule(kernel: Annotated) -> Ruled:
-    """The kernel with its rule: with dims taken apart where that lets axes split what is asked to be split, else as it
-    is."""
+    """The kernel with its rule: with blocks walked in order, and dims taken apart, where that lets axes split what is
+    asked to be split, else as it is."""
     refined, analysis = _refined(kernel)
     if kernel.reading.over_tiles:
         analysis = analysis.over_tiles()
@@ -36,18 +37,29 @@ def rule(kernel: Annotated) -> Ruled:
 
 
 def _refined(kernel: Annotated) -> tuple[Refined, Analysis]:
-    plain, before = Refined(kernel.func, {}), analyse(kernel.func)
+    made, analysis = Refined(kernel.func, {}), analyse(kernel.func)
     if kernel.reading.over_tiles:
-        return plain, before
+        return made, analysis
     split = [(name, dim) for name, sharding in kernel.asked.items() for dim, axes in enumerate(sharding.dims) if axes]
-    whole = [dim for dim in split if before.reason_whole(*dim)]
-    found = refined(kernel.func, whole) if whole else None
-    if found is None:
-        return plain, before
-    after = analyse(found.func)
-    still = [dim for dim in split if _reason(found, after, dim)]
-    gained = set(still) < set(whole)
-    return (found, after) if gained and _divides(found, after, kernel.asked, kernel.mesh) else (plain, before)
+    whole = {dim for dim in split if analysis.reason_whole(*dim)}
+    for found in _ways(kernel.func, whole) if whole else ():
+        after = analyse(found.func)
+        still = {dim for dim in split if _reason(found, after, dim)}
+        if still < whole and _divides(found, after, kernel.asked, kernel.mesh):
+            made, analysis, whole = found, after, still
+        if not whole:
+            break
+    return made, analysis
+
+
+def _ways(func: tirx.PrimFunc, whole: Collection[Dim]) -> Iterator[Refined]:
+    """Other ways to write a kernel, in which more of the dims in `whole` can perhaps be split."""
+    dims = sorted(whole)
+    yield from refined(func, dims)
+    ordered = in_order(func, dims)
+    if ordered is not None:
+        yield Refined(ordered, {})
+        yield from refined(ordered, dims)
 
 
 def _of_own_dims(made: Refined, windows: Mapping[Dim, Read]) -> dict[Dim, Read]:

@@ -30,7 +30,8 @@ class NodeRule:
     """An operator's rule over the atoms of its tensors. `sizes` are those of the factors, `reduced` as in `rule`, and
     `partial` has that for each result.
     `even`: factors that axes have to divide, because tiles are to be contiguous parts of a dim that has more atoms.
-    `blocks`: of how many of a factor's elements a block is made. `inner`: what is reduced inside a kernel.
+    `blocks`: of how many of a factor's elements a block is made, `first`: how many the first tile has to hold.
+    `inner`: what is reduced inside a kernel.
     `windows`: (operand, atom) -> what is read of it from where a factor is; it is None in `inputs`."""
 
     rule: OpRule
@@ -42,6 +43,7 @@ class NodeRule:
     even: frozenset[str] = frozenset()
     blocks: Mapping[str, int] = field(default_factory=dict)
     inner: tuple[InnerReduction, ...] = ()
+    first: Mapping[str, int] = field(default_factory=dict)
     windows: Mapping[tuple[int, int], Reaches] = field(default_factory=dict)
 
     @cached_property
@@ -71,6 +73,29 @@ class Atoms:
     def _shapes(self) -> dict[Value, Sizes]:
         flat = {dims: tuple(size for dim in dims for size in dim) for dims in set(self.of.values())}
         return {value: flat[dims] for value, dims in self.of.items()}
+
+    @cached_property
+    def hindered(self) -> frozenset[tuple[Value, int]]:
+        """The (value, atom) which some operator needs or makes whole, there or where it has spread to: the number of
+        parts that a fused layer is split into."""
+        parent: dict[tuple[Value, int], tuple[Value, int]] = {}
+
+        def find(atom: tuple[Value, int]) -> tuple[Value, int]:
+            while (above := parent.setdefault(atom, atom)) != atom:
+                parent[atom] = atom = parent[above]
+            return atom
+
+        whole = []
+        for node, rule in self.rules.items():
+            at: dict[str, tuple[Value, int]] = {}
+            for value, factors in zip((*node.inputs, *node.outputs), (*rule.inputs, *rule.outputs), strict=True):
+                for position, factor in enumerate(factors):
+                    if factor is None:
+                        whole.append((value, position))
+                    else:
+                        parent[find((value, position))] = find(at.setdefault(factor, (value, position)))
+        found = {find(atom) for atom in whole}
+        return frozenset(atom for atom in parent if find(atom) in found)
 
     def positions(self, value: Value, dim: int) -> range:
         """Where the atoms of a dim stand in `shape`."""
@@ -157,8 +182,9 @@ class _Refinement:
         inner = tuple([replace(one, factor=self._first(one.factor), dims=self._firsts(one)) for one in rule.inner])
         partial = tuple([{name: ops[b] for name in sizes if (b := self._base[name]) in ops} for ops in rule.partial])
         partial = partial or (reduced,) * len(outputs)
+        first = {self._first(name): self._block(name, size) for name, size in rule.first.items()}
         windows = self._windows(of, sizes)
-        return NodeRule(rule, *tensors, sizes, reduced, partial, frozenset(self._even), blocks, inner, windows)
+        return NodeRule(rule, *tensors, sizes, reduced, partial, frozenset(self._even), blocks, inner, first, windows)
 
     def _windows(self, of: dict[Value, tuple[Sizes, ...]], sizes: Mapping[str, int]) -> dict[tuple[int, int], Reaches]:
         """Windows of atoms: where a dim is one atom, as is the factor that reads it."""

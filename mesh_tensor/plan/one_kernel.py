@@ -119,7 +119,7 @@ class KernelDecision:
         return all(
             len(demands[axis]) == 1
             and demands[axis][0] not in self.analysis.lookups.values()
-            and self.analysis.reductions[demands[axis][0]].cut is None
+            and self.analysis.reductions[demands[axis][0]].is_plain
             and all(self._stays(param, demands[axis][0], axis) for param in self.asked)
             for axis in free
         )
@@ -202,12 +202,19 @@ class KernelDecision:
         assignment.whole.update(dict.fromkeys(factor.dims, reason))
 
     def _cuts_blocks(self, factor: Factor, axes: tuple[str, ...]) -> str | None:
-        """Why tiles are not whole blocks where the axes split a factor, and have to be."""
-        if factor.aligned is None:
-            return None
+        """Why tiles are not whole blocks where the axes split a factor, and have to be; or the first one, not even one
+        block."""
         sizes = [n for axis in axes if (n := self.mesh.size(axis)) > 1]
         whole = known_size(factor.size, self.sizes)
         tiles = [tile_extent(whole, sizes[: level + 1]) for level in range(len(sizes))]
+        if (
+            tiles
+            and factor.first
+            and not self.analysis.kernel.analyzer.can_prove(tirx.convert(tiles[-1]) >= factor.block)
+        ):
+            return f"{factor.first}, and the first tile of {tiles[-1]} holds no block of {factor.block}"
+        if factor.aligned is None:
+            return None
         can_prove_equal = self.analysis.kernel.analyzer.can_prove_equal
         tile = next((t for t in tiles if not can_prove_equal(tirx.floormod(t, factor.block), 0)), None)
         return None if tile is None else f"{factor.aligned}, and tiles of {tile} are not whole blocks of {factor.block}"

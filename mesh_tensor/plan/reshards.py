@@ -21,7 +21,7 @@ from .propagate import Layouts
 
 def insert_reshards(graph: Graph, atoms: Atoms, layouts: Layouts) -> ExplicitGraph:
     """The steps of every device, for values in these layouts."""
-    decider = Decider(graph.mesh, atoms, layouts)
+    decider = Decider(graph.mesh, atoms, layouts, nodes=graph.nodes)
     decisions = {node: decider.decide(node) for node in graph.nodes}
     carried, decided = find_carried(graph, atoms, layouts, decisions)
     writer = _Writer(graph, atoms, layouts, carried)

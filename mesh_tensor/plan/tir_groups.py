@@ -22,12 +22,11 @@ def in_groups(analysis: Analysis) -> tuple[Refined, Analysis] | None:
     """The kernel with dims taken apart, and what its analysis finds; None where that lets axes split nothing more."""
     dims = [(name, dim) for name, buffer in analysis.kernel.params.items() for dim in range(len(buffer.shape))]
     whole = {dim for dim in dims if analysis.reason_whole(*dim)}
-    made = refined(analysis.kernel.func, [dim for dim in dims if dim in whole]) if whole else None
-    if made is None:
-        return None
-    after = analyse(made.func)
-    still = {(name, dim) for name, dim in dims if after.reason_whole(name, made.outer(name, dim))}
-    return (made, after) if still < whole else None
+    for made in refined(analysis.kernel.func, [dim for dim in dims if dim in whole]) if whole else ():
+        after = analyse(made.func)
+        if {(name, dim) for name, dim in dims if after.reason_whole(name, made.outer(name, dim))} < whole:
+            return made, after
+    return None
 
 
 def divides_groups(mesh: Mesh, made: Refined) -> bool:

@@ -91,7 +91,8 @@ class ShardingRule:
     """Which factors index which dims of which buffers, and how each factor combines.
 
     `inputs`, `outputs`: per buffer, its factors' names (None: the dim is needed whole). `factors`: per factor
-    `parallel`, the operations that reduce it (`sum`, `max, sum`), or `whole: reason`. `sizes`: the factors' extents."""
+    `parallel`, the operations that reduce it (`sum`, `max, sum`; `scan` for what is carried in order), or
+    `whole: reason`. `sizes`: the factors' extents."""
 
     inputs: dict[str, tuple[str | None, ...]]
     outputs: dict[str, tuple[str | None, ...]]
@@ -123,7 +124,12 @@ def analyse(func: tirx.PrimFunc) -> Analysis:
     for old in derived.factors:
         verdict = judge(kernel, derived, old, taints)
         new = factors[old] = replace(
-            old, name=names[old], blocked=verdict.blocked, aligned=verdict.aligned, lanes=verdict.lanes
+            old,
+            name=names[old],
+            blocked=verdict.blocked,
+            aligned=verdict.aligned,
+            lanes=verdict.lanes,
+            first=verdict.first,
         )
         reductions[new] = verdict.reduction
     windows, lookups = find_windows(kernel, derived.with_factors(factors)), {}
@@ -174,7 +180,7 @@ def _product(parts: list[str | None]) -> str | None:
 def _kind(factor: Factor, reduction: Reduction) -> str:
     if factor.blocked is not None:
         return f"whole: {factor.blocked}"
-    return ", ".join(reduction.ops) or "parallel"
+    return ", ".join([*reduction.ops, *(["scan"] if reduction.scan else [])]) or "parallel"
 
 
 def factor_names(kernel: Kernel, factors: Sequence[Factor]) -> dict[Factor, str]:

@@ -58,7 +58,8 @@ Localizer = Callable[[LocalCall], relax.Expr]
 @dataclass(frozen=True)
 class InnerReduction:
     """A value in the middle of a kernel that is combined by `op` over `factor`, and needed whole from there on: where
-    an axis splits the factor, a collective completes it.
+    an axis splits the factor, a collective completes it. With `op` "scan" it is carried in order, and every device
+    needs what all others make of it.
 
     `dims` and `shape` are those of the value over all blocks. `ends`: nothing walks the factor after that, so that
     the axes which split it may split another one."""
@@ -92,6 +93,7 @@ class OpRule:
                       where axes split that factor, devices take windows of the dim.
     masks             the operator minds its operands' padding itself: nothing has to set it.
     blocks            factor -> size of its blocks, where the tiles of all devices have to be whole blocks.
+    first             factor -> how much of it the first tile has to hold, where the axes split it.
     inner             what is reduced inside a kernel, in the order in which it is.
     moves             the op only moves elements: results pending with any op pass through.
     localize          how the call looks on tiles; None: the same call on the tiles.
@@ -111,6 +113,7 @@ class OpRule:
     positional: frozenset[str] = frozenset()
     windows: Mapping[tuple[int, int], Reaches] = field(default_factory=dict)
     blocks: Mapping[str, int] = field(default_factory=dict)
+    first: Mapping[str, int] = field(default_factory=dict)
     inner: tuple[InnerReduction, ...] = ()
     masks: bool = False
     localize: Localizer | None = None
