@@ -70,15 +70,29 @@ class RankModuleLaunch:
         self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor], watched: Collection[str]
     ) -> tuple[Any, dict[str, torch.Tensor], list[str]]:
         """As `ModuleLaunch.step`, of this rank's parts; what is not finite is the same on all ranks."""
-        known = {**self._held, **{self._inputs[name]: tensor for name, tensor in state.items()}}
-        known |= {self._inputs[name]: self._enter(name, tensor) for name, tensor in tensors.items()}
-        self.lane.run(self._digest)
-        made = {**known, **self._run(known, {})}
-        kept = {name: made[result] for name, result in state_results(self.plan).items()}
+        made, kept = self._advanced(tensors, state)
         loss = self._tree(self._result[0], made, False)
         bad = not_finite({name: (kept[name],) for name in watched})
         found = anywhere(self._ranks, self._faults, [name in bad for name in watched])
         return loss, kept, [name for name, is_bad in zip(watched, found, strict=True) if is_bad]
+
+    def advance(
+        self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, torch.Tensor]]:
+        """As `ModuleLaunch.advance`, of this rank's parts."""
+        made, kept = self._advanced(tensors, state)
+        as_dtensors = any(is_dtensor(tensor) for tensor in tensors.values())
+        return self._tree(self._result[: len(self._result) - len(kept)], made, as_dtensors), kept
+
+    def _advanced(
+        self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """All values, and what replaces the state."""
+        known = {**self._held, **{self._inputs[name]: tensor for name, tensor in state.items()}}
+        known |= {self._inputs[name]: self._enter(name, tensor) for name, tensor in tensors.items()}
+        self.lane.run(self._digest)
+        made = {**known, **self._run(known, {})}
+        return made, {name: made[result] for name, result in state_results(self.plan).items()}
 
     def _weight(self, name: str, weights: HeldWeights) -> torch.Tensor:
         """This rank's part of a weight. That of a DTensor may take a collective, so all ranks have to ask at once."""

@@ -63,7 +63,7 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def checked_state(
-    signature: ModuleSignature, held: HeldWeights, state: Mapping[str, Any], device_type: str, strict: bool
+    signature: ModuleSignature, held: Mapping[str, Any], state: Mapping[str, Any], device_type: str, strict: bool
 ) -> dict[str, Any]:
     """What replaces the weights that are held, by parameter.
 

@@ -9,12 +9,13 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, product, repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mesh_tensor.base.dtypes import itemsize
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Partial, Placement, Shard, Sharding
+from mesh_tensor.base.window import Reaches
 from mesh_tensor.redistribution.plan import RedistributionPlan
 from mesh_tensor.rules.kernel.cost import count_flops as count_kernel_flops
 from mesh_tensor.rules.operator.cost import count_flops
@@ -91,7 +92,7 @@ class Decider:
         if decision is None:
             decision = self._known[known] = self._decided(node, rule, takers)
         for value, layout in zip(node.inputs, decision.needed, strict=True):
-            if self._there[value] and layout not in self._there[value]:
+            if self._there[value] and layout not in self._there[value] and not layout.windows:
                 self._there[value] += (layout,)
         return decision
 
@@ -131,7 +132,7 @@ class Decider:
             wanted = next((factor for factor in found if factor is not None), None)
             if wanted is not None and self._fits(rule, {**after, axis: wanted}):
                 after[axis] = wanted
-        needed = tuple([operand_layout(self._mesh, factors, split) for factors in rule.inputs])
+        needed = operand_layouts(self._mesh, rule, split)
         results = zip(rule.outputs, rule.partial, strict=True)
         produced = tuple([result_layout(self._mesh, factors, after, ops) for factors, ops in results])
         return Decision(split, after, needed, produced)
@@ -157,6 +158,12 @@ class Decider:
         over = [axis for axis, factor in decision.split.items() if factor == inner.factor]
         if not over:
             return 0
+        if inner.op == "scan":
+            devices = math.prod(self._mesh.size(axis) for axis in over)
+            kept = _places((None, *inner.dims), decision.split)
+            places = ({**kept, **dict.fromkeys(over, Shard(0))}, kept)
+            each, all_of = (Sharding.of(self._mesh, len(inner.dims) + 1, place) for place in places)
+            return change_cost((devices, *inner.shape), inner.dtype, each, all_of)
         partial: dict[str, Placement] = {axis: Partial(inner.op) for axis in over}
         src = _places(inner.dims, decision.split) | partial
         dst = _places(inner.dims, decision.after if inner.ends else decision.split)
@@ -174,9 +181,23 @@ def _places(factors: AtomFactors, split: Split) -> dict[str, Placement]:
     return {axis: Shard(factors.index(f)) for axis, f in split.items() if f in factors}
 
 
-def operand_layout(mesh: Mesh, factors: AtomFactors, split: Split) -> Sharding:
-    """How an operand with these factors has to lie."""
-    return Sharding.of(mesh, len(factors), _places(factors, split))
+def operand_layouts(mesh: Mesh, rule: NodeRule, split: Split) -> tuple[Sharding, ...]:
+    """How the operands have to lie."""
+    layouts = [Sharding.of(mesh, len(factors), _places(factors, split)) for factors in rule.inputs]
+    for (operand, position), reaches in rule.windows.items():
+        layouts[operand] = with_window(layouts[operand], position, reaches, rule.sizes[reaches.factor], split)
+    return tuple(layouts)
+
+
+def with_window(layout: Sharding, dim: int, reaches: Reaches, size: int, split: Mapping[str, Any]) -> Sharding:
+    """The layout, in which the axes that split the factor (of `size`) split a dim into what is read of it from there;
+    the layout itself, with the dim whole, where that is as much, or they split another dim."""
+    axes = [axis for axis, factor in split.items() if factor == reaches.factor and layout.mesh.size(axis) > 1]
+    window = reaches.window(size, [layout.mesh.size(axis) for axis in axes])
+    if not axes or window is None or any(layout.dim_of(axis) is not None for axis in axes):
+        return layout
+    places = layout.placements() | {axis: Shard(dim) for axis in axes}
+    return Sharding.of(layout.mesh, layout.ndim, places).with_windows([*layout.windows, (dim, window)])
 
 
 def result_layout(mesh: Mesh, factors: AtomFactors, split: Split, partial: Mapping[str, str]) -> Sharding:
@@ -229,7 +250,11 @@ def _is_even(rule: NodeRule, split: Split, mesh: Mesh) -> bool:
 
 
 def _has_blocks(rule: NodeRule, split: Split, mesh: Mesh) -> bool:
-    """Tiles are whole blocks where they have to be."""
+    """Tiles are whole blocks where they have to be, and the first one holds what it has to."""
+    for factor, least in rule.first.items():
+        parts = math.prod(mesh.size(axis) for axis, other in split.items() if other == factor)
+        if parts > 1 and -(-rule.sizes.get(factor, 0) // parts) < least:
+            return False
     for factor, block in rule.blocks.items():
         tile = rule.sizes.get(factor, 0)
         for axis in [axis for axis, other in split.items() if other == factor and mesh.size(axis) > 1]:

@@ -148,8 +148,8 @@ def _repeated(node: Node, rule: NodeRule) -> frozenset[int]:
 
 
 def tensors_of(node: Node, rule: NodeRule) -> Iterator[tuple[Value, AtomFactors]]:
-    """The operands and results of a node, with the factors of their atoms."""
-    yield from zip(node.inputs, rule.inputs, strict=True)
+    """The operands and results of a node, with the factors that their atoms follow."""
+    yield from zip(node.inputs, rule.followed, strict=True)
     yield from zip(node.outputs, rule.outputs, strict=True)
 
 
