@@ -7,8 +7,7 @@ from tvm.script.parser import relax as R
 from tvm.script.parser import tirx as T
 
 import mesh_tensor as mt
-
-from .modules import kinds
+from mesh_tensor.program.steps import CollectiveStep
 
 
 @I.ir_module
@@ -83,8 +82,9 @@ class UnitBatch:
     [({"w": {"x": 0}}, []), ({"x": {"x": 1}}, []), ({"w": {"x": 1}}, ["all_reduce", "all_reduce"])],
 )
 def test_they_are_no_reason_to_gather(stated, moved, parts):
-    run = mt.distribute_module(UnitBatch, {"x": parts}, stated, target="interpret", poison=True)
-    assert [kind for kind in kinds(run.plan) if kind != "slice"] == moved
+    run = mt.distribute_module(UnitBatch, {"x": parts}, {**stated, "B": {}}, target="interpret", poison=True)
+    steps = [step for step in run.program.steps if isinstance(step, CollectiveStep)]
+    assert [step.kind for step in steps if step.bytes] == moved
     inputs = [torch.randn(1, 8, 16), torch.randn(24, 16), torch.randn(32, 4)]
     for found, expected in zip(run(*inputs), mt.run_sequential(UnitBatch, inputs), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
