@@ -52,7 +52,7 @@ def distribute_module(
     shardings: Mapping[str, ShardingLike] | None = None,
     *,
     weights: Mapping[str, Any] | None = None,
-    priority: Mapping[str, int] | None = None,
+    priority: Mapping[str, int | Mapping[str, int]] | None = None,
     function: str = "main",
     target: str = "auto",
     strict: bool = False,
@@ -132,7 +132,7 @@ def distribute_module(
 
 
 def _step_module(
-    step: TrainingStep, mesh: Any, shardings: Mapping[str, ShardingLike] | None, priority: Mapping[str, int] | None
+    step: TrainingStep, mesh: Any, shardings: Mapping[str, ShardingLike] | None, priority: Mapping[str, Any] | None
 ) -> ir.IRModule:
     """A training step's module, annotated for the mesh that it is to run on."""
     if mesh is None:

@@ -19,7 +19,7 @@ from .training import TrainingStep
 
 
 def annotated_step(
-    step: TrainingStep, mesh: Mesh, shardings: Mapping[str, Any], priority: Mapping[str, int]
+    step: TrainingStep, mesh: Mesh, shardings: Mapping[str, Any], priority: Mapping[str, Any]
 ) -> ir.IRModule:
     """The step's module with what is stated for it. What the optimizer keeps for a parameter lies as the parameter,
     unless something is stated for it. `priority` is as `annotate_module` takes it.
