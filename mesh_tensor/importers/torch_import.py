@@ -14,12 +14,14 @@ from tvm.relax.frontend.torch.exported_program_translator import ExportedProgram
 from mesh_tensor.annotations.annotate_module import SOURCE_NAMES_ATTR
 from mesh_tensor.annotations.names import renamed_parameters
 from mesh_tensor.base.errors import listing, refuse
+from mesh_tensor.base.garbage import uncollected
 from mesh_tensor.targets.dtypes import dtype_name
 
 from .imported import ImportedModule, identifiers
 from .low_precision import allow_constants
 from .torch_args import with_sizes_as_tensors
 from .torch_constants import with_constants
+from .torch_decompositions import decomposed
 from .torch_numbers import WITH_NUMBERS
 from .torch_ops import CONVERTERS, KEPT
 from .torch_weights import without_tied
@@ -27,24 +29,22 @@ from .torch_weights import without_tied
 _INPUTS = {InputKind.USER_INPUT, InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
 
 
+@uncollected
 def import_torch(program: torch.export.ExportedProgram) -> ImportedModule:
     """The Relax module of an exported program: `mesh_tensor.from_torch`, without its check of results."""
     if not isinstance(program, torch.export.ExportedProgram):
         refuse(f"a {type(program).__name__} is no exported program", fix="pass torch.export.export(model, inputs)")
-    table = torch.export.default_decompositions()
-    for op in KEPT:
-        table.pop(op, None)
+    importer = _Importer()
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="`isinstance.treespec, LeafSpec", category=FutureWarning
         )  # torch's own
         try:
-            program = with_constants(program).run_decompositions(table)
+            program = decomposed(with_constants(program), KEPT, importer.convert_map)
         except Exception as error:  # torch's own, of what it can't take apart
             refuse("torch can't take the program apart into operators", why=str(error), fix=_FIX)
     _check(program)
     allow_constants()
-    importer = _Importer()
     mod = importer.from_exported_program(
         program,
         keep_params_as_input=True,
