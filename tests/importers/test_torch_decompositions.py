@@ -13,7 +13,6 @@ from mesh_tensor.importers import torch_decompositions
 from mesh_tensor.importers.torch_import import _Importer
 from mesh_tensor.importers.torch_ops import KEPT
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec:FutureWarning")  # torch's own
 
 
