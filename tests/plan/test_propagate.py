@@ -49,3 +49,8 @@ def test_it_is_deterministic():
     plans = [planned(two_products(), {"x": 2, "y": 2}, stated) for _ in range(3)]
     assert len({str(layouts(plan)) for plan in plans}) == 1
     assert len({str(kinds(plan)) for plan in plans}) == 1
+
+
+def test_what_is_stated_to_be_partial_is_not_reduced_before():
+    stated = {"w1": {"x": 1}, "b": {"sharding": {}, "partial": {"x": "sum"}}}
+    assert kinds(planned(two_products(), {"x": 2}, stated)) == []
