@@ -149,6 +149,19 @@ def split_decode(batch, heads, groups, seq, dim, parts=4, block_N=64, dtype="flo
     return split_decode_kernel
 
 
+def split_decode_reference(q, k, v, parts=4):
+    """Logarithm (base 2) of the sum of weights and output of every part of the keys, and the whole output."""
+    q, k, v, dtype = q.double(), k.double(), v.double(), q.dtype
+    shared, size = q.shape[1] // k.shape[2], -(-k.shape[1] // parts)
+    k, v = k.repeat_interleave(shared, 2), v.repeat_interleave(shared, 2)
+    scores = torch.einsum("bhd,bshd->bhs", q, k) / math.sqrt(q.shape[-1])
+    lse = torch.stack([part.logsumexp(-1) for part in scores.split(size, -1)], -1) * LOG2_E
+    pairs = zip(scores.split(size, -1), v.split(size, 1), strict=True)
+    partial = torch.stack([torch.einsum("bhs,bshd->bhd", w.softmax(-1), x) for w, x in pairs], 2)
+    out = torch.einsum("bhs,bshd->bhd", scores.softmax(-1), v)
+    return lse.to(dtype), partial.to(dtype), out.to(dtype)
+
+
 def grouped_key_gradient(batch, heads, groups, seq, dim, block_M=16, block_N=16, dtype="float32"):
     """`dK[b, g] = sum of dS[b, h]^T @ Q[b, h]` over the query heads h of a group, added up by atomics, as the backward
     pass of attention does."""

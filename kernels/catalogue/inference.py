@@ -12,6 +12,8 @@ from kernels.grouped_query import (
     grouped_decode_reference,
     grouped_key_gradient,
     grouped_key_gradient_reference,
+    split_decode,
+    split_decode_reference,
 )
 from kernels.matmul import matmul_reference
 from kernels.quantized import (
@@ -38,6 +40,10 @@ _EXPERTS = (
     {"groups": 4, "rows": 48, "N": 16, "K": 24},
     {"groups": 3, "rows": 24, "N": 13, "K": 10},
     {"groups": 2, "rows": 8, "N": 7, "K": 3},
+)
+_MIXTURES = (
+    {"experts": 4, "tokens": 12, "hidden": 16, "model": 24},
+    {"experts": 3, "tokens": 13, "hidden": 10, "model": 7},
 )
 _LENGTHS = ({"batch": 4, "rows": 24, "N": 12}, {"batch": 3, "rows": 13, "N": 7}, {"batch": 1, "rows": 5, "N": 3})
 _ROWS = ({"rows": 48, "dim": 8}, {"rows": 30, "dim": 13}, {"rows": 7, "dim": 3})
@@ -94,6 +100,26 @@ INFERENCE_CASES: tuple[KernelCase, ...] = (
             integers("batch", 1, "seq"),
         ),
         ("Out",),
+    ),
+    KernelCase(
+        "split_decode",
+        partial(split_decode, parts=4, block_N=4),
+        split_decode_reference,
+        _HEADS,
+        tensors(
+            normal("batch heads dim"),
+            normal("batch seq groups dim"),
+            normal("batch seq groups dim"),
+        ),
+        ("lse", "partial", "Out"),
+    ),
+    KernelCase(
+        "expert_mlp",
+        partial(sparse.expert_mlp, **_BLOCKS),
+        sparse.expert_mlp_reference,
+        _MIXTURES,
+        tensors(normal("experts tokens model"), normal("experts model hidden"), normal("experts hidden model")),
+        ("up", "Y"),
     ),
     KernelCase(
         "grouped_key_gradient",
@@ -157,6 +183,14 @@ INFERENCE_CASES: tuple[KernelCase, ...] = (
         partial(sparse.padded_grouped_matmul_reference, block=8),
         _EXPERTS,
         tensors(normal("rows K"), normal("groups K N"), integers("rows/8", 0, "groups")),
+        ("C",),
+    ),
+    KernelCase(
+        "scaled_grouped_matmul",
+        partial(sparse.scaled_grouped_matmul, **_BLOCKS),
+        partial(sparse.scaled_grouped_matmul_reference, block=8),
+        _EXPERTS,
+        tensors(normal("rows K"), normal("groups K N"), integers("rows/8", 0, "groups"), uniform("groups", 0.5, 2.0)),
         ("C",),
     ),
     _product(schedules.hinted_matmul),

@@ -11,6 +11,7 @@ import torch
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.importers.weight_files import StoredTensor
 from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.runtime.finite import not_finite
@@ -24,14 +25,15 @@ from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import Target
 
-from .module_ports import ModulePort, constant_tensor, ports_of, state_results
+from .module_ports import ModulePort, Refined, constant_tensor, ports_of, state_results
+from .module_weights import HeldWeights
 
 
 class RankModuleLaunch:
     """A plan, ready to run on `ranks`, as one thread calls it. Every rank has to make the same calls."""
 
     def __init__(
-        self, plan: ModulePlan, target: Target, ranks: Ranks, weights: Mapping[str, Any], overlap: str | int
+        self, plan: ModulePlan, target: Target, ranks: Ranks, weights: HeldWeights, overlap: str | int
     ) -> None:
         self.plan, self._ranks, self.lane = plan, ranks, ranks.calls.lane()
         made = plan.made
@@ -46,7 +48,7 @@ class RankModuleLaunch:
         self._inputs = dict(zip((value.name for value in plan.graph.params), made.inputs, strict=True))
         values = made.program.values
         self._held = {n: constant_tensor(c, values[n]).padded_tile(ranks.rank) for n, c in made.constants.items()}
-        self._held |= {self._inputs[name]: self._enter(name, tensor, keep=True) for name, tensor in weights.items()}
+        self._held |= {self._inputs[name]: self._weight(name, weights) for name in weights}
 
     def __call__(self, tensors: Mapping[str, Any], alike: bool = False) -> Any:
         """What the function returns: DTensors if any argument is one, else global tensors, the same on every rank.
@@ -94,6 +96,8 @@ class RankModuleLaunch:
         """From what the program makes to this rank's part of a result."""
         nameable, named = self._names(port)
         shape, merged = tuple(port.shape), self._merged(port, nameable)
+        if port.order is not None:
+            return lambda local: Part(port.restored(self._changed(port, local, nameable)), named, shape)
         if nameable != port.sharding:
             return lambda local: Part(self._changed(port, local, nameable).reshape(merged), named, shape)
         valid = Tiling(port.refined, port.torch_dtype(), port.sharding, self._ranks.rank).valid_shape
@@ -116,15 +120,44 @@ class RankModuleLaunch:
         self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor], watched: Collection[str]
     ) -> tuple[Any, dict[str, torch.Tensor], list[str]]:
         """As `ModuleLaunch.step`, of this rank's parts; what is not finite is the same on all ranks."""
-        known = {**self._held, **{self._inputs[name]: tensor for name, tensor in state.items()}}
-        known |= {self._inputs[name]: self._enter(name, tensor) for name, tensor in tensors.items()}
-        self.lane.run(self._digest)
-        made = {**known, **self._run(known, {})}
-        kept = {name: made[result] for name, result in state_results(self.plan).items()}
+        made, kept = self._advanced(tensors, state)
         loss = self._tree(self._result[0], made, False)
         bad = not_finite({name: (kept[name],) for name in watched})
         found = anywhere(self._ranks, self._faults, [name in bad for name in watched])
         return loss, kept, [name for name, is_bad in zip(watched, found, strict=True) if is_bad]
+
+    def advance(
+        self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, torch.Tensor]]:
+        """As `ModuleLaunch.advance`, of this rank's parts."""
+        made, kept = self._advanced(tensors, state)
+        as_dtensors = any(is_dtensor(tensor) for tensor in tensors.values())
+        return self._tree(self._result[: len(self._result) - len(kept)], made, as_dtensors), kept
+
+    def _advanced(
+        self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """All values, and what replaces the state."""
+        known = {**self._held, **{self._inputs[name]: tensor for name, tensor in state.items()}}
+        known |= {self._inputs[name]: self._enter(name, tensor) for name, tensor in tensors.items()}
+        self.lane.run(self._digest)
+        made = {**known, **self._run(known, {})}
+        return made, {name: made[result] for name, result in state_results(self.plan).items()}
+
+    def _weight(self, name: str, weights: HeldWeights) -> torch.Tensor:
+        """This rank's part of a weight. That of a DTensor may take a collective, so all ranks have to ask at once."""
+        if is_dtensor(weights[name]):
+            return self._enter(name, weights[name], keep=True)
+
+        def lay_out(port: ModulePort, tensor: Any) -> tuple[torch.Tensor, Any]:
+            part = self._enter(name, tensor.full() if isinstance(tensor, (MeshTensor, Refined)) else tensor, keep=True)
+            plain = port.plain
+            if not weights.donated or plain is None or not lies_like_torch(plain, port.shape):
+                return part, None
+            merged = part.reshape(self._merged(port, port.sharding))
+            return part, as_dtensor(merged, self._ranks.device_mesh, plain, port.shape)
+
+        return weights.laid_out(name, self._ports[self._inputs[name]], lay_out, self._ranks.rank)
 
     def _enter(self, parameter: str, tensor: Any, keep: bool = False, alike: bool = False) -> torch.Tensor:
         """This rank's valid part of an argument. `keep`: its memory does not change with the argument's."""
@@ -139,8 +172,11 @@ class RankModuleLaunch:
             if not (alike and tuple(tensor.placements) == to_placements(plain)):
                 tensor = redistribute(tensor, plain)
             return local_part(tensor).reshape(self._valid(port, port.sharding))
-        whole = local_part(redistribute(tensor, {})) if is_dtensor(tensor) else tensor
-        part = whole.detach().reshape(port.refined)[self._box(port)]
+        if isinstance(tensor, StoredTensor):
+            if port.order is None:
+                return tensor.read_atoms(port.dims, self._box(port))
+            tensor = tensor.read()
+        part = port.arranged(local_part(redistribute(tensor, {})) if is_dtensor(tensor) else tensor)[self._box(port)]
         return part.clone(memory_format=torch.contiguous_format) if keep else part.contiguous()
 
     def _tree(self, names: Any, values: Mapping[str, torch.Tensor], as_dtensors: bool) -> Any:
@@ -151,9 +187,10 @@ class RankModuleLaunch:
     def _leave(self, port: ModulePort, local: torch.Tensor, as_dtensor_: bool) -> Any:
         """A result from this rank's valid part (or tile) of it."""
         if not as_dtensor_:
-            return self._changed(port, local, Sharding.of(self._ranks.mesh, len(port.refined), {})).view(port.shape)
+            return port.restored(self._changed(port, local, Sharding.of(self._ranks.mesh, len(port.refined), {})))
         nameable, named = self._names(port)
         part = self._changed(port, local, nameable).reshape(self._merged(port, nameable))
+        part = part if port.order is None else port.restored(part)
         return as_dtensor(part, self._ranks.device_mesh, named, port.shape)
 
     def _names(self, port: ModulePort) -> tuple[Sharding, Sharding]:
