@@ -57,4 +57,5 @@ def linear_attention_reference(q, k, v, decay=None):
     at = torch.arange(q.shape[2])
     weights = (rate ** (at[:, None] - at[None, :]).double()).tril()
     left = (rate ** (q.shape[2] - 1 - at).double())[:, None]
-    return (((q @ k.mT) * weights) @ v).transpose(1, 2).float(), ((k * left).mT @ v).float()
+    out = (((q @ k.mT) * weights) @ v).transpose(1, 2)
+    return out.float().contiguous(), ((k * left).mT @ v).float()

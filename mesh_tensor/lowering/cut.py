@@ -140,6 +140,13 @@ def check_binds(statements: Sequence[Statement], at: int) -> None:
             raise Blocked(f"{statement.node.var.name} is loaded before the point where the kernel would be cut")
 
 
+def check_blocks(states: Sequence[tirx.Buffer]) -> None:
+    """Raises Blocked for states that are single variables."""
+    for buffer in states:
+        if buffer.scope() == "local.var":
+            raise Blocked(f"{buffer.name} is a variable: states in buffers are combined")
+
+
 def check_padding(live_range: LiveRange, analysis: Analysis) -> None:
     """Where blocks reach past a dim's end, a workspace reads as 0: what was there may not count, or has to be 0."""
     for dim in range(len(live_range.buffer.shape)):
