@@ -14,10 +14,11 @@ from mesh_tensor.annotations.names import source_names
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.optimizer import MASTER, Optimizer
 from mesh_tensor.importers import ImportedModule
-from mesh_tensor.plan.training import NUMBERS_NAME, Kept, training_function
+from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME, Kept, training_function
 
 from .training_check import check_gradients
 from .training_import import ImportedLoss, imported_loss
+from .training_scale import LossScale
 
 Schedule = Callable[[int], float]
 
@@ -34,6 +35,7 @@ class TrainingStep:
     names       from names in torch ("fc.weight", "opt.exp_avg.fc.weight") to those
     zero        what of the state is split over the batch's axes: 0 nothing, 1 and 2 what the optimizer keeps, 3 all
     schedule    step 0, 1, ... -> what the learning rate is multiplied with
+    loss_scale  that of the first step
     """
 
     mod: ir.IRModule
@@ -45,6 +47,7 @@ class TrainingStep:
     kept: tuple[Kept, ...]
     zero: int = 0
     schedule: Schedule | None = None
+    loss_scale: LossScale | None = None
 
     def numbers(self, step: int) -> torch.Tensor:
         """The numbers of step 0, 1, ..."""
@@ -63,6 +66,7 @@ def training_step(
     zero: int = 0,
     clip_norm: float | None = None,
     schedule: Schedule | None = None,
+    loss_scale: float | str | None = None,
     check: bool = True,
     **options: Any,
 ) -> TrainingStep:
@@ -78,6 +82,8 @@ def training_step(
         zero: 1 or 2 splits what the optimizer keeps over the axes that split the batch, 3 the parameters as well.
         clip_norm: the norm of all gradients together is not larger than this.
         schedule: from the number of the step (0, 1, ...) to what the learning rate is multiplied with.
+        loss_scale: what the loss is multiplied with before gradients are taken, which are divided by it again: a number,
+            or "dynamic", which leaves out steps whose gradients overflow and goes on with a smaller one.
         check: compare a step on the example inputs with torch.autograd.
         options: of the optimizer: lr, betas, eps, weight_decay, momentum, nesterov.
 
@@ -92,21 +98,39 @@ def training_step(
     if zero not in (0, 1, 2, 3):
         refuse(f"zero={zero!r}", fix="use 0, 1, 2 or 3")
     made = Optimizer.make(optimizer, **options)
+    asked = _Asked(made, zero, clip_norm, schedule, LossScale.make(loss_scale))
     if isinstance(model, ImportedModule):
-        return _step(ImportedLoss(model, {}), model, made, zero, clip_norm, schedule)
+        return _step(ImportedLoss(model, {}), model, asked)
     with imported_loss(model, loss, tuple(inputs)) as found:
-        step = _step(found, model, made, zero, clip_norm, schedule)
+        step = _step(found, model, asked)
         if check and found.loss is not None:
             batch = (*inputs, *found.buffers.values())
             check_gradients(model, batch, found.loss, found.module, [mine.parameter for mine in step.kept])
     return step
 
 
-def _step(
-    found: ImportedLoss, model: Any, made: Optimizer, zero: int, clip_norm: float | None, schedule: Schedule | None
-) -> TrainingStep:
+@dataclass(frozen=True)
+class _Asked:
+    """What was asked for beside model and loss."""
+
+    optimizer: Optimizer
+    zero: int
+    clip_norm: float | None
+    schedule: Schedule | None
+    loss_scale: LossScale | None
+
+
+def _step(found: ImportedLoss, model: Any, asked: _Asked) -> TrainingStep:
     module = found.module
-    mod, kept = training_function(module.mod, "main", _trained(module, model), made, clip_norm, list(found.buffers))
+    mod, kept = training_function(
+        module.mod,
+        "main",
+        _trained(module, model),
+        asked.optimizer,
+        asked.clip_norm,
+        list(found.buffers),
+        scaled=asked.loss_scale is not None,
+    )
     state = {mine.parameter: module.params[mine.parameter] for mine in kept} | found.buffers
     for mine in kept:
         state |= {name: _first(slot, state[mine.parameter]) for slot, name in mine.slots.items()}
@@ -114,9 +138,21 @@ def _step(
     fixed = {name: module.params[name] for name in params if name in module.params and name not in state}
     every = {**module.names, **source_names(mod["main"])}
     names = {theirs: ours for theirs, ours in every.items() if ours in state or ours in fixed}
-    taken = tuple(name for name in params if name not in state and name not in fixed and name != NUMBERS_NAME)
+    ours_alone = {*state, *fixed, NUMBERS_NAME, LOSS_SCALE_NAME}
+    taken = tuple(name for name in params if name not in ours_alone)
     state = {name: state[name] for name in params if name in state}
-    return TrainingStep(mod, taken, state, fixed, names, made, tuple(kept), zero, schedule)
+    return TrainingStep(
+        mod,
+        taken,
+        state,
+        fixed,
+        names,
+        asked.optimizer,
+        tuple(kept),
+        asked.zero,
+        asked.schedule,
+        asked.loss_scale,
+    )
 
 
 def _trained(module: ImportedModule, model: Any) -> list[str]:

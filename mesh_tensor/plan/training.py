@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tvm import ir, relax
@@ -17,6 +17,8 @@ from .gradient import SEED, forward_part, gradient_of, loss_of, reverse
 from .ir import STATE_ATTR, Value, leaves
 
 NUMBERS_NAME = "opt_numbers"
+LOSS_SCALE_NAME = "opt_loss_scale"
+Emit = Callable[..., relax.Var]
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
@@ -35,11 +37,15 @@ def training_function(
     optimizer: Optimizer,
     clip_norm: float | None,
     buffers: Sequence[str] = (),
+    *,
+    scaled: bool = False,
 ) -> tuple[ir.IRModule, list[Kept]]:
     """The module whose `function` takes, after what is no parameter to be trained, the numbers of a step, the
     parameters, what is kept for each, and the buffers; and returns the loss, then what is new of these, in the same
     order. Before, it returned the loss and, if there are any, new values for the parameters `buffers`. The attribute
     `mesh_tensor_state` says so: results lie on a mesh as what they replace.
+
+    scaled   what gradients are taken of is the loss times a number, which comes after the numbers of the step
 
     Raises:
         MeshTensorError: as `gradient_function`.
@@ -50,9 +56,10 @@ def training_function(
     if len(leaves(graph.result)) != 1 + len(buffers):
         refuse(f"{function!r} has {len(leaves(graph.result))} results", fix="return the loss alone")
     values = {value.name: value for value in graph.params if value.name in parameters}
-    reverse(joint, {loss: writer.emit(relax.op.ones(loss.type.shape, loss.type.dtype), SEED)}, list(values.values()))
+    loss_scale = relax.Var(LOSS_SCALE_NAME, relax.TensorStructInfo((), "float32")) if scaled else None
+    reverse(joint, {loss: _seed(writer.emit, loss, loss_scale)}, list(values.values()))
     gradients = {name: gradient_of(joint, value, function) for name, value in values.items()}
-    scale = None if clip_norm is None else _scale(writer.emit, list(gradients.values()), clip_norm)
+    scale = _scale(writer.emit, list(gradients.values()), clip_norm, loss_scale)
 
     numbers = relax.Var(NUMBERS_NAME, info_of(NUMBERS))
     slots = {name: _slots(optimizer, value) for name, value in values.items()}
@@ -68,7 +75,12 @@ def training_function(
     variables = dict(zip((value.name for value in graph.params), joint.params, strict=True))
     state = [*(variables[name] for name in values), *(var for mine in slots.values() for var in mine.values())]
     state += [variables[name] for name in buffers]
-    joint.params = [*(var for var in variables.values() if var not in state), numbers, *state]
+    joint.params = [
+        *(var for var in variables.values() if var not in state),
+        numbers,
+        *([loss_scale] if scaled else []),
+        *state,
+    ]
     first, *rest = [joint.env[value] for value in leaves(graph.result)]
     joint.gradients = {value: d for value, d in joint.gradients.items() if value not in values.values()}
     made = writer.module(mod, function, joint, relax.Tuple([first, *new, *new_slots, *rest]))
@@ -94,13 +106,30 @@ def _source_names(names: dict[str, str], slots: dict[str, dict[str, relax.Var]])
     }
 
 
-def _scale(emit, gradients: list[relax.Expr], clip_norm: float) -> relax.Expr:
-    """min(1, clip_norm / the norm of all gradients together)."""
+def _seed(emit: Emit, loss: Value, loss_scale: relax.Var | None) -> relax.Expr:
+    """The gradient of the loss by itself, times `loss_scale`."""
+    if loss_scale is None:
+        return emit(relax.op.ones(loss.type.shape, loss.type.dtype), SEED)
+    scale = loss_scale if loss.type.dtype == "float32" else emit(relax.op.astype(loss_scale, loss.type.dtype))
+    return emit(relax.op.reshape(scale, loss.type.shape), SEED)
+
+
+def _scale(
+    emit: Emit, gradients: list[relax.Expr], clip_norm: float | None, loss_scale: relax.Var | None
+) -> relax.Expr | None:
+    """What gradients are multiplied with: min(1, clip_norm / the norm of all of them together), both of gradients that
+    are divided by `loss_scale`."""
+    one = relax.const(1.0, "float32")
+    back = None if loss_scale is None else emit(relax.op.divide(one, loss_scale))
+    if clip_norm is None:
+        return back
     wide = [emit(relax.op.astype(g, "float32")) if g.struct_info.dtype != "float32" else g for g in gradients]
     total: relax.Expr | None = None
     for gradient in wide:
         square = emit(relax.op.sum(emit(relax.op.multiply(gradient, gradient))))
         total = square if total is None else emit(relax.op.add(total, square))
-    norm = emit(relax.op.add(emit(relax.op.sqrt(total)), relax.const(_EPSILON, "float32")), "gradient_norm")
-    ratio = emit(relax.op.divide(relax.const(clip_norm, "float32"), norm))
-    return emit(relax.op.minimum(ratio, relax.const(1.0, "float32")), "clip")
+    root = emit(relax.op.sqrt(total))
+    root = root if back is None else emit(relax.op.multiply(root, back))
+    norm = emit(relax.op.add(root, relax.const(_EPSILON, "float32")), "gradient_norm")
+    clip = emit(relax.op.minimum(emit(relax.op.divide(relax.const(clip_norm, "float32"), norm)), one), "clip")
+    return clip if back is None else emit(relax.op.multiply(clip, back))
