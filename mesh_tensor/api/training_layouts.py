@@ -31,6 +31,7 @@ def annotated_step(step: TrainingStep, mesh: Mesh, shardings: Mapping[str, Any])
     given = {
         (var if function == "main" else f"{function}.{var}"): shardings[name] for name, (function, var), _ in meant
     }
+    given |= {again: layout for name, layout in given.items() for again in step.copies.get(name, ())}
     sharding = {
         param.name_hint: found
         for param in step.mod["main"].params

@@ -34,7 +34,7 @@ class LossScale:
             return LossScale(_FIRST, dynamic=True)
         if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 < given < float("inf"):
             return LossScale(float(given))
-        refuse(f"loss_scale={shown(given)}", fix='use "dynamic", a number above 0, or None')
+        return refuse(f"loss_scale={shown(given)}", fix='use "dynamic", a number above 0, or None')
 
     @property
     def can_fall(self) -> bool:

@@ -7,22 +7,18 @@ from functools import cached_property
 
 from tvm import ir
 
-from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.lowering.tile_calls import TileCalls
 from mesh_tensor.plan.atoms import Atoms, find_atoms
 from mesh_tensor.plan.expansions import expand
 from mesh_tensor.plan.explicit import ExplicitGraph
 from mesh_tensor.plan.index_checks import IndexCheck, index_checks
-from mesh_tensor.plan.ir import ANNOTATE, Graph, Node
+from mesh_tensor.plan.ir import Graph
+from mesh_tensor.plan.node_rules import node_rules
 from mesh_tensor.plan.propagate import Layouts, propagate
 from mesh_tensor.plan.reader import Annotations, read_graph
 from mesh_tensor.plan.reshards import insert_reshards
-from mesh_tensor.plan.tir_rule import kernel_rule
 from mesh_tensor.plan.tir_stages import expand_kernels
-from mesh_tensor.rules.operator import OpRule, has_rule, rule_of
-from mesh_tensor.rules.operator.call import operator_name
-from mesh_tensor.rules.operator.table import whole_rule
 
 from .from_graph import Kernels, ModuleProgram, to_program
 from .relax_module import relax_module
@@ -76,7 +72,7 @@ def read_module(
     annotations."""
     graph = read_graph(mod, function, mesh, annotations)
     expand_kernels(graph)
-    return graph, find_atoms(graph, _rules(graph, replicate_unknown))
+    return graph, find_atoms(graph, node_rules(graph, replicate_unknown))
 
 
 def plan_graph(
@@ -90,43 +86,8 @@ def plan_graph(
     """Plan what was read, for the graph's mesh and annotations."""
     layouts = propagate(graph, atoms)
     if (expanded := expand(graph, atoms, layouts)) is not None:
-        graph, atoms = expanded, find_atoms(expanded, _rules(expanded, replicate_unknown))
+        graph, atoms = expanded, find_atoms(expanded, node_rules(expanded, replicate_unknown))
         layouts = propagate(graph, atoms)
     explicit = insert_reshards(graph, atoms, layouts)
     calls = TileCalls(atoms)
     return ModulePlan(graph, atoms, layouts, explicit, calls, to_program(explicit, calls, kernels or {}, overlap))
-
-
-def _rules(graph: Graph, replicate_unknown: bool) -> dict[Node, OpRule]:
-    """The rule of every node; alike calls have one."""
-    known: dict[tuple, OpRule] = {}
-    rules = {}
-    for node in graph.nodes:
-        if node.kernel is not None:
-            rules[node] = kernel_rule(node, graph.mesh)
-            continue
-        kind = (ANNOTATE, node.call.inputs[0]) if node.is_annotation else node.call.kind
-        rule = known.get(kind)
-        if rule is None:
-            rule = known[kind] = _rule(node, replicate_unknown)
-        rules[node] = rule
-    return rules
-
-
-def _rule(node: Node, replicate_unknown: bool) -> OpRule:
-    if node.is_annotation:
-        return OpRule((_dims(node),), (_dims(node),), moves=True)
-    if node.call.name == "call_tir_inplace":
-        refuse(
-            "R.call_tir_inplace can't be distributed",
-            where=node.where,
-            why="it overwrites its operands",
-            fix="use R.call_tir, whose results are new tensors",
-        )
-    if replicate_unknown and not has_rule(operator_name(node.call)):
-        return whole_rule(node.call)
-    return rule_of(node.call, node.where)
-
-
-def _dims(node: Node) -> tuple[str, ...]:
-    return tuple(f"d{dim}" for dim in range(node.call.inputs[0].ndim))

@@ -132,18 +132,23 @@ def _collectives(run):
 
 
 @pytest.mark.parametrize(
-    ("zero", "expected"),
+    ("zero", "alone", "together"),
     [
-        (0, {"all_reduce": 6 + 2}),  # gradients, the sum of the losses, how many targets count
-        (1, {"reduce_scatter": 6, "all_gather": 6, "all_reduce": 2}),
-        (2, {"reduce_scatter": 6, "all_gather": 6, "all_reduce": 2}),
-        (3, {"reduce_scatter": 6, "all_gather": 6 + 1, "all_reduce": 2}),  # a weight once more on the way back
+        # gradients, the sum of the losses; how many targets count, which is needed at once
+        (0, {"all_reduce": 6 + 2}, {"all_reduce": 1 + 1}),
+        (1, {"reduce_scatter": 6, "all_gather": 6, "all_reduce": 2}, {"reduce_scatter": 1, "all_gather": 1}),
+        (2, {"reduce_scatter": 6, "all_gather": 6, "all_reduce": 2}, {"reduce_scatter": 1, "all_gather": 1}),
+        # a weight once more on the way back
+        (3, {"reduce_scatter": 6, "all_gather": 6 + 1, "all_reduce": 2}, {"reduce_scatter": 1, "all_gather": 6 + 1}),
     ],
 )
-def test_collectives(zero, expected):
+def test_collectives(zero, alone, together):
     model, x, y = _case()
     step = mt.training_step(model, F.cross_entropy, (x, y), zero=zero, check=False)
-    assert _collectives(mt.distribute_module(step, {"data": 2}, DATA)) == expected
+    assert _collectives(mt.distribute_module(step, {"data": 2}, DATA, overlap="off")) == alone
+    run = mt.distribute_module(step, {"data": 2}, DATA)
+    assert _collectives(run) == {"all_reduce": 2} | together
+    assert f"{6 + (zero == 0)} together (" in run.explain()
 
 
 def test_state_goes_from_mesh_to_mesh_bit_for_bit():

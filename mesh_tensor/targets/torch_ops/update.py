@@ -32,7 +32,7 @@ def _update(call: OpCall) -> Function:
         gradient = gradient.to(value.dtype)
         if scale:  # of gradients one of which is NaN; that one says so itself
             gradient = gradient * scale[0].to(value.dtype).nan_to_num(nan=1.0)
-        value, slots = step(value, gradient, slots, *numbers.tolist())
+        value, slots = step(value, gradient, slots, *numbers.tolist()[:3])
         return (value.to(parameter.dtype), *slots, *([value] if kept else []))
 
     return update
