@@ -15,6 +15,13 @@ def gelu(x):
     return 0.5 * x * (1.0 + T.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
+def gelu_slope(x):
+    """The derivative of `gelu`."""
+    bent = T.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x))
+    inner = math.sqrt(2.0 / math.pi) * (1.0 + 3 * 0.044715 * x * x)
+    return 0.5 * (1.0 + bent) + 0.5 * x * (1.0 - bent * bent) * inner
+
+
 def silu(x):
     """`x * sigmoid(x)`."""
     return x / (1.0 + T.exp(-x))

@@ -37,6 +37,80 @@ def layer_norm(M, N, eps=1e-5, block_M=16, dtype="float32", accum_dtype="float32
     return layer_norm_kernel
 
 
+def layer_norm_backward(M, N, eps=1e-5, block_M=16, dtype="float32", accum_dtype="float32"):
+    """The gradients of `layer_norm`: one kernel for X, one for weight and bias, to which every block of rows adds."""
+
+    @T.prim_func
+    def layer_norm_d_X_kernel(
+        X: T.Tensor((M, N), dtype),
+        weight: T.Tensor((N,), dtype),
+        d_Y: T.Tensor((M, N), dtype),
+        d_X: T.Tensor((M, N), dtype),
+    ):
+        with T.Kernel(T.ceildiv(M, block_M), threads=128) as bx:
+            x = T.alloc_fragment((block_M, N), accum_dtype)
+            gradient = T.alloc_fragment((block_M, N), accum_dtype)
+            product = T.alloc_fragment((block_M, N), accum_dtype)
+            mean = T.alloc_fragment((block_M,), accum_dtype)
+            variance = T.alloc_fragment((block_M,), accum_dtype)
+            total = T.alloc_fragment((block_M,), accum_dtype)
+            along = T.alloc_fragment((block_M,), accum_dtype)
+            weight_shared = T.alloc_shared((N,), dtype)
+            T.copy(weight, weight_shared)
+            T.copy(X[bx * block_M, 0], x)
+            T.copy(d_Y[bx * block_M, 0], gradient)
+            T.reduce_sum(x, mean, dim=1)
+            for i, j in T.Parallel(block_M, N):
+                x[i, j] = x[i, j] - mean[i] / N
+            for i, j in T.Parallel(block_M, N):
+                product[i, j] = x[i, j] * x[i, j]
+            T.reduce_sum(product, variance, dim=1)
+            for i, j in T.Parallel(block_M, N):
+                x[i, j] = x[i, j] * T.rsqrt(variance[i] / N + eps)
+            for i, j in T.Parallel(block_M, N):
+                gradient[i, j] = gradient[i, j] * weight_shared[j]
+            T.reduce_sum(gradient, total, dim=1)
+            for i, j in T.Parallel(block_M, N):
+                product[i, j] = gradient[i, j] * x[i, j]
+            T.reduce_sum(product, along, dim=1)
+            for i, j in T.Parallel(block_M, N):
+                gradient[i, j] = T.rsqrt(variance[i] / N + eps) * (
+                    gradient[i, j] - total[i] / N - x[i, j] * along[i] / N
+                )
+            T.copy(gradient, d_X[bx * block_M, 0])
+
+    @T.prim_func
+    def layer_norm_d_weight_kernel(
+        X: T.Tensor((M, N), dtype),
+        d_Y: T.Tensor((M, N), dtype),
+        d_weight: T.Tensor((N,), dtype),
+        d_bias: T.Tensor((N,), dtype),
+    ):
+        with T.Kernel(T.ceildiv(M, block_M), threads=128) as bx:
+            x = T.alloc_fragment((block_M, N), accum_dtype)
+            gradient = T.alloc_fragment((block_M, N), accum_dtype)
+            squares = T.alloc_fragment((block_M, N), accum_dtype)
+            mean = T.alloc_fragment((block_M,), accum_dtype)
+            variance = T.alloc_fragment((block_M,), accum_dtype)
+            total = T.alloc_fragment((N,), accum_dtype)
+            T.copy(X[bx * block_M, 0], x)
+            T.copy(d_Y[bx * block_M, 0], gradient)
+            T.reduce_sum(gradient, total, dim=0)
+            T.atomic_add(d_bias[0], total)
+            T.reduce_sum(x, mean, dim=1)
+            for i, j in T.Parallel(block_M, N):
+                x[i, j] = x[i, j] - mean[i] / N
+            for i, j in T.Parallel(block_M, N):
+                squares[i, j] = x[i, j] * x[i, j]
+            T.reduce_sum(squares, variance, dim=1)
+            for i, j in T.Parallel(block_M, N):
+                gradient[i, j] = gradient[i, j] * x[i, j] * T.rsqrt(variance[i] / N + eps)
+            T.reduce_sum(gradient, total, dim=0)
+            T.atomic_add(d_weight[0], total)
+
+    return layer_norm_d_X_kernel, layer_norm_d_weight_kernel
+
+
 def two_pass_layer_norm(M, N, eps=1e-5, block_M=16, block_N=64, dtype="float32", accum_dtype="float32"):
     """LayerNorm over column blocks: the first pass sums values and squares, `var = mean(x^2) - mean(x)^2`."""
 

@@ -49,6 +49,46 @@ def matmul(
     return matmul_kernel
 
 
+def matmul_backward(M, N, K, block_M=64, block_N=64, block_K=32, dtype="float32", accum_dtype="float32"):
+    """The gradients of `matmul(M, N, K)`: `d_A = d_C @ B^T` and `d_B = A^T @ d_C`, a kernel each."""
+
+    @T.prim_func
+    def matmul_d_A_kernel(
+        B: T.Tensor((K, N), dtype),
+        d_C: T.Tensor((M, N), dtype),
+        d_A: T.Tensor((M, K), dtype),
+    ):
+        with T.Kernel(T.ceildiv(K, block_K), T.ceildiv(M, block_M), threads=128) as (bx, by):
+            B_shared = T.alloc_shared((block_K, block_N), dtype)
+            d_C_shared = T.alloc_shared((block_M, block_N), dtype)
+            d_A_local = T.alloc_fragment((block_M, block_K), accum_dtype)
+            T.clear(d_A_local)
+            for no in T.Pipelined(T.ceildiv(N, block_N), num_stages=2):
+                T.copy(d_C[by * block_M, no * block_N], d_C_shared)
+                T.copy(B[bx * block_K, no * block_N], B_shared)
+                T.gemm(d_C_shared, B_shared, d_A_local, transpose_B=True)
+            T.copy(d_A_local, d_A[by * block_M, bx * block_K])
+
+    @T.prim_func
+    def matmul_d_B_kernel(
+        A: T.Tensor((M, K), dtype),
+        d_C: T.Tensor((M, N), dtype),
+        d_B: T.Tensor((K, N), dtype),
+    ):
+        with T.Kernel(T.ceildiv(N, block_N), T.ceildiv(K, block_K), threads=128) as (bx, by):
+            A_shared = T.alloc_shared((block_M, block_K), dtype)
+            d_C_shared = T.alloc_shared((block_M, block_N), dtype)
+            d_B_local = T.alloc_fragment((block_K, block_N), accum_dtype)
+            T.clear(d_B_local)
+            for mo in T.Pipelined(T.ceildiv(M, block_M), num_stages=2):
+                T.copy(A[mo * block_M, by * block_K], A_shared)
+                T.copy(d_C[mo * block_M, bx * block_N], d_C_shared)
+                T.gemm(A_shared, d_C_shared, d_B_local, transpose_A=True)
+            T.copy(d_B_local, d_B[by * block_K, bx * block_N])
+
+    return matmul_d_A_kernel, matmul_d_B_kernel
+
+
 def matmul_reference(a, b, trans_A=False, trans_B=False, out_dtype=None):
     """The product of two matrices, or of two batches of matrices, computed in float64 (integers: exactly)."""
     wide = torch.float64 if a.is_floating_point() else torch.int64

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import mesh_tensor as mt
 
-from .activations import gelu
+from .activations import gelu, gelu_slope
 from .matmul import matmul
 
 
@@ -53,6 +53,27 @@ def mlp_gelu(tokens, hidden, block_M=64, block_N=64, dtype="float32", accum_dtyp
             T.copy(tile, h[by * block_M, bx * block_N])
 
     return mlp_gelu_kernel
+
+
+def mlp_gelu_backward(tokens, hidden, block_M=64, block_N=64, dtype="float32", accum_dtype="float32"):
+    """The gradient of `mlp_gelu`: `d_g[t, f] = d_h[t, f] * gelu'(g[t, f])`."""
+
+    @T.prim_func
+    def mlp_gelu_backward_kernel(
+        g: T.Tensor((tokens, hidden), dtype),
+        d_h: T.Tensor((tokens, hidden), dtype),
+        d_g: T.Tensor((tokens, hidden), dtype),
+    ):
+        with T.Kernel(T.ceildiv(hidden, block_N), T.ceildiv(tokens, block_M), threads=128) as (bx, by):
+            tile = T.alloc_fragment((block_M, block_N), accum_dtype)
+            gradient = T.alloc_fragment((block_M, block_N), accum_dtype)
+            T.copy(g[by * block_M, bx * block_N], tile)
+            T.copy(d_h[by * block_M, bx * block_N], gradient)
+            for i, j in T.Parallel(block_M, block_N):
+                gradient[i, j] = gradient[i, j] * gelu_slope(tile[i, j])
+            T.copy(gradient, d_g[by * block_M, bx * block_N])
+
+    return mlp_gelu_backward_kernel
 
 
 def mlp_down(tokens, hidden, model, block_M=64, block_N=64, block_K=32, dtype="float32", accum_dtype="float32"):

@@ -38,6 +38,38 @@ def rope(seq, heads, dim, interleaved=False, block_S=32, dtype="float32", accum_
     return rope_kernel
 
 
+def rope_backward(seq, heads, dim, interleaved=False, block_S=32, dtype="float32", accum_dtype="float32"):
+    """The gradient of `rope` with respect to x: `d_out`, rotated back."""
+    half = dim // 2
+    stride, distance = (2, 1) if interleaved else (1, half)
+
+    @T.prim_func
+    def rope_backward_kernel(
+        cos: T.Tensor((seq, half), dtype),
+        sin: T.Tensor((seq, half), dtype),
+        d_out: T.Tensor((seq, heads, dim), dtype),
+        d_x: T.Tensor((seq, heads, dim), dtype),
+    ):
+        with T.Kernel(T.ceildiv(seq, block_S), heads, threads=128) as (bx, by):
+            d_out_shared = T.alloc_shared((block_S, dim), dtype)
+            cos_shared = T.alloc_shared((block_S, half), dtype)
+            sin_shared = T.alloc_shared((block_S, half), dtype)
+            d_x_shared = T.alloc_shared((block_S, dim), dtype)
+            T.copy(d_out[bx * block_S : (bx + 1) * block_S, by, 0:dim], d_out_shared)
+            T.copy(cos[bx * block_S, 0], cos_shared)
+            T.copy(sin[bx * block_S, 0], sin_shared)
+            for i, d in T.Parallel(block_S, half):
+                first = T.cast(d_out_shared[i, d * stride], accum_dtype)
+                second = T.cast(d_out_shared[i, d * stride + distance], accum_dtype)
+                c = T.cast(cos_shared[i, d], accum_dtype)
+                s = T.cast(sin_shared[i, d], accum_dtype)
+                d_x_shared[i, d * stride] = first * c + second * s
+                d_x_shared[i, d * stride + distance] = second * c - first * s
+            T.copy(d_x_shared, d_x[bx * block_S : (bx + 1) * block_S, by, 0:dim])
+
+    return rope_backward_kernel
+
+
 def rope_tables(seq, dim, base=10000.0):
     """`cos` and `sin` of `position * base^(-2d / dim)`, each (seq, dim / 2), float32."""
     frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)

@@ -28,6 +28,28 @@ def softmax(M, N, block_M=32, dtype="float32", accum_dtype="float32"):
     return softmax_kernel
 
 
+def softmax_backward(M, N, block_M=32, dtype="float32", accum_dtype="float32"):
+    """The gradient of softmax over rows: `d_X[m, n] = Y[m, n] * (d_Y[m, n] - sum_k d_Y[m, k] * Y[m, k])`."""
+
+    @T.prim_func
+    def softmax_backward_kernel(Y: T.Tensor((M, N), dtype), d_Y: T.Tensor((M, N), dtype), d_X: T.Tensor((M, N), dtype)):
+        with T.Kernel(T.ceildiv(M, block_M), threads=128) as bx:
+            y = T.alloc_fragment((block_M, N), accum_dtype)
+            gradient = T.alloc_fragment((block_M, N), accum_dtype)
+            product = T.alloc_fragment((block_M, N), accum_dtype)
+            row_sum = T.alloc_fragment((block_M,), accum_dtype)
+            T.copy(Y[bx * block_M, 0], y)
+            T.copy(d_Y[bx * block_M, 0], gradient)
+            for i, j in T.Parallel(block_M, N):
+                product[i, j] = y[i, j] * gradient[i, j]
+            T.reduce_sum(product, row_sum, dim=1)
+            for i, j in T.Parallel(block_M, N):
+                gradient[i, j] = y[i, j] * (gradient[i, j] - row_sum[i])
+            T.copy(gradient, d_X[bx * block_M, 0])
+
+    return softmax_backward_kernel
+
+
 def three_pass_softmax(M, N, block_M=32, block_N=32, dtype="float32", accum_dtype="float32"):
     """Softmax over column blocks: one pass for the rows' maxima, one for their sums, one for the result."""
 

@@ -13,6 +13,7 @@ from .api.disco import DiscoModule, DiscoSession, run_on_disco, to_disco
 from .api.gradient import gradient
 from .api.machine import Machine
 from .api.module import MeshModule, distribute_module
+from .api.module_files import load, save
 from .api.pipeline import Pipeline, pipeline
 from .api.search import search
 from .api.training import TrainingStep, training_step
@@ -25,6 +26,7 @@ from .base.version import __version__
 from .importers import ImportedModule, load_module, save_module
 from .importers.onnx_frontend import from_onnx
 from .importers.torch_frontend import from_torch
+from .importers.weight_files import open_weights
 from .lowering import lower
 from .pipelining.schedule import Schedule
 from .program.program import Program
@@ -74,10 +76,12 @@ __all__ = [
     "from_torch",
     "gradient",
     "init_mesh_tensor_info",
+    "load",
     "load_module",
     "lower",
     "lowering",
     "mesh_tensor_functions",
+    "open_weights",
     "pipeline",
     "plan_redistribution",
     "plan_transfer",
@@ -87,6 +91,7 @@ __all__ = [
     "resume",
     "run_on_disco",
     "run_sequential",
+    "save",
     "save_module",
     "search",
     "sharding_rule",

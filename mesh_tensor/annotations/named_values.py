@@ -11,10 +11,7 @@ from tvm import ir, relax
 
 from mesh_tensor.base.errors import did_you_mean, listing
 
-from .names import known, relax_function, relax_functions, source_names, variables
-
-# What torch's wrappers put into the names of a model's weights.
-_WRAPPERS = {"_checkpoint_wrapped_module", "_forward_module", "_fsdp_wrapped_module", "_orig_mod", "module"}
+from .names import SourceNames, known, relax_function, relax_functions, source_names, variables
 
 #: A function's name, and that of a variable in it.
 Key = tuple[str, str]
@@ -29,7 +26,7 @@ class NamedValues:
         self._function = function
         self._vars = {name: _by_name(func) for name, func in functions.items()}
         self._sources = source_names(relax_function(mod, function))
-        self._unwrapped = {_unwrapped(name): name for name in self._sources}
+        self._named = SourceNames(self._sources)
         self._unused = {
             (name, param.name_hint)
             for name, func in functions.items()
@@ -46,7 +43,7 @@ class NamedValues:
                 patterns.append(name)
             elif isinstance(found, str):
                 problems.append(found)
-            elif found[0] in self._unused and name in self._sources:
+            elif found[0] in self._unused and self._named.ours(name) != name:
                 problems.append(f"nothing uses parameter {name!r}, so there is nothing to lay out")
             else:
                 meant.append((name, *found))
@@ -62,8 +59,7 @@ class NamedValues:
         """The value of that name, or what is wrong with the name."""
         if not isinstance(name, str):
             return f"{name!r} is no name of a value"
-        source = name if name in self._sources else self._unwrapped.get(_unwrapped(name), name)
-        where, value = self._function, self._sources.get(source, name)
+        where, value = self._function, self._named.ours(name)
         other, _, rest = name.partition(".")
         if value not in self._vars[where] and other in self._vars:
             where, value = other, rest
@@ -114,8 +110,3 @@ def _fits(pattern: str | re.Pattern[str], name: str) -> bool:
 
 def _shown(pattern: str | re.Pattern[str]) -> str:
     return repr(pattern.pattern if isinstance(pattern, re.Pattern) else pattern)
-
-
-def _unwrapped(name: str) -> str:
-    """The name without what torch's wrappers put into it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -15,6 +15,8 @@ from .annotation import from_attr
 # A function attribute that an importer sets: the source's name of a parameter -> the module's.
 SOURCE_NAMES_ATTR = "mesh_tensor_names"
 _MANY = 24
+# What torch's wrappers put into the names of a model's weights.
+_WRAPPERS = {"_checkpoint_wrapped_module", "_forward_module", "_fsdp_wrapped_module", "_orig_mod", "module"}
 # What else people have in hand -> how a module is made of it.
 _AS_MODULE = {
     "ImportedModule": "pass its `mod`, and its `params` as weights",
@@ -36,6 +38,29 @@ def source_names(func: relax.Function) -> dict[str, str]:
     """From the names that values had where the module comes from to theirs."""
     attr = (func.attrs or {}).get(SOURCE_NAMES_ATTR)
     return from_attr(attr) if attr is not None else {}
+
+
+class SourceNames:
+    """The names that values had where a module comes from, and what they are called now. What wrappers put into a name
+    doesn't matter, nor "model." in front of it, unless that could mean several."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self.names = names
+        self._plain: dict[str, set[str]] = {}
+        for theirs, ours in names.items():
+            self._plain.setdefault(_unwrapped(theirs), set()).add(ours)
+
+    def ours(self, name: str) -> str:
+        """The module's name for a name of elsewhere; a name that is none of these as it is."""
+        if name in self.names:
+            return self.names[name]
+        found = self._plain.get(_unwrapped(name), ())
+        return next(iter(found)) if len(found) == 1 else name
+
+
+def _unwrapped(name: str) -> str:
+    """The name without what wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS).removeprefix("model.")
 
 
 def relax_functions(mod: ir.IRModule) -> dict[str, relax.Function]:

@@ -24,7 +24,9 @@ from mesh_tensor.runtime.plain_tensors import refuse_traced
 from mesh_tensor.runtime.ranks import are_current, is_dtensor, ranks_of
 from mesh_tensor.runtime.ranks.dtensor_ports import Transfer
 from mesh_tensor.targets.kernels import find_target
+from mesh_tensor.tir.grids import grids_of
 
+from .backward import Gradients, laid_out_alike
 from .call_forms import OutIdx, call_forms, given_out_idx, in_order, refuse_count
 from .compiled import Compiled, KernelRunner
 from .rank_kernel import RankKernel
@@ -42,6 +44,7 @@ def compile(
     poison: bool = False,
     view: str = "auto",
     overlap: str | int = "auto",
+    backward: tirx.PrimFunc | Sequence[tirx.PrimFunc] = (),
 ) -> MeshKernel:
     """Make an annotated TileLang kernel callable on a virtual mesh.
 
@@ -56,6 +59,9 @@ def compile(
             `auto` to see it from the loops.
         overlap: whether collectives run beside kernels, slab by slab: `auto` leaves it to a cost model, `off` runs
             everything in bulk, a number is into how many slabs a kernel is split wherever that can be done.
+        backward: the kernels that compute the gradients, for torch.autograd. Their parameters are called as `func`'s,
+            or `d_y`, which they read: the gradient with respect to what `func` wrote into y; or `d_x`, which they
+            write: the gradient with respect to the input x. What they don't annotate lies as in `func`.
 
     Returns:
         The kernel. It is lowered and compiled here; a kernel with symbolic dims is at its first call with sizes of a
@@ -65,7 +71,9 @@ def compile(
         MeshTensorError: what was asked for can't be done; the message says what, where, why and the way out.
     """
     lower = Lowering(KernelLowering(view), strict)
-    return MeshKernel(func, lower, target=target, out_idx=out_idx, strict=strict, poison=poison, overlap=overlap)
+    kernels = (backward,) if isinstance(backward, tirx.PrimFunc) else tuple(backward)
+    options: dict[str, Any] = {"target": target, "strict": strict, "poison": poison, "overlap": overlap}
+    return MeshKernel(func, lower, out_idx=out_idx, backward=kernels, **options)
 
 
 class MeshKernel:
@@ -75,7 +83,9 @@ class MeshKernel:
     Called with the tensors that it reads, by position or by name, it returns those that it writes; called with all
     parameters, it writes into the tensors given (what it does not write stays as it is; in a tensor that it makes, that
     is 0). What it both reads and writes is updated in place, and returned. If any argument is a MeshTensor, all results
-    are MeshTensors, laid out as annotated."""
+    are MeshTensors, laid out as annotated.
+
+    `gradients.kernels` are its backward kernels, compiled: MeshKernels, too. Without any, `gradients` is None."""
 
     def __init__(
         self,
@@ -87,9 +97,10 @@ class MeshKernel:
         strict: bool,
         poison: bool,
         overlap: str | int,
+        backward: Sequence[tirx.PrimFunc] = (),
     ) -> None:
-        options = {"target": target, "out_idx": out_idx, "strict": strict, "poison": poison, "overlap": overlap}
-        self._made_of = check_kernel(func), lower, options
+        options: dict[str, Any] = {"target": target, "strict": strict, "poison": poison, "overlap": overlap}
+        self._made_of = check_kernel(func), lower, {**options, "out_idx": out_idx, "backward": tuple(backward)}
         on = find_target(target).remembering()
         if poison and on.name != "interpret":
             refuse(f"poison=True with target {on.name!r}", fix="use target='interpret'")
@@ -98,8 +109,8 @@ class MeshKernel:
         self._program = None if signature.symbols else programs.of({})
         self.mesh, stated = read_annotations(func) if self._program is None else (self._program.mesh, {})
         reads, writes = _roles_by_rule(func) if self._program is None else _roles(self._program)
-        signature.written = frozenset(writes)
-        self._forms = call_forms(signature, given_out_idx(func, out_idx), frozenset(reads), signature.written)
+        signature.read, signature.written = frozenset(reads), frozenset(writes)
+        self._forms = call_forms(signature, given_out_idx(func, out_idx), signature.read, signature.written)
         layouts = {name: annotation.sharding for name, annotation in stated.items()}
         given = (strict, poison, overlap, layouts, signature.written)
         self._compiled = Compiled(signature, self.mesh, on, *given, programs, self._ran)
@@ -108,6 +119,8 @@ class MeshKernel:
         self._last_on_ranks: tuple[Any, RankKernel] | None = None
         self._lock = threading.RLock()  # several threads may call
         self._transfers: Callable[[], list[Transfer]] = list
+        kernels = [MeshKernel(laid_out_alike(func, part), lower, out_idx=None, **options) for part in backward]
+        self.gradients = Gradients(signature, kernels) if kernels else None
 
     @property
     def program(self) -> Program:
@@ -119,6 +132,11 @@ class MeshKernel:
                 fix="call it first; its program is then that of the sizes it was called with",
             )
         return self._program
+
+    @property
+    def signature(self) -> Signature:
+        """Its parameters."""
+        return self._signature
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -179,9 +197,11 @@ class MeshKernel:
             if not undisturbed:
                 refuse_traced(f"kernel {self._signature.name!r}", args)
             form = self._forms.get(len(args)) or refuse_count(self._signature.name, len(args), self._forms)
+            given = dict(zip(form.passed, args, strict=True))
+            if self.gradients is not None and run is runner:
+                run = self.gradients.around(run, given)
         except MeshTensorError as error:
             runner.refuse_call(error)
-        given = dict(zip(form.passed, args, strict=True))
         if undisturbed:
             results = run(given, form.returned, *more)
         else:
@@ -238,5 +258,10 @@ def _roles(program: Program) -> tuple[list[str], list[str]]:
 
 
 def _roles_by_rule(func: tirx.PrimFunc) -> tuple[list[str], list[str]]:
-    rule = sharding_rule(func)
-    return list(rule.inputs), list(rule.outputs)
+    reads, writes = dict[str, None](), dict[str, None]()
+    grids = grids_of(func)
+    for rule in map(sharding_rule, grids.funcs):
+        reads |= dict.fromkeys(name for name in rule.inputs if name not in writes)
+        writes |= dict.fromkeys(rule.outputs)
+    own = {str(buffer.name) for buffer in grids.own}
+    return [name for name in reads if name not in own], [name for name in writes if name not in own]

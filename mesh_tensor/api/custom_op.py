@@ -22,6 +22,7 @@ from mesh_tensor.runtime.ranks import (
 )
 from mesh_tensor.targets.dtypes import torch_dtype
 
+from .backward import Gradients
 from .compile import MeshKernel
 
 _LIBRARY = "mesh_tensor"
@@ -38,7 +39,8 @@ def as_custom_op(kernel: MeshKernel, name: str, *, device_mesh: Any = None) -> C
 
     Returns:
         A function of the tensors that the kernel reads. It returns what the kernel writes; what the kernel updates is
-        updated in place."""
+        updated in place. Torch knows its gradients if the kernel has backward kernels, which become the operations
+        `mesh_tensor::<name>_backward_<number>`."""
     program = _checked(kernel)
     _check_name(name)
     rank = None if device_mesh is None else ranks_of(kernel.mesh, device_mesh, kernel.device.type).rank
@@ -62,8 +64,29 @@ def as_custom_op(kernel: MeshKernel, name: str, *, device_mesh: Any = None) -> C
         f"{_LIBRARY}::{name}", run, mutates_args=[p.name for p in changed], schema=_schema(passed, made)
     )
     op.register_fake(fake)
+    if kernel.gradients is not None:
+        numbered = enumerate(kernel.gradients.kernels)
+        parts = [as_custom_op(part, f"{name}_backward_{number}", device_mesh=device_mesh) for number, part in numbered]
+        _register_gradients(op, kernel.gradients, [p.name for p in passed], [p.name for p in made], parts)
     call = _Call(kernel, op, tuple(passed), tuple(made), program)
     return call.plain if device_mesh is None else _over(call, device_mesh)
+
+
+def _register_gradients(
+    op: Any, gradients: Gradients, passed: Sequence[str], made: Sequence[str], run: Sequence[Callable[..., Any]]
+) -> None:
+    """Tell torch that `run`, operations of the backward kernels, compute the gradients of `op`."""
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        results = output if isinstance(output, (tuple, list)) else (output,)
+        gradients.keep(ctx, dict(zip((*passed, *made), (*inputs, *results), strict=True)))
+
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        wanted = [name for name, need in zip(passed, ctx.needs_input_grad, strict=True) if need]
+        found = gradients.compute(ctx, dict(zip(made, grads, strict=True)), wanted, run, {})
+        return tuple(found.get(name) for name in passed)
+
+    op.register_autograd(backward, setup_context=keep)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 from tvm import ir
@@ -11,7 +11,7 @@ from tvm import ir
 from mesh_tensor.annotations.annotate_module import annotate_module, read_module_annotations
 from mesh_tensor.annotations.names import check_module
 from mesh_tensor.annotations.parameters import flat_arguments, with_flat_parameters
-from mesh_tensor.base.errors import MeshTensorError, refuse, shown
+from mesh_tensor.base.errors import MeshTensorError, listing, refuse, shown
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.program.explain import explain
@@ -30,11 +30,14 @@ from mesh_tensor.runtime.virtual.mesh_tensor import ShardingLike
 from mesh_tensor.targets.kernels import find_target
 
 from .module_launch import ModuleLaunch
+from .module_ports import Refined
 from .module_ranks import RankModuleLaunch
+from .module_weights import HeldWeights, checked_state, whole
 from .training import TrainingStep
 from .training_layouts import annotated_step
 from .training_run import TrainingRun
 
+T = TypeVar("T")
 AnyLaunch: TypeAlias = "ModuleLaunch | RankModuleLaunch"
 
 
@@ -45,6 +48,7 @@ def distribute_module(
     shardings: Mapping[str, ShardingLike] | None = None,
     *,
     weights: Mapping[str, Any] | None = None,
+    priority: Mapping[str, int] | None = None,
     function: str = "main",
     target: str = "auto",
     strict: bool = False,
@@ -53,6 +57,7 @@ def distribute_module(
     check_indices: bool = True,
     poison: bool = False,
     overlap: str | int = "auto",
+    donate: bool = False,
 ) -> Any:
     """Make a Relax module callable on a mesh.
 
@@ -62,20 +67,22 @@ def distribute_module(
         mesh: a Mesh, a dict, or a DeviceMesh of torch's, on whose ranks the module then runs; None takes the mesh that
             the module's annotations are for.
         shardings: layouts of named parameters and values, as `annotate_module` takes them.
-        weights: parameters that stay, by name (the module's, or that in torch): split once. What is left of the
-            parameters is passed at every call.
+        weights: parameters that stay, by name (the module's, or that in torch): split once, whatever sizes come.
+            Tensors, or what `open_weights` gives of files. What is left of the parameters is passed at every call.
+        priority: whose layouts are heard first, as `annotate_module` takes it.
         function: the function to run.
         target: where kernels run, as in `compile`.
         strict: refuse annotations that can't be used as stated, instead of changing layouts between them.
         replicate_unknown: compute operators without a sharding rule on whole tensors, on every device.
         kernels: operators that run as TileLang kernels: from an operator's name to a function from its call on tiles to
             a kernel on the operands, then the results, or None (torch computes the call).
-        check_indices: refuse whole tensors on a CPU whose elements are looked up in a table that doesn't have them, as
-            torch does. What is not checked (MeshTensors, DTensors, other devices, computed indices) gives NaN there.
+        check_indices: refuse elements that are looked up in a table that doesn't have them, as torch does; without it
+            they give NaN. On ranks, whole tensors are checked before anything runs.
         poison: on a virtual mesh, padding holds NaN or extreme integers, so that what reads it shows (for tests).
         overlap: whether collectives run beside operators and kernels. `auto` starts them early, and on ranks splits
             TileLang kernels into slabs where a cost model says so; `off` runs everything in bulk, a number is into
-            how many slabs kernels beside a collective are split.
+            how many slabs kernels beside a collective are split. Gradients go in buckets where it is `auto`.
+        donate: take the tensors out of `weights`, which is empty then: each is let go once it is laid out.
 
     Returns:
         A `MeshModule`; of a training step, a `TrainingRun`. It is planned here, or at the first call with new sizes if
@@ -84,16 +91,20 @@ def distribute_module(
     Raises:
         MeshTensorError: what was asked for can't be done; the message names the binding and the operator.
     """
-    step, given = (mod, _step_module(mod, mesh, shardings)) if isinstance(mod, TrainingStep) else (None, mod)
+    step, given = (mod, _step_module(mod, mesh, shardings, priority)) if isinstance(mod, TrainingStep) else (None, mod)
     check_module(given, "distribute_module")
     if kernels and not (isinstance(kernels, Mapping) and all(callable(made) for made in kernels.values())):
         refuse(
             f"the kernels are {shown(kernels)}", fix="give a dict from operators' names to functions that make kernels"
         )
+    if donate and not isinstance(weights, MutableMapping):
+        refuse("donate takes the tensors out of `weights`", fix="pass them as a dict")
     if shardings and step is None:
         if mesh is None:
             refuse("shardings without a mesh", fix="pass the mesh that they are for")
-        given = annotate_module(given, _mesh(mesh), shardings, function)
+        given = annotate_module(given, _mesh(mesh), shardings, function, priority=priority)
+    elif priority and step is None:
+        refuse(f"a priority of {listing(list(priority))} without shardings", fix="state layouts for them")
     made = MeshModule(
         given,
         mesh,
@@ -106,15 +117,18 @@ def distribute_module(
         check_indices=check_indices,
         poison=poison,
         overlap=check_overlap(overlap),
+        donate=donate,
     )
     return made if step is None else TrainingRun(step, made)
 
 
-def _step_module(step: TrainingStep, mesh: Any, shardings: Mapping[str, ShardingLike] | None) -> ir.IRModule:
+def _step_module(
+    step: TrainingStep, mesh: Any, shardings: Mapping[str, ShardingLike] | None, priority: Mapping[str, int] | None
+) -> ir.IRModule:
     """A training step's module, annotated for the mesh that it is to run on."""
     if mesh is None:
         refuse("a training step without a mesh", fix="pass the mesh that it is to run on")
-    return annotated_step(step, _mesh(mesh), shardings or {})
+    return annotated_step(step, _mesh(mesh), shardings or {}, priority or {})
 
 
 def _mesh(mesh: Any) -> Mesh:
@@ -144,14 +158,15 @@ class MeshModule:
         check_indices: bool,
         poison: bool,
         overlap: str | int = "auto",
+        donate: bool = False,
     ) -> None:
         self._function, self._target = function, find_target(target)
         self._strict, self._poison, self._checks_indices = strict, poison, check_indices
         self._replicate_unknown, self._kernels, self._overlap = replicate_unknown, kernels, overlap
         mod = with_flat_parameters(mod, function)
         self._signature = ModuleSignature(mod, function)
-        self._weights = weights = self._signature.weights(weights, self._target.device_type)
-        self._device_mesh = mesh if type(mesh).__name__ == "DeviceMesh" else _device_mesh(weights.values())
+        self._weights = HeldWeights(self._signature.weights(weights, self._target.device_type), donate)
+        self._device_mesh = mesh if type(mesh).__name__ == "DeviceMesh" else _device_mesh(self._weights.values())
         named = mesh_of(mesh) if mesh is self._device_mesh and mesh is not None else mesh
         self._stated = read_module_annotations(mod, function, None if named is None else Mesh(named), strict=strict)
         self._mod, self.mesh = self._stated.module, self._stated.mesh
@@ -160,6 +175,54 @@ class MeshModule:
         self._plan: ModulePlan | None = None
         if not self._signature.symbols:
             self._plan = self._planned({})
+        if donate:
+            weights.clear()  # type: ignore[attr-defined]  # a MutableMapping, as was checked
+
+    def state_dict(self, *, full: bool = True) -> dict[str, Any]:
+        """The weights, under all names that they had in torch.
+
+        full   whole tensors; of weights that are DTensors all ranks have to ask. Else as they are held: what was laid
+               out as MeshTensors or DTensors, what was not as it was given
+        """
+        held = self._weights.items()
+        made = {name: whole(tensor) if full or isinstance(tensor, Refined) else tensor for name, tensor in held}
+        return {theirs: tensor for name, tensor in made.items() for theirs in self._signature.names[name]}
+
+    @undisturbed
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Go on with other weights, by the names that `weights` takes: whole tensors, DTensors, MeshTensors, or what
+        `open_weights` gives. On ranks all have to ask.
+
+        strict   refuse a state in which weights are missing, instead of keeping these
+
+        Raises:
+            MeshTensorError: names are unknown or missing, or shapes or dtypes differ; the weights stay as they were.
+        """
+
+        def new() -> dict[str, Any]:
+            return checked_state(self._signature, self._weights, state, self._target.device_type, strict)
+
+        given = state.values() if isinstance(state, Mapping) else ()
+        made = self.on_all_ranks("weights to load", lambda _: new(), given)
+        self._weights = HeldWeights(made, self._weights.donated)
+        self._launches = Recent(MODULE_SIZES)
+
+    def on_all_ranks(self, what: str, work: Callable[[int], T], given: Iterable[Any] = ()) -> T:
+        """What `work` gives on this rank of the mesh (0 on a virtual mesh), if no rank refuses; all ranks have to ask
+        for the same."""
+        device_mesh = self._device_mesh or _device_mesh(given)
+        if device_mesh is None:
+            return work(0)
+        ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
+        faults = Faults(ranks, self._function)
+        with ranks.calls.lane():
+            try:
+                made = work(ranks.rank)
+            except MeshTensorError as error:
+                agree(ranks, faults, {}, refusal=str(error))
+                raise
+            agree(ranks, faults, {"kernel": f"{self._function}: {what}"})
+            return made
 
     @undisturbed
     def __call__(self, *args: Any, **named: Any) -> Any:
@@ -253,6 +316,16 @@ class MeshModule:
         return self.plan.made.program
 
     @property
+    def function(self) -> str:
+        """The function of the module that is run."""
+        return self._function
+
+    @property
+    def annotated_module(self) -> ir.IRModule:
+        """The module in global view, with its annotations."""
+        return self._mod
+
+    @property
     def local_module(self) -> ir.IRModule:
         """The Relax module that one device runs, for the sizes of the last call."""
         return self.plan.local_module
@@ -297,6 +370,7 @@ class MeshModule:
                 replicate_unknown=self._replicate_unknown,
                 kernels=self._kernels,
                 overlap=self._overlap,
+                check_indices=self._checks_indices,
             )
             self._check_strict(plan)
             self._plans.put(key, plan)

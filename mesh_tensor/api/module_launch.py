@@ -7,21 +7,21 @@ from typing import Any
 
 import torch
 
+from mesh_tensor.importers.weight_files import StoredTensor
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.runtime.finite import not_finite
 from mesh_tensor.runtime.virtual.launch import Launch
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import Target
 
-from .module_ports import ModulePort, constant_tensor, ports_of, state_results
+from .module_ports import ModulePort, Refined, constant_tensor, ports_of, state_results
+from .module_weights import HeldWeights
 
 
 class ModuleLaunch:
     """A plan, ready to run: weights and constants lie on the mesh already."""
 
-    def __init__(
-        self, plan: ModulePlan, target: Target, weights: Mapping[str, torch.Tensor], *, poison: bool = False
-    ) -> None:
+    def __init__(self, plan: ModulePlan, target: Target, weights: HeldWeights, *, poison: bool = False) -> None:
         self.plan, self._run = plan, Launch(plan.made.program, target, poison=poison)
         made = plan.made
         self._result = made.result
@@ -30,7 +30,7 @@ class ModuleLaunch:
         self._held = {
             name: constant_tensor(constant, made.program.values[name]) for name, constant in made.constants.items()
         }
-        self._held |= {self._inputs[name]: self._port(name).spread(tensor) for name, tensor in weights.items()}
+        self._held |= {self._inputs[name]: weights.laid_out(name, self._port(name), self.lay_out) for name in weights}
         self._outputs = dict.fromkeys(p.name for p in made.program.parameters if p.output is not None)
 
     def __call__(self, tensors: Mapping[str, torch.Tensor | MeshTensor]) -> Any:
@@ -41,10 +41,18 @@ class ModuleLaunch:
         made = self._run({**known, **self._outputs}, {}, as_mesh_tensors=as_mesh_tensors)
         return self._tree(self._result, known | made, as_mesh_tensors)
 
-    def enter(self, name: str, tensor: torch.Tensor | MeshTensor) -> MeshTensor:
+    def enter(self, name: str, tensor: torch.Tensor | MeshTensor | StoredTensor) -> MeshTensor:
         """A parameter's tensor as the program takes it."""
-        made = self._port(name).refine(tensor)
-        return self._port(name).spread(tensor) if isinstance(tensor, torch.Tensor) else made  # type: ignore[return-value]
+        return self.lay_out(self._port(name), tensor)[0]
+
+    @staticmethod
+    def lay_out(port: ModulePort, tensor: Any) -> tuple[MeshTensor, Any]:
+        """A tensor as the program takes it, and the same memory as something to hold."""
+        if isinstance(tensor, (StoredTensor, Refined)):
+            tensor = tensor.read() if isinstance(tensor, StoredTensor) else tensor.full()
+        made = port.spread(tensor) if isinstance(tensor, torch.Tensor) else port.refine(tensor)
+        assert isinstance(made, MeshTensor)
+        return made, Refined(made, torch.Size(port.shape)) if port.plain is None else port.merge(made)
 
     def leave(self, name: str, tensor: MeshTensor, full: bool) -> torch.Tensor | MeshTensor:
         """What the program has for a parameter, as callers know it."""

@@ -87,6 +87,23 @@ class ModulePort:
         return torch_dtype(self.dtype)
 
 
+@dataclass(frozen=True, eq=False)
+class Refined:
+    """A weight of `shape` as it is laid out over the atoms of its dims, in a layout that has no name over its dims."""
+
+    tensor: MeshTensor
+    shape: torch.Size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch dtype."""
+        return self.tensor.dtype
+
+    def full(self) -> torch.Tensor:
+        """The global tensor."""
+        return self.tensor.full().view(self.shape)
+
+
 def _relabel(tensor: MeshTensor, shape: tuple[int, ...], sharding: Sharding) -> MeshTensor:
     """The same tiles as a tensor of another shape of as many elements, laid out alike."""
     layout = layout_of(shape, tensor.dtype, sharding)

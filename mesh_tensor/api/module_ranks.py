@@ -10,6 +10,7 @@ import torch
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.importers.weight_files import StoredTensor
 from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.runtime.finite import not_finite
@@ -22,14 +23,15 @@ from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import Target
 
-from .module_ports import ModulePort, constant_tensor, ports_of, state_results
+from .module_ports import ModulePort, Refined, constant_tensor, ports_of, state_results
+from .module_weights import HeldWeights
 
 
 class RankModuleLaunch:
     """A plan, ready to run on `ranks`, as one thread calls it. Every rank has to make the same calls."""
 
     def __init__(
-        self, plan: ModulePlan, target: Target, ranks: Ranks, weights: Mapping[str, Any], overlap: str | int
+        self, plan: ModulePlan, target: Target, ranks: Ranks, weights: HeldWeights, overlap: str | int
     ) -> None:
         self.plan, self._ranks, self.lane = plan, ranks, ranks.calls.lane()
         made = plan.made
@@ -44,7 +46,7 @@ class RankModuleLaunch:
         self._inputs = dict(zip((value.name for value in plan.graph.params), made.inputs, strict=True))
         values = made.program.values
         self._held = {n: constant_tensor(c, values[n]).padded_tile(ranks.rank) for n, c in made.constants.items()}
-        self._held |= {self._inputs[name]: self._enter(name, tensor, keep=True) for name, tensor in weights.items()}
+        self._held |= {self._inputs[name]: self._weight(name, weights) for name in weights}
 
     def __call__(self, tensors: Mapping[str, Any], alike: bool = False) -> Any:
         """What the function returns: DTensors if any argument is one, else global tensors, the same on every rank.
@@ -78,6 +80,21 @@ class RankModuleLaunch:
         found = anywhere(self._ranks, self._faults, [name in bad for name in watched])
         return loss, kept, [name for name, is_bad in zip(watched, found, strict=True) if is_bad]
 
+    def _weight(self, name: str, weights: HeldWeights) -> torch.Tensor:
+        """This rank's part of a weight. That of a DTensor may take a collective, so all ranks have to ask at once."""
+        if is_dtensor(weights[name]):
+            return self._enter(name, weights[name], keep=True)
+
+        def lay_out(port: ModulePort, tensor: Any) -> tuple[torch.Tensor, Any]:
+            part = self._enter(name, tensor.full() if isinstance(tensor, (MeshTensor, Refined)) else tensor, keep=True)
+            plain = port.plain
+            if not weights.donated or plain is None or not lies_like_torch(plain, port.shape):
+                return part, None
+            merged = part.reshape(self._merged(port, port.sharding))
+            return part, as_dtensor(merged, self._ranks.device_mesh, plain, port.shape)
+
+        return weights.laid_out(name, self._ports[self._inputs[name]], lay_out, self._ranks.rank)
+
     def _enter(self, parameter: str, tensor: Any, keep: bool = False, alike: bool = False) -> torch.Tensor:
         """This rank's valid part of an argument. `keep`: its memory does not change with the argument's."""
         if isinstance(tensor, MeshTensor):
@@ -91,6 +108,8 @@ class RankModuleLaunch:
             if not (alike and tuple(tensor.placements) == to_placements(plain)):
                 tensor = redistribute(tensor, plain)
             return local_part(tensor).reshape(self._valid(port, port.sharding))
+        if isinstance(tensor, StoredTensor):
+            return tensor.read_atoms(port.dims, self._box(port))
         whole = local_part(redistribute(tensor, {})) if is_dtensor(tensor) else tensor
         part = whole.detach().reshape(port.refined)[self._box(port)]
         return part.clone(memory_format=torch.contiguous_format) if keep else part.contiguous()

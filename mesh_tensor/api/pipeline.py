@@ -30,10 +30,10 @@ from mesh_tensor.runtime.module_inputs import ModuleSignature, bound, refuse_out
 from mesh_tensor.runtime.ranks.transfers import RankTopology
 
 from .explain_pipeline import explain_pipeline
-from .pipeline_batch import merged, rows_of, split_batch
+from .pipeline_batch import rows_of, split_batch
 from .pipeline_carriers import Mailbox, RankCarrier
 from .pipeline_ranks import RankRuns, message_numbers
-from .pipeline_results import check_results
+from .pipeline_results import Results, results_of
 from .pipeline_rows import Microbatch, Row, run_rows
 from .pipeline_stages import Options, StageFragments, Values, forward_fragments, training_fragments
 from .pipeline_stated import named_stages, stage_layouts, trained_weights
@@ -50,7 +50,8 @@ def pipeline(
     microbatches: int = 1,
     schedule: Schedule | str | None = None,
     train: bool | Sequence[str] = False,
-    reduction: str = "mean",
+    reduction: str | None = None,
+    per_microbatch: Sequence[str] = (),
     weights: Mapping[str, torch.Tensor] | None = None,
     machine: Machine | str | None = None,
     function: str = "main",
@@ -77,7 +78,10 @@ def pipeline(
         schedule: its name (`SCHEDULES`), or a Schedule; "forward" where nothing is trained, "1f1b" else.
         train: whether gradients of the weights are computed (all that hold floats), or of which. The function's first
             result is the loss then.
-        reduction: what results that are numbers are over the rows of a batch: a "mean", or a "sum".
+        reduction: what results that are numbers are over the rows of a batch, a "mean" or a "sum"; None: what they are
+            found to be. Has to be said where a sum is divided by a number that may be that of a microbatch's rows.
+        per_microbatch: values (of submodules, or bindings) that take the rows of a microbatch together, as a batch norm
+            does in training, and are to do so: the result is not the whole batch's then.
         weights: parameters that stay; those of an ImportedModule, where nothing is given.
         machine: what costs are those of, or a preset's name ("h100x16"); None: this project's CPU ranks.
         function: the function to run.
@@ -99,8 +103,8 @@ def pipeline(
     flow, options = Flow(mod, function), Options(target, strict, replicate_unknown, poison, recompute)
     made = Pipeline(flow, topology, given if weights is None else weights, train, options, ranks)
     made._machine = Machine.preset(machine) if isinstance(machine, str) else machine or CPU
-    made._reduction = reduction
-    made._cut(stages, shardings or {}, schedule or ("1f1b" if train else "forward"), microbatches, limit)
+    made._read_results(microbatches, reduction, per_microbatch)
+    made._cut(stages, shardings or {}, schedule or ("1f1b" if train else "forward"), limit)
     made._checks_indices = check_indices
     return made
 
@@ -138,17 +142,22 @@ class Pipeline:
         self._gradients: dict[int, Values] = {}
         self._checks_indices, self._ran = True, False
         self._machine: Machine = CPU
-        self._reduction = "mean"
+        self._results = Results(flow)
+        self.microbatches = 1
         self.peak_bytes = dict.fromkeys(self.topology, 0)
         self.peak_microbatches = dict.fromkeys(self.topology, 0)
 
-    def _cut(
-        self, stages: Any, shardings: Mapping[str, Any], schedule: Schedule | str, microbatches: int, limit: Any
-    ) -> None:
+    def _read_results(self, microbatches: int, reduction: str | None, per_microbatch: Sequence[str]) -> None:
+        """Find out how microbatches make the results of a batch."""
+        self.microbatches = microbatches
+        self._results = results_of(
+            self._flow, self._signature, self.inputs, self.trained, reduction, microbatches, per_microbatch
+        )
+        self._flow = self._results.flow
+
+    def _cut(self, stages: Any, shardings: Mapping[str, Any], schedule: Schedule | str, limit: Any) -> None:
         """Cut the function into stages, lay these out, and check that the schedule can run them."""
-        flow, self.microbatches = self._flow, microbatches
-        if not self._signature.symbols:
-            check_results(flow, self.inputs, bool(self.trained), self._reduction, microbatches)
+        flow = self._flow
         if stages is None:
             self._where, stated = annotated_stages(flow, self.topology)
             meshes: list[str | None] = [*stated]
@@ -158,7 +167,7 @@ class Pipeline:
             named = named_stages(flow, stages, self.topology, self.inputs, self._machine)
             self._where = assign(flow, named, self.inputs)
             meshes = [stage.mesh for stage in named]
-        self._meshes, self.schedule = place(self.topology, meshes, schedule, microbatches)
+        self._meshes, self.schedule = place(self.topology, meshes, schedule, self.microbatches)
         self.stages = cut(flow, self._where, self._meshes)
         self._takes = {stage.index: tuple(dict.fromkeys(stage.takes.values())) for stage in self.stages}
         check_pipeline(self.schedule, self._takes, bool(self.trained), limit)
@@ -183,8 +192,10 @@ class Pipeline:
             for here in plans[0]:
                 refuse_outside(here.fragments["F"].module.plan.index_checks, tensors, self._flow.function)
         counts = [rows_of(part) for part in parts]
-        shares = [1.0 if self._reduction == "sum" else count / sum(counts) for count in counts]
-        return [Microbatch(*each) for each in zip(parts, plans, shares, strict=True)]
+        shares = [count / sum(counts) for count in counts]
+        parts = self._results.with_totals(self._whole, parts, shares)
+        seeds = [self._results.seed(self._flow.results[0], share) for share in shares]
+        return [Microbatch(*each) for each in zip(parts, plans, shares, seeds, strict=True)]
 
     def _run(self, microbatches: list[Microbatch]) -> Any:
         mailbox = Mailbox()
@@ -280,7 +291,6 @@ class Pipeline:
             stages = self.stages
             if sizes:
                 flow = Flow(bound(self._flow.mod, self._flow.function, sizes), self._flow.function)
-                check_results(flow, self.inputs, bool(self.trained), self._reduction, self.microbatches)
                 stages = cut(flow, self._where, self._meshes)
             plan = tuple(map(self._fragments, stages))
             self._plans.put(key, plan)
@@ -296,13 +306,14 @@ class Pipeline:
             made = training_fragments(stage, mesh, layouts, self._options, wrt, kinds)
         else:
             made = forward_fragments(stage, mesh, layouts, self._options)
-        made = replace(made, inputs=tuple(name for name in stage.params if name in self.inputs))
+        made = replace(made, inputs=tuple(name for name in stage.params if name not in self._whole))
         self._weights.place(made)
         return made
 
     def _result(self, made: Mapping[tuple[str, int], torch.Tensor], microbatches: Sequence[Microbatch]) -> Any:
         shares = [part.share for part in microbatches]
-        values = {name: merged([made[name, i] for i in range(len(shares))], shares) for name in self._flow.results}
+        parts = {name: [made[name, i] for i in range(len(shares))] for name in self._flow.results}
+        values = {name: self._results.merged(name, found, shares) for name, found in parts.items()}
         return self._flow.tree(values)
 
     def explain(self, machine: Machine | str | None = None) -> str:

@@ -1,8 +1,8 @@
-"""Batches of a pipeline: split into microbatches, and results put together."""
+"""Batches of a pipeline, split into microbatches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -34,13 +34,3 @@ def split_batch(signature: ModuleSignature, batch: Tensors, count: int) -> list[
 def rows_of(part: Tensors) -> int:
     """How many rows a microbatch has."""
     return next((tensor.shape[0] for tensor in part.values() if tensor.ndim), 1)
-
-
-def merged(parts: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
-    """The microbatches' results as the batch's: rows behind each other, or numbers added by what each counts for."""
-    if len(parts) == 1:
-        return parts[0]
-    if parts[0].ndim:
-        return torch.cat(list(parts))
-    weighted = [part.double() * share for part, share in zip(parts, shares, strict=True)]
-    return torch.stack(weighted).sum().to(parts[0].dtype)

@@ -19,11 +19,13 @@ from .pipeline_stages import StageFragments, Values
 
 @dataclass(frozen=True)
 class Microbatch:
-    """A part of a batch: its inputs, the stages for its sizes, and what it counts for in the mean of the losses."""
+    """A part of a batch: its inputs, the stages for its sizes, its share of the rows, and the gradient of the batch's
+    loss by its own."""
 
     inputs: Mapping[str, torch.Tensor]
     stages: Sequence[StageFragments]
     share: float
+    seed: float
 
 
 class Row:
@@ -99,7 +101,7 @@ class Row:
         part, stage, carrier = self._microbatches[microbatch], here.stage, self._carrier
         value = next(v for v in stage.gives if gradient_name(v) == name)
         dtype = here.types[value][1]
-        total = carrier.place(here, name, torch.tensor(part.share, dtype=dtype)) if value == self._loss else None
+        total = carrier.place(here, name, torch.tensor(part.seed, dtype=dtype)) if value == self._loss else None
         for there in part.stages:
             if there.stage.takes.get(value) == stage.index and there.gives(name):
                 found = carrier.take(here, there, name, microbatch)

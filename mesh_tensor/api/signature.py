@@ -43,15 +43,22 @@ class Param:
 
 
 class Signature:
-    """The parameters of `func`, and how arguments are checked against them. `written`: those that it writes into."""
+    """The parameters of `func`, and how arguments are checked against them. `read` and `written`: those that it
+    reads, and those that it writes into."""
 
     def __init__(self, func: tirx.PrimFunc) -> None:
         self.name = function_name(func)
         self.symbols = symbols(func)
         self.params = tuple(_param(func, var, self.symbols) for var in func.params)
         self.tensors = {param.name: param for param in self.params if param.is_tensor}
+        self.read: frozenset[str] = frozenset()
         self.written: frozenset[str] = frozenset()
         self._scalars = [param for param in self.params if not param.is_tensor]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all parameters, in order."""
+        return tuple(param.name for param in self.params)
 
     def scalars(self, args: Mapping[str, Any]) -> dict[str, int | float]:
         """The numbers among checked `args`, as Python's own."""

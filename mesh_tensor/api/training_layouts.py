@@ -18,20 +18,21 @@ from mesh_tensor.base.sharding import Sharding
 from .training import TrainingStep
 
 
-def annotated_step(step: TrainingStep, mesh: Mesh, shardings: Mapping[str, Any]) -> ir.IRModule:
+def annotated_step(
+    step: TrainingStep, mesh: Mesh, shardings: Mapping[str, Any], priority: Mapping[str, int]
+) -> ir.IRModule:
     """The step's module with what is stated for it. What the optimizer keeps for a parameter lies as the parameter,
-    unless something is stated for it.
+    unless something is stated for it. `priority` is as `annotate_module` takes it.
 
     Raises:
         MeshTensorError: as `annotate_module`; or ZeRO is wanted and no axis splits the batch.
     """
     meant, problems = NamedValues(step.mod, "main").meant_by(shardings)
-    if problems:
-        return annotate_module(step.mod, mesh, shardings)  # which says so
-    given = {
-        (var if function == "main" else f"{function}.{var}"): shardings[name] for name, (function, var), _ in meant
-    }
-    given |= {again: layout for name, layout in given.items() for again in step.copies.get(name, ())}
+    if problems or not set(priority) <= set(shardings):
+        return annotate_module(step.mod, mesh, shardings, priority=priority)  # which says so
+    named = [(var if function == "main" else f"{function}.{var}", name) for name, (function, var), _ in meant]
+    named += [(again, name) for var, name in named for again in step.copies.get(var, ())]
+    given = {var: shardings[name] for var, name in named}
     sharding = {
         param.name_hint: found
         for param in step.mod["main"].params
@@ -49,8 +50,9 @@ def annotated_step(step: TrainingStep, mesh: Mesh, shardings: Mapping[str, Any])
     layouts = zero_layouts(mesh, step.zero, axes, shapes, kept, sharding)
     layouts = {n: s for n, s in layouts.items() if n not in given or (step.zero == 3 and n in kept)}
     # The batch is heard first, or activations would lie as what is kept for their weights.
-    priority = {name: 1 for name in layouts if name not in kept or step.zero == 3}
-    return annotate_module(step.mod, mesh, {**given, **layouts}, priority=priority)
+    later = {name: 1 for name in layouts if name not in kept or step.zero == 3}
+    said = {var: priority[name] for var, name in named if name in priority}
+    return annotate_module(step.mod, mesh, {**given, **layouts}, priority={**later, **said})
 
 
 def _sharding(mesh: Mesh, ndim: int, layout: Any) -> Sharding | None:

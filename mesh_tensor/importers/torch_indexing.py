@@ -8,6 +8,7 @@ import torch
 from tvm import relax
 
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.targets.dtypes import torch_dtype
 
 from .torch_args import arguments, emit
 
@@ -21,7 +22,7 @@ def index(node: torch.fx.Node, importer: Any) -> relax.Expr:
         return emit(importer, relax.op.take(x, _value(importer, indices[places[0]]), axis=places[0]))
     order, back, shape = _order(x, places, importer, indices)
     front = emit(importer, relax.op.permute_dims(x, order))
-    found = emit(importer, relax.op.gather_nd(front, _positions(importer, x, indices, places, shape)))
+    found = emit(importer, relax.op.gather_nd(front, _positions(importer, indices, places, shape)))
     return emit(importer, relax.op.permute_dims(found, back))
 
 
@@ -36,10 +37,22 @@ def index_put(node: torch.fx.Node, importer: Any) -> relax.Expr:
     values = emit(importer, relax.op.broadcast_to(values, [made[back[dim]] for dim in range(len(made))]))
     values = emit(importer, relax.op.permute_dims(values, _inverse(back)))
     front = emit(importer, relax.op.permute_dims(x, order))
-    positions = _positions(importer, x, indices, places, shape)
+    positions = _positions(importer, indices, places, shape)
     how = "add" if accumulate else "update"
     front = emit(importer, relax.op.scatter_nd(front, positions, values, how))
     return emit(importer, relax.op.permute_dims(front, _inverse(order)))
+
+
+def gather(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """Elements along a dim."""
+    x, dim, where, _ = arguments(node, importer, 3, sparse_grad=False)
+    return emit(importer, relax.op.gather_elements(x, _from_start(importer, where), dim))
+
+
+def index_select(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """Rows."""
+    x, dim, where = arguments(node, importer, 3)
+    return emit(importer, relax.op.take(x, where, axis=dim, mode="nan"))
 
 
 def scatter(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -54,10 +67,17 @@ def scatter_add(node: torch.fx.Node, importer: Any) -> relax.Expr:
 
 def _scatter(node: torch.fx.Node, importer: Any, how: str) -> relax.Expr:
     x, dim, where, source = arguments(node, importer, 4)
+    where = _from_start(importer, where)
     shapes = [str(tensor.struct_info.shape) for tensor in (where, source)]
     if shapes[0] != shapes[1]:
         refuse(f"indices of {shapes[0]} for values of {shapes[1]}", fix="take as many values as indices")
     return emit(importer, relax.op.scatter_elements(x, where, source, dim, how))
+
+
+def _from_start(importer: Any, where: relax.Expr) -> relax.Expr:
+    """Indices of which negative ones, which don't count from the end, are larger than any dim: without their sign."""
+    dtype = where.struct_info.dtype
+    return emit(importer, relax.op.bitwise_and(where, relax.const(torch.iinfo(torch_dtype(dtype)).max, dtype)))
 
 
 def _check(importer: Any, indices: Any) -> None:
@@ -80,16 +100,11 @@ def _order(x: relax.Expr, places: list[int], importer: Any, indices: Any) -> tup
     return [*places, *rest], back, shape
 
 
-def _positions(importer: Any, x: relax.Expr, indices: Any, places: list[int], shape: list[Any]) -> relax.Expr:
-    """The indices, one column each; those that count from the end count from the start."""
+def _positions(importer: Any, indices: Any, places: list[int], shape: list[Any]) -> relax.Expr:
+    """The indices, one column each; negative ones count from the end, as in torch."""
     columns = []
     for dim in places:
         found = emit(importer, relax.op.astype(_value(importer, indices[dim]), "int64"))
-        size = x.struct_info.shape[dim]
-        if hasattr(size, "value"):
-            wrapped = emit(importer, relax.op.add(found, relax.const(int(size), "int64")))
-            negative = emit(importer, relax.op.less(found, relax.const(0, "int64")))
-            found = emit(importer, relax.op.where(negative, wrapped, found))
         columns.append(emit(importer, relax.op.broadcast_to(found, shape)))
     return emit(importer, relax.op.stack(columns, axis=-1))
 
@@ -108,9 +123,11 @@ def _inverse(order: list[int]) -> list[int]:
 
 
 INDEXING = {
+    "gather.default": gather,
     "index.Tensor": index,
     "index_put.default": index_put,
     "index_put_.default": index_put,
+    "index_select.default": index_select,
     "scatter.src": scatter,
     "scatter_add.default": scatter_add,
 }

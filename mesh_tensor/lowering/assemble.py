@@ -9,12 +9,13 @@ from mesh_tensor.tir.views import declared
 
 from .collectives import collective_block
 from .cut import make_param
+from .grids import LoweredGrids
 from .layouts import LocalKernel, Tensor
 from .pipeline import Lowered
 from .splits import coordinate_var
 
 
-def assemble(lowered: Lowered) -> tirx.PrimFunc:
+def assemble(lowered: Lowered | LoweredGrids) -> tirx.PrimFunc:
     """One PrimFunc over tiles: the kernel's parameters, its scalars, then the device's coordinates that its kernels
     use.
 
@@ -23,7 +24,7 @@ def assemble(lowered: Lowered) -> tirx.PrimFunc:
 
 
 class _Assembler:
-    def __init__(self, lowered: Lowered):
+    def __init__(self, lowered: Lowered | LoweredGrids):
         self.lowered = lowered
         self.buffers: dict[str, tirx.Buffer] = {}
         self.handles: dict[str, tirx.Var] = {}
@@ -111,6 +112,6 @@ def _with_buffers(stmt: tirx.Stmt, mapping: dict[tirx.Buffer, tirx.Buffer]) -> t
     return tirx.stmt_functor.substitute(exchange_buffers(stmt, mapping), {a.data: b.data for a, b in mapping.items()})
 
 
-def as_module(lowered: Lowered) -> ir.IRModule:
+def as_module(lowered: Lowered | LoweredGrids) -> ir.IRModule:
     """The local view as a module with one function."""
     return ir.IRModule({lowered.name: assemble(lowered)})

@@ -8,11 +8,12 @@ first device only.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Access, Statement, split_update
@@ -63,7 +64,8 @@ def _local_part(cut: Parts, part: Part, name: str) -> LocalPart | Unsplittable:
         if why := uneven_groups(ruled.refined, analysis, split):
             return Unsplittable(split.factor, why)
     try:
-        local, axes = localize(analysis, splits, coordinates, name)
+        layouts = {} if ruled.kernel.reading.over_tiles else part.assignment.needed
+        local, axes = localize(analysis, splits, coordinates, name, layouts)
         return LocalPart(part, put_together(local, ruled.refined), axes, splits)
     except Blocked as error:
         if not splits:
@@ -81,21 +83,31 @@ def _splits(cut: Parts, part: Part, coordinates: DeviceCoordinates) -> tuple[Spl
 
 
 def localize(
-    analysis: Analysis, splits: Sequence[Split], coordinates: DeviceCoordinates, name: str
+    analysis: Analysis,
+    splits: Sequence[Split],
+    coordinates: DeviceCoordinates,
+    name: str,
+    layouts: Mapping[str, Sharding],
 ) -> tuple[tirx.PrimFunc, tuple[str, ...]]:
     """The local kernel and the axes it wants to know: its parameters are the kernel's own (as tiles), then this
-    device's coordinate on each of the axes.
+    device's coordinate on each of the axes. Parameters that nothing uses come in tiles of their `layouts`.
 
     Raises `Blocked` (rules.factors) where a split turns out not to be expressible."""
-    return _Localizer(analysis, splits, coordinates).run(name)
+    return _Localizer(analysis, splits, coordinates, layouts).run(name)
 
 
 class _Localizer:
-    def __init__(self, analysis: Analysis, splits: Sequence[Split], coordinates: DeviceCoordinates):
+    def __init__(
+        self,
+        analysis: Analysis,
+        splits: Sequence[Split],
+        coordinates: DeviceCoordinates,
+        layouts: Mapping[str, Sharding],
+    ):
         self.analysis, self.kernel = analysis, analysis.kernel
         self.splits = [split for split in splits if split.divides]
         self.device = coordinates
-        self.shrink = Shrink(analysis, self.splits)
+        self.shrink = Shrink(analysis, self.splits, layouts)
         self.values = ValueRewriter(analysis, self.splits, self.shrink)
         self.masks = PaddingMasks(analysis, self.splits, self.shrink, self.values)
         self.once = CountedOnce(analysis, self.splits)

@@ -14,14 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from tvm import tirx
 
+from mesh_tensor.annotations.kernel_source import check_kernel
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.plan.tir_rule import Sizes
 from mesh_tensor.rules.kernel.factor_derivation import Dim
+from mesh_tensor.tir.grids import grids_of
 
 from .decide import decide, split_at
+from .grids import LoweredGrids, lower_grids
 from .layouts import Lowered, explicit
 from .localize import make_local
 from .original_dims import rule
@@ -35,16 +39,23 @@ __all__ = ["Lowered", "lower_kernel"]
 
 def lower_kernel(
     func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto", split: Mapping[str, Dim] | None = None
-) -> Lowered:
-    """Lower an annotated kernel, written over whole tensors or over tiles (`view`: auto, global, local).
+) -> Lowered | LoweredGrids:
+    """Lower an annotated kernel, written over whole tensors or over tiles (`view`: auto, global, local); or several in
+    one function, which run one after the other.
 
-    `split`: what the axes split, if that was decided before: axis -> a dim that the factor walks; the other axes split
-    nothing.
+    `split`: what the axes split of a single kernel, if that was decided before: axis -> a dim that the factor walks;
+    the other axes split nothing.
 
     Raises:
-        MeshTensorError: no or invalid annotations, not one TileLang kernel, or, with `strict`, layouts that need a
-        gather.
+        MeshTensorError: no or invalid annotations, no TileLang kernel, or, with `strict`, layouts that need a gather.
     """
+    grids = grids_of(check_kernel(func))
+    if len(grids.funcs) > 1:
+        return lower_grids(func, grids, partial(_lower_one, strict=strict, view=view, split=None))
+    return _lower_one(func, strict=strict, view=view, split=split)
+
+
+def _lower_one(func: tirx.PrimFunc, *, strict: bool, view: str, split: Mapping[str, Dim] | None) -> Lowered:
     ruled = verified(rule(verified(read(func, view))))
     return verified(explicit(_localized(ruled, strict, split)))
 
@@ -57,12 +68,16 @@ class KernelLowering:
 
     view: str = "auto"
 
-    def __call__(self, func: tirx.PrimFunc, strict: bool, split: tuple[tuple[str, Dim], ...] | None = None) -> Lowered:
+    def __call__(
+        self, func: tirx.PrimFunc, strict: bool, split: tuple[tuple[str, Dim], ...] | None = None
+    ) -> Lowered | LoweredGrids:
         """The kernel, lowered with that split, or with the one that costs least."""
         return lower_kernel(func, strict=strict, view=self.view, split=None if split is None else dict(split))
 
     def splits(self, func: tirx.PrimFunc, strict: bool) -> Callable[[Sizes], tuple[tuple[str, Dim], ...]]:
-        """What costs least, by the sizes of symbols."""
+        """What costs least, by the sizes of symbols; of several kernels in one function it is decided once."""
+        if len(grids_of(func).funcs) > 1:
+            return lambda sizes: ()
         ruled = verified(rule(verified(read(func, self.view))))
         return lambda sizes: tuple(split_at(ruled, sizes, strict=strict).items())
 

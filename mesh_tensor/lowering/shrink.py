@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tvm import tirx
 
+from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.kernel.coverage import with_whole_tiles
 from mesh_tensor.rules.kernel.factors import Blocked, Factor
 from mesh_tensor.rules.kernel.other_dims import reshaped
@@ -18,7 +19,7 @@ from .splits import Split
 class Shrink:
     """`extents`: new extents of loop variables. `buffers`: parameters and on-chip buffers that change shape."""
 
-    def __init__(self, analysis: Analysis, splits: Sequence[Split]):
+    def __init__(self, analysis: Analysis, splits: Sequence[Split], layouts: Mapping[str, Sharding]):
         self.analysis, self.kernel = analysis, analysis.kernel
         self.splits: dict[Factor, Split] = {s.factor: s for s in splits}
         self.extents: dict[tirx.Var, tirx.PrimExpr] = {}
@@ -27,7 +28,7 @@ class Shrink:
             for form in analysis.coordinates.forms[factor]:
                 self._shrink_loops(form, split)
         self.buffers: dict[tirx.Buffer, tirx.Buffer] = {}
-        self._shrink_params()
+        self._shrink_params(layouts)
         self._shrink_on_chip()
 
     def buffer(self, buffer: tirx.Buffer) -> tirx.Buffer:
@@ -65,8 +66,12 @@ class Shrink:
             if last_loop or not (isinstance(new, tirx.IntImm) and int(new) == 1):
                 return
 
-    def _shrink_params(self) -> None:
+    def _shrink_params(self, layouts: Mapping[str, Sharding]) -> None:
         for name, buffer in self.kernel.params.items():
+            if not self.kernel.uses(buffer):
+                if name in layouts:
+                    self.buffers[buffer] = reshaped(buffer, layouts[name].tile_shape(buffer.shape))
+                continue
             shape = list(buffer.shape)
             for factor, split in self.splits.items():
                 for param, dim in factor.dims:

@@ -94,9 +94,10 @@ class Slabs:
         Raises `Blocked` (rules.factors) where the kernel can't be written so."""
         made: list[SlabKernel] = []
         name = f"{self.kernel.func.attrs['global_symbol']}_slab"
+        layouts = {} if self.kernel.written_locally else self.kernel.assignment.needed
         for start, stop in bounds:
             splits = [*(s for s in self.kernel.splits if s.factor is not factor), self._slab(factor, start, stop)]
-            new = localize(self.kernel.analysis, splits, splits[-1].coordinates, name)
+            new = localize(self.kernel.analysis, splits, splits[-1].coordinates, name, layouts)
             made.append(next((old for old in made if old[1] == new[1] and ir.structural_equal(old[0], new[0])), new))
         return made
 

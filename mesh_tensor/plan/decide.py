@@ -21,7 +21,8 @@ from mesh_tensor.rules.operator.rule import InnerReduction
 
 from .atoms import AtomFactors, Atoms, NodeRule
 from .ir import Node, Value
-from .propagate import Layouts, tensors_of
+from .propagate import Layouts
+from .spread import tensors_of
 
 Split = Mapping[str, str | None]  # axis -> factor
 # What a device could compute while it receives a byte: where two splits move about as much, the one that repeats less

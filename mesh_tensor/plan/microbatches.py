@@ -75,7 +75,7 @@ def loss_of_rows(graph: Graph, batch: list[str], wrt: list[Value], count: int) -
     totals: dict[Value, str] = {}
     shares: set[Value] = set()
     while True:
-        atoms = find_atoms(graph, node_rules(graph))
+        atoms = find_atoms(graph, node_rules(graph, replicate_unknown=False))
         search = _Search(graph, atoms, depending_on(graph, wrt), totals, shares)
         try:
             _start(search, batch)

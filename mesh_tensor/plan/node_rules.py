@@ -1,4 +1,4 @@
-"""The sharding rule of every node of a graph."""
+"""The sharding rule of every node of a Graph: that of its operator, or of its kernel."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from .ir import ANNOTATE, Graph, Node
 from .tir_rule import kernel_rule
 
 
-def node_rules(graph: Graph, replicate_unknown: bool = False) -> dict[Node, OpRule]:
-    """The rule of every node; alike calls have one."""
+def node_rules(graph: Graph, *, replicate_unknown: bool) -> dict[Node, OpRule]:
+    """The rule of every node; alike calls have one.
+
+    Raises:
+        MeshTensorError: an operator has no rule, and is not to be taken as one that needs everything whole.
+    """
     known: dict[tuple, OpRule] = {}
     rules = {}
     for node in graph.nodes:

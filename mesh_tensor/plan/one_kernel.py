@@ -48,7 +48,8 @@ class KernelDecision:
     `asked`: the annotated layouts (others are free). `fixed`: axes that were decided before (Factor or None). `banned`:
     dims that a later stage found it can't split, with the reason. `in_place`: tensors stay in the layouts that they are
     annotated with wherever that can be. `sizes`: those of symbols, as far as they are known. `over_tiles`: the kernel
-    is over tiles already (its blocks are whatever its author wrote)."""
+    is over tiles already (its blocks are whatever its author wrote). Parameters that nothing uses are left as they are
+    asked to lie."""
 
     def __init__(
         self,
@@ -62,12 +63,15 @@ class KernelDecision:
         over_tiles: bool = False,
         sizes: Sizes = MappingProxyType({}),
     ):
-        self.analysis, self.mesh, self.asked, self.sizes = analysis, mesh, asked, sizes
+        params = analysis.kernel.params
+        self.unused = [p for p, buffer in params.items() if not analysis.kernel.uses(buffer)]
+        self.left = {p: asked[p] if p in asked else Sharding.make(mesh, len(params[p].shape)) for p in self.unused}
+        self.analysis, self.mesh, self.sizes = analysis, mesh, sizes
+        self.asked = {p: layout for p, layout in asked.items() if p not in self.unused}
         self.banned, self.over_tiles, self.in_place = dict(banned or {}), over_tiles, in_place
         self.fixed = {a: f for a, f in (fixed or {}).items() if f is None or self.why_whole(f) is None}
-        params = analysis.kernel.params
         self.outputs = [p for p in params if analysis.written(p)]
-        self.inputs = [p for p in params if p not in self.outputs or analysis.read(p)]
+        self.inputs = [p for p in params if p not in self.unused and (p not in self.outputs or analysis.read(p))]
 
     def decide(self) -> Assignment:
         """What the axes split: what is annotated where that is one thing, else what costs least."""
@@ -79,14 +83,12 @@ class KernelDecision:
         assignment = Assignment(axes, reasons, self.analysis.factors)
         if not self.over_tiles:
             self._respect_blocks(assignment, demands)
-        statements = self.analysis.kernel.statements
         for param, buffer in self.analysis.kernel.params.items():
             if param in self.outputs:
                 assignment.produced[param] = self._layout(assignment, param, buffer, produced=True)
             if param in self.inputs:
                 assignment.needed[param] = self._layout(assignment, param, buffer, produced=False)
-                if self.over_tiles and not any(a.buffer.same_as(buffer) for s in statements for a in s.accesses):
-                    assignment.needed[param] = self.asked[param]  # nothing uses it: its tiles stay as they are
+        assignment.needed |= self.left
         assignment.whole = self._whole_dims(assignment)
         return assignment
 

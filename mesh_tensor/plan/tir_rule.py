@@ -15,11 +15,13 @@ from tvm.tirx.stmt_functor import substitute
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.kernel.factors import Factor
+from mesh_tensor.rules.kernel.index_values import detached_indices, without_loads
 from mesh_tensor.rules.kernel.normalize import normalize
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
 from mesh_tensor.rules.kernel.statements import Statement
 from mesh_tensor.rules.kernel.workspaces import workspace_dims
 from mesh_tensor.rules.operator.rule import InnerReduction, OpRule
+from mesh_tensor.tir.linear import vars_of
 
 from .ir import Node
 from .tir_atoms import plain_dims
@@ -58,6 +60,21 @@ def kernel_rule(node: Node, mesh: Mesh) -> OpRule:
     rule = rule_of_analysis(analysis, inputs, outputs, _split_factors(analysis, outputs))
     contiguous = frozenset(factor.name for factor in analysis.factors if not plain.issuperset(factor.dims))
     return replace(rule, linear=linear, positional=contiguous)
+
+
+def counted(node: Node) -> frozenset[str]:
+    """The factors of a kernel whose loop variables it computes with, or looks up or tests places by: what it makes of
+    an element depends on where this stands."""
+    assert node.kernel is not None
+    analysis = analysed(node.kernel)
+    found = set()
+    for factor in analysis.factors:
+        for statement in analysis.kernel.statements:
+            apart = detached_indices(statement, analysis.coordinates)
+            expressions = [*statement.values, *statement.conditions, *statement.bounds, *apart]
+            if vars_of([without_loads(e) for e in expressions], analysis.kernel.binds) & factor.roles.keys():
+                found.add(factor.name)
+    return frozenset(found)
 
 
 def rule_of_analysis(

@@ -14,7 +14,8 @@ from mesh_tensor.lowering.local_calls import inputs_of, outputs_of, scopes_of
 from mesh_tensor.lowering.tile_calls import TileCalls
 from mesh_tensor.plan.explicit import Change, ExplicitGraph, Form, Run, Step, forms_in
 from mesh_tensor.plan.ir import Scope
-from mesh_tensor.rules.operator.call import OpCall, tensor_type
+from mesh_tensor.rules.operator.call import OpCall, operator_name, tensor_type
+from mesh_tensor.rules.operator.index import LOOK_UPS
 
 from .buckets import bucketed
 from .early_starts import early_starts
@@ -66,16 +67,21 @@ Kernels = Mapping[str, Callable[[OpCall], "tirx.PrimFunc | None"]]
 
 
 def to_program(
-    explicit: ExplicitGraph, calls: TileCalls, kernels: Kernels, overlap: str | int = "auto"
+    explicit: ExplicitGraph,
+    calls: TileCalls,
+    kernels: Kernels,
+    overlap: str | int = "auto",
+    *,
+    check_indices: bool = True,
 ) -> ModuleProgram:
     """The steps of every device, as a Program over values whose shapes are those of their atoms. Operators run as
     `kernels` where there is one; `overlap` says what runs beside what."""
-    return _Programmer(explicit, calls, kernels).made(overlap)
+    return _Programmer(explicit, calls, kernels, check_indices).made(overlap)
 
 
 class _Programmer:
-    def __init__(self, explicit: ExplicitGraph, calls: TileCalls, kernels: Kernels) -> None:
-        self._calls, self._kernels = calls, kernels
+    def __init__(self, explicit: ExplicitGraph, calls: TileCalls, kernels: Kernels, check_indices: bool) -> None:
+        self._calls, self._kernels, self._check_indices = calls, kernels, check_indices
         self._explicit, self._atoms = explicit, explicit.atoms
         self._values: dict[str, Value] = {}
         self._tiles: dict[str, relax.TensorStructInfo] = {}
@@ -148,7 +154,8 @@ class _Programmer:
             operands = tuple(tiles[o] if isinstance(o, int) else self._constant(o) for o in made.operands)
             results = tuple(form.name for form in forms) if made is calls[-1] else (self._inner(made.call),)
             tiles += results
-            yield OpStep(made.call, operands, results, whole, made.flops, where, self._kernel(made.call))
+            kernel, checked = self._kernel(made.call), self._check_indices and operator_name(made.call) in LOOK_UPS
+            yield OpStep(made.call, operands, results, whole, made.flops, where, kernel, checked)
 
     def _kernel(self, call: OpCall) -> tirx.PrimFunc | None:
         if call.name not in self._kernels:

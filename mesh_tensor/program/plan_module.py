@@ -55,6 +55,7 @@ def plan_module(
     replicate_unknown: bool = False,
     kernels: Kernels | None = None,
     overlap: str | int = "auto",
+    check_indices: bool = True,
 ) -> ModulePlan:
     """Plan a function of known sizes.
 
@@ -62,7 +63,14 @@ def plan_module(
         MeshTensorError: an operator has no rule (and `replicate_unknown` is not set), a size is symbolic, ...
     """
     graph, atoms = read_module(mod, function, mesh, annotations, replicate_unknown=replicate_unknown)
-    return plan_graph(graph, atoms, replicate_unknown=replicate_unknown, kernels=kernels, overlap=overlap)
+    return plan_graph(
+        graph,
+        atoms,
+        replicate_unknown=replicate_unknown,
+        kernels=kernels,
+        overlap=overlap,
+        check_indices=check_indices,
+    )
 
 
 def read_module(
@@ -72,7 +80,7 @@ def read_module(
     annotations."""
     graph = read_graph(mod, function, mesh, annotations)
     expand_kernels(graph)
-    return graph, find_atoms(graph, node_rules(graph, replicate_unknown))
+    return graph, find_atoms(graph, node_rules(graph, replicate_unknown=replicate_unknown))
 
 
 def plan_graph(
@@ -82,12 +90,14 @@ def plan_graph(
     replicate_unknown: bool = False,
     kernels: Kernels | None = None,
     overlap: str | int = "auto",
+    check_indices: bool = True,
 ) -> ModulePlan:
     """Plan what was read, for the graph's mesh and annotations."""
     layouts = propagate(graph, atoms)
     if (expanded := expand(graph, atoms, layouts)) is not None:
-        graph, atoms = expanded, find_atoms(expanded, node_rules(expanded, replicate_unknown))
+        graph, atoms = expanded, find_atoms(expanded, node_rules(expanded, replicate_unknown=replicate_unknown))
         layouts = propagate(graph, atoms)
     explicit = insert_reshards(graph, atoms, layouts)
     calls = TileCalls(atoms)
-    return ModulePlan(graph, atoms, layouts, explicit, calls, to_program(explicit, calls, kernels or {}, overlap))
+    made = to_program(explicit, calls, kernels or {}, overlap, check_indices=check_indices)
+    return ModulePlan(graph, atoms, layouts, explicit, calls, made)

@@ -93,7 +93,8 @@ class OpStep:
     """One device calls an operator on the tiles of `args`; what it gives are the tiles of `results`, in memory of their
     own or views of the operands. `call` has the tiles' shapes as the operator knows them: values may have their dims
     taken apart further. `whole`: the results that have to lie in one piece, for who uses them. `where` names the
-    binding. `kernel` computes the same, where there is one that is faster: it takes the operands, then the results."""
+    binding. `kernel` computes the same, where there is one that is faster: it takes the operands, then the results.
+    `checked`: elements that are looked up in a dim are refused outside of it."""
 
     call: OpCall
     args: tuple[str, ...]
@@ -102,6 +103,7 @@ class OpStep:
     flops: int
     where: str
     kernel: tirx.PrimFunc | None = None
+    checked: bool = False
 
     collective = None
     bytes = 0

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tvm import arith, ir, relax, tirx
 
-from mesh_tensor.annotations.names import known, relax_function, source_names
+from mesh_tensor.annotations.names import SourceNames, known, relax_function, source_names
 from mesh_tensor.base.errors import did_you_mean, listing, refuse
 from mesh_tensor.plan.index_checks import IndexCheck
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
@@ -34,7 +34,15 @@ class ModuleSignature:
         self.function = function
         self.params = tuple(_param(var, function) for var in func.params)
         self._source_names = source_names(func)
+        self.names = self._names()
         self.symbols = tuple(dict.fromkeys(size for p in self.params for size in p.shape if isinstance(size, tirx.Var)))
+
+    def _names(self) -> dict[str, list[str]]:
+        """Per parameter what it was called where the module comes from, or else its name."""
+        found: dict[str, list[str]] = {}
+        for theirs, ours in self._source_names.items():
+            found.setdefault(ours, []).append(theirs)
+        return {param.name: found.get(param.name, [param.name]) for param in self.params}
 
     def bind(self, weights: Mapping[str, Any], args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
         """Every parameter's tensor: those that are no weights come from `args`, in order, or by name."""
@@ -59,12 +67,12 @@ class ModuleSignature:
         are constants: parameters of torch's serve, without their gradients."""
         if not isinstance(weights, Mapping):
             refuse(f"the weights are a {type(weights).__name__}", fix="give a dict from parameters to tensors")
-        names = self._source_names | {param.name: param.name for param in self.params}
+        names = SourceNames(self._source_names | {param.name: param.name for param in self.params})
         named: dict[str, Any] = {}
         for name, tensor in weights.items():
-            same = named.setdefault(str(names.get(name, name)), tensor)
+            same = named.setdefault(names.ours(str(name)), tensor)
             if not _is_same(same, tensor):
-                both = listing([n for n in weights if names.get(n, n) == names.get(name, name)])
+                both = listing([n for n in weights if names.ours(str(n)) == names.ours(str(name))])
                 refuse(
                     f"a weight is given under two names, {both}, with two values",
                     where=f"weights of {self.function!r}",
@@ -85,7 +93,7 @@ class ModuleSignature:
         sizes: dict[tirx.Var, int] = {}
         problems = self._unknown(tensors)
         problems += [
-            f"parameter {p.name!r}: {problem}"
+            f"parameter {(self.names[p.name][0] if what == 'weights' else p.name)!r}: {problem}"
             for p in self.params
             if p.name in tensors and (problem := _problem(p, tensors[p.name], sizes, device_type))
         ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mesh_tensor.plan.atoms import Atoms
 from mesh_tensor.plan.ir import Graph, Value
-from mesh_tensor.plan.propagate import tensors_of
+from mesh_tensor.plan.spread import tensors_of
 
 Place = tuple[Value, int]  # a value, and the position of one of its atoms
 

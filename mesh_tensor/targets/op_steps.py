@@ -15,7 +15,7 @@ from mesh_tensor.rules.operator.call import operator_name
 
 from .dtypes import torch_dtype
 from .kernels import Target
-from .torch_ops import torch_function
+from .torch_ops import Valid, torch_function
 
 TileFunction = Callable[..., list[torch.Tensor]]
 
@@ -23,7 +23,7 @@ TileFunction = Callable[..., list[torch.Tensor]]
 def tile_function(step: OpStep, program: Program, rank: int, target: Target) -> TileFunction:
     """The step as a function of the operands' tiles on the device `rank`; it gives the results' tiles."""
     function: Callable[..., Sequence[torch.Tensor]] = (
-        torch_function(step.call, program.mesh, rank)
+        torch_function(step.call, program.mesh, rank, _valid(step, program, rank))
         if step.kernel is None
         else _kernel_function(step.kernel, step.call, target)
     )
@@ -43,6 +43,14 @@ def tile_function(step: OpStep, program: Program, rank: int, target: Target) -> 
         return [tile.contiguous() if one else tile for tile, one in zip(results, whole, strict=True)]
 
     return run
+
+
+def _valid(step: OpStep, program: Program, rank: int) -> tuple[Valid, ...] | None:
+    """What is no padding of each operand's tile, where indices are to be checked."""
+    if not step.checked:
+        return None
+    values = [program.values[name] for name in step.args]
+    return tuple(Valid(v.tile_shape, tuple(v.sharding.valid_extent(v.shape, rank))) for v in values)
 
 
 def _kernel_function(func: tirx.PrimFunc, call: OpCall, target: Target) -> Callable[..., list[torch.Tensor]]:

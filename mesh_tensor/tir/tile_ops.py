@@ -83,6 +83,7 @@ class TileOp(ABC):
     reduction  what combines with what is there; None where that is overwritten
     clears     `dst` is set to the neutral element first
     product    what is combined are the products of the sources' elements
+    in_order   the dim, of all its regions, along which it goes element by element: nothing walks part of it
     flops      floating-point operations per element"""
 
     dst: Region
@@ -90,6 +91,7 @@ class TileOp(ABC):
     reduction: str | None
     clears: bool
     product = False
+    in_order: int | None = None
     flops = 0
 
     @property
@@ -233,8 +235,15 @@ class Scan(TileOp):
     def sources(self) -> tuple[Region, ...]:
         return (self.src,)
 
+    @property
+    def in_order(self) -> int:  # type: ignore[override]
+        return self.dim
+
     def elements(self, equal: Equal) -> list[Element]:
-        raise Unmatched("T.scan")
+        src, dst = self.src.extents, self.dst.extents
+        if len(src) != len(dst) or not all(map(equal, src, dst)):
+            raise Unmatched(f"T.scan of {self.src.buffer.name} into {self.dst.buffer.name}")
+        return [Element(extent, {0: d, 1: d}) for d, extent in enumerate(src) if d != self.dim]
 
 
 @dataclass(frozen=True)

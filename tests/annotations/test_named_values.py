@@ -91,10 +91,43 @@ def test_options_of_patterns(module):
 
 
 @pytest.mark.parametrize(
-    "name", ["module.blocks.0.weight", "_orig_mod.blocks.0.weight", "module._orig_mod.blocks.0.weight"]
+    "name",
+    [
+        "model.blocks.0.weight",
+        "module.model.blocks.0.weight",
+        "module.blocks.0.weight",
+        "_orig_mod.blocks.0.weight",
+        "module._orig_mod.blocks.0.weight",
+    ],
 )
 def test_wrappers_do_not_matter(module, name):
     assert layouts(module, {name: {"x": 0}}) == {"blocks_0_weight": "S[0]"}
+
+
+def test_wrappers_of_weights_do_not_matter(model, module):
+    weights = {f"_orig_mod.model.{name}": weight.detach() for name, weight in model.named_parameters()}
+    torch.testing.assert_close(mt.distribute_module(module.mod, {"x": 2}, weights=weights)(IDS), model(IDS))
+
+
+class Twice(nn.Module):
+    """A layer, and one of the same name in a submodule that is called as wrappers are."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.module = nn.Linear(6, 6), nn.Module()
+        self.module.fc = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.fc(self.module.fc(x))
+
+
+def test_names_that_could_mean_several():
+    module = mt.from_torch(torch.export.export(Twice(), (torch.ones(2, 6),)))
+    assert layouts(module, {"fc.weight": {"x": 0}}) == {"fc_weight": "S[0]"}
+    assert layouts(module, {"module.fc.weight": {"x": 0}}) == {"module_fc_weight": "S[0]"}
+    text = refused(module, {"_orig_mod.fc.weight": {"x": 0}})
+    assert "there is no value '_orig_mod.fc.weight'" in text
+    assert "did you mean 'fc.weight'?" in text or "did you mean 'module.fc.weight'?" in text
 
 
 def test_patterns_that_fit_nothing_or_disagree(module):

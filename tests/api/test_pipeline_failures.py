@@ -150,9 +150,9 @@ def returning(function, **options):
 @pytest.mark.parametrize(
     ("function", "options", "facts"),
     [
-        (lambda y: y.mean(0), {}, ["the first dim of the result", "is not the batch's", "microbatches=1"]),
-        (lambda y: y - y.mean(0, keepdim=True), {}, ["rows need others: all_reduce"]),
-        (lambda y: y.softmax(0), {}, ["rows need others"]),
+        (lambda y: y.t(), {}, ["the first dim of the result", "is not the batch's", "microbatches=1"]),
+        (lambda y: y - y.mean(0, keepdim=True), {}, ["(subtract) takes rows of the batch and", "made of all rows"]),
+        (lambda y: y.softmax(0), {}, ["needs the batch's rows together"]),
         (lambda y: y.t().contiguous(), {}, ["the first dim of the result"]),
         (lambda y: y.sum(), {}, ["is a sum", "say reduction='sum'"]),
         (lambda y: y.mean(), {"reduction": "max"}, ["reduction='max'"]),
@@ -171,6 +171,7 @@ def test_results_that_microbatches_do_not_make(function, options, facts):
     [
         (lambda y: y.sum(), {"reduction": "sum", "train": True}),
         (lambda y: y.mean(), {"train": True}),
+        (lambda y: y.mean(0), {}),
         (lambda y: y.softmax(1).reshape(-1), {}),
         (lambda y: (y.relu(), y.mean()), {}),
     ],

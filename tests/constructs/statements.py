@@ -298,9 +298,9 @@ ROWS_OF_STATEMENTS = (
     ),
     Row(
         "several kernels in one function",
-        "refused",
-        "Write one T.Kernel per function",
-        examples=(Example("two kernels", _two_kernels, (X,)),),
+        "understood",
+        "they run in order; what one leaves stays where it lies for the next, `alloc_global` between them too",
+        examples=(Example("two kernels", _two_kernels, (X,), lambda x: 2 * x + 2),),
     ),
     Row(
         "thread indices",

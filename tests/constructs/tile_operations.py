@@ -327,7 +327,7 @@ ROWS_OF_TILE_OPERATIONS = (
     Row(
         "scans",
         "understood",
-        "on one device the whole dim: no axis splits it",
+        "no axis splits the dim that they run along; other dims are split",
         names="cumsum cummax",
         ops="tl.tileop.cumsum tl.tileop.cummax",
         examples=(

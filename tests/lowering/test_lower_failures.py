@@ -20,21 +20,6 @@ def test_a_kernel_without_annotations():
     assert "annotat" in message
 
 
-def test_two_kernels_in_one_function():
-    @T.prim_func
-    def two(A: T.Tensor((8,), "float32")):
-        with T.Kernel(1, threads=8) as bx:
-            for i in T.Parallel(8):
-                A[i] = bx * 1.0
-        with T.Kernel(1, threads=8) as bx:
-            for i in T.Parallel(8):
-                A[i] = A[i] + bx
-
-    message = refused(mt.annotate(two, {"x": 2}, {"A": {"x": 0}}))
-    assert "function 'two' is not one TileLang kernel" in message
-    assert "Write one T.Kernel per function" in message
-
-
 def test_symbolic_sizes_have_no_program():
     rows = T.dynamic("rows")
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import mesh_tensor as mt
 
@@ -66,3 +67,61 @@ def test_indices_that_may_count_from_the_end():
     torch.testing.assert_close(rows(x, torch.tensor([-5, -1])), x[[-5, -1]])
     with pytest.raises(mt.MeshTensorError, match="takes -5 to 4"):
         rows(x, torch.tensor([-6, 0]))
+
+
+class Of(nn.Module):
+    """What a function makes of a table of 7 x 6 and indices."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(7, 6))
+        self.function = function
+
+    def forward(self, ids):
+        return self.function(self.table, ids)
+
+
+LOOK_UPS = {
+    "computed": (lambda table, ids: F.embedding(ids + 1, table), 5, [-2, 6, 10]),
+    "put together": (lambda table, ids: F.embedding(torch.cat([ids, ids]), table), 5, [-1, 7]),
+    "index_select": (lambda table, ids: table.index_select(0, ids), 5, [-1, 7]),
+    "gather": (lambda table, ids: table.gather(0, ids[:, None]), 5, [-1, 7]),
+    "gather of columns": (lambda table, ids: table.gather(1, ids[:, None]), 7, [-1, 6]),
+    "one index": (lambda table, ids: table[ids], 5, [-8, 7]),
+    "two indices": (lambda table, ids: table[ids, ids + 1], 5, [-8, 6]),
+    "scatter": (lambda table, ids: table.scatter(1, ids[:, None], table[:, :1]), 7, [-1, 6]),
+    "losses": (lambda table, ids: F.cross_entropy(table, ids, reduction="none"), 7, [-1, 6]),
+}
+
+
+@pytest.mark.parametrize("what", LOOK_UPS)
+def test_every_look_up_is_checked(what):
+    """Whole tensors and tiles, at even and uneven sizes: padding is never refused, what is no padding always."""
+    function, count, outside = LOOK_UPS[what]
+    model = Of(function)
+    ids = torch.arange(count) % 5
+    program = torch.export.export(model, (ids,))
+    module = mt.from_torch(program)
+    for shardings in ({}, {"table": {"x": 0}}, {"table": {"x": 1}}, {"ids": {"x": 0}}):
+        looked = mt.distribute_module(module.mod, {"x": 3}, shardings, weights=module.params, poison=True)
+        torch.testing.assert_close(looked(ids), model(ids).detach())
+        for number in outside:
+            wrong = ids.clone()
+            wrong[-1] = number
+            with pytest.raises((IndexError, RuntimeError)):
+                program.module()(wrong)
+            for given in (wrong, mt.distribute(wrong, {"x": 3}, {"x": 0})):
+                with pytest.raises(mt.MeshTensorError, match=r"indices from|looks them up"):
+                    looked(given)
+
+
+def test_negative_indices_of_several_columns_count_once():
+    """-8 is not 7 - 8, and that again from the end."""
+    model = Of(lambda table, ids: table[ids, ids])
+    ids = torch.tensor([0, -6, 5])
+    module = mt.from_torch(torch.export.export(model, (ids,)))
+    pairs = run(module, {"table": {"x": 1}})
+    torch.testing.assert_close(pairs(ids), model(ids).detach())
+    with pytest.raises(mt.MeshTensorError, match="indices from -7 to 5 into a dim of 6"):
+        pairs(torch.tensor([0, -7, 5]))
+    assert run(module, {}, check_indices=False)(torch.tensor([0, -7, 5])).isnan().tolist() == [False, True, False]

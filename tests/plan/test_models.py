@@ -132,17 +132,32 @@ def test_llama_sequence_parallel():
     assert collectives(run) == {"all_gather": 2 * config.layers, "reduce_scatter": 2 * config.layers}
 
 
-def test_llama_fully_sharded():
-    """Weights are heard after the batch, and gathered where that moves fewer bytes than the activations would."""
-    config = llama.Config(batch=64)
-    layouts = llama.fully_sharded(llama.build(config), "data")
-    later = {name: 1 for name in layouts if name != "tokens"}
-    model, inputs, run = distributed(llama, config, {"data": 2}, layouts, later)
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("file", [gpt2, llama])
+def test_fully_sharded(file, dim):
+    """Every weight and the batch over one axis, no priorities: every weight is gathered once, nothing else moves."""
+    config = file.Config(batch=64)
+    weights = dict(file.build(config).named_parameters())
+    layouts = {"tokens": {"data": 0}} | {name: {"data": dim % weight.ndim} for name, weight in weights.items()}
+    model, inputs, run = distributed(file, config, {"data": 2}, layouts)
     check(model, inputs, run)
-    found = collectives(run)
-    assert set(found) == {"all_gather"}
-    weights = sum(weight.numel() * 4 for weight in model.parameters())
-    assert received(run) <= weights // 2
+    assert collectives(run) == {"all_gather": len(weights)}
+    assert received(run) == sum(weight.numel() * 4 for weight in weights.values()) // 2
+
+
+def test_what_is_heard_first():
+    """`distribute_module` takes priorities as `annotate_module` does."""
+    config = mlp.Config()
+    module = mt.from_torch(torch.export.export(mlp.build(config), mlp.example_inputs(config)))
+    layouts = {**mlp.data_parallel("d"), "weight1": {"d": 0}, "weight2": {"d": 0}}
+    runs = [
+        mt.distribute_module(module.mod, {"d": 2}, layouts, weights=module.params, priority=priority)
+        for priority in (None, {"x": 1})
+    ]
+    assert collectives(runs[0]) == {"all_gather": 2}
+    assert "all_to_all" in collectives(runs[1])
+    (x,) = mlp.example_inputs(config)
+    torch.testing.assert_close(runs[0](x), runs[1](x))
 
 
 @pytest.mark.parametrize("parts", [2, 4])

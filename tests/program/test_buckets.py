@@ -41,7 +41,7 @@ def _sent(run):
         ({"data": 3}, DATA, 1, 4),
         ({"data": 5}, DATA, 1, 5),  # what five devices don't divide evenly stays whole, and is reduced with the loss
         ({"data": 2, "model": 2}, DATA | TENSOR, 0, 6),
-        ({"data": 2, "model": 2}, DATA | TENSOR, 2, 24),
+        ({"data": 2, "model": 2}, DATA | TENSOR, 2, 22),
         ({"pod": 2, "data": 2}, {"x": {"pod": 0, "data": 0}, "target": {"pod": 0, "data": 0}}, 1, 5),
     ],
     ids=["data", "zero 1", "uneven", "both", "both, zero 2", "two axes"],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from .scene import Axis, Scene
 
-_VARS = "ijkl"
+_VARS = ("i", "j", "k", "l", "i4", "i5", "i6")
 _TWO_LEVELS = re.compile(r"\((\w+) \* (\d+) \+ (\w+)\)")
 
 

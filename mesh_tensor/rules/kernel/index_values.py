@@ -22,7 +22,7 @@ def why_whole_blocks(
     """Why tiles of the factor have to be whole blocks for what the statement computes, None if they need not.
 
     `form` is the statement's coordinate in the factor, None if it has none."""
-    for expr in [*statement.values, *statement.bounds, *_detached_indices(statement, coordinates)]:
+    for expr in [*statement.values, *statement.bounds, *detached_indices(statement, coordinates)]:
         used = vars_of([expr], kernel.binds) & factor.roles.keys()
         if used and not (form is not None and _depends_on_coordinate_only(expr, used, form, kernel)):
             names = ", ".join(sorted(v.name for v in used))
@@ -30,7 +30,7 @@ def why_whole_blocks(
     return None
 
 
-def _detached_indices(statement: Statement, coordinates: Coordinates) -> list[tirx.PrimExpr]:
+def detached_indices(statement: Statement, coordinates: Coordinates) -> list[tirx.PrimExpr]:
     """The indices into parameters' dims that are needed whole: a device's are those of the whole tensor."""
     return [
         index

@@ -61,7 +61,7 @@ def _find_grid(func: tirx.PrimFunc) -> tuple[tuple[Loop, ...], tirx.SBlock, dict
         else:
             raise MeshTensorError(
                 f"function {function_name(func)!r} is not one TileLang kernel: expected a `with T.Kernel(...)` body, "
-                f"found {type(stmt).__name__}. Write one T.Kernel per function."
+                f"found {type(stmt).__name__}. A rule is of one T.Kernel: write one per function."
             )
 
 

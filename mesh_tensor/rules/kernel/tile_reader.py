@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from tvm import arith, tirx
 
 from mesh_tensor.base.reductions import reduction
+from mesh_tensor.tir.linear import Linear
 from mesh_tensor.tir.tile_ops import Region, TileOp
 
 from .statements import Access, Loop, Statement
@@ -39,8 +41,11 @@ class TileReader:
         elements = record.elements(self.reader.analyzer.can_prove_equal)
         zero = tirx.IntImm("int32", 0)
         loops = [Loop(tirx.Var(f"t{n}", "int32"), zero, e.extent, "tile", None) for n, e in enumerate(elements)]
+        whole = record.in_order
         write, *reads = (
-            self._at(region, {e.dims[n]: loop.var for e, loop in zip(elements, loops, strict=True) if n in e.dims})
+            self._at(
+                region, {e.dims[n]: loop.var for e, loop in zip(elements, loops, strict=True) if n in e.dims}, whole
+            )
             for n, region in enumerate((record.dst, *record.sources))
         )
         values = () if record.value is None or record.sources else (record.value,)
@@ -52,10 +57,16 @@ class TileReader:
             values=values,
             extra=loops,
             tile_op=record,
-            op=None if record.reduction is None else reduction(record.reduction).completed_by,
+            op=None if record.reduction is None or whole is not None else reduction(record.reduction).completed_by,
             fresh=record.clears,
         )
 
-    def _at(self, region: Region, element: dict[int, tirx.Var]) -> Access:
+    def _at(self, region: Region, element: dict[int, tirx.Var], whole: int | None) -> Access:
+        """The access to a region's elements; the index into a dim that is needed whole stands for all of it."""
         indices = [low + element[d] if d in element else low for d, low in enumerate(region.mins)]
-        return self.reader.access(region.buffer, indices)
+        access = self.reader.access(region.buffer, indices)
+        return access if whole is None else replace(access, forms=_without(access.forms, whole))
+
+
+def _without(forms: tuple[Linear | None, ...], dim: int) -> tuple[Linear | None, ...]:
+    return (*forms[:dim], None, *forms[dim + 1 :])

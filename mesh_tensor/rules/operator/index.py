@@ -10,6 +10,8 @@ from .rule import Dim, LocalCall, OpRule
 from .table import rule, whole_rule
 
 _FIRST = (frozenset({0}),)
+# Operators whose operands after the first are looked up in its dims.
+LOOK_UPS = frozenset({"gather_elements", "gather_nd", "index_tensor", "mesh.local_gather", "mesh.local_take", "take"})
 
 
 @rule("take")

@@ -168,6 +168,17 @@ def dtensor_maker(
     return make
 
 
+def gradient_like(gradient: Any, placements: Sequence[Any] | None) -> Any:
+    """The gradient of a DTensor that lies as `placements`, lying so, but whole where that is partial; what is none of
+    a DTensor stays as it is."""
+    if gradient is None or placements is None:
+        return gradient
+    from torch.distributed import tensor
+
+    whole = [tensor.Replicate() if p.is_partial() else p for p in placements]
+    return gradient.redistribute(placements=whole)
+
+
 @undisturbed
 def to_dtensor(tensor: MeshTensor, device_mesh: DeviceMesh | None = None) -> DTensor:
     """The MeshTensor, which every rank has as a whole, as a DTensor: each rank keeps its own tile. Nothing is sent.

@@ -14,6 +14,6 @@ from . import (  # noqa: F401  (they fill the table)
     update,
     vjp,
 )
-from .table import has_torch_function, local_operators, torch_function
+from .table import Valid, has_torch_function, local_operators, torch_function
 
-__all__ = ["has_torch_function", "local_operators", "torch_function"]
+__all__ = ["Valid", "has_torch_function", "local_operators", "torch_function"]

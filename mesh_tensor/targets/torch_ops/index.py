@@ -9,7 +9,7 @@ import torch
 from mesh_tensor.base.dtypes import poison_value
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.rules.operator.call import OpCall
+from mesh_tensor.rules.operator.call import OpCall, operator_name
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 
 from .table import Function, Place, placed_torch_op, torch_op
@@ -41,9 +41,9 @@ def _rows(call: OpCall, dim: int, shape: tuple[int, ...], size: int, mode: str, 
     check = _Range(call, place, from_end=mode == "fast")
 
     def rows(x: Tensor, index: Tensor) -> Tensor:
-        index = index.reshape(-1).long()
+        tile, index = index, index.reshape(-1).long()
         if mode in ("fast", "nan"):
-            index, valid = check(index, size)
+            index, valid = check(index, size, (1, tile) if len(call.inputs) > 1 else None)
         else:
             index, valid = index.clamp(0, size - 1) if mode == "clip" else index.remainder(size), None
         found = x.index_select(dim, index)
@@ -69,8 +69,11 @@ def _local_take(call: OpCall, place: Place) -> Function:
     first, held = sharding.tile_offset(table, place.rank)[dim], sharding.valid_extent(table, place.rank)[dim]
     shape, size = call.outputs[0].shape, table[dim]
     lanes = [-1 if d == dim else 1 for d in range(len(table))]
+    lowest, checks = (0 if "nan" in mode else -size), not {"clip", "wrap"} & set(mode)
 
     def local_take(x: Tensor, index: Tensor) -> Tensor:
+        if checks and first == 0 and place.valid is not None:
+            refuse_outside(call, place.valid[1].of(index), lowest, size)
         index = index.reshape(-1).long()
         if "clip" in mode:
             index = index.clamp(0, size - 1)
@@ -109,6 +112,8 @@ def _local_gather(call: OpCall, place: Place) -> Function:
     size = data[axis]
 
     def local_gather(x: Tensor, index: Tensor) -> Tensor:
+        if first == 0 and place.valid is not None:
+            refuse_outside(call, place.valid[1].of(index), -size, size)
         index = index.long()
         index = torch.where(index < 0, index + size, index)
         mine = (index >= first) & (index < first + held)
@@ -124,27 +129,42 @@ def _local_gather(call: OpCall, place: Place) -> Function:
 
 class _Range:
     """Checks indices against a dim's size; negative ones count from its end (`from_end`), which is what frontends mean
-    by them unless they say otherwise. On whole tensors those outside are refused; in tiles they may be padding, so they
-    are brought inside, and which ones were inside already comes along (None: all)."""
+    by them unless they say otherwise. Those outside are refused, on whole tensors and in what is valid of a tile; what
+    else is outside is brought inside, and which ones were inside already comes along (None: all)."""
 
     def __init__(self, call: OpCall, place: Place, *, from_end: bool = True) -> None:
         self._call, self._place, self._from_end = call, place, from_end
 
-    def __call__(self, index: Tensor, size: int) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, index: Tensor, size: int, operand: tuple[int, Tensor] | None = None, column: slice = slice(None)
+    ) -> tuple[Tensor, Tensor | None]:
+        """`index` in a dim of `size`. It has the elements of the `operand` of that number, or a `column` of them."""
         if not index.numel():
             return index, None
         low, high = (int(bound) for bound in torch.aminmax(index))
-        if low < 0 and self._from_end:
-            index = torch.where(index < 0, index + size, index)
-        if low >= (-size if self._from_end else 0) and high < size:
-            return index, None
-        if not self._place.padded:
-            refuse(
-                f"R.{self._call.name}: indices from {low} to {high} into a dim of {size}",
-                where=str(self._call.expr),
-                fix="keep indices inside the dim",
-            )
+        lowest = -size if self._from_end else 0
+        if low >= lowest and high < size:
+            return (torch.where(index < 0, index + size, index) if low < 0 else index), None
+        if operand is not None and self._place.valid is not None:
+            number, tile = operand
+            refuse_outside(self._call, self._place.valid[number].of(tile).reshape(-1)[column], lowest, size)
+        elif not self._place.padded:
+            refuse_outside(self._call, index, lowest, size)
+        index = torch.where(index < 0, index + size, index) if self._from_end else index
         return index.clamp(0, max(0, size - 1)), (index >= 0) & (index < size)
+
+
+def refuse_outside(call: OpCall, index: Tensor, lowest: int, size: int) -> None:
+    """Refuse indices of which some are not from `lowest` to `size` - 1."""
+    if not index.numel():
+        return
+    low, high = (int(bound) for bound in torch.aminmax(index))
+    if low < lowest or high >= size:
+        refuse(
+            f"R.{operator_name(call)}: indices from {low} to {high} into a dim of {size}",
+            where=str(call.expr),
+            fix="keep indices inside the dim; on a mesh, check_indices=False leaves this out, and gives NaN for them",
+        )
 
 
 def _poison(like: Tensor) -> Tensor:
@@ -157,7 +177,7 @@ def _gather_elements(call: OpCall, place: Place) -> Function:
     size, check = call.inputs[0].shape[dim], _Range(call, place)
 
     def gather(x: Tensor, index: Tensor) -> Tensor:
-        index, valid = check(index.long(), size)
+        index, valid = check(index.long(), size, (1, index))
         found = torch.gather(x, dim, index)
         return found if valid is None else torch.where(valid, found, _poison(found))
 
@@ -175,7 +195,7 @@ def _gather_nd(call: OpCall, place: Place) -> Function:
     rest = math.prod(data.shape[batch + count :])
 
     def gather_nd(x: Tensor, index: Tensor) -> Tensor:
-        places, valid = linear(index.reshape(-1, count))
+        places, valid = linear(index.reshape(-1, count), (1, index))
         places = places.reshape(batches, -1, 1).expand(-1, -1, rest)
         found = torch.gather(x.reshape(batches, math.prod(indexed), rest), 1, places)
         if valid is not None:
@@ -191,10 +211,11 @@ class _Linear:
     def __init__(self, check: _Range, sizes: tuple[int, ...]) -> None:
         self._check, self._sizes = check, sizes
 
-    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, positions: Tensor, operand: tuple[int, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Of `positions`, which are those of an operand."""
         linear, all_valid = positions.new_zeros(positions.shape[0], dtype=torch.int64), None
-        for column, size in zip(positions.long().unbind(1), self._sizes, strict=True):
-            column, valid = self._check(column, size)
+        for number, (column, size) in enumerate(zip(positions.long().unbind(1), self._sizes, strict=True)):
+            column, valid = self._check(column, size, operand, slice(number, None, len(self._sizes)))
             linear = linear * size + column
             if valid is not None:
                 all_valid = valid if all_valid is None else all_valid & valid
@@ -207,7 +228,8 @@ def _index_tensor(call: OpCall, place: Place) -> Function:
     check, sizes = _Range(call, place), call.inputs[0].shape
 
     def index_tensor(x: Tensor, *indices: Tensor) -> Tensor:
-        checked = [check(index.long(), size) for index, size in zip(indices, sizes, strict=False)]
+        numbered = enumerate(zip(indices, sizes, strict=False), 1)
+        checked = [check(index.long(), size, (number, index)) for number, (index, size) in numbered]
         found = x[tuple(index for index, _ in checked)]
         for _, valid in checked:
             if valid is not None:
@@ -265,7 +287,7 @@ def _scatter_nd(call: OpCall) -> Function:
     places, rest = math.prod(shape[:count]), math.prod(shape[count:])
 
     def scatter_nd(x: Tensor, index: Tensor, updates: Tensor) -> Tensor:
-        rows = linear(index.reshape(-1, count))[0][:, None].expand(-1, rest)
+        rows = linear(index.reshape(-1, count), (1, index))[0][:, None].expand(-1, rest)
         return scatter(x.reshape(places, rest), 0, rows, updates.reshape(-1, rest)).reshape(shape)
 
     return scatter_nd

@@ -23,11 +23,26 @@ Maker = Callable[[OpCall], Function]
 
 
 @dataclass(frozen=True)
+class Valid:
+    """The part of an operand's tile that is no padding: the first `extent` of the `stored` dims, into which the
+    operand's own may be taken apart."""
+
+    stored: tuple[int, ...]
+    extent: tuple[int, ...]
+
+    def of(self, tile: torch.Tensor) -> torch.Tensor:
+        """That part of a tile, with its stored dims."""
+        return tile.reshape(self.stored)[tuple(slice(size) for size in self.extent)]
+
+
+@dataclass(frozen=True)
 class Place:
-    """Where a call runs: on the whole tensors (`mesh` is None), or on the tiles of device `rank` of a mesh."""
+    """Where a call runs: on the whole tensors (`mesh` is None), or on the tiles of device `rank` of a mesh. `valid`:
+    what of the tiles is no padding, per operand, if indices in it are to be checked."""
 
     mesh: Mesh | None = None
     rank: int = 0
+    valid: tuple[Valid, ...] | None = None
 
     @property
     def padded(self) -> bool:
@@ -75,12 +90,15 @@ def local_operators() -> tuple[str, ...]:
     return tuple(name for name in _MAKERS if name.startswith("mesh."))
 
 
-def torch_function(call: OpCall, mesh: Mesh | None = None, rank: int = 0) -> Callable[..., tuple[torch.Tensor, ...]]:
+def torch_function(
+    call: OpCall, mesh: Mesh | None = None, rank: int = 0, valid: tuple[Valid, ...] | None = None
+) -> Callable[..., tuple[torch.Tensor, ...]]:
     """The torch function of a call: it takes the call's tensor operands, flattened, and gives its results, whose dtypes
     are those of `call.outputs`. Results may be views of operands.
 
     With a mesh the operands are the tiles of device `rank`: data-dependent indices out of range then give poison (NaN
-    or an extreme integer), since they may be padding; without a mesh they are refused.
+    or an extreme integer), since they may be padding; without a mesh, or in what is `valid` of the tiles, they are
+    refused.
 
     Raises:
         MeshTensorError: the operator, or what its attributes ask for, has no torch function here.
@@ -95,7 +113,7 @@ def torch_function(call: OpCall, mesh: Mesh | None = None, rank: int = 0) -> Cal
             where=str(call.expr),
             fix="write it with other operators, or as a TIR function that R.call_tir calls",
         )
-    return _typed(_MAKERS[name](call, Place(mesh, rank)), [torch_dtype(out.dtype) for out in call.outputs])
+    return _typed(_MAKERS[name](call, Place(mesh, rank, valid)), [torch_dtype(out.dtype) for out in call.outputs])
 
 
 def with_numbers(call: OpCall, function: Function) -> Function:

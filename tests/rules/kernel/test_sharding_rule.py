@@ -162,4 +162,4 @@ def test_what_is_no_single_kernel_is_refused():
     with pytest.raises(mt.MeshTensorError) as error:
         mt.sharding_rule(two)
     assert "'two' is not one TileLang kernel" in str(error.value)
-    assert "one T.Kernel per function" in str(error.value)
+    assert "A rule is of one T.Kernel" in str(error.value)

@@ -97,3 +97,23 @@ def mesh_tensors(rank):
     text = refusal(lambda: run(mt.distribute(tensors[0], {"x": 2}, {"x": 0}), *tensors[1:]))
     torch.testing.assert_close(run(*tensors), mt.run_sequential(NESTED, tensors))
     return text
+
+
+class Rows(torch.nn.Module):
+    """Rows of a table of 6, one further than the indices say."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(6, 4)
+
+    def forward(self, ids):
+        return self.table(ids + 1)
+
+
+def indices_out_of_range(rank):
+    """What is said of computed indices that are out of range, on the rank that has them and on the other."""
+    module = mt.from_torch(torch.export.export(Rows(), (torch.arange(4),)))
+    device_mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    run = mt.distribute_module(module.mod, device_mesh, {"ids": {"x": 0}}, weights=module.params)
+    run(torch.arange(4))
+    return refusal(lambda: run(torch.tensor([0, 1, 2, 5])))

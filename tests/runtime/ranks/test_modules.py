@@ -17,3 +17,11 @@ def test_random_modules(sizes, least):
 @pytest.mark.parametrize("sizes", [(2,), (2, 2)])
 def test_a_model(sizes):
     run(partial(bodies.a_model, sizes=sizes), 2 if sizes == (2,) else 4)
+
+
+def test_computed_indices_out_of_range():
+    """The second rank has them; the first one meets it when the rows are gathered."""
+    first, second = run(bodies.indices_out_of_range, 2, timeout=3)
+    assert "R.take: indices from 3 to 6 into a dim of 6" in second
+    assert "rank 1 raised" in first
+    assert "indices from 3 to 6 into a dim of 6" in first

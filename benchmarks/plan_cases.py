@@ -1,0 +1,269 @@
+"""Kernels, the ways in which one would split them, and the bytes that each device then has to receive: what whoever
+writes the distributed program by hand would move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from tvm import tirx
+
+from kernels.catalogue.case import KernelFactory
+from kernels.convolution import convolution_2d
+from kernels.elementwise import activation_chain, add_bias, vector_add
+from kernels.embedding import embedding
+from kernels.flash_attention import flash_attention
+from kernels.gemv import gemv, gevm
+from kernels.grouped_query import grouped_decode, grouped_key_gradient, split_decode
+from kernels.layer_norm import layer_norm
+from kernels.matmul import batched_matmul, matmul, split_k_matmul
+from kernels.matmul_bias_gelu import matmul_bias_gelu
+from kernels.mlp import mlp_up
+from kernels.quantized import block_scaled_matmul, dequantize, packed_matmul
+from kernels.reduce import reduce_columns, reduce_rows
+from kernels.rms_norm import rms_norm, two_pass_rms_norm
+from kernels.rope import rope
+from kernels.schedules import (
+    backwards_rows,
+    causal_product,
+    hinted_matmul,
+    matmul_with_workspace,
+    ragged_sums,
+    running_sums,
+    scaled_mean_matmul,
+    waves_matmul,
+)
+from kernels.softmax import online_softmax, softmax
+from kernels.sparse import block_sparse_matmul, expert_mlp, grouped_matmul_rows, padded_grouped_matmul
+from kernels.transpose import transpose
+
+Dims = Mapping[str, int | None]
+_LOCAL = "each device has what its part of the result is made of"
+_PARTIAL = "ring all-reduce of the partial result: 2 (n - 1) / n of it"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to split a kernel over one axis: the dim of each tensor that the axis splits (others are replicated).
+
+    `reduced`: the tensors, in elements of 4 bytes, that are summed over all devices, each (n - 1) / n twice.
+    `received`: other bytes."""
+
+    name: str
+    dims: Dims
+    why: str = _LOCAL
+    reduced: int = 0
+    received: int = 0
+
+    def expert(self, devices: int) -> int:
+        """The bytes that one device receives in the program of an expert."""
+        return -(-2 * (devices - 1) * self.reduced * 4 // devices) + self.received
+
+
+@dataclass(frozen=True)
+class PlanCase:
+    """A kernel of a size at which moving its tensors takes time, and the ways to split it."""
+
+    group: str
+    build: partial[tirx.PrimFunc]
+    ways: tuple[Way, ...]
+
+    @property
+    def name(self) -> str:
+        return self.build.func.__name__
+
+
+def _dims(text: str) -> dict[str, int]:
+    """`"A0 B1"`: dim 0 of A, dim 1 of B."""
+    return {name[:-1]: int(name[-1]) for name in text.split()}
+
+
+def _case(group: str, factory: KernelFactory, sizes: Mapping[str, object], **ways: str | tuple) -> PlanCase:
+    """`ways`: from a name to `"A0 B1"`, or to that with a reason, and with what is reduced."""
+    made = []
+    for name, way in ways.items():
+        dims, *rest = (way,) if isinstance(way, str) else way
+        made.append(Way(name, _dims(dims), *rest))
+    return PlanCase(group, partial(factory, **sizes), tuple(made))
+
+
+_BIG, _BLOCKS = 2048, {"block_M": 64, "block_N": 64, "block_K": 64}
+_MNK = {"M": _BIG, "N": _BIG, "K": _BIG, **_BLOCKS}
+_SQUARE = _BIG * _BIG
+_MATMUL = {"rows": "A0 C0", "columns": "B1 C1", "K": ("A1 B0", _PARTIAL, _SQUARE)}
+_ATTENTION = {"batch": 4, "heads": 32, "seq_q": 1024, "seq_kv": 1024, "dim": 64, "groups": 4, "dtype": "float32"}
+_HEADS = {"batch": "Q0 K0 V0 Out0", "heads": "Q1 K1 V1 Out1", "rows": "Q2 Out2"}
+_DECODE = {"batch": 8, "heads": 32, "groups": 8, "seq": 4096, "dim": 64}
+_DECODE_HEADS = "Q1 K2 V2 Out1"
+_STATES = "the states of online softmax (maximum, sum, output) of every query are combined, not the keys gathered"
+_DECODE_STATES = 8 * 32 * (64 + 2)
+
+
+def _of_the_catalogue() -> Iterator[PlanCase]:
+    """The kernels that everybody has."""
+    yield _case("plain", matmul, _MNK, **_MATMUL)
+    yield _case(
+        "plain", matmul, {**_MNK, "trans_B": True}, rows="A0 C0", columns="B0 C1", K=("A1 B1", _PARTIAL, _SQUARE)
+    )
+    yield _case("plain", batched_matmul, {"batch": 8, "M": 512, "N": 512, "K": 512}, batch="A0 B0 C0", rows="A1 C1")
+    yield _case("plain", split_k_matmul, {"M": _BIG, "N": _BIG, "K": _BIG}, rows="A0 C0", columns="B1 C1")
+    yield _case(
+        "plain",
+        matmul_bias_gelu,
+        {**_MNK, "dtype": "float32", "out_dtype": "float32"},
+        rows="A0 C0",
+        columns="B1 bias0 C1",
+        K=("A1 B0", _PARTIAL, _SQUARE),
+    )
+    yield _case("plain", mlp_up, {"tokens": _BIG, "hidden": 4096, "model": 1024}, tokens="x0 h0", hidden="w11 h1")
+    yield _case("plain", gemv, {"M": 4096, "K": 4096}, rows="A0 y0", K=("A1 x0", _PARTIAL, 4096))
+    yield _case("plain", gevm, {"N": 4096, "K": 4096}, columns="B1 y0", K=("B0 x0", _PARTIAL, 4096))
+    yield _case("plain", vector_add, {"N": 1 << 22}, elements="A0 B0 C0")
+    yield _case("plain", activation_chain, {"M": _BIG, "N": _BIG}, rows="A0 B0 C0", columns="A1 B1 C1")
+    yield _case("plain", add_bias, {"M": _BIG, "N": _BIG}, rows="A0 C0", columns="A1 bias0 C1")
+    yield _case("plain", transpose, {"M": _BIG, "N": _BIG}, rows="A0 B1", columns="A1 B0")
+    yield _case("plain", reduce_rows, {"M": _BIG, "N": _BIG}, rows="A0 B0", columns=("A1", _PARTIAL, _BIG))
+    yield _case("plain", reduce_columns, {"M": _BIG, "N": _BIG}, columns="A1 B0", rows=("A0", _PARTIAL, _BIG))
+    yield _case("plain", rope, {"seq": 4096, "heads": 16, "dim": 64}, rows="x0 cos0 sin0 out0", heads="x1 out1")
+    yield _case(
+        "plain",
+        embedding,
+        {"tokens": 8192, "vocabulary": 8192, "features": 512},
+        tokens="ids0 out0",
+        features="table1 out1",
+    )
+    norm, statistics = {"M": 4096, "N": 4096}, "the statistics of every row are summed"
+    yield _case(
+        "plain", softmax, norm, rows="X0 Y0", columns=("X1 Y1", "maxima and sums of the rows are reduced", 2 * 4096)
+    )
+    yield _case("plain", layer_norm, norm, rows="X0 Y0", columns=("X1 weight0 bias0 Y1", statistics, 2 * 4096))
+    yield _case("plain", rms_norm, norm, rows="X0 Y0", columns=("X1 weight0 Y1", statistics, 4096))
+    yield _case("plain", two_pass_rms_norm, norm, rows="X0 Y0", columns=("X1 weight0 Y1", statistics, 4096))
+    conv = {"N": 16, "H": 32, "W": 32, "C": 64, "F": 128, "dtype": "float32"}
+    yield _case(
+        "plain",
+        convolution_2d,
+        conv,
+        batch="data0 out0",
+        features="kernel3 out3",
+        channels=("data3 kernel2", _PARTIAL, 16 * 32 * 32 * 128),
+    )
+
+
+def _key_heads() -> Iterator[PlanCase]:
+    """Key heads that several query heads share: an axis that divides the key heads splits whole groups."""
+    yield _case("key heads", flash_attention, _ATTENTION, **_HEADS)
+    yield _case("key heads", flash_attention, {**_ATTENTION, "causal": True, "skip_masked_blocks": True}, **_HEADS)
+    yield _case("key heads", grouped_decode, _DECODE, batch="Q0 K0 V0 lengths0 Out0", heads=_DECODE_HEADS)
+    yield _case("key heads", grouped_decode, {**_DECODE, "block_H": 2}, heads=_DECODE_HEADS)
+    gradient = {"batch": 4, "heads": 16, "groups": 4, "seq": 512, "dim": 64, "block_M": 64, "block_N": 64}
+    yield _case(
+        "key heads",
+        grouped_key_gradient,
+        gradient,
+        batch="Q0 dS0 dK0",
+        heads="Q1 dS1 dK1",
+        keys="dS3 dK2",
+        queries=("Q2 dS2", _PARTIAL, 4 * 4 * 512 * 64),
+    )
+
+
+def _hints() -> Iterator[PlanCase]:
+    """What a compiler is told changes nothing."""
+    yield _case("hints", hinted_matmul, _MNK, **_MATMUL)
+    yield _case("hints", hinted_matmul, {**_MNK, "registers": False}, **_MATMUL)
+    yield _case("hints", hinted_matmul, {**_MNK, "M": 64}, columns="B1 C1", K=("A1 B0", _PARTIAL, 64 * _BIG))
+
+
+def _several_grids() -> Iterator[PlanCase]:
+    """Several grids in one function, with values between them; loops whose extent is loaded or computed."""
+    parts = {"batch": "Q0 K0 V0 lse0 partial0 Out0", "heads": "Q1 K2 V2 lse1 partial1 Out1"}
+    yield _case("several grids", split_decode, _DECODE, **parts)
+    experts = {"experts": 8, "tokens": 512, "hidden": 1024, "model": 512, **_BLOCKS}
+    hidden = ("W12 W21 up2", _PARTIAL, 8 * 512 * 512)
+    yield _case("several grids", expert_mlp, experts, experts="X0 W10 W20 up0 Y0", tokens="X1 up1 Y1", hidden=hidden)
+    sums = {"batch": 64, "rows": 1024, "N": 256, "block_M": 64}
+    yield _case("several grids", ragged_sums, sums, batch="A0 lengths0 C0", columns="A2 C1")
+
+
+def _blocks() -> Iterator[PlanCase]:
+    """Dims that are walked in blocks of another: scales, masks, two numbers in a byte."""
+    scaled = {**_MNK, "group": 128}
+    del scaled["block_K"]
+    k = ("A1 B1 A_scale1 B_scale1", _PARTIAL, _SQUARE)
+    yield _case("blocks", block_scaled_matmul, scaled, rows="A0 A_scale0 C0", columns="B0 B_scale0 C1", K=k)
+    yield _case("blocks", packed_matmul, _MNK, rows="A0 C0", columns="B0 C1", K=("A1 B1", _PARTIAL, _SQUARE))
+    yield _case(
+        "blocks",
+        dequantize,
+        {"N": 4096, "K": 4096, "group": 128},
+        rows="B0 scale0 zero0 W0",
+        columns="B1 scale1 zero1 W1",
+    )
+    k = ("A1 B0 mask2", _PARTIAL, _SQUARE)
+    yield _case("blocks", block_sparse_matmul, _MNK, rows="A0 mask0 C0", columns="B1 mask1 C1", K=k)
+    yield _case("blocks", block_sparse_matmul, {**_MNK, "swizzle": True}, rows="A0 mask0 C0", K=k)
+
+
+def _scalars() -> Iterator[PlanCase]:
+    """Scalars that are loaded before a reduction and used after it; groups of rows that are looked up."""
+    groups = {"groups": 8, "rows": 4096, "N": 1024, "K": 1024, **_BLOCKS}
+    k = ("A1 B1", _PARTIAL, 4096 * 1024)
+    yield _case("scalars", grouped_matmul_rows, groups, columns="B2 C1", K=k)
+    yield _case("scalars", padded_grouped_matmul, groups, rows="A0 group_of0 C0", columns="B2 C1", K=k)
+    yield _case(
+        "scalars", scaled_mean_matmul, _MNK, rows="A0 C0", columns="B1 bias0 C1", K=("A1 B0", _PARTIAL, _SQUARE)
+    )
+
+
+def _schedules() -> Iterator[PlanCase]:
+    """Blocks in another order than their places'."""
+    yield _case("schedules", waves_matmul, {**_MNK, "programs": 24, "group": 8}, **_MATMUL)
+    yield _case("schedules", backwards_rows, {"M": 4096, "N": 4096, "block": 64}, rows="A0 B0", columns="A1 B1")
+    yield _case("schedules", running_sums, {"M": 4096, "N": 1024}, rows="A0 B0")
+    causal = {"rows": 4096, "dim": 256, "block": 64}
+    for start in ("row", "zero"):
+        yield _case(
+            "schedules",
+            causal_product,
+            {**causal, "start": start},
+            rows="S0 C0",
+            columns="V1 C1",
+            keys=("S1 V0", _PARTIAL, 4096 * 256),
+        )
+
+
+def _combined() -> Iterator[PlanCase]:
+    """States that are carried through a loop whose parts devices walk."""
+    state = 4 * 32 * 1024 * (64 + 2)
+    yield _case("carried", flash_attention, _ATTENTION, keys=("K2 V2", _STATES, state))
+    yield _case("carried", grouped_decode, _DECODE, keys=("K1 V1", _STATES, _DECODE_STATES))
+    yield _case("carried", split_decode, _DECODE, keys=("K1 V1 lse2 partial2", _STATES, _DECODE_STATES))
+    yield _case("carried", online_softmax, {"M": 4096, "N": 4096}, rows="X0 Y0", columns=("X1 Y1", _STATES, 2 * 4096))
+
+
+def _unused() -> Iterator[PlanCase]:
+    """Tensors that nothing uses, and small ones."""
+    yield _case(
+        "unused",
+        matmul_with_workspace,
+        _MNK,
+        rows="A0 workspace0 C0",
+        columns="B1 workspace1 C1",
+        other="A0 workspace1 C0",
+    )
+    yield _case("unused", add_bias, {"M": _BIG, "N": _BIG}, small="A0 bias0 C0")
+
+
+CASES: tuple[PlanCase, ...] = (
+    *_of_the_catalogue(),
+    *_key_heads(),
+    *_hints(),
+    *_several_grids(),
+    *_blocks(),
+    *_scalars(),
+    *_schedules(),
+    *_combined(),
+    *_unused(),
+)

@@ -1,0 +1,149 @@
+"""Products of which parts are left out, or that are many small ones: masks of blocks, groups of rows."""
+
+import tilelang.language as T
+import torch
+
+
+def block_sparse_matmul(M, N, K, block_M=16, block_N=16, block_K=16, swizzle=False):
+    """`C = A @ B` where of every block of C only the blocks of k count that `mask` has."""
+
+    @T.prim_func
+    def block_sparse_matmul_kernel(
+        A: T.Tensor((M, K), "float32"),
+        B: T.Tensor((K, N), "float32"),
+        mask: T.Tensor((T.ceildiv(M, block_M), T.ceildiv(N, block_N), T.ceildiv(K, block_K)), "bool"),
+        C: T.Tensor((M, N), "float32"),
+    ):
+        with T.Kernel(T.ceildiv(N, block_N), T.ceildiv(M, block_M), threads=128) as (bx, by):
+            A_shared = T.alloc_shared((block_M, block_K), "float32")
+            B_shared = T.alloc_shared((block_K, block_N), "float32")
+            total = T.alloc_fragment((block_M, block_N), "float32")
+            T.use_swizzle(panel_size=10, enable=swizzle)
+            T.clear(total)
+            for k in T.Pipelined(T.ceildiv(K, block_K), num_stages=2):
+                if mask[by, bx, k]:
+                    T.copy(A[by * block_M, k * block_K], A_shared)
+                    T.copy(B[k * block_K, bx * block_N], B_shared)
+                    T.gemm(A_shared, B_shared, total)
+            T.copy(total, C[by * block_M, bx * block_N])
+
+    return block_sparse_matmul_kernel
+
+
+def block_sparse_matmul_reference(a, b, mask, block=16):
+    """The same by blocks of k, in float64."""
+    m, n = a.shape[0], b.shape[1]
+    total = torch.zeros(m, n, dtype=torch.float64)
+    for k in range(mask.shape[2]):
+        part = slice(k * block, (k + 1) * block)
+        counts = mask[:, :, k].repeat_interleave(block, 0)[:m].repeat_interleave(block, 1)[:, :n]
+        total += counts * (a[:, part].double() @ b[part].double())
+    return total.float()
+
+
+def grouped_matmul_rows(groups, rows, N, K, block_M=16, block_N=16, block_K=16):
+    """`C[i] = A[i] @ B[g]` for the rows i of group g, which start at `offsets[g]`: a program looks up its group."""
+    starts = groups + 1
+
+    @T.prim_func
+    def grouped_matmul_rows_kernel(
+        A: T.Tensor((rows, K), "float32"),
+        B: T.Tensor((groups, K, N), "float32"),
+        offsets: T.Tensor((starts,), "int32"),
+        C: T.Tensor((rows, N), "float32"),
+    ):
+        with T.Kernel(T.ceildiv(rows, block_M), groups, T.ceildiv(N, block_N), threads=128) as (bx, by, bz):
+            A_shared = T.alloc_shared((block_M, block_K), "float32")
+            B_shared = T.alloc_shared((block_K, block_N), "float32")
+            total = T.alloc_fragment((block_M, block_N), "float32")
+            first = offsets[by]
+            last = offsets[by + 1]
+            T.clear(total)
+            for k in T.Pipelined(T.ceildiv(K, block_K), num_stages=2):
+                T.copy(A[first + bx * block_M, k * block_K], A_shared)
+                T.copy(B[by, k * block_K, bz * block_N], B_shared)
+                T.gemm(A_shared, B_shared, total)
+            for i, j in T.Parallel(block_M, block_N):
+                if (first + bx * block_M + i < last) & (bz * block_N + j < N):
+                    C[first + bx * block_M + i, bz * block_N + j] = total[i, j]
+
+    return grouped_matmul_rows_kernel
+
+
+def grouped_matmul_rows_reference(a, b, offsets):
+    """Group by group."""
+    starts = offsets.tolist()
+    return torch.cat([a[i:j] @ b[g] for g, (i, j) in enumerate(zip(starts, starts[1:], strict=False))])
+
+
+def padded_grouped_matmul(groups, rows, N, K, block_M=16, block_N=16, block_K=16):
+    """The same where every group's rows are padded to whole blocks: `group_of` is the group of a block of rows."""
+
+    @T.prim_func
+    def padded_grouped_matmul_kernel(
+        A: T.Tensor((rows, K), "float32"),
+        B: T.Tensor((groups, K, N), "float32"),
+        group_of: T.Tensor((T.ceildiv(rows, block_M),), "int32"),
+        C: T.Tensor((rows, N), "float32"),
+    ):
+        with T.Kernel(T.ceildiv(rows, block_M), T.ceildiv(N, block_N), threads=128) as (bx, by):
+            A_shared = T.alloc_shared((block_M, block_K), "float32")
+            B_shared = T.alloc_shared((block_K, block_N), "float32")
+            total = T.alloc_fragment((block_M, block_N), "float32")
+            group = group_of[bx]
+            T.clear(total)
+            for k in T.Pipelined(T.ceildiv(K, block_K), num_stages=2):
+                T.copy(A[bx * block_M, k * block_K], A_shared)
+                T.copy(B[group, k * block_K, by * block_N], B_shared)
+                T.gemm(A_shared, B_shared, total)
+            T.copy(total, C[bx * block_M, by * block_N])
+
+    return padded_grouped_matmul_kernel
+
+
+def padded_grouped_matmul_reference(a, b, group_of, block=16):
+    """Block by block."""
+    return torch.cat([part @ b[g] for part, g in zip(a.split(block), group_of.tolist(), strict=True)])
+
+
+def expert_mlp(experts, tokens, hidden, model, block_M=16, block_N=16, block_K=16):
+    """Both layers of a mixture's experts in one function: the second grid reads what the first one left in `up`."""
+
+    @T.prim_func
+    def expert_mlp_kernel(
+        X: T.Tensor((experts, tokens, model), "float32"),
+        W1: T.Tensor((experts, model, hidden), "float32"),
+        W2: T.Tensor((experts, hidden, model), "float32"),
+        up: T.Tensor((experts, tokens, hidden), "float32"),
+        Y: T.Tensor((experts, tokens, model), "float32"),
+    ):
+        with T.Kernel(T.ceildiv(hidden, block_N), T.ceildiv(tokens, block_M), experts, threads=128) as (bx, by, bz):
+            X_shared = T.alloc_shared((block_M, block_K), "float32")
+            W_shared = T.alloc_shared((block_K, block_N), "float32")
+            total = T.alloc_fragment((block_M, block_N), "float32")
+            T.clear(total)
+            for k in T.Pipelined(T.ceildiv(model, block_K), num_stages=2):
+                T.copy(X[bz, by * block_M, k * block_K], X_shared)
+                T.copy(W1[bz, k * block_K, bx * block_N], W_shared)
+                T.gemm(X_shared, W_shared, total)
+            for i, j in T.Parallel(block_M, block_N):
+                total[i, j] = total[i, j] * T.sigmoid(total[i, j])
+            T.copy(total, up[bz, by * block_M, bx * block_N])
+        with T.Kernel(T.ceildiv(model, block_N), T.ceildiv(tokens, block_M), experts, threads=128) as (bx, by, bz):
+            up_shared = T.alloc_shared((block_M, block_K), "float32")
+            W_shared = T.alloc_shared((block_K, block_N), "float32")
+            total = T.alloc_fragment((block_M, block_N), "float32")
+            T.clear(total)
+            for k in T.Pipelined(T.ceildiv(hidden, block_K), num_stages=2):
+                T.copy(up[bz, by * block_M, k * block_K], up_shared)
+                T.copy(W2[bz, k * block_K, bx * block_N], W_shared)
+                T.gemm(up_shared, W_shared, total)
+            T.copy(total, Y[bz, by * block_M, bx * block_N])
+
+    return expert_mlp_kernel
+
+
+def expert_mlp_reference(x, w1, w2):
+    """What both grids leave: `up` and `Y`."""
+    up = torch.nn.functional.silu(x @ w1)
+    return up, up @ w2

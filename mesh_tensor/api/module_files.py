@@ -1,0 +1,183 @@
+"""save and load: a module on a mesh as a folder, and that folder as a module on a mesh, perhaps another one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mesh_tensor.annotations.annotate_module import annotate_module
+from mesh_tensor.annotations.stated_elsewhere import Unannotated, without_annotations
+from mesh_tensor.base.errors import MeshTensorError, listing, refuse, shown
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.importers.saved import load_module, save_module
+from mesh_tensor.importers.weight_files import FORMAT, INDEX, index_entry, open_weights, write_weights
+from mesh_tensor.runtime.ambient import undisturbed
+from mesh_tensor.runtime.ranks import is_dtensor
+from mesh_tensor.runtime.ranks.dtensor import from_placements, local_part, mesh_of
+
+from .module import MeshModule, distribute_module
+from .module_weights import whole
+
+MODULE = "module.json"
+_FILE_BYTES = 2**30  # of whole weights that are in memory at a time
+
+
+@undisturbed
+def save(run: MeshModule, folder: str | os.PathLike[str]) -> None:
+    """Write a module on a mesh, with its layouts and its weights, as `module.json`, files of safetensors, and
+    `weights.json`, which says which piece of which weight is where. Whole weights go to files of 1 GiB, under their
+    names in torch. On ranks all have to ask: each rank writes what it is the first to have of weights that are
+    DTensors, rank 0 the rest.
+
+    Raises:
+        MeshTensorError: the folder can't be written, or safetensors is not installed.
+    """
+    if not isinstance(run, MeshModule):
+        refuse(f"save takes a MeshModule, not {type(run).__name__}", fix="save what the state_dict() of others gives")
+    path = Path(folder) if isinstance(folder, (str, os.PathLike)) else refuse(f"the folder is {shown(folder)}")
+    state = run.state_dict(full=False)
+    first: dict[int, str] = {}
+    state = {name: tensor for name, tensor in state.items() if first.setdefault(id(tensor), name) == name}
+    entries = run.on_all_ranks("what is saved", lambda rank: _write(path, state, rank))
+    run.on_all_ranks("the index of what is saved", lambda rank: _finish(run, path, entries) if rank == 0 else None)
+
+
+def _write(path: Path, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Write what this rank has to; what the index says of all weights, on rank 0."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"{str(path)!r} can't be written", why=str(error), fix="choose another folder")
+    split = {name: tensor for name, tensor in state.items() if is_dtensor(tensor)}
+    mine = {name: _own(local_part(tensor)) for name, tensor in split.items() if rank in _owners(tensor).values()}
+    if mine:
+        write_weights(path / _of_rank(rank), mine)
+    if rank != 0:
+        return {}
+    entries = {name: _entry(name, tensor) for name, tensor in split.items()}
+    return entries | _write_whole(path, {name: tensor for name, tensor in state.items() if name not in split})
+
+
+def _finish(run: MeshModule, path: Path, entries: Mapping[str, Any]) -> None:
+    """What makes a folder of the files."""
+    save_module(run.annotated_module, path / MODULE)
+    written = path / f".{INDEX}"
+    try:
+        written.write_text(json.dumps({"format": FORMAT, "function": run.function, "weights": entries}), "utf-8")
+        os.replace(written, path / INDEX)
+    except OSError as error:
+        refuse(f"{str(path / INDEX)!r} can't be written", why=str(error), fix="choose another folder")
+
+
+def _write_whole(path: Path, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Write whole weights, of which some are in memory at a time; what the index says of them."""
+    entries: dict[str, Any] = {}
+    kept: dict[str, torch.Tensor] = {}
+    files = size = 0
+    for position, (name, tensor) in enumerate(tensors.items(), 1):
+        made = whole(tensor)
+        file = f"weights-{files:05}.safetensors"
+        entries[name] = index_entry(made.shape, made.dtype, [(file, name, (0,) * made.ndim)])
+        kept[name] = _own(made)
+        size += made.nbytes
+        if size >= _FILE_BYTES or position == len(tensors):
+            write_weights(path / file, kept)
+            files, kept, size = files + 1, {}, 0
+    return entries
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in memory that it shares with no other: files of safetensors have none that is shared."""
+    tensor = tensor.detach().cpu()
+    alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _of_rank(rank: int) -> str:
+    return f"weights-of-rank-{rank:05}.safetensors"
+
+
+def _owners(tensor: Any) -> dict[tuple[tuple[int, ...], tuple[int, ...]], int]:
+    """Offset and extent of every part of a DTensor -> the first rank of the mesh that has it."""
+    sharding = _sharding(tensor)
+    found: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    for rank in range(sharding.mesh.num_devices):
+        part = sharding.tile_offset(tensor.shape, rank), sharding.valid_extent(tensor.shape, rank)
+        if all(part[1]):
+            found.setdefault(part, rank)
+    return found
+
+
+def _sharding(tensor: Any) -> Sharding:
+    return from_placements(mesh_of(tensor.device_mesh), tensor.ndim, tensor.placements)
+
+
+def _entry(name: str, tensor: Any) -> Any:
+    """What the index says of a DTensor."""
+    owners = _owners(tensor)
+    return index_entry(tensor.shape, tensor.dtype, [(_of_rank(r), name, offset) for (offset, _), r in owners.items()])
+
+
+def load(
+    folder: str | os.PathLike[str],
+    mesh: Any = None,
+    shardings: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> MeshModule:
+    """What `save` wrote, as a module on a mesh: of as many devices as you have now. Weights are read where they are
+    needed, on ranks a rank's tiles only.
+
+    Args:
+        folder: the folder.
+        mesh: a Mesh, a dict, or a DeviceMesh of torch's; None takes the one it was saved for.
+        shardings: layouts for that mesh, instead of those that it was saved with. These are for its axes by name;
+            an axis that the mesh has not is left out of them.
+        options: of `distribute_module`.
+
+    Raises:
+        MeshTensorError: files are missing or damaged, or the layouts don't fit the mesh.
+    """
+    path = Path(folder) if isinstance(folder, (str, os.PathLike)) else refuse(f"the folder is {shown(folder)}")
+    if not (path / MODULE).is_file():
+        refuse(f"there is no {MODULE} in {str(path)!r}", fix="pass a folder that mt.save wrote")
+    mod, weights = load_module(path / MODULE), open_weights(path)
+    function = options.pop("function", None) or json.loads((path / INDEX).read_text(encoding="utf-8"))["function"]
+    if mesh is not None:
+        saved = without_annotations(mod, function)
+        named = mesh_of(mesh) if type(mesh).__name__ == "DeviceMesh" else Mesh(mesh)
+        if shardings is not None or named != saved.mesh:
+            mod = saved.module if shardings is not None else _restated(saved, named, function)
+    elif shardings is not None:
+        refuse("shardings without a mesh", fix="pass the mesh that they are for")
+    return distribute_module(mod, mesh, shardings, weights=weights, function=function, **options)
+
+
+def _restated(saved: Unannotated, mesh: Mesh, function: str) -> Any:
+    """The module with what was stated for another mesh, for this one."""
+    layouts: dict[str, Any] = {}
+    for (where, value), annotation in saved.stated.items():
+        sharding = annotation.sharding
+        kept = {axis: sharding.placement(axis) for axis in sharding.mesh.axis_names if axis in mesh.axis_names}
+        name = value if where == function else f"{where}.{value}"
+        layouts[name] = Sharding.of(mesh, sharding.ndim, kept)
+    if not set(mesh.axis_names) & set(saved.mesh.axis_names):
+        refuse(
+            f"it was saved for {saved.mesh}, which has no axis of {mesh}",
+            where="load",
+            fix=f"name the axes as there, {listing(saved.mesh.axis_names)}, or pass shardings",
+        )
+    names = {(v if w == function else f"{w}.{v}"): annotation for (w, v), annotation in saved.stated.items()}
+    opened = [name for name, annotation in names.items() if annotation.open]
+    priority = {name: annotation.priority for name, annotation in names.items() if annotation.priority}
+    try:
+        return annotate_module(saved.module, mesh, layouts, function, open=opened, priority=priority)
+    except MeshTensorError as error:
+        return refuse(
+            f"the layouts that it was saved with don't fit {mesh}", why=str(error), fix="pass shardings for that mesh"
+        )

@@ -1,0 +1,83 @@
+"""The weights that a module on a mesh holds: laid out once, whatever sizes it is called with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.recent import Recent
+from mesh_tensor.importers.weight_files import StoredTensor
+from mesh_tensor.runtime.module_inputs import ModuleSignature
+from mesh_tensor.runtime.ranks import is_dtensor
+from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
+
+from .module_ports import ModulePort, Refined
+
+T = TypeVar("T")
+_LAYOUTS = 4  # that a weight is kept in at most; plans for other sizes may take it in another one
+
+
+class HeldWeights(Mapping[str, Any]):
+    """Weights by parameter: as they were given, or laid out, where nothing is lost by that. `donated`: nobody else has
+    the tensors."""
+
+    def __init__(self, given: Mapping[str, Any], donated: bool = False) -> None:
+        self.donated = donated
+        self._held = dict(given)
+        self._laid: dict[str, Recent[tuple, Any]] = {name: Recent(_LAYOUTS) for name in given}
+
+    def laid_out(
+        self, name: str, port: ModulePort, lay_out: Callable[[ModulePort, Any], tuple[T, Any]], rank: int | None = None
+    ) -> T:
+        """A weight as plans with such a port take it, on a rank or on all devices. `lay_out` makes that of the weight,
+        and what can be held in the weight's place from now on, or None."""
+
+        def make() -> T:
+            made, kept = lay_out(port, self._held[name])
+            if kept is not None:
+                self._held[name] = kept
+            return made
+
+        return self._laid[name].made((port.dims, port.sharding, rank), make)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """A weight in any form as one tensor. Of a DTensor all ranks have to ask."""
+    if isinstance(tensor, (MeshTensor, Refined)):
+        return tensor.full()
+    if isinstance(tensor, StoredTensor):
+        return tensor.read()
+    return tensor.full_tensor().detach() if is_dtensor(tensor) else tensor.detach()
+
+
+def checked_state(
+    signature: ModuleSignature, held: HeldWeights, state: Mapping[str, Any], device_type: str, strict: bool
+) -> dict[str, Any]:
+    """What replaces the weights that are held, by parameter.
+
+    Raises:
+        MeshTensorError: names are unknown or missing, or shapes or dtypes differ; all of them are named.
+    """
+    new = signature.weights(state, device_type)
+    called = signature.names
+    problems = [f"{called[name][0]!r} is missing" for name in held if strict and name not in new]
+    problems += [f"{called[name][0]!r} is no weight of this run, but an input" for name in new if name not in held]
+    if problems:
+        refuse(
+            problems,
+            where=f"weights of {signature.function!r}",
+            fix="load what state_dict() of the same model gave; strict=False keeps what is missing",
+        )
+    return {**held, **new}

@@ -1,0 +1,238 @@
+"""A function on parts of a batch: what its results make of the whole one, and what has to be known of that before.
+
+Parts of a batch give the whole one's results where these are their rows, sums or means (see `batch_kinds`). A loss that
+divides by a count of labels is none of them; but where the count depends on nothing that is trained, it is known before
+anything runs: the count of the whole batch is a parameter then, a *total*, and the loss a sum over the parts. What is
+added to a sum and is a mean, or the same in all parts (a penalty on weights), is added in the part's *share* of the
+batch's rows, another parameter. That holds for the gradients, too.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+from tvm import ir
+
+from mesh_tensor.annotations.names import relax_function
+from mesh_tensor.base.dtypes import is_float
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.rules.operator import OpRule
+
+from .batch_kinds import Fixed, Kind, Mean, Mixed, Rows, Sum, result_kinds
+from .batch_writer import PartsWriter, Total
+from .ir import Graph, Node, Value, leaves
+from .node_rules import node_rules
+from .reader import read_graph
+from .tir_stages import expand_kernels
+
+_SAME_NUMBER = ("reshape", "astype", "squeeze", "expand_dims", "broadcast_to", "full", "full_like", "mean", "sum")
+_COMBINED: Mapping[str, Callable[[float, float], float]] = {
+    "multiply": operator.mul,
+    "add": operator.add,
+    "maximum": max,
+    "minimum": min,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class BatchParts:
+    """A function that is run on parts of a batch: `mod` has it with `totals` as parameters, after its own, in the order
+    in which they can be computed, then `shares` (name -> dtype): the part of the batch's rows that a part has. `kinds`
+    are those of its results. The bindings of which there are totals are still there, to compute these by; nothing else
+    may need them."""
+
+    mod: ir.IRModule
+    kinds: tuple[Kind, ...]
+    totals: tuple[Total, ...] = ()
+    shares: Mapping[str, str] = field(default_factory=dict)
+
+
+def batch_parts(
+    mod: ir.IRModule,
+    function: str,
+    inputs: Collection[str],
+    trained: Collection[str] = (),
+    *,
+    shapes_of: ir.IRModule | None = None,
+    stated: Collection[str] = (),
+    quotients: str | None = None,
+) -> BatchParts:
+    """What a function makes of parts of a batch. Every variable has a name of its own.
+
+    Args:
+        inputs: the parameters that have rows of the batch, along their first dims.
+        trained: parameters of which totals are independent.
+        shapes_of: the module with known sizes, where it has open ones.
+        stated: bindings whose results are taken as rows of their parts (or means, if they are numbers), although they
+            are made of all rows: statistics of a batch norm are those of each part then.
+        quotients: what a sum over rows is that is divided by as many as there are elements, or rows, in a part: a
+            "mean", as the number is larger for the batch, or a "sum", as it is a constant; None: it is not known.
+    """
+    graph = read_graph(shapes_of or mod, function, Mesh({"rows": 1}), {})
+    expand_kernels(graph)
+    rules = node_rules(graph, replicate_unknown=True)
+    known = _Kinds(graph, rules, inputs, trained, stated, quotients, shapes_of is not None)
+    kinds = tuple(known.of[value] for value in leaves(graph.result))
+    if not known.uses and not known.shared:
+        return BatchParts(mod, kinds)
+    writer = PartsWriter(relax_function(mod, function))
+    for value, user in known.uses:
+        kind = known.of[value]
+        assert isinstance(kind, (Sum, Mean))
+        writer.take_total(known.binding(value), user, kind)
+    for value, user in known.shared:
+        writer.take_share(known.binding(value), user)
+    return BatchParts(writer.written(mod, function), kinds, tuple(writer.totals.values()), writer.shares)
+
+
+@dataclass(eq=False)
+class _Kinds:
+    """The kind of every value of a graph; `uses`: of which totals are taken, by which bindings; `shared`: of which
+    shares are."""
+
+    graph: Graph
+    rules: Mapping[Node, OpRule]
+    inputs: Collection[str]
+    trained: Collection[str]
+    stated: Collection[str]
+    quotients: str | None
+    shapes_are_chosen: bool
+    of: dict[Value, Kind] = field(default_factory=dict)
+    uses: dict[tuple[Value, str], None] = field(default_factory=dict)
+    shared: dict[tuple[Value, str], None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        params = self.graph.params
+        self._makers = {value: node for node in self.graph.nodes for value in node.outputs}
+        self._wheres = Counter(node.where for node in self.graph.nodes)
+        self._tainted = {value for value in params if value.name in self.trained}
+        rows = [value for value in params if value.name in self.inputs and value.type.ndim]
+        self._rows = rows[0].type.shape[0] if rows else 1
+        self.of |= {value: Rows(0, 1, self._rows) for value in rows}
+        for value in self.graph.values():
+            if value not in self._makers and value not in self.of:
+                self.of[value] = Fixed(self._varying(value))
+        for node in self.graph.nodes:
+            self._visit(node)
+
+    def binding(self, value: Value) -> str:
+        """The name of the binding that makes a value, or of the parameter that it is."""
+        return _name(self._makers[value]) if value in self._makers else value.name
+
+    def _visit(self, node: Node) -> None:
+        if not self._tainted.isdisjoint(node.inputs):
+            self._tainted.update(node.outputs)
+        kinds = [self.of[value] for value in node.inputs]
+        made = self._made(node, kinds)
+        if isinstance(made[0], (Sum, Rows)) and node.call.name in ("divide", "multiply"):
+            made = [self._scaled(node, made[0])]
+        if isinstance(made[0], Mixed) and self._is_binding(node) and _name(node) in self.stated:
+            made = [self._as_stated(node.outputs[0], made[0]), *made[1:]]
+        self.of.update(zip(node.outputs, made, strict=True))
+
+    def _made(self, node: Node, kinds: list[Kind]) -> list[Kind]:
+        """The kinds of a node's results; where these would be mixed, with totals instead of its operands, if that
+        helps."""
+        made = result_kinds(node, self.rules[node], kinds)
+        added = [i for i, kind in enumerate(kinds) if isinstance(kind, (Sum, Mean)) and self._countable(node, i)]
+        if not isinstance(made[0], Mixed):
+            return made
+        for chosen in (added[-1:], added):
+            tried = [Fixed(self._varying(v)) if i in chosen else kinds[i] for i, v in enumerate(node.inputs)]
+            found = result_kinds(node, self.rules[node], tried)
+            if chosen and not any(isinstance(kind, Mixed) for kind in found):
+                self.uses |= {(node.inputs[i], _name(node)): None for i in chosen}
+                return found
+        return self._in_shares(node, kinds) or made
+
+    def _in_shares(self, node: Node, kinds: list[Kind]) -> list[Kind]:
+        """The results of a node that adds to sums what is none: a share of that is added."""
+        sums = {i for i, kind in enumerate(kinds) if isinstance(kind, Sum)}
+        others = {i for i, kind in enumerate(kinds) if isinstance(kind, Mean)}
+        together = next((linear for linear in self.rules[node].linear if sums and sums | others <= linear), None)
+        if together is None or not all(isinstance(kinds[i], (Sum, Mean, Fixed)) for i in range(len(kinds))):
+            return []
+        scaled = [node.inputs[i] for i in sorted(together - sums)]
+        outside = [v for v in scaled if not self._at_top(v) or not is_float(v.type.dtype)]
+        if (
+            node.scopes
+            or outside
+            or any(not isinstance(kinds[i], Fixed) for i in range(len(kinds)) if i not in together)
+        ):
+            return []
+        self.shared |= {(value, _name(node)): None for value in scaled}
+        return [Sum(0)] * len(node.outputs)
+
+    def _at_top(self, value: Value) -> bool:
+        """Whether a value is one tensor that a binding of the function itself makes, or a parameter."""
+        node = self._makers.get(value)
+        return value.data is None if node is None else self._is_binding(node) and len(node.outputs) == 1
+
+    def _is_binding(self, node: Node) -> bool:
+        """Whether a node is all of a binding of the function itself."""
+        return not node.scopes and self._wheres[node.where] == 1
+
+    def _countable(self, node: Node, operand: int) -> bool:
+        """Whether an operand can be computed of the whole batch before anything is trained, and put there."""
+        value = node.inputs[operand]
+        return value in self._makers and self._at_top(value) and self._is_binding(node) and value not in self._tainted
+
+    def _as_stated(self, value: Value, kind: Kind) -> Kind:
+        if value.type.ndim == 0:
+            return Mean()
+        return Rows(0, 1, self._rows) if value.type.shape[0] == self._rows else kind
+
+    def _scaled(self, node: Node, made: Sum | Rows) -> Kind:
+        """What a sum that is divided is, or rows that are: where it is by the number of its elements, or of some that
+        have all rows, the number may be one that was read off a part, and is larger for the whole batch."""
+        number = next((n for v in reversed(node.inputs) if (n := self._number(v)) is not None), 0.0)
+        if number and node.call.name == "multiply":
+            number = 1 / number
+        count = round(number)
+        if not count or abs(number - count) > 1e-6 * count or count % self._rows or self.quotients == "sum":
+            return made
+        if isinstance(made, Rows):
+            by_size = self.shapes_are_chosen and self._rows > 2
+            return Mixed(f"{_name(node)} divides rows by how many there are") if by_size else made
+        if made.elements % count:
+            return made
+        if self.quotients == "mean":
+            return Mean()
+        return Mixed(
+            f"{_name(node)} divides a sum by {count}, which may be a constant, or the number of elements in a part"
+            " (say reduction='sum' or 'mean')"
+        )
+
+    def _number(self, value: Value) -> float | None:
+        """The number that a value is everywhere, if that is known."""
+        node = self._makers.get(value)
+        if value.data is not None:
+            array = value.data.data.numpy()
+            return float(array.flat[0]) if array.size and (array == array.flat[0]).all() else None
+        if node is None or node.kernel is not None:
+            return None
+        name, known = node.call.name, [self._number(v) for v in node.inputs]
+        operands = [number for number in known if number is not None]
+        if name == "arange" and value.type.elements == 1:
+            return float(node.call.literals[0])
+        if name in ("ones", "ones_like"):
+            return 1.0
+        if not operands or len(operands) < len(known):
+            return None
+        if name in _COMBINED and len(operands) == 2:
+            return _COMBINED[name](*operands)
+        repeated = node.inputs[0].type.elements // max(1, value.type.elements) if name == "sum" else 1
+        return operands[0] * repeated if name in _SAME_NUMBER else None
+
+    def _varying(self, value: Value) -> frozenset[int]:
+        """The dims along which a parameter, a constant or a total may vary."""
+        if value.data is not None and self._number(value) is not None:
+            return frozenset()
+        return frozenset(d for d, size in enumerate(value.type.shape) if size > 1)
+
+
+def _name(node: Node) -> str:
+    return node.where.partition(".")[2]

@@ -1,0 +1,154 @@
+"""Spread: what was stated goes through the operators' factors, both ways.
+
+In waves: through factors that results have before factors that are summed over; from operands to results before the
+other ways; what stands nearer to an annotation before what stands farther (operators with one operand are no distance:
+a transposed weight is as near as the weight); then the larger tensor; then the order in the module. A value takes, per
+mesh axis, what reaches it first; what comes later and disagrees is a conflict: reported, and a change of layout there.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mesh_tensor.annotations.module_annotations import Annotation
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.sharding import Sharding
+
+from .atoms import AtomFactors, Atoms, NodeRule
+from .ir import Graph, Node, Value
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """At `node`, `axis` is asked to split several factors; `taken` is what spread, `other` what did not."""
+
+    node: Node
+    axis: str
+    taken: str
+    other: str
+
+    def __str__(self) -> str:
+        return f"{self.node.where} ({self.node.call.name}): axis {self.axis} splits {self.taken}, not {self.other}"
+
+
+class _Site(NamedTuple):
+    """A node, its operands and then its results (each with its atoms' factors), and where the results begin."""
+
+    node: Node
+    tensors: tuple[tuple[Value, AtomFactors], ...]
+    results: int
+    reduced: Mapping[str, str]
+
+
+class Spread:
+    """Which atom of which value every axis splits, as far as it is known: `places` has axis -> atom.
+
+    A wave is (in a summed factor?, to operands?, distance, -elements, order, axis, tensor of the node, node), of which
+    the node is a number, too."""
+
+    def __init__(self, graph: Graph, atoms: Atoms) -> None:
+        self._atoms, self._mesh = atoms, graph.mesh
+        self.places: dict[Value, dict[str, int]] = {value: {} for value in graph.values()}
+        self._closed: dict[Value, frozenset[str]] = {}
+        self._rank = {value: (-value.type.elements, order) for order, value in enumerate(self.places)}
+        self._sites: list[_Site] = []
+        self._touching: dict[Value, list[tuple[int, int]]] = {}  # (node, tensor of the node)
+        for number, node in enumerate(graph.nodes):
+            rule = atoms.rules[node]
+            site = _Site(node, tuple(tensors_of(node, rule)), len(node.inputs), rule.reduced)
+            self._sites.append(site)
+            for index, (value, _) in enumerate(site.tensors):
+                self._touching.setdefault(value, []).append((number, index))
+        self._factor: dict[tuple[int, str], str] = {}
+        self._waves: list[tuple[bool, bool, int, int, int, str, int, int]] = []
+
+    def state(self, value: Value, annotation: Annotation) -> None:
+        """The layout that was stated for a value: its own axes stay, and all others unless it is open. It doesn't
+        spread until it is started."""
+        places = refine_sharding(annotation.sharding, value, self._atoms)
+        stated = {*places, *(axis for axis, _ in annotation.sharding.partial)}
+        self._closed[value] = frozenset(stated if annotation.open else self._mesh)
+        self.places[value] = places
+
+    def start(self, value: Value, axes: Collection[str]) -> None:
+        """The stated layout of a value starts to spread along these axes."""
+        for axis in self.places[value]:
+            if axis in axes:
+                self._push(value, axis, 0)
+
+    def run(self) -> None:
+        """Spread until nothing changes."""
+        while self._waves:
+            _, back, distance, _, _, axis, index, number = heapq.heappop(self._waves)
+            self._meet(number, axis, index, distance, back)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Where an axis reaches an operator through several factors."""
+        for number, site in enumerate(self._sites):
+            for axis in self._mesh:
+                taken = self._factor.get((number, axis))
+                if taken is None:
+                    continue
+                found = [self._factor_at(value, factors, axis) for value, factors in site.tensors]
+                for other in dict.fromkeys(found):
+                    if other and other != taken:
+                        yield Conflict(site.node, axis, taken, other)
+
+    def _push(self, value: Value, axis: str, distance: int) -> None:
+        """The axis now splits the value: every operator on it hears of that."""
+        for number, index in self._touching.get(value, ()):
+            site = self._sites[number]
+            if factor := self._factor_at(*site.tensors[index], axis):
+                for back in (False, True):
+                    wave = (factor in site.reduced, back, distance, *self._rank[value], axis, index, number)
+                    heapq.heappush(self._waves, wave)
+
+    def _factor_at(self, value: Value, factors: AtomFactors, axis: str) -> str | None:
+        place = self.places[value].get(axis)
+        return None if place is None else factors[place]
+
+    def _meet(self, number: int, axis: str, index: int, distance: int, back: bool) -> None:
+        """A wave reaches an operator: the first one per axis goes on, to its operands or to its results."""
+        site = self._sites[number]
+        factor = self._factor_at(*site.tensors[index], axis)
+        if factor is None or self._factor.setdefault((number, axis), factor) != factor:
+            return
+        for value, factors in site.tensors[: site.results] if back else site.tensors[site.results :]:
+            if factor in factors and axis not in self.places[value] and axis not in self._closed.get(value, ()):
+                self.places[value][axis] = factors.index(factor)
+                self._push(value, axis, distance + (site.results > 1))
+
+
+def tensors_of(node: Node, rule: NodeRule) -> Iterator[tuple[Value, AtomFactors]]:
+    """The operands and results of a node, with the factors of their atoms."""
+    yield from zip(node.inputs, rule.inputs, strict=True)
+    yield from zip(node.outputs, rule.outputs, strict=True)
+
+
+def refine_sharding(sharding: Sharding, value: Value, atoms: Atoms) -> dict[str, int]:
+    """The atom that each axis of a stated layout splits: of the dim that it names, the first atom that the axes on it
+    divide evenly, else the first that is large enough.
+
+    Raises:
+        MeshTensorError: the layout is for another number of dims.
+    """
+    if sharding.ndim != value.type.ndim:
+        refuse(
+            f"'{sharding}' is a layout of {sharding.ndim} dims",
+            where=f"value {value.name!r} of shape {value.type.shape}",
+            fix="state it for the value's own dims",
+        )
+    places: dict[str, int] = {}
+    shape = atoms.shape(value)
+    taken = dict.fromkeys(range(len(shape)), 1)
+    for axis, dim in sharding.as_dict().items():
+        parts = sharding.mesh.size(axis)
+        positions = atoms.positions(value, dim)
+        even = [p for p in positions if shape[p] % (taken[p] * parts) == 0]
+        large = [p for p in positions if shape[p] >= taken[p] * parts]
+        places[axis] = (even or large or list(positions))[0]
+        taken[places[axis]] *= parts
+    return places

@@ -1,0 +1,104 @@
+"""Backward kernels that are none, and calls that autograd can't record: refused by name."""
+
+import tilelang.language as T
+import torch
+
+import mesh_tensor as mt
+from kernels.embedding import embedding
+from kernels.matmul import matmul, matmul_backward
+from tests.runtime.programs import accumulate_kernel
+from tests.runtime.ranks.support import refusal
+
+LAYOUTS = {"A": {"x": 0}, "B": {}, "C": {"x": 0}}
+D_A, D_B = matmul_backward(5, 6, 7, 4, 4, 4)
+
+
+def compiled(*backward):
+    return mt.compile(mt.annotate(matmul(5, 6, 7, 4, 4, 4), {"x": 2}, LAYOUTS), target="interpret", backward=backward)
+
+
+def test_parameters_that_belong_to_nothing():
+    @T.prim_func
+    def strange(
+        X: T.Tensor((5, 7), "float32"),
+        d_A: T.Tensor((5, 7), "float32"),
+        d_B: T.Tensor((7, 6), "float32"),
+        C: T.Tensor((5, 6), "float32"),
+        d_C: T.Tensor((5, 6), "float32"),
+    ):
+        with T.Kernel(5) as i:
+            for j in T.Parallel(6):
+                C[i, j] = X[i, j] + d_A[i, j] + d_B[i, j]
+                d_C[i, j] = 0
+
+    text = refusal(lambda: compiled(strange))
+    assert "strange: 'X' is named after no parameter of the forward kernel (A, B, C)" in text
+    assert "strange: 'd_A' is read, but the forward kernel doesn't write 'A'" in text
+    assert "strange: 'd_B' is read, but the forward kernel doesn't write 'B'" in text
+    assert "strange: 'C' is written, but is no gradient" in text
+    assert "strange: 'd_C' is written, but the forward kernel doesn't read 'C'" in text
+    assert "where: backward kernels ('strange') of kernel 'matmul_kernel'" in text
+    assert "fix: x, y: the forward kernel's parameters" in text
+
+
+def test_other_shapes_and_dtypes():
+    text = refusal(lambda: compiled(*matmul_backward(5, 8, 7, 4, 4, 4, dtype="float64", accum_dtype="float64")))
+    assert "matmul_d_A_kernel: 'B' is a tensor of float64, but the forward kernel's 'B' is a tensor of float32" in text
+    text = refusal(lambda: compiled(*matmul_backward(5, 8, 7, 4, 4, 4)))
+    assert "matmul_d_A_kernel: 'd_C' has shape (5, 8), but the forward kernel's 'C' has (5, 6)" in text
+
+
+def test_one_gradient_twice():
+    assert "'d_A' is written by 2 of them" in refusal(lambda: compiled(D_A, D_A))
+
+
+def test_gradient_of_whole_numbers():
+    @T.prim_func
+    def back(d_out: T.Tensor((5, 6), "float32"), d_ids: T.Tensor((5,), "int32")):
+        with T.Kernel(5) as i:
+            d_ids[i] = T.cast(d_out[i, 0], "int32")
+
+    func = mt.annotate(embedding(5, 4, 6, 2, 4), {"x": 2}, {"ids": {}, "table": {}, "out": {}})
+    text = refusal(lambda: mt.compile(func, target="interpret", backward=back))
+    assert "back: 'd_ids' is the gradient of int32 numbers" in text
+
+
+def test_what_is_updated_in_place():
+    @T.prim_func
+    def back(d_B: T.Tensor((8,), "float32"), d_A: T.Tensor((8,), "float32")):
+        with T.Kernel(1):
+            for j in T.Parallel(8):
+                d_A[j] = d_B[j]
+
+    func = mt.annotate(accumulate_kernel(8), {"x": 2}, {"A": {}, "B": {}})
+    text = refusal(lambda: mt.compile(func, target="interpret", backward=back))
+    assert "'B' is updated in place by the forward kernel, which autograd can't record" in text
+
+
+def test_what_is_no_kernel():
+    assert "matmul_backward(M=..., N=..., K=" in refusal(lambda: compiled(matmul_backward))
+
+
+def test_gradient_that_no_kernel_computes():
+    kernel = compiled(D_A)
+    a, b = (torch.randn(shape, requires_grad=True) for shape in [(5, 7), (7, 6)])
+    text = refusal(lambda: kernel(a, b))
+    assert "parameter 'B' requires a gradient, and none of them writes d_B" in text
+    assert "where: call of kernel 'matmul_kernel', backward kernels ('matmul_d_A_kernel')" in text
+    kernel(a, b.detach()).sum().backward()
+    torch.testing.assert_close(a.grad, torch.ones(5, 6) @ b.detach().T)
+
+
+def test_results_written_into_what_is_given():
+    a, b = (torch.randn(shape, requires_grad=True) for shape in [(5, 7), (7, 6)])
+    text = refusal(lambda: compiled(D_A, D_B)(a, b, torch.empty(5, 6)))
+    assert "parameter 'C' is written into: autograd records results that are made" in text
+    assert "pass what the kernel reads only" in text
+
+
+def test_gradients_of_gradients():
+    a, b = (torch.randn(shape, requires_grad=True) for shape in [(5, 7), (7, 6)])
+    loss = compiled(D_A, D_B)(a, b).square().sum()
+    text = refusal(lambda: torch.autograd.grad(loss, a, create_graph=True))
+    assert "requires a gradient, which would be lost" in text
+    assert "kernel 'matmul_d_A_kernel'" in text

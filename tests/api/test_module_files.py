@@ -1,0 +1,78 @@
+"""Modules on meshes in folders, and on other meshes from there."""
+
+import pytest
+import torch
+
+import mesh_tensor as mt
+from kernels.models import gpt2
+
+pytest.importorskip("safetensors")
+
+CONFIG = gpt2.Config(layers=1, fused=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return gpt2.build(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def module(model):
+    return mt.from_torch(torch.export.export(model, gpt2.example_inputs(CONFIG)))
+
+
+@pytest.fixture(scope="module")
+def folder(model, module, tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "model"
+    mt.save(mt.distribute_module(module.mod, {"x": 2}, STATED, weights=module.params), path)
+    return path
+
+
+STATED = gpt2.tensor_parallel(CONFIG, "x") | {"blocks.0": {"x": 1}}
+TOKENS = gpt2.example_inputs(CONFIG)
+
+
+def gathered(run):
+    """The layouts of two weights, with their names."""
+    held = {name: tensor for name, tensor in run.state_dict(full=False).items() if isinstance(tensor, mt.MeshTensor)}
+    return {name: str(held[name].sharding) for name in ("blocks.0.fc.weight", "blocks.0.proj.weight")}
+
+
+@pytest.mark.parametrize("mesh", [None, {"x": 2}, {"x": 3}, {"y": 2, "x": 2}])
+def test_saved_and_loaded(folder, model, mesh):
+    run = mt.load(folder, mesh, poison=True)
+    assert run.mesh == mt.Mesh(mesh or {"x": 2})
+    torch.testing.assert_close(run(*TOKENS), model(*TOKENS).detach())
+    before = "R, " if mesh and "y" in mesh else ""
+    assert gathered(run) == {"blocks.0.fc.weight": f"{before}S[0]", "blocks.0.proj.weight": f"{before}S[1]"}
+    state = run.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_other_layouts(folder, model):
+    run = mt.load(folder, {"d": 2}, {"tokens": {"d": 0}})
+    torch.testing.assert_close(run(*TOKENS), model(*TOKENS).detach())
+    assert gathered(run) == {"blocks.0.fc.weight": "R", "blocks.0.proj.weight": "R"}
+
+
+def test_saved_again_where_it_was_loaded_from(folder, model, tmp_path):
+    run = mt.load(folder, {"x": 3})
+    mt.save(run, tmp_path)
+    mt.save(mt.load(tmp_path), tmp_path)
+    again = mt.load(tmp_path, {"x": 1})
+    torch.testing.assert_close(again(*TOKENS), model(*TOKENS).detach())
+
+
+def test_what_can_not_be_loaded(folder, tmp_path):
+    def refused(work):
+        with pytest.raises(mt.MeshTensorError) as error:
+            work()
+        return str(error.value)
+
+    assert "there is no module.json" in refused(lambda: mt.load(tmp_path))
+    text = refused(lambda: mt.load(folder, {"z": 2}))
+    assert 'it was saved for Mesh({"x": 2}), which has no axis of Mesh({"z": 2})' in text
+    assert "pass shardings" in text
+    assert "shardings without a mesh" in refused(lambda: mt.load(folder, shardings={}))
+    assert "save takes a MeshModule, not int" in refused(lambda: mt.save(3, tmp_path))
+    assert "can't be written" in refused(lambda: mt.save(mt.load(folder), folder / "module.json" / "inside"))

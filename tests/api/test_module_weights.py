@@ -1,0 +1,114 @@
+"""The weights that a module on a mesh holds: laid out once, read back, and replaced."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mesh_tensor as mt
+
+
+class Model(nn.Module):
+    """An embedding whose table is tied to the head, and a fused layer of three parts, split over the second of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.head.weight = self.table.weight
+        self.fused = nn.Linear(8, 24)
+        self.down = nn.Linear(8, 8)
+
+    def forward(self, ids):
+        a, b, c = self.fused(self.table(ids)).reshape(*ids.shape, 3, 8).unbind(-2)
+        return self.head(self.down(F.gelu(a) * b + c))
+
+
+IDS = torch.arange(10).reshape(2, 5)
+SHARDINGS = {"table.weight": {"x": 0}, "fused.*": {"x": 0}, "down.weight": {"x": 1}}
+
+
+@pytest.fixture(scope="module")
+def module():
+    rows = torch.export.Dim("rows", min=1, max=64)
+    return mt.from_torch(torch.export.export(Model(), (IDS,), dynamic_shapes=({0: rows},)))
+
+
+def made(module, model, **options):
+    return mt.distribute_module(module.mod, {"x": 2}, SHARDINGS, weights=model.state_dict(), **options)
+
+
+def test_state_dicts(module):
+    model, other = Model(), Model()
+    run = made(module, model)
+    for _ in range(2):  # as given, then laid out
+        state = run.state_dict()
+        assert state.keys() == model.state_dict().keys()
+        assert state["head.weight"] is state["table.weight"]
+        assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+        torch.testing.assert_close(run(IDS), model(IDS).detach())
+    held = run.state_dict(full=False)
+    assert isinstance(held["down.weight"], mt.MeshTensor)
+    assert str(held["down.weight"].sharding) == "S[1]"
+    assert torch.equal(held["fused.weight"], model.fused.weight)
+    run.load_state_dict(other.state_dict())
+    torch.testing.assert_close(run(IDS), other(IDS).detach())
+    run.load_state_dict(made(module, model).state_dict(full=False))
+    torch.testing.assert_close(run(IDS), model(IDS).detach())
+    run.load_state_dict(held)
+    torch.testing.assert_close(run(IDS), model(IDS).detach())
+
+
+def test_a_part_of_a_state(module):
+    model, other = Model(), Model()
+    run = made(module, model)
+    run(IDS)
+    run.load_state_dict({"_orig_mod.down.weight": other.down.weight}, strict=False)
+    model.down.weight = other.down.weight
+    torch.testing.assert_close(run(IDS), model(IDS).detach())
+
+
+def test_states_that_do_not_fit(module):
+    model = Model()
+    run = made(module, model)
+    state = dict(model.state_dict())
+    state["down.wieght"] = state.pop("down.weight")
+    state["down.bias"] = torch.zeros(3)
+    for wrong, *said in (
+        (state, "there is no parameter 'down.wieght'", "did you mean 'down.weight'?", "parameter 'down.bias': (3,)"),
+        ({"down.weight": model.down.weight}, "'fused.weight' is missing", "'table.weight' is missing"),
+        ({**model.state_dict(), "ids": IDS}, "'ids' is no weight of this run, but an input"),
+        ({**model.state_dict(), "head.weight": torch.zeros(12, 8)}, "under two names"),
+        (None, "the weights are a NoneType"),
+    ):
+        with pytest.raises(mt.MeshTensorError) as error:
+            run.load_state_dict(wrong)
+        for text in said:
+            assert text in str(error.value)
+        torch.testing.assert_close(run(IDS), model(IDS).detach())
+
+
+def test_weights_are_laid_out_once_whatever_sizes_come(module):
+    model = Model()
+    run = made(module, model)
+    tiles = []
+    for rows in (2, 3, 4, 5):
+        ids = torch.randint(12, (rows, 5))
+        torch.testing.assert_close(run(ids), model(ids).detach())
+        known = next(iter(reversed(list(run._launches))))._held
+        tiles.append({name: [t.data_ptr() for t in known[name].tiles()] for name in ("down_weight", "fused_weight")})
+    assert all(here == tiles[0] for here in tiles)
+
+
+def test_donated_weights_are_let_go(module):
+    model = Model()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items() if name != "head.weight"}
+    pointers = {name: tensor.untyped_storage().data_ptr() for name, tensor in weights.items()}
+    run = made(module, model, donate=False)
+    run = mt.distribute_module(module.mod, {"x": 2}, SHARDINGS, weights=weights, donate=True)
+    assert not weights
+    torch.testing.assert_close(run(IDS), model(IDS).detach())
+    held = [tensor for tensor in run._weights.values() if isinstance(tensor, torch.Tensor)]
+    assert not held
+    assert pointers
+    with pytest.raises(mt.MeshTensorError, match="donate takes the tensors out of `weights`"):
+        mt.distribute_module(module.mod, {"x": 2}, SHARDINGS, donate=True)

@@ -1,0 +1,166 @@
+"""Several kernels in one function: they run in order, and what one leaves the next takes where it lies."""
+
+import itertools
+
+import pytest
+import tilelang.language as T
+import torch
+
+import mesh_tensor as mt
+from kernels.grouped_query import grouped_decode_reference, split_decode
+from kernels.sparse import expert_mlp, expert_mlp_reference
+from tests.other_machines import machine
+
+from .every_layout import check
+from .support import lowered, outline, run
+
+MLP = expert_mlp(2, 13, 12, 10, 8, 8, 8)
+X, W1, W2 = torch.randn(2, 13, 10), torch.randn(2, 10, 12), torch.randn(2, 12, 10)
+
+
+def test_a_value_between_kernels_stays_split():
+    layouts = {"X": {"x": 1}, "Y": {"x": 1}}
+    steps = outline(lowered(MLP, {"x": 3}, layouts, strict=True))
+    assert steps == ["kernel(X, W1, up)", "kernel(W2, up, Y)"]
+    columns = {"W1": {"x": 2}, "W2": {"x": 1}, "Y": {}}
+    with machine(1):
+        steps = outline(lowered(MLP, {"x": 3}, columns))
+    assert steps == ["kernel(X, W1, up)", "kernel(W2, up, Y)", "all_reduce(Y, sum, x)"]
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        {"X": {"x": 0}, "W2": {"x": 0}, "Y": {"x": 0}},
+        {"X": {"x": 1}, "up": {"x": 2}, "Y": {"x": 1}},
+        {"W1": {"x": 2}, "up": {}, "W2": {"x": 1}, "Y": {"x": 2}},
+        {"X": {"x": 2}, "W1": {"x": 1}, "up": {"x": 1}, "Y": {"x": 0}},
+    ],
+)
+def test_experts(layouts):
+    for number, devices in ((1, 2), (2, 3)):
+        with machine(number):
+            up, y = run(MLP, {"x": devices}, layouts, X, W1, W2)
+        expected_up, expected_y = expert_mlp_reference(X, W1, W2)
+        torch.testing.assert_close(up, expected_up, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(y, expected_y, rtol=1e-5, atol=1e-5)
+
+
+def test_flash_decoding():
+    batch, heads, groups, seq, dim = 2, 4, 2, 21, 8
+    func = split_decode(batch, heads, groups, seq, dim, parts=3, block_N=4)
+    q, k, v = torch.randn(batch, heads, dim), torch.randn(batch, seq, groups, dim), torch.randn(batch, seq, groups, dim)
+    expected = grouped_decode_reference(q, k, v, torch.full((batch,), seq))
+    ways = [
+        {"K": {"x": 2}, "V": {"x": 2}, "Q": {"x": 1}, "Out": {"x": 1}},
+        {n: {"x": 0} for n in ("Q", "K", "V", "Out")},
+    ]
+    for layouts in ways:
+        assert outline(lowered(func, {"x": 2}, layouts, strict=True))[-1] == "kernel(lse, partial, Out)"
+    ways += [
+        {"K": {"x": 1}, "V": {"x": 1}},
+        {"lse": {"x": 2}},
+        {"partial": {"x": 3}, "Out": {"x": 2}},
+        {"lse": {"x": 1}},
+    ]
+    for layouts, devices in itertools.product(ways, (2, 3)):
+        out = run(func, {"x": devices}, layouts, q, k, v)[-1]
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def memory_between(rows=13, columns=10, block=4):
+    """Rows, then columns, and a tensor that only the function has."""
+
+    @T.prim_func
+    def main(A: T.Tensor((rows, columns), "float32"), B: T.Tensor((columns, rows), "float32")):
+        kept = T.alloc_global((rows, columns), "float32")
+        with T.Kernel(T.ceildiv(rows, block), threads=32) as bx:
+            for i, j in T.Parallel(block, columns):
+                if bx * block + i < rows:
+                    kept[bx * block + i, j] = A[bx * block + i, j] * 2.0
+        with T.Kernel(T.ceildiv(columns, block), threads=32) as bx:
+            for i, j in T.Parallel(block, rows):
+                if bx * block + i < columns:
+                    B[bx * block + i, j] = kept[j, bx * block + i] + A[j, bx * block + i]
+
+    return main
+
+
+def test_memory_of_the_function_itself():
+    func, a = memory_between(), torch.randn(13, 10)
+    with machine(1):
+        check(func, [a], 3 * a.T)
+    for target in ("interpret", "c"):
+        kernel = mt.compile(mt.annotate(func, {"x": 2}, {"A": {"x": 0}, "B": {"x": 0}}), target=target)
+        torch.testing.assert_close(kernel(a), 3 * a.T)
+    assert [p.name for p in kernel.program.parameters] == ["A", "B"]
+    local = mt.lower(mt.annotate(func, {"x": 2}, {"A": {"x": 0}}))["main"]
+    assert "kept" in local.script()
+
+
+def in_place(rows=13, block=4):
+    """Adds to a tensor, to part of it, and to all of it; a tensor is written first, and then looked at."""
+
+    @T.prim_func
+    def main(A: T.Tensor((rows,), "float32"), B: T.Tensor((rows,), "float32"), C: T.Tensor((rows,), "float32")):
+        with T.Kernel(T.ceildiv(rows, block), threads=32) as bx:
+            for i in T.Parallel(block):
+                if bx * block + i < rows:
+                    A[bx * block + i] = A[bx * block + i] + 1.0
+        with T.Kernel(T.ceildiv(rows, block), threads=32) as bx:
+            for i in T.Parallel(block):
+                if (bx * block + i) % 2 == 0 and bx * block + i < rows:
+                    B[bx * block + i] = A[bx * block + i]
+        with T.Kernel(1, threads=32):
+            total = T.alloc_fragment((rows,), "float32")
+            T.copy(B, total)
+            for i in T.Parallel(rows):
+                C[i] = total[i] - A[i]
+        with T.Kernel(T.ceildiv(rows, block), threads=32) as bx:
+            for i in T.Parallel(block):
+                if bx * block + i < rows:
+                    A[bx * block + i] = C[bx * block + i] * 2.0
+
+    return main
+
+
+@pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 3}])
+def test_tensors_that_are_updated_in_place(mesh):
+    a, b = torch.randn(13), torch.randn(13)
+    kept = torch.where(torch.arange(13) % 2 == 0, a + 1, b)
+    c = kept - (a + 1)
+    for layouts in itertools.product([{}, {"x": 0}, None], repeat=3):
+        stated = {name: layout for name, layout in zip("ABC", layouts, strict=True) if layout is not None}
+        func = mt.annotate(in_place(), mesh, stated)
+        kernel = mt.compile(func, target="interpret", poison=True)
+        assert [(p.name, p.input is None, p.kept) for p in kernel.program.parameters] == [
+            ("A", False, False),
+            ("B", False, False),
+            ("C", True, False),
+        ]
+        for result, expected in zip(kernel(a.clone(), b.clone()), (2 * c, kept, c), strict=True):
+            torch.testing.assert_close(result, expected)
+
+
+def test_symbolic_sizes():
+    rows = T.dynamic("rows")
+
+    @T.prim_func
+    def main(A: T.Tensor((rows, 8), "float32"), s: T.Tensor((rows,), "float32"), B: T.Tensor((rows, 8), "float32")):
+        with T.Kernel(T.ceildiv(rows, 4), threads=32) as bx:
+            tile, sums = T.alloc_fragment((4, 8), "float32"), T.alloc_fragment((4,), "float32")
+            T.copy(A[bx * 4, 0], tile)
+            T.reduce_sum(tile, sums, dim=1)
+            T.copy(sums, s[bx * 4])
+        with T.Kernel(T.ceildiv(rows, 4), threads=32) as bx:
+            for i, j in T.Parallel(4, 8):
+                if bx * 4 + i < rows:
+                    B[bx * 4 + i, j] = s[bx * 4 + i] + T.cast(rows, "float32")
+
+    for layouts in ({"A": {"x": 0}, "B": {"x": 0}}, {"A": {"x": 1}}, {"B": {"x": 1}}):
+        kernel = mt.compile(mt.annotate(main, {"x": 2}, layouts), target="interpret", poison=True)
+        for size in (8, 7):
+            a = torch.randn(size, 8)
+            sums, b = kernel(a)
+            torch.testing.assert_close(sums, a.sum(1))
+            torch.testing.assert_close(b, (a.sum(1) + size)[:, None].expand(size, 8))

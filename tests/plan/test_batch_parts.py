@@ -1,0 +1,184 @@
+"""What parts of a batch make of a function's results: told by the rules, and by torch on the batch and on its parts."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from tvm.script import tirx as T
+
+import mesh_tensor as mt
+from mesh_tensor.plan.batch_kinds import Fixed, Mean, Mixed, Rows, Sum
+from mesh_tensor.plan.batch_parts import batch_parts
+from tests.plan.step_modules import call, module
+
+W, B = torch.randn(6, 6), torch.randn(6)
+
+
+class Functions(torch.nn.Module):
+    """Functions of rows and labels."""
+
+    def __init__(self, functions):
+        super().__init__()
+        self.functions = functions
+
+    def forward(self, x, y):
+        return tuple(function(x, y) for function in self.functions)
+
+
+def parts_of(*functions, rows=4, **options):
+    x, y = torch.randn(rows, 5, 6), torch.randint(6, (rows, 5))
+    module = mt.from_torch(torch.export.export(Functions(functions), (x, y)))
+    return batch_parts(module.mod, "main", ("x", "y"), **options)
+
+
+def heads(x):
+    """As attention takes heads apart: (rows, positions, heads * 2) -> (rows, heads, positions, 2)."""
+    return x.reshape(x.shape[0], 5, 3, 2).permute(0, 2, 1, 3)
+
+
+ROWS = {
+    "linear": lambda x, y: F.linear(x, W, B),
+    "softmax of others": lambda x, y: x.softmax(1),
+    "taken apart and put together": lambda x, y: heads(x).permute(0, 2, 1, 3).reshape(x.shape[0], 5, 6),
+    "rows and positions in one dim": lambda x, y: F.linear(x.flatten(0, 1), W),
+    "attention": lambda x, y: heads(x) @ heads(x).transpose(-1, -2),
+    "sequence first and back": lambda x, y: (
+        torch.tanh(x.transpose(0, 1)).reshape(5, -1).reshape(5, -1, 6).transpose(0, 1)
+    ),
+    "embedding": lambda x, y: F.embedding(y, W) + x,
+    "constants of one row": lambda x, y: x * torch.ones(1, 5, 1) + torch.arange(6.0),
+    "mask of zeros": lambda x, y: torch.where(y[..., None] > 2, x, torch.zeros_like(x)),
+    "without a dim": lambda x, y: x.sum(1).unsqueeze(1).squeeze(1),
+    "a slice of others": lambda x, y: x[:, 1:, 0],
+    "gathered": lambda x, y: x.log_softmax(-1).gather(-1, y[..., None]).squeeze(-1),
+}
+SUMS = {
+    "all": lambda x, y: x.sum(),
+    "of rows": lambda x, y: x.sum(0) * B - 2 * x.sum(0),
+    "of products": lambda x, y: x.flatten(0, 1).T @ x.flatten(0, 1),
+    "of pairs": lambda x, y: torch.einsum("bij,bkj->ik", x, x),
+    "a count": lambda x, y: (y != 3).sum().float(),
+    "after strides": lambda x, y: x.transpose(0, 1).flatten().sum(),
+    "cross entropy": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="sum"),
+}
+MEANS = {
+    "all": lambda x, y: x.mean(),
+    "of rows": lambda x, y: 3 * x.mean(0) + B,
+    "with a penalty": lambda x, y: (x * x).mean() + 0.1 * (W * W).sum(),
+    "of means": lambda x, y: x.mean(-1).mean(1).mean(0) / 7,
+}
+
+
+@pytest.mark.parametrize(("functions", "kind"), [(ROWS, Rows), (SUMS, Sum), (MEANS, Mean)])
+def test_what_follows_from_parts(functions, kind):
+    """By torch: on a batch of 8 rows, and on its halves."""
+    parts = parts_of(*functions.values())
+    x, y = torch.randn(8, 5, 6), torch.randint(6, (8, 5))
+    assert (parts.totals, parts.shares) == ((), {})
+    for (name, function), found in zip(functions.items(), parts.kinds, strict=True):
+        assert isinstance(found, kind), f"{name}: {found}"
+        one, other = function(x[:4], y[:4]), function(x[4:], y[4:])
+        made = {Rows: torch.cat([one, other]) if one.ndim else None, Sum: one + other, Mean: (one + other) / 2}[kind]
+        torch.testing.assert_close(made, function(x, y), rtol=1e-5, atol=1e-5, msg=name)
+        assert found == Rows(0, 1, 4) or kind is not Rows
+
+
+MIXED = [
+    (lambda x, y: x - x.mean(0), "(subtract) takes rows of the batch and lv"),
+    (lambda x, y: x.softmax(0), "(nn.softmax) needs the batch's rows together"),
+    (lambda x, y: x.amax(), "(max) needs the batch's rows together"),
+    (lambda x, y: x.sum().exp(), "(exp) is not linear in lv"),
+    (lambda x, y: x.sum() * x.mean(), "(multiply) takes sums and means over the batch's rows together"),
+    (lambda x, y: x.sum() + x.mean() * 0 + torch.tensor(2.0), "which is the same for all rows"),
+    (lambda x, y: x.cumsum(0), "needs the batch's rows together"),
+    (lambda x, y: x[0], "needs the batch's rows together"),
+    (lambda x, y: x.flip(0), "needs the batch's rows together"),
+    (lambda x, y: x @ x.flatten(0, 1).T, "needs the batch's rows together"),
+    (lambda x, y: x + torch.arange(4.0)[:, None, None], "which has as many as one microbatch"),
+    (lambda x, y: x.reshape(2, 2, 5, 6).sum(0), "regroups dims so that it is not known"),
+    (lambda x, y: torch.cat([x, x]), "needs the batch's rows together"),
+    (lambda x, y: x.sum() / 4, "divides a sum by 4, which may be a constant"),
+    (lambda x, y: x.sum() * (1 / 20), "divides a sum by 20, which may be a constant"),
+    (lambda x, y: x.sum() / torch.ones(4).sum(), "divides a sum by 4"),
+    (lambda x, y: (x.sum(0) > 0).float(), "is not linear"),
+    (lambda x, y: torch.einsum("bij,bkj->ik", x, x).softmax(0), "is not linear"),
+]
+
+
+def test_what_does_not_follow_from_parts():
+    parts = parts_of(*(function for function, _ in MIXED), trained=["x"])  # no totals
+    for (_, why), kind in zip(MIXED, parts.kinds, strict=True):
+        assert isinstance(kind, Mixed), why
+        assert why in kind.why
+
+
+def test_what_depends_on_no_input_is_the_same_for_all():
+    (kind,) = parts_of(lambda x, y: W.sum(0) * 2).kinds
+    assert kind == Fixed(frozenset({0}))
+
+
+@pytest.mark.parametrize(("said", "kind"), [("sum", Sum), ("mean", Mean)])
+def test_a_quotient_is_what_it_is_said_to_be(said, kind):
+    parts = parts_of(lambda x, y: x.sum() / 20, lambda x, y: x.sum() * 0.25, quotients=said)
+    assert [type(found) for found in parts.kinds] == [kind] * 2
+
+
+def test_one_row_per_part():
+    names = ("linear", "rows and positions in one dim", "attention")
+    *kinds, mixed = parts_of(*map(ROWS.get, names), lambda x, y: x.transpose(0, 1).flatten(), rows=1).kinds
+    assert kinds == [Rows(0, 1, 1)] * 3
+    assert isinstance(mixed, Mixed)
+
+
+def test_totals_stand_for_sums_that_are_not_trained():
+    def loss(x, y):
+        return F.cross_entropy(x.flatten(0, 1), y.flatten(), ignore_index=2)
+
+    parts = parts_of(loss, trained=["x"])
+    assert [type(kind) for kind in parts.kinds] == [Sum]
+    (total,) = parts.totals
+    assert total.kind == Sum(20)
+    assert [var.name_hint for var in parts.mod["main"].params] == ["x", "y", total.name]
+    used = [line for line in str(parts.mod).splitlines() if total.name in line]
+    assert "R.divide" in used[1]
+    assert isinstance(parts_of(loss, trained=["x", "y"]).kinds[0], Mixed)
+
+
+def test_means_are_added_to_sums_in_shares():
+    parts = parts_of(lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten()) + x.mean(), trained=["x"])
+    assert [type(kind) for kind in parts.kinds] == [Sum]
+    assert parts.shares == {"batch_share": "float32"}
+
+
+@T.prim_func
+def rotated(A: T.Buffer((4, 6), "float32"), C: T.Buffer((4, 6), "float32")):
+    for i, j in T.grid(4, 6):
+        with T.sblock("C"):
+            vi, vj = T.axis.remap("SS", [i, j])
+            C[vi, vj] = A[vi, vj] * T.Cast("float32", vj)
+
+
+@T.prim_func
+def numbered(A: T.Buffer((4, 6), "float32"), C: T.Buffer((4, 6), "float32")):
+    for i, j in T.grid(4, 6):
+        with T.sblock("C"):
+            vi, vj = T.axis.remap("SS", [i, j])
+            C[vi, vj] = A[vi, vj] * T.Cast("float32", vi)
+
+
+@T.prim_func
+def averaged(A: T.Buffer((4, 6), "float32"), C: T.Buffer((6,), "float32")):
+    for j, i in T.grid(6, 4):
+        with T.sblock("C"):
+            vj, vi = T.axis.remap("SR", [j, i])
+            with T.init():
+                C[vj] = T.float32(0)
+            C[vj] = C[vj] + A[vi, vj] * T.float32(0.25)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shape", "kind"), [(rotated, (4, 6), Rows), (numbered, (4, 6), Mixed), (averaged, (6,), Mixed)]
+)
+def test_kernels(kernel, shape, kind):
+    (found,) = batch_parts(module({"x": (4, 6)}, [("y", call(kernel, "x", shape=shape))]), "main", ["x"]).kinds
+    assert isinstance(found, kind), found
+    assert kind is Rows or "sums over the batch's rows, or computes with their numbers" in found.why
