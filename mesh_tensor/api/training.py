@@ -111,7 +111,7 @@ def training_step(
     if isinstance(model, ImportedModule):
         if accumulate != 1:
             refuse("accumulate= of a module that was imported", fix="pass the torch model: it is imported for a part")
-        return _step(ImportedLoss(model, {}), model, asked)
+        return _step(ImportedLoss(model, {name: model.params[name] for name in model.state}), model, asked)
     batch = tuple(inputs)
     parts = None if accumulate == 1 else microbatches_of(batch, accumulate)
     with imported_loss(model, loss, batch if parts is None else parts.first) as found:
@@ -138,7 +138,7 @@ class _Asked:
 def _step(found: ImportedLoss, model: Any, asked: _Asked, parts: Parts | None = None) -> TrainingStep:
     module = found.module
     written = [name for name, ours in module.names.items() if ours in found.buffers]
-    if parts is not None and written:
+    if parts is not None and found.buffers:
         refuse(
             f"accumulate= of a model that writes {listing(written)}",
             why="statistics of a microbatch are not those of the batch",
@@ -182,7 +182,7 @@ def _step(found: ImportedLoss, model: Any, asked: _Asked, parts: Parts | None = 
 
 def _trained(module: ImportedModule, model: Any) -> list[str]:
     """The parameters that are trained, by name: of a torch model those that require a gradient."""
-    names = [name for name, tensor in module.params.items() if tensor.is_floating_point()]
+    names = [n for n, tensor in module.params.items() if tensor.is_floating_point() and n not in module.state]
     if isinstance(model, nn.Module):
         fixed = {n for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
         fixed_here = {module.names[name] for name in fixed if name in module.names}

@@ -1,8 +1,8 @@
 """Bring a kernel into the form that analysis and rewriting expect.
 
 Index bindings are inlined; accesses through views become accesses to what they are views of; compound operations
-become what they are made of; grid loops that walk two dims at once become two loops; what a print is made of becomes
-one statement.
+become what they are made of; grid loops that walk two dims at once become two loops; loops that end early go on,
+and do nothing; what a print is made of becomes one statement.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from mesh_tensor.tir.compound_ops import parts_of
 from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.fused_loops import unfuse
 from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.short_loops import lengthen
 from mesh_tensor.tir.tile_position import as_helper
 from mesh_tensor.tir.user_reports import mark_prints
 from mesh_tensor.tir.views import resolve_views
@@ -26,7 +27,7 @@ def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """
     body = tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"])
     func = func if body.same_as(func.body) else func.with_body(body)
-    return unfuse(resolve_views(mark_prints(_inline_bindings(func))))
+    return lengthen(unfuse(resolve_views(mark_prints(_inline_bindings(func)))))
 
 
 def _inline_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:
