@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ from mesh_tensor.runtime.ranks import is_dtensor, ranks_of
 from mesh_tensor.runtime.ranks.agree import agree
 from mesh_tensor.runtime.ranks.dtensor import mesh_of
 from mesh_tensor.runtime.ranks.faults import Faults
+from mesh_tensor.runtime.ranks.parts import Part
 from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.virtual.mesh_tensor import ShardingLike
 from mesh_tensor.targets.kernels import find_target
@@ -51,7 +52,7 @@ def distribute_module(
     shardings: Mapping[str, ShardingLike] | None = None,
     *,
     weights: Mapping[str, Any] | None = None,
-    priority: Mapping[str, int] | None = None,
+    priority: Mapping[str, int | Mapping[str, int]] | None = None,
     function: str = "main",
     target: str = "auto",
     strict: bool = False,
@@ -85,7 +86,7 @@ def distribute_module(
         poison: on a virtual mesh, padding holds NaN or extreme integers, so that what reads it shows (for tests).
         overlap: whether collectives run beside operators and kernels. `auto` starts them early, and on ranks splits
             TileLang kernels into slabs where a cost model says so; `off` runs everything in bulk, a number is into
-            how many slabs kernels beside a collective are split.
+            how many slabs kernels beside a collective are split. Gradients go in buckets where it is `auto`.
         donate: take the tensors out of `weights`, which is empty then: each is let go once it is laid out.
 
     Returns:
@@ -131,7 +132,7 @@ def distribute_module(
 
 
 def _step_module(
-    step: TrainingStep, mesh: Any, shardings: Mapping[str, ShardingLike] | None, priority: Mapping[str, int] | None
+    step: TrainingStep, mesh: Any, shardings: Mapping[str, ShardingLike] | None, priority: Mapping[str, Any] | None
 ) -> ir.IRModule:
     """A training step's module, annotated for the mesh that it is to run on."""
     if mesh is None:
@@ -259,6 +260,15 @@ class MeshModule:
         use = self._state.call if self._state else _call_alike
         return self._run(args, lambda: self._signature.bind(self._held, args, {}), use)
 
+    def call_parts(self, parts: Sequence[Part], device_mesh: Any) -> list[Part]:
+        """A call with this rank's parts of all parameters, in order: nothing is checked. The function has known
+        sizes, returns a tuple of tensors, and has no weights here."""
+        ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
+        with ranks.calls.lane(), torch.no_grad(), full_precision():
+            launch = self._launch({}, ranks)
+            assert isinstance(launch, RankModuleLaunch)
+            return launch.parts(parts)
+
     @undisturbed
     def step(
         self, tensors: Mapping[str, Any], state: Mapping[str, Any], watched: Collection[str] = ()
@@ -297,7 +307,6 @@ class MeshModule:
         with ranks.calls.lane() as lane:
             try:
                 tensors, sizes = self._bound(bind)
-                self._plan = self._planned(sizes)
             except MeshTensorError as error:
                 launches = [launch for launch in self._launches if isinstance(launch, RankModuleLaunch)]
                 if not any(launch.lane is lane for launch in launches):  # the others are about to agree
@@ -306,18 +315,21 @@ class MeshModule:
             return self._used(tensors, sizes, ranks, use)
 
     def _bound(self, bind: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], Mapping[Any, int]]:
+        """What is no weight of a call's tensors, checked, and the sizes of symbols, for which there is a plan then."""
         tensors = bind()
-        return tensors, self._signature.check(tensors, self._target.device_type)
+        sizes = self._signature.check(tensors, self._target.device_type)
+        plan = self._plan = self._planned(sizes)
+        if self._checks_indices:
+            refuse_outside(plan.index_checks, tensors, self._function)
+        held = self._held
+        return {name: tensor for name, tensor in tensors.items() if name not in held}, sizes
 
     def _used(
         self, tensors: Mapping[str, Any], sizes: Mapping[Any, int], ranks: Ranks | None, use: Callable[[Any, Any], Any]
     ) -> Any:
         launch = self._launch(sizes, ranks)
-        if self._checks_indices:
-            refuse_outside(self.plan.index_checks, tensors, self._function)
         with torch.no_grad(), full_precision():
-            held = self._held
-            return use(launch, {name: tensor for name, tensor in tensors.items() if name not in held})
+            return use(launch, tensors)
 
     def bind(self, *args: Any, **named: Any) -> tuple[dict[str, Any], ModulePlan]:
         """The tensors of a call by parameter, weights among them, and the plan for their sizes; nothing is run."""
@@ -346,6 +358,12 @@ class MeshModule:
                 fix="call it first; its plan is then that of the sizes it was called with",
             )
         return self._plan
+
+    def plan_as_passed(self) -> ModulePlan:
+        """A plan whose parameters, weights too, are all in the order in which callers have them."""
+        if not self.plan.graph.stored:
+            return self.plan
+        return self._made_plan(self._sizes, ())
 
     @property
     def program(self) -> Program:
@@ -394,24 +412,26 @@ class MeshModule:
         return launch
 
     def _planned(self, sizes: Mapping[Any, int]) -> ModulePlan:
-        key = self._key(sizes)
+        key, self._sizes = self._key(sizes), sizes
         plan = self._plans.get(key)
         if plan is None:
-            mod = bound(self._mod, self._function, sizes)
-            stated = self._stated.annotations
-            plan = plan_module(
-                mod,
-                self._function,
-                self.mesh,
-                stated,
-                replicate_unknown=self._replicate_unknown,
-                kernels=self._kernels,
-                overlap=self._overlap,
-                check_indices=self._checks_indices,
-            )
+            plan = self._made_plan(sizes, self._weights)
             self._check_strict(plan)
             self._plans.put(key, plan)
         return plan
+
+    def _made_plan(self, sizes: Mapping[Any, int], held: Collection[str]) -> ModulePlan:
+        return plan_module(
+            bound(self._mod, self._function, sizes),
+            self._function,
+            self.mesh,
+            self._stated.annotations,
+            replicate_unknown=self._replicate_unknown,
+            kernels=self._kernels,
+            overlap=self._overlap,
+            check_indices=self._checks_indices,
+            held=held,
+        )
 
     def _key(self, sizes: Mapping[Any, int]) -> tuple[int, ...]:
         return tuple(sizes[var] for var in self._signature.symbols)

@@ -52,7 +52,7 @@ class ModuleLaunch:
             tensor = tensor.read() if isinstance(tensor, StoredTensor) else tensor.full()
         made = port.spread(tensor) if isinstance(tensor, torch.Tensor) else port.refine(tensor)
         assert isinstance(made, MeshTensor)
-        return made, Refined(made, torch.Size(port.shape)) if port.plain is None else port.merge(made)
+        return made, Refined(made, port) if port.plain is None else port.merge(made)
 
     def leave(self, name: str, tensor: MeshTensor, full: bool) -> torch.Tensor | MeshTensor:
         """What the program has for a parameter, as callers know it."""

@@ -41,7 +41,7 @@ class HeldWeights(Mapping[str, Any]):
                 self._held[name] = kept
             return made
 
-        return self._laid[name].made((port.dims, port.sharding, rank), make)
+        return self._laid[name].made((port.dims, port.sharding, port.order, rank), make)
 
     def __getitem__(self, name: str) -> Any:
         return self._held[name]
