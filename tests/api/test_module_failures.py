@@ -127,10 +127,12 @@ def test_what_people_have_in_hand():
         (7, "make one with @I.ir_module"),
     ):
         kind = type(given).__name__
-        assert f"distribute_module takes an IRModule, not {kind}\n  fix: " in refused(given, {"x": 2})
-        assert fix in refused(given, {"x": 2})
-        with pytest.raises(mt.MeshTensorError, match=f"run_sequential takes an IRModule, not {kind}"):
+        if not isinstance(given, mt.ImportedModule):  # which distribute_module takes
+            assert f"distribute_module takes an IRModule, not {kind}\n  fix: " in refused(given, {"x": 2})
+            assert fix in refused(given, {"x": 2})
+        with pytest.raises(mt.MeshTensorError, match=f"run_sequential takes an IRModule, not {kind}") as error:
             mt.run_sequential(given, [x])
+        assert fix in str(error.value)
         with pytest.raises(mt.MeshTensorError, match=f"annotate_module takes an IRModule, not {kind}"):
             mt.annotate_module(given, {"x": 2}, {})
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils import _pytree as pytree
 
 import mesh_tensor as mt
 from kernels.models import gpt2
+from tests.api.test_module_state import Cache
 from tests.plan.seed_modules import NESTED
 from tests.random_modules.build import build
 from tests.random_modules.check import flat, make_data
@@ -117,3 +119,19 @@ def indices_out_of_range(rank):
     run = mt.distribute_module(module.mod, device_mesh, {"ids": {"x": 0}}, weights=module.params)
     run(torch.arange(4))
     return refusal(lambda: run(torch.tensor([0, 1, 2, 5])))
+
+
+def a_cache(rank):
+    """A module that writes buffers: what it keeps on ranks between calls is what it keeps on the virtual mesh."""
+    torch.manual_seed(0)
+    module = mt.from_torch(torch.export.export(Cache().eval(), (torch.randn(2, 1, 8), torch.tensor([3]))))
+    device_mesh, shardings = init_device_mesh("cpu", (2,), mesh_dim_names=("x",)), {"cache": {"x": 1}, "x": {"x": 0}}
+    run = mt.distribute_module(module, device_mesh, shardings)
+    expected = mt.distribute_module(module, {"x": 2}, shardings)
+    for position in range(3):
+        x, where = torch.randn(2, 1, 8), torch.tensor([position])
+        found, meant = run(x, where), expected(x, where)
+        assert list(found) == list(meant)
+        for have, want in zip(pytree.tree_leaves(found), pytree.tree_leaves(meant), strict=True):
+            assert have is want is None or have == want if not isinstance(want, torch.Tensor) else have.equal(want)
+        assert run.state_dict()["cache"].equal(expected.state_dict()["cache"])

@@ -25,3 +25,7 @@ def test_computed_indices_out_of_range():
     assert "R.take: indices from 3 to 6 into a dim of 6" in second
     assert "rank 1 raised" in first
     assert "indices from 3 to 6 into a dim of 6" in first
+
+
+def test_what_a_model_writes():
+    run(bodies.a_cache, 2)
