@@ -46,9 +46,9 @@ def _turns(graph: Graph, stored: Mapping[Value, frozenset[str]]) -> list[dict[Va
     turns: dict[tuple[int, bool], dict[Value, frozenset[str]]] = {}
     for value, annotation in graph.annotations.items():
         late = stored.get(value, frozenset())
-        turns.setdefault((annotation.priority, False), {})[value] = frozenset(graph.mesh) - late
-        if late:
-            turns.setdefault((annotation.priority, True), {})[value] = late
+        for axis in annotation.sharding.as_dict():
+            turn = turns.setdefault((annotation.priority_of(axis), axis in late), {})
+            turn[value] = turn.get(value, frozenset()) | {axis}
     return [turns[turn] for turn in sorted(turns)]
 
 
