@@ -157,12 +157,15 @@ def _named(mod: ir.IRModule, program: torch.export.ExportedProgram, importer: An
     """The weights and what the program writes, and the module with their names and those of submodules."""
     specs = [spec for spec in program.graph_signature.input_specs if isinstance(spec.arg, TensorArgument)]
     values = {**program.state_dict, **program.constants}
-    weights = {spec.arg.name: str(spec.target) for spec in specs if spec.kind == InputKind.PARAMETER}
     written = written_buffers(program)
-    for buffer in written:  # what is written is itself alone
-        weights.pop(buffer.argument, None)
-    mod, tied = without_tied(mod, weights, program.state_dict)
-    weights |= {buffer.argument: buffer.target for buffer in written}
+    new_values = {buffer.argument for buffer in written}
+    weights = {
+        spec.arg.name: str(spec.target)
+        for spec in specs
+        if spec.kind == InputKind.PARAMETER or spec.arg.name in new_values
+    }
+    alone = {name: target for name, target in weights.items() if name not in new_values}  # what is written is not tied
+    mod, tied = without_tied(mod, alone, program.state_dict)
     kept = {old: target for old, target in weights.items() if old not in tied}
     inputs = [spec.arg.name for spec in specs if spec.kind == InputKind.USER_INPUT]
     names = identifiers(list(kept.values()), inputs)

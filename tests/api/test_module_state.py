@@ -21,8 +21,8 @@ class Cache(nn.Module):
         """Results in a dict, among them the counter itself, a number and None."""
         key = self.keys(x) * scale
         self.cache[:, position] = key
-        self.last.copy_(x)
         self.count += 1
+        self.last.copy_(x)
         return {"sum": self.cache.sum(1), "none": None, "number": 3, "both": (key, self.count)}
 
 
@@ -104,6 +104,25 @@ def test_state_that_is_passed():
         mt.MeshTensorError, match="the weights lack 'running_var', 'num_batches_tracked', which the mod"
     ):
         mt.distribute_module(module.mod, {"x": 2}, weights=weights | {"running_mean": module.params["running_mean"]})
+
+
+def test_parameters_that_are_written():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (nn.Parameter(torch.ones(size), requires_grad=False) for size in (1, 4))
+            self.register_buffer("third", torch.ones(1, 4))
+
+        def forward(self, x):
+            self.third += 1
+            self.first.mul_(2)
+            return x * self.first + self.second + self.third
+
+    model, x = Scaled(), torch.randn(4, 4)
+    run = mt.distribute_module(mt.from_torch(torch.export.export(model, (x,))), {"x": 2}, {"x": {"x": 0}})
+    for _ in range(2):
+        torch.testing.assert_close(run(x), model(x))
+    torch.testing.assert_close(run.state_dict(), dict(model.state_dict()))
 
 
 def test_sizes_change_while_the_state_stays():

@@ -94,10 +94,16 @@ class Meant:
 
 
 def _exact(model: torch.nn.Module, given: Any) -> list[torch.Tensor]:
-    """The model's results in float64, of the same numbers."""
-    wide = copy.deepcopy(model).double()
-    with torch.no_grad():
-        return _tensors(wide(**pytree.tree_map(lambda value: _cast(value, torch.float64), given)))
+    """The model's results in float64, of the same numbers; in float32 where torch can't run it in float64."""
+    for dtype in (torch.float64, torch.float32):
+        try:
+            with torch.no_grad():
+                wide = copy.deepcopy(model).to(dtype)
+                made = _tensors(wide(**pytree.tree_map(lambda value, to=dtype: _cast(value, to), given)))
+            return [result.double() if result.is_floating_point() else result for result in made]
+        except RuntimeError:
+            continue
+    return []
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
