@@ -86,7 +86,7 @@ def distribute_module(
         poison: on a virtual mesh, padding holds NaN or extreme integers, so that what reads it shows (for tests).
         overlap: whether collectives run beside operators and kernels. `auto` starts them early, and on ranks splits
             TileLang kernels into slabs where a cost model says so; `off` runs everything in bulk, a number is into
-            how many slabs kernels beside a collective are split.
+            how many slabs kernels beside a collective are split. Gradients go in buckets where it is `auto`.
         donate: take the tensors out of `weights`, which is empty then: each is let go once it is laid out.
 
     Returns:

@@ -31,6 +31,7 @@ def annotated_step(
     if problems or not set(priority) <= set(shardings):
         return annotate_module(step.mod, mesh, shardings, priority=priority)  # which says so
     named = [(var if function == "main" else f"{function}.{var}", name) for name, (function, var), _ in meant]
+    named += [(again, name) for var, name in named for again in step.copies.get(var, ())]
     given = {var: shardings[name] for var, name in named}
     sharding = {
         param.name_hint: found

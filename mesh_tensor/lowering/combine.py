@@ -25,7 +25,17 @@ from mesh_tensor.tir.constants import neutral_element
 from mesh_tensor.tir.linear import Linear
 from mesh_tensor.tir.rewrite import parallel_nest, region_call, sequence, tile_op
 
-from .cut import Workspace, check_binds, check_padding, is_live, make_workspace, part_of, reload, with_leading_dim
+from .cut import (
+    Workspace,
+    check_binds,
+    check_blocks,
+    check_padding,
+    is_live,
+    make_workspace,
+    part_of,
+    reload,
+    with_leading_dim,
+)
 
 #: By what they are for.
 _Workspaces = Mapping[LiveRange, Workspace]
@@ -75,6 +85,7 @@ class _Combiner:
     def made(self) -> Combination:
         analysis, at = self.analysis, self.at
         check_binds(analysis.kernel.statements, at)
+        check_blocks([held.buffer for held in self.parts])
         if len({r.buffer for r in self.live}) < len(self.live):
             raise Blocked("a buffer has two values at the point where the kernel would be cut")
         again = {r: copy for r in self.live if (copy := reload(r, analysis, at)) is not None}

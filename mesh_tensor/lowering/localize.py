@@ -16,7 +16,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
-from mesh_tensor.rules.kernel.statements import Access, Statement, split_update
+from mesh_tensor.rules.kernel.statements import RESUMED, Access, Statement, split_update
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.constants import neutral_element
 from mesh_tensor.tir.effects import changes_nothing, op_name
@@ -161,7 +161,7 @@ class _Localizer:
             self.around.append(stmt.loop_var)
             body = self._visit(stmt.body)
             self.around.pop()
-            return loop_like(stmt, extent, body, start=rewrite(stmt.min))
+            return _unmarked(loop_like(stmt, extent, body, start=rewrite(stmt.min)))
         if isinstance(stmt, tirx.IfThenElse):
             condition = self.values.uncertain(rewrite(stmt.condition))
             if condition is None:
@@ -250,6 +250,14 @@ class _Localizer:
         of_access = self.analysis.coordinates.of_access
         untyped = [index for dim, index in enumerate(access.indices) if of_access(access, dim) is None]
         return bool(vars_of(untyped, {}) & self.values.block_offsets.keys())
+
+
+def _unmarked(loop: tirx.For) -> tirx.For:
+    """The loop without what only analysis looks at."""
+    if RESUMED not in loop.annotations:
+        return loop
+    marks = {key: value for key, value in loop.annotations.items() if key != RESUMED}
+    return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, loop.body, loop.thread_binding, marks)
 
 
 def _combine(original: tirx.PrimExpr, current: tirx.PrimExpr, operand: tirx.PrimExpr) -> tirx.PrimExpr:

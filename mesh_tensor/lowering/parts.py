@@ -82,7 +82,7 @@ def _split_factors(ruled: Ruled, part: Part) -> list[Factor]:
 def _scan(analysis: Analysis, factor: Factor) -> Scan | None:
     """What a loop over the factor carries in order, if devices don't resume it already."""
     scan = analysis.reductions[factor].scan
-    return None if scan is None or analysis.kernel.resumed >= set(scan.names) else scan
+    return None if scan is None or scan.is_resumed else scan
 
 
 def _resumed(

@@ -22,13 +22,13 @@ from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
 from mesh_tensor.rules.kernel.scans import Carried, Scan
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
-from mesh_tensor.rules.kernel.statements import OWN_ATTR, RESUMED_ATTR, Statement, body_statements
+from mesh_tensor.rules.kernel.statements import OWN_ATTR, RESUMED, Statement, body_statements
 from mesh_tensor.tir.constants import constant
 from mesh_tensor.tir.effects import changes_nothing
 from mesh_tensor.tir.linear import vars_of
 from mesh_tensor.tir.rewrite import loop_like, parallel_nest, region_call, sequence, tile_op
 
-from .cut import Workspace, check_binds, is_live, make_workspace, part_of, with_leading_dim
+from .cut import Workspace, check_binds, check_blocks, is_live, make_workspace, part_of, with_leading_dim
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +66,7 @@ class _Resumer:
         check_binds(self.kernel.statements, self.scan.top)
         if len({part.held.buffer for part in self.scan.carried}) < len(self.scan.carried):
             raise Blocked("one buffer is carried as two states")
+        check_blocks([part.held.buffer for part in self.scan.carried])
         named = {part: self._workspaces(part, "total") for part in self.scan.carried}
         scales = {part: self._workspaces(part, "scale", scale) for part, scale in self.scales.items()}
         starts = {part: self._workspaces(part, "start") for part in self.again}
@@ -119,13 +120,12 @@ class _Resumer:
         fresh = [p for p in self.scan.carried if p.starts_neutral]
         fills = [_fill(p.held.buffer, neutral(p.op, p.held.buffer.dtype)) for p in fresh]
         fills += [_fill(scale.buffer, 1.0) for scale in self.scales.values()]
-        stmts = [*(s for s in before if s is not None), *fills, *([] if loop is None else [loop])]
+        stmts = [*(s for s in before if s is not None), *fills, *([] if loop is None else [_marked(loop)])]
         made = part_of(
             self.analysis, [*stmts, *(w.save() for w in left)], list(left), [s.buffer for s in self.scales.values()]
         )
         own = {**self.kernel.own, **{str(w.buffer.name): "" for w in left}}
-        names = [*self.kernel.resumed, *self.scan.names, *(str(s.buffer.name) for s in self.scales.values())]
-        return made.with_attr(OWN_ATTR, own).with_attr(RESUMED_ATTR, names)
+        return made.with_attr(OWN_ATTR, own)
 
     def _second(
         self,
@@ -156,11 +156,10 @@ class _Resumer:
 
     def _rest(self, starts: Mapping[Carried, Workspace], ends: Mapping[Carried, Workspace]) -> tirx.PrimFunc:
         top = self.scan.top
-        loop = [self.stmts[top]] if self.again else []
+        loop = [_marked(self.stmts[top])] if self.again else []
         stmts = [*self.stmts[:top], *(w.restore() for w in starts.values()), *loop]
         stmts += [*(w.restore() for w in ends.values()), *self.stmts[top + 1 :]]
-        made = part_of(self.analysis, stmts, [*starts.values(), *ends.values()])
-        return made.with_attr(RESUMED_ATTR, [*self.kernel.resumed, *self.scan.names])
+        return part_of(self.analysis, stmts, [*starts.values(), *ends.values()])
 
     def _folded(self, part: Carried, total: tirx.Buffer) -> tirx.Stmt:
         """What a device makes of the state that it takes over."""
@@ -168,7 +167,9 @@ class _Resumer:
         at = [tirx.Var(f"i{d}", "int32") for d in range(len(held.shape))]
         before: tirx.PrimExpr = tirx.BufferLoad(held, at)
         if part in self.scales:
-            before = before * self.scales[part].load(at)
+            # 0 stays 0, whatever it is scaled with: a product may be infinite
+            zero = tirx.const(0, held.dtype)
+            before = tirx.Select(before == zero, zero, before * self.scales[part].load(at))
         mine = tirx.BufferLoad(total, at)
         value = tirx.max(before, mine) if part.op == "max" else before + mine
         return parallel_nest(at, held.shape, tirx.BufferStore(held, value, at))
@@ -278,6 +279,14 @@ class _Scale:
         more = len(made.buffer.shape) - len(self.part.held.buffer.shape)
         kept = [*range(more), *(more + d for d in self.dims)]
         return made.of_dims(kept, self.buffer)
+
+
+def _marked(loop: tirx.Stmt) -> tirx.For:
+    """The loop, which is resumed."""
+    if not isinstance(loop, tirx.For):
+        raise Blocked("a state is carried by more than a loop")
+    marks = {**dict(loop.annotations), RESUMED: True}
+    return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, loop.body, loop.thread_binding, marks)
 
 
 def _fill(buffer: tirx.Buffer, value: float) -> tirx.Stmt:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from mesh_tensor.plan.ir import Scope
 from mesh_tensor.rules.operator.call import OpCall, operator_name, tensor_type
 from mesh_tensor.rules.operator.index import LOOK_UPS
 
+from .buckets import bucketed
 from .early_starts import early_starts
 from .kernel_steps import KernelSteps, is_kernel
 from .lifetimes import with_lifetimes
@@ -97,7 +98,10 @@ class _Programmer:
             self._value(form)
         self._constants |= {form.name: form.value.data for form in explicit.constants if form.value.data is not None}
         pieces = tuple([self._piece(step) for step in explicit.steps])
-        steps = [step for piece in pieces for step in piece.steps]
+        steps: Sequence[ProgramStep] = [step for piece in pieces for step in piece.steps]
+        if graph.state and overlap == "auto":
+            steps, added = bucketed(steps, self._values, graph.mesh)
+            self._values |= added
         inputs = tuple(form.name for form in explicit.params)
         given = {*inputs, *self._constants}
         computed = dict.fromkeys(form.name for form in forms_in(explicit.result) if form.name not in given)

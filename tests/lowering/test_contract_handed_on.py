@@ -6,11 +6,12 @@ import tilelang.language as T
 import torch
 
 import mesh_tensor as mt
+from kernels.linear_attention import linear_attention, linear_attention_reference
 from mesh_tensor.lowering.pipeline import lower_kernel
 from tests.kernels.adversarial.index_values import argmax_rows
 from tests.other_machines import machine
 
-from .scan_kernels import WRONG, after_a_sum, chunked, chunked_reference, running, running_wrong
+from .scan_kernels import WRONG, after_a_sum, running, running_wrong
 from .support import outline
 
 #: An update in a kernel, and in torch; and what the state starts from.
@@ -84,15 +85,15 @@ def test_linear_attention_by_chunks(mesh, decay):
     shapes = [(2, 64, 2, 8), (2, 64, 2, 8), (2, 64, 2, 4)]
     layouts = {name: {"x": 1, **({"h": 2} if "h" in mesh else {})} for name in ("Q", "K", "V", "Out")}
     q, k, v = (torch.randn(shape) for shape in shapes)
-    kernel = compiled(chunked(2, 2, 64, 8, 4, decay=decay), mesh, layouts)
+    kernel = compiled(linear_attention(2, 2, 64, 8, 4, decay=decay), mesh, layouts)
     assert "Q.1" not in kernel.explain()
-    for result, expected in zip(kernel(q, k, v), chunked_reference(q, k, v, decay), strict=True):
+    for result, expected in zip(kernel(q, k, v), linear_attention_reference(q, k, v, decay), strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_chunks_that_an_axis_would_take_apart_are_whole():
     layouts = {name: {"x": 1} for name in ("Q", "K", "V", "Out")}
-    text = compiled(chunked(1, 1, 48, 8, 4), {"x": 2}, layouts).explain()
+    text = compiled(linear_attention(1, 1, 48, 8, 4), {"x": 2}, layouts).explain()
     assert "walked together, but not element by element" in text
 
 

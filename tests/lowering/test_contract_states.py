@@ -142,3 +142,13 @@ def test_flash_attention_over_split_keys(mesh, layouts, options):
     q = torch.randn(1, 2, sizes["seq_q"], 16)
     k, v = (torch.randn(1, 2 // options.get("groups", 1), sizes["seq_kv"], 16) for _ in range(2))
     close([kernel(q, k, v)], [flash_attention_reference(q, k, v, options.get("causal", False))])
+
+
+def test_compiled_for_this_machine():
+    q, k, v = (torch.randn(1, 2, size, 16) for size in (32, 64, 64))
+    func = flash_attention(
+        1, 2, 32, 64, 16, causal=True, skip_masked_blocks=True, block_M=16, block_N=16, dtype="float32"
+    )
+    kernel = compiled(func, {"x": 2}, KV, target="c", poison=False)
+    assert "all_gather" not in kernel.explain()
+    close([kernel(q, k, v)], [flash_attention_reference(q, k, v, causal=True)])

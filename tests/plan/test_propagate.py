@@ -68,3 +68,8 @@ def test_some_dims_may_be_open():
         for dims in ((), (0,), (1,), (0, -1))
     ]
     assert found == ["R, R", "R, S[0]", "S[1], R", "S[1], S[0]"]
+
+
+def test_what_is_stated_to_be_partial_is_not_reduced_before():
+    stated = {"w1": {"x": 1}, "b": {"sharding": {}, "partial": {"x": "sum"}}}
+    assert kinds(planned(two_products(), {"x": 2}, stated)) == []

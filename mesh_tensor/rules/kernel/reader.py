@@ -17,7 +17,6 @@ from mesh_tensor.tir.views import left_views
 
 from .statements import (
     OWN_ATTR,
-    RESUMED_ATTR,
     Access,
     Kernel,
     Loop,
@@ -50,7 +49,6 @@ def read_kernel(func: tirx.PrimFunc) -> Kernel:
         {loop.var: loop for statement in reader.statements for loop in statement.loops} | {x.var: x for x in loops},
         reader.analyzer,
         {str(name): str(op) for name, op in (func.attrs or {}).get(OWN_ATTR, {}).items()},
-        frozenset(str(name) for name in (func.attrs or {}).get(RESUMED_ATTR, ())),
     )
 
 

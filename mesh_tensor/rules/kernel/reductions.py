@@ -202,7 +202,7 @@ class _Judgement:
         if self.scan is None:
             return
         self._align(f"{', '.join(self.scan.names)} is carried from block to block")
-        if not self.kernel.resumed >= set(self.scan.names):
+        if not self.scan.is_resumed:
             return
         for part in self.scan.carried:
             for statement, access in part.held.reads:

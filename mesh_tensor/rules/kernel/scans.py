@@ -20,7 +20,7 @@ from .iterations import Iteration
 from .live_ranges import LiveRange
 from .padding import takes_whole_blocks
 from .state_values import Atom, Level, Part, Value
-from .statements import Kernel, Loop, Statement, describe
+from .statements import RESUMED, Kernel, Loop, Statement, describe
 from .states import carrying_loops, changed_in, is_in_place
 
 _ONE = Part(Level.FIXED, 1.0)
@@ -51,6 +51,11 @@ class Scan:
     top: int
     carried: tuple[Carried, ...]
     body: frozenset[Statement]
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether every device starts it from what those before left."""
+        return self.loop.node is not None and RESUMED in self.loop.node.annotations
 
     @property
     def names(self) -> list[str]:

@@ -111,7 +111,7 @@ class Kernel:
 
     `tree` mirrors the body for passes that need program order: a list of Statement | ("loop", Loop, tree) |
     ("if", tree, tree). `own`: parameters that take what every device has of a state, with what completes it there, ""
-    for nothing. `resumed`: buffers that a loop carries from what the devices before left."""
+    for nothing."""
 
     func: tirx.PrimFunc
     params: dict[str, tirx.Buffer]
@@ -124,7 +124,6 @@ class Kernel:
     loops: dict[tirx.Var, Loop] = field(default_factory=dict)
     analyzer: arith.Analyzer = field(default_factory=arith.Analyzer)
     own: Mapping[str, str] = field(default_factory=dict)
-    resumed: frozenset[str] = frozenset()
 
     def is_param(self, buffer: tirx.Buffer) -> bool:
         return any(buffer.same_as(param) for param in self.params.values())
@@ -149,8 +148,11 @@ def body_statements(stmt: tirx.Stmt) -> list[tirx.Stmt]:
     return [stmt]
 
 
-#: Function attributes: `Kernel.own` and `Kernel.resumed`.
-OWN_ATTR, RESUMED_ATTR = "mesh_tensor_own", "mesh_tensor_resumed"
+#: A function attribute: `Kernel.own`.
+OWN_ATTR = "mesh_tensor_own"
+
+#: Marks a loop that carries what the devices before left.
+RESUMED = "mesh_tensor.resumed"
 
 #: What an update's value is in TIR -> the reduction that it makes.
 _UPDATES = {"Sub": "sum"} | {

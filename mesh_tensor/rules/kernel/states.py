@@ -95,10 +95,12 @@ def find_states(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> tup
 
 
 def carrying_loops(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> list[Loop]:
-    """The factor's own loops that carry something on chip that is no plain reduction."""
+    """The factor's own loops that carry something on chip: those that carry more than plain reductions, if any does."""
     ranges = [r for r in coordinates.ranges.all if not r.is_param]
-    carried = {var for r in ranges for var in changed_in(r) if not _is_plain(r, var)}
-    return [kernel.loops[var] for var in factor.roles if var in carried and kernel.loops[var].kind == "serial"]
+    carried = {var for r in ranges for var in changed_in(r)}
+    more = {var for r in ranges for var in changed_in(r) if not _is_plain(r, var)}
+    loops = [kernel.loops[var] for var in factor.roles if var in carried and kernel.loops[var].kind == "serial"]
+    return [loop for loop in loops if loop.var in more] or loops
 
 
 def _is_plain(live_range: LiveRange, var: tirx.Var) -> bool:

@@ -51,6 +51,7 @@ RULES = {
     "max_and_sum": "A[m, k] -> row_max[m], row_sum[m]; m parallel; k max, sum",
     "two_products": "A[m, k], B[k, n], D[m, l], E[l, n] -> C[m, n]; m, n parallel; k, l sum",
     "outer_then_sum": "u[m], v[n] -> C[m, n], s[m]; m parallel; n sum",
+    "argmax_rows": "A[m, k] -> values[m], positions[m]; m parallel; k scan",
     "largest_block_sum": "A[m, k] -> B[m]; m parallel; k scan",
     "sum_and_block_count": "A[m, k] -> B[m]; m parallel; k scan",
     "iota_13x30": " -> B[m, n]; m, n parallel",
@@ -58,7 +59,6 @@ RULES = {
 }
 
 REASONS = {
-    ("argmax_rows", "k"): "keeps one of many coordinates' values",
     ("scatter_rows", "k"): "keeps one of many coordinates' values",
     ("chained_products", "k"): "needs the whole value of middle inside the loop that computes it",
     ("normalised_blocks", "m"): "walks two dims in different steps",
