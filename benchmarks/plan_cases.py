@@ -17,9 +17,11 @@ from kernels.flash_attention import flash_attention
 from kernels.gemv import gemv, gevm
 from kernels.grouped_query import grouped_decode, grouped_key_gradient, split_decode
 from kernels.layer_norm import layer_norm
+from kernels.linear_attention import linear_attention
 from kernels.matmul import batched_matmul, matmul, split_k_matmul
 from kernels.matmul_bias_gelu import matmul_bias_gelu
 from kernels.mlp import mlp_up
+from kernels.neighbourhoods import filter_2d, sliding_attention
 from kernels.quantized import block_scaled_matmul, dequantize, packed_matmul
 from kernels.reduce import reduce_columns, reduce_rows
 from kernels.rms_norm import rms_norm, two_pass_rms_norm
@@ -35,7 +37,13 @@ from kernels.schedules import (
     waves_matmul,
 )
 from kernels.softmax import online_softmax, softmax
-from kernels.sparse import block_sparse_matmul, expert_mlp, grouped_matmul_rows, padded_grouped_matmul
+from kernels.sparse import (
+    block_sparse_matmul,
+    expert_mlp,
+    grouped_matmul_rows,
+    padded_grouped_matmul,
+    scaled_grouped_matmul,
+)
 from kernels.transpose import transpose
 
 Dims = Mapping[str, int | None]
@@ -47,18 +55,20 @@ _PARTIAL = "ring all-reduce of the partial result: 2 (n - 1) / n of it"
 class Way:
     """One way to split a kernel over one axis: the dim of each tensor that the axis splits (others are replicated).
 
-    `reduced`: the tensors, in elements of 4 bytes, that are summed over all devices, each (n - 1) / n twice.
-    `received`: other bytes."""
+    `reduced`: the tensors, in elements of 4 bytes, that are summed over all devices, each (n - 1) / n twice;
+    `gathered`: what every device needs of every other. `received`: other bytes."""
 
     name: str
     dims: Dims
     why: str = _LOCAL
     reduced: int = 0
     received: int = 0
+    gathered: int = 0
 
     def expert(self, devices: int) -> int:
         """The bytes that one device receives in the program of an expert."""
-        return -(-2 * (devices - 1) * self.reduced * 4 // devices) + self.received
+        reduced = -(-2 * (devices - 1) * self.reduced * 4 // devices)
+        return reduced + (devices - 1) * self.gathered * 4 + self.received
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,7 @@ _HEADS = {"batch": "Q0 K0 V0 Out0", "heads": "Q1 K1 V1 Out1", "rows": "Q2 Out2"}
 _DECODE = {"batch": 8, "heads": 32, "groups": 8, "seq": 4096, "dim": 64}
 _DECODE_HEADS = "Q1 K2 V2 Out1"
 _STATES = "the states of online softmax (maximum, sum, output) of every query are combined, not the keys gathered"
+_HANDED_ON = "every device starts from what those before it come to: the states of all are gathered"
 _DECODE_STATES = 8 * 32 * (64 + 2)
 
 
@@ -212,6 +223,7 @@ def _scalars() -> Iterator[PlanCase]:
     k = ("A1 B1", _PARTIAL, 4096 * 1024)
     yield _case("scalars", grouped_matmul_rows, groups, columns="B2 C1", K=k)
     yield _case("scalars", padded_grouped_matmul, groups, rows="A0 group_of0 C0", columns="B2 C1", K=k)
+    yield _case("scalars", scaled_grouped_matmul, groups, rows="A0 group_of0 C0", columns="B2 C1", K=k)
     yield _case(
         "scalars", scaled_mean_matmul, _MNK, rows="A0 C0", columns="B1 bias0 C1", K=("A1 B0", _PARTIAL, _SQUARE)
     )
@@ -240,6 +252,15 @@ def _combined() -> Iterator[PlanCase]:
     yield _case("carried", flash_attention, _ATTENTION, keys=("K2 V2", _STATES, state))
     yield _case("carried", grouped_decode, _DECODE, keys=("K1 V1", _STATES, _DECODE_STATES))
     yield _case("carried", split_decode, _DECODE, keys=("K1 V1 lse2 partial2", _STATES, _DECODE_STATES))
+    linear = {"batch": 4, "heads": 16, "length": 4096, "key_dim": 64, "value_dim": 64, "chunk": 64}
+    for decay in (None, 0.99):
+        yield _case(
+            "carried",
+            linear_attention,
+            {**linear, "decay": decay},
+            heads="Q2 K2 V2 Out2 H1",
+            sequence=("Q1 K1 V1 Out1", _HANDED_ON, 0, 0, 4 * 16 * (64 * 64 + (decay is not None))),
+        )
     yield _case("carried", online_softmax, {"M": 4096, "N": 4096}, rows="X0 Y0", columns=("X1 Y1", _STATES, 2 * 4096))
 
 
@@ -256,6 +277,19 @@ def _unused() -> Iterator[PlanCase]:
     yield _case("unused", add_bias, {"M": _BIG, "N": _BIG}, small="A0 bias0 C0")
 
 
+def _neighbourhoods() -> Iterator[PlanCase]:
+    """Windows around tiles; tables and bins that are indexed by data."""
+    margin = "2 rows of the next tile, and one as tiles of 2050 rows are longer than those of 2048"
+    image = {"height": _BIG + 2, "width": _BIG + 2}
+    yield _case("neighbours", filter_2d, image, rows=("A0 out0", margin, 0, 3 * (_BIG + 2) * 4))
+    sliding = {"seq": 16384, "dim": 64, "window": 512}
+    rows = ("Q0 K0 V0 Out0", "the keys and values just before the tile's", 0, 2 * 512 * 64 * 4)
+    yield _case("neighbours", sliding_attention, sliding, rows=rows)
+    words = {"tokens": 2048, "vocabulary": 65536, "features": 512}
+    rows = ("table0", "all devices' rows of the result are summed", 2048 * 512)
+    yield _case("neighbours", embedding, words, vocabulary=rows)
+
+
 CASES: tuple[PlanCase, ...] = (
     *_of_the_catalogue(),
     *_key_heads(),
@@ -266,4 +300,5 @@ CASES: tuple[PlanCase, ...] = (
     *_schedules(),
     *_combined(),
     *_unused(),
+    *_neighbourhoods(),
 )

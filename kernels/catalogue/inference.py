@@ -15,6 +15,7 @@ from kernels.grouped_query import (
     split_decode,
     split_decode_reference,
 )
+from kernels.linear_attention import linear_attention, linear_attention_reference
 from kernels.matmul import matmul_reference
 from kernels.quantized import (
     block_scaled_matmul,
@@ -33,6 +34,11 @@ _HEADS = (
     {"batch": 2, "heads": 8, "groups": 4, "seq": 16, "dim": 8},
     {"batch": 3, "heads": 6, "groups": 3, "seq": 13, "dim": 5},
     {"batch": 1, "heads": 4, "groups": 1, "seq": 7, "dim": 8},
+)
+_SEQUENCES = (
+    {"batch": 2, "length": 16, "heads": 4, "key_dim": 8, "value_dim": 4},
+    {"batch": 3, "length": 12, "heads": 3, "key_dim": 5, "value_dim": 7},
+    {"batch": 1, "length": 4, "heads": 1, "key_dim": 3, "value_dim": 2},
 )
 _GROUPED_K = ({"M": 24, "N": 48, "K": 48}, {"M": 13, "N": 30, "K": 24}, {"M": 3, "N": 5, "K": 8})
 _NK = ({"N": 24, "K": 48}, {"N": 13, "K": 24}, {"N": 3, "K": 8})
@@ -113,6 +119,21 @@ INFERENCE_CASES: tuple[KernelCase, ...] = (
         ),
         ("lse", "partial", "Out"),
     ),
+    *(
+        KernelCase(
+            name,
+            partial(linear_attention, chunk=4, decay=decay),
+            partial(linear_attention_reference, decay=decay),
+            _SEQUENCES,
+            tensors(
+                normal("batch length heads key_dim"),
+                normal("batch length heads key_dim"),
+                normal("batch length heads value_dim"),
+            ),
+            ("Out", "H"),
+        )
+        for name, decay in (("linear_attention", None), ("retention", 0.75))
+    ),
     KernelCase(
         "expert_mlp",
         partial(sparse.expert_mlp, **_BLOCKS),
@@ -183,6 +204,14 @@ INFERENCE_CASES: tuple[KernelCase, ...] = (
         partial(sparse.padded_grouped_matmul_reference, block=8),
         _EXPERTS,
         tensors(normal("rows K"), normal("groups K N"), integers("rows/8", 0, "groups")),
+        ("C",),
+    ),
+    KernelCase(
+        "scaled_grouped_matmul",
+        partial(sparse.scaled_grouped_matmul, **_BLOCKS),
+        partial(sparse.scaled_grouped_matmul_reference, block=8),
+        _EXPERTS,
+        tensors(normal("rows K"), normal("groups K N"), integers("rows/8", 0, "groups"), uniform("groups", 0.5, 2.0)),
         ("C",),
     ),
     _product(schedules.hinted_matmul),

@@ -7,7 +7,7 @@ elements stand for, so that it can be sharded, reduced and reduce-scattered like
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm import tirx
 
@@ -15,10 +15,11 @@ from mesh_tensor.rules.kernel.factors import Blocked, Factor
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
 from mesh_tensor.rules.kernel.padding import ANYTHING, ZERO, content_past_the_end, takes_whole_blocks
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
-from mesh_tensor.rules.kernel.statements import Statement, body_statements
+from mesh_tensor.rules.kernel.statements import OWN_ATTR, Statement, body_statements
 from mesh_tensor.rules.kernel.workspaces import workspace_dims
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.effects import written
+from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.rewrite import block_like, region_call, replace_block, sequence, tile_op
 from mesh_tensor.tir.user_reports import is_print, message_only, printed_buffers
 
@@ -40,6 +41,24 @@ class Workspace:
     def restore(self) -> tirx.Stmt:
         return self._move(to_workspace=False)
 
+    def into(self, on_chip: tirx.Buffer) -> Workspace:
+        """The same tensor for another on-chip buffer."""
+        return replace(self, on_chip=on_chip)
+
+    def of_dims(self, kept: Sequence[int], on_chip: tirx.Buffer) -> Workspace:
+        """A tensor of some of the dims only."""
+        one, zero = tirx.IntImm("int32", 1), tirx.IntImm("int32", 0)
+        shape = [self.buffer.shape[d] for d in kept] or [one]
+        handle, buffer = make_param(str(self.buffer.name), shape, self.buffer.dtype)
+        return Workspace(
+            buffer,
+            handle,
+            tuple(self.factors[d] for d in kept) or (None,),
+            on_chip,
+            tuple(self.mins[d] for d in kept) or (zero,),
+            tuple(self.extents[d] for d in kept) or (one,),
+        )
+
     def _move(self, *, to_workspace: bool) -> tirx.Stmt:
         zeros = [tirx.IntImm("int32", 0)] * len(self.on_chip.shape)
         if self.on_chip.scope() == "local.var":
@@ -57,24 +76,24 @@ def cut(analysis: Analysis, at: int, suffix: str) -> tuple[tirx.PrimFunc, tirx.P
     Raises Blocked where something live can't be carried over."""
     kernel = analysis.kernel
     stmts = body_statements(kernel.root.body)
-    _check_binds(kernel.statements, at)
-    live = [r for r in analysis.coordinates.ranges.all if not r.is_param and _is_live(r, at)]
+    live = [r for r in analysis.coordinates.ranges.all if not r.is_param and is_live(r, at)]
     if len({r.buffer for r in live}) < len(live):
         raise Blocked("a buffer has two values at the point where the kernel would be cut")
     workspaces, again = [], []
     idle: set[tirx.Stmt] = set()
     for live_range in live:
-        copy = _reload(live_range, analysis, at)
+        copy = reload(live_range, analysis, at)
         if copy is not None:
             again.append(copy)
             if not any(s.top < at for s, _ in live_range.reads):
                 idle.add(copy)
         else:
-            _check_padding(live_range, analysis)
-            workspaces.append(_workspace(live_range, analysis, suffix))
+            check_padding(live_range, analysis)
+            workspaces.append(make_workspace(live_range, analysis, suffix))
+    bound = _bound_again(analysis, at, [*again, *stmts[at:]])
     before = [stmt for stmt in stmts[:at] if stmt not in idle]
-    first = _part(analysis, [*before, *(w.save() for w in workspaces)], workspaces)
-    second = _part(analysis, [*again, *(w.restore() for w in workspaces), *stmts[at:]], workspaces)
+    first = part_of(analysis, [*before, *(w.save() for w in workspaces)], workspaces)
+    second = part_of(analysis, [*bound, *again, *(w.restore() for w in workspaces), *stmts[at:]], workspaces)
     second = _without_lost_prints(second, analysis, at)
     return first, second, workspaces
 
@@ -99,7 +118,8 @@ def _without_lost_prints(part: tirx.PrimFunc, analysis: Analysis, at: int) -> ti
     return tirx.PrimFunc(params, body, part.ret_type, buffer_map)
 
 
-def _is_live(live_range: LiveRange, at: int) -> bool:
+def is_live(live_range: LiveRange, at: int) -> bool:
+    """Whether what a buffer holds before a top-level statement may be used from there on."""
     written_before = any(s.top < at for s, _ in live_range.writes)
     used_after = any(s.top >= at for s, _ in live_range.reads) or any(
         s.top >= at and s.op is not None and not s.fresh for s, _ in live_range.writes
@@ -108,7 +128,8 @@ def _is_live(live_range: LiveRange, at: int) -> bool:
     return written_before and (used_after or partly_written)
 
 
-def _check_binds(statements: Sequence[Statement], at: int) -> None:
+def check_binds(statements: Sequence[Statement], at: int) -> None:
+    """Raises Blocked for scalars that are loaded before the cut."""
     for statement in statements:
         if isinstance(statement.node, tirx.Bind) and statement.top < at and len(statement.loops) == 0:
             raise Blocked(f"{statement.node.var.name} is loaded before the point where the kernel would be cut")
@@ -120,7 +141,36 @@ def _check_binds(statements: Sequence[Statement], at: int) -> None:
             raise Blocked(f"{statement.node.var.name} is loaded before the point where the kernel would be cut")
 
 
-def _check_padding(live_range: LiveRange, analysis: Analysis) -> None:
+def _bound_again(analysis: Analysis, at: int, after: Sequence[tirx.Stmt]) -> list[tirx.Stmt]:
+    """The scalars of whole programs that are bound before the cut and used `after` it, from what is the same there.
+
+    Raises Blocked where what they are loaded from is written, or is on chip."""
+    kernel, again = analysis.kernel, list[tirx.Stmt]()
+    needed = {var for stmt in after for var in _variables(stmt)}
+    binds = [s for s in kernel.statements if isinstance(s.node, tirx.Bind) and s.top < at and not s.conditions]
+    for statement in reversed([s for s in binds if all(loop.kind == "grid" for loop in s.loops)]):
+        if statement.node.var not in needed:
+            continue
+        sources = [access.buffer for access in statement.reads]
+        if statement.unknown or any(not kernel.is_param(b) or analysis.written(b.name) for b in sources):
+            raise Blocked(f"{statement.node.var.name} is loaded before the point where the kernel would be cut")
+        needed |= _variables(statement.node)
+        again.insert(0, statement.node)
+    return again
+
+
+def _variables(stmt: tirx.Stmt) -> set[tirx.Var]:
+    return set(nodes(stmt, tirx.Var))
+
+
+def check_blocks(states: Sequence[tirx.Buffer]) -> None:
+    """Raises Blocked for states that are single variables."""
+    for buffer in states:
+        if buffer.scope() == "local.var":
+            raise Blocked(f"{buffer.name} is a variable: states in buffers are combined")
+
+
+def check_padding(live_range: LiveRange, analysis: Analysis) -> None:
     """Where blocks reach past a dim's end, a workspace reads as 0: what was there may not count, or has to be 0."""
     for dim in range(len(live_range.buffer.shape)):
         entry = analysis.coordinates.of_node((live_range, dim))
@@ -131,7 +181,7 @@ def _check_padding(live_range: LiveRange, analysis: Analysis) -> None:
             raise Blocked(f"what {live_range.buffer.name} holds past its end may count where the kernel would be cut")
 
 
-def _reload(live_range: LiveRange, analysis: Analysis, at: int) -> tirx.Stmt | None:
+def reload(live_range: LiveRange, analysis: Analysis, at: int) -> tirx.Stmt | None:
     """The copy that filled the buffer, if repeating it after the cut gives the same: then no workspace is needed."""
     before = [s for s, _ in live_range.writes if s.top < at]
     if len(before) != 1 or not isinstance(before[0].tile_op, tile_ops.Copy) or before[0].conditions:
@@ -144,11 +194,26 @@ def _reload(live_range: LiveRange, analysis: Analysis, at: int) -> tirx.Stmt | N
     return before[0].node
 
 
-def _workspace(live_range: LiveRange, analysis: Analysis, suffix: str) -> Workspace:
+def make_workspace(live_range: LiveRange, analysis: Analysis, suffix: str) -> Workspace:
+    """A workspace for what a live range holds."""
     buffer, dims = live_range.buffer, workspace_dims(live_range, analysis)
     handle, workspace = make_param(f"{buffer.name}_{suffix}", [dim.size for dim in dims], buffer.dtype)
     factors, mins = tuple(dim.factor for dim in dims), tuple(dim.start for dim in dims)
     return Workspace(workspace, handle, factors, buffer, mins, tuple(dim.extent for dim in dims))
+
+
+def with_leading_dim(workspace: Workspace, size: int, at: tirx.PrimExpr) -> Workspace:
+    """A workspace for so many of the same, of which one is at a place."""
+    one, name = tirx.IntImm("int32", 1), str(workspace.buffer.name)
+    handle, buffer = make_param(name, [tirx.IntImm("int32", size), *workspace.buffer.shape], workspace.buffer.dtype)
+    return replace(
+        workspace,
+        buffer=buffer,
+        handle=handle,
+        factors=(None, *workspace.factors),
+        mins=(at, *workspace.mins),
+        extents=(one, *workspace.extents),
+    )
 
 
 def make_param(name: str, shape: Sequence, dtype: str) -> tuple[tirx.Var, tirx.Buffer]:
@@ -162,19 +227,25 @@ def make_param(name: str, shape: Sequence, dtype: str) -> tuple[tirx.Var, tirx.B
     return tirx.Var(f"{name}_handle", "handle"), buffer
 
 
-def _part(analysis: Analysis, stmts: list[tirx.Stmt], workspaces: list[Workspace]) -> tirx.PrimFunc:
-    """A function with these statements as its kernel's body and only the parameters that they use."""
+def part_of(
+    analysis: Analysis, stmts: list[tirx.Stmt], workspaces: list[Workspace], more: Sequence[tirx.Buffer] = ()
+) -> tirx.PrimFunc:
+    """A function with these statements as its kernel's body, only the parameters that they use, and `more` on-chip
+    buffers."""
     kernel = analysis.kernel
     func = kernel.func
     body = sequence(stmts)
     used = _used(body)
     allocs = [b for b in kernel.root.alloc_buffers if b in used]
-    block = block_like(kernel.root, body, allocs)
+    block = block_like(kernel.root, body, [*allocs, *more])
     buffer_map = {p: b for p, b in func.buffer_map.items() if b in used}
     buffer_map |= {w.handle: w.buffer for w in workspaces}
     params = [p for p in func.params if p in buffer_map or p not in func.buffer_map]
     params = [p for p in params if p not in {w.handle for w in workspaces}] + [w.handle for w in workspaces]
-    return tirx.PrimFunc(params, replace_block(func.body, block, {}), func.ret_type, buffer_map)
+    made = tirx.PrimFunc(params, replace_block(func.body, block, {}), func.ret_type, buffer_map)
+    names = {str(buffer.name) for buffer in buffer_map.values()}
+    own = {name: op for name, op in kernel.own.items() if name in names}
+    return made.with_attr(OWN_ATTR, own) if own else made
 
 
 def _used(body: tirx.Stmt) -> set[tirx.Buffer]:

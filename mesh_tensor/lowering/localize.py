@@ -16,12 +16,15 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
-from mesh_tensor.rules.kernel.statements import Access, Statement, split_update
+from mesh_tensor.rules.kernel.statements import RESUMED, Access, Statement, split_update
 from mesh_tensor.tir import tile_ops
+from mesh_tensor.tir.constants import neutral_element
 from mesh_tensor.tir.effects import changes_nothing, op_name
 from mesh_tensor.tir.fused_loops import fuse
 from mesh_tensor.tir.linear import as_expr, vars_of
+from mesh_tensor.tir.one_iteration import collapse
 from mesh_tensor.tir.rewrite import block_like, loop_like, replace_block
+from mesh_tensor.tir.short_loops import shorten
 from mesh_tensor.tir.tile_position import resolve
 from mesh_tensor.tir.user_reports import assert_call, is_print
 
@@ -90,7 +93,8 @@ def localize(
     layouts: Mapping[str, Sharding],
 ) -> tuple[tirx.PrimFunc, tuple[str, ...]]:
     """The local kernel and the axes it wants to know: its parameters are the kernel's own (as tiles), then this
-    device's coordinate on each of the axes. Parameters that nothing uses come in tiles of their `layouts`.
+    device's coordinate on each of the axes. Parameters that nothing uses come in tiles of their `layouts`, and dims in
+    the windows that these have.
 
     Raises `Blocked` (rules.factors) where a split turns out not to be expressible."""
     return _Localizer(analysis, splits, coordinates, layouts).run(name)
@@ -122,7 +126,7 @@ class _Localizer:
         body = self._visit(root.body)
         allocs = [self.shrink.buffer(b) for b in root.alloc_buffers]
         block = block_like(root, body, allocs, annotations=self._annotations(root))
-        new_body = fuse(replace_block(func.body, block, self.shrink.extents))
+        new_body = collapse(shorten(fuse(replace_block(func.body, block, self.shrink.extents))))
         new_body = resolve(new_body, self.device.__getitem__)
         buffer_map = {p: self.shrink.buffer(b) for p, b in func.buffer_map.items()}
         axes = self.device.mentioned_in(new_body)
@@ -157,10 +161,13 @@ class _Localizer:
             self.around.append(stmt.loop_var)
             body = self._visit(stmt.body)
             self.around.pop()
-            return loop_like(stmt, extent, body, start=rewrite(stmt.min))
+            return _unmarked(loop_like(stmt, extent, body, start=rewrite(stmt.min)))
         if isinstance(stmt, tirx.IfThenElse):
+            condition = self.values.uncertain(rewrite(stmt.condition))
+            if condition is None:
+                return self._visit(stmt.then_case)
             otherwise = None if stmt.else_case is None else self._visit(stmt.else_case)
-            return tirx.IfThenElse(rewrite(stmt.condition), self._visit(stmt.then_case), otherwise)
+            return tirx.IfThenElse(condition, self._visit(stmt.then_case), otherwise)
         if isinstance(stmt, tirx.SBlockRealize):
             allocs = [self.shrink.buffer(b) for b in stmt.block.alloc_buffers]
             block = block_like(stmt.block, self._visit(stmt.block.body), allocs)
@@ -194,12 +201,20 @@ class _Localizer:
         indices = self.values.indices(statement.target)
         buffer = self.shrink.buffer(stmt.buffer)
         op, operand = split_update(stmt)
+        operand = self.once.started(statement, operand)
         if op is None:
-            value = self.once.value(statement, self.values.rewrite(operand))
+            value = self._owned(statement, self.once.value(statement, self.values.rewrite(operand)), "sum")
             return tirx.BufferStore(buffer, value, indices)
         operand = self.once.value(statement, self.masks.value(statement, self.values.rewrite(operand)), op)
+        operand = self._owned(statement, operand, op)
         current = tirx.BufferLoad(buffer, indices)
         return tirx.BufferStore(buffer, _combine(stmt.value, current, operand), indices)
+
+    def _owned(self, statement: Statement, value: tirx.PrimExpr, op: str) -> tirx.PrimExpr:
+        """The value on the device that has what is looked up for it; what is neutral on the others."""
+        for condition in self.values.owned(statement):
+            value = tirx.if_then_else(condition, value, neutral_element(op, value.dtype))
+        return value
 
     # -- accesses outside the tile ---------------------------------------------------------------------------------
 
@@ -237,6 +252,14 @@ class _Localizer:
         return bool(vars_of(untyped, {}) & self.values.block_offsets.keys())
 
 
+def _unmarked(loop: tirx.For) -> tirx.For:
+    """The loop without what only analysis looks at."""
+    if RESUMED not in loop.annotations:
+        return loop
+    marks = {key: value for key, value in loop.annotations.items() if key != RESUMED}
+    return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, loop.body, loop.thread_binding, marks)
+
+
 def _combine(original: tirx.PrimExpr, current: tirx.PrimExpr, operand: tirx.PrimExpr) -> tirx.PrimExpr:
     """`current op operand` with the operation of the original store's value."""
     if isinstance(original, tirx.Call):
@@ -255,7 +278,7 @@ class _LoopExtents:
         """The extent of a loop inside the loops `around`."""
         known = self._shrink.extents.get(loop.loop_var)
         if known is not None:
-            return known
+            return self._within(loop.loop_var, known)
         extent = self._values.rewrite(loop.extent)
         depends_on = self._taints([loop.min, loop.extent])
         for split in self._splits:
@@ -263,6 +286,15 @@ class _LoopExtents:
                 here = form.terms and form.terms.keys() <= set(around)
                 if here and depends_on & form.terms.keys() and not (split.even and self._shrink.fits(form, split)):
                     extent = tirx.if_then_else(as_expr(form) < split.valid, extent, tirx.const(0, extent.dtype))
+        return extent
+
+    def _within(self, var: tirx.Var, extent: tirx.PrimExpr) -> tirx.PrimExpr:
+        """A loop that carries a state in order ends with what is valid: nothing is taken over from padding."""
+        for split in self._splits:
+            scan = self._analysis.reductions[split.factor].scan
+            if scan is not None and scan.loop.var.same_as(var) and not split.even:
+                step = split.factor.roles[var]
+                extent = tirx.min(tirx.floordiv(split.valid + (step - 1), step), extent)
         return extent
 
     def _taints(self, exprs: Sequence[tirx.PrimExpr]) -> set[tirx.Var]:

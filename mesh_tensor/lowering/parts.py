@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from tvm import tirx
 
+from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Blocked, Factor
+from mesh_tensor.rules.kernel.scans import Scan
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
 
+from .combine import combine, live_states
 from .cut import Workspace, cut
 from .decide import decide_part
 from .original_dims import with_original_dims
+from .scan import resume
 from .stages import Part, Parts, Ruled, Shape, Unsplittable
 
 _MOST_PARTS = 16
@@ -33,11 +39,22 @@ def cut_up(ruled: Ruled, part: Part, whole: Mapping[Dim, str]) -> Parts | Unspli
         cuts += 1
         if cuts > _MOST_PARTS:
             return Unsplittable(factor, f"it would cut the kernel into more than {_MOST_PARTS} parts")
+        scan = _scan(current.analysis, factor)
+        if scan is not None and scan.top == at and current.analysis.reductions[factor].cut != at:
+            try:
+                todo[:0] = _resumed(ruled, current, factor, scan, names, whole, f"w{cuts}")
+            except Blocked as error:
+                return Unsplittable(factor, str(error))
+            continue
+        scaled = [f for f in _split_factors(ruled, current) if live_states(current.analysis.reductions[f].states, at)]
         try:
+            if scaled:
+                todo[:0] = _combined(ruled, current, scaled, at, names, whole, f"w{cuts}")
+                continue
             first, second, workspaces = cut(current.analysis, at, f"w{cuts}")
         except Blocked as error:
-            return Unsplittable(factor, str(error))
-        names.add(workspaces, current.analysis)
+            return Unsplittable((scaled or [factor])[0], str(error))
+        names.add(workspaces)
         halves = [_decided(ruled, half, current, names, whole) for half in (first, second)]
         if any(halves[0].analysis.read(workspace.buffer.name) for workspace in workspaces):
             return Unsplittable(factor, "not all of what is live at the cut is certainly saved")
@@ -47,20 +64,100 @@ def cut_up(ruled: Ruled, part: Part, whole: Mapping[Dim, str]) -> Parts | Unspli
 
 def _first_cut(ruled: Ruled, part: Part) -> tuple[int, Factor] | None:
     """The top-level statement before which the part is cut first, and the factor for which it is."""
-    cuts = {
-        reduction.cut: factor
-        for factor, reduction in part.analysis.reductions.items()
-        if reduction.cut is not None
-        and any(ruled.kernel.mesh.size(axis) > 1 for axis in part.assignment.axes_of(factor))
-    }
+    cuts: dict[int, Factor] = {}
+    for factor in _split_factors(ruled, part):
+        if (scan := _scan(part.analysis, factor)) is not None:
+            cuts.setdefault(scan.top, factor)
+        if (at := part.analysis.reductions[factor].cut) is not None:
+            cuts[at] = factor
     return min(cuts.items(), key=lambda cut: cut[0]) if cuts else None
 
 
-def _decided(ruled: Ruled, func: tirx.PrimFunc, whole_part: Part, names: _Names, whole: Mapping[Dim, str]) -> Part:
-    """A part keeps the axes of the factors that it has; axes whose factor is gone are free again."""
-    analysis = analyse(func)
-    fixed: dict[str, Factor | None] = {}
+def _split_factors(ruled: Ruled, part: Part) -> list[Factor]:
+    """The factors that are split over more than one device."""
+    size, axes_of = ruled.kernel.mesh.size, part.assignment.axes_of
+    return [f for f in part.analysis.reductions if any(size(axis) > 1 for axis in axes_of(f))]
+
+
+def _scan(analysis: Analysis, factor: Factor) -> Scan | None:
+    """What a loop over the factor carries in order, if devices don't resume it already."""
+    scan = analysis.reductions[factor].scan
+    return None if scan is None or scan.is_resumed else scan
+
+
+def _resumed(
+    ruled: Ruled, part: Part, factor: Factor, scan: Scan, names: _Names, whole: Mapping[Dim, str], suffix: str
+) -> list[Part]:
+    """The parts of a kernel with a loop that devices resume from each other.
+
+    Raises Blocked where its state can't be told from the rest."""
+    if ruled.kernel.reading.over_tiles:
+        raise Blocked("states of a kernel over tiles are not handed on")
+    axes = part.assignment.axes_of(factor)
+    made = resume(part.analysis, scan, math.prod(ruled.kernel.mesh.size(axis) for axis in axes), suffix)
+    names.add([*made.totals, *made.starts, *made.ends])
+    first = _decided(ruled, made.first, part, names, whole)
+    second = _decided(ruled, made.second, part, names, whole, dict.fromkeys(axes))
+    rest = _decided(ruled, made.rest, part, names, whole)
+    for workspace in made.totals:
+        _spread(first.assignment.produced, workspace, axes)
+    for workspace in made.starts:
+        _spread(rest.assignment.needed, workspace, axes)
+    return [first, second, rest]
+
+
+def _spread(layouts: dict[str, Sharding], workspace: Workspace, axes: tuple[str, ...]) -> None:
+    """Every device along the axes has one of the workspace's first dim."""
+    name = str(workspace.buffer.name)
+    mesh, ndim = layouts[name].mesh, len(workspace.buffer.shape)
+    shards = {axis: dim for axis in mesh if (dim := layouts[name].dim_of(axis)) is not None}
+    layouts[name] = Sharding.make(mesh, ndim, {**shards, **dict.fromkeys(axes, 0)}, name=name)
+
+
+def _combined(
+    ruled: Ruled, part: Part, factors: list[Factor], at: int, names: _Names, whole: Mapping[Dim, str], suffix: str
+) -> list[Part]:
+    """The parts of a kernel that is cut where a state is live: the axes that split its factor split the states of the
+    devices between the first and the second.
+
+    Raises Blocked where something can't be carried over."""
+    factor, *others = factors
+    if others or ruled.kernel.reading.over_tiles:
+        why = "of a kernel over tiles" if not others else "that are split along two dims"
+        raise Blocked(f"states {why} are not combined")
+    axes = part.assignment.axes_of(factor)
+    devices = math.prod(ruled.kernel.mesh.size(axis) for axis in axes)
+    states = live_states(part.analysis.reductions[factor].states, at)
+    made = combine(part.analysis, states, at, devices, suffix)
+    names.add([*made.own, *made.shared])
+    first = _decided(ruled, made.loop, part, names, whole)
+    analysis = analyse(made.combine)
+    factor_of_devices = analysis.factor_of(str(made.own[0].buffer.name), 0)
+    middle = _decided(ruled, made.combine, part, names, whole, dict.fromkeys(axes, factor_of_devices), analysis)
+    for workspace in made.own:
+        _spread(first.assignment.produced, workspace, axes)
+    return [first, middle, _decided(ruled, made.rest, part, names, whole)]
+
+
+def _decided(
+    ruled: Ruled,
+    func: tirx.PrimFunc,
+    whole_part: Part,
+    names: _Names,
+    whole: Mapping[Dim, str],
+    known: Mapping[str, Factor | None] = MappingProxyType({}),
+    analysis: Analysis | None = None,
+) -> Part:
+    """A part keeps the axes of the factors that it has; axes whose factor is gone are free again. `known`: what else
+    axes split."""
+    if analysis is None:
+        analysis = analyse(func)
+        if ruled.kernel.reading.over_tiles:
+            analysis = analysis.over_tiles()
+    fixed: dict[str, Factor | None] = dict(known)
     for axis, factor in whole_part.assignment.axes.items():
+        if axis in fixed:
+            continue
         if factor is not None and (same := [f for f in analysis.factors if names.of(f) & names.of(factor)]):
             fixed[axis] = max(same, key=lambda f: len(f.dims))
     return decide_part(ruled, analysis, whole, fixed)
@@ -81,22 +178,15 @@ class _Names:
     def of(self, factor: Factor) -> set[Dim]:
         return {self.same.get(dim, dim) for dim in factor.dims}
 
-    def add(self, workspaces: list[Workspace], analysis: Analysis) -> None:
+    def add(self, workspaces: Iterable[Workspace]) -> None:
         """Note where the dims of workspaces come from."""
         for workspace in workspaces:
             name, shape = workspace.buffer.name, list(workspace.buffer.shape)
             for dim, factor in enumerate(workspace.factors):
-                if factor is None and self.ruled.kernel.reading.over_tiles:
-                    factor = _walked_by(workspace.mins[dim], analysis)
                 if factor is not None:
                     self.same[(name, dim)] = min(self.of(factor))
                     shape[dim] = global_size(factor, self.shapes)
             self.shapes[name] = tuple(shape)
-
-
-def _walked_by(position: tirx.PrimExpr, analysis: Analysis) -> Factor | None:
-    """The factor of which a grid's variable is a coordinate: such a dim of a workspace is that of a tile, too."""
-    return next((f for f in analysis.factors if isinstance(position, tirx.Var) and f.roles.get(position) == 1), None)
 
 
 def global_size(factor: Factor, shapes: Mapping[str, Shape]) -> tirx.PrimExpr:

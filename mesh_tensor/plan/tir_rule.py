@@ -14,8 +14,10 @@ from tvm.tirx.stmt_functor import substitute
 
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.window import Reaches
 from mesh_tensor.rules.kernel.factors import Factor
 from mesh_tensor.rules.kernel.index_values import detached_indices, without_loads
+from mesh_tensor.rules.kernel.live_ranges import LiveRange
 from mesh_tensor.rules.kernel.normalize import normalize
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
 from mesh_tensor.rules.kernel.statements import Statement
@@ -96,9 +98,19 @@ def rule_of_analysis(
         {factor: op for ops in reversed(partial) for factor, op in ops.items()},
         tuple(partial),
         blocks={factor.name: factor.block for factor in factors if factor.aligned is not None},
+        first={factor.name: factor.block for factor in factors if factor.first is not None},
         inner=tuple(one for factor in factors for one in _inner(factor, analysis, sizes)),
+        windows=dict(_windows(inputs, factors, analysis)),
         masks=True,
     )
+
+
+def _windows(
+    inputs: Sequence[str], factors: Collection[Factor], analysis: Analysis
+) -> Iterator[tuple[tuple[int, int], Reaches]]:
+    for (param, dim), (factor, reaches) in analysis.windows.items():
+        if factor in factors and param in inputs:
+            yield (inputs.index(param), dim), reaches
 
 
 def known_size(size: tirx.PrimExpr | int, sizes: Sizes) -> tirx.PrimExpr | int:
@@ -178,15 +190,23 @@ def _partial_ops(param: str, factors: Collection[Factor], analysis: Analysis) ->
 def _inner(factor: Factor, analysis: Analysis, sizes: Sizes) -> Iterator[InnerReduction]:
     """What is completed inside the kernel after the factor was split."""
     reduction = analysis.reductions[factor]
+    for part in () if reduction.scan is None else reduction.scan.carried:
+        yield _inner_value(factor, "scan", part.held, analysis, sizes, ends=False)
     if reduction.cut is None:
         return
     rest = [statement for statement in analysis.kernel.statements if statement.top >= reduction.cut]
     ends = not any(analysis.coordinates.walks(access, factor) for s in rest for access in s.accesses)
     for live_range in reduction.completed:
-        dims = workspace_dims(live_range, analysis)
-        names = tuple(None if dim.factor is None else dim.factor.name for dim in dims)
-        shape = tuple(typical_size(dim.size, sizes) for dim in dims)
-        yield InnerReduction(factor.name, reduction.partial[live_range], names, shape, live_range.buffer.dtype, ends)
+        yield _inner_value(factor, reduction.partial[live_range], live_range, analysis, sizes, ends=ends)
+
+
+def _inner_value(
+    factor: Factor, op: str, live_range: LiveRange, analysis: Analysis, sizes: Sizes, *, ends: bool
+) -> InnerReduction:
+    dims = workspace_dims(live_range, analysis)
+    names = tuple(None if dim.factor is None else dim.factor.name for dim in dims)
+    shape = tuple(typical_size(dim.size, sizes) for dim in dims)
+    return InnerReduction(factor.name, op, names, shape, live_range.buffer.dtype, ends)
 
 
 def _linear(analysis: Analysis, inputs: list[str]) -> tuple[frozenset[int], ...]:

@@ -58,13 +58,15 @@ def test_mean_numbers(mesh, dim, sizes):
 # -- clause 8 ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_running_maximum_keeps_its_factor_whole():
-    func = online_softmax(16, 64, 8, 16)
-    rule = mt.sharding_rule(func)
-    assert "row_max inside the loop that is still adding to it" in rule.factors["n"]
-    result = lowered(func, {"x": 2}, {"X": {"x": 1}, "Y": {"x": 1}})
-    assert outline(result) == ["all_gather(X, dim 1, x)", "kernel(X.1, Y)", "slice(Y, dim 1, x)"]
-    assert set(result.whole) == {("X", 1), ("Y", 1)}
+def test_a_running_maximum_and_its_sum_are_exchanged_where_that_is_less():
+    """Else their factor is whole."""
+    rows, layouts = 16, {"X": {"x": 1}, "Y": {"x": 1}}
+    assert mt.sharding_rule(online_softmax(rows, 64, 8, 16)).factors["n"] == "max, sum"
+    short = outline(lowered(online_softmax(rows, 64, 8, 16), {"x": 2}, layouts))
+    assert short == ["all_gather(X, dim 1, x)", "kernel(X.1, Y)", "slice(Y, dim 1, x)"]
+    long = outline(lowered(online_softmax(rows, 65536, 8, 1024), {"x": 2}, layouts))
+    kinds = [step.split("(")[0] for step in long]
+    assert kinds == ["kernel", "all_reduce", "kernel", "all_reduce", "kernel"]
 
 
 def test_its_other_factor_is_split_all_the_same():
@@ -122,7 +124,7 @@ def clipped(a):
 def test_carried_numbers(update, reference, dim, devices):
     func = running(update)
     if dim == 1:
-        assert lowered(func, {"x": devices}, {"A": {"x": 1}}).whole
+        assert bool(lowered(func, {"x": devices}, {"A": {"x": 1}}).whole) is (reference is clipped)
     assert_right(func, {"x": devices}, {"A": {"x": dim}}, [torch.randn(8, 24)], reference)
 
 

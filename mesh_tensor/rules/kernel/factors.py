@@ -14,7 +14,8 @@ from tvm import tirx
 class Factor:
     """One iteration dimension. `dims` are the parameters' dims it indexes, `roles` its loop variables with their
     coefficients, `blocked` why it can't be split at all, `aligned` why tiles have to be whole blocks. `lanes` is the
-    reason where a buffer keeps one value per position in a block."""
+    reason where a buffer keeps one value per position in a block, `first` why the first tile has to hold a whole
+    block."""
 
     name: str
     size: tirx.PrimExpr
@@ -23,6 +24,7 @@ class Factor:
     blocked: str | None = None
     aligned: str | None = None
     lanes: str | None = None
+    first: str | None = None
 
     @property
     def block(self) -> int:

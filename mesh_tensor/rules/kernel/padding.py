@@ -102,7 +102,7 @@ def padding_is_neutral(
 
     `past_the_end`: outside the whole dim, where the kernel's own bounds tests fail; else past the end of some tile,
     where nothing is known of them."""
-    padding = _Padding(kernel, coordinates, factor, past_the_end)
+    padding = Padding(kernel, coordinates, factor, past_the_end)
     if padding.is_skipped(statement):
         return True
     record = statement.tile_op  # 0 is neutral for absmax, not for max
@@ -112,7 +112,7 @@ def padding_is_neutral(
 
 def content_past_the_end(live_range: LiveRange, kernel: Kernel, coordinates: Coordinates, factor: Factor) -> Content:
     """What an on-chip buffer holds past the end of the factor's dim."""
-    return _Padding(kernel, coordinates, factor, past_the_end=True).content(live_range)
+    return Padding(kernel, coordinates, factor, past_the_end=True).content(live_range)
 
 
 def is_inside(condition: tirx.PrimExpr, coordinates: list[tuple[Linear, tirx.PrimExpr]], kernel: Kernel) -> bool:
@@ -132,7 +132,9 @@ class _Place:
     form: Linear
 
 
-class _Padding:
+class Padding:
+    """What statements and buffers have at a position outside."""
+
     def __init__(self, kernel: Kernel, coordinates: Coordinates, factor: Factor, past_the_end: bool):
         self.kernel, self.coordinates, self.factor, self.past_the_end = kernel, coordinates, factor, past_the_end
         self.active: set[LiveRange] = set()
@@ -175,7 +177,19 @@ class _Padding:
         walks = self.coordinates.walks(access, self.factor)
         return self.content(self.coordinates.ranges.of(access)) if walks else ANYTHING
 
+    def truth(self, condition: tirx.PrimExpr, statement: Statement) -> bool | None:
+        """A condition's value where a statement is past the end, if that is known."""
+        form = self.coordinates.of_statement(statement).get(self.factor)
+        if form is None:
+            return None
+        inside: tirx.PrimExpr = tirx.const(True, "bool")
+        for loop in statement.loops:
+            inside = tirx.And(inside, tirx.And(loop.var >= loop.min, loop.var < loop.min + loop.extent))
+        with self.kernel.analyzer.constraint_scope(inside):
+            return self._truth(condition, _Place(statement, form))
+
     def content(self, live_range: LiveRange) -> Content:
+        """What an on-chip buffer, or a parameter, has there."""
         if live_range.is_param:
             return ANYTHING if live_range.buffer in self.safe else ZERO
         starts = [s for s, _ in live_range.writes if s.op is None or s.fresh]

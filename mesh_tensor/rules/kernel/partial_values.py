@@ -7,7 +7,7 @@ kernel is cut, and the value completed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tvm import tirx
@@ -19,6 +19,7 @@ from .coordinates import Coordinates
 from .factors import Factor
 from .live_ranges import LiveRange
 from .statements import Access, Kernel, Statement, describe
+from .states import State
 
 #: A statement, and the live range it reads.
 Use = tuple[Statement, LiveRange]
@@ -41,11 +42,23 @@ class PartialValues:
 
     What adds or follows returns why the factor can't be split for what it finds, None if it can."""
 
-    def __init__(self, kernel: Kernel, coordinates: Coordinates, factor: Factor):
+    def __init__(
+        self,
+        kernel: Kernel,
+        coordinates: Coordinates,
+        factor: Factor,
+        states: Sequence[State] = (),
+        explained: Collection[Statement] = (),
+    ):
         self._kernel, self._coordinates, self._factor = kernel, coordinates, factor
         self._partial: dict[LiveRange, _Partial] = {}
         self._accounted: dict[Statement, set[tirx.Var]] = {}
         self._uses: list[Use] = []
+        self._explained = set(explained) | {statement for state in states for statement in state.explained}
+        self._scaled = {live_range for state in states for live_range in state.scaled}
+        for live_range, op in [(r, op) for state in states for r, op in state.ops.items()]:
+            updates = [s for s, _ in live_range.writes if s in self._explained]
+            self._partial[live_range] = _Partial(op, frozenset(), updates)
 
     @property
     def ops(self) -> dict[LiveRange, str]:
@@ -93,11 +106,11 @@ class PartialValues:
         known = -1
         while known < (now := self._contributions()):
             known, self._uses = now, []
-            for statement in self._kernel.statements:
+            for statement in [s for s in self._kernel.statements if s not in self._explained]:
                 for access in statement.reads:
                     if problem := self._follow(statement, access):
                         return problem
-        self._uses += self._other_updates()
+        self._uses += self._other_updates() + self._uses_before_states()
         for statement, live_range in self._uses:
             if self._partial[live_range].outer:
                 return (
@@ -117,7 +130,15 @@ class PartialValues:
             return None
         if problem := self._why_incomplete(statement, live_range, partial):
             return problem
-        if keeps_partial(statement, access, partial.op) and not self._coordinates.walks(statement.target, self._factor):
+        own = None if statement.write is None else self._kernel.own.get(statement.write.buffer.name)
+        if own is not None:
+            return self.add(statement, own, partial.outer) if own else None
+        is_plain = live_range not in self._scaled
+        if (
+            is_plain
+            and keeps_partial(statement, access, partial.op)
+            and not self._coordinates.walks(statement.target, self._factor)
+        ):
             return self._pass_on(statement, partial)
         self._uses.append((statement, live_range))
         return None
@@ -135,7 +156,16 @@ class PartialValues:
             (statement, live_range)
             for live_range, partial in self._partial.items()
             for statement, _ in live_range.writes
-            if statement.op not in (None, partial.op) and not statement.fresh
+            if statement.op not in (None, partial.op) and not statement.fresh and statement not in self._explained
+        ]
+
+    def _uses_before_states(self) -> list[Use]:
+        """What updates of states use that is partial, and no part of the update itself."""
+        return [
+            (statement, live_range)
+            for live_range, partial in self._partial.items()
+            for statement, _ in live_range.reads
+            if statement in self._explained and not self._explained.intersection(partial.contributions)
         ]
 
     def _why_incomplete(self, statement: Statement, live_range: LiveRange, partial: _Partial) -> str | None:

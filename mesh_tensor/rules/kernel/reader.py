@@ -15,7 +15,16 @@ from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.user_reports import assert_call, is_print
 from mesh_tensor.tir.views import left_views
 
-from .statements import Access, Kernel, Loop, Statement, body_statements, buffer_params, split_update
+from .statements import (
+    OWN_ATTR,
+    Access,
+    Kernel,
+    Loop,
+    Statement,
+    body_statements,
+    buffer_params,
+    split_update,
+)
 from .tile_reader import TileReader
 
 
@@ -39,6 +48,7 @@ def read_kernel(func: tirx.PrimFunc) -> Kernel:
         reader.binds,
         {loop.var: loop for statement in reader.statements for loop in statement.loops} | {x.var: x for x in loops},
         reader.analyzer,
+        {str(name): str(op) for name, op in (func.attrs or {}).get(OWN_ATTR, {}).items()},
     )
 
 

@@ -23,7 +23,9 @@ from .index_values import why_whole_blocks, without_loads
 from .live_ranges import LiveRange, Taints
 from .padding import padding_is_neutral, takes_whole_blocks
 from .partial_values import PartialValues, keeps_partial
+from .scans import Scan, find_scan
 from .statements import Access, Kernel, Statement, describe, used_vars
+from .states import State, find_states
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +36,8 @@ class Reduction:
     factor, with their coordinate in it (padding must be neutral there). `gated`: statements whose contribution must
     count on one device only. `cut`: the top-level statement before which the partial values must be completed, None if
     only outputs are partial; `completed` are the live ranges that are used whole. `masked`: False where padding that a
-    block reaches past the tile's end is known to be neutral."""
+    block reaches past the tile's end is known to be neutral. `states`: what loops carry that is combined, but is no
+    plain reduction; `scan`: what one carries in order."""
 
     partial: Mapping[LiveRange, str] = field(default_factory=dict)
     updates: Mapping[Statement, Linear] = field(default_factory=dict)
@@ -42,6 +45,13 @@ class Reduction:
     cut: int | None = None
     completed: tuple[LiveRange, ...] = ()
     masked: bool = True
+    states: tuple[State, ...] = ()
+    scan: Scan | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether devices exchange nothing in the middle of the kernel."""
+        return self.cut is None and self.scan is None
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -50,12 +60,13 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What comes of splitting a factor: `blocked`, `aligned` and `lanes` as in `Factor`, and the reduction (an empty
-    one where nothing may split the factor)."""
+    """What comes of splitting a factor: `blocked`, `aligned`, `lanes` and `first` as in `Factor`, and the reduction (an
+    empty one where nothing may split the factor)."""
 
     blocked: str | None
     aligned: str | None = None
     lanes: str | None = None
+    first: str | None = None
     reduction: Reduction = Reduction()
 
 
@@ -63,7 +74,16 @@ def judge(kernel: Kernel, coordinates: Coordinates, factor: Factor, taints: Tain
     """Check a factor against every statement."""
     if factor.blocked is not None:
         return Verdict(factor.blocked)
-    return _Judgement(kernel, coordinates, factor, taints).verdict()
+    verdict = _Judgement(kernel, coordinates, factor, taints).verdict()
+    if verdict.blocked is None:
+        return verdict
+    if states := find_states(kernel, coordinates, factor):
+        with_states = _Judgement(kernel, coordinates, factor, taints, states).verdict()
+        if with_states.blocked is None:
+            return with_states
+    scan = find_scan(kernel, coordinates, factor)
+    in_order = None if scan is None else _Judgement(kernel, coordinates, factor, taints, (), scan).verdict()
+    return verdict if in_order is None or in_order.blocked is not None else in_order
 
 
 class _Judgement:
@@ -71,10 +91,21 @@ class _Judgement:
 
     `lanes`: accumulators with one value per position in a block, as `sums` in `sums[i] += A[ko * 32 + i]`."""
 
-    def __init__(self, kernel: Kernel, coordinates: Coordinates, factor: Factor, taints: Taints):
+    def __init__(
+        self,
+        kernel: Kernel,
+        coordinates: Coordinates,
+        factor: Factor,
+        taints: Taints,
+        states: tuple[State, ...] = (),
+        scan: Scan | None = None,
+    ):
         self.kernel, self.coordinates, self.factor, self.taints = kernel, coordinates, factor, taints
+        self.states = states
+        self.explained = {statement: state for state in states for statement in state.explained}
+        self.scan, self.in_order = scan, frozenset() if scan is None else scan.body
         self.vars = set(factor.roles)
-        self.partial = PartialValues(kernel, coordinates, factor)
+        self.partial = PartialValues(kernel, coordinates, factor, states, self.in_order)
         self.updates: dict[Statement, Linear] = {}
         self.lanes: dict[LiveRange, None] = {}
         self.gated: list[Statement] = []
@@ -87,13 +118,27 @@ class _Judgement:
             return Verdict(blocked)
         masked = not self._padding_is_neutral(past_the_end=False)
         made = Reduction(
-            self.partial.ops, self.updates, tuple(self.gated), self.partial.cut, self.partial.completed, masked
+            self.partial.ops,
+            self.updates,
+            tuple(self.gated),
+            self.partial.cut,
+            self.partial.completed,
+            masked,
+            self.states,
+            self.scan,
         )
-        return Verdict(None, self.aligned, self.why_lanes, made)
+        return Verdict(None, self.aligned, self.why_lanes, self._first(), made)
+
+    def _first(self) -> str | None:
+        """Why the first tile has to hold the first block: what is taken from the lowest value there is not to be."""
+        names = [part.held.buffer.name for state in self.states if state.guarded for part in state.maxima]
+        return f"{', '.join(names)} may stay at its start in a part of the first block" if names else None
 
     def _obstacles(self) -> Iterator[str]:
         """What keeps the factor from being split: after the first one, nothing is looked at any more."""
         yield from self._mixed_ranges()
+        yield from self._leaks()
+        yield from self._out_of_order()
         forms = {s: self._coordinate(s) for s in self.kernel.statements}
         for statement, form in forms.items():
             if statement.unknown:
@@ -143,6 +188,28 @@ class _Judgement:
             if len(kinds) > 1:
                 yield f"{buffer.name} dim {dim} holds the whole dim in one place and something else in another"
 
+    def _leaks(self) -> Iterator[str]:
+        """What depends on how far a state has come may be used in its update only."""
+        written = {self._range(s.target) for s in self.explained}
+        for state in self.states:
+            for statement, used in state.uses.items():
+                for live_range in used.keys() & written - state.ops.keys():
+                    if statement not in self.explained:
+                        yield f"{describe(statement)} uses {live_range.buffer.name}, which depends on the blocks before"
+
+    def _out_of_order(self) -> Iterator[str]:
+        """A loop that is resumed on every device leaves the state of its own part: nothing else may use that."""
+        if self.scan is None:
+            return
+        self._align(f"{', '.join(self.scan.names)} is carried from block to block")
+        if not self.scan.is_resumed:
+            return
+        for part in self.scan.carried:
+            for statement, access in part.held.reads:
+                own = statement.write is not None and statement.write.buffer.name in self.kernel.own
+                if statement not in self.in_order and not own:
+                    yield f"{describe(statement)} uses {access.buffer.name} after the loop that carries it"
+
     def _untyped_indices(self, statement: Statement) -> Iterator[str]:
         """On-chip dims without a coordinate may be read at places that are loaded, and combined into: at places that
         are computed from the factor's loops, they then have `lanes`, or count whole blocks."""
@@ -157,8 +224,16 @@ class _Judgement:
                         self._align(f"{access.buffer.name} dim {dim} is indexed by {text_of(index)}")
                     elif computed:
                         self.lanes[live_range] = None
+                elif computed and access is not statement.write and self._is_staged(live_range, computed):
+                    self._align(f"{access.buffer.name} dim {dim} is indexed by positions in a block, {text_of(index)}")
                 elif computed or (access is statement.write and self._depends(index)):
                     yield f"{access.buffer.name} dim {dim} is indexed by {text_of(index)}, which depends on the block"
+
+    def _is_staged(self, live_range: LiveRange, computed: set[tirx.Var]) -> bool:
+        """Whether a buffer on chip holds nothing of the factor's tiles, and positions in a block tell where it is read:
+        on whole blocks, a device does what it would do on the whole tensor."""
+        walked = (self.coordinates.of_statement(statement) for statement, _ in live_range.writes)
+        return not computed & self._block_loops and not any(self.factor in places for places in walked)
 
     def _depends(self, index: tirx.PrimExpr) -> bool:
         return bool(vars_of([index], self.kernel.binds) & self.vars)
@@ -175,6 +250,12 @@ class _Judgement:
             return
         scope = {loop.var for loop in self._range(write).scope}
         if set(form.terms) <= scope:
+            return
+        if statement in self.in_order:
+            return
+        if statement in self.explained:
+            if statement in self.explained[statement].neutral:
+                self.updates[statement] = form
             return
         if statement.op is not None and not self._starts_anew(statement, form, scope):
             if problem := self.partial.add(statement, statement.op, form.terms):
@@ -223,7 +304,7 @@ class _Judgement:
     def _repeats(self, statement: Statement, form: Linear | None) -> Iterator[str]:
         """A statement inside loops of the factor that are not its coordinate runs once per block: it must not
         notice."""
-        if statement.write is None:
+        if statement.write is None or statement in self.explained or statement in self.in_order:
             return
         loops = {loop.var for loop in statement.loops if loop.var in self.vars and loop.kind != "tile"}
         scope = {loop.var for loop in self._range(statement.write).scope}
@@ -245,6 +326,8 @@ class _Judgement:
 
     def _padding_is_neutral(self, *, past_the_end: bool) -> bool:
         return all(
-            padding_is_neutral(s, self.kernel, self.coordinates, self.factor, past_the_end=past_the_end)
+            past_the_end and self.explained[s].neutral[s]
+            if s in self.explained
+            else padding_is_neutral(s, self.kernel, self.coordinates, self.factor, past_the_end=past_the_end)
             for s in self.updates
         )

@@ -6,6 +6,7 @@ kind "tile"). Everything that follows - live ranges, factors, reductions - looks
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tvm import arith, tirx
@@ -109,7 +110,8 @@ class Kernel:
     """One grid of a function: its parameters, on-chip buffers, statements, and the nesting they came from.
 
     `tree` mirrors the body for passes that need program order: a list of Statement | ("loop", Loop, tree) |
-    ("if", tree, tree)."""
+    ("if", tree, tree). `own`: parameters that take what every device has of a state, with what completes it there, ""
+    for nothing."""
 
     func: tirx.PrimFunc
     params: dict[str, tirx.Buffer]
@@ -121,6 +123,7 @@ class Kernel:
     binds: dict[tirx.Var, tirx.PrimExpr]
     loops: dict[tirx.Var, Loop] = field(default_factory=dict)
     analyzer: arith.Analyzer = field(default_factory=arith.Analyzer)
+    own: Mapping[str, str] = field(default_factory=dict)
 
     def is_param(self, buffer: tirx.Buffer) -> bool:
         return any(buffer.same_as(param) for param in self.params.values())
@@ -144,6 +147,12 @@ def body_statements(stmt: tirx.Stmt) -> list[tirx.Stmt]:
         return [inner for child in stmt.seq for inner in body_statements(child)]
     return [stmt]
 
+
+#: A function attribute: `Kernel.own`.
+OWN_ATTR = "mesh_tensor_own"
+
+#: Marks a loop that carries what the devices before left.
+RESUMED = "mesh_tensor.resumed"
 
 #: What an update's value is in TIR -> the reduction that it makes.
 _UPDATES = {"Sub": "sum"} | {

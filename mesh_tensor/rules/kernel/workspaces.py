@@ -11,6 +11,7 @@ from mesh_tensor.tir.linear import Linear, as_expr
 from .factors import Factor
 from .live_ranges import LiveRange
 from .sharding_rule import Analysis
+from .statements import Loop
 
 
 class WorkspaceDim(NamedTuple):
@@ -35,4 +36,10 @@ def workspace_dims(live_range: LiveRange, analysis: Analysis) -> list[WorkspaceD
     tainted = analysis.taints[live_range]
     grid = [loop for loop in analysis.kernel.grid if loop.var in tainted and loop.var not in covered]
     one = tirx.IntImm("int32", 1)
-    return [*(WorkspaceDim(loop.extent, None, loop.var, one) for loop in grid), *dims]
+    return [*(WorkspaceDim(loop.extent, _walked_by(loop, analysis), loop.var, one) for loop in grid), *dims]
+
+
+def _walked_by(loop: Loop, analysis: Analysis) -> Factor | None:
+    """The factor of which a grid's variable is the coordinate."""
+    equal = analysis.kernel.analyzer.can_prove_equal
+    return next((f for f in analysis.factors if f.roles.get(loop.var) == 1 and equal(loop.extent, f.size)), None)

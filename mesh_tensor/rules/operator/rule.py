@@ -9,6 +9,7 @@ from typing import Any
 from tvm import relax
 
 from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.base.window import Reaches
 
 from .call import OpCall, tensor_infos
 
@@ -57,7 +58,8 @@ Localizer = Callable[[LocalCall], relax.Expr]
 @dataclass(frozen=True)
 class InnerReduction:
     """A value in the middle of a kernel that is combined by `op` over `factor`, and needed whole from there on: where
-    an axis splits the factor, a collective completes it.
+    an axis splits the factor, a collective completes it. With `op` "scan" it is carried in order, and every device
+    needs what all others make of it.
 
     `dims` and `shape` are those of the value over all blocks. `ends`: nothing walks the factor after that, so that
     the axes which split it may split another one."""
@@ -87,8 +89,11 @@ class OpRule:
                       Sets whose dtype is not that of the results are left out when the rule is looked up.
     unsplit           factors that no axis may split.
     positional        factors of single dims whose tiles have to be contiguous: `localize` looks at where they lie.
+    windows           (operand, dim) -> what is read of it from where a factor is, of dims that are None otherwise:
+                      where axes split that factor, devices take windows of the dim.
     masks             the operator minds its operands' padding itself: nothing has to set it.
     blocks            factor -> size of its blocks, where the tiles of all devices have to be whole blocks.
+    first             factor -> how much of it the first tile has to hold, where the axes split it.
     inner             what is reduced inside a kernel, in the order in which it is.
     moves             the op only moves elements: results pending with any op pass through.
     localize          how the call looks on tiles; None: the same call on the tiles.
@@ -106,7 +111,9 @@ class OpRule:
     moves: bool = False
     unsplit: frozenset[str] = frozenset()
     positional: frozenset[str] = frozenset()
+    windows: Mapping[tuple[int, int], Reaches] = field(default_factory=dict)
     blocks: Mapping[str, int] = field(default_factory=dict)
+    first: Mapping[str, int] = field(default_factory=dict)
     inner: tuple[InnerReduction, ...] = ()
     masks: bool = False
     localize: Localizer | None = None

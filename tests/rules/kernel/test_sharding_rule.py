@@ -15,12 +15,12 @@ CASE = {case.name: case for case in (*CASES, *ADVERSARIAL_CASES)}
 RULES = {
     "softmax": "X[m, n] -> Y[m, n]; m parallel; n max, sum",
     "three_pass_softmax": "X[m, n] -> Y[m, n]; m parallel; n max, sum",
-    "online_softmax": "X[m, n] -> Y[m, n]; m parallel; n replicated",
+    "online_softmax": "X[m, n] -> Y[m, n]; m parallel; n max, sum",
     "rms_norm": "X[m, n], weight[n] -> Y[m, n]; m parallel; n sum",
     "layer_norm": "X[m, n], weight[n], bias[n] -> Y[m, n]; m parallel; n sum",
     "two_pass_layer_norm": "X[m, n], weight[n], bias[n] -> Y[m, n]; m parallel; n sum",
     "flash_attention_cross": "Q[b, h, m, k], K[b, h, l, k], V[b, h, l, n] -> Out[b, h, m, n]; "
-    "b, h, m, n parallel; k, l replicated",
+    "b, h, m, n parallel; l max, sum; k replicated",
     "reduce_rows_sum": "A[m, k] -> B[m]; m parallel; k sum",
     "reduce_rows_max": "A[m, k] -> B[m]; m parallel; k max",
     "reduce_rows_min": "A[m, k] -> B[m]; m parallel; k min",
@@ -51,18 +51,16 @@ RULES = {
     "max_and_sum": "A[m, k] -> row_max[m], row_sum[m]; m parallel; k max, sum",
     "two_products": "A[m, k], B[k, n], D[m, l], E[l, n] -> C[m, n]; m, n parallel; k, l sum",
     "outer_then_sum": "u[m], v[n] -> C[m, n], s[m]; m parallel; n sum",
+    "argmax_rows": "A[m, k] -> values[m], positions[m]; m parallel; k scan",
+    "largest_block_sum": "A[m, k] -> B[m]; m parallel; k scan",
+    "sum_and_block_count": "A[m, k] -> B[m]; m parallel; k scan",
     "iota_13x30": " -> B[m, n]; m, n parallel",
     "dynamic_matmul": "A[m, k], B[k, n] -> C[m, n]; m, n parallel; k sum",
 }
 
 REASONS = {
-    ("online_softmax", "n"): "inside the loop that is still adding to it",
-    ("flash_attention_cross", "l"): "inside the loop that is still adding to it",
-    ("argmax_rows", "k"): "keeps one of many coordinates' values",
     ("scatter_rows", "k"): "keeps one of many coordinates' values",
     ("chained_products", "k"): "needs the whole value of middle inside the loop that computes it",
-    ("largest_block_sum", "k"): "before all blocks are combined",
-    ("sum_and_block_count", "k"): "counts the blocks of it",
     ("normalised_blocks", "m"): "walks two dims in different steps",
     ("rope", "n"): "are walked together, but not element by element",
     ("carried_cumulative_sum", "n"): "inside the loop that is still adding to it",

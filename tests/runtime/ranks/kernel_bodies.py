@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import mesh_tensor as mt
+from kernels.flash_attention import flash_attention
+from kernels.linear_attention import linear_attention
 from kernels.matmul import matmul
 from tests.runtime.programs import accumulate_kernel, kernel_of, matmul_k_split, matmul_kernel
 from tests.sweep_points import AXES, KERNELS, sample, sharding_at
@@ -29,6 +31,30 @@ def k_split_matmul(rank):
         assert (c.placements, c.shape, c.stride()) == ((Replicate(),), (96, 64), (64, 1))
         assert torch.equal(c.to_local(), kern(a, b))
     torch.testing.assert_close(c.full_tensor(), a @ b, rtol=1e-4, atol=1e-4)
+
+
+def carried_states(rank):
+    """States that are combined, and states that are handed on."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    attention = flash_attention(1, 2, 64, 2048, 16, causal=True, block_M=32, block_N=64, dtype="float32")
+    recurrence = linear_attention(1, 1, 4096, 4, 4, chunk=64, decay=0.9)
+    kv, sequence = {"K": {"x": 2}, "V": {"x": 2}}, {name: {"x": 1} for name in ("Q", "K", "V", "Out")}
+    for func, layouts, shape in ((attention, kv, (1, 2, 2048, 16)), (recurrence, sequence, (1, 4096, 1, 4))):
+        kern = mt.compile(mt.annotate(func, mt.Mesh({"x": 2}), layouts))
+        assert "K.1" not in kern.explain(), "K is gathered"
+        q, k, v = (torch.randn(shape) for _ in range(3))
+        q = q[:, :, :64] if func is attention else q
+        q = q.contiguous()
+        given = [
+            distribute_tensor(tensor, mesh, [Shard(layouts[name]["x"]) if name in layouts else Replicate()])
+            for name, tensor in zip("QKV", (q, k, v), strict=True)
+        ]
+        for result, expected in zip(_all(kern(*given)), _all(kern(q, k, v)), strict=True):
+            assert torch.equal(pure(result.full_tensor()), pure(expected))
+
+
+def _all(results):
+    return results if isinstance(results, (list, tuple)) else [results]
 
 
 def sample_of_the_sweep(rank, sizes, step):

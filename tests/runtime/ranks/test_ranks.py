@@ -30,6 +30,7 @@ def test_sample_of_the_sweep(sizes, step):
         bodies.local_tensors,
         bodies.symbolic_sizes,
         bodies.inference_mode,
+        bodies.carried_states,
     ],
     ids=lambda body: body.__name__,
 )

@@ -1,0 +1,224 @@
+"""Carriers: how the values of a pipeline lie on meshes, and get from stage to stage: in one process, or on ranks."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.runtime.placement import layout_of
+from mesh_tensor.runtime.ranks.parts import Part, part_of, rank_layout
+from mesh_tensor.runtime.ranks.transfers import RankTopology, rank_transfer
+from mesh_tensor.runtime.ranks.wire import Work
+from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute, of_tiles
+from mesh_tensor.runtime.virtual.transfer import transfer
+
+from .stages import Fragment, StageFragments
+
+Key = tuple[str, int, int, int]  # a value, the stage that makes it, the stage that takes it, the microbatch
+
+
+class Stopped(Exception):
+    """Another mesh failed: what is awaited won't come."""
+
+
+class Carrier(ABC):
+    """What a mesh's row of actions does with values."""
+
+    @abstractmethod
+    def place(self, here: StageFragments, name: str, tensor: torch.Tensor) -> Any:
+        """A whole tensor as the stage's value `name` lies."""
+
+    @abstractmethod
+    def hand(self, here: StageFragments, there: StageFragments, name: str, value: Any, microbatch: int) -> None:
+        """Let another stage have a value, as it lies there."""
+
+    @abstractmethod
+    def take(self, here: StageFragments, there: StageFragments, name: str, microbatch: int) -> Any:
+        """A value that another stage hands over, once it is there."""
+
+    @abstractmethod
+    def run(self, fragment: Fragment, values: Sequence[Any]) -> Sequence[Any]:
+        """What a fragment makes of values of its mesh."""
+
+    @abstractmethod
+    def add(self, one: Any, other: Any) -> Any:
+        """The sum of two values that lie alike."""
+
+    @abstractmethod
+    def laid(self, value: Any, layout: Sharding) -> Any:
+        """A value in another layout on its mesh."""
+
+    @abstractmethod
+    def widened(self, value: Any, dtype: torch.dtype) -> Any:
+        """A copy of a value in a dtype that may be wider."""
+
+    @abstractmethod
+    def accumulate(self, total: Any, value: Any) -> Any:
+        """The sum of a total that nobody else has and a value, which lie alike; may use its memory. Where they are
+        partial, so is the sum."""
+
+    @abstractmethod
+    def layout(self, value: Any) -> Sharding:
+        """How a value lies."""
+
+    def shown(self, value: Any) -> Any:
+        """A value as callers compute with it."""
+        return value
+
+    def kept(self, value: Any) -> Any:
+        """A value of callers as it is kept."""
+        return value
+
+    @abstractmethod
+    def tiles(self, value: Any) -> Iterable[torch.Tensor]:
+        """The memory of a value, in this process."""
+
+    @abstractmethod
+    def whole(self, value: Any) -> torch.Tensor:
+        """The whole tensor."""
+
+
+class Mailbox(Carrier):
+    """Values of a virtual topology. Taking waits until a value is there, or until a mesh has failed."""
+
+    def __init__(self) -> None:
+        self._there: dict[Key, MeshTensor] = {}
+        self._changed = threading.Condition()
+        self._failed = False
+
+    def place(self, here: StageFragments, name: str, tensor: torch.Tensor) -> MeshTensor:
+        return distribute(tensor, here.mesh, here.layouts[name])
+
+    def hand(self, here: StageFragments, there: StageFragments, name: str, value: MeshTensor, microbatch: int) -> None:
+        same, layout = here.stage.mesh == there.stage.mesh, there.layouts[name]
+        value = value.redistribute(layout) if same else transfer(value, there.mesh, layout)
+        with self._changed:
+            self._there[name, here.stage.index, there.stage.index, microbatch] = value
+            self._changed.notify_all()
+
+    def take(self, here: StageFragments, there: StageFragments, name: str, microbatch: int) -> MeshTensor:
+        key = (name, there.stage.index, here.stage.index, microbatch)
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed or key in self._there)
+            if self._failed:
+                raise Stopped
+            return self._there.pop(key)
+
+    def run(self, fragment: Fragment, values: Sequence[MeshTensor]) -> Sequence[MeshTensor]:
+        return fragment.module.call_alike(*values)
+
+    def add(self, one: MeshTensor, other: MeshTensor) -> MeshTensor:
+        return one + other
+
+    def laid(self, value: MeshTensor, layout: Sharding) -> MeshTensor:
+        return value.redistribute(layout)
+
+    def widened(self, value: MeshTensor, dtype: torch.dtype) -> MeshTensor:
+        return _tile_by_tile(lambda tile: tile.to(dtype) + 0, value)
+
+    def accumulate(self, total: MeshTensor, value: MeshTensor) -> MeshTensor:
+        return _tile_by_tile(torch.add, total, value)
+
+    def layout(self, value: MeshTensor) -> Sharding:
+        return value.sharding
+
+    def tiles(self, value: MeshTensor) -> Iterable[torch.Tensor]:
+        return value.tiles()
+
+    def whole(self, value: MeshTensor) -> torch.Tensor:
+        return value.full()
+
+    def fail(self) -> None:
+        """Wake up all who wait."""
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
+
+
+class RankCarrier(Carrier):
+    """Values of this rank's mesh, as its parts; what others send has a number of its own in the call."""
+
+    def __init__(self, ranks: RankTopology, numbers: Mapping[Key, int]) -> None:
+        self._ranks, self._numbers = ranks, numbers
+        self._there: dict[Key, Any] = {}
+        self._sent: list[tuple[Work, torch.Tensor]] = []
+
+    def place(self, here: StageFragments, name: str, tensor: torch.Tensor) -> Part:
+        layout, shape, rank = rank_layout(here.layouts[name], tensor.shape), tuple(tensor.shape), self._ranks.rank
+        at = zip(layout.tile_offset(shape, rank), layout.valid_extent(shape, rank), strict=True)
+        part = tensor[tuple(slice(start, start + size) for start, size in at)]
+        return Part(part.clone(memory_format=torch.contiguous_format), layout, shape)
+
+    def hand(self, here: StageFragments, there: StageFragments, name: str, value: Part, microbatch: int) -> None:
+        key = (name, here.stage.index, there.stage.index, microbatch)
+        target = rank_layout(there.layouts[name], value.shape)
+        if here.stage.mesh == there.stage.mesh:
+            self._there[key] = value.laid(target, self._ranks.mine)
+            return
+        source = rank_layout(here.layouts[name], value.shape)
+        plan = rank_transfer(value.shape, value.dtype, source, target)
+        value = value.laid(source, self._ranks.mine)
+        self._sent += self._ranks.send(plan, value, there.stage.mesh, self._numbers[key])
+
+    def take(self, here: StageFragments, there: StageFragments, name: str, microbatch: int) -> Part:
+        key = (name, there.stage.index, here.stage.index, microbatch)
+        if here.stage.mesh == there.stage.mesh:
+            return self._there.pop(key)
+        shape, dtype = here.types[name]
+        target = rank_layout(here.layouts[name], shape)
+        plan = rank_transfer(shape, dtype, rank_layout(there.layouts[name], shape), target)
+        return self._ranks.receive(plan, dtype, there.stage.mesh, self._numbers[key])
+
+    def run(self, fragment: Fragment, values: Sequence[Part]) -> Sequence[Part]:
+        return fragment.module.call_parts(values, self._ranks.mine)
+
+    def add(self, one: Part, other: Part) -> Part:
+        return replace(one, local=one.local + other.laid(one.layout, self._ranks.mine).local)
+
+    def laid(self, value: Part, layout: Sharding) -> Part:
+        return value.laid(rank_layout(layout, value.shape), self._ranks.mine)
+
+    def widened(self, value: Part, dtype: torch.dtype) -> Part:
+        return replace(value, local=value.local.to(dtype) + 0)  # + 0 copies, and makes -0.0 what it is everywhere
+
+    def accumulate(self, total: Part, value: Part) -> Part:
+        total.local.add_(value.local)
+        return total
+
+    def layout(self, value: Part) -> Sharding:
+        return value.layout
+
+    def tiles(self, value: Part) -> Iterable[torch.Tensor]:
+        return (value.local,)
+
+    def whole(self, value: Part) -> torch.Tensor:
+        return value.laid(Sharding.of(value.layout.mesh, value.layout.ndim, {}), self._ranks.mine).local
+
+    def shown(self, value: Part) -> Any:
+        return value.dtensor(self._ranks.mine)
+
+    def kept(self, value: Any) -> Part:
+        return part_of(value)
+
+    def finish(self) -> None:
+        """Wait until all that was sent is."""
+        self._ranks.wait([work for work, _ in self._sent])
+        self._sent.clear()
+
+
+def _tile_by_tile(make: Callable[..., torch.Tensor], *values: MeshTensor) -> MeshTensor:
+    """What a function makes of the tiles of tensors that lie alike; devices that share tiles share what is made."""
+    made: dict[tuple[int, ...], torch.Tensor] = {}
+    tiles = []
+    for each in zip(*(value.tiles() for value in values), strict=True):
+        key = tuple(map(id, each))
+        if key not in made:
+            made[key] = make(*each)
+        tiles.append(made[key])
+    return of_tiles(tiles, layout_of(tuple(values[0].shape), tiles[0].dtype, values[0].sharding))

@@ -1,0 +1,126 @@
+"""explain_pipeline: stages, what they cost and hold, what goes between them, and the schedule, as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from mesh_tensor.base.decisions import columns
+from mesh_tensor.base.topology import Topology
+from mesh_tensor.pipelining.check import Held, peaks
+from mesh_tensor.pipelining.clock import timeline
+from mesh_tensor.pipelining.dependencies import Takes
+from mesh_tensor.pipelining.fragments import gradient_name
+from mesh_tensor.pipelining.picture import terminal
+from mesh_tensor.pipelining.schedule import Action, Schedule
+from mesh_tensor.redistribution.transfer import TransferPlan
+from mesh_tensor.simulation.simulate import simulate
+
+from .stages import StageFragments
+
+_WIDTH = 100  # characters of a picture
+
+
+def explain_pipeline(
+    topology: Topology, schedule: Schedule, stages: Sequence[StageFragments], takes: Takes, machine: object
+) -> str:
+    """All that was decided; times are those of the fragments on a machine."""
+    seconds = {
+        (here.stage.index, kind): simulate(fragment.module, machine).time  # type: ignore[arg-type]  # checked there
+        for here in stages
+        for kind, fragment in here.fragments.items()
+    }
+    held = {here.stage.index: held_bytes(here) for here in stages}
+    sections = [
+        [f"pipeline of {len(stages)} stages on {topology}"],
+        ["stages", *_stages(stages, seconds, held)],
+        ["transfers of a microbatch", *_transfers(stages)],
+        [*_schedule(schedule, seconds, takes), *_peaks(topology, schedule, held)],
+    ]
+    return "\n\n".join("\n".join(section) for section in sections)
+
+
+def held_bytes(here: StageFragments) -> Held:
+    """The bytes that a stage's devices hold of one microbatch for its backward: after F, and after I."""
+    later = {name for kind, fragment in here.fragments.items() if kind != "F" for name in fragment.takes}
+    halfway = set(here.fragments["W"].takes) if {"I", "W"} <= here.fragments.keys() else later
+    made = {*here.fragments["F"].takes, *here.fragments["F"].gives}
+    given = {name for kind in "FI" if kind in here.fragments for name in here.fragments[kind].gives}
+    from_input = here.fragments["I"].takes if "I" in here.fragments else ()
+    after_input = halfway & ({*made, *given, *from_input})
+    return Held(_bytes(here, later & made), _bytes(here, after_input))
+
+
+def _bytes(here: StageFragments, names: set[str]) -> int:
+    weights = {*here.stage.params} - {*here.inputs}
+    total = 0
+    for name in names - weights:
+        shape, dtype = here.types[name]
+        size = dtype.itemsize
+        for extent in here.layouts[name].tile_shape(shape):
+            size *= extent
+        total += size * here.mesh.num_devices
+    return total
+
+
+def _stages(
+    stages: Sequence[StageFragments], seconds: Mapping[tuple[int, str], float], held: Mapping[int, Held]
+) -> list[str]:
+    kinds = [kind for kind in "FBIW" if any(kind in here.fragments for here in stages)]
+    times = {here.stage.index: sum(seconds.get((here.stage.index, kind), 0.0) for kind in kinds) for here in stages}
+    total = sum(times.values()) or 1.0
+    rows: list[tuple[str, ...]] = [
+        ("stage", "mesh", "weights", *(f"{kind} (us)" for kind in kinds), "share", "held (bytes)", "gives")
+    ]
+    for here in stages:
+        stage = here.stage
+        cells = [f"{seconds[stage.index, kind] * 1e6:.1f}" if (stage.index, kind) in seconds else "-" for kind in kinds]
+        share, weights = f"{times[stage.index] / total:.0%}", len(set(stage.params) - set(here.inputs))
+        held_here = f"{held[stage.index].forward:,}"
+        rows.append((str(stage.index), stage.mesh, str(weights), *cells, share, held_here, ", ".join(stage.gives)))
+    return columns(rows)
+
+
+def _transfers(stages: Sequence[StageFragments]) -> list[str]:
+    rows: list[tuple[str, ...]] = [("value", "from", "to", "layout there", "bytes", "messages", "spread there")]
+    rows += [row for here in stages for row in _received(stages, here)]
+    return columns(rows) if len(rows) > 1 else ["  none"]
+
+
+def _received(stages: Sequence[StageFragments], here: StageFragments) -> Iterator[tuple[str, ...]]:
+    for name, source in here.stage.takes.items():
+        there = stages[source]
+        yield _row(name, there, here)
+        if gradient_name(name) in here.given:
+            yield _row(gradient_name(name), here, there)
+
+
+def _row(name: str, source: StageFragments, target: StageFragments) -> tuple[str, ...]:
+    ends = f"{source.stage.index} ({source.stage.mesh})", f"{target.stage.index} ({target.stage.mesh})"
+    layout = target.layouts[name]
+    if source.stage.mesh == target.stage.mesh:
+        return (name, *ends, str(layout), "0", "0", "-")
+    shape, dtype = source.types[name]
+    plan = TransferPlan.make(shape, str(dtype), dtype.itemsize, source.layouts[name], layout)
+    after = ", ".join(move.kind for move in plan.after.moves) or "-"
+    return (name, *ends, str(layout), f"{plan.bytes:,}", str(len(plan.sends)), after)
+
+
+def _schedule(schedule: Schedule, seconds: Mapping[tuple[int, str], float], takes: Takes) -> list[str]:
+    def cost(action: Action) -> float:
+        return max(seconds.get((action.stage, action.kind), 0.0), 1e-9)
+
+    times = timeline(schedule, cost, takes=takes)
+    head = f"schedule {schedule.name}: {schedule.num_microbatches} microbatches, {times.makespan * 1e6:.1f} us"
+    return [
+        f"{head}, bubble {float(times.bubble):.1%}",
+        *terminal(schedule, cost, width=_WIDTH, takes=takes).splitlines(),
+    ]
+
+
+def _peaks(topology: Topology, schedule: Schedule, held: Mapping[int, Held]) -> list[str]:
+    counts, sizes = peaks(schedule), peaks(schedule, held)
+    return [
+        f"{name} holds at most {count:g} microbatches for backwards, {size:,.0f} bytes"
+        for name, count, size in zip(topology, counts, sizes, strict=True)
+        if schedule.has_backward
+    ]

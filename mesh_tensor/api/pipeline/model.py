@@ -1,0 +1,260 @@
+"""Pipeline: a model on several meshes, microbatch by microbatch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.base.recent import MODULE_SIZES, Recent
+from mesh_tensor.base.topology import Topology
+from mesh_tensor.pipelining.annotated import annotated_stages, annotated_topology
+from mesh_tensor.pipelining.assign import assign
+from mesh_tensor.pipelining.flow import Flow
+from mesh_tensor.pipelining.fragments import trained_values
+from mesh_tensor.pipelining.place import check_pipeline, place
+from mesh_tensor.pipelining.rendezvous import hangs
+from mesh_tensor.pipelining.schedule import Schedule
+from mesh_tensor.pipelining.stages import Stage, cut
+from mesh_tensor.runtime.ambient import undisturbed
+from mesh_tensor.runtime.module_inputs import ModuleSignature, bound, refuse_outside
+from mesh_tensor.runtime.ranks.transfers import RankTopology
+
+from .batch import rows_of, split_batch
+from .carriers import Mailbox, RankCarrier
+from .explain import explain_pipeline
+from .ranks import RankRuns, message_numbers
+from .results import Results, results_of
+from .rows import Microbatch, Row, run_rows
+from .stages import Options, StageFragments, Values, forward_fragments, training_fragments
+from .stated import named_stages, stage_layouts, trained_weights
+from .weights import Rule, StageWeights, norm_of
+
+
+class Pipeline:
+    """A model on several meshes: takes whole batches, splits them, and runs its schedule; a thread per mesh.
+
+    Results are rows of the batch, which are put together, or numbers: means over the batch's rows, or sums.
+
+    topology, schedule, stages   what runs where, and when
+    inputs, trained              parameters: those of a call, and those whose gradients are computed
+    peak_bytes                   per mesh: what it held for backwards at most in the last call
+    peak_microbatches            per mesh: the same in microbatches of its stages
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        topology: Any,
+        weights: Mapping[str, Any],
+        train: bool | Sequence[str],
+        options: Options,
+        ranks: bool,
+    ) -> None:
+        self._flow, self._options = flow, options
+        self._signature = ModuleSignature(flow.mod, flow.function)
+        self._whole = self._signature.weights(weights, "cpu")
+        self.trained = trained_weights(flow, self._whole, train)
+        self.inputs = tuple(name for name in flow.params if name not in self._whole)
+        self.topology = annotated_topology(flow) if topology is None else Topology(topology)
+        self._runs = RankRuns(RankTopology(self.topology), flow.function) if ranks else None
+        self._plans: Recent[tuple[int, ...], tuple[StageFragments, ...]] = Recent(MODULE_SIZES)
+        carrier = Mailbox() if self._runs is None else RankCarrier(self._runs.ranks, {})
+        self._weights = StageWeights(self._whole, carrier, self._runs)
+        self._gradients: dict[int, Values] = {}
+        self._checks_indices, self._ran = True, False
+        self._machine: Machine = CPU
+        self._results = Results(flow)
+        self.microbatches = 1
+        self.peak_bytes = dict.fromkeys(self.topology, 0)
+        self.peak_microbatches = dict.fromkeys(self.topology, 0)
+
+    def _read_results(self, microbatches: int, reduction: str | None, per_microbatch: Sequence[str]) -> None:
+        """Find out how microbatches make the results of a batch."""
+        self.microbatches = microbatches
+        self._results = results_of(
+            self._flow, self._signature, self.inputs, self.trained, reduction, microbatches, per_microbatch
+        )
+        self._flow = self._results.flow
+
+    def _cut(self, stages: Any, shardings: Mapping[str, Any], schedule: Schedule | str, limit: Any) -> None:
+        """Cut the function into stages, lay these out, and check that the schedule can run them."""
+        flow = self._flow
+        if stages is None:
+            self._where, stated = annotated_stages(flow, self.topology)
+            meshes: list[str | None] = [*stated]
+        else:
+            if isinstance(stages, int) and self._signature.symbols:
+                refuse("stages that cost alike need known sizes", fix="say after which values to cut, as ['blocks.1']")
+            named = named_stages(flow, stages, self.topology, self.inputs, self._machine)
+            self._where = assign(flow, named, self.inputs)
+            meshes = [stage.mesh for stage in named]
+        self._meshes, self.schedule = place(self.topology, meshes, schedule, self.microbatches)
+        self.stages = cut(flow, self._where, self._meshes)
+        self._takes = {stage.index: tuple(dict.fromkeys(stage.takes.values())) for stage in self.stages}
+        check_pipeline(self.schedule, self._takes, bool(self.trained), limit)
+        if self._runs is not None and (stuck := hangs(self.schedule, "per message", self._takes)):
+            refuse(f"the schedule hangs: {stuck}", where=f"schedule {self.schedule.name!r} on ranks")
+        self._layouts = stage_layouts(flow, self.stages, self.topology, shardings)
+        if not self._signature.symbols:
+            self._planned({})
+
+    @undisturbed
+    def __call__(self, *batch: torch.Tensor, **named: torch.Tensor) -> Any:
+        if self._runs is None:
+            return self._run(self._prepared(batch, named))
+        return self._runs.call(lambda: self._facts(self._prepared(batch, named)), self._run_on_ranks)
+
+    def _prepared(self, batch: Sequence[torch.Tensor], named: Mapping[str, torch.Tensor]) -> list[Microbatch]:
+        """The microbatches of a batch, with the stages for their sizes."""
+        tensors = self._signature.bind(self._whole, batch, named)
+        parts = split_batch(self._signature, {name: tensors[name] for name in self.inputs}, self.microbatches)
+        plans = [self._planned(self._signature.check({**tensors, **part})) for part in parts]
+        if self._checks_indices:
+            for here in plans[0]:
+                refuse_outside(here.fragments["F"].module.plan.index_checks, tensors, self._flow.function)
+        counts = [rows_of(part) for part in parts]
+        shares = [count / sum(counts) for count in counts]
+        parts = self._results.with_totals(self._whole, parts, shares)
+        seeds = [self._results.seed(self._flow.results[0], share) for share in shares]
+        return [Microbatch(*each) for each in zip(parts, plans, shares, seeds, strict=True)]
+
+    def _run(self, microbatches: list[Microbatch]) -> Any:
+        mailbox = Mailbox()
+        rows = [Row(mailbox, self._weights.of, microbatches, self._loss) for _ in self.topology]
+        run_rows(self.schedule, rows, self.topology.names, mailbox)
+        for name, row in zip(self.topology, rows, strict=True):
+            self._note(name, row)
+        self._gradients = {stage: sums for row in rows for stage, sums in row.gradients.items()}
+        made = {key: value.full() for row in rows for key, value in row.results.items()}
+        return self._result(made, microbatches)
+
+    def _run_on_ranks(self, microbatches: list[Microbatch]) -> Any:
+        assert self._runs is not None
+        numbers = message_numbers(self.stages, self.microbatches)
+        carrier = RankCarrier(self._runs.ranks, numbers)
+        row = Row(carrier, self._weights.of, microbatches, self._loss)
+        self._runs.row(self.schedule, row)
+        row.finish()
+        self._runs.finish(carrier)
+        self._note(self._runs.ranks.name, row)
+        self._gradients = row.gradients
+        results = [(name, i) for name in dict.fromkeys(self._flow.results) for i in range(self.microbatches)]
+        made = {key: carrier.whole(value) for key, value in row.results.items()}
+        home = {name: stage for stage in self.stages for name in stage.results}
+        like = {(name, i): microbatches[i].stages[home[name].index].types[name] for name, i in results}
+        owners = {key: home[key[0]].mesh for key in results}
+        return self._result(self._runs.share(made, owners, like, len(numbers)), microbatches)
+
+    @property
+    def fragments(self) -> tuple[StageFragments, ...]:
+        """What every stage runs, of a pipeline of known sizes."""
+        if self._signature.symbols:
+            refuse(
+                f"the sizes of {self._flow.function!r} are open: {', '.join(map(str, self._signature.symbols))}",
+                fix="make the pipeline of a module of known sizes",
+            )
+        return self._planned({})
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients of the last call's loss, whole, by the names of the weights; a weight that several stages have
+        gets the sum of theirs. On ranks, all have to ask."""
+        if not self.trained or not self._ran:
+            refuse("there are no gradients yet", fix="call the pipeline first, made with train=True")
+        parts = self._weights.gathered(self._gradients, self.stages, self.trained, "gradients")
+        sums: dict[str, torch.Tensor] = {}
+        for name, stage in sorted(parts, key=lambda place: place[1]):
+            part = parts[name, stage]
+            sums[name] = sums[name] + part if name in sums else part
+        return {name: sums[name] for name in self.trained}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The weights as they are now, whole, by name. On ranks, all have to ask."""
+        parts = self._weights.gathered(self._weights.of, self.stages, tuple(self._weights.whole), "weights")
+        return {name: parts[name, stage] for name, stage in sorted(parts, key=lambda place: -place[1])}
+
+    @undisturbed
+    def update(self, rule: Rule, *, max_norm: float | None = None) -> None:
+        """Replace every weight by `rule(weight, gradient, state)`, with the gradients of the last call. They are
+        MeshTensors, or DTensors on ranks, to be computed with element by element; `state` is a dict that is kept.
+        `max_norm`: gradients are scaled down, all alike, so that their norm is at most that (as torch clips it)."""
+        if not self.trained or not self._ran:
+            refuse("there are no gradients yet", fix="call the pipeline first, made with train=True")
+        count = Counter(name for stage in self.stages for name in stage.params)
+        shared = {name for name in self.trained if count[name] > 1}
+        sums = self.gradients() if shared or max_norm is not None else {}
+        scale = 1.0 if max_norm is None else min(1.0, max_norm / (norm_of(sums) + 1e-6))
+        self._weights.update(rule, self._gradients, {name: sums[name] for name in shared}, scale)
+
+    @property
+    def _loss(self) -> str | None:
+        return self._flow.results[0] if self.trained else None
+
+    def _note(self, mesh: str, row: Row) -> None:
+        self._ran = True
+        self.peak_bytes[mesh], self.peak_microbatches[mesh] = row.peak_bytes, row.peak_microbatches
+
+    def _facts(self, microbatches: list[Microbatch]) -> tuple[dict[str, str], list[Microbatch]]:
+        """What has to be alike on all ranks."""
+        layouts = [
+            f"{here.stage.index}.{name} '{layout}'"
+            for part in microbatches
+            for here in part.stages
+            for name, layout in here.layouts.items()
+        ]
+        shapes = [f"{name} {tuple(t.shape)}" for part in microbatches for name, t in part.inputs.items()]
+        facts = {"schedule": str(self.schedule), "topology": str(self.topology), "stages": str(self.stages)}
+        return {**facts, "layouts": ", ".join(layouts), "inputs": ", ".join(shapes)}, microbatches
+
+    def _planned(self, sizes: Mapping[Any, int]) -> tuple[StageFragments, ...]:
+        """The stages for microbatches of these sizes."""
+        key = tuple(sizes[var] for var in self._signature.symbols)
+        plan = self._plans.get(key)
+        if plan is None:
+            stages = self.stages
+            if sizes:
+                flow = Flow(bound(self._flow.mod, self._flow.function, sizes), self._flow.function)
+                stages = cut(flow, self._where, self._meshes)
+            plan = tuple(map(self._fragments, stages))
+            self._plans.put(key, plan)
+        return plan
+
+    def _fragments(self, stage: Stage) -> StageFragments:
+        """A stage on its mesh. Its weights lie as they did when it was first laid out."""
+        mesh, kinds = self.topology[stage.mesh], {action.kind for row in self.schedule.rows for action in row}
+        layouts = {**self._layouts[stage.index], **self._weights.layouts.get(stage.index, {})}
+        if self.trained:
+            passed = {*self.trained, *trained_values(self._flow, self.trained)}
+            wrt = [name for name in (*stage.params, *stage.takes) if name in passed]
+            made = training_fragments(stage, mesh, layouts, self._options, wrt, kinds)
+        else:
+            made = forward_fragments(stage, mesh, layouts, self._options)
+        made = replace(made, inputs=tuple(name for name in stage.params if name not in self._whole))
+        self._weights.place(made)
+        return made
+
+    def _result(self, made: Mapping[tuple[str, int], torch.Tensor], microbatches: Sequence[Microbatch]) -> Any:
+        shares = [part.share for part in microbatches]
+        parts = {name: [made[name, i] for i in range(len(shares))] for name in self._flow.results}
+        values = {name: self._results.merged(name, found, shares) for name, found in parts.items()}
+        return self._flow.tree(values)
+
+    def explain(self, machine: Machine | str | None = None) -> str:
+        """The stages with their costs on a machine (the pipeline's, or another, or a preset's name), what goes between
+        them, the schedule with its bubble, and what every mesh holds at most; for the sizes planned last."""
+        if not len(self._plans):
+            refuse(
+                "the pipeline has no plan yet: its batch size is open",
+                fix="call it first; what is explained is then that of the sizes it was called with",
+            )
+        latest = list(self._plans)[-1]
+        return explain_pipeline(self.topology, self.schedule, latest, self._takes, machine or self._machine)
+
+    def __repr__(self) -> str:
+        return f"Pipeline({self._flow.function}, {len(self.stages)} stages, {self.schedule.name!r}, {self.topology})"

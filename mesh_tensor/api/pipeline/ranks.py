@@ -1,0 +1,91 @@
+"""A schedule runs on ranks: every rank goes through its mesh's row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mesh_tensor.base.errors import MeshTensorError
+from mesh_tensor.pipelining.fragments import gradient_name
+from mesh_tensor.pipelining.schedule import Schedule
+from mesh_tensor.pipelining.stages import Stage
+from mesh_tensor.runtime.ranks.agree import agree, digest_of
+from mesh_tensor.runtime.ranks.faults import Faults
+from mesh_tensor.runtime.ranks.transfers import NeverCame, RankTopology
+
+from .carriers import Key, RankCarrier
+from .rows import Row, fail
+
+
+class RankRuns:
+    """The calls of a pipeline on ranks. Every rank has to make the same ones."""
+
+    def __init__(self, ranks: RankTopology, name: str) -> None:
+        self.ranks, self._faults = ranks, Faults(ranks.world, f"pipeline of {name}")
+        self._name, self._agreed = name, 0
+
+    def call(self, prepare: Callable[[], tuple[Mapping[str, str], Any]], run: Callable[[Any], Any]) -> Any:
+        """`run(what prepare gives)` as one call: what has to be alike on all ranks, which `prepare` gives, too, is
+        compared whenever it changes, and a rank that refuses is heard by all."""
+        with self.ranks.world.calls.lane() as lane:
+            try:
+                facts, prepared = prepare()
+            except MeshTensorError as error:
+                if not self._agreed:
+                    agree(self.ranks.world, self._faults, {}, refusal=str(error))
+                raise
+            facts = {"kernel": f"pipeline of {self._name}", **facts}
+            digest = digest_of(facts)
+            if digest != self._agreed:
+                agree(self.ranks.world, self._faults, facts)
+                self._agreed = digest
+            lane.run(digest)
+            lane.opened += 1  # others wait for what comes in this call
+            made = run(prepared)
+            lane.opened -= 1
+            return made
+
+    def row(self, schedule: Schedule, row: Row) -> None:
+        """Run this rank's actions, in order."""
+        lane, names = self.ranks.world.calls.lane(), self.ranks.topology.names
+        for action in schedule.rows[names.index(self.ranks.name)]:
+            lane.doing = f"{action}, {action.name} of stage {action.stage} on mesh {self.ranks.name!r}"
+            try:
+                row.run(action)
+            except Exception as error:
+                self.ranks.end(error, lane.doing)
+                if isinstance(error, NeverCame):
+                    self.blame(error, lane.doing)
+                fail(self.ranks.name, action, error)
+
+    def finish(self, carrier: RankCarrier) -> None:
+        """Wait until others have what this rank sent."""
+        try:
+            carrier.finish()
+        except NeverCame as error:
+            self.blame(error, "the end of the run, where others take what this rank sent")
+
+    def blame(self, error: NeverCame, doing: str) -> None:
+        """Find out why something never came, and raise it."""
+        self._faults.blame(error, doing, range(self.ranks.topology.num_devices))
+
+    def share(self, values: Mapping[Any, Any], owners: Mapping[Any, str], like: Mapping[Any, Any], start: int) -> dict:
+        """Whole tensors that each mesh has some of, on all ranks. `like` is shape and dtype; messages from `start`."""
+        made = {}
+        for number, (name, owner) in enumerate(owners.items(), start):
+            shape, dtype = like[name]
+            blank = torch.empty(shape, dtype=dtype, device="meta")
+            try:
+                made[name] = self.ranks.share(values.get(name), owner, number, blank)
+            except NeverCame as error:
+                self.blame(error, f"sharing {name!r} of mesh {owner!r}")
+        return made
+
+
+def message_numbers(stages: Sequence[Stage], microbatches: int) -> dict[Key, int]:
+    """A number for everything that goes from stage to stage in a call."""
+    forward = [(name, source, stage.index) for stage in stages for name, source in stage.takes.items()]
+    edges = [*forward, *((gradient_name(name), target, source) for name, source, target in forward)]
+    return {(*edge, i): n * microbatches + i for n, edge in enumerate(edges) for i in range(microbatches)}

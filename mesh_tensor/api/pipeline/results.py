@@ -1,0 +1,183 @@
+"""What a pipeline's function may return: rows of the batch, each from its own, and numbers that are means or sums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tvm import ir
+
+from mesh_tensor.annotations.named_values import NamedValues
+from mesh_tensor.base.errors import refuse, shown
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.pipelining.flow import Flow
+from mesh_tensor.pipelining.stages import FUNCTION, part
+from mesh_tensor.plan.batch_kinds import Fixed, Kind, Mean, Mixed, Rows, Sum
+from mesh_tensor.plan.batch_parts import BatchParts, Total, batch_parts
+from mesh_tensor.runtime.module_inputs import ModuleSignature, bound
+from mesh_tensor.targets.dtypes import torch_dtype
+
+from ..module import distribute_module
+
+REDUCTIONS = (None, "mean", "sum")
+_SIZES = (61, 13, 5, 2)  # open sizes are looked at as such
+_FIX = "return rows of the batch, and sums or means over them; or run it with microbatches=1"
+
+
+class Results:
+    """How a function's results are those of the batch: `flow` is the function, in which what has to be known of the
+    whole batch before anything runs are parameters."""
+
+    def __init__(self, flow: Flow, found: BatchParts | None = None) -> None:
+        self.flow = flow
+        self._kinds = dict(zip(flow.results, found.kinds, strict=True)) if found else {}
+        self._totals = {total: _function_of(flow, total) for total in (found.totals if found else ())}
+        self._shares = {name: torch_dtype(dtype) for name, dtype in (found.shares if found else {}).items()}
+
+    def seed(self, loss: str, share: float) -> float:
+        """The gradient of the batch's loss by that of a microbatch with so large a share of the rows."""
+        return 1.0 if isinstance(self._kinds.get(loss), Sum) else share
+
+    def merged(self, name: str, parts: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
+        """The microbatches' values of a result as the batch's."""
+        kind = self._kinds.get(name)
+        if len(parts) == 1 or isinstance(kind, Fixed):
+            return parts[0]
+        return torch.cat(list(parts)) if isinstance(kind, Rows) else _combined(kind, parts, shares)
+
+    def with_totals(
+        self, weights: Mapping[str, torch.Tensor], parts: Sequence[Mapping[str, torch.Tensor]], shares: Sequence[float]
+    ) -> list[dict[str, torch.Tensor]]:
+        """The microbatches with what they have to know of their batch."""
+        known: dict[str, torch.Tensor] = {}
+        for total, (takes, function) in self._totals.items():
+            made = []
+            for each in parts:
+                there = {**weights, **each, **known}
+                made.append(function(*(there[name].contiguous() for name in takes))[0])
+            known[total.name] = _combined(total.kind, made, shares)
+        return [
+            {**part, **known, **{name: torch.tensor(share, dtype=dtype) for name, dtype in self._shares.items()}}
+            for part, share in zip(parts, shares, strict=True)
+        ]
+
+
+def results_of(
+    flow: Flow,
+    signature: ModuleSignature,
+    inputs: Sequence[str],
+    trained: Sequence[str],
+    reduction: str | None,
+    microbatches: int,
+    per_microbatch: Sequence[str] = (),
+) -> Results:
+    """How the results of a function on microbatches are those on the batch.
+
+    Raises:
+        MeshTensorError: there is no loss to train for, or microbatches don't make the results.
+    """
+    if reduction not in REDUCTIONS:
+        refuse(f"reduction={shown(reduction)}", fix="say whether numbers are a 'mean' or a 'sum' over rows, or nothing")
+    infos = {
+        name: (flow.bindings[name].var if name in flow.bindings else flow.params[name]).struct_info
+        for name in flow.results
+    }
+    if trained and not (flow.is_float(flow.results[0]) and infos[flow.results[0]].ndim == 0):
+        refuse(
+            f"the first result, {flow.results[0]!r}, is {infos[flow.results[0]]}, and no loss",
+            where=f"pipeline of {flow.function!r} with train",
+            fix="return one number of floats first: a mean over the rows",
+        )
+    stated = _stated(flow, per_microbatch)
+    if microbatches == 1:
+        return Results(flow)
+    sized = _sized(flow, signature)  # open sizes are chosen so that no constant looks like one
+    large = [name for name, var in flow.params.items() if name not in inputs and var.struct_info.ndim > 1]
+    found = batch_parts(
+        flow.mod,
+        flow.function,
+        inputs,
+        [*trained, *large],  # what needs these takes a stage
+        shapes_of=sized,
+        stated=stated,
+        quotients="mean" if sized is not None and reduction is None else reduction,
+    )
+    _check(flow, found, reduction, sized is not None)
+    return Results(flow if found.mod is flow.mod else Flow(found.mod, flow.function), found)
+
+
+def _stated(flow: Flow, names: Sequence[str]) -> list[str]:
+    """The bindings whose statistics are those of each microbatch."""
+    meant, problems = NamedValues(flow.mod, flow.function).meant_by([names] if isinstance(names, str) else list(names))
+    problems += [
+        f"{name!r} is in a function that is called" for name, (function, _), _ in meant if function != flow.function
+    ]
+    if problems:
+        refuse(problems, where="per_microbatch", fix="name values of submodules, as 'blocks.0.norm', or bindings")
+    return [value for _, (_, value), _ in meant]
+
+
+def _sized(flow: Flow, signature: ModuleSignature) -> ir.IRModule | None:
+    """The module with sizes in place of open ones, if there are any."""
+    problem = ""
+    for size in _SIZES if signature.symbols else ():
+        try:
+            sized = bound(flow.mod, flow.function, {var: size + 2 * i for i, var in enumerate(signature.symbols)})
+            Flow(sized, flow.function)
+            return sized
+        except Exception as error:
+            problem = str(error)
+    if problem:
+        refuse(
+            f"how results depend on the batch's rows is not known: {problem}",
+            where=f"pipeline of {flow.function!r}",
+            fix="export the model for a known number of rows",
+        )
+    return None
+
+
+def _check(flow: Flow, found: BatchParts, reduction: str | None, is_open: bool) -> None:
+    """Refuse results that microbatches don't make, and those that are another reduction than was said."""
+    problems, whys = [], []
+    for name, kind in zip(flow.results, found.kinds, strict=True):
+        if isinstance(kind, Mixed):
+            problems.append(f"microbatches don't make the result {name!r} of a batch: {kind.why}")
+        elif isinstance(kind, Rows) and (kind.dim or kind.outer > 1):
+            problems.append(f"the first dim of the result {name!r} is not the batch's")
+        elif isinstance(kind, Sum) and reduction != "sum" and found.mod is flow.mod and not (is_open and not reduction):
+            whys.append(f"the result {name!r} is a sum")
+        elif isinstance(kind, Mean) and reduction == "sum":
+            whys.append(f"the result {name!r} is a mean")
+    if whys:
+        refuse(
+            whys,
+            where=f"pipeline of {flow.function!r} with reduction={reduction!r}",
+            why="its numbers may have been read off the size of a microbatch",
+            fix="say reduction='sum' or 'mean' as it is, or export the model with an open batch size",
+        )
+    if problems:
+        refuse(
+            problems,
+            where=f"pipeline of {flow.function!r}",
+            why="a batch goes through it in microbatches of rows",
+            fix=f"{_FIX}; per_microbatch=[names] takes what these values make of each microbatch",
+        )
+
+
+def _function_of(flow: Flow, total: Total) -> tuple[tuple[str, ...], Any]:
+    """What computes a microbatch's part of a total, and what it takes."""
+    mine = flow.above([total.value])
+    used = {value for name in mine for value in flow.operands[name]}
+    takes = tuple(name for name in flow.params if name in used)
+    module = part(flow, mine, takes, [total.value])
+    return takes, distribute_module(module, Mesh({"all": 1}), {}, function=FUNCTION, check_indices=False)
+
+
+def _combined(kind: Kind | None, parts: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
+    dtype = parts[0].dtype
+    if isinstance(kind, Sum):
+        wide = torch.float64 if dtype.is_floating_point else torch.int64
+        return torch.stack([part.to(wide) for part in parts]).sum(0).to(dtype)
+    weighted = [part.double() * share for part, share in zip(parts, shares, strict=True)]
+    return torch.stack(weighted).sum(0).to(dtype)

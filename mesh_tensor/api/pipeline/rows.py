@@ -1,0 +1,191 @@
+"""A schedule runs on a virtual topology: a thread per mesh goes through its row, and values go from row to row."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.pipelining.fragments import gradient_name
+from mesh_tensor.pipelining.schedule import Action, Schedule
+
+from .carriers import Carrier, Mailbox, Stopped
+from .stages import StageFragments, Values
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """A part of a batch: its inputs, the stages for its sizes, its share of the rows, and the gradient of the batch's
+    loss by its own."""
+
+    inputs: Mapping[str, torch.Tensor]
+    stages: Sequence[StageFragments]
+    share: float
+    seed: float
+
+
+class Row:
+    """One mesh's part of a run: its actions in order, with the values that its stages hold."""
+
+    def __init__(
+        self, carrier: Carrier, weights: Mapping[int, Values], microbatches: Sequence[Microbatch], loss: str | None
+    ) -> None:
+        self._carrier, self._weights, self._microbatches, self._loss = carrier, weights, microbatches, loss
+        self._held: dict[tuple[int, int], Values] = {}
+        self._sizes: dict[tuple[int, int], int] = {}
+        self._bytes = 0
+        self.results: dict[tuple[str, int], Any] = {}
+        self.gradients: dict[int, Values] = {}
+        self.peak_bytes = 0
+        self.peak_microbatches = 0
+
+    def run(self, action: Action) -> None:
+        """Run one action: take what it needs, compute, hand on what others need."""
+        here = self._microbatches[action.microbatch].stages[action.stage]
+        _ACTIONS[action.kind](self, here, action)
+        self._count((action.stage, action.microbatch))
+
+    def forward(self, here: StageFragments, action: Action) -> None:
+        """F: inputs are laid out, values of earlier stages taken, results handed on."""
+        stage, microbatch = here.stage, action.microbatch
+        part = self._microbatches[microbatch]
+        given = {name: part.inputs[name] for name in stage.params if name in part.inputs}
+        held = {name: self._carrier.place(here, name, tensor) for name, tensor in given.items()}
+        for name, source in stage.takes.items():
+            held[name] = self._carrier.take(here, part.stages[source], name, microbatch)
+        made = self._run(here, "F", held)
+        self.results |= {(name, microbatch): made[name] for name in stage.results}
+        for name in stage.gives:
+            for there in part.stages:
+                if there.stage.takes.get(name) == stage.index:
+                    self._carrier.hand(here, there, name, made[name], microbatch)
+        if later := here.later["F"]:
+            self._held[stage.index, microbatch] = {k: v for k, v in {**held, **made}.items() if k in later}
+
+    def backward(self, here: StageFragments, action: Action) -> None:
+        """B, I or W: gradients of later stages are taken; those of weights are added up, the others handed on."""
+        stage, place = here.stage, (action.stage, action.microbatch)
+        fragment, held = here.fragments.get(action.kind), self._held.setdefault(place, {})
+        if fragment is not None:
+            weights = self._weights[stage.index]
+            for name in fragment.takes:
+                if name not in held and name not in weights:
+                    held[name] = self._seed(here, name, action.microbatch)
+            made = self._run(here, action.kind, held)
+            held |= made
+            for name, value in made.items():
+                self._deliver(here, name, value, action.microbatch)
+        later = here.later[action.kind]
+        for name in [name for name in held if name not in later]:
+            del held[name]
+        if not held:
+            self._held.pop(place, None)
+
+    def _run(self, here: StageFragments, kind: str, held: Values) -> Values:
+        """What a fragment makes of weights, and of what is held."""
+        fragment, weights = here.fragments[kind], self._weights[here.stage.index]
+        values = [held[name] if name in held else weights[name] for name in fragment.takes]
+        return dict(zip(fragment.gives, self._carrier.run(fragment, values), strict=True))
+
+    def _deliver(self, here: StageFragments, name: str, value: Any, microbatch: int) -> None:
+        stage, of = here.stage, here.valued.get(name, "")
+        if of in stage.params:
+            self._add_up(here, of, value)
+        elif of in stage.takes:
+            there = self._microbatches[microbatch].stages[stage.takes[of]]
+            self._carrier.hand(here, there, name, value, microbatch)
+
+    def _add_up(self, here: StageFragments, weight: str, value: Any) -> None:
+        """Add a microbatch's gradient to the weight's. Parts of a sum stay parts until the end, if all microbatches'
+        are."""
+        carrier, sums = self._carrier, self.gradients.setdefault(here.stage.index, {})
+        total = sums.get(weight)
+        if total is None:
+            sums[weight] = carrier.widened(value, torch.promote_types(value.dtype, torch.float32))
+            return
+        if carrier.layout(total) != carrier.layout(value):
+            layout = here.layouts[gradient_name(weight)]
+            total, value = carrier.laid(total, layout), carrier.laid(value, layout)
+        sums[weight] = carrier.accumulate(total, value)
+
+    def finish(self) -> None:
+        """Reduce the weights' gradients, once for all microbatches, where devices have parts of them."""
+        for stage, sums in self.gradients.items():
+            here = self._microbatches[0].stages[stage]
+            for weight, total in sums.items():
+                sums[weight] = self._carrier.laid(total, here.layouts[gradient_name(weight)])
+
+    def _seed(self, here: StageFragments, name: str, microbatch: int) -> Any:
+        """The gradient of a value that the stage gives: the sum of what its takers found, in their order."""
+        part, stage, carrier = self._microbatches[microbatch], here.stage, self._carrier
+        value = here.valued[name]
+        dtype = here.types[value][1]
+        total = carrier.place(here, name, torch.tensor(part.seed, dtype=dtype)) if value == self._loss else None
+        for there in part.stages:
+            if there.stage.takes.get(value) == stage.index and name in there.given:
+                found = carrier.take(here, there, name, microbatch)
+                total = found if total is None else carrier.add(total, found)
+        if total is not None:
+            return total
+        shape, dtype = here.types[value]
+        return carrier.place(here, name, torch.zeros(shape, dtype=dtype))
+
+    def _count(self, place: tuple[int, int]) -> None:
+        """What is held for backwards now, against the most there was; a stage and microbatch changed."""
+        held = self._held.get(place, {})
+        tiles = {t.data_ptr(): t.nbytes for value in held.values() for t in self._carrier.tiles(value)}
+        self._bytes += sum(tiles.values()) - self._sizes.pop(place, 0)
+        if held:
+            self._sizes[place] = sum(tiles.values())
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
+        self.peak_microbatches = max(self.peak_microbatches, len(self._held))
+
+
+_ACTIONS: dict[str, Callable[[Row, StageFragments, Action], None]] = {
+    "F": Row.forward,
+    "B": Row.backward,
+    "I": Row.backward,
+    "W": Row.backward,
+}
+
+
+def run_rows(schedule: Schedule, rows: Sequence[Row], names: Sequence[str], mailbox: Mailbox) -> None:
+    """Run every row in a thread of its own. What fails on one mesh ends all, and is raised here."""
+    failures: list[tuple[str, Action, BaseException]] = []
+    inference = torch.is_inference_mode_enabled()
+
+    def work(mesh: int) -> None:
+        with torch.inference_mode(inference):
+            for action in schedule.rows[mesh]:
+                try:
+                    rows[mesh].run(action)
+                except Stopped:
+                    return
+                except BaseException as error:
+                    failures.append((names[mesh], action, error))
+                    mailbox.fail()
+                    return
+            rows[mesh].finish()
+
+    threads = [threading.Thread(target=work, args=(mesh,), name=f"mesh {name}") for mesh, name in enumerate(names)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        fail(*failures[0])
+
+
+def fail(mesh: str, action: Action, error: BaseException) -> NoReturn:
+    """Raise what went wrong in an action, by its name and its mesh's."""
+    if not isinstance(error, Exception):
+        raise error
+    what = str(error) if isinstance(error, MeshTensorError) else f"{type(error).__name__}: {error}"
+    try:
+        refuse(what, where=f"{action} ({action.name} of stage {action.stage}) on mesh {mesh!r}")
+    except MeshTensorError as told:
+        raise told from error

@@ -1,0 +1,179 @@
+"""The stages of a pipeline on their meshes: fragments that run, and the layouts that values have on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from tvm import ir
+
+from mesh_tensor.annotations.annotate_module import annotate_module
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.sharding import Partial, Sharding
+from mesh_tensor.pipelining.fragments import FragmentFunction, JointStage, fragments_of, gradient_name
+from mesh_tensor.pipelining.stages import FUNCTION, Stage
+from mesh_tensor.plan.gradient import gradient_function
+from mesh_tensor.runtime.virtual.mesh_tensor import ShardingLike
+
+from ..module import MeshModule, distribute_module
+from ..module_ports import parameter_layouts, ports_of, result_layouts
+
+Values = dict[str, Any]  # MeshTensors, or parts on ranks
+Layouts = Mapping[str, ShardingLike]
+
+
+@dataclass(frozen=True, eq=False)
+class Fragment:
+    """What a stage runs on one microbatch: `module` takes the values `takes`, in order, and makes `gives`."""
+
+    kind: str
+    module: MeshModule
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+
+    @cached_property
+    def layouts(self) -> dict[str, Sharding]:
+        """How what it takes and gives lies."""
+        plan = self.module.plan
+        taken = zip(self.takes, parameter_layouts(plan).values(), strict=True)
+        return dict(taken) | dict(zip(self.gives, result_layouts(plan), strict=True))
+
+    @cached_property
+    def types(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of what it takes and gives."""
+        plan = self.module.plan
+        ports = {port.name: port for port in ports_of(plan)}
+        names = zip((*self.takes, *self.gives), (*plan.made.inputs, *plan.made.result), strict=True)
+        return {name: (ports[port].shape, ports[port].torch_dtype()) for name, port in names}
+
+
+@dataclass(frozen=True, eq=False)
+class StageFragments:
+    """A stage on its mesh: its fragments by kind, and the layout of every value that enters or leaves one. `inputs` are
+    those of its parameters that come with every batch."""
+
+    stage: Stage
+    mesh: Mesh
+    fragments: Mapping[str, Fragment]
+    layouts: Mapping[str, Sharding]
+    inputs: tuple[str, ...] = ()
+
+    @cached_property
+    def types(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every value that enters or leaves a fragment; a gradient has its value's."""
+        found = {name: kind for fragment in self.fragments.values() for name, kind in fragment.types.items()}
+        return {gradient_name(name): kind for name, kind in found.items()} | found
+
+    @cached_property
+    def given(self) -> frozenset[str]:
+        """The values that fragments make."""
+        return frozenset(name for fragment in self.fragments.values() for name in fragment.gives)
+
+    @cached_property
+    def later(self) -> dict[str, frozenset[str]]:
+        """What is still needed after an action of a kind: after F by backwards, after I by W."""
+        kinds = {"F": "BIW", "I": "W", "B": "", "W": ""}
+        takes = {kind: fragment.takes for kind, fragment in self.fragments.items()}
+        return {done: frozenset(n for kind in left for n in takes.get(kind, ())) for done, left in kinds.items()}
+
+    @cached_property
+    def valued(self) -> dict[str, str]:
+        """By the name of a gradient, the parameter or value of the stage that it is of."""
+        return {gradient_name(name): name for name in (*self.stage.params, *self.stage.takes, *self.stage.gives)}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How fragments are made, as `distribute_module` takes it; `recompute`: backwards run their forward again."""
+
+    target: str = "auto"
+    strict: bool = False
+    replicate_unknown: bool = False
+    poison: bool = False
+    recompute: bool = False
+
+    def fragment(
+        self, kind: str, mod: ir.IRModule, function: str, mesh: Mesh, layouts: Layouts, ports: FragmentFunction | Stage
+    ) -> Fragment:
+        """A function of a module as a fragment."""
+        module = distribute_module(
+            mod,
+            mesh,
+            layouts,
+            function=function,
+            target=self.target,
+            strict=self.strict,
+            replicate_unknown=self.replicate_unknown,
+            poison=self.poison,
+            check_indices=False,  # whole batches are checked before they are split
+        )
+        taken = (*ports.params, *ports.takes) if isinstance(ports, Stage) else ports.takes
+        return Fragment(kind, module, tuple(taken), ports.gives)
+
+
+def forward_fragments(stage: Stage, mesh: Mesh, layouts: Layouts, options: Options) -> StageFragments:
+    """A stage that only runs forwards."""
+    made = options.fragment("F", stage.module, FUNCTION, mesh, layouts, stage)
+    return StageFragments(stage, mesh, {"F": made}, made.layouts)
+
+
+def training_fragments(
+    stage: Stage, mesh: Mesh, layouts: Layouts, options: Options, wrt: Sequence[str], kinds: Iterable[str]
+) -> StageFragments:
+    """A stage that runs forwards, and backwards of these kinds, to the gradients of `wrt`.
+
+    The forward's layouts are those of all: what it saves is taken as it lies, and a gradient lies as its value, but
+    for those of weights, which may be left to be reduced.
+    """
+    module = annotate_module(stage.module, mesh, layouts, FUNCTION) if layouts else stage.module
+    joint = gradient_function(module, FUNCTION, list(wrt), seeded=True) if wrt else None
+    if joint is None:  # nothing to train here, and nothing before it
+        return forward_fragments(stage, mesh, layouts, options)
+    functions = fragments_of(JointStage(stage, joint, tuple(wrt)), options.recompute)
+    forward = options.fragment("F", functions["F"].module, "F", mesh, {}, functions["F"])
+    known, made = dict(forward.layouts), {"F": forward}
+    known |= {gradient_name(name): _whole(layout) for name, layout in forward.layouts.items()}
+    for kind in [kind for kind in "BIW" if kind in functions and kind in kinds]:
+        function = functions[kind]
+        inner = set(function.own) - {name for name in function.gives if function.own[name] in _parameters(function)}
+        stated = {function.own[name]: known[name] for name in function.own if name in known and name in inner}
+        fragment = options.fragment(kind, function.module, kind, mesh, stated, function)
+        if parts := _left_partial(fragment, [name for name in wrt if name in stage.params]):
+            own = {function.own[name]: layout for name, layout in parts.items()}
+            other = options.fragment(kind, function.module, kind, mesh, {**stated, **own}, function)
+            if all(other.layouts[name] == layout for name, layout in parts.items()):
+                fragment = other
+        made[kind] = fragment
+        known = {**fragment.layouts, **known}
+    return StageFragments(stage, mesh, made, known)
+
+
+def _parameters(function: FragmentFunction) -> set[str]:
+    """The function's own names of what it takes and hands on as it is."""
+    return {function.own[name] for name in function.takes} & {function.own[name] for name in function.gives}
+
+
+def _left_partial(fragment: Fragment, weights: Sequence[str]) -> dict[str, Sharding]:
+    """The gradients of weights that a fragment ends with reducing, in the layouts that they have before: microbatches'
+    are added up so, and reduced once. Those that are scattered in it are not, which would take more memory."""
+    plan, found = fragment.module.plan, {}
+    results = dict(zip(fragment.gives, plan.made.result, strict=True))
+    for name in map(gradient_name, weights):
+        if name not in results or fragment.types[name][1].itemsize < 4:  # parts of a low-precision sum would be rounded
+            continue
+        last = [step for step in plan.made.program.collectives if step.dst == results[name]]
+        layout = fragment.layouts[name]
+        if last and all(step.kind == "all_reduce" and step.op == "sum" for step in last) and not layout.partial:
+            axes = {axis: Partial("sum") for step in last for axis in step.axes}
+            found[name] = Sharding.of(layout.mesh, layout.ndim, layout.placements() | axes)
+    return found
+
+
+def _whole(layout: Sharding) -> Sharding:
+    """The layout of a gradient: that of its value, without partial axes."""
+    for axis, _ in layout.partial:
+        layout = layout.with_replicate(axis)
+    return layout

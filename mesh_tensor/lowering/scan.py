@@ -1,0 +1,298 @@
+"""Cut a kernel around a loop that carries a state in order (rules.kernel.scans): every device starts where the devices
+before it end.
+
+    totals     the loop, as far as the state needs it, from 0: what a device makes of its part, and how much of what it
+               takes over is left in the end
+    starts     a fold over the devices: what each starts from, and the state in the end
+    rest       the kernel, whose loop starts from there
+
+The totals of all devices are gathered between the first two; that is all that is exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from mesh_tensor.base.reductions import neutral
+from mesh_tensor.rules.kernel.best_of import Best
+from mesh_tensor.rules.kernel.factors import Blocked
+from mesh_tensor.rules.kernel.live_ranges import LiveRange
+from mesh_tensor.rules.kernel.scans import Carried, Scan
+from mesh_tensor.rules.kernel.sharding_rule import Analysis
+from mesh_tensor.rules.kernel.statements import OWN_ATTR, RESUMED, Statement, body_statements
+from mesh_tensor.tir.constants import constant
+from mesh_tensor.tir.effects import changes_nothing
+from mesh_tensor.tir.linear import vars_of
+from mesh_tensor.tir.rewrite import loop_like, parallel_nest, region_call, sequence, tile_op
+
+from .cut import Workspace, check_binds, check_blocks, is_live, make_workspace, part_of, with_leading_dim
+
+
+@dataclass(frozen=True, eq=False)
+class Resumption:
+    """The three kernels. `totals`: what devices leave for the second, `starts`: what they take from it, both by how
+    many there are; `ends`: the state in the end."""
+
+    first: tirx.PrimFunc
+    second: tirx.PrimFunc
+    rest: tirx.PrimFunc
+    totals: tuple[Workspace, ...]
+    starts: tuple[Workspace, ...]
+    ends: tuple[Workspace, ...]
+
+
+def resume(analysis: Analysis, scan: Scan, devices: int, suffix: str) -> Resumption:
+    """The kernel, whose loop every device resumes.
+
+    Raises Blocked where the state's part of the kernel can't be told from the rest."""
+    return _Resumer(analysis, scan, devices, suffix).made()
+
+
+class _Resumer:
+    def __init__(self, analysis: Analysis, scan: Scan, devices: int, suffix: str):
+        self.analysis, self.scan, self.devices, self.suffix = analysis, scan, devices, suffix
+        self.kernel, self.ranges = analysis.kernel, analysis.coordinates.ranges
+        self.stmts = body_statements(self.kernel.root.body)
+        self.by_node = {s.node: s for s in self.kernel.statements}
+        self.device = tirx.Var("device", "int32")
+        self.zero = tirx.IntImm("int32", 0)
+        self.again = [part for part in scan.carried if self._is_used_inside()]
+        self.scales = {part: self._scale_of(part) for part in scan.carried if part.scaled}
+
+    def made(self) -> Resumption:
+        check_binds(self.kernel.statements, self.scan.top)
+        if len({part.held.buffer for part in self.scan.carried}) < len(self.scan.carried):
+            raise Blocked("one buffer is carried as two states")
+        check_blocks([part.held.buffer for part in self.scan.carried])
+        named = {part: self._workspaces(part, "total") for part in self.scan.carried}
+        scales = {part: self._workspaces(part, "scale", scale) for part, scale in self.scales.items()}
+        starts = {part: self._workspaces(part, "start") for part in self.again}
+        after = [part for part in self.scan.carried if is_live(part.held, self.scan.top + 1)]
+        ends = {part: make_workspace(part.held, self.analysis, f"end_{self.suffix}") for part in after}
+        first = self._first([w.one for w in (*named.values(), *scales.values())], named, scales)
+        second = self._second(named, scales, starts, ends)
+        rest = self._rest({part: w.one for part, w in starts.items()}, ends)
+        totals = tuple(w.all for w in (*named.values(), *scales.values()))
+        return Resumption(first, second, rest, totals, tuple(w.all for w in starts.values()), tuple(ends.values()))
+
+    def _is_used_inside(self) -> bool:
+        """Whether the loop does anything but carry its state."""
+        return any(
+            not changes_nothing(s.node) if s.write is None else self.ranges.of(s.write).is_param for s in self.scan.body
+        )
+
+    # -- workspaces ----------------------------------------------------------------------------------------------------
+
+    def _workspaces(self, part: Carried, name: str, scale: _Scale | None = None) -> _Pair:
+        made = make_workspace(part.held, self.analysis, f"{name}_{self.suffix}")
+        if scale is not None:
+            made = scale.of_workspace(made)
+        return _Pair(with_leading_dim(made, 1, self.zero), with_leading_dim(made, self.devices, self.device))
+
+    def _scale_of(self, part: Carried) -> _Scale:
+        """The dims of a state in which what it is scaled with differs."""
+        held, kept = part.held.buffer, set[int]()
+        for statement, scale in part.scaled.items():
+            loads: list[tirx.BufferLoad] = []
+            tirx.stmt_functor.post_order_visit(
+                scale, lambda n, found=loads: found.append(n) if isinstance(n, tirx.BufferLoad) else None
+            )
+            used = vars_of([scale], self.kernel.binds)
+            for dim, form in enumerate(statement.target.forms):
+                if form is not None and form.terms.keys() & used:
+                    kept.add(dim)
+        dims = tuple(sorted(kept))
+        shape = [held.shape[d] for d in dims] or [tirx.IntImm("int32", 1)]
+        return _Scale(part, dims, tirx.decl_buffer(shape, held.dtype, f"{held.name}_scale", scope=held.scope()))
+
+    # -- the three kernels ---------------------------------------------------------------------------------------------
+
+    def _first(
+        self, left: Sequence[Workspace], named: Mapping[Carried, _Pair], scales: Mapping[Carried, _Pair]
+    ) -> tirx.PrimFunc:
+        """The state's part of the loop, from its neutral element."""
+        kept = self._needed({part.held for part in self.scan.carried}, self.scan.top + 1)
+        loop = self._sliced(self.stmts[self.scan.top], kept)
+        before = [self._sliced(stmt, kept) for stmt in self.stmts[: self.scan.top]]
+        fresh = [p for p in self.scan.carried if p.starts_neutral]
+        fills = [_fill(p.held.buffer, neutral(p.op, p.held.buffer.dtype)) for p in fresh]
+        fills += [_fill(scale.buffer, 1.0) for scale in self.scales.values()]
+        stmts = [*(s for s in before if s is not None), *fills, *([] if loop is None else [_marked(loop)])]
+        made = part_of(
+            self.analysis, [*stmts, *(w.save() for w in left)], list(left), [s.buffer for s in self.scales.values()]
+        )
+        own = {**self.kernel.own, **{str(w.buffer.name): "" for w in left}}
+        return made.with_attr(OWN_ATTR, own)
+
+    def _second(
+        self,
+        named: Mapping[Carried, _Pair],
+        scales: Mapping[Carried, _Pair],
+        starts: Mapping[Carried, _Pair],
+        ends: Mapping[Carried, Workspace],
+    ) -> tirx.PrimFunc:
+        """From where the kernel starts, device by device."""
+        kept = self._needed({part.held for part in self.scan.carried}, self.scan.top)
+        stmts = [s for stmt in self.stmts[: self.scan.top] if (s := self._sliced(stmt, kept)) is not None]
+        body, beside, chips = list[tirx.Stmt](), list[tirx.Buffer](), dict[LiveRange, tirx.Buffer]()
+        for part, workspace in named.items():
+            chip = _like(part.held.buffer, "total")
+            beside.append(chip)
+            body += [starts[part].all.save()] if part in starts else []
+            body.append(workspace.all.into(chip).restore())
+            if part in scales:
+                beside.append(self.scales[part].buffer)
+                body.append(scales[part].all.restore())
+            chips[part.held] = chip
+        body += [self._folded(part, chips[part.held]) for part in named if part.best is None]
+        body += [self._replaced(best, chips) for best in dict.fromkeys(part.best for part in named if part.best)]
+        stmts.append(tirx.For(self.device, 0, self.devices, tirx.ForKind.SERIAL, sequence(body)))
+        stmts += [workspace.save() for workspace in ends.values()]
+        used = [w.all for w in (*named.values(), *scales.values(), *starts.values())]
+        return part_of(self.analysis, stmts, [*used, *ends.values()], beside)
+
+    def _rest(self, starts: Mapping[Carried, Workspace], ends: Mapping[Carried, Workspace]) -> tirx.PrimFunc:
+        top = self.scan.top
+        loop = [_marked(self.stmts[top])] if self.again else []
+        stmts = [*self.stmts[:top], *(w.restore() for w in starts.values()), *loop]
+        stmts += [*(w.restore() for w in ends.values()), *self.stmts[top + 1 :]]
+        return part_of(self.analysis, stmts, [*starts.values(), *ends.values()])
+
+    def _folded(self, part: Carried, total: tirx.Buffer) -> tirx.Stmt:
+        """What a device makes of the state that it takes over."""
+        held = part.held.buffer
+        at = [tirx.Var(f"i{d}", "int32") for d in range(len(held.shape))]
+        before: tirx.PrimExpr = tirx.BufferLoad(held, at)
+        if part in self.scales:
+            # 0 stays 0, whatever it is scaled with: a product may be infinite
+            zero = tirx.const(0, held.dtype)
+            before = tirx.Select(before == zero, zero, before * self.scales[part].load(at))
+        mine = tirx.BufferLoad(total, at)
+        value = tirx.max(before, mine) if part.op == "max" else before + mine
+        return parallel_nest(at, held.shape, tirx.BufferStore(held, value, at))
+
+    def _replaced(self, best: Best, totals: Mapping[LiveRange, tirx.Buffer]) -> tirx.Stmt:
+        """The better one of what a device takes over and its own, with what comes along."""
+        held = best.best.buffer
+        at = [tirx.Var(f"i{d}", "int32") for d in range(len(held.shape))]
+        better = best.better(tirx.BufferLoad(totals[best.best], at), tirx.BufferLoad(held, at))
+        ranges = (*best.along, best.best)
+        stores = [tirx.BufferStore(r.buffer, tirx.BufferLoad(totals[r], at), at) for r in ranges]
+        return parallel_nest(at, held.shape, tirx.IfThenElse(better, sequence(stores), None))
+
+    # -- the state's part of the kernel --------------------------------------------------------------------------------
+
+    def _needed(self, wanted: set[LiveRange], end: int) -> set[Statement]:
+        """The statements before a top-level one that what is wanted depends on."""
+        known, kept = set(wanted), set[Statement]()
+        todo = list(wanted)
+        while todo:
+            live_range = todo.pop()
+            for statement in [s for s, _ in live_range.writes if s.top < end and s not in kept]:
+                kept.add(statement)
+                for access in statement.reads:
+                    source = self.ranges.of(access)
+                    if source.is_param and source.writes:
+                        raise Blocked(f"{access.buffer.name} is read and written where a state is carried")
+                    if not source.is_param and source not in known:
+                        known.add(source)
+                        todo.append(source)
+        binds = {s for s in self.kernel.statements if isinstance(s.node, tirx.Bind) and s.top < end}
+        return kept | binds
+
+    def _sliced(self, stmt: tirx.Stmt, kept: set[Statement], scales: bool = False) -> tirx.Stmt | None:
+        """A statement with what is kept of it; None if nothing is. `scales`: it is one of the loop's own."""
+        if stmt in self.by_node:
+            return stmt if self.by_node[stmt] in kept else None
+        if isinstance(stmt, tirx.SeqStmt):
+            return self._sequence(stmt, kept, scales)
+        if isinstance(stmt, tirx.For):
+            body = self._sequence(stmt.body, kept, stmt.loop_var.same_as(self.scan.loop.var))
+            return None if body is None else loop_like(stmt, stmt.extent, body)
+        if isinstance(stmt, tirx.IfThenElse):
+            then = self._sequence(stmt.then_case, kept, scales)
+            other = None if stmt.else_case is None else self._sequence(stmt.else_case, kept, scales)
+            is_empty = then is None and other is None
+            return None if is_empty else tirx.IfThenElse(stmt.condition, then or tirx.Evaluate(0), other)
+        raise Blocked("a state is carried by a loop that is more than loops, conditions and statements")
+
+    def _sequence(self, stmt: tirx.Stmt, kept: set[Statement], scales: bool) -> tirx.Stmt | None:
+        """Statements in order; before those that scale a state, what it is scaled with is multiplied up."""
+        made: list[tirx.Stmt] = []
+        for inner in body_statements(stmt):
+            made += self._scaling(inner) if scales else []
+            sliced = self._sliced(inner, kept, scales)
+            made += [] if sliced is None else [sliced]
+        return sequence(made) if made else None
+
+    def _scaling(self, stmt: tirx.Stmt) -> list[tirx.Stmt]:
+        """What multiplies up the scales of a nest of loops that scales states."""
+        node = stmt
+        while isinstance(node, tirx.For):
+            node = node.body
+        return [
+            scale.multiplied(statement, part.scaled[statement])
+            for part, scale in self.scales.items()
+            for statement in part.scaled
+            if statement.node in body_statements(node)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class _Pair:
+    """A workspace as one device has it, and of all devices."""
+
+    one: Workspace
+    all: Workspace
+
+
+@dataclass(frozen=True, eq=False)
+class _Scale:
+    """What a state is multiplied with, which differs in `dims` of it only."""
+
+    part: Carried
+    dims: tuple[int, ...]
+    buffer: tirx.Buffer
+
+    def load(self, at: Sequence[tirx.PrimExpr]) -> tirx.PrimExpr:
+        """That of the state's element at the indices."""
+        return tirx.BufferLoad(self.buffer, [at[d] for d in self.dims] or [tirx.IntImm("int32", 0)])
+
+    def multiplied(self, statement: Statement, by: tirx.PrimExpr) -> tirx.Stmt:
+        """What a statement multiplies the state with is multiplied up."""
+        at = [tirx.Var(f"i{d}", "int32") for d in self.dims]
+        indices = statement.target.indices
+        if not all(isinstance(indices[d], tirx.Var) for d in self.dims):
+            raise Blocked(f"{self.part.held.buffer.name} is scaled at places that are computed")
+        renamed = {indices[d]: var for d, var in zip(self.dims, at, strict=True)}
+        place = list(at) or [tirx.IntImm("int32", 0)]
+        value = tirx.BufferLoad(self.buffer, place) * tirx.stmt_functor.substitute(by, renamed)
+        return parallel_nest(
+            at, [self.buffer.shape[n] for n in range(len(at))], tirx.BufferStore(self.buffer, value, place)
+        )
+
+    def of_workspace(self, made: Workspace) -> Workspace:
+        """A workspace for it, like one for the state."""
+        more = len(made.buffer.shape) - len(self.part.held.buffer.shape)
+        kept = [*range(more), *(more + d for d in self.dims)]
+        return made.of_dims(kept, self.buffer)
+
+
+def _marked(loop: tirx.Stmt) -> tirx.For:
+    """The loop, which is resumed."""
+    if not isinstance(loop, tirx.For):
+        raise Blocked("a state is carried by more than a loop")
+    marks = {**dict(loop.annotations), RESUMED: True}
+    return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, loop.body, loop.thread_binding, marks)
+
+
+def _fill(buffer: tirx.Buffer, value: float) -> tirx.Stmt:
+    zeros = [tirx.IntImm("int32", 0)] * len(buffer.shape)
+    return tile_op("fill", region_call(buffer, zeros, buffer.shape, 2), constant(value, buffer.dtype))
+
+
+def _like(buffer: tirx.Buffer, suffix: str) -> tirx.Buffer:
+    return tirx.decl_buffer(buffer.shape, buffer.dtype, f"{buffer.name}_{suffix}", scope=buffer.scope())

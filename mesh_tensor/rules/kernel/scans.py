@@ -1,0 +1,187 @@
+"""States that a loop carries in order, and may use on the way: running sums, linear recurrences, running maxima, the
+best of all positions.
+
+After one iteration such a state is `a * state + b`, or the larger of it and b, where neither a nor b depends on earlier
+iterations. So a device can tell, from its own part alone, what it makes of any state that it takes over: `a` of all its
+iterations multiplied, and what it makes of 0. What every device then starts from is a scan of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from .best_of import Best, find_best
+from .coordinates import Coordinates
+from .factors import Factor
+from .iterations import Iteration
+from .live_ranges import LiveRange
+from .padding import takes_whole_blocks
+from .state_values import Atom, Level, Part, Value
+from .statements import RESUMED, Kernel, Loop, Statement, describe
+from .states import carrying_loops, changed_in, is_in_place
+
+_ONE = Part(Level.FIXED, 1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Carried:
+    """A live range that is carried. `op`: what adds to it, `sum` or `max`, or replaces it, `best`. `scaled`: statements
+    that scale what was there before, each with the factor."""
+
+    held: LiveRange
+    op: str
+    scaled: Mapping[Statement, tirx.PrimExpr]
+    best: Best | None = None
+
+    @property
+    def starts_neutral(self) -> bool:
+        """Whether a device may start from a neutral element; else it starts like the whole kernel, which may count as
+        often as one likes."""
+        return self.op != "best"
+
+
+@dataclass(frozen=True, eq=False)
+class Scan:
+    """What one loop, the whole top-level statement `top`, carries in order."""
+
+    loop: Loop
+    top: int
+    carried: tuple[Carried, ...]
+    body: frozenset[Statement]
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether every device starts it from what those before left."""
+        return self.loop.node is not None and RESUMED in self.loop.node.annotations
+
+    @property
+    def names(self) -> list[str]:
+        """The buffers that are carried."""
+        return [str(part.held.buffer.name) for part in self.carried]
+
+
+def find_scan(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> Scan | None:
+    """The scan over a factor, None if it is none: one loop that carries, all of what it carries is such a state, and
+    whatever else it leaves belongs to a position."""
+    loops = carrying_loops(kernel, coordinates, factor)
+    if len(loops) != 1 or not takes_whole_blocks(kernel, factor):
+        return None
+    (loop,) = loops
+    body = [s for s in kernel.statements if loop.var in s.vars]
+    if any(s.unknown or s.may_be_skipped for s in body) or kernel.loops[loop.var].node is None:
+        return None
+    if any(x.kind != "grid" for x in body[0].loops[: body[0].loops.index(loop)]):
+        return None
+    ranges = [r for r in coordinates.ranges.all if not r.is_param and loop.var in changed_in(r)]
+    if any(changed_in(r) & factor.roles.keys() != {loop.var} for r in ranges):
+        return None
+    iteration = Iteration(kernel, coordinates, factor, loop, ordered=True)
+    best = {r: one for one in find_best(iteration, ranges) for r in (one.best, *one.along)}
+    found = [Carried(r, "best", {}, best[r]) if r in best else _carried(iteration, r) for r in ranges]
+    known = [part for part in found if part is not None]
+    if len(known) < len(found) or any(True for _ in _left_behind(kernel, coordinates, factor, loop, ranges)):
+        return None
+    return Scan(loop, body[0].top, tuple(known), frozenset(body))
+
+
+def _left_behind(
+    kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop, carried: Sequence[LiveRange]
+) -> Iterator[str]:
+    """What the loop leaves that is neither a state nor of a position."""
+    for statement in kernel.statements:
+        if loop.var not in statement.vars or statement.write is None:
+            continue
+        live_range = coordinates.ranges.of(statement.write)
+        if live_range.is_param and (not coordinates.walks(statement.write, factor) or loop.var in live_range.carried):
+            yield f"{describe(statement)} is of no position"
+        elif not live_range.is_param and live_range not in carried and not any(x is loop for x in live_range.scope):
+            yield f"{live_range.buffer.name} is used after the loop"
+
+
+def _carried(iteration: Iteration, live_range: LiveRange) -> Carried | None:
+    value = iteration.value(live_range)
+    updates = [s for s, _ in live_range.writes if iteration.loop.var in s.vars]
+    if value is None or not all(iteration.runs_alike(s) for s in updates):
+        return None
+    atom = value.atom
+    if atom is not None and atom.key[0] == "max":
+        keys, own = atom.key[1], ("before", live_range)
+        is_plain = own in keys and all(key == own or key[0] in ("block", "fixed") for key in keys)
+        return Carried(live_range, "max", {}) if is_plain and is_in_place(atom, live_range) else None
+    rate = _rate(value, live_range)
+    if rate is None:
+        return None
+    if rate == _ONE:
+        return Carried(live_range, "sum", {})
+    scaled = {s: factor for s in updates if (factor := _scale(s, live_range)) is not None}
+    known = all(s in scaled or _adds(s) for s in updates) and all(_is_alone(s, scaled[s], iteration) for s in scaled)
+    return Carried(live_range, "sum", scaled) if known else None
+
+
+def _rate(value: Value, live_range: LiveRange) -> Part | None:
+    """What the state is multiplied with in an iteration, None if it is no linear function of itself."""
+    if value.log is not None or any(power for power, _ in value.terms):
+        return None
+    before: list[tuple[Atom | None, Part]] = [(a, Part(Level.FIXED, rate)) for a, rate in value.atoms.items()]
+    before += [(carried, part) for (_, carried), part in value.terms.items() if carried is not None]
+    if len(before) != 1:
+        return None
+    ((atom, part),) = before
+    assert atom is not None
+    return part if atom.key == ("before", live_range) and is_in_place(atom, live_range) else None
+
+
+def _adds(statement: Statement) -> bool:
+    return statement.op == "sum" and not statement.fresh
+
+
+def _scale(statement: Statement, live_range: LiveRange) -> tirx.PrimExpr | None:
+    """What a store multiplies its target with, None if it is no store that does."""
+    node = statement.node
+    if not isinstance(node, tirx.BufferStore) or statement.op not in (None, "prod"):
+        return None
+    return _coefficient(node.value, node)
+
+
+def _coefficient(expr: tirx.PrimExpr, store: tirx.BufferStore) -> tirx.PrimExpr | None:
+    """Of an expression that is linear in what is stored to; None if it is not said as sums and products."""
+    if isinstance(expr, tirx.BufferLoad) and expr.buffer.same_as(store.buffer):
+        return tirx.const(1.0, expr.dtype)
+    if not _mentions(expr, store.buffer):
+        return tirx.const(0.0, expr.dtype)
+    if isinstance(expr, (tirx.Add, tirx.Sub)):
+        a, b = _coefficient(expr.a, store), _coefficient(expr.b, store)
+        if a is None or b is None or (isinstance(expr, tirx.Sub) and _mentions(expr.b, store.buffer)):
+            return None
+        return b if not _mentions(expr.a, store.buffer) else a if not _mentions(expr.b, store.buffer) else a + b
+    if isinstance(expr, tirx.Mul):
+        a, b = (expr.a, expr.b) if _mentions(expr.a, store.buffer) else (expr.b, expr.a)
+        inside = None if _mentions(b, store.buffer) else _coefficient(a, store)
+        return None if inside is None else inside * b
+    return None
+
+
+def _mentions(expr: tirx.PrimExpr, buffer: tirx.Buffer) -> bool:
+    found: list[object] = []
+
+    def visit(node: object) -> None:
+        if isinstance(node, tirx.BufferLoad) and node.buffer.same_as(buffer):
+            found.append(node)
+
+    tirx.stmt_functor.post_order_visit(expr, visit)
+    return bool(found)
+
+
+def _is_alone(statement: Statement, scale: tirx.PrimExpr, iteration: Iteration) -> bool:
+    """Whether the scale can be multiplied up in loops of its own: the statement's loops inside are those of its
+    target's dims, and change nothing that the scale reads."""
+    inner = statement.loops[statement.loops.index(iteration.loop) + 1 :]
+    indexed = {v for form in statement.target.forms if form is not None for v in form.terms}
+    if any(x.var not in indexed for x in inner):
+        return False
+    nest = {x.var for x in inner}
+    written = [s.write.buffer for s in iteration.body if s.write is not None and nest & s.vars]
+    return not any(_mentions(scale, buffer) for buffer in written)

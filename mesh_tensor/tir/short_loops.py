@@ -1,0 +1,90 @@
+"""Loops that end, or start, where the block that they belong to says so: `for ko in range(bx + 1)` of a causal mask.
+
+For analysis and rewriting such a loop becomes one over all that any block needs, with a condition around its body, so
+that it walks a dim from end to end; `shorten` makes bounds of the conditions again, over whatever extent the loop has
+by then.
+"""
+
+from __future__ import annotations
+
+from tvm import arith, tirx
+
+from .effects import leaves_loop
+from .ranges import loop_ranges, loops_in
+
+#: Marks a loop that `lengthen` made.
+MARK = "mesh_tensor.short"
+_LONGEST = 2**30
+
+
+def lengthen(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Every serial loop whose bounds depend on loops around it goes from 0 to the largest end that it can have."""
+    if not any(_is_short(loop) for loop in loops_in(func.body)):
+        return func
+    analyzer = loop_ranges(func.body)
+    around = {loop.loop_var for loop in loops_in(func.body)}
+
+    def visit(loop: tirx.For) -> tirx.Stmt | None:
+        return _long(loop, analyzer, around) if _is_short(loop) else None
+
+    body = tirx.stmt_functor.ir_transform(func.body, None, visit, ["tirx.For"])
+    return func if body.same_as(func.body) else func.with_body(body)
+
+
+def shorten(body: tirx.Stmt) -> tirx.Stmt:
+    """Undo `lengthen`."""
+    return tirx.stmt_functor.ir_transform(body, None, _short, ["tirx.For"])
+
+
+def _is_short(loop: tirx.For) -> bool:
+    is_plain = loop.kind == tirx.ForKind.SERIAL and loop.thread_binding is None and MARK not in loop.annotations
+    return is_plain and not isinstance(loop.extent, tirx.IntImm) and not leaves_loop(loop)
+
+
+def _long(loop: tirx.For, analyzer: arith.Analyzer, around: set[tirx.Var]) -> tirx.Stmt | None:
+    """The long loop; None where nothing is known of the bounds, or they don't depend on loops."""
+    used = {*tirx.analysis.undefined_vars(loop.extent), *tirx.analysis.undefined_vars(loop.min)}
+    if not used or not used <= around or any(_computes(e) for e in (loop.min, loop.extent)):
+        return None
+    end = analyzer.simplify(loop.min + loop.extent)
+    longest = analyzer.const_int_bound(end).max_value
+    if not 0 < longest < _LONGEST or not analyzer.can_prove(loop.min >= 0):
+        return None
+    condition: tirx.PrimExpr = loop.loop_var < end
+    if not analyzer.can_prove_equal(loop.min, 0):
+        condition = tirx.And(loop.loop_var >= loop.min, condition)
+    body = tirx.IfThenElse(condition, loop.body, None)
+    annotations = {**dict(loop.annotations), MARK: True}
+    return tirx.For(loop.loop_var, 0, int(longest), loop.kind, body, None, annotations)
+
+
+def _computes(expr: tirx.PrimExpr) -> bool:
+    """Whether the expression reads memory or calls anything."""
+    found: list[object] = []
+    kinds = (tirx.BufferLoad, tirx.Call)
+    tirx.stmt_functor.post_order_visit(expr, lambda n: found.append(n) if isinstance(n, kinds) else None)
+    return bool(found)
+
+
+def _short(loop: tirx.For) -> tirx.Stmt | None:
+    if MARK not in loop.annotations:
+        return None
+    annotations = {key: value for key, value in loop.annotations.items() if key != MARK}
+    guard = loop.body
+    if not isinstance(guard, tirx.IfThenElse):
+        return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, guard, None, annotations)
+    start: tirx.PrimExpr = tirx.IntImm("int32", 0)
+    end, condition = loop.extent, guard.condition
+    if isinstance(condition, tirx.And):
+        start = tirx.max(_bound(condition.a, loop.loop_var), 0)
+        condition = condition.b
+    end = tirx.min(_bound(condition, loop.loop_var), end)
+    analyzer = arith.Analyzer()
+    start, extent = analyzer.simplify(start), analyzer.simplify(tirx.max(end - start, 0))
+    return tirx.For(loop.loop_var, start, extent, loop.kind, guard.then_case, None, annotations)
+
+
+def _bound(condition: tirx.PrimExpr, var: tirx.Var) -> tirx.PrimExpr:
+    """What the variable alone is compared with."""
+    at_0 = tirx.stmt_functor.substitute(condition.a, {var: tirx.IntImm(var.dtype, 0)})
+    return condition.b - at_0

@@ -1,0 +1,123 @@
+"""What each rank of a pipeline runs in tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import torch
+
+import mesh_tensor as mt
+from mesh_tensor import MeshTensorError
+from tests.api.pipeline.models import chain, chain_loss
+
+TOPOLOGY = {"m0": {"d": 2}, "m1": {"d": 2}}
+CUTS = {"1f1b": ["layer1"], "zb-h1": ["layer1"], "interleaved": ["layer0", "layer1", "layer2"]}
+
+
+def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets."""
+    return torch.randn(rows, 6), torch.randn(rows, 6)
+
+
+def made(schedule: str, ranks: bool, topology: Any = TOPOLOGY) -> tuple[dict[str, torch.Tensor], mt.Pipeline]:
+    """Weights, and a pipeline with them."""
+    torch.manual_seed(0)
+    module, weights = chain()
+    layouts = {"m0": {"x": {"d": 0}, "w0": {"d": 1}}, "m1": {"y": {"d": 0}}}
+    options = {"microbatches": 4, "schedule": schedule, "train": True}
+    return weights, mt.pipeline(module, topology, CUTS[schedule], layouts, ranks=ranks, **options)
+
+
+def check(run: mt.Pipeline, weights: dict[str, torch.Tensor]) -> float:
+    """Loss and gradients against torch's."""
+    inputs = batch(12)
+    leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+    wanted = chain_loss(leaves, *inputs)
+    by_torch = dict(zip(leaves, torch.autograd.grad(wanted, list(leaves.values())), strict=True))
+    torch.testing.assert_close(run(*inputs), wanted.detach())
+    for name, got in run.gradients().items():
+        torch.testing.assert_close(got, by_torch[name], rtol=1e-4, atol=1e-6, msg=name)
+    return float(wanted)
+
+
+def same_as_virtual(rank: int) -> dict[str, float]:
+    """Losses and gradients on ranks and on threads; the bits have to be the same."""
+    found = {}
+    for schedule in CUTS:
+        _, virtual = made(schedule, False)
+        _, run = made(schedule, True)
+        for _ in range(2 if schedule == "1f1b" else 1):
+            inputs = batch(12)
+            loss, wanted = run(*inputs), virtual(*inputs)
+            assert torch.equal(loss, wanted), (schedule, loss, wanted)
+            got, gradients = run.gradients(), virtual.gradients()
+            assert got.keys() == gradients.keys()
+            assert all(torch.equal(got[name], gradients[name]) for name in got), schedule
+        found[schedule] = float(loss)
+    return found
+
+
+def same_or_refused(rank: int) -> tuple[dict[str, float], str]:
+    """`same_as_virtual`, then another schedule on one rank."""
+    found = same_as_virtual(rank)
+    _, run = made("zb-h1" if rank == 1 else "1f1b", True)
+    try:
+        run(*batch(12))
+    except MeshTensorError as error:
+        return found, str(error)
+    return found, "ran"
+
+
+def uneven(rank: int) -> float:
+    """Meshes of 2 and 1 devices, 3 rows on 2 devices; a step of gradient descent, and another loss."""
+    weights, run = made("1f1b", True, {"m0": {"d": 2}, "m1": {"d": 1}})
+    check(run, weights)
+    gradients = run.gradients()
+    run.update(lambda weight, gradient, state: weight - 0.1 * gradient)
+    updated = run.weights()
+    for name, weight in weights.items():
+        torch.testing.assert_close(updated[name], weight - 0.1 * gradients[name])
+    return check(run, updated)
+
+
+def raises_in_an_action(rank: int) -> str:
+    """An action fails on one rank: all say so."""
+    from mesh_tensor.api.pipeline import rows as pipeline_rows
+
+    backward = pipeline_rows._ACTIONS["B"]
+
+    def broken(row: Any, here: Any, action: Any) -> None:
+        if str(action) == "1B1" and rank == 3:
+            raise ValueError("out of luck")
+        backward(row, here, action)
+
+    _, run = made("1f1b", True)
+    pipeline_rows._ACTIONS["B"] = broken
+    try:
+        run(*batch(12))
+    except MeshTensorError as error:
+        return str(error)
+    return "ran"
+
+
+def dies_in_an_action(rank: int) -> str:
+    """A rank is killed in the middle of a schedule."""
+    from mesh_tensor.api.pipeline import rows as pipeline_rows
+
+    forward = pipeline_rows._ACTIONS["F"]
+
+    def deadly(row: Any, here: Any, action: Any) -> None:
+        if str(action) == "1F2" and rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        forward(row, here, action)
+
+    _, run = made("1f1b", True)
+    run(*batch(12))
+    pipeline_rows._ACTIONS["F"] = deadly
+    try:
+        run(*batch(12))
+    except MeshTensorError as error:
+        return str(error)
+    return "ran"

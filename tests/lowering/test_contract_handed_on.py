@@ -1,0 +1,117 @@
+"""Clause 8: what a loop carries in order and uses on the way is handed on from device to device, where one iteration
+makes a linear function, or a maximum, of it; what only looks like that keeps its dim whole."""
+
+import pytest
+import tilelang.language as T
+import torch
+
+import mesh_tensor as mt
+from kernels.linear_attention import linear_attention, linear_attention_reference
+from mesh_tensor.lowering.pipeline import lower_kernel
+from tests.kernels.adversarial.index_values import argmax_rows
+from tests.other_machines import machine
+
+from .scan_kernels import WRONG, after_a_sum, running, running_wrong
+from .support import outline
+
+#: An update in a kernel, and in torch; and what the state starts from.
+UPDATES = {
+    "sum": (lambda s, x: s + x, lambda s, x: s + x, 1.5),
+    "decayed": (lambda s, x: s * 0.5 + x, lambda s, x: s * 0.5 + x, 0.0),
+    "gated": (lambda s, x: x + (x * 0.3) * s, lambda s, x: x + (x * 0.3) * s, -2.0),
+    "alternating": (lambda s, x: s * (-0.5) + x, lambda s, x: s * (-0.5) + x, 0.0),
+    "maximum": (lambda s, x: T.max(s, x), torch.maximum, 0.25),
+}
+
+
+def compiled(func, mesh, layouts, *, poison=True):
+    """For a machine on which bytes are all that counts: states are handed on, however small the tensors."""
+    with machine(1):
+        made = mt.annotate(func, mt.Mesh(mesh), layouts)
+        return mt.compile(made, target="interpret", poison=poison)
+
+
+def in_order(x, update, start):
+    state, found = torch.full((x.shape[1],), start), []
+    for row in x:
+        state = update(state, row)
+        found.append(state)
+    return torch.stack(found), state
+
+
+def rows(*axes):
+    return {"X": dict.fromkeys(axes, 0), "Y": dict.fromkeys(axes, 0)}
+
+
+def test_states_are_gathered_and_every_device_starts_from_those_before():
+    with machine(1):
+        func = mt.annotate(running(8, 8, UPDATES["decayed"][0]), mt.Mesh({"x": 2}), rows("x"))
+        made = outline(lower_kernel(func))
+    assert made == [
+        "kernel(X, state_total_w1, state_scale_w1)",
+        "all_gather(state_total_w1, dim 0, x)",
+        "all_gather(state_scale_w1, dim 0, x)",
+        "kernel(state_total_w1.1, state_scale_w1.1, state_start_w1, state_end_w1)",
+        "slice(state_start_w1, dim 0, x)",
+        "kernel(X, Y, E, state_start_w1.1, state_end_w1)",
+    ]
+
+
+@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize(("mesh", "steps"), [({"x": 2}, 8), ({"x": 3}, 7), ({"x": 5}, 6), ({"x": 2, "y": 2}, 9)])
+def test_running_states(name, mesh, steps):
+    update, reference, start = UPDATES[name]
+    x = torch.randn(steps, 8)
+    kernel = compiled(running(steps, 8, update, start=start), mesh, rows(*mesh))
+    assert "gather                 X" not in kernel.explain()
+    for result, expected in zip(kernel(x), in_order(x, reference, start), strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_only_looks_like_it_stays_whole(wrong):
+    x = torch.randn(8, 8).abs()
+    func = running_wrong(8, 8, wrong)
+    kernel = compiled(func, {"x": 2}, rows("x"), poison=False)
+    alone = mt.compile(mt.annotate(func, mt.Mesh({"x": 1}), {}), target="interpret")
+    assert "X.1" in kernel.explain(), "X is gathered"
+    for result, expected in zip(kernel(x), alone(x), strict=True):
+        torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("decay", [None, 0.9])
+@pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 2, "h": 2}])
+def test_linear_attention_by_chunks(mesh, decay):
+    shapes = [(2, 64, 2, 8), (2, 64, 2, 8), (2, 64, 2, 4)]
+    layouts = {name: {"x": 1, **({"h": 2} if "h" in mesh else {})} for name in ("Q", "K", "V", "Out")}
+    q, k, v = (torch.randn(shape) for shape in shapes)
+    kernel = compiled(linear_attention(2, 2, 64, 8, 4, decay=decay), mesh, layouts)
+    assert "Q.1" not in kernel.explain()
+    for result, expected in zip(kernel(q, k, v), linear_attention_reference(q, k, v, decay), strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_chunks_that_an_axis_would_take_apart_are_whole():
+    layouts = {name: {"x": 1} for name in ("Q", "K", "V", "Out")}
+    text = compiled(linear_attention(1, 1, 48, 8, 4), {"x": 2}, layouts).explain()
+    assert "walked together, but not element by element" in text
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_sums_that_an_update_uses_are_completed_before(online):
+    x = torch.rand(16, 8)
+    kernel = compiled(after_a_sum(16, 8, online), {"x": 2}, {"X": {"x": 0}})
+    assert "X.1" not in kernel.explain()
+    assert kernel.explain().index("all_reduce(sum)") < kernel.explain().index("kernel_1")
+    alone = mt.compile(mt.annotate(after_a_sum(16, 8, online), mt.Mesh({"x": 1}), {}), target="interpret")
+    torch.testing.assert_close(kernel(x), alone(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("mesh", "sizes"), [({"x": 2}, (8, 16)), ({"x": 3}, (8, 13)), ({"x": 2, "y": 2}, (5, 7))])
+def test_the_first_of_equal_maxima_wins(mesh, sizes):
+    a = torch.randint(0, 3, sizes).float()
+    kernel = compiled(argmax_rows(*sizes), mesh, {"A": dict.fromkeys(mesh, 1)})
+    assert "scan" in kernel.explain()
+    values, positions = kernel(a)
+    torch.testing.assert_close(values, a.max(1).values)
+    assert positions.tolist() == [int((row == row.max()).nonzero()[0, 0]) for row in a]

@@ -1,0 +1,154 @@
+"""Clause 8: what a loop over blocks carries is combined where it is known to be a running maximum and sums scaled to
+it, with what an expert would exchange; what only looks like that keeps its dim whole."""
+
+import math
+
+import pytest
+import torch
+
+import mesh_tensor as mt
+from kernels.flash_attention import flash_attention, flash_attention_reference
+from mesh_tensor.lowering.pipeline import lower_kernel
+from tests.other_machines import machine
+
+from .state_kernels import WRONG, log_sum, online, online_reference
+from .support import outline
+
+
+def compiled(func, mesh, layouts, **options):
+    """For a machine on which operations are all that counts: states are combined, however small the tensors."""
+    with machine(2):
+        return mt.compile(
+            mt.annotate(func, mt.Mesh(mesh), layouts), **{"target": "interpret", "poison": True, **options}
+        )
+
+
+def steps(func, mesh, layouts):
+    """On a machine on which collectives start at once: bytes decide."""
+    with machine(1):
+        return outline(lower_kernel(mt.annotate(func, mt.Mesh(mesh), layouts)))
+
+
+def alone(func, *inputs):
+    """What the kernel gives on one device."""
+    return mt.compile(mt.annotate(func, mt.Mesh({"x": 1}), {}), target="interpret")(*inputs)
+
+
+def close(results, expected, tolerance=2e-5):
+    for result, wanted in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def columns(*axes):
+    return {"X": dict.fromkeys(axes, 1), "V": dict.fromkeys(axes, 0)}
+
+
+def test_states_are_exchanged_and_not_what_they_are_made_of():
+    assert steps(online(8, 1024, 16), {"x": 2}, columns("x")) == [
+        "kernel(X, V, m_w1, m_own_w1, total_own_w1, acc_own_w1)",
+        "all_reduce(m_w1, max, x)",
+        "kernel(m_w1.1, m_own_w1, total_own_w1, acc_own_w1, total_w1, acc_w1)",
+        "all_reduce(total_w1, sum, x)",
+        "all_reduce(acc_w1, sum, x)",
+        "kernel(Out, L, m_w1.1, total_w1.1, acc_w1.1)",
+    ]
+
+
+def test_results_on_the_same_axis_are_reduce_scattered():
+    made = steps(online(8, 1024, 16), {"x": 2}, {**columns("x"), "Out": {"x": 0}, "L": {"x": 0}})
+    assert "reduce_scatter(acc_w1, dim 0, sum, x)" in made
+    assert not any("all_gather" in step for step in made)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "size", "start", "base"),
+    [
+        ({"x": 2}, 64, "infinity", "exp2"),
+        ({"x": 3}, 61, "infinity", "exp"),
+        ({"x": 2, "y": 2}, 50, "infinity", "exp2"),
+        ({"x": 7}, 56, "finite", "exp"),
+    ],
+)
+def test_online_softmax(mesh, size, start, base):
+    x, v = torch.randn(8, size) * 3, torch.randn(size, 16)
+    kernel = compiled(online(8, size, 16, start=start, base=base), mesh, columns(*mesh))
+    assert "all_gather" not in kernel.explain()
+    close(kernel(x, v), online_reference(x, v))
+
+
+@pytest.mark.parametrize("start", ["infinity", "finite"])
+@pytest.mark.parametrize("masked", [1, 8, 13, 32, 48, 64])
+def test_masked_rows_are_what_they_are_on_one_device(masked, start):
+    """NaN where the first block of a row holds nothing, too."""
+    x, v = torch.randn(8, 64), torch.randn(64, 16)
+    func = online(8, 64, 16, masked=masked, start=start)
+    kernel = compiled(func, {"x": 4}, columns("x"))
+    assert "all_gather" not in kernel.explain()
+    close(kernel(x, v), alone(func, x, v))
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
+@pytest.mark.parametrize("at", [3, 40])
+def test_special_values_are_where_they_are_on_one_device(value, at):
+    x, v = torch.randn(8, 64), torch.randn(64, 16)
+    x[2, at] = value
+    func = online(8, 64, 16)
+    close(compiled(func, {"x": 4}, columns("x"))(x, v), alone(func, x, v))
+
+
+def test_the_first_tile_has_to_hold_the_first_block():
+    """What is masked in a part of it is not NaN on one device."""
+    text = compiled(online(8, 64, 16), {"x": 16}, columns("x")).explain()
+    assert "m may stay at its start in a part of the first block" in text
+    assert "the first tile of 4 holds no block of 8" in text
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_only_looks_like_a_state_stays_whole(wrong):
+    x, v = torch.randn(8, 64).abs(), torch.randn(64, 16)
+    func = online(8, 64, 16, wrong=wrong)
+    kernel = compiled(func, {"x": 2}, columns("x"), poison=False)
+    assert "all_gather" in kernel.explain()
+    close(kernel(x, v), alone(func, x, v))
+
+
+@pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 4}])
+def test_logarithms_of_sums(mesh):
+    x = torch.randn(8, 64) * 3
+    kernel = compiled(log_sum(8, 64), mesh, {"X": {"x": 1}, "Y": {"x": 1}})
+    assert "all_gather" not in kernel.explain()
+    close([kernel(x)], [torch.softmax(x.double(), 1).float()])
+
+
+KV = {"K": {"x": 2}, "V": {"x": 2}}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layouts", "options"),
+    [
+        ({"x": 2}, KV, {}),
+        ({"x": 2}, KV, {"causal": True}),
+        ({"x": 3}, KV, {"causal": True, "seq_kv": 70}),
+        ({"x": 3}, {**KV, "Out": {"x": 2}}, {"groups": 2}),
+        ({"x": 2, "y": 2}, {"Q": {"y": 1}, "K": {"x": 2, "y": 1}, "V": {"x": 2, "y": 1}, "Out": {"y": 1}}, {}),
+        ({"x": 4}, KV, {"seq_q": 1, "seq_kv": 100}),
+    ],
+)
+def test_flash_attention_over_split_keys(mesh, layouts, options):
+    sizes = {"seq_q": 32, "seq_kv": 64, **options}
+    func = flash_attention(1, 2, dim=16, block_M=16, block_N=16, dtype="float32", **sizes)
+    kernel = compiled(func, mesh, layouts)
+    assert "all_gather" not in kernel.explain()
+    q = torch.randn(1, 2, sizes["seq_q"], 16)
+    k, v = (torch.randn(1, 2 // options.get("groups", 1), sizes["seq_kv"], 16) for _ in range(2))
+    close([kernel(q, k, v)], [flash_attention_reference(q, k, v, options.get("causal", False))])
+
+
+def test_compiled_for_this_machine():
+    q, k, v = (torch.randn(1, 2, size, 16) for size in (32, 64, 64))
+    func = flash_attention(
+        1, 2, 32, 64, 16, causal=True, skip_masked_blocks=True, block_M=16, block_N=16, dtype="float32"
+    )
+    kernel = compiled(func, {"x": 2}, KV, target="c", poison=False)
+    assert "all_gather" not in kernel.explain()
+    close([kernel(q, k, v)], [flash_attention_reference(q, k, v, causal=True)])
