@@ -10,8 +10,9 @@ PYTEST_ARGS ?= -n logical
 SWEEP_ARGS ?=
 FUZZ_ARGS ?=
 BENCH_ARGS ?=
+MODELS_ARGS ?=
 
-.PHONY: venv demo test check lint layers types sweep fuzz cuda bench clean
+.PHONY: venv demo test check lint layers types sweep fuzz cuda bench models clean
 .DELETE_ON_ERROR:
 
 venv: $(INSTALLED)
@@ -59,6 +60,11 @@ cuda: venv
 bench: venv
 	$(PIP_INSTALL) '.[peers]'
 	$(PY) -m benchmarks $(BENCH_ARGS)
+
+# Architectures of transformers, timm, torchvision and diffusers, on their way to a mesh; MODELS_ARGS="--layouts 8 gpt2 llama" takes some.
+models: venv
+	$(PIP_INSTALL) '.[models]'
+	OMP_NUM_THREADS=1 $(PY) -m tests.models $(MODELS_ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

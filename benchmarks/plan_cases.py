@@ -36,7 +36,13 @@ from kernels.schedules import (
     waves_matmul,
 )
 from kernels.softmax import online_softmax, softmax
-from kernels.sparse import block_sparse_matmul, expert_mlp, grouped_matmul_rows, padded_grouped_matmul
+from kernels.sparse import (
+    block_sparse_matmul,
+    expert_mlp,
+    grouped_matmul_rows,
+    padded_grouped_matmul,
+    scaled_grouped_matmul,
+)
 from kernels.transpose import transpose
 
 Dims = Mapping[str, int | None]
@@ -216,6 +222,7 @@ def _scalars() -> Iterator[PlanCase]:
     k = ("A1 B1", _PARTIAL, 4096 * 1024)
     yield _case("scalars", grouped_matmul_rows, groups, columns="B2 C1", K=k)
     yield _case("scalars", padded_grouped_matmul, groups, rows="A0 group_of0 C0", columns="B2 C1", K=k)
+    yield _case("scalars", scaled_grouped_matmul, groups, rows="A0 group_of0 C0", columns="B2 C1", K=k)
     yield _case(
         "scalars", scaled_mean_matmul, _MNK, rows="A0 C0", columns="B1 bias0 C1", K=("A1 B0", _PARTIAL, _SQUARE)
     )

@@ -30,7 +30,7 @@ class Hand:
 
 @dataclass(frozen=True)
 class Case:
-    """A module with stated layouts on a mesh. `build` gives the module."""
+    """A module with stated layouts on a mesh. `build` gives the module; `held`: weights that are laid out once."""
 
     module: str
     layout: str
@@ -38,6 +38,7 @@ class Case:
     mesh: Mapping[str, int]
     shardings: Layouts
     hand: Hand
+    held: tuple[str, ...] = ()
 
 
 def gathered(elements: int, parts: int) -> int:
@@ -328,10 +329,11 @@ def fused() -> list[Case]:
             Case("gate and up in one", "TP", build, {"m": parts}, layout, Hand(reduced(512 * 256, parts), 1, why))
         )
     layout = {"qkv.weight": {"m": 0}, "qkv.bias": {"m": 0}, "proj.weight": {"m": 1}}
+    held = "qkv_weight", "qkv_bias", "proj_weight", "proj_bias"
     for heads, key_heads, parts in ((8, 8, 2), (8, 8, 4), (8, 2, 2), (8, 4, 4)):
         build = partial(from_model, partial(FusedAttention, 256, heads, key_heads), torch.randn(4, 64, 256))
         hand = Hand(reduced(256 * 256, parts), 1, why)
-        made.append(Case(f"qkv in one, {heads} and {key_heads} heads", "TP", build, {"m": parts}, layout, hand))
+        made.append(Case(f"qkv in one, {heads} and {key_heads} heads", "TP", build, {"m": parts}, layout, hand, held))
     config = gpt2.Config(vocabulary=512, width=256, heads=8, layers=1, batch=16, positions=64, fused=True)
     hand = Hand(2 * reduced(16 * 64 * 256, 4), 2, "attention and MLP end in an all-reduce each")
     split = gpt2.tensor_parallel(config, "m")
@@ -354,7 +356,7 @@ def side_by_side() -> list[Case]:
 
 def experts() -> list[Case]:
     """A mixture of experts."""
-    groups, tokens, width, hidden, count, parts = 8, 64, 128, 256, 8, 4
+    groups, tokens, width, hidden, count, parts = 8, 128, 256, 512, 8, 4
     x = torch.randn(groups, tokens, width)
     both = {"x": {"d": 0}, "up": {"d": 0}, "down": {"d": 0}}
     weights = {"up": {"d": 0}, "down": {"d": 0}}

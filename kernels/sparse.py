@@ -147,3 +147,37 @@ def expert_mlp_reference(x, w1, w2):
     """What both grids leave: `up` and `Y`."""
     up = torch.nn.functional.silu(x @ w1)
     return up, up @ w2
+
+
+def scaled_grouped_matmul(groups, rows, N, K, block_M=16, block_N=16, block_K=16):
+    """`C = relu(A @ B[g] * scale[g])`: a block's group is looked up before the loop, its scale after it."""
+
+    @T.prim_func
+    def scaled_grouped_matmul_kernel(
+        A: T.Tensor((rows, K), "float32"),
+        B: T.Tensor((groups, K, N), "float32"),
+        group_of: T.Tensor((T.ceildiv(rows, block_M),), "int32"),
+        scale: T.Tensor((groups,), "float32"),
+        C: T.Tensor((rows, N), "float32"),
+    ):
+        with T.Kernel(T.ceildiv(rows, block_M), T.ceildiv(N, block_N), threads=128) as (bx, by):
+            A_shared = T.alloc_shared((block_M, block_K), "float32")
+            B_shared = T.alloc_shared((block_K, block_N), "float32")
+            total = T.alloc_fragment((block_M, block_N), "float32")
+            group = group_of[bx]
+            T.clear(total)
+            for k in T.Pipelined(T.ceildiv(K, block_K), num_stages=2):
+                T.copy(A[bx * block_M, k * block_K], A_shared)
+                T.copy(B[group, k * block_K, by * block_N], B_shared)
+                T.gemm(A_shared, B_shared, total)
+            for i, j in T.Parallel(block_M, block_N):
+                total[i, j] = T.max(total[i, j] * scale[group], 0)
+            T.copy(total, C[bx * block_M, by * block_N])
+
+    return scaled_grouped_matmul_kernel
+
+
+def scaled_grouped_matmul_reference(a, b, group_of, scale, block=16):
+    """Block by block."""
+    parts = zip(a.split(block), group_of.tolist(), strict=True)
+    return torch.cat([(part @ b[g] * scale[g]).relu() for part, g in parts])

@@ -24,7 +24,7 @@ def to_disco(module: MeshModule) -> ir.IRModule:
     """What every worker of a Disco session runs: the local module, and `worker_func`, which takes whole tensors on
     worker 0 and brings every worker its tiles. It is built with `relax.build` like any other."""
     _check(module, "to_disco")
-    return to_disco_module(module.plan)[0]
+    return to_disco_module(module.plan_as_passed())[0]
 
 
 class DiscoModule:
@@ -64,10 +64,11 @@ class DiscoModule:
                 where="DiscoModule",
                 fix="pass plain torch tensors: workers get their tiles from worker 0",
             )
-        machine = self._machine(plan)
-        held = [self.session.put(tensors[value.name].detach().contiguous()) for value in plan.graph.params]
-        made = self.session.act("run", machine, WORKER_FUNC, *held)
         ports = {port.name: port for port in ports_of(plan)}
+        machine = self._machine(plan)
+        params = zip((value.name for value in plan.graph.params), plan.made.inputs, strict=True)
+        held = [self.session.put(ports[port].arranged(tensors[name]).view(ports[port].shape)) for name, port in params]
+        made = self.session.act("run", machine, WORKER_FUNC, *held)
         wanted = [(path, name) for path, name in _paths(plan.made.result)]
         gathered = self.session.gather(
             made, [(path, ports[name].refined, ports[name].sharding.text()) for path, name in wanted]

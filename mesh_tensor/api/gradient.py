@@ -10,7 +10,7 @@ from tvm import ir
 
 from mesh_tensor.annotations.names import check_module, known, relax_function, source_names
 from mesh_tensor.annotations.parameters import with_flat_parameters
-from mesh_tensor.base.errors import did_you_mean, refuse
+from mesh_tensor.base.errors import did_you_mean, listing, refuse
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.plan.gradient import gradient_function
 
@@ -40,10 +40,16 @@ def gradient(module: Module, wrt: Sequence[str] | None = None, function: str = "
     """
     mod = module.mod if isinstance(module, ImportedModule) else module
     check_module(mod, "gradient")
+    if isinstance(module, ImportedModule) and module.state:
+        refuse(
+            f"the gradient of a module that writes {listing(list(module.state))}",
+            why="its results are new values of these, too",
+            fix="export it in eval mode, or use training_step",
+        )
     mod = with_flat_parameters(mod, function)
     names = _parameters(mod, function, wrt)
     made = gradient_function(mod, function, names, loss=loss)
-    return replace(module, mod=made) if isinstance(module, ImportedModule) else made
+    return replace(module, mod=made, form=None) if isinstance(module, ImportedModule) else made
 
 
 def _parameters(mod: ir.IRModule, function: str, wrt: Sequence[str] | None) -> list[str]:

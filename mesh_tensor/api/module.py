@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
@@ -14,6 +14,8 @@ from mesh_tensor.annotations.parameters import flat_arguments, with_flat_paramet
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse, shown
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
+from mesh_tensor.importers import ImportedModule
+from mesh_tensor.importers.call_form import CallForm
 from mesh_tensor.program.explain import explain
 from mesh_tensor.program.from_graph import Kernels
 from mesh_tensor.program.overlap import check_overlap
@@ -25,6 +27,7 @@ from mesh_tensor.runtime.ranks import is_dtensor, ranks_of
 from mesh_tensor.runtime.ranks.agree import agree
 from mesh_tensor.runtime.ranks.dtensor import mesh_of
 from mesh_tensor.runtime.ranks.faults import Faults
+from mesh_tensor.runtime.ranks.parts import Part
 from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.virtual.mesh_tensor import ShardingLike
 from mesh_tensor.targets.kernels import find_target
@@ -32,6 +35,7 @@ from mesh_tensor.targets.kernels import find_target
 from .module_launch import ModuleLaunch
 from .module_ports import Refined
 from .module_ranks import RankModuleLaunch
+from .module_state import ModuleState, state_of
 from .module_weights import HeldWeights, checked_state, whole
 from .training import TrainingStep
 from .training_layouts import annotated_step
@@ -63,7 +67,8 @@ def distribute_module(
 
     Args:
         mod: the module in global view, with annotations (`annotate_module`, `R.dist.annotate_sharding`) or without;
-            or a `training_step`.
+            what `from_torch` gave, whose weights are then known, and which is called as the model was recorded, and
+            gives what that gave; or a `training_step`.
         mesh: a Mesh, a dict, or a DeviceMesh of torch's, on whose ranks the module then runs; None takes the mesh that
             the module's annotations are for.
         shardings: layouts of named parameters and values, as `annotate_module` takes them.
@@ -91,6 +96,9 @@ def distribute_module(
     Raises:
         MeshTensorError: what was asked for can't be done; the message names the binding and the operator.
     """
+    form = None
+    if isinstance(mod, ImportedModule):
+        mod, form, weights = mod.mod, mod.form, mod.params if weights is None else weights
     step, given = (mod, _step_module(mod, mesh, shardings, priority)) if isinstance(mod, TrainingStep) else (None, mod)
     check_module(given, "distribute_module")
     if kernels and not (isinstance(kernels, Mapping) and all(callable(made) for made in kernels.values())):
@@ -118,6 +126,7 @@ def distribute_module(
         poison=poison,
         overlap=check_overlap(overlap),
         donate=donate,
+        form=form,
     )
     return made if step is None else TrainingRun(step, made)
 
@@ -159,13 +168,16 @@ class MeshModule:
         poison: bool,
         overlap: str | int = "auto",
         donate: bool = False,
+        form: CallForm | None = None,
     ) -> None:
-        self._function, self._target = function, find_target(target)
+        self._function, self._target, self._form = function, find_target(target), form
         self._strict, self._poison, self._checks_indices = strict, poison, check_indices
         self._replicate_unknown, self._kernels, self._overlap = replicate_unknown, kernels, overlap
         mod = with_flat_parameters(mod, function)
         self._signature = ModuleSignature(mod, function)
-        self._weights = HeldWeights(self._signature.weights(weights, self._target.device_type), donate)
+        given = self._signature.weights(weights, self._target.device_type)
+        self._state = state_of(mod[function], given)
+        self._weights = HeldWeights({n: tensor for n, tensor in given.items() if n not in self._state}, donate)
         self._device_mesh = mesh if type(mesh).__name__ == "DeviceMesh" else _device_mesh(self._weights.values())
         named = mesh_of(mesh) if mesh is self._device_mesh and mesh is not None else mesh
         self._stated = read_module_annotations(mod, function, None if named is None else Mesh(named), strict=strict)
@@ -179,12 +191,12 @@ class MeshModule:
             weights.clear()  # type: ignore[attr-defined]  # a MutableMapping, as was checked
 
     def state_dict(self, *, full: bool = True) -> dict[str, Any]:
-        """The weights, under all names that they had in torch.
+        """The weights, and what the module writes, under all names that they had in torch.
 
         full   whole tensors; of weights that are DTensors all ranks have to ask. Else as they are held: what was laid
                out as MeshTensors or DTensors, what was not as it was given
         """
-        held = self._weights.items()
+        held = {**self._weights, **self._state_values(full)}.items()
         made = {name: whole(tensor) if full or isinstance(tensor, Refined) else tensor for name, tensor in held}
         return {theirs: tensor for name, tensor in made.items() for theirs in self._signature.names[name]}
 
@@ -200,12 +212,20 @@ class MeshModule:
         """
 
         def new() -> dict[str, Any]:
-            return checked_state(self._signature, self._weights, state, self._target.device_type, strict)
+            held = {**self._weights, **self._state.values(False)}
+            return checked_state(self._signature, held, state, self._target.device_type, strict)
 
         given = state.values() if isinstance(state, Mapping) else ()
         made = self.on_all_ranks("weights to load", lambda _: new(), given)
+        self._state = ModuleState({name: made.pop(name) for name in self._state})
         self._weights = HeldWeights(made, self._weights.donated)
         self._launches = Recent(MODULE_SIZES)
+
+    def _state_values(self, full: bool) -> dict[str, Any]:
+        """What the module writes, by parameter. On ranks all have to ask."""
+        if not self._state:
+            return {}
+        return self.on_all_ranks("state", lambda _: self._state.values(full))
 
     def on_all_ranks(self, what: str, work: Callable[[int], T], given: Iterable[Any] = ()) -> T:
         """What `work` gives on this rank of the mesh (0 on a virtual mesh), if no rank refuses; all ranks have to ask
@@ -226,14 +246,28 @@ class MeshModule:
 
     @undisturbed
     def __call__(self, *args: Any, **named: Any) -> Any:
-        arguments = list(flat_arguments(args))
+        arguments, named = self._arguments(args, named)
         given = [*arguments, *named.values()]
-        return self._run(given, lambda: self._signature.bind(self._weights, arguments, named), _call)
+        use = self._state.call if self._state else _call
+        result = self._run(given, lambda: self._signature.bind(self._held, arguments, named), use)
+        if self._form is None:
+            return result
+        return self._form.result(result if isinstance(result, tuple) else [result])
 
     @undisturbed
     def call_alike(self, *args: Any) -> Any:
         """A call with MeshTensors, or with DTensors known to lie alike on all ranks: these are not compared."""
-        return self._run(args, lambda: self._signature.bind(self._weights, args, {}), _call_alike)
+        use = self._state.call if self._state else _call_alike
+        return self._run(args, lambda: self._signature.bind(self._held, args, {}), use)
+
+    def call_parts(self, parts: Sequence[Part], device_mesh: Any) -> list[Part]:
+        """A call with this rank's parts of all parameters, in order: nothing is checked. The function has known
+        sizes, returns a tuple of tensors, and has no weights here."""
+        ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
+        with ranks.calls.lane(), torch.no_grad(), full_precision():
+            launch = self._launch({}, ranks)
+            assert isinstance(launch, RankModuleLaunch)
+            return launch.parts(parts)
 
     @undisturbed
     def step(
@@ -292,13 +326,26 @@ class MeshModule:
         if self._checks_indices:
             refuse_outside(self.plan.index_checks, tensors, self._function)
         with torch.no_grad(), full_precision():
-            return use(launch, {name: tensor for name, tensor in tensors.items() if name not in self._weights})
+            held = self._held
+            return use(launch, {name: tensor for name, tensor in tensors.items() if name not in held})
 
     def bind(self, *args: Any, **named: Any) -> tuple[dict[str, Any], ModulePlan]:
         """The tensors of a call by parameter, weights among them, and the plan for their sizes; nothing is run."""
-        tensors = self._signature.bind(self._weights, list(flat_arguments(args)), named)
+        arguments, named = self._arguments(args, named)
+        tensors = self._signature.bind(self._held, arguments, named)
         self._plan = self._planned(self._signature.check(tensors))
         return tensors, self._plan
+
+    def _arguments(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The tensors of a call, in order, and by parameter."""
+        if self._form is None:
+            return list(flat_arguments(args)), named
+        return self._form.tensors(args, named), {}
+
+    @property
+    def _held(self) -> Mapping[str, Any]:
+        """The parameters that calls don't pass; those that are written as they were first."""
+        return {**self._weights, **self._state.first} if self._state else self._weights
 
     @property
     def plan(self) -> ModulePlan:
@@ -309,6 +356,12 @@ class MeshModule:
                 fix="call it first; its plan is then that of the sizes it was called with",
             )
         return self._plan
+
+    def plan_as_passed(self) -> ModulePlan:
+        """A plan whose parameters, weights too, are all in the order in which callers have them."""
+        if not self.plan.graph.stored:
+            return self.plan
+        return self._made_plan(self._sizes, ())
 
     @property
     def program(self) -> Program:
@@ -336,7 +389,7 @@ class MeshModule:
         )
 
     def __repr__(self) -> str:
-        names = ", ".join(p.name for p in self._signature.params if p.name not in self._weights)
+        names = ", ".join(p.name for p in self._signature.params if p.name not in self._held)
         return f"MeshModule({self._function}({names}), {self.mesh}, target={self._target.name!r})"
 
     def explain(self) -> str:
@@ -357,24 +410,26 @@ class MeshModule:
         return launch
 
     def _planned(self, sizes: Mapping[Any, int]) -> ModulePlan:
-        key = self._key(sizes)
+        key, self._sizes = self._key(sizes), sizes
         plan = self._plans.get(key)
         if plan is None:
-            mod = bound(self._mod, self._function, sizes)
-            stated = self._stated.annotations
-            plan = plan_module(
-                mod,
-                self._function,
-                self.mesh,
-                stated,
-                replicate_unknown=self._replicate_unknown,
-                kernels=self._kernels,
-                overlap=self._overlap,
-                check_indices=self._checks_indices,
-            )
+            plan = self._made_plan(sizes, self._weights)
             self._check_strict(plan)
             self._plans.put(key, plan)
         return plan
+
+    def _made_plan(self, sizes: Mapping[Any, int], held: Collection[str]) -> ModulePlan:
+        return plan_module(
+            bound(self._mod, self._function, sizes),
+            self._function,
+            self.mesh,
+            self._stated.annotations,
+            replicate_unknown=self._replicate_unknown,
+            kernels=self._kernels,
+            overlap=self._overlap,
+            check_indices=self._checks_indices,
+            held=held,
+        )
 
     def _key(self, sizes: Mapping[Any, int]) -> tuple[int, ...]:
         return tuple(sizes[var] for var in self._signature.symbols)

@@ -52,7 +52,7 @@ class ModuleLaunch:
             tensor = tensor.read() if isinstance(tensor, StoredTensor) else tensor.full()
         made = port.spread(tensor) if isinstance(tensor, torch.Tensor) else port.refine(tensor)
         assert isinstance(made, MeshTensor)
-        return made, Refined(made, torch.Size(port.shape)) if port.plain is None else port.merge(made)
+        return made, Refined(made, port) if port.plain is None else port.merge(made)
 
     def leave(self, name: str, tensor: MeshTensor, full: bool) -> torch.Tensor | MeshTensor:
         """What the program has for a parameter, as callers know it."""
@@ -67,12 +67,26 @@ class ModuleLaunch:
     ) -> tuple[Any, dict[str, MeshTensor], list[str]]:
         """The first result, whole, for these tensors and this state (of parameters, by name); the state that comes
         out, of which nothing else has the memory; and what of the `watched` state is not finite then."""
+        known, made = self._advanced(tensors, state)
+        bad = not_finite({name: made[name].parts() for name in watched})
+        return self._tree(self._result[0], known, False), made, bad
+
+    def advance(
+        self, tensors: Mapping[str, torch.Tensor | MeshTensor], state: Mapping[str, MeshTensor]
+    ) -> tuple[tuple[Any, ...], dict[str, MeshTensor]]:
+        """As a call, with this state; the results that are no state, and the state that comes out."""
+        known, made = self._advanced(tensors, state)
+        as_mesh_tensors = any(isinstance(tensor, MeshTensor) for tensor in tensors.values())
+        return self._tree(self._result[: len(self._result) - len(made)], known, as_mesh_tensors), made
+
+    def _advanced(
+        self, tensors: Mapping[str, torch.Tensor | MeshTensor], state: Mapping[str, MeshTensor]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """All values, and what replaces the state."""
         given = {self._inputs[name]: self._port(name).refine(tensor) for name, tensor in tensors.items()}
         known = {**self._held, **{self._inputs[name]: tensor for name, tensor in state.items()}, **given}
         known |= self._run({**known, **self._outputs}, {}, as_mesh_tensors=True)
-        made: dict[str, Any] = {name: known[result] for name, result in state_results(self.plan).items()}
-        bad = not_finite({name: made[name].parts() for name in watched})
-        return self._tree(self._result[0], known, False), made, bad
+        return known, {name: known[result] for name, result in state_results(self.plan).items()}
 
     def _tree(self, names: Any, values: Mapping[str, Any], as_mesh_tensors: bool) -> Any:
         if not isinstance(names, str):

@@ -10,10 +10,11 @@ import torch
 from tvm import relax
 
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.atoms import Sizes, made_plain, plain_sharding
 from mesh_tensor.plan.explicit import forms_in
-from mesh_tensor.plan.ir import leaves
+from mesh_tensor.plan.ir import Interleaved, leaves
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Value
 from mesh_tensor.runtime.placement import layout_of
@@ -23,12 +24,14 @@ from mesh_tensor.targets.dtypes import torch_dtype
 
 @dataclass(frozen=True)
 class ModulePort:
-    """A parameter or a result: `dims` are the atoms of each of its dims, `sharding` lies over all atoms."""
+    """A parameter or a result: `dims` are the atoms of each of its dims, `sharding` lies over all atoms. `order`: in
+    which order the program has a dim, if that is not the caller's."""
 
     name: str
     dtype: str
     dims: tuple[Sizes, ...]
     sharding: Sharding
+    order: Interleaved | None = None
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -43,12 +46,20 @@ class ModulePort:
     @cached_property
     def plain(self) -> Sharding | None:
         """The layout over the caller's dims, if there is one."""
-        return plain_sharding(self.sharding, self.dims)
+        return plain_sharding(self.sharding, self.dims) if self.order is None else None
 
     @cached_property
     def nameable(self) -> Sharding:
         """The layout over atoms that has a name over the caller's dims."""
-        return made_plain(self.sharding, self.dims)
+        return (
+            made_plain(self.sharding, self.dims)
+            if self.order is None
+            else Sharding.of(self._mesh, len(self.refined), {})
+        )
+
+    @property
+    def _mesh(self) -> Mesh:
+        return self.sharding.mesh
 
     @cached_property
     def named(self) -> Sharding:
@@ -60,7 +71,7 @@ class ModulePort:
     def refine(self, tensor: torch.Tensor | MeshTensor) -> torch.Tensor | MeshTensor:
         """A tensor of the caller's as the program takes it."""
         if isinstance(tensor, torch.Tensor):
-            return tensor.detach().contiguous().view(self.refined)
+            return self.arranged(tensor)
         if tensor.sharding.mesh != self.sharding.mesh:
             refuse(
                 f"{self.name!r} is a MeshTensor on {tensor.sharding.mesh}, but the module runs on {self.sharding.mesh}",
@@ -72,14 +83,25 @@ class ModulePort:
 
     def spread(self, tensor: torch.Tensor) -> MeshTensor:
         """A global tensor, laid out as the program takes it."""
-        whole = tensor.detach().contiguous().view(self.refined)
-        return distribute(whole, self.sharding.mesh, self.sharding)
+        return distribute(self.arranged(tensor), self.sharding.mesh, self.sharding)
+
+    def arranged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A whole tensor of the caller's over atoms, in the program's order."""
+        tensor = tensor.detach()
+        return (tensor if self.order is None else _interleaved(tensor, self.order)).contiguous().view(self.refined)
+
+    def restored(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A whole tensor of the program's with the caller's dims, in the caller's order."""
+        tensor = tensor.view(self.shape)
+        return tensor if self.order is None else _in_sections(tensor, self.order)
 
     def merge(self, result: torch.Tensor | MeshTensor) -> torch.Tensor | MeshTensor:
         """What the program made, as the caller knows it. A MeshTensor in a layout that has no name over the caller's
         dims is gathered where that is so."""
         if isinstance(result, torch.Tensor):
-            return result.view(self.shape)
+            return self.restored(result)
+        if self.order is not None:
+            return distribute(self.restored(result.full()), self._mesh, self.named)
         return _relabel(result.redistribute(self.nameable), self.shape, self.named)
 
     def torch_dtype(self) -> torch.dtype:
@@ -89,10 +111,15 @@ class ModulePort:
 
 @dataclass(frozen=True, eq=False)
 class Refined:
-    """A weight of `shape` as it is laid out over the atoms of its dims, in a layout that has no name over its dims."""
+    """A weight as it is laid out for a port, in a layout that has no name over its dims."""
 
     tensor: MeshTensor
-    shape: torch.Size
+    port: ModulePort
+
+    @property
+    def shape(self) -> torch.Size:
+        """As the caller knows it."""
+        return torch.Size(self.port.shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,7 +128,7 @@ class Refined:
 
     def full(self) -> torch.Tensor:
         """The global tensor."""
-        return self.tensor.full().view(self.shape)
+        return self.port.restored(self.tensor.full())
 
 
 def _relabel(tensor: MeshTensor, shape: tuple[int, ...], sharding: Sharding) -> MeshTensor:
@@ -116,13 +143,29 @@ def ports_of(plan: ModulePlan) -> list[ModulePort]:
     """The parameters and results of a plan, on the boundary."""
     explicit = plan.explicit
     forms = dict.fromkeys([*explicit.params, *forms_in(explicit.result)])
-    return [ModulePort(form.name, form.dtype, plan.atoms.of[form.value], form.sharding) for form in forms]
+    stored = plan.graph.stored
+    return [
+        ModulePort(form.name, form.dtype, plan.atoms.of[form.value], form.sharding, stored.get(form.value))
+        for form in forms
+    ]
 
 
 def state_results(plan: ModulePlan) -> dict[str, str]:
     """Parameter -> the result of the program that replaces it in the next call."""
     names = dict(zip(leaves(plan.graph.result), forms_in(plan.explicit.result), strict=True))
     return {replaced.name: names[result].name for result, replaced in plan.graph.state.items()}
+
+
+def _interleaved(tensor: torch.Tensor, order: Interleaved) -> torch.Tensor:
+    parts = [section.unflatten(order.dim, (order.parts, -1)) for section in tensor.split(order.sections, order.dim)]
+    return torch.cat(parts, order.dim + 1).flatten(order.dim, order.dim + 1)
+
+
+def _in_sections(tensor: torch.Tensor, order: Interleaved) -> torch.Tensor:
+    """What `_interleaved` was made of."""
+    each = [size // order.parts for size in order.sections]
+    parts = tensor.unflatten(order.dim, (order.parts, -1)).split(each, order.dim + 1)
+    return torch.cat([part.flatten(order.dim, order.dim + 1) for part in parts], order.dim)
 
 
 def parameter_layouts(plan: ModulePlan) -> dict[str, Sharding]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from mesh_tensor.runtime.ranks import is_dtensor, redistribute
 from mesh_tensor.runtime.ranks.agree import agree, anywhere, digest_of, program_facts
 from mesh_tensor.runtime.ranks.dtensor import as_dtensor, lies_like_torch, local_part, to_placements
 from mesh_tensor.runtime.ranks.faults import Faults
+from mesh_tensor.runtime.ranks.parts import Part, rank_layout
 from mesh_tensor.runtime.ranks.rank_launch import RankLaunch, Tiling
 from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
@@ -58,6 +60,54 @@ class RankModuleLaunch:
         as_dtensors = any(is_dtensor(tensor) for tensor in tensors.values())
         return self._tree(self._result, {**known, **made}, as_dtensors)
 
+    def parts(self, given: Sequence[Part]) -> list[Part]:
+        """What the function returns, as this rank's parts, for those of its parameters, in their order. Every
+        rank has to make the same calls."""
+        known = dict(self._held)
+        for name, enter, part in zip(self._inputs.values(), self._entries, given, strict=True):
+            known[name] = enter(part)
+        self.lane.run(self._digest)
+        made = {**known, **self._run(known, {})}
+        return [leave(made[name]) for name, leave in self._exits]
+
+    @cached_property
+    def _entries(self) -> list[Callable[[Part], torch.Tensor]]:
+        return [self._entry(name) for name in self._inputs]
+
+    @cached_property
+    def _exits(self) -> list[tuple[str, Callable[[torch.Tensor], Part]]]:
+        return [(name, self._exit(self._ports[name])) for name in self._result]
+
+    def _entry(self, parameter: str) -> Callable[[Part], torch.Tensor]:
+        """From this rank's part of a parameter to what the program takes."""
+        port, device_mesh = self._ports[self._inputs[parameter]], self._ranks.device_mesh
+        layout, valid = rank_layout(port.named, port.shape), self._valid(port, port.sharding)
+
+        def plain(part: Part) -> torch.Tensor:
+            local = part.laid(layout, device_mesh).local
+            return local if local.shape == valid else local.reshape(valid)
+
+        def other(part: Part) -> torch.Tensor:
+            return self._enter(parameter, part.dtensor(device_mesh), alike=True)
+
+        return plain if port.plain is not None and lies_like_torch(port.plain, port.shape) else other
+
+    def _exit(self, port: ModulePort) -> Callable[[torch.Tensor], Part]:
+        """From what the program makes to this rank's part of a result."""
+        nameable, named = self._names(port)
+        shape, merged = tuple(port.shape), self._merged(port, nameable)
+        if port.order is not None:
+            return lambda local: Part(port.restored(self._changed(port, local, nameable)), named, shape)
+        if nameable != port.sharding:
+            return lambda local: Part(self._changed(port, local, nameable).reshape(merged), named, shape)
+        valid = Tiling(port.refined, port.torch_dtype(), port.sharding, self._ranks.rank).valid_shape
+
+        def leave(local: torch.Tensor) -> Part:
+            local = local if local.shape == valid else self._changed(port, local, nameable)
+            return Part(local if local.shape == merged else local.reshape(merged), named, shape)
+
+        return leave
+
     def enter(self, name: str, tensor: Any) -> torch.Tensor:
         """This rank's part of a parameter's tensor."""
         return self._enter(name, tensor, keep=True)
@@ -70,15 +120,29 @@ class RankModuleLaunch:
         self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor], watched: Collection[str]
     ) -> tuple[Any, dict[str, torch.Tensor], list[str]]:
         """As `ModuleLaunch.step`, of this rank's parts; what is not finite is the same on all ranks."""
-        known = {**self._held, **{self._inputs[name]: tensor for name, tensor in state.items()}}
-        known |= {self._inputs[name]: self._enter(name, tensor) for name, tensor in tensors.items()}
-        self.lane.run(self._digest)
-        made = {**known, **self._run(known, {})}
-        kept = {name: made[result] for name, result in state_results(self.plan).items()}
+        made, kept = self._advanced(tensors, state)
         loss = self._tree(self._result[0], made, False)
         bad = not_finite({name: (kept[name],) for name in watched})
         found = anywhere(self._ranks, self._faults, [name in bad for name in watched])
         return loss, kept, [name for name, is_bad in zip(watched, found, strict=True) if is_bad]
+
+    def advance(
+        self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, torch.Tensor]]:
+        """As `ModuleLaunch.advance`, of this rank's parts."""
+        made, kept = self._advanced(tensors, state)
+        as_dtensors = any(is_dtensor(tensor) for tensor in tensors.values())
+        return self._tree(self._result[: len(self._result) - len(kept)], made, as_dtensors), kept
+
+    def _advanced(
+        self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """All values, and what replaces the state."""
+        known = {**self._held, **{self._inputs[name]: tensor for name, tensor in state.items()}}
+        known |= {self._inputs[name]: self._enter(name, tensor) for name, tensor in tensors.items()}
+        self.lane.run(self._digest)
+        made = {**known, **self._run(known, {})}
+        return made, {name: made[result] for name, result in state_results(self.plan).items()}
 
     def _weight(self, name: str, weights: HeldWeights) -> torch.Tensor:
         """This rank's part of a weight. That of a DTensor may take a collective, so all ranks have to ask at once."""
@@ -109,9 +173,10 @@ class RankModuleLaunch:
                 tensor = redistribute(tensor, plain)
             return local_part(tensor).reshape(self._valid(port, port.sharding))
         if isinstance(tensor, StoredTensor):
-            return tensor.read_atoms(port.dims, self._box(port))
-        whole = local_part(redistribute(tensor, {})) if is_dtensor(tensor) else tensor
-        part = whole.detach().reshape(port.refined)[self._box(port)]
+            if port.order is None:
+                return tensor.read_atoms(port.dims, self._box(port))
+            tensor = tensor.read()
+        part = port.arranged(local_part(redistribute(tensor, {})) if is_dtensor(tensor) else tensor)[self._box(port)]
         return part.clone(memory_format=torch.contiguous_format) if keep else part.contiguous()
 
     def _tree(self, names: Any, values: Mapping[str, torch.Tensor], as_dtensors: bool) -> Any:
@@ -122,13 +187,18 @@ class RankModuleLaunch:
     def _leave(self, port: ModulePort, local: torch.Tensor, as_dtensor_: bool) -> Any:
         """A result from this rank's valid part (or tile) of it."""
         if not as_dtensor_:
-            return self._changed(port, local, Sharding.of(self._ranks.mesh, len(port.refined), {})).view(port.shape)
-        nameable, named = port.nameable, port.named
-        if not lies_like_torch(named, port.shape):
-            nameable = named = Sharding.of(self._ranks.mesh, len(port.refined), {})
-            named = Sharding.of(self._ranks.mesh, len(port.shape), {})
+            return port.restored(self._changed(port, local, Sharding.of(self._ranks.mesh, len(port.refined), {})))
+        nameable, named = self._names(port)
         part = self._changed(port, local, nameable).reshape(self._merged(port, nameable))
+        part = part if port.order is None else port.restored(part)
         return as_dtensor(part, self._ranks.device_mesh, named, port.shape)
+
+    def _names(self, port: ModulePort) -> tuple[Sharding, Sharding]:
+        """The layout over atoms, and over the caller's dims, in which DTensors can have a result."""
+        if lies_like_torch(port.named, port.shape):
+            return port.nameable, port.named
+        mesh = self._ranks.mesh
+        return Sharding.of(mesh, len(port.refined), {}), Sharding.of(mesh, len(port.shape), {})
 
     def _changed(self, port: ModulePort, local: torch.Tensor, to: Sharding) -> torch.Tensor:
         """The valid part in another layout. All ranks have to ask."""

@@ -41,7 +41,7 @@ class HeldWeights(Mapping[str, Any]):
                 self._held[name] = kept
             return made
 
-        return self._laid[name].made((port.dims, port.sharding, rank), make)
+        return self._laid[name].made((port.dims, port.sharding, port.order, rank), make)
 
     def __getitem__(self, name: str) -> Any:
         return self._held[name]
@@ -63,7 +63,7 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def checked_state(
-    signature: ModuleSignature, held: HeldWeights, state: Mapping[str, Any], device_type: str, strict: bool
+    signature: ModuleSignature, held: Mapping[str, Any], state: Mapping[str, Any], device_type: str, strict: bool
 ) -> dict[str, Any]:
     """What replaces the weights that are held, by parameter.
 

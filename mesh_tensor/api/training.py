@@ -93,7 +93,14 @@ def training_step(
         refuse(f"zero={zero!r}", fix="use 0, 1, 2 or 3")
     made = Optimizer.make(optimizer, **options)
     if isinstance(model, ImportedModule):
-        return _step(ImportedLoss(model, {}), model, made, zero, clip_norm, schedule)
+        return _step(
+            ImportedLoss(model, {name: model.params[name] for name in model.state}),
+            model,
+            made,
+            zero,
+            clip_norm,
+            schedule,
+        )
     with imported_loss(model, loss, tuple(inputs)) as found:
         step = _step(found, model, made, zero, clip_norm, schedule)
         if check and found.loss is not None:
@@ -121,7 +128,7 @@ def _step(
 
 def _trained(module: ImportedModule, model: Any) -> list[str]:
     """The parameters that are trained, by name: of a torch model those that require a gradient."""
-    names = [name for name, tensor in module.params.items() if tensor.is_floating_point()]
+    names = [n for n, tensor in module.params.items() if tensor.is_floating_point() and n not in module.state]
     if isinstance(model, nn.Module):
         fixed = {n for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
         fixed_here = {module.names[name] for name in fixed if name in module.names}

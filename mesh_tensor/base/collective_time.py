@@ -101,6 +101,11 @@ def _direct(groups: Reach, nbytes: float) -> float:
     return _messages(groups, 1) + nbytes / groups.link.rate
 
 
+def _neighbours(groups: Reach, nbytes: float) -> float:
+    """One message from either side, over the outermost link."""
+    return _messages(groups, min(2, groups.size - 1)) + nbytes / groups.link.rate
+
+
 def _messages(groups: Reach, count: int) -> float:
     return groups.link.start + (count - 1) * groups.link.hop
 
@@ -111,4 +116,5 @@ _TIMES: dict[str, Callable[[Reach, float], float]] = {
     "ring": _ring,
     "ring twice": _ring_twice,
     "each to each": _each_to_each,
+    "neighbours": _neighbours,
 }

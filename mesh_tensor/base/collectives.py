@@ -36,6 +36,7 @@ ROUTES: dict[str, Callable[[int], int]] = {
     "ring": lambda group: group - 1,
     "ring twice": lambda group: 2 * (group - 1),
     "each to each": lambda group: group - 1,
+    "neighbours": lambda group: min(2, group - 1),
 }
 
 
@@ -121,6 +122,8 @@ _TABLE = (
     # every device gets one device's whole tile, or boxes of several devices' tiles
     CollectiveKind("permute", None, None, _lacking, "direct"),
     CollectiveKind("exchange", None, None, _lacking, "each to each", counts_as=2),
+    # every device gets a window: its tile and the margins of its neighbours'
+    CollectiveKind("halo", None, None, _lacking, "neighbours"),
 )
 COLLECTIVES = {kind.name: kind for kind in _TABLE}
 

@@ -7,6 +7,7 @@ in mesh order, splits the tile that the axes before it leave, so a collective ov
 from __future__ import annotations
 
 import math
+from ast import literal_eval
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +17,7 @@ from .errors import MeshTensorError, refuse
 from .mesh import Mesh
 from .placement import Partial, Placement, Replicate, Shard, collect, how_to_state, state
 from .sharding_text import how_to_write, parse_text
+from .window import Window, parse_windows, windows_text
 
 __all__ = ["Partial", "Placement", "Replicate", "Shard", "Sharding", "ceildiv"]
 
@@ -25,7 +27,8 @@ class Sharding:
     """How a tensor of `ndim` dims lies on `mesh`. Canonical: equal layouts are equal objects by value and hash.
 
     `dims` has, per dim, the axes that split it (mesh order, major first); `partial` has (axis, op) in mesh order; all
-    other axes replicate.
+    other axes replicate. `windows`: the dims of which devices hold windows instead of tiles; only what a kernel or an
+    operator reads lies so, never what users state.
 
     >>> s = Sharding.make(Mesh({"x": 2, "y": 2}), 2, {"x": 0, "y": 1})
     >>> str(s), s.tile_shape((5, 8)), s.tile_offset((5, 8), 3), s.valid_extent((5, 8), 3)
@@ -36,6 +39,7 @@ class Sharding:
     ndim: int
     dims: tuple[tuple[str, ...], ...]
     partial: tuple[tuple[str, str], ...] = ()
+    windows: tuple[tuple[int, Window], ...] = ()
 
     def __post_init__(self) -> None:
         mesh = Mesh(self.mesh)
@@ -47,9 +51,10 @@ class Sharding:
         if problems:
             refuse(problems, where=f"a Sharding on {mesh}", fix=how_to_state(mesh, self.ndim))
         dims, partial = _canonical(mesh, self.ndim, by_axis)
-        for name, value in (("mesh", mesh), ("dims", dims), ("partial", partial)):
+        windows = tuple(sorted(self.windows, key=lambda pair: pair[0]))
+        for name, value in (("mesh", mesh), ("dims", dims), ("partial", partial), ("windows", windows)):
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "_hash", hash((mesh, self.ndim, dims, partial)))
+        object.__setattr__(self, "_hash", hash((mesh, self.ndim, dims, partial, windows)))
         object.__setattr__(self, "_shards", tuple(math.prod(mesh.size(axis) for axis in axes) for axes in dims))
 
     def __hash__(self) -> int:
@@ -57,7 +62,7 @@ class Sharding:
 
     def __reduce__(self) -> tuple:
         """Made anew: another process hashes strings differently."""
-        return Sharding, (self.mesh, self.ndim, self.dims, self.partial)
+        return Sharding, (self.mesh, self.ndim, self.dims, self.partial, self.windows)
 
     @staticmethod
     def of(mesh: Mesh | Mapping[str, int], ndim: int, placements: Mapping[str, Placement]) -> Sharding:
@@ -105,15 +110,17 @@ class Sharding:
         True
         """
         mesh = Mesh(mesh)
+        text, *windows = text.split("; ")
         try:
             sharding, partial = parse_text(mesh, text)
         except MeshTensorError as error:
             refuse(str(error), where=_where(mesh, ndim, name), fix=how_to_write(mesh))
-        return Sharding.make(mesh, ndim, sharding, partial=partial, name=name)
+        layout = Sharding.make(mesh, ndim, sharding, partial=partial, name=name)
+        return layout.with_windows(parse_windows(windows, literal_eval)) if windows else layout
 
     def text(self) -> str:
-        """DistIR's form, one placement per mesh axis: `S[0], R`. `parse` reads it."""
-        return ", ".join(str(placement) for placement in self.placements().values())
+        """DistIR's form, one placement per mesh axis: `S[0], R`, and the windows. `parse` reads it."""
+        return ", ".join(str(placement) for placement in self.placements().values()) + windows_text(self.windows)
 
     def as_dict(self) -> dict[str, int]:
         """The dict form, axis -> dim, of the axes that split a dim."""
@@ -167,13 +174,34 @@ class Sharding:
         """The same, but what the devices along `axis` hold combines by `op`."""
         return self._with(axis, Partial(op))
 
+    def with_windows(self, windows: Iterable[tuple[int, Window]]) -> Sharding:
+        """The same, but of these dims, which axes split, devices hold windows."""
+        made = Sharding(self.mesh, self.ndim, self.dims, self.partial, tuple(windows))
+        assert all(made.dims[dim] for dim, _ in made.windows), made
+        return made
+
+    @property
+    def plain(self) -> Sharding:
+        """The same with tiles instead of windows."""
+        return Sharding(self.mesh, self.ndim, self.dims, self.partial) if self.windows else self
+
+    def window(self, dim: int) -> Window | None:
+        """What devices hold of `dim`, if that is no tile."""
+        return next((window for other, window in self.windows if other == dim), None)
+
     def _with(self, axis: str, placement: Placement) -> Sharding:
+        assert not self.windows, self
         return Sharding.of(self.mesh, self.ndim, {**self.placements(), axis: placement})
 
     def tile_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
-        """The shape that every device allocates: ceildiv(dim, axis sizes). Dims may be symbolic."""
+        """The shape that every device allocates: ceildiv(dim, axis sizes), or a window's length. Dims may be
+        symbolic."""
         self._check_rank(shape)
-        return tuple(map(ceildiv, shape, self._shards))  # type: ignore[attr-defined]  # set above
+        tile = tuple(map(ceildiv, shape, self._shards))  # type: ignore[attr-defined]  # set above
+        if not self.windows:
+            return tile
+        lengths = {dim: window.length for dim, window in self.windows}
+        return tuple(lengths.get(dim, size) for dim, size in enumerate(tile))
 
     def tile_steps(self, dim: int, size: Any) -> tuple[tuple[str, Any], ...]:
         """Per axis that splits `dim`: by how many elements one step along it moves the tile. A tile's offset is the
@@ -189,18 +217,25 @@ class Sharding:
         return tuple(steps)
 
     def tile_offset(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-        """Where the tile of device `rank` starts in the tensor (past its end, perhaps, if that tile is empty)."""
+        """Where the tile of device `rank` starts in the tensor (past its end, perhaps, if that tile is empty; before
+        its start, perhaps, if it is a window)."""
         self._check_rank(shape)
         at = self.mesh.coordinate(rank)
-        return tuple(sum(at[a] * step for a, step in self.tile_steps(d, size)) for d, size in enumerate(shape))
+        starts = [sum(at[a] * step for a, step in self.tile_steps(d, size)) for d, size in enumerate(shape)]
+        for dim, window in self.windows:
+            starts[dim] = window.start([(axis, self.mesh.size(axis)) for axis in self.dims[dim]], at)
+        return tuple(starts)
 
     def valid_extent(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-        """How much of the tile of device `rank` holds elements of the tensor, per dim: 0..tile; the rest is padding."""
+        """How much of the tile of device `rank` holds elements of the tensor, per dim: 0..tile; the rest is padding. A
+        window has none: what lies outside the tensor are values as well."""
         self._check_rank(shape)
         at, extents = self.mesh.coordinate(rank), list(shape)
         for dim, axes in enumerate(self.dims):
             for axis, step in self.tile_steps(dim, shape[dim]) if axes else ():
                 extents[dim] = max(0, min(step, extents[dim] - at[axis] * step))
+        for dim, window in self.windows:
+            extents[dim] = window.length
         return tuple(extents)
 
     def _check_rank(self, shape: Sequence[Any]) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch.utils import _pytree as pytree
 
 from mesh_tensor.runtime.sequential import run_sequential
 
+from .call_form import form_of
 from .imported import ImportedModule
 from .imported_results import refuse_differences
 from .torch_import import import_torch
@@ -18,7 +24,9 @@ def from_torch(program: torch.export.ExportedProgram, *, check: bool = True) -> 
     Its function `main` takes the inputs in torch's order (nested ones flattened), under torch's names for them, then
     the parameters: "blocks.0.fc.weight" is called `blocks_0_fc_weight` (an identifier; `p_` stands in front of a name
     that begins with a digit). `annotate_module` knows them by both names; it also takes the name of a submodule that is
-    called once, "blocks.0.fc", for the tensor that it gives. Buffers are constants. A single result is no tuple.
+    called once, "blocks.0.fc", for the tensor that it gives. Buffers are constants, but for those that the program
+    writes: they come after the parameters, and their new values are the last results. What goes in or out and is no
+    tensor is left out, but `distribute_module` of what this gives knows of it. A single result is no tuple.
     `scaled_dot_product_attention`, `layer_norm`, `rms_norm`, `gelu` and others that Relax has stay one operator each.
 
     Args:
@@ -28,10 +36,10 @@ def from_torch(program: torch.export.ExportedProgram, *, check: bool = True) -> 
 
     Raises:
         MeshTensorError: an operator that can't be imported, random or of another result type than in torch, named with
-            the torch module it is in; a program that writes its buffers, or takes inputs that are no tensors; results
+            the torch module it is in; a program that writes its inputs, or takes numbers that are not constant; results
             that differ.
     """
-    module = import_torch(program)
+    module = replace(import_torch(program), form=form_of(program))
     if check and program.example_inputs is not None:
         _check(module, program)
     return module
@@ -39,9 +47,13 @@ def from_torch(program: torch.export.ExportedProgram, *, check: bool = True) -> 
 
 def _check(module: ImportedModule, program: torch.export.ExportedProgram) -> None:
     args, kwargs = program.example_inputs
+    given = _tensors((args, kwargs))
+    with torch.no_grad(), _unwritten(program, module):
+        first = {name: module.params[name].clone() for name in module.state}
+        expected = [result.clone() for result in _tensors(program.module()(*args, **kwargs))]
+        expected += [module.params[name].clone() for name in module.state]
     with torch.no_grad():
-        expected = pytree.tree_leaves(program.module()(*args, **kwargs))
-        results = run_sequential(module.mod, [*pytree.tree_leaves((args, kwargs)), *module.params.values()])
+        results = run_sequential(module.mod, [*given, *{**module.params, **first}.values()])
     refuse_differences(
         results,
         expected,
@@ -49,3 +61,18 @@ def _check(module: ImportedModule, program: torch.export.ExportedProgram) -> Non
         "the imported program, on its example inputs",
         "write the model with other operators",
     )
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@contextmanager
+def _unwritten(program: torch.export.ExportedProgram, module: ImportedModule) -> Iterator[None]:
+    """Buffers that the program writes are as they were afterwards."""
+    kept = {name: module.params[name].clone() for name in module.state}
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            module.params[name].copy_(value)

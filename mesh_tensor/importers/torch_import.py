@@ -7,24 +7,26 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
+from torch.export.graph_signature import InputKind, TensorArgument
 from tvm import ir, relax
 from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
 
 from mesh_tensor.annotations.annotate_module import SOURCE_NAMES_ATTR
 from mesh_tensor.annotations.names import renamed_parameters
-from mesh_tensor.base.errors import listing, refuse
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.plan.ir import STATE_ATTR
 from mesh_tensor.targets.dtypes import dtype_name
 
 from .imported import ImportedModule, identifiers
 from .low_precision import allow_constants
-from .torch_args import with_sizes_as_tensors
+from .torch_args import emit, with_sizes_as_tensors
+from .torch_assertions import depends_on_data, drop_assertions
+from .torch_complex import COMPLEX, Pair, is_complex, of_complex
 from .torch_constants import with_constants
 from .torch_numbers import WITH_NUMBERS
 from .torch_ops import CONVERTERS, KEPT
+from .torch_program import ProgramOfTensors, check_program, written_buffers
 from .torch_weights import without_tied
-
-_INPUTS = {InputKind.USER_INPUT, InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
 
 
 def import_torch(program: torch.export.ExportedProgram) -> ImportedModule:
@@ -42,11 +44,12 @@ def import_torch(program: torch.export.ExportedProgram) -> ImportedModule:
             program = with_constants(program).run_decompositions(table)
         except Exception as error:  # torch's own, of what it can't take apart
             refuse("torch can't take the program apart into operators", why=str(error), fix=_FIX)
-    _check(program)
+    check_program(program)
+    drop_assertions(program)
     allow_constants()
-    importer = _Importer()
+    importer = _Importer(program)
     mod = importer.from_exported_program(
-        program,
+        ProgramOfTensors(program),
         keep_params_as_input=True,
         unwrap_unit_return_tuple=True,
         no_bind_return_tuple=False,
@@ -58,17 +61,33 @@ def import_torch(program: torch.export.ExportedProgram) -> ImportedModule:
 class _Importer(ExportedProgramImporter):
     """TVM's importer, with every operator's conversion checked."""
 
+    def __init__(self, program: torch.export.ExportedProgram) -> None:
+        super().__init__()
+        self._main, self._written = program.graph_module, len(written_buffers(program))
+
+    def _translate_fx_graph(self, graph_module: Any, nodes: Any, inputs_vars: Any, custom_ops: Any = None) -> Any:
+        """What a graph gives; the new values of written buffers are values of their own."""
+        made = super()._translate_fx_graph(graph_module, nodes, inputs_vars, custom_ops)
+        if graph_module is not self._main or not self._written:
+            return made
+        count = len(made) - self._written
+        given, new = list(made)[:count], list(made)[count:]
+        return (*given, *(emit(self, relax.op.grad.no_grad(value)) for value in new))
+
     def create_convert_map(self) -> dict[str, Callable[[torch.fx.Node], relax.Expr]]:
         """From operators to functions of their fx nodes."""
         own = {name: lambda node, convert=convert: convert(node, self) for name, convert in CONVERTERS.items()}
         self.conversions_of_tvm = super().create_convert_map()
-        every = {**self.conversions_of_tvm, **own}
+        every = {**dict.fromkeys(COMPLEX, _refused), **self.conversions_of_tvm, **own}
         return {name: self._checked(convert, name in WITH_NUMBERS) for name, convert in every.items()}
 
     def _checked(self, convert: Callable[[torch.fx.Node], Any], with_numbers: bool) -> Callable[[torch.fx.Node], Any]:
         def converted(node: torch.fx.Node) -> Any:
             try:
-                value = with_sizes_as_tensors(node, self, convert) if with_numbers else convert(node)
+                if is_complex(node):
+                    value = of_complex(node, self, convert)
+                else:
+                    value = with_sizes_as_tensors(node, self, convert) if with_numbers else convert(node)
                 differs = _difference(node, value)
             except Exception as error:  # TVM's importer raises what it happens to meet
                 refuse(f"{_op(node)} can't be imported: {error}", where=_where(node), fix=_FIX)
@@ -81,55 +100,27 @@ class _Importer(ExportedProgramImporter):
     def _check_unsupported_func_type(self, nodes: list[torch.fx.Node]) -> None:
         """Refuse operators without a conversion, all of them."""
         calls = [node for node in nodes if node.op == "call_function"]
-        unknown = [node for node in calls if _name(node) not in self.convert_map]
+        unknown = [node for node in calls if _name(node) not in self.convert_map or not _is_known_namespace(node)]
         seeded = torch.Tag.nondeterministic_seeded
         random = [
             node for node in calls if seeded in getattr(node.target, "tags", ()) and _name(node) not in CONVERTERS
         ]
+        of_data = [node for node in calls if depends_on_data(node)]
+        if of_data:
+            refuse(
+                list(dict.fromkeys(f"{_op(node)} gives what depends on data ({_where(node)})" for node in of_data[:8])),
+                where="the exported program",
+                why="sizes, and numbers that are read out of tensors (.item(), .tolist()), have to be known ahead",
+                fix="use torch.where instead of indexing by masks, and tensors instead of numbers",
+            )
         problems = [f"{_op(node)} is not known ({_where(node)})" for node in unknown]
         problems += [f"{_op(node)} is random ({_where(node)})" for node in random]
         if problems:
             refuse(list(dict.fromkeys(problems)), where="the exported program", fix=_FIX)
 
 
+_NAMESPACES = ("aten", "prims", "transformers")
 _FIX = "write this part of the model with other operators, or export it in eval mode if it is for training only"
-
-
-def _check(program: torch.export.ExportedProgram) -> None:
-    """What goes in and out is tensors, and nothing is written."""
-    problems = [
-        f"the program writes {spec.target!r} ({spec.kind.name.lower()})"
-        for spec in program.graph_signature.output_specs
-        if spec.kind != OutputKind.USER_OUTPUT
-    ]
-    problems += [
-        f"the input {spec.arg.name!r} is no tensor"
-        for spec in program.graph_signature.input_specs
-        if spec.kind not in _INPUTS or not isinstance(spec.arg, TensorArgument)
-    ]
-    problems += [
-        f"the result {spec.arg} is no tensor"
-        for spec in program.graph_signature.output_specs
-        if not isinstance(spec.arg, TensorArgument)
-    ]
-    unreal = [name for name, weight in {**program.state_dict, **program.constants}.items() if _has_no_memory(weight)]
-    if unreal:
-        refuse(
-            f"the weights {listing(unreal)} have no memory",
-            where="the exported program",
-            why="it was exported under FakeTensorMode, or with weights on the meta device",
-            fix="export the model with real weights",
-        )
-    targets = {spec.target for spec in program.graph_signature.input_specs}
-    problems += [
-        f"the constant {name!r} has no place in the graph" for name in program.constants if name not in targets
-    ]
-    if problems:
-        refuse(problems, where="the exported program", fix="export the model in eval mode, with tensors in and out")
-
-
-def _has_no_memory(weight: Any) -> bool:
-    return isinstance(weight, torch.Tensor) and (type(weight).__name__ == "FakeTensor" or weight.device.type == "meta")
 
 
 def _difference(node: torch.fx.Node, value: Any) -> str:
@@ -146,7 +137,9 @@ def _difference(node: torch.fx.Node, value: Any) -> str:
 
 def _pairs(value: Any, meant: Any) -> Iterator[tuple[relax.Expr, torch.Tensor]]:
     """The tensors of a Relax value with torch's; other values are left out."""
-    if isinstance(meant, (tuple, list)) and isinstance(value, (relax.Tuple, tuple, list)):
+    if isinstance(value, Pair):
+        yield from ((part, meant.real) for part in (value.real, value.imag))
+    elif isinstance(meant, (tuple, list)) and isinstance(value, (relax.Tuple, tuple, list)):
         fields = value.fields if isinstance(value, relax.Tuple) else value
         for made, one in zip(fields, meant, strict=False):
             yield from _pairs(made, one)
@@ -160,22 +153,37 @@ def _same(size: Any, meant: Any) -> bool:
 
 
 def _named(mod: ir.IRModule, program: torch.export.ExportedProgram, importer: Any) -> ImportedModule:
-    """The weights, and the module with their names and those of submodules."""
-    specs = program.graph_signature.input_specs
+    """The weights and what the program writes, and the module with their names and those of submodules."""
+    specs = [spec for spec in program.graph_signature.input_specs if isinstance(spec.arg, TensorArgument)]
+    values = {**program.state_dict, **program.constants}
     weights = {spec.arg.name: str(spec.target) for spec in specs if spec.kind == InputKind.PARAMETER}
+    written = written_buffers(program)
+    for buffer in written:  # what is written is itself alone
+        weights.pop(buffer.argument, None)
     mod, tied = without_tied(mod, weights, program.state_dict)
+    weights |= {buffer.argument: buffer.target for buffer in written}
     kept = {old: target for old, target in weights.items() if old not in tied}
     inputs = [spec.arg.name for spec in specs if spec.kind == InputKind.USER_INPUT]
     names = identifiers(list(kept.values()), inputs)
     new = {old: names[target] for old, target in kept.items()}
     made = {path: importer.env[node] for path, node in _results(program.graph).items()}
     made = {path: value.name_hint for path, value in made.items() if isinstance(value, relax.Var)}
-    func = renamed_parameters(mod, mod["main"].without_attr("params"), new)
+    func = renamed_parameters(mod, mod["main"], new)
     every = {**{path: new.get(name, name) for path, name in made.items()}, **names}
     every |= {weights[old]: new[same] for old, same in tied.items()}
-    mod.update_func(mod.get_global_var("main"), func.with_attr(SOURCE_NAMES_ATTR, every))
-    params = {names[target]: program.state_dict[target].detach() for target in names}
-    return ImportedModule(mod, params, every)
+    state = tuple(names[buffer.target] for buffer in written)
+    mod.update_func(mod.get_global_var("main"), _with_attributes(func, every, state))
+    params = {names[target]: values[target].detach() for target in names}
+    return ImportedModule(mod, params, every, state)
+
+
+def _with_attributes(func: relax.Function, names: dict[str, str], state: tuple[str, ...]) -> relax.Function:
+    """The function without the weights' values; names of elsewhere, and which of its last results replace what."""
+    func = func.without_attr("params").with_attr(SOURCE_NAMES_ATTR, names)
+    if not state:
+        return func
+    count = len(func.ret_struct_info.fields) - len(state)
+    return func.with_attr(STATE_ATTR, {name: number for number, name in enumerate(state, count)})
 
 
 def _results(graph: torch.fx.Graph) -> dict[str, torch.fx.Node]:
@@ -206,6 +214,15 @@ def _paths(node: torch.fx.Node) -> set[str]:
 
 def _name(node: torch.fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
+
+
+def _refused(node: torch.fx.Node) -> None:
+    refuse(f"{_op(node)} of floats")
+
+
+def _is_known_namespace(node: torch.fx.Node) -> bool:
+    """Operators are known by name; others' that are called as one of torch's are not meant."""
+    return getattr(node.target, "namespace", "aten") in _NAMESPACES
 
 
 def _op(node: torch.fx.Node) -> str:

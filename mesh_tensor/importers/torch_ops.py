@@ -16,6 +16,7 @@ from mesh_tensor.base.errors import refuse
 
 from .torch_args import arguments, emit, in_result_dtype
 from .torch_general import GENERAL
+from .torch_groups import GROUPS
 from .torch_indexing import INDEXING
 from .torch_numbers import NUMBERS, Convert, promoting
 from .torch_shapes import SHAPES
@@ -257,6 +258,7 @@ def batch_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
 
 CONVERTERS: dict[str, Convert] = {
     **GENERAL,
+    **GROUPS,
     **INDEXING,
     **NUMBERS,
     **SHAPES,

@@ -19,6 +19,7 @@ from mesh_tensor.rules.kernel.statements import OWN_ATTR, Statement, body_statem
 from mesh_tensor.rules.kernel.workspaces import workspace_dims
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.effects import written
+from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.rewrite import block_like, region_call, replace_block, sequence, tile_op
 from mesh_tensor.tir.user_reports import is_print, message_only, printed_buffers
 
@@ -75,7 +76,6 @@ def cut(analysis: Analysis, at: int, suffix: str) -> tuple[tirx.PrimFunc, tirx.P
     Raises Blocked where something live can't be carried over."""
     kernel = analysis.kernel
     stmts = body_statements(kernel.root.body)
-    check_binds(kernel.statements, at)
     live = [r for r in analysis.coordinates.ranges.all if not r.is_param and is_live(r, at)]
     if len({r.buffer for r in live}) < len(live):
         raise Blocked("a buffer has two values at the point where the kernel would be cut")
@@ -90,14 +90,15 @@ def cut(analysis: Analysis, at: int, suffix: str) -> tuple[tirx.PrimFunc, tirx.P
         else:
             check_padding(live_range, analysis)
             workspaces.append(make_workspace(live_range, analysis, suffix))
+    bound = _bound_again(analysis, at, [*again, *stmts[at:]])
     before = [stmt for stmt in stmts[:at] if stmt not in idle]
     first = part_of(analysis, [*before, *(w.save() for w in workspaces)], workspaces)
-    second = part_of(analysis, [*again, *(w.restore() for w in workspaces), *stmts[at:]], workspaces)
-    second = _without_lost_prints(second, analysis, at)
+    second = part_of(analysis, [*bound, *again, *(w.restore() for w in workspaces), *stmts[at:]], workspaces)
+    second = without_lost_prints(second, analysis, at)
     return first, second, workspaces
 
 
-def _without_lost_prints(part: tirx.PrimFunc, analysis: Analysis, at: int) -> tirx.PrimFunc:
+def without_lost_prints(part: tirx.PrimFunc, analysis: Analysis, at: int) -> tirx.PrimFunc:
     """A print of what the part after the cut does not have says so instead."""
     kernel, filled = analysis.kernel, set(written(part.body))
 
@@ -114,7 +115,7 @@ def _without_lost_prints(part: tirx.PrimFunc, analysis: Analysis, at: int) -> ti
     used = _used(body)
     buffer_map = {p: b for p, b in part.buffer_map.items() if not kernel.is_param(b) or b in used}
     params = [p for p in part.params if p in buffer_map or p not in part.buffer_map]
-    return tirx.PrimFunc(params, body, part.ret_type, buffer_map)
+    return tirx.PrimFunc(params, body, part.ret_type, buffer_map, part.attrs)
 
 
 def is_live(live_range: LiveRange, at: int) -> bool:
@@ -145,6 +146,28 @@ def check_blocks(states: Sequence[tirx.Buffer]) -> None:
     for buffer in states:
         if buffer.scope() == "local.var":
             raise Blocked(f"{buffer.name} is a variable: states in buffers are combined")
+
+
+def _bound_again(analysis: Analysis, at: int, after: Sequence[tirx.Stmt]) -> list[tirx.Stmt]:
+    """The scalars of whole programs that are bound before the cut and used `after` it, from what is the same there.
+
+    Raises Blocked where what they are loaded from is written, or is on chip."""
+    kernel, again = analysis.kernel, list[tirx.Stmt]()
+    needed = {var for stmt in after for var in _variables(stmt)}
+    binds = [s for s in kernel.statements if isinstance(s.node, tirx.Bind) and s.top < at and not s.conditions]
+    for statement in reversed([s for s in binds if all(loop.kind == "grid" for loop in s.loops)]):
+        if statement.node.var not in needed:
+            continue
+        sources = [access.buffer for access in statement.reads]
+        if statement.unknown or any(not kernel.is_param(b) or analysis.written(b.name) for b in sources):
+            raise Blocked(f"{statement.node.var.name} is loaded before the point where the kernel would be cut")
+        needed |= _variables(statement.node)
+        again.insert(0, statement.node)
+    return again
+
+
+def _variables(stmt: tirx.Stmt) -> set[tirx.Var]:
+    return set(nodes(stmt, tirx.Var))
 
 
 def check_padding(live_range: LiveRange, analysis: Analysis) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 from tvm import arith, ir, tirx
 
+from mesh_tensor.base.window import Window
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
-from mesh_tensor.rules.kernel.statements import Access
+from mesh_tensor.rules.kernel.statements import Access, Statement
+from mesh_tensor.rules.kernel.windows import without_wrap
 
 from .shrink import Shrink
 from .splits import Split
@@ -53,7 +55,45 @@ class ValueRewriter:
         index = access.indices[dim]
         if self.analysis.coordinates.of_access(access, dim) is not None:
             return index
-        return self._rewrite(index, self.offsets if self.kernel.is_param(access.buffer) else self.block_offsets)
+        if not self.kernel.is_param(access.buffer):
+            return self._rewrite(index, self.block_offsets)
+        window, split = self.window(access, dim), self.lookup(access, dim)
+        if split is not None:
+            return self.kernel.analyzer.simplify(self._rewrite(index, self.offsets) - split.offset)
+        if window is None:
+            return self._rewrite(index, self.offsets)
+        position = self._rewrite(without_wrap(index) if window.wraps else index, self.offsets)
+        return self.kernel.analyzer.simplify(position - self._window_start(access, dim, window))
+
+    def window(self, access: Access, dim: int) -> Window | None:
+        """What a device has of a parameter's dim, where that is a window."""
+        is_param = bool(self.shrink.windows) and self.kernel.is_param(access.buffer)
+        return self.shrink.windows.get((access.buffer.name, dim)) if is_param else None
+
+    def lookup(self, access: Access, dim: int) -> Split | None:
+        """The split of a parameter's dim that is indexed by data."""
+        is_param = bool(self.analysis.lookups) and self.kernel.is_param(access.buffer)
+        factor = self.analysis.lookups.get((access.buffer.name, dim)) if is_param else None
+        return None if factor is None else self.splits.get(factor)
+
+    def owned(self, statement: Statement) -> list[tirx.PrimExpr]:
+        """Conditions under which this device has what the statement looks up in split dims; what lies outside of them
+        the first device has."""
+        found: dict[tuple, tirx.PrimExpr] = {}
+        for access in statement.reads:
+            for dim, index in enumerate(access.indices):
+                split = self.lookup(access, dim)
+                if split is not None and (split, *_key(access)) not in found:
+                    at = self._rewrite(index, self.offsets)
+                    inside = tirx.And(at >= split.offset, at < split.offset + split.valid)
+                    outside = tirx.Or(at < 0, at >= split.size)
+                    found[(split, *_key(access))] = tirx.Or(inside, tirx.And(split.is_first, outside))
+        return list(found.values())
+
+    def _window_start(self, access: Access, dim: int, window: Window) -> tirx.PrimExpr:
+        factor, _ = self.analysis.windows[(access.buffer.name, dim)]
+        start = self.splits[factor].offset * window.stride
+        return (start if window.per == 1 else tirx.floordiv(start, window.per)) + window.first
 
     def guards(self, access: Access) -> list[tirx.PrimExpr]:
         """Conditions under which a parameter's access stays inside the tile, where that is not certain.
@@ -63,7 +103,10 @@ class ValueRewriter:
         for dim, index in enumerate(access.indices):
             entry = self.analysis.coordinates.of_access(access, dim)
             if entry is None:
-                found += self._outside(self.rewrite(index), access.buffer.shape[dim])
+                window, looked_up = self.window(access, dim), self.lookup(access, dim)
+                size = access.buffer.shape[dim] if window is None else window.length
+                size = size if looked_up is None else looked_up.valid
+                found += self._outside(self._index(access, dim), size)
                 continue
             split = self.splits.get(entry[0])
             size = access.buffer.shape[dim] if split is None else split.tile

@@ -183,7 +183,7 @@ class _Layouts:
         """An input that nothing annotates comes in as it is needed; a partial start comes in complete."""
         layout = self.asked.get(param)
         if layout is None:
-            layout = needed
+            layout = needed.plain
             for axis, _ in needed.partial:
                 layout = layout.with_replicate(axis)
         self._add(Tensor(param, self.shapes[param], buffer.dtype, layout, param))
@@ -218,6 +218,8 @@ class _Layouts:
         return now
 
     def _why(self, param: str, now: Sharding, needed: Sharding, assignment: Assignment) -> str:
+        if needed.windows:
+            return f"what is next to tiles is read along dim {', '.join(str(dim) for dim, _ in needed.windows)}"
         for dim, axes in enumerate(now.dims):
             for axis in axes:
                 if needed.dim_of(axis) == dim:

@@ -8,7 +8,8 @@ from tvm import tirx
 
 from mesh_tensor.rules.kernel.statements import Access, Kernel, Statement
 from mesh_tensor.tir import tile_ops
-from mesh_tensor.tir.rewrite import region_call, sequence, with_args
+from mesh_tensor.tir.constants import neutral_element
+from mesh_tensor.tir.rewrite import region_call, sequence, tile_op, with_args
 
 from .counted_once import CountedOnce
 from .expressions import ValueRewriter
@@ -47,7 +48,11 @@ class LocalTileOps:
             args[_GEMM_SIZES] = [self.shrink.extent(loop.var) for loop in statement.loops[-3:]]
         call = self.once.tile_op(statement, with_args(statement.node, args), args[destination])
         body = sequence([*self.masks.loops(statement), call])
-        return self.masks.skipped(statement, body, args[destination])
+        body = self.masks.skipped(statement, body, args[destination])
+        for condition in self.values.owned(statement):
+            zero = tile_op("fill", args[destination], neutral_element("sum", statement.target.buffer.dtype))
+            body = tirx.IfThenElse(condition, body, zero)
+        return body
 
     def _value_atomic(self, statement: Statement, record: tile_ops.Atomic) -> tirx.Stmt:
         """An atomic that combines the same value into every element of a region, or into one that is pointed at."""

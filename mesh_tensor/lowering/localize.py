@@ -18,9 +18,11 @@ from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import RESUMED, Access, Statement, split_update
 from mesh_tensor.tir import tile_ops
+from mesh_tensor.tir.constants import neutral_element
 from mesh_tensor.tir.effects import changes_nothing, op_name
 from mesh_tensor.tir.fused_loops import fuse
 from mesh_tensor.tir.linear import as_expr, vars_of
+from mesh_tensor.tir.one_iteration import collapse
 from mesh_tensor.tir.rewrite import block_like, loop_like, replace_block
 from mesh_tensor.tir.short_loops import shorten
 from mesh_tensor.tir.tile_position import resolve
@@ -91,7 +93,8 @@ def localize(
     layouts: Mapping[str, Sharding],
 ) -> tuple[tirx.PrimFunc, tuple[str, ...]]:
     """The local kernel and the axes it wants to know: its parameters are the kernel's own (as tiles), then this
-    device's coordinate on each of the axes. Parameters that nothing uses come in tiles of their `layouts`.
+    device's coordinate on each of the axes. Parameters that nothing uses come in tiles of their `layouts`, and dims in
+    the windows that these have.
 
     Raises `Blocked` (rules.factors) where a split turns out not to be expressible."""
     return _Localizer(analysis, splits, coordinates, layouts).run(name)
@@ -123,7 +126,7 @@ class _Localizer:
         body = self._visit(root.body)
         allocs = [self.shrink.buffer(b) for b in root.alloc_buffers]
         block = block_like(root, body, allocs, annotations=self._annotations(root))
-        new_body = shorten(fuse(replace_block(func.body, block, self.shrink.extents)))
+        new_body = collapse(shorten(fuse(replace_block(func.body, block, self.shrink.extents))))
         new_body = resolve(new_body, self.device.__getitem__)
         buffer_map = {p: self.shrink.buffer(b) for p, b in func.buffer_map.items()}
         axes = self.device.mentioned_in(new_body)
@@ -197,11 +200,18 @@ class _Localizer:
         op, operand = split_update(stmt)
         operand = self.once.started(statement, operand)
         if op is None:
-            value = self.once.value(statement, self.values.rewrite(operand))
+            value = self._owned(statement, self.once.value(statement, self.values.rewrite(operand)), "sum")
             return tirx.BufferStore(buffer, value, indices)
         operand = self.once.value(statement, self.masks.value(statement, self.values.rewrite(operand)), op)
+        operand = self._owned(statement, operand, op)
         current = tirx.BufferLoad(buffer, indices)
         return tirx.BufferStore(buffer, _combine(stmt.value, current, operand), indices)
+
+    def _owned(self, statement: Statement, value: tirx.PrimExpr, op: str) -> tirx.PrimExpr:
+        """The value on the device that has what is looked up for it; what is neutral on the others."""
+        for condition in self.values.owned(statement):
+            value = tirx.if_then_else(condition, value, neutral_element(op, value.dtype))
+        return value
 
     # -- accesses outside the tile ---------------------------------------------------------------------------------
 

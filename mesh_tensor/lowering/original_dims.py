@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from tvm import tirx
 
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.one_kernel import Assignment
+from mesh_tensor.rules.kernel.computed_places import in_order
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.granularity import Refined, refined
@@ -20,28 +22,50 @@ from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
 from .splits import Split
 from .stages import Annotated, Ruled
 
+Read = TypeVar("Read")
+
 
 def rule(kernel: Annotated) -> Ruled:
-    """The kernel with its rule: with dims taken apart where that lets axes split what is asked to be split, else as it
-    is."""
+    """The kernel with its rule: with blocks walked in order, and dims taken apart, where that lets axes split what is
+    asked to be split, else as it is."""
     refined, analysis = _refined(kernel)
+    if kernel.reading.over_tiles:
+        analysis = analysis.over_tiles()
     whole = dict.fromkeys(refined.inner_dims(), "groups can be split, but not what is in a group")
+    analysis = replace(analysis, windows=_of_own_dims(refined, analysis.windows))
     return Ruled(kernel, refined, analysis, asked_of_refined(refined, kernel.asked), whole)
 
 
 def _refined(kernel: Annotated) -> tuple[Refined, Analysis]:
-    plain, before = Refined(kernel.func, {}), analyse(kernel.func)
+    made, analysis = Refined(kernel.func, {}), analyse(kernel.func)
     if kernel.reading.over_tiles:
-        return plain, before
+        return made, analysis
     split = [(name, dim) for name, sharding in kernel.asked.items() for dim, axes in enumerate(sharding.dims) if axes]
-    whole = [dim for dim in split if before.reason_whole(*dim)]
-    found = refined(kernel.func, whole) if whole else None
-    if found is None:
-        return plain, before
-    after = analyse(found.func)
-    still = [dim for dim in split if _reason(found, after, dim)]
-    gained = set(still) < set(whole)
-    return (found, after) if gained and _divides(found, after, kernel.asked, kernel.mesh) else (plain, before)
+    whole = {dim for dim in split if analysis.reason_whole(*dim)}
+    for found in _ways(kernel.func, whole) if whole else ():
+        after = analyse(found.func)
+        still = {dim for dim in split if _reason(found, after, dim)}
+        if still < whole and _divides(found, after, kernel.asked, kernel.mesh):
+            made, analysis, whole = found, after, still
+        if not whole:
+            break
+    return made, analysis
+
+
+def _ways(func: tirx.PrimFunc, whole: Collection[Dim]) -> Iterator[Refined]:
+    """Other ways to write a kernel, in which more of the dims in `whole` can perhaps be split."""
+    dims = sorted(whole)
+    yield from refined(func, dims)
+    ordered = in_order(func, dims)
+    if ordered is not None:
+        yield Refined(ordered, {})
+        yield from refined(ordered, dims)
+
+
+def _of_own_dims(made: Refined, windows: Mapping[Dim, Read]) -> dict[Dim, Read]:
+    """The windows of dims that are not taken apart."""
+    apart = [(param, made.outer(param, dim) + at) for param, dim in made.groups for at in (0, 1)]
+    return {dim: read for dim, read in windows.items() if dim not in apart}
 
 
 def _reason(made: Refined, analysis: Analysis, dim: Dim) -> str | None:
@@ -100,7 +124,9 @@ def _moved(made: Refined, name: str, layout: Sharding, *, refine: bool) -> Shard
     move = made.outer if refine else made.original
     shards = {axis: move(name, dim) for axis in layout.mesh if (dim := layout.dim_of(axis)) is not None}
     ndim = layout.ndim + (extra if refine else -extra)
-    return Sharding.make(layout.mesh, ndim, shards, partial=dict(layout.partial), name=name)
+    moved = Sharding.make(layout.mesh, ndim, shards, partial=dict(layout.partial), name=name)
+    windows = [(move(name, dim), window) for dim, window in layout.windows]
+    return moved.with_windows(windows) if windows else moved
 
 
 def put_together(func: tirx.PrimFunc, made: Refined) -> tirx.PrimFunc:

@@ -150,7 +150,10 @@ def _decided(
 ) -> Part:
     """A part keeps the axes of the factors that it has; axes whose factor is gone are free again. `known`: what else
     axes split."""
-    analysis = analysis or analyse(func)
+    if analysis is None:
+        analysis = analyse(func)
+        if ruled.kernel.reading.over_tiles:
+            analysis = analysis.over_tiles()
     fixed: dict[str, Factor | None] = dict(known)
     for axis, factor in whole_part.assignment.axes.items():
         if axis in fixed:

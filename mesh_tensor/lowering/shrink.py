@@ -17,10 +17,12 @@ from .splits import Split
 
 
 class Shrink:
-    """`extents`: new extents of loop variables. `buffers`: parameters and on-chip buffers that change shape."""
+    """`extents`: new extents of loop variables. `buffers`: parameters and on-chip buffers that change shape.
+    `windows`: the parameters' dims of which the device has windows."""
 
     def __init__(self, analysis: Analysis, splits: Sequence[Split], layouts: Mapping[str, Sharding]):
         self.analysis, self.kernel = analysis, analysis.kernel
+        self.windows = {(name, dim): window for name, layout in layouts.items() for dim, window in layout.windows}
         self.splits: dict[Factor, Split] = {s.factor: s for s in splits}
         self.extents: dict[tirx.Var, tirx.PrimExpr] = {}
         self._loop_extents = {loop.var: loop.extent for loop in self.kernel.loops.values()}
@@ -77,6 +79,9 @@ class Shrink:
                 for param, dim in factor.dims:
                     if param == name:
                         shape[dim] = split.tile
+            for (param, dim), window in self.windows.items():
+                if param == name:
+                    shape[dim] = tirx.IntImm("int32", window.length)
             if any(not new.same_as(old) for new, old in zip(shape, buffer.shape, strict=True)):
                 self.buffers[buffer] = reshaped(buffer, shape)
 

@@ -54,6 +54,10 @@ class Slabs:
             return f"{name} can't be split: {factor.blocked}"
         if self.kernel.refined:
             return "dims of its parameters are walked in groups"
+        if factor in analysis.lookups.values():
+            return f"{name} is indexed by data"
+        if any(other is factor for other, _ in analysis.windows.values()):
+            return f"what is next to tiles of {name} is read"
         if analysis.reductions[factor].ops:
             return f"{name} is reduced ({', '.join(analysis.reductions[factor].ops)})"
         split = self._split(factor)

@@ -46,6 +46,8 @@ def _ruled(record: Ruled) -> Iterator[str]:
         for access in statement.accesses:
             name = access.buffer.name
             for at in range(len(access.indices)) if analysis.kernel.is_param(access.buffer) else ():
+                if (name, at) in analysis.lookups:
+                    continue
                 if analysis.coordinates.of_access(access, at) is None and analysis.reason_whole(name, at) is None:
                     yield f"{name} dim {at} can be split, but index {access.indices[at]} walks no factor"
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.base.window import Reaches
 from mesh_tensor.rules.operator import OpRule
 from mesh_tensor.rules.operator.rule import Dim, InnerReduction, atoms_of
 
@@ -29,8 +30,9 @@ class NodeRule:
     """An operator's rule over the atoms of its tensors. `sizes` are those of the factors, `reduced` as in `rule`, and
     `partial` has that for each result.
     `even`: factors that axes have to divide, because tiles are to be contiguous parts of a dim that has more atoms.
-    `blocks`: of how many of a factor's elements a block is made, `first`: how many the first tile has to
-    hold. `inner`: what is reduced inside a kernel."""
+    `blocks`: of how many of a factor's elements a block is made, `first`: how many the first tile has to hold.
+    `inner`: what is reduced inside a kernel.
+    `windows`: (operand, atom) -> what is read of it from where a factor is; it is None in `inputs`."""
 
     rule: OpRule
     inputs: tuple[AtomFactors, ...]
@@ -42,6 +44,18 @@ class NodeRule:
     blocks: Mapping[str, int] = field(default_factory=dict)
     inner: tuple[InnerReduction, ...] = ()
     first: Mapping[str, int] = field(default_factory=dict)
+    windows: Mapping[tuple[int, int], Reaches] = field(default_factory=dict)
+
+    @cached_property
+    def followed(self) -> tuple[AtomFactors, ...]:
+        """Of the operands: also the factors from which windows of an atom are read."""
+        if not self.windows:
+            return self.inputs
+        read = {place: reaches.factor for place, reaches in self.windows.items()}
+        return tuple(
+            tuple(read.get((operand, position), factor) for position, factor in enumerate(factors))
+            for operand, factors in enumerate(self.inputs)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +73,29 @@ class Atoms:
     def _shapes(self) -> dict[Value, Sizes]:
         flat = {dims: tuple(size for dim in dims for size in dim) for dims in set(self.of.values())}
         return {value: flat[dims] for value, dims in self.of.items()}
+
+    @cached_property
+    def hindered(self) -> frozenset[tuple[Value, int]]:
+        """The (value, atom) which some operator needs or makes whole, there or where it has spread to: the number of
+        parts that a fused layer is split into."""
+        parent: dict[tuple[Value, int], tuple[Value, int]] = {}
+
+        def find(atom: tuple[Value, int]) -> tuple[Value, int]:
+            while (above := parent.setdefault(atom, atom)) != atom:
+                parent[atom] = atom = parent[above]
+            return atom
+
+        whole = []
+        for node, rule in self.rules.items():
+            at: dict[str, tuple[Value, int]] = {}
+            for value, factors in zip((*node.inputs, *node.outputs), (*rule.inputs, *rule.outputs), strict=True):
+                for position, factor in enumerate(factors):
+                    if factor is None:
+                        whole.append((value, position))
+                    else:
+                        parent[find((value, position))] = find(at.setdefault(factor, (value, position)))
+        found = {find(atom) for atom in whole}
+        return frozenset(atom for atom in parent if find(atom) in found)
 
     def positions(self, value: Value, dim: int) -> range:
         """Where the atoms of a dim stand in `shape`."""
@@ -98,26 +135,28 @@ def _refined(
 def plain_sharding(sharding: Sharding, dims: tuple[Sizes, ...]) -> Sharding | None:
     """A layout over atoms as one over the dims that they make up, if it is one: only first atoms are split, and evenly
     where more follow."""
-    start, axes = 0, []
-    for atoms in dims:
+    start, axes, windows = 0, [], []
+    for dim, atoms in enumerate(dims):
+        windows += [(dim, window)] if (window := sharding.window(start)) is not None else []
         uneven = len(atoms) > 1 and atoms[0] % sharding.num_shards(start) != 0
         if uneven or any(sharding.axes_of(p) for p in range(start + 1, start + len(atoms))):
             return None
         axes.append(sharding.axes_of(start))
         start += len(atoms)
-    return Sharding(sharding.mesh, len(dims), tuple(axes), sharding.partial)
+    return Sharding(sharding.mesh, len(dims), tuple(axes), sharding.partial, tuple(windows))
 
 
 def made_plain(sharding: Sharding, dims: tuple[Sizes, ...]) -> Sharding:
-    """The layout over atoms in which no dim is split that isn't split in contiguous tiles."""
-    start = 0
+    """The layout over atoms in which no dim is split that isn't split in contiguous tiles. Windows are of dims that are
+    one atom."""
+    start, windows, sharding = 0, sharding.windows, sharding.plain
     for atoms in dims:
         uneven = len(atoms) > 1 and atoms[0] % sharding.num_shards(start) != 0
         for position in range(start if uneven else start + 1, start + len(atoms)):
             for axis in sharding.axes_of(position):
                 sharding = sharding.with_replicate(axis)
         start += len(atoms)
-    return sharding
+    return sharding.with_windows(windows) if windows else sharding
 
 
 class _Refinement:
@@ -144,7 +183,17 @@ class _Refinement:
         partial = tuple([{name: ops[b] for name in sizes if (b := self._base[name]) in ops} for ops in rule.partial])
         partial = partial or (reduced,) * len(outputs)
         first = {self._first(name): self._block(name, size) for name, size in rule.first.items()}
-        return NodeRule(rule, *tensors, sizes, reduced, partial, frozenset(self._even), blocks, inner, first)
+        windows = self._windows(of, sizes)
+        return NodeRule(rule, *tensors, sizes, reduced, partial, frozenset(self._even), blocks, inner, first, windows)
+
+    def _windows(self, of: dict[Value, tuple[Sizes, ...]], sizes: Mapping[str, int]) -> dict[tuple[int, int], Reaches]:
+        """Windows of atoms: where a dim is one atom, as is the factor that reads it."""
+        found = {}
+        for (operand, dim), reaches in self._rule.windows.items():
+            dims = of[self._node.inputs[operand]]
+            if len(dims[dim]) == 1 and reaches.factor in sizes:
+                found[(operand, sum(map(len, dims[:dim])))] = reaches
+        return found
 
     def _first(self, factor: str) -> str:
         """The atom of a factor that axes may split: of kernels, only the first one."""

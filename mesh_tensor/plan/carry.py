@@ -11,7 +11,7 @@ from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.sharding import Partial, Sharding
 
 from .atoms import Atoms, NodeRule
-from .decide import Decision, operand_layout, result_layout
+from .decide import Decision, operand_layouts, result_layout
 from .ir import Graph, Node, Value, leaves
 from .propagate import Layouts
 
@@ -53,7 +53,7 @@ def _meeting(
         (only,) = parts if len(parts) == 1 else ((),)
         split = {axis: factor for axis, factor in decision.split.items() if axis not in dict(only)}
         if only and split != decision.split and _adds(node, rule) and all(len(uses[v]) == 1 for v in node.inputs):
-            needed = tuple(operand_layout(graph.mesh, factors, split) for factors in rule.inputs)
+            needed = operand_layouts(graph.mesh, rule, split)
             results = zip(rule.outputs, rule.partial, strict=True)
             produced = tuple(result_layout(graph.mesh, factors, split, ops) for factors, ops in results)
             decision = found[node] = Decision(split, split, needed, produced)
@@ -114,7 +114,7 @@ def _taken(
         return waiting
     rule, decision = atoms.rules[node].rule, decisions[node]
     parts = {pending[node.inputs[i]] for i in waiting}
-    if len(parts) != 1 or node.is_annotation or any(s.partial for s in decision.produced):
+    if len(parts) != 1 or node.is_annotation or rule.windows or any(s.partial for s in decision.produced):
         return frozenset()
     (only,) = parts
     if any(axis in decision.split for axis, _ in only):

@@ -4,16 +4,18 @@ repeated, given the values' layouts."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
-from typing import NamedTuple
+from itertools import chain, product, repeat
+from typing import Any, NamedTuple
 
 from mesh_tensor.base.dtypes import itemsize
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Partial, Placement, Shard, Sharding
+from mesh_tensor.base.window import Reaches
 from mesh_tensor.redistribution.plan import RedistributionPlan
 from mesh_tensor.rules.kernel.cost import count_flops as count_kernel_flops
 from mesh_tensor.rules.operator.cost import count_flops
@@ -43,20 +45,22 @@ class Decision:
 
 class _Tensor(NamedTuple):
     """An operand or a result of a node: `there` are the layouts in which the value exists by then; none if it may come
-    in any."""
+    in any. `takers`: how many nodes alike take it, and would share a change of its layout."""
 
     shape: tuple[int, ...]
     dtype: str
     layout: Sharding
     factors: AtomFactors
     there: tuple[Sharding, ...]
+    takers: int
 
 
 class Decider:
     """Decides node by node, in the order in which they run; the same question is answered once.
 
     `free`: values that may come, and stay, in any layout. `fixed`: what axes split, as far as that is known.
-    `in_place`: of all splits, those win with which the fewest axes have to stop splitting what they split."""
+    `in_place`: of all splits, those win with which the fewest axes have to stop splitting what they split.
+    `nodes`: all that are going to be decided, as far as they share operands."""
 
     def __init__(
         self,
@@ -67,10 +71,12 @@ class Decider:
         free: Collection[Value] = (),
         fixed: Split | None = None,
         in_place: bool = False,
+        nodes: Collection[Node] = (),
     ) -> None:
         self._mesh, self._atoms, self._layouts = mesh, atoms, layouts
         self._fixed, self._in_place = fixed or {}, in_place
         self._known: dict[tuple, Decision] = {}
+        self._takers = Counter((id(atoms.rules[n]), p, v) for n in nodes for p, v in enumerate(n.inputs))
         self._there: dict[Value, tuple[Sharding, ...]] = {
             value: () if value in free else (layout,) for value, layout in layouts.of.items()
         }
@@ -80,19 +86,21 @@ class Decider:
         come first."""
         rule = self._atoms.rules[node]
         values = (*node.inputs, *node.outputs)
-        known = (id(rule), tuple([(self._layouts.of[value], self._there[value]) for value in values]))
+        takers = tuple([self._takers.get((id(rule), p, value), 1) for p, value in enumerate(node.inputs)])
+        known = (id(rule), takers, tuple([(self._layouts.of[value], self._there[value]) for value in values]))
         decision = self._known.get(known)
         if decision is None:
-            decision = self._known[known] = self._decided(node, rule)
+            decision = self._known[known] = self._decided(node, rule, takers)
         for value, layout in zip(node.inputs, decision.needed, strict=True):
-            if self._there[value] and layout not in self._there[value]:
+            if self._there[value] and layout not in self._there[value] and not layout.windows:
                 self._there[value] += (layout,)
         return decision
 
-    def _decided(self, node: Node, rule: NodeRule) -> Decision:
+    def _decided(self, node: Node, rule: NodeRule, takers: tuple[int, ...]) -> Decision:
+        shared = chain(takers, repeat(1))
         tensors = [
-            _Tensor(self._atoms.shape(v), v.type.dtype, self._layouts.of[v], f, self._there[v])
-            for v, f in tensors_of(node, rule)
+            _Tensor(self._atoms.shape(v), v.type.dtype, self._layouts.of[v], f, self._there[v], count)
+            for (v, f), count in zip(tensors_of(node, rule), shared, strict=False)
         ]
         operands, results = tensors[: len(node.inputs)], tensors[len(node.inputs) :]
         decisions = [self._decision(rule, split, results) for split in self._splits(rule, tensors)]
@@ -109,7 +117,7 @@ class Decider:
         for tensor, produced in zip(results, decision.produced, strict=True):
             ways.append((tensor, (produced,), tensor.layout if tensor.there else _completed(produced)))
         cost = work_cost(flops // math.prod(self._mesh.size(axis) for axis in decision.split))
-        cost += sum(min(change_cost(t.shape, t.dtype, src, dst) for src in there) for t, there, dst in ways)
+        cost += sum(min(change_cost(t.shape, t.dtype, src, dst) for src in there) // t.takers for t, there, dst in ways)
         cost += sum(self._inner_cost(inner, decision) for inner in rule.inner)
         leaving = sum(_leaving(there[0], dst) for _, there, dst in ways) if self._in_place else 0
         return leaving, cost, -len(decision.split)
@@ -124,7 +132,7 @@ class Decider:
             wanted = next((factor for factor in found if factor is not None), None)
             if wanted is not None and self._fits(rule, {**after, axis: wanted}):
                 after[axis] = wanted
-        needed = tuple([operand_layout(self._mesh, factors, split) for factors in rule.inputs])
+        needed = operand_layouts(self._mesh, rule, split)
         results = zip(rule.outputs, rule.partial, strict=True)
         produced = tuple([result_layout(self._mesh, factors, after, ops) for factors, ops in results])
         return Decision(split, after, needed, produced)
@@ -173,9 +181,23 @@ def _places(factors: AtomFactors, split: Split) -> dict[str, Placement]:
     return {axis: Shard(factors.index(f)) for axis, f in split.items() if f in factors}
 
 
-def operand_layout(mesh: Mesh, factors: AtomFactors, split: Split) -> Sharding:
-    """How an operand with these factors has to lie."""
-    return Sharding.of(mesh, len(factors), _places(factors, split))
+def operand_layouts(mesh: Mesh, rule: NodeRule, split: Split) -> tuple[Sharding, ...]:
+    """How the operands have to lie."""
+    layouts = [Sharding.of(mesh, len(factors), _places(factors, split)) for factors in rule.inputs]
+    for (operand, position), reaches in rule.windows.items():
+        layouts[operand] = with_window(layouts[operand], position, reaches, rule.sizes[reaches.factor], split)
+    return tuple(layouts)
+
+
+def with_window(layout: Sharding, dim: int, reaches: Reaches, size: int, split: Mapping[str, Any]) -> Sharding:
+    """The layout, in which the axes that split the factor (of `size`) split a dim into what is read of it from there;
+    the layout itself, with the dim whole, where that is as much, or they split another dim."""
+    axes = [axis for axis, factor in split.items() if factor == reaches.factor and layout.mesh.size(axis) > 1]
+    window = reaches.window(size, [layout.mesh.size(axis) for axis in axes])
+    if not axes or window is None or any(layout.dim_of(axis) is not None for axis in axes):
+        return layout
+    places = layout.placements() | {axis: Shard(dim) for axis in axes}
+    return Sharding.of(layout.mesh, layout.ndim, places).with_windows([*layout.windows, (dim, window)])
 
 
 def result_layout(mesh: Mesh, factors: AtomFactors, split: Split, partial: Mapping[str, str]) -> Sharding:

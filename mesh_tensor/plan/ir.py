@@ -63,10 +63,21 @@ ANNOTATE, REDISTRIBUTE = "dist.annotate_sharding", "dist.redistribute"
 Tree = Value | tuple["Tree", ...]
 
 
+@dataclass(frozen=True)
+class Interleaved:
+    """A parameter's dim is made of `sections`, and is stored in another order: of each section the first of so many
+    `parts`, then of each the second, and so on."""
+
+    dim: int
+    sections: tuple[int, ...]
+    parts: int
+
+
 @dataclass(eq=False)
 class Graph:
     """`nodes` in an order in which they can run; `result` is what the function returns. `state`: results that lie as
-    the parameter that they replace in the next call."""
+    the parameter that they replace in the next call. `stored`: parameters that are in another order than the
+    caller's."""
 
     name: str
     mesh: Mesh
@@ -75,6 +86,7 @@ class Graph:
     result: Tree
     annotations: dict[Value, Annotation] = field(default_factory=dict)
     state: dict[Value, Value] = field(default_factory=dict)
+    stored: dict[Value, Interleaved] = field(default_factory=dict)
 
     def values(self) -> list[Value]:
         """Every value once: parameters, then constants and results in order of appearance."""

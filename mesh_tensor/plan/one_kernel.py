@@ -19,7 +19,7 @@ from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.operator.call import OpCall
 
 from .atoms import find_atoms
-from .decide import Decider
+from .decide import Decider, with_window
 from .ir import Graph, Node, Value
 from .propagate import propagate
 from .tir_rule import Sizes, known_size, rule_of_analysis, typical_size
@@ -104,16 +104,21 @@ class KernelDecision:
         found: list[Factor] = []
         for param in [*self.outputs, *(p for p in self.inputs if p not in self.outputs)]:
             dim = self.asked[param].dim_of(axis) if param in self.asked else None
-            factor = None if dim is None else self.analysis.factor_of(param, dim)
+            factor = None if dim is None else self._factor_at(param, dim)
             if factor is not None and self.why_whole(factor) is None and factor not in found:
                 found.append(factor)
         return found
+
+    def _factor_at(self, param: str, dim: int) -> Factor | None:
+        """The factor that splits a dim, or from which windows of it are read."""
+        return self.analysis.factor_of(param, dim) or self.analysis.read_from(param, dim)
 
     def _is_plain(self, axes: Mapping[str, Factor | None], demands: Mapping[str, list[Factor]]) -> bool:
         """Whether nothing is moved if the axes split what is asked, or there is nothing to decide."""
         free = [axis for axis in self.mesh if axis not in self.fixed and demands[axis] and self.mesh.size(axis) > 1]
         return all(
             len(demands[axis]) == 1
+            and demands[axis][0] not in self.analysis.lookups.values()
             and self.analysis.reductions[demands[axis][0]].is_plain
             and all(self._stays(param, demands[axis][0], axis) for param in self.asked)
             for axis in free
@@ -123,6 +128,8 @@ class KernelDecision:
         """Whether a parameter lies as it is asked to where the axis splits the factor."""
         split = next((d for p, d in factor.dims if p == param), None)
         asked = self.asked[param].dim_of(axis)
+        if split is None and asked is not None and self.analysis.read_from(param, asked) is factor:
+            return True
         return asked == split if param not in self.outputs or split is not None else self._is_left(param, factor, asked)
 
     def _is_left(self, param: str, factor: Factor, asked: int | None) -> bool:
@@ -223,7 +230,14 @@ class KernelDecision:
                 shards[axis] = dim
             elif op is not None and (produced or not reduction(op).idempotent):
                 partial[axis] = op
-        return Sharding.make(self.mesh, len(buffer.shape), shards, partial=partial, name=param)
+        layout = Sharding.make(self.mesh, len(buffer.shape), shards, partial=partial, name=param)
+        if self.over_tiles or produced:
+            return layout
+        split = {axis: factor.name for axis, factor in assignment.axes.items() if factor is not None}
+        for (name, dim), (factor, reaches) in self.analysis.windows.items():
+            if name == param and (name, dim) not in self.banned:
+                layout = with_window(layout, dim, reaches, int(factor.size), split)
+        return layout
 
     def _whole_dims(self, assignment: Assignment) -> dict[tuple[str, int], str]:
         """The dims that an annotation splits and that the kernel needs (or computes) whole, with the reason."""
@@ -234,6 +248,8 @@ class KernelDecision:
                 if dim is None:
                     continue
                 factor = self.analysis.factor_of(param, dim)
+                if param in assignment.needed and assignment.needed[param].window(dim) is not None:
+                    continue
                 reason = self.analysis.reason_whole(param, dim) or (factor and self.why_whole(factor))
                 reason = reason or assignment.whole.get((param, dim))
                 if reason:

@@ -21,7 +21,7 @@ from .propagate import Layouts
 
 def insert_reshards(graph: Graph, atoms: Atoms, layouts: Layouts) -> ExplicitGraph:
     """The steps of every device, for values in these layouts."""
-    decider = Decider(graph.mesh, atoms, layouts)
+    decider = Decider(graph.mesh, atoms, layouts, nodes=graph.nodes)
     decisions = {node: decider.decide(node) for node in graph.nodes}
     carried, decided = find_carried(graph, atoms, layouts, decisions)
     writer = _Writer(graph, atoms, layouts, carried)
@@ -52,6 +52,8 @@ class _Writer:
         inputs = []
         for position, (value, needed) in enumerate(zip(node.inputs, decision.needed, strict=True)):
             pending = self._carried.get(value)
+            if node.kernel is not None:
+                needed = needed.plain  # its own lowering makes windows of tiles
             wanted = needed if pending is None else with_partial(needed, pending)
             form = self.obtain(value, wanted, node.scopes, f"{node.where} ({node.call.name}) needs it so")
             inputs.append(self._filled(form, node, decision, position))
@@ -73,6 +75,7 @@ class _Writer:
         same = next((form for form in forms if form.sharding == wanted), None)
         if same is not None:
             return same
+        forms = [form for form in forms if not form.sharding.windows]
         ready = [f for f in forms if f.sharding.partial == wanted.partial] or forms
         source = min(ready, key=lambda f: bytes_moved(shape, f.dtype, f.sharding, wanted))
         return self._change(source, wanted, scopes, reason)

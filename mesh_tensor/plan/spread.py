@@ -35,12 +35,14 @@ class Conflict:
 
 
 class _Site(NamedTuple):
-    """A node, its operands and then its results (each with its atoms' factors), and where the results begin."""
+    """A node, its operands and then its results (each with its atoms' factors), and where the results begin.
+    `repeated`: operands that are repeated along dims which another operand has beside all of theirs: a bias, a mask."""
 
     node: Node
     tensors: tuple[tuple[Value, AtomFactors], ...]
     results: int
     reduced: Mapping[str, str]
+    repeated: frozenset[int]
 
 
 class Spread:
@@ -55,10 +57,13 @@ class Spread:
         self._closed: dict[Value, frozenset[str]] = {}
         self._rank = {value: (-value.type.elements, order) for order, value in enumerate(self.places)}
         self._sites: list[_Site] = []
+        repeated: dict[int, frozenset[int]] = {}
         self._touching: dict[Value, list[tuple[int, int]]] = {}  # (node, tensor of the node)
         for number, node in enumerate(graph.nodes):
             rule = atoms.rules[node]
-            site = _Site(node, tuple(tensors_of(node, rule)), len(node.inputs), rule.reduced)
+            if id(rule) not in repeated:
+                repeated[id(rule)] = _repeated(node, rule)
+            site = _Site(node, tuple(tensors_of(node, rule)), len(node.inputs), rule.reduced, repeated[id(rule)])
             self._sites.append(site)
             for index, (value, _) in enumerate(site.tensors):
                 self._touching.setdefault(value, []).append((number, index))
@@ -98,9 +103,12 @@ class Spread:
                         yield Conflict(site.node, axis, taken, other)
 
     def _push(self, value: Value, axis: str, distance: int) -> None:
-        """The axis now splits the value: every operator on it hears of that."""
+        """The axis now splits the value: every operator on it hears of that, unless it is a small operand there for
+        which this was stated: what it is repeated along is not laid out for its sake."""
         for number, index in self._touching.get(value, ()):
             site = self._sites[number]
+            if index in site.repeated and not distance:
+                continue
             if factor := self._factor_at(*site.tensors[index], axis):
                 for back in (False, True):
                     wave = (factor in site.reduced, back, distance, *self._rank[value], axis, index, number)
@@ -122,15 +130,26 @@ class Spread:
                 self._push(value, axis, distance + (site.results > 1))
 
 
+def _repeated(node: Node, rule: NodeRule) -> frozenset[int]:
+    """The operands with fewer factors than another one, of an operator that works element by element."""
+    if len(node.inputs) < 2 or rule.reduced:
+        return frozenset()
+    for value, dims in zip(node.inputs, rule.rule.inputs, strict=True):
+        if any(dim is None and size != 1 for dim, size in zip(dims, value.type.shape, strict=True)):
+            return frozenset()
+    factors = [frozenset(filter(None, dims)) for dims in rule.inputs]
+    return frozenset([n for n, mine in enumerate(factors) if any(mine < others for others in factors)])
+
+
 def tensors_of(node: Node, rule: NodeRule) -> Iterator[tuple[Value, AtomFactors]]:
-    """The operands and results of a node, with the factors of their atoms."""
-    yield from zip(node.inputs, rule.inputs, strict=True)
+    """The operands and results of a node, with the factors that their atoms follow."""
+    yield from zip(node.inputs, rule.followed, strict=True)
     yield from zip(node.outputs, rule.outputs, strict=True)
 
 
 def refine_sharding(sharding: Sharding, value: Value, atoms: Atoms) -> dict[str, int]:
     """The atom that each axis of a stated layout splits: of the dim that it names, the first atom that the axes on it
-    divide evenly, else the first that is large enough.
+    divide evenly, else the first that is large enough; those that some operator on their way needs whole come last.
 
     Raises:
         MeshTensorError: the layout is for another number of dims.
@@ -149,6 +168,9 @@ def refine_sharding(sharding: Sharding, value: Value, atoms: Atoms) -> dict[str,
         positions = atoms.positions(value, dim)
         even = [p for p in positions if shape[p] % (taken[p] * parts) == 0]
         large = [p for p in positions if shape[p] >= taken[p] * parts]
-        places[axis] = (even or large or list(positions))[0]
+        choices = [*even, *large] or list(positions)
+        if len({*choices}) > 1:
+            choices = [p for p in choices if (value, p) not in atoms.hindered] or choices
+        places[axis] = choices[0]
         taken[places[axis]] *= parts
     return places

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.window import Reaches
 from mesh_tensor.rules.kernel.granularity import Refined, refined
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
 from mesh_tensor.rules.operator.rule import Dim, OpRule
@@ -21,12 +22,11 @@ def in_groups(analysis: Analysis) -> tuple[Refined, Analysis] | None:
     """The kernel with dims taken apart, and what its analysis finds; None where that lets axes split nothing more."""
     dims = [(name, dim) for name, buffer in analysis.kernel.params.items() for dim in range(len(buffer.shape))]
     whole = {dim for dim in dims if analysis.reason_whole(*dim)}
-    made = refined(analysis.kernel.func, [dim for dim in dims if dim in whole]) if whole else None
-    if made is None:
-        return None
-    after = analyse(made.func)
-    still = {(name, dim) for name, dim in dims if after.reason_whole(name, made.outer(name, dim))}
-    return (made, after) if still < whole else None
+    for made in refined(analysis.kernel.func, [dim for dim in dims if dim in whole]) if whole else ():
+        after = analyse(made.func)
+        if {(name, dim) for name, dim in dims if after.reason_whole(name, made.outer(name, dim))} < whole:
+            return made, after
+    return None
 
 
 def divides_groups(mesh: Mesh, made: Refined) -> bool:
@@ -57,4 +57,5 @@ def with_compound_dims(rule: OpRule, made: Refined, inputs: Sequence[str], outpu
 
     new_inputs = tuple(dims(name, found) for name, found in zip(inputs, rule.inputs, strict=True))
     new_outputs = tuple(dims(name, found) for name, found in zip(outputs, rule.outputs, strict=True))
-    return replace(rule, inputs=new_inputs, outputs=new_outputs, sizes=sizes, unsplit=frozenset(unsplit))
+    none: dict[tuple[int, int], Reaches] = {}
+    return replace(rule, inputs=new_inputs, outputs=new_outputs, sizes=sizes, unsplit=frozenset(unsplit), windows=none)

@@ -14,6 +14,7 @@ from tvm.tirx.stmt_functor import substitute
 
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.window import Reaches
 from mesh_tensor.rules.kernel.factors import Factor
 from mesh_tensor.rules.kernel.index_values import detached_indices, without_loads
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
@@ -99,8 +100,17 @@ def rule_of_analysis(
         blocks={factor.name: factor.block for factor in factors if factor.aligned is not None},
         first={factor.name: factor.block for factor in factors if factor.first is not None},
         inner=tuple(one for factor in factors for one in _inner(factor, analysis, sizes)),
+        windows=dict(_windows(inputs, factors, analysis)),
         masks=True,
     )
+
+
+def _windows(
+    inputs: Sequence[str], factors: Collection[Factor], analysis: Analysis
+) -> Iterator[tuple[tuple[int, int], Reaches]]:
+    for (param, dim), (factor, reaches) in analysis.windows.items():
+        if factor in factors and param in inputs:
+            yield (inputs.index(param), dim), reaches
 
 
 def known_size(size: tirx.PrimExpr | int, sizes: Sizes) -> tirx.PrimExpr | int:

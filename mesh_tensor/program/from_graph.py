@@ -117,7 +117,9 @@ class _Programmer:
         head = (f"module function {graph.name} on {graph.mesh}",)
         stated = {f.name: graph.annotations[f.value] for f in explicit.params if f.value in graph.annotations}
         asked = {name: annotation.sharding for name, annotation in stated.items()}
-        sections = ((title, *conflicts),) if conflicts else ()
+        orders = [f"  {v.name}: {o.parts} parts of {o.sections} along dim {o.dim}" for v, o in graph.stored.items()]
+        found = ((title, conflicts), ("weights that are stored in another order", orders))
+        sections = tuple((name, *lines) for name, lines in found if lines)
         return Decisions(head, sections, params=tuple(form.name for form in explicit.params), asked=asked)
 
     def _value(self, form: Form) -> Value:

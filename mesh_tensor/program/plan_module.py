@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,11 +14,14 @@ from mesh_tensor.plan.atoms import Atoms, find_atoms
 from mesh_tensor.plan.expansions import expand
 from mesh_tensor.plan.explicit import ExplicitGraph
 from mesh_tensor.plan.index_checks import IndexCheck, index_checks
+from mesh_tensor.plan.interleave import interleave
 from mesh_tensor.plan.ir import Graph
 from mesh_tensor.plan.node_rules import node_rules
 from mesh_tensor.plan.propagate import Layouts, propagate
 from mesh_tensor.plan.reader import Annotations, read_graph
 from mesh_tensor.plan.reshards import insert_reshards
+from mesh_tensor.plan.slices import joined_slices
+from mesh_tensor.plan.sums import regroup_sums
 from mesh_tensor.plan.tir_stages import expand_kernels
 
 from .from_graph import Kernels, ModuleProgram, to_program
@@ -56,13 +60,17 @@ def plan_module(
     kernels: Kernels | None = None,
     overlap: str | int = "auto",
     check_indices: bool = True,
+    held: Collection[str] = (),
 ) -> ModulePlan:
-    """Plan a function of known sizes.
+    """Plan a function of known sizes. `held`: parameters that are laid out once, so that they may be stored in another
+    order than the caller's (`graph.stored` of the plan).
 
     Raises:
         MeshTensorError: an operator has no rule (and `replicate_unknown` is not set), a size is symbolic, ...
     """
     graph, atoms = read_module(mod, function, mesh, annotations, replicate_unknown=replicate_unknown)
+    if (made := interleave(graph, atoms, held)) is not None:
+        graph, atoms = made, find_atoms(made, node_rules(made, replicate_unknown=replicate_unknown))
     return plan_graph(
         graph,
         atoms,
@@ -80,6 +88,7 @@ def read_module(
     annotations."""
     graph = read_graph(mod, function, mesh, annotations)
     expand_kernels(graph)
+    graph = joined_slices(graph)
     return graph, find_atoms(graph, node_rules(graph, replicate_unknown=replicate_unknown))
 
 
@@ -94,9 +103,10 @@ def plan_graph(
 ) -> ModulePlan:
     """Plan what was read, for the graph's mesh and annotations."""
     layouts = propagate(graph, atoms)
-    if (expanded := expand(graph, atoms, layouts)) is not None:
-        graph, atoms = expanded, find_atoms(expanded, node_rules(expanded, replicate_unknown=replicate_unknown))
-        layouts = propagate(graph, atoms)
+    for rewrite in (expand, regroup_sums):
+        if (rewritten := rewrite(graph, atoms, layouts)) is not None:
+            graph, atoms = rewritten, find_atoms(rewritten, node_rules(rewritten, replicate_unknown=replicate_unknown))
+            layouts = propagate(graph, atoms)
     explicit = insert_reshards(graph, atoms, layouts)
     calls = TileCalls(atoms)
     made = to_program(explicit, calls, kernels or {}, overlap, check_indices=check_indices)

@@ -19,6 +19,7 @@ from mesh_tensor.plan.ir import Scope
 from mesh_tensor.rules.operator.call import plain
 
 from .from_graph import ModuleProgram, Piece, names_in
+from .program import Value
 from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, WaitStep
 
 Numbered = list[tuple[int, Piece]]
@@ -38,6 +39,16 @@ class _ModuleWriter:
         self._by_hash: dict[tuple[str, int], list[ir.GlobalVar]] = {}
         last = {name: i for i, piece in enumerate(made.pieces) for name in piece.inputs}
         self._last_use = last | dict.fromkeys(names_in(made.result), len(made.pieces))
+        self._shapes: dict[int, tuple[int, ...]] = {}  # by struct info
+        self._infos: list[relax.TensorStructInfo] = []  # of those, so that they live
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a value's tile. Values that lie alike share their struct info."""
+        info = self.made.tile(name)
+        if id(info) not in self._shapes:
+            self._infos.append(info)
+            self._shapes[id(info)] = plain(info.shape)
+        return self._shapes[id(info)]
 
     def module(self) -> ir.IRModule:
         """The function, and those that it calls."""
@@ -96,6 +107,7 @@ class _StepWriter:
     def __init__(self, module: _ModuleWriter, tiles: dict[str, relax.Expr]) -> None:
         self.tiles = tiles
         self._module, self._builder, self._values = module, module.builder, module.made.program.values
+        self._shapes = {name: module.shape(name) for name in tiles}
         self._held: dict[str, relax.Expr] = {}  # what is in which storage
         self._places: dict[str, tirx.Var] = {}
         self._name = ""
@@ -107,20 +119,22 @@ class _StepWriter:
         for step in piece.steps:
             step.mean(self)
         for name in piece.outputs:
-            self.tiles[name] = self._shaped(self.tiles[name], plain(self._module.made.tile(name).shape))
+            shape = self._module.shape(name)
+            self.tiles[name], self._shapes[name] = self._shaped(name, shape), shape
 
     def call(self, callee: ir.GlobalVar, params: list[str], results: list[str]) -> None:
         """A call of a function of the module."""
         call = relax.Call(callee, [self.tiles[name] for name in params])
-        self._bind(self._builder.emit(call, f"{callee.name_hint}_result"), results)
+        made = self._builder.emit(call, f"{callee.name_hint}_result")
+        self._bind(made, results, [self._module.shape(name) for name in results])
 
     def op(self, step: OpStep) -> None:
         """Nothing is left to infer: BlockBuilder.emit would take several times as long."""
         operands = zip(step.args, step.call.inputs, strict=True)
-        expr = step.call.on([self._shaped(self.tiles[name], tensor.shape) for name, tensor in operands])
+        expr = step.call.on([self._shaped(name, tensor.shape) for name, tensor in operands])
         var = relax.DataflowVar(self._builder.get_unique_name(step.results[0]), expr.struct_info)
         self._builder.emit_normalized(relax.VarBinding(var, expr))
-        self._bind(var, step.results)
+        self._bind(var, step.results, [tensor.shape for tensor in step.call.outputs])
 
     def collective(self, step: CollectiveStep) -> None:
         """A call of a registered function."""
@@ -128,7 +142,7 @@ class _StepWriter:
         layouts = [relax.StringImm(src.sharding.text()), relax.StringImm(dst.sharding.text())]
         args = [self._read(step.src), relax.ShapeExpr(src.shape), *layouts, relax.StringImm(", ".join(step.axes))]
         call = packed(f"mesh.{step.kind}", args, self._module.made.tile(step.dst))
-        self._bind(self._builder.emit(call, self._name), [step.dst])
+        self._bind(self._builder.emit(call, self._name), [step.dst], [self._module.shape(step.dst)])
 
     def kernel(self, step: KernelStep) -> None:
         """A call of a local kernel: new tensors for what it writes, but for memory that holds something already."""
@@ -136,8 +150,7 @@ class _StepWriter:
         changed = [name for name in step.writes if values[name].storage in self._held]
         fresh = [name for name in step.writes if name not in changed]
         taken = [name for name in step.args if name not in fresh]
-        tiles = [self._held[values[name].storage] if name in changed else self._read(name) for name in taken]
-        tiles = [self._shaped(tile, values[name].tile_shape) for tile, name in zip(tiles, taken, strict=True)]
+        tiles = [self._kept(values[name]) if name in changed else self._apart(name) for name in taken]
         callee = self._module.unique(f"{step.name}_local", _in_order(step, [*taken, *fresh]))
         infos = [relax.TensorStructInfo(values[name].tile_shape, values[name].dtype) for name in (*changed, *fresh)]
         numbers = relax.ShapeExpr([self._coordinates()[axis] for axis in step.axes]) if step.axes else None
@@ -147,7 +160,8 @@ class _StepWriter:
             call = relax.op.call_tir_inplace(callee, relax.Tuple(tiles), indices, out, numbers)
         else:
             call = relax.op.call_tir(callee, relax.Tuple(tiles), out, numbers)
-        self._bind(self._builder.emit(call, self._name), [*changed, *fresh])
+        written = [*changed, *fresh]
+        self._bind(self._builder.emit(call, self._name), written, [values[name].tile_shape for name in written])
 
     def wait(self, step: WaitStep) -> None:
         """A module's calls run one after the other."""
@@ -163,20 +177,32 @@ class _StepWriter:
         if name not in self.tiles:
             value = self._values[name]
             zeros = relax.op.zeros(value.tile_shape, value.dtype)
-            self._bind(self._builder.emit(zeros, name.split(".")[0]), [name])
+            self._bind(self._builder.emit(zeros, name.split(".")[0]), [name], [value.tile_shape])
         return self.tiles[name]
 
-    def _shaped(self, tile: relax.Expr, shape: tuple[int, ...]) -> relax.Expr:
-        """The tile with the dims that are wanted: values may have their dims taken apart."""
-        known = plain(tile.struct_info.shape)
-        return tile if known == shape else self._builder.emit(relax.op.reshape(tile, shape))
+    def _apart(self, name: str) -> relax.Expr:
+        """A tile over its atoms."""
+        self._read(name)
+        return self._shaped(name, self._values[name].tile_shape)
 
-    def _bind(self, var: relax.Var, names: Sequence[str]) -> None:
-        """The variable, or its fields, are these values."""
+    def _kept(self, value: Value) -> relax.Expr:
+        """What is in a value's memory, over its atoms."""
+        tile = self._held[value.storage]
+        known = plain(tile.struct_info.shape)
+        return tile if known == value.tile_shape else self._builder.emit(relax.op.reshape(tile, value.tile_shape))
+
+    def _shaped(self, name: str, shape: tuple[int, ...]) -> relax.Expr:
+        """A tile with the dims that are wanted: values may have their dims taken apart."""
+        tile = self.tiles[name]
+        return tile if self._shapes[name] == shape else self._builder.emit(relax.op.reshape(tile, shape))
+
+    def _bind(self, var: relax.Var, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
+        """The variable, or its fields, are these values, of these shapes."""
         is_tuple = isinstance(var.struct_info, relax.TupleStructInfo)
-        for index, name in enumerate(names):
+        for index, (name, shape) in enumerate(zip(names, shapes, strict=True)):
             tile = self._builder.emit(relax.TupleGetItem(var, index), name) if is_tuple else var
             self.tiles[name] = self._held[self._values[name].storage] = tile
+            self._shapes[name] = shape
 
     def _coordinates(self) -> dict[str, tirx.Var]:
         """Where the device stands on each axis: known in each function from where it is asked for first."""

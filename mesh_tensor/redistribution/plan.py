@@ -14,7 +14,7 @@ from mesh_tensor.base.collectives import BETWEEN, COLLECTIVES
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.sharding import Partial, Placement, Replicate, Shard, Sharding
 
-from .search import PARTIAL, WHOLE, Search, State, boxes_of, exchange, received
+from .search import PARTIAL, WHOLE, Search, State, boxes_of, exchange, halo, received
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,14 @@ def plan_moves(src: Sharding, dst: Sharding, shape: Sequence[int]) -> tuple[Move
             why="they are not layouts of one tensor on one mesh",
             fix="make both shardings on the tensor's mesh, for its number of dims",
         )
-    return _planned(src, dst, tuple(shape))
+    assert not src.windows, f"nothing leads from windows: {src}"
+    return _to_windows(src, dst, tuple(shape)) if dst.windows else _planned(src, dst, tuple(shape))
+
+
+def _to_windows(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> tuple[Move, ...]:
+    """What is partial is completed in tiles first; then every device gets its window from whoever has it."""
+    moves = _planned(src, dst.plain, shape) if src.partial != dst.partial else ()
+    return (*moves, direct_move(moves[-1].after if moves else src, dst))
 
 
 @lru_cache(maxsize=4096)
@@ -137,12 +144,15 @@ def _elements_received(
     kind: str, shape: tuple[int, ...], before: Sharding, after: Sharding, axes: tuple[str, ...]
 ) -> int:
     numbers = [before.mesh.axis_names.index(axis) for axis in axes]
-    return received(boxes_of(before.mesh, shape), kind, _state(before), _state(after), numbers)
+    return received(boxes_of(before.mesh, shape, after.windows), kind, _state(before), _state(after), numbers)
 
 
 def direct_move(before: Sharding, after: Sharding) -> Move:
-    """The permute or exchange between two layouts that differ in nothing partial."""
-    edge = exchange(boxes_of(before.mesh, (1,) * before.ndim), _state(before), _state(after))
+    """The direct way between two layouts that differ in nothing partial."""
+    if after.windows:
+        edge = halo(_state(before), _state(after), after.windows)
+    else:
+        edge = exchange(boxes_of(before.mesh, (1,) * before.ndim), _state(before), _state(after))
     return Move(edge.kind, tuple(before.mesh.axis_names[axis] for axis in edge.axes), after)
 
 

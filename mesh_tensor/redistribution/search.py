@@ -20,10 +20,12 @@ import numpy
 from mesh_tensor.base.collectives import BETWEEN, COLLECTIVES, State
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.placement import Partial, Placement, Replicate, Shard
+from mesh_tensor.base.window import Window
 
 WHOLE, PARTIAL = -1, -2
 
 Cost = tuple[int, int, int, int]  # elements received, collectives, messages, steps
+Windows = tuple[tuple[int, Window], ...]  # by dim
 Spans = tuple[numpy.ndarray, numpy.ndarray]  # per device: first position in a dim, and the one after the last
 
 
@@ -39,10 +41,13 @@ class Edge:
 
 
 class Boxes:
-    """Which box of a tensor of `shape` every device holds in any state: what of it is there, without padding."""
+    """Which box of a tensor of `shape` every device holds in any state: what of it is there, without padding.
 
-    def __init__(self, mesh: Mesh, shape: tuple[int, ...]) -> None:
+    `windows`: the dims of which a device wants a window; what is `missing` is missing of that."""
+
+    def __init__(self, mesh: Mesh, shape: tuple[int, ...], windows: Windows = ()) -> None:
         self.sizes, self.shape = tuple(mesh.shape.values()), shape
+        self._windows, self._names = dict(windows), mesh.axis_names
         grid = numpy.indices(self.sizes, dtype=numpy.int64)
         self._at = grid.reshape(len(self.sizes), -1)
         self._ones = numpy.ones(self._at.shape[1], dtype=numpy.int64)
@@ -71,12 +76,15 @@ class Boxes:
         have = want = self._ones
         for dim in range(len(self.shape)):
             before, after = axes_on(state, dim), axes_on(wanted, dim)
-            start, stop = self._span(dim, after)
-            want = want * (stop - start)
-            if before and before != after:
-                low, high = self._span(dim, before)
-                start, stop = numpy.maximum(start, low), numpy.minimum(stop, high)
-            have = have * numpy.maximum(stop - start, 0)
+            wanted_here = self._window(dim, after) if dim in self._windows else [self._span(dim, after)]
+            low, high = self._span(dim, before)
+            total = held = self._ones * 0
+            for start, stop in wanted_here:
+                total = total + (stop - start)
+                if before and (before != after or dim in self._windows):
+                    start, stop = numpy.maximum(start, low), numpy.minimum(stop, high)
+                held = held + numpy.maximum(stop - start, 0)
+            want, have = want * total, have * held
         return int((want - have).max())
 
     def volumes(self, state: State) -> numpy.ndarray:
@@ -86,6 +94,18 @@ class Boxes:
             start, stop = self._span(dim, axes_on(state, dim))
             result = result * (stop - start)
         return result
+
+    def _window(self, dim: int, axes: tuple[int, ...]) -> list[Spans]:
+        """The pieces of the tensor that every device's window is made of."""
+        window, count = self._windows[dim], self._at.shape[1]
+        split = [(self._names[axis], self.sizes[axis]) for axis in axes]
+        pieces = []
+        for device in range(count):
+            start = window.start(split, {self._names[axis]: int(self._at[axis][device]) for axis in axes})
+            pieces.append([(low, high) for _, low, high in window.parts(self.shape[dim], start)])
+        most = max(map(len, pieces))
+        padded = numpy.array([[*found, *[(0, 0)] * (most - len(found))] for found in pieces]).reshape(count, most, 2)
+        return [(padded[:, number, 0], padded[:, number, 1]) for number in range(most)]
 
     def _span(self, dim: int, axes: tuple[int, ...]) -> Spans:
         key = (dim, axes)
@@ -102,9 +122,9 @@ class Boxes:
 
 
 @lru_cache(maxsize=64)
-def boxes_of(mesh: Mesh, shape: tuple[int, ...]) -> Boxes:
+def boxes_of(mesh: Mesh, shape: tuple[int, ...], windows: Windows = ()) -> Boxes:
     """The Boxes of these, made once."""
-    return Boxes(mesh, shape)
+    return Boxes(mesh, shape, windows)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -244,6 +264,13 @@ def exchange(boxes: Boxes, before: State, after: State) -> Edge:
         axes |= {*old[same:], *new[same:]}
         whole_tiles = whole_tiles and [boxes.sizes[a] for a in old] == [boxes.sizes[a] for a in new]
     return Edge("permute" if whole_tiles else "exchange", tuple(sorted(axes)), after)
+
+
+def halo(before: State, after: State, windows: Windows) -> Edge:
+    """The direct way to windows: over the axes that change, and those that split what devices get windows of."""
+    changed = {axis for axis, place in enumerate(before) if place != after[axis]}
+    split = {axis for dim, _ in windows for axis in axes_on(after, dim)}
+    return Edge("halo", tuple(sorted(changed | split)), after)
 
 
 def _edge(state: State, axes: tuple[int, ...], place: int) -> Edge:

@@ -35,7 +35,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Delivery:
-    """The destination devices `ranks` all get the same tile: `pieces`, or the neutral element where `blank`."""
+    """The destination devices `ranks` all get the same tile: `pieces`, on the neutral element where `blank`."""
 
     ranks: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -54,6 +54,7 @@ class Reshard:
         reduced = [op for axis, op in src.partial if dst.placement(axis) != Partial(op)]
         self.combine = combiner(reduced[0] if reduced else "sum", dtype)
         started = [op for axis, op in dst.partial if src.placement(axis) != Partial(op)]
+        started += [window.outside for _, window in dst.windows]
         self.blank = neutral(started[0], dtype_name(dtype)) if started else 0
         self.in_place = src.tile_shape(shape) == dst.tile_shape(shape) and all(map(_stays, self.deliveries))
 
@@ -103,6 +104,7 @@ def _deliveries(shape: tuple[int, ...], src: Sharding, dst: Sharding) -> Iterato
         at = src.mesh.coordinate(rank)
         blank = any(at[axis] for axis in blank_axes)
         pieces = () if blank else _pieces(shape, src, dst, rank, changed)
+        blank = blank or _reaches_out(shape, dst, rank)
         key = (blank, tuple((_key(p.region), *((r, _key(region)) for r, region in p.sources)) for p in pieces))
         ranks_of.setdefault(key, []).append(rank)
         pieces_of[key] = pieces
@@ -118,7 +120,7 @@ def _key(region: Region) -> tuple[tuple[int, int], ...]:
 def _pieces(shape: tuple[int, ...], src: Sharding, dst: Sharding, rank: int, changed: list[str]) -> tuple[Piece, ...]:
     """What fills the tile of `rank`: from devices that differ on the changed axes if they have all of it, else from
     any device that has the rest."""
-    wanted = math.prod(dst.valid_extent(shape, rank))
+    wanted = math.prod(sum(high - low for _, low, high in parts) for parts in _parts(shape, dst, rank))
     for free in (changed, list(src.mesh)):
         pieces = tuple(_pieces_from(shape, src, dst, rank, free))
         if sum(volume for _, volume in pieces) == wanted:
@@ -126,31 +128,52 @@ def _pieces(shape: tuple[int, ...], src: Sharding, dst: Sharding, rank: int, cha
     raise AssertionError(f"the tiles of {src} do not cover device {rank}'s tile of {dst}")
 
 
+def _parts(shape: tuple[int, ...], layout: Sharding, rank: int) -> list[list[tuple[int, int, int]]]:
+    """Per dim what the tile of `rank` is made of: where in the tile, and which elements of the tensor (from, to)."""
+    found = []
+    tile = zip(layout.tile_offset(shape, rank), layout.valid_extent(shape, rank), strict=True)
+    for dim, (start, extent) in enumerate(tile):
+        window = layout.window(dim)
+        found.append([(0, start, start + extent)] if window is None else window.parts(shape[dim], start))
+    return found
+
+
+def _reaches_out(shape: tuple[int, ...], layout: Sharding, rank: int) -> bool:
+    """Whether some of a device's window lies outside the tensor."""
+    parts = _parts(shape, layout, rank) if layout.windows else []
+    return any(sum(high - low for _, low, high in parts[dim]) < window.length for dim, window in layout.windows)
+
+
 def _pieces_from(
     shape: tuple[int, ...], src: Sharding, dst: Sharding, rank: int, free: list[str]
 ) -> Iterator[tuple[Piece, int]]:
     mesh, at = src.mesh, src.mesh.coordinate(rank)
     to, extent = dst.tile_offset(shape, rank), dst.valid_extent(shape, rank)
+    wanted = list(product(*_parts(shape, dst, rank)))
     split = [axis for axis in free if isinstance(src.placement(axis), Shard)]
     summed = [axis for axis, op in src.partial if dst.placement(axis) != Partial(op)]
+    alike = not dst.windows and src.tile_shape(shape) == dst.tile_shape(shape)
     for place in product(*(range(mesh.size(axis)) for axis in split)):
         here = at | dict(zip(split, place, strict=True))
         first = mesh.rank(here | dict.fromkeys(summed, 0))
         start, size = src.tile_offset(shape, first), src.valid_extent(shape, first)
-        low = [max(a, b) for a, b in zip(to, start, strict=True)]
-        high = [min(a + m, b + n) for a, m, b, n in zip(to, extent, start, size, strict=True)]
-        if any(a >= b for a, b in zip(low, high, strict=True)):
-            continue
-        ranks = [mesh.rank(here | dict(zip(summed, c, strict=True))) for c in _coordinates(src, summed)]
-        region, source = _region(low, high, to), _region(low, high, start)
-        if src.tile_shape(shape) == dst.tile_shape(shape) and start == to and size == extent:
-            region = source = ()
-        yield Piece(region, tuple((r, source) for r in ranks)), math.prod(b - a for a, b in zip(low, high, strict=True))
+        for box in wanted:
+            low = [max(a, b) for (_, a, _), b in zip(box, start, strict=True)]
+            high = [min(a, b + n) for (_, _, a), b, n in zip(box, start, size, strict=True)]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            ranks = [mesh.rank(here | dict(zip(summed, c, strict=True))) for c in _coordinates(src, summed)]
+            region = _region(low, high, [a - where for where, a, _ in box])
+            source = _region(low, high, start)
+            if alike and start == to and size == extent:
+                region = source = ()
+            volume = math.prod(b - a for a, b in zip(low, high, strict=True))
+            yield Piece(region, tuple((r, source) for r in ranks)), volume
 
 
 def _coordinates(src: Sharding, axes: list[str]) -> Iterator[tuple[int, ...]]:
     return product(*(range(src.mesh.size(axis)) for axis in axes))
 
 
-def _region(low: list[int], high: list[int], origin: tuple[int, ...]) -> Region:
+def _region(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> Region:
     return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))

@@ -51,7 +51,7 @@ class Linear:
 
 def linear_form(expr: tirx.PrimExpr, binds: Mapping[tirx.Var, tirx.PrimExpr]) -> Linear | None:
     """`expr` as a Linear over the variables that `binds` does not define, or None if it is none (symbolic sizes,
-    products of variables, divisions, loads)."""
+    products of variables, divisions with a remainder, loads)."""
     if isinstance(expr, int):
         return Linear({}, expr)
     if isinstance(expr, tirx.IntImm):
@@ -72,6 +72,11 @@ def linear_form(expr: tirx.PrimExpr, binds: Mapping[tirx.Var, tirx.PrimExpr]) ->
             return b.scaled(a.const)
         if not b.terms:
             return a.scaled(b.const)
+    if isinstance(expr, (tirx.FloorDiv, tirx.FloorMod)) and isinstance(expr.b, tirx.IntImm) and int(expr.b) > 0:
+        a, by = linear_form(expr.a, binds), int(expr.b)
+        if a is not None and a.const % by == 0 and all(step % by == 0 for step in a.terms.values()):
+            exact = Linear({var: step // by for var, step in a.terms.items()}, a.const // by)
+            return exact if isinstance(expr, tirx.FloorDiv) else Linear({})
     return None
 
 

@@ -44,7 +44,7 @@ def test_what_is_received(kind):
 def test_what_reduces():
     assert {kind.name for kind in COLLECTIVES.values() if kind.reduces} == {"all_reduce", "reduce_scatter"}
     assert {kind.name for kind in COLLECTIVES.values() if kind.works_in_place} == {"all_reduce"}
-    assert {kind.name for kind in COLLECTIVES.values() if kind.is_direct} == {"permute", "exchange"}
+    assert {kind.name for kind in COLLECTIVES.values() if kind.is_direct} == {"permute", "exchange", "halo"}
 
 
 def test_every_change_of_one_kind_of_placement_has_a_name():

@@ -90,17 +90,36 @@ def test_results_that_differ(monkeypatch):
     assert "example inputs" in text
 
 
-def test_written_buffers():
-    text = refused(nn.BatchNorm1d(4).train(), torch.randn(4, 4))
-    assert "the program writes 'running_mean' (buffer_mutation)" in text
+def test_written_inputs():
+    class Adds(nn.Module):
+        def forward(self, x):
+            return x.add_(1)
+
+    assert "the program writes 'x' (user_input_mutation)" in refused(Adds(), torch.randn(4, 4))
 
 
-def test_inputs_that_are_no_tensors():
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [
+        (lambda x: x[x > 0], "torch operator aten.index.Tensor gives what depends on data (value 'index' in inner.1)"),
+        (lambda x: x.nonzero(), "torch operator aten.nonzero.default gives what depends on data"),
+        (lambda x: x * x.max().item(), "torch operator aten._local_scalar_dense.default gives what depends on data"),
+    ],
+)
+def test_what_depends_on_data(function, named):
+    text = refused(Call(function), torch.randn(4, 4))
+    assert named in text
+    assert "use torch.where instead of indexing by masks, and tensors instead of numbers" in text
+
+
+def test_sizes_as_inputs():
     class Power(nn.Module):
         def forward(self, x, exponent):
             return x**exponent
 
-    assert "the input 'exponent' is no tensor" in refused(Power(), torch.randn(4), 3)
+    program = torch.export.export(Power(), (torch.randn(4), 3), dynamic_shapes=(None, torch.export.Dim.DYNAMIC))
+    with pytest.raises(mt.MeshTensorError, match="the input 'exponent' is a number that is not constant"):
+        mt.from_torch(program)
 
 
 def test_no_program():

@@ -163,6 +163,27 @@ def test_operators_that_relax_lacks_or_reads_in_part(function):
     check(function, torch.randn(5, 8))
 
 
+def test_products_of_groups():
+    """Torch's exporter takes bfloat16 alone, in which sums of small whole numbers are exact."""
+
+    def grouped(x):
+        ends = (x[0, :3] * 0 + 4).int().cumsum(0).int()
+        rows = x.to(torch.bfloat16)
+        return torch._grouped_mm(rows, rows[:24].reshape(3, 16, 8), offs=ends)[:12]
+
+    check(grouped, torch.randint(-2, 3, (28, 16)).float())
+
+
+def test_assertions_are_left_out():
+    """Torch makes them of `assert`, too."""
+
+    def asserts(x):
+        torch._assert_async((x < 50).all(), "too large")
+        return x + 1
+
+    check(asserts, torch.randint(9, (5, 8)))
+
+
 @pytest.mark.parametrize(
     "function",
     [

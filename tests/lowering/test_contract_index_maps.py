@@ -95,11 +95,18 @@ def test_a_block_that_holds_the_whole_dim_holds_the_tile():
     assert tuple(map(int, on_chip.shape)) == (8,)
 
 
-@pytest.mark.parametrize("name", ["reversed", "xor"])
-def test_a_map_that_can_not_be_shrunk_is_gathered_and_says_so(name):
-    rule = mt.sharding_rule(MAPS[name])
+def test_a_map_that_can_not_be_shrunk_is_guarded():
+    rule = mt.sharding_rule(MAPS["reversed"])
     assert rule.inputs["A"] == (None, "m"), "the rows are needed whole"
-    result = lowered(MAPS[name], {"x": 2}, LAYOUTS[0])
+    result = lowered(MAPS["reversed"], {"x": 2}, LAYOUTS[0], strict=True)
+    assert outline(result) == ["kernel(A, B)"]
+    assert not result.whole
+
+
+def test_a_map_that_can_not_be_evaluated_is_gathered_and_says_so():
+    rule = mt.sharding_rule(MAPS["xor"])
+    assert rule.inputs["A"] == (None, "m"), "the rows are needed whole"
+    result = lowered(MAPS["xor"], {"x": 2}, LAYOUTS[0])
     assert outline(result)[0] == "all_gather(A, dim 0, x)"
     assert set(result.whole) == {("A", 0), ("B", 0)}
 

@@ -10,8 +10,9 @@ from mesh_tensor.lowering.cut import cut
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.normalize import normalize
 from mesh_tensor.rules.kernel.sharding_rule import analyse
+from tests.other_machines import machine
 
-from .support import assert_right, local_kernels, lowered, outline, text
+from .support import assert_right, local_kernels, lowered, outline, run, text
 
 
 def centred(M=16, N=32, block=4):
@@ -121,23 +122,52 @@ def test_parts_keep_the_factors_of_the_whole():
     assert str(result.tensors["s_w1"].sharding) == "S[0], P[sum]"
 
 
-def test_a_value_loaded_before_the_cut_stops_it():
+def counted(is_updated=False):
+    """Means of rows, whose length is loaded before they are summed; `is_updated`: and then counted down."""
+
     @T.prim_func
-    def kernel(X: T.Tensor((16, 32), "float32"), n: T.Tensor((1,), "int32"), Y: T.Tensor((16,), "float32")):
+    def kernel(X: T.Tensor((16, 32), "float32"), n: T.Tensor((4,), "int32"), Y: T.Tensor((16,), "float32")):
         with T.Kernel(4, threads=32) as bx:
             x = T.alloc_fragment((4, 32), "float32")
             s = T.alloc_fragment((4,), "float32")
-            count = n[0]
+            count = n[bx]
+            twice = count * 2
             T.copy(X[bx * 4, 0], x)
             T.reduce_sum(x, s, dim=1)
+            if is_updated:
+                n[bx] = 1
             for i in T.Parallel(4):
-                s[i] = s[i] / T.Cast("float32", count)
+                if count > 0:
+                    s[i] = s[i] / T.Cast("float32", twice)
             T.copy(s, Y[bx * 4])
 
+    return kernel
+
+
+COUNTS = torch.tensor([5, 0, 2, 1], dtype=torch.int32)
+
+
+def mean_by_counts(x):
+    counts = COUNTS.repeat_interleave(4)
+    return torch.where(counts > 0, x.sum(1) / (2 * counts).clamp(min=1), x.sum(1))
+
+
+def test_a_value_loaded_before_the_cut_is_loaded_again():
+    x, layouts = torch.randn(16, 32), {"X": {"x": 1}}
+    with machine(1):
+        steps = outline(lowered(counted(), {"x": 2}, layouts))
+        assert steps == ["kernel(X, n, s_w1)", "all_reduce(s_w1, sum, x)", "kernel(n, Y, s_w1.1)"]
+        torch.testing.assert_close(run(counted(), {"x": 2}, layouts, x, COUNTS), mean_by_counts(x))
+
+
+def test_a_value_loaded_from_what_changes_stops_the_cut():
     with pytest.raises(Blocked, match="count is loaded before the point where the kernel would be cut"):
-        cut(analyse(normalize(kernel)), 3, "w")
-    inputs = [torch.randn(16, 32), torch.tensor([5], dtype=torch.int32)]
-    assert_right(kernel, {"x": 2}, {"X": {"x": 1}}, inputs, lambda x, n: x.double().sum(1) / n)
+        cut(analyse(normalize(counted(is_updated=True))), 4, "w")
+    x = torch.randn(16, 32)
+    with machine(1):
+        n, y = run(counted(is_updated=True), {"x": 2}, {"X": {"x": 1}}, x, COUNTS.clone())
+    assert n.tolist() == [1, 1, 1, 1]
+    torch.testing.assert_close(y, mean_by_counts(x))
 
 
 @pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 3}, {"x": 2, "y": 2}], ids=str)

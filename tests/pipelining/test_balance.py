@@ -10,7 +10,7 @@ from mesh_tensor import MeshTensorError
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.pipelining.balance import _cut, balanced_stages
 from mesh_tensor.pipelining.flow import Flow
-from tests.api.pipeline_models import chain
+from tests.api.pipeline.models import chain
 
 
 def test_the_dearest_stage_is_the_cheapest_that_can_be():

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from mesh_tensor import Mesh, Partial, Replicate, Shard, Sharding
+from mesh_tensor.base.window import Window
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 
 FOLDS = {
@@ -87,3 +88,31 @@ def layouts(mesh: Mesh, ndim: int) -> list[Sharding]:
     plain = list(shardings(mesh, ndim))
     maxima = [s for s in shardings(mesh, ndim, "max") if s.partial]
     return plain + maxima[:: max(1, len(maxima) // 3)]
+
+
+def windowed(mesh: Mesh, shape: tuple[int, int]) -> Iterator[Sharding]:
+    """Layouts of a matrix with windows of its rows, its columns or both: narrower and wider than tiles, at either side,
+    steps of 2, around the end."""
+    for layout in shardings(mesh, 2):
+        split = [dim for dim, axes in enumerate(layout.dims) if axes]
+        for first, more, stride, wraps in ((-1, 2, 1, False), (-4, 9, 1, True), (3, 1, 2, False)):
+            tiles = layout.tile_shape(shape)
+            windows = [(d, Window(shape[d], stride, first, stride * tiles[d] + more, wraps)) for d in split]
+            if windows and not layout.partial:
+                yield layout.with_windows(windows)
+
+
+def elements_of(tensor: torch.Tensor, layout: Sharding, rank: int) -> torch.Tensor:
+    """What the device has in windows of a matrix, element by element."""
+    starts, lengths = layout.tile_offset(tensor.shape, rank), layout.tile_shape(tensor.shape)
+    rows, columns = (
+        [_source(start + i, size, layout.window(dim)) for i in range(length)]
+        for dim, (start, length, size) in enumerate(zip(starts, lengths, tensor.shape, strict=True))
+    )
+    return torch.tensor([[0 if r is None or c is None else tensor[r, c] for c in columns] for r in rows])
+
+
+def _source(at: int, size: int, window: Window | None) -> int | None:
+    if window is not None and window.wraps:
+        return at % size
+    return at if 0 <= at < size else None

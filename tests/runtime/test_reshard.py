@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from mesh_tensor import Mesh, Sharding
+from mesh_tensor.redistribution.plan import elements_received, illegal_move, plan_moves
 from mesh_tensor.runtime.reshard import Reshard
 
-from .reference import assert_holds, scatter, shardings
+from .reference import assert_holds, elements_of, garbage, scatter, shardings, windowed
 
 MESHES = [Mesh({"x": 1}), Mesh({"x": 3}), Mesh({"x": 2, "y": 2}), Mesh({"x": 2, "y": 3})]
 
@@ -73,3 +74,32 @@ def test_shared_results_have_one_memory():
     Reshard((4,), torch.float32, partial, replicated)(tiles, tiles, share=True)
     assert len({tile.data_ptr() for tile in tiles}) == 1
     assert tiles[2].tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("mesh", [Mesh({"x": 3}), Mesh({"x": 2, "y": 2})], ids=str)
+def test_from_any_layout_to_windows(mesh):
+    shape = (7, 5)
+    tensor = torch.arange(1, 36).reshape(shape)
+    for src in shardings(mesh, 2):
+        if src.partial:
+            continue
+        tiles, _ = scatter(tensor, src)
+        for dst in windowed(mesh, shape):
+            made = [garbage(dst.tile_shape(shape), tensor.dtype) for _ in range(mesh.num_devices)]
+            Reshard(shape, tensor.dtype, src, dst)(list(tiles.tiles()), made)
+            (move,) = plan_moves(src, dst, shape)
+            assert illegal_move(src, move) == []
+            received = [_lacking(shape, src, dst, rank) for rank in range(mesh.num_devices)]
+            assert elements_received(move.kind, shape, src, dst, move.axes) == max(received)
+            for rank, tile in enumerate(made):
+                valid = tuple(slice(0, size) for size in dst.valid_extent(shape, rank))
+                assert torch.equal(tile[valid], elements_of(tensor, dst, rank)[valid]), f"{src} -> {dst}, device {rank}"
+
+
+def _lacking(shape, src, dst, rank):
+    """How many elements of its windows a device does not have."""
+    offset, extent = src.tile_offset(shape, rank), src.valid_extent(shape, rank)
+    have = torch.ones(shape, dtype=torch.int64)
+    have[tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))] = 0
+    valid = tuple(slice(0, size) for size in dst.valid_extent(shape, rank))
+    return int(elements_of(have, dst, rank)[valid].sum())

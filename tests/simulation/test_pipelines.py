@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import mesh_tensor as mt
 from mesh_tensor.base.machine import Link, Machine, Memory
-from tests.api.pipeline_models import Net, imported
+from tests.api.pipeline.models import Net, imported
 
 # What links do costs nothing, unless it is said.
 FREE = Machine("free links", {"float32": 1e9}, (Memory(10**9, 1e9),), (Link("wire", None, rate=1e30, start=0.0),))

@@ -7,6 +7,9 @@ from string import ascii_lowercase
 
 from tvm import relax
 
+from mesh_tensor.rules.operator.fft import FFT
+from mesh_tensor.rules.operator.linear_algebra import GROUPED
+
 from .table import Backward, Gradient, differentiated, gradient
 
 op = relax.op
@@ -45,4 +48,4 @@ def _turned(b: Backward, x: relax.Expr, ndim: int) -> relax.Expr:
     return b.emit(op.permute_dims(x, [*range(ndim - 2), ndim - 1, ndim - 2]))
 
 
-gradient("einsum", "outer")(differentiated)
+gradient("einsum", "outer", FFT, GROUPED)(differentiated)

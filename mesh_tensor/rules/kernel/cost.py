@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from tvm import ir, tirx
 
 from mesh_tensor.base.dtypes import is_float
+from mesh_tensor.tir.one_iteration import MARK
 from mesh_tensor.tir.sizes import is_size, size_function
 
 from .reader import read_kernel
@@ -38,7 +39,8 @@ def _flops_function(statements: Iterable[Statement], symbols: Sequence[tirx.Var]
     terms = []
     for statement in statements:
         if each := _flops(statement):
-            extents = [loop.extent for loop in statement.loops if is_size(loop.extent, symbols)]
+            loops = [loop for loop in statement.loops if loop.node is None or MARK not in loop.node.annotations]
+            extents = [loop.extent for loop in loops if is_size(loop.extent, symbols)]
             terms.append((each, [size_function(extent, symbols) for extent in extents]))
     return lambda values: sum(each * math.prod(extent(values) for extent in extents) for each, extents in terms)
 

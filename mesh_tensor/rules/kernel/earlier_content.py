@@ -76,7 +76,9 @@ def _runs(extent: tirx.PrimExpr, kernel: Kernel) -> bool:
 def _same_program(access: Access, stored: Access, kernel: Kernel, coordinates: Coordinates) -> bool:
     """Whether a program of the grid touches, through `access`, only elements that it stored."""
     grid = {loop.var for loop in kernel.grid}
-    for dim in range(len(access.indices)):
+    for dim, size in enumerate(access.buffer.shape):
+        if kernel.analyzer.can_prove_equal(size, 1):
+            continue
         a, b = coordinates.of_access(access, dim), coordinates.of_access(stored, dim)
         if a is None or b is None or _grid_part(a[1], grid) != _grid_part(b[1], grid):
             return False

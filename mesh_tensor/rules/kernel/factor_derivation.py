@@ -10,7 +10,7 @@ the factor is *blocked* (nothing may split it); both keep the reason.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -44,8 +44,10 @@ def derive(kernel: Kernel, ranges: LiveRanges) -> Derivation:
     """The factors of a kernel. A dim that gives way takes with it all that was derived from it, so the next round
     starts without it."""
     detached: dict[Dim, str] = {}
-    while (found := _Round(kernel, ranges, detached)).gave_way():
+    staged: set[Node] = set()
+    while (found := _Round(kernel, ranges, detached, staged)).gave_way():
         detached |= found.detached
+        staged |= found.staged
     return found.settled()
 
 
@@ -74,11 +76,12 @@ class _Walked(NamedTuple):
 class _Round:
     """One round, without the dims that gave way in earlier ones.
 
-    `detached`: the dims that gave way in this round; if there are any, nothing else in it counts."""
+    `detached`, `staged`: the dims that gave way in this round; if there are any, nothing else in it counts."""
 
-    def __init__(self, kernel: Kernel, ranges: LiveRanges, without: Mapping[Dim, str]):
+    def __init__(self, kernel: Kernel, ranges: LiveRanges, without: Mapping[Dim, str], without_staged: Set[Node]):
         self.detached: dict[Dim, str] = {}
-        self._kernel, self._ranges, self._without = kernel, ranges, without
+        self.staged: set[Node] = set()
+        self._kernel, self._ranges, self._without, self._without_staged = kernel, ranges, without, without_staged
         self._types: dict[Node, tuple[_Class, Linear]] = {}
         self._made: list[_Class] = []
         self._joined: dict[_Class, _Class] = {}
@@ -88,7 +91,7 @@ class _Round:
         """Derive the factors; returns whether a dim gave way."""
         self._start()
         self._derive()
-        return bool(self.detached)
+        return bool(self.detached or self.staged)
 
     def settled(self) -> Derivation:
         """What the unions came to."""
@@ -150,13 +153,13 @@ class _Round:
         for statement in self._kernel.statements:
             self._check_params(statement)
         changed = True
-        while changed and not self.detached:
+        while changed and not (self.detached or self.staged):
             changed = False
             for statement in self._kernel.statements:
                 walked = self._walked(statement)
                 changed |= self._join(statement, walked)
                 changed |= self._extend(statement, walked)
-                if self.detached:
+                if self.detached or self.staged:
                     return
             if not changed:
                 self._roles.clear()
@@ -224,16 +227,47 @@ class _Round:
         return False
 
     def _disagree(self, a: _Walked, b: _Walked) -> None:
-        """Two dims that share loops but not coordinates: one parameter's dim gives way, else both factors do."""
+        """Two dims that share loops but not coordinates: one parameter's dim gives way, else both factors do. What is
+        staged on chip gives way before."""
+        staged = next((at for at in (a, b) if self._is_staged(at)), None)
+        if staged is not None:
+            self.staged.add((self._ranges.of(staged.access), staged.dim))
+            return
         reads = [at for at in (a, b) if self._is_read_only(at.access)]
         params = [at for at in (a, b) if self._ranges.of(at.access).is_param]
         reason = f"{a} and {b} are walked together, but not element by element"
-        if reads or params:
+        if not reads and (sources := [place for at in (a, b) for place in self._sources(at)]):
+            for access, dim in sources:
+                self._detach(access, dim, reason)
+        elif reads or params:
             gives_way = (reads or params)[0]
             self._detach(gives_way.access, gives_way.dim, reason)
         else:
             self._block(a.factor, reason)
             self._block(b.factor, reason)
+
+    def _is_staged(self, at: _Walked) -> bool:
+        """Whether an on-chip buffer holds nothing but what is read from dims that no factor walks, and constants."""
+        live_range = self._ranges.of(at.access)
+        if live_range.is_param or any(at.access is write for _, write in live_range.writes):
+            return False
+        sources = [access for statement, _ in live_range.writes for access in statement.reads]
+        return bool(sources) and not any(self._follows(access, at.factor) for access in sources)
+
+    def _sources(self, at: _Walked) -> Iterator[tuple[Access, int]]:
+        """The dims of parameters, which nothing writes, that an on-chip buffer is loaded from."""
+        live_range = self._ranges.of(at.access)
+        for statement, _ in () if live_range.is_param else live_range.writes:
+            for access in statement.reads:
+                for dim in range(len(access.indices)) if self._is_read_only(access) else ():
+                    entry = self._types.get((self._ranges.of(access), dim))
+                    if entry is not None and self._root(entry[0]) is self._root(at.factor):
+                        yield access, dim
+
+    def _follows(self, access: Access, factor: _Class) -> bool:
+        """Whether some dim of an access walks the factor."""
+        entries = (self._types.get((self._ranges.of(access), dim)) for dim in range(len(access.indices)))
+        return any(entry is not None and self._root(entry[0]) is self._root(factor) for entry in entries)
 
     def _is_read_only(self, access: Access) -> bool:
         live_range = self._ranges.of(access)
@@ -247,6 +281,8 @@ class _Round:
             for dim, form in enumerate(access.forms):
                 node = (live_range, dim)
                 if live_range.is_param or node in self._types or form is None or not form.terms:
+                    continue
+                if node in self._without_staged:
                     continue
                 scope = {loop.var for loop in live_range.scope}
                 for _, _, factor, coordinate in walked:

@@ -5,13 +5,15 @@ other), is taken apart into blocks and what is in one, too.
 
 Where a loop walks dim h of a parameter in steps of g, and dim k of another one by one, and h is g times as long as k, h
 is taken apart into `h // g` and `h % g`: the same memory, as rows are contiguous. What walks k then walks `h // g`, so
-the two are one factor, and an axis can split both at the borders of groups. The rest of the compiler sees plain dims.
+the two are one factor, and an axis can split both at the borders of groups. Where a loop walks two dims in blocks of
+different lengths, both are taken apart. The rest of the compiler sees plain dims.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from tvm import arith, ir, tirx
 
@@ -68,18 +70,21 @@ class Refined:
         return [(param, self.outer(param, dim) + 1) for param, dim in self.groups]
 
 
-def refined(func: tirx.PrimFunc, whole: Sequence[Dim]) -> Refined | None:
-    """The kernel, in which dims are taken apart so that those in `whole`, which can't be split, may perhaps be; None if
-    there is nothing to take apart, or it can't be done. Views and prints are told in the dims that parameters have."""
+def refined(func: tirx.PrimFunc, whole: Sequence[Dim]) -> Iterator[Refined]:
+    """The kernel, in which dims are taken apart so that those in `whole`, which can't be split, may perhaps be, in the
+    ways in which that can be done. Views and prints are told in the dims that parameters have."""
     if left_views(func) or prints(func.body):
-        return None
+        return
     func = unfuse(func, alone=True)
     kernel = read_kernel(func)
-    groups = _groups(kernel, whole)
-    if not groups:
-        return None
-    made = _Refiner(kernel, groups).run()
-    return None if made is None else Refined(made, groups)
+    tried: list[Groups] = [{}]
+    for groups in (_groups(kernel, whole), _blocks(kernel, whole)):
+        if groups in tried:
+            continue
+        tried.append(groups)
+        made = _Refiner(kernel, groups).run()
+        if made is not None:
+            yield Refined(made, groups)
 
 
 def _groups(kernel: Kernel, whole: Sequence[Dim]) -> dict[Dim, int]:
@@ -116,6 +121,42 @@ def _steps(kernel: Kernel, forms: Sequence[Linear]) -> set[tuple[tirx.Var, int]]
         fits = fits and all(isinstance(kernel.loops[v].extent, tirx.IntImm) for v, _ in inner)
         found.append({(outer, step)} if fits and step > 1 else set())
     return set.intersection(*found)
+
+
+def _blocks(kernel: Kernel, whole: Sequence[Dim]) -> dict[Dim, int]:
+    """The dims that loops walk together with others in blocks, as 16 numbers and the 8 bytes that hold them, of which
+    one is in `whole`: each in blocks of its own. Where there are several lengths, in the longest."""
+    walked = _walked(kernel)
+    found: dict[Dim, int] = {}
+    for a, b in combinations(walked, 2):
+        if a not in whole and b not in whole:
+            continue
+        for lengths in (_shared(x, y) for x in walked[a] for y in walked[b]):
+            if lengths is not None and _same_count(_size(kernel, a), lengths[0], _size(kernel, b), lengths[1]):
+                for dim, length in zip((a, b), lengths, strict=True):
+                    found[dim] = max(found.get(dim, 1), length)
+    return {dim: length for dim, length in found.items() if length > 1}
+
+
+def _same_count(a: int | None, block: int, b: int | None, other: int) -> bool:
+    """Whether two dims are as many whole blocks."""
+    return a is not None and b is not None and a % block == 0 and b % other == 0 and a // block == b // other
+
+
+def _shared(a: Linear, b: Linear) -> tuple[int, int] | None:
+    """How long the blocks of two dims are that loops walk together; None if they walk none."""
+    shared = [var for var in a.terms if var in b.terms]
+    if not shared or a.const or b.const:
+        return None
+    lengths = min(a.terms[var] for var in shared), min(b.terms[var] for var in shared)
+    proportional = all(a.terms[var] * lengths[1] == b.terms[var] * lengths[0] for var in shared)
+    inside = all(
+        0 < step < length
+        for form, length in zip((a, b), lengths, strict=True)
+        for var, step in form.terms.items()
+        if var not in shared
+    )
+    return lengths if proportional and inside and min(lengths) > 0 else None
 
 
 def _walked(kernel: Kernel) -> dict[Dim, list[Linear]]:

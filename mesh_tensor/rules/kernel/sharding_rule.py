@@ -9,16 +9,20 @@ from functools import cached_property
 from tvm import tirx
 
 from mesh_tensor.annotations.kernel_source import check_kernel
+from mesh_tensor.base.window import Reaches
 
 from .coordinates import Coordinates, find_coordinates
 from .earlier_content import needs_content, only_keeps_content
+from .factor_derivation import Dim
 from .factors import Factor
 from .granularity import Refined
 from .live_ranges import LiveRanges, Taints, find_taints
+from .lookups import candidates, lookup
 from .normalize import normalize
 from .reader import read_kernel
 from .reductions import Reduction, judge
 from .statements import Kernel
+from .windows import find_windows
 
 _PARALLEL_NAMES = {1: ("m",), 2: ("m", "n"), 3: ("b", "m", "n"), 4: ("b", "h", "m", "n")}
 _REDUCED_NAMES = ("k", "l", "r", "s")
@@ -27,12 +31,17 @@ _MORE_NAMES = "cdefgijopqtuvwxyz"
 
 @dataclass(frozen=True, eq=False)
 class Analysis:
-    """Everything the later stages ask about one kernel (a function with one grid)."""
+    """Everything the later stages ask about one kernel (a function with one grid).
+
+    `windows`: the dims that no factor walks, but of which a factor's positions read bounded windows. `lookups`: those
+    that are indexed by data, each a factor that nothing walks."""
 
     kernel: Kernel
     coordinates: Coordinates
     reductions: Mapping[Factor, Reduction]
     taints: Taints
+    windows: Mapping[Dim, tuple[Factor, Reaches]] = field(default_factory=dict)
+    lookups: Mapping[Dim, Factor] = field(default_factory=dict)
 
     @property
     def factors(self) -> tuple[Factor, ...]:
@@ -46,6 +55,18 @@ class Analysis:
         """Why a parameter's dim can't be split, None if it can."""
         factor = self.factor_of(param, dim)
         return self.coordinates.detached.get((param, dim), "nothing walks it") if factor is None else factor.blocked
+
+    def over_tiles(self) -> Analysis:
+        """The same of a kernel that is over tiles already: it means what it says of these, and can't be rewritten."""
+        kept = {f: f for f in self.factors if f not in self.lookups.values()}
+        reductions = {f: self.reductions[f] for f in kept}
+        return replace(
+            self, coordinates=self.coordinates.with_factors(kept), reductions=reductions, windows={}, lookups={}
+        )
+
+    def read_from(self, param: str, dim: int) -> Factor | None:
+        """The factor from whose positions windows of a dim are read; None if it is no such dim."""
+        return self.windows[(param, dim)][0] if (param, dim) in self.windows else None
 
     def written(self, param: str) -> bool:
         buffer = self.kernel.params[param]
@@ -97,7 +118,8 @@ def analyse(func: tirx.PrimFunc) -> Analysis:
     kernel = read_kernel(func)
     ranges = LiveRanges(kernel)
     derived, taints = find_coordinates(kernel, ranges), find_taints(kernel, ranges)
-    names = factor_names(kernel, derived.factors)
+    indexed = candidates(kernel, derived)
+    names = factor_names(kernel, [*derived.factors, *indexed])
     factors, reductions = {}, {}
     for old in derived.factors:
         verdict = judge(kernel, derived, old, taints)
@@ -110,7 +132,11 @@ def analyse(func: tirx.PrimFunc) -> Analysis:
             first=verdict.first,
         )
         reductions[new] = verdict.reduction
-    return Analysis(kernel, derived.with_factors(factors), reductions, taints)
+    windows, lookups = find_windows(kernel, derived.with_factors(factors)), {}
+    for found in filter(None, (lookup(kernel, derived, old) for old in indexed)):
+        new = factors[found.factor] = replace(found.factor, name=names[found.factor])
+        reductions[new], lookups[found.dim] = found.reduction, new
+    return Analysis(kernel, derived.with_factors(factors), reductions, taints, windows, lookups)
 
 
 def sharding_rule(prim_func: tirx.PrimFunc) -> ShardingRule:

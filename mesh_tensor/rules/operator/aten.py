@@ -56,7 +56,7 @@ _WINDOWS = {
     "upsample_trilinear3d.vec": 3,
 }
 # Groups' products only take matrices whose rows are multiples of 16 bytes, which tiles may not be.
-_WHOLE = "_grouped_mm.default dist.default masked_scatter.default put.default scatter_reduce.two"
+_WHOLE = "_grouped_mm.default histc.default dist.default masked_scatter.default put.default scatter_reduce.two"
 
 
 def arguments_text(args: Any, kwargs: Any) -> str:

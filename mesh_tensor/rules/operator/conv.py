@@ -1,17 +1,22 @@
-"""Rules of convolutions and pooling, in any layout without channel blocks. Spatial dims are whole."""
+"""Rules of convolutions and pooling, in any layout without channel blocks. Of spatial dims, a device takes the window
+that its tile of the result needs; of transposed convolutions and adaptive pooling they are whole."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tvm import relax
 
 from mesh_tensor.base.dtypes import is_float
+from mesh_tensor.base.window import Reach, Reaches
 
 from .call import OpCall
 from .rule import Dim, LocalCall, OpRule
 from .table import rule, whole_rule
 
+_SPATIAL = "DHW"
 _EACH = (frozenset({0}), frozenset({1}))
 
 
@@ -43,9 +48,62 @@ def conv(call: OpCall) -> OpRule:
     data, weight, out = (
         tuple(found.get(letter) for letter in layout) for found, layout in zip(factors, layouts, strict=True)
     )
+    windows = _Windows(layouts[0], layouts[2], call)
+    if "transpose" not in call.name:
+        out = windows.result(out)
     return OpRule(
-        (data, weight), (out,), {"i": "sum"}, sizes=sizes, unsplit=unsplit, linear=_EACH, localize=_convolution
+        (data, weight),
+        (out,),
+        {"i": "sum"},
+        sizes=sizes,
+        unsplit=unsplit,
+        linear=_EACH,
+        windows=windows.of(kernel) if "transpose" not in call.name else {},
+        localize=_convolution,
     )
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """The spatial dims of a convolution or a pooling: the result's are factors of their own, called as in its layout,
+    and of the data windows are read from there."""
+
+    layout: str
+    out_layout: str
+    call: OpCall
+    outside: str = "sum"
+
+    def result(self, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        """The result's dims."""
+        pairs = zip(self.out_layout, dims, strict=True)
+        return tuple(letter.lower() if letter in _SPATIAL else dim for letter, dim in pairs)
+
+    def of(self, sizes: Mapping[str, int]) -> dict[tuple[int, int], Reaches]:
+        """The data's windows, of a kernel of these sizes."""
+        letters = [letter for letter in _SPATIAL if letter in self.layout]
+        steps = zip(letters, self.call.attr("strides"), self.call.attr("dilation"), self._before(letters), strict=True)
+        return {(0, dim): reaches for dim, reaches in (self._reaches(*step, sizes) for step in steps)}
+
+    def _before(self, letters: Sequence[str]) -> Sequence[int]:
+        return list(self.call.attr("padding"))[: len(letters)]
+
+    def _reaches(
+        self, letter: str, stride: int, dilation: int, before: int, sizes: Mapping[str, int]
+    ) -> tuple[int, Reaches]:
+        dim = self.layout.index(letter)
+        extent = self.call.inputs[0].shape[dim]
+        reach = Reach(-before, dilation * (sizes[letter] - 1) - before)
+        return dim, Reaches(letter.lower(), extent, stride, 1, (reach,), always=True, outside=self.outside)
+
+
+def _own_padding(local: LocalCall, source: str) -> list[int]:
+    """The call's padding on tiles: of what comes as a window, it is there already."""
+    layout, padding = local.call.attr(source), list(local.call.attr("padding"))
+    letters = [letter for letter in _SPATIAL if letter in layout]
+    for number, letter in enumerate(letters):
+        if local.layouts[0].window(layout.index(letter)) is not None:
+            padding[number] = padding[number + len(letters)] = 0
+    return padding
 
 
 def _out_layout(call: OpCall, source: str) -> str:
@@ -59,13 +117,13 @@ def _convolution(local: LocalCall) -> relax.Expr:
     groups = call.attr("groups")
     if groups > 1:
         groups = groups * local.in_tiles[0][channel] // call.inputs[0].shape[channel]
-    names = ["strides", "padding", "dilation", "data_layout", "kernel_layout", "out_layout"]
+    names = ["strides", "dilation", "data_layout", "kernel_layout", "out_layout"]
     if "transpose" in call.name:
         names.append("output_padding")
     more: dict[str, Any] = {name: call.attr(name) for name in names}
     dtype = "float32" if local.wide else call.outputs[0].dtype
     make = getattr(relax.op.nn, call.name.removeprefix("nn."))
-    return make(*local.args, groups=groups, out_dtype=dtype, **more)
+    return make(*local.args, groups=groups, out_dtype=dtype, padding=_own_padding(local, "data_layout"), **more)
 
 
 @rule(
@@ -78,8 +136,33 @@ def pool(call: OpCall) -> OpRule:
         return whole_rule(call)
     factors = {"N": "n", "C": "c"}
     mean = "avg" in call.name and is_float(call.inputs[0].dtype)
+    largest, out = "max" in call.name, tuple(map(factors.get, out_layout))
+    windows = _Windows(layout, out_layout, call, "max" if largest else "sum")
+    exact = "adaptive" not in call.name and _counts_all(call, largest)
+    sizes = dict(zip([x for x in _SPATIAL if x in layout], call.attr("pool_size"), strict=True)) if exact else {}
     return OpRule(
         (tuple(map(factors.get, layout)),),
-        (tuple(map(factors.get, out_layout)),),
+        (windows.result(out) if exact else out,),
         linear=(frozenset({0}),) if mean else (),
+        windows=windows.of(sizes) if exact else {},
+        localize=(lambda local: _pooling(local, largest)) if exact else None,
+    )
+
+
+def _counts_all(call: OpCall, largest: bool) -> bool:
+    """Whether what lies outside of the tensor is like an element that is neutral: a mean may leave it out, and may
+    leave out what is farther out than the padding."""
+    return largest or not (call.attr("ceil_mode") or (any(call.attr("padding")) and not call.attr("count_include_pad")))
+
+
+def _pooling(local: LocalCall, largest: bool) -> relax.Expr:
+    """The pooling of tiles; of their result's size, whatever it was rounded to."""
+    call = local.call
+    names = ["pool_size", "strides", "dilation", "layout", "out_layout"]
+    more: dict[str, Any] = {name: call.attr(name) for name in names}
+    if not largest:
+        more["count_include_pad"] = call.attr("count_include_pad")
+    padding, ceil_mode = _own_padding(local, "layout"), bool(call.attr("ceil_mode"))
+    return getattr(relax.op.nn, call.name.removeprefix("nn."))(
+        *local.args, padding=padding, ceil_mode=ceil_mode, **more
     )

@@ -122,7 +122,18 @@ def scatter_nd(call: OpCall) -> OpRule:
     return OpRule((made, (None,) * index.ndim, changed), (made,))
 
 
-@rule("scatter_elements", "index_put")
+@rule("scatter_elements")
+def scatter_elements(call: OpCall) -> OpRule:
+    """Rows that all three operands have, beside the dim that is indexed, are by themselves."""
+    axis = call.axis(call.attr("axis"))
+    shapes = [operand.shape for operand in call.inputs]
+    dims = tuple(
+        f"d{d}" if d != axis and len({shape[d] for shape in shapes}) == 1 else None for d in range(len(shapes[0]))
+    )
+    return OpRule((dims,) * 3, (dims,))
+
+
+@rule("index_put")
 def whole(call: OpCall) -> OpRule:
     """Indices that are padding would be written to."""
     return whole_rule(call)

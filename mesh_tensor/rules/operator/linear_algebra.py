@@ -30,6 +30,39 @@ def _product(local: LocalCall) -> relax.Expr:
     return relax.op.matmul(*local.args, out_dtype=dtype)
 
 
+GROUPED = "mesh.grouped_matmul"
+
+
+@rule(GROUPED)
+def grouped_matmul(call: OpCall) -> OpRule:
+    """Rows of x, groups of which meet a matrix each: group g are the rows from ends[g - 1] to ends[g]. A device with
+    some of the matrices makes rows of 0 for the others' groups."""
+    return OpRule(
+        (("s", "k"), ("g", "k", "n"), (None,)),
+        (("s", "n"),),
+        {"k": "sum", "g": "sum"},
+        linear=_EACH,
+        positional=frozenset({"s", "g"}),
+        localize=_local_groups,
+    )
+
+
+def grouped_call(x: relax.Expr, weight: relax.Expr, ends: relax.Expr, dtype: str) -> relax.Call:
+    """(S, K) rows in groups by (G, K, N) matrices, as (S, N); rows after the last of the (G,) ends are 0."""
+    info = relax.TensorStructInfo([x.struct_info.shape[0], weight.struct_info.shape[2]], dtype)
+    return relax.op.call_pure_packed(GROUPED, x, weight, ends, sinfo_args=[info])
+
+
+def _local_groups(local: LocalCall) -> relax.Expr:
+    """The tiles' call, with what tells which rows and groups they are."""
+    dtype = "float32" if local.wide else local.call.outputs[0].dtype
+    info = relax.TensorStructInfo(local.out_tiles[0], dtype)
+    where: list[relax.Expr] = []
+    for tensor, layout in zip(local.call.inputs[:2], local.layouts[:2], strict=True):
+        where += [relax.ShapeExpr(tensor.shape), relax.StringImm(layout.text())]
+    return relax.op.call_pure_packed(GROUPED, *local.args, *where, sinfo_args=[info])
+
+
 @rule("outer")
 def outer(call: OpCall) -> OpRule:
     return OpRule((("m",), ("n",)), (("m", "n"),), linear=_EACH)

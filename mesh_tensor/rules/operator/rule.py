@@ -9,6 +9,7 @@ from typing import Any
 from tvm import relax
 
 from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.base.window import Reaches
 
 from .call import OpCall, tensor_infos
 
@@ -88,6 +89,8 @@ class OpRule:
                       Sets whose dtype is not that of the results are left out when the rule is looked up.
     unsplit           factors that no axis may split.
     positional        factors of single dims whose tiles have to be contiguous: `localize` looks at where they lie.
+    windows           (operand, dim) -> what is read of it from where a factor is, of dims that are None otherwise:
+                      where axes split that factor, devices take windows of the dim.
     masks             the operator minds its operands' padding itself: nothing has to set it.
     blocks            factor -> size of its blocks, where the tiles of all devices have to be whole blocks.
     first             factor -> how much of it the first tile has to hold, where the axes split it.
@@ -108,6 +111,7 @@ class OpRule:
     moves: bool = False
     unsplit: frozenset[str] = frozenset()
     positional: frozenset[str] = frozenset()
+    windows: Mapping[tuple[int, int], Reaches] = field(default_factory=dict)
     blocks: Mapping[str, int] = field(default_factory=dict)
     first: Mapping[str, int] = field(default_factory=dict)
     inner: tuple[InnerReduction, ...] = ()

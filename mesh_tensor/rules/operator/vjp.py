@@ -104,6 +104,7 @@ def vjp(call: OpCall) -> OpRule:
     # A result that all devices have whole would count once per device.
     seeds = inputs[len(stated.given) :]
     combined |= {f for f in lacking if f not in of.reduced and _is_lacking(f, seeds)}
+    combined |= {reaches.factor for reaches in of.windows.values()}  # a margin's gradient is its owner's
     # Padding is 0 where gradients are summed over it, and what norms make of that has to be finite.
     combined |= set(lacking) if stated.forward.attr("epsilon", 1.0) < _LEAST_EPSILON else set()
     return OpRule(

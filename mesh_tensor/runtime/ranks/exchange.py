@@ -78,8 +78,9 @@ class Exchange:
         self._types, self._combine, self._blank = types, combine, blank
         self._rank, self._group = rank, group
         mine = next((delivery for delivery in deliveries if rank in delivery.ranks), None)
-        self._fills = mine is not None and mine.blank
         pieces = mine.pieces if mine else ()
+        self._is_blank = mine is not None and mine.blank and not pieces
+        self._has_blanks = mine is not None and mine.blank and bool(pieces)
         self._rounds = self._plan_rounds(deliveries, pieces) if group else []
         self._locals = [local for index, piece in enumerate(pieces) if (local := self._local(index, piece))]
         self._carry = carrier(group, rank, self._rounds, types.dtype) if group and self._rounds else None
@@ -92,6 +93,8 @@ class Exchange:
     def start(self, src: torch.Tensor, dst: torch.Tensor) -> Pending:
         """Begin to send and receive: `src` may not be written, nor `dst` used, before the wait."""
         received, sends = [], []
+        if self._has_blanks:  # before what is received where it belongs
+            fill(dst, self._blank)
         for plan in self._rounds:
             if plan.send_span is not None:
                 sent = section(src, plan.send_span)
@@ -121,7 +124,7 @@ class Exchange:
 
     def finish(self, dst: torch.Tensor, ready: list[_Ready]) -> None:
         """Put the new tile together from the old one and what was received."""
-        if self._fills:
+        if self._is_blank:
             fill(dst, self._blank)
         for target, operands, own in ready:
             if own:

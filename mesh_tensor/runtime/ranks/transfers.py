@@ -16,14 +16,13 @@ from mesh_tensor.base.topology import Topology
 from mesh_tensor.redistribution.transfer import SMALL, TransferPlan
 
 from .calls import indented
-from .dtensor import as_dtensor, from_placements, lies_like_torch, local_part, mesh_of, to_placements
+from .dtensor import lies_like_torch
+from .parts import Part
 from .ranks import Ranks, ranks_of
-from .redistribution import redistribute
 from .wire import Work
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
 
 _ALL = 1 << 62  # bytes: everything counts as small
 
@@ -60,10 +59,10 @@ class RankTopology:
         """The DeviceMesh of this rank's mesh."""
         return self.device_meshes[self.name]
 
-    def send(self, plan: TransferPlan, tensor: DTensor, to: str, number: int) -> list[tuple[Work, torch.Tensor]]:
-        """Begin to send a DTensor of this rank's mesh to another mesh, as message `number` of the call. All ranks of
+    def send(self, plan: TransferPlan, part: Part, to: str, number: int) -> list[tuple[Work, torch.Tensor]]:
+        """Begin to send a tensor of this rank's mesh to another mesh, as message `number` of the call. All ranks of
         the mesh have to. What is sent stays as it is until that is done."""
-        local = local_part(laid(tensor, plan.before.dst))
+        local = part.laid(plan.before.dst, self.mine).local
         works = []
         for send in plan.sends:
             if send.source == self.rank:
@@ -71,7 +70,7 @@ class RankTopology:
                 works.append((self._send(data, self.topology.devices(to)[send.target], number), data))
         return works
 
-    def receive(self, plan: TransferPlan, dtype: torch.dtype, source: str, number: int) -> DTensor:
+    def receive(self, plan: TransferPlan, dtype: torch.dtype, source: str, number: int) -> Part:
         """Message `number` from another mesh, once it is there. All ranks of this mesh have to."""
         landing = plan.after.src
         local = torch.empty(landing.valid_extent(plan.shape, self.rank), dtype=dtype)
@@ -79,14 +78,16 @@ class RankTopology:
         for send in plan.sends:
             if send.target == self.rank:
                 region = local[send.target_region]
-                data = torch.empty(region.numel() * dtype.itemsize, dtype=torch.uint8)
+                whole = region.numel() == local.numel()
+                data = _bytes(local) if whole else torch.empty(region.numel() * dtype.itemsize, dtype=torch.uint8)
                 place = self.topology.devices(source)[send.source]
                 works.append(self._wire.receive(data, place, self._tag(number)))
-                parts.append((region, data))
+                if not whole:
+                    parts.append((region, data))
         self.wait(works)
         for region, data in parts:
             region.copy_(data.view(dtype).view(region.shape))
-        return laid(as_dtensor(local, self.mine, landing, plan.shape), plan.dst)
+        return Part(local, landing, plan.shape).laid(plan.dst, self.mine)
 
     def share(self, tensor: torch.Tensor | None, owner: str, number: int, like: torch.Tensor) -> torch.Tensor:
         """A whole tensor that the ranks of mesh `owner` have, on all ranks; the others know its shape and dtype."""
@@ -143,29 +144,6 @@ def rank_transfer(shape: tuple[int, ...], dtype: torch.dtype, src: Sharding, dst
         if all(lies_like_torch(layout, shape) for layout in (plan.before.dst, plan.after.src)):
             break
     return plan
-
-
-def rank_layout(layout: Sharding, shape: Sequence[int]) -> Sharding:
-    """The layout, or replicated where DTensors don't have it."""
-    return layout if lies_like_torch(layout, shape) else Sharding.of(layout.mesh, layout.ndim, {})
-
-
-def laid(tensor: DTensor, sharding: Sharding) -> DTensor:
-    """A DTensor that is known to lie alike on all ranks in a layout: as it is, where it lies so."""
-    return tensor if tuple(tensor.placements) == to_placements(sharding) else redistribute(tensor, sharding)
-
-
-def added(one: DTensor, other: DTensor) -> DTensor:
-    """The sum of two DTensors, as the first one lies."""
-    layout = from_placements(mesh_of(one.device_mesh), one.ndim, one.placements)
-    return as_dtensor(local_part(one) + local_part(laid(other, layout)), one.device_mesh, layout, one.shape)
-
-
-def add_to(total: DTensor, other: DTensor) -> DTensor:
-    """`total`, with another DTensor added to it."""
-    layout = from_placements(mesh_of(total.device_mesh), total.ndim, total.placements)
-    local_part(total).add_(local_part(laid(other, layout)))
-    return total
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

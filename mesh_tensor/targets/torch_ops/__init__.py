@@ -5,6 +5,7 @@ from . import (  # noqa: F401  (they fill the table)
     conv,
     create,
     elementwise,
+    fft,
     index,
     linear_algebra,
     nn,

@@ -272,11 +272,21 @@ def _scatter_along(call: OpCall) -> Function:
     return lambda x, dim, index, updates: torch.scatter_reduce(x, dim, index, updates, op)
 
 
-@torch_op("scatter_elements")
-def _scatter_elements(call: OpCall) -> Function:
-    dim, scatter, check = call.axis(call.attr("axis")), _scatter_along(call), _Range(call, Place())
+@placed_torch_op("scatter_elements")
+def _scatter_elements(call: OpCall, place: Place) -> Function:
+    """Of an index outside the dim, where it may be padding, all that it could have been entered into is poison."""
+    dim, scatter, check = call.axis(call.attr("axis")), _scatter_along(call), _Range(call, place)
     size = call.inputs[0].shape[dim]
-    return lambda x, index, updates: scatter(x, dim, check(index.long(), size)[0], updates)
+
+    def scatter_elements(x: Tensor, index: Tensor, updates: Tensor) -> Tensor:
+        index, valid = check(index.long(), size)
+        found = scatter(x, dim, index, updates)
+        if valid is not None:
+            lines = tuple(slice(None) if d == dim else slice(0, n) for d, n in enumerate(index.shape))
+            found[lines] = torch.where(valid.all(dim, keepdim=True), found[lines], _poison(found))
+        return found
+
+    return scatter_elements
 
 
 @torch_op("scatter_nd")

@@ -7,8 +7,10 @@ import tilelang.language as T
 import torch
 
 import mesh_tensor as mt
+from kernels.quantized import dequantize, dequantize_reference, packed_matmul, packed_matmul_reference
 from tests.lowering.every_layout import check
 from tests.lowering.support import lowered, outline, run
+from tests.other_machines import machine
 
 B, H, G, S, D, BLOCK = 2, 8, 2, 20, 8, 8
 
@@ -271,3 +273,59 @@ def test_bytes():
     made = lowered(grouped_attention(32, 4), {"x": 8}, HEADS)
     assert outline(made) == ["kernel(Q, K, V, O)"]
     assert math.prod(made.tensors["K"].sharding.tile_shape((B, 8, S, D))) == B * S * D
+
+
+BYTES = torch.randint(0, 256, (13, 64), dtype=torch.uint8)
+SCALES, ZEROS, LEFT = torch.rand(13, 8) + 0.5, torch.rand(13, 8), torch.randn(10, 128)
+
+
+def test_two_numbers_in_a_byte():
+    """Numbers, the bytes that hold them, and scales are walked in blocks of 16, 8 and 1."""
+    func, expected = dequantize(13, 128, 16, 4), dequantize_reference(BYTES, SCALES, ZEROS)
+    columns = {name: {"x": 1} for name in ("B", "scale", "zero", "W")}
+    for devices in (2, 4, 8):
+        assert outline(lowered(func, {"x": devices}, columns, strict=True)) == ["kernel(B, scale, zero, W)"]
+        torch.testing.assert_close(run(func, {"x": devices}, columns, BYTES, SCALES, ZEROS), expected)
+    with machine(1):
+        check(func, [BYTES, SCALES, ZEROS], expected)
+
+
+def test_a_product_of_numbers_in_bytes():
+    func, expected = packed_matmul(10, 13, 128, 4, 4, 16), packed_matmul_reference(LEFT, BYTES)
+    with machine(1):
+        steps = outline(lowered(func, {"x": 4}, {"A": {"x": 1}, "B": {"x": 1}}))
+        assert steps == ["kernel(A, B, C)", "all_reduce(C, sum, x)"]
+        for layouts in ({"A": {"x": 1}, "B": {"x": 1}}, {"A": {"x": 1}}, {"B": {"x": 1}, "C": {"x": 1}}):
+            for devices in (2, 3, 8):
+                out = run(func, {"x": devices}, layouts, LEFT, BYTES)
+                torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-3)
+
+
+def lookahead(blocks=8, long=6, short=3, shift=0):
+    """Blocks of A beside blocks of B of another length, whose numbers a loop walks; B's from another block on."""
+
+    @T.prim_func
+    def main(
+        A: T.Tensor((blocks * long,), "float32"),
+        B: T.Tensor((blocks * short,), "float32"),
+        C: T.Tensor((blocks * long,), "float32"),
+    ):
+        with T.Kernel(blocks, threads=32) as bx:
+            b = T.alloc_fragment((short,), "float32")
+            T.copy(B[((bx + shift) % blocks if shift else bx) * short], b)
+            for i in T.Parallel(long):
+                C[bx * long + i] = A[bx * long + i] * b[i * short // long] + b[(i + 1) % short]
+
+    return main
+
+
+@pytest.mark.parametrize(("long", "short", "shift"), [(6, 3, 0), (6, 4, 0), (5, 5, 0), (3, 7, 0), (6, 3, 1)])
+def test_blocks_of_different_lengths(long, short, shift):
+    func, a, b = lookahead(8, long, short, shift), torch.randn(8 * long), torch.randn(8 * short)
+    rows, i = b.reshape(8, short).roll(-shift, 0), torch.arange(long)
+    expected = (a.reshape(8, long) * rows[:, i * short // long] + rows[:, (i + 1) % short]).flatten()
+    split = {name: {"x": 0} for name in "ABC"}
+    steps = outline(lowered(func, {"x": 2}, split))
+    assert (steps == ["kernel(A, B, C)"]) == (shift == 0)
+    with machine(1):
+        check(func, [a, b], expected, [{"x": 2}, {"x": 3}])

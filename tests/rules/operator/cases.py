@@ -79,6 +79,12 @@ _MORE = {
     ),
     "take, a table of bool": Case((t(7, 3, dtype="bool"), i(5, low=0, high=7)), lambda x, n: op.take(x, n, 0)),
     "take a number": Case((t(7, 3),), lambda x: op.take(x, relax.PrimValue(2), 1)),
+    "scatter_elements, rows": Case(
+        (t(7, 6), i(7, 3, low=0, high=6), t(7, 3)), lambda x, n, v: op.scatter_elements(x, n, v, 1, "add")
+    ),
+    "scatter_elements, fewer rows": Case(
+        (t(7, 6, 5), i(7, 3, 4, low=-6, high=6), t(7, 3, 4)), lambda x, n, v: op.scatter_elements(x, n, v, 1, "mul")
+    ),
     "take, the last dim": Case((t(3, 7), i(2, 5, low=0, high=7)), lambda x, n: op.take(x, n, -1)),
     "take, a large table": Case((t(65, 3), i(2, low=0, high=65)), lambda x, n: op.take(x, n, 0)),
     "take one of the rows": Case((t(7, 3), i(values=3)), lambda x, n: op.take(x, n, 0)),

@@ -6,15 +6,20 @@ import itertools
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor import distribute_tensor
 
-from mesh_tensor import Mesh, Partial, Replicate, Shard, Sharding
+from mesh_tensor import Mesh, Partial, Replicate, Shard, Sharding, annotate
+from mesh_tensor import compile as compile_kernel
 from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.ranks import chunked, exchange, plan, ranks_of
 from mesh_tensor.runtime.ranks.plan import plan_exchange
 from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.reshard import reshard_of
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, of_tiles
-from tests.runtime.reference import garbage, scatter, shardings
+from tests.lowering.halo_kernels import indexed, stencil, stencil_reference
+from tests.runtime.reference import garbage, scatter, shardings, windowed
 
 from .support import in_a_call
 
@@ -41,6 +46,22 @@ def all_pairs(rank: int, sizes: dict[str, int]) -> None:
             source, _ = scatter(tensor, src)
             for dst in shardings(ranks.mesh, 2):
                 same_as_virtual(ranks, source, dst)
+
+
+def to_windows(rank: int, sizes: dict[str, int]) -> None:
+    """From every layout to windows of every kind; and kernels that read such."""
+    ranks = in_a_call(ranks_of(Mesh(sizes), None, "cpu"))
+    tensor = torch.randn(7, 5)
+    for src in shardings(ranks.mesh, 2):
+        source, _ = scatter(tensor, src)
+        for dst in windowed(ranks.mesh, (7, 5)) if not src.partial else ():
+            same_as_virtual(ranks, source, dst)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    a = torch.randn(37)
+    for func, expected in ((stencil(37), stencil_reference(a)), (indexed(lambda x: (x + 36) % 37, 37, 37), a.roll(1))):
+        kern = compile_kernel(annotate(func, sizes, {"A": {"x": 0}, "B": {"x": 0}}), target="interpret", poison=True)
+        given = distribute_tensor(a, mesh, [TorchShard(0), *[TorchReplicate()] * (len(sizes) - 1)])
+        torch.testing.assert_close(kern(given).full_tensor(), expected)
 
 
 def some_triples(rank: int, sizes: dict[str, int]) -> None:

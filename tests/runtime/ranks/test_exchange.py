@@ -26,6 +26,11 @@ def test_every_dtype_and_reduction(mesh):
     run(partial(bodies.all_dtypes_and_ops, sizes=mesh), math.prod(mesh.values()))
 
 
+@pytest.mark.parametrize("mesh", [{"x": 3}, {"x": 2, "y": 2}], ids=str)
+def test_windows(mesh):
+    run(partial(bodies.to_windows, sizes=mesh), math.prod(mesh.values()))
+
+
 def test_other_numbers_of_dims():
     run(partial(bodies.some_triples, sizes={"x": 2}), 2)
 

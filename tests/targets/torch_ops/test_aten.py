@@ -149,6 +149,10 @@ CASES |= {
         expected=lambda a, b, ends: np.concatenate([a[:2] @ b[0], a[2:] @ b[1]]),
     ),
     "dist": case((t(3, 5), t(3, 5)), "dist.default", outs=like(), expected=lambda a, b: np.linalg.norm(a - b)),
+    "histogram": case(
+        (t(40, low=0, high=4),), "histc.default", 4, 0, 3, outs=like(4),
+        expected=lambda x: np.histogram(x, 4, (0, 3))[0].astype("float32"),
+    ),
     "put": case(
         (t(3, 5), i(2, values=[1, 7]), t(2)), "put.default", outs=like(3, 5),
         expected=of_torch(lambda x, where, values: x.put(where, values)),

@@ -4,9 +4,19 @@ import numpy as np
 import pytest
 from tvm import relax
 
+from mesh_tensor.rules.operator.fft import fft_call
+from mesh_tensor.rules.operator.linear_algebra import grouped_call
+
 from .cases import Case, assert_same, by_table, by_tvm, i, t
 
 op = relax.op
+
+
+def _pairs(numbers):
+    """Complex numbers as pairs of floats."""
+    return np.stack([numbers.real, numbers.imag], -1).astype("float32")
+
+
 CASES = {
     "matrices": Case((t(3, 5), t(5, 4)), op.matmul, lambda a, b: np.einsum("ik,kj->ij", a, b)),
     "batches": Case((t(2, 3, 5), t(2, 5, 4)), op.matmul, lambda a, b: np.einsum("bik,bkj->bij", a, b)),
@@ -37,6 +47,37 @@ CASES = {
         (t(2, 3, 4), t(2, 4, 5)),
         lambda a, b: op.einsum((a, b), "bik,bkj->bji"),
         lambda a, b: np.sum(a[:, None, :, :] * b.transpose(0, 2, 1)[:, :, None], -1),
+    ),
+    "groups": Case(
+        (t(7, 5), t(3, 5, 4), i(3, dtype="int32", values=[2, 2, 6])),
+        lambda x, w, ends: grouped_call(x, w, ends, x.struct_info.dtype),
+        lambda x, w, ends: np.concatenate([x[:2] @ w[0], x[2:6] @ w[2], np.zeros((1, 4))]).astype("float32"),
+        tvm=False,
+    ),
+    "groups in float16": Case(
+        (t(6, 5, dtype="float16"), t(2, 5, 4, dtype="float16"), i(2, values=[4, 6])),
+        lambda x, w, ends: grouped_call(x, w, ends, x.struct_info.dtype),
+        lambda x, w, ends: np.concatenate([x[:4] @ w[0], x[4:] @ w[1]]),
+        tvm=False,
+        tolerance={"rtol": 2e-3, "atol": 2e-3},
+    ),
+    "transform": Case(
+        (t(2, 5, 4, 2),),
+        lambda x: fft_call(x, "c2c", [1], 0, 1, [2, 5, 4, 2]),
+        lambda x: _pairs(np.fft.fft(x[..., 0] + 1j * x[..., 1], axis=1)),
+        tvm=False,
+    ),
+    "half a transform": Case(
+        (t(2, 5, 4),),
+        lambda x: fft_call(x, "r2c", [2], 0, 1, [2, 5, 3, 2]),
+        lambda x: _pairs(np.fft.rfft(x)),
+        tvm=False,
+    ),
+    "back from half a transform": Case(
+        (t(5, 3, 2),),
+        lambda x: fft_call(x, "c2r", [1], 2, 4, [5, 4]),
+        lambda x: np.fft.irfft(x[..., 0] + 1j * x[..., 1], 4),
+        tvm=False,
     ),
     "outer": Case((t(3), t(4)), op.outer, lambda a, b: a[:, None] * b[None]),
 }

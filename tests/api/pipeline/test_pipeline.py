@@ -10,7 +10,7 @@ from tvm import ir, relax
 from tvm.relax.distributed import Placement
 
 import mesh_tensor as mt
-from tests.api.pipeline_models import Net, batch, imported
+from tests.api.pipeline.models import Net, batch, imported
 from tests.plan.seed_modules import NESTED
 
 TOPOLOGY = {"m0": {"d": 2, "m": 2}, "m1": {"d": 3}}
@@ -76,7 +76,7 @@ def test_layouts_per_mesh(model, module):
 def test_meshes_run_at_the_same_time(model, module, monkeypatch):
     """The first stage of a microbatch starts while a later stage of the one before is not done."""
     together = threading.Barrier(2, timeout=30)
-    from mesh_tensor.api import pipeline_rows
+    from mesh_tensor.api.pipeline import rows as pipeline_rows
 
     forward = pipeline_rows.Row.forward
 

@@ -10,11 +10,10 @@ from typing import Any, NoReturn
 import torch
 
 from mesh_tensor.base.errors import MeshTensorError, refuse
-from mesh_tensor.pipelining.fragments import gradient_name
 from mesh_tensor.pipelining.schedule import Action, Schedule
 
-from .pipeline_carriers import Carrier, Mailbox, Stopped
-from .pipeline_stages import StageFragments, Values
+from .carriers import Carrier, Mailbox, Stopped
+from .stages import StageFragments, Values
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,8 @@ class Row:
     ) -> None:
         self._carrier, self._weights, self._microbatches, self._loss = carrier, weights, microbatches, loss
         self._held: dict[tuple[int, int], Values] = {}
+        self._sizes: dict[tuple[int, int], int] = {}
+        self._bytes = 0
         self.results: dict[tuple[str, int], Any] = {}
         self.gradients: dict[int, Values] = {}
         self.peak_bytes = 0
@@ -45,7 +46,7 @@ class Row:
         """Run one action: take what it needs, compute, hand on what others need."""
         here = self._microbatches[action.microbatch].stages[action.stage]
         _ACTIONS[action.kind](self, here, action)
-        self._count()
+        self._count((action.stage, action.microbatch))
 
     def forward(self, here: StageFragments, action: Action) -> None:
         """F: inputs are laid out, values of earlier stages taken, results handed on."""
@@ -55,13 +56,13 @@ class Row:
         held = {name: self._carrier.place(here, name, tensor) for name, tensor in given.items()}
         for name, source in stage.takes.items():
             held[name] = self._carrier.take(here, part.stages[source], name, microbatch)
-        made = here.fragments["F"](self._weights[stage.index] | held)
+        made = self._run(here, "F", held)
         self.results |= {(name, microbatch): made[name] for name in stage.results}
         for name in stage.gives:
             for there in part.stages:
                 if there.stage.takes.get(name) == stage.index:
                     self._carrier.hand(here, there, name, made[name], microbatch)
-        if later := _needed(here, "BIW"):
+        if later := here.later["F"]:
             self._held[stage.index, microbatch] = {k: v for k, v in {**held, **made}.items() if k in later}
 
     def backward(self, here: StageFragments, action: Action) -> None:
@@ -69,41 +70,44 @@ class Row:
         stage, place = here.stage, (action.stage, action.microbatch)
         fragment, held = here.fragments.get(action.kind), self._held.setdefault(place, {})
         if fragment is not None:
+            weights = self._weights[stage.index]
             for name in fragment.takes:
-                if name not in held and name not in self._weights[stage.index]:
+                if name not in held and name not in weights:
                     held[name] = self._seed(here, name, action.microbatch)
-            made = fragment(self._weights[stage.index] | held)
+            made = self._run(here, action.kind, held)
             held |= made
             for name, value in made.items():
                 self._deliver(here, name, value, action.microbatch)
-        later = _needed(here, "W") if action.kind == "I" else set()
+        later = here.later[action.kind]
         for name in [name for name in held if name not in later]:
             del held[name]
         if not held:
             self._held.pop(place, None)
 
+    def _run(self, here: StageFragments, kind: str, held: Values) -> Values:
+        """What a fragment makes of weights, and of what is held."""
+        fragment, weights = here.fragments[kind], self._weights[here.stage.index]
+        values = [held[name] if name in held else weights[name] for name in fragment.takes]
+        return dict(zip(fragment.gives, self._carrier.run(fragment, values), strict=True))
+
     def _deliver(self, here: StageFragments, name: str, value: Any, microbatch: int) -> None:
-        stage = here.stage
-        weight = next((w for w in stage.params if gradient_name(w) == name), None)
-        taken = next((v for v in stage.takes if gradient_name(v) == name), None)
-        if weight is not None:
+        stage, of = here.stage, here.valued.get(name, "")
+        if of in stage.params:
             sums = self.gradients.setdefault(stage.index, {})
-            if weight not in sums:
-                wide = torch.promote_types(value.dtype, torch.float32)
-                sums[weight] = self._carrier.place(here, name, torch.zeros(value.shape, dtype=wide))
-            sums[weight] = self._carrier.accumulate(sums[weight], value)
-        elif taken is not None:
-            there = self._microbatches[microbatch].stages[stage.takes[taken]]
+            wide = torch.promote_types(value.dtype, torch.float32)
+            sums[of] = self._carrier.accumulate(sums.get(of), value, wide)
+        elif of in stage.takes:
+            there = self._microbatches[microbatch].stages[stage.takes[of]]
             self._carrier.hand(here, there, name, value, microbatch)
 
     def _seed(self, here: StageFragments, name: str, microbatch: int) -> Any:
         """The gradient of a value that the stage gives: the sum of what its takers found, in their order."""
         part, stage, carrier = self._microbatches[microbatch], here.stage, self._carrier
-        value = next(v for v in stage.gives if gradient_name(v) == name)
+        value = here.valued[name]
         dtype = here.types[value][1]
         total = carrier.place(here, name, torch.tensor(part.seed, dtype=dtype)) if value == self._loss else None
         for there in part.stages:
-            if there.stage.takes.get(value) == stage.index and there.gives(name):
+            if there.stage.takes.get(value) == stage.index and name in there.given:
                 found = carrier.take(here, there, name, microbatch)
                 total = found if total is None else carrier.add(total, found)
         if total is not None:
@@ -111,12 +115,14 @@ class Row:
         shape, dtype = here.types[value]
         return carrier.place(here, name, torch.zeros(shape, dtype=dtype))
 
-    def _count(self) -> None:
-        """What is held for backwards now, against the most there was."""
-        tiles = {
-            t.data_ptr(): t.nbytes for v in self._held.values() for x in v.values() for t in self._carrier.tiles(x)
-        }
-        self.peak_bytes = max(self.peak_bytes, sum(tiles.values()))
+    def _count(self, place: tuple[int, int]) -> None:
+        """What is held for backwards now, against the most there was; a stage and microbatch changed."""
+        held = self._held.get(place, {})
+        tiles = {t.data_ptr(): t.nbytes for value in held.values() for t in self._carrier.tiles(value)}
+        self._bytes += sum(tiles.values()) - self._sizes.pop(place, 0)
+        if held:
+            self._sizes[place] = sum(tiles.values())
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
         self.peak_microbatches = max(self.peak_microbatches, len(self._held))
 
 
@@ -126,11 +132,6 @@ _ACTIONS: dict[str, Callable[[Row, StageFragments, Action], None]] = {
     "I": Row.backward,
     "W": Row.backward,
 }
-
-
-def _needed(here: StageFragments, kinds: str) -> set[str]:
-    """What fragments of these kinds take."""
-    return {name for kind in kinds if kind in here.fragments for name in here.fragments[kind].takes}
 
 
 def run_rows(schedule: Schedule, rows: Sequence[Row], names: Sequence[str], mailbox: Mailbox) -> None:

@@ -3,8 +3,8 @@
 import pytest
 
 import mesh_tensor as mt
-from tests.api import pipeline_rank_bodies as bodies
-from tests.api.pipeline_models import chain
+from tests.api.pipeline import rank_bodies as bodies
+from tests.api.pipeline.models import chain
 from tests.runtime.ranks.launcher import run
 
 

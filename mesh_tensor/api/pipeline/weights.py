@@ -12,9 +12,9 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.pipelining.fragments import gradient_name
 from mesh_tensor.pipelining.stages import Stage
 
-from .pipeline_carriers import Carrier
-from .pipeline_ranks import RankRuns
-from .pipeline_stages import StageFragments, Values
+from .carriers import Carrier
+from .ranks import RankRuns
+from .stages import StageFragments, Values
 
 #: From a weight, its gradient and a dict that is kept for it, the new weight. Works on what lies on a mesh.
 Rule = Callable[[Any, Any, dict[str, Any]], Any]
@@ -73,10 +73,10 @@ class StageWeights:
             for name, gradient in found.items():
                 if name in sums:
                     gradient = self._carrier.place(self._homes[stage], gradient_name(name), sums[name])
+                old, grad = self._carrier.shown(self.of[stage][name]), self._carrier.shown(gradient)
                 if scale != 1.0:
-                    gradient = gradient * scale
-                old = self.of[stage][name]
-                new = rule(old, gradient, self._states.setdefault((name, stage), {}))
+                    grad = grad * scale
+                new = rule(old, grad, self._states.setdefault((name, stage), {}))
                 self.of[stage][name] = self._checked(stage, name, old, new)
 
     def _checked(self, stage: int, name: str, old: Any, new: Any) -> Any:
@@ -86,9 +86,10 @@ class StageWeights:
                 where="update of a pipeline",
                 fix="compute with operators and torch's element-wise functions: weight - 0.1 * gradient",
             )
+        made = self._carrier.kept(new)
         if new.dtype != old.dtype:
-            return self._carrier.place(self._homes[stage], name, self._carrier.whole(new).to(old.dtype))
-        return new
+            return self._carrier.place(self._homes[stage], name, self._carrier.whole(made).to(old.dtype))
+        return made
 
 
 def norm_of(gradients: Mapping[str, torch.Tensor]) -> float:

@@ -5,7 +5,7 @@ import torch
 
 import mesh_tensor as mt
 from mesh_tensor import MeshTensorError
-from tests.api.pipeline_models import Net, batch, imported
+from tests.api.pipeline.models import Net, batch, imported
 
 TOPOLOGY = {"m0": {"d": 2}, "m1": {"d": 2}}
 
@@ -112,7 +112,7 @@ def test_an_open_batch_that_leaves_microbatches_empty():
 
 
 def test_what_fails_on_one_mesh_ends_all_with_its_name(module, monkeypatch):
-    from mesh_tensor.api import pipeline_rows
+    from mesh_tensor.api.pipeline import rows as pipeline_rows
 
     def broken(row, here, action):
         if str(action) == "1B1":

@@ -18,7 +18,7 @@ from mesh_tensor.plan.batch_parts import BatchParts, Total, batch_parts
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound
 from mesh_tensor.targets.dtypes import torch_dtype
 
-from .module import distribute_module
+from ..module import distribute_module
 
 REDUCTIONS = (None, "mean", "sum")
 _SIZES = (61, 13, 5, 2)  # open sizes are looked at as such

@@ -15,7 +15,7 @@ from mesh_tensor.pipelining.schedule import Action, Schedule
 from mesh_tensor.redistribution.transfer import TransferPlan
 from mesh_tensor.simulation.simulate import simulate
 
-from .pipeline_stages import StageFragments
+from .stages import StageFragments
 
 _WIDTH = 100  # characters of a picture
 
@@ -90,7 +90,7 @@ def _received(stages: Sequence[StageFragments], here: StageFragments) -> Iterato
     for name, source in here.stage.takes.items():
         there = stages[source]
         yield _row(name, there, here)
-        if here.gives(gradient_name(name)):
+        if gradient_name(name) in here.given:
             yield _row(gradient_name(name), here, there)
 
 

@@ -15,8 +15,8 @@ from mesh_tensor.runtime.ranks.agree import agree, digest_of
 from mesh_tensor.runtime.ranks.faults import Faults
 from mesh_tensor.runtime.ranks.transfers import NeverCame, RankTopology
 
-from .pipeline_carriers import Key, RankCarrier
-from .pipeline_rows import Row, fail
+from .carriers import Key, RankCarrier
+from .rows import Row, fail
 
 
 class RankRuns:

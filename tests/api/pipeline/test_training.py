@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import mesh_tensor as mt
-from tests.api.pipeline_models import Net, batch, imported
+from tests.api.pipeline.models import Net, batch, imported
 
 TOPOLOGY = {"m0": {"d": 2, "m": 2}, "m1": {"d": 3}}
 LAYOUTS = {"tokens": {"d": 0}, "labels": {"d": 0}, "*.fc.weight": {"m": 0}}

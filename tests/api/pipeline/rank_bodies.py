@@ -10,7 +10,7 @@ import torch
 
 import mesh_tensor as mt
 from mesh_tensor import MeshTensorError
-from tests.api.pipeline_models import chain, chain_loss
+from tests.api.pipeline.models import chain, chain_loss
 
 TOPOLOGY = {"m0": {"d": 2}, "m1": {"d": 2}}
 CUTS = {"1f1b": ["layer1"], "zb-h1": ["layer1"], "interleaved": ["layer0", "layer1", "layer2"]}
@@ -84,7 +84,7 @@ def uneven(rank: int) -> float:
 
 def raises_in_an_action(rank: int) -> str:
     """An action fails on one rank: all say so."""
-    from mesh_tensor.api import pipeline_rows
+    from mesh_tensor.api.pipeline import rows as pipeline_rows
 
     backward = pipeline_rows._ACTIONS["B"]
 
@@ -104,7 +104,7 @@ def raises_in_an_action(rank: int) -> str:
 
 def dies_in_an_action(rank: int) -> str:
     """A rank is killed in the middle of a schedule."""
-    from mesh_tensor.api import pipeline_rows
+    from mesh_tensor.api.pipeline import rows as pipeline_rows
 
     forward = pipeline_rows._ACTIONS["F"]
 

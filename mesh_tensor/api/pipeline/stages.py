@@ -18,10 +18,10 @@ from mesh_tensor.pipelining.stages import FUNCTION, Stage
 from mesh_tensor.plan.gradient import gradient_function
 from mesh_tensor.runtime.virtual.mesh_tensor import ShardingLike
 
-from .module import MeshModule, distribute_module
-from .module_ports import parameter_layouts, ports_of, result_layouts
+from ..module import MeshModule, distribute_module
+from ..module_ports import parameter_layouts, ports_of, result_layouts
 
-Values = dict[str, Any]  # MeshTensors, or DTensors
+Values = dict[str, Any]  # MeshTensors, or parts on ranks
 Layouts = Mapping[str, ShardingLike]
 
 
@@ -49,11 +49,6 @@ class Fragment:
         names = zip((*self.takes, *self.gives), (*plan.made.inputs, *plan.made.result), strict=True)
         return {name: (ports[port].shape, ports[port].torch_dtype()) for name, port in names}
 
-    def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What it makes of values of its mesh: MeshTensors, or DTensors."""
-        made = self.module.call_alike(*(values[name] for name in self.takes))
-        return dict(zip(self.gives, made, strict=True))
-
 
 @dataclass(frozen=True, eq=False)
 class StageFragments:
@@ -72,9 +67,22 @@ class StageFragments:
         found = {name: kind for fragment in self.fragments.values() for name, kind in fragment.types.items()}
         return {gradient_name(name): kind for name, kind in found.items()} | found
 
-    def gives(self, name: str) -> bool:
-        """Whether one of the fragments makes a value."""
-        return any(name in fragment.gives for fragment in self.fragments.values())
+    @cached_property
+    def given(self) -> frozenset[str]:
+        """The values that fragments make."""
+        return frozenset(name for fragment in self.fragments.values() for name in fragment.gives)
+
+    @cached_property
+    def later(self) -> dict[str, frozenset[str]]:
+        """What is still needed after an action of a kind: after F by backwards, after I by W."""
+        kinds = {"F": "BIW", "I": "W", "B": "", "W": ""}
+        takes = {kind: fragment.takes for kind, fragment in self.fragments.items()}
+        return {done: frozenset(n for kind in left for n in takes.get(kind, ())) for done, left in kinds.items()}
+
+    @cached_property
+    def valued(self) -> dict[str, str]:
+        """By the name of a gradient, the parameter or value of the stage that it is of."""
+        return {gradient_name(name): name for name in (*self.stage.params, *self.stage.takes, *self.stage.gives)}
 
 
 @dataclass(frozen=True)

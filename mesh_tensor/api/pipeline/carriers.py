@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from mesh_tensor.runtime.ranks import redistribute
-from mesh_tensor.runtime.ranks.dtensor import as_dtensor, local_part
-from mesh_tensor.runtime.ranks.transfers import RankTopology, add_to, added, laid, rank_layout, rank_transfer
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.runtime.ranks.parts import Part, part_of, rank_layout
+from mesh_tensor.runtime.ranks.transfers import RankTopology, rank_transfer
 from mesh_tensor.runtime.ranks.wire import Work
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute
 from mesh_tensor.runtime.virtual.transfer import transfer
 
-from .pipeline_stages import StageFragments
+from .stages import Fragment, StageFragments
 
 Key = tuple[str, int, int, int]  # a value, the stage that makes it, the stage that takes it, the microbatch
 
@@ -41,12 +42,24 @@ class Carrier(ABC):
         """A value that another stage hands over, once it is there."""
 
     @abstractmethod
+    def run(self, fragment: Fragment, values: Sequence[Any]) -> Sequence[Any]:
+        """What a fragment makes of values of its mesh."""
+
+    @abstractmethod
     def add(self, one: Any, other: Any) -> Any:
         """The sum of two values that lie alike."""
 
-    def accumulate(self, total: Any, value: Any) -> Any:
-        """The sum of a total that nobody else has and a value; may use its memory."""
-        return self.add(total, value)
+    @abstractmethod
+    def accumulate(self, total: Any, value: Any, dtype: torch.dtype) -> Any:
+        """The sum, in a dtype, of a total that nobody else has (None at first) and a value; may use its memory."""
+
+    def shown(self, value: Any) -> Any:
+        """A value as callers compute with it."""
+        return value
+
+    def kept(self, value: Any) -> Any:
+        """A value of callers as it is kept."""
+        return value
 
     @abstractmethod
     def tiles(self, value: Any) -> Iterable[torch.Tensor]:
@@ -83,8 +96,16 @@ class Mailbox(Carrier):
                 raise Stopped
             return self._there.pop(key)
 
+    def run(self, fragment: Fragment, values: Sequence[MeshTensor]) -> Sequence[MeshTensor]:
+        return fragment.module.call_alike(*values)
+
     def add(self, one: MeshTensor, other: MeshTensor) -> MeshTensor:
         return one + other
+
+    def accumulate(self, total: MeshTensor | None, value: MeshTensor, dtype: torch.dtype) -> MeshTensor:
+        if total is None:
+            total = distribute(torch.zeros(value.shape, dtype=dtype), value.sharding.mesh, value.sharding)
+        return total + value.redistribute(total.sharding)
 
     def tiles(self, value: MeshTensor) -> Iterable[torch.Tensor]:
         return value.tiles()
@@ -100,31 +121,31 @@ class Mailbox(Carrier):
 
 
 class RankCarrier(Carrier):
-    """Values of this rank's mesh, DTensors; what others send has a number of its own in the call."""
+    """Values of this rank's mesh, as its parts; what others send has a number of its own in the call."""
 
     def __init__(self, ranks: RankTopology, numbers: Mapping[Key, int]) -> None:
         self._ranks, self._numbers = ranks, numbers
         self._there: dict[Key, Any] = {}
         self._sent: list[tuple[Work, torch.Tensor]] = []
 
-    def place(self, here: StageFragments, name: str, tensor: torch.Tensor) -> Any:
+    def place(self, here: StageFragments, name: str, tensor: torch.Tensor) -> Part:
         layout, shape, rank = rank_layout(here.layouts[name], tensor.shape), tuple(tensor.shape), self._ranks.rank
         at = zip(layout.tile_offset(shape, rank), layout.valid_extent(shape, rank), strict=True)
         part = tensor[tuple(slice(start, start + size) for start, size in at)]
-        return as_dtensor(part.clone(), self._ranks.mine, layout, shape)
+        return Part(part.clone(memory_format=torch.contiguous_format), layout, shape)
 
-    def hand(self, here: StageFragments, there: StageFragments, name: str, value: Any, microbatch: int) -> None:
+    def hand(self, here: StageFragments, there: StageFragments, name: str, value: Part, microbatch: int) -> None:
         key = (name, here.stage.index, there.stage.index, microbatch)
-        shape = tuple(value.shape)
+        target = rank_layout(there.layouts[name], value.shape)
         if here.stage.mesh == there.stage.mesh:
-            self._there[key] = laid(value, rank_layout(there.layouts[name], shape))
+            self._there[key] = value.laid(target, self._ranks.mine)
             return
-        source = rank_layout(here.layouts[name], shape)
-        plan = rank_transfer(shape, value.dtype, source, rank_layout(there.layouts[name], shape))
-        value = laid(value, source)
+        source = rank_layout(here.layouts[name], value.shape)
+        plan = rank_transfer(value.shape, value.dtype, source, target)
+        value = value.laid(source, self._ranks.mine)
         self._sent += self._ranks.send(plan, value, there.stage.mesh, self._numbers[key])
 
-    def take(self, here: StageFragments, there: StageFragments, name: str, microbatch: int) -> Any:
+    def take(self, here: StageFragments, there: StageFragments, name: str, microbatch: int) -> Part:
         key = (name, there.stage.index, here.stage.index, microbatch)
         if here.stage.mesh == there.stage.mesh:
             return self._there.pop(key)
@@ -133,17 +154,29 @@ class RankCarrier(Carrier):
         plan = rank_transfer(shape, dtype, rank_layout(there.layouts[name], shape), target)
         return self._ranks.receive(plan, dtype, there.stage.mesh, self._numbers[key])
 
-    def add(self, one: Any, other: Any) -> Any:
-        return added(one, other)
+    def run(self, fragment: Fragment, values: Sequence[Part]) -> Sequence[Part]:
+        return fragment.module.call_parts(values, self._ranks.mine)
 
-    def accumulate(self, total: Any, value: Any) -> Any:
-        return add_to(total, value)
+    def add(self, one: Part, other: Part) -> Part:
+        return replace(one, local=one.local + other.laid(one.layout, self._ranks.mine).local)
 
-    def tiles(self, value: Any) -> Iterable[torch.Tensor]:
-        return (local_part(value),)
+    def accumulate(self, total: Part | None, value: Part, dtype: torch.dtype) -> Part:
+        if total is None:  # 0 is added: it makes -0.0 what it is on a virtual mesh
+            return replace(value, local=value.local.to(dtype) + 0)
+        total.local.add_(value.laid(total.layout, self._ranks.mine).local)
+        return total
 
-    def whole(self, value: Any) -> torch.Tensor:
-        return local_part(redistribute(value, {}))
+    def tiles(self, value: Part) -> Iterable[torch.Tensor]:
+        return (value.local,)
+
+    def whole(self, value: Part) -> torch.Tensor:
+        return value.laid(Sharding.of(value.layout.mesh, value.layout.ndim, {}), self._ranks.mine).local
+
+    def shown(self, value: Part) -> Any:
+        return value.dtensor(self._ranks.mine)
+
+    def kept(self, value: Any) -> Part:
+        return part_of(value)
 
     def finish(self) -> None:
         """Wait until all that was sent is."""

@@ -1,0 +1,6 @@
+"""A model on several meshes, microbatch by microbatch."""
+
+from .make import pipeline
+from .model import Pipeline
+
+__all__ = ["Pipeline", "pipeline"]

@@ -1,0 +1,91 @@
+"""mt.pipeline: from what is asked for to a Pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tvm import ir
+
+from mesh_tensor.base.errors import refuse, shown
+from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.topology import Topology
+from mesh_tensor.importers import ImportedModule
+from mesh_tensor.pipelining.flow import Flow
+from mesh_tensor.pipelining.schedule import Schedule
+from mesh_tensor.runtime.ambient import undisturbed
+
+from .model import Pipeline
+from .stages import Options
+
+
+@undisturbed
+def pipeline(
+    model: ImportedModule | ir.IRModule,
+    topology: Topology | Mapping[str, Mesh | Mapping[str, int]] | None = None,
+    stages: Any = None,
+    shardings: Mapping[str, Any] | None = None,
+    *,
+    microbatches: int = 1,
+    schedule: Schedule | str | None = None,
+    train: bool | Sequence[str] = False,
+    reduction: str | None = None,
+    per_microbatch: Sequence[str] = (),
+    weights: Mapping[str, torch.Tensor] | None = None,
+    machine: Machine | str | None = None,
+    function: str = "main",
+    target: str = "auto",
+    strict: bool = False,
+    replicate_unknown: bool = False,
+    recompute: bool = False,
+    check_indices: bool = True,
+    limit: float | Sequence[float] | None = None,
+    ranks: bool = False,
+    poison: bool = False,
+) -> Pipeline:
+    """A model whose stages lie on several meshes; batches go through it in microbatches.
+
+    Args:
+        model: what `from_torch` or `from_onnx` gave, or a Relax module. It takes one microbatch, or any number of rows.
+        topology: the meshes; None takes those of the module's annotations (`R.device_mesh`), as "mesh0", "mesh1", ...
+        stages: {mesh: names} gives every mesh a stage that computes these values (of submodules, as "blocks.0", or of
+            bindings) and what they need; {name: mesh} and {name: (mesh, stage)} assign values; a list has the values
+            after which to cut; a number cuts where stages cost alike on `machine`. None takes the module's annotations.
+        shardings: layouts of values and weights, as `annotate_module` takes them: per mesh, {mesh: {name: layout}}, or
+            for all, {name: layout}, of which every mesh takes the axes that it has.
+        microbatches: in how many parts a batch is split along its first dim.
+        schedule: its name (`SCHEDULES`), or a Schedule; "forward" where nothing is trained, "1f1b" else.
+        train: whether gradients of the weights are computed (all that hold floats), or of which. The function's first
+            result is the loss then.
+        reduction: what results that are numbers are over the rows of a batch, a "mean" or a "sum"; None: what they are
+            found to be. Has to be said where a sum is divided by a number that may be that of a microbatch's rows.
+        per_microbatch: values (of submodules, or bindings) that take the rows of a microbatch together, as a batch norm
+            does in training, and are to do so: the result is not the whole batch's then.
+        weights: parameters that stay; those of an ImportedModule, where nothing is given.
+        machine: what costs are those of, or a preset's name ("h100x16"); None: this project's CPU ranks.
+        function: the function to run.
+        target, strict, replicate_unknown, check_indices, poison: as in `distribute_module`.
+        recompute: save nothing of a forward but what its stage takes; backwards run it again.
+        limit: microbatches that a mesh may hold at a time, or one number per mesh.
+        ranks: run on the ranks of torch.distributed, rank i as device i of the topology. All ranks make the same calls,
+            with the same whole batches; what the function returns is the same on all of them.
+
+    Returns:
+        The callable: takes a whole batch, as the function does what is no weight, and gives what the function does.
+
+    Raises:
+        MeshTensorError: what was asked for can't be done; nothing has run.
+    """
+    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+        refuse(f"microbatches={shown(microbatches)}", fix="give the number of parts of a batch, at least 1")
+    mod, given = (model.mod, model.params) if isinstance(model, ImportedModule) else (model, {})
+    flow, options = Flow(mod, function), Options(target, strict, replicate_unknown, poison, recompute)
+    made = Pipeline(flow, topology, given if weights is None else weights, train, options, ranks)
+    made._machine = Machine.preset(machine) if isinstance(machine, str) else machine or CPU
+    made._read_results(microbatches, reduction, per_microbatch)
+    made._cut(stages, shardings or {}, schedule or ("1f1b" if train else "forward"), limit)
+    made._checks_indices = check_indices
+    return made

@@ -1,0 +1,253 @@
+"""Complex numbers of torch as pairs of floats. See torch_ops for what functions take; a complex result is a `Pair`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tvm import relax
+
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.rules.operator.fft import fft_call
+
+from .torch_args import arguments, emit
+
+Convert = Callable[[Any, Any], Any]
+op = relax.op
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The real and the imaginary parts of a tensor."""
+
+    real: relax.Expr
+    imag: relax.Expr
+
+
+def is_complex(node: torch.fx.Node) -> bool:
+    """Whether the node takes or gives complex numbers."""
+    return any(_holds_complex(each) for each in (node, *node.all_input_nodes))
+
+
+def of_complex(node: torch.fx.Node, importer: Any, convert: Callable[[Any], Any]) -> Any:
+    """What the node gives; `convert` is what its operator is to floats."""
+    name = getattr(node.target, "__name__", "")
+    if name in COMPLEX:
+        return COMPLEX[name](node, importer)
+    if name not in _MOVES:
+        refuse(f"{node.target} of complex numbers", fix="compute with real and imaginary parts there")
+    return Pair(*(_of_part(node, importer, convert, part) for part in range(2)))
+
+
+def pair_of(importer: Any, value: Any) -> Pair:
+    """Complex numbers as they are held, or as a tensor whose last dim has both parts; floats have no imaginary part."""
+    if isinstance(value, torch.fx.Node):
+        stacked = _holds_complex(value) and not isinstance(importer.env[value], Pair)
+        value = importer.env[value]
+        return Pair(*(_part(importer, value, part) for part in range(2))) if stacked else pair_of(importer, value)
+    if isinstance(value, Pair):
+        return value
+    return Pair(value, emit(importer, op.zeros_like(value)))
+
+
+def _part(importer: Any, stacked: relax.Expr, part: int) -> relax.Expr:
+    last = len(stacked.struct_info.shape) - 1
+    taken = emit(importer, op.strided_slice(stacked, axes=[last], begin=[part], end=[part + 1]))
+    return emit(importer, op.squeeze(taken, [last]))
+
+
+def _holds_complex(node: torch.fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_complex()
+
+
+def _of_part(node: torch.fx.Node, importer: Any, convert: Callable[[Any], Any], part: int) -> Any:
+    """What an operator that only moves elements makes of one part."""
+    with _floats(node, importer, part):
+        return convert(node)
+
+
+@contextmanager
+def _floats(node: torch.fx.Node, importer: Any, part: int) -> Iterator[None]:
+    """The node, and what it takes, as if they were of floats: those of one part."""
+    held = [each for each in (node, *node.all_input_nodes) if _holds_complex(each)]
+    values = {each: each.meta["val"] for each in held}
+    kept = {each: importer.env[each] for each in held if each is not node}
+    pairs = {each: pair_of(importer, each) for each in kept}
+    try:
+        for each in held:
+            each.meta["val"] = values[each].real
+        importer.env.update({each: (pair.real, pair.imag)[part] for each, pair in pairs.items()})
+        yield
+    finally:
+        importer.env.update(kept)
+        for each in held:
+            each.meta["val"] = values[each]
+
+
+def _of_floats(node: torch.fx.Node, importer: Any) -> Pair:
+    """Another dtype: of floats or of complex numbers."""
+    source = node.args[0]
+    dtype = "float64" if node.meta["val"].dtype == torch.complex128 else "float32"
+    if not _holds_complex(node):
+        refuse("complex numbers as floats", why="the imaginary parts would be lost", fix="say which part is meant")
+    made = pair_of(importer, source)
+    return Pair(*(emit(importer, op.astype(part, dtype)) for part in (made.real, made.imag)))
+
+
+def _view_as_complex(node: torch.fx.Node, importer: Any) -> Pair:
+    (x,) = arguments(node, importer, 1)
+    return Pair(*(_part(importer, x, part) for part in range(2)))
+
+
+def _view_as_real(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    return _stacked(importer, pair_of(importer, node.args[0]))
+
+
+def _stacked(importer: Any, pair: Pair) -> relax.Expr:
+    return emit(importer, op.stack([pair.real, pair.imag], axis=-1))
+
+
+def _complex(node: torch.fx.Node, importer: Any) -> Pair:
+    return Pair(*arguments(node, importer, 2))
+
+
+def _polar(node: torch.fx.Node, importer: Any) -> Pair:
+    size, angle = arguments(node, importer, 2)
+    return Pair(*(emit(importer, op.multiply(size, emit(importer, f(angle)))) for f in (op.cos, op.sin)))
+
+
+def _conjugate(node: torch.fx.Node, importer: Any) -> Pair:
+    pair = pair_of(importer, node.args[0])
+    return Pair(pair.real, emit(importer, op.negative(pair.imag)))
+
+
+def _same(node: torch.fx.Node, importer: Any) -> Pair:
+    return pair_of(importer, node.args[0])
+
+
+def _absolute(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    pair = pair_of(importer, node.args[0])
+    squares = [emit(importer, op.multiply(part, part)) for part in (pair.real, pair.imag)]
+    return emit(importer, op.sqrt(emit(importer, op.add(*squares))))
+
+
+def _product(node: torch.fx.Node, importer: Any) -> Pair:
+    def times(a: relax.Expr, b: relax.Expr) -> relax.Expr:
+        return emit(importer, op.multiply(a, b))
+
+    a, b = (_operand(node, importer, place) for place in range(2))
+    if not isinstance(a, Pair):
+        a, b = b, a
+    if not isinstance(b, Pair):
+        return Pair(times(a.real, b), times(a.imag, b))
+    real = emit(importer, op.subtract(times(a.real, b.real), times(a.imag, b.imag)))
+    return Pair(real, emit(importer, op.add(times(a.real, b.imag), times(a.imag, b.real))))
+
+
+def _of_both(apply: Callable[..., relax.Expr]) -> Convert:
+    """A sum or a difference, part by part."""
+
+    def converted(node: torch.fx.Node, importer: Any) -> Pair:
+        if node.kwargs.get("alpha", 1) != 1:
+            refuse("a sum of complex numbers with alpha", fix="multiply first")
+        a, b = (_operand(node, importer, place) for place in range(2))
+        first, second = (_whole(importer, one, other) for one, other in ((a, b), (b, a)))
+        return Pair(
+            emit(importer, apply(first.real, second.real)),
+            emit(importer, apply(first.imag, second.imag)),
+        )
+
+    return converted
+
+
+def _whole(importer: Any, value: Any, other: Any) -> Pair:
+    """A pair; of a float (a tensor or a number), without an imaginary part."""
+    if isinstance(value, Pair):
+        return value
+    dtype = other.real.struct_info.dtype
+    value = value if isinstance(value, relax.Expr) else relax.const(value, dtype)
+    return Pair(value, relax.const(0.0, dtype))
+
+
+def _quotient(node: torch.fx.Node, importer: Any) -> Pair:
+    a, b = (_operand(node, importer, place) for place in range(2))
+    if isinstance(b, Pair):
+        refuse("a division by complex numbers", fix="multiply by the conjugate, and divide by the square of its size")
+    return Pair(*(emit(importer, op.divide(part, b)) for part in (a.real, a.imag)))
+
+
+def _operand(node: torch.fx.Node, importer: Any, place: int) -> Any:
+    """A pair, or floats in the dtype of the parts."""
+    value = node.args[place]
+    if isinstance(value, torch.fx.Node) and _holds_complex(value):
+        return pair_of(importer, value)
+    dtype = "float64" if node.meta["val"].dtype == torch.complex128 else "float32"
+    if isinstance(value, complex):
+        return Pair(relax.const(value.real, dtype), relax.const(value.imag, dtype))
+    if not isinstance(value, torch.fx.Node):
+        return relax.const(value, dtype)
+    found = importer.env[value]
+    return found if found.struct_info.dtype == dtype else emit(importer, op.astype(found, dtype))
+
+
+def _fft(kind: str) -> Convert:
+    """A Fourier transform."""
+
+    def converted(node: torch.fx.Node, importer: Any) -> Any:
+        source, dims, normalization, option = node.args
+        x = importer.env[source] if kind == "r2c" else _stacked(importer, pair_of(importer, source))
+        meant = node.meta["val"]
+        shape = [*meant.shape, *([2] if kind != "c2r" else [])]
+        dims = [dim % meant.dim() for dim in dims]  # type: ignore[union-attr]
+        made = emit(importer, fft_call(x, kind, dims, normalization, int(option), shape))  # type: ignore[arg-type]
+        return made if kind == "c2r" else Pair(*(_part(importer, made, part) for part in range(2)))
+
+    return converted
+
+
+COMPLEX: dict[str, Convert] = {
+    "_conj.default": _conjugate,
+    "_fft_c2c.default": _fft("c2c"),
+    "_fft_c2r.default": _fft("c2r"),
+    "_fft_r2c.default": _fft("r2c"),
+    "_to_copy.default": _of_floats,
+    "abs.default": _absolute,
+    "add.Tensor": _of_both(op.add),
+    "alias.default": _same,
+    "clone.default": _same,
+    "complex.default": _complex,
+    "conj_physical.default": _conjugate,
+    "detach.default": _same,
+    "div.Tensor": _quotient,
+    "mul.Tensor": _product,
+    "polar.default": _polar,
+    "resolve_conj.default": _same,
+    "sub.Tensor": _of_both(op.subtract),
+    "view_as_complex.default": _view_as_complex,
+    "view_as_real.default": _view_as_real,
+}
+# Operators that only move elements: on pairs, part by part.
+_MOVES = {
+    "_unsafe_view.default",
+    "cat.default",
+    "expand.default",
+    "flip.default",
+    "index.Tensor",
+    "index_select.default",
+    "permute.default",
+    "repeat.default",
+    "reshape.default",
+    "roll.default",
+    "select.int",
+    "slice.Tensor",
+    "squeeze.dim",
+    "squeeze.dims",
+    "stack.default",
+    "transpose.int",
+    "unsqueeze.default",
+    "view.default",
+}

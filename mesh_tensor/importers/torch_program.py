@@ -1,0 +1,136 @@
+"""What goes in and out of an exported torch program: tensors, buffers that it writes, and what is no tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.export.graph_signature import (
+    ConstantArgument,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    SymIntArgument,
+    TensorArgument,
+)
+
+from mesh_tensor.base.errors import listing, refuse
+
+_CONSTANTS = {InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
+_INPUTS = {InputKind.USER_INPUT, InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
+_WRITTEN = {OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION}
+_RESULTS = {OutputKind.USER_OUTPUT, *_WRITTEN}
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """A buffer that a program writes: its name in torch, that of its value in the graph, and of its new value."""
+
+    target: str
+    argument: str
+    result: str
+
+
+def written_buffers(program: torch.export.ExportedProgram) -> list[Written]:
+    """The buffers (and parameters) that the program writes, in the order of its results."""
+    arguments = {spec.target: spec.arg.name for spec in program.graph_signature.input_specs}
+    return [
+        Written(str(spec.target), arguments[spec.target], spec.arg.name)
+        for spec in program.graph_signature.output_specs
+        if spec.kind in _WRITTEN
+    ]
+
+
+def check_program(program: torch.export.ExportedProgram) -> None:
+    """Refuse what is neither a tensor nor a constant, and writes to anything but buffers; all that is found."""
+    specs = program.graph_signature
+    problems = [*map(_wrong_result, specs.output_specs), *map(_wrong_input, specs.input_specs)]
+    problems += _complex_ends(program)
+    targets = {spec.target for spec in specs.input_specs}
+    problems += [
+        f"the constant {name!r} has no place in the graph" for name in program.constants if name not in targets
+    ]
+    unreal = [name for name, weight in {**program.state_dict, **program.constants}.items() if _has_no_memory(weight)]
+    if unreal:
+        refuse(
+            f"the weights {listing(unreal)} have no memory",
+            where="the exported program",
+            why="it was exported under FakeTensorMode, or with weights on the meta device",
+            fix="export the model with real weights",
+        )
+    if problems := [problem for problem in problems if problem]:
+        refuse(problems, where="the exported program", fix="export the model with tensors and constants in and out")
+
+
+def _wrong_input(spec: InputSpec) -> str:
+    if isinstance(spec.arg, SymIntArgument):
+        return f"the input {spec.arg.name!r} is a number that is not constant"
+    if spec.kind not in _INPUTS or not isinstance(spec.arg, (TensorArgument, ConstantArgument)):
+        return f"the input {spec.arg.name!r} is no tensor"
+    return ""
+
+
+def _wrong_result(spec: OutputSpec) -> str:
+    if spec.kind not in _RESULTS:
+        return f"the program writes {spec.target!r} ({spec.kind.name.lower()})"
+    return "" if isinstance(spec.arg, (TensorArgument, ConstantArgument)) else f"the result {spec.arg} is no tensor"
+
+
+def _complex_ends(program: torch.export.ExportedProgram) -> list[str]:
+    """Inputs, parameters and results that are complex; constants may be."""
+    (output,) = program.graph.find_nodes(op="output")
+    constants = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind in _CONSTANTS}
+    given = [node for node in program.graph.find_nodes(op="placeholder") if node.name not in constants]
+    made = [node for node in output.args[0] if isinstance(node, torch.fx.Node)]
+    return [
+        f"the {what} {node.name!r} is complex: use torch.view_as_real, and view_as_complex in the model"
+        for what, nodes in (("input", given), ("result", made))
+        for node in nodes
+        if isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].is_complex()
+    ]
+
+
+def _has_no_memory(weight: Any) -> bool:
+    return isinstance(weight, torch.Tensor) and (type(weight).__name__ == "FakeTensor" or weight.device.type == "meta")
+
+
+def _as_floats(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs of floats."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+class ProgramOfTensors:
+    """An exported program as TVM's importer reads it: inputs that are no tensors are left out, buffers that are written
+    are parameters, whose new values come after the other results; results that are no tensors are left out."""
+
+    def __init__(self, program: torch.export.ExportedProgram) -> None:
+        written = written_buffers(program)
+        arguments = {buffer.argument for buffer in written}
+        specs = [
+            InputSpec(InputKind.PARAMETER, spec.arg, spec.target, None) if spec.arg.name in arguments else spec
+            for spec in program.graph_signature.input_specs
+            if isinstance(spec.arg, TensorArgument)
+        ]
+        self.graph_module, self.graph = program.graph_module, program.graph
+        self.graph_signature = SimpleNamespace(input_specs=specs)
+        self.range_constraints = program.range_constraints
+        self.state_dict = {**program.state_dict, **program.constants}
+        self.state_dict = {name: _as_floats(value) for name, value in self.state_dict.items()}
+        self.tensor_constants = self.state_dict
+        self.constants: dict[str, torch.Tensor] = {}
+        self._kept = {str(spec.target): self.state_dict[str(spec.target)] for spec in specs if spec.kind in _CONSTANTS}
+        (output,) = program.graph.find_nodes(op="output")
+        new, given = output.args[0][: len(written)], output.args[0][len(written) :]
+        output.args = ((*(value for value in given if isinstance(value, torch.fx.Node)), *new),)
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What becomes constants."""
+        yield from self._kept.items()
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Nothing: their values are not needed."""
+        yield from ()

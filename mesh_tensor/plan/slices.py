@@ -1,0 +1,79 @@
+"""Slices that are a value's parts one after the other along a dim, and all that is made of it: one split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tvm import relax
+
+from mesh_tensor.rules.operator.call import op_call
+
+from .ir import Graph, Node, Value, leaves
+
+
+def joined_slices(graph: Graph) -> Graph:
+    """The graph with such slices as one operator."""
+    slices = [node for node in graph.nodes if node.call.name == "strided_slice"]
+    if len(slices) < 2:
+        return graph
+    results = {*leaves(graph.result), *graph.annotations}
+    users: dict[Value, list[Node]] = {}
+    for node in graph.nodes:
+        for value in dict.fromkeys(node.inputs):
+            users.setdefault(value, []).append(node)
+    made: dict[Node, Node] = {}
+    gone: set[Node] = set()
+    for value in dict.fromkeys(node.inputs[0] for node in slices):
+        found = users[value]
+        if value not in results and (parts := _parts(value, found)) is not None:
+            made[found[0]] = _split(value, *parts)
+            gone.update(found)
+    if not made:
+        return graph
+    nodes = [one for node in graph.nodes for one in ([made[node]] if node in made else [] if node in gone else [node])]
+    return replace(graph, nodes=nodes)
+
+
+def _parts(value: Value, users: list[Node]) -> tuple[int, list[Node]] | None:
+    """The dim that these take apart, and they in order; None if they do anything else."""
+    cuts = [_cut(node) for node in users]
+    dims = {cut[0] for cut in cuts if cut is not None}
+    if None in cuts or len(dims) != 1 or len(users) < 2 or len({node.scopes for node in users}) != 1:
+        return None
+    (dim,) = dims
+    ordered = sorted(zip(cuts, users, strict=True), key=lambda pair: pair[0] or ())
+    ends = [0, *(cut[2] for cut, _ in ordered if cut is not None)]
+    starts = [*(cut[1] for cut, _ in ordered if cut is not None), value.type.shape[dim]]
+    return (dim, [node for _, node in ordered]) if starts == ends else None
+
+
+def _cut(node: Node) -> tuple[int, int, int] | None:
+    """The one dim of which a slice takes a part, where that begins and where it ends; None for any other operator."""
+    if node.call.name != "strided_slice" or len(node.inputs) != 1:
+        return None
+    axes, begins, _, *strides = node.call.literals
+    if strides and any(stride != 1 for stride in strides[0]):
+        return None
+    before, after = node.inputs[0].type.shape, node.outputs[0].type.shape
+    found = list(_taken(node, axes, begins, before, after))
+    return found[0] if len(found) == 1 else None
+
+
+def _taken(
+    node: Node, axes: tuple[int, ...], begins: tuple[int, ...], before: tuple[int, ...], after: tuple[int, ...]
+) -> Iterator[tuple[int, int, int]]:
+    for axis, begin in zip(axes, begins, strict=True):
+        dim = node.call.axis(axis)
+        if after[dim] != before[dim]:
+            start = begin + before[dim] if begin < 0 else begin
+            yield dim, start, start + after[dim]
+
+
+def _split(value: Value, dim: int, parts: list[Node]) -> Node:
+    """One node for them, where the first of them stood."""
+    var = relax.Var(value.name, relax.TensorStructInfo(value.type.shape, value.type.dtype))
+    sizes = [node.outputs[0].type.shape[dim] for node in parts]
+    cuts = [sum(sizes[: n + 1]) for n in range(len(sizes) - 1)]
+    call = op_call(relax.BlockBuilder().normalize(relax.op.split(var, cuts, dim)))
+    return Node(call, (value,), tuple(node.outputs[0] for node in parts), parts[0].scopes, parts[0].where)

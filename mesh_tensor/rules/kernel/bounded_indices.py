@@ -1,0 +1,184 @@
+"""How far an index is from a coordinate: `2 * x + t - 1`, with t one of 0, 1, 2, is 2 * x - 1 at least and 2 * x + 1 at
+most. Loops whose bounds depend on x (a sliding window) are followed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from itertools import islice, product
+from typing import NamedTuple
+
+from tvm import arith, tirx
+
+from mesh_tensor.tir.effects import op_name
+from mesh_tensor.tir.linear import Linear
+
+from .statements import Loop
+
+_MOST_SLOPES = 8
+
+
+class Interval(NamedTuple):
+    """From `low` to `high`, both included."""
+
+    low: Fraction
+    high: Fraction
+
+    def __add__(self, other: Interval) -> Interval:  # type: ignore[override]
+        return Interval(self.low + other.low, self.high + other.high)
+
+    def scaled(self, factor: Fraction) -> Interval:
+        ends = sorted((self.low * factor, self.high * factor))
+        return Interval(*ends)
+
+    def hull(self, other: Interval) -> Interval:
+        return Interval(min(self.low, other.low), max(self.high, other.high))
+
+
+class Distance:
+    """Bounds of expressions relative to a coordinate `form` of loop variables, which is 0 .. `most`."""
+
+    def __init__(self, form: Linear, most: int, loops: Mapping[tirx.Var, Loop], analyzer: arith.Analyzer) -> None:
+        self._outer, self._step = form.ordered[0]
+        self._rest = dict(form.ordered[1:])
+        self._most, self._loops, self._analyzer = most, loops, analyzer
+
+    def best(self, expr: tirx.PrimExpr) -> tuple[Fraction, Interval] | None:
+        """A slope, and the bounds of `expr - slope * coordinate`: the closest ones; None if there are none."""
+        expr = self._analyzer.simplify(expr)
+        found = [(slope, bounds) for slope in self._slopes(expr) if slope > 0 and (bounds := self.bounds(expr, slope))]
+        return min(found, key=lambda pair: pair[1].high - pair[1].low, default=None)
+
+    def bounds(self, expr: tirx.PrimExpr, slope: Fraction) -> Interval | None:
+        """Bounds of `expr - slope * coordinate`."""
+        const, terms = _terms(expr)
+        total, left = Interval(Fraction(const), Fraction(const)), slope
+        opaque: list[tuple[tirx.PrimExpr, Fraction]] = []
+        shares: dict[tirx.Var, Fraction] = {}
+        for term, count in terms:
+            if isinstance(term, tirx.Var) and term == self._outer:
+                share = Fraction(count, self._step)  # outer = (coordinate - the rest) / step
+                left -= share
+                for var, step in self._rest.items():
+                    shares[var] = shares.get(var, Fraction(0)) - share * step
+            elif isinstance(term, tirx.Var) and self._is_simple(term):
+                shares[term] = shares.get(term, Fraction(0)) + count
+            else:
+                opaque.append((term, Fraction(count)))
+        for var, share in shares.items():
+            bounds = Interval(Fraction(0), Fraction(0)) if not share else self._simple(var)
+            if bounds is None:
+                return None
+            total += bounds.scaled(share)
+        return self._with_opaque(total, opaque, left)
+
+    def _with_opaque(
+        self, total: Interval, opaque: list[tuple[tirx.PrimExpr, Fraction]], left: Fraction
+    ) -> Interval | None:
+        """The last of what is no plain variable takes the slope that is left, the others their own."""
+        for number, (term, count) in enumerate(opaque):
+            last = number == len(opaque) - 1
+            slope = left / count if last else next(iter(self._slopes(term)), Fraction(0))
+            bounds = self._opaque(term, slope)
+            if bounds is None:
+                return None
+            total += bounds.scaled(count)
+            left -= slope * count
+        return total + Interval(Fraction(0), Fraction(self._most)).scaled(-left)
+
+    def _opaque(self, expr: tirx.PrimExpr, slope: Fraction) -> Interval | None:
+        if isinstance(expr, tirx.Var):
+            return self._loop(expr, slope)
+        if isinstance(expr, (tirx.Max, tirx.Min)):
+            a, b = self.bounds(expr.a, slope), self.bounds(expr.b, slope)
+            pick = max if isinstance(expr, tirx.Max) else min
+            return None if a is None or b is None else Interval(pick(a.low, b.low), pick(a.high, b.high))
+        divisor = _divisor(expr)
+        if isinstance(expr, tirx.FloorDiv) and divisor:
+            bounds = self.bounds(expr.a, slope * divisor)
+            return bounds and Interval((bounds.low - (divisor - 1)) / divisor, bounds.high / divisor)
+        if isinstance(expr, tirx.FloorMod) and divisor:
+            return Interval(Fraction(0), Fraction(divisor - 1)) + self._sloping(slope)
+        if op_name(expr) == "tirx.if_then_else" or isinstance(expr, tirx.Select):
+            branches = expr.args[1:] if isinstance(expr, tirx.Call) else (expr.true_value, expr.false_value)
+            a, b = (self.bounds(branch, slope) for branch in branches)
+            return None if a is None or b is None else a.hull(b)
+        return None
+
+    def _sloping(self, slope: Fraction) -> Interval:
+        """Bounds of `-slope * coordinate`."""
+        return Interval(Fraction(0), Fraction(self._most)).scaled(-slope)
+
+    def _loop(self, var: tirx.Var, slope: Fraction) -> Interval | None:
+        """A loop's variable is its start at least, and its end, less 1, at most."""
+        loop = self._loops.get(var)
+        if loop is None:
+            return None
+        simplify = self._analyzer.simplify
+        first, last = (self.bounds(simplify(end), slope) for end in (loop.min, loop.min + loop.extent - 1))
+        return None if first is None or last is None else Interval(first.low, max(first.low, last.high))
+
+    def _simple(self, var: tirx.Var) -> Interval | None:
+        return self._loop(var, Fraction(0))
+
+    def _is_simple(self, var: tirx.Var) -> bool:
+        loop = self._loops.get(var)
+        return loop is not None and all(isinstance(e, (int, tirx.IntImm)) for e in (loop.min, loop.extent))
+
+    def _slopes(self, expr: tirx.PrimExpr) -> list[Fraction]:
+        """Slopes that the expression may follow."""
+        _, terms = _terms(expr)
+        sums = product(*([share * count for share in self._own_slopes(term)] for term, count in terms))
+        return list(dict.fromkeys(sum(shares, Fraction(0)) for shares in islice(sums, _MOST_SLOPES)))
+
+    def _own_slopes(self, term: tirx.PrimExpr) -> list[Fraction]:
+        found = list(dict.fromkeys(self._term_slopes(term)))
+        return sorted(found, reverse=True) or [Fraction(0)]
+
+    def _term_slopes(self, term: tirx.PrimExpr) -> Iterator[Fraction]:
+        divisor = _divisor(term)
+        if isinstance(term, tirx.Var):
+            if term == self._outer:
+                yield Fraction(1, self._step)
+            elif term in self._loops and not self._is_simple(term) and term not in self._rest:
+                yield from self._slopes(self._loops[term].min)
+        elif isinstance(term, (tirx.Max, tirx.Min)):
+            yield from (*self._slopes(term.a), *self._slopes(term.b))
+        elif isinstance(term, tirx.FloorDiv) and divisor:
+            yield from (slope / divisor for slope in self._slopes(term.a))
+        elif op_name(term) == "tirx.if_then_else":
+            yield from (*self._slopes(term.args[1]), *self._slopes(term.args[2]))
+
+
+def _divisor(expr: tirx.PrimExpr) -> int:
+    """What an expression is divided by, if that is a positive constant; else 0."""
+    divides = isinstance(expr, (tirx.FloorDiv, tirx.FloorMod)) and isinstance(expr.b, tirx.IntImm)
+    return int(expr.b) if divides and int(expr.b) > 0 else 0
+
+
+def _terms(expr: tirx.PrimExpr | int) -> tuple[int, list[tuple[tirx.PrimExpr, int]]]:
+    """The constant of a sum, and its terms with their coefficients; what is no sum is its own term."""
+    found: list[tuple[tirx.PrimExpr, int]] = []
+    const = _gather(expr, 1, found)
+    return const, [(term, count) for term, count in found if count]
+
+
+def _gather(expr: tirx.PrimExpr | int, factor: int, found: list[tuple[tirx.PrimExpr, int]]) -> int:
+    if isinstance(expr, (int, tirx.IntImm)):
+        return factor * int(expr)
+    if isinstance(expr, tirx.Cast) and expr.dtype in ("int32", "int64") and expr.value.dtype == "int32":
+        return _gather(expr.value, factor, found)
+    if isinstance(expr, (tirx.Add, tirx.Sub)):
+        return _gather(expr.a, factor, found) + _gather(
+            expr.b, factor if isinstance(expr, tirx.Add) else -factor, found
+        )
+    if isinstance(expr, tirx.Mul):
+        for one, other in ((expr.a, expr.b), (expr.b, expr.a)):
+            if isinstance(other, tirx.IntImm):
+                return _gather(one, factor * int(other), found)
+    for position, (term, count) in enumerate(found):
+        if term.same_as(expr):
+            found[position] = (term, count + factor)
+            return 0
+    found.append((expr, factor))
+    return 0

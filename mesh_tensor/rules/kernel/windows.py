@@ -1,0 +1,117 @@
+"""Parameters' dims that no factor walks element by element, but of which every position of one factor reads a bounded
+window: stencils, convolutions, sliding windows, rolls. A device needs its tile's window of them, and not all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+from tvm import tirx
+
+from mesh_tensor.base.window import Reach, Reaches
+from mesh_tensor.tir.linear import Linear, vars_of
+from mesh_tensor.tir.user_reports import is_print, printed_buffers
+
+from .bounded_indices import Distance
+from .coordinates import Coordinates
+from .factor_derivation import Dim
+from .factors import Factor
+from .reader import safe_buffers
+from .statements import Access, Kernel, Statement
+
+
+def find_windows(kernel: Kernel, coordinates: Coordinates) -> dict[Dim, tuple[Factor, Reaches]]:
+    """The windows in which dims are read. Only of parameters that nothing writes: what neighbours hold is exchanged
+    before the kernel runs."""
+    found = {}
+    for param, dim in coordinates.detached:
+        accesses = _reads(kernel, kernel.params[param])
+        factors = coordinates.factors if accesses and _is_sized(kernel, param, dim) else ()
+        reads = [(factor, reaches) for factor in factors if (reaches := _read_from(kernel, factor, accesses, dim))]
+        if reads:
+            found[(param, dim)] = min(reads, key=lambda read: read[1].margin)
+    return found
+
+
+def without_wrap(index: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The position before it comes in from the other end."""
+    return index.a if isinstance(index, tirx.FloorMod) else index
+
+
+def _reads(kernel: Kernel, buffer: tirx.Buffer) -> list[tuple[Statement, Access]]:
+    """All that is known to read the parameter; nothing if something else may use it."""
+    if buffer in safe_buffers(kernel.params.values(), kernel.root):
+        return []
+    found = []
+    for statement in kernel.statements:
+        mine = [(statement, access) for access in statement.accesses if access.buffer.same_as(buffer)]
+        if statement.writes(buffer) or (mine and statement.unknown):
+            return []
+        if is_print(statement.node) and buffer in printed_buffers(statement.node):
+            return []
+        found += mine
+    return found
+
+
+def _is_sized(kernel: Kernel, param: str, dim: int) -> bool:
+    return isinstance(kernel.params[param].shape[dim], tirx.IntImm)
+
+
+def _read_from(
+    kernel: Kernel, factor: Factor, accesses: Sequence[tuple[Statement, Access]], dim: int
+) -> Reaches | None:
+    """The windows in which the accesses read the dim from positions of the factor, if they are bounded and alike."""
+    if factor.blocked is not None or not isinstance(factor.size, tirx.IntImm):
+        return None
+    wraps = any(_wraps(access, dim) for _, access in accesses)
+    reaches, slopes, size = dict[Reach, None](), set[Fraction](), 0
+    for statement, access in accesses:
+        index, size = access.indices[dim], int(access.buffer.shape[dim])
+        found = _reach(kernel, factor, without_wrap(index) if wraps else index, statement)
+        if found is None or (wraps and not _wraps(access, dim) and not (_is_coordinate(found) and size == factor.size)):
+            return None
+        slopes.add(found[0])
+        reaches[found[1]] = None
+    if len(slopes) != 1:
+        return None
+    (slope,) = slopes
+    return Reaches(factor.name, size, slope.numerator, slope.denominator, tuple(reaches), wraps)
+
+
+def _wraps(access: Access, dim: int) -> bool:
+    """Whether a position past the dim's end is one at its start."""
+    index = access.indices[dim]
+    return isinstance(index, tirx.FloorMod) and isinstance(index.b, tirx.IntImm) and index.b == access.buffer.shape[dim]
+
+
+def _is_coordinate(found: tuple[Fraction, Reach]) -> bool:
+    return found == (Fraction(1), Reach(0, 0, 1))
+
+
+def _reach(kernel: Kernel, factor: Factor, index: tirx.PrimExpr, statement: Statement) -> tuple[Fraction, Reach] | None:
+    """The slope in which an index follows the factor, and how far it is from there."""
+    terms = {var: factor.roles[var] for var in _mentioned(index, statement, kernel) if var in factor.roles}
+    if not terms:
+        return None
+    form = Linear(terms)
+    distance = Distance(form, int(factor.size) - 1, {loop.var: loop for loop in statement.loops}, kernel.analyzer)
+    found = distance.best(index)
+    if found is None:
+        return None
+    slope, bounds = found
+    low = math.ceil(bounds.low) if slope.denominator == 1 else math.floor(bounds.low)
+    high = math.floor(bounds.high) if slope.denominator == 1 else math.ceil(bounds.high)
+    return slope, Reach(low, high, min(terms.values()))
+
+
+def _mentioned(index: tirx.PrimExpr, statement: Statement, kernel: Kernel) -> set[tirx.Var]:
+    """The loops' variables that an index depends on, by way of the bounds of loops, too."""
+    loops = {loop.var: loop for loop in statement.loops}
+    todo, found = [index], set[tirx.Var]()
+    while todo:
+        for var in vars_of([todo.pop()], kernel.binds) - found:
+            found.add(var)
+            if var in loops:
+                todo += [e for e in (loops[var].min, loops[var].extent) if not isinstance(e, (int, tirx.IntImm))]
+    return found

@@ -1,0 +1,239 @@
+"""Clause 9: a bounded window of another tensor is no reason to gather it: margins are exchanged with neighbours."""
+
+import pytest
+import tilelang.language as T
+import torch
+
+import mesh_tensor as mt
+
+from .halo_kernels import (
+    convolution_2d,
+    convolution_reference,
+    indexed,
+    max_pool,
+    sliding_attention,
+    sliding_reference,
+    staged,
+    stencil,
+    stencil_reference,
+)
+from .support import assert_right, local_kernels, lowered, outline, run, text
+
+BOTH = {"A": {"x": 0}, "B": {"x": 0}}
+ROWS = {"A": {"x": 0}, "O": {"x": 0}}
+ALL = {name: {"x": 0} for name in "QKVO"}
+MESHES = [{"x": 2}, {"x": 3}, {"x": 2, "y": 2}]
+
+# kernel, shapes of its inputs, layouts, reference, elements that a device receives of two: what an expert sends
+KERNELS = {
+    "stencil": (stencil(48), [(48,)], BOTH, stencil_reference, 1),
+    "stencil, uneven": (stencil(37), [(37,)], BOTH, stencil_reference, 1),
+    "shift": (indexed(lambda x: x + 2, 34, 32), [(34,)], BOTH, lambda a: a[2:], 1),
+    "far shift": (indexed(lambda x: x + 30, 78, 48), [(78,)], BOTH, lambda a: a[30:], 15),
+    "every second, but the first": (indexed(lambda x: 2 * x + 1, 66, 32), [(66,)], BOTH, lambda a: a[1:-1:2], 1),
+    "repeat": (indexed(lambda x: x // 3, 16, 48), [(16,)], BOTH, lambda a: a.repeat_interleave(3), 1),
+    "clamped": (indexed(lambda x: T.max(x - 2, 0), 32, 32), [(32,)], BOTH, lambda a: a[[0, 0, *range(30)]], 2),
+    "roll": (indexed(lambda x: (x + 1) % 32, 32, 32), [(32,)], BOTH, lambda a: a.roll(-1), 1),
+    "roll back": (indexed(lambda x: (x + 29) % 32, 32, 32), [(32,)], BOTH, lambda a: a.roll(3), 3),
+    "staged": (staged(48), [(50,)], BOTH, lambda a: a[:-2] + 2 * a[1:-1] + 3 * a[2:], 1),
+    "max pool": (max_pool(48), [(96,)], BOTH, lambda a: a.view(-1, 2).amax(1), 0),
+    "convolution": (
+        convolution_2d(34, 18),
+        [(34, 18), (3, 3)],
+        ROWS,
+        lambda a, k: convolution_reference(a, k, 1),
+        18,
+    ),
+    "convolution, strided": (
+        convolution_2d(21, 37, stride=2),
+        [(21, 37), (3, 3)],
+        ROWS,
+        lambda a, k: convolution_reference(a, k, 2),
+        37,
+    ),
+    "sliding attention": (
+        sliding_attention(96, 8, 8),
+        [(96, 8)] * 3,
+        ALL,
+        lambda q, k, v: sliding_reference(q, k, v, 8),
+        2 * 8 * 8,
+    ),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", KERNELS)
+def test_numbers(name, mesh):
+    func, shapes, layouts, reference, _ = KERNELS[name]
+    assert_right(func, mesh, layouts, [torch.randn(shape) for shape in shapes], reference)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_only_margins_move(name):
+    func, _, layouts, _, elements = KERNELS[name]
+    kernel = mt.compile(mt.annotate(func, {"x": 2}, layouts), target="interpret")
+    assert {step.kind for step in kernel.program.collectives} == {"halo"}
+    assert sum(step.bytes for step in kernel.program.collectives) <= 4 * elements
+    told = kernel.explain()
+    assert "what is next to tiles is read along dim 0" in told
+    assert "needed whole" not in told
+
+
+def test_both_dims_of_a_grid():
+    """Corners come from the diagonal neighbour, in the same collective."""
+    layouts = {"A": {"x": 0, "y": 1}, "O": {"x": 0, "y": 1}}
+    func = convolution_2d(34, 34)
+    result = lowered(func, {"x": 2, "y": 2}, layouts)
+    assert outline(result) == ["halo(A, x, y)", "kernel(A.1, K, O)"]
+    inputs = [torch.randn(34, 34), torch.randn(3, 3)]
+    assert_right(func, {"x": 2, "y": 2}, layouts, inputs, lambda a, k: convolution_reference(a, k, 1))
+
+
+def test_two_axes_on_one_dim():
+    layouts = {"A": {"x": 0, "y": 0}, "B": {"x": 0, "y": 0}}
+    assert outline(lowered(stencil(37), {"x": 2, "y": 2}, layouts)) == ["halo(A, x, y)", "kernel(A.1, B)"]
+    assert_right(stencil(37), {"x": 2, "y": 2}, layouts, [torch.randn(37)], stencil_reference)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 9])
+def test_windows_wider_than_tiles(n):
+    """Of tiles of 1 to 3 elements: what is read lies on several neighbours, or on none."""
+    func = indexed(lambda x: T.max(x - 3, 0), n, n)
+    assert_right(func, {"x": 4}, BOTH, [torch.randn(n)], lambda a: a[(torch.arange(n) - 3).clamp(min=0)])
+
+
+def test_a_whole_input_is_only_sliced():
+    kernel = mt.compile(mt.annotate(stencil(48), {"x": 2}, {"A": {}, "B": {"x": 0}}), target="interpret", poison=True)
+    assert sum(step.bytes for step in kernel.program.collectives) == 0
+    a = torch.randn(48)
+    torch.testing.assert_close(kernel(a), stencil_reference(a))
+
+
+def test_an_input_in_another_layout_comes_at_once():
+    func = convolution_2d(34, 18)
+    kernel = mt.compile(mt.annotate(func, {"x": 2}, {"A": {"x": 1}, "O": {"x": 0}}), target="interpret", poison=True)
+    assert [step.kind for step in kernel.program.collectives] == ["halo"]
+    assert kernel.program.collectives[0].bytes == 18 * 9 * 4  # 18 of 34 rows, of which 9 of 18 columns are not there
+    a, k = torch.randn(34, 18), torch.randn(3, 3)
+    torch.testing.assert_close(kernel(a, k), convolution_reference(a, k, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_local_kernel_needs_no_offset():
+    """Positions in a window are those in the tile."""
+    (kernel,) = local_kernels(lowered(indexed(lambda x: x + 2, 34, 32), {"x": 4}, BOTH))
+    assert "B[bx * 8 + i] = A[bx * 8 + i]" in text(kernel)
+
+
+def test_strict_allows_margins():
+    assert outline(lowered(stencil(48), {"x": 2}, BOTH, strict=True)) == ["halo(A, x)", "kernel(A.1, B)"]
+
+
+def test_blocks_that_tiles_cut_are_gathered():
+    """What is staged by blocks is that of whole blocks: of tiles of 19 it would be another."""
+    result = lowered(staged(37), {"x": 2}, BOTH)
+    assert "all_gather(A, dim 0, x)" in outline(result)
+    assert_right(staged(37), {"x": 2}, BOTH, [torch.randn(39)], lambda a: a[:-2] + 2 * a[1:-1] + 3 * a[2:])
+
+
+def test_c_gives_the_same():
+    for name in ("stencil, uneven", "convolution, strided", "sliding attention"):
+        func, shapes, layouts, reference, _ = KERNELS[name]
+        inputs = [torch.randn(shape) for shape in shapes]
+        result = mt.compile(mt.annotate(func, {"x": 3}, layouts), target="c")(*inputs)
+        torch.testing.assert_close(result, reference(*inputs), rtol=1e-5, atol=1e-5)
+
+
+# -- what is no window -------------------------------------------------------------------------------------------------
+
+
+def in_place(n, block=8):
+    """A[x] += A[x + 1] (where there is one): what neighbours hold changes while they are read."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((n,), "float32")):
+        with T.Kernel(T.ceildiv(n, block), threads=8) as bx:
+            for i in T.serial(block):
+                if bx * block + i < n - 1:
+                    A[bx * block + i] = A[bx * block + i] + A[bx * block + i + 1]
+
+    return kernel
+
+
+def from_data(n, block=8):
+    """B[x] = A[x + shift[0]]."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((n,), "float32"), shift: T.Tensor((1,), "int32"), B: T.Tensor((n - 4,), "float32")):
+        with T.Kernel(T.ceildiv(n - 4, block), threads=8) as bx:
+            for i in T.Parallel(block):
+                if bx * block + i < n - 4:
+                    B[bx * block + i] = A[bx * block + i + shift[0]]
+
+    return kernel
+
+
+def test_what_is_written_meanwhile_is_no_window():
+    func, a = in_place(32), torch.randn(32)
+    assert "halo" not in str(outline(lowered(func, {"x": 2}, {"A": {"x": 0}})))
+    result = a.clone()
+    run(func, {"x": 2}, {"A": {"x": 0}}, result)
+    expected = a.clone()
+    expected[:-1] += a[1:]
+    torch.testing.assert_close(result, expected)
+
+
+def test_a_start_that_is_loaded_is_no_window():
+    func = from_data(36)
+    assert "halo" not in str(outline(lowered(func, {"x": 2}, BOTH)))
+    a = torch.randn(36)
+    assert_right(func, {"x": 2}, BOTH, [a, torch.tensor([3], dtype=torch.int32)], lambda a, _: a[3:35])
+
+
+FAR = {"square": lambda x: x * x % 32, "flip": lambda x: 31 - x, "stride": lambda x: 3 * x % 32}
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_what_goes_far_is_gathered(name):
+    index = FAR[name]
+    func = indexed(index, 32, 32)
+    assert outline(lowered(func, {"x": 2}, BOTH)) == ["all_gather(A, dim 0, x)", "kernel(A.1, B)"]
+    assert_right(func, {"x": 2}, BOTH, [torch.randn(32)], lambda a: a[[int(index(x)) for x in range(32)]])
+
+
+def test_around_another_end_than_the_tensors():
+    """`(x + 1) % 16` of a tensor of 32: it does not come in from the other end."""
+    func = indexed(lambda x: (x + 1) % 16, 32, 32)
+    assert "halo" not in str(outline(lowered(func, {"x": 2}, BOTH)))
+    assert_right(func, {"x": 2}, BOTH, [torch.randn(32)], lambda a: a[(torch.arange(32) + 1) % 16])
+
+
+def test_another_value_outside_is_no_window():
+    """T.copy reads what T.annotate_safe_value says outside of the tensor, and not 0."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((32,), "float32"), B: T.Tensor((32,), "float32")):
+        with T.Kernel(4, threads=8) as bx:
+            T.annotate_safe_value({A: 7.0})
+            rows = T.alloc_shared((9,), "float32")
+            T.copy(A[bx * 8 : bx * 8 + 9], rows)
+            for i in T.Parallel(8):
+                B[bx * 8 + i] = rows[i + 1]
+
+    assert "halo" not in str(outline(lowered(kernel, {"x": 2}, BOTH)))
+    assert_right(kernel, {"x": 2}, BOTH, [torch.randn(32)], lambda a: torch.cat([a[1:], torch.tensor([7.0])]))
+
+
+def test_positions_in_blocks_of_tiles_that_cut_them():
+    """`rows[7 - i]` turns every block around: with tiles that cut blocks these would be other blocks."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((20,), "float32"), B: T.Tensor((20,), "float32")):
+        with T.Kernel(3, threads=8) as bx:
+            rows = T.alloc_shared((8,), "float32")
+            T.copy(A[bx * 8], rows)
+            for i in T.Parallel(8):
+                if bx * 8 + i < 20:
+                    B[bx * 8 + i] = rows[7 - i]
+
+    order = torch.tensor([*range(7, -1, -1), *range(15, 7, -1), *range(23, 19, -1), *range(19, 15, -1)])[:20]
+    assert_right(kernel, {"x": 2}, BOTH, [torch.randn(20)], lambda a: torch.nn.functional.pad(a, (0, 4))[order])

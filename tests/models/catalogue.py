@@ -1,0 +1,32 @@
+"""All architectures of the table."""
+
+from __future__ import annotations
+
+import torch
+
+from .architecture import Architecture
+
+_NEEDED_BY_TORCHVISION = ("nms", "qnms")
+
+
+def architectures() -> list[Architecture]:
+    """Those of the libraries that are installed (the extra `models`)."""
+    _declare_torchvision()
+    from .diffusers_models import DIFFUSERS
+    from .timm_models import TIMM
+    from .torchvision_models import TORCHVISION
+    from .transformers_models import TRANSFORMERS
+
+    return [*TRANSFORMERS, *TIMM, *TORCHVISION, *DIFFUSERS]
+
+
+def _declare_torchvision() -> None:
+    """torchvision's own operators, as far as importing it takes: where it was built for CUDA and torch was not, they
+    don't load. No model of the table uses them."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in _NEEDED_BY_TORCHVISION:
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _LIBRARIES.append(library)
+
+
+_LIBRARIES: list[torch.library.Library] = []

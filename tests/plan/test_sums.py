@@ -1,0 +1,79 @@
+"""Sums of several parts that wait: one collective completes them, whatever else is added in between."""
+
+import pytest
+import torch
+from tvm import relax
+
+import mesh_tensor as mt
+
+from .modules import function, kinds
+
+op = relax.op
+SHAPES = {"x": (6, 8), "w1": (8, 12), "w2": (12, 8), "w3": (8, 12), "w4": (12, 8), "bias": (8,)}
+STATED = {"w1": {"x": 1}, "w2": {"x": 0}, "w3": {"x": 1}, "w4": {"x": 0}}
+
+
+def side_by_side(order, dtype="float32", moved=False):
+    """Two products over a split dim, the residual and a bias, added in that order."""
+
+    def cast(emit, value):
+        return value if dtype == "float32" else emit(op.astype(value, dtype))
+
+    def build(emit, x, w1, w2, w3, w4, bias):
+        terms = {"x": cast(emit, x), "b": cast(emit, bias)}
+        for name, first, second in (("p", w1, w2), ("q", w3, w4)):
+            h = emit(op.nn.relu(emit(op.matmul(cast(emit, x), cast(emit, first)))))
+            terms[name] = emit(op.matmul(h, cast(emit, second)))
+            if moved:
+                terms[name] = emit(op.reshape(emit(op.reshape(terms[name], (3, 2, 8))), (6, 8)))
+        total = terms[order[0]]
+        for name in order[1:]:
+            total = emit(op.add(total, terms[name]))
+        return total
+
+    return function(build, **SHAPES)
+
+
+def check(mod, stated, mesh, expected):
+    run = mt.distribute_module(mod, mesh, stated, poison=True)
+    assert [kind for kind in kinds(run.plan) if kind != "slice"] == expected
+    inputs = [torch.randn(shape) for shape in SHAPES.values()]
+    torch.testing.assert_close(run(*inputs), mt.run_sequential(mod, inputs), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("order", ["xpq", "pxq", "pbxq", "bpqx", "qxpb"])
+def test_one_collective(order, moved):
+    check(side_by_side(order, moved=moved), STATED, {"x": 2}, ["all_reduce"])
+
+
+def test_scattered_where_the_sum_is_split():
+    mod = side_by_side("xpq")
+    name = mod["main"].body.body.name_hint
+    check(mod, {**STATED, name: {"x": 0}}, {"x": 2}, ["all_gather", "reduce_scatter"])
+
+
+def test_over_other_axes_they_are_by_themselves():
+    check(
+        side_by_side("xpq"),
+        {"w1": {"x": 1}, "w2": {"x": 0}, "w3": {"y": 1}, "w4": {"y": 0}},
+        {"x": 2, "y": 2},
+        ["all_reduce"] * 2,
+    )
+
+
+def test_narrow_sums_are_completed_at_once():
+    run = mt.distribute_module(side_by_side("xpq", "float16"), {"x": 2}, STATED)
+    assert kinds(run.plan).count("all_reduce") == 2
+
+
+def test_what_is_stated_between_is_left():
+    mod = side_by_side("xpq")
+    between = next(b.var.name_hint for b in mod["main"].body.blocks[0].bindings if b.value.op.name == "relax.add")
+    check(mod, {**STATED, between: {}}, {"x": 2}, ["all_reduce"] * 2)
+
+
+def test_every_order_gives_the_same():
+    inputs = [torch.randn(shape) for shape in SHAPES.values()]
+    found = [mt.distribute_module(side_by_side(order), {"x": 3}, STATED)(*inputs) for order in ("xpqb", "bqxp")]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
