@@ -16,7 +16,7 @@ from mesh_tensor.base.errors import MeshTensorError, listing, refuse, shown
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.importers.saved import load_module, save_module
-from mesh_tensor.importers.weight_files import FORMAT, INDEX, index_entry, open_weights, write_weights
+from mesh_tensor.importers.weight_files import FORMAT, INDEX, index_entry, open_weights, read_json, write_weights
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.ranks import is_dtensor
 from mesh_tensor.runtime.ranks.dtensor import from_placements, local_part, mesh_of
@@ -144,10 +144,13 @@ def load(
         MeshTensorError: files are missing or damaged, or the layouts don't fit the mesh.
     """
     path = Path(folder) if isinstance(folder, (str, os.PathLike)) else refuse(f"the folder is {shown(folder)}")
-    if not (path / MODULE).is_file():
-        refuse(f"there is no {MODULE} in {str(path)!r}", fix="pass a folder that mt.save wrote")
+    absent = [name for name in (MODULE, INDEX) if not (path / name).is_file()]
+    if absent:
+        refuse(f"there is no {absent[0]} in {str(path)!r}", fix="pass a folder that mt.save wrote")
     mod, weights = load_module(path / MODULE), open_weights(path)
-    function = options.pop("function", None) or json.loads((path / INDEX).read_text(encoding="utf-8"))["function"]
+    function = options.pop("function", None) or read_json(path / INDEX).get("function")
+    if not isinstance(function, str):
+        refuse(f"{INDEX} names no function", where=str(path), fix="pass function=, the one to run")
     if mesh is not None:
         saved = without_annotations(mod, function)
         named = mesh_of(mesh) if type(mesh).__name__ == "DeviceMesh" else Mesh(mesh)

@@ -185,7 +185,7 @@ def open_weights(path: str | os.PathLike[str]) -> StoredWeights:
     if (path / INDEX).is_file():
         return StoredWeights(_in_pieces(path), str(path))
     if (path / _INDEX_OF_OTHERS).is_file():
-        names = _json(path / _INDEX_OF_OTHERS).get("weight_map")
+        names = read_json(path / _INDEX_OF_OTHERS).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
             refuse(f"{_INDEX_OF_OTHERS} says in no `weight_map` which weight is where", where=str(path))
         found = _in_files([_inside(path, name) for name in dict.fromkeys(names.values())])
@@ -229,7 +229,7 @@ def _in_files(paths: Sequence[Path]) -> dict[str, StoredTensor]:
 
 
 def _in_pieces(folder: Path) -> dict[str, StoredTensor]:
-    document = _json(folder / INDEX)
+    document = read_json(folder / INDEX)
     if document.get("format") != FORMAT:
         refuse(f"{INDEX} is of format {document.get('format')!r}, and this is format {FORMAT}", where=str(folder))
     try:
@@ -268,10 +268,11 @@ def _inside(folder: Path, name: str) -> Path:
     return path
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file of JSON."""
     try:
         made = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         refuse(f"{str(path)!r} can't be read", why=str(error), fix="copy the file again")
     if not isinstance(made, dict):
         refuse(f"{str(path)!r} holds no object", fix="copy the file again")

@@ -35,6 +35,7 @@ from .cut import (
     part_of,
     reload,
     with_leading_dim,
+    without_lost_prints,
 )
 
 #: By what they are for.
@@ -100,6 +101,7 @@ class _Combiner:
         stmts = body_statements(analysis.kernel.root.body)
         rest = [*again.values(), *(w.restore() for r, w in whole.items() if is_live(r, at)), *stmts[at:]]
         third = part_of(analysis, rest, [w for r, w in whole.items() if is_live(r, at)])
+        third = without_lost_prints(third, analysis, at)
         return Combination(first, second, third, tuple(own.values()), (*whole.values(), *largest.values()))
 
     def _loop(

@@ -94,11 +94,11 @@ def cut(analysis: Analysis, at: int, suffix: str) -> tuple[tirx.PrimFunc, tirx.P
     before = [stmt for stmt in stmts[:at] if stmt not in idle]
     first = part_of(analysis, [*before, *(w.save() for w in workspaces)], workspaces)
     second = part_of(analysis, [*bound, *again, *(w.restore() for w in workspaces), *stmts[at:]], workspaces)
-    second = _without_lost_prints(second, analysis, at)
+    second = without_lost_prints(second, analysis, at)
     return first, second, workspaces
 
 
-def _without_lost_prints(part: tirx.PrimFunc, analysis: Analysis, at: int) -> tirx.PrimFunc:
+def without_lost_prints(part: tirx.PrimFunc, analysis: Analysis, at: int) -> tirx.PrimFunc:
     """A print of what the part after the cut does not have says so instead."""
     kernel, filled = analysis.kernel, set(written(part.body))
 
@@ -115,7 +115,7 @@ def _without_lost_prints(part: tirx.PrimFunc, analysis: Analysis, at: int) -> ti
     used = _used(body)
     buffer_map = {p: b for p, b in part.buffer_map.items() if not kernel.is_param(b) or b in used}
     params = [p for p in part.params if p in buffer_map or p not in part.buffer_map]
-    return tirx.PrimFunc(params, body, part.ret_type, buffer_map)
+    return tirx.PrimFunc(params, body, part.ret_type, buffer_map, part.attrs)
 
 
 def is_live(live_range: LiveRange, at: int) -> bool:

@@ -36,13 +36,15 @@ class Conflict:
 
 class _Site(NamedTuple):
     """A node, its operands and then its results (each with its atoms' factors), and where the results begin.
-    `repeated`: operands that are repeated along dims which another operand has beside all of theirs: a bias, a mask."""
+    `repeated`: operands that are repeated along dims which another operand has beside all of theirs: a bias, a mask.
+    `around`: atoms of parameters that are read around a factor's place: whole they need no margins."""
 
     node: Node
     tensors: tuple[tuple[Value, AtomFactors], ...]
     results: int
     reduced: Mapping[str, str]
     repeated: frozenset[int]
+    around: frozenset[tuple[Value, int]]
 
 
 class Spread:
@@ -59,12 +61,16 @@ class Spread:
         self._rank = {value: (-value.type.elements, order) for order, value in enumerate(self.places)}
         self._sites: list[_Site] = []
         repeated: dict[int, frozenset[int]] = {}
+        params = set(graph.params)
         self._touching: dict[Value, list[tuple[int, int]]] = {}  # (node, tensor of the node)
         for number, node in enumerate(graph.nodes):
             rule = atoms.rules[node]
             if id(rule) not in repeated:
                 repeated[id(rule)] = _repeated(node, rule)
-            site = _Site(node, tuple(tensors_of(node, rule)), len(node.inputs), rule.reduced, repeated[id(rule)])
+            read = [(node.inputs[operand], atom) for operand, atom in rule.windows]
+            around = frozenset([(value, atom) for value, atom in read if value in params])
+            tensors = tuple(tensors_of(node, rule))
+            site = _Site(node, tensors, len(node.inputs), rule.reduced, repeated[id(rule)], around)
             self._sites.append(site)
             for index, (value, _) in enumerate(site.tensors):
                 self._touching.setdefault(value, []).append((number, index))
@@ -130,7 +136,7 @@ class Spread:
         for value, factors in site.tensors[: site.results] if back else site.tensors[site.results :]:
             if factor in factors and axis not in self.places[value] and axis not in self._closed.get(value, ()):
                 place = factors.index(factor)
-                if place in self._kept.get(value, ()):
+                if place in self._kept.get(value, ()) or (back and (value, place) in site.around):
                     continue
                 self.places[value][axis] = place
                 self._push(value, axis, distance + (site.results > 1))

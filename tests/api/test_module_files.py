@@ -1,10 +1,13 @@
 """Modules on meshes in folders, and on other meshes from there."""
 
+import json
+
 import pytest
 import torch
 
 import mesh_tensor as mt
 from kernels.models import gpt2
+from tests.plan.seed_modules import NESTED
 
 pytest.importorskip("safetensors")
 
@@ -61,6 +64,31 @@ def test_saved_again_where_it_was_loaded_from(folder, model, tmp_path):
     mt.save(mt.load(tmp_path), tmp_path)
     again = mt.load(tmp_path, {"x": 1})
     torch.testing.assert_close(again(*TOKENS), model(*TOKENS).detach())
+
+
+@pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 3}, {"y": 2}])
+def test_functions_that_are_called(tmp_path, mesh):
+    """Values of called functions are annotated, too."""
+    tensors = [torch.randn(128, 128) / 128**0.5 for _ in range(5)]
+    stated = {"A": {"x": 0}, "mlp.Y": {"x": 1}, "mlp.Z": {"y": 0}}
+    mt.save(mt.distribute_module(NESTED, {"x": 2, "y": 2}, stated, check_indices=False), tmp_path)
+    run = mt.load(tmp_path, mesh, poison=True)
+    torch.testing.assert_close(run(*tensors), mt.run_sequential(NESTED, tensors), rtol=1e-4, atol=1e-4)
+
+
+def test_an_index_that_is_damaged(folder, tmp_path):
+    for name in ("module.json", "weights-00000.safetensors"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    index = json.loads((folder / "weights.json").read_text())
+    for text, said in (
+        (json.dumps(index | {"function": 3}), "weights.json names no function"),
+        (json.dumps(index | {"function": "other"}), "the module has no Relax function 'other'"),
+        ("[" * 100_000, "can't be read"),
+    ):
+        (tmp_path / "weights.json").write_text(text)
+        with pytest.raises(mt.MeshTensorError) as error:
+            mt.load(tmp_path)
+        assert said in str(error.value)
 
 
 def test_what_can_not_be_loaded(folder, tmp_path):

@@ -68,10 +68,10 @@ def test_numbers(name, mesh):
 def test_only_margins_move(name):
     func, _, layouts, _, elements = KERNELS[name]
     kernel = mt.compile(mt.annotate(func, {"x": 2}, layouts), target="interpret")
-    assert {step.kind for step in kernel.program.collectives} == {"halo"}
+    assert {step.kind for step in kernel.program.collectives} == ({"halo"} if elements else set())
     assert sum(step.bytes for step in kernel.program.collectives) <= 4 * elements
     told = kernel.explain()
-    assert "what is next to tiles is read along dim 0" in told
+    assert ("what is next to tiles is read along dim 0" in told) == (elements > 0)
     assert "needed whole" not in told
 
 

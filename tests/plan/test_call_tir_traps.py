@@ -29,7 +29,7 @@ EXPECTED = {
     ("padded_exp", "A", 1): ["all_reduce"],
     ("reduce_then_use", "A", 1): ["all_gather"],
     ("regrouped", "A", 0): ["all_gather"],
-    ("shifted", "A", 0): ["all_gather"],
+    ("shifted", "A", 0): ["halo"],
     ("shifted", "A", 1): [],
     ("sum_of_indices", "A", 0): ["all_reduce"],
     ("symmetric", "A", 0): ["all_gather"],
@@ -38,6 +38,9 @@ EXPECTED = {
     ("tiled", "A", 1): [],
     ("to_scalar", "A", 0): ["all_reduce"],
 }
+
+# Where tiles are small enough that margins are less than the whole.
+MARGINS = {("joined", "A", 0, 3): ["halo", "halo"]}
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -50,7 +53,7 @@ def test_right_along_every_dim(name, size):
         made = mt.distribute_module(mod, {"x": size}, {param: {"x": dim}}, target="interpret")
         close(made(*data), expected)
         if (name, param, dim) in EXPECTED:
-            assert collectives(made) == EXPECTED[name, param, dim]
+            assert collectives(made) == MARGINS.get((name, param, dim, size), EXPECTED[name, param, dim])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from .scene import Axis, Dim, Tile
 from .statements import Statements, combine
 
@@ -39,9 +41,15 @@ class Loops(Statements):
         var = scene.name("ko")
         block, blocks = dim.block, dim.blocks
         base = var if block == 1 else f"{var} * {block}"
-        kind = scene.pick(("serial",) * 6 + ("pipelined",) * 2 + ("reversed", "peeled", "halves", "triangle"))
+        kind = scene.pick(
+            ("serial",) * 6 + ("pipelined",) * 2 + ("reversed", "shuffled", "peeled", "halves", "triangle")
+        )
         if kind == "reversed" and blocks > 1:
             return Axis(dim, block, f"({blocks - 1} - {var}) * {block}", var), [f"for {var} in T.serial({blocks})"]
+        if kind == "shuffled" and blocks > 1:
+            step = scene.pick([n for n in range(1, blocks + 1) if math.gcd(n, blocks) == 1])
+            place = f"({var} * {step} + {scene.number(0, blocks - 1)}) % {blocks}"
+            return Axis(dim, block, f"{place} * {block}", var), [f"for {var} in T.serial({blocks})"]
         if kind == "peeled" and blocks > 1 and scene.chance(60):
             return Axis(dim, block, base, var), [f"for {var} in T.serial(1, {blocks})"]
         if kind == "halves" and blocks > 1:

@@ -50,10 +50,13 @@ class RankRuns:
     def row(self, schedule: Schedule, row: Row) -> None:
         """Run this rank's actions, in order."""
         lane, names = self.ranks.world.calls.lane(), self.ranks.topology.names
-        for action in schedule.rows[names.index(self.ranks.name)]:
+        row_of_mesh = schedule.rows[names.index(self.ranks.name)]
+        for action in row_of_mesh:
             lane.doing = f"{action}, {action.name} of stage {action.stage} on mesh {self.ranks.name!r}"
             try:
                 row.run(action)
+                if action is row_of_mesh[-1]:
+                    row.finish()
             except Exception as error:
                 self.ranks.end(error, lane.doing)
                 if isinstance(error, NeverCame):

@@ -163,13 +163,14 @@ def run_rows(schedule: Schedule, rows: Sequence[Row], names: Sequence[str], mail
             for action in schedule.rows[mesh]:
                 try:
                     rows[mesh].run(action)
+                    if action is schedule.rows[mesh][-1]:
+                        rows[mesh].finish()
                 except Stopped:
                     return
                 except BaseException as error:
                     failures.append((names[mesh], action, error))
                     mailbox.fail()
                     return
-            rows[mesh].finish()
 
     threads = [threading.Thread(target=work, args=(mesh,), name=f"mesh {name}") for mesh, name in enumerate(names)]
     for thread in threads:

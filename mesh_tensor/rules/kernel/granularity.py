@@ -78,7 +78,8 @@ def refined(func: tirx.PrimFunc, whole: Sequence[Dim]) -> Iterator[Refined]:
     func = unfuse(func, alone=True)
     kernel = read_kernel(func)
     tried: list[Groups] = [{}]
-    for groups in (_groups(kernel, whole), _blocks(kernel, whole)):
+    for found in (_groups(kernel, whole), _blocks(kernel, whole)):
+        groups = {dim: length for dim, length in found.items() if (_size(kernel, dim) or 1) % length == 0}
         if groups in tried:
             continue
         tried.append(groups)

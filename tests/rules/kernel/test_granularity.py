@@ -329,3 +329,30 @@ def test_blocks_of_different_lengths(long, short, shift):
     assert (steps == ["kernel(A, B, C)"]) == (shift == 0)
     with machine(1):
         check(func, [a, b], expected, [{"x": 2}, {"x": 3}])
+
+
+def test_dims_that_are_no_whole_blocks_are_not_taken_apart():
+    """A block reaches past the end of D, which has a single element."""
+
+    @T.prim_func
+    def main(
+        B: T.Tensor((1,), "int32"), D: T.Tensor((1,), "int32"), F: T.Tensor((4,), "int32"), Y: T.Tensor((4,), "int32")
+    ):
+        with T.Kernel(1, threads=32):
+            total, tile = T.alloc_fragment((4,), "int32"), T.alloc_fragment((4,), "int32")
+            T.clear(total)
+            for k in T.serial(1):
+                T.copy(B[k], tile)
+                for i in T.Parallel(4):
+                    tile[i] = T.if_then_else(D[k * 4 + i] <= 1, tile[i], B[i])
+                for i in T.Parallel(4):
+                    total[i] += tile[i]
+            for i in T.Parallel(4):
+                total[i] = T.if_then_else(i == 1, total[i], F[i])
+            T.copy(total, Y[0])
+
+    b, d = torch.tensor([5], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+    f = torch.arange(4, dtype=torch.int32)
+    func = mt.annotate(main, {"x": 2}, {"D": {"x": 0}, "F": {"x": 0}})
+    result = mt.compile(func, target="interpret")(b, d, f)
+    assert result.tolist() == [0, 0, 2, 3]
