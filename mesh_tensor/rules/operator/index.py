@@ -10,8 +10,18 @@ from .rule import Dim, LocalCall, OpRule
 from .table import rule, whole_rule
 
 _FIRST = (frozenset({0}),)
-# Operators whose operands after the first are looked up in its dims.
-LOOK_UPS = frozenset({"gather_elements", "gather_nd", "index_tensor", "mesh.local_gather", "mesh.local_take", "take"})
+# Operators whose second operand, or all after the first, are looked up in dims of the first one.
+LOOK_UPS = frozenset(
+    {
+        "gather_elements",
+        "gather_nd",
+        "index_tensor",
+        "mesh.local_gather",
+        "mesh.local_take",
+        "scatter_elements",
+        "take",
+    }
+)
 
 
 @rule("take")

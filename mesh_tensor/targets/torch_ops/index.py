@@ -279,7 +279,7 @@ def _scatter_elements(call: OpCall, place: Place) -> Function:
     size = call.inputs[0].shape[dim]
 
     def scatter_elements(x: Tensor, index: Tensor, updates: Tensor) -> Tensor:
-        index, valid = check(index.long(), size)
+        index, valid = check(index.long(), size, (1, index))
         found = scatter(x, dim, index, updates)
         if valid is not None:
             lines = tuple(slice(None) if d == dim else slice(0, n) for d, n in enumerate(index.shape))
