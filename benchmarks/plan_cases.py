@@ -21,6 +21,7 @@ from kernels.linear_attention import linear_attention
 from kernels.matmul import batched_matmul, matmul, split_k_matmul
 from kernels.matmul_bias_gelu import matmul_bias_gelu
 from kernels.mlp import mlp_up
+from kernels.neighbourhoods import filter_2d, sliding_attention
 from kernels.quantized import block_scaled_matmul, dequantize, packed_matmul
 from kernels.reduce import reduce_columns, reduce_rows
 from kernels.rms_norm import rms_norm, two_pass_rms_norm
@@ -276,6 +277,19 @@ def _unused() -> Iterator[PlanCase]:
     yield _case("unused", add_bias, {"M": _BIG, "N": _BIG}, small="A0 bias0 C0")
 
 
+def _neighbourhoods() -> Iterator[PlanCase]:
+    """Windows around tiles; tables and bins that are indexed by data."""
+    margin = "2 rows of the next tile, and one as tiles of 2050 rows are longer than those of 2048"
+    image = {"height": _BIG + 2, "width": _BIG + 2}
+    yield _case("neighbours", filter_2d, image, rows=("A0 out0", margin, 0, 3 * (_BIG + 2) * 4))
+    sliding = {"seq": 16384, "dim": 64, "window": 512}
+    rows = ("Q0 K0 V0 Out0", "the keys and values just before the tile's", 0, 2 * 512 * 64 * 4)
+    yield _case("neighbours", sliding_attention, sliding, rows=rows)
+    words = {"tokens": 2048, "vocabulary": 65536, "features": 512}
+    rows = ("table0", "all devices' rows of the result are summed", 2048 * 512)
+    yield _case("neighbours", embedding, words, vocabulary=rows)
+
+
 CASES: tuple[PlanCase, ...] = (
     *_of_the_catalogue(),
     *_key_heads(),
@@ -286,4 +300,5 @@ CASES: tuple[PlanCase, ...] = (
     *_schedules(),
     *_combined(),
     *_unused(),
+    *_neighbourhoods(),
 )

@@ -3,9 +3,10 @@
 from .case import KernelCase
 from .elementwise import ELEMENTWISE_CASES
 from .inference import INFERENCE_CASES
+from .neighbourhoods import NEIGHBOURHOOD_CASES
 from .products import PRODUCT_CASES
 from .rows import ROW_CASES
 
-CASES: tuple[KernelCase, ...] = (*PRODUCT_CASES, *ROW_CASES, *ELEMENTWISE_CASES, *INFERENCE_CASES)
+CASES: tuple[KernelCase, ...] = (*PRODUCT_CASES, *ROW_CASES, *ELEMENTWISE_CASES, *INFERENCE_CASES, *NEIGHBOURHOOD_CASES)
 
 __all__ = ["CASES", "KernelCase"]

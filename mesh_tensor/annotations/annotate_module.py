@@ -2,7 +2,7 @@
 
 Stated in TVM's own terms as far as they go: `R.dist.annotate_sharding` calls, the mesh in the module's global infos.
 What TVM has no words for (partial values, open dims, priorities) is in the function attribute `mesh_tensor_hints`, from
-the name that such a call binds to a dict with "partial", "open", "priority". Axis names: see `meshes`.
+the name that such a call binds to a dict with "partial", "open", "priority", "later". Axis names: see `meshes`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def annotate_module(
     shardings: Mapping[str, Any],
     function: str = "main",
     *,
-    open: Iterable[str] = (),
-    priority: Mapping[str, int] | None = None,
+    open: Iterable[str] | Mapping[str, Iterable[int]] = (),
+    priority: Mapping[str, int | Mapping[str, int]] | None = None,
 ) -> ir.IRModule:
     """A copy of a Relax module in which values are annotated with their layouts on `mesh`.
 
@@ -63,8 +63,9 @@ def annotate_module(
             "S[0], R"), an `mt.Sharding`, or {"sharding": ..., "partial": {axis: op}}. An axis that is left out is
             replicated.
         function: where unqualified names are looked up.
-        open: names of annotated values whose remaining axes propagation may use.
-        priority: from names of annotated values to 0, 1, ...: lower ones spread first. 0 where nothing is said.
+        open: names of annotated values whose remaining axes propagation may use; a dict from names to dims: on these.
+        priority: from names of annotated values to 0, 1, ..., or to a dict from axes to these: lower ones spread first.
+            0 where nothing is said.
 
     Returns:
         The annotated module: prints and parses as TVMScript.
@@ -90,26 +91,57 @@ def annotate_module(
 
 
 def _read(
-    names: NamedValues, mesh: Mesh, shardings: Any, open: Iterable[str], priority: Mapping[str, int]
+    names: NamedValues, mesh: Mesh, shardings: Any, open: Any, priority: Mapping[str, Any]
 ) -> tuple[dict[tuple[str, str], Annotation], list[str]]:
     """(function, variable) -> what is stated for it; and all that is wrong."""
     if not isinstance(shardings, Mapping):
         return {}, [f"the shardings are {shown(shardings)}, which is no dict from names"]
-    opened = dict.fromkeys([open] if isinstance(open, str) else open)
+    opened: dict[str, Any] = dict(open) if isinstance(open, Mapping) else dict.fromkeys(_listed(open), True)
     problems = [f"`open` has {name!r}, which is not annotated" for name in opened if name not in shardings]
     problems += [f"`priority` has {name!r}, which is not annotated" for name in priority if name not in shardings]
-    bad = {name: value for name, value in priority.items() if not is_int(value) or value < 0}
-    problems += [f"the priority of {name!r} is {value!r}, which is no int >= 0" for name, value in bad.items()]
+    problems += [problem for name, value in priority.items() for problem in _wrong_priority(mesh, name, value)]
     stated: dict[tuple[str, str], Annotation] = {}
     meant, wrong_names = names.meant_by(shardings)
     for name, key, var in meant:
         sharding, wrong = _sharding(mesh, var, shardings[name])
+        dims = opened.get(name, False)
+        if sharding is not None and not isinstance(dims, bool):
+            wrong += [f"`open` has {dim!r}, which is none of its dims" for dim in dims if not _is_dim(dim, sharding)]
+            dims = tuple(int(dim) % sharding.ndim for dim in dims) if not wrong else ()
         problems += [f"value {name!r}: {problem}" for problem in wrong]
-        if sharding is not None:
-            annotation = Annotation(sharding, name in opened, priority.get(name, 0))
+        if sharding is not None and not problems:
+            first, later = _heard(priority.get(name, 0))
+            annotation = Annotation(sharding, dims, first, later)
             if stated.setdefault(key, annotation) != annotation:
                 problems.append(f"value {key[1]!r} of {key[0]!r} is given two layouts, one of them under {name!r}")
     return stated, [*problems, *wrong_names]
+
+
+def _listed(names: Any) -> list[Any]:
+    return [names] if isinstance(names, str) else list(names)
+
+
+def _is_dim(dim: Any, sharding: Sharding) -> bool:
+    return is_int(dim) and -sharding.ndim <= dim < sharding.ndim
+
+
+def _wrong_priority(mesh: Mesh, name: str, value: Any) -> list[str]:
+    """What is wrong with a priority: of a value, or of its axes."""
+    if not isinstance(value, Mapping):
+        ok = is_int(value) and value >= 0
+        return [] if ok else [f"the priority of {name!r} is {value!r}, which is no int >= 0"]
+    unknown = [
+        f"the priority of {name!r} has {axis!r}, which is no axis of {mesh}" for axis in value if axis not in mesh
+    ]
+    bad = {axis: one for axis, one in value.items() if not is_int(one) or one < 0}
+    return unknown + [f"the priority of {name!r} along {axis!r} is {one!r}, no int >= 0" for axis, one in bad.items()]
+
+
+def _heard(priority: int | Mapping[str, int]) -> tuple[int, tuple[tuple[str, int], ...]]:
+    """A priority for all axes, and how much later some are heard."""
+    if isinstance(priority, Mapping):
+        return 0, tuple((axis, int(later)) for axis, later in priority.items() if later)
+    return int(priority), ()
 
 
 def _of_gradients(mod: ir.IRModule, stated: Mapping[tuple[str, str], Annotation]) -> dict[tuple[str, str], Annotation]:
@@ -208,5 +240,6 @@ def _placement(sharding: Sharding) -> Placement:
 
 
 def _hints(annotation: Annotation) -> dict[str, Any]:
-    said = {"partial": dict(annotation.sharding.partial), "open": annotation.open, "priority": annotation.priority}
+    said: dict[str, Any] = {"partial": dict(annotation.sharding.partial), "open": annotation.open}
+    said |= {"priority": annotation.priority, "later": dict(annotation.later)}
     return {what: value for what, value in said.items() if value}

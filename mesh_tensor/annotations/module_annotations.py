@@ -28,12 +28,29 @@ _SHARDING = 0  # PlacementSpecKind.kSharding
 
 @dataclass(frozen=True)
 class Annotation:
-    """The layout that the user stated for a value. `open`: propagation may use the axes that it does not. Lower
-    `priority` is heard first."""
+    """The layout that the user stated for a value. `open`: propagation may use the axes that it does not, on all dims
+    or on these. Lower `priority` is heard first; `later`: how much later that is along some axes."""
 
     sharding: Sharding
-    open: bool = False
+    open: bool | tuple[int, ...] = False
     priority: int = 0
+    later: tuple[tuple[str, int], ...] = ()
+
+    def priority_of(self, axis: str) -> int:
+        """When the layout is heard along an axis."""
+        return self.priority + dict(self.later).get(axis, 0)
+
+    def keeps(self, dim: int) -> bool:
+        """Whether no other axes may split a dim."""
+        return not self.open if isinstance(self.open, bool) else dim not in self.open
+
+    def said_priority(self) -> int | dict[str, int]:
+        """The priority as users state it."""
+        return {axis: self.priority + n for axis, n in self.later} if self.later else self.priority
+
+    def said_open(self, ndim: int) -> tuple[int, ...]:
+        """The open dims as users state them."""
+        return tuple(dim for dim in range(ndim) if not self.keeps(dim))
 
 
 @dataclass(frozen=True)
@@ -187,7 +204,10 @@ class _Layouts:
         if wrong:
             return None, wrong
         sharding = Sharding.of(mesh, ndim, {axis: by_axis.get(axis, Replicate()) for axis in mesh})
-        return Annotation(sharding, bool(hints.get("open", False)), int(hints.get("priority", 0))), []
+        opened = hints.get("open", False)
+        opened = tuple(int(dim) for dim in opened) if isinstance(opened, (list, tuple)) else bool(opened)
+        later = tuple((str(axis), int(n)) for axis, n in dict(hints.get("later", {})).items())
+        return Annotation(sharding, opened, int(hints.get("priority", 0)), later), []
 
 
 def _hints(name: str, func: relax.Function, statements: list[_Statement]) -> Mapping[str, Any]:

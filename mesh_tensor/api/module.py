@@ -52,7 +52,7 @@ def distribute_module(
     shardings: Mapping[str, ShardingLike] | None = None,
     *,
     weights: Mapping[str, Any] | None = None,
-    priority: Mapping[str, int] | None = None,
+    priority: Mapping[str, int | Mapping[str, int]] | None = None,
     function: str = "main",
     target: str = "auto",
     strict: bool = False,
@@ -86,7 +86,7 @@ def distribute_module(
         poison: on a virtual mesh, padding holds NaN or extreme integers, so that what reads it shows (for tests).
         overlap: whether collectives run beside operators and kernels. `auto` starts them early, and on ranks splits
             TileLang kernels into slabs where a cost model says so; `off` runs everything in bulk, a number is into
-            how many slabs kernels beside a collective are split.
+            how many slabs kernels beside a collective are split. Gradients go in buckets where it is `auto`.
         donate: take the tensors out of `weights`, which is empty then: each is let go once it is laid out.
 
     Returns:
@@ -132,7 +132,7 @@ def distribute_module(
 
 
 def _step_module(
-    step: TrainingStep, mesh: Any, shardings: Mapping[str, ShardingLike] | None, priority: Mapping[str, int] | None
+    step: TrainingStep, mesh: Any, shardings: Mapping[str, ShardingLike] | None, priority: Mapping[str, Any] | None
 ) -> ir.IRModule:
     """A training step's module, annotated for the mesh that it is to run on."""
     if mesh is None:
@@ -307,7 +307,6 @@ class MeshModule:
         with ranks.calls.lane() as lane:
             try:
                 tensors, sizes = self._bound(bind)
-                self._plan = self._planned(sizes)
             except MeshTensorError as error:
                 launches = [launch for launch in self._launches if isinstance(launch, RankModuleLaunch)]
                 if not any(launch.lane is lane for launch in launches):  # the others are about to agree
@@ -316,18 +315,21 @@ class MeshModule:
             return self._used(tensors, sizes, ranks, use)
 
     def _bound(self, bind: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], Mapping[Any, int]]:
+        """What is no weight of a call's tensors, checked, and the sizes of symbols, for which there is a plan then."""
         tensors = bind()
-        return tensors, self._signature.check(tensors, self._target.device_type)
+        sizes = self._signature.check(tensors, self._target.device_type)
+        plan = self._plan = self._planned(sizes)
+        if self._checks_indices:
+            refuse_outside(plan.index_checks, tensors, self._function)
+        held = self._held
+        return {name: tensor for name, tensor in tensors.items() if name not in held}, sizes
 
     def _used(
         self, tensors: Mapping[str, Any], sizes: Mapping[Any, int], ranks: Ranks | None, use: Callable[[Any, Any], Any]
     ) -> Any:
         launch = self._launch(sizes, ranks)
-        if self._checks_indices:
-            refuse_outside(self.plan.index_checks, tensors, self._function)
         with torch.no_grad(), full_precision():
-            held = self._held
-            return use(launch, {name: tensor for name, tensor in tensors.items() if name not in held})
+            return use(launch, tensors)
 
     def bind(self, *args: Any, **named: Any) -> tuple[dict[str, Any], ModulePlan]:
         """The tensors of a call by parameter, weights among them, and the plan for their sizes; nothing is run."""

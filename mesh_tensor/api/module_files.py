@@ -158,6 +158,13 @@ def load(
     return distribute_module(mod, mesh, shardings, weights=weights, function=function, **options)
 
 
+def _for_mesh(priority: int | dict[str, int], mesh: Mesh) -> int | dict[str, int]:
+    """A priority without the axes that the mesh does not have."""
+    if isinstance(priority, int):
+        return priority
+    return {axis: number for axis, number in priority.items() if axis in mesh.axis_names}
+
+
 def _restated(saved: Unannotated, mesh: Mesh, function: str) -> Any:
     """The module with what was stated for another mesh, for this one."""
     layouts: dict[str, Any] = {}
@@ -173,8 +180,8 @@ def _restated(saved: Unannotated, mesh: Mesh, function: str) -> Any:
             fix=f"name the axes as there, {listing(saved.mesh.axis_names)}, or pass shardings",
         )
     names = {(v if w == function else f"{w}.{v}"): annotation for (w, v), annotation in saved.stated.items()}
-    opened = [name for name, annotation in names.items() if annotation.open]
-    priority = {name: annotation.priority for name, annotation in names.items() if annotation.priority}
+    opened = {name: dims for name, said in names.items() if (dims := said.said_open(said.sharding.ndim))}
+    priority = {name: _for_mesh(said.said_priority(), mesh) for name, said in names.items() if said.said_priority()}
     try:
         return annotate_module(saved.module, mesh, layouts, function, open=opened, priority=priority)
     except MeshTensorError as error:

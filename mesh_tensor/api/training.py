@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,13 +11,17 @@ from torch import nn
 from tvm import ir
 
 from mesh_tensor.annotations.names import source_names
-from mesh_tensor.base.errors import refuse
-from mesh_tensor.base.optimizer import MASTER, Optimizer
+from mesh_tensor.base.errors import listing, refuse
+from mesh_tensor.base.optimizer import MASTER
 from mesh_tensor.importers import ImportedModule
-from mesh_tensor.plan.training import NUMBERS_NAME, Kept, training_function
+from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME, Kept, training_function
+from mesh_tensor.plan.updates import AnyOptimizer
 
-from .training_check import check_gradients
+from .training_check import check_gradients, check_loss
 from .training_import import ImportedLoss, imported_loss
+from .training_microbatches import Parts, microbatches_of
+from .training_optimizer import Rule, any_optimizer
+from .training_scale import LossScale
 
 Schedule = Callable[[int], float]
 
@@ -34,6 +38,8 @@ class TrainingStep:
     names       from names in torch ("fc.weight", "opt.exp_avg.fc.weight") to those
     zero        what of the state is split over the batch's axes: 0 nothing, 1 and 2 what the optimizer keeps, 3 all
     schedule    step 0, 1, ... -> what the learning rate is multiplied with
+    loss_scale  that of the first step
+    copies      the name of a value of the forward part -> those of the same in later microbatches
     """
 
     mod: ir.IRModule
@@ -41,10 +47,12 @@ class TrainingStep:
     state: dict[str, torch.Tensor]
     fixed: dict[str, torch.Tensor]
     names: dict[str, str]
-    optimizer: Optimizer
+    optimizer: AnyOptimizer
     kept: tuple[Kept, ...]
     zero: int = 0
     schedule: Schedule | None = None
+    loss_scale: LossScale | None = None
+    copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def numbers(self, step: int) -> torch.Tensor:
         """The numbers of step 0, 1, ..."""
@@ -59,10 +67,12 @@ def training_step(
     loss: Callable[..., torch.Tensor] | None,
     inputs: Sequence[torch.Tensor] = (),
     *,
-    optimizer: str = "adamw",
+    optimizer: str | Rule = "adamw",
     zero: int = 0,
     clip_norm: float | None = None,
     schedule: Schedule | None = None,
+    accumulate: int = 1,
+    loss_scale: float | str | None = None,
     check: bool = True,
     **options: Any,
 ) -> TrainingStep:
@@ -74,10 +84,15 @@ def training_step(
         loss: of what the model gives for all inputs but the last one, and the last one (`F.cross_entropy`); None: what
             the model gives for all inputs is the loss.
         inputs: example inputs, of the sizes that are trained with.
-        optimizer: "sgd", "momentum", "adam", "adamw" or "lion", with the formulas and defaults of torch.
+        optimizer: "sgd", "momentum", "adam", "adamw" or "lion", with the formulas and defaults of torch; or a function
+            `rule(parameter, gradient, lr, step, *, average) -> (new parameter, {"average": ...})` of torch tensors.
         zero: 1 or 2 splits what the optimizer keeps over the axes that split the batch, 3 the parameters as well.
         clip_norm: the norm of all gradients together is not larger than this.
         schedule: from the number of the step (0, 1, ...) to what the learning rate is multiplied with.
+        accumulate: into how many microbatches the batch is taken apart. They are gone through one after the other; the
+            loss and the gradients are those of the whole batch.
+        loss_scale: what the loss is multiplied with before gradients are taken, which are divided by it again: a
+            number, or "dynamic", which leaves out steps whose gradients overflow and goes on with a smaller one.
         check: compare a step on the example inputs with torch.autograd.
         options: of the optimizer: lr, betas, eps, weight_decay, momentum, nesterov.
 
@@ -91,29 +106,55 @@ def training_step(
     """
     if zero not in (0, 1, 2, 3):
         refuse(f"zero={zero!r}", fix="use 0, 1, 2 or 3")
-    made = Optimizer.make(optimizer, **options)
+    made = any_optimizer(optimizer, options)
+    asked = _Asked(made, zero, clip_norm, schedule, LossScale.make(loss_scale))
     if isinstance(model, ImportedModule):
-        return _step(
-            ImportedLoss(model, {name: model.params[name] for name in model.state}),
-            model,
-            made,
-            zero,
-            clip_norm,
-            schedule,
-        )
-    with imported_loss(model, loss, tuple(inputs)) as found:
-        step = _step(found, model, made, zero, clip_norm, schedule)
+        if accumulate != 1:
+            refuse("accumulate= of a module that was imported", fix="pass the torch model: it is imported for a part")
+        return _step(ImportedLoss(model, {name: model.params[name] for name in model.state}), model, asked)
+    batch = tuple(inputs)
+    parts = None if accumulate == 1 else microbatches_of(batch, accumulate)
+    with imported_loss(model, loss, batch if parts is None else parts.first) as found:
+        step = _step(found, model, asked, parts)
         if check and found.loss is not None:
-            batch = (*inputs, *found.buffers.values())
-            check_gradients(model, batch, found.loss, found.module, [mine.parameter for mine in step.kept])
+            given = (*(batch if parts is None else parts.first), *found.buffers.values())
+            check_gradients(model, given, found.loss, found.module, [mine.parameter for mine in step.kept])
+    if parts is not None:
+        check_loss(model, loss, batch, step.mod, step.state | step.fixed)
     return step
 
 
-def _step(
-    found: ImportedLoss, model: Any, made: Optimizer, zero: int, clip_norm: float | None, schedule: Schedule | None
-) -> TrainingStep:
+@dataclass(frozen=True)
+class _Asked:
+    """What was asked for beside model and loss."""
+
+    optimizer: AnyOptimizer
+    zero: int
+    clip_norm: float | None
+    schedule: Schedule | None
+    loss_scale: LossScale | None
+
+
+def _step(found: ImportedLoss, model: Any, asked: _Asked, parts: Parts | None = None) -> TrainingStep:
     module = found.module
-    mod, kept = training_function(module.mod, "main", _trained(module, model), made, clip_norm, list(found.buffers))
+    written = [name for name, ours in module.names.items() if ours in found.buffers]
+    if parts is not None and found.buffers:
+        refuse(
+            f"accumulate= of a model that writes {listing(written)}",
+            why="statistics of a microbatch are not those of the batch",
+            fix="leave accumulate out, or use norms that look at each row by itself",
+        )
+    made = training_function(
+        module.mod,
+        "main",
+        _trained(module, model),
+        asked.optimizer,
+        asked.clip_norm,
+        list(found.buffers),
+        scaled=asked.loss_scale is not None,
+        microbatches=None if parts is None else parts.named(module.mod["main"]),
+    )
+    mod, kept = made.mod, made.kept
     state = {mine.parameter: module.params[mine.parameter] for mine in kept} | found.buffers
     for mine in kept:
         state |= {name: _first(slot, state[mine.parameter]) for slot, name in mine.slots.items()}
@@ -121,9 +162,22 @@ def _step(
     fixed = {name: module.params[name] for name in params if name in module.params and name not in state}
     every = {**module.names, **source_names(mod["main"])}
     names = {theirs: ours for theirs, ours in every.items() if ours in state or ours in fixed}
-    taken = tuple(name for name in params if name not in state and name not in fixed and name != NUMBERS_NAME)
+    ours_alone = {*state, *fixed, NUMBERS_NAME, LOSS_SCALE_NAME}
+    taken = tuple(name for name in params if name not in ours_alone)
     state = {name: state[name] for name in params if name in state}
-    return TrainingStep(mod, taken, state, fixed, names, made, tuple(kept), zero, schedule)
+    return TrainingStep(
+        mod,
+        taken,
+        state,
+        fixed,
+        names,
+        asked.optimizer,
+        tuple(kept),
+        asked.zero,
+        asked.schedule,
+        asked.loss_scale,
+        made.copies,
+    )
 
 
 def _trained(module: ImportedModule, model: Any) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from mesh_tensor.importers import ImportedModule
 from mesh_tensor.plan.gradient import gradient_function
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.sequential import run_sequential
+from mesh_tensor.targets.dtypes import torch_dtype
 
-_TOLERANCE = 1e-3  # of the largest element of all gradients
+_TOLERANCE = 1e-3  # of the largest element of all gradients, or of the loss
+_NARROW_TOLERANCE = 5e-2  # of a loss in 16 bits
 
 
 @undisturbed
@@ -44,6 +46,35 @@ def check_gradients(
             where="the training step, on its example inputs",
             why="torch's gradients are others, or not finite",
             fix="train in float32; write the model with other operators; check=False leaves this out",
+        )
+
+
+@undisturbed
+def check_loss(
+    model: nn.Module, loss: Any, inputs: Sequence[torch.Tensor], mod: Any, state: Mapping[str, torch.Tensor]
+) -> None:
+    """Refuse a step whose loss on the inputs, which are a whole batch, is not torch's: numbers of Python's in the loss,
+    as a size that it divides by, are those of a microbatch."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.no_grad():
+        expected = model(*inputs) if loss is None else loss(model(*inputs[:-1]), inputs[-1])
+        for buffer, kept in buffers:
+            buffer.copy_(kept)
+    params = mod["main"].params
+    given = {p.name_hint: tensor for p, tensor in zip(params, inputs, strict=False)} | dict(state)
+    given |= {
+        p.name_hint: torch.ones([int(size) for size in p.struct_info.shape], dtype=torch_dtype(p.struct_info.dtype))
+        for p in params
+        if p.name_hint not in given
+    }
+    found, *_ = run_sequential(mod, given)
+    tolerance = _TOLERANCE if expected.itemsize > 2 else _NARROW_TOLERANCE
+    if not abs(float(found) - float(expected)) <= tolerance * abs(float(expected)):
+        refuse(
+            f"the loss of the batch in microbatches is {float(found):.6g}, but {float(expected):.6g} in torch",
+            where="the training step, on its example inputs",
+            why="the loss, or the model, looks at the size of the batch",
+            fix="write it as a mean over rows, as the mean of a tensor, or leave accumulate out",
         )
 
 

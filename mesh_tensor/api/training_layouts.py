@@ -19,7 +19,7 @@ from .training import TrainingStep
 
 
 def annotated_step(
-    step: TrainingStep, mesh: Mesh, shardings: Mapping[str, Any], priority: Mapping[str, int]
+    step: TrainingStep, mesh: Mesh, shardings: Mapping[str, Any], priority: Mapping[str, Any]
 ) -> ir.IRModule:
     """The step's module with what is stated for it. What the optimizer keeps for a parameter lies as the parameter,
     unless something is stated for it. `priority` is as `annotate_module` takes it.
@@ -31,6 +31,7 @@ def annotated_step(
     if problems or not set(priority) <= set(shardings):
         return annotate_module(step.mod, mesh, shardings, priority=priority)  # which says so
     named = [(var if function == "main" else f"{function}.{var}", name) for name, (function, var), _ in meant]
+    named += [(again, name) for var, name in named for again in step.copies.get(var, ())]
     given = {var: shardings[name] for var, name in named}
     sharding = {
         param.name_hint: found

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from mesh_tensor.base.errors import did_you_mean, listing, refuse
-from mesh_tensor.plan.training import NUMBERS_NAME
+from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Program
 from mesh_tensor.runtime.ambient import undisturbed
@@ -19,7 +20,7 @@ from .training import TrainingStep
 if TYPE_CHECKING:
     from .module import MeshModule
 
-STEP = "opt.step"
+STEP, LOSS_SCALE, GOOD_STEPS = "opt.step", "opt.loss_scale", "opt.loss_scale_steps"
 
 
 class TrainingRun:
@@ -27,10 +28,13 @@ class TrainingRun:
     one. Parameters, and what the optimizer keeps, stay on the mesh, in the layouts that were stated for them. A step
     that raises leaves them as they were.
 
-    steps   how many steps were taken"""
+    steps       how many steps were taken
+    skipped     how many were left out, because gradients overflowed under a dynamic loss scale
+    loss_scale  that of the next step; None: there is none"""
 
     def __init__(self, step: TrainingStep, module: MeshModule) -> None:
-        self.steps = 0
+        self.steps = self.skipped = 0
+        self._scale = step.loss_scale
         self._step, self._module = step, module
         self._state: dict[str, Any] | None = None
         self._watched = [name for name, first in step.state.items() if not not_finite({name: (first,)})]
@@ -46,13 +50,27 @@ class TrainingRun:
             )
         free = [name for name in wanted if name not in named]
         tensors = {**dict(zip(free, batch, strict=True)), **named}
-        numbers = self._step.numbers(self.steps)
-        loss, state, bad = self._module.step({**tensors, NUMBERS_NAME: numbers}, self._kept, self._watched)
-        if bad or not bool(torch.isfinite(loss)):
+        tensors[NUMBERS_NAME] = self._step.numbers(self.steps)
+        if self._scale is not None:
+            tensors[LOSS_SCALE_NAME] = torch.tensor(self._scale.value, dtype=torch.float32)
+        loss, state, bad = self._module.step(tensors, self._kept, self._watched)
+        is_finite = bool(torch.isfinite(loss))
+        if bad and is_finite and self._scale is not None and self._scale.can_fall:
+            self._scale = self._scale.after_overflow()
+            self.skipped += 1
+            return loss
+        if bad or not is_finite:
             self._refuse(loss, bad)
         self._state = state
         self.steps += 1
+        if self._scale is not None:
+            self._scale = self._scale.after_step()
         return loss
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the loss of the next step is multiplied with before gradients are taken."""
+        return None if self._scale is None else self._scale.value
 
     def _refuse(self, loss: torch.Tensor, bad: Collection[str]) -> NoReturn:
         """Refuse a step after which the state `bad` would not be finite."""
@@ -69,7 +87,8 @@ class TrainingRun:
             )
         refuse(
             f"gradients that are not finite, or too large for what is kept: those of {listing(found)}",
-            where=f"step {self.steps + 1}, whose loss is {loss.item():.6g}",
+            where=f"step {self.steps + 1}, whose loss is {loss.item():.6g}"
+            + ("" if self._scale is None else f", times {self._scale.value:g}"),
             why="the parameters would not be finite after it; the state stays as it was before this step",
             fix="keep derivatives finite where they are not, as that of sqrt or norm at 0: "
             "torch.sqrt(x.clamp(min=eps)); look at the batch, or use a smaller learning rate",
@@ -84,7 +103,15 @@ class TrainingRun:
         """
         made = {**self._step.fixed, **self._module.whole_state(self._kept, full)}
         tensors = {theirs: made[ours] for theirs, ours in self._step.names.items()}
-        return {**tensors, STEP: torch.tensor(self.steps)}
+        return {**tensors, **self._counts()}
+
+    def _counts(self) -> dict[str, torch.Tensor]:
+        """What of the state is no tensor of the module's."""
+        counts = {STEP: torch.tensor(self.steps)}
+        if self._scale is None or not self._scale.dynamic:
+            return counts
+        scale = torch.tensor(self._scale.value, dtype=torch.float64)
+        return {**counts, LOSS_SCALE: scale, GOOD_STEPS: torch.tensor(self._scale.good)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that `state_dict` gave, perhaps on another mesh: whole tensors or DTensors.
@@ -93,9 +120,10 @@ class TrainingRun:
             MeshTensorError: names are missing or unknown, or shapes or dtypes differ; the state stays as it was.
         """
         names = {theirs: ours for theirs, ours in self._step.names.items() if ours in self._step.state}
-        known = [*names, STEP]
+        counts = self._counts()
+        known = [*names, *counts]
         problems = [f"{name!r} is missing" for name in known if name not in state]
-        every = [*self._step.names, STEP]
+        every = [*self._step.names, *counts]
         problems += [f"there is no {name!r}{did_you_mean(name, known)}" for name in state if name not in every]
         problems += [
             found for n in names if n in state and (found := _differs(n, state[n], self._step.state[names[n]]))
@@ -106,6 +134,8 @@ class TrainingRun:
             )
         kept = self._module.as_state({names[name]: state[name] for name in names})
         self._state, self.steps = kept, int(state[STEP])
+        if self._scale is not None and self._scale.dynamic:
+            self._scale = replace(self._scale, value=float(state[LOSS_SCALE]), good=int(state[GOOD_STEPS]))
 
     @property
     def _kept(self) -> dict[str, Any]:

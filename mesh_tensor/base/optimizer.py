@@ -51,14 +51,14 @@ class Optimizer:
         """What is kept per parameter, in its shape; zero at first."""
         return OPTIMIZERS[self.name][0]
 
-    def numbers(self, step: int, lr: float) -> tuple[float, float, float]:
-        """The numbers of step 1, 2, ...: the learning rate; and where there are betas, 1 - beta1^step and the root of
-        1 - beta2^step."""
+    def numbers(self, step: int, lr: float) -> tuple[float, ...]:
+        """The numbers of step 1, 2, ...: the learning rate; where there are betas, 1 - beta1^step and the root of
+        1 - beta2^step; and the step."""
         betas = self.options.get("betas")
         if not isinstance(betas, tuple):
-            return lr, 1.0, 1.0
+            return lr, 1.0, 1.0, float(step)
         first, second = betas
-        return lr, 1 - first**step, math.sqrt(1 - second**step)
+        return lr, 1 - first**step, math.sqrt(1 - second**step), float(step)
 
 
 Options = dict[str, "float | bool | tuple[float, float]"]

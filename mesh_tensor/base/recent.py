@@ -11,7 +11,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 KERNEL_SIZES = 256  # that a kernel, or mt.redistribute, keeps programs, launches, layouts and compiled code for
-MODULE_SIZES = 32  # that a module keeps plans for, and launches with their copies of the weights
+MODULE_SIZES = 64  # that a module keeps plans and launches for
 
 
 class Recent(Generic[K, V]):

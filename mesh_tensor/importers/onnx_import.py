@@ -29,7 +29,7 @@ _FEW = 64
 def import_onnx(path: str | os.PathLike[str], shapes: Mapping[str, Sequence[int]] | None = None) -> ImportedModule:
     """The Relax module of an ONNX file: `mesh_tensor.from_onnx`, without its check of results."""
     onnx, frontend = _packages()
-    model = _loaded(onnx, path)
+    model = _with_known_operators(onnx, _loaded(onnx, path))
     graph = model.graph
     settle_names(graph)
     try:
@@ -79,6 +79,19 @@ def _loaded(onnx: Any, path: str | os.PathLike[str]) -> Any:
     except Exception as error:  # protobuf's and the checker's own classes
         refuse(f"{os.fspath(path)!r} is no valid ONNX model", why=str(error), fix="export it again")
     return model
+
+
+def _with_known_operators(onnx: Any, model: Any) -> Any:
+    """The model, in which functions (its own, and operators that onnx defines by others) are written out, unless TVM's
+    importer has them."""
+    table = importlib.import_module("tvm.relax.frontend.onnx.onnx_frontend")._get_convert_map()
+    if not model.functions and all(node.op_type in table for node in model.graph.node):
+        return model
+    typed = importlib.import_module("onnx.shape_inference").infer_shapes(model)
+    make = onnx.helper.make_tensor_value_info  # the inliner asks for the types of all that operators take
+    typed.graph.value_info.extend(make(t.name, t.data_type, t.dims) for t in model.graph.initializer)
+    inliner = importlib.import_module("onnx.inliner")
+    return inliner.inline_selected_functions(typed, [("", name) for name in {*table, *_REWRITTEN}], True, True)
 
 
 def _settle(onnx: Any, graph: Any) -> None:
@@ -159,7 +172,45 @@ def _is_inf(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> lis
     return [node]
 
 
-_REWRITTEN = {"LayerNormalization": _layer_norm, "TopK": _topk, "OneHot": _one_hot, "IsInf": _is_inf}
+def _rms_norm(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> list[Any]:
+    """In smaller operators: x / sqrt(mean(x * x) + epsilon) * scale over the last dims."""
+    scale = next((tensor for tensor in graph.initializer if tensor.name == node.input[1]), None)
+    given = {attribute.name: attribute for attribute in node.attribute}
+    axis = given["axis"].i if "axis" in given else -1
+    if scale is None or axis >= 0:
+        return [node]
+    x, made = node.input[0], node.output[0]
+    epsilon = given["epsilon"].f if "epsilon" in given else 1e-5
+    names = [f"{made}_{what}" for what in ("square", "mean", "sum", "root", "unit", "epsilon", "axes")]
+    square, mean, total, root, unit, small, axes = names
+    make = onnx.helper.make_node
+    return [
+        _constant(onnx, small, onnx.helper.make_tensor(small, scale.data_type, [], [epsilon])),
+        _constant(onnx, axes, onnx.helper.make_tensor(axes, onnx.TensorProto.INT64, [-axis], range(axis, 0))),
+        make("Mul", [x, x], [square]),
+        make("ReduceMean", [square, axes], [mean]),
+        make("Add", [mean, small], [total]),
+        make("Sqrt", [total], [root]),
+        make("Div", [x, root], [unit]),
+        make("Mul", [unit, node.input[1]], [made]),
+    ]
+
+
+def _dropout(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> list[Any]:
+    """As for inference, where nothing is dropped."""
+    if len(node.input) > 2 and node.input[2] or len(node.output) > 1 and node.output[1]:
+        return [node]
+    return [onnx.helper.make_node("Identity", node.input[:1], node.output[:1])]
+
+
+_REWRITTEN = {
+    "Dropout": _dropout,
+    "RMSNormalization": _rms_norm,
+    "LayerNormalization": _layer_norm,
+    "TopK": _topk,
+    "OneHot": _one_hot,
+    "IsInf": _is_inf,
+}
 
 
 def _constant(onnx: Any, name: str, tensor: Any) -> Any:

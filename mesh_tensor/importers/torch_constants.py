@@ -16,6 +16,8 @@ def with_constants(program: torch.export.ExportedProgram) -> torch.export.Export
     if not any(_forgets(node) for node in program.graph.nodes):
         return program
     module = copy.deepcopy(program.graph_module)
+    for node, original in zip(module.graph.nodes, program.graph.nodes, strict=True):
+        node.name = original.name  # copies of some get others, which the signature hasn't
     for node in list(module.graph.nodes):
         if _forgets(node):
             for result in list(node.users):  # its fields

@@ -14,6 +14,7 @@ from tvm.relax.frontend.torch.exported_program_translator import ExportedProgram
 from mesh_tensor.annotations.annotate_module import SOURCE_NAMES_ATTR
 from mesh_tensor.annotations.names import renamed_parameters
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.garbage import uncollected
 from mesh_tensor.plan.ir import STATE_ATTR
 from mesh_tensor.targets.dtypes import dtype_name
 
@@ -23,31 +24,31 @@ from .torch_args import emit, with_sizes_as_tensors
 from .torch_assertions import depends_on_data, drop_assertions
 from .torch_complex import COMPLEX, Pair, is_complex, of_complex
 from .torch_constants import with_constants
+from .torch_decompositions import decomposed
 from .torch_numbers import WITH_NUMBERS
 from .torch_ops import CONVERTERS, KEPT
 from .torch_program import ProgramOfTensors, check_program, written_buffers
 from .torch_weights import without_tied
 
 
+@uncollected
 def import_torch(program: torch.export.ExportedProgram) -> ImportedModule:
     """The Relax module of an exported program: `mesh_tensor.from_torch`, without its check of results."""
     if not isinstance(program, torch.export.ExportedProgram):
         refuse(f"a {type(program).__name__} is no exported program", fix="pass torch.export.export(model, inputs)")
-    table = torch.export.default_decompositions()
-    for op in KEPT:
-        table.pop(op, None)
+    importer = _Importer()
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="`isinstance.treespec, LeafSpec", category=FutureWarning
         )  # torch's own
         try:
-            program = with_constants(program).run_decompositions(table)
+            program = decomposed(with_constants(program), KEPT, importer.convert_map)
         except Exception as error:  # torch's own, of what it can't take apart
             refuse("torch can't take the program apart into operators", why=str(error), fix=_FIX)
     check_program(program)
     drop_assertions(program)
     allow_constants()
-    importer = _Importer(program)
+    importer.begin(program)
     mod = importer.from_exported_program(
         ProgramOfTensors(program),
         keep_params_as_input=True,
@@ -61,8 +62,8 @@ def import_torch(program: torch.export.ExportedProgram) -> ImportedModule:
 class _Importer(ExportedProgramImporter):
     """TVM's importer, with every operator's conversion checked."""
 
-    def __init__(self, program: torch.export.ExportedProgram) -> None:
-        super().__init__()
+    def begin(self, program: torch.export.ExportedProgram) -> None:
+        """Take this program next."""
         self._main, self._written = program.graph_module, len(written_buffers(program))
 
     def _translate_fx_graph(self, graph_module: Any, nodes: Any, inputs_vars: Any, custom_ops: Any = None) -> Any:

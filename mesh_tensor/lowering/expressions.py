@@ -116,6 +116,17 @@ class ValueRewriter:
 
     def _outside(self, index: tirx.PrimExpr, size: tirx.PrimExpr) -> list[tirx.PrimExpr]:
         """The bounds that an index into a whole dim may break, for some values of the loops' variables."""
+        return [bound for bound in (index >= 0, index < size) if not self._on_all_devices(bound)]
+
+    def uncertain(self, condition: tirx.PrimExpr) -> tirx.PrimExpr | None:
+        """What of a condition, which is rewritten, may not hold on some device; None if it always holds."""
+        if isinstance(condition, tirx.And):
+            parts = [part for part in map(self.uncertain, (condition.a, condition.b)) if part is not None]
+            return None if not parts else parts[0] if len(parts) == 1 else tirx.And(*parts)
+        return None if self.splits and self._on_all_devices(condition) else condition
+
+    def _on_all_devices(self, condition: tirx.PrimExpr) -> bool:
+        """Whether it holds for all values of the loops' variables and the devices' coordinates."""
         if self._ranges is None:
             self._ranges = arith.Analyzer()
             for split in self.splits.values():
@@ -125,7 +136,7 @@ class ValueRewriter:
             for loop in self.kernel.loops.values():
                 extent = self.shrink.extents.get(loop.var, self.rewrite(loop.extent))
                 self._ranges.bind(loop.var, ir.Range.from_min_extent(self.rewrite(loop.min), extent))
-        return [bound for bound in (index >= 0, index < size) if not self._ranges.can_prove(bound)]
+        return self._ranges.can_prove(condition)
 
     def access(self, load: tirx.BufferLoad) -> Access | None:
         """What the analysis knows of a load in the kernel."""

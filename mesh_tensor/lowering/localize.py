@@ -163,8 +163,11 @@ class _Localizer:
             self.around.pop()
             return _unmarked(loop_like(stmt, extent, body, start=rewrite(stmt.min)))
         if isinstance(stmt, tirx.IfThenElse):
+            condition = self.values.uncertain(rewrite(stmt.condition))
+            if condition is None:
+                return self._visit(stmt.then_case)
             otherwise = None if stmt.else_case is None else self._visit(stmt.else_case)
-            return tirx.IfThenElse(rewrite(stmt.condition), self._visit(stmt.then_case), otherwise)
+            return tirx.IfThenElse(condition, self._visit(stmt.then_case), otherwise)
         if isinstance(stmt, tirx.SBlockRealize):
             allocs = [self.shrink.buffer(b) for b in stmt.block.alloc_buffers]
             block = block_like(stmt.block, self._visit(stmt.block.body), allocs)

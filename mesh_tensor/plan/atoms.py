@@ -88,7 +88,7 @@ class Atoms:
         whole = []
         for node, rule in self.rules.items():
             at: dict[str, tuple[Value, int]] = {}
-            for value, factors in zip((*node.inputs, *node.outputs), (*rule.inputs, *rule.outputs), strict=True):
+            for value, factors in zip((*node.inputs, *node.outputs), (*rule.followed, *rule.outputs), strict=True):
                 for position, factor in enumerate(factors):
                     if factor is None:
                         whole.append((value, position))

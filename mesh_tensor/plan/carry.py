@@ -9,6 +9,8 @@ from collections.abc import Mapping
 
 from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.sharding import Partial, Sharding
+from mesh_tensor.rules.operator.call import operator_name
+from mesh_tensor.rules.operator.update import UPDATE
 
 from .atoms import Atoms, NodeRule
 from .decide import Decision, operand_layouts, result_layout
@@ -43,8 +45,9 @@ def find_carried(
 def _meeting(
     graph: Graph, atoms: Atoms, decisions: Mapping[Node, Decision], uses: Mapping[Value, list[tuple[Node, int]]]
 ) -> dict[Node, Decision]:
-    """Other decisions for nodes that add several pending sums, which nothing else takes: the axes that these are
-    pending over split nothing there, so that one sum is reduced after it instead of several before."""
+    """Other decisions for nodes that add several pending sums, which nothing else takes, and for those that only move
+    elements on the way there: the axes that these are pending over split nothing there, so that one sum is reduced
+    after it instead of several before."""
     found: dict[Node, Decision] = {}
     pending: dict[Value, Pending] = {}
     for node in graph.nodes:
@@ -52,7 +55,8 @@ def _meeting(
         parts = {pending.get(value, ()) for value in node.inputs}
         (only,) = parts if len(parts) == 1 else ((),)
         split = {axis: factor for axis, factor in decision.split.items() if axis not in dict(only)}
-        if only and split != decision.split and _adds(node, rule) and all(len(uses[v]) == 1 for v in node.inputs):
+        joins = _adds(node, rule) or _moves(node, rule)
+        if only and split != decision.split and joins and all(len(uses[v]) == 1 for v in node.inputs):
             needed = operand_layouts(graph.mesh, rule, split)
             results = zip(rule.outputs, rule.partial, strict=True)
             produced = tuple(result_layout(graph.mesh, factors, split, ops) for factors, ops in results)
@@ -62,7 +66,26 @@ def _meeting(
             left = pending[node.inputs[min(taken)]] if taken else made.partial
             if left and value not in graph.annotations and not _is_narrow_sum(value, left):
                 pending[value] = left
+    for node in reversed(graph.nodes):
+        if node in found and _moves(node, atoms.rules[node]) and not _is_added(node, atoms, found, uses):
+            del found[node]
     return found
+
+
+def _moves(node: Node, rule: NodeRule) -> bool:
+    """Whether the node only moves the elements of its one operand."""
+    return len(node.inputs) == len(node.outputs) == 1 and rule.rule.moves and not node.is_annotation
+
+
+def _is_added(
+    node: Node, atoms: Atoms, found: Mapping[Node, Decision], uses: Mapping[Value, list[tuple[Node, int]]]
+) -> bool:
+    """Whether what the node gives is added to other pending sums, or is a gradient that an optimizer takes: there it is
+    in the parameter's layout, and nothing but the optimizer waits for it."""
+    users = [user for user, _ in uses.get(node.outputs[0], ())]
+    if any(operator_name(user.call) == UPDATE for user in users):
+        return True
+    return len(users) == 1 and (users[0] in found or _adds(users[0], atoms.rules[users[0]]))
 
 
 def _adds(node: Node, rule: NodeRule) -> bool:

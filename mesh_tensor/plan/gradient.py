@@ -83,6 +83,23 @@ def gradient_function(
 
 def forward_part(mod: ir.IRModule, function: str) -> Joint:
     """The function, read and written again as it was; the backward part comes after it."""
+    mod, graph = readable(mod, function)
+    writer = Writer(mod, graph)
+    params = [writer.parameter(value.name, value) for value in graph.params]
+    env: dict[Value, relax.Expr] = dict(zip(graph.params, params, strict=True))
+    env |= constants_of(graph)
+    for node in graph.nodes:
+        writer.again(node, env)
+    return Joint(graph, writer, params, env, writer.tree(graph.result, env))
+
+
+def constants_of(graph: Graph) -> dict[Value, relax.Expr]:
+    """The constants of a graph."""
+    return {value: value.data for value in graph.values() if value.data is not None}
+
+
+def readable(mod: ir.IRModule, function: str) -> tuple[ir.IRModule, Graph]:
+    """A function that gradients can be taken of, as a graph; and its module with a name for each variable."""
     mod = unique_names(mod)
     relax_function(mod, function)
     typed = [
@@ -98,14 +115,7 @@ def forward_part(mod: ir.IRModule, function: str) -> Joint:
             why="gradients' types would have to say how they lie",
             fix="state layouts by annotate_module, or R.dist.annotate_sharding",
         )
-    graph = read_graph(mod, function, Mesh({"none": 1}), {})
-    writer = Writer(mod, graph)
-    params = [writer.parameter(value.name, value) for value in graph.params]
-    env: dict[Value, relax.Expr] = dict(zip(graph.params, params, strict=True))
-    env |= {value: value.data for value in graph.values() if value.data is not None}
-    for node in graph.nodes:
-        writer.again(node, env)
-    return Joint(graph, writer, params, env, writer.tree(graph.result, env))
+    return mod, read_graph(mod, function, Mesh({"none": 1}), {})
 
 
 def reverse(joint: Joint, seeds: dict[Value, relax.Expr], wrt: Sequence[Value]) -> None:
@@ -115,7 +125,7 @@ def reverse(joint: Joint, seeds: dict[Value, relax.Expr], wrt: Sequence[Value]) 
         MeshTensorError: an operator between them has no gradient.
     """
     graph, env, writer = joint.graph, joint.env, joint.writer
-    active = _active(graph, wrt)
+    active = depending_on(graph, wrt)
     parts: dict[Value, list[relax.Expr]] = {value: [seed] for value, seed in seeds.items()}
     for node in reversed(graph.nodes):
         if not any(value in active and parts.get(value) for value in node.outputs):
@@ -151,8 +161,8 @@ def _sum(joint: Joint, value: Value, parts: list[relax.Expr], active: bool) -> r
     return total
 
 
-def _active(graph: Graph, wrt: Sequence[Value]) -> set[Value]:
-    """The values of floats that depend on `wrt`."""
+def depending_on(graph: Graph, wrt: Sequence[Value]) -> set[Value]:
+    """The values of floats that depend on `wrt`, and whose gradients it has."""
     active = set(wrt)
     for node in graph.nodes:
         if any(value in active for value in node.inputs) and not stops_gradients(operator_name(node.call)):
@@ -219,6 +229,10 @@ class Writer:
     def parameter(self, name: str, value: Value) -> relax.Var:
         """A parameter of the type of a value."""
         return relax.Var(name, relax.TensorStructInfo(value.type.shape, value.type.dtype))
+
+    def copy(self, value: Value) -> Value:
+        """Another value of the type, under a name of its own."""
+        return Value(self._fresh.name(value.name), value.type)
 
     def emit(self, expr: relax.Expr, name: str = "d") -> relax.Var:
         """A variable for the expression."""

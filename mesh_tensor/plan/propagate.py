@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.sharding import Partial, Placement, Shard, Sharding
 
 from .atoms import Atoms
-from .ir import Graph, Value
+from .ir import Graph, Value, leaves
 from .spread import Conflict, Spread
 from .stored import stored_axes
 
@@ -36,6 +37,7 @@ def propagate(graph: Graph, atoms: Atoms) -> Layouts:
         spread.run()
     layouts = _layouts(graph, atoms, spread)
     layouts |= {result: layouts[replaced] for result, replaced in graph.state.items()}
+    layouts |= _stated_partial(graph, layouts)
     return Layouts(layouts, list(dict.fromkeys(spread.conflicts())))
 
 
@@ -44,10 +46,23 @@ def _turns(graph: Graph, stored: Mapping[Value, frozenset[str]]) -> list[dict[Va
     turns: dict[tuple[int, bool], dict[Value, frozenset[str]]] = {}
     for value, annotation in graph.annotations.items():
         late = stored.get(value, frozenset())
-        turns.setdefault((annotation.priority, False), {})[value] = frozenset(graph.mesh) - late
-        if late:
-            turns.setdefault((annotation.priority, True), {})[value] = late
+        for axis in annotation.sharding.as_dict():
+            turn = turns.setdefault((annotation.priority_of(axis), axis in late), {})
+            turn[value] = turn.get(value, frozenset()) | {axis}
     return [turns[turn] for turn in sorted(turns)]
+
+
+def _stated_partial(graph: Graph, layouts: Mapping[Value, Sharding]) -> dict[Value, Sharding]:
+    """Values that are stated to be partial and used as nothing else are made so: nothing is reduced before. Sums in low
+    precision are not: their parts would be rounded."""
+    uses, results, found = graph.uses(), set(leaves(graph.result)), {}
+    for node in graph.nodes:
+        if node.is_annotation and layouts[node.outputs[0]].partial:
+            (value,) = node.inputs
+            alone = len(uses[value]) == 1 and value not in graph.params and value.data is None
+            if alone and value not in graph.annotations and value.type.dtype not in NARROW:
+                found[value] = layouts[node.outputs[0]]
+    return {value: layout for value, layout in found.items() if value not in results}
 
 
 def _layouts(graph: Graph, atoms: Atoms, spread: Spread) -> dict[Value, Sharding]:

@@ -55,6 +55,7 @@ class Spread:
         self._atoms, self._mesh = atoms, graph.mesh
         self.places: dict[Value, dict[str, int]] = {value: {} for value in graph.values()}
         self._closed: dict[Value, frozenset[str]] = {}
+        self._kept: dict[Value, frozenset[int]] = {}  # atoms that nothing else splits
         self._rank = {value: (-value.type.elements, order) for order, value in enumerate(self.places)}
         self._sites: list[_Site] = []
         repeated: dict[int, frozenset[int]] = {}
@@ -76,6 +77,8 @@ class Spread:
         places = refine_sharding(annotation.sharding, value, self._atoms)
         stated = {*places, *(axis for axis, _ in annotation.sharding.partial)}
         self._closed[value] = frozenset(stated if annotation.open else self._mesh)
+        dims = [dim for dim in range(value.type.ndim) if annotation.keeps(dim)] if annotation.open else []
+        self._kept[value] = frozenset(p for dim in dims for p in self._atoms.positions(value, dim))
         self.places[value] = places
 
     def start(self, value: Value, axes: Collection[str]) -> None:
@@ -126,7 +129,10 @@ class Spread:
             return
         for value, factors in site.tensors[: site.results] if back else site.tensors[site.results :]:
             if factor in factors and axis not in self.places[value] and axis not in self._closed.get(value, ()):
-                self.places[value][axis] = factors.index(factor)
+                place = factors.index(factor)
+                if place in self._kept.get(value, ()):
+                    continue
+                self.places[value][axis] = place
                 self._push(value, axis, distance + (site.results > 1))
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from tvm import ir, relax
 
 from mesh_tensor.annotations.names import SOURCE_NAMES_ATTR, source_names
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.base.optimizer import Optimizer
 from mesh_tensor.rules.operator.call_text import info_of
-from mesh_tensor.rules.operator.update import NUMBERS, slots_of, update_call
+from mesh_tensor.rules.operator.update import NUMBERS, slots_of
 
-from .gradient import SEED, forward_part, gradient_of, loss_of, reverse
+from .accumulate import Accumulated, Microbatches, Seed, accumulated
+from .gradient import SEED, Writer, forward_part, gradient_of, loss_of, reverse
 from .ir import STATE_ATTR, Value, leaves
+from .updates import AnyOptimizer, Updates
 
 NUMBERS_NAME = "opt_numbers"
+LOSS_SCALE_NAME = "opt_loss_scale"
+Emit = Callable[..., relax.Var]
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
@@ -28,57 +32,92 @@ class Kept:
     slots: dict[str, str]
 
 
+@dataclass(frozen=True, eq=False)
+class TrainingFunction:
+    """A module whose function is a step of training; what is kept per parameter; and the names of the same value in
+    later microbatches."""
+
+    mod: ir.IRModule
+    kept: list[Kept]
+    copies: dict[str, tuple[str, ...]]
+
+
 def training_function(
     mod: ir.IRModule,
     function: str,
     parameters: list[str],
-    optimizer: Optimizer,
+    optimizer: AnyOptimizer,
     clip_norm: float | None,
     buffers: Sequence[str] = (),
-) -> tuple[ir.IRModule, list[Kept]]:
+    *,
+    scaled: bool = False,
+    microbatches: Microbatches | None = None,
+) -> TrainingFunction:
     """The module whose `function` takes, after what is no parameter to be trained, the numbers of a step, the
     parameters, what is kept for each, and the buffers; and returns the loss, then what is new of these, in the same
     order. Before, it returned the loss and, if there are any, new values for the parameters `buffers`. The attribute
     `mesh_tensor_state` says so: results lie on a mesh as what they replace.
 
-    Raises:
-        MeshTensorError: as `gradient_function`.
-    """
-    joint = forward_part(mod, function)
-    writer, graph = joint.writer, joint.graph
-    loss = loss_of(leaves(graph.result), 0, function)
-    if len(leaves(graph.result)) != 1 + len(buffers):
-        refuse(f"{function!r} has {len(leaves(graph.result))} results", fix="return the loss alone")
-    values = {value.name: value for value in graph.params if value.name in parameters}
-    reverse(joint, {loss: writer.emit(relax.op.ones(loss.type.shape, loss.type.dtype), SEED)}, list(values.values()))
-    gradients = {name: gradient_of(joint, value, function) for name, value in values.items()}
-    scale = None if clip_norm is None else _scale(writer.emit, list(gradients.values()), clip_norm)
+    scaled        what gradients are taken of is the loss times a number, which comes after the numbers of the step
+    microbatches  the function is that of one of these
 
+    Raises:
+        MeshTensorError: as `gradient_function`, and as `accumulated`.
+    """
+    loss_scale = relax.Var(LOSS_SCALE_NAME, relax.TensorStructInfo((), "float32")) if scaled else None
+    found = _gradients(mod, function, parameters, buffers, microbatches, partial(_seed, loss_scale))
+    joint, gradients = found.joint, found.gradients
+    writer, graph = joint.writer, joint.graph
+    values = {value.name: value for value in graph.params if value.name in parameters}
+    scale = _scale(writer.emit, list(gradients.values()), clip_norm, loss_scale)
     numbers = relax.Var(NUMBERS_NAME, info_of(NUMBERS))
     slots = {name: _slots(optimizer, value) for name, value in values.items()}
     new: list[relax.Expr] = []
     new_slots: list[relax.Expr] = []
+    update = Updates(optimizer, writer, numbers, scale)
     for name, value in values.items():
-        mine = list(slots[name].values())
-        made = writer.emit(
-            update_call(optimizer, joint.env[value], gradients[name], mine, numbers, scale), f"new_{name}"
-        )
-        new.append(writer.emit(relax.TupleGetItem(made, 0), f"new_{name}"))
-        new_slots += [writer.emit(relax.TupleGetItem(made, n), f"new_{var.name_hint}") for n, var in enumerate(mine, 1)]
+        made, *kept = update(name, joint.env[value], gradients[name], list(slots[name].values()))
+        new.append(made)
+        new_slots += kept
     variables = dict(zip((value.name for value in graph.params), joint.params, strict=True))
     state = [*(variables[name] for name in values), *(var for mine in slots.values() for var in mine.values())]
     state += [variables[name] for name in buffers]
-    joint.params = [*(var for var in variables.values() if var not in state), numbers, *state]
-    first, *rest = [joint.env[value] for value in leaves(graph.result)]
+    given = [numbers] if loss_scale is None else [numbers, loss_scale]
+    joint.params = [*(var for var in variables.values() if var not in state), *given, *state]
+    rest = [joint.env[value] for value in leaves(graph.result)[1:]]
     joint.gradients = {value: d for value, d in joint.gradients.items() if value not in values.values()}
-    made = writer.module(mod, function, joint, relax.Tuple([first, *new, *new_slots, *rest]))
+    made = writer.module(mod, function, joint, relax.Tuple([found.loss, *new, *new_slots, *rest]))
+    made.update(ir.IRModule(dict(update.functions)))
     func = made[function].with_attr(STATE_ATTR, {var.name_hint: n for n, var in enumerate(state, 1)})
     func = func.with_attr(SOURCE_NAMES_ATTR, {**source_names(func), **_source_names(source_names(func), slots)})
     made.update_func(made.get_global_var(function), func)
-    return made, [Kept(name, {slot: var.name_hint for slot, var in mine.items()}) for name, mine in slots.items()]
+    kept = [Kept(name, {slot: var.name_hint for slot, var in mine.items()}) for name, mine in slots.items()]
+    return TrainingFunction(made, kept, found.copies)
 
 
-def _slots(optimizer: Optimizer, value: Value) -> dict[str, relax.Var]:
+def _gradients(
+    mod: ir.IRModule,
+    function: str,
+    parameters: list[str],
+    buffers: Sequence[str],
+    microbatches: Microbatches | None,
+    seed: Seed,
+) -> Accumulated:
+    """The loss and the gradients of the parameters."""
+    if microbatches is not None:
+        return accumulated(mod, function, parameters, microbatches, seed)
+    joint = forward_part(mod, function)
+    results = leaves(joint.graph.result)
+    loss = loss_of(results, 0, function)
+    if len(results) != 1 + len(buffers):
+        refuse(f"{function!r} has {len(results)} results", fix="return the loss alone")
+    values = [value for value in joint.graph.params if value.name in parameters]
+    reverse(joint, {loss: seed(joint.writer, loss)}, values)
+    gradients = {value.name: gradient_of(joint, value, function) for value in values}
+    return Accumulated(joint, joint.env[loss], gradients, {})
+
+
+def _slots(optimizer: AnyOptimizer, value: Value) -> dict[str, relax.Var]:
     kept = slots_of(optimizer, value.type.dtype)
     infos = {slot: relax.TensorStructInfo(value.type.shape, dtype) for slot, dtype in kept.items()}
     return {slot: relax.Var(f"opt_{slot}_{value.name}", info) for slot, info in infos.items()}
@@ -94,13 +133,31 @@ def _source_names(names: dict[str, str], slots: dict[str, dict[str, relax.Var]])
     }
 
 
-def _scale(emit, gradients: list[relax.Expr], clip_norm: float) -> relax.Expr:
-    """min(1, clip_norm / the norm of all gradients together)."""
+def _seed(loss_scale: relax.Var | None, writer: Writer, loss: Value) -> relax.Expr:
+    """The gradient of the loss by itself, times `loss_scale`."""
+    emit = writer.emit
+    if loss_scale is None:
+        return emit(relax.op.ones(loss.type.shape, loss.type.dtype), SEED)
+    scale = loss_scale if loss.type.dtype == "float32" else emit(relax.op.astype(loss_scale, loss.type.dtype))
+    return emit(relax.op.reshape(scale, loss.type.shape), SEED)
+
+
+def _scale(
+    emit: Emit, gradients: list[relax.Expr], clip_norm: float | None, loss_scale: relax.Var | None
+) -> relax.Expr | None:
+    """What gradients are multiplied with: min(1, clip_norm / the norm of all of them together), both of gradients that
+    are divided by `loss_scale`."""
+    one = relax.const(1.0, "float32")
+    back = None if loss_scale is None else emit(relax.op.divide(one, loss_scale))
+    if clip_norm is None:
+        return back
     wide = [emit(relax.op.astype(g, "float32")) if g.struct_info.dtype != "float32" else g for g in gradients]
     total: relax.Expr | None = None
     for gradient in wide:
         square = emit(relax.op.sum(emit(relax.op.multiply(gradient, gradient))))
         total = square if total is None else emit(relax.op.add(total, square))
-    norm = emit(relax.op.add(emit(relax.op.sqrt(total)), relax.const(_EPSILON, "float32")), "gradient_norm")
-    ratio = emit(relax.op.divide(relax.const(clip_norm, "float32"), norm))
-    return emit(relax.op.minimum(ratio, relax.const(1.0, "float32")), "clip")
+    root = emit(relax.op.sqrt(total))
+    root = root if back is None else emit(relax.op.multiply(root, back))
+    norm = emit(relax.op.add(root, relax.const(_EPSILON, "float32")), "gradient_norm")
+    clip = emit(relax.op.minimum(emit(relax.op.divide(relax.const(clip_norm, "float32"), norm)), one), "clip")
+    return clip if back is None else emit(relax.op.multiply(clip, back))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,14 @@ from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.lowering.local_calls import inputs_of, outputs_of, scopes_of
 from mesh_tensor.lowering.tile_calls import TileCalls
+from mesh_tensor.plan.atoms import made_plain, plain_sharding
+from mesh_tensor.plan.decide import bytes_moved as received_bytes
 from mesh_tensor.plan.explicit import Change, ExplicitGraph, Form, Run, Step, forms_in
 from mesh_tensor.plan.ir import Scope
 from mesh_tensor.rules.operator.call import OpCall, operator_name, tensor_type
 from mesh_tensor.rules.operator.index import LOOK_UPS
 
+from .buckets import bucketed
 from .early_starts import early_starts
 from .kernel_steps import KernelSteps, is_kernel
 from .lifetimes import with_lifetimes
@@ -95,7 +98,10 @@ class _Programmer:
             self._value(form)
         self._constants |= {form.name: form.value.data for form in explicit.constants if form.value.data is not None}
         pieces = tuple([self._piece(step) for step in explicit.steps])
-        steps = [step for piece in pieces for step in piece.steps]
+        steps: Sequence[ProgramStep] = [step for piece in pieces for step in piece.steps]
+        if graph.state and overlap == "auto":
+            steps, added = bucketed(steps, self._values, graph.mesh)
+            self._values |= added
         inputs = tuple(form.name for form in explicit.params)
         given = {*inputs, *self._constants}
         computed = dict.fromkeys(form.name for form in forms_in(explicit.result) if form.name not in given)
@@ -115,12 +121,35 @@ class _Programmer:
         title = "an annotation that can't be used as stated" if one else "annotations that meet"
         conflicts = [f"  {conflict}" for conflict in explicit.layouts.conflicts]
         head = (f"module function {graph.name} on {graph.mesh}",)
-        stated = {f.name: graph.annotations[f.value] for f in explicit.params if f.value in graph.annotations}
-        asked = {name: annotation.sharding for name, annotation in stated.items()}
+        asked = self._asked()
         orders = [f"  {v.name}: {o.parts} parts of {o.sections} along dim {o.dim}" for v, o in graph.stored.items()]
         found = ((title, conflicts), ("weights that are stored in another order", orders))
         sections = tuple((name, *lines) for name, lines in found if lines)
-        return Decisions(head, sections, params=tuple(form.name for form in explicit.params), asked=asked)
+        boundary = list(self._gathered_at_the_boundary())
+        notes = (("gathered where it comes, or goes, in tiles", *boundary),) if boundary else ()
+        return Decisions(head, sections, notes, tuple(form.name for form in explicit.params), asked)
+
+    def _asked(self) -> dict[str, Sharding]:
+        """What was stated of parameters, over their own dims."""
+        graph = self._explicit.graph
+        stated = {value: annotation.sharding for value, annotation in graph.annotations.items()}
+        for node in graph.nodes:
+            if node.is_annotation and node.outputs[0] in stated:
+                stated.setdefault(node.inputs[0], stated[node.outputs[0]])
+        return {form.name: stated[form.value] for form in self._explicit.params if form.value in stated}
+
+    def _gathered_at_the_boundary(self) -> Iterator[str]:
+        """What is gathered of arguments and results that come and go in tiles, because what the program splits is no
+        dim of theirs."""
+        explicit, stored = self._explicit, self._explicit.graph.stored
+        for form in dict.fromkeys((*explicit.params, *forms_in(explicit.result))):
+            dims, shape = self._atoms.of[form.value], self._atoms.shape(form.value)
+            if form.value not in stored and plain_sharding(form.sharding, dims) is None:
+                whole = Sharding.of(form.sharding.mesh, len(shape), {})
+                nameable = whole if form in explicit.params else made_plain(form.sharding, dims)
+                received = received_bytes(shape, form.dtype, form.sharding, nameable)
+                why = f"{form.sharding} of {shape} is no layout of {form.value.type.shape}"
+                yield f"  {form.name}: {received:,} bytes ({why})"
 
     def _value(self, form: Form) -> Value:
         """A value's shape is over its atoms, like its layout."""

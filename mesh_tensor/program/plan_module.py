@@ -8,6 +8,7 @@ from functools import cached_property
 
 from tvm import ir
 
+from mesh_tensor.base.garbage import uncollected
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.lowering.tile_calls import TileCalls
 from mesh_tensor.plan.atoms import Atoms, find_atoms
@@ -81,6 +82,7 @@ def plan_module(
     )
 
 
+@uncollected
 def read_module(
     mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotations, *, replicate_unknown: bool = False
 ) -> tuple[Graph, Atoms]:
@@ -92,6 +94,7 @@ def read_module(
     return graph, find_atoms(graph, node_rules(graph, replicate_unknown=replicate_unknown))
 
 
+@uncollected
 def plan_graph(
     graph: Graph,
     atoms: Atoms,

@@ -13,9 +13,9 @@ from functools import partial
 import torch
 
 from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.targets.tile_memory import empty_tile
 
 from .threads import device_threads
-from .tile_memory import empty_tile
 
 _ALONE = 32768  # elements: with fewer, torch never starts threads
 # Elements per thread: with fewer, handing work to another thread costs more than it saves.

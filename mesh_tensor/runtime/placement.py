@@ -16,10 +16,10 @@ from mesh_tensor.base.dtypes import ALIGNMENT, poison_value
 from mesh_tensor.base.reductions import neutral
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.targets.dtypes import dtype_name
+from mesh_tensor.targets.tile_memory import empty_tile
 
 from .combine import combiner
 from .elementwise import copy, fill
-from .tile_memory import empty_tile
 
 Tiles = list[torch.Tensor]
 

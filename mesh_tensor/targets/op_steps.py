@@ -8,6 +8,7 @@ import torch
 from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.recent import Recent
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.steps import OpStep
 from mesh_tensor.rules.operator import OpCall
@@ -20,13 +21,24 @@ from .torch_ops import Valid, torch_function
 TileFunction = Callable[..., list[torch.Tensor]]
 
 
-def tile_function(step: OpStep, program: Program, rank: int, target: Target) -> TileFunction:
-    """The step as a function of the operands' tiles on the device `rank`; it gives the results' tiles."""
-    function: Callable[..., Sequence[torch.Tensor]] = (
-        torch_function(step.call, program.mesh, rank, _valid(step, program, rank))
-        if step.kernel is None
-        else _kernel_function(step.kernel, step.call, target)
-    )
+_KNOWN: Recent[tuple, Callable[..., Sequence[torch.Tensor]]] = Recent(4096)  # of alike calls, as in a model's layers
+
+
+def tile_functions(step: OpStep, program: Program, ranks: Sequence[int], target: Target) -> list[TileFunction]:
+    """Per rank the step as a function of the operands' tiles; it gives the results' tiles."""
+    if step.checked or differs_by_rank(step):
+        return [_tile_function(step, program, rank, target) for rank in ranks]
+    return [_tile_function(step, program, ranks[0], target)] * len(ranks)
+
+
+def _tile_function(step: OpStep, program: Program, rank: int, target: Target) -> TileFunction:
+    call, mesh = step.call, program.mesh
+    function: Callable[..., Sequence[torch.Tensor]]
+    if step.kernel is not None:
+        function = _kernel_function(step.kernel, call, target)
+    else:
+        place = rank if differs_by_rank(step) else 0, _valid(step, program, rank)
+        function = _KNOWN.made((call, mesh, place), lambda: torch_function(call, mesh, *place))
     stored = [program.values[name].tile_shape for name in step.args]
     known = [tensor.shape for tensor in step.call.inputs]
     merge = [shape if shape != tile else None for tile, shape in zip(stored, known, strict=True)]

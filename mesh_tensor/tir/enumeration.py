@@ -13,12 +13,19 @@ _MOST_POINTS = 1 << 20
 
 Values = Mapping[tirx.Var, np.ndarray]
 
+
+def _truncated(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b))
+
+
 _BINARY: dict[type, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     tirx.Add: np.add,
     tirx.Sub: np.subtract,
     tirx.Mul: np.multiply,
     tirx.FloorDiv: np.floor_divide,
     tirx.FloorMod: np.mod,
+    tirx.Div: _truncated,
+    tirx.Mod: np.fmod,
     tirx.Min: np.minimum,
     tirx.Max: np.maximum,
     tirx.LT: np.less,
@@ -30,6 +37,9 @@ _BINARY: dict[type, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     tirx.And: np.logical_and,
     tirx.Or: np.logical_or,
 }
+
+
+_DIVISIONS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
 
 
 class Unknown(Exception):
@@ -76,7 +86,7 @@ def _evaluated(expr: tirx.PrimExpr, values: Values) -> np.ndarray:
         return np.logical_not(_evaluated(expr.a, values))
     if type(expr) in _BINARY:
         a, b = _evaluated(expr.a, values), _evaluated(expr.b, values)
-        if isinstance(expr, (tirx.FloorDiv, tirx.FloorMod)) and not np.all(b):
+        if isinstance(expr, _DIVISIONS) and not np.all(b):
             raise Unknown
         return _BINARY[type(expr)](a, b)
     if isinstance(expr, tirx.Select) or op_name(expr) in ("tirx.if_then_else", "tirx.likely"):

@@ -87,6 +87,15 @@ def test_hints_go_through_text():
     assert read["mlp", "Z_sharded"] == Annotation(mt.Sharding.make(XY, 2, {"x": 0}, partial={"y": "sum"}), priority=2)
 
 
+def test_hints_of_dims_and_axes_go_through_text():
+    options = {"open": {"A": [-1], "B": []}, "priority": {"A": {"x": 2, "y": 0}}}
+    mod = mt.annotate_module(NESTED, XY, {"A": {"x": 0}, "B": {"x": 0}}, **options)
+    read = mt.read_module_annotations(reparsed(mod)).annotations
+    assert read["main", "A_sharded"] == Annotation(mt.Sharding.make(XY, 2, {"x": 0}), (1,), 0, (("x", 2),))
+    assert read["main", "A_sharded"].said_priority() == {"x": 2}
+    assert not read["main", "B_sharded"].open
+
+
 def test_hints_of_a_second_call_are_added():
     mod = mt.annotate_module(NESTED, XY, {"A": {"x": 0}}, open="A")
     mod = mt.annotate_module(mod, XY, {"B": {"x": 0}}, priority={"B": 1})

@@ -32,6 +32,17 @@ def test_all_offenders_are_named():
     assert "3 is no name" in text
 
 
+def test_dims_and_axes_of_hints():
+    wrong = {"open": {"x": [2], "A": ["q"]}, "priority": {"x": {"z": 1}, "A": {"x": -1}, "B": 1.5}}
+    text = refused(NESTED, {"x": 2}, {"x": {"x": 0}, "A": {}, "B": {}}, **wrong)
+    assert "5 problems" in text
+    assert "value 'x': `open` has 2, which is none of its dims" in text
+    assert "value 'A': `open` has 'q', which is none of its dims" in text
+    assert "the priority of 'x' has 'z', which is no axis of" in text
+    assert "the priority of 'A' along 'x' is -1, no int >= 0" in text
+    assert "the priority of 'B' is 1.5, which is no int >= 0" in text
+
+
 def test_many_names_are_cut_to_the_likely_ones():
     builder = relax.BlockBuilder()
     params = [relax.Var(f"weight{i}", relax.TensorStructInfo((2,), "float32")) for i in range(100)]

@@ -34,8 +34,8 @@ def gpt():
     return _step(gpt2)
 
 
-def _collectives(step, mesh, layouts):
-    run = mt.distribute_module(step, mesh, layouts)
+def _collectives(step, mesh, layouts, overlap="off"):
+    run = mt.distribute_module(step, mesh, layouts, overlap=overlap)
     steps = [s for s in run.program.steps if isinstance(s, CollectiveStep) and s.kind != "slice"]
     return Counter((s.kind, *s.axes) for s in steps)
 
@@ -81,12 +81,21 @@ def test_collectives_of_two_layers(gpt, mesh, make, expected):
 
 def test_zero_on_top(gpt):
     data = strategies.data_parallel(gpt[2])
-    expected = {("reduce_scatter", "data"): PARAMETERS, ("all_gather", "data"): PARAMETERS, ("all_reduce", "data"): 2}
+    # Of the table of positions, what was looked up is summed, before each device adds it to its rows.
+    sums = {("reduce_scatter", "data"): PARAMETERS - 1, ("all_reduce", "data"): 2 + 1}
+    expected = sums | {("all_gather", "data"): PARAMETERS}
     for level in (1, 2):
         assert _collectives(strategies.zero(gpt[2], level), {"data": 2}, data) == expected
     third = _collectives(strategies.zero(gpt[2], 3), {"data": 2}, data)
     assert third.pop(("all_gather", "data")) <= PARAMETERS + 17  # weights once more on the way back
-    assert third == {("reduce_scatter", "data"): PARAMETERS, ("all_reduce", "data"): 2}
+    assert third == sums
+
+
+def test_gradients_go_together(gpt):
+    data = strategies.data_parallel(gpt[2])
+    assert _collectives(gpt[2], {"data": 2}, data, "auto") == {("all_reduce", "data"): 2}
+    first = {("reduce_scatter", "data"): 1, ("all_gather", "data"): 1, ("all_reduce", "data"): 2}
+    assert _collectives(strategies.zero(gpt[2], 1), {"data": 2}, data, "auto") == first
 
 
 def _layouts(step, name):

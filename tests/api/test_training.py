@@ -132,18 +132,23 @@ def _collectives(run):
 
 
 @pytest.mark.parametrize(
-    ("zero", "expected"),
+    ("zero", "alone", "together"),
     [
-        (0, {"all_reduce": 6 + 2}),  # gradients, the sum of the losses, how many targets count
-        (1, {"reduce_scatter": 6, "all_gather": 6, "all_reduce": 2}),
-        (2, {"reduce_scatter": 6, "all_gather": 6, "all_reduce": 2}),
-        (3, {"reduce_scatter": 6, "all_gather": 6 + 1, "all_reduce": 2}),  # a weight once more on the way back
+        # gradients, the sum of the losses; how many targets count, which is needed at once
+        (0, {"all_reduce": 6 + 2}, {"all_reduce": 1 + 1}),
+        (1, {"reduce_scatter": 6, "all_gather": 6, "all_reduce": 2}, {"reduce_scatter": 1, "all_gather": 1}),
+        (2, {"reduce_scatter": 6, "all_gather": 6, "all_reduce": 2}, {"reduce_scatter": 1, "all_gather": 1}),
+        # a weight once more on the way back
+        (3, {"reduce_scatter": 6, "all_gather": 6 + 1, "all_reduce": 2}, {"reduce_scatter": 1, "all_gather": 6 + 1}),
     ],
 )
-def test_collectives(zero, expected):
+def test_collectives(zero, alone, together):
     model, x, y = _case()
     step = mt.training_step(model, F.cross_entropy, (x, y), zero=zero, check=False)
-    assert _collectives(mt.distribute_module(step, {"data": 2}, DATA)) == expected
+    assert _collectives(mt.distribute_module(step, {"data": 2}, DATA, overlap="off")) == alone
+    run = mt.distribute_module(step, {"data": 2}, DATA)
+    assert _collectives(run) == {"all_reduce": 2} | together
+    assert f"{6 + (zero == 0)} together (" in run.explain()
 
 
 def test_state_goes_from_mesh_to_mesh_bit_for_bit():
@@ -232,6 +237,58 @@ def test_a_gradient_that_is_not_finite_leaves_the_state(optimizer, mesh, layout,
     before["root"][3] = 1.0
     run.load_state_dict(before)
     run(x, y)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "clip", "mesh", "zero"), [("sgd", None, {"data": 1}, 0), ("adamw", 0.3, {"data": 2}, 1)]
+)
+def test_a_loss_scale_that_is_a_number_changes_nothing(optimizer, clip, mesh, zero):
+    model, x, y = _case()
+    plain, scaled = (
+        mt.training_step(
+            model, F.cross_entropy, (x, y), optimizer=optimizer, clip_norm=clip, zero=zero, check=False, loss_scale=s
+        )
+        for s in (None, 1024)
+    )
+    runs = [mt.distribute_module(step, mesh, DATA) for step in (plain, scaled)]
+    for _ in range(3):
+        losses = [run(x, y) for run in runs]
+        torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    first, second = (run.state_dict() for run in runs)
+    assert set(first) == set(second)
+    for name, tensor in first.items():
+        torch.testing.assert_close(second[name], tensor, rtol=1e-5, atol=1e-7)
+    assert [run.loss_scale for run in runs] == [None, 1024.0]
+
+
+def test_a_dynamic_loss_scale_leaves_out_steps_that_overflow():
+    """Float16 gradients overflow at first, and then do not; torch's scaler finds the same scale."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(12, 8).half(), (torch.randn(12, 12) * 40).half(), torch.randint(0, 8, (12,))
+
+    def loss(out, target):
+        return F.cross_entropy(out.float(), target, reduction="sum")
+
+    step = mt.training_step(model, loss, (x, y), optimizer="sgd", lr=1e-4, check=False, loss_scale="dynamic")
+    run = mt.distribute_module(step, {"data": 2}, {"input": {"data": 0}, "target": {"data": 0}}, poison=True)
+    before, scale = run.state_dict(), 65536.0
+    while not all(
+        (g * scale).half().isfinite().all() for g in torch.autograd.grad(loss(model(x), y), list(model.parameters()))
+    ):
+        taken = run(x, y)
+        assert taken.isfinite()
+        assert run.steps == 0
+        after = run.state_dict()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in after.items() if "loss_scale" not in name)
+        scale /= 2
+        assert run.loss_scale == scale == after["opt.loss_scale"]
+    assert run.skipped > 1
+    run(x, y)
+    assert (run.steps, run.loss_scale) == (1, scale)
+    assert not torch.equal(run.state_dict()["weight"], before["weight"])
+    other = mt.distribute_module(step, {"data": 1}, {})
+    other.load_state_dict(run.state_dict())
+    assert (other.loss_scale, other.state_dict()["opt.loss_scale_steps"]) == (scale, 1)
 
 
 def test_state_that_is_infinite_from_the_start_may_stay_so():

@@ -32,6 +32,8 @@ def run():
         ({"optimizer": "sgd", "betas": (0.9, 0.9)}, "'sgd' has no option 'betas'"),
         ({"learning_rate": 0.1}, "'adamw' has no option 'learning_rate'"),
         ({"zero": 4}, "zero=4"),
+        ({"loss_scale": "static"}, "loss_scale='static'"),
+        ({"loss_scale": 0}, "loss_scale=0"),
     ],
 )
 def test_optimizers_and_options(options, said):

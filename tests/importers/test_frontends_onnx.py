@@ -39,6 +39,7 @@ def save(path, op, inputs, weights, opset=17, outputs=1, sizes=None, **attribute
 
 
 X = random(3, 5, 8)
+EMPTY = np.zeros(0, "float32")
 
 
 @pytest.mark.parametrize(
@@ -126,3 +127,38 @@ def test_open_sizes_are_tried(tmp_path):
 def test_path_that_is_none():
     with pytest.raises(mt.MeshTensorError, match="there is no file 3"):
         mt.from_onnx(3)
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "weights", "options"),
+    [
+        ("Celu", {"x": X}, {}, {"alpha": 2.0}),
+        ("Dropout", {"x": X}, {}, {}),
+        (
+            "Resize",
+            {"x": random(2, 3, 4, 6)},
+            {"r": EMPTY, "s": np.float32([1, 1, 2, 2])},
+            {"mode": "linear", "opset": 18},
+        ),
+        ("Resize", {"x": random(2, 3, 4, 6)}, {"r": EMPTY, "s": np.float32([1, 1, 2, 0.5])}, {"opset": 18}),
+    ],
+)
+def test_operators_that_are_written_by_others(tmp_path, op, inputs, weights, options):
+    """Functions of onnx, and what the importer of TVM lacks."""
+    expected = save(tmp_path / "model.onnx", op, inputs, weights, **options)
+    module = mt.from_onnx(tmp_path / "model.onnx")
+    run = mt.distribute_module(module, {"a": 2}, {"x": {"a": 1}})
+    torch.testing.assert_close(run(torch.from_numpy(inputs["x"])), expected[0])
+
+
+def test_rms_norm(tmp_path):
+    """Newer than the reference that `save` asks for."""
+    scale = random(8)
+    node = helper.make_node("RMSNormalization", ["x", "scale"], ["y"], epsilon=0.1)
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, X.shape) for name in ("x", "y")]
+    graph = helper.make_graph([node], "graph", ends[:1], ends[1:], [numpy_helper.from_array(scale, "scale")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    onnx.save(model, tmp_path / "model.onnx")
+    run = mt.distribute_module(mt.from_onnx(tmp_path / "model.onnx"), {"a": 2}, {"x": {"a": 1}})
+    x = torch.from_numpy(X)
+    torch.testing.assert_close(run(x), torch.nn.functional.rms_norm(x, (8,), torch.from_numpy(scale), 0.1))

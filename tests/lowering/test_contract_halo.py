@@ -5,23 +5,19 @@ import tilelang.language as T
 import torch
 
 import mesh_tensor as mt
-
-from .halo_kernels import (
-    convolution_2d,
-    convolution_reference,
-    indexed,
-    max_pool,
+from kernels.neighbourhoods import (
+    filter_2d,
+    filter_2d_reference,
     sliding_attention,
-    sliding_reference,
-    staged,
-    stencil,
-    stencil_reference,
+    sliding_attention_reference,
 )
+
+from .halo_kernels import indexed, max_pool, staged, stencil, stencil_reference
 from .support import assert_right, local_kernels, lowered, outline, run, text
 
 BOTH = {"A": {"x": 0}, "B": {"x": 0}}
-ROWS = {"A": {"x": 0}, "O": {"x": 0}}
-ALL = {name: {"x": 0} for name in "QKVO"}
+ROWS = {"A": {"x": 0}, "out": {"x": 0}}
+ALL = {name: {"x": 0} for name in ("Q", "K", "V", "Out")}
 MESHES = [{"x": 2}, {"x": 3}, {"x": 2, "y": 2}]
 
 # kernel, shapes of its inputs, layouts, reference, elements that a device receives of two: what an expert sends
@@ -38,24 +34,24 @@ KERNELS = {
     "staged": (staged(48), [(50,)], BOTH, lambda a: a[:-2] + 2 * a[1:-1] + 3 * a[2:], 1),
     "max pool": (max_pool(48), [(96,)], BOTH, lambda a: a.view(-1, 2).amax(1), 0),
     "convolution": (
-        convolution_2d(34, 18),
+        filter_2d(34, 18, block_h=4, block_w=8),
         [(34, 18), (3, 3)],
         ROWS,
-        lambda a, k: convolution_reference(a, k, 1),
+        lambda a, k: filter_2d_reference(a, k, 1),
         18,
     ),
     "convolution, strided": (
-        convolution_2d(21, 37, stride=2),
+        filter_2d(21, 37, stride=2, block_h=4, block_w=8),
         [(21, 37), (3, 3)],
         ROWS,
-        lambda a, k: convolution_reference(a, k, 2),
+        lambda a, k: filter_2d_reference(a, k, 2),
         37,
     ),
     "sliding attention": (
-        sliding_attention(96, 8, 8),
+        sliding_attention(96, 8, 8, block=8),
         [(96, 8)] * 3,
         ALL,
-        lambda q, k, v: sliding_reference(q, k, v, 8),
+        lambda q, k, v: sliding_attention_reference(q, k, v, 8),
         2 * 8 * 8,
     ),
 }
@@ -81,12 +77,12 @@ def test_only_margins_move(name):
 
 def test_both_dims_of_a_grid():
     """Corners come from the diagonal neighbour, in the same collective."""
-    layouts = {"A": {"x": 0, "y": 1}, "O": {"x": 0, "y": 1}}
-    func = convolution_2d(34, 34)
+    layouts = {"A": {"x": 0, "y": 1}, "out": {"x": 0, "y": 1}}
+    func = filter_2d(34, 34, block_h=4, block_w=8)
     result = lowered(func, {"x": 2, "y": 2}, layouts)
-    assert outline(result) == ["halo(A, x, y)", "kernel(A.1, K, O)"]
+    assert outline(result) == ["halo(A, x, y)", "kernel(A.1, K, out)"]
     inputs = [torch.randn(34, 34), torch.randn(3, 3)]
-    assert_right(func, {"x": 2, "y": 2}, layouts, inputs, lambda a, k: convolution_reference(a, k, 1))
+    assert_right(func, {"x": 2, "y": 2}, layouts, inputs, lambda a, k: filter_2d_reference(a, k, 1))
 
 
 def test_two_axes_on_one_dim():
@@ -110,12 +106,12 @@ def test_a_whole_input_is_only_sliced():
 
 
 def test_an_input_in_another_layout_comes_at_once():
-    func = convolution_2d(34, 18)
-    kernel = mt.compile(mt.annotate(func, {"x": 2}, {"A": {"x": 1}, "O": {"x": 0}}), target="interpret", poison=True)
+    func = filter_2d(34, 18, block_h=4, block_w=8)
+    kernel = mt.compile(mt.annotate(func, {"x": 2}, {"A": {"x": 1}, "out": {"x": 0}}), target="interpret", poison=True)
     assert [step.kind for step in kernel.program.collectives] == ["halo"]
     assert kernel.program.collectives[0].bytes == 18 * 9 * 4  # 18 of 34 rows, of which 9 of 18 columns are not there
     a, k = torch.randn(34, 18), torch.randn(3, 3)
-    torch.testing.assert_close(kernel(a, k), convolution_reference(a, k, 1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(kernel(a, k), filter_2d_reference(a, k, 1), rtol=1e-5, atol=1e-5)
 
 
 def test_a_local_kernel_needs_no_offset():

@@ -49,3 +49,27 @@ def test_it_is_deterministic():
     plans = [planned(two_products(), {"x": 2, "y": 2}, stated) for _ in range(3)]
     assert len({str(layouts(plan)) for plan in plans}) == 1
     assert len({str(kinds(plan)) for plan in plans}) == 1
+
+
+def test_an_axis_may_be_heard_later_than_another():
+    """The features of w1 first, where it is stored last: over each axis by itself."""
+    stated = {"x": {"d": 0}, "w1": {"d": 0, "m": 1}, "w2": {"d": 1, "m": 0}}
+    mesh = {"d": 2, "m": 2}
+    by_hand = planned(two_products(), mesh, stated, priority={"w1": {"d": 1}, "w2": {"d": 1}})
+    assert layouts(by_hand)["h"] == "S[0], S[1]"
+    weights_first = planned(two_products(), mesh, stated, priority={"x": {"d": 1}, "w1": {"m": 1}, "w2": {"m": 1}})
+    assert layouts(weights_first)["h"] == "R, S[1]"
+
+
+def test_some_dims_may_be_open():
+    mesh, stated = {"x": 2, "y": 2}, {"w1": {"x": 1}, "x": {"y": 0}, "h": {}}
+    found = [
+        layouts(planned(two_products(), mesh, stated, open={"h": dims}))["h_sharded"]
+        for dims in ((), (0,), (1,), (0, -1))
+    ]
+    assert found == ["R, R", "R, S[0]", "S[1], R", "S[1], S[0]"]
+
+
+def test_what_is_stated_to_be_partial_is_not_reduced_before():
+    stated = {"w1": {"x": 1}, "b": {"sharding": {}, "partial": {"x": "sum"}}}
+    assert kinds(planned(two_products(), {"x": 2}, stated)) == []

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.ranks.parts import Part, part_of, rank_layout
 from mesh_tensor.runtime.ranks.transfers import RankTopology, rank_transfer
 from mesh_tensor.runtime.ranks.wire import Work
-from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute
+from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute, of_tiles
 from mesh_tensor.runtime.virtual.transfer import transfer
 
 from .stages import Fragment, StageFragments
@@ -50,8 +51,21 @@ class Carrier(ABC):
         """The sum of two values that lie alike."""
 
     @abstractmethod
-    def accumulate(self, total: Any, value: Any, dtype: torch.dtype) -> Any:
-        """The sum, in a dtype, of a total that nobody else has (None at first) and a value; may use its memory."""
+    def laid(self, value: Any, layout: Sharding) -> Any:
+        """A value in another layout on its mesh."""
+
+    @abstractmethod
+    def widened(self, value: Any, dtype: torch.dtype) -> Any:
+        """A copy of a value in a dtype that may be wider."""
+
+    @abstractmethod
+    def accumulate(self, total: Any, value: Any) -> Any:
+        """The sum of a total that nobody else has and a value, which lie alike; may use its memory. Where they are
+        partial, so is the sum."""
+
+    @abstractmethod
+    def layout(self, value: Any) -> Sharding:
+        """How a value lies."""
 
     def shown(self, value: Any) -> Any:
         """A value as callers compute with it."""
@@ -102,10 +116,17 @@ class Mailbox(Carrier):
     def add(self, one: MeshTensor, other: MeshTensor) -> MeshTensor:
         return one + other
 
-    def accumulate(self, total: MeshTensor | None, value: MeshTensor, dtype: torch.dtype) -> MeshTensor:
-        if total is None:
-            total = distribute(torch.zeros(value.shape, dtype=dtype), value.sharding.mesh, value.sharding)
-        return total + value.redistribute(total.sharding)
+    def laid(self, value: MeshTensor, layout: Sharding) -> MeshTensor:
+        return value.redistribute(layout)
+
+    def widened(self, value: MeshTensor, dtype: torch.dtype) -> MeshTensor:
+        return _tile_by_tile(lambda tile: tile.to(dtype) + 0, value)
+
+    def accumulate(self, total: MeshTensor, value: MeshTensor) -> MeshTensor:
+        return _tile_by_tile(torch.add, total, value)
+
+    def layout(self, value: MeshTensor) -> Sharding:
+        return value.sharding
 
     def tiles(self, value: MeshTensor) -> Iterable[torch.Tensor]:
         return value.tiles()
@@ -160,11 +181,18 @@ class RankCarrier(Carrier):
     def add(self, one: Part, other: Part) -> Part:
         return replace(one, local=one.local + other.laid(one.layout, self._ranks.mine).local)
 
-    def accumulate(self, total: Part | None, value: Part, dtype: torch.dtype) -> Part:
-        if total is None:  # 0 is added: it makes -0.0 what it is on a virtual mesh
-            return replace(value, local=value.local.to(dtype) + 0)
-        total.local.add_(value.laid(total.layout, self._ranks.mine).local)
+    def laid(self, value: Part, layout: Sharding) -> Part:
+        return value.laid(rank_layout(layout, value.shape), self._ranks.mine)
+
+    def widened(self, value: Part, dtype: torch.dtype) -> Part:
+        return replace(value, local=value.local.to(dtype) + 0)  # + 0 copies, and makes -0.0 what it is everywhere
+
+    def accumulate(self, total: Part, value: Part) -> Part:
+        total.local.add_(value.local)
         return total
+
+    def layout(self, value: Part) -> Sharding:
+        return value.layout
 
     def tiles(self, value: Part) -> Iterable[torch.Tensor]:
         return (value.local,)
@@ -182,3 +210,15 @@ class RankCarrier(Carrier):
         """Wait until all that was sent is."""
         self._ranks.wait([work for work, _ in self._sent])
         self._sent.clear()
+
+
+def _tile_by_tile(make: Callable[..., torch.Tensor], *values: MeshTensor) -> MeshTensor:
+    """What a function makes of the tiles of tensors that lie alike; devices that share tiles share what is made."""
+    made: dict[tuple[int, ...], torch.Tensor] = {}
+    tiles = []
+    for each in zip(*(value.tiles() for value in values), strict=True):
+        key = tuple(map(id, each))
+        if key not in made:
+            made[key] = make(*each)
+        tiles.append(made[key])
+    return of_tiles(tiles, layout_of(tuple(values[0].shape), tiles[0].dtype, values[0].sharding))

@@ -141,6 +141,7 @@ class Pipeline:
         carrier = RankCarrier(self._runs.ranks, numbers)
         row = Row(carrier, self._weights.of, microbatches, self._loss)
         self._runs.row(self.schedule, row)
+        row.finish()
         self._runs.finish(carrier)
         self._note(self._runs.ranks.name, row)
         self._gradients = row.gradients

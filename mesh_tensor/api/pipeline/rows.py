@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.pipelining.fragments import gradient_name
 from mesh_tensor.pipelining.schedule import Action, Schedule
 
 from .carriers import Carrier, Mailbox, Stopped
@@ -93,12 +94,30 @@ class Row:
     def _deliver(self, here: StageFragments, name: str, value: Any, microbatch: int) -> None:
         stage, of = here.stage, here.valued.get(name, "")
         if of in stage.params:
-            sums = self.gradients.setdefault(stage.index, {})
-            wide = torch.promote_types(value.dtype, torch.float32)
-            sums[of] = self._carrier.accumulate(sums.get(of), value, wide)
+            self._add_up(here, of, value)
         elif of in stage.takes:
             there = self._microbatches[microbatch].stages[stage.takes[of]]
             self._carrier.hand(here, there, name, value, microbatch)
+
+    def _add_up(self, here: StageFragments, weight: str, value: Any) -> None:
+        """Add a microbatch's gradient to the weight's. Parts of a sum stay parts until the end, if all microbatches'
+        are."""
+        carrier, sums = self._carrier, self.gradients.setdefault(here.stage.index, {})
+        total = sums.get(weight)
+        if total is None:
+            sums[weight] = carrier.widened(value, torch.promote_types(value.dtype, torch.float32))
+            return
+        if carrier.layout(total) != carrier.layout(value):
+            layout = here.layouts[gradient_name(weight)]
+            total, value = carrier.laid(total, layout), carrier.laid(value, layout)
+        sums[weight] = carrier.accumulate(total, value)
+
+    def finish(self) -> None:
+        """Reduce the weights' gradients, once for all microbatches, where devices have parts of them."""
+        for stage, sums in self.gradients.items():
+            here = self._microbatches[0].stages[stage]
+            for weight, total in sums.items():
+                sums[weight] = self._carrier.laid(total, here.layouts[gradient_name(weight)])
 
     def _seed(self, here: StageFragments, name: str, microbatch: int) -> Any:
         """The gradient of a value that the stage gives: the sum of what its takers found, in their order."""
@@ -150,6 +169,7 @@ def run_rows(schedule: Schedule, rows: Sequence[Row], names: Sequence[str], mail
                     failures.append((names[mesh], action, error))
                     mailbox.fail()
                     return
+            rows[mesh].finish()
 
     threads = [threading.Thread(target=work, args=(mesh,), name=f"mesh {name}") for mesh, name in enumerate(names)]
     for thread in threads:

@@ -12,7 +12,7 @@ from tvm import ir
 
 from mesh_tensor.annotations.annotate_module import annotate_module
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.base.sharding import Partial, Sharding
 from mesh_tensor.pipelining.fragments import FragmentFunction, JointStage, fragments_of, gradient_name
 from mesh_tensor.pipelining.stages import FUNCTION, Stage
 from mesh_tensor.plan.gradient import gradient_function
@@ -125,7 +125,8 @@ def training_fragments(
 ) -> StageFragments:
     """A stage that runs forwards, and backwards of these kinds, to the gradients of `wrt`.
 
-    The forward's layouts are those of all: what it saves is taken as it lies, and a gradient lies as its value.
+    The forward's layouts are those of all: what it saves is taken as it lies, and a gradient lies as its value, but
+    for those of weights, which may be left to be reduced.
     """
     module = annotate_module(stage.module, mesh, layouts, FUNCTION) if layouts else stage.module
     joint = gradient_function(module, FUNCTION, list(wrt), seeded=True) if wrt else None
@@ -139,14 +140,36 @@ def training_fragments(
         function = functions[kind]
         inner = set(function.own) - {name for name in function.gives if function.own[name] in _parameters(function)}
         stated = {function.own[name]: known[name] for name in function.own if name in known and name in inner}
-        made[kind] = options.fragment(kind, function.module, kind, mesh, stated, function)
-        known = {**made[kind].layouts, **known}
+        fragment = options.fragment(kind, function.module, kind, mesh, stated, function)
+        if parts := _left_partial(fragment, [name for name in wrt if name in stage.params]):
+            own = {function.own[name]: layout for name, layout in parts.items()}
+            other = options.fragment(kind, function.module, kind, mesh, {**stated, **own}, function)
+            if all(other.layouts[name] == layout for name, layout in parts.items()):
+                fragment = other
+        made[kind] = fragment
+        known = {**fragment.layouts, **known}
     return StageFragments(stage, mesh, made, known)
 
 
 def _parameters(function: FragmentFunction) -> set[str]:
     """The function's own names of what it takes and hands on as it is."""
     return {function.own[name] for name in function.takes} & {function.own[name] for name in function.gives}
+
+
+def _left_partial(fragment: Fragment, weights: Sequence[str]) -> dict[str, Sharding]:
+    """The gradients of weights that a fragment ends with reducing, in the layouts that they have before: microbatches'
+    are added up so, and reduced once. Those that are scattered in it are not, which would take more memory."""
+    plan, found = fragment.module.plan, {}
+    results = dict(zip(fragment.gives, plan.made.result, strict=True))
+    for name in map(gradient_name, weights):
+        if name not in results or fragment.types[name][1].itemsize < 4:  # parts of a low-precision sum would be rounded
+            continue
+        last = [step for step in plan.made.program.collectives if step.dst == results[name]]
+        layout = fragment.layouts[name]
+        if last and all(step.kind == "all_reduce" and step.op == "sum" for step in last) and not layout.partial:
+            axes = {axis: Partial("sum") for step in last for axis in step.axes}
+            found[name] = Sharding.of(layout.mesh, layout.ndim, layout.placements() | axes)
+    return found
 
 
 def _whole(layout: Sharding) -> Sharding:

@@ -10,7 +10,7 @@ _NAMES = (
     "nn.layer_norm nn.rms_norm nn.group_norm nn.instance_norm nn.batch_norm nn.attention nn.attention_bias nn.conv1d"
     " nn.conv2d nn.conv3d nn.conv1d_transpose nn.conv2d_transpose nn.conv3d_transpose nn.max_pool1d nn.max_pool2d"
     " nn.max_pool3d nn.avg_pool1d nn.avg_pool2d nn.avg_pool3d nn.adaptive_avg_pool1d nn.adaptive_avg_pool2d"
-    " nn.adaptive_avg_pool3d nn.cross_entropy_with_logits nn.nll_loss"
+    " nn.adaptive_avg_pool3d nn.cross_entropy_with_logits nn.nll_loss image.resize2d"
 )
 gradient(*_NAMES.split())(differentiated)
 

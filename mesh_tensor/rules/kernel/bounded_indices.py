@@ -3,7 +3,7 @@ most. Loops whose bounds depend on x (a sliding window) are followed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import islice, product
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tvm import arith, tirx
 
 from mesh_tensor.tir.effects import op_name
-from mesh_tensor.tir.linear import Linear
+from mesh_tensor.tir.linear import Linear, vars_of
 
 from .statements import Loop
 
@@ -52,6 +52,10 @@ class Distance:
     def bounds(self, expr: tirx.PrimExpr, slope: Fraction) -> Interval | None:
         """Bounds of `expr - slope * coordinate`."""
         const, terms = _terms(expr)
+        ends = self._ends(expr, terms)
+        if ends is not None:
+            first, last = (self.bounds(end, slope) for end in ends)
+            return None if first is None or last is None else first.hull(last)
         total, left = Interval(Fraction(const), Fraction(const)), slope
         opaque: list[tuple[tirx.PrimExpr, Fraction]] = []
         shares: dict[tirx.Var, Fraction] = {}
@@ -71,6 +75,23 @@ class Distance:
                 return None
             total += bounds.scaled(share)
         return self._with_opaque(total, opaque, left)
+
+    def _ends(
+        self, expr: tirx.PrimExpr, terms: Sequence[tuple[tirx.PrimExpr, int]]
+    ) -> tuple[tirx.PrimExpr, tirx.PrimExpr] | None:
+        """The expression at the start and at the end of a loop that another's bounds depend on, if there is one: where
+        its variable is a term, what lies between is between these."""
+        for var, _ in terms:
+            loop = self._loops.get(var) if isinstance(var, tirx.Var) and not self._is_walked(var) else None
+            if loop is None or self._is_simple(var) or any(var in vars_of([t], {}) for t, _ in terms if t is not var):
+                continue
+            ends = (loop.min, loop.min + loop.extent - 1)
+            at = [tirx.stmt_functor.substitute(expr, {var: end}) for end in ends]
+            return self._analyzer.simplify(at[0]), self._analyzer.simplify(at[1])
+        return None
+
+    def _is_walked(self, var: tirx.Var) -> bool:
+        return var == self._outer or var in self._rest
 
     def _with_opaque(
         self, total: Interval, opaque: list[tuple[tirx.PrimExpr, Fraction]], left: Fraction

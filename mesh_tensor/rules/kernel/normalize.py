@@ -1,13 +1,13 @@
 """Bring a kernel into the form that analysis and rewriting expect.
 
-Index bindings are inlined; accesses through views become accesses to what they are views of; compound operations
-become what they are made of; grid loops that walk two dims at once become two loops; loops that end early go on,
-and do nothing; what a print is made of becomes one statement.
+Index bindings are inlined; regions have constant extents where they can; accesses through views become accesses to what
+they are views of; compound operations become what they are made of; grid loops that walk two dims at once become two
+loops; loops that end early go on, and do nothing; what a print is made of becomes one statement.
 """
 
 from __future__ import annotations
 
-from tvm import tirx
+from tvm import arith, tirx
 
 from mesh_tensor.tir.compound_ops import parts_of
 from mesh_tensor.tir.effects import op_name
@@ -27,7 +27,21 @@ def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """
     body = tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"])
     func = func if body.same_as(func.body) else func.with_body(body)
-    return lengthen(unfuse(resolve_views(mark_prints(_inline_bindings(func)))))
+    return lengthen(unfuse(resolve_views(mark_prints(_with_plain_extents(_inline_bindings(func))))))
+
+
+def _with_plain_extents(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """`x[k * 64 : (k + 1) * 64]` is 64 long: the extents of regions are constants where they can be."""
+    analyzer = arith.Analyzer()
+
+    def plain(call: tirx.Call) -> tirx.Call | None:
+        if op_name(call) != "tl.region" or all(isinstance(extent, tirx.IntImm) for extent in call.args[2:]):
+            return None
+        extents = [analyzer.simplify(extent) for extent in call.args[2:]]
+        return tirx.Call(call.dtype, call.op, [*call.args[:2], *extents], annotations=call.annotations, span=call.span)
+
+    body = tirx.stmt_functor.ir_transform(func.body, None, plain, ["tirx.Call"])
+    return func if body.same_as(func.body) else func.with_body(body)
 
 
 def _inline_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:

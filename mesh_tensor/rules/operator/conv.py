@@ -166,3 +166,13 @@ def _pooling(local: LocalCall, largest: bool) -> relax.Expr:
     return getattr(relax.op.nn, call.name.removeprefix("nn."))(
         *local.args, padding=padding, ceil_mode=ceil_mode, **more
     )
+
+
+@rule("image.resize2d")
+def resize(call: OpCall) -> OpRule:
+    """Batch and channels are parallel; places are looked at together."""
+    layout = call.attr("layout")
+    if not layout.isalpha():
+        return whole_rule(call)
+    dims = tuple({"N": "n", "C": "c"}.get(letter) for letter in layout)
+    return OpRule((dims,), (dims,))

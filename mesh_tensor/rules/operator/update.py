@@ -8,7 +8,7 @@ the parameter and its slots. Of a parameter in 16 bits the last slot is its valu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from tvm import relax
 
@@ -24,10 +24,17 @@ from .rule import LocalCall, OpRule
 from .table import rule
 
 UPDATE = "mesh.update"
-NUMBERS = TensorType((3,), "float64")
+NUMBERS = TensorType((4,), "float64")
 
 
-def slots_of(optimizer: Optimizer, dtype: str) -> dict[str, str]:
+class HasSlots(Protocol):
+    """An optimizer, by what it keeps."""
+
+    @property
+    def slots(self) -> tuple[str, ...]: ...
+
+
+def slots_of(optimizer: HasSlots, dtype: str) -> dict[str, str]:
     """What is kept for a parameter of that dtype, and in which dtype: in float32 at least."""
     if dtype in NARROW:
         return dict.fromkeys([*optimizer.slots, MASTER], "float32")

@@ -15,7 +15,7 @@ from mesh_tensor.runtime.elementwise import clone, fill
 from mesh_tensor.runtime.reshard import reshard_of
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
-from mesh_tensor.targets.op_steps import tile_function
+from mesh_tensor.targets.op_steps import tile_functions
 
 from .faults import Faults
 from .plan import plan_exchange
@@ -61,7 +61,7 @@ class RankBackend:
 
     def op(self, step: OpStep) -> Action:
         """The operator on this rank's tiles."""
-        function = tile_function(step, self.program, self._ranks.rank, self._target)
+        (function,) = tile_functions(step, self.program, [self._ranks.rank], self._target)
         names = [self.program.values[name].storage for name in step.args]
         results = [self.program.values[name].storage for name in step.results]
 

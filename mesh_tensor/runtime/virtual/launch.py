@@ -44,7 +44,8 @@ class Launch:
         self.program = program
         self.peak_bytes = 0
         self._mesh = VirtualMesh(program, target, poison=poison)
-        self._ports = [_port(parameter, program, self._mesh) for parameter in program.parameters]
+        made = {program.values[name].storage for step in program.ops for name in step.makes}
+        self._ports = [_port(parameter, program, self._mesh, made) for parameter in program.parameters]
         self._poison = poison
 
     def __call__(
@@ -152,11 +153,11 @@ def _leave(port: _VirtualPort, tiles: Tiles, target: AnyTensor | None, as_mesh_t
     return target
 
 
-def _port(parameter: Parameter, program: Program, mesh: VirtualMesh) -> _VirtualPort:
+def _port(parameter: Parameter, program: Program, mesh: VirtualMesh, made: Collection[str]) -> _VirtualPort:
+    """The port of a parameter. `made`: the storages that operators make."""
     values = program.values
     taken = values[parameter.input].storage if parameter.input else ""
     given = values[parameter.output].storage if parameter.output else ""
-    made = {values[name].storage for step in program.ops for name in step.makes}
     return _VirtualPort(
         name=parameter.name,
         input=mesh.layouts[parameter.input] if parameter.input else None,

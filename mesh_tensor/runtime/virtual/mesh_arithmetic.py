@@ -18,7 +18,7 @@ from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.elementwise import copy, each, fill
 from mesh_tensor.runtime.placement import Layout, Tiles, layout_of
 from mesh_tensor.runtime.plain_tensors import why_not_plain
-from mesh_tensor.runtime.tile_memory import empty_tile
+from mesh_tensor.targets.tile_memory import empty_tile
 
 from .torch_functions import ELEMENTWISE, name_of
 

@@ -20,7 +20,7 @@ from mesh_tensor.runtime.reshard import reshard_of
 from mesh_tensor.runtime.threads import device_threads
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
-from mesh_tensor.targets.op_steps import differs_by_rank, tile_function
+from mesh_tensor.targets.op_steps import differs_by_rank, tile_functions
 
 Tiles = list[torch.Tensor]
 
@@ -69,8 +69,7 @@ class VirtualMesh:
     def op(self, step: OpStep) -> Action:
         """All devices call the operator; those whose operands are the same tensors call it once and share the
         results."""
-        ranks = range(self.program.mesh.num_devices)
-        by_rank = [tile_function(step, self.program, rank, self._target) for rank in ranks]
+        by_rank = tile_functions(step, self.program, range(self.program.mesh.num_devices), self._target)
         names = [self.program.values[name].storage for name in step.args]
         results = [self.program.values[name].storage for name in step.results]
         sizes = [self.layouts[name].tile_bytes for name in step.results]

@@ -11,6 +11,7 @@ from . import (  # noqa: F401  (they fill the table)
     nn,
     padding,
     reduce,
+    resize,
     shape,
     update,
     vjp,

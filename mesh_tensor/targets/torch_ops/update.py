@@ -10,6 +10,7 @@ import torch
 from mesh_tensor.rules.operator import OpCall
 from mesh_tensor.rules.operator.update import UPDATE, optimizer_of, slots_of
 
+from ..tile_memory import empty_tile
 from .table import Function, torch_op
 
 Tensor = torch.Tensor
@@ -31,7 +32,7 @@ def _update(call: OpCall) -> Function:
         gradient = gradient.to(value.dtype)
         if scale:  # of gradients one of which is NaN; that one says so itself
             gradient = gradient * scale[0].to(value.dtype).nan_to_num(nan=1.0)
-        value, slots = step(value, gradient, slots, *numbers.tolist())
+        value, slots = step(value, gradient, slots, *numbers.tolist()[:3])
         return (value.to(parameter.dtype), *slots, *([value] if kept else []))
 
     return update
@@ -41,7 +42,7 @@ def _sgd(options: Any) -> Step:
     decay = options["weight_decay"]
 
     def step(p: Tensor, g: Tensor, slots: list[Tensor], lr: float, *_: float) -> tuple[Tensor, list[Tensor]]:
-        return p.add(_decayed(g, p, decay), alpha=-lr), slots
+        return torch.add(p, _decayed(g, p, decay), alpha=-lr, out=_like(p)), []
 
     return step
 
@@ -51,20 +52,21 @@ def _momentum(options: Any) -> Step:
 
     def step(p: Tensor, g: Tensor, slots: list[Tensor], lr: float, *_: float) -> tuple[Tensor, list[Tensor]]:
         g = _decayed(g, p, decay)
-        moved = slots[0].mul(momentum).add_(g)
-        return p.add(g.add(moved, alpha=momentum) if nesterov else moved, alpha=-lr), [moved]
+        moved = torch.mul(slots[0], momentum, out=_like(g)).add_(g)
+        along = torch.add(g, moved, alpha=momentum, out=_like(g)) if nesterov else moved
+        return torch.add(p, along, alpha=-lr, out=_like(p)), [moved]
 
     return step
 
 
 def _adam(options: Any) -> Step:
     decay = options["weight_decay"]
-    return _with_moments(options, lambda p, lr: p, lambda p, g: _decayed(g, p, decay))
+    return _with_moments(options, lambda p, lr: _like(p).copy_(p), lambda p, g: _decayed(g, p, decay))
 
 
 def _adamw(options: Any) -> Step:
     decay = options["weight_decay"]
-    return _with_moments(options, lambda p, lr: p.mul(1 - lr * decay), lambda p, g: g)
+    return _with_moments(options, lambda p, lr: torch.mul(p, 1 - lr * decay, out=_like(p)), lambda p, g: g)
 
 
 def _with_moments(
@@ -76,10 +78,11 @@ def _with_moments(
         p: Tensor, g: Tensor, slots: list[Tensor], lr: float, correction: float, root: float
     ) -> tuple[Tensor, list[Tensor]]:
         g = used(p, g)
-        mean = slots[0].lerp(g, 1 - first)
-        square = slots[1].mul(second).addcmul_(g, g, value=1 - second)
-        below = square.sqrt().div_(root).add_(eps)
-        return shrunk(p, lr).addcdiv(mean, below, value=-lr / correction), [mean, square]
+        mean = torch.lerp(slots[0], g, 1 - first, out=_like(g))
+        square = torch.mul(slots[1], second, out=_like(g)).addcmul_(g, g, value=1 - second)
+        # mean / (sqrt(square) / root + eps), with one pass less
+        below = torch.sqrt(square, out=_like(g)).add_(eps * root)
+        return shrunk(p, lr).addcdiv_(mean, below, value=-lr * root / correction), [mean, square]
 
     return step
 
@@ -88,14 +91,20 @@ def _lion(options: Any) -> Step:
     (first, second), decay = options["betas"], options["weight_decay"]
 
     def step(p: Tensor, g: Tensor, slots: list[Tensor], lr: float, *_: float) -> tuple[Tensor, list[Tensor]]:
-        direction = slots[0].lerp(g, 1 - first).sign_()
-        return p.mul(1 - lr * decay).add_(direction, alpha=-lr), [slots[0].lerp(g, 1 - second)]
+        direction = torch.lerp(slots[0], g, 1 - first, out=_like(g)).sign_()
+        moved = torch.lerp(slots[0], g, 1 - second, out=_like(g))
+        return torch.mul(p, 1 - lr * decay, out=_like(p)).add_(direction, alpha=-lr), [moved]
 
     return step
 
 
+def _like(tensor: Tensor) -> Tensor:
+    """Memory for a result: what the state of an earlier step has left, where it is large."""
+    return empty_tile(tensor.shape, tensor.dtype, tensor.device)
+
+
 def _decayed(g: Tensor, p: Tensor, decay: float) -> Tensor:
-    return g.add(p, alpha=decay) if decay else g
+    return torch.add(g, p, alpha=decay, out=_like(g)) if decay else g
 
 
 _STEPS: dict[str, Callable[[Any], Step]] = {

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import mesh_tensor as mt
-from tests.api.pipeline.models import Net, batch, imported
+from tests.api.pipeline.models import Net, batch, chain, chain_loss, imported
 
 TOPOLOGY = {"m0": {"d": 2, "m": 2}, "m1": {"d": 3}}
 LAYOUTS = {"tokens": {"d": 0}, "labels": {"d": 0}, "*.fc.weight": {"m": 0}}
@@ -187,3 +187,26 @@ def test_explain_says_what_each_mesh_does_holds_and_gets(model, module):
     run(*batch(12))
     held = {line.split()[0]: int(line.split()[-2].replace(",", "")) for line in lines if "holds at most" in line}
     assert all(run.peak_bytes[mesh] <= held[mesh] for mesh in held)  # replicas may share memory here
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_gradients_are_reduced_once_per_batch(schedule):
+    """Replicated weights, rows that are split: backwards leave parts of sums, whose sums are reduced in the end."""
+    module, weights = chain()
+    layouts = {"x": {"d": 0}, "y": {"d": 0}}
+    run = mt.pipeline(module, TOPOLOGY, ["layer1"], layouts, microbatches=4, schedule=schedule, train=True)
+    for here in run.fragments:
+        later = [fragment for kind, fragment in here.fragments.items() if kind != "F"]
+        assert [step.kind for fragment in later for step in fragment.module.program.collectives] == []
+        found = {layout.partial for f in later for name, layout in f.layouts.items() if name.startswith("d_w")}
+        assert found == {(("d", "sum"),)}
+    leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+    for _ in range(2):
+        inputs = torch.randn(12, 6), torch.randn(12, 6)
+        loss = chain_loss(leaves, *inputs)
+        torch.testing.assert_close(run(*inputs), loss.detach())
+        wanted = torch.autograd.grad(loss, list(leaves.values()))
+        for (name, got), gradient in zip(run.gradients().items(), wanted, strict=True):
+            torch.testing.assert_close(got, gradient, rtol=1e-4, atol=1e-6, msg=name)
+    run.update(lambda weight, gradient, state: weight - 0.1 * gradient, max_norm=0.01)
+    assert not torch.equal(run.weights()["w0"], weights["w0"])

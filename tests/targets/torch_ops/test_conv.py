@@ -162,6 +162,37 @@ CASES = {
 }
 
 
+def _weights(size, steps):
+    """What each of `steps` new elements takes of `size` elements, by half pixels."""
+    places = (np.arange(steps) + 0.5) * size / steps - 0.5
+    return np.stack([np.interp(places, np.arange(size), row) for row in np.eye(size)], -1).astype("float32")
+
+
+CASES |= {
+    "resize2d, linear": _case(
+        (t(2, 3, 4, 5),),
+        lambda x: op.image.resize2d(x, (7, 3), layout="NCHW", method="linear"),
+        lambda x: np.einsum("ncij,hi,wj->nchw", x, _weights(4, 7), _weights(5, 3)),
+    ),
+    "resize2d, nearest": _case(
+        (t(2, 3, 4, 6),),
+        lambda x: op.image.resize2d(
+            x, (8, 3), layout="NCHW", method="nearest_neighbor", coordinate_transformation_mode="asymmetric",
+            rounding_method="floor",
+        ),
+        lambda x: x.repeat(2, 2)[:, :, :, ::2],
+    ),
+    "resize2d, nearest of half pixels": Case(
+        (t(1, 2, 4, 4),),
+        lambda x: op.image.resize2d(
+            x, (2, 8), layout="NCHW", method="nearest_neighbor", rounding_method="round_prefer_floor"
+        ),
+        lambda x: x[:, :, ::2].repeat(2, 3),
+        tvm=False,
+    ),
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def tvm_result():
     return by_tvm(CASES)

@@ -8,8 +8,8 @@ import torch
 
 import mesh_tensor as mt
 from kernels.matmul import matmul
-from mesh_tensor.runtime import tile_memory
-from mesh_tensor.runtime.tile_memory import empty_tile
+from mesh_tensor.targets import tile_memory
+from mesh_tensor.targets.tile_memory import empty_tile
 
 CPU = torch.device("cpu")
 SHAPE = (768, 1024)  # of float32: 3 MiB

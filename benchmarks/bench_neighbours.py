@@ -1,0 +1,50 @@
+"""A filter by rows and an embedding by vocabulary on a virtual mesh of two devices, against one device.
+
+python -m benchmarks.bench_neighbours
+"""
+
+from __future__ import annotations
+
+import torch
+from tilelang import tvm
+
+import mesh_tensor as mt
+from kernels.embedding import embedding
+from kernels.neighbourhoods import filter_2d
+
+from ._timing import Row, Run, header, interleaved, row, verdicts
+
+_MUST = 1 / 1.6
+_ROUNDS = 15
+
+
+def _on(devices: int, func: tvm.tirx.PrimFunc, dims: dict[str, int], inputs: dict[str, torch.Tensor]) -> Run:
+    """The kernel on tensors that lie on so many devices."""
+    mesh = mt.Mesh({"x": devices})
+    layouts = {b.name: {"x": dims[b.name]} if b.name in dims else {} for b in func.buffer_map.values()}
+    kernel = mt.compile(mt.annotate(func, mesh, layouts), target="c")
+    tiles = [mt.distribute(tensor, mesh, layouts[name]) for name, tensor in inputs.items()]
+    return lambda: kernel(*tiles)
+
+
+def _rows_of(what: str, func: tvm.tirx.PrimFunc, dims: dict[str, int], inputs: dict[str, torch.Tensor]) -> list[Row]:
+    runs = {f"{devices} devices": _on(devices, func, dims, inputs) for devices in (2, 1)}
+    times = interleaved(runs, rounds=_ROUNDS)
+    return [row(what, times, "2 devices", "1 devices", must=_MUST)]
+
+
+def rows() -> list[Row]:
+    """Two devices beside one."""
+    size, tokens, features = 3074, 4096, 1024
+    image = {"A": torch.randn(size, size), "K": torch.randn(3, 3)}
+    words = {"ids": torch.randint(0, 65536, (tokens,)).int(), "table": torch.randn(65536, features)}
+    return [
+        *_rows_of("3 x 3 filter by rows", filter_2d(size, size), {"A": 0, "out": 0}, image),
+        *_rows_of("embedding by vocabulary", embedding(tokens, 65536, features), {"table": 0, "out": 0}, words),
+    ]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(header("Neighbours and tables"))
+    print(verdicts(rows()))

@@ -1,0 +1,83 @@
+"""Kernels of which every position reads a window of its neighbourhood: a convolution of one channel, and attention to
+the positions just before."""
+
+import tilelang.language as T
+import torch
+import torch.nn.functional as F
+
+
+def filter_2d(height, width, size=3, stride=1, block_h=32, block_w=128):
+    """`out[y, x] = sum_rc A[stride * y + r, stride * x + c] * K[r, c]`."""
+    rows, columns = (height - size) // stride + 1, (width - size) // stride + 1
+
+    @T.prim_func
+    def filter_2d_kernel(
+        A: T.Tensor((height, width), "float32"),
+        K: T.Tensor((size, size), "float32"),
+        out: T.Tensor((rows, columns), "float32"),
+    ):
+        with T.Kernel(T.ceildiv(columns, block_w), T.ceildiv(rows, block_h), threads=32) as (bx, by):
+            acc = T.alloc_fragment((block_h, block_w), "float32")
+            T.clear(acc)
+            for r in T.serial(size):
+                for c in T.serial(size):
+                    for i, j in T.Parallel(block_h, block_w):
+                        if by * block_h + i < rows and bx * block_w + j < columns:
+                            acc[i, j] += A[(by * block_h + i) * stride + r, (bx * block_w + j) * stride + c] * K[r, c]
+            T.copy(acc, out[by * block_h, bx * block_w])
+
+    return filter_2d_kernel
+
+
+def filter_2d_reference(a, k, stride=1):
+    return F.conv2d(a[None, None].double(), k[None, None].double(), stride=stride)[0, 0].float()
+
+
+def sliding_attention(seq, dim, window, block=64):
+    """Attention of every position to itself and the `window - 1` positions before it; blocks of keys out of its reach
+    are skipped."""
+
+    @T.prim_func
+    def sliding_attention_kernel(
+        Q: T.Tensor((seq, dim), "float32"),
+        K: T.Tensor((seq, dim), "float32"),
+        V: T.Tensor((seq, dim), "float32"),
+        Out: T.Tensor((seq, dim), "float32"),
+    ):
+        with T.Kernel(T.ceildiv(seq, block), threads=32) as bx:
+            q = T.alloc_shared((block, dim), "float32")
+            k = T.alloc_shared((block, dim), "float32")
+            v = T.alloc_shared((block, dim), "float32")
+            p = T.alloc_shared((block, block), "float32")
+            scores = T.alloc_fragment((block, block), "float32")
+            out = T.alloc_fragment((block, dim), "float32")
+            total = T.alloc_fragment((block,), "float32")
+            part = T.alloc_fragment((block,), "float32")
+            T.copy(Q[bx * block : (bx + 1) * block, :], q)
+            T.clear(out)
+            T.clear(total)
+            start = T.max(0, (bx * block - window) // block)
+            for ko in T.serial(bx + 1 - start):
+                T.copy(K[(ko + start) * block : (ko + start + 1) * block, :], k)
+                T.copy(V[(ko + start) * block : (ko + start + 1) * block, :], v)
+                T.clear(scores)
+                T.gemm(q, k, scores, transpose_B=True)
+                for i, j in T.Parallel(block, block):
+                    behind = bx * block + i - ((ko + start) * block + j)
+                    scores[i, j] = T.if_then_else(behind >= 0 and behind < window, T.exp(scores[i, j]), 0)
+                T.reduce_sum(scores, part, dim=1)
+                for i in T.Parallel(block):
+                    total[i] += part[i]
+                T.copy(scores, p)
+                T.gemm(p, v, out)
+            for i, j in T.Parallel(block, dim):
+                out[i, j] = out[i, j] / total[i]
+            T.copy(out, Out[bx * block : (bx + 1) * block, :])
+
+    return sliding_attention_kernel
+
+
+def sliding_attention_reference(q, k, v, window):
+    behind = torch.arange(len(q))[:, None] - torch.arange(len(q))[None]
+    scores = (q.double() @ k.double().T).masked_fill((behind < 0) | (behind >= window), -torch.inf)
+    return (scores.softmax(-1) @ v.double()).float()

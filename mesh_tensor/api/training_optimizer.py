@@ -1,0 +1,100 @@
+"""An optimizer as a function of torch tensors: how a step of training takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import nn
+from tvm import relax
+
+from mesh_tensor.base.errors import listing, refuse, shown
+from mesh_tensor.base.optimizer import Optimizer
+from mesh_tensor.importers.torch_frontend import from_torch
+from mesh_tensor.plan.updates import AnyOptimizer, WrittenOptimizer
+from mesh_tensor.targets.dtypes import torch_dtype
+
+Rule = Callable[..., tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
+_POSITIONAL = ("parameter", "gradient", "lr", "step")
+
+
+def any_optimizer(given: str | Rule, options: Mapping[str, Any]) -> AnyOptimizer:
+    """The optimizer of that name, or that a function is."""
+    if isinstance(given, str):
+        return Optimizer.make(given, **options)
+    if not callable(given):
+        refuse(f"optimizer={shown(given)}", fix="use the name of an optimizer, or a function")
+    unknown = [name for name in options if name != "lr"]
+    if unknown:
+        refuse(
+            f"an optimizer that is a function has no options {listing(unknown)}", fix="pass lr alone, or bind the rest"
+        )
+    name, slots = getattr(given, "__name__", "function"), _slots(given)
+
+    def function(shape: tuple[int, ...], dtype: str) -> relax.Function:
+        return _imported(given, name, slots, shape, torch_dtype(dtype))
+
+    return WrittenOptimizer(name, slots, function, {"lr": float(options.get("lr", 1e-3))})
+
+
+def _slots(rule: Rule) -> tuple[str, ...]:
+    """What it keeps per parameter: its keyword-only parameters."""
+    params = list(signature(rule).parameters.values())
+    first = [p.name for p in params if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
+    rest = [p.name for p in params if p.kind is Parameter.KEYWORD_ONLY]
+    if len(first) != len(_POSITIONAL) or len(first) + len(rest) != len(params):
+        refuse(
+            f"an optimizer that takes {listing([p.name for p in params])}",
+            fix="def rule(parameter, gradient, lr, step, *, average): ...; return new_parameter, {'average': ...}: "
+            "what comes after the asterisk is kept per parameter, and zero at first",
+        )
+    return tuple(rest)
+
+
+class _Step(nn.Module):
+    """The rule of tensors in order."""
+
+    def __init__(self, rule: Rule, slots: tuple[str, ...]) -> None:
+        super().__init__()
+        self._rule, self._slots = rule, slots
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The new parameter, the new slots."""
+        found = self._rule(*tensors[:4], **dict(zip(self._slots, tensors[4:], strict=True)))
+        if not isinstance(found, tuple) or len(found) != 2 or set(found[1]) != set(self._slots):
+            refuse(
+                f"the optimizer gives {shown(found)}",
+                fix=f"return (new parameter, {{{', '.join(f'{slot!r}: ...' for slot in self._slots)}}})",
+            )
+        return found[0], *(found[1][slot] for slot in self._slots)
+
+
+def _imported(rule: Rule, name: str, slots: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """The rule for a parameter of that type, as a function of a module."""
+    parameter, gradient = torch.rand(shape, dtype=dtype), torch.rand(shape, dtype=dtype)
+    kept = [torch.rand(shape, dtype=dtype) for _ in slots]
+    numbers = torch.tensor(1e-3), torch.tensor(1.0)
+    module = from_torch(torch.export.export(_Step(rule, slots), (parameter, gradient, *numbers, *kept), strict=False))
+    function = module.mod["main"]
+    fields = getattr(function.struct_info.ret, "fields", [function.struct_info.ret])
+    found = [(tuple(map(int, field.shape)), torch_dtype(field.dtype)) for field in fields]
+    if module.params or found != [(shape, dtype)] * (1 + len(slots)):
+        refuse(
+            f"for a parameter {shape} {dtype} the optimizer gives {found}"
+            + (f", and brings tensors {listing(list(module.params))}" if module.params else ""),
+            where=f"optimizer {name!r}",
+            fix="what it gives has the parameter's shape and dtype; numbers of its own are Python's",
+        )
+    if not isinstance(function.struct_info.ret, relax.TupleStructInfo):
+        function = _as_tuple(function)
+    return function.without_attr("global_symbol")
+
+
+def _as_tuple(function: relax.Function) -> relax.Function:
+    """The function with its one result in a tuple."""
+    builder = relax.BlockBuilder()
+    body, result = function.body, relax.TupleStructInfo([function.struct_info.ret])
+    inner = relax.SeqExpr(body.blocks, relax.Tuple([body.body]))
+    return builder.normalize(relax.Function(function.params, inner, result, function.is_pure, function.attrs))

@@ -1,0 +1,192 @@
+"""A torch program taken apart into the operators that are imported. Alike operators, as those of a model's layers, are
+taken apart once: torch's own way traces the whole program again, several times."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+_FAILED = object()
+Table = dict[Any, Callable[..., Any]]
+
+
+class DecomposedProgram:
+    """An exported program with another graph."""
+
+    def __init__(self, program: torch.export.ExportedProgram, graph_module: torch.fx.GraphModule) -> None:
+        self._program = program
+        self.graph_module, self.graph = graph_module, graph_module.graph
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """None: TVM's importer would copy them to where nobody looks."""
+        return iter(())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._program, name)
+
+
+def decomposed(
+    program: torch.export.ExportedProgram, kept: Collection[torch._ops.OpOverload], known: Collection[str]
+) -> Any:
+    """The program, taken apart but for the operators that are `kept`. `known` are the names of operators that can be
+    imported. Where torch's own way may do something else, it is taken."""
+    table = torch.export.default_decompositions()
+    for op in kept:
+        table.pop(op, None)
+    made = _Decomposition(program, table.materialize(), kept, known).made()
+    return program.run_decompositions(table) if made is None else made
+
+
+class _Decomposition:
+    def __init__(
+        self,
+        program: torch.export.ExportedProgram,
+        table: Table,
+        kept: Collection[torch._ops.OpOverload],
+        known: Collection[str],
+    ) -> None:
+        self._program, self._table, self._kept, self._names = program, table, kept, known
+        self._known: dict[Hashable, torch.fx.Graph | None] = {}
+
+    def made(self) -> DecomposedProgram | None:
+        """The program, or None if some of it is nothing that can be taken apart by itself."""
+        graph = torch.fx.Graph()
+        if self._copy(self._program.graph_module, graph, {}) is _FAILED:
+            return None
+        graph.eliminate_dead_code()
+        return DecomposedProgram(self._program, torch.fx.GraphModule(self._program.graph_module, graph))
+
+    def _copy(self, module: torch.fx.GraphModule, graph: torch.fx.Graph, place: dict[Any, Any]) -> Any:
+        """What a graph gives, its operators in `graph`; `place` has what its placeholders are, if they are not its
+        own."""
+        for node in module.graph.nodes:
+            if node.op == "output":
+                if module is self._program.graph_module:
+                    graph.node_copy(node, lambda old: place[old])
+                return torch.fx.map_arg(node.args[0], lambda old: place[old])
+            if node.op == "placeholder":
+                if node not in place:
+                    place[node] = graph.node_copy(node)
+                    place[node].name = node.name  # as the signature has it; a graph has other names for some
+            elif node.op != "get_attr":
+                made = self._call(module, node, graph, place)
+                if made is _FAILED:
+                    return _FAILED
+                place[node] = made
+            elif not isinstance(getattr(module, str(node.target), None), torch.fx.GraphModule):
+                return _FAILED
+        raise AssertionError("a graph without an output")
+
+    def _call(
+        self, module: torch.fx.GraphModule, node: torch.fx.Node, graph: torch.fx.Graph, place: dict[Any, Any]
+    ) -> Any:
+        """What a call gives, in the graph."""
+        args: Any = node.args
+        if node.target is wrap_with_set_grad_enabled:  # what is a constant was said before
+            inner = getattr(module, str(args[1].target))
+            places = [node for node in inner.graph.nodes if node.op == "placeholder"]
+            return self._copy(inner, graph, {p: place.get(arg, arg) for p, arg in zip(places, args[2:], strict=True)})
+        if not self._is_plain(node):
+            return _FAILED
+        if node.target is operator.getitem and isinstance(place[args[0]], (tuple, list)):
+            return place[args[0]][args[1]]
+        if self._is_made_of_others(node.target):
+            inner = self._taken_apart(node)
+            return _FAILED if inner is None else _inlined(graph, inner, node, place)
+        if not self._is_known(node):
+            return _FAILED
+        return graph.node_copy(node, lambda old: place[old])
+
+    def _is_plain(self, node: torch.fx.Node) -> bool:
+        """Whether the node is an operator that writes nothing, on tensors of known sizes."""
+        if node.op != "call_function" or not all(_is_static(value) for value in _tensors_of(node)):
+            return False
+        if node.target is operator.getitem:
+            return True
+        return isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable
+
+    def _is_made_of_others(self, target: Any) -> bool:
+        if target is operator.getitem or target in self._kept:
+            return False
+        return target in self._table or torch._C._dispatch_has_kernel_for_dispatch_key(
+            target.name(), "CompositeImplicitAutograd"
+        )
+
+    def _taken_apart(self, node: torch.fx.Node) -> torch.fx.Graph | None:
+        """The operators that one is made of, or None; of alike ones found once."""
+        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+        types = tuple(
+            _type(leaf.meta["val"]) if isinstance(leaf, torch.fx.Node) else (type(leaf), leaf) for leaf in leaves
+        )
+        key = (node.target, str(spec), types)
+        if key not in self._known:
+            self._known[key] = self._traced(node, leaves, spec)
+        return self._known[key]
+
+    def _traced(self, node: torch.fx.Node, leaves: Sequence[Any], spec: pytree.TreeSpec) -> torch.fx.Graph | None:
+        operands = [leaf.meta["val"] for leaf in leaves if isinstance(leaf, torch.fx.Node)]
+        modes = {value.fake_mode for value in _tensors_of(node) if hasattr(value, "fake_mode")}
+        if len(modes) != 1:
+            return None
+
+        def call(*tensors: torch.Tensor) -> Any:
+            rest = iter(tensors)
+            args, kwargs = pytree.tree_unflatten(
+                [next(rest) if isinstance(leaf, torch.fx.Node) else leaf for leaf in leaves], spec
+            )
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+        with torch.no_grad(), modes.pop():
+            graph = make_fx(call, decomposition_table=self._table)(*operands).graph
+        graph.eliminate_dead_code()
+        calls = [inner for inner in graph.nodes if inner.op not in ("placeholder", "output")]
+        fine = all(self._is_plain(inner) and self._is_known(inner) for inner in calls)
+        return graph if fine else None
+
+    def _is_known(self, node: torch.fx.Node) -> bool:
+        return node.target is operator.getitem or _name(node) in self._names
+
+
+def _inlined(graph: torch.fx.Graph, inner: torch.fx.Graph, node: torch.fx.Node, place: dict[Any, Any]) -> Any:
+    """What the operators that a node is made of give, in the graph."""
+    operands = iter(
+        [place[leaf] for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, torch.fx.Node)]
+    )
+    mine: dict[Any, Any] = {}
+    for step in inner.nodes:
+        if step.op == "placeholder":
+            mine[step] = next(operands)
+        elif step.op == "output":
+            return pytree.tree_map_only(torch.fx.Node, lambda old: mine[old], step.args[0])
+        else:
+            mine[step] = graph.node_copy(step, lambda old: mine[old])
+            mine[step].meta = {**node.meta, **step.meta}
+    raise AssertionError("a graph without an output")
+
+
+def _tensors_of(node: torch.fx.Node) -> Iterator[Any]:
+    """What the node gives, and what it takes from other nodes."""
+    for one in (node, *node.all_input_nodes):
+        yield from pytree.tree_leaves(one.meta.get("val"))
+
+
+def _is_static(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.layout == torch.strided and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+    return value is None or isinstance(value, (bool, int, float))
+
+
+def _type(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, str(value.device), value.requires_grad
+    return type(value), value
+
+
+def _name(node: torch.fx.Node) -> str:
+    return getattr(node.target, "__name__", str(node.target))

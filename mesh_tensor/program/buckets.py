@@ -1,0 +1,197 @@
+"""Buckets: collectives of many small tensors become few of large ones.
+
+Tensors that go the same way (the same collective over the same axes, in the same dtype) and whose results nothing needs
+yet are put one after the other into a flat bucket: copied into it, sent as one, and seen as tensors again. It goes when
+it is full, or when something needs a part of it, so that gradients are on their way while the backward pass goes on.
+
+    all_reduce d_w2             concat d_w2, d_b2, d_w1 -> bucket
+    all_reduce d_b2             all_reduce bucket
+    all_reduce d_w1             split bucket -> d_w2, d_b2, d_w1
+
+A tensor joins where copying it takes less than to start a collective of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from tvm import relax
+
+from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.placement import Partial, Placement, Replicate, Shard
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.base.tensor_type import TensorType
+from mesh_tensor.rules.operator.call import OpCall, op_call
+from mesh_tensor.rules.operator.call_text import info_of
+
+from .program import Value, bytes_moved
+from .steps import CollectiveStep, OpStep, Step
+
+# Bytes of a tile: copying more of them (reading and writing) takes longer than to start a collective.
+_MEMBER = round(CPU.links[-1].start * CPU.main_memory.rate / 2)
+# Bytes of a bucket: its start takes a thirtieth of its time.
+_BUCKET = round(30 * CPU.bytes_per_start)
+_WHERE = "a bucket"
+
+
+@dataclass(frozen=True)
+class _Way:
+    """What goes together."""
+
+    kind: str
+    axes: tuple[str, ...]
+    op: str | None
+    dtype: str
+
+
+@dataclass
+class _Bucket:
+    way: _Way
+    members: list[CollectiveStep] = field(default_factory=list)
+    bytes: int = 0
+
+
+def bucketed(steps: Sequence[Step], values: Mapping[str, Value], mesh: Mesh) -> tuple[Sequence[Step], dict[str, Value]]:
+    """The steps, without those about memory, with buckets; and the values that these add."""
+    return _Buckets(steps, values, mesh).made()
+
+
+class _Buckets:
+    def __init__(self, steps: Sequence[Step], values: Mapping[str, Value], mesh: Mesh) -> None:
+        self._steps, self._values, self._mesh = steps, values, mesh
+        self._open: dict[_Way, _Bucket] = {}
+        self._result: list[Step] = []
+        self._added: dict[str, Value] = {}
+        writes: dict[str, int] = {}
+        for step in steps:
+            for name in step.writes:
+                writes[values[name].storage] = writes.get(values[name].storage, 0) + 1
+        self._written_once = {storage for storage, count in writes.items() if count == 1}
+
+    def made(self) -> tuple[Sequence[Step], dict[str, Value]]:
+        """All of the steps."""
+        for step in self._steps:
+            self._send_what_is_needed(step)
+            way = self._way(step)
+            if way is None or not isinstance(step, CollectiveStep):
+                self._result.append(step)
+                continue
+            bucket = self._open.setdefault(way, _Bucket(way))
+            bucket.members.append(step)
+            bucket.bytes += self._values[step.src].tile_bytes
+            if bucket.bytes >= _BUCKET:
+                self._send(bucket)
+        for bucket in list(self._open.values()):
+            self._send(bucket)
+        return self._result, self._added
+
+    def _way(self, step: Step) -> _Way | None:
+        """How a step's tensor goes, if it may go with others."""
+        if not isinstance(step, CollectiveStep) or step.kind not in _KINDS or not step.bytes:
+            return None
+        src, dst = self._values[step.src], self._values[step.dst]
+        if max(src.tile_bytes, dst.tile_bytes) > _MEMBER or src.storage == dst.storage or src.slab or dst.slab:
+            return None
+        if not {src.storage, dst.storage} <= self._written_once or not _lies_in_parts(step, src, dst):
+            return None
+        return _Way(step.kind, step.axes, step.op, src.dtype)
+
+    def _send_what_is_needed(self, step: Step) -> None:
+        """Buckets whose results the step uses go before it. What goes into them is written once, before they do."""
+        used = {self._values[name].storage for name in step.uses}
+        for bucket in list(self._open.values()):
+            if any(self._values[member.dst].storage in used for member in bucket.members):
+                self._send(bucket)
+
+    def _send(self, bucket: _Bucket) -> None:
+        del self._open[bucket.way]
+        if len(bucket.members) == 1:
+            self._result += bucket.members
+            return
+        values, kind = self._values, _KINDS[bucket.way.kind]
+        group = math.prod(self._mesh.size(axis) for axis in bucket.way.axes)
+        before = [values[member.src] for member in bucket.members]
+        after = [values[member.dst] for member in bucket.members]
+        rows, first = kind.before(group), bucket.members[0]
+        sizes = [math.prod(value.tile_shape) // rows for value in before]
+        elements = sum(sizes) * max(rows, kind.after(group))
+        src = self._flat(bucket.way, kind.src(bucket.way.op), group, elements)
+        dst = self._flat(bucket.way, kind.dst, group, elements)
+        self._result.append(_step(_joined(rows, sizes, src.dtype), [v.name for v in before], [src.name]))
+        names = ", ".join(member.src for member in bucket.members[:3]) + (", ..." if len(before) > 3 else "")
+        reason = f"{len(before)} together ({names}): {first.reason}"
+        dims = [p.dim if isinstance(p, Shard) else None for p in (kind.src(bucket.way.op), kind.dst)]
+        nbytes = bytes_moved(bucket.way.kind, src, dst, bucket.way.axes)
+        way = bucket.way
+        self._result.append(
+            CollectiveStep(way.kind, src.name, dst.name, way.axes, way.op, dims[0], dims[1], nbytes, reason)
+        )
+        rows = kind.after(group)
+        sizes = [math.prod(value.tile_shape) // rows for value in after]
+        self._result.append(_step(_parted(rows, sizes, dst.dtype), [dst.name], [v.name for v in after]))
+
+    def _flat(self, way: _Way, placement: Placement, group: int, elements: int) -> Value:
+        """A bucket's tiles, of `elements` where each device has all: other axes split its first dim, as what devices
+        have of it differs along them."""
+        others = [axis for axis in self._mesh if axis not in way.axes]
+        shape = (math.prod(self._mesh.size(axis) for axis in others), group, elements // group)
+        placements: dict[str, Placement] = dict.fromkeys(others, Shard(0))
+        if way.kind == "all_reduce":
+            shape = (shape[0], 1, elements)
+        sharding = Sharding.of(self._mesh, 3, placements | dict.fromkeys(way.axes, placement))
+        name = f"bucket.{len(self._added)}"
+        self._added[name] = Value(name, shape, way.dtype, sharding, name)
+        return self._added[name]
+
+
+def _lies_in_parts(step: CollectiveStep, src: Value, dst: Value) -> bool:
+    """Whether what goes to each device, or comes from it, is a contiguous part of the tile."""
+    if step.kind == "all_reduce":
+        return True
+    dim = step.dst_dim if step.kind == "reduce_scatter" else step.src_dim
+    whole, part = (src, dst) if step.kind == "reduce_scatter" else (dst, src)
+    assert dim is not None
+    shards = part.sharding.num_shards(dim)
+    alone = whole.sharding.num_shards(dim) == 1 and src.shape[dim] % shards == 0
+    return alone and math.prod(whole.tile_shape[:dim]) == 1
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How a collective's bucket lies: how many parts tiles are made of, before and after; and what its axes do."""
+
+    before: Callable[[int], int]
+    after: Callable[[int], int]
+    src: Callable[[str | None], Placement]
+    dst: Placement
+
+
+_KINDS = {
+    "all_reduce": _Kind(lambda group: 1, lambda group: 1, lambda op: Partial(str(op)), Replicate()),
+    "reduce_scatter": _Kind(lambda group: group, lambda group: 1, lambda op: Partial(str(op)), Shard(1)),
+    "all_gather": _Kind(lambda group: 1, lambda group: group, lambda op: Shard(1), Replicate()),
+}
+
+
+def _joined(rows: int, sizes: Sequence[int], dtype: str) -> OpCall:
+    """Tiles of `rows` parts next to each other, part by part."""
+    parts = [relax.Var(f"x{n}", info_of(TensorType((rows, size), dtype))) for n, size in enumerate(sizes)]
+    return _call(relax.op.concat(relax.Tuple(parts), 1))
+
+
+def _parted(rows: int, sizes: Sequence[int], dtype: str) -> OpCall:
+    """What `_joined` put together."""
+    bucket = relax.Var("x", info_of(TensorType((rows, sum(sizes)), dtype)))
+    return _call(relax.op.split(bucket, list(accumulate(sizes))[:-1], 1))
+
+
+def _call(expr: relax.Expr) -> OpCall:
+    return op_call(relax.BlockBuilder().normalize(expr))
+
+
+def _step(call: OpCall, args: Sequence[str], results: Sequence[str]) -> OpStep:
+    return OpStep(call, tuple(args), tuple(results), frozenset(results), 0, _WHERE)

@@ -1,0 +1,198 @@
+"""Steps that go through a batch in microbatches: losses, parameters and collectives are those of the whole batch."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mesh_tensor as mt
+from mesh_tensor import strategies
+from mesh_tensor.program.lifetimes import peak_bytes
+from mesh_tensor.program.steps import CollectiveStep
+
+DATA = {"x": {"data": 0}, "target": {"data": 0}}
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(12, 20), nn.LayerNorm(20), nn.Linear(20, 8)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.norm(self.up(x))))
+
+
+class Penalised(MLP):
+    """Gives its loss: a sum of products over counted rows, and a penalty of weights."""
+
+    def forward(self, x, target):
+        return F.cross_entropy(super().forward(x), target) + 0.1 * self.up.weight.square().mean()
+
+
+class Sequences(nn.Module):
+    """Rows are made longer by positions, and joined with them for the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.positions = nn.Embedding(9, 12), nn.Parameter(torch.randn(5, 12))
+        self.block, self.out = nn.TransformerEncoderLayer(12, 2, 16, 0.0, batch_first=True), nn.Linear(12, 9)
+
+    def forward(self, x):
+        return self.out(self.block(self.table(x) + self.positions)).flatten(0, 1)
+
+
+def _labels(rows, ignored=()):
+    labels = torch.randint(0, 8, (rows,))
+    labels[list(ignored)] = -100
+    return labels
+
+
+def _masked(out, target):
+    mask = (target >= 0).float()
+    each = F.cross_entropy(out, target, reduction="none")
+    return (each * mask).sum() / mask.sum().clamp(min=1)
+
+
+LOSSES = {
+    "mean": (F.mse_loss, lambda: torch.randn(12, 8)),
+    "mean of the labels that count": (F.cross_entropy, lambda: _labels(12, (0, 3, 4))),
+    "smooth labels": (lambda o, t: F.cross_entropy(o, t, label_smoothing=0.1), lambda: _labels(12, (1,))),
+    "sum": (lambda o, t: F.cross_entropy(o, t, reduction="sum"), lambda: _labels(12)),
+    "by hand": (_masked, lambda: _labels(12, (3, 6))),
+    "probabilities": (F.binary_cross_entropy_with_logits, lambda: torch.rand(12, 8)),
+    "a mean and a sum": (lambda o, t: F.mse_loss(o, t) + 0.1 * o.abs().sum(), lambda: torch.randn(12, 8)),
+}
+
+
+def _assert_trains(run, model, loss, batch, steps=3):
+    theirs = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.05)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        expected = theirs(*batch) if loss is None else loss(theirs(batch[0]), batch[1])
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(run(*batch), expected.detach(), rtol=1e-5, atol=1e-6)
+    state = run.state_dict()
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+
+
+def _collectives(run):
+    return Counter(step.kind for step in run.program.steps if isinstance(step, CollectiveStep) and step.kind != "slice")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name):
+    torch.manual_seed(0)
+    loss, target = LOSSES[name]
+    model, batch = MLP(), (torch.randn(12, 12), target())
+    step = mt.training_step(model, loss, batch, optimizer="sgd", lr=0.05, accumulate=3)
+    _assert_trains(mt.distribute_module(step, {"data": 2}, DATA, poison=True), model, loss, batch)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout", "zero"),
+    [
+        ({"data": 1}, {}, 0),
+        ({"data": 3}, DATA, 1),
+        ({"data": 5}, DATA, 0),
+        ({"data": 2, "model": 2}, DATA | {"up.weight": {"model": 0}, "down.weight": {"model": 1}}, 3),
+    ],
+    ids=["one", "zero 1", "uneven", "both, zero 3"],
+)
+def test_layouts(mesh, layout, zero):
+    torch.manual_seed(0)
+    model, batch = Penalised(), (torch.randn(12, 12), _labels(12, (0, 2)))
+    step = mt.training_step(model, None, batch, optimizer="sgd", lr=0.05, accumulate=2, zero=zero, check=False)
+    _assert_trains(mt.distribute_module(step, mesh, layout, poison=True), model, None, batch)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_gradients_are_reduced_once(zero):
+    torch.manual_seed(0)
+    batch = torch.randn(12, 12), _labels(12)
+    once, often = (
+        mt.training_step(MLP(), F.cross_entropy, batch, accumulate=count, zero=zero, check=False) for count in (1, 3)
+    )
+    expected = _collectives(mt.distribute_module(once, {"data": 2}, DATA))
+    assert _collectives(mt.distribute_module(often, {"data": 2}, DATA)) == expected
+
+
+def test_half_precision_is_added_up_in_single():
+    torch.manual_seed(0)
+    model, x, y = MLP().bfloat16(), torch.randn(12, 12).bfloat16(), _labels(12)
+    steps = [
+        mt.training_step(model, F.cross_entropy, (x, y), optimizer="sgd", lr=0.05, accumulate=n, check=False)
+        for n in (1, 3)
+    ]
+    runs = [mt.distribute_module(step, {"data": 2}, DATA, poison=True) for step in steps]
+    for _ in range(2):
+        losses = [run(x, y).float() for run in runs]
+        torch.testing.assert_close(*losses, rtol=0.02, atol=0.02)
+    first, second = (run.state_dict()["opt.master.up.weight"] for run in runs)
+    torch.testing.assert_close(first, second, rtol=0.05, atol=2e-3)
+
+
+def test_sequences_with_tensor_and_sequence_parallelism():
+    torch.manual_seed(0)
+    model, ids = Sequences(), torch.randint(0, 9, (8, 5))
+    target = torch.randint(0, 9, (8, 5))
+    loss = lambda out, target: F.cross_entropy(out, target.flatten())  # noqa: E731
+    step = mt.training_step(model, loss, (ids, target), optimizer="sgd", lr=0.05, accumulate=2)
+    tensor = strategies.tensor_parallel(step)
+    layouts = strategies.combine(
+        strategies.data_parallel(step), tensor, strategies.sequence_parallel(step, also={"data": 0})
+    )
+    run = mt.distribute_module(step, {"data": 2, "model": 2}, layouts, poison=True)
+    _assert_trains(run, model, loss, (ids, target), steps=2)
+
+
+def test_less_is_held():
+    torch.manual_seed(0)
+    model, batch = MLP(), (torch.randn(384, 12), _labels(384))
+    held = [
+        peak_bytes(mt.distribute_module(step, {"data": 2}, DATA).program)
+        for count in (1, 4)
+        for step in [mt.training_step(model, F.cross_entropy, batch, accumulate=count, check=False)]
+    ]
+    assert held[1] < 0.6 * held[0]
+
+
+class Normed(nn.Module):
+    def __init__(self, track):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(12, 8), nn.BatchNorm1d(8, track_running_stats=track)
+
+    def forward(self, x):
+        return self.norm(self.layer(x))
+
+
+class Mixed(MLP):
+    def forward(self, x):
+        return super().forward(x).softmax(0)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "count", "said"),
+    [
+        (MLP(), F.mse_loss, 5, "accumulate=5, but a batch of 12 rows"),
+        (MLP(), F.mse_loss, 0, "accumulate=0"),
+        (Normed(True), F.mse_loss, 2, "accumulate= of a model that writes 'norm.running_mean'"),
+        (Normed(False), F.mse_loss, 2, "can't be taken in microbatches"),
+        (Mixed(), F.mse_loss, 2, "R.nn.softmax can't be taken in microbatches: it needs the rows all together"),
+        (MLP(), lambda o, t: F.mse_loss(o, t).sqrt(), 2, "R.sqrt can't be taken in microbatches: it is not linear"),
+        (MLP(), lambda o, t: (o - t).square().sum() / o.shape[0], 2, "looks at the size of the batch"),
+        (MLP(), lambda o, t: (o - t).abs().max(), 2, "R.max can't be taken in microbatches: it combines rows"),
+        (MLP(), lambda o, t: (o / o.mean() - t).sum(), 2, "R.divide can't be taken in microbatches"),
+    ],
+)
+def test_what_is_refused(model, loss, count, said):
+    torch.manual_seed(0)
+    with pytest.raises(mt.MeshTensorError) as error:
+        mt.training_step(model, loss, (torch.randn(12, 12), torch.randn(12, 8)), accumulate=count, check=False)
+    assert said in str(error.value)
+    assert "fix:" in str(error.value)

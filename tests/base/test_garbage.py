@@ -1,0 +1,27 @@
+"""Work during which cycles are not collected."""
+
+import gc
+
+import pytest
+
+from mesh_tensor.base.garbage import uncollected
+
+
+def test_collection_is_off_for_the_work_only():
+    inner = uncollected(gc.isenabled)
+    assert gc.isenabled()
+    assert not inner()
+    assert uncollected(lambda: (inner(), gc.isenabled()))() == (False, False)
+    assert gc.isenabled()
+
+
+def test_collection_is_on_again_after_an_error_and_off_where_it_was():
+    with pytest.raises(ZeroDivisionError):
+        uncollected(lambda: 1 / 0)()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        assert not uncollected(gc.isenabled)()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

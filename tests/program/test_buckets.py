@@ -1,0 +1,88 @@
+"""Gradients go in buckets: few collectives, and the bits that each by itself would give."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mesh_tensor as mt
+from mesh_tensor.program import buckets
+from mesh_tensor.program.lifetimes import peak_bytes
+
+DATA = {"x": {"data": 0}, "target": {"data": 0}}
+TENSOR = {"up.weight": {"model": 0}, "up.bias": {"model": 0}, "down.weight": {"model": 1}}
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.mid, self.down = nn.Linear(12, 18), nn.Linear(18, 18), nn.Linear(18, 6)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.mid(torch.tanh(self.up(x)))))
+
+
+def _step(**options):
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 12), torch.randint(0, 6, (12,))
+    return mt.training_step(MLP(), F.cross_entropy, (x, y), check=False, lr=0.05, **options), x, y
+
+
+def _sent(run):
+    """What goes over the batch's axes."""
+    collectives = [step for step in run.program.collectives if step.bytes and "model" not in step.axes]
+    return Counter((step.kind, *step.axes) for step in collectives)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout", "zero", "most"),
+    [
+        ({"data": 2}, DATA, 0, 2),
+        ({"data": 3}, DATA, 1, 4),
+        ({"data": 5}, DATA, 1, 5),  # what five devices don't divide evenly stays whole, and is reduced with the loss
+        ({"data": 2, "model": 2}, DATA | TENSOR, 0, 2),
+        ({"data": 2, "model": 2}, DATA | TENSOR, 2, 10),
+        ({"pod": 2, "data": 2}, {"x": {"pod": 0, "data": 0}, "target": {"pod": 0, "data": 0}}, 1, 5),
+    ],
+    ids=["data", "zero 1", "uneven", "both", "both, zero 2", "two axes"],
+)
+def test_the_bits_of_each_by_itself(mesh, layout, zero, most):
+    step, x, y = _step(zero=zero, clip_norm=1.0)
+    together, alone = (mt.distribute_module(step, mesh, layout, overlap=o, poison=True) for o in ("auto", "off"))
+    for _ in range(2):
+        assert torch.equal(together(x, y), alone(x, y))
+    expected = alone.state_dict()
+    for name, tensor in together.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-7)
+    assert sum(_sent(together).values()) <= most < sum(_sent(alone).values())
+    assert sum(step.bytes for step in together.program.steps) <= 1.1 * sum(step.bytes for step in alone.program.steps)
+
+
+def test_a_full_bucket_goes_before_the_backward_pass_ends(monkeypatch):
+    monkeypatch.setattr(buckets, "_BUCKET", 4 * 18 * 18)
+    step, x, y = _step()
+    run = mt.distribute_module(step, {"data": 2}, DATA)
+    words = [made.words for made in run.program.steps if made.uses]
+    first = next(n for n, said in enumerate(words) if said.startswith("all_reduce(bucket"))
+    assert any("matmul" in said for said in words[first:])
+    assert _sent(run)["all_reduce", "data"] == 3
+    assert run(x, y).isfinite()
+
+
+def test_large_tensors_go_by_themselves(monkeypatch):
+    monkeypatch.setattr(buckets, "_MEMBER", 4 * 18 * 18 - 1)
+    step, _, _ = _step()
+    run = mt.distribute_module(step, {"data": 2}, DATA)
+    alone = [made for made in run.program.collectives if "together" not in made.reason]
+    assert (18, 18) in [run.program.values[made.src].shape for made in alone]
+    assert _sent(run)["all_reduce", "data"] == 3
+
+
+def test_what_is_held_is_what_the_run_measures():
+    step, x, y = _step(zero=1)
+    run = mt.distribute_module(step, {"data": 2}, DATA)
+    run(x, y)
+    (launch,) = run._module._launches
+    assert launch._run.peak_bytes == peak_bytes(run.program)
