@@ -10,6 +10,7 @@ from __future__ import annotations
 from tvm import arith, tirx
 
 from .effects import leaves_loop
+from .nodes import nodes
 from .ranges import loop_ranges, loops_in
 
 #: Marks a loop that `lengthen` made.
@@ -42,9 +43,12 @@ def _is_short(loop: tirx.For) -> bool:
 
 
 def _long(loop: tirx.For, analyzer: arith.Analyzer, around: set[tirx.Var]) -> tirx.Stmt | None:
-    """The long loop; None where nothing is known of the bounds, or they don't depend on loops."""
+    """The long loop; None where nothing is known of the bounds, they don't depend on loops, or it walks a window that
+    moves with them."""
     used = {*tirx.analysis.undefined_vars(loop.extent), *tirx.analysis.undefined_vars(loop.min)}
     if not used or not used <= around or any(_computes(e) for e in (loop.min, loop.extent)):
+        return None
+    if _moves(loop, used):
         return None
     end = analyzer.simplify(loop.min + loop.extent)
     longest = analyzer.const_int_bound(end).max_value
@@ -56,6 +60,16 @@ def _long(loop: tirx.For, analyzer: arith.Analyzer, around: set[tirx.Var]) -> ti
     body = tirx.IfThenElse(condition, loop.body, None)
     annotations = {**dict(loop.annotations), MARK: True}
     return tirx.For(loop.loop_var, 0, int(longest), loop.kind, body, None, annotations)
+
+
+def _moves(loop: tirx.For, bounds: set[tirx.Var]) -> bool:
+    """Whether a place in memory depends on the loop and on what its bounds depend on."""
+    places = [
+        set(tirx.analysis.undefined_vars(index))
+        for node in nodes(loop.body, tirx.BufferLoad, tirx.BufferStore)
+        for index in node.indices
+    ]
+    return any(loop.loop_var in found and found & bounds for found in places)
 
 
 def _computes(expr: tirx.PrimExpr) -> bool:
