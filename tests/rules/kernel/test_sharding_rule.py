@@ -36,7 +36,7 @@ RULES = {
     "reduce_3d_dim2": "A[m, n, k] -> B[m, n]; m, n parallel; k sum",
     "transpose": "A[n, m] -> B[m, n]; n, m parallel",
     "tile_transpose": "A[n, m] -> B[m, n]; n, m parallel",
-    "embedding": "ids[m], table[*, n] -> out[m, n]; m, n parallel",
+    "embedding": "ids[m], table[k, n] -> out[m, n]; m, n parallel; k sum",
     "add_positions": "A[m, n] -> B[m, n]; m, n parallel",
     "lower_triangle": "A[m, n] -> B[m, n]; m, n parallel",
     "masked_row_sum": "A[m, k], lengths[m] -> B[m]; m parallel; k sum",
@@ -62,7 +62,7 @@ REASONS = {
     ("scatter_rows", "k"): "keeps one of many coordinates' values",
     ("chained_products", "k"): "needs the whole value of middle inside the loop that computes it",
     ("normalised_blocks", "m"): "walks two dims in different steps",
-    ("rope", "n"): "are walked together, but not element by element",
+    ("rope", "n"): "does not walk a dim of 16",
     ("carried_cumulative_sum", "n"): "inside the loop that is still adding to it",
 }
 
