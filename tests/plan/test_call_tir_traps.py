@@ -22,7 +22,6 @@ EXPECTED = {
     ("gathered", "rows", 0): [],
     ("index_as_value", "A", 0): [],
     ("index_as_value", "A", 1): [],
-    ("joined", "A", 0): ["all_gather"],
     ("joined", "B", 1): [],
     ("joined_in_two", "A", 1): [],
     ("largest", "A", 1): ["all_reduce"],

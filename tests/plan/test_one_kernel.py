@@ -185,16 +185,16 @@ def test_alignment_does_not_matter_on_axes_of_one_device():
 
 def test_dims_that_are_needed_whole_are_named_with_the_reason():
     @T.prim_func
-    def shift(A: T.Tensor((33,), "float32"), B: T.Tensor((32,), "float32")):
+    def flip(A: T.Tensor((32,), "float32"), B: T.Tensor((32,), "float32")):
         with T.Kernel(4, threads=8) as bx:
             for i in T.Parallel(8):
-                B[bx * 8 + i] = A[bx * 8 + i + 1]
+                B[bx * 8 + i] = A[31 - (bx * 8 + i)]
 
-    found = decide(shift, {"x": 2}, {"A": {"x": 0}, "B": {"x": 0}})
+    found = decide(flip, {"x": 2}, {"A": {"x": 0}, "B": {"x": 0}})
     assert list(found.whole) == [("A", 0)]
-    assert "it is shifted" in found.whole[("A", 0)]
+    assert "it is reversed" in found.whole[("A", 0)]
     assert layouts(found.needed) == {"A": "R"}
-    assert decide(shift, {"x": 2}, {"A": {"x": 0}}).reasons["x"] == "what it should split is needed whole"
+    assert decide(flip, {"x": 2}, {"A": {"x": 0}}).reasons["x"] == "what it should split is needed whole"
 
 
 def test_banned_factors_are_not_split():
