@@ -42,7 +42,8 @@ def _refined(kernel: Annotated) -> tuple[Refined, Analysis]:
         return made, analysis
     split = [(name, dim) for name, sharding in kernel.asked.items() for dim, axes in enumerate(sharding.dims) if axes]
     whole = {dim for dim in split if analysis.reason_whole(*dim)}
-    for found in _ways(kernel.func, whole) if whole else ():
+    around = {dim for dim in whole if analysis.read_from(*dim) is not None}
+    for found in _ways(kernel.func, whole, whole - around) if whole else ():
         after = analyse(found.func)
         still = {dim for dim in split if _reason(found, after, dim)}
         if still < whole and _divides(found, after, kernel.asked, kernel.mesh):
@@ -52,11 +53,12 @@ def _refined(kernel: Annotated) -> tuple[Refined, Analysis]:
     return made, analysis
 
 
-def _ways(func: tirx.PrimFunc, whole: Collection[Dim]) -> Iterator[Refined]:
-    """Other ways to write a kernel, in which more of the dims in `whole` can perhaps be split."""
+def _ways(func: tirx.PrimFunc, whole: Collection[Dim], computed: Collection[Dim]) -> Iterator[Refined]:
+    """Other ways to write a kernel, in which more of the dims in `whole` can perhaps be split; `computed`: those of
+    which blocks may be walked in another order."""
     dims = sorted(whole)
     yield from refined(func, dims)
-    ordered = in_order(func, dims)
+    ordered = in_order(func, sorted(computed)) if computed else None
     if ordered is not None:
         yield Refined(ordered, {})
         yield from refined(ordered, dims)

@@ -7,10 +7,11 @@ by then.
 
 from __future__ import annotations
 
+from functools import reduce
+
 from tvm import arith, tirx
 
 from .effects import leaves_loop
-from .nodes import nodes
 from .ranges import loop_ranges, loops_in
 
 #: Marks a loop that `lengthen` made.
@@ -43,12 +44,9 @@ def _is_short(loop: tirx.For) -> bool:
 
 
 def _long(loop: tirx.For, analyzer: arith.Analyzer, around: set[tirx.Var]) -> tirx.Stmt | None:
-    """The long loop; None where nothing is known of the bounds, they don't depend on loops, or it walks a window that
-    moves with them."""
+    """The long loop; None where nothing is known of the bounds, or they don't depend on loops."""
     used = {*tirx.analysis.undefined_vars(loop.extent), *tirx.analysis.undefined_vars(loop.min)}
     if not used or not used <= around or any(_computes(e) for e in (loop.min, loop.extent)):
-        return None
-    if _moves(loop, used):
         return None
     end = analyzer.simplify(loop.min + loop.extent)
     longest = analyzer.const_int_bound(end).max_value
@@ -60,16 +58,6 @@ def _long(loop: tirx.For, analyzer: arith.Analyzer, around: set[tirx.Var]) -> ti
     body = tirx.IfThenElse(condition, loop.body, None)
     annotations = {**dict(loop.annotations), MARK: True}
     return tirx.For(loop.loop_var, 0, int(longest), loop.kind, body, None, annotations)
-
-
-def _moves(loop: tirx.For, bounds: set[tirx.Var]) -> bool:
-    """Whether a place in memory depends on the loop and on what its bounds depend on."""
-    places = [
-        set(tirx.analysis.undefined_vars(index))
-        for node in nodes(loop.body, tirx.BufferLoad, tirx.BufferStore)
-        for index in node.indices
-    ]
-    return any(loop.loop_var in found and found & bounds for found in places)
 
 
 def _computes(expr: tirx.PrimExpr) -> bool:
@@ -85,20 +73,41 @@ def _short(loop: tirx.For) -> tirx.Stmt | None:
         return None
     annotations = {key: value for key, value in loop.annotations.items() if key != MARK}
     guard = loop.body
-    if not isinstance(guard, tirx.IfThenElse):
+    limits = _limits(guard.condition, loop.loop_var) if isinstance(guard, tirx.IfThenElse) else None
+    if limits is None:
         return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, guard, None, annotations)
-    start: tirx.PrimExpr = tirx.IntImm("int32", 0)
-    end, condition = loop.extent, guard.condition
-    if isinstance(condition, tirx.And):
-        start = tirx.max(_bound(condition.a, loop.loop_var), 0)
-        condition = condition.b
-    end = tirx.min(_bound(condition, loop.loop_var), end)
+    lows, highs = limits
+    start, end = reduce(tirx.max, lows, loop.min), reduce(tirx.min, highs, loop.min + loop.extent)
     analyzer = arith.Analyzer()
     start, extent = analyzer.simplify(start), analyzer.simplify(tirx.max(end - start, 0))
     return tirx.For(loop.loop_var, start, extent, loop.kind, guard.then_case, None, annotations)
 
 
-def _bound(condition: tirx.PrimExpr, var: tirx.Var) -> tirx.PrimExpr:
-    """What the variable alone is compared with."""
-    at_0 = tirx.stmt_functor.substitute(condition.a, {var: tirx.IntImm(var.dtype, 0)})
-    return condition.b - at_0
+def _limits(condition: tirx.PrimExpr, var: tirx.Var) -> tuple[list[tirx.PrimExpr], list[tirx.PrimExpr]] | None:
+    """From where on and up to where a condition lets the variable go, whichever of its parts other passes left and
+    however they wrote them; None if it says anything else."""
+    lows, highs, todo = list[tirx.PrimExpr](), list[tirx.PrimExpr](), [condition]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, tirx.And):
+            todo += [part.b, part.a]
+            continue
+        if type(part) not in _COMPARISONS:
+            return None
+        is_below, or_equal = _COMPARISONS[type(part)]
+        difference = part.a - part.b if is_below else part.b - part.a  # < 0, or <= 0
+        at_0, at_1 = (tirx.stmt_functor.substitute(difference, {var: tirx.IntImm(var.dtype, n)}) for n in (0, 1))
+        analyzer = arith.Analyzer()
+        if not analyzer.can_prove_equal(difference, at_0 + (at_1 - at_0) * var):
+            return None
+        if analyzer.can_prove_equal(at_1 - at_0, 1):
+            highs.append(or_equal - at_0)
+        elif analyzer.can_prove_equal(at_1 - at_0, -1):
+            lows.append(at_0 + 1 - or_equal)
+        else:
+            return None
+    return lows, highs
+
+
+#: Whether a comparison says that its first side is below, and whether it may be equal.
+_COMPARISONS = {tirx.LT: (True, 0), tirx.LE: (True, 1), tirx.GT: (False, 0), tirx.GE: (False, 1)}
