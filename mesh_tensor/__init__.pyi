@@ -12,7 +12,8 @@ from .api.custom_op import as_custom_op
 from .api.disco import DiscoModule, DiscoSession, run_on_disco, to_disco
 from .api.gradient import gradient
 from .api.machine import Machine
-from .api.module import MeshModule, distribute_module
+from .api.mesh_module import MeshModule
+from .api.module import distribute_module
 from .api.module_files import load, save
 from .api.pipeline import Pipeline, pipeline
 from .api.search import search

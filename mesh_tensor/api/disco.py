@@ -16,7 +16,7 @@ from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.disco import DiscoSession
 from mesh_tensor.runtime.disco.disco_module import WORKER_FUNC, export, to_disco_module
 
-from .module import MeshModule
+from .mesh_module import MeshModule
 from .module_ports import ports_of
 
 

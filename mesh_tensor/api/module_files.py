@@ -21,7 +21,8 @@ from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.ranks import is_dtensor
 from mesh_tensor.runtime.ranks.dtensor import from_placements, local_part, mesh_of
 
-from .module import MeshModule, distribute_module
+from .mesh_module import MeshModule
+from .module import distribute_module
 from .module_weights import whole
 
 MODULE = "module.json"

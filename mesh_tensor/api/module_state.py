@@ -18,7 +18,7 @@ from .module_launch import ModuleLaunch
 from .module_weights import whole
 
 if TYPE_CHECKING:
-    from .module import AnyLaunch
+    from .mesh_module import AnyLaunch
 
 
 class ModuleState(Collection[str]):

@@ -23,7 +23,8 @@ from mesh_tensor.searching.beam import Beam
 from mesh_tensor.searching.evaluate import Evaluator, Strategy
 from mesh_tensor.searching.named_dims import NamedDim, named_dims
 
-from .module import MeshModule, distribute_module
+from .mesh_module import MeshModule
+from .module import distribute_module
 
 _OBJECTIVES: dict[str, Callable[[Strategy], float]] = {"time": lambda s: s.time, "memory": lambda s: s.memory}
 

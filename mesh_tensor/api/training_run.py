@@ -18,7 +18,7 @@ from mesh_tensor.runtime.finite import not_finite
 from .training import TrainingStep
 
 if TYPE_CHECKING:
-    from .module import MeshModule
+    from .mesh_module import MeshModule
 
 STEP, LOSS_SCALE, GOOD_STEPS = "opt.step", "opt.loss_scale", "opt.loss_scale_steps"
 

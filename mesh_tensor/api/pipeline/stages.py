@@ -18,7 +18,8 @@ from mesh_tensor.pipelining.stages import FUNCTION, Stage
 from mesh_tensor.plan.gradient import gradient_function
 from mesh_tensor.runtime.virtual.mesh_tensor import ShardingLike
 
-from ..module import MeshModule, distribute_module
+from ..mesh_module import MeshModule
+from ..module import distribute_module
 from ..module_ports import parameter_layouts, ports_of, result_layouts
 
 Values = dict[str, Any]  # MeshTensors, or parts on ranks

@@ -1,0 +1,354 @@
+"""MeshModule: a Relax module on a mesh, called with tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias, TypeVar
+
+import torch
+from tvm import ir
+
+from mesh_tensor.annotations.annotate_module import read_module_annotations
+from mesh_tensor.annotations.parameters import flat_arguments, with_flat_parameters
+from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.recent import MODULE_SIZES, Recent
+from mesh_tensor.importers.call_form import CallForm
+from mesh_tensor.program.explain import explain
+from mesh_tensor.program.from_graph import Kernels
+from mesh_tensor.program.plan_module import ModulePlan, plan_module
+from mesh_tensor.program.program import Program
+from mesh_tensor.runtime.ambient import full_precision, undisturbed
+from mesh_tensor.runtime.module_inputs import ModuleSignature, bound, refuse_outside
+from mesh_tensor.runtime.ranks import is_dtensor, ranks_of
+from mesh_tensor.runtime.ranks.agree import agree
+from mesh_tensor.runtime.ranks.dtensor import mesh_of
+from mesh_tensor.runtime.ranks.faults import Faults
+from mesh_tensor.runtime.ranks.parts import Part
+from mesh_tensor.runtime.ranks.ranks import Ranks
+from mesh_tensor.targets.kernels import find_target
+
+from .module_launch import ModuleLaunch
+from .module_ports import Refined
+from .module_ranks import RankModuleLaunch
+from .module_state import ModuleState, state_of
+from .module_weights import HeldWeights, checked_state, whole
+
+T = TypeVar("T")
+AnyLaunch: TypeAlias = "ModuleLaunch | RankModuleLaunch"
+
+
+class MeshModule:
+    """A module on a mesh: takes global torch tensors, MeshTensors or DTensors in the order of the function's parameters
+    that are no weights, or by name (a parameter that is a tuple is one per field: `t_0`, ...); gives what the function
+    returns. If any argument is a MeshTensor (a DTensor), all results are.
+
+    It runs on a virtual mesh; if it was made for a DeviceMesh, or gets DTensors, on that one's ranks. There, global
+    tensors are the same on every rank."""
+
+    def __init__(
+        self,
+        mod: ir.IRModule,
+        mesh: Any,
+        *,
+        weights: Mapping[str, Any],
+        function: str,
+        target: str,
+        strict: bool,
+        replicate_unknown: bool,
+        kernels: Kernels,
+        check_indices: bool,
+        poison: bool,
+        overlap: str | int = "auto",
+        donate: bool = False,
+        form: CallForm | None = None,
+    ) -> None:
+        self._function, self._target, self._form = function, find_target(target), form
+        self._strict, self._poison, self._checks_indices = strict, poison, check_indices
+        self._replicate_unknown, self._kernels, self._overlap = replicate_unknown, kernels, overlap
+        mod = with_flat_parameters(mod, function)
+        self._signature = ModuleSignature(mod, function)
+        given = self._signature.weights(weights, self._target.device_type)
+        self._state = state_of(mod[function], given)
+        self._weights = HeldWeights({n: tensor for n, tensor in given.items() if n not in self._state}, donate)
+        self._device_mesh = mesh if type(mesh).__name__ == "DeviceMesh" else _device_mesh(self._weights.values())
+        named = mesh_of(mesh) if mesh is self._device_mesh and mesh is not None else mesh
+        self._stated = read_module_annotations(mod, function, None if named is None else Mesh(named), strict=strict)
+        self._mod, self.mesh = self._stated.module, self._stated.mesh
+        self._plans: Recent[tuple[int, ...], ModulePlan] = Recent(MODULE_SIZES)
+        self._launches: Recent[tuple, AnyLaunch] = Recent(MODULE_SIZES)
+        self._plan: ModulePlan | None = None
+        if not self._signature.symbols:
+            self._plan = self._planned({})
+        if donate:
+            weights.clear()  # type: ignore[attr-defined]  # a MutableMapping, as was checked
+
+    def state_dict(self, *, full: bool = True) -> dict[str, Any]:
+        """The weights, and what the module writes, under all names that they had in torch.
+
+        full   whole tensors; of weights that are DTensors all ranks have to ask. Else as they are held: what was laid
+               out as MeshTensors or DTensors, what was not as it was given
+        """
+        held = {**self._weights, **self._state_values(full)}.items()
+        made = {name: whole(tensor) if full or isinstance(tensor, Refined) else tensor for name, tensor in held}
+        return {theirs: tensor for name, tensor in made.items() for theirs in self._signature.names[name]}
+
+    @undisturbed
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Go on with other weights, by the names that `weights` takes: whole tensors, DTensors, MeshTensors, or what
+        `open_weights` gives. On ranks all have to ask.
+
+        strict   refuse a state in which weights are missing, instead of keeping these
+
+        Raises:
+            MeshTensorError: names are unknown or missing, or shapes or dtypes differ; the weights stay as they were.
+        """
+
+        def new() -> dict[str, Any]:
+            held = {**self._weights, **self._state.values(False)}
+            return checked_state(self._signature, held, state, self._target.device_type, strict)
+
+        given = state.values() if isinstance(state, Mapping) else ()
+        made = self.on_all_ranks("weights to load", lambda _: new(), given)
+        self._state = ModuleState({name: made.pop(name) for name in self._state})
+        self._weights = HeldWeights(made, self._weights.donated)
+        self._launches = Recent(MODULE_SIZES)
+
+    def _state_values(self, full: bool) -> dict[str, Any]:
+        """What the module writes, by parameter. On ranks all have to ask."""
+        if not self._state:
+            return {}
+        return self.on_all_ranks("state", lambda _: self._state.values(full))
+
+    def on_all_ranks(self, what: str, work: Callable[[int], T], given: Iterable[Any] = ()) -> T:
+        """What `work` gives on this rank of the mesh (0 on a virtual mesh), if no rank refuses; all ranks have to ask
+        for the same."""
+        device_mesh = self._device_mesh or _device_mesh(given)
+        if device_mesh is None:
+            return work(0)
+        ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
+        faults = Faults(ranks, self._function)
+        with ranks.calls.lane():
+            try:
+                made = work(ranks.rank)
+            except MeshTensorError as error:
+                agree(ranks, faults, {}, refusal=str(error))
+                raise
+            agree(ranks, faults, {"kernel": f"{self._function}: {what}"})
+            return made
+
+    @undisturbed
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        arguments, named = self._arguments(args, named)
+        given = [*arguments, *named.values()]
+        use = self._state.call if self._state else _call
+        result = self._run(given, lambda: self._signature.bind(self._held, arguments, named), use)
+        if self._form is None:
+            return result
+        return self._form.result(result if isinstance(result, tuple) else [result])
+
+    @undisturbed
+    def call_alike(self, *args: Any) -> Any:
+        """A call with MeshTensors, or with DTensors known to lie alike on all ranks: these are not compared."""
+        use = self._state.call if self._state else _call_alike
+        return self._run(args, lambda: self._signature.bind(self._held, args, {}), use)
+
+    def call_parts(self, parts: Sequence[Part], device_mesh: Any) -> list[Part]:
+        """A call with this rank's parts of all parameters, in order: nothing is checked. The function has known
+        sizes, returns a tuple of tensors, and has no weights here."""
+        ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
+        with ranks.calls.lane(), torch.no_grad(), full_precision():
+            launch = self._launch({}, ranks)
+            assert isinstance(launch, RankModuleLaunch)
+            return launch.parts(parts)
+
+    @undisturbed
+    def step(
+        self, tensors: Mapping[str, Any], state: Mapping[str, Any], watched: Collection[str] = ()
+    ) -> tuple[Any, dict[str, Any], list[str]]:
+        """The function's first result for these tensors; what replaces `state` (of `as_state`) in the next call; and
+        the names of the `watched` that hold NaN or infinity then, alike on all ranks."""
+        return self._run(
+            tensors.values(), lambda: dict(tensors), lambda launch, given: launch.step(given, state, watched)
+        )
+
+    @undisturbed
+    def as_state(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Tensors for parameters, laid out as the program takes them; they share no memory with those given."""
+
+        def enter(launch: AnyLaunch, given: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: launch.enter(name, tensor) for name, tensor in given.items()}
+
+        return self._run(tensors.values(), lambda: dict(tensors), enter)
+
+    @undisturbed
+    def whole_state(self, state: Mapping[str, Any], full: bool | None) -> dict[str, Any]:
+        """What `as_state` laid out, or a step left, as callers know it: whole (on ranks DTensors, unless `full`)."""
+
+        def leave(launch: AnyLaunch, _: Mapping[str, Any]) -> dict[str, Any]:
+            whole = isinstance(launch, ModuleLaunch) if full is None else full
+            return {name: launch.leave(name, tensor, whole) for name, tensor in state.items()}
+
+        return self._run((), dict, leave)
+
+    def _run(self, given: Iterable[Any], bind: Callable[[], dict[str, Any]], use: Callable[[Any, Any], Any]) -> Any:
+        """`use` of the launch, and of the tensors that `bind` gives by parameter, once they are checked."""
+        device_mesh = self._device_mesh or _device_mesh(given)
+        if device_mesh is None:
+            return self._used(*self._bound(bind), None, use)
+        ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
+        with ranks.calls.lane() as lane:
+            try:
+                tensors, sizes = self._bound(bind)
+            except MeshTensorError as error:
+                launches = [launch for launch in self._launches if isinstance(launch, RankModuleLaunch)]
+                if not any(launch.lane is lane for launch in launches):  # the others are about to agree
+                    agree(ranks, Faults(ranks, self._function), {}, refusal=str(error))
+                raise
+            return self._used(tensors, sizes, ranks, use)
+
+    def _bound(self, bind: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], Mapping[Any, int]]:
+        """What is no weight of a call's tensors, checked, and the sizes of symbols, for which there is a plan then."""
+        tensors = bind()
+        sizes = self._signature.check(tensors, self._target.device_type)
+        plan = self._plan = self._planned(sizes)
+        if self._checks_indices:
+            refuse_outside(plan.index_checks, tensors, self._function)
+        held = self._held
+        return {name: tensor for name, tensor in tensors.items() if name not in held}, sizes
+
+    def _used(
+        self, tensors: Mapping[str, Any], sizes: Mapping[Any, int], ranks: Ranks | None, use: Callable[[Any, Any], Any]
+    ) -> Any:
+        launch = self._launch(sizes, ranks)
+        with torch.no_grad(), full_precision():
+            return use(launch, tensors)
+
+    def bind(self, *args: Any, **named: Any) -> tuple[dict[str, Any], ModulePlan]:
+        """The tensors of a call by parameter, weights among them, and the plan for their sizes; nothing is run."""
+        arguments, named = self._arguments(args, named)
+        tensors = self._signature.bind(self._held, arguments, named)
+        self._plan = self._planned(self._signature.check(tensors))
+        return tensors, self._plan
+
+    def _arguments(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The tensors of a call, in order, and by parameter."""
+        if self._form is None:
+            return list(flat_arguments(args)), named
+        return self._form.tensors(args, named), {}
+
+    @property
+    def _held(self) -> Mapping[str, Any]:
+        """The parameters that calls don't pass; those that are written as they were first."""
+        return {**self._weights, **self._state.first} if self._state else self._weights
+
+    @property
+    def plan(self) -> ModulePlan:
+        """Every stage of the module's way, for the sizes of the last call."""
+        if self._plan is None:
+            refuse(
+                f"module function {self._function!r} has no plan yet: it has symbolic sizes",
+                fix="call it first; its plan is then that of the sizes it was called with",
+            )
+        return self._plan
+
+    def plan_as_passed(self) -> ModulePlan:
+        """A plan whose parameters, weights too, are all in the order in which callers have them."""
+        if not self.plan.graph.stored:
+            return self.plan
+        return self._made_plan(self._sizes, ())
+
+    @property
+    def program(self) -> Program:
+        """The steps of every device, for the sizes of the last call."""
+        return self.plan.made.program
+
+    @property
+    def function(self) -> str:
+        """The function of the module that is run."""
+        return self._function
+
+    @property
+    def annotated_module(self) -> ir.IRModule:
+        """The module in global view, with its annotations."""
+        return self._mod
+
+    @property
+    def local_module(self) -> ir.IRModule:
+        """The Relax module that one device runs, for the sizes of the last call."""
+        return self.plan.local_module
+
+    def __reduce__(self) -> NoReturn:
+        refuse(
+            "a MeshModule can't be pickled", fix="pickle the weights, save the module, and distribute it again there"
+        )
+
+    def __repr__(self) -> str:
+        names = ", ".join(p.name for p in self._signature.params if p.name not in self._held)
+        return f"MeshModule({self._function}({names}), {self.mesh}, target={self._target.name!r})"
+
+    def explain(self) -> str:
+        """What was decided, why, and what it costs."""
+        return explain(self.program)
+
+    def _launch(self, sizes: Mapping[Any, int], ranks: Ranks | None) -> AnyLaunch:
+        plan = self._plan = self._planned(sizes)
+        key = (self._key(sizes), None if ranks is None else ranks.calls.lane())
+        launch = self._launches.get(key)
+        if launch is None:
+            self._launches.drop(lambda key: key[1] is not None and not key[1].is_current())
+            if ranks is None:
+                launch = ModuleLaunch(plan, self._target, self._weights, poison=self._poison)
+            else:
+                launch = RankModuleLaunch(plan, self._target, ranks, self._weights, self._overlap)
+            self._launches.put(key, launch)
+        return launch
+
+    def _planned(self, sizes: Mapping[Any, int]) -> ModulePlan:
+        key, self._sizes = self._key(sizes), sizes
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._made_plan(sizes, self._weights)
+            self._check_strict(plan)
+            self._plans.put(key, plan)
+        return plan
+
+    def _made_plan(self, sizes: Mapping[Any, int], held: Collection[str]) -> ModulePlan:
+        return plan_module(
+            bound(self._mod, self._function, sizes),
+            self._function,
+            self.mesh,
+            self._stated.annotations,
+            replicate_unknown=self._replicate_unknown,
+            kernels=self._kernels,
+            overlap=self._overlap,
+            check_indices=self._checks_indices,
+            held=held,
+        )
+
+    def _key(self, sizes: Mapping[Any, int]) -> tuple[int, ...]:
+        return tuple(sizes[var] for var in self._signature.symbols)
+
+    def _check_strict(self, plan: ModulePlan) -> None:
+        if not self._strict or not plan.layouts.conflicts:
+            return
+        why = "the annotations ask for different layouts there"
+        fix = "annotate the values between them so that they agree, or leave out strict"
+        if len(self._stated.annotations) == 1:
+            why = "the one annotation there is can't be used as stated there: an axis splits one factor of an operator"
+            fix = "state another layout for it, or leave out strict"
+        facts = [str(conflict) for conflict in plan.layouts.conflicts]
+        refuse(facts, where=f"module function {self._function!r}, strict", why=why, fix=fix)
+
+
+def _call(launch: AnyLaunch, tensors: Mapping[str, Any]) -> Any:
+    return launch(tensors)
+
+
+def _call_alike(launch: AnyLaunch, tensors: Mapping[str, Any]) -> Any:
+    return launch(tensors, alike=True) if isinstance(launch, RankModuleLaunch) else launch(tensors)
+
+
+def _device_mesh(tensors: Iterable[Any]) -> Any:
+    """The DeviceMesh of the DTensors among the tensors, if there are any."""
+    return next((tensor.device_mesh for tensor in tensors if is_dtensor(tensor)), None)
