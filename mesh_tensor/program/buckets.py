@@ -20,6 +20,7 @@ from itertools import accumulate
 
 from tvm import relax
 
+from mesh_tensor.base.collectives import BETWEEN
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.placement import Partial, Placement, Replicate, Shard
@@ -36,6 +37,8 @@ _MEMBER = round(CPU.links[-1].start * CPU.main_memory.rate / 2)
 # Bytes of a bucket: its start takes a thirtieth of its time.
 _BUCKET = round(30 * CPU.bytes_per_start)
 _WHERE = "a bucket"
+_ALL_REDUCE, _REDUCE_SCATTER = BETWEEN[Partial, Replicate].name, BETWEEN[Partial, Shard].name
+_ALL_GATHER = BETWEEN[Shard, Replicate].name
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ class _Buckets:
         others = [axis for axis in self._mesh if axis not in way.axes]
         shape = (math.prod(self._mesh.size(axis) for axis in others), group, elements // group)
         placements: dict[str, Placement] = dict.fromkeys(others, Shard(0))
-        if way.kind == "all_reduce":
+        if way.kind == _ALL_REDUCE:
             shape = (shape[0], 1, elements)
         sharding = Sharding.of(self._mesh, 3, placements | dict.fromkeys(way.axes, placement))
         name = f"bucket.{len(self._added)}"
@@ -150,10 +153,10 @@ class _Buckets:
 
 def _lies_in_parts(step: CollectiveStep, src: Value, dst: Value) -> bool:
     """Whether what goes to each device, or comes from it, is a contiguous part of the tile."""
-    if step.kind == "all_reduce":
+    if step.kind == _ALL_REDUCE:
         return True
-    dim = step.dst_dim if step.kind == "reduce_scatter" else step.src_dim
-    whole, part = (src, dst) if step.kind == "reduce_scatter" else (dst, src)
+    dim = step.dst_dim if step.kind == _REDUCE_SCATTER else step.src_dim
+    whole, part = (src, dst) if step.kind == _REDUCE_SCATTER else (dst, src)
     assert dim is not None
     shards = part.sharding.num_shards(dim)
     alone = whole.sharding.num_shards(dim) == 1 and src.shape[dim] % shards == 0
@@ -171,9 +174,9 @@ class _Kind:
 
 
 _KINDS = {
-    "all_reduce": _Kind(lambda group: 1, lambda group: 1, lambda op: Partial(str(op)), Replicate()),
-    "reduce_scatter": _Kind(lambda group: group, lambda group: 1, lambda op: Partial(str(op)), Shard(1)),
-    "all_gather": _Kind(lambda group: 1, lambda group: group, lambda op: Shard(1), Replicate()),
+    _ALL_REDUCE: _Kind(lambda group: 1, lambda group: 1, lambda op: Partial(str(op)), Replicate()),
+    _REDUCE_SCATTER: _Kind(lambda group: group, lambda group: 1, lambda op: Partial(str(op)), Shard(1)),
+    _ALL_GATHER: _Kind(lambda group: 1, lambda group: group, lambda op: Shard(1), Replicate()),
 }
 
 

@@ -11,8 +11,9 @@ import torch
 from tvm import ir
 
 from mesh_tensor.annotations.annotate_module import annotate_module
+from mesh_tensor.base.collectives import BETWEEN
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.base.sharding import Partial, Sharding
+from mesh_tensor.base.sharding import Partial, Replicate, Sharding
 from mesh_tensor.pipelining.fragments import FragmentFunction, JointStage, fragments_of, gradient_name
 from mesh_tensor.pipelining.stages import FUNCTION, Stage
 from mesh_tensor.plan.gradient import gradient_function
@@ -166,8 +167,8 @@ def _left_partial(fragment: Fragment, weights: Sequence[str]) -> dict[str, Shard
         if name not in results or fragment.types[name][1].itemsize < 4:  # parts of a low-precision sum would be rounded
             continue
         last = [step for step in plan.made.program.collectives if step.dst == results[name]]
-        layout = fragment.layouts[name]
-        if last and all(step.kind == "all_reduce" and step.op == "sum" for step in last) and not layout.partial:
+        layout, completion = fragment.layouts[name], BETWEEN[Partial, Replicate].name
+        if last and all(step.kind == completion and step.op == "sum" for step in last) and not layout.partial:
             axes = {axis: Partial("sum") for step in last for axis in step.axes}
             found[name] = Sharding.of(layout.mesh, layout.ndim, layout.placements() | axes)
     return found

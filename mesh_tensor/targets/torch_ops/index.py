@@ -282,8 +282,9 @@ def _scatter_elements(call: OpCall, place: Place) -> Function:
         index, valid = check(index.long(), size, (1, index))
         found = scatter(x, dim, index, updates)
         if valid is not None:
-            lines = tuple(slice(None) if d == dim else slice(0, n) for d, n in enumerate(index.shape))
-            found[lines] = torch.where(valid.all(dim, keepdim=True), found[lines], _poison(found))
+            known = torch.ones([1 if d == dim else n for d, n in enumerate(found.shape)], dtype=torch.bool)
+            known[tuple(slice(0, 1 if d == dim else n) for d, n in enumerate(index.shape))] = valid.all(dim, keepdim=True)
+            found = torch.where(known.to(found.device), found, _poison(found))
         return found
 
     return scatter_elements

@@ -15,6 +15,7 @@ from tvm import relax
 from mesh_tensor import Mesh, Sharding
 from mesh_tensor.base.dtypes import poison_value
 from mesh_tensor.base.reductions import neutral
+from mesh_tensor.plan.decide import with_window
 from mesh_tensor.rules.operator import Dim, LocalCall, OpCall, OpRule, TensorType
 from mesh_tensor.rules.operator.call import op_call
 from mesh_tensor.rules.operator.rule import atoms_of
@@ -61,13 +62,17 @@ class _Run:
     def device(self, rank: int, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The results on one device's tiles."""
         tiles = [self._cut(x, dims, rank) for x, dims in zip(operands, self.rule.inputs, strict=True)]
+        tiles = [self._windows(x, layout, rank) for x, layout in zip(tiles, self._layouts(), strict=True)]
         return evaluate(self.local(), tiles, self.mesh, rank)
 
     def local(self) -> relax.Function:
         """The function that every device runs."""
         inputs = [self._tile(t, dims) for t, dims in zip(self.call.inputs, self.rule.inputs, strict=True)]
         outputs = [self._tile(t, dims) for t, dims in zip(self.call.outputs, self.rule.outputs, strict=True)]
-        layouts = [self._layout(dims) for dims in self.rule.inputs]
+        layouts = self._layouts()
+        for operand, layout in enumerate(layouts):
+            lengths = {dim: window.length for dim, window in layout.windows}
+            inputs[operand] = tuple(lengths.get(dim, size) for dim, size in enumerate(inputs[operand]))
         out_layouts = [self._layout(dims) for dims in self.rule.outputs]
         return local_function(self.call, self.rule, inputs, outputs, layouts, self.wide, out_layouts)
 
@@ -145,6 +150,25 @@ class _Run:
 
     def _coordinates(self, rank: int) -> tuple[int, ...]:
         return list(itertools.product(*(range(self.mesh.size(axis)) for axis in self.mesh)))[rank]
+
+    def _windows(self, x: torch.Tensor, layout: Sharding, rank: int) -> torch.Tensor:
+        """The operand, of which a device has windows of some dims; what lies outside of it is neutral."""
+        for dim, window in layout.windows:
+            start = window.start([(a, self.mesh.size(a)) for a in layout.dims[dim]], self.mesh.coordinate(rank))
+            shape = [window.length if d == dim else size for d, size in enumerate(x.shape)]
+            held = torch.full(shape, neutral(window.outside, dtype_name(x.dtype)), dtype=x.dtype)
+            for at, low, high in window.parts(x.shape[dim], start):
+                held.narrow(dim, at, high - low).copy_(x.narrow(dim, low, high - low))
+            x = held
+        return x
+
+    def _layouts(self) -> list[Sharding]:
+        """How the operands lie."""
+        layouts = [self._layout(dims) for dims in self.rule.inputs]
+        sizes, split = factor_sizes(self.call, self.rule), {axis: factor for factor, axis in self.axes.items()}
+        for (operand, dim), reaches in self.rule.windows.items():
+            layouts[operand] = with_window(layouts[operand], dim, reaches, sizes[reaches.factor], split)
+        return layouts
 
     def _layout(self, dims: Sequence[Dim]) -> Sharding:
         """The operand's layout, in which a dim that is split in strides counts as whole."""
