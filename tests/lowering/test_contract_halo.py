@@ -233,3 +233,19 @@ def test_positions_in_blocks_of_tiles_that_cut_them():
 
     order = torch.tensor([*range(7, -1, -1), *range(15, 7, -1), *range(23, 19, -1), *range(19, 15, -1)])[:20]
     assert_right(kernel, {"x": 2}, BOTH, [torch.randn(20)], lambda a: torch.nn.functional.pad(a, (0, 4))[order])
+
+
+@pytest.mark.parametrize("row", [0, 16, 32])
+def test_what_follows_a_loop_inside_of_blocks_only_is_no_window(row):
+    """Every block of B gets the same rows of A: they are where the loop over a block's rows is, but not the block."""
+
+    @T.prim_func
+    def func(A: T.Tensor((64, 8), "float32"), B: T.Tensor((48, 8), "float32")):
+        with T.Kernel(3, threads=32) as bx:
+            for i, j in T.Parallel(16, 8):
+                B[bx * 16 + i, j] = A[row + i, j]
+
+    for layouts in ({"A": {}, "B": {"x": 0}}, {"A": {"x": 0}, "B": {"x": 0}}):
+        for devices in (2, 3, 4):
+            a = torch.randn(64, 8)
+            assert_right(func, {"x": devices}, layouts, [a], lambda a: a[row : row + 16].repeat(3, 1))

@@ -91,9 +91,9 @@ def _is_coordinate(found: tuple[Fraction, Reach]) -> bool:
 
 def _reach(kernel: Kernel, factor: Factor, index: tirx.PrimExpr, statement: Statement) -> tuple[Fraction, Reach] | None:
     """The slope in which an index follows the factor, and how far it is from there."""
-    terms = {var: factor.roles[var] for var in _mentioned(index, statement, kernel) if var in factor.roles}
-    if not terms:
+    if _mentioned(index, statement, kernel).isdisjoint(factor.roles):
         return None
+    terms = {loop.var: factor.roles[loop.var] for loop in statement.loops if loop.var in factor.roles}
     form = Linear(terms)
     distance = Distance(form, int(factor.size) - 1, {loop.var: loop for loop in statement.loops}, kernel.analyzer)
     found = distance.best(index)

@@ -283,7 +283,9 @@ def _scatter_elements(call: OpCall, place: Place) -> Function:
         found = scatter(x, dim, index, updates)
         if valid is not None:
             known = torch.ones([1 if d == dim else n for d, n in enumerate(found.shape)], dtype=torch.bool)
-            known[tuple(slice(0, 1 if d == dim else n) for d, n in enumerate(index.shape))] = valid.all(dim, keepdim=True)
+            known[tuple(slice(0, 1 if d == dim else n) for d, n in enumerate(index.shape))] = valid.all(
+                dim, keepdim=True
+            )
             found = torch.where(known.to(found.device), found, _poison(found))
         return found
 
