@@ -53,7 +53,7 @@ class _Writer:
         for position, (value, needed) in enumerate(zip(node.inputs, decision.needed, strict=True)):
             pending = self._carried.get(value)
             if node.kernel is not None:
-                needed = needed.plain  # its own lowering makes windows of tiles
+                needed = self._before_windows(value, needed)  # its own lowering makes windows
             wanted = needed if pending is None else with_partial(needed, pending)
             form = self.obtain(value, wanted, node.scopes, f"{node.where} ({node.call.name}) needs it so")
             inputs.append(self._filled(form, node, decision, position))
@@ -67,6 +67,13 @@ class _Writer:
         self._made.steps.append(Run(node, tuple(inputs), tuple(outputs), decision.split))
         for form in outputs:
             self._settle(form, node)
+
+    def _before_windows(self, value: Value, needed: Sharding) -> Sharding:
+        """What windows are made of: tiles, or the whole dims where devices have them."""
+        whole = needed.plain
+        for axis in [axis for dim, _ in needed.windows for axis in needed.axes_of(dim)]:
+            whole = whole.with_replicate(axis)
+        return whole if any(form.sharding == whole for form in self._forms[value]) else needed.plain
 
     def obtain(self, value: Value, wanted: Sharding, scopes: tuple[Scope, ...], reason: str) -> Form:
         """A form of the value in that layout: one that exists, or from the one that is cheapest to change."""
