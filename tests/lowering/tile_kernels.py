@@ -300,9 +300,7 @@ CASES = {
     "through_a_variable": Case(
         through_a_variable, one, lambda a: a + _m(a)[:, None], f"the store to start {_AS_VALUE}"
     ),
-    "prefix": Case(
-        prefix, with_table, lambda a, p: a + p.cumsum(0)[:, None], "the bounds of loop k depend on the position"
-    ),
+    "prefix": Case(prefix, with_table, lambda a, p: a + p.cumsum(0)[:, None], f"the store to total {_AS_VALUE} k < "),
     "odd_rows": Case(odd_rows, one, lambda a: a * (1 - 2 * (_m(a) % 2))[:, None], _AS_VALUE),
     "im2col": Case(im2col, _image, lambda a, x: a + x[_m(a) // 5 + 1, _m(a) % 5 + 2][:, None], "X dim 0 is indexed by"),
     "weighted_sum": Case(weighted_sum, one, lambda a: (a[:-1] * _m(a)[:-1, None]).sum(0), _AS_VALUE, columns=True),

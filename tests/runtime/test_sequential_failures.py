@@ -62,9 +62,9 @@ def test_no_tensor():
 
 
 def test_operator_without_function():
-    image = relax.TensorStructInfo((1, 3, 4, 4), "float32")
-    mod = _module(lambda x: relax.op.image.resize2d(x, (8, 8)), image)
-    _refused(mod, [torch.ones(1, 3, 4, 4)], "R.image.resize2d has no torch function", "main.found", "call_tir")
+    turn = relax.TensorStructInfo((1, 2, 3), "float32")
+    mod = _module(lambda x: relax.op.image.affine_grid(x, (8, 8)), turn)
+    _refused(mod, [torch.ones(1, 2, 3)], "R.image.affine_grid has no torch function", "main.found", "call_tir")
 
 
 def test_dropout():

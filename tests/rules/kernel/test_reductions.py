@@ -1,5 +1,6 @@
 """How factors combine: what keeps a factor from being split."""
 
+import pytest
 import tilelang.language as T
 
 from .kernels import analysis, factor, why_blocked
@@ -11,12 +12,13 @@ def test_a_carried_value_blocks():
         T.clear(b)
         for k in T.serial(48):
             for i in T.Parallel(8):
-                b[i] = b[i] * 0.5 + a[i, k]
+                b[i] = T.sin(b[i]) + a[i, k]
 
     assert "the store to b keeps one of many coordinates' values" in why_blocked(body)
 
 
-def test_counting_blocks_blocks():
+@pytest.mark.parametrize("step", [1.0, 0.5])
+def test_counting_blocks_goes_on_from_device_to_device(step):
     @T.prim_func
     def func(A: T.Tensor((32, 48), "float32"), B: T.Tensor((32,), "float32"), n: T.Tensor((32,), "float32")):
         with T.Kernel(4, threads=32) as bx:
@@ -29,11 +31,14 @@ def test_counting_blocks_blocks():
                 T.copy(A[bx * 8, ko * 16], a)
                 T.reduce_sum(a, b, dim=1, clear=False)
                 for i in T.Parallel(8):
-                    count[i] = count[i] + 1.0
+                    count[i] = count[i] * step + 1.0
             T.copy(b, B[bx * 8])
             T.copy(count, n[bx * 8])
 
-    assert "counts the blocks of it" in factor(analysis(func), "A", 1).blocked
+    found = analysis(func)
+    columns = factor(found, "A", 1)
+    assert columns.blocked is None
+    assert set(found.reductions[columns].scan.names) == {"b", "count"}
 
 
 def test_a_value_that_starts_anew_in_every_block_blocks():

@@ -16,7 +16,7 @@ def _var(*shape, dtype="float32"):
 
 
 _REFUSED = {
-    "no function": (lambda: op.image.resize2d(_var(1, 3, 4, 4), (8, 8)), "R.image.resize2d has no torch function"),
+    "no function": (lambda: op.image.affine_grid(_var(1, 2, 3), (8, 8)), "R.image.affine_grid has no torch function"),
     "dropout": (lambda: op.nn.dropout(_var(4)), "random"),
     "channel blocks": (
         lambda: op.nn.max_pool2d(_var(1, 2, 4, 4, 8), (2, 2), layout="NCHW8c"),
