@@ -11,7 +11,7 @@ from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.pipelining.fragments import gradient_name
 from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.pipelining.stages import Stage
-from mesh_tensor.runtime.ranks.agree import agree, digest_of
+from mesh_tensor.runtime.ranks.agree import agree, anywhere, digest_of
 from mesh_tensor.runtime.ranks.faults import Faults
 from mesh_tensor.runtime.ranks.transfers import NeverCame, RankTopology
 
@@ -69,6 +69,14 @@ class RankRuns:
             carrier.finish()
         except NeverCame as error:
             self.blame(error, "the end of the run, where others take what this rank sent")
+
+    def anywhere(self, flags: Sequence[bool]) -> list[bool]:
+        """Flag by flag, whether it is set on any rank: a call of its own."""
+
+        def work(_: None) -> list[bool]:
+            return anywhere(self.ranks.world, self._faults, flags)
+
+        return self.call(lambda: ({"flags": str(len(flags))}, None), work)
 
     def blame(self, error: NeverCame, doing: str) -> None:
         """Find out why something never came, and raise it."""

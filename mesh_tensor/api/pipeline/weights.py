@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
-from mesh_tensor.base.errors import refuse, shown
+from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.pipelining.fragments import gradient_name
 from mesh_tensor.pipelining.stages import Stage
+from mesh_tensor.runtime.finite import not_finite
+from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 
 from .carriers import Carrier
 from .ranks import RankRuns
@@ -68,7 +70,14 @@ class StageWeights:
         self, rule: Rule, gradients: Mapping[int, Values], sums: Mapping[str, torch.Tensor], scale: float
     ) -> None:
         """Every weight that has a gradient is what `rule` makes of it; `sums` has the whole gradients of those that
-        several stages have."""
+        several stages have.
+
+        Raises:
+            MeshTensorError: a weight would not be finite; all stay as they were.
+        """
+        made: dict[Place, Any] = {}
+        states = {place: dict(state) for place, state in self._states.items()}
+        bad: list[str] = []
         for stage, found in gradients.items():
             for name, gradient in found.items():
                 if name in sums:
@@ -76,8 +85,29 @@ class StageWeights:
                 old, grad = self._carrier.shown(self.of[stage][name]), self._carrier.shown(gradient)
                 if scale != 1.0:
                     grad = grad * scale
-                new = rule(old, grad, self._states.setdefault((name, stage), {}))
-                self.of[stage][name] = self._checked(stage, name, old, new)
+                new = rule(old, grad, states.setdefault((name, stage), {}))
+                made[name, stage] = self._checked(stage, name, old, new)
+                if not_finite({name: _parts(new)}) and not not_finite({name: _parts(old)}):
+                    bad.append(name)
+        self._refuse_bad(bad)
+        self._states = states
+        for (name, stage), value in made.items():
+            self.of[stage][name] = value
+
+    def _refuse_bad(self, bad: Sequence[str]) -> None:
+        """Refuse an update after which these weights would not be finite, on all ranks if on any."""
+        if self._runs is not None:
+            names = list(self.whole)
+            found = self._runs.anywhere([name in bad for name in names])
+            bad = [name for name, is_bad in zip(names, found, strict=True) if is_bad]
+        if bad:
+            refuse(
+                f"gradients that are not finite, or too large for what is kept: those of {listing(list(bad))}",
+                where="update of a pipeline",
+                why="the weights would not be finite after it; they stay as they were",
+                fix="keep derivatives finite where they are not, as that of sqrt or norm at 0; look at the batch, use "
+                "max_norm, or a smaller step",
+            )
 
     def _checked(self, stage: int, name: str, old: Any, new: Any) -> Any:
         if type(new) is not type(old) or new.shape != old.shape:
@@ -90,6 +120,11 @@ class StageWeights:
         if new.dtype != old.dtype:
             return self._carrier.place(self._homes[stage], name, self._carrier.whole(made).to(old.dtype))
         return made
+
+
+def _parts(value: Any) -> Sequence[torch.Tensor]:
+    """What there is of a value here, without padding."""
+    return value.parts() if isinstance(value, MeshTensor) else (value.to_local(),)
 
 
 def norm_of(gradients: Mapping[str, torch.Tensor]) -> float:

@@ -121,3 +121,21 @@ def dies_in_an_action(rank: int) -> str:
     except MeshTensorError as error:
         return str(error)
     return "ran"
+
+
+def not_finite_on_one_mesh(rank: int) -> None:
+    """Every rank refuses, also those whose weights would be finite, and all go on."""
+    weights, run = made("1f1b", True)
+    run(*batch(12))
+    bad = float("inf") if rank == 3 else 0.1
+    before = run.weights()
+    try:
+        run.update(lambda weight, gradient, state: weight - bad * gradient)
+    except MeshTensorError as error:
+        assert "the weights would not be finite after it; they stay as they were" in str(error)
+    else:
+        raise AssertionError("nothing was refused")
+    assert all(torch.equal(before[name], now) for name, now in run.weights().items())
+    run.update(lambda weight, gradient, state: weight - 0.1 * gradient)
+    assert not all(torch.equal(before[name], now) for name, now in run.weights().items())
+    check(run, run.weights())

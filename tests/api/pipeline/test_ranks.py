@@ -43,3 +43,7 @@ def test_without_ranks_it_is_refused():
     module, _ = chain()
     with pytest.raises(mt.MeshTensorError, match=r"it has 4 devices, but there are 0 ranks"):
         mt.pipeline(module, bodies.TOPOLOGY, ["layer1"], ranks=True)
+
+
+def test_an_update_that_is_not_finite_on_one_mesh():
+    run(bodies.not_finite_on_one_mesh, 4)

@@ -210,3 +210,28 @@ def test_gradients_are_reduced_once_per_batch(schedule):
             torch.testing.assert_close(got, gradient, rtol=1e-4, atol=1e-6, msg=name)
     run.update(lambda weight, gradient, state: weight - 0.1 * gradient, max_norm=0.01)
     assert not torch.equal(run.weights()["w0"], weights["w0"])
+
+
+def test_an_update_that_is_not_finite_changes_nothing():
+    """Neither weights nor what the rule keeps: the next update goes on from there."""
+    module, weights = chain()
+    run = mt.pipeline(module, TOPOLOGY, ["layer1"], {"x": {"d": 0}}, microbatches=2, schedule="1f1b", train=True)
+    run(torch.randn(6, 6), torch.randn(6, 6))
+    counts = []
+
+    def momentum(weight, gradient, state, factor=1.0):
+        state["sum"] = gradient + state["sum"] if "sum" in state else gradient
+        state["steps"] = state.get("steps", 0) + 1
+        counts.append(state["steps"])
+        return weight - state["sum"] * factor
+
+    run.update(momentum)
+    before = run.weights()
+    with pytest.raises(mt.MeshTensorError) as error:
+        run.update(lambda weight, gradient, state: momentum(weight, gradient, state, float("inf")))
+    assert "gradients that are not finite, or too large for what is kept: those of 'w0'" in str(error.value)
+    assert "they stay as they were" in str(error.value)
+    assert all(torch.equal(before[name], now) for name, now in run.weights().items())
+    counts.clear()
+    run.update(momentum)
+    assert set(counts) == {2}
