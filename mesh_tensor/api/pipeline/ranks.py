@@ -13,7 +13,7 @@ from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.pipelining.stages import Stage
 from mesh_tensor.runtime.ranks.agree import agree, anywhere, digest_of
 from mesh_tensor.runtime.ranks.faults import Faults
-from mesh_tensor.runtime.ranks.transfers import NeverCame, RankTopology
+from mesh_tensor.runtime.ranks.transfers import NeverCame, RankTopology, never_came
 
 from .carriers import Key, RankCarrier
 from .rows import Row, fail
@@ -59,7 +59,7 @@ class RankRuns:
                     row.finish()
             except Exception as error:
                 self.ranks.end(error, lane.doing)
-                if isinstance(error, NeverCame):
+                if never_came(error):
                     self.blame(error, lane.doing)
                 fail(self.ranks.name, action, error)
 
@@ -78,7 +78,7 @@ class RankRuns:
 
         return self.call(lambda: ({"flags": str(len(flags))}, None), work)
 
-    def blame(self, error: NeverCame, doing: str) -> None:
+    def blame(self, error: Exception, doing: str) -> None:
         """Find out why something never came, and raise it."""
         self._faults.blame(error, doing, range(self.ranks.topology.num_devices))
 

@@ -31,6 +31,11 @@ class NeverCame(RuntimeError):
     """What this rank waited for never came, or what it sent was never taken."""
 
 
+def never_came(error: BaseException) -> bool:
+    """Whether something never came, here or on a rank of the same mesh, which then ended the mesh and said so."""
+    return isinstance(error, NeverCame) or f"raised {NeverCame.__name__}: " in str(error)
+
+
 class RankTopology:
     """The meshes of a topology as DeviceMeshes: device i of the topology is rank i. All ranks have to make it.
 

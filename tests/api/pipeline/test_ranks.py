@@ -1,5 +1,7 @@
 """Pipelines on ranks of torch.distributed: the bits of the virtual topology, and no hang when something goes wrong."""
 
+from functools import partial
+
 import pytest
 
 import mesh_tensor as mt
@@ -31,8 +33,9 @@ def test_an_action_that_fails_on_one_rank_ends_all():
         assert "1B1" in message
 
 
-def test_a_rank_that_is_killed_ends_all():
-    messages = run(bodies.dies_in_an_action, 4)
+@pytest.mark.parametrize("late", [-1, 1])
+def test_a_rank_that_is_killed_ends_all(late):
+    messages = run(partial(bodies.dies_in_an_action, late=late), 4)
     assert messages[2] is None
     for rank in (0, 1, 3):
         assert "rank 2 has ended, hangs, or is not in this collective" in messages[rank]
