@@ -101,6 +101,21 @@ class Gradients:
         call = _Call(self, forward, tuple(tensors), tuple(returned), others)
         return _Recorded.apply(call, *tensors.values())
 
+    def _refuse_unread(self, grads: Mapping[str, torch.Tensor | None]) -> None:
+        """Refuse gradients that no backward kernel takes into account; those of results that nothing uses are 0."""
+        unread = [name for name in grads if _PREFIX + name not in self._taken]
+        if lost := [name for name in unread if grads[name] is not None and not _is_zero(grads[name])]:
+            refuse(
+                [f"the loss depends on {name!r}, and none of them reads {_PREFIX}{name}" for name in lost],
+                where=f"gradients of kernel {self._name!r}",
+                why="what goes through it would be missing in the gradients",
+                fix="use .detach() of it, or a backward kernel that reads its gradient",
+            )
+
+    def reads(self, name: str) -> bool:
+        """Whether a backward kernel reads the gradient with respect to a result."""
+        return _PREFIX + name in self._taken
+
     def keep(self, ctx: Any, values: Mapping[str, torch.Tensor]) -> None:
         """Of what went in and came out of a call, keep what the backward kernels read in torch's context for it."""
         ctx.kept = [name for name in values if name in self._taken]
@@ -109,7 +124,7 @@ class Gradients:
     def compute(
         self,
         ctx: Any,
-        grads: Mapping[str, torch.Tensor],
+        grads: Mapping[str, torch.Tensor | None],
         wanted: Sequence[str],
         run: Sequence[Callable[..., Any]],
         others: Mapping[str, Any],
@@ -117,8 +132,9 @@ class Gradients:
         """The gradients with respect to the `wanted` inputs of the call whose context it is; `grads`: those with
         respect to its results; `run`: what computes each of the kernels; `others`: its arguments that are no tensors.
         """
+        self._refuse_unread(grads)
         known = {**others, **dict(zip(ctx.kept, ctx.saved_tensors, strict=True))}
-        known |= {_PREFIX + name: grad.contiguous() for name, grad in grads.items()}
+        known |= {_PREFIX + name: grad.contiguous() for name, grad in grads.items() if grad is not None}
         made: dict[str, Any] = {}
         for kernel, function in zip(self.kernels, run, strict=True):
             written = [name for name in kernel.signature.names if name in kernel.signature.written]
@@ -159,6 +175,13 @@ class _Recorded(torch.autograd.Function):
         made = call.gradients.compute(ctx, by_output, wanted, call.gradients.kernels, call.others)
         placed = zip(call.inputs, ctx.placements, strict=True)
         return None, *[gradient_like(made.get(name), placements) for name, placements in placed]
+
+
+def _is_zero(grad: Any) -> bool:
+    """Whether a gradient is 0, as that of a result is that nothing uses; what torch traces is none."""
+    if type(grad).__name__ == "FakeTensor":
+        return False
+    return not bool(((grad.full_tensor() if is_dtensor(grad) else grad) != 0).any())
 
 
 def _added(kernel: MeshKernel) -> frozenset[str]:

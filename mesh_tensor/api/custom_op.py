@@ -80,10 +80,16 @@ def _register_gradients(
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         results = output if isinstance(output, (tuple, list)) else (output,)
         gradients.keep(ctx, dict(zip((*passed, *made), (*inputs, *results), strict=True)))
+        ctx.set_materialize_grads(False)  # so that those of results which nothing uses are known without their data
+        ctx.blank = [(result.shape, result.dtype, result.device) for result in results]
 
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         wanted = [name for name, need in zip(passed, ctx.needs_input_grad, strict=True) if need]
-        found = gradients.compute(ctx, dict(zip(made, grads, strict=True)), wanted, run, {})
+        read = {
+            name: torch.zeros(shape, dtype=dtype, device=device) if grad is None and gradients.reads(name) else grad
+            for name, grad, (shape, dtype, device) in zip(made, grads, ctx.blank, strict=True)
+        }
+        found = gradients.compute(ctx, read, wanted, run, {})
         return tuple(found.get(name) for name in passed)
 
     op.register_autograd(backward, setup_context=keep)

@@ -5,6 +5,7 @@ import torch
 
 import mesh_tensor as mt
 from kernels.embedding import embedding
+from kernels.flash_attention_training import attention_backward, attention_with_lse
 from kernels.matmul import matmul, matmul_backward
 from tests.runtime.programs import accumulate_kernel
 from tests.runtime.ranks.support import refusal
@@ -102,3 +103,52 @@ def test_gradients_of_gradients():
     text = refusal(lambda: torch.autograd.grad(loss, a, create_graph=True))
     assert "requires a gradient, which would be lost" in text
     assert "kernel 'matmul_d_A_kernel'" in text
+
+
+def test_a_result_whose_gradient_no_kernel_reads():
+    """Gradients that lack a part would be wrong without a word."""
+    sizes, options = (1, 2, 4, 4, 4), {"block_M": 4, "block_N": 4, "dtype": "float32"}
+    func = mt.annotate(attention_with_lse(*sizes, **options), {"x": 2}, {n: {} for n in ("Q", "K", "V", "Out", "Lse")})
+    kernel = mt.compile(func, target="interpret", backward=attention_backward(*sizes, **options))
+    q, k, v = (torch.randn(1, 2, 4, 4, requires_grad=True) for _ in range(3))
+    out, lse = kernel(q, k, v)
+    text = refusal(lambda: (out.sum() + lse.sum()).backward())
+    assert "the loss depends on 'Lse', and none of them reads d_Lse" in text
+    out, lse = kernel(q, k, v)
+    (out.sum() + lse.detach().sum()).backward()
+    assert q.grad is not None
+
+
+def test_whole_numbers_among_the_results():
+    @T.prim_func
+    def func(X: T.Tensor((4, 6), "float32"), Y: T.Tensor((4, 6), "float32"), n: T.Tensor((4,), "int32")):
+        with T.Kernel(4) as i:
+            n[i] = i
+            for j in T.Parallel(6):
+                Y[i, j] = X[i, j] * 2
+
+    @T.prim_func
+    def back(d_Y: T.Tensor((4, 6), "float32"), d_X: T.Tensor((4, 6), "float32")):
+        with T.Kernel(4) as i:
+            for j in T.Parallel(6):
+                d_X[i, j] = d_Y[i, j] * 2
+
+    annotated = mt.annotate(func, {"x": 2}, {"X": {"x": 0}, "Y": {"x": 0}, "n": {"x": 0}})
+    x = torch.randn(4, 6, requires_grad=True)
+    y, n = mt.compile(annotated, target="interpret", backward=back)(x)
+    (y * n[:, None]).sum().backward()
+    torch.testing.assert_close(x.grad, 2.0 * torch.arange(4)[:, None].expand(4, 6))
+
+
+def test_an_operation_with_a_result_whose_gradient_no_kernel_reads():
+    sizes, options = (1, 2, 4, 4, 4), {"block_M": 4, "block_N": 4, "dtype": "float32"}
+    func = mt.annotate(attention_with_lse(*sizes, **options), {"x": 2}, {n: {} for n in ("Q", "K", "V", "Out", "Lse")})
+    kernel = mt.compile(func, target="interpret", backward=attention_backward(*sizes, **options))
+    op = mt.as_custom_op(kernel, "attention_that_learns")
+    q, k, v = (torch.randn(1, 2, 4, 4, requires_grad=True) for _ in range(3))
+    text = refusal(lambda: op(q, k, v)[1].sum().backward())
+    assert "the loss depends on 'Lse', and none of them reads d_Lse" in text
+    torch.compile(lambda *given: op(*given)[0].sum(), fullgraph=True, backend="aot_eager")(q, k, v).backward()
+    found, q.grad = q.grad, None
+    kernel(q, k, v)[0].sum().backward()
+    torch.testing.assert_close(found, q.grad)
