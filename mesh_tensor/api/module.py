@@ -106,6 +106,7 @@ def distribute_module(
         overlap=check_overlap(overlap),
         donate=donate,
         form=form,
+        sub_axes=step is None,
     )
     return made if step is None else TrainingRun(step, made)
 
