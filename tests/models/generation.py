@@ -1,4 +1,4 @@
-"""`python -m tests.models.generation`: tokens of decoders of transformers on meshes, beside those of their `generate`."""
+"""`python -m tests.models.generation`: tokens of transformers' decoders on meshes, beside those of their `generate`."""
 
 from __future__ import annotations
 
