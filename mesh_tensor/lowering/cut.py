@@ -163,13 +163,6 @@ def _variables(stmt: tirx.Stmt) -> set[tirx.Var]:
     return set(nodes(stmt, tirx.Var))
 
 
-def check_blocks(states: Sequence[tirx.Buffer]) -> None:
-    """Raises Blocked for states that are single variables."""
-    for buffer in states:
-        if buffer.scope() == "local.var":
-            raise Blocked(f"{buffer.name} is a variable: states in buffers are combined")
-
-
 def check_padding(live_range: LiveRange, analysis: Analysis) -> None:
     """Where blocks reach past a dim's end, a workspace reads as 0: what was there may not count, or has to be 0."""
     for dim in range(len(live_range.buffer.shape)):
