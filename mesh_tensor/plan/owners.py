@@ -43,11 +43,11 @@ class Pending:
 @dataclass(frozen=True)
 class LookUp:
     """Which operand has the rows, along which factor, and which one says who looks up what; `tokens`: the factors of
-    the tokens, None for all of the index'."""
+    the tokens, None for all of the ids'."""
 
     table: int
     factor: str
-    index: int
+    ids: int
     tokens: tuple[str, ...] | None
 
 
@@ -61,7 +61,7 @@ _STAY_FINITE = frozenset({"sigmoid", "exp", "cos", "cosh", "nn.softplus"})
 def look_up_of(node: Node) -> LookUp | None:
     """How the node looks rows up, if it does."""
     found = LOOK_UPS.get(operator_name(node.call))
-    return found if found is not None and len(node.inputs) > found.index else None
+    return found if found is not None and len(node.inputs) > found.ids else None
 
 
 def row_factor(rule: NodeRule, look_up: LookUp) -> str | None:
@@ -78,13 +78,13 @@ def owner_made(node: Node, rule: NodeRule, decision: Decision) -> Pending | None
     (result,), factor = decision.produced, row_factor(rule, look_up)
     if any(decision.split.get(axis) != factor for axis, _ in result.partial):
         return None
-    tokens = rule.inputs[look_up.index] if look_up.tokens is None else look_up.tokens
+    tokens = rule.inputs[look_up.ids] if look_up.tokens is None else look_up.tokens
     places = _places(tokens, rule.outputs[0])
     if places is None:
         return None
     table = node.inputs[look_up.table].type
     dim = next(d for d, name in enumerate(rule.rule.inputs[look_up.table]) if name == look_up.factor)
-    return Pending(result.partial, Owner(node.inputs[look_up.index], table.shape[dim], places))
+    return Pending(result.partial, Owner(node.inputs[look_up.ids], table.shape[dim], places))
 
 
 def taken_by_owners(
