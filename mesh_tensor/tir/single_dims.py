@@ -10,7 +10,7 @@ from .nodes import nodes
 
 
 def with_plain_single_dims(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """`KV[b, head // 16]` of one head is `KV[b, 0]` where there are 16 heads: the loop over heads walks no dim of it."""
+    """`KV[b, head // 16]` of one head is `KV[b, 0]` where there are 16: the loop over heads walks no dim of it."""
     analyzer, loops = arith.Analyzer(), list(nodes(func.body, tirx.For))
     times = Counter(loop.loop_var for loop in loops)
     for loop in loops:
