@@ -4,6 +4,7 @@ from . import lowering
 from .annotations.annotate import annotate
 from .annotations.annotate_module import annotate_module
 from .annotations.annotation import init_mesh_tensor_info
+from .annotations.combination import combine
 from .annotations.kernel_helpers import mesh_tensor_functions
 from .annotations.module_annotations import ModuleAnnotations, read_module_annotations
 from .api import strategies
@@ -70,6 +71,7 @@ __all__ = [
     "annotate",
     "annotate_module",
     "as_custom_op",
+    "combine",
     "compile",
     "distribute",
     "distribute_module",
