@@ -18,6 +18,7 @@ from mesh_tensor.program.explain import explain
 from mesh_tensor.program.from_graph import Kernels
 from mesh_tensor.program.plan_module import ModulePlan, plan_module
 from mesh_tensor.program.program import Program
+from mesh_tensor.program.summary import summary
 from mesh_tensor.runtime.ambient import full_precision, undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleParam, ModuleSignature, bound, refuse_outside
 from mesh_tensor.runtime.ranks import is_dtensor, ranks_of
@@ -353,9 +354,10 @@ class MeshModule:
         names = ", ".join(param.name for param in self.inputs)
         return f"MeshModule({self._function}({names}), {self.mesh}, target={self._target.name!r})"
 
-    def explain(self) -> str:
-        """What was decided, why, and what it costs."""
-        return explain(self.program)
+    def explain(self, *, short: bool = False) -> str:
+        """What was decided, why, and what it costs: all steps, or, `short`, a line for each kind of layer and of
+        collective."""
+        return summary(self.program, self._signature.places()) if short else explain(self.program)
 
     def _launch(self, sizes: Mapping[Any, int], ranks: Ranks | None) -> AnyLaunch:
         plan = self._plan = self._planned(sizes, ranks is not None)
