@@ -103,15 +103,23 @@ def _as_floats(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
+def is_kept_buffer(spec: InputSpec) -> bool:
+    """Whether it is a buffer that the model's `state_dict()` has."""
+    return spec.kind == InputKind.BUFFER and bool(spec.persistent)
+
+
 class ProgramOfTensors:
     """An exported program as TVM's importer reads it: inputs that are no tensors are left out, buffers that are written
-    are parameters, whose new values come after the other results; results that are no tensors are left out."""
+    are parameters, whose new values come after the other results; results that are no tensors are left out. `buffers`:
+    those that are kept are parameters, too; all others are constants."""
 
-    def __init__(self, program: torch.export.ExportedProgram) -> None:
+    def __init__(self, program: torch.export.ExportedProgram, buffers: bool) -> None:
         written = written_buffers(program)
         arguments = {buffer.argument for buffer in written}
         specs = [
-            InputSpec(InputKind.PARAMETER, spec.arg, spec.target, None) if spec.arg.name in arguments else spec
+            InputSpec(InputKind.PARAMETER, spec.arg, spec.target, None)
+            if spec.arg.name in arguments or (buffers and is_kept_buffer(spec))
+            else spec
             for spec in program.graph_signature.input_specs
             if isinstance(spec.arg, TensorArgument)
         ]
