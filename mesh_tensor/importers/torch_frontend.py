@@ -16,6 +16,7 @@ from .call_form import form_of
 from .imported import ImportedModule
 from .imported_results import refuse_differences
 from .torch_import import import_torch
+from .torch_program import operators
 
 
 def from_torch(program: torch.export.ExportedProgram, *, check: bool = True, buffers: bool = False) -> ImportedModule:
@@ -62,6 +63,7 @@ def _check(module: ImportedModule, program: torch.export.ExportedProgram) -> Non
         "torch",
         "the imported program, on its example inputs",
         "write the model with other operators",
+        {tensor.dtype for node in operators(program) for tensor in _tensors(node.meta.get("val"))},
     )
 
 

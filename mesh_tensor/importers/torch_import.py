@@ -27,7 +27,7 @@ from .torch_constants import with_constants
 from .torch_decompositions import decomposed
 from .torch_numbers import WITH_NUMBERS
 from .torch_ops import CONVERTERS, KEPT
-from .torch_program import ProgramOfTensors, check_program, is_kept_buffer, written_buffers
+from .torch_program import ProgramOfTensors, check_program, is_kept_buffer, refuse_autocast, written_buffers
 from .torch_weights import without_tied
 
 
@@ -36,6 +36,7 @@ def import_torch(program: torch.export.ExportedProgram, buffers: bool) -> Import
     """The Relax module of an exported program: `mesh_tensor.from_torch`, without its check of results."""
     if not isinstance(program, torch.export.ExportedProgram):
         refuse(f"a {type(program).__name__} is no exported program", fix="pass torch.export.export(model, inputs)")
+    refuse_autocast(program)
     importer = _Importer()
     with warnings.catch_warnings():
         warnings.filterwarnings(
