@@ -67,8 +67,12 @@ class Carrier(ABC):
     def layout(self, value: Any) -> Sharding:
         """How a value lies."""
 
+    @abstractmethod
+    def cast(self, value: Any, dtype: torch.dtype) -> Any:
+        """A value in another dtype."""
+
     def shown(self, value: Any) -> Any:
-        """A value as callers compute with it."""
+        """A value as callers compute with it; they can't change it."""
         return value
 
     def kept(self, value: Any) -> Any:
@@ -121,6 +125,9 @@ class Mailbox(Carrier):
 
     def widened(self, value: MeshTensor, dtype: torch.dtype) -> MeshTensor:
         return _tile_by_tile(lambda tile: tile.to(dtype) + 0, value)
+
+    def cast(self, value: MeshTensor, dtype: torch.dtype) -> MeshTensor:
+        return _tile_by_tile(lambda tile: tile.to(dtype), value)
 
     def accumulate(self, total: MeshTensor, value: MeshTensor) -> MeshTensor:
         return _tile_by_tile(torch.add, total, value)
@@ -187,6 +194,9 @@ class RankCarrier(Carrier):
     def widened(self, value: Part, dtype: torch.dtype) -> Part:
         return replace(value, local=value.local.to(dtype) + 0)  # + 0 copies, and makes -0.0 what it is everywhere
 
+    def cast(self, value: Part, dtype: torch.dtype) -> Part:
+        return replace(value, local=value.local.to(dtype))
+
     def accumulate(self, total: Part, value: Part) -> Part:
         total.local.add_(value.local)
         return total
@@ -201,7 +211,7 @@ class RankCarrier(Carrier):
         return value.laid(Sharding.of(value.layout.mesh, value.layout.ndim, {}), self._ranks.mine).local
 
     def shown(self, value: Part) -> Any:
-        return value.dtensor(self._ranks.mine)
+        return replace(value, local=value.local.clone()).dtensor(self._ranks.mine)
 
     def kept(self, value: Any) -> Part:
         return part_of(value)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.base.errors import MeshTensorError, refuse, words_of
 from mesh_tensor.pipelining.fragments import gradient_name
 from mesh_tensor.pipelining.schedule import Action, Schedule
 
@@ -185,8 +185,7 @@ def fail(mesh: str, action: Action, error: BaseException) -> NoReturn:
     """Raise what went wrong in an action, by its name and its mesh's."""
     if not isinstance(error, Exception):
         raise error
-    what = str(error) if isinstance(error, MeshTensorError) else f"{type(error).__name__}: {error}"
     try:
-        refuse(what, where=f"{action} ({action.name} of stage {action.stage}) on mesh {mesh!r}")
+        refuse(words_of(error), where=f"{action} ({action.name} of stage {action.stage}) on mesh {mesh!r}")
     except MeshTensorError as told:
         raise told from error

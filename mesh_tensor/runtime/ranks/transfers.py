@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.redistribution.transfer import SMALL, TransferPlan
 
-from .calls import indented
+from .calls import Calls, indented
 from .dtensor import lies_like_torch
 from .parts import Part
 from .ranks import Ranks, ranks_of
@@ -118,11 +119,21 @@ class RankTopology:
         except RuntimeError as error:
             raise NeverCame(str(error)) from error
 
+    def tell(self, error: Exception) -> None:
+        """Let the other ranks of this rank's mesh know that it refuses a call; if they do so, too, all go on."""
+        calls = self._calls
+        if not calls.ended:
+            with suppress(type(error)), calls.lane():
+                raise error
+
     def end(self, error: BaseException, doing: str) -> None:
         """Let the other ranks of this rank's mesh know why it takes part no longer."""
-        calls = ranks_of(self.topology[self.name], self.mine, "cpu").calls
         words = indented(f"{type(error).__name__}: {str(error).strip()}", doing)
-        calls.end(f"rank {self.world.rank} raised {words}")
+        self._calls.end(f"rank {self.world.rank} raised {words}")
+
+    @property
+    def _calls(self) -> Calls:
+        return ranks_of(self.topology[self.name], self.mine, "cpu").calls
 
     def _send(self, data: torch.Tensor, to: int, number: int) -> Work:
         try:
