@@ -27,13 +27,14 @@ from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound, refuse_outside
 from mesh_tensor.runtime.ranks.transfers import RankTopology
 
+from .alike import AlikeStages
 from .batch import rows_of, split_batch
 from .carriers import Mailbox, RankCarrier
 from .explain import explain_pipeline
 from .ranks import RankRuns, message_numbers
 from .results import Results, results_of
 from .rows import Microbatch, Row, run_rows
-from .stages import Options, StageFragments, Values, forward_fragments, training_fragments
+from .stages import Options, StageFragments, Values, training_fragments
 from .stated import named_stages, stage_layouts, trained_weights
 from .weights import Rule, StageWeights, norm_of
 
@@ -71,7 +72,7 @@ class Pipeline:
         self._gradients: dict[int, Values] = {}
         self._checks_indices, self._ran = True, False
         self._machine: Machine = CPU
-        self._results = Results(flow)
+        self._results, self._alike = Results(flow), AlikeStages()
         self.microbatches = 1
         self.peak_bytes = dict.fromkeys(self.topology, 0)
         self.peak_microbatches = dict.fromkeys(self.topology, 0)
@@ -119,7 +120,13 @@ class Pipeline:
         """The microbatches of a batch, with the stages for their sizes."""
         tensors = self._signature.bind(self._whole, batch, named)
         parts = split_batch(self._signature, {name: tensors[name] for name in self.inputs}, self.microbatches)
-        plans = [self._planned(self._signature.check({**tensors, **part})) for part in parts]
+        known: dict[tuple[torch.Size, ...], tuple[StageFragments, ...]] = {}
+        plans = []
+        for part in parts:
+            shapes = tuple(tensor.shape for tensor in part.values())
+            if shapes not in known:
+                known[shapes] = self._planned(self._signature.check({**tensors, **part}))
+            plans.append(known[shapes])
         if self._checks_indices:
             for here in plans[0]:
                 refuse_outside(here.fragments["F"].module.plan.index_checks, tensors, self._flow.function)
@@ -260,10 +267,14 @@ class Pipeline:
         if self.trained:
             passed = {*self.trained, *trained_values(self._flow, self.trained)}
             wrt = [name for name in (*stage.params, *stage.takes) if name in passed]
-            made = training_fragments(stage, mesh, layouts, self._options, wrt, kinds)
         else:
-            made = forward_fragments(stage, mesh, layouts, self._options)
-        made = replace(made, inputs=tuple(name for name in stage.params if name not in self._whole))
+            wrt = []
+
+        def make() -> StageFragments:
+            return training_fragments(stage, mesh, layouts, self._options, wrt, kinds)
+
+        found = self._alike.made(stage, mesh, layouts, wrt, kinds, make)
+        made = replace(found, inputs=tuple(name for name in stage.params if name not in self._whole))
         self._weights.place(made)
         return made
 
