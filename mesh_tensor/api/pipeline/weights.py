@@ -59,6 +59,10 @@ class StageWeights:
         def own() -> dict[Place, Any]:
             return {(name, stage): value for stage, found in values().items() for name, value in found.items()}
 
+        if what == "weights" and not self.layouts:  # they are where they were: there are no sizes to lay them out for
+            places = [(name, stage.index) for stage in stages for name in stage.params if name in names]
+            return {place: self.whole[place[0]].clone() for place in places}
+
         if self._runs is None:
             check()
             return {place: self._carrier.whole(value) for place, value in own().items() if place[0] in names}
