@@ -15,7 +15,7 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.pipelining.fragments import gradient_name
 from mesh_tensor.pipelining.stages import FUNCTION, Stage
 
-from .stages import Fragment, StageFragments
+from ..fragments import Fragment, StageFragments
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound, refuse_outside
 from mesh_tensor.runtime.ranks.transfers import RankTopology
 
+from ..fragments import Options, StageFragments, Values, training_fragments
 from .alike import AlikeStages
 from .batch import rows_of, split_batch
 from .carriers import Mailbox, RankCarrier
@@ -34,7 +35,6 @@ from .explain import explain_pipeline
 from .ranks import RankRuns, message_numbers
 from .results import Results, results_of
 from .rows import Microbatch, Row, run_rows
-from .stages import Options, StageFragments, Values, training_fragments
 from .stated import named_stages, stage_layouts, trained_weights
 from .weights import Rule, StageWeights, norm_of
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import mesh_tensor as mt
-from mesh_tensor.api.pipeline import stages as pipeline_stages
+from mesh_tensor.api import fragments
 from tests.api.pipeline.models import Block, Net, batch, imported
 
 LAYOUTS = {
@@ -62,7 +62,7 @@ class Stack(nn.Module):
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_stages_that_are_alike_are_planned_once(schedule, monkeypatch):
     planned = []
-    training_fragments = pipeline_stages.training_fragments
+    training_fragments = fragments.training_fragments
 
     def counted(stage, *options):
         planned.append(stage.index)

@@ -1,5 +1,5 @@
-"""Every schedule, with what is hard for it all at once: a last microbatch that is smaller, a value that goes over several
-stages, a weight that two of them have, gradients clipped by the norm of all, weights that stay."""
+"""Every schedule, with what is hard for it all at once: a last microbatch that is smaller, a value that goes over
+several stages, a weight that two of them have, gradients clipped by the norm of all, weights that stay."""
 
 import pytest
 import torch
