@@ -13,7 +13,7 @@ import torch
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.ranks.parts import Part, part_of, rank_layout
-from mesh_tensor.runtime.ranks.transfers import RankTopology, rank_transfer
+from mesh_tensor.runtime.ranks.transfers import Arrival, RankTopology, rank_transfer
 from mesh_tensor.runtime.ranks.wire import Work
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute, of_tiles
 from mesh_tensor.runtime.virtual.transfer import transfer
@@ -37,6 +37,9 @@ class Carrier(ABC):
     @abstractmethod
     def hand(self, here: StageFragments, there: StageFragments, name: str, value: Any, microbatch: int) -> None:
         """Let another stage have a value, as it lies there."""
+
+    def expect(self, here: StageFragments, there: StageFragments, name: str, microbatch: int) -> None:
+        """Make ready for a value that is to be taken soon."""
 
     @abstractmethod
     def take(self, here: StageFragments, there: StageFragments, name: str, microbatch: int) -> Any:
@@ -154,6 +157,7 @@ class RankCarrier(Carrier):
     def __init__(self, ranks: RankTopology, numbers: Mapping[Key, int]) -> None:
         self._ranks, self._numbers = ranks, numbers
         self._there: dict[Key, Any] = {}
+        self._coming: dict[Key, Arrival] = {}
         self._sent: list[tuple[Work, torch.Tensor]] = []
 
     def place(self, here: StageFragments, name: str, tensor: torch.Tensor) -> Part:
@@ -177,10 +181,17 @@ class RankCarrier(Carrier):
         key = (name, there.stage.index, here.stage.index, microbatch)
         if here.stage.mesh == there.stage.mesh:
             return self._there.pop(key)
+        self.expect(here, there, name, microbatch)
+        return self._ranks.arrived(self._coming.pop(key))
+
+    def expect(self, here: StageFragments, there: StageFragments, name: str, microbatch: int) -> None:
+        key = (name, there.stage.index, here.stage.index, microbatch)
+        if here.stage.mesh == there.stage.mesh or key in self._coming:
+            return
         shape, dtype = here.types[name]
         target = rank_layout(here.layouts[name], shape)
         plan = rank_transfer(shape, dtype, rank_layout(there.layouts[name], shape), target)
-        return self._ranks.receive(plan, dtype, there.stage.mesh, self._numbers[key])
+        self._coming[key] = self._ranks.expect(plan, dtype, there.stage.mesh, self._numbers[key])
 
     def run(self, fragment: Fragment, values: Sequence[Part]) -> Sequence[Part]:
         return fragment.module.call_parts(values, self._ranks.mine)

@@ -69,11 +69,13 @@ class RankRuns:
         """Run this rank's actions, in order."""
         lane, names = self.ranks.world.calls.lane(), self.ranks.topology.names
         row_of_mesh = schedule.rows[names.index(self.ranks.name)]
-        for action in row_of_mesh:
+        for number, action in enumerate(row_of_mesh, 1):
             lane.doing = f"{action}, {action.name} of stage {action.stage} on mesh {self.ranks.name!r}"
             try:
+                for following in row_of_mesh[number : number + 1]:
+                    row.expect(following)
                 row.run(action)
-                if action is row_of_mesh[-1]:
+                if number == len(row_of_mesh):
                     row.finish()
             except Exception as error:
                 self.ranks.end(error, lane.doing)

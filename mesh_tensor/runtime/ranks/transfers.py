@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,17 @@ class NeverCame(RuntimeError):
 def never_came(error: BaseException) -> bool:
     """Whether something never came, here or on a rank of the same mesh, which then ended the mesh and said so."""
     return isinstance(error, NeverCame) or f"raised {NeverCame.__name__}: " in str(error)
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """A tensor on its way from another mesh: `parts` are regions of `local` that don't lie in one piece, with what they
+    come into."""
+
+    plan: TransferPlan
+    local: torch.Tensor
+    works: tuple[Work, ...]
+    parts: tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
 
 class RankTopology:
@@ -76,10 +88,9 @@ class RankTopology:
                 works.append((self._send(data, self.topology.devices(to)[send.target], number), data))
         return works
 
-    def receive(self, plan: TransferPlan, dtype: torch.dtype, source: str, number: int) -> Part:
-        """Message `number` from another mesh, once it is there. All ranks of this mesh have to."""
-        landing = plan.after.src
-        local = torch.empty(landing.valid_extent(plan.shape, self.rank), dtype=dtype)
+    def expect(self, plan: TransferPlan, dtype: torch.dtype, source: str, number: int) -> Arrival:
+        """Begin to receive message `number` from another mesh."""
+        local = torch.empty(plan.after.src.valid_extent(plan.shape, self.rank), dtype=dtype)
         works, parts = [], []
         for send in plan.sends:
             if send.target == self.rank:
@@ -90,10 +101,14 @@ class RankTopology:
                 works.append(self._wire.receive(data, place, self._tag(number)))
                 if not whole:
                     parts.append((region, data))
-        self.wait(works)
-        for region, data in parts:
-            region.copy_(data.view(dtype).view(region.shape))
-        return Part(local, landing, plan.shape).laid(plan.dst, self.mine)
+        return Arrival(plan, local, tuple(works), tuple(parts))
+
+    def arrived(self, arrival: Arrival) -> Part:
+        """What is received, once it is there. All ranks of this mesh have to ask, in the same order."""
+        self.wait(arrival.works)
+        for region, data in arrival.parts:
+            region.copy_(data.view(arrival.local.dtype).view(region.shape))
+        return Part(arrival.local, arrival.plan.after.src, arrival.plan.shape).laid(arrival.plan.dst, self.mine)
 
     def share(self, tensor: torch.Tensor | None, owner: str, number: int, like: torch.Tensor) -> torch.Tensor:
         """A whole tensor that the ranks of mesh `owner` have, on all ranks; the others know its shape and dtype."""

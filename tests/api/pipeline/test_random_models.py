@@ -1,7 +1,7 @@
 """Random models with their losses on random meshes: results, gradients and a step of the whole model; or refused."""
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 
 import mesh_tensor as mt
 from tests.api.pipeline.random_models import Case, built, cases, inputs_of
@@ -15,6 +15,7 @@ REFUSED = (
 )
 
 
+@settings(max_examples=settings.default.max_examples // 3)  # each is a model, a plan and a step
 @given(cases())
 def test_random_models(case: Case):
     check(case)
