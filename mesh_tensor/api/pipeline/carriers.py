@@ -38,6 +38,7 @@ class Carrier(ABC):
     def hand(self, here: StageFragments, there: StageFragments, name: str, value: Any, microbatch: int) -> None:
         """Let another stage have a value, as it lies there."""
 
+    @abstractmethod
     def expect(self, here: StageFragments, there: StageFragments, name: str, microbatch: int) -> None:
         """Make ready for a value that is to be taken soon."""
 
@@ -108,6 +109,9 @@ class Mailbox(Carrier):
         with self._changed:
             self._there[name, here.stage.index, there.stage.index, microbatch] = value
             self._changed.notify_all()
+
+    def expect(self, here: StageFragments, there: StageFragments, name: str, microbatch: int) -> None:
+        pass  # values come without being asked for
 
     def take(self, here: StageFragments, there: StageFragments, name: str, microbatch: int) -> MeshTensor:
         key = (name, there.stage.index, here.stage.index, microbatch)

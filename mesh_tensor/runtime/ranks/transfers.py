@@ -98,7 +98,7 @@ class RankTopology:
                 whole = region.numel() == local.numel()
                 data = _bytes(local) if whole else torch.empty(region.numel() * dtype.itemsize, dtype=torch.uint8)
                 place = self.topology.devices(source)[send.source]
-                works.append(self._wire.receive(data, place, self._tag(number)))
+                works.append(self._receive(data, place, number))
                 if not whole:
                     parts.append((region, data))
         return Arrival(plan, local, tuple(works), tuple(parts))
@@ -120,7 +120,7 @@ class RankTopology:
             self.wait([self._send(data, other, number) for other in others])
         elif self.name != owner:
             data = torch.empty(like.numel() * like.dtype.itemsize, dtype=torch.uint8)
-            self.wait([self._wire.receive(data, first, self._tag(number))])
+            self.wait([self._receive(data, first, number)])
             return data.view(like.dtype).view(like.shape)
         assert tensor is not None
         return tensor
@@ -153,6 +153,12 @@ class RankTopology:
     def _send(self, data: torch.Tensor, to: int, number: int) -> Work:
         try:
             return self._wire.send(data, to, self._tag(number))
+        except RuntimeError as error:
+            raise NeverCame(str(error)) from error
+
+    def _receive(self, data: torch.Tensor, source: int, number: int) -> Work:
+        try:
+            return self._wire.receive(data, source, self._tag(number))
         except RuntimeError as error:
             raise NeverCame(str(error)) from error
 
