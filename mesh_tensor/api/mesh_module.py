@@ -348,6 +348,12 @@ class MeshModule:
         """The Relax module that one device runs, for the sizes of the last call."""
         return self.plan.local_module
 
+    def twin(self) -> MeshModule:
+        """A module that has this one's plans, and may be called by another thread at the same time."""
+        made = object.__new__(MeshModule)
+        vars(made).update(vars(self), _launches=Recent(MODULE_SIZES))
+        return made
+
     def __reduce__(self) -> NoReturn:
         refuse(
             "a MeshModule can't be pickled", fix="pickle the weights, save the module, and distribute it again there"
