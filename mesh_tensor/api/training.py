@@ -11,11 +11,12 @@ from torch import nn
 from tvm import ir
 
 from mesh_tensor.annotations.names import source_names
-from mesh_tensor.base.errors import listing, refuse
+from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.optimizer import MASTER
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME, Kept, training_function
 from mesh_tensor.plan.updates import AnyOptimizer
+from mesh_tensor.rules.operator.dropout import SEED_NAME
 
 from .training_check import check_gradients, check_loss
 from .training_import import ImportedLoss, imported_loss
@@ -39,6 +40,7 @@ class TrainingStep:
     zero        what of the state is split over the batch's axes: 0 nothing, 1 and 2 what the optimizer keeps, 3 all
     schedule    step 0, 1, ... -> what the learning rate is multiplied with
     loss_scale  that of the first step
+    seed        from which what is dropped follows, with the number of the step; None: nothing is
     copies      the name of a value of the forward part -> those of the same in later microbatches
     """
 
@@ -53,6 +55,12 @@ class TrainingStep:
     schedule: Schedule | None = None
     loss_scale: LossScale | None = None
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    seed: int | None = None
+
+    def dropout_seed(self, step: int) -> torch.Tensor:
+        """What dropouts of step 0, 1, ... follow from."""
+        assert self.seed is not None
+        return torch.tensor((self.seed << 32) + step)
 
     def numbers(self, step: int) -> torch.Tensor:
         """The numbers of step 0, 1, ..."""
@@ -73,6 +81,7 @@ def training_step(
     schedule: Schedule | None = None,
     accumulate: int = 1,
     loss_scale: float | str | None = None,
+    seed: int = 0,
     check: bool = True,
     **options: Any,
 ) -> TrainingStep:
@@ -93,6 +102,8 @@ def training_step(
             loss and the gradients are those of the whole batch.
         loss_scale: what the loss is multiplied with before gradients are taken, which are divided by it again: a
             number, or "dynamic", which leaves out steps whose gradients overflow and goes on with a smaller one.
+        seed: what the model's dropouts drop follows from it, the number of the step, and where it stands in the whole
+            tensor.
         check: compare a step on the example inputs with torch.autograd.
         options: of the optimizer: lr, betas, eps, weight_decay, momentum, nesterov.
 
@@ -107,7 +118,7 @@ def training_step(
     if zero not in (0, 1, 2, 3):
         refuse(f"zero={zero!r}", fix="use 0, 1, 2 or 3")
     made = any_optimizer(optimizer, options)
-    asked = _Asked(made, zero, clip_norm, schedule, LossScale.make(loss_scale))
+    asked = _Asked(made, zero, clip_norm, schedule, LossScale.make(loss_scale), _checked_seed(seed))
     if isinstance(model, ImportedModule):
         if accumulate != 1:
             refuse("accumulate= of a module that was imported", fix="pass the torch model: it is imported for a part")
@@ -117,10 +128,10 @@ def training_step(
     with imported_loss(model, loss, batch if parts is None else parts.first) as found:
         step = _step(found, model, asked, parts)
         if check and found.loss is not None:
-            given = (*(batch if parts is None else parts.first), *found.buffers.values())
+            given = (*(batch if parts is None else parts.first), *found.given)
             check_gradients(model, given, found.loss, found.module, [mine.parameter for mine in step.kept])
     if parts is not None:
-        check_loss(model, loss, batch, step.mod, step.state | step.fixed)
+        check_loss(model, loss, batch, step.mod, step.state | step.fixed, found.seeded)
     return step
 
 
@@ -133,6 +144,13 @@ class _Asked:
     clip_norm: float | None
     schedule: Schedule | None
     loss_scale: LossScale | None
+    seed: int
+
+
+def _checked_seed(seed: object) -> int:
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**31:
+        refuse(f"seed={shown(seed)}", fix="use a whole number from 0 to 2**31 - 1")
+    return seed
 
 
 def _step(found: ImportedLoss, model: Any, asked: _Asked, parts: Parts | None = None) -> TrainingStep:
@@ -162,7 +180,7 @@ def _step(found: ImportedLoss, model: Any, asked: _Asked, parts: Parts | None = 
     fixed = {name: module.params[name] for name in params if name in module.params and name not in state}
     every = {**module.names, **source_names(mod["main"])}
     names = {theirs: ours for theirs, ours in every.items() if ours in state or ours in fixed}
-    ours_alone = {*state, *fixed, NUMBERS_NAME, LOSS_SCALE_NAME}
+    ours_alone = {*state, *fixed, NUMBERS_NAME, LOSS_SCALE_NAME, SEED_NAME}
     taken = tuple(name for name in params if name not in ours_alone)
     state = {name: state[name] for name in params if name in state}
     return TrainingStep(
@@ -177,6 +195,7 @@ def _step(found: ImportedLoss, model: Any, asked: _Asked, parts: Parts | None = 
         asked.schedule,
         asked.loss_scale,
         made.copies,
+        asked.seed if SEED_NAME in params else None,
     )
 
 

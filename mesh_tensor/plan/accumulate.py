@@ -14,6 +14,7 @@ from tvm import ir, relax
 from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.rules.operator.dropout import SEED_NAME
 
 from .batch_kinds import Kind, Mean, Mixed, Sum
 from .batch_parts import BatchParts, batch_parts
@@ -56,7 +57,7 @@ def accumulated(mod: ir.IRModule, function: str, trained: list[str], batches: Mi
     """
     mod, _ = readable(mod, function)
     # numbers that sums are divided by are taken as constants: whether they are is seen by the batch's loss in torch
-    found = batch_parts(mod, function, batches.inputs, trained, quotients="sum", through_stops=False)
+    found = batch_parts(mod, function, batches.inputs, trained, quotients="sum", through_stops=False, own_seeds=True)
     kind = _kind_of_loss(found, function)
     graph = read_graph(found.mod, function, Mesh({"none": 1}), {})
     wrt = [value for value in graph.params if value.name in trained]
@@ -137,6 +138,8 @@ def _inputs(
     shared |= {by_name[name]: relax.const(1.0 / batches.count, dtype) for name, dtype in found.shares.items()}
     environments: list[dict[Value, relax.Expr]] = [dict(shared) for _ in range(batches.count)]
     for value, variable in zip(own, params, strict=True):
+        if value.name == SEED_NAME:
+            _seeds(writer, value, environments)
         if value.name not in batches.inputs:
             continue
         rows, *rest = value.type.shape
@@ -145,6 +148,13 @@ def _inputs(
             part = writer.emit(op.strided_slice(taken, [1], [number], [number + 1]), value.name)
             env[value] = writer.emit(op.squeeze(part, [1]), value.name)
     return params, environments
+
+
+def _seeds(writer: Writer, value: Value, environments: list[dict[Value, relax.Expr]]) -> None:
+    """What each microbatch drops differs."""
+    first = writer.emit(op.multiply(environments[0][value], relax.const(len(environments), "int64")), value.name)
+    for number, env in enumerate(environments):
+        env[value] = writer.emit(op.add(first, relax.const(number, "int64")), value.name)
 
 
 def _whole(writer: Writer, value: Value, batches: Microbatches) -> relax.Var:
