@@ -19,7 +19,7 @@ from mesh_tensor.program.from_graph import Kernels
 from mesh_tensor.program.plan_module import ModulePlan, plan_module
 from mesh_tensor.program.program import Program
 from mesh_tensor.runtime.ambient import full_precision, undisturbed
-from mesh_tensor.runtime.module_inputs import ModuleSignature, bound, refuse_outside
+from mesh_tensor.runtime.module_inputs import ModuleParam, ModuleSignature, bound, refuse_outside
 from mesh_tensor.runtime.ranks import is_dtensor, ranks_of
 from mesh_tensor.runtime.ranks.agree import agree
 from mesh_tensor.runtime.ranks.dtensor import mesh_of
@@ -119,6 +119,10 @@ class MeshModule:
         self._state = ModuleState({name: made.pop(name) for name in self._state})
         self._weights = HeldWeights(made, self._weights.donated)
         self._launches, self._recordings = Recent(MODULE_SIZES), Recent(MODULE_SIZES)
+
+    def reset_state(self) -> None:
+        """What the module writes is again as it was before the first call, or as it was loaded last."""
+        self._state = ModuleState(self._state.first)
 
     def _state_values(self, full: bool) -> dict[str, Any]:
         """What the module writes, by parameter. On ranks all have to ask."""
@@ -317,6 +321,11 @@ class MeshModule:
         return self.plan.made.program
 
     @property
+    def inputs(self) -> tuple[ModuleParam, ...]:
+        """The parameters that calls pass, in order; open sizes are symbols."""
+        return tuple(param for param in self._signature.params if param.name not in self._held)
+
+    @property
     def function(self) -> str:
         """The function of the module that is run."""
         return self._function
@@ -337,7 +346,7 @@ class MeshModule:
         )
 
     def __repr__(self) -> str:
-        names = ", ".join(p.name for p in self._signature.params if p.name not in self._held)
+        names = ", ".join(param.name for param in self.inputs)
         return f"MeshModule({self._function}({names}), {self.mesh}, target={self._target.name!r})"
 
     def explain(self) -> str:
