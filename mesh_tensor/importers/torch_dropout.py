@@ -68,7 +68,9 @@ def counted(program: torch.export.ExportedProgram) -> torch.export.ExportedProgr
             )
         specs = [s for s in program.graph_signature.input_specs if s.kind == InputKind.USER_INPUT]
         seeded = _Seeded(program.module(check_guards=False), [spec.arg.name for spec in specs])
-        program = torch.export.export(seeded, (*args, torch.zeros((), dtype=torch.int64)), strict=False)
+        program = _in_submodules(
+            torch.export.export(seeded, (*args, torch.zeros((), dtype=torch.int64)), strict=False), program
+        )
     graph = program.graph
     (seed,) = (node for node in graph.nodes if node.op == "placeholder" and node.name == SEED_NAME)
     drops = [node for node in graph.nodes if _drops(node)]
@@ -112,6 +114,17 @@ class _Seeded(nn.Module):
         parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in (*names, SEED_NAME)]
         forward.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # inputs are named after it
         self.__dict__["forward"] = forward
+
+
+def _in_submodules(
+    program: torch.export.ExportedProgram, source: torch.export.ExportedProgram
+) -> torch.export.ExportedProgram:
+    """The program, whose operators are in the submodules that those of another one are in, if they are the same."""
+    mine, theirs = ([n for n in p.graph.nodes if n.op == "call_function"] for p in (program, source))
+    if [node.target for node in mine] == [node.target for node in theirs]:
+        for node, other in zip(mine, theirs, strict=True):
+            node.meta["nn_module_stack"] = other.meta.get("nn_module_stack", {})
+    return program
 
 
 class _Emitter:
