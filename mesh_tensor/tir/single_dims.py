@@ -10,7 +10,7 @@ from .nodes import nodes
 
 
 def with_plain_single_dims(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """`KV[b, head // 16]` of one head is `KV[b, 0]` where there are 16 heads: the loop over heads walks no dim of it."""
+    """`KV[b, head // 16]` of one head is `KV[b, 0]` where there are 16: the loop over heads walks no dim of it."""
     analyzer, loops = arith.Analyzer(), list(nodes(func.body, tirx.For))
     times = Counter(loop.loop_var for loop in loops)
     for loop in loops:
@@ -24,8 +24,8 @@ def with_plain_single_dims(func: tirx.PrimFunc) -> tirx.PrimFunc:
         if all(new.same_as(old) for new, old in zip(indices, node.indices, strict=True)):
             return None
         if isinstance(node, tirx.BufferLoad):
-            return tirx.BufferLoad(node.buffer, indices, span=node.span)
-        return tirx.BufferStore(node.buffer, node.value, indices, span=node.span)
+            return tirx.BufferLoad(node.buffer, indices)
+        return tirx.BufferStore(node.buffer, node.value, indices)
 
     body = tirx.stmt_functor.ir_transform(func.body, None, plain, ["tirx.BufferLoad", "tirx.BufferStore"])
     return func if body.same_as(func.body) else func.with_body(body)
