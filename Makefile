@@ -12,7 +12,7 @@ FUZZ_ARGS ?=
 BENCH_ARGS ?=
 MODELS_ARGS ?=
 
-.PHONY: venv demo test check lint layers types sweep fuzz cuda bench models clean
+.PHONY: venv demo test check lint layers types sweep fuzz cuda bench models curves clean
 .DELETE_ON_ERROR:
 
 venv: $(INSTALLED)
@@ -66,6 +66,11 @@ models: venv
 	$(PIP_INSTALL) '.[models]'
 	OMP_NUM_THREADS=1 $(PY) -m tests.models $(MODELS_ARGS)
 	OMP_NUM_THREADS=1 $(PY) -m tests.models.generation
+	OMP_NUM_THREADS=1 $(PY) -m tests.models.training
+
+# 50 steps of AdamW of seven models on seven meshes beside torch's; CURVES_ARGS="GPT MoE" takes some.
+curves: venv
+	OMP_NUM_THREADS=1 $(PY) -m tests.training_curves $(CURVES_ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -10,12 +10,15 @@ import torch
 from torch import nn
 from tvm import ir
 
+from mesh_tensor.annotations.named_values import NamedValues
 from mesh_tensor.annotations.names import source_names
-from mesh_tensor.base.errors import listing, refuse
+from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.optimizer import MASTER
 from mesh_tensor.importers import ImportedModule
+from mesh_tensor.plan.recompute import FULL, SELECTIVE
 from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME, Kept, training_function
 from mesh_tensor.plan.updates import AnyOptimizer
+from mesh_tensor.rules.operator.dropout import SEED_NAME
 
 from .training_check import check_gradients, check_loss
 from .training_import import ImportedLoss, imported_loss
@@ -39,7 +42,8 @@ class TrainingStep:
     zero        what of the state is split over the batch's axes: 0 nothing, 1 and 2 what the optimizer keeps, 3 all
     schedule    step 0, 1, ... -> what the learning rate is multiplied with
     loss_scale  that of the first step
-    copies      the name of a value of the forward part -> those of the same in later microbatches
+    seed        from which what is dropped follows, with the number of the step; None: nothing is
+    copies      the name of a value of the forward part -> those of the same in later microbatches, and computed again
     """
 
     mod: ir.IRModule
@@ -53,6 +57,12 @@ class TrainingStep:
     schedule: Schedule | None = None
     loss_scale: LossScale | None = None
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    seed: int | None = None
+
+    def dropout_seed(self, step: int) -> torch.Tensor:
+        """What dropouts of step 0, 1, ... follow from."""
+        assert self.seed is not None
+        return torch.tensor((self.seed << 32) + step)
 
     def numbers(self, step: int) -> torch.Tensor:
         """The numbers of step 0, 1, ..."""
@@ -73,6 +83,8 @@ def training_step(
     schedule: Schedule | None = None,
     accumulate: int = 1,
     loss_scale: float | str | None = None,
+    seed: int = 0,
+    recompute: str | Sequence[str] | None = None,
     check: bool = True,
     **options: Any,
 ) -> TrainingStep:
@@ -93,6 +105,11 @@ def training_step(
             loss and the gradients are those of the whole batch.
         loss_scale: what the loss is multiplied with before gradients are taken, which are divided by it again: a
             number, or "dynamic", which leaves out steps whose gradients overflow and goes on with a smaller one.
+        recompute: what the backward pass computes again instead of keeping it: "full", all but the results of layers;
+            "selective", what takes few operations; or names of submodules (patterns: the outermost that
+            are meant) whose results are kept: all before the last of them but these. Results are the same bits.
+        seed: what the model's dropouts drop follows from it, the number of the step, and where it stands in the whole
+            tensor.
         check: compare a step on the example inputs with torch.autograd.
         options: of the optimizer: lr, betas, eps, weight_decay, momentum, nesterov.
 
@@ -107,7 +124,7 @@ def training_step(
     if zero not in (0, 1, 2, 3):
         refuse(f"zero={zero!r}", fix="use 0, 1, 2 or 3")
     made = any_optimizer(optimizer, options)
-    asked = _Asked(made, zero, clip_norm, schedule, LossScale.make(loss_scale))
+    asked = _Asked(made, zero, clip_norm, schedule, LossScale.make(loss_scale), _checked_seed(seed), recompute)
     if isinstance(model, ImportedModule):
         if accumulate != 1:
             refuse("accumulate= of a module that was imported", fix="pass the torch model: it is imported for a part")
@@ -117,10 +134,10 @@ def training_step(
     with imported_loss(model, loss, batch if parts is None else parts.first) as found:
         step = _step(found, model, asked, parts)
         if check and found.loss is not None:
-            given = (*(batch if parts is None else parts.first), *found.buffers.values())
+            given = (*(batch if parts is None else parts.first), *found.given)
             check_gradients(model, given, found.loss, found.module, [mine.parameter for mine in step.kept])
     if parts is not None:
-        check_loss(model, loss, batch, step.mod, step.state | step.fixed)
+        check_loss(model, loss, batch, step.mod, step.state | step.fixed, found.seeded)
     return step
 
 
@@ -133,6 +150,14 @@ class _Asked:
     clip_norm: float | None
     schedule: Schedule | None
     loss_scale: LossScale | None
+    seed: int
+    recompute: str | Sequence[str] | None
+
+
+def _checked_seed(seed: object) -> int:
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**31:
+        refuse(f"seed={shown(seed)}", fix="use a whole number from 0 to 2**31 - 1")
+    return seed
 
 
 def _step(found: ImportedLoss, model: Any, asked: _Asked, parts: Parts | None = None) -> TrainingStep:
@@ -153,6 +178,7 @@ def _step(found: ImportedLoss, model: Any, asked: _Asked, parts: Parts | None = 
         list(found.buffers),
         scaled=asked.loss_scale is not None,
         microbatches=None if parts is None else parts.named(module.mod["main"]),
+        recompute=_recomputed(module.mod, asked.recompute),
     )
     mod, kept = made.mod, made.kept
     state = {mine.parameter: module.params[mine.parameter] for mine in kept} | found.buffers
@@ -162,7 +188,7 @@ def _step(found: ImportedLoss, model: Any, asked: _Asked, parts: Parts | None = 
     fixed = {name: module.params[name] for name in params if name in module.params and name not in state}
     every = {**module.names, **source_names(mod["main"])}
     names = {theirs: ours for theirs, ours in every.items() if ours in state or ours in fixed}
-    ours_alone = {*state, *fixed, NUMBERS_NAME, LOSS_SCALE_NAME}
+    ours_alone = {*state, *fixed, NUMBERS_NAME, LOSS_SCALE_NAME, SEED_NAME}
     taken = tuple(name for name in params if name not in ours_alone)
     state = {name: state[name] for name in params if name in state}
     return TrainingStep(
@@ -177,7 +203,27 @@ def _step(found: ImportedLoss, model: Any, asked: _Asked, parts: Parts | None = 
         asked.schedule,
         asked.loss_scale,
         made.copies,
+        asked.seed if SEED_NAME in params else None,
     )
+
+
+def _recomputed(mod: ir.IRModule, recompute: str | Sequence[str] | None) -> str | list[str]:
+    """What is computed again: in a word, or by the names of the values that are kept."""
+    if recompute in (FULL, SELECTIVE):
+        return str(recompute)
+    wanted = [] if recompute is None else recompute
+    if isinstance(wanted, str) or not all(isinstance(name, str) for name in wanted):
+        refuse(f"recompute={shown(recompute)}", fix=f"use {FULL!r}, {SELECTIVE!r}, or a list of names of submodules")
+    meant, problems = NamedValues(mod, "main").meant_by(wanted)
+    params = {param.name_hint for param in mod["main"].params}
+    kept = {name: [value for other, (_, value), _ in meant if other == name and value not in params] for name in wanted}
+    problems += [f"{name!r} names parameters alone" for name, values in kept.items() if not values and not problems]
+    if problems:
+        refuse(problems, where="recompute", fix="name submodules that give one tensor, as 'blocks.*'")
+    found = {value for values in kept.values() for value in values}
+    named = {theirs: ours for theirs, ours in source_names(mod["main"]).items() if ours in found}
+    inner = {ours for name, ours in named.items() if any(name.startswith(f"{outer}.") for outer in named)}
+    return [value for value in found if value not in inner or value in wanted]
 
 
 def _trained(module: ImportedModule, model: Any) -> list[str]:

@@ -10,10 +10,14 @@ from torch import nn
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.importers import ImportedModule
+from mesh_tensor.importers.torch_dropout import kept_whole
 from mesh_tensor.plan.gradient import gradient_function
+from mesh_tensor.rules.operator.dropout import without_dropout
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.sequential import run_sequential
 from mesh_tensor.targets.dtypes import torch_dtype
+
+from .training_import import WithLoss
 
 _TOLERANCE = 1e-3  # of the largest element of all gradients, or of the loss
 _NARROW_TOLERANCE = 5e-2  # of a loss in 16 bits
@@ -51,13 +55,23 @@ def check_gradients(
 
 @undisturbed
 def check_loss(
-    model: nn.Module, loss: Any, inputs: Sequence[torch.Tensor], mod: Any, state: Mapping[str, torch.Tensor]
+    model: nn.Module,
+    loss: Any,
+    inputs: Sequence[torch.Tensor],
+    mod: Any,
+    state: Mapping[str, torch.Tensor],
+    drops: bool,
 ) -> None:
     """Refuse a step whose loss on the inputs, which are a whole batch, is not torch's: numbers of Python's in the loss,
-    as a size that it divides by, are those of a microbatch."""
+    as a size that it divides by, are those of a microbatch. Where the model `drops`, both are taken without that."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with torch.no_grad():
-        expected = model(*inputs) if loss is None else loss(model(*inputs[:-1]), inputs[-1])
+        if drops:
+            program = torch.export.export(WithLoss(model, loss, []), tuple(inputs), strict=False)
+            expected = kept_whole(program).module()(*inputs)
+            mod = without_dropout(mod, "main")
+        else:
+            expected = model(*inputs) if loss is None else loss(model(*inputs[:-1]), inputs[-1])
         for buffer, kept in buffers:
             buffer.copy_(kept)
     params = mod["main"].params

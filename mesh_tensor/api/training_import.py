@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export.graph_signature import InputKind
 
 from mesh_tensor.annotations.names import Fresh, renamed_parameters
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.importers.imported import identifiers
+from mesh_tensor.importers.torch_dropout import counted, has_seed
 from mesh_tensor.importers.torch_frontend import from_torch
 
+SEED = torch.zeros((), dtype=torch.int64)  # of example inputs
 Loss = Callable[..., torch.Tensor] | None
 Tensors = tuple[torch.Tensor, ...]
 
@@ -24,11 +27,18 @@ Tensors = tuple[torch.Tensor, ...]
 @dataclass(frozen=True, eq=False)
 class ImportedLoss:
     """`module` gives the loss, then the new values of `buffers`, its inputs after the batch; these by name. `loss` is
-    torch's on the example inputs, for which gradients can be taken."""
+    torch's on the example inputs, for which gradients can be taken. `seeded`: some of the model drops; the module takes
+    a seed after the buffers, and `loss` is that for `SEED`."""
 
     module: ImportedModule
     buffers: dict[str, torch.Tensor]
     loss: torch.Tensor | None = None
+    seeded: bool = False
+
+    @property
+    def given(self) -> Tensors:
+        """The inputs after the batch."""
+        return (*self.buffers.values(), *([SEED] if self.seeded else []))
 
 
 @contextmanager
@@ -83,20 +93,36 @@ class WithLoss(nn.Module):
 def _imported(
     model: nn.Module, loss: Loss, inputs: Tensors, written: dict[str, torch.Tensor], value: torch.Tensor
 ) -> ImportedLoss:
-    wrapped = WithLoss(model, loss, list(written))
-    module = from_torch(torch.export.export(wrapped, (*inputs, *written.values()), strict=False))
+    given = (*inputs, *written.values())
+    program = counted(torch.export.export(WithLoss(model, loss, list(written)), given, strict=False))
+    seeded = has_seed(program)
+    if seeded:
+        value = _loss(program, model, (*given, SEED))
+    module = from_torch(program)
     names: Any = list(signature(model.forward).parameters)[: len(inputs)]
     names += [f"input_{n}" for n in range(len(names), len(inputs))]
     if loss is not None:
         names[len(inputs) - 1] = "target"
-    count = len(inputs) + len(written)
+    count = len(given)
     taken = [param.name_hint for param in module.mod["main"].params[count:]]
     fresh = Fresh(taken)
     names = [fresh.name(name) for name in names]
     ours = identifiers(list(written), [*taken, *names])
     module = _renamed(module, [*names, *ours.values()])
     module = replace(module, names={**module.names, **ours})
-    return ImportedLoss(module, {ours[name]: kept for name, kept in written.items()}, value)
+    return ImportedLoss(module, {ours[name]: kept for name, kept in written.items()}, value, seeded)
+
+
+def _loss(program: torch.export.ExportedProgram, model: nn.Module, given: Tensors) -> torch.Tensor:
+    """What a program gives first, of the model's own parameters, so that gradients can be taken."""
+    values = {**program.state_dict, **program.constants, **dict(model.named_parameters(remove_duplicate=False))}
+    inputs = iter(given)
+    taken = [
+        next(inputs) if spec.kind == InputKind.USER_INPUT else values[str(spec.target)]
+        for spec in program.graph_signature.input_specs
+    ]
+    with torch.enable_grad():
+        return torch.fx.Interpreter(program.graph_module).run(*taken)[0]
 
 
 def _renamed(module: ImportedModule, names: list[str]) -> ImportedModule:

@@ -12,6 +12,7 @@ from mesh_tensor.base.errors import did_you_mean, listing, refuse
 from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Program
+from mesh_tensor.rules.operator.dropout import SEED_NAME
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.finite import not_finite
 
@@ -51,6 +52,8 @@ class TrainingRun:
         free = [name for name in wanted if name not in named]
         tensors = {**dict(zip(free, batch, strict=True)), **named}
         tensors[NUMBERS_NAME] = self._step.numbers(self.steps)
+        if self._step.seed is not None:
+            tensors[SEED_NAME] = self._step.dropout_seed(self.steps)
         if self._scale is not None:
             tensors[LOSS_SCALE_NAME] = torch.tensor(self._scale.value, dtype=torch.float32)
         loss, state, bad = self._module.step(tensors, self._kept, self._watched)

@@ -15,6 +15,7 @@ from mesh_tensor.runtime.sequential import run_sequential
 from .call_form import form_of
 from .imported import ImportedModule
 from .imported_results import refuse_differences
+from .torch_dropout import counted
 from .torch_import import import_torch
 from .torch_program import operators
 
@@ -29,6 +30,8 @@ def from_torch(program: torch.export.ExportedProgram, *, check: bool = True, buf
     writes: they come after the parameters, and their new values are the last results. What goes in or out and is no
     tensor is left out, but `distribute_module` of what this gives knows of it. A single result is no tuple.
     `scaled_dot_product_attention`, `layer_norm`, `rms_norm`, `gelu` and others that Relax has stay one operator each.
+    A program in which dropout is at work takes a whole number as its last input, `dropout_seed`: what is dropped
+    follows from it and from where it stands in the whole tensor, so it is the same on any mesh.
 
     Args:
         program: what `torch.export.export` gave.
@@ -42,6 +45,7 @@ def from_torch(program: torch.export.ExportedProgram, *, check: bool = True, buf
             the torch module it is in; a program that writes its inputs, or takes numbers that are not constant; results
             that differ.
     """
+    program = counted(program)
     module = replace(import_torch(program, buffers), form=form_of(program))
     if check and program.example_inputs is not None:
         _check(module, program)

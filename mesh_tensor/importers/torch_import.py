@@ -147,7 +147,7 @@ class _Importer(ExportedProgramImporter):
             refuse(list(dict.fromkeys(problems)), where="the exported program", fix=_FIX)
 
 
-_NAMESPACES = ("aten", "prims", "transformers")
+_NAMESPACES = ("aten", "prims", "transformers", "mesh_tensor_import")
 _FIX = "write this part of the model with other operators, or export it in eval mode if it is for training only"
 
 

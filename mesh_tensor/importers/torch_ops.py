@@ -15,6 +15,7 @@ from tvm import relax
 from mesh_tensor.base.errors import refuse
 
 from .torch_args import arguments, emit, in_result_dtype
+from .torch_dropout import converted as dropout
 from .torch_general import GENERAL
 from .torch_groups import GROUPS
 from .torch_indexing import INDEXING
@@ -269,6 +270,7 @@ CONVERTERS: dict[str, Convert] = {
     "amin.default": smallest,
     "bmm.default": matmul,
     "conv2d.default": conv2d,
+    "counted_dropout.default": dropout,
     "convolution.default": convolution,
     "detach.default": detach,
     "elu.default": elu,

@@ -14,15 +14,18 @@ from tvm import ir, relax
 from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.rules.operator.dropout import SEED_NAME
 
 from .batch_kinds import Kind, Mean, Mixed, Sum
 from .batch_parts import BatchParts, batch_parts
 from .gradient import Joint, Writer, constants_of, gradient_of, loss_of, readable, reverse
-from .ir import Graph, Node, Value, leaves, map_tree
+from .ir import Graph, Node, Value, leaves, map_tree, nodes_before
 from .reader import read_graph
+from .recompute import Again
 
 op = relax.op
 Seed = Callable[[Writer, Value], relax.Expr]
+Recompute = Callable[[Graph], set[Value]]
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Microbatches:
 class Accumulated:
     """The loss of a batch and its gradients, as expressions; `joint` has what was written.
 
-    copies   the name of a value of the function -> those of the same in later microbatches
+    copies   the name of a value of the function -> those of the same in later microbatches, and computed again
     """
 
     joint: Joint
@@ -47,16 +50,18 @@ class Accumulated:
     copies: dict[str, tuple[str, ...]]
 
 
-def accumulated(mod: ir.IRModule, function: str, trained: list[str], batches: Microbatches, seed: Seed) -> Accumulated:
+def accumulated(
+    mod: ir.IRModule, function: str, trained: list[str], batches: Microbatches, seed: Seed, recompute: Recompute
+) -> Accumulated:
     """`function`, which is written for one microbatch, of a whole batch, with the gradients of the parameters
-    `trained`. `seed` gives the gradient of a loss by itself.
+    `trained`. `seed` gives the gradient of a loss by itself; `recompute` says what of a graph is computed again.
 
     Raises:
         MeshTensorError: as `gradient_function`; or the loss is neither a sum nor a mean over rows.
     """
     mod, _ = readable(mod, function)
     # numbers that sums are divided by are taken as constants: whether they are is seen by the batch's loss in torch
-    found = batch_parts(mod, function, batches.inputs, trained, quotients="sum", through_stops=False)
+    found = batch_parts(mod, function, batches.inputs, trained, quotients="sum", through_stops=False, own_seeds=True)
     kind = _kind_of_loss(found, function)
     graph = read_graph(found.mod, function, Mesh({"none": 1}), {})
     wrt = [value for value in graph.params if value.name in trained]
@@ -64,9 +69,12 @@ def accumulated(mod: ir.IRModule, function: str, trained: list[str], batches: Mi
     copies = [graph, *(_copy(graph, writer) for _ in range(1, batches.count))]
     params, environments = _inputs(graph, writer, batches, found)
     totals = _totals(found, graph, function)
-    early = _before(graph, set(totals))
+    early = nodes_before(graph, set(totals))
     _complete(totals, copies, environments, writer, early)
     share = _share(kind, batches.count)
+    chosen = recompute(graph).difference(value for node in early for value in node.outputs)
+    places = [(number, n) for number, node in enumerate(graph.nodes) for n, v in enumerate(node.outputs) if v in chosen]
+    again: dict[str, str] = {}
     start: relax.Expr | None = None
     losses: list[relax.Expr] = []
     gradients: dict[str, relax.Expr] = {}
@@ -79,7 +87,9 @@ def accumulated(mod: ir.IRModule, function: str, trained: list[str], batches: Mi
         if start is None:
             start = _times(writer, seed(writer, loss), share)
         joint = Joint(copy, writer, params, env, writer.tree(copy.result, env))
-        reverse(joint, {loss: start}, wrt)
+        taken = Again(joint, {copy.nodes[number].outputs[n] for number, n in places})
+        reverse(joint, {loss: start}, wrt, taken)
+        again |= taken.copies
         losses.append(env[loss])
         for value in wrt:
             gradients[value.name] = _added(
@@ -92,8 +102,11 @@ def accumulated(mod: ir.IRModule, function: str, trained: list[str], batches: Mi
     own = graph.params[: len(params)]
     whole = Joint(replace(graph, params=own), writer, params, environments[0], total, known)
     names = [[value.name for node in copy.nodes for value in node.outputs] for copy in copies]
-    again = {first: tuple(others) for first, *others in zip(*names, strict=True)}
-    return Accumulated(whole, _times(writer, total, share), gradients, again)
+    same = {
+        first: (*others, *(again[name] for name in (first, *others) if name in again))
+        for first, *others in zip(*names, strict=True)
+    }
+    return Accumulated(whole, _times(writer, total, share), gradients, same)
 
 
 def _copy(graph: Graph, writer: Writer) -> Graph:
@@ -137,6 +150,8 @@ def _inputs(
     shared |= {by_name[name]: relax.const(1.0 / batches.count, dtype) for name, dtype in found.shares.items()}
     environments: list[dict[Value, relax.Expr]] = [dict(shared) for _ in range(batches.count)]
     for value, variable in zip(own, params, strict=True):
+        if value.name == SEED_NAME:
+            _seeds(writer, value, environments)
         if value.name not in batches.inputs:
             continue
         rows, *rest = value.type.shape
@@ -147,22 +162,18 @@ def _inputs(
     return params, environments
 
 
+def _seeds(writer: Writer, value: Value, environments: list[dict[Value, relax.Expr]]) -> None:
+    """What each microbatch drops differs."""
+    first = writer.emit(op.multiply(environments[0][value], relax.const(len(environments), "int64")), value.name)
+    for number, env in enumerate(environments):
+        env[value] = writer.emit(op.add(first, relax.const(number, "int64")), value.name)
+
+
 def _whole(writer: Writer, value: Value, batches: Microbatches) -> relax.Var:
     if value.name not in batches.inputs:
         return writer.parameter(value.name, value)
     rows, *rest = value.type.shape
     return relax.Var(value.name, relax.TensorStructInfo((rows * batches.count, *rest), value.type.dtype))
-
-
-def _before(graph: Graph, wanted: set[Value]) -> set[Node]:
-    """The nodes that the values depend on."""
-    found: set[Node] = set()
-    wanted = set(wanted)
-    for node in reversed(graph.nodes):
-        if not wanted.isdisjoint(node.outputs):
-            found.add(node)
-            wanted.update(node.inputs)
-    return found
 
 
 def _totals(found: BatchParts, graph: Graph, function: str) -> dict[Value, tuple[Value, Kind]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tvm import ir
 
@@ -20,6 +20,8 @@ from mesh_tensor.annotations.names import relax_function
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator import OpRule
+from mesh_tensor.rules.operator.call import operator_name
+from mesh_tensor.rules.operator.dropout import DROPOUT
 
 from .batch_kinds import Fixed, Kind, Mean, Mixed, Rows, Sum, result_kinds
 from .batch_writer import PartsWriter, Total
@@ -61,6 +63,7 @@ def batch_parts(
     stated: Collection[str] = (),
     quotients: str | None = None,
     through_stops: bool = True,
+    own_seeds: bool = False,
 ) -> BatchParts:
     """What a function makes of parts of a batch. Every variable has a name of its own.
 
@@ -74,10 +77,14 @@ def batch_parts(
             "mean", as the number is larger for the batch, or a "sum", as it is a constant; None: it is not known.
         through_stops: what depends on what is trained only where no gradient goes through depends on it, too: totals
             are known before anything is run. Else they are known before what has gradients is.
+        own_seeds: each part drops by a seed of its own: which row of its part a row is does not matter, then.
     """
     graph = read_graph(shapes_of or mod, function, Mesh({"rows": 1}), {})
     expand_kernels(graph)
     rules = node_rules(graph, replicate_unknown=True)
+    if own_seeds:
+        anywhere = {node: replace(rules[node], positional=frozenset()) for node in graph.nodes if _drops(node)}
+        rules = {**rules, **anywhere}
     known = _Kinds(graph, rules, inputs, trained, stated, quotients, shapes_of is not None, through_stops)
     kinds = tuple(known.of[value] for value in leaves(graph.result))
     if not known.uses and not known.shared:
@@ -236,6 +243,10 @@ class _Kinds:
         if value.data is not None and self._number(value) is not None:
             return frozenset()
         return frozenset(d for d, size in enumerate(value.type.shape) if size > 1)
+
+
+def _drops(node: Node) -> bool:
+    return operator_name(node.call) == DROPOUT
 
 
 def _name(node: Node) -> str:

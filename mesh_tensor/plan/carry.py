@@ -18,6 +18,8 @@ from .ir import Graph, Node, Value, leaves
 from .owners import Pending, kept, owner_made, taken_by_owners
 from .propagate import Layouts
 
+_MOVED = ("permute_dims", "reshape", "squeeze", "expand_dims")
+
 
 def find_carried(
     graph: Graph, atoms: Atoms, layouts: Layouts, decisions: Mapping[Node, Decision]
@@ -25,10 +27,11 @@ def find_carried(
     """The values that are handed on partial, each with a layout that says over which axes; and the decisions, of which
     some are others so that pending sums meet (see `_meeting`)."""
     uses = graph.uses()
-    meeting = _meeting(graph, atoms, decisions, uses)
+    widened = widened_values(graph, uses)
+    meeting = _meeting(graph, atoms, decisions, uses, widened)
     while True:
         tried = {**decisions, **meeting}
-        pending = _carried(graph, atoms, tried, uses)
+        pending = _carried(graph, atoms, tried, uses, widened)
         alone = [node for node in meeting if not taken_of(node, atoms, tried, pending)]
         if not alone:
             break
@@ -42,7 +45,11 @@ def find_carried(
 
 
 def _meeting(
-    graph: Graph, atoms: Atoms, decisions: Mapping[Node, Decision], uses: Mapping[Value, list[tuple[Node, int]]]
+    graph: Graph,
+    atoms: Atoms,
+    decisions: Mapping[Node, Decision],
+    uses: Mapping[Value, list[tuple[Node, int]]],
+    widened: Collection[Value],
 ) -> dict[Node, Decision]:
     """Other decisions for nodes that add several pending sums, which nothing else takes, and for those that only move
     elements on the way there: the axes that these are pending over split nothing there, so that one sum is reduced
@@ -62,7 +69,7 @@ def _meeting(
             decision = found[node] = Decision(split, split, needed, produced)
         taken = taken_of(node, atoms, {node: decision}, pending)
         for value, left in left_by(node, rule, decision, taken, pending):
-            if value not in graph.annotations and not _is_narrow_sum(value, left):
+            if value not in graph.annotations and not _is_narrow_sum(value, left, widened):
                 pending[value] = left
     for node in reversed(graph.nodes):
         if node in found and _moves(node, atoms.rules[node]) and not _is_added(node, atoms, found, uses):
@@ -71,8 +78,9 @@ def _meeting(
 
 
 def _moves(node: Node, rule: NodeRule) -> bool:
-    """Whether the node only moves the elements of its one operand."""
-    return len(node.inputs) == len(node.outputs) == 1 and rule.rule.moves and not node.is_annotation
+    """Whether the node only moves the elements of its one operand, or makes float32 of them."""
+    moves = rule.rule.moves or _widens(node)
+    return len(node.inputs) == len(node.outputs) == 1 and moves and not node.is_annotation
 
 
 def _is_added(
@@ -96,12 +104,13 @@ def _carried(
     atoms: Atoms,
     decisions: Mapping[Node, Decision],
     uses: Mapping[Value, list[tuple[Node, int]]],
+    widened: Collection[Value],
 ) -> dict[Value, Pending]:
     """What values are pending with. Starts from all that could be, and takes away what some user can't take, until that
     changes nothing."""
     refused = {*leaves(graph.result), *graph.annotations}
     while True:
-        pending = _pending(graph, atoms, decisions, refused)
+        pending = _pending(graph, atoms, decisions, refused, widened)
         bad = {
             value
             for value in pending
@@ -116,14 +125,18 @@ def _carried(
 
 
 def _pending(
-    graph: Graph, atoms: Atoms, decisions: Mapping[Node, Decision], refused: set[Value]
+    graph: Graph,
+    atoms: Atoms,
+    decisions: Mapping[Node, Decision],
+    refused: set[Value],
+    widened: Collection[Value],
 ) -> dict[Value, Pending]:
     """What each value is pending with, if all but the refused stay so."""
     pending: dict[Value, Pending] = {}
     for node in graph.nodes:
         taken = taken_of(node, atoms, decisions, pending, refused)
         for value, left in left_by(node, atoms.rules[node], decisions[node], taken, pending):
-            if value not in refused and not _is_narrow_sum(value, left):
+            if value not in refused and not _is_narrow_sum(value, left, widened):
                 pending[value] = left
     return pending
 
@@ -174,10 +187,35 @@ def _is_linear(node: Node, rule: NodeRule, decision: Decision, waiting: Mapping[
     if finite or any(s.partial for s in decision.produced) or any(axis in decision.split for axis, _ in parts):
         return False
     sums, all_wait = all(op == "sum" for _, op in parts), len(waiting) == len(node.inputs)
-    return (sums and frozenset(waiting) in rule.rule.linear) or (rule.rule.moves and all_wait)
+    return (sums and (frozenset(waiting) in rule.rule.linear or _widens(node))) or (rule.rule.moves and all_wait)
 
 
-def _is_narrow_sum(value: Value, left: Pending) -> bool:
-    """Parts of a low-precision sum are added in float32, at once. Where one device has all and the others 0, there is
-    nothing to round."""
-    return value.type.dtype in NARROW and left.owner is None and any(op == "sum" for _, op in left.parts)
+def _is_narrow_sum(value: Value, left: Pending, widened: Collection[Value]) -> bool:
+    """Parts of a low-precision sum are added in float32, at once, unless they are only made float32 next. Where one
+    device has all and the others 0, there is nothing to round."""
+    narrow = value.type.dtype in NARROW and value not in widened
+    return narrow and left.owner is None and any(op == "sum" for _, op in left.parts)
+
+
+def widened_values(graph: Graph, uses: Mapping[Value, list[tuple[Node, int]]]) -> set[Value]:
+    """Low-precision values of which nothing is made but float32, perhaps with other dims: parts of sums may stay
+    float32 all the way."""
+    others, found = {*leaves(graph.result), *graph.annotations}, set[Value]()
+    for node in reversed(graph.nodes):
+        for value in node.outputs:
+            users = [user for user, _ in uses.get(value, ())]
+            narrow = value.type.dtype in NARROW and value not in others
+            if narrow and users and all(_keeps_wide(user, found) for user in users):
+                found.add(value)
+    return found
+
+
+def _keeps_wide(node: Node, widened: Collection[Value]) -> bool:
+    return _widens(node) or (node.call.name in _MOVED and node.outputs[0] in widened)
+
+
+def _widens(node: Node) -> bool:
+    """Whether the node makes float32 of fewer bits."""
+    return (
+        node.call.name == "astype" and node.inputs[0].type.dtype in NARROW and node.outputs[0].type.dtype == "float32"
+    )

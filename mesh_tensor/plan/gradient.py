@@ -8,7 +8,8 @@ next one, and the gradients of its inputs are what it hands to the one before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tvm import ir, relax
@@ -119,13 +120,19 @@ def readable(mod: ir.IRModule, function: str) -> tuple[ir.IRModule, Graph]:
     return mod, read_graph(mod, function, Mesh({"none": 1}), {})
 
 
-def reverse(joint: Joint, seeds: dict[Value, relax.Expr], wrt: Sequence[Value]) -> None:
-    """Add the gradients of `wrt`, and of all values between them and the values whose gradients are `seeds`.
+def reverse(
+    joint: Joint,
+    seeds: dict[Value, relax.Expr],
+    wrt: Sequence[Value],
+    known: Mapping[Value, relax.Expr] | None = None,
+) -> None:
+    """Add the gradients of `wrt`, and of all values between them and the values whose gradients are `seeds`. `known`:
+    the values of the forward part, as they are taken; None: as it made them.
 
     Raises:
         MeshTensorError: an operator between them has no gradient.
     """
-    graph, env, writer = joint.graph, joint.env, joint.writer
+    graph, env, writer = joint.graph, joint.env if known is None else known, joint.writer
     active = depending_on(graph, wrt)
     parts: dict[Value, list[relax.Expr]] = {value: [seed] for value, seed in seeds.items()}
     for node in reversed(graph.nodes):
@@ -224,6 +231,7 @@ class Writer:
         self._bindings: list[relax.VarBinding] = []
         self._kernels: dict[ir.GlobalVar, relax.Expr] = {}
         self._hints: dict[str, dict] = {}
+        self._unused: set[str] = set()
         self._stated = {
             (name.name_hint, value): hints
             for name, func in mod.functions_items()
@@ -284,7 +292,7 @@ class Writer:
         """The module of the function that returns `result`, and of the kernels that it calls."""
         result = self._builder.normalize(result)
         output = relax.Var(self._fresh.name("gv"), result.struct_info)
-        bindings = turned_products(self._bindings, result)
+        bindings = turned_products(self._used(result), result)
         block = relax.DataflowBlock([*bindings, relax.VarBinding(output, result)])
         body = relax.Function(joint.params, relax.SeqExpr([block], output), output.struct_info)
         func = self._builder.normalize(body).with_attr("global_symbol", function)
@@ -298,6 +306,25 @@ class Writer:
         gradients = {value: gradient for value, gradient in found.items() if gradient in there}
         func = func.with_attr(GRADIENTS_ATTR, gradients)
         return ir.IRModule({ir.GlobalVar(function): func, **self._kernels}, global_infos=mod.global_infos)
+
+    @contextmanager
+    def only_if_used(self) -> Iterator[None]:
+        """What is written within is left out, unless something takes it."""
+        before = len(self._bindings)
+        yield
+        self._unused.update(binding.var.name_hint for binding in self._bindings[before:])
+
+    def _used(self, result: relax.Expr) -> list[relax.VarBinding]:
+        if not self._unused:
+            return self._bindings
+        taken = {var.name_hint for var in relax.analysis.free_vars(result)}
+        kept = []
+        for binding in reversed(self._bindings):
+            if binding.var.name_hint in self._unused and binding.var.name_hint not in taken:
+                continue
+            taken.update(var.name_hint for var in relax.analysis.free_vars(binding.value))
+            kept.append(binding)
+        return kept[::-1]
 
     def _bind(self, name: str, expr: relax.Expr) -> relax.Var:
         var = relax.DataflowVar(name, expr.struct_info)

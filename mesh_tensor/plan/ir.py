@@ -6,6 +6,7 @@ that functions can be made again from what was decided.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,6 +109,16 @@ class Graph:
             for position, value in enumerate(node.inputs):
                 found.setdefault(value, []).append((node, position))
         return found
+
+
+def nodes_before(graph: Graph, wanted: Collection[Value]) -> set[Node]:
+    """The nodes that the values depend on."""
+    found, reached = set[Node](), set(wanted)
+    for node in reversed(graph.nodes):
+        if not reached.isdisjoint(node.outputs):
+            found.add(node)
+            reached.update(node.inputs)
+    return found
 
 
 def leaves(tree: Tree) -> list[Value]:

@@ -14,7 +14,7 @@ from mesh_tensor.base.sharding import Partial, Replicate, Sharding, ceildiv
 from mesh_tensor.redistribution.plan import plan_moves
 
 from .atoms import Atoms
-from .carry import find_carried
+from .carry import find_carried, widened_values
 from .contributions import contributions
 from .decide import Decider, Decision, bytes_moved, change_cost, node_flops, work_cost
 from .explicit import Cast, Change, ExplicitGraph, Fill, Form, Run
@@ -64,6 +64,7 @@ class _Writer:
     def __init__(self, graph: Graph, atoms: Atoms, layouts: Layouts, carried: dict[Value, Sharding]) -> None:
         self._graph, self._atoms, self._layouts, self._carried = graph, atoms, layouts, carried
         self._made = ExplicitGraph(graph, atoms, layouts)
+        self._widened = widened_values(graph, graph.uses())
         self._forms: dict[Value, list[Form]] = {}
         self._fills: dict[tuple, Form] = {}
         self._names: dict[str, int] = {}
@@ -92,6 +93,7 @@ class _Writer:
             if carried:
                 produced = with_partial(produced, self._carried_through(node))
             waits = carried or value in self._carried
+            waits = waits and value not in self._widened
             wide = bool(produced.partial) and not waits and value.type.dtype in NARROW
             wide = wide and dict(produced.partial).popitem()[1] == "sum"
             outputs.append(self._form(value, produced, "float32" if wide else value.type.dtype))

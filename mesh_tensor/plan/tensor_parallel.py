@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from mesh_tensor.rules.operator.call import operator_name
+from mesh_tensor.rules.operator.dropout import DROPOUT
+
 from .gradient import SEED
 from .ir import Graph, Node, Value
 
@@ -12,7 +15,7 @@ from .ir import Graph, Node, Value
 _LOCAL_NAMES = (
     "nn.gelu nn.gelu_tanh nn.relu nn.silu nn.leakyrelu nn.selu nn.softplus tanh sigmoid exp negative square abs astype"
     " reshape permute_dims expand_dims squeeze split strided_slice concat nn.attention nn.attention_bias broadcast_to"
-    " multiply add subtract divide"
+    " multiply add subtract divide mesh.dropout"
 )
 _LOCAL = frozenset(_LOCAL_NAMES.split())
 _SUMS = ("add", "subtract")
@@ -101,7 +104,7 @@ class _Search:
                 continue
             if node in self._linears and node.inputs[0] in inside:
                 ends.add(node)
-            elif node.call.name in _LOCAL and self._stays(node, inside):
+            elif operator_name(node.call) in _LOCAL and self._stays(node, inside):
                 inside.update(node.outputs)
             else:
                 return set()
@@ -116,6 +119,10 @@ class _Search:
         """What is made of a second layer's result, with its bias, and what that is added to."""
         (value,) = node.outputs
         while True:
+            drops = [user for user, _ in self._uses.get(value, ()) if operator_name(user.call) == DROPOUT]
+            if len(drops) == 1:
+                (value,) = drops[0].outputs
+                continue
             adds = [(user, position) for user, position in self._uses.get(value, ()) if user.call.name == "add"]
             if len(adds) != 1:
                 return

@@ -8,14 +8,15 @@ from functools import partial
 
 from tvm import ir, relax
 
-from mesh_tensor.annotations.names import SOURCE_NAMES_ATTR, source_names
+from mesh_tensor.annotations.names import SOURCE_NAMES_ATTR, relax_function, source_names
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.call_text import info_of
 from mesh_tensor.rules.operator.update import NUMBERS, slots_of
 
-from .accumulate import Accumulated, Microbatches, Seed, accumulated
+from .accumulate import Accumulated, Microbatches, Recompute, Seed, accumulated
 from .gradient import SEED, Writer, forward_part, gradient_of, loss_of, reverse
 from .ir import STATE_ATTR, Value, leaves
+from .recompute import Again, computed_again
 from .updates import AnyOptimizer, Updates
 
 NUMBERS_NAME = "opt_numbers"
@@ -52,6 +53,7 @@ def training_function(
     *,
     scaled: bool = False,
     microbatches: Microbatches | None = None,
+    recompute: str | Sequence[str] = (),
 ) -> TrainingFunction:
     """The module whose `function` takes, after what is no parameter to be trained, the numbers of a step, the
     parameters, what is kept for each, and the buffers; and returns the loss, then what is new of these, in the same
@@ -60,12 +62,15 @@ def training_function(
 
     scaled        what gradients are taken of is the loss times a number, which comes after the numbers of the step
     microbatches  the function is that of one of these
+    recompute     what the backward part computes again (see `computed_again`)
 
     Raises:
         MeshTensorError: as `gradient_function`, and as `accumulated`.
     """
     loss_scale = relax.Var(LOSS_SCALE_NAME, relax.TensorStructInfo((), "float32")) if scaled else None
-    found = _gradients(mod, function, parameters, buffers, microbatches, partial(_seed, loss_scale))
+    func = relax_function(mod, function)
+    again = partial(computed_again, recompute=recompute, func=func)
+    found = _gradients(mod, function, parameters, buffers, microbatches, partial(_seed, loss_scale), again)
     joint, gradients = found.joint, found.gradients
     writer, graph = joint.writer, joint.graph
     values = {value.name: value for value in graph.params if value.name in parameters}
@@ -102,19 +107,22 @@ def _gradients(
     buffers: Sequence[str],
     microbatches: Microbatches | None,
     seed: Seed,
+    recompute: Recompute,
 ) -> Accumulated:
     """The loss and the gradients of the parameters."""
     if microbatches is not None:
-        return accumulated(mod, function, parameters, microbatches, seed)
+        return accumulated(mod, function, parameters, microbatches, seed, recompute)
     joint = forward_part(mod, function)
     results = leaves(joint.graph.result)
     loss = loss_of(results, 0, function)
     if len(results) != 1 + len(buffers):
         refuse(f"{function!r} has {len(results)} results", fix="return the loss alone")
     values = [value for value in joint.graph.params if value.name in parameters]
-    reverse(joint, {loss: seed(joint.writer, loss)}, values)
+    taken = Again(joint, recompute(joint.graph))
+    reverse(joint, {loss: seed(joint.writer, loss)}, values, taken)
     gradients = {value.name: gradient_of(joint, value, function) for value in values}
-    return Accumulated(joint, joint.env[loss], gradients, {})
+    copies: dict[str, tuple[str, ...]] = {name: (again,) for name, again in taken.copies.items()}
+    return Accumulated(joint, joint.env[loss], gradients, copies)
 
 
 def _slots(optimizer: AnyOptimizer, value: Value) -> dict[str, relax.Var]:

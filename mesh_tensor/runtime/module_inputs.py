@@ -54,15 +54,18 @@ class ModuleSignature:
         """Every parameter's tensor: those that are no weights come from `args`, in order, or by name, their own or that
         which they had where the module comes from."""
         names = SourceNames(self._source_names | {param.name: param.name for param in self.params})
-        named = {names.ours(name): tensor for name, tensor in named.items()}
+        meant: dict[str, Any] = {}
+        again = [name for name, t in named.items() if not _is_same(meant.setdefault(names.ours(name), t), t)]
+        named = meant
         free = [p.name for p in self.params if p.name not in weights and p.name not in named]
         unknown = [name for name in named if name not in {p.name for p in self.params}]
         twice = [name for name in named if name in weights]
-        if unknown or twice or len(args) != len(free):
+        if unknown or twice or again or len(args) != len(free):
             refuse(
                 [
                     *(f"there is no parameter {name!r}{did_you_mean(name, free)}" for name in unknown),
                     *(f"parameter {name!r} is a weight, which was given already" for name in twice),
+                    *(f"{name!r} is given under another name with another value" for name in again),
                     *([f"{len(args)} tensors for {len(free)} parameters"] if len(args) != len(free) else []),
                 ],
                 where=f"call of {self.function!r}, which takes {listing(free)}",

@@ -112,14 +112,17 @@ def test_layouts(mesh, layout, zero):
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_gradients_are_reduced_once(zero):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_reduced_once(zero, dtype):
     torch.manual_seed(0)
-    batch = torch.randn(12, 12), _labels(12)
+    batch = torch.randn(12, 12).to(dtype), _labels(12)
     once, often = (
-        mt.training_step(MLP(), F.cross_entropy, batch, accumulate=count, zero=zero, check=False) for count in (1, 3)
+        mt.training_step(MLP().to(dtype), F.cross_entropy, batch, accumulate=count, zero=zero, check=False)
+        for count in (1, 3)
     )
-    expected = _collectives(mt.distribute_module(once, {"data": 2}, DATA))
-    assert _collectives(mt.distribute_module(often, {"data": 2}, DATA)) == expected
+    expected, found = (_collectives(mt.distribute_module(step, {"data": 2}, DATA)) for step in (once, often))
+    # sums of 16 bits are collected in float32, of which there are fuller buckets
+    assert found == expected if dtype == torch.float32 else found.total() < expected.total()
 
 
 def test_half_precision_is_added_up_in_single():

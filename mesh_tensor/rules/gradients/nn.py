@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mesh_tensor.rules.operator.dropout import DROPOUT, dropout_call, dropout_of
+
 from .table import Backward, Gradient, differentiated, gradient, zeros
 
 _NAMES = (
@@ -13,6 +15,12 @@ _NAMES = (
     " nn.adaptive_avg_pool3d nn.cross_entropy_with_logits nn.nll_loss image.resize2d"
 )
 gradient(*_NAMES.split())(differentiated)
+
+
+@gradient(DROPOUT)
+def dropout(b: Backward) -> Sequence[Gradient]:
+    """The same elements of the gradient are dropped."""
+    return [b.emit(dropout_call(b.d, b.operands[1], dropout_of(b.call))), None]
 
 
 @gradient("full")

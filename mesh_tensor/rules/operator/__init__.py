@@ -7,6 +7,7 @@ from . import (  # noqa: F401  (they fill the table)
     attention,
     conv,
     create,
+    dropout,
     elementwise,
     fft,
     index,

@@ -4,6 +4,7 @@ from . import (  # noqa: F401  (they fill the table)
     aten,
     conv,
     create,
+    dropout,
     elementwise,
     fft,
     index,

@@ -24,7 +24,7 @@ class MLP(nn.Module):
         self.up, self.norm, self.down = nn.Linear(12, 20), nn.LayerNorm(20), nn.Linear(20, 8)
 
     def forward(self, x):
-        return self.down(F.gelu(self.norm(self.up(x))))
+        return self.down(F.dropout(F.gelu(self.norm(self.up(x))), 0.1, self.training))
 
 
 class Rooted(nn.Module):

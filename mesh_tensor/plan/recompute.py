@@ -1,0 +1,127 @@
+"""Values of the forward part that the backward part computes again, instead of keeping them till then.
+
+What is computed again is written before the first of the backward part that takes it, by the same operators on what is
+kept: results are the same bits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tvm import relax
+
+from mesh_tensor.annotations.names import source_names
+from mesh_tensor.base.errors import refuse
+
+from .decide import node_flops
+from .gradient import Joint
+from .ir import Graph, Node, Value, leaves, nodes_before
+
+FULL, SELECTIVE = "full", "selective"
+_LAYER = re.compile(r"(.*?)\.?\b(\d+)$")  # "blocks.0": the first of the layers "blocks"
+_SMALL = 8  # times fewer elements than what it is made of, from which on a result is kept
+_HEAVY = 64  # operations per element of a result, from which on the result is kept
+
+
+def computed_again(graph: Graph, recompute: str | Sequence[str], func: relax.Function) -> set[Value]:
+    """The values that are computed again, instead of kept.
+
+    Args:
+        recompute: "full": what is inside of layers, that is everything before the last of their results but these
+            results; "selective": whatever takes few operations and is no sum of activations; or the names of values
+            that are kept: everything before the last of them but they. Small results are kept in any case.
+        func: has the names of layers.
+
+    Raises:
+        MeshTensorError: there are no layers.
+    """
+    small = {value for node in graph.nodes for value in node.outputs if _is_small(value, node)}
+    if recompute == SELECTIVE:
+        return _cheap(graph) - small
+    kept = set(recompute)
+    if recompute == FULL:
+        kept = layers(source_names(func), {value.name for node in graph.nodes for value in node.outputs})
+        if not kept:
+            refuse(
+                f"recompute={FULL!r} of a model without layers",
+                why='layers are submodules with numbers, as "blocks.0", that give one tensor each',
+                fix="name the submodules whose results are kept, as recompute=['stem', 'body']",
+            )
+    inside = nodes_before(graph, {value for value in graph.values() if value.name in kept})
+    return {value for node in inside for value in node.outputs if value.name not in kept} - small
+
+
+def _is_small(value: Value, node: Node) -> bool:
+    """Whether the value is a sum over much, as a batch's statistics are: what devices sent each other for it is not
+    sent again."""
+    return _SMALL * value.type.elements <= max((other.type.elements for other in node.inputs), default=0)
+
+
+def layers(names: Mapping[str, str], there: Collection[str]) -> set[str]:
+    """The results of the outermost submodules that are numbered, where there are several of a kind."""
+    found: dict[str, set[str]] = {}
+    for theirs, ours in names.items():
+        match = _LAYER.fullmatch(theirs)
+        if match and ours in there:
+            found.setdefault(match[1], set()).add(ours)
+    several = {prefix: ours for prefix, ours in found.items() if len(ours) > 1}
+    outer = [p for p in several if not any(p != other and p.startswith(other) for other in several)]
+    return {name for prefix in outer for name in several[prefix]}
+
+
+def _cheap(graph: Graph) -> set[Value]:
+    computed = {value for node in graph.nodes for value in node.outputs}
+    found: set[Value] = set()
+    for node in graph.nodes:
+        activations = [value for value in node.inputs if value in computed]
+        adds = node.call.name == "add" and len(activations) > 1  # residual streams: each layer's needs all before
+        size = sum(value.type.elements for value in node.outputs)
+        if not adds and node.kernel is None and node_flops(node) <= _HEAVY * size:
+            found.update(node.outputs)
+    return found - set(leaves(graph.result))
+
+
+class Again(Mapping[Value, relax.Expr]):
+    """A function's values as its backward part has them. `copies`: the name of a value -> that of the one that was
+    computed again."""
+
+    def __init__(self, joint: Joint, values: Collection[Value]) -> None:
+        self._joint, self._values = joint, values
+        self._made: dict[Value, relax.Expr] = {}
+        self._places = {value: number for number, node in enumerate(joint.graph.nodes) for value in node.outputs}
+        self.copies: dict[str, str] = {}
+
+    def __getitem__(self, value: Value) -> relax.Expr:
+        if value not in self._values:
+            return self._joint.env[value]
+        if value not in self._made:
+            self._make(value)
+        return self._made[value]
+
+    def __iter__(self) -> Any:
+        return iter(self._joint.env)
+
+    def __len__(self) -> int:
+        return len(self._joint.env)
+
+    def _make(self, value: Value) -> None:
+        """Write what makes the value, from what there is."""
+        nodes, wanted, todo = self._joint.graph.nodes, set[int](), [value]
+        while todo:
+            one = todo.pop()
+            if one in self._values and one not in self._made and self._places[one] not in wanted:
+                wanted.add(self._places[one])
+                todo += nodes[self._places[one]].inputs
+        writer = self._joint.writer
+        for number in sorted(wanted):
+            node = nodes[number]
+            outputs = tuple(writer.copy(value) for value in node.outputs)
+            env = {value: self[value] for value in node.inputs}
+            with writer.only_if_used():
+                writer.again(replace(node, outputs=outputs), env)
+            for old, new in zip(node.outputs, outputs, strict=True):
+                self._made[old] = env[new]
+                self.copies[old.name] = new.name

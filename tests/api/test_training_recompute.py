@@ -1,0 +1,107 @@
+"""What the backward pass computes again: the same bits, less memory."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mesh_tensor as mt
+from mesh_tensor.program.lifetimes import peak_bytes
+
+LAYERS = 3
+
+
+class Block(nn.Module):
+    def __init__(self, p):
+        super().__init__()
+        self.norm, self.up, self.down, self.drop = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8), nn.Dropout(p)
+
+    def forward(self, x):
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self, p=0.1):
+        super().__init__()
+        self.blocks, self.out = nn.ModuleList([Block(p) for _ in range(LAYERS)]), nn.Linear(8, 5)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+DATA = {"x": {"data": 0}, "target": {"data": 0}}
+MODEL = {f"blocks.{n}.{name}.weight": {"model": dim} for n in range(LAYERS) for name, dim in (("up", 0), ("down", 1))}
+BATCH = torch.randn(256, 8), torch.randint(0, 5, (256,))
+
+
+def _step(recompute, model=None, **options):
+    torch.manual_seed(0)
+    model = Net() if model is None else model
+    return mt.training_step(model, F.cross_entropy, BATCH, lr=0.01, recompute=recompute, check=False, **options)
+
+
+def _run(step, mesh, layout):
+    run = mt.distribute_module(step, mesh, layout)
+    losses = [run(*BATCH) for _ in range(2)]
+    return run, [*losses, *run.state_dict().values()]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout", "count", "ways"),
+    [
+        ({"data": 3}, DATA, 1, [("blocks.0", "blocks.2")]),
+        ({"data": 2, "model": 2}, DATA | MODEL, 1, ["full", "selective"]),
+        ({"data": 2}, DATA, 2, ["full"]),
+    ],
+    ids=["data", "both", "microbatches"],
+)
+def test_the_same_bits_and_less_memory(mesh, layout, count, ways):
+    kept, expected = _run(_step(None, accumulate=count), mesh, layout)
+    for recompute in ways:
+        run, made = _run(_step(recompute, accumulate=count), mesh, layout)
+        assert all(torch.equal(one, other) for one, other in zip(made, expected, strict=True)), recompute
+        assert peak_bytes(run.program) < 0.8 * peak_bytes(kept.program)
+
+
+def test_patterns_mean_the_outermost():
+    full, named = (str(_step(recompute).mod) for recompute in ("full", ["blocks.*"]))
+    assert full == named
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def test_statistics_are_written_once():
+    torch.manual_seed(0)
+    model = Normed()
+    expected, made = (_run(_step(recompute, model), {"data": 2}, DATA)[1] for recompute in (None, "full"))
+    assert all(torch.equal(one, other) for one, other in zip(made, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("recompute", "said"),
+    [
+        ("most", "recompute='most'"),
+        (["blocks.9"], "there is no value 'blocks.9'"),
+        (["out.weight"], "'out.weight' names parameters alone"),
+        ([3], "recompute=[3]"),
+    ],
+)
+def test_what_is_refused(recompute, said):
+    with pytest.raises(mt.MeshTensorError) as error:
+        _step(recompute)
+    assert said in str(error.value)
+    assert "fix:" in str(error.value)
+
+
+def test_a_model_without_layers():
+    with pytest.raises(mt.MeshTensorError, match="of a model without layers"):
+        _step("full", nn.Linear(8, 5))
