@@ -14,7 +14,7 @@ from mesh_tensor.base.decisions import columns
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.importers import ImportedModule
-from mesh_tensor.searching.choices import Choice, Space
+from mesh_tensor.searching.choices import DATA, Choice, Space
 from mesh_tensor.searching.pieces import Composer, Estimate, Piece, Stage, pareto
 from mesh_tensor.simulation.pipeline_memory import tile_bytes
 from mesh_tensor.simulation.summary import in_bytes, in_seconds
