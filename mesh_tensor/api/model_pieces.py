@@ -45,15 +45,24 @@ class Shape:
 
 
 class ModelPieces:
-    """The pieces of a module's function on a machine. `inputs`: parameters that are no weights."""
+    """The pieces of a module's function on a machine. `inputs`: parameters that are no weights; `layouts`: how values
+    are split over the model axis, Megatron's if they are left out."""
 
-    def __init__(self, mod: ir.IRModule, function: str, inputs: Sequence[str], machine: Machine) -> None:
+    def __init__(
+        self,
+        mod: ir.IRModule,
+        function: str,
+        inputs: Sequence[str],
+        machine: Machine,
+        layouts: Mapping[str, Mapping[str, int]] | None = None,
+    ) -> None:
         self.flow, self.inputs, self._machine = Flow(mod, function), tuple(inputs), machine
         self._symbols = ModuleSignature(self.flow.mod, function).symbols
         self.layers = self._found_layers()
         self._weights = [name for name in self.flow.params if name not in inputs and self.flow.is_float(name)]
         self._known: dict[Shape, Model] = {}
         self._flows: dict[int, Flow] = {}
+        self._layouts = layouts
         self.planned = 0
 
     @cached_property
@@ -100,6 +109,8 @@ class ModelPieces:
     def model_layouts(self) -> Mapping[str, Mapping[str, int]]:
         """Megatron's layouts of the weights, by the flow's names; none where there is nothing to split."""
         ours = source_names(self.flow.func)
+        if self._layouts is not None:
+            return self._layouts
         try:
             found = strategies.tensor_parallel(self._flow(self.rows or 1).mod, MODEL, vocabulary=True)
         except MeshTensorError:
@@ -190,6 +201,7 @@ class ModelPieces:
             matrices=sum(len(self.weights[name]) > 1 for name in trained),
             kept=kept,
             taken=tile_bytes(here, (*here.inputs, *here.stage.takes)),
+            received=_whole_bytes(here, here.stage.takes) // here.mesh.num_devices,
             working=max(0, max(each.peak_bytes for each in made.values()) - nbytes - kept),
         )
 
@@ -221,13 +233,18 @@ def elements_of(here: StageFragments, names: Iterable[str]) -> int:
     return sum(math.prod(here.layouts[name].tile_shape(here.types[name][0])) for name in names)
 
 
+def _whole_bytes(here: StageFragments, names: Iterable[str]) -> int:
+    """Of values of a stage as one."""
+    return sum(math.prod(here.types[name][0]) * here.types[name][1].itemsize for name in names)
+
+
 def _between(low: Model, high: Model, below: int, above: int, rows: int) -> Model:
     """What has rows between two that are known; affine in them."""
     share = (rows - below) / (above - below)
 
     def mixed(a: Piece, b: Piece) -> Piece:
         numbers = {name: x + share * (getattr(b, name) - x) for name, x in vars(a).items()}
-        whole = ("weights", "elements", "tensors", "matrices", "kept", "taken", "working")
+        whole = ("weights", "elements", "tensors", "matrices", "kept", "taken", "received", "working")
         return Piece(**{name: round(n) if name in whole else n for name, n in numbers.items()})
 
     before, layer, after = (mixed(getattr(low, name), getattr(high, name)) for name in ("before", "layer", "after"))

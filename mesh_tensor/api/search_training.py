@@ -204,7 +204,7 @@ def _composed(
         if memory > options.limit:
             too_large.append(memory)
             continue
-        found.append(Estimate(choice, composer.seconds(choice, model, layers, model.layer.taken), memory, layers))
+        found.append(Estimate(choice, composer.seconds(choice, model, layers), memory, layers))
     return found, too_large
 
 
@@ -246,7 +246,7 @@ def in_full(plan: Estimate, pieces: ModelPieces, composer: Composer, batch: int)
 def own_state(here: StageFragments, pieces: ModelPieces) -> Piece:
     """The weights of a stage that are trained, as a piece that does nothing."""
     names = [name for name in here.stage.params if name in pieces.weights]
-    return Piece(0.0, 0.0, tile_bytes(here, names), elements_of(here, names), len(names), 0, 0, 0, 0)
+    return Piece(0.0, 0.0, tile_bytes(here, names), elements_of(here, names), len(names), 0, 0, 0, 0, 0)
 
 
 def _space(pieces: ModelPieces, devices: int, batch: int, only: Mapping[str, Any]) -> Space:

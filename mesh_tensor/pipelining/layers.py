@@ -110,10 +110,15 @@ def _leaving(names: Sequence[str], last: Mapping[str, int], cut: int, period: in
 
 
 def _alike(flow: Flow, made: Layers, varying: set[str]) -> bool:
-    """Whether every layer takes what the second one takes, and the results are of what comes after them."""
+    """Whether every layer takes what the second one takes and hands on to the next one alone, and the results are of
+    what comes after them."""
     inside = {name for layer in made.layers for name in layer}
     if inside & set(flow.results) or not made.before:
         return False
+    for layer, following in pairwise((*made.layers, made.after)):  # nothing goes further than to the next one
+        near = {*layer, *following}
+        if any(user in varying and user not in near for name in layer for user in flow.users[name]):
+            return False
     taken = [_taken(flow, layer, before, varying) for before, layer in pairwise(made.layers)]
     return all(each == taken[0] for each in taken)
 

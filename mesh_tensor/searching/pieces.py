@@ -24,7 +24,8 @@ class Piece:
     """A part of a model on one device, for some rows of a microbatch: seconds of its forward and backward, and bytes.
 
     weights    of its weights, of which there are `tensors`, with so many `elements`; ZeRO-3 splits `matrices` of them
-    kept       what its forward leaves for its backward, and `taken`: what it takes of others or of the batch
+    kept       what its forward leaves for its backward, and `taken`: what it takes of others or of the batch;
+               `received`: what it takes of others, every element from one device
     working    the most that is there beside weights and what is kept
     """
 
@@ -36,6 +37,7 @@ class Piece:
     matrices: int
     kept: int
     taken: int
+    received: int
     working: int
 
 
@@ -135,13 +137,13 @@ class Composer:
             return weights + gradients + states // split
         return (weights + gradients + states) // split + max(piece.weights for piece in stage.pieces)
 
-    def seconds(self, choice: Choice, model: Model, layers: Sequence[int], sent: float) -> float:
+    def seconds(self, choice: Choice, model: Model, layers: Sequence[int]) -> float:
         """Of a step: the schedule, what devices with the same weights exchange at its end, and the optimizer's
-        update. `sent`: the bytes of a device that go from stage to stage."""
+        update."""
         stages = model.stages(layers)
         schedule = named_schedule(*choice.order)
         costs = tuple(self._fragments(choice, stage) for stage in stages)
-        return _clock(choice.order, costs, self.transfer(choice, sent)) + max(
+        return _clock(choice.order, costs, self.transfer(choice, model.layer.received)) + max(
             sum(self._end(choice, stage) for number, stage in enumerate(stages) if schedule.mesh_of[number] == mesh)
             for mesh in range(choice.meshes)
         )
@@ -155,7 +157,7 @@ class Composer:
             busy[schedule.mesh_of[number]] += forward + backward
         return choice.microbatches * max(busy)
 
-    def transfer(self, choice: Choice, sent: float) -> float:
+    def transfer(self, choice: Choice, sent: int) -> float:
         """Seconds from a stage to the next one."""
         if choice.meshes == 1:
             return 0.0
