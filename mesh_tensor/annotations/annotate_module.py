@@ -17,6 +17,7 @@ from tvm.relax.distributed import DeviceMesh, Placement, PlacementSpec
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.base.sub_axes import Refinement
 
 from .annotation import check, complete, from_attr, is_int
 from .module_annotations import (
@@ -31,6 +32,7 @@ from .module_meshes import device_mesh, device_meshes, fits, named_mesh, same, w
 from .named_values import NamedValues
 from .names import SOURCE_NAMES_ATTR, Fresh, check_module, relax_functions, unique_names, variables
 from .parameters import with_flat_parameters
+from .stated_sub_axes import names_parts, stated_refinement, with_parts
 
 __all__ = ["SOURCE_NAMES_ATTR", "ModuleAnnotations", "annotate_module", "read_module_annotations"]
 
@@ -61,7 +63,9 @@ def annotate_module(
             pattern of these, "*.fc.weight" or a compiled regular expression, over which names prevail. A layout is a
             dict from axes to dims, a list or a text with one placement per axis ([mt.Shard(0), mt.Replicate()],
             "S[0], R"), an `mt.Sharding`, or {"sharding": ..., "partial": {axis: op}}. An axis that is left out is
-            replicated.
+            replicated. In dicts, a part of an axis is named as in Shardy: of an axis x of 8 devices, {"x:(1)4": 0,
+            "x:(4)2": 1} has 4 along dim 0 and 2 along dim 1; the module is then annotated for the mesh in which these
+            are axes.
         function: where unqualified names are looked up.
         open: names of annotated values whose remaining axes propagation may use; a dict from names to dims: on these.
         priority: from names of annotated values to 0, 1, ..., or to a dict from axes to these: lower ones spread first.
@@ -76,9 +80,10 @@ def annotate_module(
     """
     check_module(mod, "annotate_module")
     mod = with_flat_parameters(mod, function)
-    mesh, names = Mesh(mesh), NamedValues(mod, function)
+    names, refinement = NamedValues(mod, function), stated_refinement(Mesh(mesh), shardings, priority or {})
+    mesh = refinement.mesh
     device = _device_mesh(mod, mesh)
-    stated, problems = _read(names, mesh, shardings, open, priority or {})
+    stated, problems = _read(names, refinement, shardings, open, priority or {})
     if problems:
         refuse(problems, where=f"module function {function!r} on {mesh}", fix=_HOW)
     stated = {**_of_gradients(mod, stated), **stated}
@@ -91,7 +96,7 @@ def annotate_module(
 
 
 def _read(
-    names: NamedValues, mesh: Mesh, shardings: Any, open: Any, priority: Mapping[str, Any]
+    names: NamedValues, refinement: Refinement, shardings: Any, open: Any, priority: Mapping[str, Any]
 ) -> tuple[dict[tuple[str, str], Annotation], list[str]]:
     """(function, variable) -> what is stated for it; and all that is wrong."""
     if not isinstance(shardings, Mapping):
@@ -99,11 +104,13 @@ def _read(
     opened: dict[str, Any] = dict(open) if isinstance(open, Mapping) else dict.fromkeys(_listed(open), True)
     problems = [f"`open` has {name!r}, which is not annotated" for name in opened if name not in shardings]
     problems += [f"`priority` has {name!r}, which is not annotated" for name in priority if name not in shardings]
+    mesh = refinement.mesh
+    priority = {name: one if is_int(one) else with_parts(refinement, one) for name, one in priority.items()}
     problems += [problem for name, value in priority.items() for problem in _wrong_priority(mesh, name, value)]
     stated: dict[tuple[str, str], Annotation] = {}
     meant, wrong_names = names.meant_by(shardings)
     for name, key, var in meant:
-        sharding, wrong = _sharding(mesh, var, shardings[name])
+        sharding, wrong = _sharding(refinement, var, shardings[name])
         dims = opened.get(name, False)
         if sharding is not None and not isinstance(dims, bool):
             wrong += [f"`open` has {dim!r}, which is none of its dims" for dim in dims if not _is_dim(dim, sharding)]
@@ -158,14 +165,18 @@ def _of_gradients(mod: ir.IRModule, stated: Mapping[tuple[str, str], Annotation]
     return found
 
 
-def _sharding(mesh: Mesh, var: relax.Var, layout: Any) -> tuple[Sharding | None, list[str]]:
+def _sharding(refinement: Refinement, var: relax.Var, layout: Any) -> tuple[Sharding | None, list[str]]:
     info = var.struct_info
     if isinstance(info, relax.distributed.DTensorStructInfo):
         info = info.tensor_sinfo
     if not isinstance(info, relax.TensorStructInfo) or info.ndim < 0:
         return None, [f"it is {var.struct_info}, which is no tensor of known rank"]
-    annotation, wrong = check(mesh, info.ndim, complete(mesh, layout))
-    return (annotation.sharding if annotation else None), wrong
+    if names_parts(refinement.base, layout):
+        mesh = refinement.mesh
+        annotation, wrong = check(mesh, info.ndim, complete(mesh, with_parts(refinement, layout)))
+        return (annotation.sharding if annotation else None), wrong
+    annotation, wrong = check(refinement.base, info.ndim, complete(refinement.base, layout))
+    return (refinement.refine(annotation.sharding) if annotation else None), wrong
 
 
 def _device_mesh(mod: ir.IRModule, mesh: Mesh) -> DeviceMesh:

@@ -14,6 +14,7 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.placement import Partial, Replicate, Shard, collect, how_to_state
 from mesh_tensor.base.placement import Placement as MeshPlacement
 from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.base.sub_axes import Refinement
 
 from .annotation import from_attr
 from .module_meshes import device_meshes, fits, named_mesh, same
@@ -74,7 +75,8 @@ def read_module_annotations(
     Args:
         mod: the module, annotated by `annotate_module` or written so.
         function: the function that is to run.
-        mesh: the mesh that is meant; None takes the module's. Its names go where the module has none.
+        mesh: the mesh that is meant; None takes the module's. Its names go where the module has none. Where the module
+            is annotated for parts of its axes, the mesh in which these are axes is the result's.
         strict: refuse a value that is given several layouts, instead of only reporting it.
 
     Raises:
@@ -160,6 +162,9 @@ def _mesh(mod: ir.IRModule, used: list[tuple[DeviceMesh, str]], mesh: Mesh | Non
         return named_mesh(mod, candidates[0])
     for device, where in used:
         if not fits(mod, device, mesh):
+            named = named_mesh(mod, device)
+            if Refinement.between(mesh, named) is not None:
+                return named
             refuse(
                 f"the module is annotated for {named_mesh(mod, device)}, not for {mesh}",
                 where=where,

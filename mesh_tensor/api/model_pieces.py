@@ -29,7 +29,7 @@ from mesh_tensor.simulation.pipeline_memory import held_for_backward, tile_bytes
 from mesh_tensor.simulation.pipelines import simulate_pipeline
 
 from . import strategies
-from .pipeline.stages import Options, StageFragments, training_fragments
+from .fragments import Options, StageFragments, training_fragments
 from .pipeline.stated import stage_layouts
 
 _STEP = 4  # rows that are planned are powers of it; what is between them is interpolated

@@ -19,9 +19,9 @@ from mesh_tensor.searching.pieces import Composer, Estimate, Piece, Stage, paret
 from mesh_tensor.simulation.pipeline_memory import tile_bytes
 from mesh_tensor.simulation.summary import in_bytes, in_seconds
 
+from .fragments import StageFragments
 from .model_pieces import ModelPieces, Shape, elements_of, shardings_of
 from .pipeline import Pipeline, pipeline
-from .pipeline.stages import StageFragments
 from .pipeline.weights import Rule
 
 Rank = Callable[[Estimate], tuple]

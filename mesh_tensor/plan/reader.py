@@ -170,9 +170,24 @@ class _Body:
         """What it ends with, after its bindings."""
         for block in expr.blocks[:]:
             for binding in block.bindings[:]:
-                var, value = binding.var, binding.value  # of a MatchCast too: sizes are known, it only gives a name
+                var, value = binding.var, binding.value
                 self._env[var] = self.expression(value, var.name_hint)
+                if isinstance(binding, relax.MatchCast):
+                    self._check_cast(binding)
         return self.expression(expr.body, name)
+
+    def _check_cast(self, binding: relax.MatchCast) -> None:
+        """Sizes are known: a value is what it is said to be, and the cast only gives a name."""
+        name = binding.var.name_hint
+        wanted, found = tensor_types(binding.struct_info, name), tuple(v.type for v in leaves(self._env[binding.var]))
+        if wanted != found:
+            texts = [", ".join(f"{list(one.shape)} {one.dtype}" for one in types) for types in (found, wanted)]
+            refuse(
+                f"{name!r} is {texts[0]}, but the module says it is {texts[1]}",
+                where=f"{self._function}.{name}",
+                why="a size lies outside of what the module was made for",
+                fix="call it with sizes that it can take",
+            )
 
     def call(self, expr: relax.Call, name: str) -> Tree:
         """The results of an operator, which becomes a node, or of a function's."""

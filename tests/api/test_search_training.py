@@ -1,5 +1,6 @@
 """Searches over ways to train: what is found runs and is right, its numbers are those of what runs, it goes on."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -82,7 +83,7 @@ def test_zero_1_updates_parts_and_keeps_states_for_them(found):
 
     def momentum(weight, gradient, state):
         state["momentum"] = 0.9 * state["momentum"] + gradient if "momentum" in state else gradient
-        elements.append(sum(part.numel() for part in gradient.parts()))
+        elements.append(math.prod(gradient.sharding.tile_shape(tuple(gradient.shape))))
         return weight - 0.1 * state["momentum"]
 
     for rule in (momentum, found.rule(momentum, plan)):
@@ -95,7 +96,7 @@ def test_zero_1_updates_parts_and_keeps_states_for_them(found):
     for name, whole in weights[0].items():
         torch.testing.assert_close(weights[1][name], whole, rtol=1e-5, atol=1e-6)
     assert plan.choice.data == 2
-    assert 2 * kept[1] == kept[0]
+    assert kept[0] / 2 <= kept[1] < 0.52 * kept[0]  # biases that are split over the model axis have no other dim
 
 
 def test_pieces_say_what_planning_in_full_says(found):

@@ -11,7 +11,7 @@ from .scene import FLOATS, Scene, Shared, Value
 from .spec import Case, Param
 from .structure import OPERATORS, emit, function_text
 
-_MESHES = ((2,), (2,), (2,), (3,), (4,), (2, 2), (2, 2), (2, 3), (3, 2), (2, 2, 2), (1,), (1, 2), (5,))
+_MESHES = ((2,), (2,), (2,), (3,), (4,), (4,), (6,), (2, 2), (2, 2), (2, 3), (3, 2), (2, 2, 2), (1,), (1, 2), (5,))
 _SIZES = ((4, 8, 2, 6), (2, 3, 4, 6), (5, 7, 3, 2), (1, 4, 6, 12), (1, 2, 5, 8), (8, 16, 4, 12))
 
 _OPERATOR = re.compile(r"(R\.(?:nn\.)?\w+|cls\.)\(?")
@@ -52,7 +52,7 @@ def make_case(number: int) -> Case:
         spread={p.name: _dims(random, len(p.shape), mesh) for p in scene.params if random.random() < 0.5}
         if random.random() < 0.2
         else {},
-        typed=_may_be_typed("".join(shared.texts)) and random.random() < 0.7,
+        typed=_may_be_typed("".join(shared.texts)) and ":(" not in str(shardings) and random.random() < 0.7,
         whole=shared.whole,
         exact=tuple(i for i, value in enumerate(results) if value.whole),
         seed=number,
@@ -105,6 +105,8 @@ def _stated(random: Random, value: Param | Value, mesh: dict[str, int]) -> objec
     if form < 0.15:
         return ", ".join(f"S[{dims[axis]}]" if axis in dims else "R" for axis in mesh)
     free = [axis for axis in mesh if axis not in dims]
+    if form > 0.8:
+        return _in_parts(random, dims, len(value.shape), mesh)
     if form < 0.22 and free and value.dtype in FLOATS:
         return {"sharding": dims, "partial": {random.choice(free): random.choice(("sum", "max"))}}
     return dims
@@ -112,6 +114,20 @@ def _stated(random: Random, value: Param | Value, mesh: dict[str, int]) -> objec
 
 def _dims(random: Random, ndim: int, mesh: dict[str, int]) -> dict[str, int]:
     return {axis: random.randrange(ndim) for axis in mesh if ndim and random.random() < 0.75}
+
+
+def _in_parts(random: Random, dims: dict[str, int], ndim: int, mesh: dict[str, int]) -> dict[str, int]:
+    """The layout, with axes that have parts of two devices or more taken apart."""
+    stated: dict[str, int] = {}
+    for axis, dim in dims.items():
+        major = next((count for count in (2, 3) if mesh[axis] % count == 0 and mesh[axis] > count), None)
+        if major is None:
+            stated[axis] = dim
+            continue
+        minor = mesh[axis] // major
+        parts = {f"{axis}:(1){major}": dim, f"{axis}:({major}){minor}": random.randrange(ndim)}
+        stated |= dict(random.sample(list(parts.items()), random.choice((1, 2, 2))))
+    return stated
 
 
 def _may_be_typed(text: str) -> bool:

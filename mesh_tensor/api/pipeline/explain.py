@@ -16,7 +16,7 @@ from mesh_tensor.redistribution.transfer import TransferPlan
 from mesh_tensor.simulation.pipeline_memory import held_for_backward
 from mesh_tensor.simulation.simulate import simulate
 
-from .stages import StageFragments
+from ..fragments import StageFragments
 
 _WIDTH = 100  # characters of a picture
 
