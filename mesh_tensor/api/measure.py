@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -72,8 +71,7 @@ def _as_in_programs(machine: Machine) -> Machine:
     launch = machine.launch + max(0.0, took - made.time) / len(run.program.ops)
     colder = launch / machine.launch
     classes = {name: replace(each, start=each.start * colder) for name, each in machine.classes.items()}
-    classes |= {"view": Roofline(start=launch)}
-    return replace(machine, launch=launch, classes=classes)
+    return replace(machine, launch=launch, classes={**classes, "view": Roofline(start=launch)})
 
 
 def _memory(launch: float) -> tuple[Memory, ...]:
@@ -108,29 +106,19 @@ def _kernel_class(machine: Machine) -> Roofline:
 
 
 def _class(probe: Probe, machine: Machine) -> Roofline:
-    """Its start and its share of the rates: those with which small and large calls take what they do, by the least
-    squares of relative errors."""
-    times = [step_time(probe, side)[0] for side in SIDES]
-    works = [_ideal(probe, side, machine) for side in SIDES]
-    rows = [(1 / t, work / t, max(0.0, 1 - machine.launch / t)) for t, work in zip(times, works, strict=True)]
-    start, slower = _least_squares(rows)
-    return Roofline(start, memory=1 / slower) if probe.flops is None else Roofline(start, flops=1 / slower)
-
-
-def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """(x, y) with x >= 0 and y > 0 for which a x + b y is closest to c in all rows (a, b, c)."""
-    aa, ab, bb, ac, bc = (sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1), (0, 2), (1, 2)))
-    x = max(0.0, (ac * bb - bc * ab) / max(1e-30, aa * bb - ab * ab))
-    return x, max(bc - x * ab, 1e-2 * bc, 1e-30) / bb
-
-
-def _ideal(probe: Probe, side: int, machine: Machine) -> float:
-    """Seconds of a call's work at the machine's own rates."""
-    if probe.flops is not None:
-        return probe.flops(side) / machine.peak("float32")
-    shapes = probe.shapes(side)
-    nbytes = 4 * (sum(math.prod(shape) for shape in shapes) + math.prod(shapes[0]))
-    return nbytes / machine.memory_rate(nbytes)
+    """Its start from a small call, its share of the rates from larger ones."""
+    start = max(0.0, step_time(probe, SIDES[0])[0] - machine.launch)
+    shares = []
+    for side in SIDES[1:]:
+        work = max(1e-9, step_time(probe, side)[0] - machine.launch - start)
+        if probe.flops is not None:
+            shares.append(probe.flops(side) / machine.peak("float32") / work)
+            continue
+        shapes = probe.shapes(side)
+        nbytes = 4 * (sum(math.prod(shape) for shape in shapes) + math.prod(shapes[0]))
+        shares.append(nbytes / machine.memory_rate(nbytes) / work)
+    share = math.prod(shares) ** (1 / len(shares))
+    return Roofline(start, memory=share) if probe.flops is None else Roofline(start, flops=share)
 
 
 def _link() -> Link:
