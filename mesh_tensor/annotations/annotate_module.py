@@ -1,8 +1,9 @@
 """annotate_module: state how values of a Relax module lie on a mesh, by name.
 
 Stated in TVM's own terms as far as they go: `R.dist.annotate_sharding` calls, the mesh in the module's global infos.
-What TVM has no words for (partial values, open dims, priorities) is in the function attribute `mesh_tensor_hints`, from
-the name that such a call binds to a dict with "partial", "open", "priority", "later". Axis names: see `meshes`.
+What TVM has no words for (partial values, open dims, replicated axes, priorities, groups, barriers) is in the function
+attribute `mesh_tensor_hints`, from the name that such a call binds to a dict with "partial", "open", "replicated",
+"priority", "later", "group", "barrier". Axis names: see `meshes`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from .module_meshes import device_mesh, device_meshes, fits, named_mesh, same, w
 from .named_values import NamedValues
 from .names import SOURCE_NAMES_ATTR, Fresh, check_module, relax_functions, unique_names, variables
 from .parameters import with_flat_parameters
-from .stated_sub_axes import names_parts, stated_refinement, with_parts
+from .stated_sub_axes import names_parts, stated_refinement, stated_replicated, with_parts
+from .stated_ties import Ties
 
 __all__ = ["SOURCE_NAMES_ATTR", "ModuleAnnotations", "annotate_module", "read_module_annotations"]
 
@@ -50,6 +52,8 @@ def annotate_module(
     *,
     open: Iterable[str] | Mapping[str, Iterable[int]] = (),
     priority: Mapping[str, int | Mapping[str, int]] | None = None,
+    groups: Mapping[str, Iterable[str]] | None = None,
+    barriers: Mapping[str, str] | None = None,
 ) -> ir.IRModule:
     """A copy of a Relax module in which values are annotated with their layouts on `mesh`.
 
@@ -68,8 +72,13 @@ def annotate_module(
             are axes.
         function: where unqualified names are looked up.
         open: names of annotated values whose remaining axes propagation may use; a dict from names to dims: on these.
+            Axes that a layout's dict maps to None, or names under "replicate", stay replicated.
         priority: from names of annotated values to 0, 1, ..., or to a dict from axes to these: lower ones spread first.
             0 where nothing is said.
+        groups: from a name of yours to names of values of one shape that lie alike: what is stated of one, or spreads
+            to it, holds for all.
+        barriers: from names of values to "none", "forward" or "backward": what is known of layouts on one side of the
+            value (its operator, its users) doesn't spread to the other, or only in that direction.
 
     Returns:
         The annotated module: prints and parses as TVMScript.
@@ -84,6 +93,8 @@ def annotate_module(
     mesh = refinement.mesh
     device = _device_mesh(mod, mesh)
     stated, problems = _read(names, refinement, shardings, open, priority or {})
+    stated, wrong = Ties(names, mesh, groups or {}, barriers or {}).added(stated)
+    problems += wrong
     if problems:
         refuse(problems, where=f"module function {function!r} on {mesh}", fix=_HOW)
     stated = {**_of_gradients(mod, stated), **stated}
@@ -118,7 +129,8 @@ def _read(
         problems += [f"value {name!r}: {problem}" for problem in wrong]
         if sharding is not None and not problems:
             first, later = _heard(priority.get(name, 0))
-            annotation = Annotation(sharding, dims, first, later)
+            replicated = stated_replicated(refinement, shardings[name]) if dims else ()
+            annotation = Annotation(sharding, dims, first, later, replicated)
             if stated.setdefault(key, annotation) != annotation:
                 problems.append(f"value {key[1]!r} of {key[0]!r} is given two layouts, one of them under {name!r}")
     return stated, [*problems, *wrong_names]
@@ -161,7 +173,10 @@ def _of_gradients(mod: ir.IRModule, stated: Mapping[tuple[str, str], Annotation]
             whole = annotation.sharding
             for axis, _ in whole.partial:
                 whole = whole.with_replicate(axis)
-            found[function, str(attr[name])] = replace(annotation, sharding=whole, priority=annotation.priority + 1)
+            later = annotation.priority + 1
+            found[function, str(attr[name])] = replace(
+                annotation, sharding=whole, priority=later, group=None, barrier=None
+            )
     return found
 
 
@@ -253,4 +268,5 @@ def _placement(sharding: Sharding) -> Placement:
 def _hints(annotation: Annotation) -> dict[str, Any]:
     said: dict[str, Any] = {"partial": dict(annotation.sharding.partial), "open": annotation.open}
     said |= {"priority": annotation.priority, "later": dict(annotation.later)}
+    said |= {"replicated": list(annotation.replicated), "group": annotation.group, "barrier": annotation.barrier}
     return {what: value for what, value in said.items() if value}

@@ -44,6 +44,18 @@ def with_parts(refinement: Refinement, layout: Any) -> Any:
     return {**layout, **inner}
 
 
+def stated_replicated(refinement: Refinement, layout: Any) -> tuple[str, ...]:
+    """The axes of the refined mesh that a dict says are replicated, by None or under `replicate`."""
+    layout = _read(layout)
+    if not isinstance(layout, Mapping):
+        return ()
+    inner = layout.get("sharding")
+    found = [name for name, dim in (inner if isinstance(inner, Mapping) else layout).items() if dim is None]
+    listed = layout.get(_LISTED, ())
+    found += [listed] if isinstance(listed, str) else listed or ()
+    return refinement.mesh.in_order(axis for name in found for axis in refinement.axes(name) if axis in refinement.mesh)
+
+
 def _names(layout: Any) -> Iterator[Any]:
     """All that could be names of axes."""
     layout = _read(layout)

@@ -232,7 +232,7 @@ class MeshModule:
                 fix="pass parameters that are trained at each call, by name, instead of as weights, or "
                 "requires_grad_(False); export a model in eval mode, or use training_step",
             )
-        mod, mesh = bound(self._mod, self._function, sizes), self._device_mesh or self.mesh
+        mod, mesh = bound(self._mod, self._function, sizes), self._device_mesh or self._stated.mesh
         return self._recorder(mod, self._function, mesh, wanted, self._weights)
 
     def _run(self, given: Iterable[Any], bind: Callable[[], dict[str, Any]], use: Callable[[Any, Any], Any]) -> Any:

@@ -29,7 +29,26 @@ def read_graph(mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotat
     func = reader.function(function)
     params = [reader.parameter(function, var) for var in func.params[:]]
     body = reader.body(function, func, params, ())
-    return Graph(function, mesh, params, reader.nodes, body, reader.annotations, _state(func, params, body))
+    graph = Graph(function, mesh, params, reader.nodes, body, reader.annotations, _state(func, params, body))
+    _check_groups(graph)
+    return graph
+
+
+def _check_groups(graph: Graph) -> None:
+    """Values that are to lie alike can."""
+    problems = []
+    for name, members in graph.groups().items():
+        stated = [graph.annotations[value] for value in members]
+        said = {one.sharding for one in stated if one.open is not True or one.sharding.as_dict()}
+        if len({value.type.shape for value in members}) > 1:
+            problems.append(f"group {name!r} has values of several shapes: {listing(list(map(repr, members)))}")
+        if len(said) > 1 or any(one.sharding.partial for one in stated):
+            layouts = [f"{value.name} '{graph.annotations[value].sharding}'" for value in members]
+            problems.append(f"values of group {name!r} are stated to lie differently, or partial: {listing(layouts)}")
+    if problems:
+        refuse(
+            problems, where=f"module function {graph.name!r}", fix="state one layout per group, of values of one shape"
+        )
 
 
 def _state(func: relax.Function, params: list[Value], body: Tree) -> dict[Value, Value]:

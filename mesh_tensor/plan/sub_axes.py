@@ -39,4 +39,6 @@ def refined_annotations(annotations: Annotations, refinement: Refinement) -> dic
 def refined_annotation(stated: Annotation, refinement: Refinement) -> Annotation:
     """What is stated of a value, of the parts of axes."""
     later: Mapping[str, int] = refinement.expanded(dict(stated.later))
-    return replace(stated, sharding=refinement.refine(stated.sharding), later=tuple(later.items()))
+    replicated = tuple(part for axis in stated.replicated for part in refinement.axes(axis))
+    sharding = refinement.refine(stated.sharding)
+    return replace(stated, sharding=sharding, later=tuple(later.items()), replicated=replicated)

@@ -41,6 +41,7 @@ def make_case(number: int) -> Case:
     mesh = dict(zip("xyz", random.choice(_MESHES), strict=False))
     shardings = _shardings(scene, mesh)
     names = [p.name for p in scene.params]
+    groups, barriers = _ties(scene, shardings)
     return Case(
         "@I.ir_module\nclass Module:\n" + "\n".join(shared.texts),
         tuple(scene.params),
@@ -48,6 +49,8 @@ def make_case(number: int) -> Case:
         shardings,
         open=tuple(name for name in shardings if random.random() < 0.2),
         priority={name: scene.number(0, 2) for name in shardings if random.random() < 0.2},
+        groups=groups,
+        barriers=barriers,
         weights=tuple(names[1:]) if random.random() < 0.3 else (),
         spread={p.name: _dims(random, len(p.shape), mesh) for p in scene.params if random.random() < 0.5}
         if random.random() < 0.2
@@ -114,6 +117,22 @@ def _stated(random: Random, value: Param | Value, mesh: dict[str, int]) -> objec
 
 def _dims(random: Random, ndim: int, mesh: dict[str, int]) -> dict[str, int]:
     return {axis: random.randrange(ndim) for axis in mesh if ndim and random.random() < 0.75}
+
+
+def _ties(scene: Scene, shardings: dict[str, object]) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """A group of values of one shape, at most one of which is stated to lie somehow; and barriers."""
+    random = scene.random
+    named = [v for v in [*scene.params, *scene.named] if v.name.isidentifier()]
+    groups, barriers = {}, {}
+    if named and random.random() < 0.15:
+        first = random.choice(named)
+        alike = [v.name for v in named if v.shape == first.shape and v.name not in shardings]
+        alike += [v.name for v in named if v.shape == first.shape and v.name in shardings][:1]
+        if len(set(alike)) > 1 and "partial" not in str(shardings.get(alike[-1])):
+            groups["group"] = tuple(dict.fromkeys(alike))
+    if named and random.random() < 0.15:
+        barriers = {v.name: random.choice(("none", "forward", "backward")) for v in random.sample(named, 1)}
+    return groups, barriers
 
 
 def _in_parts(random: Random, dims: dict[str, int], ndim: int, mesh: dict[str, int]) -> dict[str, int]:
