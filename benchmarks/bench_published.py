@@ -60,9 +60,9 @@ LAYOUTS = {
 }
 
 
-def half_precision() -> mt.Machine:
+def half_precision(preset: str = "a100") -> mt.Machine:
     """The preset, on which float32 stands for float16: as many operations, and twice the bytes."""
-    machine = mt.Machine.preset("a100")
+    machine = mt.Machine.preset(preset)
     memory = tuple(replace(level, rate=2 * level.rate, size=2 * level.size) for level in machine.memory)
     links = tuple(replace(link, rate=2 * link.rate) for link in machine.links)
     return replace(machine, flops={"float32": machine.peak("float16")}, memory=memory, links=links)
@@ -90,7 +90,7 @@ def _layer(
 ) -> relax.Var:
     n = emit(ops.nn.layer_norm(p["x"], p["g1"], p["c1"], [2]))
     made = emit(ops.add(emit(ops.matmul(n, p["wqkv"])), p["bqkv"]))
-    made = emit(ops.permute_dims(emit(ops.reshape(made, (batch, POSITIONS, 3, heads, size))), (2, 0, 3, 1, 4)))
+    made = emit(ops.permute_dims(emit(ops.reshape(made, (batch, POSITIONS, heads, 3, size))), (3, 0, 2, 1, 4)))
     parts = emit(ops.split(made, 3, axis=0))
     q, k, v = (emit(ops.squeeze(emit(relax.TupleGetItem(parts, i)), [0])) for i in range(3))
     weights = emit(ops.nn.softmax(emit(ops.matmul(q, emit(ops.permute_dims(k, (0, 1, 3, 2))))), -1))

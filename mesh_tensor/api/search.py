@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tvm import ir
@@ -25,6 +26,7 @@ from mesh_tensor.searching.named_dims import NamedDim, named_dims
 
 from .mesh_module import MeshModule
 from .module import distribute_module
+from .search_training import TrainingOptions, TrainingPlans, search_training
 
 _OBJECTIVES: dict[str, Callable[[Strategy], float]] = {"time": lambda s: s.time, "memory": lambda s: s.memory}
 
@@ -40,9 +42,22 @@ def search(
     meshes: Sequence[Mapping[str, int]] | None = None,
     width: int = 4,
     seconds: float = 60.0,
-) -> Found:
-    """Search how the parameters of a module are laid out best. Every strategy that is looked at is planned, and
-    simulated on the machine; nothing is run. Deterministic, unless it is out of time.
+    batch: int | None = None,
+    inputs: Sequence[str] | None = None,
+    states: int = 2,
+    finalists: int = 3,
+    known: str | Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    **only: Sequence[Any],
+) -> Found | TrainingPlans:
+    """Search how the parameters of a module are laid out best; or, with `batch`, how a model is trained best. Nothing
+    is run. Deterministic, unless it is out of time.
+
+    Without `batch`, every strategy that is looked at is planned, and simulated on the machine. With it, the module
+    gives a loss, and repeats layers. Ways to train it are combined of data and model parallel meshes, stages,
+    microbatches, schedules, ZeRO and recomputation, as `mt.pipeline` runs them. What comes before the layers, a layer,
+    and what comes after them are planned and simulated once per size; of these, every way is put together; and the
+    best ones are planned in full.
 
     Args:
         module: a Relax module of known sizes, or what `from_torch` gives.
@@ -54,9 +69,17 @@ def search(
         meshes: the meshes to try; None: all of one or two axes.
         width: how many strategies are carried on from one step to the next.
         seconds: after which the search ends with what it has.
+        batch: the rows of a batch that is trained with.
+        inputs: of a Relax module that is trained, the parameters that are no weights.
+        states: numbers that the optimizer keeps per weight, in float32: 2 of Adam.
+        finalists: how many of the best are planned in full; the best of them is the first.
+        known: what an earlier search wrote with `save()`; it goes on from there.
+        progress: called with how many ways were looked at, and how many there are.
+        only: what ways to train are held to, as `microbatches=[4, 8]`, `schedules`, `zero`, `recompute`, `sequence`,
+            or sizes of the `model` axis.
 
     Returns:
-        What was found, the best first.
+        What was found, the best first: layouts (`Found`), or ways to train (`TrainingPlans`).
 
     Raises:
         MeshTensorError: nothing fits into memory (it says what would), or there is nothing to search.
@@ -68,10 +91,28 @@ def search(
     machine = Machine.preset(machine) if isinstance(machine, str) else machine or CPU
     _check(devices, objective, width)
     machine.check_holds(devices, "the search")
+    limit = machine.main_memory.size if memory_limit is None else memory_limit
+    if batch is not None:
+        imported = module if isinstance(module, ImportedModule) else ImportedModule(mod, {})
+        taken = [p.name_hint for p in relax_function(mod, function).params if p.name_hint not in imported.params]
+        if not isinstance(module, ImportedModule) and inputs is None:
+            refuse(
+                "a Relax module with a batch, but without inputs", fix="say which parameters are no weights: inputs="
+            )
+        return search_training(
+            imported,
+            devices,
+            machine,
+            batch,
+            TrainingOptions(
+                function, tuple(inputs or taken), objective, limit, states, seconds, finalists, only, known, progress
+            ),
+        )
+    if only:
+        refuse(f"{', '.join(only)} of a search without a batch", fix="say how many rows a batch has: batch=")
     graph, atoms = read_module(mod, function, Mesh({"x": 1}), {})
     dims = named_dims(graph, atoms)
     evaluator = Evaluator(graph, atoms, machine)
-    limit = machine.main_memory.size if memory_limit is None else memory_limit
     rank = _rank(objective, limit)
     end = time.monotonic() + seconds
     found: list[Strategy] = []

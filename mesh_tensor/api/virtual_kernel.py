@@ -14,15 +14,19 @@ from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from .call_checks import check_layouts, is_quick
 from .compiled import Compiled
 
+_MANY = 256  # devices: what so many need is made ready when they run, as a kernel may be compiled to be looked at alone
+
 
 class VirtualKernel:
-    """The kernel on all devices of its mesh, in this process. What has no symbolic dims is made ready here."""
+    """The kernel on all devices of its mesh, in this process. What has no symbolic dims, and not too many devices, is
+    made ready here."""
 
     def __init__(self, compiled: Compiled) -> None:
         self._compiled, self._signature, self._device = compiled, compiled.signature, compiled.target.device()
         self._launches: Recent[tuple[int, ...], Launch] = Recent(KERNEL_SIZES)
         self._peak_bytes = 0  # of calls whose launches are not kept any more
-        self._only = None if self._signature.symbols else self._launch(())
+        at_once = not self._signature.symbols and compiled.mesh.num_devices <= _MANY
+        self._only = self._launch(()) if at_once else None
         types = [] if self._only is None else self._only.tensor_types()
         self._quick = [(name, torch.Size(shape), dtype) for name, shape, dtype in types]
         self._can_be_quick = len(self._signature.params) == len(self._quick)

@@ -37,8 +37,8 @@ class Stage:
         return f"Stage({self.index} on {self.mesh!r}: takes {taken or 'nothing'}; gives {', '.join(self.gives)})"
 
 
-def cut(flow: Flow, where: Stages, meshes: Sequence[str]) -> tuple[Stage, ...]:
-    """The function as stages on these meshes.
+def cut(flow: Flow, where: Stages, meshes: Sequence[str], only: Sequence[int] | None = None) -> tuple[Stage, ...]:
+    """The function as stages on these meshes; `only`: those that are made, all if it is left out.
 
     Raises:
         MeshTensorError: a stage computes nothing that is used, or a tuple goes from one stage to another.
@@ -57,7 +57,9 @@ def cut(flow: Flow, where: Stages, meshes: Sequence[str]) -> tuple[Stage, ...]:
     ]
     if problems:
         refuse(problems, where=f"stages of {flow.function!r}", fix="name values that are tensors, in every stage some")
-    return tuple(_stage(flow, where, n, mesh, takes[n], gives[n]) for n, mesh in enumerate(meshes))
+    return tuple(
+        _stage(flow, where, n, mesh, takes[n], gives[n]) for n, mesh in enumerate(meshes) if only is None or n in only
+    )
 
 
 def _crossing(flow: Flow, where: Stages, count: int) -> tuple[list[dict[str, int]], list[tuple[str, ...]]]:

@@ -17,7 +17,7 @@ from .atoms import Atoms
 from .carry import find_carried, widened_values
 from .contributions import contributions
 from .decide import Decider, Decision, bytes_moved, change_cost, node_flops, work_cost
-from .explicit import Cast, Change, ExplicitGraph, Fill, Form, Run
+from .explicit import Cast, Change, ExplicitGraph, Fill, Form, Run, Step, forms_in
 from .ir import Graph, Node, Scope, Value, map_tree
 from .propagate import Layouts
 
@@ -125,6 +125,7 @@ class _Writer:
         self._made.result = map_tree(
             self._graph.result, lambda v: self.obtain(v, self._layouts.of[v], (), "the function returns it so")
         )
+        self._made.steps = _needed(self._made)
         return self._made
 
     def _annotation(self, node: Node) -> None:
@@ -196,6 +197,21 @@ class _Writer:
             name = f"{name}_{self._names[name]}"
         self._names[name] = 0
         return name
+
+
+def _needed(made: ExplicitGraph) -> list[Step]:
+    """The steps without changes of layout that nobody takes: of a result that settled, where its users took it as it
+    came."""
+    taken, kept = set(forms_in(made.result)), list[Step]()
+    for step in reversed(made.steps):
+        if isinstance(step, Run):
+            taken.update(step.inputs)
+        elif step.dst not in taken:
+            continue
+        else:
+            taken.add(step.src)
+        kept.append(step)
+    return kept[::-1]
 
 
 def replicated(sharding: Sharding) -> Sharding:

@@ -24,7 +24,7 @@ from mesh_tensor.rules.kernel.factors import Blocked
 
 from .early_starts import early_starts
 from .lifetimes import with_lifetimes
-from .overlap_cost import COUNTS, Work, choose
+from .overlap_cost import COUNTS, Sent, Work, choose
 from .overlap_schedule import slab_steps
 from .overlap_sites import Site, Sites
 from .program import Program, Value
@@ -122,10 +122,14 @@ def _in_bulk(program: Program) -> list[Step]:
     return result
 
 
+def _sent(program: Program, step: CollectiveStep) -> Sent:
+    return Sent(step.kind, step.bytes, program.mesh, step.axes)
+
+
 def _why_no_slabs(program: Program, machine: Machine) -> str:
     """Why slabs pay nowhere in a program, by how long its steps take; nothing if they may."""
     touched = sum(program.values[name].tile_bytes for step in program.kernels for name in step.args)
-    sent = tuple(step.bytes for step in program.collectives if step.bytes)
+    sent = tuple(_sent(program, step) for step in program.collectives if step.bytes)
     choice = choose(Work(sum(step.flops for step in program.kernels), touched, 0, sent), machine)
     times = f"predicted {choice.bulk * 1e3:.2f} ms, at best {choice.slabs * 1e3:.2f} ms in slabs ({machine.name})"
     return times if choice.count == 1 else ""
@@ -199,4 +203,4 @@ class _Rewriter:
         sliced = site.slabs.dims(site.factor)
         sizes = [self.program.values[name].tile_bytes for name in site.step.args]
         repeated = sum(size for position, size in enumerate(sizes) if position not in sliced)
-        return Work(site.step.flops, sum(sizes), repeated, tuple(c.bytes for c in site.collectives))
+        return Work(site.step.flops, sum(sizes), repeated, tuple(_sent(self.program, c) for c in site.collectives))

@@ -10,23 +10,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mesh_tensor.base.collective_time import collective_time
 from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.mesh import Mesh
 
 COUNTS = (2, 4, 8)
 _WORTH = 0.95  # of the bulk's time: a prediction is no better than this
 
 
 @dataclass(frozen=True)
+class Sent:
+    """A collective: its kind, the bytes that the busiest device receives, and the axes of the mesh that it is over."""
+
+    kind: str
+    bytes: int
+    mesh: Mesh
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Work:
     """A kernel and the collectives that can go along with its slabs, on one device.
 
-    `touched`: bytes of all its tiles; `repeated`: of those that every slab needs whole. `sent`: bytes, per collective.
+    `touched`: bytes of all its tiles; `repeated`: of those that every slab needs whole.
     """
 
     flops: int
     touched: int
     repeated: int
-    sent: tuple[int, ...]
+    sent: tuple[Sent, ...]
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -47,9 +60,9 @@ def choose(work: Work, machine: Machine, counts: tuple[int, ...] = COUNTS) -> Ch
 
 
 def predict(work: Work, machine: Machine, count: int) -> float:
-    """Seconds of the kernel and its collectives in `count` slabs; what is sent goes over the machine's last link."""
-    memory, link = machine.main_memory.rate, machine.links[-1]
-    own = max(work.flops / machine.peak("float32"), (work.touched - work.repeated) / memory) / count
+    """Seconds of the kernel and its collectives in `count` slabs."""
+    memory = machine.main_memory.rate
+    own = max(work.flops / machine.peak(work.dtype), (work.touched - work.repeated) / memory) / count
     kernel = own + work.repeated / memory
-    collective = len(work.sent) * link.start + sum(work.sent) / count / link.rate
+    collective = sum(collective_time(machine, s.kind, s.bytes / count, s.mesh, s.axes) for s in work.sent)
     return kernel + (count - 1) * max(kernel + machine.busy * collective, collective) + collective

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mesh_tensor.base.collective_time import collective_time
 from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.pipelining.clock import Timeline, timeline
+from mesh_tensor.pipelining.fragments import gradient_name
 from mesh_tensor.pipelining.schedule import Action, Schedule
 from mesh_tensor.program.program import Program
 from mesh_tensor.redistribution.transfer import TransferPlan
 
+from .pipeline_memory import GRADIENT, pipeline_peaks, summed_gradients, tile_bytes
 from .summary import in_bytes, in_seconds
 
 
@@ -25,6 +29,8 @@ class PipelineSimulation:
     timeline     when every action of the schedule runs, mesh by mesh
     fragments    (stage, kind) -> the fragment's own Simulation
     transfers    (stage, stage) -> seconds of what goes from one to the other, for a microbatch
+    endings      per mesh: seconds in which gradients are reduced after its last action
+    peaks        per mesh: the most bytes that one of its devices holds
     """
 
     machine: Machine
@@ -33,11 +39,25 @@ class PipelineSimulation:
     timeline: Timeline
     fragments: Mapping[tuple[int, str], Any]
     transfers: Mapping[tuple[int, int], float]
+    endings: tuple[float, ...]
+    peaks: tuple[int, ...]
 
     @property
     def time(self) -> float:
-        """Seconds, from the first action's start to the last one's end."""
-        return self.timeline.makespan
+        """Seconds, from the first action's start until all gradients are reduced."""
+        ends = [row[-1].end if row else 0.0 for row in self.timeline.rows]
+        return max(end + ending for end, ending in zip(ends, self.endings, strict=True))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that a device holds: weights, sums of gradients, what is left for backwards, and what a
+        fragment needs beside."""
+        return max(self.peaks)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the machine's memory holds that."""
+        return self.peak_bytes <= self.machine.main_memory.size
 
     @property
     def bubble(self) -> float:
@@ -64,7 +84,10 @@ class PipelineSimulation:
 
     def __str__(self) -> str:
         head = f"{self.schedule.name} on {', '.join(self.meshes)}, machine {self.machine.name}"
-        lines = [head, f"  time {in_seconds(self.time)}, bubble {self.bubble:.1%}"]
+        lines = [
+            head,
+            f"  time {in_seconds(self.time)}, bubble {self.bubble:.1%}, {in_bytes(self.peak_bytes)} per device",
+        ]
         for (stage, kind), made in self.fragments.items():
             lines.append(f"  {stage}{kind}  {in_seconds(made.time)}, {in_bytes(made.peak_bytes)} per device")
         for (source, target), seconds in self.transfers.items():
@@ -90,15 +113,42 @@ def simulate_pipeline(pipe: Any, machine: Machine, simulation: Callable[[Program
         for source, seconds in _transfers(stages, here, machine, pipe.topology.num_devices):
             transfers[source, here.stage.index] = transfers.get((source, here.stage.index), 0.0) + seconds
 
+    adding = {here.stage.index: _adding(here, machine) for here in stages}
+    last = {here.stage.index: "W" if "W" in here.fragments else "B" for here in stages}
+
     def cost(action: Action) -> float:
-        return made[action.stage, action.kind].time
+        added = adding[action.stage] if action.kind == last[action.stage] and action.microbatch else 0.0
+        return added + (made[action.stage, action.kind].time if (action.stage, action.kind) in made else 0.0)
 
     def delay(source: int, target: int) -> float:
         return transfers.get((source, target), transfers.get((target, source), 0.0))
 
     takes = {here.stage.index: tuple(dict.fromkeys(here.stage.takes.values())) for here in stages}
     clock = timeline(pipe.schedule, cost, delay, takes)
-    return PipelineSimulation(machine, pipe.topology.names, pipe.schedule, clock, made, transfers)
+    ends = [0.0] * len(pipe.topology.names)
+    for here in stages:
+        ends[pipe.schedule.mesh_of[here.stage.index]] += _reducing(here, machine)
+    peaks = pipeline_peaks(pipe.schedule, stages, made, len(ends))
+    names = pipe.topology.names
+    return PipelineSimulation(machine, names, pipe.schedule, clock, made, transfers, tuple(ends), peaks)
+
+
+def _adding(here: Any, machine: Machine) -> float:
+    """Seconds in which a microbatch's gradients of a stage's weights are added to those before."""
+    nbytes = 3 * tile_bytes(here, map(gradient_name, summed_gradients(here)), GRADIENT)
+    return nbytes / machine.memory_rate(nbytes)
+
+
+def _reducing(here: Any, machine: Machine) -> float:
+    """Seconds in which the gradients of a stage's weights are reduced that its backwards leave as parts."""
+    seconds = 0.0
+    for name in map(gradient_name, summed_gradients(here)):
+        made = next(each for kind, each in here.fragments.items() if kind != "F" and name in each.gives)
+        if axes := tuple(axis for axis, _ in made.layouts[name].partial):
+            group = math.prod(here.mesh.size(axis) for axis in axes)
+            received = 2 * (group - 1) / group * tile_bytes(here, [name], GRADIENT)
+            seconds += collective_time(machine, "all_reduce", received, here.mesh, axes)
+    return seconds
 
 
 def _transfers(stages: Any, here: Any, machine: Machine, devices: int) -> Iterator[tuple[int, float]]:

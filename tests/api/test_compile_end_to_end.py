@@ -1,10 +1,13 @@
 """Kernels in global view through lowering, collectives and the virtual mesh, against torch."""
 
+import time
+
 import pytest
 import tilelang.language as T
 import torch
 
 import mesh_tensor as mt
+from kernels.matmul import matmul
 from tests.runtime.programs import accumulate_kernel, axpy_kernel, matmul_kernel
 
 TARGETS = ["interpret", "c"]
@@ -95,3 +98,15 @@ def test_a_device_holds_its_tiles_and_nothing_global(target):
 def test_explain_reads_the_program():
     kern = mt.compile(mt.annotate(matmul_kernel(16, 16, 16), MESH, {"A": {"y": 1}, "B": {"y": 0}}), "interpret")
     assert "all_reduce" in kern.explain()
+
+
+def test_looking_at_a_kernel_takes_as_long_on_65536_devices():
+    """One device says what all of them run; what each needs is made ready when they run."""
+    layouts, times = {"A": {"x": 0, "y": 1}, "B": {"y": 0}, "C": {"x": 0}}, []
+    for rows in (2, 4096):
+        func = mt.annotate(matmul(8192, 8192, 8192), mt.Mesh({"x": rows, "y": 16}), layouts)
+        start = time.process_time()
+        kernel = mt.compile(func, target="c")
+        times.append(time.process_time() - start)
+        assert kernel.program.mesh.num_devices == 16 * rows
+    assert times[1] < 5 * times[0] + 1.0

@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.bench_published import BACKWARD, FORWARD, MODELS, TENSOR_PARALLEL, half_precision, layer_seconds
+from benchmarks.bench_published_training import dlperf, ptdp, recomputed, simulated
 from mesh_tensor.base.machine import Machine
 
 
@@ -21,3 +22,10 @@ def test_more_than_half_of_the_peak_and_not_more_than_there_is():
     flops = 72 * tokens * width**2 * (1 + 2048 / (6 * width)) / TENSOR_PARALLEL
     share = flops / sum(layer_seconds(model, half_precision())) / Machine.preset("a100").peak("float16")
     assert 0.4 < share < 0.7
+
+
+@pytest.mark.parametrize("step", [ptdp()[0], ptdp()[5], recomputed()[1], dlperf()[1]], ids=lambda step: step.name)
+def test_steps_of_training(step):
+    """2104.04473, table 1; 2205.05198, table 5; DLPerf's report."""
+    preset = "v100" if step in dlperf() else "a100"
+    assert simulated(step, half_precision(preset)) == pytest.approx(step.seconds, rel=0.12)

@@ -13,6 +13,7 @@ from mesh_tensor.pipelining.fragments import gradient_name
 from mesh_tensor.pipelining.picture import terminal
 from mesh_tensor.pipelining.schedule import Action, Schedule
 from mesh_tensor.redistribution.transfer import TransferPlan
+from mesh_tensor.simulation.pipeline_memory import held_for_backward
 from mesh_tensor.simulation.simulate import simulate
 
 from ..fragments import StageFragments
@@ -40,26 +41,9 @@ def explain_pipeline(
 
 
 def held_bytes(here: StageFragments) -> Held:
-    """The bytes that a stage's devices hold of one microbatch for its backward: after F, and after I."""
-    later = {name for kind, fragment in here.fragments.items() if kind != "F" for name in fragment.takes}
-    halfway = set(here.fragments["W"].takes) if {"I", "W"} <= here.fragments.keys() else later
-    made = {*here.fragments["F"].takes, *here.fragments["F"].gives}
-    given = {name for kind in "FI" if kind in here.fragments for name in here.fragments[kind].gives}
-    from_input = here.fragments["I"].takes if "I" in here.fragments else ()
-    after_input = halfway & ({*made, *given, *from_input})
-    return Held(_bytes(here, later & made), _bytes(here, after_input))
-
-
-def _bytes(here: StageFragments, names: set[str]) -> int:
-    weights = {*here.stage.params} - {*here.inputs}
-    total = 0
-    for name in names - weights:
-        shape, dtype = here.types[name]
-        size = dtype.itemsize
-        for extent in here.layouts[name].tile_shape(shape):
-            size *= extent
-        total += size * here.mesh.num_devices
-    return total
+    """The bytes that all of a stage's devices hold of one microbatch for its backward: after F, and after I."""
+    one = held_for_backward(here)
+    return Held(one.forward * here.mesh.num_devices, (one.weight or 0) * here.mesh.num_devices)
 
 
 def _stages(

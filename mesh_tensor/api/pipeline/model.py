@@ -166,13 +166,15 @@ class Pipeline:
 
     @property
     def fragments(self) -> tuple[StageFragments, ...]:
-        """What every stage runs, of a pipeline of known sizes."""
-        if self._signature.symbols:
+        """What every stage runs, for the sizes planned last."""
+        if not self._signature.symbols:
+            return self._planned({})
+        if not len(self._plans):
             refuse(
                 f"the sizes of {self._flow.function!r} are open: {', '.join(map(str, self._signature.symbols))}",
-                fix="make the pipeline of a module of known sizes",
+                fix="call the pipeline first, or make it of a module of known sizes",
             )
-        return self._planned({})
+        return list(self._plans)[-1]
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of the last call's loss, whole, by the names of the weights; a weight that several stages have

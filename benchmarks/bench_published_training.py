@@ -1,0 +1,194 @@
+"""Steps of training GPT models beside what was published: every model's pieces (embedding, a layer, logits and loss)
+put together as its configuration says, with one set of constants per kind of GPU, the presets.
+
+- "Efficient Large-Scale Language Model Training on GPU Clusters" (arXiv 2104.04473), table 1, A100. Microbatches and
+  stages per mesh are those of Megatron-LM's examples/sc21/run_table_1.sh.
+- "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), table 5, full recomputation, A100.
+- DLPerf's GPT report (Oneflow-Inc/DLPerf, reports/GPT/dlperf_gpt_test_report_210512.md), V100: 18 configurations,
+  Megatron-LM's sequences per second; microbatches and heads from its Megatron-LM/README.md.
+
+All recompute their layers. float32 stands for float16: as many operations, and twice the bytes.
+
+python -m benchmarks.bench_published_training
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from tilelang import tvm
+
+import mesh_tensor as mt
+from mesh_tensor.api.model_pieces import ModelPieces, Shape
+from mesh_tensor.searching.choices import MODEL, Choice
+from mesh_tensor.searching.pieces import Composer, Model
+
+from ._timing import header, table
+from .bench_published import LAYOUTS, POSITIONS, _layer, half_precision
+from .bench_simulator import spearman
+
+relax = tvm.relax
+ops = relax.op
+VOCABULARY = 51200
+STATES = 2  # of Adam
+
+
+@dataclass(frozen=True)
+class Step:
+    """A published step of training, and its seconds. `microbatch`: rows of a device's."""
+
+    name: str
+    width: int
+    heads: int
+    layers: int
+    data: int
+    model: int
+    meshes: int
+    chunks: int
+    microbatch: int
+    batch: int
+    seconds: float
+
+    @property
+    def choice(self) -> Choice:
+        """As a search would have it."""
+        count = self.batch // self.data // self.microbatch
+        schedule = "interleaved" if self.chunks > 1 else "1f1b"
+        return Choice(self.data, self.model, self.meshes, count, schedule, self.chunks, recompute=True)
+
+
+def ptdp() -> list[Step]:
+    """2104.04473, table 1. Seconds are the operations of its equation 3 by the Tflop/s that it has per GPU."""
+    rows = (
+        ("1.7B", 24, 2304, 24, 1, 1, 32, 512, 137, 16, 1),
+        ("3.6B", 32, 3072, 30, 2, 1, 64, 512, 138, 16, 1),
+        ("7.5B", 32, 4096, 36, 4, 1, 128, 512, 142, 16, 1),
+        ("18.4B", 48, 6144, 40, 8, 1, 256, 1024, 135, 8, 1),
+        ("39.1B", 64, 8192, 48, 8, 2, 512, 1536, 138, 4, 1),
+        ("76.1B", 80, 10240, 60, 8, 4, 1024, 1792, 140, 2, 3),
+        ("145.6B", 96, 12288, 80, 8, 8, 1536, 2304, 148, 2, 2),
+        ("310.1B", 128, 16384, 96, 8, 16, 1920, 2160, 155, 1, 2),
+        ("529.6B", 128, 20480, 105, 8, 35, 2520, 2520, 163, 1, 3),
+        ("1008B", 160, 25600, 128, 8, 64, 3072, 3072, 163, 1, 1),
+    )
+    found = []
+    for name, heads, width, layers, model, meshes, gpus, batch, rate, microbatch, chunks in rows:
+        flops = 96 * batch * POSITIONS * layers * width**2
+        flops *= 1 + POSITIONS / (6 * width) + VOCABULARY / (16 * layers * width)
+        seconds = flops / (gpus * rate * 1e12)
+        data = gpus // model // meshes
+        found.append(Step(name, width, heads, layers, data, model, meshes, chunks, microbatch, batch, seconds))
+    return found
+
+
+def recomputed() -> list[Step]:
+    """2205.05198, table 5, full recomputation; the configurations are those of its table 3."""
+    rows = (
+        ("22B", 64, 6144, 48, 1, 1, 4, 4, 1.42),
+        ("175B", 96, 12288, 96, 8, 3, 64, 1, 18.13),
+        ("530B", 128, 20480, 105, 35, 3, 280, 1, 49.05),
+        ("1T", 160, 25600, 128, 64, 1, 512, 1, 94.42),
+    )
+    return [Step(n, w, h, ls, 1, 8, p, c, mb, b, seconds) for n, h, w, ls, p, c, b, mb, seconds in rows]
+
+
+def dlperf() -> list[Step]:
+    """DLPerf's GPT report: data x model x meshes, batch, width x layers, Megatron-LM's sequences per second."""
+    rows = (
+        (1, 1, 1, 2, 1536, 16, 4.31), (8, 1, 1, 16, 1536, 16, 33.27), (16, 1, 1, 32, 1536, 16, 48.16),
+        (32, 1, 1, 64, 1536, 16, 93.63), (1, 1, 1, 8, 768, 12, 13.09), (1, 8, 1, 16, 1536, 16, 23.11),
+        (1, 16, 1, 16, 3072, 16, 2.85), (1, 32, 1, 16, 3072, 32, 1.23), (8, 1, 1, 16, 1536, 16, 33.32),
+        (1, 8, 1, 16, 1536, 16, 24.07), (2, 4, 1, 16, 1536, 16, 27.75), (4, 2, 1, 16, 1536, 16, 26.95),
+        (2, 8, 1, 16, 2304, 24, 12.18), (4, 8, 1, 32, 2304, 24, 21.21), (8, 1, 4, 512, 1536, 16, 104.63),
+        (1, 8, 4, 512, 2304, 24, 23.10), (2, 4, 4, 512, 2304, 24, 33.40), (2, 8, 2, 512, 2304, 24, 31.45),
+    )  # fmt: skip
+    heads = {768: 12, 1536: 16, 2304: 24, 3072: 32}
+    found = []
+    for data, model, meshes, batch, width, layers, rate in rows:
+        name = f"{data}x{model}x{meshes}_{batch}_{width}x{layers}"
+        each = batch // data // (32 if meshes > 1 else 1)
+        found.append(Step(name, width, heads[width], layers, data, model, meshes, 1, each, batch, batch / rate))
+    return found
+
+
+@lru_cache(maxsize=64)
+def gpt(rows: int, width: int, heads: int) -> tvm.ir.IRModule:
+    """A GPT model of two layers with its loss; dropouts are masks."""
+    full, size = (rows, POSITIONS, width), width // heads
+    shapes = {"mask": (rows, heads, POSITIONS, POSITIONS), "drop1": full, "drop2": full}
+    shapes |= {"wanted": (rows, POSITIONS, VOCABULARY), "table": (VOCABULARY, width), "places": (POSITIONS, width)}
+    shapes |= {"g": (width,), "c": (width,)}
+    for number in range(2):
+        one = {"g1": (width,), "c1": (width,), "wqkv": (width, 3 * width), "bqkv": (3 * width,), "wo": (width, width)}
+        one |= {"bo": (width,), "g2": (width,), "c2": (width,), "w1": (width, 4 * width), "b1": (4 * width,)}
+        one |= {"w2": (4 * width, width), "b2": (width,)}
+        shapes |= {f"{name}_{number}": shape for name, shape in one.items()}
+    p = {name: relax.Var(name, relax.TensorStructInfo(shape, "float32")) for name, shape in shapes.items()}
+    tokens = relax.Var("tokens", relax.TensorStructInfo((rows, POSITIONS), "int64"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [tokens, *p.values()]):
+        with builder.dataflow():
+            found = builder.emit(ops.take(p["table"], builder.emit(ops.reshape(tokens, (rows * POSITIONS,))), 0))
+            x = builder.emit(ops.add(builder.emit(ops.reshape(found, full)), p["places"]))
+            for number in range(2):
+                own = {name.removesuffix(f"_{number}"): var for name, var in p.items() if name.endswith(f"_{number}")}
+                own |= {"x": x, "mask": p["mask"], "drop1": p["drop1"], "drop2": p["drop2"]}
+                x = _layer(builder.emit, own, rows, width, heads, size)
+            n = builder.emit(ops.nn.layer_norm(x, p["g"], p["c"], [2]))
+            logits = builder.emit(ops.matmul(n, builder.emit(ops.permute_dims(p["table"]))))
+            chosen = builder.emit(ops.multiply(builder.emit(ops.nn.log_softmax(logits)), p["wanted"]))
+            result = builder.emit_output(builder.emit(ops.sum(chosen)))
+        builder.emit_func_output(result)
+    return builder.get()
+
+
+def layouts() -> Mapping[str, Mapping[str, int]]:
+    """Megatron's, of both layers, and the vocabulary split."""
+    found: dict[str, dict[str, int]] = {}
+    for name, layout in LAYOUTS.items():
+        for own in (f"{name}_0", f"{name}_1") if name != "mask" else (name,):
+            found[own] = {MODEL: next(iter(layout.values()))}
+    return found | {"table": {MODEL: 0}, "wanted": {MODEL: 2}}
+
+
+_KNOWN: dict[tuple, Model] = {}
+
+
+def simulated(step: Step, machine: mt.Machine) -> float:
+    """Seconds of a step."""
+    key = (step.microbatch, step.width, step.heads, step.model, machine.name)
+    if key not in _KNOWN:
+        mod = gpt(step.microbatch, step.width, step.heads)
+        inputs = ("tokens", "mask", "drop1", "drop2", "wanted")
+        pieces = ModelPieces(mod, "main", inputs, machine, layouts() if step.model > 1 else {})
+        _KNOWN[key] = pieces.model(Shape(step.microbatch, step.model, False))
+    model = replace(_KNOWN[key], layers=step.layers)
+    composer = Composer(machine, STATES)
+    return composer.seconds(step.choice, model, model.cut(step.choice.stages))
+
+
+def compared(steps: list[Step], machine: mt.Machine) -> tuple[list[list[str]], str]:
+    """A row per step, and how far off they are."""
+    made = [simulated(step, machine) for step in steps]
+    errors = [each / step.seconds - 1 for step, each in zip(steps, made, strict=True)]
+    rows = [
+        [step.name, str(step.choice), f"{step.seconds:.3f}", f"{each:.3f}", f"{error:+.1%}"]
+        for step, each, error in zip(steps, made, errors, strict=True)
+    ]
+    sizes = [abs(error) for error in errors]
+    rank = spearman([step.seconds for step in steps], made)
+    summary = f"mean {statistics.mean(sizes):.1%}, worst {max(sizes):.1%}, Spearman {rank:.3f}"
+    return rows, f"{len(rows)} steps: {summary}"
+
+
+if __name__ == "__main__":
+    print(header("Steps of training beside published measurements"))
+    tables = [("2104.04473, table 1", ptdp(), "a100"), ("2205.05198, table 5", recomputed(), "a100")]
+    for title, steps, preset in [*tables, ("DLPerf, GPT", dlperf(), "v100")]:
+        rows, summary = compared(steps, half_precision(preset))
+        print(f"{title}\n")
+        print(table(["model", "configuration", "published, s", "simulated, s", "error"], rows))
+        print(f"{summary}\n")

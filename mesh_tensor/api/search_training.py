@@ -1,0 +1,283 @@
+"""search with a batch: how a model with layers is trained best on so many devices, and what that takes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from mesh_tensor.annotations.names import source_names
+from mesh_tensor.base.decisions import columns
+from mesh_tensor.base.errors import refuse, shown
+from mesh_tensor.base.machine import Machine
+from mesh_tensor.importers import ImportedModule
+from mesh_tensor.searching.choices import DATA, Choice, Space
+from mesh_tensor.searching.pieces import Composer, Estimate, Piece, Stage, pareto
+from mesh_tensor.simulation.pipeline_memory import tile_bytes
+from mesh_tensor.simulation.summary import in_bytes, in_seconds
+
+from .fragments import StageFragments
+from .model_pieces import ModelPieces, Shape, elements_of, shardings_of
+from .pipeline import Pipeline, pipeline
+from .pipeline.weights import Rule
+
+Rank = Callable[[Estimate], tuple]
+Report = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingPlans:
+    """What a search over ways to train found: `plans`, the best first, each with its step's time and the memory of the
+    device that holds most.
+
+    considered   choices that there are; `too_large` of them don't fit into memory
+    """
+
+    module: ImportedModule = field(repr=False)
+    function: str
+    machine: Machine
+    batch: int
+    plans: tuple[Estimate, ...] = field(repr=False)
+    considered: int
+    too_large: int
+    pieces: ModelPieces = field(repr=False)
+
+    @property
+    def best(self) -> Estimate:
+        """The first one."""
+        return self.plans[0]
+
+    def pareto(self) -> list[Estimate]:
+        """The plans than which no other one takes less time and less memory, the fastest first."""
+        return pareto(self.plans)
+
+    def picture(self, width: int = 60, height: int = 12) -> str:
+        """Time against memory: every plan a dot, those of the front an o."""
+        front = self.pareto()
+        times, sizes = [e.time for e in self.plans], [e.memory for e in self.plans]
+        cells = [[" "] * width for _ in range(height)]
+        for each in (*self.plans, *front):
+            x = round((each.time - min(times)) / (max(times) - min(times) or 1) * (width - 1))
+            y = round((each.memory - min(sizes)) / (max(sizes) - min(sizes) or 1) * (height - 1))
+            cells[height - 1 - y][x] = "o" if each in front else "."
+        ends = f"{in_seconds(min(times))} .. {in_seconds(max(times))}"
+        head = f"memory {in_bytes(min(sizes))} .. {in_bytes(max(sizes))}, upwards; time {ends}, to the right"
+        return "\n".join([head, *("|" + "".join(row).rstrip() for row in cells), "+" + "-" * width])
+
+    def arguments(self, plan: Estimate | None = None) -> dict[str, Any]:
+        """What `mt.pipeline` takes beside the module for the best plan, or this one."""
+        chosen = plan or self.best
+        choice, names = chosen.choice, {ours: theirs for theirs, ours in source_names(self.pieces.flow.func).items()}
+        cuts, done = [], 0
+        for count in chosen.layers[:-1]:
+            done += count
+            cuts.append(names.get(self.pieces.leaving[done], self.pieces.leaving[done]))
+        last = names.get(self.pieces.flow.results[0], self.pieces.flow.results[0])
+        meshes = {f"m{number}": dict(choice.mesh.shape) for number in range(choice.meshes)}
+        return {
+            "topology": meshes,
+            "stages": cuts or {"m0": [last]},
+            "shardings": {names.get(n, n): layout for n, layout in shardings_of(self.pieces, choice).items()},
+            "microbatches": choice.microbatches,
+            "schedule": choice.schedule,
+            "train": True,
+            "recompute": choice.recompute,
+        }
+
+    def run(self, *batch: Any, plan: Estimate | None = None, **options: Any) -> Any:
+        """What the plan's pipeline gives for a batch: the loss. The pipeline is made once per plan."""
+        return self.pipeline(plan, **options)(*batch)
+
+    def pipeline(self, plan: Estimate | None = None, **options: Any) -> Pipeline:
+        """The best plan, or this one, as a pipeline that trains; the options of `mt.pipeline`. Its optimizer's rule is
+        to be what `rule` makes of it."""
+        return pipeline(self.module, function=self.function, **{**self.arguments(plan), **options})
+
+    def rule(self, rule: Rule, plan: Estimate | None = None) -> Rule:
+        """An optimizer's rule for `Pipeline.update` on a virtual topology as the plan has it: with ZeRO-1 every device
+        of the data axis updates its part of each weight, and keeps states for that alone."""
+        choice = (plan or self.best).choice
+        return _on_parts(rule) if choice.zero == 1 else rule
+
+    def code(self, plan: Estimate | None = None) -> str:
+        """The plan as Python to paste."""
+        lines = [f"    {name}={value!r}," for name, value in self.arguments(plan).items()]
+        return "\n".join(["run = mt.pipeline(", "    module,", *lines, f"    function={self.function!r},", ")"])
+
+    def save(self, path: str | Path) -> None:
+        """Write what was found, so that `mt.search(..., known=path)` goes on from it."""
+        rows = [{**asdict(e.choice), "time": e.time, "memory": e.memory, "layers": e.layers} for e in self.plans]
+        made = {"machine": self.machine.to_text(), "batch": self.batch, "function": self.function, "plans": rows}
+        Path(path).write_text(json.dumps(made), encoding="utf-8")
+
+    def __str__(self) -> str:
+        rows: list[tuple[object, ...]] = [("plan", "layers of stages", "step", "memory")]
+        for each in self.plans[:10]:
+            rows.append((each.choice, " ".join(map(str, each.layers)), in_seconds(each.time), in_bytes(each.memory)))
+        head = f"{self.considered} ways to train on {self.machine.name}, batch {self.batch}: "
+        return "\n".join([f"{head}{self.too_large} don't fit", *columns(rows)])
+
+
+def _on_parts(rule: Rule) -> Rule:
+    """The rule on parts of weights and gradients, each split over the data axis along the first dim that is whole."""
+
+    def split(weight: Any, gradient: Any, state: dict[str, Any]) -> Any:
+        whole = weight.sharding
+        dims = [dim for dim in range(len(weight.shape)) if not whole.axes_of(dim)]
+        if not dims:
+            return rule(weight, gradient, state)
+        part = whole.with_shard(DATA, dims[0])
+        return rule(weight.redistribute(part), gradient.redistribute(part), state).redistribute(whole)
+
+    return split
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """What a search is asked for, as `search` says; `limit` is the memory of a device."""
+
+    function: str
+    inputs: tuple[str, ...]
+    objective: str
+    limit: int
+    states: int
+    seconds: float
+    finalists: int
+    only: Mapping[str, Any]
+    known: str | Path | None
+    progress: Report | None
+
+
+def search_training(
+    module: ImportedModule, devices: int, machine: Machine, batch: int, options: TrainingOptions
+) -> TrainingPlans:
+    """As `search` says."""
+    _check(batch, options)
+    pieces = ModelPieces(module.mod, options.function, options.inputs, machine)
+    space = _space(pieces, devices, batch, options.only)
+    choices = [choice for choice in space.choices() if _fits_rows(pieces, choice, batch)]
+    if not choices:
+        fixed = f"the module takes {pieces.rows} rows at a time" if pieces.rows else ""
+        refuse(
+            f"there is no way to train a batch of {batch} rows on {devices} devices",
+            why=fixed or "what it is held to leaves nothing",
+            fix="export the model with an open batch size" if fixed else "allow more microbatches or schedules",
+        )
+    known = {} if options.known is None else _read(options.known, machine, batch, options.function)
+    found, sizes = _composed(choices, pieces, Composer(machine, options.states), batch, options, known)
+    if not found:
+        refuse(
+            f"no way to train fits into {options.limit:,} bytes per device",
+            where=f"{devices} devices of machine {machine.name!r}",
+            why=f"the smallest that was found needs {min(sizes):,}",
+            fix="take more devices, a smaller batch, or a machine with more memory",
+        )
+    rank = _rank(options.objective)
+    plans = _in_full(sorted(found, key=rank), pieces, Composer(machine, options.states), batch, options)
+    plans.sort(key=rank)
+    return TrainingPlans(module, options.function, machine, batch, tuple(plans), len(choices), len(sizes), pieces)
+
+
+def _composed(
+    choices: Sequence[Choice],
+    pieces: ModelPieces,
+    composer: Composer,
+    batch: int,
+    options: TrainingOptions,
+    known: Mapping[Choice, Estimate],
+) -> tuple[list[Estimate], list[int]]:
+    """What choices take that fit into memory, put together from pieces; and the memory of those that don't."""
+    end, found, too_large = time.monotonic() + options.seconds, list[Estimate](), list[int]()
+    for number, choice in enumerate(choices, 1):
+        if options.progress is not None:
+            options.progress(number, len(choices))
+        if choice in known:
+            found.append(known[choice])
+            continue
+        if found and time.monotonic() > end:
+            continue
+        model = pieces.model(Shape(choice.rows(batch), choice.model, choice.sequence))
+        memory, layers = composer.memory(choice, model)
+        if memory > options.limit:
+            too_large.append(memory)
+            continue
+        found.append(Estimate(choice, composer.seconds(choice, model, layers), memory, layers))
+    return found, too_large
+
+
+def _check(batch: int, options: TrainingOptions) -> None:
+    """What is wrong with numbers that a search is given."""
+    numbers = {"batch": batch, "states": options.states + 1, "finalists": options.finalists + 1}
+    wrong = [f"{name} is {shown(n)}" for name, n in numbers.items() if not isinstance(n, int) or n < 1]
+    if wrong:
+        refuse(wrong, where="search", fix="batch is a number of rows; states and finalists are counts, from 0 up")
+
+
+def _in_full(
+    plans: list[Estimate], pieces: ModelPieces, composer: Composer, batch: int, options: TrainingOptions
+) -> list[Estimate]:
+    """The plans, of which the first ones are planned in full, until so many fit as are asked for. What doesn't fit
+    then is left out, unless nothing does."""
+    made: list[Estimate] = []
+    left = list(plans)
+    while left and sum(each.memory <= options.limit for each in made) < options.finalists:
+        made.append(in_full(left.pop(0), pieces, composer, batch))
+    return [each for each in made if each.memory <= options.limit] + left or made
+
+
+def in_full(plan: Estimate, pieces: ModelPieces, composer: Composer, batch: int) -> Estimate:
+    """A plan as its pipeline runs, with the update."""
+    if plan.in_full:
+        return plan
+    choice = plan.choice
+    sim, stages = pieces.whole(choice, plan.layers, batch)
+    took, most = 0.0, 0
+    for mesh, peak in enumerate(sim.peaks):
+        mine = [here for here in stages if sim.schedule.mesh_of[here.stage.index] == mesh]
+        own = Stage(tuple(own_state(here, pieces) for here in mine))
+        took = max(took, composer.update(choice, own, split=choice.zero == 3))
+        most = max(most, peak + composer.kept(choice, own.elements))
+    return replace(plan, time=sim.time + took, memory=most, in_full=True)
+
+
+def own_state(here: StageFragments, pieces: ModelPieces) -> Piece:
+    """The weights of a stage that are trained, as a piece that does nothing."""
+    names = [name for name in here.stage.params if name in pieces.weights]
+    return Piece(0.0, 0.0, tile_bytes(here, names), elements_of(here, names), len(names), 0, 0, 0, 0, 0)
+
+
+def _space(pieces: ModelPieces, devices: int, batch: int, only: Mapping[str, Any]) -> Space:
+    made = Space(devices, batch, pieces.layers.count, model=pieces.model_sizes(devices))
+    names = [f.name for f in fields(Space)][3:]
+    if wrong := [f"{name}={shown(value)}" for name, value in only.items() if name not in names]:
+        refuse(wrong, where="what a search is held to", fix=f"it can be held to {', '.join(names)}")
+    return replace(made, **{name: tuple(value) for name, value in only.items()})  # type: ignore[arg-type]  # by name
+
+
+def _fits_rows(pieces: ModelPieces, choice: Choice, batch: int) -> bool:
+    return pieces.rows is None or pieces.rows == batch // choice.microbatches
+
+
+def _rank(objective: str) -> Rank:
+    if objective == "memory":
+        return lambda e: (e.memory, e.time, e.choice)
+    return lambda e: (e.time, e.memory, e.choice)
+
+
+def _read(path: str | Path, machine: Machine, batch: int, function: str) -> dict[Choice, Estimate]:
+    """What an earlier search found, if it was the same."""
+    try:
+        made = json.loads(Path(path).read_text(encoding="utf-8"))
+        same = (made["machine"], made["batch"], made["function"]) == (machine.to_text(), batch, function)
+        names = [f.name for f in fields(Choice)]
+        rows: Iterable[Mapping[str, Any]] = made["plans"]
+        read = [(Choice(**{name: row[name] for name in names}), row) for row in rows]
+        found = {c: Estimate(c, float(row["time"]), int(row["memory"]), tuple(row["layers"])) for c, row in read}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        refuse(f"{str(path)!r} holds no search: {error}", fix="pass what save() wrote")
+    if not same:
+        refuse(f"{str(path)!r} is of another search", why="machine, batch or function differ", fix="leave out known")
+    return found

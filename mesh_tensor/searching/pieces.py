@@ -1,0 +1,253 @@
+"""What the parts of a model take, and what a choice takes that is put together from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from mesh_tensor.base.collective_time import collective_time
+from mesh_tensor.base.machine import Machine
+from mesh_tensor.pipelining.check import Held, peaks
+from mesh_tensor.pipelining.clock import timeline
+from mesh_tensor.pipelining.schedule import Action, Schedule
+
+from .choices import DATA, Choice
+
+Order = tuple[str, int, int, int]  # a schedule's name, meshes, microbatches, chunks
+_GRADIENT = 4  # bytes of an element of a gradient: sums are kept in float32
+_STATE = 4  # bytes of each number that an optimizer keeps
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a model on one device, for some rows of a microbatch: seconds of its forward and backward, and bytes.
+
+    weights    of its weights, of which there are `tensors`, with so many `elements`; ZeRO-3 splits `matrices` of them
+    kept       what its forward leaves for its backward, and `taken`: what it takes of others or of the batch;
+               `received`: what it takes of others, every element from one device
+    working    the most that is there beside weights and what is kept
+    """
+
+    forward: float
+    backward: float
+    weights: int
+    elements: int
+    tensors: int
+    matrices: int
+    kept: int
+    taken: int
+    received: int
+    working: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Pieces that follow each other."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def weights(self) -> int:
+        return sum(piece.weights for piece in self.pieces)
+
+    @property
+    def elements(self) -> int:
+        return sum(piece.elements for piece in self.pieces)
+
+    @property
+    def tensors(self) -> int:
+        return sum(piece.tensors for piece in self.pieces)
+
+    @property
+    def kept(self) -> int:
+        return sum(piece.kept for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a choice takes: seconds of a step, and bytes of the device that holds most."""
+
+    choice: Choice
+    time: float
+    memory: int
+    layers: tuple[int, ...]  # of every stage
+    in_full: bool = False  # planned as it runs, not put together from pieces
+
+
+def spread_layers(count: int, first: float, layer: float, last: float, stages: int) -> tuple[int, ...]:
+    """So many layers on stages, of which the first and last one do more beside, so that the dearest takes least."""
+    costs = [first, *[0.0] * (stages - 2), last] if stages > 1 else [first + last]
+    found = [0] * stages
+    for _ in range(count):
+        least = min(range(stages), key=lambda stage: (costs[stage], stage))
+        costs[least] += layer
+        found[least] += 1
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as pieces: what comes before its layers, one layer, what comes after; and how many layers there are."""
+
+    before: Piece
+    layer: Piece
+    after: Piece
+    layers: int
+
+    def cut(self, stages: int) -> tuple[int, ...]:
+        """How many layers every stage has."""
+        first, layer, last = (piece.forward + piece.backward for piece in (self.before, self.layer, self.after))
+        return spread_layers(self.layers, first, layer, last, stages)
+
+    def stages(self, layers: Sequence[int]) -> list[Stage]:
+        """The pieces of every stage."""
+        parts = [(self.layer,) * count for count in layers]
+        parts[0] = (self.before, *parts[0])
+        parts[-1] = (*parts[-1], self.after)
+        return [Stage(each) for each in parts]
+
+
+class Composer:
+    """Choices on a machine. `states`: numbers that an optimizer keeps per weight, in float32."""
+
+    def __init__(self, machine: Machine, states: int) -> None:
+        self._machine, self._states = machine, states
+
+    def memory(self, choice: Choice, model: Model) -> tuple[int, tuple[int, ...]]:
+        """The bytes of the device that holds most, and the layers of the stages."""
+        layers = model.cut(choice.stages)
+        stages = model.stages(layers)
+        schedule, most = named_schedule(*choice.order), 0
+        held = _held(choice.order, [stage.pieces[0].taken if choice.recompute else stage.kept for stage in stages])
+        for mesh, activations in enumerate(held):
+            mine = [stage for number, stage in enumerate(stages) if schedule.mesh_of[number] == mesh]
+            working = max(max(p.working for p in stage.pieces) for stage in mine)
+            if choice.recompute:
+                working += max(stage.kept for stage in mine)
+            most = max(most, int(activations) + working + sum(self._state(choice, stage) for stage in mine))
+        return most, layers
+
+    def _state(self, choice: Choice, stage: Stage) -> int:
+        """Weights, gradients and what the optimizer keeps."""
+        weights, gradients = stage.weights, _GRADIENT * stage.elements
+        states = _STATE * self._states * stage.elements
+        split = choice.data if choice.zero else 1
+        if choice.zero < 3:
+            return weights + gradients + states // split
+        return (weights + gradients + states) // split + max(piece.weights for piece in stage.pieces)
+
+    def seconds(self, choice: Choice, model: Model, layers: Sequence[int]) -> float:
+        """Of a step: the schedule, what devices with the same weights exchange at its end, and the optimizer's
+        update."""
+        stages = model.stages(layers)
+        schedule = named_schedule(*choice.order)
+        costs = tuple(self._fragments(choice, stage) for stage in stages)
+        return _clock(choice.order, costs, self.transfer(choice, model.layer.received)) + max(
+            sum(self._end(choice, stage) for number, stage in enumerate(stages) if schedule.mesh_of[number] == mesh)
+            for mesh in range(choice.meshes)
+        )
+
+    def least_seconds(self, choice: Choice, model: Model, layers: Sequence[int]) -> float:
+        """No step takes less: that of the busiest mesh, if it never waits."""
+        costs = [self._fragments(choice, stage) for stage in model.stages(layers)]
+        schedule = named_schedule(*choice.order)
+        busy = [0.0] * choice.meshes
+        for number, (forward, backward) in enumerate(costs):
+            busy[schedule.mesh_of[number]] += forward + backward
+        return choice.microbatches * max(busy)
+
+    def transfer(self, choice: Choice, sent: int) -> float:
+        """Seconds from a stage to the next one."""
+        if choice.meshes == 1:
+            return 0.0
+        link = self._machine.link(choice.devices)
+        return link.start + sent / link.rate
+
+    def _fragments(self, choice: Choice, stage: Stage) -> tuple[float, float]:
+        """A stage's forward and backward on a microbatch: with ZeRO-3 every piece's weights are gathered for both, and
+        their gradients are scattered; else gradients are added to what there is of them."""
+        forward, backward = (sum(getattr(p, kind) for p in stage.pieces) for kind in ("forward", "backward"))
+        if choice.recompute:
+            backward += forward
+        if choice.zero == 3:
+            gathered = sum(
+                self._over_data(choice, "all_gather", piece.weights, piece.tensors) for piece in stage.pieces
+            )
+            scattered = sum(
+                self._over_data(choice, "reduce_scatter", piece.weights, piece.tensors) for piece in stage.pieces
+            )
+            return self._beside(forward, gathered), self._beside(backward, gathered + scattered)
+        return forward, backward + self._update(3 * _GRADIENT * stage.elements) * (choice.microbatches > 1)
+
+    def _beside(self, computing: float, sending: float) -> float:
+        """What is sent is started early: what computes hides it, and loses the machine's share to it."""
+        return max(sending, computing + self._machine.busy * sending)
+
+    def _end(self, choice: Choice, stage: Stage) -> float:
+        """After the last microbatch: gradients are reduced, weights and states updated."""
+        reduced = self._over_data(choice, "all_reduce", _GRADIENT * stage.elements, stage.tensors)
+        return reduced * (choice.zero < 3) + self.update(choice, stage)
+
+    def update(self, choice: Choice, stage: Stage, split: bool = False) -> float:
+        """Seconds in which an optimizer changes a stage's weights, and what it keeps; `split`: the stage's numbers are
+        those of a device's own part, whatever ZeRO is."""
+        touched = _GRADIENT * stage.elements + 2 * stage.weights + 2 * _STATE * self._states * stage.elements
+        took = touched / (1 if split or not choice.zero else choice.data) / self._machine.main_memory.rate
+        return took + self._over_data(choice, "all_gather", stage.weights, stage.tensors) * (choice.zero == 1)
+
+    def kept(self, choice: Choice, elements: int) -> int:
+        """Bytes that an optimizer keeps for so many elements of weights, as they lie."""
+        return _STATE * self._states * elements // (choice.data if choice.zero == 1 else 1)
+
+    def _over_data(self, choice: Choice, kind: str, nbytes: float, tensors: int) -> float:
+        """A collective of each of so many whole tensors over the data axis."""
+        group = choice.data
+        received = nbytes * (group - 1) / group * (2 if kind == "all_reduce" else 1) / max(1, tensors)
+        return tensors * collective_time(self._machine, kind, received, choice.mesh, (DATA,)) if group > 1 else 0.0
+
+    def _update(self, nbytes: float) -> float:
+        return nbytes / self._machine.main_memory.rate
+
+
+@lru_cache(maxsize=512)
+def named_schedule(name: str, meshes: int, microbatches: int, chunks: int) -> Schedule:
+    """The schedule of that name."""
+    return Schedule.named(name, meshes=meshes, microbatches=microbatches, chunks=chunks)
+
+
+def _held(order: Order, kept: Sequence[int]) -> list[float]:
+    """Per mesh: the bytes that it holds at most for backwards, of stages that keep so many of a microbatch."""
+    schedule = named_schedule(*order)
+    if schedule.num_stages == schedule.num_meshes:
+        return [count * kept[mesh] for mesh, count in enumerate(_counts(order))]
+    return peaks(schedule, {number: Held(each) for number, each in enumerate(kept)})
+
+
+@lru_cache(maxsize=512)
+def _counts(order: Order) -> tuple[float, ...]:
+    """Per mesh: the microbatches that it holds at most."""
+    return tuple(peaks(named_schedule(*order)))
+
+
+@lru_cache(maxsize=4096)
+def _clock(order: Order, costs: tuple[tuple[float, float], ...], transfer: float) -> float:
+    """The schedule with these costs of forwards and backwards."""
+    schedule = named_schedule(*order)
+    if schedule.num_meshes == 1:
+        return schedule.num_microbatches * sum(map(sum, costs))
+
+    def cost(action: Action) -> float:
+        return costs[action.stage][action.kind != "F"]
+
+    return timeline(schedule, cost, transfer).makespan
+
+
+def pareto(estimates: Mapping[Choice, Estimate] | Sequence[Estimate]) -> list[Estimate]:
+    """Those than which no other takes less time and less memory, the fastest first."""
+    given = estimates.values() if isinstance(estimates, Mapping) else estimates
+    front: list[Estimate] = []
+    for each in sorted(given, key=lambda e: (e.time, e.memory)):
+        if not front or each.memory < front[-1].memory:
+            front.append(each)
+    return front

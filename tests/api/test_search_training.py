@@ -1,0 +1,164 @@
+"""Searches over ways to train: what is found runs and is right, its numbers are those of what runs, it goes on."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mesh_tensor as mt
+from kernels.models import gpt2
+from mesh_tensor.api.search_training import in_full
+from mesh_tensor.base.machine import Link, Memory
+from mesh_tensor.searching.pieces import Composer
+
+CPU = mt.Machine.preset("cpu")
+FAST = mt.Machine("fast links", {"float32": 1e9}, (Memory(10**9, 1e12),), (Link("wire", None, rate=1e11, start=1e-9),))
+
+
+class Loss(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.model = gpt2.build(gpt2.Config(64, 32, 4, layers, 4, 8))
+
+    def forward(self, x, y):
+        logits = self.model(x)
+        return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), y.reshape(-1))
+
+
+def exported(layers):
+    torch.manual_seed(0)
+    model, rows = Loss(layers), torch.export.Dim("rows", min=1, max=64)
+    example = torch.randint(64, (4, 8)), torch.randint(64, (4, 8))
+    program = torch.export.export(model, example, dynamic_shapes={"x": {0: rows}, "y": {0: rows}})
+    return model, mt.from_torch(program, check=False)
+
+
+def batch():
+    return torch.randint(64, (8, 8)), torch.randint(64, (8, 8))
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    return exported(4)
+
+
+@pytest.fixture(scope="module")
+def found(gpt):
+    return mt.search(gpt[1], 4, CPU, batch=8, finalists=1)
+
+
+def test_what_is_found_trains_as_the_model_does(gpt, found):
+    model, module = gpt
+    x, y = batch()
+    model.zero_grad()
+    wanted = model(x, y)
+    wanted.backward()
+    kinds = {(p.choice.zero, p.choice.meshes, p.choice.sequence): p for p in reversed(found.plans)}
+    for plan in random.Random(0).sample(list(kinds.values()), 4):
+        run = found.pipeline(plan, target="c")
+        torch.testing.assert_close(run(x, y), wanted.detach(), rtol=1e-5, atol=1e-5)
+        gradients = run.gradients()
+        for name, weight in model.named_parameters():
+            torch.testing.assert_close(gradients[module.names[name]], weight.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_the_best_is_planned_in_full_and_its_numbers_are_those_of_its_pipeline(found):
+    best = found.best
+    assert best.in_full
+    run = found.pipeline(target="c")
+    run(*batch())
+    made = mt.simulate(run, CPU)
+    update = best.time - made.time
+    assert 0 <= update < best.time / 4
+    assert made.peak_bytes < best.memory
+
+
+def test_zero_1_updates_parts_and_keeps_states_for_them(found):
+    plan = next(p for p in found.plans if p.choice.zero == 1 and p.choice.model == 2)
+    data, weights, kept = batch(), [], []
+
+    def momentum(weight, gradient, state):
+        state["momentum"] = 0.9 * state["momentum"] + gradient if "momentum" in state else gradient
+        elements.append(math.prod(gradient.sharding.tile_shape(tuple(gradient.shape))))
+        return weight - 0.1 * state["momentum"]
+
+    for rule in (momentum, found.rule(momentum, plan)):
+        run, elements = found.pipeline(plan, target="c"), []
+        for _ in range(2):
+            run(*data)
+            run.update(rule)
+        weights.append(run.weights())
+        kept.append(sum(elements))
+    for name, whole in weights[0].items():
+        torch.testing.assert_close(weights[1][name], whole, rtol=1e-5, atol=1e-6)
+    assert plan.choice.data == 2
+    assert kept[0] / 2 <= kept[1] < 0.52 * kept[0]  # biases that are split over the model axis have no other dim
+
+
+def test_pieces_say_what_planning_in_full_says(found):
+    composer = Composer(CPU, 2)
+    plain = [p for p in found.plans if p.choice.zero < 3 and not p.choice.recompute and not p.choice.sequence]
+    for plan in random.Random(1).sample(plain, 5):
+        full = in_full(replace(plan, in_full=False), found.pieces, composer, 8)
+        assert plan.time == pytest.approx(full.time, rel=0.15)
+        assert plan.memory == pytest.approx(full.memory, rel=0.3)
+
+
+def test_layers_go_where_least_is_done_beside_them(found):
+    for plan in found.plans:
+        assert sum(plan.layers) == 4
+        assert len(plan.layers) == plan.choice.stages
+
+
+def test_the_code_makes_the_same_pipeline(gpt, found):
+    names = {"mt": mt, "module": gpt[1]}
+    exec(found.code(), names)  # what a user would paste
+    data, other = batch(), found.pipeline()
+    torch.testing.assert_close(names["run"](*data), other(*data), rtol=0, atol=0)
+    assert names["run"].explain(CPU) == other.explain(CPU)
+
+
+def test_deeper_models_take_no_more_planning(gpt):
+    few = {
+        "microbatches": [2],
+        "model": [1, 2],
+        "schedules": ["1f1b"],
+        "zero": [0],
+        "recompute": [False],
+        "sequence": [False],
+    }
+    shallow, deep = (mt.search(module, 4, FAST, batch=8, finalists=0, **few) for module in (gpt[1], exported(8)[1]))
+    assert shallow.pieces.planned == deep.pieces.planned
+    alike = {plan.choice: plan for plan in deep.plans}
+    for plan in shallow.plans:
+        assert plan.time < alike[plan.choice].time < 2 * plan.time
+
+
+def test_it_goes_on_from_what_was_saved(gpt, found, tmp_path):
+    found.save(tmp_path / "found.json")
+    again = mt.search(gpt[1], 4, CPU, batch=8, finalists=1, known=tmp_path / "found.json")
+    assert again.plans == found.plans
+    assert again.pieces.planned == 0
+
+
+def test_memory_comes_first(gpt, found):
+    few = {"model": [1], "zero": [0], "schedules": ["1f1b"]}
+    sizes = sorted(plan.memory for plan in found.plans if plan.choice.model == 1 and not plan.choice.zero)
+    limit = sizes[len(sizes) // 3]
+    held = mt.search(gpt[1], 4, CPU, batch=8, memory_limit=limit, finalists=1, **few)
+    assert held.best.memory <= limit
+    assert held.too_large > 0
+    least = mt.search(gpt[1], 4, CPU, batch=8, objective="memory", finalists=0, **few)
+    assert least.best.memory == min(plan.memory for plan in least.plans)
+
+
+def test_the_front_and_its_picture(found):
+    front = found.pareto()
+    assert all(a.time < b.time and a.memory > b.memory for a, b in zip(front, front[1:], strict=False))
+    assert not any(p.time < each.time and p.memory < each.memory for p in found.plans for each in front)
+    assert "o" in found.picture()
+    assert str(found).count("\n") == 11

@@ -1,0 +1,59 @@
+"""What a search over ways to train refuses, and what it says."""
+
+import pytest
+import torch
+
+import mesh_tensor as mt
+from kernels.models import mlp
+from tests.api.test_search_training import CPU, exported
+
+
+@pytest.fixture(scope="module")
+def module():
+    return exported(2)[1]
+
+
+def test_too_little_memory_says_the_smallest_that_would_do(module):
+    with pytest.raises(
+        mt.MeshTensorError, match=r"no way to train fits into 1,000 bytes per device(.|\n)*needs [\d,]+"
+    ):
+        mt.search(module, 2, CPU, batch=4, memory_limit=1000)
+
+
+def test_a_model_without_layers(module):
+    perceptron = mt.from_torch(torch.export.export(mlp.build(), mlp.example_inputs()), check=False)
+    with pytest.raises(mt.MeshTensorError, match=r"nothing repeats in the module(.|\n)*leave out batch"):
+        mt.search(perceptron, 2, CPU, batch=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch": 0}, "batch is 0"),
+        ({"batch": 4, "states": -1}, "states is 0"),
+        ({"batch": 4, "colours": [1]}, r"colours=\[1\](.|\n)*microbatches, schedules, zero, recompute, sequence"),
+        ({"batch": 4, "microbatches": [3]}, "no way to train a batch of 4 rows on 2 devices"),
+        ({"batch": 4, "known": "nowhere.json"}, "'nowhere.json' holds no search"),
+        ({"zero": [3]}, r"zero of a search without a batch(.|\n)*batch="),
+    ],
+)
+def test_what_it_is_asked_for(module, options, message):
+    with pytest.raises(mt.MeshTensorError, match=message):
+        mt.search(module, 2, CPU, **options)
+
+
+def test_a_relax_module_has_to_say_its_inputs(module):
+    with pytest.raises(mt.MeshTensorError, match="say which parameters are no weights"):
+        mt.search(module.mod, 2, CPU, batch=4)
+
+
+def test_another_search_was_saved(module, tmp_path):
+    found = mt.search(module, 2, CPU, batch=4, finalists=0, schedules=["1f1b"], zero=[0])
+    found.save(tmp_path / "found.json")
+    with pytest.raises(mt.MeshTensorError, match="is of another search"):
+        mt.search(module, 2, CPU, batch=8, known=tmp_path / "found.json")
+
+
+def test_a_machine_that_is_too_small(module):
+    with pytest.raises(mt.MeshTensorError, match=r"the search has 64 devices, the machine 16"):
+        mt.search(module, 64, "h100x16", batch=64)
