@@ -37,7 +37,8 @@ class _Walk:
                 return
             extent = self.analyzer.simplify(stmt.extent)
             self.analyzer.bind(stmt.loop_var, ir.Range.from_min_extent(stmt.min, extent))
-            self.stmt(stmt.body)
+            with self.analyzer.constraint_scope(stmt.loop_var < self.analyzer.simplify(stmt.min + stmt.extent)):
+                self.stmt(stmt.body)
         elif isinstance(stmt, tirx.IfThenElse):
             self.exprs(stmt.condition)
             with self.analyzer.constraint_scope(stmt.condition):
