@@ -79,9 +79,8 @@ def _short(loop: tirx.For) -> tirx.Stmt | None:
     lows, highs = limits
     start, end = reduce(tirx.max, lows, loop.min), reduce(tirx.min, highs, loop.min + loop.extent)
     analyzer = arith.Analyzer()
-    # What starts past the end starts at it: the loop is then seen to end where it does.
-    start = analyzer.simplify(tirx.min(start, end))
-    return tirx.For(loop.loop_var, start, end - start, loop.kind, guard.then_case, None, annotations)
+    start, extent = analyzer.simplify(start), analyzer.simplify(tirx.max(end - start, 0))
+    return tirx.For(loop.loop_var, start, extent, loop.kind, guard.then_case, None, annotations)
 
 
 def _limits(condition: tirx.PrimExpr, var: tirx.Var) -> tuple[list[tirx.PrimExpr], list[tirx.PrimExpr]] | None:
