@@ -157,8 +157,8 @@ def log_sum(rows, columns, block=8, row_block=4):
     return log_sum_kernel
 
 
-def smooth_maximum(rows, columns, block):
-    """`Y = logsumexp(X)` by rows; every block is taken down by its own maximum."""
+def smooth_maximum(rows, columns, block, start=-math.inf):
+    """`Y = logsumexp(X)` by rows, and of what it starts from; every block is taken down by its own maximum."""
 
     @T.prim_func
     def smooth_maximum_kernel(X: T.Tensor((rows, columns), "float32"), Y: T.Tensor((rows,), "float32")):
@@ -166,7 +166,7 @@ def smooth_maximum(rows, columns, block):
             x = T.alloc_fragment((2, block), "float32")
             largest, total = T.alloc_fragment((2,), "float32"), T.alloc_fragment((2,), "float32")
             lse = T.alloc_fragment((2,), "float32")
-            T.fill(lse, -T.infinity("float32"))
+            T.fill(lse, start)
             for ko in T.serial(columns // block):
                 T.copy(X[bx * 2, ko * block], x)
                 T.reduce_max(x, largest, dim=1)

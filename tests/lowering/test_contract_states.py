@@ -161,3 +161,11 @@ def test_blocks_of_padding_have_no_maximum(columns, block, devices):
     kernel = compiled(smooth_maximum(4, columns, block), {"x": devices}, {"X": {"x": 1}})
     assert "X.1" not in kernel.explain(), "X is not gathered"
     close([kernel(x)], [torch.logsumexp(x, 1)])
+
+
+def test_what_a_logarithm_starts_from_counts_once():
+    x = torch.randn(4, 12)
+    for devices in (2, 3):
+        kernel = compiled(smooth_maximum(4, 12, 4, start=0.5), {"x": devices}, {"X": {"x": 1}})
+        assert "X.1" not in kernel.explain(), "X is not gathered"
+        close([kernel(x)], [torch.logsumexp(torch.cat([x, torch.full((4, 1), 0.5)], 1), 1)])
