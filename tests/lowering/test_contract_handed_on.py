@@ -156,3 +156,11 @@ def test_what_is_handed_on_is_split_by_the_same_axes_in_all_parts():
     ):
         kernel = compiled(chunks(6), {"x": 2, "y": 2}, layouts)
         torch.testing.assert_close(kernel(q, k, v), torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 5}])
+def test_running_products_stay_whole(mesh):
+    x = torch.randn(12, 8)
+    kernel = compiled(running(12, 8, lambda s, x: s * x, start=2.0), mesh, rows("x"))
+    for result, expected in zip(kernel(x), in_order(x, torch.mul, 2.0), strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)

@@ -15,7 +15,7 @@ def linear(scene: Scene, over: str) -> Carried:
     kept = scene.output(any_order(scene, f"{over}k")) if by_position and scene.chance(60) else ""
     at = scene.element(state, over)
     before = scene.chance(40)
-    twist = scene.twist("clip", "square", "condition", "set back")
+    twist = scene.twist("clip", "square", "condition", "set back", "product")
 
     def update(b: str, dims: str) -> str:
         a = scene.pick(
@@ -44,6 +44,8 @@ def linear(scene: Scene, over: str) -> Carried:
         text = update(value(scene, dims), dims)
         if twist == "clip":
             text = f"T.min({text}, 2.0)"
+        elif twist == "product":
+            text = f"{at} * {value(scene, dims, 0)}"
         elif twist == "square":
             text = f"{at} * {at} * 0.1 + {text}"
         headers = scene.loops(dims, serial="k")
