@@ -24,7 +24,7 @@ def with_plain_single_dims(func: tirx.PrimFunc) -> tirx.PrimFunc:
         if all(new.same_as(old) for new, old in zip(indices, node.indices, strict=True)):
             return None
         if isinstance(node, tirx.BufferLoad):
-            return tirx.BufferLoad(node.buffer, indices, span=node.span)
+            return tirx.BufferLoad(node.buffer, indices)
         return tirx.BufferStore(node.buffer, node.value, indices)
 
     body = tirx.stmt_functor.ir_transform(func.body, None, plain, ["tirx.BufferLoad", "tirx.BufferStore"])
