@@ -121,7 +121,9 @@ def _carried(iteration: Iteration, live_range: LiveRange) -> Carried | None:
         return None
     if rate == _ONE:
         return Carried(live_range, "sum", {})
-    if all(s.op == "prod" and not s.fresh for s in updates):
+    node = iteration.loop.node
+    is_resumed = node is not None and RESUMED in node.annotations
+    if not is_resumed and all(s.op == "prod" and not s.fresh for s in updates):
         # Alone, what such an update makes of 0 would be read as a product, which devices start from 1.
         return None
     scaled = {s: factor for s in updates if (factor := _scale(s, live_range)) is not None}
