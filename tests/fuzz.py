@@ -1,5 +1,5 @@
-"""Random kernels, kernels over tiles, programs, modules, corrupt files and calls on ranks until Ctrl-C, or for
-FUZZ_SECONDS: `make fuzz`.
+"""Random kernels, compositions of what the planner knows, kernels over tiles, programs, modules, corrupt files and
+calls on ranks until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`.
 
 Every number is one of each; `python -m tests.fuzz --seed N --cases 1 --of modules` runs one again. What is wrong is
 made smaller and printed as source with its mesh and shardings. The exit status is 1 if anything was wrong.
@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from tests.random_compositions.strategy import make_case as make_composition_case
 from tests.random_kernels.over_tiles import make_tiles_case
 from tests.random_kernels.programs import make_program_case
 from tests.random_kernels.strategy import make_case as make_kernel_case
@@ -33,6 +34,7 @@ from .random_modules import reduction as module_reduction
 ROUND = 100
 MAKERS: dict[str, Callable[[int], Any]] = {
     "kernels": make_kernel_case,
+    "compositions": make_composition_case,
     "tiles": make_tiles_case,
     "programs": make_program_case,
     "modules": make_module_case,
@@ -45,6 +47,7 @@ KINDS = tuple(MAKERS)
 def fuzz(options: argparse.Namespace) -> Counter:
     """Run cases until time is up; the counts of verdicts."""
     start, counts, number = time.monotonic(), Counter(), options.seed
+    constructs: dict[str, Counter] = {}
     end = options.seed + options.cases if options.cases else float("inf")
     try:
         while number < end and time.monotonic() - start < options.seconds:
@@ -52,6 +55,8 @@ def fuzz(options: argparse.Namespace) -> Counter:
                 case = MAKERS[kind](number)
                 outcome = run(kind, case, options.target)
                 counts[outcome.verdict] += 1
+                for construct in getattr(case, "seen", ()):
+                    constructs.setdefault(construct, Counter())[outcome.verdict] += 1
                 if outcome.verdict == "wrong":
                     print(f"number {number} of {kind}: {outcome.reason}", flush=True)
                     small = smaller(kind, case, options.target)
@@ -61,6 +66,8 @@ def fuzz(options: argparse.Namespace) -> Counter:
                 print(f"{time.monotonic() - start:6.0f} s, up to {number}: {told(counts)}", flush=True)
     except KeyboardInterrupt:
         print()
+    for construct, found in sorted(constructs.items()):
+        print(f"  {construct}: {told(found)}")
     return counts
 
 

@@ -168,7 +168,9 @@ class _Combiner:
 
         def element(at: Sequence[tirx.PrimExpr]) -> tirx.PrimExpr:
             mine, largest = tirx.BufferLoad(own[part.held], list(at)), tirx.BufferLoad(part.held.buffer, list(at))
-            return _power_of_2(part.rate, mine - _finite(largest))
+            # what overflowed is as large as itself
+            above = tirx.Select(mine == largest, tirx.const(0, mine.dtype), mine - _finite(largest))
+            return _power_of_2(part.rate, above)
 
         return element
 

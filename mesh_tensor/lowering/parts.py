@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -14,6 +14,7 @@ from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Blocked, Factor
 from mesh_tensor.rules.kernel.scans import Scan
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
+from mesh_tensor.rules.kernel.statements import Loop
 
 from .combine import combine, live_states
 from .cut import Workspace, cut
@@ -96,9 +97,9 @@ def _resumed(
     axes = part.assignment.axes_of(factor)
     made = resume(part.analysis, scan, math.prod(ruled.kernel.mesh.size(axis) for axis in axes), suffix)
     names.add([*made.totals, *made.starts, *made.ends])
-    first = _decided(ruled, made.first, part, names, whole)
+    first = _with_loops(ruled, made.first, part, names, whole, [scan.loop])
     second = _decided(ruled, made.second, part, names, whole, dict.fromkeys(axes))
-    rest = _decided(ruled, made.rest, part, names, whole)
+    rest = _with_loops(ruled, made.rest, part, names, whole, [scan.loop] if made.starts else [])
     for workspace in made.totals:
         _spread(first.assignment.produced, workspace, axes)
     for workspace in made.starts:
@@ -110,6 +111,8 @@ def _spread(layouts: dict[str, Sharding], workspace: Workspace, axes: tuple[str,
     """Every device along the axes has one of the workspace's first dim."""
     name = str(workspace.buffer.name)
     mesh, ndim = layouts[name].mesh, len(workspace.buffer.shape)
+    if pending := [axis for axis, _ in layouts[name].partial if axis not in axes]:
+        raise Blocked(f"{workspace.on_chip.name} is not complete along {', '.join(pending)} where devices hand it on")
     shards = {axis: dim for axis in mesh if (dim := layouts[name].dim_of(axis)) is not None}
     layouts[name] = Sharding.make(mesh, ndim, {**shards, **dict.fromkeys(axes, 0)}, name=name)
 
@@ -130,13 +133,40 @@ def _combined(
     states = live_states(part.analysis.reductions[factor].states, at)
     made = combine(part.analysis, states, at, devices, suffix)
     names.add([*made.own, *made.shared])
-    first = _decided(ruled, made.loop, part, names, whole)
+    first = _with_loops(ruled, made.loop, part, names, whole, [state.loop for state in states])
     analysis = analyse(made.combine)
     factor_of_devices = analysis.factor_of(str(made.own[0].buffer.name), 0)
     middle = _decided(ruled, made.combine, part, names, whole, dict.fromkeys(axes, factor_of_devices), analysis)
     for workspace in made.own:
         _spread(first.assignment.produced, workspace, axes)
     return [first, middle, _decided(ruled, made.rest, part, names, whole)]
+
+
+def _with_loops(
+    ruled: Ruled, func: tirx.PrimFunc, whole_part: Part, names: _Names, whole: Mapping[Dim, str], loops: Sequence[Loop]
+) -> Part:
+    """A part with loops that carry a state: the axes that split these in the whole kernel split them here, and no
+    others do, whatever names their dims have in either.
+
+    Raises Blocked where there is no such factor any more."""
+    analysis, known = analyse(func), dict[str, Factor | None]()
+    for loop in loops:
+        before = next(f for f in whole_part.analysis.factors if loop.var in f.roles)
+        axes = whole_part.assignment.axes_of(before)
+        now = next((f for f in analysis.factors if loop.var in f.roles), None)
+        if now is None:
+            raise Blocked(f"what is carried depends on no element of what loop {loop.var.name} walks")
+        known |= dict.fromkeys(axes, now)
+        free = decide_part(ruled, analysis, whole, _fixed(whole_part, analysis, names, known)).assignment.axes_of(now)
+        known |= dict.fromkeys(axis for axis in free if axis not in axes)
+    made = _decided(ruled, func, whole_part, names, whole, known, analysis)
+    for loop in loops:
+        now = next(f for f in analysis.factors if loop.var in f.roles)
+        if {a for a in made.assignment.axes_of(now) if ruled.kernel.mesh.size(a) > 1} != {
+            a for a, f in known.items() if f is now and ruled.kernel.mesh.size(a) > 1
+        }:
+            raise Blocked(f"what loop {loop.var.name} walks can't be split where its state is carried")
+    return made
 
 
 def _decided(
@@ -154,13 +184,20 @@ def _decided(
         analysis = analyse(func)
         if ruled.kernel.reading.over_tiles:
             analysis = analysis.over_tiles()
+    return decide_part(ruled, analysis, whole, _fixed(whole_part, analysis, names, known))
+
+
+def _fixed(
+    whole_part: Part, analysis: Analysis, names: _Names, known: Mapping[str, Factor | None]
+) -> dict[str, Factor | None]:
+    """What axes split of a part of a kernel, as far as it is the same that they split of the whole; and `known`."""
     fixed: dict[str, Factor | None] = dict(known)
     for axis, factor in whole_part.assignment.axes.items():
         if axis in fixed:
             continue
         if factor is not None and (same := [f for f in analysis.factors if names.of(f) & names.of(factor)]):
             fixed[axis] = max(same, key=lambda f: len(f.dims))
-    return decide_part(ruled, analysis, whole, fixed)
+    return fixed
 
 
 @dataclass

@@ -27,6 +27,7 @@ from mesh_tensor.rules.kernel.statements import OWN_ATTR, RESUMED, Statement, bo
 from mesh_tensor.tir.constants import constant
 from mesh_tensor.tir.effects import changes_nothing
 from mesh_tensor.tir.linear import vars_of
+from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.rewrite import (
     exchange_buffers,
     fill,
@@ -106,17 +107,26 @@ class _Resumer:
         """The dims of a state in which what it is scaled with differs."""
         held, kept = part.held.buffer, set[int]()
         for statement, scale in part.scaled.items():
-            loads: list[tirx.BufferLoad] = []
-            tirx.stmt_functor.post_order_visit(
-                scale, lambda n, found=loads: found.append(n) if isinstance(n, tirx.BufferLoad) else None
-            )
-            used = vars_of([scale], self.kernel.binds)
+            used = self._depends_on(scale, statement)
             for dim, form in enumerate(statement.target.forms):
-                if form is not None and form.terms.keys() & used:
+                place = self.analysis.coordinates.of_access(statement.target, dim)
+                walked = {v for f in (form, place and place[1]) if f is not None for v in f.terms}
+                if walked & used:
                     kept.add(dim)
         dims = tuple(sorted(kept))
         shape = [held.shape[d] for d in dims] or [tirx.IntImm("int32", 1)]
         return _Scale(part, dims, tirx.decl_buffer(shape, held.dtype, f"{held.name}_scale", scope=held.scope()))
+
+    def _depends_on(self, scale: tirx.PrimExpr, statement: Statement) -> set[tirx.Var]:
+        """The loops on which what a statement scales with may depend, by way of what it loads, too."""
+        used = vars_of([scale], self.kernel.binds)
+        if any(var in self.kernel.binds for var in tirx.analysis.undefined_vars(scale)):
+            used |= {loop.var for loop in self.kernel.grid}
+        loaded = {load.buffer for load in nodes(tirx.Evaluate(scale), tirx.BufferLoad)}
+        for access in statement.reads:
+            if access.buffer in loaded:
+                used |= self.analysis.taints[self.ranges.of(access)]
+        return used
 
     # -- the three kernels ---------------------------------------------------------------------------------------------
 

@@ -179,7 +179,8 @@ class _Chain:
             if needed is None and produced is None:
                 yield f"parameter {param} has no placement"
             if needed is not None:
-                yield from self._input(arg, needed, in_out=produced is not None)
+                read = step.analysis.kernel.uses(step.analysis.kernel.params[param])
+                yield from self._input(arg, needed, in_out=produced is not None, read=read)
             if produced is not None and tensor.sharding != produced:
                 yield f"{arg} lies as {tensor.sharding}, but the kernel leaves {produced}"
             if not _same_shape(buffer.shape, tensor.sharding.tile_shape(tensor.shape)):
@@ -187,7 +188,7 @@ class _Chain:
         for name in step.writes:
             self._set(name)
 
-    def _input(self, arg: str, needed: Sharding, *, in_out: bool) -> Iterator[str]:
+    def _input(self, arg: str, needed: Sharding, *, in_out: bool, read: bool) -> Iterator[str]:
         """An in-out tensor may change its layout under the kernel: what it was before has the same storage."""
         before = self.holds.get(self._tensor(arg).storage) if in_out else arg
         if before is None:
@@ -197,7 +198,7 @@ class _Chain:
         layout = self._tensor(before).sharding
         if layout != needed:
             yield f"{before} lies as {layout}, but the kernel needs {needed}"
-        if layout.partial and not in_out:
+        if layout.partial and read and not in_out:
             yield f"{before} is partial ({layout}), and the kernel reads it"
 
     def _collective(self, step: Collective) -> Iterator[str]:

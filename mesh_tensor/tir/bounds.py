@@ -37,7 +37,8 @@ class _Walk:
                 return
             extent = self.analyzer.simplify(stmt.extent)
             self.analyzer.bind(stmt.loop_var, ir.Range.from_min_extent(stmt.min, extent))
-            self.stmt(stmt.body)
+            with self.analyzer.constraint_scope(stmt.loop_var < self.analyzer.simplify(stmt.min + _if_any(extent))):
+                self.stmt(stmt.body)
         elif isinstance(stmt, tirx.IfThenElse):
             self.exprs(stmt.condition)
             with self.analyzer.constraint_scope(stmt.condition):
@@ -87,6 +88,15 @@ class _Walk:
                 continue
             if not (self.proves(index >= 0) and self.proves(index < size)):
                 self.problems.append(f"{buffer.name} dim {dim} is accessed at {index}, which may lie outside 0..{size}")
+
+
+def _if_any(extent: tirx.PrimExpr) -> tirx.PrimExpr:
+    """How often a loop runs that runs at all: of `max(n, 0)`, n."""
+    if isinstance(extent, tirx.Max):
+        for some, zero in ((extent.a, extent.b), (extent.b, extent.a)):
+            if isinstance(zero, tirx.IntImm) and int(zero) == 0:
+                return some
+    return extent
 
 
 def _operands(expr: tirx.PrimExpr) -> Iterator[tirx.PrimExpr]:

@@ -166,3 +166,78 @@ def after_a_sum(steps, width, online=False):
             T.copy(state, E[bx * 4])
 
     return after_a_sum_kernel
+
+
+def counted(rows, steps, block=3):
+    """How many blocks of a row there are: of what is read, nothing counts."""
+
+    @T.prim_func
+    def counted_kernel(X: T.Tensor((rows, steps), "float32"), Y: T.Tensor((rows,), "float32")):
+        with T.Kernel(rows // 3, threads=32) as bx:
+            x = T.alloc_shared((3, block), "float32")
+            part, state = T.alloc_fragment((3,), "float32"), T.alloc_fragment((3,), "float32")
+            T.clear(state)
+            for ko in T.serial(steps // block):
+                T.copy(X[bx * 3, ko * block], x)
+                T.reduce_sum(x, part, dim=1)
+                for i in T.Parallel(3):
+                    state[i] = state[i] + 1.0
+            T.copy(state, Y[bx * 3])
+
+    return counted_kernel
+
+
+def rate_of_the_program(width, steps, kind):
+    """`state = rate * state + X[:, t]`, with another rate in every program: of its number, or loaded for it."""
+
+    @T.prim_func
+    def rate_of_the_program_kernel(
+        X: T.Tensor((width, steps), "float32"), R: T.Tensor((width // 4,), "float32"), Y: T.Tensor((width, steps))
+    ):
+        with T.Kernel(width // 4, threads=32) as bx:
+            state = T.alloc_fragment((4,), "float32")
+            rate = T.alloc_fragment((1,), "float32")
+            T.fill(state, 1.0)
+            rate[0] = R[bx]
+            for t in T.serial(steps):
+                for i in T.Parallel(4):
+                    Y[bx * 4 + i, t] = state[i]
+                    if kind == "number":
+                        state[i] = X[bx * 4 + i, t] + T.if_then_else(bx % 2 == 0, 0.5, 1.0) * state[i]
+                    elif kind == "loaded":
+                        state[i] = X[bx * 4 + i, t] + R[bx] * state[i]
+                    else:
+                        state[i] = X[bx * 4 + i, t] + rate[0] * state[i]
+
+    return rate_of_the_program_kernel
+
+
+def chunks(steps, width=4):
+    """Linear attention in chunks of two positions, all of which see each other."""
+
+    @T.prim_func
+    def chunks_kernel(
+        Q: T.Tensor((2 * steps, 2), "float32"),
+        K: T.Tensor((2 * steps, 2), "float32"),
+        V: T.Tensor((2 * steps, width), "float32"),
+        Y: T.Tensor((2 * steps, width), "float32"),
+    ):
+        with T.Kernel(1, threads=32):
+            state, out = T.alloc_fragment((2, width), "float32"), T.alloc_fragment((2, width), "float32")
+            q, k = T.alloc_shared((2, 2), "float32"), T.alloc_shared((2, 2), "float32")
+            v = T.alloc_shared((2, width), "float32")
+            scores = T.alloc_fragment((2, 2), "float32")
+            T.clear(state)
+            for to in T.serial(steps):
+                T.copy(Q[to * 2, 0], q)
+                T.copy(K[to * 2, 0], k)
+                T.copy(V[to * 2, 0], v)
+                T.clear(scores)
+                T.gemm(q, k, scores, transpose_B=True)
+                T.clear(out)
+                T.gemm(scores, v, out)
+                T.gemm(q, state, out)
+                T.gemm(k, v, state, transpose_A=True)
+                T.copy(out, Y[to * 2, 0])
+
+    return chunks_kernel

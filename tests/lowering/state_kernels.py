@@ -155,3 +155,26 @@ def log_sum(rows, columns, block=8, row_block=4):
                 T.copy(powers, Y[bx * row_block, ko * block])
 
     return log_sum_kernel
+
+
+def smooth_maximum(rows, columns, block, start=-math.inf):
+    """`Y = logsumexp(X)` by rows, and of what it starts from; every block is taken down by its own maximum."""
+
+    @T.prim_func
+    def smooth_maximum_kernel(X: T.Tensor((rows, columns), "float32"), Y: T.Tensor((rows,), "float32")):
+        with T.Kernel(rows // 2, threads=32) as bx:
+            x = T.alloc_fragment((2, block), "float32")
+            largest, total = T.alloc_fragment((2,), "float32"), T.alloc_fragment((2,), "float32")
+            lse = T.alloc_fragment((2,), "float32")
+            T.fill(lse, start)
+            for ko in T.serial(columns // block):
+                T.copy(X[bx * 2, ko * block], x)
+                T.reduce_max(x, largest, dim=1)
+                for i, j in T.Parallel(2, block):
+                    x[i, j] = T.exp(x[i, j] - largest[i])
+                T.reduce_sum(x, total, dim=1)
+                for i in T.Parallel(2):
+                    lse[i] = largest[i] + T.log(T.exp(lse[i] - largest[i]) + total[i])
+            T.copy(lse, Y[bx * 2])
+
+    return smooth_maximum_kernel

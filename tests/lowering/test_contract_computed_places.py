@@ -59,6 +59,26 @@ def test_loops_whose_bounds_depend_on_the_row(start):
         check(func, [s, v], expected, [{"x": 2, "y": 2}])
 
 
+def test_a_loop_from_the_row_on_stays_inside_its_tile():
+    """The elements that it reads itself are seen to lie in the tile of every device."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((3, 16), "float32"), B: T.Tensor((3,), "float32")):
+        with T.Kernel(1, threads=32):
+            x, total = T.alloc_fragment((1, 2), "float32"), T.alloc_fragment((1,), "float32")
+            for row in T.serial(3):
+                T.clear(total)
+                for ko in T.serial(row, 8):
+                    for j in T.Parallel(2):
+                        x[0, j] = A[row, ko * 2 + j]
+                    T.reduce_sum(x, total, dim=1, clear=False)
+                T.copy(total, B[row])
+
+    a = torch.randn(3, 16)
+    with machine(1):
+        check(kernel, [a], torch.stack([a[row, 2 * row :].sum() for row in range(3)]), [{"x": 2}])
+
+
 def test_the_local_kernel_skips_blocks():
     rows = {"A": {"x": 0}, "B": {"x": 0}}
     local = text(only_kernel(lowered(backwards_rows(32, 8, 4), {"x": 2}, rows)))

@@ -11,7 +11,7 @@ from mesh_tensor.lowering.pipeline import lower_kernel
 from tests.kernels.adversarial.index_values import argmax_rows
 from tests.other_machines import machine
 
-from .scan_kernels import WRONG, after_a_sum, running, running_wrong
+from .scan_kernels import WRONG, after_a_sum, chunks, counted, rate_of_the_program, running, running_wrong
 from .support import outline
 
 #: An update in a kernel, and in torch; and what the state starts from.
@@ -115,3 +115,52 @@ def test_the_first_of_equal_maxima_wins(mesh, sizes):
     values, positions = kernel(a)
     torch.testing.assert_close(values, a.max(1).values)
     assert positions.tolist() == [int((row == row.max()).nonzero()[0, 0]) for row in a]
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_what_counts_blocks_counts_them_once(devices):
+    """The state's part of the loop reads nothing: it would run as often on every device."""
+    kernel = compiled(counted(6, 12), {"x": devices}, {"X": {"x": 1}})
+    torch.testing.assert_close(kernel(torch.randn(6, 12)), torch.full((6,), 4.0))
+
+
+@pytest.mark.parametrize("kind", ["number", "loaded", "copied"])
+def test_rates_of_programs_are_kept_apart(kind):
+    func = rate_of_the_program(8, 5, kind)
+    x, rates = torch.randn(8, 5), torch.tensor([0.5, 1.0])
+    state, expected = torch.ones(8), []
+    for column in x.T:
+        expected.append(state)
+        state = state * rates.repeat_interleave(4) + column
+    for mesh, layouts in [
+        ({"x": 2}, {"X": {"x": 1}, "Y": {"x": 1}}),
+        ({"x": 2, "y": 2}, {"X": {"x": 1, "y": 0}, "Y": {"x": 1, "y": 0}}),
+    ]:
+        kernel = compiled(func, mesh, layouts)
+        assert "state_scale" in kernel.explain(), "the state is handed on"
+        torch.testing.assert_close(kernel(x, rates), torch.stack(expected, 1))
+
+
+def test_what_is_handed_on_is_split_by_the_same_axes_in_all_parts():
+    """Y's columns are split over y, which is free again in the part that makes states, and was asked to split V's
+    rows."""
+    q, k, v = torch.randn(12, 2), torch.randn(12, 2), torch.randn(12, 4)
+    state, expected = torch.zeros(2, 4), []
+    for a, b, c in zip(q.split(2), k.split(2), v.split(2), strict=True):
+        expected.append(a @ b.T @ c + a @ state)
+        state = state + b.T @ c
+    for layouts in (
+        {"Q": {"x": 0}, "K": {}, "V": {"x": 0, "y": 0}, "Y": {"y": 1}},
+        {"V": {"x": 0, "y": 1}, "Y": {"x": 0}},
+        {"Y": {"x": 0}},
+    ):
+        kernel = compiled(chunks(6), {"x": 2, "y": 2}, layouts)
+        torch.testing.assert_close(kernel(q, k, v), torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 5}])
+def test_running_products_stay_whole(mesh):
+    x = torch.randn(12, 8)
+    kernel = compiled(running(12, 8, lambda s, x: s * x, start=2.0), mesh, rows("x"))
+    for result, expected in zip(kernel(x), in_order(x, torch.mul, 2.0), strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)

@@ -11,7 +11,7 @@ from kernels.flash_attention import flash_attention, flash_attention_reference
 from mesh_tensor.lowering.pipeline import lower_kernel
 from tests.other_machines import machine
 
-from .state_kernels import WRONG, log_sum, online, online_reference
+from .state_kernels import WRONG, log_sum, online, online_reference, smooth_maximum
 from .support import outline
 
 
@@ -152,3 +152,20 @@ def test_compiled_for_this_machine():
     kernel = compiled(func, {"x": 2}, KV, target="c", poison=False)
     assert "all_gather" not in kernel.explain()
     close([kernel(q, k, v)], [flash_attention_reference(q, k, v, causal=True)])
+
+
+@pytest.mark.parametrize(("columns", "block", "devices"), [(16, 4, 3), (2, 2, 3), (6, 2, 4), (20, 4, 2)])
+def test_blocks_of_padding_have_no_maximum(columns, block, devices):
+    """Tiles of 6, 6 and 4 in blocks of 4: nothing is taken from what the last device would find in its second one."""
+    x = torch.randn(4, columns)
+    kernel = compiled(smooth_maximum(4, columns, block), {"x": devices}, {"X": {"x": 1}})
+    assert "X.1" not in kernel.explain(), "X is not gathered"
+    close([kernel(x)], [torch.logsumexp(x, 1)])
+
+
+def test_what_a_logarithm_starts_from_counts_once():
+    x = torch.randn(4, 12)
+    for devices in (2, 3):
+        kernel = compiled(smooth_maximum(4, 12, 4, start=0.5), {"x": devices}, {"X": {"x": 1}})
+        assert "X.1" not in kernel.explain(), "X is not gathered"
+        close([kernel(x)], [torch.logsumexp(torch.cat([x, torch.full((4, 1), 0.5)], 1), 1)])

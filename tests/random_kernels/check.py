@@ -37,7 +37,7 @@ def run(case: Case, target: str = "interpret") -> Outcome:
     """Lower `case`, run it (poisoned, if interpreted) and compare with the unsharded kernel."""
     try:
         annotated = mt.annotate(build(case.source), mt.Mesh(case.mesh), case.shardings)
-        with machine(zlib.crc32(repr(case.shardings).encode())):
+        with machine(zlib.crc32(repr(case.shardings).encode()) if case.machine is None else case.machine):
             kernel = mt.compile(annotated, target=target, poison=target == "interpret")
     except mt.MeshTensorError as error:
         return Outcome("refused", str(error))

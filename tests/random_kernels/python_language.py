@@ -217,6 +217,8 @@ LANGUAGE = SimpleNamespace(
     min=_minimum,
     abs=abs,
     exp=np.exp,
+    exp2=np.exp2,
+    log=np.log,
     floor=np.floor,
     round=np.round,
     **{f"reduce_{op}": _reduce(op) for op in ("sum", "max", "min", "abssum", "absmax")},

@@ -76,7 +76,8 @@ class Case:
     """The source of a kernel, how its parameters lie on a mesh (`shardings` is as `annotate` takes it; what it leaves
     out is not annotated), and its data: small integers, or normal values. `exact`: with small integers, the order of
     its sums can't matter. With `blank`, the call leaves the outputs out, else it passes tensors for them. `as_python`:
-    it has nothing in it that `reference.run_as_python` doesn't know."""
+    it has nothing in it that `reference.run_as_python` doesn't know. `seen`: the constructs in it. `machine`: which
+    of `other_machines` it is planned for; None: any."""
 
     source: str
     params: tuple[Param, ...]
@@ -87,6 +88,8 @@ class Case:
     blank: bool = False
     as_python: bool = False
     seed: int = 0
+    seen: frozenset[str] = frozenset()
+    machine: int | None = None
 
     def __repr__(self) -> str:
         """What it takes to write the case down as a test."""

@@ -56,6 +56,7 @@ class PartialValues:
         self._uses: list[Use] = []
         self._explained = set(explained) | {statement for state in states for statement in state.explained}
         self._scaled = {live_range for state in states for live_range in state.scaled}
+        self._logs = {log.held for state in states for log in state.logs}
         for live_range, op in [(r, op) for state in states for r, op in state.ops.items()]:
             updates = [s for s, _ in live_range.writes if s in self._explained]
             self._partial[live_range] = _Partial(op, frozenset(), updates)
@@ -179,8 +180,9 @@ class PartialValues:
     def starts(self) -> Iterator[tuple[Statement, str | None]]:
         """The statements that partial values start from, whose contribution must count on one device only; and why
         it can't."""
-        for partial, statement in [(p, s) for r, p in self._partial.items() for s, _ in r.writes]:
-            counts_again = not reduction(partial.op).idempotent and statement not in partial.contributions
+        for live_range, partial, statement in [(r, p, s) for r, p in self._partial.items() for s, _ in r.writes]:
+            once = not reduction(partial.op).idempotent or live_range in self._logs
+            counts_again = once and statement not in partial.contributions
             if counts_again and not _sets_neutral(statement, partial.op):
                 again = f"{describe(statement)} starts every block of it with a value that would count again"
                 yield statement, again if partial.outer else None

@@ -121,6 +121,11 @@ def _carried(iteration: Iteration, live_range: LiveRange) -> Carried | None:
         return None
     if rate == _ONE:
         return Carried(live_range, "sum", {})
+    node = iteration.loop.node
+    is_resumed = node is not None and RESUMED in node.annotations
+    if not is_resumed and all(s.op == "prod" and not s.fresh for s in updates):
+        # Alone, what such an update makes of 0 would be read as a product, which devices start from 1.
+        return None
     scaled = {s: factor for s in updates if (factor := _scale(s, live_range)) is not None}
     known = all(s in scaled or _adds(s) for s in updates) and all(_is_alone(s, scaled[s], iteration) for s in scaled)
     return Carried(live_range, "sum", scaled) if known else None

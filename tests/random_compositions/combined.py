@@ -1,0 +1,119 @@
+"""States that devices combine: reductions, products, online softmaxes, logarithms of sums; and what only looks like
+them."""
+
+from __future__ import annotations
+
+from .blocks import LOWEST, Carried, block, filled, reduced
+from .reads import value
+from .scene import Scene
+
+
+def plain(scene: Scene, over: str) -> Carried:
+    op = scene.pick(("sum", "sum", "max", "min"))
+    total = scene.buffer("total", over)
+    neutral = {"sum": "0.0", "max": scene.pick(LOWEST), "min": "T.infinity('float32')"}[op]
+    first = neutral if scene.chance(80) else "0.5"
+    return Carried(
+        over,
+        [total],
+        lambda: scene.emit(f"T.fill({total}, {first})"),
+        lambda: reduced(scene, op, block(scene, over, neutral), total, over, False),
+    )
+
+
+def integers(scene: Scene, over: str) -> Carried:
+    """Whole numbers, in a narrow dtype now and then."""
+    total = scene.buffer("count", over, scene.pick(("int32", "int32", "int8", "int16")))
+    dtype = next(b.dtype for b in scene.buffers if b.name == total)
+
+    def step() -> None:
+        x = block(scene, over)
+        text, element = scene.element(total, over), scene.element(x, f"{over}k")
+        with scene.block(*scene.loops(f"{over}k", serial="k")):
+            scene.emit(f'{text} = {text} + T.if_then_else({element} > 0.0, T.cast(1, "{dtype}"), T.cast(0, "{dtype}"))')
+
+    return Carried(over, [total], lambda: scene.emit(f"T.fill({total}, 0)"), step)
+
+
+def product(scene: Scene, over: str) -> Carried:
+    """`acc[m, n] += a[m, k] @ b[k, n]`."""
+    acc = scene.buffer("acc", "mn")
+
+    def step() -> None:
+        operands = []
+        for dims in ("mk", "kn"):
+            operands.append(scene.buffer("p", dims, scope="shared"))
+            filled(scene, operands[-1], dims)
+        scene.emit(f"T.gemm({operands[0]}, {operands[1]}, {acc})")
+
+    return Carried("mn", [acc], lambda: scene.emit(f"T.fill({acc}, {scene.pick(('0.0', '0.0', '1.0'))})"), step)
+
+
+def online(scene: Scene, over: str) -> Carried:
+    """A running maximum, sums that are scaled to it, now and then a product."""
+    lowest = scene.pick(LOWEST)
+    m, before, total, part, scale = (
+        scene.buffer(n, over, scope="fragment") for n in ("m", "before", "total", "part", "scale")
+    )
+    weighs = scene.chance(40)
+    acc, wide = scene.buffer("acc", over), scene.buffer("weighed", over)
+    exp = scene.pick(("exp", "exp2"))
+
+    def at(name: str) -> str:
+        return scene.element(name, over)
+
+    twist = scene.twist("half", "late", "no rescale", "stale")
+
+    def power(text: str) -> str:
+        return f"T.exp({text})" if exp == "exp" else f"T.exp2(({text}) * 1.44269504)"
+
+    def start() -> None:
+        scene.emit(f"T.fill({m}, {lowest})", f"T.clear({total})", f"T.clear({acc})")
+
+    def step() -> None:
+        x = block(scene, over, lowest)
+        scene.emit(f"T.copy({m}, {before})")
+        reduced(scene, "max", x, m, over, False)
+        loops = scene.loops(over)
+        with scene.block(*loops):
+            difference = f"{at(before)} - {at(m)}"
+            scene.emit(f"{at(scale)} = {'1.0' if twist == 'no rescale' else power(difference)}")
+        element, row = scene.element(x, f"{over}k"), at(before if twist == "stale" else m)
+        with scene.block(*scene.loops(f"{over}k")):
+            scene.emit(f"{element} = {power(f'{element} - {row}')}")
+        reduced(scene, "sum", x, part, over, True)
+        headers = loops if twist != "half" else [*loops, f"if {at(part)} > 1.0"]
+        with scene.block(*headers):
+            scene.emit(f"{at(total)} = {at(total)} * {at(scale)} + {at(part)}")
+        if weighs:
+            text = value(scene, "k", 0)
+            with scene.block(*scene.loops(f"{over}k")):
+                scene.emit(f"{element} = {element} * {text}")
+            reduced(scene, "sum", x, wide, over, True)
+            with scene.block(*loops):
+                scene.emit(f"{at(acc)} = {at(acc)} * {at(scale)} + {at(wide)}")
+        if twist == "late":
+            with scene.block(*loops):
+                scene.emit(f"{at(m)} = T.max({at(m)}, {value(scene, over, 0) if over else '1.0'})")
+
+    return Carried(over, [m, total, *([acc] if weighs else [])], start, step)
+
+
+def logarithm(scene: Scene, over: str) -> Carried:
+    """The logarithm of a sum of powers."""
+    lse, top, part = (scene.buffer(n, over, scope="fragment") for n in ("lse", "top", "part"))
+
+    def at(name: str) -> str:
+        return scene.element(name, over)
+
+    def step() -> None:
+        x = block(scene, over, "-9.0")
+        reduced(scene, "max", x, top, over, True)
+        element = scene.element(x, f"{over}k")
+        with scene.block(*scene.loops(f"{over}k")):
+            scene.emit(f"{element} = T.exp({element} - {at(top)})")
+        reduced(scene, "sum", x, part, over, True)
+        with scene.block(*scene.loops(over)):
+            scene.emit(f"{at(lse)} = {at(top)} + T.log(T.exp({at(lse)} - {at(top)}) + {at(part)})")
+
+    return Carried(over, [lse], lambda: scene.emit(f"T.fill({lse}, {scene.pick((LOWEST[0], '-9.0'))})"), step)

@@ -1,0 +1,42 @@
+"""What a loop over blocks of `k` carries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from . import combined, ordered
+from .blocks import Carried
+from .scene import Scene
+
+
+def draw(scene: Scene, over: str) -> Carried:
+    """A state of a loop over k, of blocks of the dims `over`."""
+    kind = scene.pick(STATES)
+    scene.seen.add(kind)
+    return _KINDS[kind](scene, over)
+
+
+_KINDS: dict[str, Callable[[Scene, str], Carried]] = {
+    "reduction": combined.plain,
+    "counts": combined.integers,
+    "product": combined.product,
+    "online softmax": combined.online,
+    "logarithm of a sum": combined.logarithm,
+    "linear state": ordered.linear,
+    "running extreme": ordered.running,
+    "best": ordered.best,
+    "order matters": ordered.last,
+    "chunks": ordered.chunks,
+}
+STATES = (
+    *["reduction"] * 2,
+    "counts",
+    "product",
+    *["online softmax"] * 3,
+    *["logarithm of a sum"] * 2,
+    *["linear state"] * 3,
+    *["running extreme"] * 2,
+    *["best"] * 2,
+    "order matters",
+    "chunks",
+)
