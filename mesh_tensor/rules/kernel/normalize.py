@@ -13,6 +13,7 @@ from mesh_tensor.tir.compound_ops import parts_of
 from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.fused_loops import unfuse
 from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.reducers import without_reducers
 from mesh_tensor.tir.short_loops import lengthen
 from mesh_tensor.tir.tile_position import as_helper
 from mesh_tensor.tir.user_reports import mark_prints
@@ -26,7 +27,7 @@ def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
         MeshTensorError: a buffer is in no memory that is known, or a view is not understood.
     """
     body = tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"])
-    func = func if body.same_as(func.body) else func.with_body(body)
+    func = without_reducers(func if body.same_as(func.body) else func.with_body(body))
     return lengthen(unfuse(resolve_views(mark_prints(_with_plain_extents(_inline_bindings(func))))))
 
 
