@@ -11,6 +11,7 @@ from .api import strategies
 from .api.compile import MeshKernel, compile
 from .api.custom_op import as_custom_op
 from .api.disco import DiscoModule, DiscoSession, run_on_disco, to_disco
+from .api.generate import generate
 from .api.gradient import gradient
 from .api.machine import Machine
 from .api.mesh_module import MeshModule
@@ -28,6 +29,7 @@ from .base.version import __version__
 from .importers import ImportedModule, load_module, save_module
 from .importers.onnx_frontend import from_onnx
 from .importers.torch_frontend import from_torch
+from .importers.transformers_frontend import from_transformers
 from .importers.weight_files import open_weights
 from .lowering import lower
 from .pipelining.schedule import Schedule
@@ -77,6 +79,8 @@ __all__ = [
     "from_onnx",
     "from_placements",
     "from_torch",
+    "from_transformers",
+    "generate",
     "gradient",
     "init_mesh_tensor_info",
     "load",

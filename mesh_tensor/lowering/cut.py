@@ -15,7 +15,7 @@ from mesh_tensor.rules.kernel.factors import Blocked, Factor
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
 from mesh_tensor.rules.kernel.padding import ANYTHING, ZERO, content_past_the_end, takes_whole_blocks
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
-from mesh_tensor.rules.kernel.statements import OWN_ATTR, Statement, body_statements
+from mesh_tensor.rules.kernel.statements import OWN_ATTR, Statement, body_statements, hinted_like
 from mesh_tensor.rules.kernel.workspaces import workspace_dims
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.effects import written
@@ -227,7 +227,7 @@ def part_of(
     buffers."""
     kernel = analysis.kernel
     func = kernel.func
-    body = sequence(stmts)
+    body = hinted_like(kernel.root.body, sequence(stmts))
     used = _used(body)
     allocs = [b for b in kernel.root.alloc_buffers if b in used]
     block = block_like(kernel.root, body, [*allocs, *more])

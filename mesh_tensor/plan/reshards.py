@@ -7,13 +7,17 @@ linear in it, and reduced where that ends.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.sharding import Partial, Replicate, Sharding
 from mesh_tensor.redistribution.plan import plan_moves
 
 from .atoms import Atoms
 from .carry import find_carried
-from .decide import Decider, Decision, bytes_moved
+from .contributions import contributions
+from .decide import Decider, Decision, bytes_moved, change_cost, node_flops, work_cost
 from .explicit import Cast, Change, ExplicitGraph, Fill, Form, Run
 from .ir import Graph, Node, Scope, Value, map_tree
 from .propagate import Layouts
@@ -23,6 +27,24 @@ def insert_reshards(graph: Graph, atoms: Atoms, layouts: Layouts) -> ExplicitGra
     """The steps of every device, for values in these layouts."""
     decider = Decider(graph.mesh, atoms, layouts, nodes=graph.nodes)
     decisions = {node: decider.decide(node) for node in graph.nodes}
+    made = _written(graph, atoms, layouts, decisions)
+    if others := contributions(graph, atoms, layouts, decisions):
+        return min(made, _written(graph, atoms, layouts, {**decisions, **others}), key=_cost)
+    return made
+
+
+def _cost(made: ExplicitGraph) -> int:
+    """What all changes of layout, and the work of a device, take."""
+    changes = [step for step in made.steps if isinstance(step, Change)]
+    moved = [(made.atoms.shape(s.src.value), s.src.dtype, s.src.sharding, s.dst.sharding) for s in changes]
+    runs = [step for step in made.steps if isinstance(step, Run)]
+    parts = [math.prod(made.graph.mesh.size(axis) for axis in step.split) for step in runs]
+    work = [work_cost(node_flops(step.node) // count) for step, count in zip(runs, parts, strict=True)]
+    return sum(change_cost(*change) for change in moved) + sum(work)
+
+
+def _written(graph: Graph, atoms: Atoms, layouts: Layouts, decisions: Mapping[Node, Decision]) -> ExplicitGraph:
+    """The steps that these decisions make."""
     carried, decided = find_carried(graph, atoms, layouts, decisions)
     writer = _Writer(graph, atoms, layouts, carried)
     for node in graph.nodes:
@@ -61,7 +83,8 @@ class _Writer:
         for value, produced in zip(node.outputs, decision.produced, strict=True):
             if carried:
                 produced = with_partial(produced, self._carried_through(node))
-            wide = bool(produced.partial) and not carried and value.type.dtype in NARROW
+            waits = carried or value in self._carried
+            wide = bool(produced.partial) and not waits and value.type.dtype in NARROW
             wide = wide and dict(produced.partial).popitem()[1] == "sum"
             outputs.append(self._form(value, produced, "float32" if wide else value.type.dtype))
         self._made.steps.append(Run(node, tuple(inputs), tuple(outputs), decision.split))
@@ -174,6 +197,6 @@ def with_partial(sharding: Sharding, pending: Sharding) -> Sharding:
     """The layout with the axes of `pending.partial` partial, too."""
     placements = sharding.placements()
     for axis, op in pending.partial:
-        assert placements[axis] == Replicate()
+        assert placements[axis] in (Replicate(), Partial(op))
         placements[axis] = Partial(op)
     return Sharding.of(sharding.mesh, sharding.ndim, placements)

@@ -45,7 +45,10 @@ class ModuleSignature:
         return {param.name: found.get(param.name, [param.name]) for param in self.params}
 
     def bind(self, weights: Mapping[str, Any], args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Every parameter's tensor: those that are no weights come from `args`, in order, or by name."""
+        """Every parameter's tensor: those that are no weights come from `args`, in order, or by name, their own or that
+        which they had where the module comes from."""
+        names = SourceNames(self._source_names | {param.name: param.name for param in self.params})
+        named = {names.ours(name): tensor for name, tensor in named.items()}
         free = [p.name for p in self.params if p.name not in weights and p.name not in named]
         unknown = [name for name in named if name not in {p.name for p in self.params}]
         twice = [name for name in named if name in weights]
