@@ -22,6 +22,8 @@ NO_RED_ZONE = ("-mno-red-zone",) if _X86 else ()
 FLAGS = (
     *("-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-w"),
     *("-O2", "-march=native", "-ftree-vectorize", "-fvect-cost-model=dynamic"),
+    # A condition on the row leaves the loop over columns, which is then one vector operation.
+    "-funswitch-loops",
     # Integers wrap; blocks may be viewed with another dtype.
     *("-fwrapv", "-fno-strict-aliasing"),
     # IEEE results, NaN and infinity included: only what nothing can observe is given up.
