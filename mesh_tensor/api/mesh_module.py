@@ -18,6 +18,7 @@ from mesh_tensor.program.explain import explain
 from mesh_tensor.program.from_graph import Kernels
 from mesh_tensor.program.plan_module import ModulePlan, plan_module
 from mesh_tensor.program.program import Program
+from mesh_tensor.program.summary import summary
 from mesh_tensor.runtime.ambient import full_precision, undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleParam, ModuleSignature, bound, refuse_outside
 from mesh_tensor.runtime.ranks import is_dtensor, ranks_of
@@ -65,10 +66,12 @@ class MeshModule:
         donate: bool = False,
         form: CallForm | None = None,
         recorder: Recorder | None = None,
+        sub_axes: bool = False,
     ) -> None:
         self._function, self._target, self._form = function, find_target(target), form
         self._strict, self._poison, self._checks_indices = strict, poison, check_indices
         self._replicate_unknown, self._kernels, self._overlap = replicate_unknown, kernels, overlap
+        self._sub_axes = sub_axes and not strict
         mod = with_flat_parameters(mod, function)
         self._signature = ModuleSignature(mod, function)
         given = self._signature.weights(weights, self._target.device_type)
@@ -80,12 +83,12 @@ class MeshModule:
         self._device_mesh = mesh if type(mesh).__name__ == "DeviceMesh" else _device_mesh(self._weights.values())
         named = mesh_of(mesh) if mesh is self._device_mesh and mesh is not None else mesh
         self._stated = read_module_annotations(mod, function, None if named is None else Mesh(named), strict=strict)
-        self._mod, self.mesh = self._stated.module, self._stated.mesh
-        self._plans: Recent[tuple[int, ...], ModulePlan] = Recent(MODULE_SIZES)
+        self._mod, self.mesh = self._stated.module, self._stated.mesh if named is None else Mesh(named)
+        self._plans: Recent[tuple, ModulePlan] = Recent(MODULE_SIZES)
         self._launches: Recent[tuple, AnyLaunch] = Recent(MODULE_SIZES)
         self._plan: ModulePlan | None = None
         if not self._signature.symbols:
-            self._plan = self._planned({})
+            self._plan = self._planned({}, self._device_mesh is not None)
         if donate:
             weights.clear()  # type: ignore[attr-defined]  # a MutableMapping, as was checked
 
@@ -229,7 +232,7 @@ class MeshModule:
                 fix="pass parameters that are trained at each call, by name, instead of as weights, or "
                 "requires_grad_(False); export a model in eval mode, or use training_step",
             )
-        mod, mesh = bound(self._mod, self._function, sizes), self._device_mesh or self.mesh
+        mod, mesh = bound(self._mod, self._function, sizes), self._device_mesh or self._stated.mesh
         return self._recorder(mod, self._function, mesh, wanted, self._weights)
 
     def _run(self, given: Iterable[Any], bind: Callable[[], dict[str, Any]], use: Callable[[Any, Any], Any]) -> Any:
@@ -246,11 +249,11 @@ class MeshModule:
         ranks that it runs on."""
         device_mesh = self._device_mesh or _device_mesh(given)
         if device_mesh is None:
-            return then(*self._bound(bind), None)
+            return then(*self._bound(bind, False), None)
         ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
         with ranks.calls.lane() as lane:
             try:
-                tensors, sizes = self._bound(bind)
+                tensors, sizes = self._bound(bind, True)
             except MeshTensorError as error:
                 launches = [launch for launch in self._all_launches() if isinstance(launch, RankModuleLaunch)]
                 if not any(launch.lane is lane for launch in launches):  # the others are about to agree
@@ -263,11 +266,11 @@ class MeshModule:
         modules = [module for recorded in self._recordings for module in recorded.modules]
         return [*self._launches, *(launch for module in modules for launch in module._launches)]
 
-    def _bound(self, bind: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], Mapping[Any, int]]:
+    def _bound(self, bind: Callable[[], dict[str, Any]], whole_axes: bool) -> tuple[dict[str, Any], Mapping[Any, int]]:
         """What is no weight of a call's tensors, checked, and the sizes of symbols, for which there is a plan then."""
         tensors = bind()
         sizes = self._signature.check(tensors, self._target.device_type)
-        plan = self._plan = self._planned(sizes)
+        plan = self._plan = self._planned(sizes, whole_axes)
         if self._checks_indices:
             refuse_outside(plan.index_checks, tensors, self._function)
         held = self._held
@@ -281,10 +284,11 @@ class MeshModule:
             return use(launch, tensors)
 
     def bind(self, *args: Any, **named: Any) -> tuple[dict[str, Any], ModulePlan]:
-        """The tensors of a call by parameter, weights among them, and the plan for their sizes; nothing is run."""
+        """The tensors of a call by parameter, weights among them, and the plan for their sizes that takes no axis
+        apart; nothing is run."""
         arguments, named = self._arguments(args, named)
         tensors = self._signature.bind(self._held, arguments, named)
-        self._plan = self._planned(self._signature.check(tensors))
+        self._plan = self._planned(self._signature.check(tensors), True)
         return tensors, self._plan
 
     def _arguments(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -310,10 +314,11 @@ class MeshModule:
         return self._plan
 
     def plan_as_passed(self) -> ModulePlan:
-        """A plan whose parameters, weights too, are all in the order in which callers have them."""
-        if not self.plan.graph.stored:
+        """A plan whose parameters, weights too, are all in the order in which callers have them, on the axes that they
+        have."""
+        if not self.plan.graph.stored and self.plan.refinement is None:
             return self.plan
-        return self._made_plan(self._sizes, ())
+        return self._made_plan(self._sizes, (), True)
 
     @property
     def program(self) -> Program:
@@ -349,12 +354,13 @@ class MeshModule:
         names = ", ".join(param.name for param in self.inputs)
         return f"MeshModule({self._function}({names}), {self.mesh}, target={self._target.name!r})"
 
-    def explain(self) -> str:
-        """What was decided, why, and what it costs."""
-        return explain(self.program)
+    def explain(self, *, short: bool = False) -> str:
+        """What was decided, why, and what it costs: all steps, or, `short`, a line for each kind of layer and of
+        collective."""
+        return summary(self.program, self._signature.places()) if short else explain(self.program)
 
     def _launch(self, sizes: Mapping[Any, int], ranks: Ranks | None) -> AnyLaunch:
-        plan = self._plan = self._planned(sizes)
+        plan = self._plan = self._planned(sizes, ranks is not None)
         key = (self._key(sizes), None if ranks is None else ranks.calls.lane())
         launch = self._launches.get(key)
         if launch is None:
@@ -366,26 +372,34 @@ class MeshModule:
             self._launches.put(key, launch)
         return launch
 
-    def _planned(self, sizes: Mapping[Any, int]) -> ModulePlan:
-        key, self._sizes = self._key(sizes), sizes
+    def _planned(self, sizes: Mapping[Any, int], whole_axes: bool) -> ModulePlan:
+        key, self._sizes = (self._key(sizes), whole_axes), sizes
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._made_plan(sizes, self._weights)
+            plan = self._made_plan(sizes, self._weights, whole_axes)
             self._check_strict(plan)
             self._plans.put(key, plan)
         return plan
 
-    def _made_plan(self, sizes: Mapping[Any, int], held: Collection[str]) -> ModulePlan:
+    def _made_plan(self, sizes: Mapping[Any, int], held: Collection[str], whole_axes: bool) -> ModulePlan:
+        if whole_axes and self._stated.mesh != self.mesh:
+            refuse(
+                f"the module is annotated for parts of axes, {self._stated.mesh}: only a virtual mesh takes axes apart",
+                where=f"module function {self._function!r} on {self.mesh}",
+                fix="use a DeviceMesh that has these parts as axes of its own",
+            )
         return plan_module(
             bound(self._mod, self._function, sizes),
             self._function,
-            self.mesh,
+            self._stated.mesh,
             self._stated.annotations,
             replicate_unknown=self._replicate_unknown,
             kernels=self._kernels,
             overlap=self._overlap,
             check_indices=self._checks_indices,
             held=held,
+            base=self.mesh,
+            sub_axes=self._sub_axes and not whole_axes,
         )
 
     def _key(self, sizes: Mapping[Any, int]) -> tuple[int, ...]:

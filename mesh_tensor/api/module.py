@@ -117,6 +117,7 @@ def distribute_module(
         donate=donate,
         form=form,
         recorder=None if step else partial(RecordedModule, options=options),
+        sub_axes=step is None,
     )
     return made if step is None else TrainingRun(step, made)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.rules.operator.call import operator_name
@@ -41,7 +40,8 @@ class Pending:
     owner: Owner | None = None
 
 
-class LookUp(NamedTuple):
+@dataclass(frozen=True)
+class LookUp:
     """Which operand has the rows, along which factor, and which one says who looks up what; `tokens`: the factors of
     the tokens, None for all of the ids'."""
 

@@ -7,11 +7,10 @@ linear in it, and reduced where that ends.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from mesh_tensor.base.dtypes import NARROW
-from mesh_tensor.base.sharding import Partial, Replicate, Sharding
+from mesh_tensor.base.sharding import Partial, Replicate, Sharding, ceildiv
 from mesh_tensor.redistribution.plan import plan_moves
 
 from .atoms import Atoms
@@ -29,18 +28,27 @@ def insert_reshards(graph: Graph, atoms: Atoms, layouts: Layouts) -> ExplicitGra
     decisions = {node: decider.decide(node) for node in graph.nodes}
     made = _written(graph, atoms, layouts, decisions)
     if others := contributions(graph, atoms, layouts, decisions):
-        return min(made, _written(graph, atoms, layouts, {**decisions, **others}), key=_cost)
+        return min(made, _written(graph, atoms, layouts, {**decisions, **others}), key=cost_of)
     return made
 
 
-def _cost(made: ExplicitGraph) -> int:
+def cost_of(made: ExplicitGraph) -> int:
     """What all changes of layout, and the work of a device, take."""
     changes = [step for step in made.steps if isinstance(step, Change)]
     moved = [(made.atoms.shape(s.src.value), s.src.dtype, s.src.sharding, s.dst.sharding) for s in changes]
-    runs = [step for step in made.steps if isinstance(step, Run)]
-    parts = [math.prod(made.graph.mesh.size(axis) for axis in step.split) for step in runs]
-    work = [work_cost(node_flops(step.node) // count) for step, count in zip(runs, parts, strict=True)]
+    work = [work_cost(_largest_part(step, made)) for step in made.steps if isinstance(step, Run)]
     return sum(change_cost(*change) for change in moved) + sum(work)
+
+
+def _largest_part(step: Run, made: ExplicitGraph) -> int:
+    """What the device computes of a node that has the largest tiles."""
+    flops, sizes, mesh = node_flops(step.node), made.atoms.rules[step.node].sizes, made.graph.mesh
+    for factor in dict.fromkeys(step.split.values()):
+        tile = size = max(sizes.get(factor, 1), 1)
+        for axis in [axis for axis, other in step.split.items() if other == factor]:
+            tile = ceildiv(tile, mesh.size(axis))
+        flops = flops * tile // size
+    return flops
 
 
 def _written(graph: Graph, atoms: Atoms, layouts: Layouts, decisions: Mapping[Node, Decision]) -> ExplicitGraph:

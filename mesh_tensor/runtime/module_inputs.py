@@ -44,6 +44,12 @@ class ModuleSignature:
             found.setdefault(ours, []).append(theirs)
         return {param.name: found.get(param.name, [param.name]) for param in self.params}
 
+    def places(self) -> dict[str, str]:
+        """From values that are no parameters to the innermost layers, where the module comes from, that give them."""
+        names = sorted(self._source_names.items(), key=lambda item: len(item[0]))
+        params = {param.name for param in self.params}
+        return {ours: theirs for theirs, ours in names if ours not in params}
+
     def bind(self, weights: Mapping[str, Any], args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
         """Every parameter's tensor: those that are no weights come from `args`, in order, or by name, their own or that
         which they had where the module comes from."""

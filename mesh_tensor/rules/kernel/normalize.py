@@ -15,6 +15,7 @@ from mesh_tensor.tir.fused_loops import unfuse
 from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.reducers import without_reducers
 from mesh_tensor.tir.short_loops import lengthen
+from mesh_tensor.tir.single_dims import with_plain_single_dims
 from mesh_tensor.tir.tile_position import as_helper
 from mesh_tensor.tir.user_reports import mark_prints
 from mesh_tensor.tir.views import resolve_views
@@ -28,7 +29,8 @@ def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """
     body = tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"])
     func = without_reducers(func if body.same_as(func.body) else func.with_body(body))
-    return lengthen(unfuse(resolve_views(mark_prints(_with_plain_extents(_inline_bindings(func))))))
+    func = _with_plain_extents(with_plain_single_dims(_inline_bindings(func)))
+    return lengthen(unfuse(resolve_views(mark_prints(func))))
 
 
 def _with_plain_extents(func: tirx.PrimFunc) -> tirx.PrimFunc:
