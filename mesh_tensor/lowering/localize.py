@@ -291,10 +291,13 @@ class _LoopExtents:
         return extent
 
     def _within(self, var: tirx.Var, extent: tirx.PrimExpr) -> tirx.PrimExpr:
-        """A loop that carries a state in order ends with what is valid: nothing is taken over from padding."""
+        """A loop that carries a state in order, or position by position, ends with what is valid: nothing is taken over
+        from padding."""
         for split in self._splits:
-            scan = self._analysis.reductions[split.factor].scan
-            if scan is not None and scan.loop.var.same_as(var) and not split.even:
+            reduction = self._analysis.reductions[split.factor]
+            loops = [] if reduction.scan is None else [reduction.scan.loop]
+            loops += [state.loop for state in reduction.states if state.by_position]
+            if any(loop.var.same_as(var) for loop in loops) and not split.even:
                 step = split.factor.roles[var]
                 extent = tirx.min(tirx.floordiv(split.valid + (step - 1), step), extent)
         return extent
