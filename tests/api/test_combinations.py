@@ -83,3 +83,7 @@ def test_without_a_statement():
     for kernel in (one_pass_variance(8, 64, None), largest_of_rows(8, 64, None)):
         with pytest.raises(mt.MeshTensorError, match="'A' dim 1 on axis 'x' needs replication"):
             mt.compile(mt.annotate(kernel, {"x": 2}, {"A": {"x": 1}}), target="interpret", strict=True)
+
+
+def test_kernels_are_printed_with_what_is_stated():
+    assert '"mesh_tensor_combine:count,mean,m2"' in one_pass_variance(8, 64).script()
