@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
@@ -11,6 +12,7 @@ from tvm import ir
 from mesh_tensor.annotations.annotate_module import read_module_annotations
 from mesh_tensor.annotations.parameters import flat_arguments, with_flat_parameters
 from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.base.garbage import uncollected
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.importers.call_form import CallForm
@@ -88,9 +90,10 @@ class MeshModule:
         self._launches: Recent[tuple, AnyLaunch] = Recent(MODULE_SIZES)
         self._plan: ModulePlan | None = None
         if not self._signature.symbols:
-            self._plan = self._planned({}, self._device_mesh is not None)
+            self._plan = self._planned({})
         if donate:
             weights.clear()  # type: ignore[attr-defined]  # a MutableMapping, as was checked
+            gc.collect()  # exported programs, which have the weights too, are cycles
 
     def state_dict(self, *, full: bool = True) -> dict[str, Any]:
         """The weights, and what the module writes, under all names that they had in torch.
@@ -249,11 +252,11 @@ class MeshModule:
         ranks that it runs on."""
         device_mesh = self._device_mesh or _device_mesh(given)
         if device_mesh is None:
-            return then(*self._bound(bind, False), None)
+            return then(*self._bound(bind), None)
         ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
         with ranks.calls.lane() as lane:
             try:
-                tensors, sizes = self._bound(bind, True)
+                tensors, sizes = self._bound(bind)
             except MeshTensorError as error:
                 launches = [launch for launch in self._all_launches() if isinstance(launch, RankModuleLaunch)]
                 if not any(launch.lane is lane for launch in launches):  # the others are about to agree
@@ -266,11 +269,11 @@ class MeshModule:
         modules = [module for recorded in self._recordings for module in recorded.modules]
         return [*self._launches, *(launch for module in modules for launch in module._launches)]
 
-    def _bound(self, bind: Callable[[], dict[str, Any]], whole_axes: bool) -> tuple[dict[str, Any], Mapping[Any, int]]:
+    def _bound(self, bind: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], Mapping[Any, int]]:
         """What is no weight of a call's tensors, checked, and the sizes of symbols, for which there is a plan then."""
         tensors = bind()
         sizes = self._signature.check(tensors, self._target.device_type)
-        plan = self._plan = self._planned(sizes, whole_axes)
+        plan = self._plan = self._planned(sizes)
         if self._checks_indices:
             refuse_outside(plan.index_checks, tensors, self._function)
         held = self._held
@@ -288,7 +291,7 @@ class MeshModule:
         apart; nothing is run."""
         arguments, named = self._arguments(args, named)
         tensors = self._signature.bind(self._held, arguments, named)
-        self._plan = self._planned(self._signature.check(tensors), True)
+        self._plan = self._planned(self._signature.check(tensors), whole_axes=True)
         return tensors, self._plan
 
     def _arguments(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -318,7 +321,7 @@ class MeshModule:
         have."""
         if not self.plan.graph.stored and self.plan.refinement is None:
             return self.plan
-        return self._made_plan(self._sizes, (), True)
+        return self._made_plan(self._sizes, (), whole_axes=True)
 
     @property
     def program(self) -> Program:
@@ -345,6 +348,12 @@ class MeshModule:
         """The Relax module that one device runs, for the sizes of the last call."""
         return self.plan.local_module
 
+    def twin(self) -> MeshModule:
+        """A module that has this one's plans, and may be called by another thread at the same time."""
+        made = object.__new__(MeshModule)
+        vars(made).update(vars(self), _launches=Recent(MODULE_SIZES))
+        return made
+
     def __reduce__(self) -> NoReturn:
         refuse(
             "a MeshModule can't be pickled", fix="pickle the weights, save the module, and distribute it again there"
@@ -359,8 +368,9 @@ class MeshModule:
         collective."""
         return summary(self.program, self._signature.places()) if short else explain(self.program)
 
+    @uncollected
     def _launch(self, sizes: Mapping[Any, int], ranks: Ranks | None) -> AnyLaunch:
-        plan = self._plan = self._planned(sizes, ranks is not None)
+        plan = self._plan = self._planned(sizes)
         key = (self._key(sizes), None if ranks is None else ranks.calls.lane())
         launch = self._launches.get(key)
         if launch is None:
@@ -372,7 +382,7 @@ class MeshModule:
             self._launches.put(key, launch)
         return launch
 
-    def _planned(self, sizes: Mapping[Any, int], whole_axes: bool) -> ModulePlan:
+    def _planned(self, sizes: Mapping[Any, int], whole_axes: bool = False) -> ModulePlan:
         key, self._sizes = (self._key(sizes), whole_axes), sizes
         plan = self._plans.get(key)
         if plan is None:
@@ -384,9 +394,9 @@ class MeshModule:
     def _made_plan(self, sizes: Mapping[Any, int], held: Collection[str], whole_axes: bool) -> ModulePlan:
         if whole_axes and self._stated.mesh != self.mesh:
             refuse(
-                f"the module is annotated for parts of axes, {self._stated.mesh}: only a virtual mesh takes axes apart",
+                f"the module is annotated for parts of axes, {self._stated.mesh}, and Disco takes none apart",
                 where=f"module function {self._function!r} on {self.mesh}",
-                fix="use a DeviceMesh that has these parts as axes of its own",
+                fix="use a mesh that has these parts as axes of its own",
             )
         return plan_module(
             bound(self._mod, self._function, sizes),
