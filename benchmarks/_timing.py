@@ -6,6 +6,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,15 +27,31 @@ def seconds(run: Run, calls: int = 1) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def interleaved(runs: dict[str, Run], rounds: int = 15, calls: int = 1) -> dict[str, list[float]]:
-    """Seconds per call of every run, per round. The runs take turns, and the turn's order reverses from round to round,
-    so that whatever slows the machine down slows all of them."""
+def busiest_thread(run: Run, calls: int = 1) -> float:
+    """The CPU time per call that the busiest thread needs: the time of a call where every thread has a core of its own,
+    whatever else runs on the machine. A device of a virtual mesh is a thread."""
+
+    def spent() -> dict[int, float]:
+        known = [thread.ident for thread in threading.enumerate() if thread.ident is not None]
+        return {ident: time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in known}
+
+    before = spent()
+    for _ in range(calls):
+        run()
+    return max(after - before.get(ident, 0.0) for ident, after in spent().items()) / calls
+
+
+def interleaved(
+    runs: dict[str, Run], rounds: int = 15, calls: int = 1, clock: Callable[[Run, int], float] = seconds
+) -> dict[str, list[float]]:
+    """Seconds per call of every run, per round, by a clock. The runs take turns, and the turn's order reverses from
+    round to round, so that whatever slows the machine down slows all of them."""
     for run in runs.values():
         run()
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds):
         for name in list(runs)[:: -1 if turn % 2 else 1]:
-            times[name].append(seconds(runs[name], calls))
+            times[name].append(clock(runs[name], calls))
     return times
 
 

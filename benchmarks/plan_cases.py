@@ -10,6 +10,7 @@ from functools import partial
 from tvm import tirx
 
 from kernels.catalogue.case import KernelFactory
+from kernels.combined import delta_rule, largest_of_rows, one_pass_variance
 from kernels.convolution import convolution_2d
 from kernels.elementwise import activation_chain, add_bias, vector_add
 from kernels.embedding import embedding
@@ -261,6 +262,15 @@ def _combined() -> Iterator[PlanCase]:
             heads="Q2 K2 V2 Out2 H1",
             sequence=("Q1 K1 V1 Out1", _HANDED_ON, 0, 0, 4 * 16 * (64 * 64 + (decay is not None))),
         )
+    rows = {"M": 2048, "N": 8192, "block_M": 16, "block_N": 64}
+    said = "the states of parts of rows are combined as the kernel's author says: those of all are gathered"
+    yield _case("carried", one_pass_variance, rows, rows="A0 V0", columns=("A1", said, 0, 0, 3 * 2048))
+    yield _case("carried", largest_of_rows, rows, rows="A0 V0 W0", columns=("A1", said, 0, 0, 2 * 3 * 2048))
+    delta = {"length": 4096, "heads": 16, "dim": 64}
+    state = 2 * 16 * 64 * 64
+    yield _case(
+        "carried", delta_rule, delta, heads="Q1 K1 V1 B1 Y1", sequence=("Q0 K0 V0 B0 Y0", _HANDED_ON, 0, 0, state)
+    )
     yield _case("carried", online_softmax, {"M": 4096, "N": 4096}, rows="X0 Y0", columns=("X1 Y1", _STATES, 2 * 4096))
 
 

@@ -7,6 +7,12 @@ from functools import partial
 import torch
 
 from kernels import reduce
+from kernels.combined import (
+    largest_of_rows,
+    largest_of_rows_reference,
+    one_pass_variance,
+    one_pass_variance_reference,
+)
 from kernels.layer_norm import layer_norm, layer_norm_reference, two_pass_layer_norm
 from kernels.rms_norm import rms_norm, rms_norm_reference, two_pass_rms_norm
 from kernels.softmax import online_softmax, softmax, softmax_reference, three_pass_softmax
@@ -119,4 +125,10 @@ REDUCE_CASES = (
     _reduce("reduce_3d_dim1_max", reduce.reduce_3d, 1, "max", block=8),
 )
 
-ROW_CASES = (*SOFTMAX_CASES, *NORM_CASES, *REDUCE_CASES)
+COMBINED_CASES = (
+    KernelCase("one_pass_variance", one_pass_variance, one_pass_variance_reference, MN, tensors(normal("M N")), ("V",)),
+    KernelCase(
+        "largest_of_rows", largest_of_rows, largest_of_rows_reference, MN, tensors(normal("M N")), ("V", "W"), EXACT
+    ),
+)
+ROW_CASES = (*SOFTMAX_CASES, *NORM_CASES, *REDUCE_CASES, *COMBINED_CASES)

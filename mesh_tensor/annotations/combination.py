@@ -2,8 +2,8 @@
 other, make that of both.
 
 The block of a kernel of which that is stated has an annotation per state, `mesh_tensor_combine:<names of its buffers>`:
-a PrimFunc of the state's buffers before and after, which stores into the former. `mesh_tensor_combine_tried` says that
-what is stated was tried; nothing goes by what was not.
+as JSON, a PrimFunc of the state's buffers before and after, which stores into the former. `mesh_tensor_combine_tried`
+says that what is stated was tried; nothing goes by what was not.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def combine(*, state: tirx.Buffer | Sequence[tirx.Buffer], with_: Callable[..., 
     stated = _traced(buffers, with_) if isinstance(with_, Macro) else _of_elements(buffers, with_)
     if not isinstance(IRBuilder.current().frames[-1], SBlockFrame):
         refuse("it is called in a loop or under a condition", where="mt.combine", fix=_HOW)
-    T.sblock_attr({_PREFIX + ",".join(names): stated})
+    T.sblock_attr({_PREFIX + ",".join(names): ir.save_json(stated)})  # a function in an annotation can't be printed
 
 
 def stated_combinations(func: tirx.PrimFunc) -> tuple[Combination, ...]:
@@ -201,8 +201,9 @@ def _function(
 
 
 def _read_all(block: tirx.SBlock) -> tuple[Combination, ...]:
-    stated = ((str(key), func) for key, func in block.annotations.items())
-    return tuple(_read(key[len(_PREFIX) :].split(","), func) for key, func in stated if key.startswith(_PREFIX))
+    stated = ((str(key), value) for key, value in block.annotations.items())
+    kept = ((key[len(_PREFIX) :], text) for key, text in stated if key.startswith(_PREFIX))
+    return tuple(_read(names.split(","), ir.load_json(str(text))) for names, text in kept)
 
 
 def _read(names: Sequence[str], func: tirx.PrimFunc) -> Combination:

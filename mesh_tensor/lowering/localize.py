@@ -291,11 +291,12 @@ class _LoopExtents:
         return extent
 
     def _within(self, var: tirx.Var, extent: tirx.PrimExpr) -> tirx.PrimExpr:
-        """A loop that carries a state in order ends with what is valid: nothing is taken over from padding. So does one
-        that carries a logarithm: a block of padding has no maximum that could be taken from its elements."""
+        """A loop that carries a state in order, or position by position, ends with what is valid: nothing is taken over
+        from padding. So does one that carries a logarithm: a block of padding has no maximum that could be taken from
+        its elements."""
         for split in self._splits:
             reduction = self._analysis.reductions[split.factor]
-            loops = [state.loop for state in reduction.states if state.logs]
+            loops = [state.loop for state in reduction.states if state.logs or state.by_position]
             loops += [] if reduction.scan is None else [reduction.scan.loop]
             if any(loop.var.same_as(var) for loop in loops) and not split.even:
                 step = split.factor.roles[var]

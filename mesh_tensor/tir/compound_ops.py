@@ -4,7 +4,9 @@ An operation that has a function here needs nothing anywhere else."""
 
 from __future__ import annotations
 
-from tvm import tirx
+from collections.abc import Callable
+
+from tvm import ir, tirx
 
 from .effects import op_name
 from .rewrite import parallel_nest, sequence, tile_op, with_args
@@ -58,4 +60,31 @@ def _gemm(stmt: tirx.Evaluate) -> tirx.Stmt | None:
     return sequence([tirx.IfThenElse(clear, fill, None), with_args(stmt, args)])
 
 
-_COMPOUND = {"tl.tileop.im2col": _im2col, "tl.tileop.c2d_im2col": _im2col, "tl.tileop.gemm": _gemm}
+def _atomic_vector(width: int) -> Callable[[tirx.Evaluate], tirx.Stmt | None]:
+    """`atomic_addx2(dst, values)`, `atomic_addx4`: as many atomic additions along the last dim. They are aligned, so
+    that rows of a multiple of their width hold them whole; others are not taken apart."""
+
+    def parts(stmt: tirx.Evaluate) -> tirx.Stmt | None:
+        dst, src = (pointer.args[0] for pointer in stmt.value.args[:2])
+        row = dst.buffer.shape[-1]
+        if not isinstance(row, tirx.IntImm) or int(row) % width:
+            return None
+        return sequence([_atomic_element(dst, src, lane) for lane in range(width)])
+
+    return parts
+
+
+def _atomic_element(dst: tirx.BufferLoad, src: tirx.BufferLoad, lane: int) -> tirx.Stmt:
+    to, value = (tirx.BufferLoad(b.buffer, [*b.indices[:-1], b.indices[-1] + lane]) for b in (dst, src))
+    value = value if value.dtype == to.dtype else tirx.Cast(to.dtype, value)
+    pointer = tirx.call_intrin("handle", ir.Op.get("tl.access_ptr"), to, 1, 3)
+    return tirx.Evaluate(tirx.call_intrin("handle", ir.Op.get("tl.atomic_add_elem_op"), pointer, value))
+
+
+_COMPOUND = {
+    "tl.tileop.im2col": _im2col,
+    "tl.tileop.c2d_im2col": _im2col,
+    "tl.tileop.gemm": _gemm,
+    "tl.atomic_addx2_elem_op": _atomic_vector(2),
+    "tl.atomic_addx4_elem_op": _atomic_vector(4),
+}

@@ -5,8 +5,7 @@ import tilelang.language as T
 from tvm import tirx
 
 import mesh_tensor as mt
-
-from .combine_kernels import insert, top_k, welford, welford_states
+from kernels.combined import insert, largest_of_rows, one_pass_variance, welford
 
 
 def _refused(kernel):
@@ -20,12 +19,12 @@ def _added(before, after):
 
 
 def _without_the_distance_of_means(before, after):
-    count, mean, _ = welford_states(before, after)
+    count, mean, _ = welford(before, after)
     return count, mean, before[2] + after[2]
 
 
 def _the_other_way_round(before, after):
-    count, mean, m2 = welford_states(before, after)
+    count, mean, m2 = welford(before, after)
     return count, mean, m2 * 1.001 + before[1] * 0.01
 
 
@@ -48,30 +47,30 @@ def _two_of_three(before, after):
 
 @pytest.mark.parametrize("with_", [_added, _without_the_distance_of_means, _the_other_way_round])
 def test_wrong_functions(with_):
-    message = _refused(welford(8, 64, with_))
+    message = _refused(one_pass_variance(8, 64, with_))
     assert "the state 'count', 'mean', 'm2' is not combined by what mt.combine states" in message
-    assert "kernel 'welford_kernel'" in message
+    assert "kernel 'one_pass_variance_kernel'" in message
     assert "is off by" in message
     assert "the start has to be neutral" in message
 
 
 @pytest.mark.parametrize("with_", [_the_last_of_equals, _two_of_three])
 def test_wrong_macros(with_):
-    message = _refused(top_k(8, 64, with_))
+    message = _refused(largest_of_rows(8, 64, with_))
     assert "the state 'values', 'places' is not combined by what mt.combine states" in message
 
 
 def test_a_start_that_counts():
-    message = _refused(welford(8, 64, start=2.0))
+    message = _refused(one_pass_variance(8, 64, start=2.0))
     assert "a part of the loop after the start is not that part's state: count is off by" in message
 
 
 def test_results_that_do_not_fit():
     with pytest.raises(mt.MeshTensorError) as raised:
-        welford(8, 64, lambda before, after: before[:2])
+        one_pass_variance(8, 64, lambda before, after: before[:2])
     message = str(raised.value)
     assert "with_ returns 2 elements, the state has 3: 'count', 'mean', 'm2'" in message
-    assert "combine_kernels.py:" in message  # the line
+    assert "combined.py:" in message  # the line
 
 
 def test_buffers_of_several_shapes():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -212,18 +213,73 @@ def _to_a_cluster() -> Any:
     return clusters
 
 
-def _reducer() -> Any:
+def reducer(op: str = "sum", init: float | None = None, dtype: str = "float32") -> Callable[[], Any]:
+    """Squares of what columns are reduced to."""
+
     @T.prim_func
-    def reducer(X: T.Tensor((12, 4), "float32"), Y: T.Tensor((12,), "float32")):
+    def reducer_kernel(X: T.Tensor((12, 4), dtype), Y: T.Tensor((4,), dtype)):
+        with T.Kernel(1, threads=32):
+            total = T.alloc_reducer((4,), dtype, op=op)
+            result = T.alloc_fragment((4,), dtype)
+            T.reducer_init(total, init)
+            for k in T.serial(3):
+                for i, j in T.Parallel(4, 4):
+                    T.reducer_update(total[j], X[k * 4 + i, j])
+            T.finalize_reducer(total, result)
+            for j in T.Parallel(4):
+                Y[j] = result[j] * result[j]
+
+    return lambda: reducer_kernel
+
+
+def _all_bits_squared(x: np.ndarray) -> np.ndarray:
+    return np.bitwise_or.reduce(x) ** 2
+
+
+def _older_reducer() -> Any:
+    @T.prim_func
+    def older_reducer(X: T.Tensor((12, 4), "float32"), Y: T.Tensor((12,), "float32")):
+        with T.Kernel(3, threads=32) as bx:
+            total = _older((4,))
+            T.clear(total)
+            for i, j in T.Parallel(4, 4):
+                total[i] += X[bx * 4 + i, j]
+            T.finalize_reducer(total)
+            T.copy(total, Y[bx * 4])
+
+    return older_reducer
+
+
+def _older(shape: tuple[int, ...]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return T.alloc_reducer(shape, "float32", op="sum", replication="all")
+
+
+def _read_reducer() -> Any:
+    @T.prim_func
+    def read_reducer(X: T.Tensor((12, 4), "float32"), Y: T.Tensor((12,), "float32")):
         with T.Kernel(3, threads=32) as bx:
             total = T.alloc_reducer((4,), "float32", op="sum")
             T.reducer_init(total)
             for i, j in T.Parallel(4, 4):
                 T.reducer_update(total[i], X[bx * 4 + i, j])
-            T.finalize_reducer(total)
-            T.copy(total, Y[bx * 4])
+            for i in T.Parallel(4):
+                Y[bx * 4 + i] = total[i]
 
-    return reducer
+    return read_reducer
+
+
+def _vectors(add: Callable[..., Any], width: int) -> Callable[[], Any]:
+    @T.prim_func
+    def vectors(X: T.Tensor((12, 4), "float32"), Y: T.Tensor((4,), "float32")):
+        with T.Kernel(3, threads=32) as bx:
+            x = T.alloc_shared((4, 4), "float32")
+            T.copy(X[bx * 4, 0], x)
+            for i, j in T.Parallel(4, 4 // width):
+                add(Y[j * width], x[i, j * width])
+
+    return lambda: vectors
 
 
 def _any() -> Any:
@@ -364,11 +420,22 @@ ROWS_OF_TILE_OPERATIONS = (
         examples=(Example("return_prev", _old_value, (np.zeros_like(X), ZEROS), _counts, {}),),
     ),
     Row(
+        "atomic additions of vectors",
+        "understood",
+        "as many additions of elements; in rows that are a multiple of the vector",
+        names="atomic_addx2 atomic_addx4",
+        ops="tl.atomic_addx2_elem_op tl.atomic_addx4_elem_op",
+        examples=(
+            Example("x2", _vectors(T.atomic_addx2, 2), (X, ZEROS[0]), lambda x, y: y + x.sum(0), {"X": {"x": 0}}),
+            Example("x4", _vectors(T.atomic_addx4, 4), (X, ZEROS[0]), lambda x, y: y + x.sum(0), {"X": {"x": 0}}),
+        ),
+    ),
+    Row(
         "atomic loads, stores and vectors",
         "refused",
         "atomic_load_elem_op",
-        names="atomic_load atomic_store atomic_addx2 atomic_addx4",
-        ops="tl.atomic_load_elem_op tl.atomic_store_elem_op tl.atomic_addx2_* tl.atomic_addx4_* tirx.atomic_add",
+        names="atomic_load atomic_store",
+        ops="tl.atomic_load_elem_op tl.atomic_store_elem_op tl.atomic_addx2_ret* tl.atomic_addx4_ret* tirx.atomic_add",
         examples=(Example("atomic_load", _one_of_two(_load), (X, ZEROS)),),
     ),
     Row(
@@ -380,11 +447,23 @@ ROWS_OF_TILE_OPERATIONS = (
     ),
     Row(
         "reducers",
-        "refused",
-        "reducer_init",
+        "understood",
+        "a split dim's parts are combined by a collective; the start counts once",
         names="alloc_reducer reducer_init reducer_update finalize_reducer",
         ops="tl.tileop.reducer_init tl.reducer_update tl.tileop.finalize_reducer*",
-        examples=(Example("reducer", _reducer, (X,)),),
+        examples=(
+            Example("sum", reducer(), (X,), lambda x: x.sum(0) ** 2, {"X": {"x": 0}}),
+            Example("start", reducer("sum", 2.5), (X,), lambda x: (x.sum(0) + 2.5) ** 2, {"X": {"x": 0}}),
+            Example("max", reducer("max"), (X,), lambda x: x.max(0) ** 2, {"X": {"x": 0}}),
+            Example("or", reducer("bitor", None, "int32"), (INTS,), _all_bits_squared, {"X": {"x": 0}}),
+            Example("older", _older_reducer, (X,), lambda x: x.sum(1)),
+        ),
+    ),
+    Row(
+        "reducers that are read before they are finalized",
+        "refused",
+        "reducer 'total' is used by more than reducer_init, reducer_update and finalize_reducer",
+        examples=(Example("read", _read_reducer, (X,)),),
     ),
     Row(
         "tests of whole buffers",

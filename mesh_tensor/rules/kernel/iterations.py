@@ -68,15 +68,17 @@ def _largest(a: Value, b: Value) -> Value | None:
 class Iteration:
     """What the statements of one iteration of `loop` leave.
 
-    `ordered`: iterations run in order and in whole blocks, so that it does not matter what belongs to which position.
-    `env`: the values of on-chip buffers. `depends`: statements whose value depends on earlier iterations, or that add
-    up positions; `adds`: of those that combine positions, whether what lies past the dim's end changes nothing.
-    `common`: the conditions that all of them have. `uses`: what statements read that may depend on earlier iterations.
-    `guarded`: loads of running maxima that powers take down."""
+    `by_position`: each is one position of the factor. `ordered`: iterations run in order and in whole blocks, so
+    that it does not matter what belongs to which position. `env`: the values of on-chip buffers. `depends`:
+    statements whose value depends on earlier iterations, or that add up positions; `adds`: of those that combine
+    positions, whether what lies past the dim's end changes nothing. `common`: the conditions that all of them have.
+    `uses`: what statements read that may depend on earlier iterations. `guarded`: loads of running maxima that
+    powers take down."""
 
     def __init__(self, kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop, *, ordered: bool = False):
         self.ordered = ordered
         self.kernel, self.coordinates, self.factor, self.loop = kernel, coordinates, factor, loop
+        self.by_position = factor.roles.keys() == {loop.var}
         self.body = [s for s in kernel.statements if loop.var in s.vars]
         self.env: dict[LiveRange, Value | None] = {}
         self.depends: set[Statement] = set()
@@ -175,7 +177,8 @@ class Iteration:
             total = plus(before, added)
             return None if total is None else total.past(_sum_past(before.padding, added.padding))
         if statement.op == "max":
-            is_block = self.ordered and before.part is None and added.part is not None
+            in_blocks = self.ordered or (self.by_position and _is_point(added))
+            is_block = in_blocks and before.part is None and added.part is not None
             return _largest(before, _block_maximum(statement) if is_block else added)
         if statement.op == "prod" and not self._repeats(statement):
             product = times(before, added)
@@ -216,7 +219,7 @@ class Iteration:
                 unit = Content(neutral(str(statement.op), statement.target.buffer.dtype))
                 self.adds[statement] = operand.padding == unit
                 return _over_positions(statement, operand)
-            if operand.part is not None and operand.part.level is Level.POINT:
+            if _is_point(operand) and not self.by_position:
                 return None
         return None if over and operand.part is None else operand
 
@@ -232,6 +235,8 @@ class Iteration:
             return constant(float(known))
         if isinstance(expr, tirx.BufferLoad):
             return self._load(self._access(expr, statement), statement)
+        if isinstance(expr, tirx.Var) and self._keeps_its_value(expr):
+            return self._expr(self.kernel.binds[expr], statement)
         if isinstance(expr, tirx.Cast) and expr.dtype.startswith(("float", "bfloat")):
             return self._expr(expr.value, statement)
         name = op_name(expr)
@@ -246,6 +251,12 @@ class Iteration:
         if isinstance(expr, tirx.Div):
             return self._quotient(expr, statement)
         return self._independent(expr, statement)
+
+    def _keeps_its_value(self, var: tirx.Var) -> bool:
+        """Whether a variable was bound to loads of what nothing here writes: they are the same where it is used."""
+        loads = _loads(self.kernel.binds[var]) if var in self.kernel.binds else []
+        written = [live_range.buffer for live_range in self._written]
+        return bool(loads) and not any(load.buffer.same_as(buffer) for load in loads for buffer in written)
 
     def _binary(self, expr: tirx.PrimExpr, statement: Statement) -> Value | None:
         a, b = self._expr(expr.a, statement), self._expr(expr.b, statement)
@@ -298,9 +309,9 @@ class Iteration:
         """A function of what depends on no earlier iteration."""
         level = Level.POINT if vars_of([expr], self.kernel.binds) & self._moving else Level.FIXED
         bound = [n for n in vars_of([expr], {}) if n in self.kernel.binds]
-        if any(_loads(self.kernel.binds[var]) for var in bound):
+        if any(_loads(self.kernel.binds[var]) and not self._keeps_its_value(var) for var in bound):
             return None
-        for load in _loads(expr):
+        for load in [*_loads(expr), *(load for var in bound for load in _loads(self.kernel.binds[var]))]:
             value = self._load(self._access(load, statement), statement)
             part = None if value is None else value.part
             if part is None or part.level is Level.SUM:
@@ -387,6 +398,11 @@ def _shared_conditions(body: Sequence[Statement]) -> tuple[tirx.PrimExpr, ...]:
         same = [a.same_as(b) for a, b in zip(shared, statement.conditions, strict=False)]
         shared = shared[: same.index(False) if False in same else len(same)]
     return shared
+
+
+def _is_point(value: Value) -> bool:
+    """Whether there is one of it per position, whatever earlier iterations left."""
+    return value.part is not None and value.part.level is Level.POINT
 
 
 def is_running(atom: Atom) -> bool:

@@ -14,6 +14,7 @@ from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.fused_loops import unfuse
 from mesh_tensor.tir.late_fills import with_early_fills
 from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.reducers import without_reducers
 from mesh_tensor.tir.short_loops import lengthen
 from mesh_tensor.tir.single_dims import with_plain_single_dims
 from mesh_tensor.tir.tile_position import as_helper
@@ -28,7 +29,7 @@ def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
         MeshTensorError: a buffer is in no memory that is known, or a view is not understood.
     """
     body = tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"])
-    func = func if body.same_as(func.body) else func.with_body(body)
+    func = without_reducers(func if body.same_as(func.body) else func.with_body(body))
     func = with_early_fills(_with_plain_extents(with_plain_single_dims(_inline_bindings(func))))
     return lengthen(unfuse(resolve_views(mark_prints(func))))
 

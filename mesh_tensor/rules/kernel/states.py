@@ -73,6 +73,7 @@ class State:
     neutral: Mapping[Statement, bool]
     uses: Mapping[Statement, Mapping[LiveRange, None]]
     guarded: Mapping[Statement, tuple[tirx.BufferLoad, ...]]
+    by_position: bool
 
     @property
     def ops(self) -> dict[LiveRange, str]:
@@ -129,7 +130,8 @@ def _state(kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop)
     guards = _guards(iteration, made[0])
     if guards and not all(_starts_first(c, loop, kernel) for s in explained for c in s.conditions):
         return None
-    return State(loop, iteration.body[0].top, *made, explained, iteration.adds, iteration.uses, guards)
+    neutral, uses = iteration.adds, iteration.uses
+    return State(loop, iteration.body[0].top, *made, explained, neutral, uses, guards, iteration.by_position)
 
 
 def _stays_inside(
@@ -208,11 +210,15 @@ class _Parts:
         if not all(_is_before(carried, live_range) for _, carried in terms if carried is not None):
             return None
         added = [(dict(power), part) for (power, carried), part in terms.items() if carried is None]
-        if any(part.level is not Level.SUM for _, part in added):
+        if not all(self._is_of_block(part) for _, part in added):
             return None
         if not own[0][0] and all(not power for power, _ in added):
             return live_range
         return self._scaled(live_range, own[0][0], [power for power, _ in added], maxima)
+
+    def _is_of_block(self, part: Part) -> bool:
+        """Whether the part is that of all positions of an iteration, which may be one."""
+        return part.level is Level.SUM or (part.level is Level.POINT and self.iteration.by_position)
 
     def _scaled(
         self,
@@ -250,7 +256,9 @@ class _Parts:
         }
         before = [(power, part) for (power, carried), part in terms.items() if power and carried is None]
         added = [part for (power, carried), part in terms.items() if not power and carried is None]
-        if len(before) != 1 or len(added) != 1 or len(terms) != 2 or added[0].level is not Level.SUM:
+        if len(before) != 1 or len(added) != 1 or len(terms) != 2:
+            return None
+        if not self._is_of_block(added[0]):
             return None
         ((power, part),) = before
         ((atom, old),) = power if len(power) == 1 else [(None, 0.0)]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from tvm import arith, ir, tirx
 
-from .exprs import is_pure_index
+from .exprs import children, is_pure_index
 
 _FAR = arith.ConstIntBound.POS_INF
 # The second one finds bounds of variables in each other, such as those of a loop over a symbolic number of blocks.
@@ -47,6 +47,12 @@ class Bounds:
         """`expr` in a simpler form."""
         return self._analyzer.simplify(expr)
 
+    def divided(self, expr: tirx.PrimExpr) -> tirx.PrimExpr:
+        """An index or a condition on indices in which something is divided, in a simpler form: what is the same all
+        along a block then leaves its loop. Others stay as they are."""
+        is_index = is_pure_index(expr) and _divides(expr) and not _has_floats(expr)
+        return self.simplify(expr) if is_index else expr
+
     def proves(self, condition: tirx.PrimExpr) -> bool:
         """Whether `condition` always holds."""
         return any(self._analyzer.can_prove(condition, strength) for strength in _STRENGTHS)
@@ -70,6 +76,16 @@ class Bounds:
         inside = self.proves(start + extent <= size)
         end = extent if inside else tirx.Min(extent, self.simplify(size - start))
         return _as(begin, "int32"), _as(end, "int32")
+
+
+def _divides(expr: tirx.PrimExpr) -> bool:
+    """Whether there is a division in an expression."""
+    return isinstance(expr, tirx.FloorDiv | tirx.FloorMod) or any(map(_divides, children(expr)))
+
+
+def _has_floats(expr: tirx.PrimExpr) -> bool:
+    """Whether a part of an expression is no integer: what simplifies integers need not hold of NaN."""
+    return not expr.dtype.startswith(("int", "uint", "bool")) or any(map(_has_floats, children(expr)))
 
 
 def _as(expr: tirx.PrimExpr, dtype: str) -> tirx.PrimExpr:

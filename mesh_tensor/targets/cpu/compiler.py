@@ -17,15 +17,18 @@ from tilelang.contrib.cc import get_cplus_compiler
 from mesh_tensor.base.errors import refuse
 
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
+# g++ 12 stores small blocks on the stack with aligned instructions where the red zone is not aligned.
+NO_RED_ZONE = ("-mno-red-zone",) if _X86 else ()
 FLAGS = (
     *("-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-w"),
     *("-O2", "-march=native", "-ftree-vectorize", "-fvect-cost-model=dynamic"),
+    # A condition on the row leaves the loop over columns, which is then one vector operation.
+    "-funswitch-loops",
     # Integers wrap; blocks may be viewed with another dtype.
     *("-fwrapv", "-fno-strict-aliasing"),
     # IEEE results, NaN and infinity included: only what nothing can observe is given up.
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
-    # g++ 12 stores small blocks on the stack with aligned instructions where the red zone is not aligned.
-    *(("-mno-red-zone",) if _X86 else ()),
+    *NO_RED_ZONE,
 )
 _INSTALL = "install g++ (apt install g++, dnf install gcc-c++, conda install gxx) or clang++"
 _INTERPRET = 'target="interpret" runs kernels without a compiler'

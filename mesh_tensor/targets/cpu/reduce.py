@@ -15,9 +15,10 @@ from .combine import accumulator_dtype, combine
 from .exprs import all_of, cast, const, if_then, loop_nest, seq, temporary
 
 LANES = CPU.tuning.totals
-"""How many totals a reduction along the last dim keeps."""
+"""How many totals a reduction along the last dim keeps: a power of 2."""
 
 _ZERO = const(0, "int32")
+_UNROLLED = 8  # totals that compilers keep in registers if they see each by itself
 
 
 def is_total(store: tirx.BufferStore, var: tirx.Var) -> bool:
@@ -71,19 +72,28 @@ class ReduceLoops:
         totals = temporary("totals", self._dtype, [LANES])
         lane, mine = tirx.Var("lane", "int32"), tirx.FloorMod(self._vars[self._op.dim], const(LANES, "int32"))
 
-        def over_lanes(body: tirx.Stmt, begin: int = 0) -> tirx.Stmt:
-            return loop_nest([(lane, const(begin, "int32"), const(LANES, "int32"))], body)
+        def over_lanes(body: tirx.Stmt, count: int = LANES) -> tirx.Stmt:
+            return loop_nest([(lane, _ZERO, const(count, "int32"))], body)
 
-        first, other = tirx.BufferLoad(totals, [_ZERO]), tirx.BufferLoad(totals, [lane])
-        gather = tirx.BufferStore(totals, combine(self._op.reduction, first, other), [_ZERO])
+        def folded(half: int) -> tirx.Stmt:
+            """The upper half of the totals that are left is combined with the lower."""
+
+            def fold(at: tirx.PrimExpr) -> tirx.Stmt:
+                low, high = tirx.BufferLoad(totals, [at]), tirx.BufferLoad(totals, [at + half])
+                return tirx.BufferStore(totals, combine(self._op.reduction, low, high), [at])
+
+            if half <= _UNROLLED:
+                return seq([fold(const(at, "int32")) for at in range(half)])
+            return over_lanes(fold(lane), half)
+
+        total = tirx.BufferLoad(totals, [_ZERO])  # what was there comes last: a store to one lane would stall all
         return seq(
             [
                 tirx.AllocBuffer(totals),
                 over_lanes(tirx.BufferStore(totals, neutral_element(self._op.reduction, self._dtype), [lane])),
-                tirx.BufferStore(totals, self._start(), [_ZERO]),
                 self._nest([self._op.dim], self._add(totals, [mine], self._vars)),
-                over_lanes(gather, begin=1),
-                self._finish(first),
+                *(folded(LANES >> step) for step in range(1, LANES.bit_length())),
+                self._finish(total if self._op.clears else combine(self._op.reduction, self._start(), total)),
             ]
         )
 

@@ -156,7 +156,7 @@ class _Retarget:
         return tirx.While(condition, body or tirx.Evaluate(const(0, "int32")))
 
     def _if(self, branch: tirx.IfThenElse) -> tirx.Stmt | None:
-        condition = self._expr(branch.condition)
+        condition = self._bounds.divided(self._expr(branch.condition))
         with self._bounds.assume(condition):
             then_case = self._stmt(branch.then_case)
         with self._bounds.assume(condition, holds=False):
@@ -179,7 +179,7 @@ class _Retarget:
         return tirx.Bind(bind.var, value)
 
     def _store(self, store: tirx.BufferStore) -> tirx.Stmt:
-        indices = [self._expr(index) for index in store.indices]
+        indices = [self._bounds.divided(self._expr(index)) for index in store.indices]
         guard = all_of(self._bounds.guard(store.buffer, indices))
         value = store.value
         if guard is not None:
@@ -244,14 +244,14 @@ class _Retarget:
 
     def _choice(self, condition: tirx.PrimExpr, true_value: tirx.PrimExpr, false_value: tirx.PrimExpr) -> tirx.PrimExpr:
         """One side is evaluated, never both: the C code generator writes a Select as `?:`."""
-        test = self._expr(condition)
+        test = self._bounds.divided(self._expr(condition))
         with self._bounds.assume(test):
             chosen = self._expr(true_value)
         with self._bounds.assume(test, holds=False):
             return tirx.Select(test, chosen, self._expr(false_value))
 
     def _load(self, load: tirx.BufferLoad) -> tirx.PrimExpr:
-        indices = [self._expr(index) for index in load.indices]
+        indices = [self._bounds.divided(self._expr(index)) for index in load.indices]
         safe = tirx.BufferLoad(load.buffer, indices)
         guard = all_of(self._bounds.guard(load.buffer, indices))
         return safe if guard is None else tirx.Select(guard, safe, const(0, load.dtype))

@@ -14,6 +14,7 @@ from tvm.target import Target
 
 from mesh_tensor.base.errors import listing, refuse
 
+from .compiler import NO_RED_ZONE
 from .exprs import cast, strides_of
 
 _FOLDER = Path(__file__).parent / "csrc"
@@ -36,7 +37,15 @@ def register_cpu_gemm() -> list[str]:
     version = hashlib.sha256("".join(path.read_text() for path in sorted(_FOLDER.glob("*.h"))).encode()).hexdigest()
     register_gemm_impl("cpu.scalar", GEMM_INST_SCALAR, lambda target: target.kind.name in ("c", "llvm"), _BlockGemm)
     header = str(_FOLDER / "mesh_tensor_tilelang.h")
-    return ["-O2", "-march=native", "-ffp-contract=off", f"-DMT_VERSION={version[:16]}", "-include", header]
+    return [
+        "-O2",
+        "-march=native",
+        *NO_RED_ZONE,
+        "-ffp-contract=off",
+        f"-DMT_VERSION={version[:16]}",
+        "-include",
+        header,
+    ]
 
 
 class _BlockGemm(GemmScalar):

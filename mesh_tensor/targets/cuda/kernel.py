@@ -13,6 +13,7 @@ from tvm import tirx
 from tvm.target import Target
 
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.tir.reducers import as_reducers
 from mesh_tensor.tir.user_reports import without_reports_for_cpus
 
 _SPECIFIC_FROM = 90  # from Hopper on, the instructions that TileLang uses need the variant "a" of an architecture
@@ -22,13 +23,13 @@ def compile_for_cuda(func: tirx.PrimFunc) -> Callable[..., None]:
     """A callable on CUDA tensors and numbers in the order of `func`'s parameters, for the current GPU."""
     if not torch.cuda.is_available():
         refuse("target 'cuda' needs a GPU", why="torch finds none", fix="use target='c' or target='interpret'")
-    func, target = without_reports_for_cpus(func), _target(_current_arch())
+    func, target = _for_tilelang(func), _target(_current_arch())
     return _explained(func, lambda: tilelang.compile(func, target=target, execution_backend="tvm_ffi"))
 
 
 def cuda_source(func: tirx.PrimFunc, arch: str = "sm_80") -> str:
     """The CUDA source of `func` for an architecture such as "sm_80", "sm_90a" or "sm_100a". No GPU is needed."""
-    func, target = without_reports_for_cpus(func), _target(arch)
+    func, target = _for_tilelang(func), _target(arch)
     with target:
         return _explained(func, lambda: tilelang.lower(func, target=target).kernel_source)
 
@@ -40,6 +41,10 @@ def cuda_binary(func: tirx.PrimFunc, arch: str = "sm_80") -> bytes:
     source, target = cuda_source(func, arch), _target(arch)
     compile_source = tvm_ffi.get_global_func("tilelang_callback_cuda_compile")
     return _explained(func, lambda: bytes(compile_source(source, target)))
+
+
+def _for_tilelang(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    return as_reducers(without_reports_for_cpus(func))
 
 
 def _target(arch: str) -> Target:

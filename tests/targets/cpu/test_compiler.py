@@ -10,7 +10,7 @@ import torch
 from mesh_tensor.targets.cpu import build as cpu_build
 from mesh_tensor.targets.cpu import compiler as cpu_compiler
 
-SIZES = range(1, 41)
+SIZES = range(1, 101)
 
 
 def small_blocks(size):

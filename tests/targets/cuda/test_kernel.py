@@ -13,7 +13,10 @@ from kernels.matmul import matmul
 from kernels.matmul_bias_gelu import matmul_bias_gelu
 from kernels.rms_norm import rms_norm
 from kernels.softmax import softmax
+from mesh_tensor.lowering.layouts import LocalKernel
+from mesh_tensor.lowering.pipeline import lower_kernel
 from mesh_tensor.targets.cuda.kernel import compile_for_cuda, cuda_binary, cuda_source
+from tests.constructs.tile_operations import reducer
 
 from .kernels import ARCHITECTURES, CASES
 
@@ -42,6 +45,16 @@ def test_source(name, arch):
         assert set(parameters) == tensors | set(step.axes)
         assert parameters[len(tensors) :] == list(step.axes)
     assert sum(bool(step.axes) for step in steps) == case.coordinates
+
+
+def test_reducers_are_reducers_again():
+    """The start, whose part of a split dim it is, counts on one device."""
+    func = mt.annotate(reducer("sum", 2.5)(), {"x": 2}, {"X": {"x": 0}})
+    first = next(step for step in lower_kernel(func).steps if isinstance(step, LocalKernel))
+    source = cuda_source(first.func)
+    assert "tl::AllReduce<tl::SumOp" in source
+    assert re.search(r"if \(\(?x == 0\)? ?\)? \{\s*condval = 0x1.4p\+1f", source)
+    assert "total_seed[0] = condval" in source
 
 
 def test_the_coordinate_decides_who_adds_the_bias():

@@ -1,0 +1,52 @@
+"""Divisions of indices that are the same all along a block leave it; nothing else is touched."""
+
+import tilelang.language as T
+import torch
+from tvm import tirx
+
+from mesh_tensor.targets.cpu.bounds import Bounds
+from mesh_tensor.targets.cpu.kernel import compile_for_cpu
+from mesh_tensor.tir.nodes import nodes
+
+
+def _bounds():
+    bounds, outer, inner = Bounds(), tirx.Var("o", "int32"), tirx.Var("i", "int32")
+    bounds.loop(outer, tirx.IntImm("int32", 0), tirx.IntImm("int32", 100))
+    bounds.loop(inner, tirx.IntImm("int32", 0), tirx.IntImm("int32", 32))
+    return bounds, outer, inner
+
+
+def test_a_division_leaves_the_block():
+    bounds, outer, inner = _bounds()
+    index = tirx.FloorDiv(outer * 32 + inner, tirx.IntImm("int32", 64))
+    assert inner not in nodes(tirx.Evaluate(bounds.divided(index)), tirx.Var)
+    rest = bounds.divided(tirx.FloorMod(outer * 32 + inner, tirx.IntImm("int32", 64)))
+    for o in range(5):
+        for i in range(32):
+            values = {outer: tirx.IntImm("int32", o), inner: tirx.IntImm("int32", i)}
+            assert int(bounds.simplify(tirx.stmt_functor.substitute(rest, values))) == (o * 32 + i) % 64
+
+
+def test_what_compares_floats_stays():
+    """`!(x < y)` is no `y <= x`: one of them may be NaN."""
+    bounds, outer, inner = _bounds()
+    x = tirx.Var("x", "float32")
+    divided = tirx.EQ(tirx.FloorDiv(outer * 32 + inner, tirx.IntImm("int32", 64)), tirx.IntImm("int32", 0))
+    for condition in (tirx.And(divided, tirx.Not(x < 1.0)), tirx.Not(x < 1.0), outer * 32 + inner < 64):
+        assert bounds.divided(condition).same_as(condition)
+
+
+def test_nan_beside_a_division():
+    @T.prim_func
+    def kernel(X: T.Tensor((64,), "float32"), Y: T.Tensor((64,), "float32")):
+        with T.Kernel(2, threads=32) as bx:
+            for i in T.Parallel(32):
+                if (bx * 32 + i) // 64 == 0 and not (X[bx * 32 + i] < 0.0):
+                    Y[bx * 32 + i] = 1.0
+                else:
+                    Y[bx * 32 + i] = 2.0
+
+    x, y = torch.randn(64), torch.empty(64)
+    x[5] = torch.nan
+    compile_for_cpu(kernel)(x, y)
+    torch.testing.assert_close(y, torch.where(x < 0, 2.0, 1.0))
