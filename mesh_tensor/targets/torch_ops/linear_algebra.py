@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
+import torch.nn.functional as F
 
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.operator.call import OpCall
+from mesh_tensor.rules.operator.fused import LINEAR, MATMUL_ADD, WEIGHT_GRADIENT, is_weight_gradient
 from mesh_tensor.rules.operator.linear_algebra import GROUPED
 from mesh_tensor.targets.dtypes import torch_dtype
 
@@ -23,9 +27,30 @@ def _matmul(call: OpCall) -> Function:
     return lambda a, b: torch.matmul(a.to(dtype), b.to(dtype))
 
 
+@torch_op(LINEAR)
+def _linear(call: OpCall) -> Function:
+    return F.linear
+
+
+@torch_op(MATMUL_ADD)
+def _matmul_add(call: OpCall) -> Function:
+    if call.inputs[0].ndim == 2:
+        return lambda x, matrix, bias: torch.addmm(bias, x, matrix)
+    return lambda x, matrix, bias: F.linear(x, matrix.t(), bias)
+
+
+@torch_op(WEIGHT_GRADIENT)
+def _weight_gradient(call: OpCall) -> Function:
+    rows, columns = (tensor.shape[-1] for tensor in call.inputs)
+    count = math.prod(call.inputs[0].shape[:-1])
+    return lambda a, b: torch.mm(a.reshape(count, rows).t(), b.reshape(count, columns))
+
+
 @torch_op("einsum")
 def _einsum(call: OpCall) -> Function:
     subscripts = call.attr("subscripts")
+    if is_weight_gradient(call):
+        return _weight_gradient(call)
     return lambda *tensors: torch.einsum(subscripts, *tensors)
 
 
