@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -37,27 +37,28 @@ def tile_functions(step: OpStep, program: Program, ranks: Sequence[int], target:
 
 class Section:
     """OpSteps that follow each other, and the ends of memory between them, as one action on what a device holds: a dict
-    from storages to tiles (`listed`: to lists of one tile)."""
+    from storages to tiles (`listed`: to lists of one tile). `records`: what torch keeps between operators and their
+    gradients (of `recorded_pairs`)."""
 
     def __init__(
-        self, steps: Sequence[Step], program: Program, rank: int, target: Target, *, listed: bool = False
+        self,
+        steps: Sequence[Step],
+        program: Program,
+        rank: int,
+        target: Target,
+        *,
+        listed: bool = False,
+        records: Mapping[OpStep, Record] | None = None,
     ) -> None:
         self.steps = tuple(step for step in steps if isinstance(step, OpStep))
         stored = {name: program.values[name].storage for step in self.steps for name in step.uses}
-        pairs = _recorded_pairs(self.steps)
         lines: list[Line] = []
         for step, ends in _with_ends(steps):
             call = _tile_call(step, program, rank, target)
             names = [tuple(stored[name] for name in group) for group in (step.args, step.results)]
-            lines.append(Line(call, names[0], names[1], ends))
-        for number, (first, second) in enumerate(pairs):
-            made = recorded(self.steps[second].call, lines[first].call.function)
-            lines[first] = replace(
-                lines[first], call=replace(lines[first].call, function=made.forward), keeps=f"kept {number}"
-            )
-            lines[second] = replace(
-                lines[second], call=replace(lines[second].call, function=made.backward), kept=f"kept {number}"
-            )
+            line = Line(call, names[0], names[1], ends)
+            record = None if records is None else records.get(step)
+            lines.append(line if record is None else record.line(step, line))
         self._line, self._lines = StraightLine(lines, listed=listed), lines
 
     def __call__(self, held: dict[str, Any]) -> None:
@@ -109,23 +110,37 @@ def in_sections(steps: Sequence[Step]) -> Iterator[tuple[Step, ...]]:
         yield tuple(run)
 
 
-def _recorded_pairs(steps: Sequence[OpStep]) -> list[tuple[int, int]]:
-    """The numbers of operators and of their gradients, of the same operands, for which torch can keep something."""
-    known: dict[tuple[str, tuple[str, ...]], int] = {}
-    pairs, taken = [], set()
-    for number, step in enumerate(steps):
+@dataclass(frozen=True)
+class Record:
+    """What torch keeps of an operator's call for its gradients, which the step `gradient` computes."""
+
+    name: str
+    gradient: OpStep
+
+    def line(self, step: OpStep, line: Line) -> Line:
+        """The line of one of the two steps, which keeps it, or takes it."""
+        made = recorded(self.gradient.call, line.call.function)
+        if step is self.gradient:
+            return replace(line, call=replace(line.call, function=made.backward), kept=self.name)
+        return replace(line, call=replace(line.call, function=made.forward), keeps=self.name)
+
+
+def recorded_pairs(program: Program) -> dict[OpStep, Record]:
+    """Operators and their gradients, of the same operands, between which torch can keep something."""
+    known: dict[tuple[str, tuple[str, ...]], OpStep] = {}
+    records: dict[OpStep, Record] = {}
+    for step in program.ops:
         if step.kernel is not None or step.checked:
             continue
         if operator_name(step.call) != VJP:
-            known.setdefault((step.call.name, step.args), number)
+            known.setdefault((step.call.name, step.args), step)
         elif can_be_recorded(step.call):
             stated = vjp_of(step.call)
             forward, operands = stated.forward, dict(zip(stated.given, step.args, strict=False))
-            first = known.get((forward.name, tuple(operands[n] for n in range(len(operands)))))
-            if first is not None and first not in taken and steps[first].call.kind == forward.kind:
-                pairs.append((first, number))
-                taken.add(first)
-    return pairs
+            first = known.get((forward.name, tuple(operands[number] for number in range(len(operands)))))
+            if first is not None and first not in records and first.call.kind == forward.kind:
+                records[first] = records[step] = Record(f"kept of {step.results[0]}", step)
+    return records
 
 
 def _with_ends(steps: Sequence[Step]) -> list[tuple[OpStep, tuple[str, ...]]]:

@@ -42,7 +42,7 @@ class TileCall:
 @dataclass(frozen=True)
 class Line:
     """A call on named tiles. `ends`: those that nothing uses after it. `keeps`: the name of what the function gives
-    beside its results, for the line that takes it as its last operand (`kept`)."""
+    beside its results, for the line that takes it as its last operand (`kept`), which may be one that runs later."""
 
     call: TileCall
     args: tuple[str, ...]
@@ -80,6 +80,7 @@ class _Writer:
 
     def __init__(self, lines: Sequence[Line], listed: bool) -> None:
         ended = {name for line in lines for name in line.ends}
+        self._within = {line.keeps for line in lines} & {line.kept for line in lines}
         self._listed, self._kept = listed, {name for line in lines for name in line.results} - ended
         self._locals: dict[str, str] = {}
         self._shapes: dict[str, Shape] = {}  # of the locals
@@ -98,11 +99,13 @@ class _Writer:
         operands = [self._as(self._locals[name], shape) for name, shape in zip(line.args, call.takes, strict=True)]
         results = [self._local(name) for name in line.results]
         if line.kept:
-            operands.append(self._locals[line.kept])
+            operands.append(self._kept_for(line))
         made = f"{', '.join(results)} = "
         if line.keeps:
             made = f"({', '.join(results)},), {self._local(line.keeps)} = "
         self._add(f"{made}{self._constant('f', call.function)}({', '.join(operands)})")
+        if line.keeps and line.keeps not in self._within:
+            self._add(f"held[{line.keeps!r}] = {self._locals[line.keeps]}")
         if line.kept:
             self._add(f"{operands[-1]} = None")
         if len(results) == 1:
@@ -114,6 +117,11 @@ class _Writer:
                 self._add(f"held[{name!r}] = {f'[{kept}]' if self._listed else kept}")
         for name in line.ends:
             self._end(name)
+
+    def _kept_for(self, line: Line) -> str:
+        if line.kept not in self._within:
+            self._add(f"{self._local(line.kept)} = held.pop({line.kept!r})")
+        return self._locals[line.kept]
 
     def _as(self, local: str, shape: Shape) -> str:
         return local if self._shapes[local] == shape else f"{local}.reshape({self._constant('s', shape)})"

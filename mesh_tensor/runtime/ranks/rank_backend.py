@@ -16,7 +16,7 @@ from mesh_tensor.runtime.elementwise import clone, fill
 from mesh_tensor.runtime.reshard import reshard_of
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
-from mesh_tensor.targets.op_steps import Section, in_sections
+from mesh_tensor.targets.op_steps import Section, in_sections, recorded_pairs
 
 from .faults import Faults
 from .plan import plan_exchange
@@ -30,6 +30,7 @@ class RankBackend:
         self.program = program
         self.device = target.device()
         self._target, self._ranks, self._faults, self._poison = target, ranks, faults, poison
+        self._records = recorded_pairs(program)
         self._actions = [
             (at, action) for run in in_sections(program.steps) for at, action in [self._run(run)] if action is not None
         ]
@@ -47,7 +48,7 @@ class RankBackend:
         first = run[0]
         if not isinstance(first, OpStep):
             return lambda _: first, first.mean(self)
-        section = Section(run, self.program, self._ranks.rank, self._target)
+        section = Section(run, self.program, self._ranks.rank, self._target, records=self._records)
         return section.failed_at, lambda memory: section(memory.held)
 
     def kernel(self, step: KernelStep) -> Action | None:
@@ -71,7 +72,7 @@ class RankBackend:
 
     def op(self, step: OpStep) -> Action:
         """The operator on this rank's tiles."""
-        section = Section([step], self.program, self._ranks.rank, self._target)
+        section = Section([step], self.program, self._ranks.rank, self._target, records=self._records)
         return lambda memory: section(memory.held)
 
     def collective(self, step: CollectiveStep) -> Action | None:

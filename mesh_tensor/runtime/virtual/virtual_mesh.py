@@ -20,7 +20,7 @@ from mesh_tensor.runtime.reshard import reshard_of
 from mesh_tensor.runtime.threads import device_threads
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
-from mesh_tensor.targets.op_steps import Section, differs_by_rank, in_sections, tile_functions
+from mesh_tensor.targets.op_steps import Section, differs_by_rank, in_sections, recorded_pairs, tile_functions
 
 Tiles = list[torch.Tensor]
 
@@ -36,6 +36,7 @@ class VirtualMesh:
         }
         self._target, self._poison = target, poison
         _check_storages(program)
+        self._records = recorded_pairs(program)
         alone = program.mesh.num_devices == 1 and not poison
         runs = in_sections(program.steps) if alone else ((step,) for step in program.steps)
         self._actions = [action for run in runs if (action := self._run(run)) is not None]
@@ -47,9 +48,9 @@ class VirtualMesh:
 
     def _run(self, run: Sequence[Step]) -> Action | None:
         """What steps that follow each other are here; several are OpSteps of a mesh's only device."""
-        if len(run) == 1:
+        if not isinstance(run[0], OpStep) or self.program.mesh.num_devices > 1 or self._poison:
             return run[0].mean(self)
-        section = Section(run, self.program, 0, self._target, listed=True)
+        section = Section(run, self.program, 0, self._target, listed=True, records=self._records)
         sizes = {storage: self.layouts[value.name].tile_bytes for storage, value in self.program.stored.items()}
         made, dropped, peak = section.memory(sizes)
 
