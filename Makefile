@@ -65,6 +65,7 @@ bench: venv
 models: venv
 	$(PIP_INSTALL) '.[models]'
 	OMP_NUM_THREADS=1 $(PY) -m tests.models $(MODELS_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m tests.models.generation
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -41,7 +41,8 @@ def planned(case: Case) -> Program:
     """The steps of every device."""
     mesh = mt.Mesh(case.mesh)
     stated = mt.read_module_annotations(mt.annotate_module(case.build(), mesh, case.shardings), "main", mesh)
-    return plan_module(stated.module, "main", mesh, stated.annotations, held=case.held).made.program
+    plan = plan_module(stated.module, "main", mesh, stated.annotations, held=case.held, sub_axes=True)
+    return plan.made.program
 
 
 def measured(case: Case) -> Row:

@@ -361,7 +361,7 @@ def experts() -> list[Case]:
     both = {"x": {"d": 0}, "up": {"d": 0}, "down": {"d": 0}}
     weights = {"up": {"d": 0}, "down": {"d": 0}}
 
-    def build(how: str) -> Callable[[], ir.IRModule]:
+    def build(how: str, x: torch.Tensor = x) -> Callable[[], ir.IRModule]:
         return partial(from_model, partial(Experts, width, hidden, count, how), x)
 
     sent = 2 * tokens // count * groups * count * width
@@ -373,12 +373,22 @@ def experts() -> list[Case]:
         2,
         "tokens are gathered; what experts make, reduced and scattered",
     )
+    tables = Hand(
+        2 * gathered(count * width * hidden, parts),
+        2,
+        "weights are gathered: all tokens at all experts' devices are four times the work, and how many go where is not"
+        " known ahead",
+    )
+    few = torch.randn(groups, 4, width)
+    few_exchanged = Hand(2 * gathered(few.numel(), parts), 3, f"{exchanged.why}; their choices, too")
     return [
         Case("experts with capacity", "DP x EP", build("capacity"), {"d": parts}, both, moved),
         Case("experts with capacity", "EP", build("capacity"), {"d": parts}, weights, summed),
         Case("experts, all tokens", "EP", build("dense"), {"d": parts}, weights, summed),
         Case("experts, all tokens", "DP x EP", build("dense"), {"d": parts}, both, exchanged),
         Case("experts, looked up", "EP", build("gathered"), {"d": parts}, weights, summed),
+        Case("experts, looked up", "DP x EP", build("gathered"), {"d": parts}, both, tables),
+        Case("experts, looked up by few tokens", "DP x EP", build("gathered", few), {"d": parts}, both, few_exchanged),
     ]
 
 

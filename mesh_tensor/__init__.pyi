@@ -4,12 +4,14 @@ from . import lowering
 from .annotations.annotate import annotate
 from .annotations.annotate_module import annotate_module
 from .annotations.annotation import init_mesh_tensor_info
+from .annotations.combination import combine
 from .annotations.kernel_helpers import mesh_tensor_functions
 from .annotations.module_annotations import ModuleAnnotations, read_module_annotations
 from .api import strategies
 from .api.compile import MeshKernel, compile
 from .api.custom_op import as_custom_op
 from .api.disco import DiscoModule, DiscoSession, run_on_disco, to_disco
+from .api.generate import generate
 from .api.gradient import gradient
 from .api.machine import Machine
 from .api.mesh_module import MeshModule
@@ -27,6 +29,7 @@ from .base.version import __version__
 from .importers import ImportedModule, load_module, save_module
 from .importers.onnx_frontend import from_onnx
 from .importers.torch_frontend import from_torch
+from .importers.transformers_frontend import from_transformers
 from .importers.weight_files import open_weights
 from .lowering import lower
 from .pipelining.schedule import Schedule
@@ -68,6 +71,7 @@ __all__ = [
     "annotate",
     "annotate_module",
     "as_custom_op",
+    "combine",
     "compile",
     "distribute",
     "distribute_module",
@@ -75,6 +79,8 @@ __all__ = [
     "from_onnx",
     "from_placements",
     "from_torch",
+    "from_transformers",
+    "generate",
     "gradient",
     "init_mesh_tensor_info",
     "load",

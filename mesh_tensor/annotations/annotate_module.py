@@ -1,8 +1,9 @@
 """annotate_module: state how values of a Relax module lie on a mesh, by name.
 
 Stated in TVM's own terms as far as they go: `R.dist.annotate_sharding` calls, the mesh in the module's global infos.
-What TVM has no words for (partial values, open dims, priorities) is in the function attribute `mesh_tensor_hints`, from
-the name that such a call binds to a dict with "partial", "open", "priority", "later". Axis names: see `meshes`.
+What TVM has no words for (partial values, open dims, replicated axes, priorities, groups, barriers) is in the function
+attribute `mesh_tensor_hints`, from the name that such a call binds to a dict with "partial", "open", "replicated",
+"priority", "later", "group", "barrier". Axis names: see `meshes`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tvm.relax.distributed import DeviceMesh, Placement, PlacementSpec
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.base.sub_axes import Refinement
 
 from .annotation import check, complete, from_attr, is_int
 from .module_annotations import (
@@ -31,6 +33,8 @@ from .module_meshes import device_mesh, device_meshes, fits, named_mesh, same, w
 from .named_values import NamedValues
 from .names import SOURCE_NAMES_ATTR, Fresh, check_module, relax_functions, unique_names, variables
 from .parameters import with_flat_parameters
+from .stated_sub_axes import names_parts, stated_refinement, stated_replicated, with_parts
+from .stated_ties import Ties
 
 __all__ = ["SOURCE_NAMES_ATTR", "ModuleAnnotations", "annotate_module", "read_module_annotations"]
 
@@ -48,6 +52,8 @@ def annotate_module(
     *,
     open: Iterable[str] | Mapping[str, Iterable[int]] = (),
     priority: Mapping[str, int | Mapping[str, int]] | None = None,
+    groups: Mapping[str, Iterable[str]] | None = None,
+    barriers: Mapping[str, str] | None = None,
 ) -> ir.IRModule:
     """A copy of a Relax module in which values are annotated with their layouts on `mesh`.
 
@@ -61,11 +67,18 @@ def annotate_module(
             pattern of these, "*.fc.weight" or a compiled regular expression, over which names prevail. A layout is a
             dict from axes to dims, a list or a text with one placement per axis ([mt.Shard(0), mt.Replicate()],
             "S[0], R"), an `mt.Sharding`, or {"sharding": ..., "partial": {axis: op}}. An axis that is left out is
-            replicated.
+            replicated. In dicts, a part of an axis is named as in Shardy: of an axis x of 8 devices, {"x:(1)4": 0,
+            "x:(4)2": 1} has 4 along dim 0 and 2 along dim 1; the module is then annotated for the mesh in which these
+            are axes.
         function: where unqualified names are looked up.
         open: names of annotated values whose remaining axes propagation may use; a dict from names to dims: on these.
+            Axes that a layout's dict maps to None, or names under "replicate", stay replicated.
         priority: from names of annotated values to 0, 1, ..., or to a dict from axes to these: lower ones spread first.
             0 where nothing is said.
+        groups: from a name of yours to names of values of one shape that lie alike: what is stated of one, or spreads
+            to it, holds for all.
+        barriers: from names of values to "none", "forward" or "backward": what is known of layouts on one side of the
+            value (its operator, its users) doesn't spread to the other, or only in that direction.
 
     Returns:
         The annotated module: prints and parses as TVMScript.
@@ -76,9 +89,12 @@ def annotate_module(
     """
     check_module(mod, "annotate_module")
     mod = with_flat_parameters(mod, function)
-    mesh, names = Mesh(mesh), NamedValues(mod, function)
+    names, refinement = NamedValues(mod, function), stated_refinement(Mesh(mesh), shardings, priority or {})
+    mesh = refinement.mesh
     device = _device_mesh(mod, mesh)
-    stated, problems = _read(names, mesh, shardings, open, priority or {})
+    stated, problems = _read(names, refinement, shardings, open, priority or {})
+    stated, wrong = Ties(names, mesh, groups or {}, barriers or {}).added(stated)
+    problems += wrong
     if problems:
         refuse(problems, where=f"module function {function!r} on {mesh}", fix=_HOW)
     stated = {**_of_gradients(mod, stated), **stated}
@@ -91,7 +107,7 @@ def annotate_module(
 
 
 def _read(
-    names: NamedValues, mesh: Mesh, shardings: Any, open: Any, priority: Mapping[str, Any]
+    names: NamedValues, refinement: Refinement, shardings: Any, open: Any, priority: Mapping[str, Any]
 ) -> tuple[dict[tuple[str, str], Annotation], list[str]]:
     """(function, variable) -> what is stated for it; and all that is wrong."""
     if not isinstance(shardings, Mapping):
@@ -99,11 +115,13 @@ def _read(
     opened: dict[str, Any] = dict(open) if isinstance(open, Mapping) else dict.fromkeys(_listed(open), True)
     problems = [f"`open` has {name!r}, which is not annotated" for name in opened if name not in shardings]
     problems += [f"`priority` has {name!r}, which is not annotated" for name in priority if name not in shardings]
+    mesh = refinement.mesh
+    priority = {name: one if is_int(one) else with_parts(refinement, one) for name, one in priority.items()}
     problems += [problem for name, value in priority.items() for problem in _wrong_priority(mesh, name, value)]
     stated: dict[tuple[str, str], Annotation] = {}
     meant, wrong_names = names.meant_by(shardings)
     for name, key, var in meant:
-        sharding, wrong = _sharding(mesh, var, shardings[name])
+        sharding, wrong = _sharding(refinement, var, shardings[name])
         dims = opened.get(name, False)
         if sharding is not None and not isinstance(dims, bool):
             wrong += [f"`open` has {dim!r}, which is none of its dims" for dim in dims if not _is_dim(dim, sharding)]
@@ -111,7 +129,8 @@ def _read(
         problems += [f"value {name!r}: {problem}" for problem in wrong]
         if sharding is not None and not problems:
             first, later = _heard(priority.get(name, 0))
-            annotation = Annotation(sharding, dims, first, later)
+            replicated = stated_replicated(refinement, shardings[name]) if dims else ()
+            annotation = Annotation(sharding, dims, first, later, replicated)
             if stated.setdefault(key, annotation) != annotation:
                 problems.append(f"value {key[1]!r} of {key[0]!r} is given two layouts, one of them under {name!r}")
     return stated, [*problems, *wrong_names]
@@ -154,18 +173,25 @@ def _of_gradients(mod: ir.IRModule, stated: Mapping[tuple[str, str], Annotation]
             whole = annotation.sharding
             for axis, _ in whole.partial:
                 whole = whole.with_replicate(axis)
-            found[function, str(attr[name])] = replace(annotation, sharding=whole, priority=annotation.priority + 1)
+            later = annotation.priority + 1
+            found[function, str(attr[name])] = replace(
+                annotation, sharding=whole, priority=later, group=None, barrier=None
+            )
     return found
 
 
-def _sharding(mesh: Mesh, var: relax.Var, layout: Any) -> tuple[Sharding | None, list[str]]:
+def _sharding(refinement: Refinement, var: relax.Var, layout: Any) -> tuple[Sharding | None, list[str]]:
     info = var.struct_info
     if isinstance(info, relax.distributed.DTensorStructInfo):
         info = info.tensor_sinfo
     if not isinstance(info, relax.TensorStructInfo) or info.ndim < 0:
         return None, [f"it is {var.struct_info}, which is no tensor of known rank"]
-    annotation, wrong = check(mesh, info.ndim, complete(mesh, layout))
-    return (annotation.sharding if annotation else None), wrong
+    if names_parts(refinement.base, layout):
+        mesh = refinement.mesh
+        annotation, wrong = check(mesh, info.ndim, complete(mesh, with_parts(refinement, layout)))
+        return (annotation.sharding if annotation else None), wrong
+    annotation, wrong = check(refinement.base, info.ndim, complete(refinement.base, layout))
+    return (refinement.refine(annotation.sharding) if annotation else None), wrong
 
 
 def _device_mesh(mod: ir.IRModule, mesh: Mesh) -> DeviceMesh:
@@ -242,4 +268,5 @@ def _placement(sharding: Sharding) -> Placement:
 def _hints(annotation: Annotation) -> dict[str, Any]:
     said: dict[str, Any] = {"partial": dict(annotation.sharding.partial), "open": annotation.open}
     said |= {"priority": annotation.priority, "later": dict(annotation.later)}
+    said |= {"replicated": list(annotation.replicated), "group": annotation.group, "barrier": annotation.barrier}
     return {what: value for what, value in said.items() if value}

@@ -14,6 +14,7 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.placement import Partial, Replicate, Shard, collect, how_to_state
 from mesh_tensor.base.placement import Placement as MeshPlacement
 from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.base.sub_axes import Refinement
 
 from .annotation import from_attr
 from .module_meshes import device_meshes, fits, named_mesh, same
@@ -22,6 +23,8 @@ from .names import bindings, check_module, reachable, unique_names
 HINTS_ATTR = "mesh_tensor_hints"
 # A function attribute of modules with gradients: value -> its gradient, which lies as the value is stated to lie.
 GRADIENTS_ATTR = "mesh_tensor_gradients"
+# By the direction in which a barrier lets layouts spread: the ways, back or not, in which it doesn't.
+BARRIERS = {"none": frozenset({True, False}), "forward": frozenset({True}), "backward": frozenset({False})}
 _OPS = ("relax.dist.annotate_sharding", "relax.dist.redistribute")
 _SHARDING = 0  # PlacementSpecKind.kSharding
 
@@ -29,12 +32,22 @@ _SHARDING = 0  # PlacementSpecKind.kSharding
 @dataclass(frozen=True)
 class Annotation:
     """The layout that the user stated for a value. `open`: propagation may use the axes that it does not, on all dims
-    or on these. Lower `priority` is heard first; `later`: how much later that is along some axes."""
+    or on these, but for those `replicated`. Lower `priority` is heard first; `later`: how much later that is along some
+    axes. Values of one `group` lie alike. `barrier`: the only direction, one of BARRIERS, in which what is known of
+    layouts spreads through the value."""
 
     sharding: Sharding
     open: bool | tuple[int, ...] = False
     priority: int = 0
     later: tuple[tuple[str, int], ...] = ()
+    replicated: tuple[str, ...] = ()
+    group: str | None = None
+    barrier: str | None = None
+
+    @property
+    def blocked(self) -> frozenset[bool]:
+        """Which ways nothing spreads through the value: to what uses it (False), to what makes it (True)."""
+        return BARRIERS[self.barrier] if self.barrier is not None else frozenset()
 
     def priority_of(self, axis: str) -> int:
         """When the layout is heard along an axis."""
@@ -74,7 +87,8 @@ def read_module_annotations(
     Args:
         mod: the module, annotated by `annotate_module` or written so.
         function: the function that is to run.
-        mesh: the mesh that is meant; None takes the module's. Its names go where the module has none.
+        mesh: the mesh that is meant; None takes the module's. Its names go where the module has none. Where the module
+            is annotated for parts of its axes, the mesh in which these are axes is the result's.
         strict: refuse a value that is given several layouts, instead of only reporting it.
 
     Raises:
@@ -160,6 +174,9 @@ def _mesh(mod: ir.IRModule, used: list[tuple[DeviceMesh, str]], mesh: Mesh | Non
         return named_mesh(mod, candidates[0])
     for device, where in used:
         if not fits(mod, device, mesh):
+            named = named_mesh(mod, device)
+            if Refinement.between(mesh, named) is not None:
+                return named
             refuse(
                 f"the module is annotated for {named_mesh(mod, device)}, not for {mesh}",
                 where=where,
@@ -207,7 +224,15 @@ class _Layouts:
         opened = hints.get("open", False)
         opened = tuple(int(dim) for dim in opened) if isinstance(opened, (list, tuple)) else bool(opened)
         later = tuple((str(axis), int(n)) for axis, n in dict(hints.get("later", {})).items())
-        return Annotation(sharding, opened, int(hints.get("priority", 0)), later), []
+        replicated = tuple(str(axis) for axis in hints.get("replicated", ()))
+        group, barrier = (str(hints[key]) if key in hints else None for key in ("group", "barrier"))
+        unknown = [axis for axis in replicated if axis not in mesh]
+        wrong = [f"`replicated` has {axis!r}, which is no axis of {mesh}" for axis in unknown]
+        wrong += (
+            [] if barrier in (None, *BARRIERS) else [f"the barrier is {barrier!r}, none of {listing(list(BARRIERS))}"]
+        )
+        stated_later = Annotation(sharding, opened, int(hints.get("priority", 0)), later, replicated, group, barrier)
+        return (None, wrong) if wrong else (stated_later, [])
 
 
 def _hints(name: str, func: relax.Function, statements: list[_Statement]) -> Mapping[str, Any]:

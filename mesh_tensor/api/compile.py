@@ -28,6 +28,7 @@ from mesh_tensor.tir.grids import grids_of
 
 from .backward import Gradients, laid_out_alike
 from .call_forms import OutIdx, call_forms, given_out_idx, in_order, refuse_count
+from .combinations import tried
 from .compiled import Compiled, KernelRunner
 from .rank_kernel import RankKernel
 from .rank_locals import Shapes
@@ -71,6 +72,7 @@ def compile(
         MeshTensorError: what was asked for can't be done; the message says what, where, why and the way out.
     """
     lower = Lowering(KernelLowering(view), strict)
+    func = tried(check_kernel(func), view)
     kernels = (backward,) if isinstance(backward, tirx.PrimFunc) else tuple(backward)
     options: dict[str, Any] = {"target": target, "strict": strict, "poison": poison, "overlap": overlap}
     return MeshKernel(func, lower, out_idx=out_idx, backward=kernels, **options)

@@ -18,8 +18,9 @@ from mesh_tensor.program.explain import explain
 from mesh_tensor.program.from_graph import Kernels
 from mesh_tensor.program.plan_module import ModulePlan, plan_module
 from mesh_tensor.program.program import Program
+from mesh_tensor.program.summary import summary
 from mesh_tensor.runtime.ambient import full_precision, undisturbed
-from mesh_tensor.runtime.module_inputs import ModuleSignature, bound, refuse_outside
+from mesh_tensor.runtime.module_inputs import ModuleParam, ModuleSignature, bound, refuse_outside
 from mesh_tensor.runtime.ranks import is_dtensor, ranks_of
 from mesh_tensor.runtime.ranks.agree import agree
 from mesh_tensor.runtime.ranks.dtensor import mesh_of
@@ -31,6 +32,7 @@ from mesh_tensor.targets.kernels import find_target
 from .module_launch import ModuleLaunch
 from .module_ports import Refined
 from .module_ranks import RankModuleLaunch
+from .module_recording import Recorder, Recording, requires_gradients
 from .module_state import ModuleState, state_of
 from .module_weights import HeldWeights, checked_state, whole
 
@@ -41,7 +43,8 @@ AnyLaunch: TypeAlias = "ModuleLaunch | RankModuleLaunch"
 class MeshModule:
     """A module on a mesh: takes global torch tensors, MeshTensors or DTensors in the order of the function's parameters
     that are no weights, or by name (a parameter that is a tuple is one per field: `t_0`, ...); gives what the function
-    returns. If any argument is a MeshTensor (a DTensor), all results are.
+    returns. If any argument is a MeshTensor (a DTensor), all results are. Autograd records a call with tensors that
+    require a gradient; weights are constants.
 
     It runs on a virtual mesh; if it was made for a DeviceMesh, or gets DTensors, on that one's ranks. There, global
     tensors are the same on every rank."""
@@ -62,26 +65,32 @@ class MeshModule:
         overlap: str | int = "auto",
         donate: bool = False,
         form: CallForm | None = None,
+        recorder: Recorder | None = None,
+        sub_axes: bool = False,
     ) -> None:
         self._function, self._target, self._form = function, find_target(target), form
         self._strict, self._poison, self._checks_indices = strict, poison, check_indices
         self._replicate_unknown, self._kernels, self._overlap = replicate_unknown, kernels, overlap
+        self._sub_axes = sub_axes and not strict
         mod = with_flat_parameters(mod, function)
         self._signature = ModuleSignature(mod, function)
         given = self._signature.weights(weights, self._target.device_type)
         self._state = state_of(mod[function], given)
-        self._weights = HeldWeights({n: tensor for n, tensor in given.items() if n not in self._state}, donate)
+        self._weights = HeldWeights.of({n: t for n, t in given.items() if n not in self._state}, weights, donate)
+        self._recorder = recorder
+        self._with_gradients = [n for n, t in weights.items() if isinstance(t, torch.Tensor) and t.requires_grad]
+        self._recordings: Recent[tuple, Recording] = Recent(MODULE_SIZES)
         self._device_mesh = mesh if type(mesh).__name__ == "DeviceMesh" else _device_mesh(self._weights.values())
         named = mesh_of(mesh) if mesh is self._device_mesh and mesh is not None else mesh
         self._stated = read_module_annotations(mod, function, None if named is None else Mesh(named), strict=strict)
-        self._mod, self.mesh = self._stated.module, self._stated.mesh
-        self._plans: Recent[tuple[int, ...], ModulePlan] = Recent(MODULE_SIZES)
+        self._mod, self.mesh = self._stated.module, self._stated.mesh if named is None else Mesh(named)
+        self._plans: Recent[tuple, ModulePlan] = Recent(MODULE_SIZES)
         self._launches: Recent[tuple, AnyLaunch] = Recent(MODULE_SIZES)
         self._plan: ModulePlan | None = None
         self._open = self._signature.is_open(given)
         self._looked_up: tuple[ModulePlan | None, HeldWeights | None] = None, None
         if not self._signature.symbols:
-            self._plan = self._planned({})
+            self._plan = self._planned({}, self._device_mesh is not None)
         if donate:
             weights.clear()  # type: ignore[attr-defined]  # a MutableMapping, as was checked
 
@@ -114,7 +123,11 @@ class MeshModule:
         made = self.on_all_ranks("weights to load", lambda _: new(), given)
         self._state = ModuleState({name: made.pop(name) for name in self._state})
         self._weights = HeldWeights(made, self._weights.donated)
-        self._launches = Recent(MODULE_SIZES)
+        self._launches, self._recordings = Recent(MODULE_SIZES), Recent(MODULE_SIZES)
+
+    def reset_state(self) -> None:
+        """What the module writes is again as it was before the first call, or as it was loaded last."""
+        self._state = ModuleState(self._state.first)
 
     def _state_values(self, full: bool) -> dict[str, Any]:
         """What the module writes, by parameter. On ranks all have to ask."""
@@ -143,8 +156,14 @@ class MeshModule:
     def __call__(self, *args: Any, **named: Any) -> Any:
         arguments, named = self._arguments(args, named)
         given = [*arguments, *named.values()]
-        use = self._state.call if self._state else _call
-        result = self._run(given, lambda: self._signature.passed(self._held, arguments, named), use)
+
+        def bind() -> dict[str, Any]:
+            return self._signature.passed(self._held, arguments, named)
+
+        if self._recorder is not None and requires_gradients(given):
+            result = self._recorded(given, bind)
+        else:
+            result = self._run(given, bind, self._state.call if self._state else _call)
         if self._form is None:
             return result
         return self._form.result(result if isinstance(result, tuple) else [result])
@@ -193,29 +212,69 @@ class MeshModule:
 
         return self._run((), dict, leave)
 
+    def _recorded(self, given: Sequence[Any], bind: Callable[[], dict[str, Any]]) -> Any:
+        """A call that autograd records."""
+        with torch.no_grad():
+            tensors, sizes = self._checked(given, bind, lambda tensors, sizes, _: (tensors, sizes))
+        wanted = tuple(name for name, tensor in tensors.items() if tensor.requires_grad)
+        recorded = self._recordings.made((self._key(sizes), wanted), lambda: self._recording(sizes, wanted))
+        if not recorded.wanted:
+            with torch.no_grad():
+                return self._run(given, bind, _call)
+        return recorded(tensors)
+
+    def _recording(self, sizes: Mapping[Any, int], wanted: Sequence[str]) -> Recording:
+        problems = [f"it writes {self._signature.names[name][0]!r}" for name in self._state]
+        problems += [f"its weight {name!r} requires a gradient, but is a constant" for name in self._with_gradients]
+        if problems or self._recorder is None:
+            refuse(
+                problems or "it is part of something else",
+                where=f"call of {self._function!r} with a tensor that requires a gradient",
+                why="what the result's gradients are would not be all of them",
+                fix="pass parameters that are trained at each call, by name, instead of as weights, or "
+                "requires_grad_(False); export a model in eval mode, or use training_step",
+            )
+        mod, mesh = bound(self._mod, self._function, sizes), self._device_mesh or self._stated.mesh
+        return self._recorder(mod, self._function, mesh, wanted, self._weights)
+
     def _run(self, given: Iterable[Any], bind: Callable[[], dict[str, Any]], use: Callable[[Any, Any], Any]) -> Any:
         """`use` of the launch, and of the tensors that `bind` gives by parameter, but for weights, once they are
         checked."""
+        return self._checked(given, bind, lambda tensors, sizes, ranks: self._used(tensors, sizes, ranks, use))
+
+    def _checked(
+        self,
+        given: Iterable[Any],
+        bind: Callable[[], dict[str, Any]],
+        then: Callable[[dict[str, Any], Mapping[Any, int], Ranks | None], T],
+    ) -> T:
+        """What `then` gives for the tensors that `bind` gives by parameter, checked; the sizes of symbols; and the
+        ranks that it runs on."""
         device_mesh = self._device_mesh or _device_mesh(given)
         if device_mesh is None:
-            return self._used(*self._bound(bind), None, use)
+            return then(*self._bound(bind, False), None)
         ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
         with ranks.calls.lane() as lane:
             try:
-                tensors, sizes = self._bound(bind)
+                tensors, sizes = self._bound(bind, True)
             except MeshTensorError as error:
-                launches = [launch for launch in self._launches if isinstance(launch, RankModuleLaunch)]
+                launches = [launch for launch in self._all_launches() if isinstance(launch, RankModuleLaunch)]
                 if not any(launch.lane is lane for launch in launches):  # the others are about to agree
                     agree(ranks, Faults(ranks, self._function), {}, refusal=str(error))
                 raise
-            return self._used(tensors, sizes, ranks, use)
+            return then(tensors, sizes, ranks)
 
-    def _bound(self, bind: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], Mapping[Any, int]]:
+    def _all_launches(self) -> list[AnyLaunch]:
+        """Its own, and those of what autograd records."""
+        modules = [module for recorded in self._recordings for module in recorded.modules]
+        return [*self._launches, *(launch for module in modules for launch in module._launches)]
+
+    def _bound(self, bind: Callable[[], dict[str, Any]], whole_axes: bool) -> tuple[dict[str, Any], Mapping[Any, int]]:
         """What is no weight of a call's tensors, checked, and the sizes of symbols, for which there is a plan then."""
         passed = bind()
         tensors = {**self._held, **passed} if self._open else passed
         sizes = self._signature.check(tensors, self._target.device_type)
-        plan = self._plan = self._planned(sizes)
+        plan = self._plan = self._planned(sizes, whole_axes)
         if self._checks_indices:
             checked, weights = self._looked_up  # what is held stays the same
             is_known = checked is plan and weights is self._weights
@@ -232,17 +291,19 @@ class MeshModule:
             return use(launch, tensors)
 
     def bind(self, *args: Any, **named: Any) -> tuple[dict[str, Any], ModulePlan]:
-        """The tensors of a call by parameter, weights among them, and the plan for their sizes; nothing is run."""
+        """The tensors of a call by parameter, weights among them, and the plan for their sizes that takes no axis
+        apart; nothing is run."""
         arguments, named = self._arguments(args, named)
         tensors = self._signature.bind(self._held, arguments, named)
-        self._plan = self._planned(self._signature.check(tensors))
+        self._plan = self._planned(self._signature.check(tensors), True)
         return tensors, self._plan
 
     def _arguments(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """The tensors of a call, in order, and by parameter."""
         if self._form is None:
             return list(flat_arguments(args)), named
-        return self._form.tensors(args, named), {}
+        passed = {name: tensor for name, tensor in named.items() if self._form.is_other(name)}
+        return self._form.tensors(args, {name: given for name, given in named.items() if name not in passed}), passed
 
     @property
     def _held(self) -> Mapping[str, Any]:
@@ -260,15 +321,21 @@ class MeshModule:
         return self._plan
 
     def plan_as_passed(self) -> ModulePlan:
-        """A plan whose parameters, weights too, are all in the order in which callers have them."""
-        if not self.plan.graph.stored:
+        """A plan whose parameters, weights too, are all in the order in which callers have them, on the axes that they
+        have."""
+        if not self.plan.graph.stored and self.plan.refinement is None:
             return self.plan
-        return self._made_plan(self._sizes, ())
+        return self._made_plan(self._sizes, (), True)
 
     @property
     def program(self) -> Program:
         """The steps of every device, for the sizes of the last call."""
         return self.plan.made.program
+
+    @property
+    def inputs(self) -> tuple[ModuleParam, ...]:
+        """The parameters that calls pass, in order; open sizes are symbols."""
+        return tuple(param for param in self._signature.params if param.name not in self._held)
 
     @property
     def function(self) -> str:
@@ -291,15 +358,16 @@ class MeshModule:
         )
 
     def __repr__(self) -> str:
-        names = ", ".join(p.name for p in self._signature.params if p.name not in self._held)
+        names = ", ".join(param.name for param in self.inputs)
         return f"MeshModule({self._function}({names}), {self.mesh}, target={self._target.name!r})"
 
-    def explain(self) -> str:
-        """What was decided, why, and what it costs."""
-        return explain(self.program)
+    def explain(self, *, short: bool = False) -> str:
+        """What was decided, why, and what it costs: all steps, or, `short`, a line for each kind of layer and of
+        collective."""
+        return summary(self.program, self._signature.places()) if short else explain(self.program)
 
     def _launch(self, sizes: Mapping[Any, int], ranks: Ranks | None) -> AnyLaunch:
-        plan = self._plan = self._planned(sizes)
+        plan = self._plan = self._planned(sizes, ranks is not None)
         key = (self._key(sizes), None if ranks is None else ranks.calls.lane())
         launch = self._launches.get(key)
         if launch is None:
@@ -311,26 +379,34 @@ class MeshModule:
             self._launches.put(key, launch)
         return launch
 
-    def _planned(self, sizes: Mapping[Any, int]) -> ModulePlan:
-        key, self._sizes = self._key(sizes), sizes
+    def _planned(self, sizes: Mapping[Any, int], whole_axes: bool) -> ModulePlan:
+        key, self._sizes = (self._key(sizes), whole_axes), sizes
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._made_plan(sizes, self._weights)
+            plan = self._made_plan(sizes, self._weights, whole_axes)
             self._check_strict(plan)
             self._plans.put(key, plan)
         return plan
 
-    def _made_plan(self, sizes: Mapping[Any, int], held: Collection[str]) -> ModulePlan:
+    def _made_plan(self, sizes: Mapping[Any, int], held: Collection[str], whole_axes: bool) -> ModulePlan:
+        if whole_axes and self._stated.mesh != self.mesh:
+            refuse(
+                f"the module is annotated for parts of axes, {self._stated.mesh}: only a virtual mesh takes axes apart",
+                where=f"module function {self._function!r} on {self.mesh}",
+                fix="use a DeviceMesh that has these parts as axes of its own",
+            )
         return plan_module(
             bound(self._mod, self._function, sizes),
             self._function,
-            self.mesh,
+            self._stated.mesh,
             self._stated.annotations,
             replicate_unknown=self._replicate_unknown,
             kernels=self._kernels,
             overlap=self._overlap,
             check_indices=self._checks_indices,
             held=held,
+            base=self.mesh,
+            sub_axes=self._sub_axes and not whole_axes,
         )
 
     def _key(self, sizes: Mapping[Any, int]) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 from tvm import ir
@@ -18,7 +19,9 @@ from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.ranks.dtensor import mesh_of
 from mesh_tensor.runtime.virtual.mesh_tensor import ShardingLike
 
+from .fragments import Options
 from .mesh_module import MeshModule
+from .module_gradient import RecordedModule
 from .training import TrainingStep
 from .training_layouts import annotated_step
 from .training_run import TrainingRun
@@ -92,6 +95,13 @@ def distribute_module(
         given = annotate_module(given, _mesh(mesh), shardings, function, priority=priority)
     elif priority and step is None:
         refuse(f"a priority of {listing(list(priority))} without shardings", fix="state layouts for them")
+    options = Options(
+        target,
+        replicate_unknown=replicate_unknown,
+        poison=poison,
+        kernels=kernels or {},
+        overlap=check_overlap(overlap),
+    )
     made = MeshModule(
         given,
         mesh,
@@ -103,9 +113,11 @@ def distribute_module(
         kernels=kernels or {},
         check_indices=check_indices,
         poison=poison,
-        overlap=check_overlap(overlap),
+        overlap=options.overlap,
         donate=donate,
         form=form,
+        recorder=None if step else partial(RecordedModule, options=options),
+        sub_axes=step is None,
     )
     return made if step is None else TrainingRun(step, made)
 

@@ -12,6 +12,7 @@ from tvm import relax
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.base.sub_axes import Refinement
 from mesh_tensor.plan.atoms import Sizes, made_plain, plain_sharding
 from mesh_tensor.plan.explicit import forms_in
 from mesh_tensor.plan.ir import Interleaved, leaves
@@ -25,13 +26,15 @@ from mesh_tensor.targets.dtypes import torch_dtype
 @dataclass(frozen=True)
 class ModulePort:
     """A parameter or a result: `dims` are the atoms of each of its dims, `sharding` lies over all atoms. `order`: in
-    which order the program has a dim, if that is not the caller's."""
+    which order the program has a dim, if that is not the caller's. `parts`: how the caller's mesh is taken apart in the
+    program's, if it is."""
 
     name: str
     dtype: str
     dims: tuple[Sizes, ...]
     sharding: Sharding
     order: Interleaved | None = None
+    parts: Refinement | None = None
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -45,17 +48,24 @@ class ModulePort:
 
     @cached_property
     def plain(self) -> Sharding | None:
-        """The layout over the caller's dims, if there is one."""
-        return plain_sharding(self.sharding, self.dims) if self.order is None else None
+        """The layout over the caller's dims, on the caller's mesh, if there is one."""
+        made = plain_sharding(self.sharding, self.dims) if self.order is None else None
+        return made if made is None or self.parts is None else self.parts.coarsen(made, self.shape)
 
     @cached_property
     def nameable(self) -> Sharding:
-        """The layout over atoms that has a name over the caller's dims."""
-        return (
-            made_plain(self.sharding, self.dims)
-            if self.order is None
-            else Sharding.of(self._mesh, len(self.refined), {})
-        )
+        """The layout over atoms that has a name over the caller's dims, on the caller's mesh."""
+        if self.order is not None:
+            return Sharding.of(self._mesh, len(self.refined), {})
+        made = made_plain(self.sharding, self.dims)
+        if self.parts is not None:
+            named = plain_sharding(made, self.dims)
+            assert named is not None
+            kept = self.parts.coarse(named, self.shape)
+            for axis in self._mesh:
+                if kept.placement(axis) != named.placement(axis):
+                    made = made.with_replicate(axis)
+        return made
 
     @property
     def _mesh(self) -> Mesh:
@@ -63,8 +73,10 @@ class ModulePort:
 
     @cached_property
     def named(self) -> Sharding:
-        """The layout over the caller's dims; what has no name there is gathered."""
+        """The layout over the caller's dims, on the caller's mesh; what has no name there is gathered."""
         named = plain_sharding(self.nameable, self.dims)
+        if named is not None and self.parts is not None:
+            named = self.parts.coarsen(named, self.shape)
         assert named is not None
         return named
 
@@ -72,9 +84,10 @@ class ModulePort:
         """A tensor of the caller's as the program takes it."""
         if isinstance(tensor, torch.Tensor):
             return self.arranged(tensor)
-        if tensor.sharding.mesh != self.sharding.mesh:
+        mesh = self._mesh if self.parts is None else self.parts.base
+        if tensor.sharding.mesh != mesh:
             refuse(
-                f"{self.name!r} is a MeshTensor on {tensor.sharding.mesh}, but the module runs on {self.sharding.mesh}",
+                f"{self.name!r} is a MeshTensor on {tensor.sharding.mesh}, but the module runs on {mesh}",
                 fix="pass a global tensor, or distribute it on that mesh",
             )
         if self.plain is None:
@@ -101,7 +114,7 @@ class ModulePort:
         if isinstance(result, torch.Tensor):
             return self.restored(result)
         if self.order is not None:
-            return distribute(self.restored(result.full()), self._mesh, self.named)
+            return distribute(self.restored(result.full()), self.named.mesh, self.named)
         return _relabel(result.redistribute(self.nameable), self.shape, self.named)
 
     def torch_dtype(self) -> torch.dtype:
@@ -145,7 +158,9 @@ def ports_of(plan: ModulePlan) -> list[ModulePort]:
     forms = dict.fromkeys([*explicit.params, *forms_in(explicit.result)])
     stored = plan.graph.stored
     return [
-        ModulePort(form.name, form.dtype, plan.atoms.of[form.value], form.sharding, stored.get(form.value))
+        ModulePort(
+            form.name, form.dtype, plan.atoms.of[form.value], form.sharding, stored.get(form.value), plan.refinement
+        )
         for form in forms
     ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -26,8 +26,21 @@ class HeldWeights(Mapping[str, Any]):
 
     def __init__(self, given: Mapping[str, Any], donated: bool = False) -> None:
         self.donated = donated
-        self._held = dict(given)
+        self._held, self._names = dict(given), tuple(given)
         self._laid: dict[str, Recent[tuple, Any]] = {name: Recent(_LAYOUTS) for name in given}
+
+    @staticmethod
+    def of(tensors: Mapping[str, Any], given: Mapping[str, Any], donated: bool) -> HeldWeights:
+        """These tensors of those that were given; what is laid out for one module is, for others that were given it."""
+        made = HeldWeights(tensors, donated)
+        if isinstance(given, HeldWeights):
+            made._held, made._laid = given._held, given._laid
+            made._names = tuple(tensors)
+        return made
+
+    def some(self, names: Collection[str]) -> HeldWeights:
+        """Those of some names."""
+        return HeldWeights.of({name: self._held[name] for name in self if name in names}, self, self.donated)
 
     def laid_out(
         self, name: str, port: ModulePort, lay_out: Callable[[ModulePort, Any], tuple[T, Any]], rank: int | None = None
@@ -47,10 +60,10 @@ class HeldWeights(Mapping[str, Any]):
         return self._held[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._names)
 
 
 def whole(tensor: Any) -> torch.Tensor:

@@ -15,7 +15,7 @@ _ITEM = re.compile(r"S\[\s*(?P<dim>-?\d+)\s*\]|R|P\[\s*(?P<op>\w+)\s*\]")
 def parse_text(mesh: Mesh, text: str) -> tuple[dict[str, int | None], dict[str, str]]:
     """What `text` states: axis -> dim (None: replicated), and axis -> op of the partial ones."""
     stripped = text.strip()
-    return (_parse_dict(stripped), {}) if stripped.startswith("{") else _parse_distir(mesh, stripped)
+    return (parse_dict(stripped), {}) if stripped.startswith("{") else _parse_distir(mesh, stripped)
 
 
 def how_to_write(mesh: Mesh) -> str:
@@ -24,7 +24,7 @@ def how_to_write(mesh: Mesh) -> str:
     return f'write one placement per mesh axis, as in "{example}", or a dict, as in {{"{mesh.axis_names[0]}": 0}}'
 
 
-def _parse_dict(text: str) -> dict[str, Any]:
+def parse_dict(text: str) -> dict[str, Any]:
     """A Python dict display (JSON's null is None); an axis may be named once."""
     try:
         tree = ast.parse(re.sub(r"\bnull\b", "None", text), mode="eval").body

@@ -24,6 +24,10 @@ class CallForm:
     given: Mapping[int, Any]
     made: Mapping[int, Any]
 
+    def is_other(self, name: str) -> bool:
+        """Whether the model was not recorded with an argument of that name."""
+        return name not in self.inputs.unflatten([None] * self.inputs.num_leaves)[1]
+
     def tensors(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
         """The tensors among the arguments, in order.
 

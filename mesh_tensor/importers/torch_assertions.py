@@ -8,7 +8,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 _aten = torch.ops.aten
-_ASSERTIONS = {
+ASSERTIONS = {
     _aten._assert_async.msg,
     _aten._assert_scalar.default,
     _aten._assert_tensor_metadata.default,
@@ -21,7 +21,7 @@ def drop_assertions(program: torch.export.ExportedProgram) -> None:
     """Take assertions out of the program's graph, and what is only computed for them."""
     for node in reversed(program.graph.nodes):
         unused = node.op == "call_function" and not node.users
-        if node.target in _ASSERTIONS or (unused and (_reads_number(node) or not node.is_impure())):
+        if node.target in ASSERTIONS or (unused and (_reads_number(node) or not node.is_impure())):
             program.graph.erase_node(node)
     program.graph_module.recompile()
 

@@ -10,9 +10,14 @@ from typing import Any
 import torch
 from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
+from .torch_assertions import ASSERTIONS
+
 _FAILED = object()
+_ARITHMETIC = frozenset(function for function in vars(operator).values() if callable(function))
+_SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default)
 Table = dict[Any, Callable[..., Any]]
 
 
@@ -53,6 +58,7 @@ class _Decomposition:
     ) -> None:
         self._program, self._table, self._kept, self._names = program, table, kept, known
         self._known: dict[Hashable, torch.fx.Graph | None] = {}
+        self._sizes: dict[Any, torch.fx.Node] = {}  # by expression, what computes an open size in the new graph
 
     def made(self) -> DecomposedProgram | None:
         """The program, or None if some of it is nothing that can be taken apart by itself."""
@@ -74,6 +80,7 @@ class _Decomposition:
                 if node not in place:
                     place[node] = graph.node_copy(node)
                     place[node].name = node.name  # as the signature has it; a graph has other names for some
+                    self._note_sizes(place[node], graph)
             elif node.op != "get_attr":
                 made = self._call(module, node, graph, place)
                 if made is _FAILED:
@@ -98,21 +105,40 @@ class _Decomposition:
             return place[args[0]][args[1]]
         if self._is_made_of_others(node.target):
             inner = self._taken_apart(node)
-            return _FAILED if inner is None else _inlined(graph, inner, node, place)
+            return _FAILED if inner is None else self._inlined(graph, inner, node, place)
         if not self._is_known(node):
             return _FAILED
-        return graph.node_copy(node, lambda old: place[old])
+        return self._copied(graph, node, place)
+
+    def _note_sizes(self, placeholder: torch.fx.Node, graph: torch.fx.Graph) -> None:
+        """The symbols that an input's shape has: nodes that read them."""
+        value = placeholder.meta.get("val")
+        shape: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else ()
+        for dim, size in enumerate(shape):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol and size.node.expr not in self._sizes:
+                made = graph.call_function(torch.ops.aten.sym_size.int, (placeholder, dim))
+                made.meta["val"] = size
+                self._sizes[size.node.expr] = made
+
+    def _copied(self, graph: torch.fx.Graph, node: torch.fx.Node, place: dict[Any, Any]) -> torch.fx.Node:
+        """A node in the graph; an open size that is there already is not computed again."""
+        value = node.meta.get("val")
+        if not isinstance(value, torch.SymInt):
+            return graph.node_copy(node, lambda old: place[old])
+        if value.node.expr not in self._sizes:
+            self._sizes[value.node.expr] = graph.node_copy(node, lambda old: place[old])
+        return self._sizes[value.node.expr]
 
     def _is_plain(self, node: torch.fx.Node) -> bool:
-        """Whether the node is an operator that writes nothing, on tensors of known sizes."""
-        if node.op != "call_function" or not all(_is_static(value) for value in _tensors_of(node)):
+        """Whether the node is an operator that writes nothing, on tensors of sizes that don't depend on data."""
+        if node.op != "call_function" or not all(_is_sized(value) for value in _tensors_of(node)):
             return False
-        if node.target is operator.getitem:
+        if node.target is operator.getitem or _is_arithmetic(node):
             return True
         return isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable
 
     def _is_made_of_others(self, target: Any) -> bool:
-        if target is operator.getitem or target in self._kept:
+        if target in _SIZES or not isinstance(target, torch._ops.OpOverload) or target in self._kept:
             return False
         return target in self._table or torch._C._dispatch_has_kernel_for_dispatch_key(
             target.name(), "CompositeImplicitAutograd"
@@ -150,24 +176,26 @@ class _Decomposition:
         return graph if fine else None
 
     def _is_known(self, node: torch.fx.Node) -> bool:
-        return node.target is operator.getitem or _name(node) in self._names
+        if node.target is operator.getitem or _is_arithmetic(node):
+            return True
+        return node.target in _SIZES or node.target in ASSERTIONS or _name(node) in self._names
 
-
-def _inlined(graph: torch.fx.Graph, inner: torch.fx.Graph, node: torch.fx.Node, place: dict[Any, Any]) -> Any:
-    """What the operators that a node is made of give, in the graph."""
-    operands = iter(
-        [place[leaf] for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, torch.fx.Node)]
-    )
-    mine: dict[Any, Any] = {}
-    for step in inner.nodes:
-        if step.op == "placeholder":
-            mine[step] = next(operands)
-        elif step.op == "output":
-            return pytree.tree_map_only(torch.fx.Node, lambda old: mine[old], step.args[0])
-        else:
-            mine[step] = graph.node_copy(step, lambda old: mine[old])
-            mine[step].meta = {**node.meta, **step.meta}
-    raise AssertionError("a graph without an output")
+    def _inlined(self, graph: torch.fx.Graph, inner: torch.fx.Graph, node: torch.fx.Node, place: dict[Any, Any]) -> Any:
+        """What the operators that a node is made of give, in the graph."""
+        operands = iter(
+            [place[leaf] for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, torch.fx.Node)]
+        )
+        mine: dict[Any, Any] = {}
+        for step in inner.nodes:
+            if step.op == "placeholder":
+                mine[step] = next(operands)
+            elif step.op == "output":
+                return pytree.tree_map_only(torch.fx.Node, lambda old: mine[old], step.args[0])
+            else:
+                mine[step] = self._copied(graph, step, mine)
+                if not isinstance(step.meta.get("val"), torch.SymInt):
+                    mine[step].meta = {**node.meta, **step.meta}
+        raise AssertionError("a graph without an output")
 
 
 def _tensors_of(node: torch.fx.Node) -> Iterator[Any]:
@@ -176,16 +204,30 @@ def _tensors_of(node: torch.fx.Node) -> Iterator[Any]:
         yield from pytree.tree_leaves(one.meta.get("val"))
 
 
-def _is_static(value: Any) -> bool:
+def _is_sized(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.layout == torch.strided and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+        return value.layout == torch.strided and all(_is_sized(size) for size in (*value.shape, *value.stride()))
+    if isinstance(value, (torch.SymInt, torch.SymBool)):
+        return not free_unbacked_symbols(value)
     return value is None or isinstance(value, (bool, int, float))
+
+
+def _is_arithmetic(node: torch.fx.Node) -> bool:
+    """Whether the node computes with open sizes."""
+    is_size = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymBool))
+    return is_size and node.target in _ARITHMETIC
 
 
 def _type(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.stride(), value.dtype, str(value.device), value.requires_grad
-    return type(value), value
+        sizes = tuple([_size(size) for size in (*value.shape, *value.stride())])
+        return sizes, value.dtype, str(value.device), value.requires_grad
+    return type(value), _size(value)
+
+
+def _size(value: Any) -> Hashable:
+    """A number, or the expression that an open size is."""
+    return value.node.expr if isinstance(value, (torch.SymInt, torch.SymBool)) else value
 
 
 def _name(node: torch.fx.Node) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.export.graph_signature import InputKind, TensorArgument
-from tvm import ir, relax
+from tvm import ir, relax, tirx
 from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
 
 from mesh_tensor.annotations.annotate_module import SOURCE_NAMES_ATTR
@@ -65,6 +65,7 @@ class _Importer(ExportedProgramImporter):
     def begin(self, program: torch.export.ExportedProgram) -> None:
         """Take this program next."""
         self._main, self._written = program.graph_module, len(written_buffers(program))
+        self._open: dict[str, tirx.Var] = {}  # by what torch calls a size
 
     def _translate_fx_graph(self, graph_module: Any, nodes: Any, inputs_vars: Any, custom_ops: Any = None) -> Any:
         """What a graph gives; the new values of written buffers are values of their own."""
@@ -92,11 +93,36 @@ class _Importer(ExportedProgramImporter):
                 differs = _difference(node, value)
             except Exception as error:  # TVM's importer raises what it happens to meet
                 refuse(f"{_op(node)} can't be imported: {error}", where=_where(node), fix=_FIX)
+            if not differs:
+                value = self._with_known_sizes(node, value)
             if differs:
                 refuse(differs, where=_where(node), why="TVM's importer reads this operator differently", fix=_FIX)
             return value
 
         return converted
+
+    def _with_known_sizes(self, node: torch.fx.Node, value: Any) -> Any:
+        """A tensor whose shape says less than torch's (that of x[:n] is min(n, rows)), cast to that one."""
+        meant = node.meta.get("val")
+        if not (isinstance(meant, torch.Tensor) and isinstance(value, relax.Var)):
+            return value
+        if all(isinstance(size, int) for size in meant.shape):
+            return value
+        known = [size if isinstance(size, int) else self._symbols().get(str(size)) for size in meant.shape]
+        shape = value.struct_info.shape
+        if None in known or (shape is not None and all(map(_is_known_as, shape, known))):
+            return value
+        return self.block_builder.match_cast(value, relax.TensorStructInfo(known, value.struct_info.dtype))
+
+    def _symbols(self) -> dict[str, tirx.Var]:
+        """The open sizes of the inputs, by what torch calls them."""
+        if not self._open:
+            for node in self._main.graph.find_nodes(op="placeholder"):
+                meant, var = node.meta.get("val"), self.env.get(node)
+                if isinstance(meant, torch.Tensor) and var is not None and var.struct_info.shape is not None:
+                    sizes = zip(meant.shape, var.struct_info.shape, strict=True)
+                    self._open |= {str(size): made for size, made in sizes if isinstance(made, tirx.Var)}
+        return self._open
 
     def _check_unsupported_func_type(self, nodes: list[torch.fx.Node]) -> None:
         """Refuse operators without a conversion, all of them."""
@@ -146,6 +172,10 @@ def _pairs(value: Any, meant: Any) -> Iterator[tuple[relax.Expr, torch.Tensor]]:
             yield from _pairs(made, one)
     elif isinstance(meant, torch.Tensor) and isinstance(getattr(value, "struct_info", None), relax.TensorStructInfo):
         yield value, meant
+
+
+def _is_known_as(size: tirx.PrimExpr, known: int | tirx.Var) -> bool:
+    return isinstance(size, tirx.IntImm) if isinstance(known, int) else size.same_as(known)
 
 
 def _same(size: Any, meant: Any) -> bool:

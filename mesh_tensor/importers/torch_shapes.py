@@ -9,7 +9,7 @@ from tvm import relax
 
 from mesh_tensor.targets.dtypes import dtype_name
 
-from .torch_args import arguments, emit, in_result_dtype
+from .torch_args import arguments, emit, in_result_dtype, result_dtype
 
 
 def expand(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -30,6 +30,13 @@ def concat(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return values[0] if len(values) == 1 else emit(importer, relax.op.concat(values, axis=dim))
 
 
+def uninitialized(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """Memory that something writes before it is read: zeros."""
+    (sizes,) = arguments(node, importer, 1)
+    shape = [importer.env[size] if isinstance(size, torch.fx.Node) else size for size in sizes]
+    return emit(importer, relax.op.zeros(shape, result_dtype(node)))
+
+
 def triangle(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """The indices of a triangle: constants."""
     made = node.target(*node.args, **node.kwargs)  # type: ignore[operator]
@@ -38,6 +45,7 @@ def triangle(node: torch.fx.Node, importer: Any) -> relax.Expr:
 
 SHAPES = {
     "cat.default": concat,
+    "empty_permuted.default": uninitialized,
     "expand.default": expand,
     "tril_indices.default": triangle,
     "triu_indices.default": triangle,

@@ -23,12 +23,11 @@ from mesh_tensor.rules.kernel.statements import OWN_ATTR, body_statements
 from mesh_tensor.rules.kernel.states import LogSum, ScaledSum, State
 from mesh_tensor.tir.constants import neutral_element
 from mesh_tensor.tir.linear import Linear
-from mesh_tensor.tir.rewrite import parallel_nest, region_call, sequence, tile_op
+from mesh_tensor.tir.rewrite import fill, over_elements, sequence
 
 from .cut import (
     Workspace,
     check_binds,
-    check_blocks,
     check_padding,
     is_live,
     make_workspace,
@@ -86,7 +85,6 @@ class _Combiner:
     def made(self) -> Combination:
         analysis, at = self.analysis, self.at
         check_binds(analysis.kernel.statements, at)
-        check_blocks([held.buffer for held in self.parts])
         if len({r.buffer for r in self.live}) < len(self.live):
             raise Blocked("a buffer has two values at the point where the kernel would be cut")
         again = {r: copy for r in self.live if (copy := reload(r, analysis, at)) is not None}
@@ -150,13 +148,10 @@ class _Combiner:
         return made
 
     def _fill(self, buffer: tirx.Buffer) -> tirx.Stmt:
-        zero = neutral_element("sum", buffer.dtype)
-        return tile_op("fill", region_call(buffer, [0] * len(buffer.shape), buffer.shape, 2), zero)
+        return fill(buffer, neutral_element("sum", buffer.dtype))
 
     def _add(self, total: tirx.Buffer, value: _Element) -> tirx.Stmt:
-        loops = [tirx.Var(f"i{d}", "int32") for d in range(len(total.shape))]
-        store = tirx.BufferStore(total, tirx.BufferLoad(total, loops) + value(loops), loops)
-        return parallel_nest(loops, total.shape, store)
+        return over_elements(total, lambda at: tirx.BufferStore(total, tirx.BufferLoad(total, at) + value(at), at))
 
     def _scaled(self, part: ScaledSum, own: Mapping[LiveRange, tirx.Buffer]) -> _Element:
         """A device's sum, as it is where its terms are scaled to the maximum of all."""
@@ -178,11 +173,14 @@ class _Combiner:
         return element
 
     def _finish(self, part: LogSum, total: tirx.Buffer) -> tirx.Stmt:
-        loops = [tirx.Var(f"i{d}", "int32") for d in range(len(total.shape))]
         held = part.held.buffer
-        largest, summed = tirx.BufferLoad(held, loops), tirx.BufferLoad(total, loops)
-        value = largest + tirx.log2(summed) * tirx.const(1 / part.rate, held.dtype)
-        return parallel_nest(loops, total.shape, tirx.BufferStore(held, value, loops))
+
+        def store(at: list[tirx.PrimExpr]) -> tirx.Stmt:
+            largest, summed = tirx.BufferLoad(held, at), tirx.BufferLoad(total, at)
+            value = largest + tirx.log2(summed) * tirx.const(1 / part.rate, held.dtype)
+            return tirx.BufferStore(held, value, at)
+
+        return over_elements(total, store)
 
 
 def _expr(form: Linear, at: Sequence[tirx.PrimExpr]) -> tirx.PrimExpr:

@@ -15,7 +15,7 @@ from mesh_tensor.rules.kernel.factors import Blocked, Factor
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
 from mesh_tensor.rules.kernel.padding import ANYTHING, ZERO, content_past_the_end, takes_whole_blocks
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
-from mesh_tensor.rules.kernel.statements import OWN_ATTR, Statement, body_statements
+from mesh_tensor.rules.kernel.statements import OWN_ATTR, Statement, body_statements, hinted_like
 from mesh_tensor.rules.kernel.workspaces import workspace_dims
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.effects import written
@@ -163,13 +163,6 @@ def _variables(stmt: tirx.Stmt) -> set[tirx.Var]:
     return set(nodes(stmt, tirx.Var))
 
 
-def check_blocks(states: Sequence[tirx.Buffer]) -> None:
-    """Raises Blocked for states that are single variables."""
-    for buffer in states:
-        if buffer.scope() == "local.var":
-            raise Blocked(f"{buffer.name} is a variable: states in buffers are combined")
-
-
 def check_padding(live_range: LiveRange, analysis: Analysis) -> None:
     """Where blocks reach past a dim's end, a workspace reads as 0: what was there may not count, or has to be 0."""
     for dim in range(len(live_range.buffer.shape)):
@@ -234,7 +227,7 @@ def part_of(
     buffers."""
     kernel = analysis.kernel
     func = kernel.func
-    body = sequence(stmts)
+    body = hinted_like(kernel.root.body, sequence(stmts))
     used = _used(body)
     allocs = [b for b in kernel.root.alloc_buffers if b in used]
     block = block_like(kernel.root, body, [*allocs, *more])

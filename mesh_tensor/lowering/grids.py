@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tvm import tirx
@@ -13,7 +13,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.tir.functions import function_name
-from mesh_tensor.tir.grids import Grids
+from mesh_tensor.tir.grids import Grids, zeros_like
 
 from .layouts import Collective, LocalKernel, Lowered, Tensor
 
@@ -46,7 +46,7 @@ def lower_grids(func: tirx.PrimFunc, grids: Grids, lower: Callable[[tirx.PrimFun
 
     Raises:
         MeshTensorError: one can't be lowered; they are written over tiles; or one needs what was in memory of the
-            function's own before any wrote to it.
+            function's own before any wrote to it. (What no kernel writes of it is 0.)
     """
     name = function_name(func)
     mesh, annotations = read_annotations(func)
@@ -57,19 +57,19 @@ def lower_grids(func: tirx.PrimFunc, grids: Grids, lower: Callable[[tirx.PrimFun
             fix="write them over whole tensors, or each in a function of its own",
         )
     asked = {param: annotation.sharding for param, annotation in annotations.items()}
-    own = {str(buffer.name) for buffer in grids.own}
-    made = _Together(own, dict(asked))
-    for number, grid in enumerate(grids.funcs):
-        bare = grid.with_attr("global_symbol", f"{name}_{number}")
-        names = {str(buffer.name) for buffer in grid.buffer_map.values()}
-        made.add(lower(annotate(bare, mesh, {p: layout for p, layout in made.layouts.items() if p in names})))
-    if unset := sorted(own & made.inputs.keys()):
+    own = {str(buffer.name): buffer for buffer in grids.own}
+    made = _Together(dict(asked)).filled(name, mesh, grids.funcs, lower)
+    if unset := sorted(made.looked_at_first & own.keys()):
         refuse(
-            [f"{param!r} is read, or written in parts only, before it has been written" for param in unset],
+            [f"{param!r} is read before it has been written" for param in unset],
             where=f"function {name!r}",
             why="nobody says what is in it",
             fix="fill it in a T.Kernel of its own first, or make it a parameter",
         )
+    if partly := sorted(own.keys() & made.inputs.keys()):  # what nobody writes is 0
+        layouts = {param: made.layouts[param] for param in partly}
+        zeros = [zeros_like(own[param]) for param in partly]
+        made = _Together({**asked, **layouts}).filled(name, mesh, (*zeros, *grids.funcs), lower)
     params = [str(func.buffer_map[p].name) for p in func.params if p in func.buffer_map]
     scalars = tuple(p for p in func.params if p not in func.buffer_map)
     parameters = tuple((p, made.inputs.get(p), made.written.get(p)) for p in params if p in made.current)
@@ -90,9 +90,8 @@ def lower_grids(func: tirx.PrimFunc, grids: Grids, lower: Callable[[tirx.PrimFun
 class _Together:
     """The kernels so far. `layouts`: how parameters lie, as annotated or as they were left; `current`: the tensors that
     hold them; `inputs`, `written`: the tensors that come in, and that parameters leave in; `looked_at`: the inputs of
-    which something is used."""
+    which something is used, `looked_at_first` those of which that is before anything is written."""
 
-    own: set[str]
     layouts: dict[str, Sharding]
     grids: list[Lowered] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -101,6 +100,17 @@ class _Together:
     inputs: dict[str, str] = field(default_factory=dict)
     written: dict[str, str] = field(default_factory=dict)
     looked_at: set[str] = field(default_factory=set)
+    looked_at_first: set[str] = field(default_factory=set)
+
+    def filled(
+        self, name: str, mesh: Mesh, funcs: Sequence[tirx.PrimFunc], lower: Callable[[tirx.PrimFunc], Lowered]
+    ) -> _Together:
+        """With all kernels of a function."""
+        for number, func in enumerate(funcs):
+            bare = func.with_attr("global_symbol", f"{name}_{number}")
+            names = {str(buffer.name) for buffer in func.buffer_map.values()}
+            self.add(lower(annotate(bare, mesh, {p: layout for p, layout in self.layouts.items() if p in names})))
+        return self
 
     def add(self, lowered: Lowered) -> None:
         """One more kernel: its tensors get names of their own, but for those that are there already."""
@@ -111,6 +121,7 @@ class _Together:
                 continue
             if param not in lowered.kept:
                 self.looked_at.add(param)
+                self.looked_at_first |= {param} - self.current.keys()
             if param in self.current:
                 names[given] = self.current[param]
                 storages[lowered.tensors[given].storage] = self.tensors[self.current[param]].storage

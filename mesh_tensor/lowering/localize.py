@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from tvm import tirx
 
+from mesh_tensor.annotations.combination import is_stated
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.kernel.factors import Blocked
@@ -137,7 +138,8 @@ class _Localizer:
     def _annotations(self, block: tirx.SBlock) -> dict[str, object]:
         """The block's annotations name no buffers by shape; expressions in them keep their global meaning."""
         rewrite = self.values.rewrite
-        return {k: rewrite(v) if isinstance(v, tirx.PrimExpr) else v for k, v in block.annotations.items()}
+        kept = {k: v for k, v in block.annotations.items() if not is_stated(str(k))}
+        return {k: rewrite(v) if isinstance(v, tirx.PrimExpr) else v for k, v in kept.items()}
 
     def _symbols(self, buffer_map: dict) -> list[tirx.Var]:
         """Sizes that no tile's shape tells any more: they become parameters."""

@@ -22,13 +22,21 @@ from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
 from mesh_tensor.rules.kernel.scans import Carried, Scan
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
+from mesh_tensor.rules.kernel.stated import Stated
 from mesh_tensor.rules.kernel.statements import OWN_ATTR, RESUMED, Statement, body_statements
 from mesh_tensor.tir.constants import constant
 from mesh_tensor.tir.effects import changes_nothing
 from mesh_tensor.tir.linear import vars_of
-from mesh_tensor.tir.rewrite import loop_like, parallel_nest, region_call, sequence, tile_op
+from mesh_tensor.tir.rewrite import (
+    exchange_buffers,
+    fill,
+    loop_like,
+    over_elements,
+    parallel_nest,
+    sequence,
+)
 
-from .cut import Workspace, check_binds, check_blocks, is_live, make_workspace, part_of, with_leading_dim
+from .cut import Workspace, check_binds, is_live, make_workspace, part_of, with_leading_dim
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +74,6 @@ class _Resumer:
         check_binds(self.kernel.statements, self.scan.top)
         if len({part.held.buffer for part in self.scan.carried}) < len(self.scan.carried):
             raise Blocked("one buffer is carried as two states")
-        check_blocks([part.held.buffer for part in self.scan.carried])
         named = {part: self._workspaces(part, "total") for part in self.scan.carried}
         scales = {part: self._workspaces(part, "scale", scale) for part, scale in self.scales.items()}
         starts = {part: self._workspaces(part, "start") for part in self.again}
@@ -80,8 +87,11 @@ class _Resumer:
 
     def _is_used_inside(self) -> bool:
         """Whether the loop does anything but carry its state."""
+        binds = {s for s in self.scan.body if isinstance(s.node, tirx.Bind)}
         return any(
-            not changes_nothing(s.node) if s.write is None else self.ranges.of(s.write).is_param for s in self.scan.body
+            not changes_nothing(s.node) if s.write is None else self.ranges.of(s.write).is_param
+            for s in self.scan.body
+            if s not in binds
         )
 
     # -- workspaces ----------------------------------------------------------------------------------------------------
@@ -118,8 +128,8 @@ class _Resumer:
         loop = self._sliced(self.stmts[self.scan.top], kept)
         before = [self._sliced(stmt, kept) for stmt in self.stmts[: self.scan.top]]
         fresh = [p for p in self.scan.carried if p.starts_neutral]
-        fills = [_fill(p.held.buffer, neutral(p.op, p.held.buffer.dtype)) for p in fresh]
-        fills += [_fill(scale.buffer, 1.0) for scale in self.scales.values()]
+        fills = [fill(p.held.buffer, constant(neutral(p.op, p.held.buffer.dtype), p.held.buffer.dtype)) for p in fresh]
+        fills += [fill(scale.buffer, constant(1.0, scale.buffer.dtype)) for scale in self.scales.values()]
         stmts = [*(s for s in before if s is not None), *fills, *([] if loop is None else [_marked(loop)])]
         made = part_of(
             self.analysis, [*stmts, *(w.save() for w in left)], list(left), [s.buffer for s in self.scales.values()]
@@ -147,8 +157,12 @@ class _Resumer:
                 beside.append(self.scales[part].buffer)
                 body.append(scales[part].all.restore())
             chips[part.held] = chip
-        body += [self._folded(part, chips[part.held]) for part in named if part.best is None]
+        body += [self._folded(part, chips[part.held]) for part in named if part.starts_neutral]
         body += [self._replaced(best, chips) for best in dict.fromkeys(part.best for part in named if part.best)]
+        for stated in dict.fromkeys(part.stated for part in named if part.stated):
+            combined, needed = self._combined(stated, chips)
+            body.append(combined)
+            beside += needed
         stmts.append(tirx.For(self.device, 0, self.devices, tirx.ForKind.SERIAL, sequence(body)))
         stmts += [workspace.save() for workspace in ends.values()]
         used = [w.all for w in (*named.values(), *scales.values(), *starts.values())]
@@ -164,24 +178,36 @@ class _Resumer:
     def _folded(self, part: Carried, total: tirx.Buffer) -> tirx.Stmt:
         """What a device makes of the state that it takes over."""
         held = part.held.buffer
-        at = [tirx.Var(f"i{d}", "int32") for d in range(len(held.shape))]
-        before: tirx.PrimExpr = tirx.BufferLoad(held, at)
-        if part in self.scales:
-            # 0 stays 0, whatever it is scaled with: a product may be infinite
-            zero = tirx.const(0, held.dtype)
-            before = tirx.Select(before == zero, zero, before * self.scales[part].load(at))
-        mine = tirx.BufferLoad(total, at)
-        value = tirx.max(before, mine) if part.op == "max" else before + mine
-        return parallel_nest(at, held.shape, tirx.BufferStore(held, value, at))
+
+        def fold(at: list[tirx.PrimExpr]) -> tirx.Stmt:
+            before: tirx.PrimExpr = tirx.BufferLoad(held, at)
+            if part in self.scales:
+                # 0 stays 0, whatever it is scaled with: a product may be infinite
+                zero = tirx.const(0, held.dtype)
+                before = tirx.Select(before == zero, zero, before * self.scales[part].load(at))
+            mine = tirx.BufferLoad(total, at)
+            return tirx.BufferStore(held, tirx.max(before, mine) if part.op == "max" else before + mine, at)
+
+        return over_elements(held, fold)
+
+    def _combined(self, stated: Stated, totals: Mapping[LiveRange, tirx.Buffer]) -> tuple[tirx.Stmt, list[tirx.Buffer]]:
+        """What the author says that a device makes of the state that it takes over, and what that needs on chip."""
+        made = stated.combination
+        own = {buffer: _like(buffer, self.suffix) for buffer in made.own}
+        before = {b: held.buffer for b, held in zip(made.before, stated.held, strict=True)}
+        after = {b: totals[held] for b, held in zip(made.after, stated.held, strict=True)}
+        return exchange_buffers(made.body, {**own, **before, **after}), list(own.values())
 
     def _replaced(self, best: Best, totals: Mapping[LiveRange, tirx.Buffer]) -> tirx.Stmt:
         """The better one of what a device takes over and its own, with what comes along."""
-        held = best.best.buffer
-        at = [tirx.Var(f"i{d}", "int32") for d in range(len(held.shape))]
-        better = best.better(tirx.BufferLoad(totals[best.best], at), tirx.BufferLoad(held, at))
-        ranges = (*best.along, best.best)
-        stores = [tirx.BufferStore(r.buffer, tirx.BufferLoad(totals[r], at), at) for r in ranges]
-        return parallel_nest(at, held.shape, tirx.IfThenElse(better, sequence(stores), None))
+        held, ranges = best.best.buffer, (*best.along, best.best)
+
+        def replace(at: list[tirx.PrimExpr]) -> tirx.Stmt:
+            better = best.better(tirx.BufferLoad(totals[best.best], at), tirx.BufferLoad(held, at))
+            stores = [tirx.BufferStore(r.buffer, tirx.BufferLoad(totals[r], at), at) for r in ranges]
+            return tirx.IfThenElse(better, sequence(stores), None)
+
+        return over_elements(held, replace)
 
     # -- the state's part of the kernel --------------------------------------------------------------------------------
 
@@ -287,11 +313,6 @@ def _marked(loop: tirx.Stmt) -> tirx.For:
         raise Blocked("a state is carried by more than a loop")
     marks = {**dict(loop.annotations), RESUMED: True}
     return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, loop.body, loop.thread_binding, marks)
-
-
-def _fill(buffer: tirx.Buffer, value: float) -> tirx.Stmt:
-    zeros = [tirx.IntImm("int32", 0)] * len(buffer.shape)
-    return tile_op("fill", region_call(buffer, zeros, buffer.shape, 2), constant(value, buffer.dtype))
 
 
 def _like(buffer: tirx.Buffer, suffix: str) -> tirx.Buffer:

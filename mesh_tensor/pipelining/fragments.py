@@ -31,11 +31,13 @@ class FragmentFunction:
 @dataclass(frozen=True, eq=False)
 class JointStage:
     """A stage with its gradients: `module`'s function takes the stage's parameters, then gradients of what it gives;
-    returns what the stage gives, then gradients of `wrt`: parameters, and values that the stage takes."""
+    returns what the stage gives, then gradients of `wrt`: parameters, and values that the stage takes. What follows
+    from the parameters `constant` alone is computed again, as what follows from weights with gradients is."""
 
     stage: Stage
     module: ir.IRModule
     wrt: tuple[str, ...]
+    constant: tuple[str, ...] = ()
 
 
 def gradient_name(value: str) -> str:
@@ -54,7 +56,7 @@ def fragments_of(joint: JointStage, recompute: bool = False) -> dict[str, Fragme
 class _Fragments:
     def __init__(self, joint: JointStage, recompute: bool) -> None:
         self.flow, self.stage = Flow(joint.module, "stage"), joint.stage
-        self.recompute = recompute
+        self.recompute, self.constant = recompute, joint.constant
         results = self.flow.results
         count = len(self.stage.gives)
         self.gives = dict(zip(self.stage.gives, results[:count], strict=True))
@@ -78,7 +80,8 @@ class _Fragments:
         """Which bindings are of the forward, of the input gradients, and of the weights'."""
         flow = self.flow
         held = {*self.stage.params} - {name for name in self.stage.params if gradient_name(name) in self.gradients}
-        varying = flow.below([name for name in flow.params if name in held or name not in self.stage.params])
+        moving = [name for name in flow.params if name in held or name not in self.stage.params]
+        varying = flow.below([name for name in moving if name not in self.constant])
         used = flow.above(flow.results)
         self.forward = self._with_fields(flow.above(self.gives.values()), used)
         self.inputs = self._with_fields(flow.above(self.of_inputs.values()) - self.forward, used)

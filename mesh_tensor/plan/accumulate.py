@@ -6,16 +6,20 @@ is summed once, after the last microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from tvm import ir, relax
 
 from mesh_tensor.base.dtypes import NARROW
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.mesh import Mesh
 
+from .batch_kinds import Kind, Mean, Mixed, Sum
+from .batch_parts import BatchParts, batch_parts
 from .gradient import Joint, Writer, constants_of, gradient_of, loss_of, readable, reverse
 from .ir import Graph, Node, Value, leaves, map_tree
-from .microbatches import MEAN, LossOfRows, loss_of_rows
+from .reader import read_graph
 
 op = relax.op
 Seed = Callable[[Writer, Value], relax.Expr]
@@ -50,15 +54,19 @@ def accumulated(mod: ir.IRModule, function: str, trained: list[str], batches: Mi
     Raises:
         MeshTensorError: as `gradient_function`; or the loss is neither a sum nor a mean over rows.
     """
-    mod, graph = readable(mod, function)
+    mod, _ = readable(mod, function)
+    # numbers that sums are divided by are taken as constants: whether they are is seen by the batch's loss in torch
+    found = batch_parts(mod, function, batches.inputs, trained, quotients="sum", through_stops=False)
+    kind = _kind_of_loss(found, function)
+    graph = read_graph(found.mod, function, Mesh({"none": 1}), {})
     wrt = [value for value in graph.params if value.name in trained]
-    found = loss_of_rows(graph, list(batches.inputs), wrt, batches.count)
-    graph, writer = found.graph, Writer(mod, found.graph)
+    writer = Writer(found.mod, graph)
     copies = [graph, *(_copy(graph, writer) for _ in range(1, batches.count))]
-    params, environments = _inputs(graph, writer, batches)
-    early = _before(graph, set(found.totals))
-    _complete(found, copies, environments, writer, early)
-    share = 1.0 / batches.count if found.kind == MEAN else 1.0
+    params, environments = _inputs(graph, writer, batches, found)
+    totals = _totals(found, graph, function)
+    early = _before(graph, set(totals))
+    _complete(totals, copies, environments, writer, early)
+    share = _share(kind, batches.count)
     start: relax.Expr | None = None
     losses: list[relax.Expr] = []
     gradients: dict[str, relax.Expr] = {}
@@ -81,7 +89,8 @@ def accumulated(mod: ir.IRModule, function: str, trained: list[str], batches: Mi
     total = losses[0]
     for made in losses[1:]:
         total = writer.emit(op.add(total, made), "loss")
-    whole = Joint(graph, writer, params, environments[0], total, known)
+    own = graph.params[: len(params)]
+    whole = Joint(replace(graph, params=own), writer, params, environments[0], total, known)
     names = [[value.name for node in copy.nodes for value in node.outputs] for copy in copies]
     again = {first: tuple(others) for first, *others in zip(*names, strict=True)}
     return Accumulated(whole, _times(writer, total, share), gradients, again)
@@ -97,14 +106,37 @@ def _copy(graph: Graph, writer: Writer) -> Graph:
     return replace(graph, nodes=nodes, result=map_tree(graph.result, lambda value: known.get(value, value)))
 
 
+def _kind_of_loss(found: BatchParts, function: str) -> Kind:
+    """How the batch's loss, which is the first result, follows from the microbatches'."""
+    kind = found.kinds[0]
+    if isinstance(kind, (Sum, Mean)):
+        return kind
+    why = kind.why if isinstance(kind, Mixed) else "it has no sum or mean over the batch's rows"
+    return refuse(
+        f"microbatches don't make the loss of a batch: {why}",
+        where=f"{function!r} of a training step with accumulate=",
+        why="the loss has to be a sum or a mean over the rows of the batch, or a quotient of such sums whose divisor "
+        "does not depend on parameters",
+        fix="write the loss as one, or leave accumulate out",
+    )
+
+
+def _share(kind: Kind, count: int) -> float:
+    """What each of `count` microbatches' values counts in the batch's."""
+    return 1.0 / count if isinstance(kind, Mean) else 1.0
+
+
 def _inputs(
-    graph: Graph, writer: Writer, batches: Microbatches
+    graph: Graph, writer: Writer, batches: Microbatches, found: BatchParts
 ) -> tuple[list[relax.Var], list[dict[Value, relax.Expr]]]:
-    """The parameters, of the whole batch; and per microbatch what its graph's are."""
-    params = [_whole(writer, value, batches) for value in graph.params]
-    shared = dict(zip(graph.params, params, strict=True)) | constants_of(graph)
+    """The function's own parameters, of the whole batch; and per microbatch what its graph's are, but for totals."""
+    own = graph.params[: len(graph.params) - len(found.totals) - len(found.shares)]
+    params = [_whole(writer, value, batches) for value in own]
+    shared = dict(zip(own, params, strict=True)) | constants_of(graph)
+    by_name = {value.name: value for value in graph.params}
+    shared |= {by_name[name]: relax.const(1.0 / batches.count, dtype) for name, dtype in found.shares.items()}
     environments: list[dict[Value, relax.Expr]] = [dict(shared) for _ in range(batches.count)]
-    for value, variable in zip(graph.params, params, strict=True):
+    for value, variable in zip(own, params, strict=True):
         if value.name not in batches.inputs:
             continue
         rows, *rest = value.type.shape
@@ -133,29 +165,35 @@ def _before(graph: Graph, wanted: set[Value]) -> set[Node]:
     return found
 
 
+def _totals(found: BatchParts, graph: Graph, function: str) -> dict[Value, tuple[Value, Kind]]:
+    """The values whose totals over the batch are parameters -> these, and how they are made."""
+    params = {value.name: value for value in graph.params}
+    made = {node.where: node.outputs[0] for node in graph.nodes}
+    return {made[f"{function}.{total.value}"]: (params[total.name], total.kind) for total in found.totals}
+
+
 def _complete(
-    found: LossOfRows,
+    totals: Mapping[Value, tuple[Value, Kind]],
     copies: list[Graph],
     environments: list[dict[Value, relax.Expr]],
     writer: Writer,
     early: set[Node],
 ) -> None:
-    """Write the nodes `early` of all microbatches, with the totals over these in place of each one's own."""
-    for number, node in enumerate(found.graph.nodes):
+    """Write the nodes `early` of all microbatches, and the totals over these, which are parameters of the graph."""
+    for number, node in enumerate(copies[0].nodes):
         if node not in early:
             continue
         for copy, env in zip(copies, environments, strict=True):
             writer.again(copy.nodes[number], env)
-        for position, value in enumerate(node.outputs):
-            if value not in found.totals:
-                continue
-            mine = [copy.nodes[number].outputs[position] for copy in copies]
-            total = environments[0][mine[0]]
-            for own, env in zip(mine[1:], environments[1:], strict=True):
-                total = writer.emit(op.add(total, env[own]), f"total_{value.name}")
-            total = _times(writer, total, 1.0 / len(copies) if found.totals[value] == MEAN else 1.0)
-            for own, env in zip(mine, environments, strict=True):
-                env[own] = total
+        if node.outputs[0] not in totals:
+            continue
+        parameter, kind = totals[node.outputs[0]]
+        first, *others = (env[copy.nodes[number].outputs[0]] for copy, env in zip(copies, environments, strict=True))
+        for other in others:
+            first = writer.emit(op.add(first, other), parameter.name)
+        total = _times(writer, first, _share(kind, len(copies)))
+        for env in environments:
+            env[parameter] = total
 
 
 def _times(writer: Writer, value: relax.Expr, share: float) -> relax.Expr:

@@ -23,6 +23,7 @@ from mesh_tensor.rules.operator import OpRule
 
 from .batch_kinds import Fixed, Kind, Mean, Mixed, Rows, Sum, result_kinds
 from .batch_writer import PartsWriter, Total
+from .gradient import depending_on
 from .ir import Graph, Node, Value, leaves
 from .node_rules import node_rules
 from .reader import read_graph
@@ -59,6 +60,7 @@ def batch_parts(
     shapes_of: ir.IRModule | None = None,
     stated: Collection[str] = (),
     quotients: str | None = None,
+    through_stops: bool = True,
 ) -> BatchParts:
     """What a function makes of parts of a batch. Every variable has a name of its own.
 
@@ -70,11 +72,13 @@ def batch_parts(
             are made of all rows: statistics of a batch norm are those of each part then.
         quotients: what a sum over rows is that is divided by as many as there are elements, or rows, in a part: a
             "mean", as the number is larger for the batch, or a "sum", as it is a constant; None: it is not known.
+        through_stops: what depends on what is trained only where no gradient goes through depends on it, too: totals
+            are known before anything is run. Else they are known before what has gradients is.
     """
     graph = read_graph(shapes_of or mod, function, Mesh({"rows": 1}), {})
     expand_kernels(graph)
     rules = node_rules(graph, replicate_unknown=True)
-    known = _Kinds(graph, rules, inputs, trained, stated, quotients, shapes_of is not None)
+    known = _Kinds(graph, rules, inputs, trained, stated, quotients, shapes_of is not None, through_stops)
     kinds = tuple(known.of[value] for value in leaves(graph.result))
     if not known.uses and not known.shared:
         return BatchParts(mod, kinds)
@@ -100,6 +104,7 @@ class _Kinds:
     stated: Collection[str]
     quotients: str | None
     shapes_are_chosen: bool
+    through_stops: bool
     of: dict[Value, Kind] = field(default_factory=dict)
     uses: dict[tuple[Value, str], None] = field(default_factory=dict)
     shared: dict[tuple[Value, str], None] = field(default_factory=dict)
@@ -108,7 +113,8 @@ class _Kinds:
         params = self.graph.params
         self._makers = {value: node for node in self.graph.nodes for value in node.outputs}
         self._wheres = Counter(node.where for node in self.graph.nodes)
-        self._tainted = {value for value in params if value.name in self.trained}
+        trained = [value for value in params if value.name in self.trained]
+        self._tainted = depending_on(self.graph, trained, through_stops=self.through_stops)
         rows = [value for value in params if value.name in self.inputs and value.type.ndim]
         self._rows = rows[0].type.shape[0] if rows else 1
         self.of |= {value: Rows(0, 1, self._rows) for value in rows}
@@ -123,8 +129,6 @@ class _Kinds:
         return _name(self._makers[value]) if value in self._makers else value.name
 
     def _visit(self, node: Node) -> None:
-        if not self._tainted.isdisjoint(node.inputs):
-            self._tainted.update(node.outputs)
         kinds = [self.of[value] for value in node.inputs]
         made = self._made(node, kinds)
         if isinstance(made[0], (Sum, Rows)) and node.call.name in ("divide", "multiply"):

@@ -5,7 +5,7 @@ Reducing later saves collectives where two pending sums are added, and bytes whe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.sharding import Partial, Sharding
@@ -15,9 +15,8 @@ from mesh_tensor.rules.operator.update import UPDATE
 from .atoms import Atoms, NodeRule
 from .decide import Decision, operand_layouts, result_layout
 from .ir import Graph, Node, Value, leaves
+from .owners import Pending, kept, owner_made, taken_by_owners
 from .propagate import Layouts
-
-Pending = tuple[tuple[str, str], ...]  # (axis, op)
 
 
 def find_carried(
@@ -30,14 +29,14 @@ def find_carried(
     while True:
         tried = {**decisions, **meeting}
         pending = _carried(graph, atoms, tried, uses)
-        alone = [node for node in meeting if not _taken(node, atoms, tried, pending)]
+        alone = [node for node in meeting if not taken_of(node, atoms, tried, pending)]
         if not alone:
             break
         for node in alone:
             del meeting[node]
     carried = {
-        value: Sharding.of(graph.mesh, layouts.of[value].ndim, {axis: Partial(op) for axis, op in parts})
-        for value, parts in pending.items()
+        value: Sharding.of(graph.mesh, layouts.of[value].ndim, {axis: Partial(op) for axis, op in left.parts})
+        for value, left in pending.items()
     }
     return carried, tried
 
@@ -52,7 +51,7 @@ def _meeting(
     pending: dict[Value, Pending] = {}
     for node in graph.nodes:
         decision, rule = decisions[node], atoms.rules[node]
-        parts = {pending.get(value, ()) for value in node.inputs}
+        parts = {pending[value].parts if value in pending else () for value in node.inputs}
         (only,) = parts if len(parts) == 1 else ((),)
         split = {axis: factor for axis, factor in decision.split.items() if axis not in dict(only)}
         joins = _adds(node, rule) or _moves(node, rule)
@@ -61,10 +60,9 @@ def _meeting(
             results = zip(rule.outputs, rule.partial, strict=True)
             produced = tuple(result_layout(graph.mesh, factors, split, ops) for factors, ops in results)
             decision = found[node] = Decision(split, split, needed, produced)
-        taken = _taken(node, atoms, {node: decision}, pending)
-        for value, made in zip(node.outputs, decision.produced, strict=True):
-            left = pending[node.inputs[min(taken)]] if taken else made.partial
-            if left and value not in graph.annotations and not _is_narrow_sum(value, left):
+        taken = taken_of(node, atoms, {node: decision}, pending)
+        for value, left in left_by(node, rule, decision, taken, pending):
+            if value not in graph.annotations and not _is_narrow_sum(value, left):
                 pending[value] = left
     for node in reversed(graph.nodes):
         if node in found and _moves(node, atoms.rules[node]) and not _is_added(node, atoms, found, uses):
@@ -107,7 +105,10 @@ def _carried(
         bad = {
             value
             for value in pending
-            if any(position not in _taken(node, atoms, decisions, pending) for node, position in uses.get(value, ()))
+            if any(
+                position not in taken_of(node, atoms, decisions, pending, refused)
+                for node, position in uses.get(value, ())
+            )
         }
         if not bad:
             return pending
@@ -120,36 +121,63 @@ def _pending(
     """What each value is pending with, if all but the refused stay so."""
     pending: dict[Value, Pending] = {}
     for node in graph.nodes:
-        taken = _taken(node, atoms, decisions, pending)
-        for value, produced in zip(node.outputs, decisions[node].produced, strict=True):
-            parts = pending[node.inputs[min(taken)]] if taken else produced.partial
-            if parts and value not in refused and not _is_narrow_sum(value, parts):
-                pending[value] = parts
+        taken = taken_of(node, atoms, decisions, pending, refused)
+        for value, left in left_by(node, atoms.rules[node], decisions[node], taken, pending):
+            if value not in refused and not _is_narrow_sum(value, left):
+                pending[value] = left
     return pending
 
 
-def _taken(
-    node: Node, atoms: Atoms, decisions: Mapping[Node, Decision], pending: Mapping[Value, Pending]
+def left_by(
+    node: Node, rule: NodeRule, decision: Decision, taken: frozenset[int], pending: Mapping[Value, Pending]
+) -> Iterator[tuple[Value, Pending]]:
+    """The results that are pending, and with what, where the node takes these operands as they are."""
+    if not taken:
+        owned = owner_made(node, rule, decision)
+        for value, produced in zip(node.outputs, decision.produced, strict=True):
+            if produced.partial:
+                yield value, owned or Pending(produced.partial)
+        return
+    waiting = {i: pending[node.inputs[i]] for i in taken}
+    if (owned := taken_by_owners(node, rule, decision, waiting, ())) is None:
+        owned = Pending(waiting[min(taken)].parts, kept(node, rule, waiting))
+    for value in node.outputs:
+        yield value, owned
+
+
+def taken_of(
+    node: Node,
+    atoms: Atoms,
+    decisions: Mapping[Node, Decision],
+    pending: Mapping[Value, Pending],
+    refused: Collection[Value] = (),
 ) -> frozenset[int]:
-    """The operands that the node takes partial: none, or a set that it is linear in."""
-    waiting = frozenset(i for i, value in enumerate(node.inputs) if value in pending)
+    """The operands that the node takes pending: none, or a set that it is linear in, or that one device each has what
+    it takes of. A result that nobody takes so is among `refused`."""
+    waiting = {i: pending[value] for i, value in enumerate(node.inputs) if value in pending}
     if not waiting:
-        return waiting
-    rule, decision = atoms.rules[node].rule, decisions[node]
-    parts = {pending[node.inputs[i]] for i in waiting}
-    if len(parts) != 1 or node.is_annotation or rule.windows or any(s.partial for s in decision.produced):
         return frozenset()
-    (only,) = parts
-    if any(axis in decision.split for axis, _ in only):
+    rule, decision = atoms.rules[node], decisions[node]
+    if len({left.parts for left in waiting.values()}) != 1 or node.is_annotation or rule.rule.windows:
         return frozenset()
-    sums = all(op == "sum" for _, op in only)
-    linear = (sums and waiting in rule.linear) or (rule.moves and len(waiting) == len(node.inputs))
-    before = sum(node.inputs[i].type.elements for i in waiting)
-    if not linear or sum(value.type.elements for value in node.outputs) > before:
-        return frozenset()
-    return waiting
+    if taken_by_owners(node, rule, decision, waiting, refused) is not None or _is_linear(node, rule, decision, waiting):
+        before = sum(node.inputs[i].type.elements for i in waiting)
+        fits = sum(value.type.elements for value in node.outputs) <= before
+        return frozenset(waiting) if fits else frozenset()
+    return frozenset()
 
 
-def _is_narrow_sum(value: Value, parts: Pending) -> bool:
-    """Parts of a low-precision sum are added in float32, at once."""
-    return value.type.dtype in NARROW and any(op == "sum" for _, op in parts)
+def _is_linear(node: Node, rule: NodeRule, decision: Decision, waiting: Mapping[int, Pending]) -> bool:
+    """Whether the node is linear in what waits, or only moves it, and adds nothing to it that waits."""
+    (parts,) = {left.parts for left in waiting.values()}
+    finite = any(left.owner is not None and not left.owner.zero for left in waiting.values())
+    if finite or any(s.partial for s in decision.produced) or any(axis in decision.split for axis, _ in parts):
+        return False
+    sums, all_wait = all(op == "sum" for _, op in parts), len(waiting) == len(node.inputs)
+    return (sums and frozenset(waiting) in rule.rule.linear) or (rule.rule.moves and all_wait)
+
+
+def _is_narrow_sum(value: Value, left: Pending) -> bool:
+    """Parts of a low-precision sum are added in float32, at once. Where one device has all and the others 0, there is
+    nothing to round."""
+    return value.type.dtype in NARROW and left.owner is None and any(op == "sum" for _, op in left.parts)

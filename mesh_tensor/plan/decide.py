@@ -106,7 +106,7 @@ class Decider:
         decisions = [self._decision(rule, split, results) for split in self._splits(rule, tensors)]
         if len(decisions) == 1:
             return decisions[0]
-        flops = _flops(node)
+        flops = node_flops(node)
         return min(decisions, key=lambda decision: self._rank(decision, flops, rule, operands, results))
 
     def _rank(
@@ -130,7 +130,7 @@ class Decider:
         for axis in [axis for axis, factor in split.items() if factor in ended]:
             found = (t.factors[p] for t in asked if (p := t.layout.dim_of(axis)) is not None)
             wanted = next((factor for factor in found if factor is not None), None)
-            if wanted is not None and self._fits(rule, {**after, axis: wanted}):
+            if wanted is not None and fits(rule, {**after, axis: wanted}, self._mesh):
                 after[axis] = wanted
         needed = operand_layouts(self._mesh, rule, split)
         results = zip(rule.outputs, rule.partial, strict=True)
@@ -147,11 +147,8 @@ class Decider:
             choices.append([self._fixed[axis]] if axis in self._fixed else free)
         for combination in product(*choices):
             split = {a: f for a, f in zip(self._mesh, combination, strict=True) if f is not None}
-            if self._fits(rule, split):
+            if fits(rule, split, self._mesh):
                 yield split
-
-    def _fits(self, rule: NodeRule, split: Mapping[str, str]) -> bool:
-        return _one_op(rule, split) and _is_even(rule, split, self._mesh) and _has_blocks(rule, split, self._mesh)
 
     def _inner_cost(self, inner: InnerReduction, decision: Decision) -> int:
         """What it takes to complete a value in the middle of a kernel."""
@@ -171,7 +168,8 @@ class Decider:
         return change_cost(inner.shape, inner.dtype, *layouts)
 
 
-def _flops(node: Node) -> int:
+def node_flops(node: Node) -> int:
+    """What one run of a node computes, on whole tensors."""
     if node.flops is not None:
         return node.flops
     return count_kernel_flops(node.kernel) if node.kernel is not None else count_flops(node.call)
@@ -236,6 +234,11 @@ def bytes_moved(shape: tuple[int, ...], dtype: str, src: Sharding, dst: Sharding
     if src == dst:
         return 0
     return RedistributionPlan.make(shape, dtype, itemsize(dtype), src, dst).bytes
+
+
+def fits(rule: NodeRule, split: Mapping[str, str], mesh: Mesh) -> bool:
+    """Whether axes may split factors so."""
+    return _one_op(rule, split) and _is_even(rule, split, mesh) and _has_blocks(rule, split, mesh)
 
 
 def _one_op(rule: NodeRule, split: Split) -> bool:

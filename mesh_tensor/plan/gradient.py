@@ -161,12 +161,16 @@ def _sum(joint: Joint, value: Value, parts: list[relax.Expr], active: bool) -> r
     return total
 
 
-def depending_on(graph: Graph, wrt: Sequence[Value]) -> set[Value]:
-    """The values of floats that depend on `wrt`, and whose gradients it has."""
+def depending_on(graph: Graph, wrt: Sequence[Value], *, through_stops: bool = False) -> set[Value]:
+    """The values of floats that depend on `wrt`, and whose gradients it has.
+
+    through_stops   of all values, also through what stops gradients
+    """
     active = set(wrt)
     for node in graph.nodes:
-        if any(value in active for value in node.inputs) and not stops_gradients(operator_name(node.call)):
-            active.update(value for value in node.outputs if is_float(value))
+        goes_on = through_stops or not stops_gradients(operator_name(node.call))
+        if goes_on and any(value in active for value in node.inputs):
+            active.update(value for value in node.outputs if through_stops or is_float(value))
     return active
 
 

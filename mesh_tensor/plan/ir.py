@@ -93,6 +93,14 @@ class Graph:
         touched = [v for node in self.nodes for v in (*node.inputs, *node.outputs)]
         return list(dict.fromkeys([*self.params, *touched, *leaves(self.result)]))
 
+    def groups(self) -> dict[str, list[Value]]:
+        """The values that are stated to lie alike, by their group's name."""
+        found: dict[str, list[Value]] = {}
+        for value, annotation in self.annotations.items():
+            if annotation.group is not None:
+                found.setdefault(annotation.group, []).append(value)
+        return found
+
     def uses(self) -> dict[Value, list[tuple[Node, int]]]:
         """Per value: the nodes that take it, and as which operand."""
         found: dict[Value, list[tuple[Node, int]]] = {}

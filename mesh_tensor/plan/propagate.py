@@ -1,7 +1,8 @@
 """Propagation: a layout for every value of a Graph, from those that were stated.
 
 Annotations of lower priority are heard first; of these, layouts of activations before those that say where weights are
-stored (see `stored`). How they spread: see `spread`. What was stated stays, whenever it spreads.
+stored (see `stored`), and axes that a dim's first atom has room for before others, those of larger tensors
+first. How they spread: see `spread`. What was stated stays, whenever it spreads.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.sharding import Partial, Placement, Shard, Sharding
 
@@ -16,6 +18,8 @@ from .atoms import Atoms
 from .ir import Graph, Value, leaves
 from .spread import Conflict, Spread
 from .stored import stored_axes
+
+_ROOM = -(2**63)  # before what is left over of any value
 
 
 @dataclass(eq=False)
@@ -31,7 +35,7 @@ def propagate(graph: Graph, atoms: Atoms) -> Layouts:
     spread = Spread(graph, atoms)
     for value, annotation in graph.annotations.items():
         spread.state(value, annotation)
-    for starting in _turns(graph, stored_axes(graph, atoms)):
+    for starting in _turns(graph, stored_axes(graph, atoms), spread.places):
         for value, axes in starting.items():
             spread.start(value, axes)
         spread.run()
@@ -41,15 +45,26 @@ def propagate(graph: Graph, atoms: Atoms) -> Layouts:
     return Layouts(layouts, list(dict.fromkeys(spread.conflicts())))
 
 
-def _turns(graph: Graph, stored: Mapping[Value, frozenset[str]]) -> list[dict[Value, frozenset[str]]]:
+def _turns(
+    graph: Graph, stored: Mapping[Value, frozenset[str]], places: Mapping[Value, Mapping[str, int]]
+) -> list[dict[Value, frozenset[str]]]:
     """Which axes of which annotated values start to spread together, in order."""
-    turns: dict[tuple[int, bool], dict[Value, frozenset[str]]] = {}
+    turns: dict[tuple[int, bool, int], dict[Value, frozenset[str]]] = {}
     for value, annotation in graph.annotations.items():
-        late = stored.get(value, frozenset())
+        late, left_over = stored.get(value, frozenset()), _left_over(annotation, places[value])
         for axis in annotation.sharding.as_dict():
-            turn = turns.setdefault((annotation.priority_of(axis), axis in late), {})
+            room = -value.type.elements if axis in left_over else _ROOM
+            turn = turns.setdefault((annotation.priority_of(axis), axis in late, room), {})
             turn[value] = turn.get(value, frozenset()) | {axis}
     return [turns[turn] for turn in sorted(turns)]
+
+
+def _left_over(annotation: Annotation, places: Mapping[str, int]) -> frozenset[str]:
+    """The axes that split what they do because the first atom of the dim has no room for all axes that are stated of
+    it: head sizes, where there are too few heads."""
+    found = annotation.sharding.as_dict()
+    first = {dim: min(places[axis] for axis in found if found[axis] == dim) for dim in found.values()}
+    return frozenset(axis for axis, dim in found.items() if places[axis] > first[dim])
 
 
 def _stated_partial(graph: Graph, layouts: Mapping[Value, Sharding]) -> dict[Value, Sharding]:

@@ -29,7 +29,26 @@ def read_graph(mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotat
     func = reader.function(function)
     params = [reader.parameter(function, var) for var in func.params[:]]
     body = reader.body(function, func, params, ())
-    return Graph(function, mesh, params, reader.nodes, body, reader.annotations, _state(func, params, body))
+    graph = Graph(function, mesh, params, reader.nodes, body, reader.annotations, _state(func, params, body))
+    _check_groups(graph)
+    return graph
+
+
+def _check_groups(graph: Graph) -> None:
+    """Values that are to lie alike can."""
+    problems = []
+    for name, members in graph.groups().items():
+        stated = [graph.annotations[value] for value in members]
+        said = {one.sharding for one in stated if one.open is not True or one.sharding.as_dict()}
+        if len({value.type.shape for value in members}) > 1:
+            problems.append(f"group {name!r} has values of several shapes: {listing(list(map(repr, members)))}")
+        if len(said) > 1 or any(one.sharding.partial for one in stated):
+            layouts = [f"{value.name} '{graph.annotations[value].sharding}'" for value in members]
+            problems.append(f"values of group {name!r} are stated to lie differently, or partial: {listing(layouts)}")
+    if problems:
+        refuse(
+            problems, where=f"module function {graph.name!r}", fix="state one layout per group, of values of one shape"
+        )
 
 
 def _state(func: relax.Function, params: list[Value], body: Tree) -> dict[Value, Value]:
@@ -170,9 +189,24 @@ class _Body:
         """What it ends with, after its bindings."""
         for block in expr.blocks[:]:
             for binding in block.bindings[:]:
-                var, value = binding.var, binding.value  # of a MatchCast too: sizes are known, it only gives a name
+                var, value = binding.var, binding.value
                 self._env[var] = self.expression(value, var.name_hint)
+                if isinstance(binding, relax.MatchCast):
+                    self._check_cast(binding)
         return self.expression(expr.body, name)
+
+    def _check_cast(self, binding: relax.MatchCast) -> None:
+        """Sizes are known: a value is what it is said to be, and the cast only gives a name."""
+        name = binding.var.name_hint
+        wanted, found = tensor_types(binding.struct_info, name), tuple(v.type for v in leaves(self._env[binding.var]))
+        if wanted != found:
+            texts = [", ".join(f"{list(one.shape)} {one.dtype}" for one in types) for types in (found, wanted)]
+            refuse(
+                f"{name!r} is {texts[0]}, but the module says it is {texts[1]}",
+                where=f"{self._function}.{name}",
+                why="a size lies outside of what the module was made for",
+                fix="call it with sizes that it can take",
+            )
 
     def call(self, expr: relax.Call, name: str) -> Tree:
         """The results of an operator, which becomes a node, or of a function's."""

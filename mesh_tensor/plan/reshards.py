@@ -7,13 +7,16 @@ linear in it, and reduced where that ends.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from mesh_tensor.base.dtypes import NARROW
-from mesh_tensor.base.sharding import Partial, Replicate, Sharding
+from mesh_tensor.base.sharding import Partial, Replicate, Sharding, ceildiv
 from mesh_tensor.redistribution.plan import plan_moves
 
 from .atoms import Atoms
 from .carry import find_carried
-from .decide import Decider, Decision, bytes_moved
+from .contributions import contributions
+from .decide import Decider, Decision, bytes_moved, change_cost, node_flops, work_cost
 from .explicit import Cast, Change, ExplicitGraph, Fill, Form, Run
 from .ir import Graph, Node, Scope, Value, map_tree
 from .propagate import Layouts
@@ -23,6 +26,33 @@ def insert_reshards(graph: Graph, atoms: Atoms, layouts: Layouts) -> ExplicitGra
     """The steps of every device, for values in these layouts."""
     decider = Decider(graph.mesh, atoms, layouts, nodes=graph.nodes)
     decisions = {node: decider.decide(node) for node in graph.nodes}
+    made = _written(graph, atoms, layouts, decisions)
+    if others := contributions(graph, atoms, layouts, decisions):
+        return min(made, _written(graph, atoms, layouts, {**decisions, **others}), key=cost_of)
+    return made
+
+
+def cost_of(made: ExplicitGraph) -> int:
+    """What all changes of layout, and the work of a device, take."""
+    changes = [step for step in made.steps if isinstance(step, Change)]
+    moved = [(made.atoms.shape(s.src.value), s.src.dtype, s.src.sharding, s.dst.sharding) for s in changes]
+    work = [work_cost(_largest_part(step, made)) for step in made.steps if isinstance(step, Run)]
+    return sum(change_cost(*change) for change in moved) + sum(work)
+
+
+def _largest_part(step: Run, made: ExplicitGraph) -> int:
+    """What the device computes of a node that has the largest tiles."""
+    flops, sizes, mesh = node_flops(step.node), made.atoms.rules[step.node].sizes, made.graph.mesh
+    for factor in dict.fromkeys(step.split.values()):
+        tile = size = max(sizes.get(factor, 1), 1)
+        for axis in [axis for axis, other in step.split.items() if other == factor]:
+            tile = ceildiv(tile, mesh.size(axis))
+        flops = flops * tile // size
+    return flops
+
+
+def _written(graph: Graph, atoms: Atoms, layouts: Layouts, decisions: Mapping[Node, Decision]) -> ExplicitGraph:
+    """The steps that these decisions make."""
     carried, decided = find_carried(graph, atoms, layouts, decisions)
     writer = _Writer(graph, atoms, layouts, carried)
     for node in graph.nodes:
@@ -61,7 +91,8 @@ class _Writer:
         for value, produced in zip(node.outputs, decision.produced, strict=True):
             if carried:
                 produced = with_partial(produced, self._carried_through(node))
-            wide = bool(produced.partial) and not carried and value.type.dtype in NARROW
+            waits = carried or value in self._carried
+            wide = bool(produced.partial) and not waits and value.type.dtype in NARROW
             wide = wide and dict(produced.partial).popitem()[1] == "sum"
             outputs.append(self._form(value, produced, "float32" if wide else value.type.dtype))
         self._made.steps.append(Run(node, tuple(inputs), tuple(outputs), decision.split))
@@ -174,6 +205,6 @@ def with_partial(sharding: Sharding, pending: Sharding) -> Sharding:
     """The layout with the axes of `pending.partial` partial, too."""
     placements = sharding.placements()
     for axis, op in pending.partial:
-        assert placements[axis] == Replicate()
+        assert placements[axis] in (Replicate(), Partial(op))
         placements[axis] = Partial(op)
     return Sharding.of(sharding.mesh, sharding.ndim, placements)

@@ -37,7 +37,8 @@ class Conflict:
 class _Site(NamedTuple):
     """A node, its operands and then its results (each with its atoms' factors), and where the results begin.
     `repeated`: operands that are repeated along dims which another operand has beside all of theirs: a bias, a mask.
-    `around`: atoms of parameters that are read around a factor's place: whole they need no margins."""
+    `around`: atoms of parameters that are read around a factor's place: whole they need no margins. `blocked`: the
+    ways, back or not, in which nothing spreads through the node."""
 
     node: Node
     tensors: tuple[tuple[Value, AtomFactors], ...]
@@ -45,6 +46,7 @@ class _Site(NamedTuple):
     reduced: Mapping[str, str]
     repeated: frozenset[int]
     around: frozenset[tuple[Value, int]]
+    blocked: frozenset[bool]
 
 
 class Spread:
@@ -56,6 +58,11 @@ class Spread:
     def __init__(self, graph: Graph, atoms: Atoms) -> None:
         self._atoms, self._mesh = atoms, graph.mesh
         self.places: dict[Value, dict[str, int]] = {value: {} for value in graph.values()}
+        self._group: dict[Value, list[Value]] = {}
+        for members in graph.groups().values():
+            shared: dict[str, int] = {}
+            self._group |= dict.fromkeys(members, members)
+            self.places |= dict.fromkeys(members, shared)  # one dict: they lie alike
         self._closed: dict[Value, frozenset[str]] = {}
         self._kept: dict[Value, frozenset[int]] = {}  # atoms that nothing else splits
         self._rank = {value: (-value.type.elements, order) for order, value in enumerate(self.places)}
@@ -70,7 +77,9 @@ class Spread:
             read = [(node.inputs[operand], atom) for operand, atom in rule.windows]
             around = frozenset([(value, atom) for value, atom in read if value in params])
             tensors = tuple(tensors_of(node, rule))
-            site = _Site(node, tensors, len(node.inputs), rule.reduced, repeated[id(rule)], around)
+            stated = graph.annotations.get(node.outputs[0]) if node.is_annotation else None
+            blocked = stated.blocked if stated is not None else frozenset()
+            site = _Site(node, tensors, len(node.inputs), rule.reduced, repeated[id(rule)], around, blocked)
             self._sites.append(site)
             for index, (value, _) in enumerate(site.tensors):
                 self._touching.setdefault(value, []).append((number, index))
@@ -81,17 +90,24 @@ class Spread:
         """The layout that was stated for a value: its own axes stay, and all others unless it is open. It doesn't
         spread until it is started."""
         places = refine_sharding(annotation.sharding, value, self._atoms)
-        stated = {*places, *(axis for axis, _ in annotation.sharding.partial)}
-        self._closed[value] = frozenset(stated if annotation.open else self._mesh)
+        stated = {*places, *annotation.replicated, *(axis for axis, _ in annotation.sharding.partial)}
+        closed = frozenset(stated if annotation.open else self._mesh)
         dims = [dim for dim in range(value.type.ndim) if annotation.keeps(dim)] if annotation.open else []
-        self._kept[value] = frozenset(p for dim in dims for p in self._atoms.positions(value, dim))
-        self.places[value] = places
+        kept = frozenset(p for dim in dims for p in self._atoms.positions(value, dim))
+        for member in self._members(value):
+            self._closed[member] = self._closed.get(member, frozenset()) | closed
+            self._kept[member] = self._kept.get(member, frozenset()) | kept
+        self.places[value].update(places)
 
     def start(self, value: Value, axes: Collection[str]) -> None:
         """The stated layout of a value starts to spread along these axes."""
         for axis in self.places[value]:
             if axis in axes:
                 self._push(value, axis, 0)
+
+    def _members(self, value: Value) -> list[Value]:
+        """The values that lie as this one, itself among them."""
+        return self._group.get(value) or [value]
 
     def run(self) -> None:
         """Spread until nothing changes."""
@@ -114,6 +130,10 @@ class Spread:
     def _push(self, value: Value, axis: str, distance: int) -> None:
         """The axis now splits the value: every operator on it hears of that, unless it is a small operand there for
         which this was stated: what it is repeated along is not laid out for its sake."""
+        for member in self._members(value):
+            self._push_one(member, axis, distance)
+
+    def _push_one(self, value: Value, axis: str, distance: int) -> None:
         for number, index in self._touching.get(value, ()):
             site = self._sites[number]
             if index in site.repeated and not distance:
@@ -130,6 +150,8 @@ class Spread:
     def _meet(self, number: int, axis: str, index: int, distance: int, back: bool) -> None:
         """A wave reaches an operator: the first one per axis goes on, to its operands or to its results."""
         site = self._sites[number]
+        if back in site.blocked:
+            return
         factor = self._factor_at(*site.tensors[index], axis)
         if factor is None or self._factor.setdefault((number, axis), factor) != factor:
             return

@@ -58,6 +58,10 @@ class Wiring:
     def __init__(self, graph: Graph, rules: dict[Node, OpRule]) -> None:
         self.classes = classes = _Classes()
         self.start = {value: classes.add(value.type.shape) for value in graph.values()}
+        for first, *others in graph.groups().values():
+            for value in others:
+                for dim in range(value.type.ndim):
+                    classes.join(self.start[value] + dim, self.start[first] + dim)
         self.compounds: list[_Compound] = []
         self._ties = {id(rule): _Ties.of(rule) for rule in {id(rule): rule for rule in rules.values()}.values()}
         self._loose: dict[Node, int] = {}

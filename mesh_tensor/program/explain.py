@@ -34,7 +34,7 @@ def explain(program: Program, *notes: Sequence[str]) -> str:
         overlap,
         *decided.notes,
         *notes,
-        (_costs(program),),
+        (costs(program),),
     ]
     return "\n\n".join("\n".join(section) for section in sections if section)
 
@@ -92,7 +92,8 @@ def _names(names: Sequence[str]) -> str:
     return ", ".join(names if len(names) <= _MOST_NAMES else [*names[:_MOST_NAMES], "..."])
 
 
-def _costs(program: Program) -> str:
+def costs(program: Program) -> str:
+    """What a device computes, receives and holds, in a line."""
     flops, received = sum(step.flops for step in program.steps), sum(step.bytes for step in program.steps)
     held = peak_bytes(program)
     return f"per device: {flops:,} flops, {received:,} bytes received, at most {held:,} bytes held"

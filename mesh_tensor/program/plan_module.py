@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tvm import ir
 
 from mesh_tensor.base.garbage import uncollected
 from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.sub_axes import Refinement
 from mesh_tensor.lowering.tile_calls import TileCalls
 from mesh_tensor.plan.atoms import Atoms, find_atoms
 from mesh_tensor.plan.expansions import expand
@@ -20,8 +21,9 @@ from mesh_tensor.plan.ir import Graph
 from mesh_tensor.plan.node_rules import node_rules
 from mesh_tensor.plan.propagate import Layouts, propagate
 from mesh_tensor.plan.reader import Annotations, read_graph
-from mesh_tensor.plan.reshards import insert_reshards
+from mesh_tensor.plan.reshards import cost_of, insert_reshards
 from mesh_tensor.plan.slices import joined_slices
+from mesh_tensor.plan.sub_axes import refined_annotations, refinements
 from mesh_tensor.plan.sums import regroup_sums
 from mesh_tensor.plan.tir_stages import expand_kernels
 
@@ -39,6 +41,12 @@ class ModulePlan:
     explicit: ExplicitGraph
     calls: TileCalls
     made: ModuleProgram
+    base: Mesh
+
+    @cached_property
+    def refinement(self) -> Refinement | None:
+        """How the caller's mesh, `base`, became the plan's, if axes of it are taken apart."""
+        return None if self.base == self.graph.mesh else Refinement.between(self.base, self.graph.mesh)
 
     @cached_property
     def local_module(self) -> ir.IRModule:
@@ -62,24 +70,49 @@ def plan_module(
     overlap: str | int = "auto",
     check_indices: bool = True,
     held: Collection[str] = (),
+    base: Mesh | None = None,
+    sub_axes: bool = False,
 ) -> ModulePlan:
     """Plan a function of known sizes. `held`: parameters that are laid out once, so that they may be stored in another
-    order than the caller's (`graph.stored` of the plan).
+    order than the caller's (`graph.stored` of the plan). `base`: the caller's mesh, if annotations are for one in which
+    axes of it are taken apart. `sub_axes`: the plan may take axes apart where that takes less.
 
     Raises:
         MeshTensorError: an operator has no rule (and `replicate_unknown` is not set), a size is symbolic, ...
     """
-    graph, atoms = read_module(mod, function, mesh, annotations, replicate_unknown=replicate_unknown)
-    if (made := interleave(graph, atoms, held)) is not None:
-        graph, atoms = made, find_atoms(made, node_rules(made, replicate_unknown=replicate_unknown))
-    return plan_graph(
-        graph,
-        atoms,
-        replicate_unknown=replicate_unknown,
-        kernels=kernels,
-        overlap=overlap,
-        check_indices=check_indices,
-    )
+    options = _Options(replicate_unknown, kernels, overlap, check_indices, held)
+    plan = options.plan(mod, function, mesh, annotations)
+    if base is not None and base != mesh:
+        return replace(plan, base=base)
+    found = refinements(plan.graph, plan.atoms) if sub_axes else []
+    others = [options.plan(mod, function, made.mesh, refined_annotations(annotations, made)) for made in found]
+    return replace(min([plan, *others], key=lambda tried: cost_of(tried.explicit)), base=mesh)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """How functions are planned, on whatever mesh."""
+
+    replicate_unknown: bool
+    kernels: Kernels | None
+    overlap: str | int
+    check_indices: bool
+    held: Collection[str]
+
+    def plan(self, mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotations) -> ModulePlan:
+        """The plan on a mesh that the annotations are for."""
+        unknown = self.replicate_unknown
+        graph, atoms = read_module(mod, function, mesh, annotations, replicate_unknown=unknown)
+        if (made := interleave(graph, atoms, self.held)) is not None:
+            graph, atoms = made, find_atoms(made, node_rules(made, replicate_unknown=unknown))
+        return plan_graph(
+            graph,
+            atoms,
+            replicate_unknown=unknown,
+            kernels=self.kernels,
+            overlap=self.overlap,
+            check_indices=self.check_indices,
+        )
 
 
 @uncollected
@@ -113,4 +146,4 @@ def plan_graph(
     explicit = insert_reshards(graph, atoms, layouts)
     calls = TileCalls(atoms)
     made = to_program(explicit, calls, kernels or {}, overlap, check_indices=check_indices)
-    return ModulePlan(graph, atoms, layouts, explicit, calls, made)
+    return ModulePlan(graph, atoms, layouts, explicit, calls, made, graph.mesh)

@@ -46,8 +46,15 @@ class ModuleSignature:
             found.setdefault(ours, []).append(theirs)
         return {param.name: found.get(param.name, [param.name]) for param in self.params}
 
+    def places(self) -> dict[str, str]:
+        """From values that are no parameters to the innermost layers, where the module comes from, that give them."""
+        names = sorted(self._source_names.items(), key=lambda item: len(item[0]))
+        params = {param.name for param in self.params}
+        return {ours: theirs for theirs, ours in names if ours not in params}
+
     def bind(self, weights: Mapping[str, Any], args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Every parameter's tensor: those that are no weights come from `args`, in order, or by name."""
+        """Every parameter's tensor: those that are no weights come from `args`, in order, or by name, their own or that
+        which they had where the module comes from."""
         given = {**weights, **self.passed(weights, args, named)}
         return {p.name: given[p.name] for p in self.params}
 
@@ -55,6 +62,8 @@ class ModuleSignature:
         """The tensors of those that are no weights."""
         if not named and len(args) == len(self.free(weights)):
             return dict(zip(self.free(weights), args, strict=True))
+        names = SourceNames(self._source_names | {param.name: param.name for param in self.params})
+        named = {names.ours(name): tensor for name, tensor in named.items()}
         free = [p.name for p in self.params if p.name not in weights and p.name not in named]
         unknown = [name for name in named if name not in {p.name for p in self.params}]
         twice = [name for name in named if name in weights]

@@ -19,12 +19,19 @@ NO_EFFECT = (
     | _ops("tl", "no_set_max_nreg pdl_sync pdl_trigger set_max_nreg sync_warp wait_wgmma warpgroup_arrive")
     | _ops("tl", "warpgroup_commit_batch warpgroup_wait")
 )
+#: Attributes of a kernel's body that say how blocks are run, and not what they compute.
+HINT_ATTRS = frozenset(("threadblock_swizzle_pattern", "tl.min_blocks_per_sm"))
 #: What takes an element for the place that it is at.
 POINTERS = frozenset(("tl.access_ptr", "tirx.address_of", "tirx.tvm_access_ptr"))
 #: What leaves a loop, an iteration or the kernel: what stands behind or before it in the loop may not run.
 _LEAVES_LOOP = frozenset(("tl.loop_break", "tirx.break_loop", "tirx.continue_loop"))
 _LEAVES_KERNEL = frozenset(("tirx.ret", "tirx.thread_return"))
 _WRITES = 2  # the bit in the access modes of tl.region and tl.access_ptr
+
+
+def is_hint(stmt: tirx.Stmt) -> bool:
+    """Whether the statement says how the blocks of what it stands around are run, and nothing of what they compute."""
+    return isinstance(stmt, tirx.AttrStmt) and stmt.attr_key in HINT_ATTRS
 
 
 def side_effect(stmt: tirx.Stmt) -> str | None:

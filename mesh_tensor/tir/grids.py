@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import tilelang.language as T  # type: ignore[import-untyped]
 from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
@@ -84,3 +85,21 @@ def _flat(stmt: tirx.Stmt) -> list[tirx.Stmt]:
 
 def _has_kernel(stmt: tirx.Stmt) -> bool:
     return any(block.name_hint == "tilelang_root" for block in nodes(stmt, tirx.SBlock))
+
+
+def zeros_like(buffer: tirx.Buffer) -> tirx.PrimFunc:
+    """A kernel that fills a buffer with zeros."""
+    rows, *rest = buffer.shape
+
+    @T.prim_func
+    def zeros(content: T.Tensor((rows, *rest), buffer.dtype)):  # type: ignore[valid-type]
+        with T.Kernel(rows, threads=128) as row:
+            for at in T.Parallel(*rest, 1):
+                content[(row, *at[:-1])] = T.cast(0, buffer.dtype)
+
+    def into(store: tirx.BufferStore) -> tirx.BufferStore:
+        return tirx.BufferStore(buffer, store.value, store.indices)
+
+    (param,) = zeros.params
+    body = tirx.stmt_functor.ir_transform(zeros.body, None, into, ["tirx.BufferStore"])
+    return tirx.PrimFunc([param], body, zeros.ret_type, {param: buffer})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tvm import ir, tirx
 
@@ -29,6 +29,22 @@ def parallel_nest(loop_vars: Sequence[tirx.Var], extents: Sequence, body: tirx.S
     for var, extent in reversed(list(zip(loop_vars, extents, strict=True))):
         body = tirx.For(var, 0, extent, tirx.ForKind.PARALLEL, body)
     return body
+
+
+def over_elements(buffer: tirx.Buffer, body: Callable[[list[tirx.PrimExpr]], tirx.Stmt]) -> tirx.Stmt:
+    """`body` for the indices of every element of a buffer on chip: in parallel loops; of a variable, once."""
+    if buffer.scope() == "local.var":
+        return body([tirx.IntImm("int32", 0)] * len(buffer.shape))
+    loops = [tirx.Var(f"i{dim}", "int32") for dim in range(len(buffer.shape))]
+    return parallel_nest(loops, buffer.shape, body(list(loops)))
+
+
+def fill(buffer: tirx.Buffer, value: tirx.PrimExpr) -> tirx.Stmt:
+    """`T.fill` of a buffer on chip, or a store to a variable."""
+    zeros = [tirx.IntImm("int32", 0)] * len(buffer.shape)
+    if buffer.scope() == "local.var":
+        return tirx.BufferStore(buffer, value, zeros)
+    return tile_op("fill", region_call(buffer, zeros, buffer.shape, 2), value)
 
 
 def sequence(stmts: Sequence[tirx.Stmt]) -> tirx.Stmt:

@@ -182,12 +182,12 @@ class Mixed(MLP):
         (MLP(), F.mse_loss, 5, "accumulate=5, but a batch of 12 rows"),
         (MLP(), F.mse_loss, 0, "accumulate=0"),
         (Normed(True), F.mse_loss, 2, "accumulate= of a model that writes 'norm.running_mean'"),
-        (Normed(False), F.mse_loss, 2, "can't be taken in microbatches"),
-        (Mixed(), F.mse_loss, 2, "R.nn.softmax can't be taken in microbatches: it needs the rows all together"),
-        (MLP(), lambda o, t: F.mse_loss(o, t).sqrt(), 2, "R.sqrt can't be taken in microbatches: it is not linear"),
+        (Normed(False), F.mse_loss, 2, "microbatches don't make the loss of a batch"),
+        (Mixed(), F.mse_loss, 2, "(nn.softmax) needs the batch's rows together"),
+        (MLP(), lambda o, t: F.mse_loss(o, t).sqrt(), 2, "(sqrt) is not linear in"),
         (MLP(), lambda o, t: (o - t).square().sum() / o.shape[0], 2, "looks at the size of the batch"),
-        (MLP(), lambda o, t: (o - t).abs().max(), 2, "R.max can't be taken in microbatches: it combines rows"),
-        (MLP(), lambda o, t: (o / o.mean() - t).sum(), 2, "R.divide can't be taken in microbatches"),
+        (MLP(), lambda o, t: (o - t).abs().max(), 2, "(max) needs the batch's rows together"),
+        (MLP(), lambda o, t: (o / o.mean() - t).sum(), 2, "(divide) takes rows of the batch and"),
     ],
 )
 def test_what_is_refused(model, loss, count, said):

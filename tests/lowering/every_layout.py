@@ -20,7 +20,10 @@ def check(func, inputs, expected, meshes=MESHES):
     """Every layout on every mesh, or some 16 of them, gives the expected outputs, or is refused when it is compiled."""
     params = {func.buffer_map[p].name: func.buffer_map[p] for p in func.params}
     ndims = {name: len(buffer.shape) for name, buffer in params.items()}
-    outputs = [torch.zeros([int(s) for s in b.shape]) for b in list(params.values())[len(inputs) :]]
+    outputs = [
+        torch.zeros([int(s) for s in b.shape], dtype=getattr(torch, b.dtype))
+        for b in list(params.values())[len(inputs) :]
+    ]
     for mesh in meshes:
         points = list(layouts(ndims, list(mesh)))
         for shardings in points[:: max(1, len(points) // 16)]:

@@ -97,6 +97,40 @@ def test_a_value_per_program_has_a_workspace_per_program():
     assert_right(kernel, {"x": 2}, {"X": {"x": 1}}, [torch.randn(12, 32)], lambda a: a.double().sum(1).exp())
 
 
+@pytest.mark.parametrize("key", ["threadblock_swizzle_pattern", "tl.min_blocks_per_sm"])
+def test_a_kernel_under_a_hint_is_cut_as_without_and_its_parts_keep_it(key):
+    """A hint stands around all that follows it, as the parts' hints do."""
+
+    def rounded(hint):
+        @T.prim_func
+        def kernel(
+            A: T.Tensor((64, 64), "float16"), B: T.Tensor((64, 64), "float16"), C: T.Tensor((64, 64), "float16")
+        ):
+            with T.Kernel(2, 2, threads=32) as (bx, by):
+                a = T.alloc_shared((32, 32), "float16")
+                b = T.alloc_shared((32, 32), "float16")
+                c = T.alloc_fragment((32, 32), "float32")
+                if hint == "threadblock_swizzle_pattern":
+                    T.use_swizzle(10)
+                if hint == "tl.min_blocks_per_sm":
+                    T.annotate_min_blocks_per_sm(2)
+                T.clear(c)
+                for k in T.Pipelined(2, num_stages=2):
+                    T.copy(A[by * 32, k * 32], a)
+                    T.copy(B[k * 32, bx * 32], b)
+                    T.gemm(a, b, c)
+                T.copy(c, C[by * 32, bx * 32])
+
+        return kernel
+
+    mesh, dims = {"x": 2}, {"A": {"x": 1}, "B": {"x": 0}, "C": {}}
+    plain, hinted = (lowered(rounded(hint), mesh, dims, strict=True) for hint in ("", key))
+    assert [text(kernel).count(key) for kernel in local_kernels(hinted)] == [1, 1]
+    assert outline(hinted) == outline(plain)
+    inputs = [torch.randint(-4, 5, (64, 64)).half() for _ in range(2)]
+    assert_right(rounded(key), mesh, dims, inputs, lambda a, b: a.float() @ b.float())
+
+
 def test_parts_take_only_the_buffers_that_they_use():
     first, second = local_kernels(lowered(centred(), {"x": 2}, {"X": {"x": 1}}))
     assert [b.name for b in first.buffer_map.values()] == ["X", "s_w1"]

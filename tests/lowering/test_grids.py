@@ -68,6 +68,48 @@ def test_flash_decoding():
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
+def padded_blocks(batch=3, heads=6, valid=2, block=4, columns=5, skips=False):
+    """Sums of rows, blocks of heads of which only the first are valid (and, with `skips`, not of every batch), then
+    quotients by them."""
+
+    @T.prim_func
+    def main(A: T.Tensor((batch, heads, columns), "float32"), B: T.Tensor((batch, heads, columns), "float32")):
+        sums = T.alloc_global((batch, heads), "float32")
+        with T.Kernel(batch, heads // valid, threads=32) as (bx, by):
+            a = T.alloc_shared((block, columns), "float32")
+            total = T.alloc_fragment((block,), "float32")
+            T.copy(A[bx, by * valid : by * valid + block, :], a)
+            T.reduce_sum(a, total, dim=1)
+            for i in T.Parallel(block):
+                if i < valid and (bx != 1 or not skips):
+                    sums[bx, by * valid + i] = total[i]
+        with T.Kernel(batch, heads, threads=32) as (bx, by):
+            for j in T.Parallel(columns):
+                B[bx, by, j] = A[bx, by, j] / (1.0 + T.abs(sums[bx, by]))
+
+    return main
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("dims", [{"A": {"x": 0}, "B": {"x": 0}}, {"A": {"x": 1}, "B": {"x": 1}}, {"A": {"x": 2}}])
+def test_memory_between_that_is_written_in_parts(dims, skips):
+    """What no kernel writes of it is 0, on every device."""
+    a = torch.randn(3, 6, 5)
+    sums = a.sum(2, keepdim=True).abs()
+    sums[1] *= not skips
+    for number, devices in ((0, 2), (1, 3), (2, 2)):
+        with machine(number):
+            found = run(padded_blocks(skips=skips), {"x": devices}, dims, a)
+        torch.testing.assert_close(found, a / (1 + sums), rtol=1e-5, atol=1e-5)
+
+
+def test_memory_that_is_written_in_parts_lies_as_it_is_used():
+    dims = {"A": {"x": 0}, "B": {"x": 0}}
+    found = lowered(padded_blocks(), {"x": 3}, dims, strict=True)
+    assert outline(found) == ["kernel(sums)", "kernel(A, sums)", "kernel(A, B, sums)"]
+    assert found.tensors["sums"].sharding.dim_of("x") == 0
+
+
 def memory_between(rows=13, columns=10, block=4):
     """Rows, then columns, and a tensor that only the function has."""
 

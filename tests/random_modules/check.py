@@ -62,11 +62,16 @@ def distribute(case: Case, module: ir.IRModule, data: dict[str, torch.Tensor]) -
     """The module on the case's mesh, with its weights."""
     weights = {name: data[name] for name in case.weights}
     shardings = case.shardings
-    stated = typed(case) if case.typed and not case.open and not case.priority else None
+    stated = typed(case) if case.typed and not _more_said(case) else None
     if stated is not None:
         return mt.distribute_module(stated, case.mesh, weights=weights, poison=True)
-    module = mt.annotate_module(module, case.mesh, shardings, open=case.open, priority=case.priority)
+    said = {"open": case.open, "priority": case.priority, "groups": case.groups, "barriers": case.barriers}
+    module = mt.annotate_module(module, case.mesh, shardings, **said)
     return mt.distribute_module(module, case.mesh, weights=weights, poison=True)
+
+
+def _more_said(case: Case) -> bool:
+    return bool(case.open or case.priority or case.groups or case.barriers)
 
 
 def make_data(case: Case) -> dict[str, torch.Tensor]:

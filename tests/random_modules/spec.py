@@ -30,6 +30,8 @@ class Case:
     shardings: dict[str, object]
     open: tuple[str, ...] = ()
     priority: dict[str, int] = field(default_factory=dict)
+    groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    barriers: dict[str, str] = field(default_factory=dict)
     weights: tuple[str, ...] = ()
     spread: dict[str, dict[str, int]] = field(default_factory=dict)
     typed: bool = False
@@ -38,6 +40,10 @@ class Case:
     seed: int = 0
 
     def __str__(self) -> str:
-        extra = {k: v for k in ("open", "priority", "weights", "spread", "typed", "whole") if (v := getattr(self, k))}
+        extra = {
+            k: v
+            for k in ("open", "priority", "groups", "barriers", "weights", "spread", "typed", "whole")
+            if (v := getattr(self, k))
+        }
         told = [f"mesh = {self.mesh}", f"shardings = {self.shardings}", *(f"{k} = {v}" for k, v in extra.items())]
         return "\n".join([self.source, *told])

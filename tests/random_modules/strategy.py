@@ -11,7 +11,7 @@ from .scene import FLOATS, Scene, Shared, Value
 from .spec import Case, Param
 from .structure import OPERATORS, emit, function_text
 
-_MESHES = ((2,), (2,), (2,), (3,), (4,), (2, 2), (2, 2), (2, 3), (3, 2), (2, 2, 2), (1,), (1, 2), (5,))
+_MESHES = ((2,), (2,), (2,), (3,), (4,), (4,), (6,), (2, 2), (2, 2), (2, 3), (3, 2), (2, 2, 2), (1,), (1, 2), (5,))
 _SIZES = ((4, 8, 2, 6), (2, 3, 4, 6), (5, 7, 3, 2), (1, 4, 6, 12), (1, 2, 5, 8), (8, 16, 4, 12))
 
 _OPERATOR = re.compile(r"(R\.(?:nn\.)?\w+|cls\.)\(?")
@@ -41,6 +41,7 @@ def make_case(number: int) -> Case:
     mesh = dict(zip("xyz", random.choice(_MESHES), strict=False))
     shardings = _shardings(scene, mesh)
     names = [p.name for p in scene.params]
+    groups, barriers = _ties(scene, shardings)
     return Case(
         "@I.ir_module\nclass Module:\n" + "\n".join(shared.texts),
         tuple(scene.params),
@@ -48,11 +49,13 @@ def make_case(number: int) -> Case:
         shardings,
         open=tuple(name for name in shardings if random.random() < 0.2),
         priority={name: scene.number(0, 2) for name in shardings if random.random() < 0.2},
+        groups=groups,
+        barriers=barriers,
         weights=tuple(names[1:]) if random.random() < 0.3 else (),
         spread={p.name: _dims(random, len(p.shape), mesh) for p in scene.params if random.random() < 0.5}
         if random.random() < 0.2
         else {},
-        typed=_may_be_typed("".join(shared.texts)) and random.random() < 0.7,
+        typed=_may_be_typed("".join(shared.texts)) and ":(" not in str(shardings) and random.random() < 0.7,
         whole=shared.whole,
         exact=tuple(i for i, value in enumerate(results) if value.whole),
         seed=number,
@@ -105,6 +108,8 @@ def _stated(random: Random, value: Param | Value, mesh: dict[str, int]) -> objec
     if form < 0.15:
         return ", ".join(f"S[{dims[axis]}]" if axis in dims else "R" for axis in mesh)
     free = [axis for axis in mesh if axis not in dims]
+    if form > 0.8:
+        return _in_parts(random, dims, len(value.shape), mesh)
     if form < 0.22 and free and value.dtype in FLOATS:
         return {"sharding": dims, "partial": {random.choice(free): random.choice(("sum", "max"))}}
     return dims
@@ -112,6 +117,36 @@ def _stated(random: Random, value: Param | Value, mesh: dict[str, int]) -> objec
 
 def _dims(random: Random, ndim: int, mesh: dict[str, int]) -> dict[str, int]:
     return {axis: random.randrange(ndim) for axis in mesh if ndim and random.random() < 0.75}
+
+
+def _ties(scene: Scene, shardings: dict[str, object]) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """A group of values of one shape, at most one of which is stated to lie somehow; and barriers."""
+    random = scene.random
+    named = [v for v in [*scene.params, *scene.named] if v.name.isidentifier()]
+    groups, barriers = {}, {}
+    if named and random.random() < 0.15:
+        first = random.choice(named)
+        alike = [v.name for v in named if v.shape == first.shape and v.name not in shardings]
+        alike += [v.name for v in named if v.shape == first.shape and v.name in shardings][:1]
+        if len(set(alike)) > 1 and "partial" not in str(shardings.get(alike[-1])):
+            groups["group"] = tuple(dict.fromkeys(alike))
+    if named and random.random() < 0.15:
+        barriers = {v.name: random.choice(("none", "forward", "backward")) for v in random.sample(named, 1)}
+    return groups, barriers
+
+
+def _in_parts(random: Random, dims: dict[str, int], ndim: int, mesh: dict[str, int]) -> dict[str, int]:
+    """The layout, with axes that have parts of two devices or more taken apart."""
+    stated: dict[str, int] = {}
+    for axis, dim in dims.items():
+        major = next((count for count in (2, 3) if mesh[axis] % count == 0 and mesh[axis] > count), None)
+        if major is None:
+            stated[axis] = dim
+            continue
+        minor = mesh[axis] // major
+        parts = {f"{axis}:(1){major}": dim, f"{axis}:({major}){minor}": random.randrange(ndim)}
+        stated |= dict(random.sample(list(parts.items()), random.choice((1, 2, 2))))
+    return stated
 
 
 def _may_be_typed(text: str) -> bool:

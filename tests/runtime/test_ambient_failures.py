@@ -24,7 +24,7 @@ def given():
     return Given("failures")
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", [call for call in CALLS if call != "module"])  # which are recorded
 def test_gradients(given, call):
     run, parameter, where = CALLS[call]
     expected = run(given, given.a)

@@ -18,7 +18,7 @@ from mesh_tensor.runtime.ranks.wire import Work
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute, of_tiles
 from mesh_tensor.runtime.virtual.transfer import transfer
 
-from .stages import Fragment, StageFragments
+from ..fragments import Fragment, StageFragments
 
 Key = tuple[str, int, int, int]  # a value, the stage that makes it, the stage that takes it, the microbatch
 

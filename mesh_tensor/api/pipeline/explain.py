@@ -15,7 +15,7 @@ from mesh_tensor.pipelining.schedule import Action, Schedule
 from mesh_tensor.redistribution.transfer import TransferPlan
 from mesh_tensor.simulation.simulate import simulate
 
-from .stages import StageFragments
+from ..fragments import StageFragments
 
 _WIDTH = 100  # characters of a picture
 

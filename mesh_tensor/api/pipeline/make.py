@@ -18,8 +18,8 @@ from mesh_tensor.pipelining.flow import Flow
 from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.runtime.ambient import undisturbed
 
+from ..fragments import Options
 from .model import Pipeline
-from .stages import Options
 
 
 @undisturbed

@@ -26,13 +26,13 @@ from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound, refuse_outside
 from mesh_tensor.runtime.ranks.transfers import RankTopology
 
+from ..fragments import Options, StageFragments, Values, forward_fragments, training_fragments
 from .batch import rows_of, split_batch
 from .carriers import Mailbox, RankCarrier
 from .explain import explain_pipeline
 from .ranks import RankRuns, message_numbers
 from .results import Results, results_of
 from .rows import Microbatch, Row, run_rows
-from .stages import Options, StageFragments, Values, forward_fragments, training_fragments
 from .stated import named_stages, stage_layouts, trained_weights
 from .weights import Rule, StageWeights, norm_of
 

@@ -13,8 +13,8 @@ from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.pipelining.fragments import gradient_name
 from mesh_tensor.pipelining.schedule import Action, Schedule
 
+from ..fragments import StageFragments, Values
 from .carriers import Carrier, Mailbox, Stopped
-from .stages import StageFragments, Values
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from mesh_tensor.pipelining.stages import Stage
 from mesh_tensor.runtime.finite import not_finite
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 
+from ..fragments import StageFragments, Values
 from .carriers import Carrier
 from .ranks import RankRuns
-from .stages import StageFragments, Values
 
 #: From a weight, its gradient and a dict that is kept for it, the new weight. Works on what lies on a mesh.
 Rule = Callable[[Any, Any, dict[str, Any]], Any]

@@ -14,6 +14,7 @@ from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.fused_loops import unfuse
 from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.short_loops import lengthen
+from mesh_tensor.tir.single_dims import with_plain_single_dims
 from mesh_tensor.tir.tile_position import as_helper
 from mesh_tensor.tir.user_reports import mark_prints
 from mesh_tensor.tir.views import resolve_views
@@ -27,7 +28,9 @@ def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """
     body = tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"])
     func = func if body.same_as(func.body) else func.with_body(body)
-    return lengthen(unfuse(resolve_views(mark_prints(_with_plain_extents(_inline_bindings(func))))))
+    return lengthen(
+        unfuse(resolve_views(mark_prints(_with_plain_extents(with_plain_single_dims(_inline_bindings(func))))))
+    )
 
 
 def _with_plain_extents(func: tirx.PrimFunc) -> tirx.PrimFunc:

@@ -20,6 +20,7 @@ from .iterations import Iteration
 from .live_ranges import LiveRange
 from .padding import takes_whole_blocks
 from .state_values import Atom, Level, Part, Value
+from .stated import Stated, find_stated
 from .statements import RESUMED, Kernel, Loop, Statement, describe
 from .states import carrying_loops, changed_in, is_in_place
 
@@ -28,19 +29,20 @@ _ONE = Part(Level.FIXED, 1.0)
 
 @dataclass(frozen=True, eq=False)
 class Carried:
-    """A live range that is carried. `op`: what adds to it, `sum` or `max`, or replaces it, `best`. `scaled`: statements
-    that scale what was there before, each with the factor."""
+    """A live range that is carried. `op`: what adds to it, `sum` or `max`, or replaces it, `best`, or `stated` by the
+    author. `scaled`: statements that scale what was there before, each with the factor."""
 
     held: LiveRange
     op: str
     scaled: Mapping[Statement, tirx.PrimExpr]
     best: Best | None = None
+    stated: Stated | None = None
 
     @property
     def starts_neutral(self) -> bool:
         """Whether a device may start from a neutral element; else it starts like the whole kernel, which may count as
         often as one likes."""
-        return self.op != "best"
+        return self.best is None and self.stated is None
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +81,11 @@ def find_scan(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> Scan 
     if any(changed_in(r) & factor.roles.keys() != {loop.var} for r in ranges):
         return None
     iteration = Iteration(kernel, coordinates, factor, loop, ordered=True)
-    best = {r: one for one in find_best(iteration, ranges) for r in (one.best, *one.along)}
-    found = [Carried(r, "best", {}, best[r]) if r in best else _carried(iteration, r) for r in ranges]
+    groups = {
+        r: Carried(r, "best", {}, best) for best in find_best(iteration, ranges) for r in (best.best, *best.along)
+    }
+    groups |= {r: Carried(r, "stated", {}, None, one) for one in find_stated(iteration, ranges) for r in one.held}
+    found = [groups[r] if r in groups else _carried(iteration, r) for r in ranges]
     known = [part for part in found if part is not None]
     if len(known) < len(found) or any(True for _ in _left_behind(kernel, coordinates, factor, loop, ranges)):
         return None

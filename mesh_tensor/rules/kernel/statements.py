@@ -13,7 +13,7 @@ from tvm import arith, tirx
 
 from mesh_tensor.base.reductions import REDUCTIONS
 from mesh_tensor.tir import tile_ops
-from mesh_tensor.tir.effects import op_name
+from mesh_tensor.tir.effects import is_hint, op_name
 from mesh_tensor.tir.linear import Linear, vars_of
 from mesh_tensor.tir.same import same_expression
 
@@ -142,10 +142,23 @@ def buffer_params(func: tirx.PrimFunc) -> dict[str, tirx.Buffer]:
 
 
 def body_statements(stmt: tirx.Stmt) -> list[tirx.Stmt]:
-    """The statements of a sequence, nested sequences flattened."""
+    """The statements of a sequence, nested sequences flattened, and what hints stand around."""
     if isinstance(stmt, tirx.SeqStmt):
         return [inner for child in stmt.seq for inner in body_statements(child)]
+    if is_hint(stmt):
+        return body_statements(stmt.body)
     return [stmt]
+
+
+def hinted_like(stmt: tirx.Stmt, body: tirx.Stmt) -> tirx.Stmt:
+    """Another body under the hints that stand around statements of this one."""
+    if isinstance(stmt, tirx.SeqStmt):
+        for child in reversed(stmt.seq):
+            body = hinted_like(child, body)
+        return body
+    if is_hint(stmt):
+        return tirx.AttrStmt(stmt.node, stmt.attr_key, stmt.value, hinted_like(stmt.body, body))
+    return body
 
 
 #: A function attribute: `Kernel.own`.

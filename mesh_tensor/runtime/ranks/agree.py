@@ -94,10 +94,10 @@ def digest_of(facts: Mapping[str, str]) -> int:
 def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
     """Per topic on which ranks differ: who has what."""
     found = []
-    for topic in next(iter(facts.values())):
+    for topic in dict.fromkeys(topic for mine in facts.values() for topic in mine):
         ranks_with: dict[str, list[int]] = {}
         for rank, mine in facts.items():
-            ranks_with.setdefault(mine[topic], []).append(rank)
+            ranks_with.setdefault(mine.get(topic, "none"), []).append(rank)
         if len(ranks_with) > 1:
             sides = [f"{_named(ranks)}: {_short(text)}" for text, ranks in ranks_with.items()]
             found.append(f"{topic} differ between ranks: {'; '.join(sides)}")

@@ -1,9 +1,9 @@
-"""The stages of a pipeline on their meshes: fragments that run, and the layouts that values have on their way."""
+"""Fragments that run: of a stage of a pipeline, or of a module that autograd records; and the layouts on their way."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -17,11 +17,13 @@ from mesh_tensor.base.sharding import Partial, Replicate, Sharding
 from mesh_tensor.pipelining.fragments import FragmentFunction, JointStage, fragments_of, gradient_name
 from mesh_tensor.pipelining.stages import FUNCTION, Stage
 from mesh_tensor.plan.gradient import gradient_function
+from mesh_tensor.program.from_graph import Kernels
+from mesh_tensor.runtime.ranks.dtensor import mesh_of
 from mesh_tensor.runtime.virtual.mesh_tensor import ShardingLike
 
-from ..mesh_module import MeshModule
-from ..module import distribute_module
-from ..module_ports import parameter_layouts, ports_of, result_layouts
+from .mesh_module import MeshModule
+from .module_ports import parameter_layouts, ports_of, result_layouts
+from .module_weights import HeldWeights
 
 Values = dict[str, Any]  # MeshTensors, or parts on ranks
 Layouts = Mapping[str, ShardingLike]
@@ -89,30 +91,37 @@ class StageFragments:
 
 @dataclass(frozen=True)
 class Options:
-    """How fragments are made, as `distribute_module` takes it; `recompute`: backwards run their forward again."""
+    """How fragments are made, as `distribute_module` takes it; `recompute`: backwards run their forward again;
+    `weights`: values that fragments take and callers don't pass."""
 
     target: str = "auto"
     strict: bool = False
     replicate_unknown: bool = False
     poison: bool = False
     recompute: bool = False
+    weights: HeldWeights = field(default_factory=lambda: HeldWeights({}))
+    kernels: Kernels = field(default_factory=dict)
+    overlap: str | int = "auto"
 
     def fragment(
-        self, kind: str, mod: ir.IRModule, function: str, mesh: Mesh, layouts: Layouts, ports: FragmentFunction | Stage
+        self, kind: str, mod: ir.IRModule, function: str, mesh: Any, layouts: Layouts, ports: FragmentFunction | Stage
     ) -> Fragment:
         """A function of a module as a fragment."""
-        module = distribute_module(
-            mod,
+        taken = (*ports.params, *ports.takes) if isinstance(ports, Stage) else ports.takes
+        names = mesh_of(mesh) if type(mesh).__name__ == "DeviceMesh" else mesh
+        module = MeshModule(
+            annotate_module(mod, names, layouts, function) if layouts else mod,
             mesh,
-            layouts,
+            weights=self.weights.some(taken),
             function=function,
             target=self.target,
             strict=self.strict,
             replicate_unknown=self.replicate_unknown,
-            poison=self.poison,
+            kernels=self.kernels,
             check_indices=False,  # whole batches are checked before they are split
+            poison=self.poison,
+            overlap=self.overlap,
         )
-        taken = (*ports.params, *ports.takes) if isinstance(ports, Stage) else ports.takes
         return Fragment(kind, module, tuple(taken), ports.gives)
 
 
@@ -123,18 +132,24 @@ def forward_fragments(stage: Stage, mesh: Mesh, layouts: Layouts, options: Optio
 
 
 def training_fragments(
-    stage: Stage, mesh: Mesh, layouts: Layouts, options: Options, wrt: Sequence[str], kinds: Iterable[str]
+    stage: Stage,
+    mesh: Any,
+    layouts: Layouts,
+    options: Options,
+    wrt: Sequence[str],
+    kinds: Iterable[str],
+    constant: Sequence[str] = (),
 ) -> StageFragments:
     """A stage that runs forwards, and backwards of these kinds, to the gradients of `wrt`.
 
     The forward's layouts are those of all: what it saves is taken as it lies, and a gradient lies as its value, but
-    for those of weights, which may be left to be reduced.
+    for those of weights, which may be left to be reduced. What follows from the parameters `constant` is not saved.
     """
     module = annotate_module(stage.module, mesh, layouts, FUNCTION) if layouts else stage.module
     joint = gradient_function(module, FUNCTION, list(wrt), seeded=True) if wrt else None
     if joint is None:  # nothing to train here, and nothing before it
         return forward_fragments(stage, mesh, layouts, options)
-    functions = fragments_of(JointStage(stage, joint, tuple(wrt)), options.recompute)
+    functions = fragments_of(JointStage(stage, joint, tuple(wrt), tuple(constant)), options.recompute)
     forward = options.fragment("F", functions["F"].module, "F", mesh, {}, functions["F"])
     known, made = dict(forward.layouts), {"F": forward}
     known |= {gradient_name(name): _whole(layout) for name, layout in forward.layouts.items()}

@@ -1,0 +1,91 @@
+"""Groups of values that lie alike, and barriers that layouts don't spread through, as users state them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tvm import relax
+
+from mesh_tensor.base.errors import listing
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.sharding import Sharding
+
+from .module_annotations import BARRIERS, Annotation
+from .named_values import Key, NamedValues
+
+
+@dataclass(frozen=True)
+class Ties:
+    """What `groups` and `barriers` of annotate_module say of the values of a module."""
+
+    names: NamedValues
+    mesh: Mesh
+    groups: Mapping[str, Iterable[str]]
+    barriers: Mapping[str, str]
+
+    def added(self, stated: Mapping[Key, Annotation]) -> tuple[dict[Key, Annotation], list[str]]:
+        """What is stated, with these; and all that is wrong with them. A value of which no layout is stated is open."""
+        found, problems = dict(stated), []
+        for group, members in self.groups.items():
+            problems += self._grouped(str(group), members, found)
+        for name, direction in self.barriers.items():
+            if direction not in BARRIERS:
+                problems.append(f"the barrier of {name!r} is {direction!r}, none of {listing(list(BARRIERS))}")
+                continue
+            for _, key, var in self._meant([name], problems):
+                if (annotation := self._of(key, var, found, problems)) is not None:
+                    found[key] = replace(annotation, barrier=direction)
+        return found, problems
+
+    def _grouped(self, group: str, members: Any, found: dict[Key, Annotation]) -> list[str]:
+        """Put the members into the group; what is wrong with it."""
+        problems: list[str] = []
+        meant = self._meant([members] if isinstance(members, str) else list(members), problems)
+        shapes_of = {key: _shape(var) for _, key, var in meant}
+        if len(set(shapes_of.values())) > 1:
+            shapes = ", ".join(f"{key[1]} ({shape})" for key, shape in shapes_of.items())
+            return [*problems, f"group {group!r} has values of several shapes: {shapes}"]
+        for _, key, var in meant:
+            annotation = self._of(key, var, found, problems)
+            if annotation is None:
+                continue
+            if annotation.group not in (None, group):
+                problems.append(f"value {key[1]!r} is in two groups, {annotation.group!r} and {group!r}: make them one")
+            if annotation.sharding.partial:
+                problems.append(
+                    f"value {key[1]!r} of group {group!r} is partial: pending sums are no layout of a group"
+                )
+            found[key] = replace(annotation, group=group)
+        said = {key[1]: found[key] for key in shapes_of if key in found and not _says_nothing(found[key])}
+        if len({(one.sharding, one.open) for one in said.values()}) > 1:
+            layouts = ", ".join(f"{name} '{one.sharding}'{' (open)' if one.open else ''}" for name, one in said.items())
+            problems.append(f"values of group {group!r} are stated to lie differently: {layouts}")
+        return problems
+
+    def _meant(self, names: list[Any], problems: list[str]) -> list[tuple[Any, Key, relax.Var]]:
+        meant, wrong = self.names.meant_by(names)
+        problems += wrong
+        return meant
+
+    def _of(self, key: Key, var: relax.Var, found: Mapping[Key, Annotation], problems: list[str]) -> Annotation | None:
+        """What is stated of a value, or that nothing is."""
+        if _shape(var) is None:
+            problems.append(f"value {key[1]!r} is {var.struct_info}, which is no tensor of known rank")
+            return None
+        return found.get(key) or Annotation(Sharding.of(self.mesh, var.struct_info.ndim, {}), open=True)
+
+
+def _says_nothing(annotation: Annotation) -> bool:
+    return annotation.open is True and not annotation.sharding.as_dict() and not annotation.replicated
+
+
+def _shape(var: relax.Var) -> str | None:
+    """The sizes of a tensor, as text: they may be symbols."""
+    info = var.struct_info
+    if isinstance(info, relax.distributed.DTensorStructInfo):
+        info = info.tensor_sinfo
+    if not isinstance(info, relax.TensorStructInfo) or not isinstance(info.shape, relax.ShapeExpr):
+        return None
+    return " x ".join(str(getattr(size, "value", size)) for size in info.shape.values)

@@ -1,0 +1,131 @@
+"""generate: tokens from a causal language model whose keys and values stay on the mesh."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mesh_tensor.base.errors import refuse, shown
+from mesh_tensor.runtime.ambient import undisturbed
+from mesh_tensor.runtime.sampling import Sampling
+
+from .mesh_module import MeshModule
+
+
+@undisturbed
+def generate(
+    run: MeshModule,
+    ids: torch.Tensor,
+    max_new_tokens: int,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+) -> torch.Tensor:
+    """Prompts and the tokens that follow: the prompts in one call of `run`, then each token in one.
+
+    Args:
+        run: a module that takes `(ids, mask, positions, start)`, gives logits (batch, vocabulary) after the last id,
+            and keeps what it needs of earlier ones: of `from_transformers`, or any of the same form. What it keeps is
+            as it was first before the prompts.
+        ids: prompts, (batch, positions), whole tensors; on ranks the same on each.
+        max_new_tokens: how many tokens follow at most; fewer if all rows have ended.
+        attention_mask: 1 where `ids` are tokens and 0 before, where they are padding, of the same shape; None: all
+            are tokens. Shorter prompts are padded on their left.
+        temperature: logits are divided by this; 0 takes the likeliest token.
+        top_k, top_p: draw from the most likely tokens only: so many, or as few as make that probability.
+        seed: tokens that are drawn are a function of seed, row and position, on any mesh.
+        eos_token_id: the token, or tokens, that end a row.
+        pad_token_id: what follows the end of a row; None: the first of `eos_token_id`.
+
+    Returns:
+        (batch, positions + new tokens) ids: those given, and what follows.
+
+    Raises:
+        MeshTensorError: arguments that don't fit, all named, more tokens than the module has room for, or ranks
+            that found different tokens.
+    """
+    sampling, ends = Sampling(temperature, top_k, top_p, seed), _ends(eos_token_id)
+    mask = torch.ones_like(ids) if attention_mask is None else attention_mask
+    pad = pad_token_id if pad_token_id is not None else next(iter(ends), 0)
+    length = _room(run, ids, mask, max_new_tokens)
+    _same_on_ranks(run, "arguments of generate", ids, mask, (max_new_tokens, sampling, ends, pad))
+    columns = torch.zeros((len(ids), length), dtype=torch.int64)
+    columns[:, : ids.shape[1]] = mask
+    positions = (mask.cumsum(-1) - 1).clamp(min=0).to(torch.int64)
+    made, filled = [ids.to(torch.int64)], 0
+    ended = torch.zeros(len(ids), dtype=torch.bool)
+    run.reset_state()
+    for number in range(max_new_tokens):
+        if number:
+            columns[:, filled] = 1
+            positions = positions[:, -1:] + 1
+        logits = run(made[-1], columns, positions, torch.tensor(filled))
+        filled += made[-1].shape[1]
+        tokens = torch.where(ended, pad, sampling.tokens(logits, number).cpu())
+        _same_on_ranks(run, f"token {number}", tokens)
+        made.append(tokens[:, None])
+        ended |= torch.isin(tokens, torch.tensor(ends, dtype=torch.int64))
+        if bool(ended.all()):
+            break
+    return torch.cat(made, dim=1)
+
+
+def _ends(tokens: int | Sequence[int] | None) -> tuple[int, ...]:
+    return () if tokens is None else (tokens,) if isinstance(tokens, int) else tuple(tokens)
+
+
+def _room(run: MeshModule, ids: Any, mask: Any, new: int) -> int:
+    """How many positions the module keeps, once it is known that prompts and `new` tokens fit into them."""
+    if not isinstance(run, MeshModule):
+        refuse(f"a {type(run).__name__} generates no tokens", fix="pass what distribute_module gives")
+    shapes = [param.shape for param in run.inputs]
+    wanted = "(ids (batch, n), mask (batch, length), positions (batch, n), start ())"
+    if [len(shape) for shape in shapes] != [2, 2, 2, 0] or not all(isinstance(size, int) for size in shapes[1]):
+        taken = ", ".join(f"{param.name} {param.shape}" for param in run.inputs)
+        refuse(
+            f"module function {run.function!r} takes ({taken}), but a module that generates takes {wanted}",
+            fix="make it with from_transformers, or of a model of that form that keeps keys and values in buffers",
+        )
+    batch, length = shapes[1]
+    if not (type(ids) is torch.Tensor and type(mask) is torch.Tensor and ids.dim() == 2 and mask.shape == ids.shape):
+        given = " and ".join(f"{type(t).__name__} {tuple(getattr(t, 'shape', ()))}" for t in (ids, mask))
+        refuse(f"ids and mask are {given}", where="generate", fix="pass whole tensors (batch, positions), shaped alike")
+    if problems := _misfits(ids, mask, new, batch, length):
+        refuse(problems, where="generate")
+    return length
+
+
+def _misfits(ids: torch.Tensor, mask: torch.Tensor, new: Any, batch: int, length: int) -> list[str]:
+    problems = []
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        problems.append(f"ids are {ids.dtype}, but they have to be whole numbers")
+    if len(ids) != batch:
+        problems.append(f"there are {len(ids)} prompts, but the module keeps keys and values of {batch}")
+    if not (isinstance(new, int) and new >= 0):
+        problems.append(f"max_new_tokens is {shown(new)}, but it has to be a number of tokens")
+    elif ids.shape[1] + new - 1 > length:
+        problems.append(
+            f"prompts of {ids.shape[1]} positions and {new} new tokens need {ids.shape[1] + new - 1} positions, but "
+            f"the module keeps {length}"
+        )
+    if not bool(((mask == 0) | (mask == 1)).all()) or bool((mask[:, 1:] < mask[:, :-1]).any()):
+        problems.append("the attention mask is not 0 before and 1 at the tokens of each row: pad prompts on their left")
+    elif not ids.shape[1] or not bool((mask[:, -1] == 1).all()):
+        problems.append("there are prompts without tokens")
+    return problems
+
+
+def _same_on_ranks(run: MeshModule, what: str, *found: Any) -> None:
+    """Refuse on all ranks what is not the same on all of them."""
+    words = hashlib.sha256()
+    for item in found:
+        words.update(repr(item.tolist() if isinstance(item, torch.Tensor) else item).encode())
+    run.on_all_ranks(f"{what}, digest {words.hexdigest()[:16]}", lambda _: None)

@@ -1,0 +1,90 @@
+"""`python -m tests.models.generation`: tokens of transformers' decoders on meshes, beside those of their `generate`."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import torch
+import transformers
+
+import mesh_tensor as mt
+
+_TOKENS = {"vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.6,  # tokens differ from one another
+    **_TOKENS,
+}
+_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.6, **_TOKENS}
+_HEADS: dict[str, dict[str, int]] = {
+    **{f"*.{name}_proj.weight": {"x": 0} for name in "qkv"},
+    "*.o_proj.weight": {"x": 1},
+    "keys_*": {"x": 1},
+    "values_*": {"x": 1},
+}
+_GATED = {"*.gate_proj.weight": {"x": 0}, "*.up_proj.weight": {"x": 0}, "*.down_proj.weight": {"x": 1}, **_HEADS}
+_CONV1D = {
+    "*.c_attn.weight": {"x": 1},
+    "*.c_fc.weight": {"x": 1},
+    "*.c_proj.weight": {"x": 0},
+    "keys_*": {"x": 1},
+    "values_*": {"x": 1},
+}
+_EXPERTS = {"*.experts.*": {"x": 0}, **_HEADS}
+#: By name: class, what its configuration is given, and Megatron's layout.
+DECODERS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, int]]]] = {
+    "gpt2": ("GPT2", _GPT2, _CONV1D),
+    "llama": ("Llama", _SMALL, _GATED),
+    "mixtral": ("Mixtral", {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}, _EXPERTS),
+    "mistral": ("Mistral", {**_SMALL, "sliding_window": 7}, _GATED),
+    "qwen2": ("Qwen2", _SMALL, _GATED),
+    "phi3": ("Phi3", {**_SMALL, "num_key_value_heads": 4}, {"keys_*": {"x": 1}, "values_*": {"x": 1}}),
+    "gemma2": ("Gemma2", {**_SMALL, "head_dim": 8, "sliding_window": 7}, _GATED),
+}
+_MESHES = ({"x": 2}, {"x": 3}, {"x": 2, "y": 2})
+_NEW = 12
+
+
+def main() -> int:
+    """Print a line per decoder and mesh; 1 if tokens differ."""
+    wrong = 0
+    for name in sys.argv[1:] or DECODERS:
+        for line, right in check(name):
+            print(f"{name}: {line}", flush=True)
+            wrong += not right
+    return int(wrong > 0)
+
+
+def check(name: str) -> list[tuple[str, bool]]:
+    """Per mesh what became of three prompts of several lengths, and whether it is what transformers makes of them."""
+    kind, config, layout = DECODERS[name]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**config)).eval()
+    ids, mask = torch.randint(3, 99, (3, 9)), torch.ones(3, 9, dtype=torch.long)
+    for row, padding in enumerate((0, 5, 1)):
+        mask[row, :padding] = 0
+    ids *= mask
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        options = {"attention_mask": mask, "max_new_tokens": _NEW, "pad_token_id": 0}
+        expected = model.generate(ids, do_sample=False, eos_token_id=None, **options)
+        module = mt.from_transformers(model, 3, 9 + _NEW)
+    found = []
+    for mesh in _MESHES:
+        stated = {"ids": {"y": 0}} | {k: {**v, "y": 0} for k, v in layout.items() if "_*" in k} if "y" in mesh else {}
+        run = mt.distribute_module(module, mesh, {**layout, **stated}, poison=True)
+        made = mt.generate(run, ids, _NEW, attention_mask=mask)
+        alike, kinds = torch.equal(made, expected), len(made[:, 9:].unique())
+        found.append((f"{mesh}: {'the same' if alike else 'OTHER'} tokens, {kinds} different ones", alike))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
