@@ -90,7 +90,7 @@ class MeshModule:
         self._open = self._signature.is_open(given)
         self._looked_up: tuple[ModulePlan | None, HeldWeights | None] = None, None
         if not self._signature.symbols:
-            self._plan = self._planned({}, self._device_mesh is not None)
+            self._plan = self._planned({})
         if donate:
             weights.clear()  # type: ignore[attr-defined]  # a MutableMapping, as was checked
 
@@ -252,11 +252,11 @@ class MeshModule:
         ranks that it runs on."""
         device_mesh = self._device_mesh or _device_mesh(given)
         if device_mesh is None:
-            return then(*self._bound(bind, False), None)
+            return then(*self._bound(bind), None)
         ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
         with ranks.calls.lane() as lane:
             try:
-                tensors, sizes = self._bound(bind, True)
+                tensors, sizes = self._bound(bind)
             except MeshTensorError as error:
                 launches = [launch for launch in self._all_launches() if isinstance(launch, RankModuleLaunch)]
                 if not any(launch.lane is lane for launch in launches):  # the others are about to agree
@@ -269,12 +269,12 @@ class MeshModule:
         modules = [module for recorded in self._recordings for module in recorded.modules]
         return [*self._launches, *(launch for module in modules for launch in module._launches)]
 
-    def _bound(self, bind: Callable[[], dict[str, Any]], whole_axes: bool) -> tuple[dict[str, Any], Mapping[Any, int]]:
+    def _bound(self, bind: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], Mapping[Any, int]]:
         """What is no weight of a call's tensors, checked, and the sizes of symbols, for which there is a plan then."""
         passed = bind()
         tensors = {**self._held, **passed} if self._open else passed
         sizes = self._signature.check(tensors, self._target.device_type)
-        plan = self._plan = self._planned(sizes, whole_axes)
+        plan = self._plan = self._planned(sizes)
         if self._checks_indices:
             checked, weights = self._looked_up  # what is held stays the same
             is_known = checked is plan and weights is self._weights
@@ -295,7 +295,7 @@ class MeshModule:
         apart; nothing is run."""
         arguments, named = self._arguments(args, named)
         tensors = self._signature.bind(self._held, arguments, named)
-        self._plan = self._planned(self._signature.check(tensors), True)
+        self._plan = self._planned(self._signature.check(tensors), whole_axes=True)
         return tensors, self._plan
 
     def _arguments(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -325,7 +325,7 @@ class MeshModule:
         have."""
         if not self.plan.graph.stored and self.plan.refinement is None:
             return self.plan
-        return self._made_plan(self._sizes, (), True)
+        return self._made_plan(self._sizes, (), whole_axes=True)
 
     @property
     def program(self) -> Program:
@@ -367,7 +367,7 @@ class MeshModule:
         return summary(self.program, self._signature.places()) if short else explain(self.program)
 
     def _launch(self, sizes: Mapping[Any, int], ranks: Ranks | None) -> AnyLaunch:
-        plan = self._plan = self._planned(sizes, ranks is not None)
+        plan = self._plan = self._planned(sizes)
         key = (self._key(sizes), None if ranks is None else ranks.calls.lane())
         launch = self._launches.get(key)
         if launch is None:
@@ -379,7 +379,7 @@ class MeshModule:
             self._launches.put(key, launch)
         return launch
 
-    def _planned(self, sizes: Mapping[Any, int], whole_axes: bool) -> ModulePlan:
+    def _planned(self, sizes: Mapping[Any, int], whole_axes: bool = False) -> ModulePlan:
         key, self._sizes = (self._key(sizes), whole_axes), sizes
         plan = self._plans.get(key)
         if plan is None:
@@ -391,9 +391,9 @@ class MeshModule:
     def _made_plan(self, sizes: Mapping[Any, int], held: Collection[str], whole_axes: bool) -> ModulePlan:
         if whole_axes and self._stated.mesh != self.mesh:
             refuse(
-                f"the module is annotated for parts of axes, {self._stated.mesh}: only a virtual mesh takes axes apart",
+                f"the module is annotated for parts of axes, {self._stated.mesh}, and Disco takes none apart",
                 where=f"module function {self._function!r} on {self.mesh}",
-                fix="use a DeviceMesh that has these parts as axes of its own",
+                fix="use a mesh that has these parts as axes of its own",
             )
         return plan_module(
             bound(self._mod, self._function, sizes),

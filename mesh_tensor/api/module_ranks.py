@@ -187,7 +187,7 @@ class RankModuleLaunch:
     def _leave(self, port: ModulePort, local: torch.Tensor, as_dtensor_: bool) -> Any:
         """A result from this rank's valid part (or tile) of it."""
         if not as_dtensor_:
-            return port.restored(self._changed(port, local, Sharding.of(self._ranks.mesh, len(port.refined), {})))
+            return port.restored(self._changed(port, local, Sharding.of(port.sharding.mesh, len(port.refined), {})))
         nameable, named = self._names(port)
         part = self._changed(port, local, nameable).reshape(self._merged(port, nameable))
         part = part if port.order is None else port.restored(part)
@@ -197,8 +197,8 @@ class RankModuleLaunch:
         """The layout over atoms, and over the caller's dims, in which DTensors can have a result."""
         if lies_like_torch(port.named, port.shape):
             return port.nameable, port.named
-        mesh = self._ranks.mesh
-        return Sharding.of(mesh, len(port.refined), {}), Sharding.of(mesh, len(port.shape), {})
+        whole = Sharding.of(port.sharding.mesh, len(port.refined), {})
+        return whole, Sharding.of(self._ranks.mesh, len(port.shape), {})
 
     def _changed(self, port: ModulePort, local: torch.Tensor, to: Sharding) -> torch.Tensor:
         """The valid part in another layout. All ranks have to ask."""

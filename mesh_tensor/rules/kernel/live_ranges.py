@@ -202,15 +202,17 @@ def overwrites_all(statement: Statement, kernel: Kernel) -> bool:
 
 
 def _unconditional(statement: Statement, index_vars: set[tirx.Var], kernel: Kernel) -> bool:
-    """No condition around the store mentions the store's own index variables, so it covers all or (in a branch)
-    nothing."""
+    """No condition around the store may change from one of its own indices to the next, so it covers all or (in a
+    branch) nothing."""
     found: list[object] = []
     for condition in statement.conditions:
         tirx.stmt_functor.post_order_visit(condition, found.append)
-    return not any(
-        isinstance(n, tirx.BufferLoad) or (isinstance(n, tirx.Var) and (n in index_vars or n in kernel.binds))
-        for n in found
-    )
+    if any(isinstance(n, tirx.Var) and (n in index_vars or n in kernel.binds) for n in found):
+        return False
+    nest = {loop.var for loop in statement.loops if loop.var in index_vars and loop.kind != "tile"}
+    loaded = {n.buffer for n in found if isinstance(n, tirx.BufferLoad)}
+    inside = (s for s in kernel.statements if nest & {loop.var for loop in s.loops})
+    return not any(s.writes(buffer) for s in inside for buffer in loaded)
 
 
 def _alone_in_nest(statement: Statement, index_vars: set[tirx.Var], kernel: Kernel) -> bool:

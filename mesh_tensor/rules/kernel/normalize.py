@@ -12,6 +12,7 @@ from tvm import arith, tirx
 from mesh_tensor.tir.compound_ops import parts_of
 from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.fused_loops import unfuse
+from mesh_tensor.tir.late_fills import with_early_fills
 from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.short_loops import lengthen
 from mesh_tensor.tir.single_dims import with_plain_single_dims
@@ -28,9 +29,8 @@ def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """
     body = tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"])
     func = func if body.same_as(func.body) else func.with_body(body)
-    return lengthen(
-        unfuse(resolve_views(mark_prints(_with_plain_extents(with_plain_single_dims(_inline_bindings(func))))))
-    )
+    func = with_early_fills(_with_plain_extents(with_plain_single_dims(_inline_bindings(func))))
+    return lengthen(unfuse(resolve_views(mark_prints(func))))
 
 
 def _with_plain_extents(func: tirx.PrimFunc) -> tirx.PrimFunc:

@@ -37,7 +37,7 @@ class Faults:
         number = next((i for i, s in enumerate(program.steps, 1) if s is step), 0)
         doing = f"step {number} of {len(program.steps)}, {step.words}"
         if step.collective is not None and isinstance(error, RuntimeError):
-            self.blame(error, doing, self._ranks.mesh.group_of(self._ranks.rank, step.collective.axes))
+            self.blame(error, doing, program.mesh.group_of(self._ranks.rank, step.collective.axes))
         self._ranks.calls.lane().doing = doing
         raise error
 

@@ -57,7 +57,7 @@ class RankBackend:
             return None
         kernel = self._target.compile(step.func, self._poison)
         arguments = arguments_of(step, self.program)
-        at = self._ranks.mesh.coordinate(self._ranks.rank) if step.axes else {}
+        at = self.program.mesh.coordinate(self._ranks.rank) if step.axes else {}
         place = [at[axis] for axis in step.axes]
         if all(isinstance(given, Value) and given.slab is None for given in arguments):
             storages = [self.program.values[name].storage for name in step.args]

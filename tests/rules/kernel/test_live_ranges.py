@@ -3,6 +3,7 @@
 import tilelang.language as T
 
 from kernels.matmul import matmul
+from kernels.sparse import block_sparse_matmul
 from mesh_tensor.rules.kernel.live_ranges import LiveRanges, overwrites_all
 
 from .kernels import analysis, kernel, on_rows
@@ -129,6 +130,38 @@ def test_what_overwrites_all_of_a_buffer():
     made = kernel(on_rows(body))
     found = [overwrites_all(s, made) for s in made.statements[1:-1]]
     assert found == [True, True, False, False, False, False, True, False]
+
+
+def test_what_overwrites_all_or_nothing_under_a_condition_that_is_loaded():
+    """The condition counts as one where nothing writes what it is loaded from between one element and the next."""
+
+    @T.macro
+    def body(A, B, a, b, bx):
+        if A[bx, 0] > 0.0:
+            T.clear(b)
+        for i in T.Parallel(8):
+            if A[bx, 0] > 0.0:
+                b[i] = 1.0
+        for i in T.Parallel(8):
+            if A[bx, i] > 0.0:
+                b[i] = 1.0
+        for i in T.serial(8):
+            if a[0, 0] > 0.0:
+                b[i] = 1.0
+            a[0, 0] = 0.0
+        T.reduce_sum(a, b, dim=1)
+
+    made = kernel(on_rows(body))
+    found = [overwrites_all(s, made) for s in made.statements if s.write.buffer.name == "b"]
+    assert found == [True, True, False, False, True]
+
+
+def test_what_is_staged_in_a_branch_lives_there():
+    """Each block that counts is staged and used in one branch: nothing is carried from block to block."""
+    func = block_sparse_matmul(64, 64, 64)
+    (a,) = ranges_of(func, "A_shared")
+    assert [loop.var.name for loop in a[2].scope] == ["bx", "by", "k"]
+    assert not a[2].carried
 
 
 def test_taints_follow_values():

@@ -11,6 +11,7 @@ import mesh_tensor as mt
 from kernels.models import gpt2
 from tests.api.test_module_state import Cache
 from tests.plan.seed_modules import NESTED
+from tests.plan.test_sub_axes import product
 from tests.random_modules.build import build
 from tests.random_modules.check import flat, make_data
 from tests.random_modules.strategy import make_case
@@ -41,6 +42,29 @@ def random_modules(rank, sizes, numbers):
             _same_bits(_full(run(*given)), expected, number)
         ran += 1
     return ran
+
+
+def sub_axes(rank, size):
+    """Parts of an axis: bit for bit as on the virtual mesh; DTensors come and go on the whole axis."""
+    device_mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("x",))
+    for mod, layouts, inputs in _sub_axes():
+        virtual = mt.distribute_module(mod, {"x": size}, layouts)
+        run = mt.distribute_module(mod, device_mesh, layouts)
+        assert run.plan.graph.mesh == mt.Mesh({"x:(1)2": 2, "x:(2)2": 2}) == virtual.plan.graph.mesh
+        _same_bits([run(*inputs)], [virtual(*inputs)], 0)
+        for placement in (Replicate(), Shard(0), Shard(1)):
+            given = [distribute_tensor(tensor, device_mesh, [placement]) for tensor in inputs]
+            made = run(*given)
+            assert made.device_mesh == device_mesh
+            _same_bits([made.full_tensor()], [virtual(*inputs)], 0)
+
+
+def _sub_axes():
+    """Modules, layouts, operands: parts that are stated, on even and uneven dims."""
+    x, w = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0)), torch.ones(8, 16)
+    for layout in ({"x:(1)2": 0, "x:(2)2": 1}, {"x:(1)2": 1, "x:(2)2": 1}, {"x:(2)2": 2}):
+        yield product(), {"x": layout}, (x, w)
+        yield product(), {"x": layout, "w": {"x": 1}}, (x, w)
 
 
 def _placements(number, tensor, sizes):

@@ -29,3 +29,7 @@ def test_computed_indices_out_of_range():
 
 def test_what_a_model_writes():
     run(bodies.a_cache, 2)
+
+
+def test_parts_of_an_axis():
+    run(partial(bodies.sub_axes, size=4), 4)

@@ -1,0 +1,99 @@
+"""Accumulators that each iteration leaves empty for the next one."""
+
+import pytest
+import tilelang.language as T
+import torch
+from tvm import ir
+
+from mesh_tensor.tir.late_fills import with_early_fills
+from tests.lowering.support import assert_right, lowered, outline
+
+
+def scaled_sums(style="late", M=16, K=64, block=16):
+    """Y[m] = sum over blocks of k of S[m, block] * (sum of X[m, k] in the block): the inner sum is emptied at the end
+    of an iteration ("late") or at its start ("early"); not all, or not as it was before, for the other styles."""
+    blocks = K // block
+
+    @T.prim_func
+    def kernel(X: T.Tensor((M, K), "float32"), S: T.Tensor((M, blocks), "float32"), Y: T.Tensor((M,), "float32")):
+        with T.Kernel(1, threads=32):
+            x = T.alloc_shared((M, block), "float32")
+            inner = T.alloc_fragment((M,), "float32")
+            total = T.alloc_fragment((M,), "float32")
+            if style == "other":
+                T.fill(inner, 1.0)
+            else:
+                T.clear(inner)
+            T.clear(total)
+            if style == "written":
+                inner[0] = 2.0
+            for k in T.Pipelined(blocks, num_stages=2):
+                if style == "early":
+                    T.clear(inner)
+                T.copy(X[0, k * block], x)
+                T.reduce_sum(x, inner, dim=1, clear=False)
+                for i in T.Parallel(M):
+                    total[i] += inner[i] * S[i, k]
+                if style == "part":
+                    T.clear(inner[0 : M // 2])
+                elif style != "early":
+                    T.clear(inner)
+                if style == "used":
+                    inner[0] = 2.0
+            if style == "early":
+                T.clear(inner)
+            for i in T.Parallel(M):
+                total[i] = total[i] + inner[i]
+            T.copy(total, Y)
+
+    return kernel
+
+
+def test_what_is_filled_at_the_end_is_filled_at_the_start():
+    ir.assert_structural_equal(with_early_fills(scaled_sums("late")), scaled_sums("early"))
+
+
+@pytest.mark.parametrize("style", ["other", "written", "used", "part", "early"])
+def test_loops_that_are_entered_or_left_otherwise_stay_as_they_are(style):
+    kernel = scaled_sums(style)
+    assert with_early_fills(kernel).same_as(kernel)
+
+
+def test_loops_that_may_end_early_stay_as_they_are():
+    @T.prim_func
+    def kernel(X: T.Tensor((8, 4), "float32"), Y: T.Tensor((4,), "float32")):
+        with T.Kernel(1, threads=32):
+            sums = T.alloc_fragment((4,), "float32")
+            T.clear(sums)
+            for k in T.serial(8):
+                for i in T.Parallel(4):
+                    sums[i] += X[k, i]
+                if X[k, 0] > 0.0:
+                    T.loop_break()
+                T.clear(sums)
+            T.copy(sums, Y)
+
+    assert with_early_fills(kernel).same_as(kernel)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("style", ["late", "early", "other", "written", "used", "part"])
+def test_numbers(style, devices):
+    """Split over blocks of k where nothing is carried; right in any case."""
+
+    def reference(x, s):
+        inner, total = torch.zeros(16), torch.zeros(16)
+        inner[:] = style == "other"
+        inner[0] += 2 * (style == "written")
+        for k in range(4):
+            inner = inner + x[:, k * 16 : (k + 1) * 16].sum(1)
+            total = total + inner * s[:, k]
+            inner[: 8 if style == "part" else 16] = 0
+            inner[0] = 2 * (style == "used")
+        return total + inner
+
+    dims = {"X": {"x": 1}, "S": {"x": 1}}
+    inputs = [torch.randn(16, 64), torch.randn(16, 4)]
+    assert_right(scaled_sums(style), {"x": devices}, dims, inputs, reference, rtol=1e-4, atol=1e-4)
+    if style == "late" and devices == 2:
+        assert outline(lowered(scaled_sums(style), {"x": 2}, dims, strict=True))[1] == "all_reduce(Y, sum, x)"
