@@ -1,5 +1,6 @@
 """A GPT of 8 layers in 2 stages on two gloo ranks, 8 microbatches, 1F1B: a step to the gradients, beside
-torch.distributed.pipelining's with the same cut. Both take turns.
+torch.distributed.pipelining's with the same cut; then both stages split over two ranks each, heads and features, as
+torch.distributed.tensor.parallel splits them. Both take turns.
 
 python -m benchmarks.bench_pipelines
 """
@@ -7,10 +8,14 @@ python -m benchmarks.bench_pipelines
 from __future__ import annotations
 
 import argparse
+import copy
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 import mesh_tensor as mt
@@ -20,13 +25,17 @@ from ._ranks import on_ranks
 from ._timing import Row, header, interleaved, row, verdicts
 
 OURS, TORCH = "gloo ranks", "torch pipelining"
+LAYERS, MICROBATCHES, ROWS = 8, 8, 2
 Times = dict[str, list[float]]
 
 
 def rows(rounds: int = 9) -> list[Row]:
     """The comparison, measured."""
     what = "GPT, 8 layers of width 128, 8 microbatches of 2 x 64, 2 stages, 1F1B, gradients"
-    return [row(what, on_ranks(time_step, 128, rounds), OURS, TORCH, must=0.95)]
+    return [
+        row(what, on_ranks(time_step, 128, rounds), OURS, TORCH, must=0.95),
+        row(f"{what}, 2-way tensor parallel", on_ranks(time_split, 128, rounds, count=4), OURS, TORCH),
+    ]
 
 
 class Loss(torch.nn.Module):
@@ -62,43 +71,70 @@ class Part(torch.nn.Module):
         return x
 
 
-def time_step(width: int, rounds: int, microbatches: int = 8, rows: int = 2) -> Times:
+def time_step(width: int, rounds: int) -> Times:
     """On each of two ranks: the loss and the gradients of a batch."""
-    config = Config(vocabulary=512, width=width, heads=4, layers=8, batch=rows, positions=64)
-    model, rank = GPT2(config), dist.get_rank()
-    tokens, labels = (torch.randint(512, (rows * microbatches, 64)) for _ in range(2))
-    module = mt.from_torch(torch.export.export(Loss(model), (tokens[:rows], labels[:rows])))
+    model, rank = _model(width), dist.get_rank()
+    part = Part(model, last=rank == 1)
+    stage = PipelineStage(part, rank, 2, torch.device("cpu"))
+    return _times(model, part, stage, rank, {"d": 1}, {}, rounds)
+
+
+def time_split(width: int, rounds: int) -> Times:
+    """On each of four ranks, two per stage."""
+    model, mesh = _model(width), init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "t"))
+    number = dist.get_rank() // 2
+    part = Part(copy.deepcopy(model), last=number == 1)
+    columns, sums = ColwiseParallel(), RowwiseParallel()
+    plan = {"attn.q": columns, "attn.k": columns, "attn.v": columns, "attn.proj": sums, "fc": columns, "proj": sums}
+    for block in part.blocks:
+        parallelize_module(block, mesh["t"], plan)
+        block.attn.heads //= 2
+    stage = PipelineStage(part, number, 2, torch.device("cpu"), group=mesh.get_group("stages"))
+    columns_of = {f"*.{name}.{kind}": {"t": 0} for name in ("q", "k", "v", "fc") for kind in ("weight", "bias")}
+    return _times(model, part, stage, number, {"t": 2}, {**columns_of, "*.proj.weight": {"t": 1}}, rounds)
+
+
+def _model(width: int) -> GPT2:
+    return GPT2(Config(vocabulary=512, width=width, heads=4, layers=LAYERS, batch=ROWS, positions=64))
+
+
+def _times(
+    model: GPT2, part: Part, stage: PipelineStage, number: int, mesh: dict[str, int], layouts: dict, rounds: int
+) -> Times:
+    """The times of both on this rank, in turns, once their losses and gradients agree."""
+    tokens, labels = (torch.randint(512, (ROWS * MICROBATCHES, 64)) for _ in range(2))
+    module = mt.from_torch(torch.export.export(Loss(model), (tokens[:ROWS], labels[:ROWS])))
     ours = mt.pipeline(
         module,
-        {"m0": {"d": 1}, "m1": {"d": 1}},
-        {"m0": ["model.blocks.3"], "m1": ["model.blocks.7"]},
-        microbatches=microbatches,
+        {"m0": mesh, "m1": mesh},
+        {"m0": [f"model.blocks.{LAYERS // 2 - 1}"], "m1": [f"model.blocks.{LAYERS - 1}"]},
+        layouts,
+        microbatches=MICROBATCHES,
         schedule="1f1b",
         train=True,
         ranks=True,
     )
-    part = Part(model, last=rank == 1)
-    stage = PipelineStage(part, rank, 2, torch.device("cpu"))
 
     def loss_of(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
 
-    schedule = Schedule1F1B(stage, microbatches, loss_fn=loss_of)
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of)
 
     def theirs() -> list[torch.Tensor]:
         part.zero_grad()
         losses: list[torch.Tensor] = []
-        schedule.step(tokens) if rank == 0 else schedule.step(target=labels, losses=losses)
+        schedule.step(target=labels, losses=losses) if number else schedule.step(tokens)
         return losses
 
     losses, loss = theirs(), ours(tokens, labels)
-    if rank == 1:
+    if number:
         torch.testing.assert_close(torch.stack(losses).mean().detach(), loss, rtol=1e-4, atol=1e-4)
     gradients = ours.gradients()
-    name = f"model.blocks.{7 * rank}.fc.weight"
-    found = part.blocks[-1 * rank].fc.weight.grad
+    name = f"model.blocks.{(LAYERS - 1) * number}.fc.weight"
+    found: Any = part.blocks[-1 * number].fc.weight.grad
     assert found is not None
-    torch.testing.assert_close(gradients[module.names[name]], found, rtol=1e-3, atol=1e-5)
+    whole = found.full_tensor() if hasattr(found, "full_tensor") else found
+    torch.testing.assert_close(gradients[module.names[name]], whole, rtol=1e-3, atol=1e-5)
     return interleaved({OURS: lambda: ours(tokens, labels), TORCH: theirs}, rounds)
 
 

@@ -49,6 +49,12 @@ class Annotation:
         """Which ways nothing spreads through the value: to what uses it (False), to what makes it (True)."""
         return BARRIERS[self.barrier] if self.barrier is not None else frozenset()
 
+    @property
+    def says_nothing(self) -> bool:
+        """Whether any layout is fine."""
+        stated = self.sharding.as_dict() or self.sharding.partial or self.replicated
+        return not stated and not any(self.keeps(dim) for dim in range(self.sharding.ndim))
+
     def priority_of(self, axis: str) -> int:
         """When the layout is heard along an axis."""
         return self.priority + dict(self.later).get(axis, 0)

@@ -58,7 +58,7 @@ class Ties:
                     f"value {key[1]!r} of group {group!r} is partial: pending sums are no layout of a group"
                 )
             found[key] = replace(annotation, group=group)
-        said = {key[1]: found[key] for key in shapes_of if key in found and not _says_nothing(found[key])}
+        said = {key[1]: found[key] for key in shapes_of if key in found and not found[key].says_nothing}
         if len({(one.sharding, one.open) for one in said.values()}) > 1:
             layouts = ", ".join(f"{name} '{one.sharding}'{' (open)' if one.open else ''}" for name, one in said.items())
             problems.append(f"values of group {group!r} are stated to lie differently: {layouts}")
@@ -75,10 +75,6 @@ class Ties:
             problems.append(f"value {key[1]!r} is {var.struct_info}, which is no tensor of known rank")
             return None
         return found.get(key) or Annotation(Sharding.of(self.mesh, var.struct_info.ndim, {}), open=True)
-
-
-def _says_nothing(annotation: Annotation) -> bool:
-    return annotation.open is True and not annotation.sharding.as_dict() and not annotation.replicated
 
 
 def _shape(var: relax.Var) -> str | None:

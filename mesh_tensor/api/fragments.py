@@ -72,6 +72,11 @@ class StageFragments:
         return {gradient_name(name): kind for name, kind in found.items()} | found
 
     @cached_property
+    def layouts_text(self) -> str:
+        """The layouts in words."""
+        return ", ".join(f"{self.stage.index}.{name} '{layout}'" for name, layout in self.layouts.items())
+
+    @cached_property
     def given(self) -> frozenset[str]:
         """The values that fragments make."""
         return frozenset(name for fragment in self.fragments.values() for name in fragment.gives)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
@@ -11,6 +12,7 @@ from tvm import ir
 from mesh_tensor.annotations.annotate_module import read_module_annotations
 from mesh_tensor.annotations.parameters import flat_arguments, with_flat_parameters
 from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.base.garbage import uncollected
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.importers.call_form import CallForm
@@ -93,6 +95,7 @@ class MeshModule:
             self._plan = self._planned({})
         if donate:
             weights.clear()  # type: ignore[attr-defined]  # a MutableMapping, as was checked
+            gc.collect()  # exported programs, which have the weights too, are cycles
 
     def state_dict(self, *, full: bool = True) -> dict[str, Any]:
         """The weights, and what the module writes, under all names that they had in torch.
@@ -352,6 +355,12 @@ class MeshModule:
         """The Relax module that one device runs, for the sizes of the last call."""
         return self.plan.local_module
 
+    def twin(self) -> MeshModule:
+        """A module that has this one's plans, and may be called by another thread at the same time."""
+        made = object.__new__(MeshModule)
+        vars(made).update(vars(self), _launches=Recent(MODULE_SIZES))
+        return made
+
     def __reduce__(self) -> NoReturn:
         refuse(
             "a MeshModule can't be pickled", fix="pickle the weights, save the module, and distribute it again there"
@@ -366,6 +375,7 @@ class MeshModule:
         collective."""
         return summary(self.program, self._signature.places()) if short else explain(self.program)
 
+    @uncollected
     def _launch(self, sizes: Mapping[Any, int], ranks: Ranks | None) -> AnyLaunch:
         plan = self._plan = self._planned(sizes)
         key = (self._key(sizes), None if ranks is None else ranks.calls.lane())

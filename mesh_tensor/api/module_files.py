@@ -15,6 +15,7 @@ from mesh_tensor.annotations.stated_elsewhere import Unannotated, without_annota
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse, shown
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.base.sub_axes import Refinement
 from mesh_tensor.importers.saved import load_module, save_module
 from mesh_tensor.importers.weight_files import FORMAT, INDEX, index_entry, open_weights, read_json, write_weights
 from mesh_tensor.runtime.ambient import undisturbed
@@ -155,7 +156,7 @@ def load(
     if mesh is not None:
         saved = without_annotations(mod, function)
         named = mesh_of(mesh) if type(mesh).__name__ == "DeviceMesh" else Mesh(mesh)
-        if shardings is not None or named != saved.mesh:
+        if shardings is not None or Refinement.between(named, saved.mesh) is None:
             mod = saved.module if shardings is not None else _restated(saved, named, function)
     elif shardings is not None:
         refuse("shardings without a mesh", fix="pass the mesh that they are for")
@@ -176,7 +177,8 @@ def _restated(saved: Unannotated, mesh: Mesh, function: str) -> Any:
         sharding = annotation.sharding
         kept = {axis: sharding.placement(axis) for axis in sharding.mesh.axis_names if axis in mesh.axis_names}
         name = value if where == function else f"{where}.{value}"
-        layouts[name] = Sharding.of(mesh, sharding.ndim, kept)
+        replicated = tuple(axis for axis in annotation.replicated if axis in mesh.axis_names)
+        layouts[name] = {"sharding": Sharding.of(mesh, sharding.ndim, kept), "replicate": replicated}
     if not set(mesh.axis_names) & set(saved.mesh.axis_names):
         refuse(
             f"it was saved for {saved.mesh}, which has no axis of {mesh}",
@@ -186,8 +188,15 @@ def _restated(saved: Unannotated, mesh: Mesh, function: str) -> Any:
     names = {(v if w == function else f"{w}.{v}"): annotation for (w, v), annotation in saved.stated.items()}
     opened = {name: dims for name, said in names.items() if (dims := said.said_open(said.sharding.ndim))}
     priority = {name: _for_mesh(said.said_priority(), mesh) for name, said in names.items() if said.said_priority()}
+    groups: dict[str, list[str]] = {}
+    for name, said in names.items():
+        if said.group is not None:
+            groups.setdefault(said.group, []).append(name)
+    barriers = {name: said.barrier for name, said in names.items() if said.barrier is not None}
     try:
-        return annotate_module(saved.module, mesh, layouts, function, open=opened, priority=priority)
+        return annotate_module(
+            saved.module, mesh, layouts, function, open=opened, priority=priority, groups=groups, barriers=barriers
+        )
     except MeshTensorError as error:
         return refuse(
             f"the layouts that it was saved with don't fit {mesh}", why=str(error), fix="pass shardings for that mesh"

@@ -182,7 +182,8 @@ def _step(found: ImportedLoss, model: Any, asked: _Asked, parts: Parts | None = 
 
 def _trained(module: ImportedModule, model: Any) -> list[str]:
     """The parameters that are trained, by name: of a torch model those that require a gradient."""
-    names = [n for n, tensor in module.params.items() if tensor.is_floating_point() and n not in module.state]
+    kept = {*module.state, *module.buffers}
+    names = [n for n, tensor in module.params.items() if tensor.is_floating_point() and n not in kept]
     if isinstance(model, nn.Module):
         fixed = {n for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
         fixed_here = {module.names[name] for name in fixed if name in module.names}

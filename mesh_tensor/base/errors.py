@@ -29,6 +29,11 @@ def refuse(what: str | Sequence[str], *, where: str = "", why: str = "", fix: st
     raise MeshTensorError("\n".join([*lines, *(f"  {label}: {text}" for label, text in labelled if text)]))
 
 
+def words_of(error: BaseException) -> str:
+    """An exception in words: its kind is told unless it is a MeshTensorError."""
+    return str(error) if isinstance(error, MeshTensorError) else f"{type(error).__name__}: {error}"
+
+
 def listing(names: Sequence[object]) -> str:
     """Names as messages show them: `'x', 'y'`, or `none`."""
     return ", ".join(repr(name) for name in names) or "none"

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
-from .errors import refuse
+from .errors import MeshTensorError, refuse
 from .mesh import Mesh
 from .placement import Placement, Replicate
 from .sharding import Sharding
@@ -68,7 +68,10 @@ class Refinement:
     @staticmethod
     def between(base: Mesh, mesh: Mesh) -> Refinement | None:
         """The one that makes `mesh` of `base`, if there is one."""
-        made = Refinement.by_names(base, mesh) if _are_parts(base, mesh) else Refinement(base, ())
+        try:
+            made = Refinement.by_names(base, mesh)
+        except MeshTensorError:
+            return None
         return made if made.mesh == mesh else None
 
     @cached_property
@@ -132,10 +135,6 @@ class Refinement:
         if sizes is None:
             return ((axis, self.base.size(axis)),)
         return tuple((f"{axis}:({math.prod(sizes[:n])}){size}", size) for n, size in enumerate(sizes))
-
-
-def _are_parts(base: Mesh, mesh: Mesh) -> bool:
-    return all(axis in base or named_part(base, axis) is not None for axis in mesh)
 
 
 @lru_cache(maxsize=4096)

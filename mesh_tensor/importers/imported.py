@@ -17,12 +17,14 @@ from .call_form import CallForm
 class ImportedModule:
     """A module that was made elsewhere: `mod` takes its weights as parameters, after its inputs; `params` are the
     weights, by parameter name; `names` is from names that values had before to the module's. `state`: weights that a
-    call writes; their new values are the function's last results. `form`: what the model takes and gives."""
+    call writes; their new values are the function's last results. `buffers`: weights that no training changes.
+    `form`: what the model takes and gives."""
 
     mod: ir.IRModule
     params: dict[str, torch.Tensor]
     names: dict[str, str] = field(default_factory=dict)
     state: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
     form: CallForm | None = None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,13 +10,23 @@ import torch
 from mesh_tensor.base.errors import refuse
 
 
-def refuse_differences(results: Any, expected: Sequence[torch.Tensor], origin: str, where: str, fix: str) -> None:
-    """Refuse results (a tensor or a tuple of them) that are not those that `origin` ("torch") gave."""
+def refuse_differences(
+    results: Any,
+    expected: Sequence[torch.Tensor],
+    origin: str,
+    where: str,
+    fix: str,
+    computed_in: Iterable[torch.dtype] = (),
+) -> None:
+    """Refuse results (a tensor or a tuple of them) that are not those that `origin` ("torch") gave. `computed_in`: what
+    values they are made of have for dtypes."""
+    inside = max(map(_tolerance, computed_in), default=0.0)
     results = list(results) if isinstance(results, tuple) else [results]
     problems = [
         f"result {index} differs from {origin}'s by {error:.2g} of its largest value"
         for index, (result, meant) in enumerate(zip(results, expected, strict=True))
-        if (error := _error(result, meant.detach())) > _tolerance(meant.dtype)
+        if (error := _error(result, meant.detach()))
+        > (_tolerance(meant.dtype) and max(_tolerance(meant.dtype), inside))
     ]
     if problems:
         refuse(

@@ -20,6 +20,7 @@ from mesh_tensor.annotations.names import renamed_parameters
 from mesh_tensor.base.errors import MeshTensorError, refuse
 
 from .imported import ImportedModule, identifiers
+from .onnx_recurrent import lstm_nodes
 from .onnx_sizes import check_sizes, settle_names
 
 _WHOLE = {6, 7}  # onnx.TensorProto's int32 and int64
@@ -203,7 +204,62 @@ def _dropout(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> li
     return [onnx.helper.make_node("Identity", node.input[:1], node.output[:1])]
 
 
+def _group_norm(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> list[Any]:
+    """As instances of a channel per group, whose results are scaled per channel."""
+    shape = _shape(graph, node.input[0])
+    options = {attribute.name: attribute for attribute in node.attribute}
+    groups = options["num_groups"].i
+    epsilon = options["epsilon"].f if "epsilon" in options else 1e-5
+    if shape is None or not isinstance(shape[1], int) or sum(not isinstance(size, int) for size in shape[2:]) > 1:
+        refuse(
+            f"a group norm of a tensor of shape {shape}",
+            where=f"node {node.name or node.output[0]!r}",
+            fix="settle its sizes by `shapes`",
+        )
+    made, helper = node.output[0], onnx.helper
+    kind = next((t.data_type for t in graph.initializer if t.name == node.input[1]), onnx.TensorProto.FLOAT)
+    names = [
+        f"{made}_{what}" for what in ("flat", "ones", "zeros", "grouped", "unit", "back", "column", "scale", "bias")
+    ]
+    flat, ones, zeros, grouped, unit, back, column, scale, bias = names
+    whole = [0, shape[1], *(size if isinstance(size, int) else -1 for size in shape[2:])]
+    numbers = {flat: [0, groups, -1], back: whole, column: [-1, *[1] * (len(shape) - 2)]}
+    return [
+        *(
+            _constant(onnx, name, helper.make_tensor(name, onnx.TensorProto.INT64, [len(value)], value))
+            for name, value in numbers.items()
+        ),
+        *(
+            _constant(onnx, name, helper.make_tensor(name, kind, [groups], [value] * groups))
+            for name, value in ((ones, 1.0), (zeros, 0.0))
+        ),
+        helper.make_node("Reshape", [node.input[0], flat], [grouped]),
+        helper.make_node("InstanceNormalization", [grouped, ones, zeros], [f"{unit}_grouped"], epsilon=epsilon),
+        helper.make_node("Reshape", [f"{unit}_grouped", back], [unit]),
+        helper.make_node("Reshape", [node.input[1], column], [scale]),
+        helper.make_node("Reshape", [node.input[2], column], [bias]),
+        helper.make_node("Mul", [unit, scale], [f"{unit}_scaled"]),
+        helper.make_node("Add", [f"{unit}_scaled", bias], [made]),
+    ]
+
+
+def _lstm(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> list[Any]:
+    """Step by step."""
+    return lstm_nodes(onnx, node, _shape(graph, node.input[0]))
+
+
+def _shape(graph: Any, name: str) -> list[int | str] | None:
+    """The sizes of a value, open ones by name; None if nothing tells."""
+    for value in (*graph.input, *graph.value_info):
+        if value.name == name and value.type.tensor_type.HasField("shape"):
+            dims = value.type.tensor_type.shape.dim
+            return [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in dims]
+    return None
+
+
 _REWRITTEN = {
+    "GroupNormalization": _group_norm,
+    "LSTM": _lstm,
     "Dropout": _dropout,
     "RMSNormalization": _rms_norm,
     "LayerNormalization": _layer_norm,

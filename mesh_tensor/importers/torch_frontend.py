@@ -16,9 +16,10 @@ from .call_form import form_of
 from .imported import ImportedModule
 from .imported_results import refuse_differences
 from .torch_import import import_torch
+from .torch_program import operators
 
 
-def from_torch(program: torch.export.ExportedProgram, *, check: bool = True) -> ImportedModule:
+def from_torch(program: torch.export.ExportedProgram, *, check: bool = True, buffers: bool = False) -> ImportedModule:
     """The Relax module of what `torch.export.export` gave.
 
     Its function `main` takes the inputs in torch's order (nested ones flattened), under torch's names for them, then
@@ -33,13 +34,15 @@ def from_torch(program: torch.export.ExportedProgram, *, check: bool = True) -> 
         program: what `torch.export.export` gave.
         check: run both on the program's example inputs, and refuse a module whose results are not torch's: TVM's
             importer leaves out some options of some operators.
+        buffers: those that the model's `state_dict()` has are parameters, too: they can be laid out by name, replaced,
+            and are in the `state_dict()` of a run. No training changes them.
 
     Raises:
         MeshTensorError: an operator that can't be imported, random or of another result type than in torch, named with
             the torch module it is in; a program that writes its inputs, or takes numbers that are not constant; results
             that differ.
     """
-    module = replace(import_torch(program), form=form_of(program))
+    module = replace(import_torch(program, buffers), form=form_of(program))
     if check and program.example_inputs is not None:
         _check(module, program)
     return module
@@ -60,6 +63,7 @@ def _check(module: ImportedModule, program: torch.export.ExportedProgram) -> Non
         "torch",
         "the imported program, on its example inputs",
         "write the model with other operators",
+        {tensor.dtype for node in operators(program) for tensor in _tensors(node.meta.get("val"))},
     )
 
 

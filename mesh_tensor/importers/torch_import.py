@@ -27,15 +27,16 @@ from .torch_constants import with_constants
 from .torch_decompositions import decomposed
 from .torch_numbers import WITH_NUMBERS
 from .torch_ops import CONVERTERS, KEPT
-from .torch_program import ProgramOfTensors, check_program, written_buffers
+from .torch_program import ProgramOfTensors, check_program, is_kept_buffer, refuse_autocast, written_buffers
 from .torch_weights import without_tied
 
 
 @uncollected
-def import_torch(program: torch.export.ExportedProgram) -> ImportedModule:
+def import_torch(program: torch.export.ExportedProgram, buffers: bool) -> ImportedModule:
     """The Relax module of an exported program: `mesh_tensor.from_torch`, without its check of results."""
     if not isinstance(program, torch.export.ExportedProgram):
         refuse(f"a {type(program).__name__} is no exported program", fix="pass torch.export.export(model, inputs)")
+    refuse_autocast(program)
     importer = _Importer()
     with warnings.catch_warnings():
         warnings.filterwarnings(
@@ -50,13 +51,13 @@ def import_torch(program: torch.export.ExportedProgram) -> ImportedModule:
     allow_constants()
     importer.begin(program)
     mod = importer.from_exported_program(
-        ProgramOfTensors(program),
+        ProgramOfTensors(program, buffers),
         keep_params_as_input=True,
         unwrap_unit_return_tuple=True,
         no_bind_return_tuple=False,
         custom_convert_map=None,
     )
-    return _named(mod, program, importer)
+    return _named(mod, program, importer, buffers)
 
 
 class _Importer(ExportedProgramImporter):
@@ -183,7 +184,7 @@ def _same(size: Any, meant: Any) -> bool:
     return not isinstance(meant, int) or not hasattr(size, "value") or int(size) == meant
 
 
-def _named(mod: ir.IRModule, program: torch.export.ExportedProgram, importer: Any) -> ImportedModule:
+def _named(mod: ir.IRModule, program: torch.export.ExportedProgram, importer: Any, buffers: bool) -> ImportedModule:
     """The weights and what the program writes, and the module with their names and those of submodules."""
     specs = [spec for spec in program.graph_signature.input_specs if isinstance(spec.arg, TensorArgument)]
     values = {**program.state_dict, **program.constants}
@@ -192,7 +193,7 @@ def _named(mod: ir.IRModule, program: torch.export.ExportedProgram, importer: An
     weights = {
         spec.arg.name: str(spec.target)
         for spec in specs
-        if spec.kind == InputKind.PARAMETER or spec.arg.name in new_values
+        if spec.kind == InputKind.PARAMETER or spec.arg.name in new_values or (buffers and is_kept_buffer(spec))
     }
     alone = {name: target for name, target in weights.items() if name not in new_values}  # what is written is not tied
     mod, tied = without_tied(mod, alone, program.state_dict)
@@ -208,7 +209,8 @@ def _named(mod: ir.IRModule, program: torch.export.ExportedProgram, importer: An
     state = tuple(names[buffer.target] for buffer in written)
     mod.update_func(mod.get_global_var("main"), _with_attributes(func, every, state))
     params = {names[target]: values[target].detach() for target in names}
-    return ImportedModule(mod, params, every, state)
+    fixed = tuple(names[target] for spec in specs if is_kept_buffer(spec) and (target := str(spec.target)) in names)
+    return ImportedModule(mod, params, every, state, tuple(name for name in fixed if name not in state))
 
 
 def _with_attributes(func: relax.Function, names: dict[str, str], state: tuple[str, ...]) -> relax.Function:

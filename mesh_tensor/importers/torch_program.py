@@ -66,6 +66,44 @@ def check_program(program: torch.export.ExportedProgram) -> None:
         refuse(problems, where="the exported program", fix="export the model with tensors and constants in and out")
 
 
+def operators(program: torch.export.ExportedProgram) -> Iterator[torch.fx.Node]:
+    """The calls of operators, those under autocast and the like among them."""
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            yield from (node for node in module.graph.nodes if node.op == "call_function")
+
+
+def refuse_autocast(program: torch.export.ExportedProgram) -> None:
+    """Refuse a program that was recorded under autocast without saying so: its operators give, of operands in float32
+    alone, what only autocast makes of them."""
+    own = program.graph.nodes  # those under an autocast that the model enters are in a graph of their own
+    found = [node for node in own if node.target in _CAST and _is_narrowed(node)]
+    if found:
+        refuse(
+            [
+                f"torch operator {n.target} takes float32 and gives {n.meta['val'].dtype} (value {n.name!r})"
+                for n in found[:4]
+            ],
+            where="the exported program",
+            why="it was recorded under torch.autocast, of which the program knows nothing",
+            fix="enter torch.autocast in the model's forward, or convert the model: model.to(torch.bfloat16)",
+        )
+
+
+_aten = torch.ops.aten
+_CAST = {
+    *(_aten.linear.default, _aten.matmul.default, _aten.mm.default, _aten.bmm.default, _aten.addmm.default),
+    *(_aten.baddbmm.default, _aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default),
+    *(_aten.scaled_dot_product_attention.default, _aten.einsum.default),
+}
+
+
+def _is_narrowed(node: torch.fx.Node) -> bool:
+    taken = [operand.meta.get("val") for operand in node.all_input_nodes]
+    floats = {value.dtype for value in taken if isinstance(value, torch.Tensor) and value.is_floating_point()}
+    return floats == {torch.float32} and node.meta["val"].dtype in (torch.float16, torch.bfloat16)
+
+
 def _wrong_input(spec: InputSpec) -> str:
     if isinstance(spec.arg, SymIntArgument):
         return f"the input {spec.arg.name!r} is a number that is not constant"
@@ -103,15 +141,23 @@ def _as_floats(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
+def is_kept_buffer(spec: InputSpec) -> bool:
+    """Whether it is a buffer that the model's `state_dict()` has."""
+    return spec.kind == InputKind.BUFFER and bool(spec.persistent)
+
+
 class ProgramOfTensors:
     """An exported program as TVM's importer reads it: inputs that are no tensors are left out, buffers that are written
-    are parameters, whose new values come after the other results; results that are no tensors are left out."""
+    are parameters, whose new values come after the other results; results that are no tensors are left out. `buffers`:
+    those that are kept are parameters, too; all others are constants."""
 
-    def __init__(self, program: torch.export.ExportedProgram) -> None:
+    def __init__(self, program: torch.export.ExportedProgram, buffers: bool) -> None:
         written = written_buffers(program)
         arguments = {buffer.argument for buffer in written}
         specs = [
-            InputSpec(InputKind.PARAMETER, spec.arg, spec.target, None) if spec.arg.name in arguments else spec
+            InputSpec(InputKind.PARAMETER, spec.arg, spec.target, None)
+            if spec.arg.name in arguments or (buffers and is_kept_buffer(spec))
+            else spec
             for spec in program.graph_signature.input_specs
             if isinstance(spec.arg, TensorArgument)
         ]

@@ -32,6 +32,7 @@ from mesh_tensor.rules.operator.rule import LocalCall
 
 from .ir import Graph, Node, Tree, Value, leaves
 from .reader import read_graph
+from .turned_products import turned_products
 
 SEED = "seed"  # the gradient of the loss by itself: the first value of the backward part
 
@@ -283,7 +284,8 @@ class Writer:
         """The module of the function that returns `result`, and of the kernels that it calls."""
         result = self._builder.normalize(result)
         output = relax.Var(self._fresh.name("gv"), result.struct_info)
-        block = relax.DataflowBlock([*self._bindings, relax.VarBinding(output, result)])
+        bindings = turned_products(self._bindings, result)
+        block = relax.DataflowBlock([*bindings, relax.VarBinding(output, result)])
         body = relax.Function(joint.params, relax.SeqExpr([block], output), output.struct_info)
         func = self._builder.normalize(body).with_attr("global_symbol", function)
         names = source_names(relax_function(mod, function))
@@ -291,7 +293,9 @@ class Writer:
             func = func.with_attr(SOURCE_NAMES_ATTR, names)
         if self._hints:
             func = func.with_attr(HINTS_ATTR, self._hints)
-        gradients = {v.name: g.name_hint for v, g in joint.gradients.items() if isinstance(g, relax.Var)}
+        there = {binding.var.name_hint for binding in bindings} | {param.name_hint for param in joint.params}
+        found = {v.name: g.name_hint for v, g in joint.gradients.items() if isinstance(g, relax.Var)}
+        gradients = {value: gradient for value, gradient in found.items() if gradient in there}
         func = func.with_attr(GRADIENTS_ATTR, gradients)
         return ir.IRModule({ir.GlobalVar(function): func, **self._kernels}, global_infos=mod.global_infos)
 

@@ -39,7 +39,7 @@ def _check_groups(graph: Graph) -> None:
     problems = []
     for name, members in graph.groups().items():
         stated = [graph.annotations[value] for value in members]
-        said = {one.sharding for one in stated if one.open is not True or one.sharding.as_dict()}
+        said = {one.sharding for one in stated if not one.says_nothing}
         if len({value.type.shape for value in members}) > 1:
             problems.append(f"group {name!r} has values of several shapes: {listing(list(map(repr, members)))}")
         if len(said) > 1 or any(one.sharding.partial for one in stated):

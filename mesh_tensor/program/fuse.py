@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.rules.operator.call import OpCall
-from mesh_tensor.rules.operator.fused import LINEAR, MATMUL_ADD, WEIGHT_GRADIENT, is_weight_gradient
+from mesh_tensor.rules.operator.fused import LINEAR, MATMUL_ADD
 
 from .program import Value
 from .steps import OpStep, Step
@@ -50,7 +50,7 @@ class _Fuser:
             if isinstance(step, OpStep):
                 step = replace(step, args=tuple([self._same.get(name, name) for name in step.args]))
                 if not self._undone(step, number):
-                    step = self._swapped(self._with_bias(self._transposed(step, number), number, made), number, made)
+                    step = self._with_bias(self._transposed(step, number), number, made)
                     self._made |= dict.fromkeys(step.results, _Made(step, number))
             made.append(step)
         return self._used(made)
@@ -98,22 +98,6 @@ class _Fuser:
                 args = (*product.step.args, step.args[1 - position])
                 return replace(step, call=call, args=args, flops=step.flops + product.step.flops)
         return step
-
-    def _swapped(self, step: OpStep, number: int, made: list[Step | None]) -> OpStep:
-        """A transpose of a sum of products of rows, as one of swapped operands."""
-        inner = self._maker(step.args[0], "einsum") if _is_plain(step, "permute_dims") else None
-        if inner is None or _order(step.call) != [1, 0] or not is_weight_gradient(inner.step.call):
-            return step
-        is_only = self._uses[step.args[0]] == 1 and inner.step.call.outputs == step.call.inputs
-        if not is_only or not self._follows(inner, number):
-            return step
-        key = inner.step.call, step.call, 0
-        if key not in self._known:
-            product = inner.step.call
-            self._known[key] = OpCall(WEIGHT_GRADIENT, product.expr, product.inputs[::-1], step.call.outputs)
-        made[inner.at] = None
-        self._uses[step.args[0]] = 0
-        return replace(step, call=self._known[key], args=inner.step.args[::-1], flops=inner.step.flops)
 
     def _follows(self, inner: _Made, number: int) -> bool:
         """Whether there are only operators between the two steps."""

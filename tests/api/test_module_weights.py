@@ -1,5 +1,7 @@
 """The weights that a module on a mesh holds: laid out once, read back, and replaced."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -112,3 +114,14 @@ def test_donated_weights_are_let_go(module):
     assert pointers
     with pytest.raises(mt.MeshTensorError, match="donate takes the tensors out of `weights`"):
         mt.distribute_module(module.mod, {"x": 2}, SHARDINGS, donate=True)
+
+
+def test_donated_weights_of_an_exported_program_are_let_go():
+    model = nn.Linear(4, 6).eval()
+    module = mt.from_torch(torch.export.export(model, (torch.randn(2, 4),)))
+    run = mt.distribute_module(module.mod, {"x": 2}, {"weight": {"x": 0}}, weights=module.params, donate=True)
+    given, x = weakref.ref(model.weight), torch.randn(2, 4)
+    expected = model(x).detach()
+    del model
+    torch.testing.assert_close(run(x), expected)
+    assert given() is None

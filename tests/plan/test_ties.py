@@ -148,3 +148,25 @@ def test_groups_that_are_written_by_hand_are_checked():
         text = text.replace('"mesh_tensor_hints": {', '"mesh_tensor_hints": {"w_sharded": {"group": "g"}, ')
     with pytest.raises(mt.MeshTensorError, match="group 'g' has values of several shapes"):
         mt.distribute_module(from_source(text), {"a": 2})
+
+
+def test_what_was_saved_is_stated_again_for_another_mesh(tmp_path):
+    mod = module()
+    h, relu, k, _ = names(mod)
+    stated, groups = {"x": {"a": 0}, h: {"sharding": {}, "replicate": ("b",)}}, {"g": ["x", "y"]}
+    made = mt.annotate_module(mod, {"a": 2, "b": 2}, stated, open=[h], groups=groups, barriers={k: "none"})
+    run = mt.distribute_module(made, {"a": 2, "b": 2})
+    mt.save(run, tmp_path)
+    again = mt.load(tmp_path, {"a": 3, "b": 2})
+    assert layouts(again.plan) == layouts(run.plan)
+    inputs = torch.randn(X), torch.randn(X), torch.randn(W)
+    torch.testing.assert_close(again(*inputs), run(*inputs), rtol=1e-4, atol=1e-4)
+
+
+def test_parts_that_were_saved_are_loaded_for_the_whole_axis(tmp_path):
+    run = mt.distribute_module(module(), {"a": 4}, {"x": {"a:(1)2": 0, "a:(2)2": 1}})
+    mt.save(run, tmp_path)
+    for mesh in ({"a": 4}, {"a:(1)2": 2, "a:(2)2": 2}, None):
+        assert layouts(mt.load(tmp_path, mesh).plan) == layouts(run.plan)
+    with pytest.raises(mt.MeshTensorError, match=r"it was saved for Mesh\(.* which has no axis of"):
+        mt.load(tmp_path, {"a": 3})

@@ -111,7 +111,6 @@ def test_gradients_of_weights_come_in_the_order_of_the_weight():
         run = mt.distribute_module(step, mesh, layouts)
         loss = run(x, y)
         names = [operator_name(op.call) for op in run.program.ops]
-        assert "fused.weight_gradient" in names
         assert "permute_dims" not in names
         torch.testing.assert_close(loss, nn.functional.mse_loss(model(x), y))
         expected = nn.Linear(8, 5)

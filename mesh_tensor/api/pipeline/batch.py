@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.runtime.module_inputs import ModuleSignature
 
 Tensors = Mapping[str, torch.Tensor]
@@ -14,6 +14,12 @@ Tensors = Mapping[str, torch.Tensor]
 
 def split_batch(signature: ModuleSignature, batch: Tensors, count: int) -> list[dict[str, torch.Tensor]]:
     """The batch in `count` microbatches along the first dim: of the rows that the function takes, or evenly."""
+    if strange := [
+        f"input {name!r} is {shown(given)}" for name, given in batch.items() if not isinstance(given, torch.Tensor)
+    ]:
+        refuse(
+            strange, where=f"call of the pipeline of {signature.function!r}", fix="pass torch tensors: whole batches"
+        )
     sizes = {name: tensor.shape[0] if tensor.ndim else 0 for name, tensor in batch.items()}
     rows = max(sizes.values(), default=0)
     own = [p.shape[0] for p in signature.params if p.name in batch and p.shape]

@@ -13,7 +13,7 @@ import torch
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.ranks.parts import Part, part_of, rank_layout
-from mesh_tensor.runtime.ranks.transfers import RankTopology, rank_transfer
+from mesh_tensor.runtime.ranks.transfers import Arrival, RankTopology, rank_transfer
 from mesh_tensor.runtime.ranks.wire import Work
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute, of_tiles
 from mesh_tensor.runtime.virtual.transfer import transfer
@@ -37,6 +37,10 @@ class Carrier(ABC):
     @abstractmethod
     def hand(self, here: StageFragments, there: StageFragments, name: str, value: Any, microbatch: int) -> None:
         """Let another stage have a value, as it lies there."""
+
+    @abstractmethod
+    def expect(self, here: StageFragments, there: StageFragments, name: str, microbatch: int) -> None:
+        """Make ready for a value that is to be taken soon."""
 
     @abstractmethod
     def take(self, here: StageFragments, there: StageFragments, name: str, microbatch: int) -> Any:
@@ -67,8 +71,12 @@ class Carrier(ABC):
     def layout(self, value: Any) -> Sharding:
         """How a value lies."""
 
+    @abstractmethod
+    def cast(self, value: Any, dtype: torch.dtype) -> Any:
+        """A value in another dtype."""
+
     def shown(self, value: Any) -> Any:
-        """A value as callers compute with it."""
+        """A value as callers compute with it; they can't change it."""
         return value
 
     def kept(self, value: Any) -> Any:
@@ -102,6 +110,9 @@ class Mailbox(Carrier):
             self._there[name, here.stage.index, there.stage.index, microbatch] = value
             self._changed.notify_all()
 
+    def expect(self, here: StageFragments, there: StageFragments, name: str, microbatch: int) -> None:
+        pass  # values come without being asked for
+
     def take(self, here: StageFragments, there: StageFragments, name: str, microbatch: int) -> MeshTensor:
         key = (name, there.stage.index, here.stage.index, microbatch)
         with self._changed:
@@ -121,6 +132,9 @@ class Mailbox(Carrier):
 
     def widened(self, value: MeshTensor, dtype: torch.dtype) -> MeshTensor:
         return _tile_by_tile(lambda tile: tile.to(dtype) + 0, value)
+
+    def cast(self, value: MeshTensor, dtype: torch.dtype) -> MeshTensor:
+        return _tile_by_tile(lambda tile: tile.to(dtype), value)
 
     def accumulate(self, total: MeshTensor, value: MeshTensor) -> MeshTensor:
         return _tile_by_tile(torch.add, total, value)
@@ -147,6 +161,7 @@ class RankCarrier(Carrier):
     def __init__(self, ranks: RankTopology, numbers: Mapping[Key, int]) -> None:
         self._ranks, self._numbers = ranks, numbers
         self._there: dict[Key, Any] = {}
+        self._coming: dict[Key, Arrival] = {}
         self._sent: list[tuple[Work, torch.Tensor]] = []
 
     def place(self, here: StageFragments, name: str, tensor: torch.Tensor) -> Part:
@@ -170,10 +185,17 @@ class RankCarrier(Carrier):
         key = (name, there.stage.index, here.stage.index, microbatch)
         if here.stage.mesh == there.stage.mesh:
             return self._there.pop(key)
+        self.expect(here, there, name, microbatch)
+        return self._ranks.arrived(self._coming.pop(key))
+
+    def expect(self, here: StageFragments, there: StageFragments, name: str, microbatch: int) -> None:
+        key = (name, there.stage.index, here.stage.index, microbatch)
+        if here.stage.mesh == there.stage.mesh or key in self._coming:
+            return
         shape, dtype = here.types[name]
         target = rank_layout(here.layouts[name], shape)
         plan = rank_transfer(shape, dtype, rank_layout(there.layouts[name], shape), target)
-        return self._ranks.receive(plan, dtype, there.stage.mesh, self._numbers[key])
+        self._coming[key] = self._ranks.expect(plan, dtype, there.stage.mesh, self._numbers[key])
 
     def run(self, fragment: Fragment, values: Sequence[Part]) -> Sequence[Part]:
         return fragment.module.call_parts(values, self._ranks.mine)
@@ -186,6 +208,9 @@ class RankCarrier(Carrier):
 
     def widened(self, value: Part, dtype: torch.dtype) -> Part:
         return replace(value, local=value.local.to(dtype) + 0)  # + 0 copies, and makes -0.0 what it is everywhere
+
+    def cast(self, value: Part, dtype: torch.dtype) -> Part:
+        return replace(value, local=value.local.to(dtype))
 
     def accumulate(self, total: Part, value: Part) -> Part:
         total.local.add_(value.local)
@@ -201,7 +226,7 @@ class RankCarrier(Carrier):
         return value.laid(Sharding.of(value.layout.mesh, value.layout.ndim, {}), self._ranks.mine).local
 
     def shown(self, value: Part) -> Any:
-        return value.dtensor(self._ranks.mine)
+        return replace(value, local=value.local.clone()).dtensor(self._ranks.mine)
 
     def kept(self, value: Any) -> Part:
         return part_of(value)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tvm import ir
 
-from mesh_tensor.base.errors import refuse, shown
+from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.mesh import Mesh
@@ -81,6 +81,11 @@ def pipeline(
     """
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         refuse(f"microbatches={shown(microbatches)}", fix="give the number of parts of a batch, at least 1")
+    if train is True and isinstance(model, ImportedModule) and model.buffers:
+        refuse(
+            f"train=True would train the buffers {listing(list(model.buffers))}",
+            fix="name the weights that are trained (train=[...]), or import the model without its buffers",
+        )
     mod, given = (model.mod, model.params) if isinstance(model, ImportedModule) else (model, {})
     flow, options = Flow(mod, function), Options(target, strict, replicate_unknown, poison, recompute)
     made = Pipeline(flow, topology, given if weights is None else weights, train, options, ranks)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
@@ -26,7 +27,8 @@ from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound, refuse_outside
 from mesh_tensor.runtime.ranks.transfers import RankTopology
 
-from ..fragments import Options, StageFragments, Values, forward_fragments, training_fragments
+from ..fragments import Options, StageFragments, Values, training_fragments
+from .alike import AlikeStages
 from .batch import rows_of, split_batch
 from .carriers import Mailbox, RankCarrier
 from .explain import explain_pipeline
@@ -70,7 +72,7 @@ class Pipeline:
         self._gradients: dict[int, Values] = {}
         self._checks_indices, self._ran = True, False
         self._machine: Machine = CPU
-        self._results = Results(flow)
+        self._results, self._alike = Results(flow), AlikeStages()
         self.microbatches = 1
         self.peak_bytes = dict.fromkeys(self.topology, 0)
         self.peak_microbatches = dict.fromkeys(self.topology, 0)
@@ -109,13 +111,22 @@ class Pipeline:
     def __call__(self, *batch: torch.Tensor, **named: torch.Tensor) -> Any:
         if self._runs is None:
             return self._run(self._prepared(batch, named))
-        return self._runs.call(lambda: self._facts(self._prepared(batch, named)), self._run_on_ranks)
+        self._ran = False  # gradients are those of a call that all ranks made, or there are none
+        made = self._runs.call(lambda: self._facts(self._prepared(batch, named)), self._run_on_ranks)
+        self._ran = True
+        return made
 
     def _prepared(self, batch: Sequence[torch.Tensor], named: Mapping[str, torch.Tensor]) -> list[Microbatch]:
         """The microbatches of a batch, with the stages for their sizes."""
         tensors = self._signature.bind(self._whole, batch, named)
         parts = split_batch(self._signature, {name: tensors[name] for name in self.inputs}, self.microbatches)
-        plans = [self._planned(self._signature.check({**tensors, **part})) for part in parts]
+        known: dict[tuple[torch.Size, ...], tuple[StageFragments, ...]] = {}
+        plans = []
+        for part in parts:
+            shapes = tuple(tensor.shape for tensor in part.values())
+            if shapes not in known:
+                known[shapes] = self._planned(self._signature.check({**tensors, **part}))
+            plans.append(known[shapes])
         if self._checks_indices:
             for here in plans[0]:
                 refuse_outside(here.fragments["F"].module.plan.index_checks, tensors, self._flow.function)
@@ -127,12 +138,14 @@ class Pipeline:
 
     def _run(self, microbatches: list[Microbatch]) -> Any:
         mailbox = Mailbox()
+        self._ran = False
         rows = [Row(mailbox, self._weights.of, microbatches, self._loss) for _ in self.topology]
         run_rows(self.schedule, rows, self.topology.names, mailbox)
         for name, row in zip(self.topology, rows, strict=True):
             self._note(name, row)
         self._gradients = {stage: sums for row in rows for stage, sums in row.gradients.items()}
         made = {key: value.full() for row in rows for key, value in row.results.items()}
+        self._ran = True
         return self._result(made, microbatches)
 
     def _run_on_ranks(self, microbatches: list[Microbatch]) -> Any:
@@ -164,9 +177,7 @@ class Pipeline:
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of the last call's loss, whole, by the names of the weights; a weight that several stages have
         gets the sum of theirs. On ranks, all have to ask."""
-        if not self.trained or not self._ran:
-            refuse("there are no gradients yet", fix="call the pipeline first, made with train=True")
-        parts = self._weights.gathered(self._gradients, self.stages, self.trained, "gradients")
+        parts = self._weights.gathered(lambda: self._gradients, self.stages, self.trained, "gradients", self._check_ran)
         sums: dict[str, torch.Tensor] = {}
         for name, stage in sorted(parts, key=lambda place: place[1]):
             part = parts[name, stage]
@@ -175,41 +186,66 @@ class Pipeline:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The weights as they are now, whole, by name. On ranks, all have to ask."""
-        parts = self._weights.gathered(self._weights.of, self.stages, tuple(self._weights.whole), "weights")
+        parts = self._weights.gathered(lambda: self._weights.of, self.stages, tuple(self._weights.whole), "weights")
         return {name: parts[name, stage] for name, stage in sorted(parts, key=lambda place: -place[1])}
 
     @undisturbed
     def update(self, rule: Rule, *, max_norm: float | None = None) -> None:
         """Replace every weight by `rule(weight, gradient, state)`, with the gradients of the last call. They are
         MeshTensors, or DTensors on ranks, to be computed with element by element; `state` is a dict that is kept.
-        `max_norm`: gradients are scaled down, all alike, so that their norm is at most that (as torch clips it)."""
+        `max_norm`: gradients are scaled down, all alike, so that their norm is at most that (as torch clips it).
+        What the rule raises changes nothing; on ranks, all raise what it raises on any."""
+
+        def prepare() -> tuple[dict[str, str], None]:
+            self._check_ran()
+            if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm > 0):
+                refuse(f"max_norm={shown(max_norm)}", fix="give the largest norm of all gradients, more than 0")
+            return {"update": ", ".join(self.trained), "max_norm": str(max_norm)}, None
+
+        def run(_: None) -> None:
+            sums = self.gradients() if self._shared or max_norm is not None else {}
+            scale = 1.0 if max_norm is None else min(1.0, max_norm / (norm_of(sums) + 1e-6))
+            self._weights.update(rule, self._gradients, {name: sums[name] for name in self._shared}, scale)
+
+        if self._runs is None:
+            run(prepare()[1])
+        else:
+            self._runs.call(prepare, run)
+
+    @property
+    def _shared(self) -> set[str]:
+        """The trained weights that several stages have."""
+        count = Counter(name for stage in self.stages for name in stage.params)
+        return {name for name in self.trained if count[name] > 1}
+
+    def _check_ran(self) -> None:
+        """Refuse where there are no gradients of a whole call."""
         if not self.trained or not self._ran:
             refuse("there are no gradients yet", fix="call the pipeline first, made with train=True")
-        count = Counter(name for stage in self.stages for name in stage.params)
-        shared = {name for name in self.trained if count[name] > 1}
-        sums = self.gradients() if shared or max_norm is not None else {}
-        scale = 1.0 if max_norm is None else min(1.0, max_norm / (norm_of(sums) + 1e-6))
-        self._weights.update(rule, self._gradients, {name: sums[name] for name in shared}, scale)
 
     @property
     def _loss(self) -> str | None:
         return self._flow.results[0] if self.trained else None
 
     def _note(self, mesh: str, row: Row) -> None:
-        self._ran = True
         self.peak_bytes[mesh], self.peak_microbatches[mesh] = row.peak_bytes, row.peak_microbatches
 
     def _facts(self, microbatches: list[Microbatch]) -> tuple[dict[str, str], list[Microbatch]]:
         """What has to be alike on all ranks."""
-        layouts = [
-            f"{here.stage.index}.{name} '{layout}'"
-            for part in microbatches
-            for here in part.stages
-            for name, layout in here.layouts.items()
-        ]
+        layouts = dict.fromkeys(here.layouts_text for part in microbatches for here in part.stages)
         shapes = [f"{name} {tuple(t.shape)}" for part in microbatches for name, t in part.inputs.items()]
-        facts = {"schedule": str(self.schedule), "topology": str(self.topology), "stages": str(self.stages)}
-        return {**facts, "layouts": ", ".join(layouts), "inputs": ", ".join(shapes)}, microbatches
+        return {**self._own_facts, "layouts": ", ".join(layouts), "inputs": ", ".join(shapes)}, microbatches
+
+    @cached_property
+    def _own_facts(self) -> dict[str, str]:
+        """What has to be alike on all ranks, whatever the batch."""
+        return {
+            "schedule": str(self.schedule),
+            "topology": str(self.topology),
+            "stages": str(self.stages),
+            "trained weights": ", ".join(self.trained),
+            "results": str(self._results),
+        }
 
     def _planned(self, sizes: Mapping[Any, int]) -> tuple[StageFragments, ...]:
         """The stages for microbatches of these sizes."""
@@ -231,10 +267,14 @@ class Pipeline:
         if self.trained:
             passed = {*self.trained, *trained_values(self._flow, self.trained)}
             wrt = [name for name in (*stage.params, *stage.takes) if name in passed]
-            made = training_fragments(stage, mesh, layouts, self._options, wrt, kinds)
         else:
-            made = forward_fragments(stage, mesh, layouts, self._options)
-        made = replace(made, inputs=tuple(name for name in stage.params if name not in self._whole))
+            wrt = []
+
+        def make() -> StageFragments:
+            return training_fragments(stage, mesh, layouts, self._options, wrt, kinds)
+
+        found = self._alike.made(stage, mesh, layouts, wrt, kinds, make)
+        made = replace(found, inputs=tuple(name for name in stage.params if name not in self._whole))
         self._weights.place(made)
         return made
 

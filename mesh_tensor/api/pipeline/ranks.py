@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from mesh_tensor.base.errors import MeshTensorError
+from mesh_tensor.base.errors import MeshTensorError, refuse, words_of
 from mesh_tensor.pipelining.fragments import gradient_name
 from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.pipelining.stages import Stage
-from mesh_tensor.runtime.ranks.agree import agree, anywhere, digest_of
+from mesh_tensor.runtime.ranks.agree import agree, digest_of, heard_by_all, settle
 from mesh_tensor.runtime.ranks.faults import Faults
+from mesh_tensor.runtime.ranks.lane import Lane
 from mesh_tensor.runtime.ranks.transfers import NeverCame, RankTopology, never_came
 
 from .carriers import Key, RankCarrier
 from .rows import Row, fail
+
+_AS_BEFORE = "nothing was changed; mend what raised, and call again on all ranks"
 
 
 class RankRuns:
@@ -24,38 +28,54 @@ class RankRuns:
 
     def __init__(self, ranks: RankTopology, name: str) -> None:
         self.ranks, self._faults = ranks, Faults(ranks.world, f"pipeline of {name}")
-        self._name, self._agreed = name, 0
+        self._name, self._agreed, self._generation = name, set[int](), 0
 
     def call(self, prepare: Callable[[], tuple[Mapping[str, str], Any]], run: Callable[[Any], Any]) -> Any:
         """`run(what prepare gives)` as one call: what has to be alike on all ranks, which `prepare` gives, too, is
-        compared whenever it changes, and a rank that refuses is heard by all."""
-        with self.ranks.world.calls.lane() as lane:
+        compared once, and a rank that refuses or raises is heard by all."""
+        calls = self.ranks.world.calls
+        with calls.lane() as lane:
             try:
-                facts, prepared = prepare()
-            except MeshTensorError as error:
-                if not self._agreed:
-                    agree(self.ranks.world, self._faults, {}, refusal=str(error))
+                if self._generation != calls.generation:  # of a call that failed, not all may know what was agreed on
+                    self._agreed, self._generation = set(), calls.generation
+                return self._call(lane, prepare, run)
+            except BaseException as error:
+                if lane.opened or calls.ended:  # others of this rank's mesh may wait for it there
+                    self.ranks.end(error, lane.doing)
                 raise
-            facts = {"kernel": f"pipeline of {self._name}", **facts}
-            digest = digest_of(facts)
-            if digest != self._agreed:
-                agree(self.ranks.world, self._faults, facts)
-                self._agreed = digest
-            lane.run(digest)
-            lane.opened += 1  # others wait for what comes in this call
-            made = run(prepared)
-            lane.opened -= 1
-            return made
+
+    def _call(self, lane: Lane, prepare: Callable[[], tuple[Mapping[str, str], Any]], run: Callable[[Any], Any]) -> Any:
+        world = self.ranks.world
+        try:
+            facts, prepared = prepare()
+        except Exception as error:
+            if self._agreed:
+                self.ranks.tell(error)
+            else:
+                agree(world, self._faults, {}, refusal=words_of(error))
+            raise
+        facts = {"kernel": f"pipeline of {self._name}", **facts}
+        digest = digest_of(facts)
+        if digest not in self._agreed:
+            agree(world, self._faults, facts)
+            self._agreed.add(digest)
+        lane.run(digest)
+        lane.opened += 1  # others wait for what comes in this call
+        made = run(prepared)
+        lane.opened -= 1
+        return made
 
     def row(self, schedule: Schedule, row: Row) -> None:
         """Run this rank's actions, in order."""
         lane, names = self.ranks.world.calls.lane(), self.ranks.topology.names
         row_of_mesh = schedule.rows[names.index(self.ranks.name)]
-        for action in row_of_mesh:
+        for number, action in enumerate(row_of_mesh, 1):
             lane.doing = f"{action}, {action.name} of stage {action.stage} on mesh {self.ranks.name!r}"
             try:
+                for following in row_of_mesh[number : number + 1]:
+                    row.expect(following)
                 row.run(action)
-                if action is row_of_mesh[-1]:
+                if number == len(row_of_mesh):
                     row.finish()
             except Exception as error:
                 self.ranks.end(error, lane.doing)
@@ -70,13 +90,24 @@ class RankRuns:
         except NeverCame as error:
             self.blame(error, "the end of the run, where others take what this rank sent")
 
-    def anywhere(self, flags: Sequence[bool]) -> list[bool]:
-        """Flag by flag, whether it is set on any rank: a call of its own."""
-
-        def work(_: None) -> list[bool]:
-            return anywhere(self.ranks.world, self._faults, flags)
-
-        return self.call(lambda: ({"flags": str(len(flags))}, None), work)
+    def settle(self, bad: Sequence[str], error: Exception | None, where: str) -> list[str]:
+        """What is bad on any rank, if none raised an error in a part of a call in which nothing was exchanged; else all
+        raise, and go on as they were."""
+        words = (
+            json.dumps({"raised": words_of(error) if error else "", "bad": list(bad)})
+            if bad or error is not None
+            else ""
+        )
+        said = {rank: json.loads(text) for rank, text in settle(self.ranks.world, self._faults, words).items()}
+        raised = [f"rank {rank} raised {found['raised']}" for rank, found in said.items() if found["raised"]]
+        if said:
+            heard_by_all(self.ranks.world)
+        if raised:
+            try:
+                refuse(raised, where=where, why="all ranks have to make the same calls", fix=_AS_BEFORE)
+            except MeshTensorError as told:
+                raise told from error
+        return list(dict.fromkeys(name for found in said.values() for name in found["bad"]))
 
     def blame(self, error: Exception, doing: str) -> None:
         """Find out why something never came, and raise it."""

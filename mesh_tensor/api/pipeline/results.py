@@ -35,6 +35,10 @@ class Results:
         self._totals = {total: _function_of(flow, total) for total in (found.totals if found else ())}
         self._shares = {name: torch_dtype(dtype) for name, dtype in (found.shares if found else {}).items()}
 
+    def __repr__(self) -> str:
+        kinds = ", ".join(f"{name} {kind}" for name, kind in self._kinds.items())
+        return f"Results({kinds}; knows {', '.join([*(total.name for total in self._totals), *self._shares])})"
+
     def seed(self, loss: str, share: float) -> float:
         """The gradient of the batch's loss by that of a microbatch with so large a share of the rows."""
         return 1.0 if isinstance(self._kinds.get(loss), Sum) else share

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 
-from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.base.errors import MeshTensorError, refuse, words_of
 from mesh_tensor.pipelining.fragments import gradient_name
 from mesh_tensor.pipelining.schedule import Action, Schedule
 
@@ -49,14 +49,21 @@ class Row:
         _ACTIONS[action.kind](self, here, action)
         self._count((action.stage, action.microbatch))
 
+    def expect(self, action: Action) -> None:
+        """Make ready for what the next action takes from other meshes."""
+        part = self._microbatches[action.microbatch]
+        here = part.stages[action.stage]
+        for name, there in _awaited(here, part.stages, action.kind):
+            self._carrier.expect(here, there, name, action.microbatch)
+
     def forward(self, here: StageFragments, action: Action) -> None:
         """F: inputs are laid out, values of earlier stages taken, results handed on."""
         stage, microbatch = here.stage, action.microbatch
         part = self._microbatches[microbatch]
         given = {name: part.inputs[name] for name in stage.params if name in part.inputs}
         held = {name: self._carrier.place(here, name, tensor) for name, tensor in given.items()}
-        for name, source in stage.takes.items():
-            held[name] = self._carrier.take(here, part.stages[source], name, microbatch)
+        for name, there in _awaited(here, part.stages, "F"):
+            held[name] = self._carrier.take(here, there, name, microbatch)
         made = self._run(here, "F", held)
         self.results |= {(name, microbatch): made[name] for name in stage.results}
         for name in stage.gives:
@@ -121,14 +128,13 @@ class Row:
 
     def _seed(self, here: StageFragments, name: str, microbatch: int) -> Any:
         """The gradient of a value that the stage gives: the sum of what its takers found, in their order."""
-        part, stage, carrier = self._microbatches[microbatch], here.stage, self._carrier
+        part, carrier = self._microbatches[microbatch], self._carrier
         value = here.valued[name]
         dtype = here.types[value][1]
         total = carrier.place(here, name, torch.tensor(part.seed, dtype=dtype)) if value == self._loss else None
-        for there in part.stages:
-            if there.stage.takes.get(value) == stage.index and name in there.given:
-                found = carrier.take(here, there, name, microbatch)
-                total = found if total is None else carrier.add(total, found)
+        for there in _takers(here, part.stages, value):
+            found = carrier.take(here, there, name, microbatch)
+            total = found if total is None else carrier.add(total, found)
         if total is not None:
             return total
         shape, dtype = here.types[value]
@@ -143,6 +149,28 @@ class Row:
             self._sizes[place] = sum(tiles.values())
         self.peak_bytes = max(self.peak_bytes, self._bytes)
         self.peak_microbatches = max(self.peak_microbatches, len(self._held))
+
+
+def _takers(here: StageFragments, stages: Sequence[StageFragments], value: str) -> Iterator[StageFragments]:
+    """The stages that take a stage's value, and give its gradient."""
+    gradient = gradient_name(value)
+    for there in stages:
+        if there.stage.takes.get(value) == here.stage.index and gradient in there.given:
+            yield there
+
+
+def _awaited(here: StageFragments, stages: Sequence[StageFragments], kind: str) -> Iterator[tuple[str, StageFragments]]:
+    """What an action of a stage takes from others, by name, with the stage that gives it."""
+    if kind == "F":
+        yield from ((name, stages[source]) for name, source in here.stage.takes.items())
+    fragment = here.fragments.get(kind)
+    if kind == "F" or fragment is None:
+        return
+    before = here.fragments["I"].takes if kind == "W" and "I" in here.fragments else ()
+    for name in fragment.takes:
+        value = here.valued.get(name)
+        if value in here.stage.gives and name not in before:
+            yield from ((name, there) for there in _takers(here, stages, value))
 
 
 _ACTIONS: dict[str, Callable[[Row, StageFragments, Action], None]] = {
@@ -185,8 +213,7 @@ def fail(mesh: str, action: Action, error: BaseException) -> NoReturn:
     """Raise what went wrong in an action, by its name and its mesh's."""
     if not isinstance(error, Exception):
         raise error
-    what = str(error) if isinstance(error, MeshTensorError) else f"{type(error).__name__}: {error}"
     try:
-        refuse(what, where=f"{action} ({action.name} of stage {action.stage}) on mesh {mesh!r}")
+        refuse(words_of(error), where=f"{action} ({action.name} of stage {action.stage}) on mesh {mesh!r}")
     except MeshTensorError as told:
         raise told from error

@@ -12,6 +12,7 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.pipelining.fragments import gradient_name
 from mesh_tensor.pipelining.stages import Stage
 from mesh_tensor.runtime.finite import not_finite
+from mesh_tensor.runtime.ranks.parts import Part
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 
 from ..fragments import StageFragments, Values
@@ -45,12 +46,26 @@ class StageWeights:
             self._homes[stage.index] = here
 
     def gathered(
-        self, values: Mapping[int, Mapping[str, Any]], stages: Sequence[Stage], names: Sequence[str], what: str
+        self,
+        values: Callable[[], Mapping[int, Mapping[str, Any]]],
+        stages: Sequence[Stage],
+        names: Sequence[str],
+        what: str,
+        check: Callable[[], None] = lambda: None,
     ) -> dict[Place, torch.Tensor]:
-        """Whole tensors of values that stages hold for weights; on ranks, all get those of all."""
-        made = {(name, stage): value for stage, found in values.items() for name, value in found.items()}
+        """Whole tensors of values that stages hold for weights; on ranks, all get those of all. `check` refuses where
+        there are none."""
+
+        def own() -> dict[Place, Any]:
+            return {(name, stage): value for stage, found in values().items() for name, value in found.items()}
+
+        if what == "weights" and not self.layouts:  # they are where they were: there are no sizes to lay them out for
+            places = [(name, stage.index) for stage in stages for name in stage.params if name in names]
+            return {place: self.whole[place[0]].clone() for place in places}
+
         if self._runs is None:
-            return {place: self._carrier.whole(value) for place, value in made.items() if place[0] in names}
+            check()
+            return {place: self._carrier.whole(value) for place, value in own().items() if place[0] in names}
         keys = [(name, stage.index) for stage in stages for name in stage.params if name in names]
         owners = {key: stages[key[1]].mesh for key in keys}
         wide = what == "gradients"
@@ -60,46 +75,71 @@ class StageWeights:
         like = {key: (tuple(self.whole[key[0]].shape), types[key[0]]) for key in keys}
         runs = self._runs
 
+        def prepare() -> tuple[dict[str, str], None]:
+            check()
+            return {what: ", ".join(names)}, None
+
         def share(_: None) -> dict[Place, torch.Tensor]:
-            whole = {key: self._carrier.whole(value) for key, value in made.items() if key in owners}
+            whole = {key: self._carrier.whole(value) for key, value in own().items() if key in owners}
             return runs.share(whole, owners, like, 0)
 
-        return runs.call(lambda: ({what: ", ".join(names)}, None), share)
+        return runs.call(prepare, share)
 
     def update(
         self, rule: Rule, gradients: Mapping[int, Values], sums: Mapping[str, torch.Tensor], scale: float
     ) -> None:
         """Every weight that has a gradient is what `rule` makes of it; `sums` has the whole gradients of those that
-        several stages have.
+        several stages have. On ranks, part of a call that all make.
 
         Raises:
-            MeshTensorError: a weight would not be finite; all stay as they were.
+            MeshTensorError: a weight would not be finite, or on ranks: the rule raised on one. All stay as they were.
         """
-        made: dict[Place, Any] = {}
-        states = {place: dict(state) for place, state in self._states.items()}
-        bad: list[str] = []
-        for stage, found in gradients.items():
-            for name, gradient in found.items():
-                if name in sums:
-                    gradient = self._carrier.place(self._homes[stage], gradient_name(name), sums[name])
-                old, grad = self._carrier.shown(self.of[stage][name]), self._carrier.shown(gradient)
-                if scale != 1.0:
-                    grad = grad * scale
-                new = rule(old, grad, states.setdefault((name, stage), {}))
-                made[name, stage] = self._checked(stage, name, old, new)
-                if not_finite({name: _parts(new)}) and not not_finite({name: _parts(old)}):
-                    bad.append(name)
-        self._refuse_bad(bad)
-        self._states = states
-        for (name, stage), value in made.items():
+        made, states, bad, error, doing = {}, {}, list[str](), None, "update of a pipeline"
+        try:
+            for stage, found in gradients.items():
+                for name, gradient in found.items():
+                    doing = f"update of a pipeline, the rule on weight {name!r} of stage {stage}"
+                    state = states[name, stage] = _copied(self._states.get((name, stage), {}))
+                    made[name, stage] = self._ruled(rule, stage, name, sums.get(name, gradient), state, scale)
+                    if not_finite({name: _parts(made[name, stage])}) and not not_finite(
+                        {name: _parts(self.of[stage][name])}
+                    ):
+                        bad.append(name)
+        except Exception as raised:
+            if self._runs is None:
+                raise
+            error = raised
+        self._refuse_bad(bad, error, doing)
+        kept = {(name, stage): self._as_laid_out(stage, name, new) for (name, stage), new in made.items()}
+        self._states.update(states)
+        for (name, stage), value in kept.items():
             self.of[stage][name] = value
 
-    def _refuse_bad(self, bad: Sequence[str]) -> None:
-        """Refuse an update after which these weights would not be finite, on all ranks if on any."""
+    def _ruled(self, rule: Rule, stage: int, name: str, gradient: Any, state: dict[str, Any], scale: float) -> Any:
+        """What the rule makes of a weight. What it gets is its own: nothing is changed where it writes into that."""
+        if isinstance(gradient, torch.Tensor):
+            gradient = self._carrier.place(self._homes[stage], gradient_name(name), gradient)
+        old, grad = self._carrier.shown(self.of[stage][name]), self._carrier.shown(gradient)
+        new = rule(old, grad if scale == 1.0 else grad * scale, state)
+        if type(new) is not type(old) or new.shape != old.shape:
+            refuse(
+                f"the rule makes {shown(new)} of the weight {name!r}, which is {old!r}",
+                where="update of a pipeline",
+                fix="compute with operators and torch's element-wise functions: weight - 0.1 * gradient",
+            )
+        return new
+
+    def _as_laid_out(self, stage: int, name: str, new: Any) -> Any:
+        """A new weight in the layout and the dtype that it has in the stage. On ranks, all of the mesh have to ask."""
+        old = self.of[stage][name]
+        made = self._carrier.laid(self._carrier.kept(new), self._carrier.layout(old))
+        return made if made.dtype == old.dtype else self._carrier.cast(made, old.dtype)
+
+    def _refuse_bad(self, bad: Sequence[str], error: Exception | None, doing: str) -> None:
+        """Refuse an update after which these weights would not be finite, on all ranks if on any; raise there, too,
+        what the rule raised on one."""
         if self._runs is not None:
-            names = list(self.whole)
-            found = self._runs.anywhere([name in bad for name in names])
-            bad = [name for name, is_bad in zip(names, found, strict=True) if is_bad]
+            bad = self._runs.settle(bad, error, doing)
         if bad:
             refuse(
                 f"gradients that are not finite, or too large for what is kept: those of {listing(list(bad))}",
@@ -109,22 +149,17 @@ class StageWeights:
                 "max_norm, or a smaller step",
             )
 
-    def _checked(self, stage: int, name: str, old: Any, new: Any) -> Any:
-        if type(new) is not type(old) or new.shape != old.shape:
-            refuse(
-                f"the rule makes {shown(new)} of the weight {name!r}, which is {old!r}",
-                where="update of a pipeline",
-                fix="compute with operators and torch's element-wise functions: weight - 0.1 * gradient",
-            )
-        made = self._carrier.kept(new)
-        if new.dtype != old.dtype:
-            return self._carrier.place(self._homes[stage], name, self._carrier.whole(made).to(old.dtype))
-        return made
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a rule keeps, in memory of its own; MeshTensors are never written."""
+    return {key: held.detach().clone() if isinstance(held, torch.Tensor) else held for key, held in state.items()}
 
 
 def _parts(value: Any) -> Sequence[torch.Tensor]:
     """What there is of a value here, without padding."""
-    return value.parts() if isinstance(value, MeshTensor) else (value.to_local(),)
+    if isinstance(value, MeshTensor):
+        return value.parts()
+    return (value.local if isinstance(value, Part) else value.to_local(),)
 
 
 def norm_of(gradients: Mapping[str, torch.Tensor]) -> float:

@@ -8,7 +8,7 @@ from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.machine import Machine, Work
 
 from .call import OpCall, operator_name
-from .fused import LINEAR, MATMUL_ADD, WEIGHT_GRADIENT
+from .fused import LINEAR, MATMUL_ADD
 from .vjp import VJP, vjp_of
 
 # Classes of operators by what bounds their time; what is not here works element by element.
@@ -17,7 +17,6 @@ _CLASSES = {
         "matmul",
         LINEAR,
         MATMUL_ADD,
-        WEIGHT_GRADIENT,
         "outer",
         "einsum",
         "nn.attention",
@@ -55,8 +54,6 @@ def count_flops(call: OpCall) -> int:
     Gradients: three times what they are of."""
     if call.name in ("matmul", LINEAR, MATMUL_ADD):
         return 2 * call.outputs[0].elements * call.inputs[0].shape[-1]
-    if call.name == WEIGHT_GRADIENT:
-        return 2 * call.inputs[0].elements * call.inputs[1].shape[-1]
     if call.name == "einsum":
         return 2 * _labelled(call)
     if operator_name(call) == VJP:

@@ -86,6 +86,26 @@ def anywhere(ranks: Ranks, faults: Faults, flags: Sequence[bool]) -> list[bool]:
     return [any(column) for column in zip(*found, strict=True)]
 
 
+def settle(ranks: Ranks, faults: Faults, words: str) -> dict[int, str]:
+    """What each rank has to say, by its number, if any has. Part of a call that all ranks make."""
+    sent = words.encode()
+    try:
+        sizes = [int.from_bytes(said, "little") for said in ranks.calls.gather(len(sent).to_bytes(8, "little"))]
+        texts = ranks.calls.gather(sent.ljust(max(sizes))) if any(sizes) else []
+    except RuntimeError as error:
+        faults.blame(error, "what each rank says of its part", range(ranks.mesh.num_devices))
+    said = {
+        ranks.place(rank): text[:size].decode() for rank, (text, size) in enumerate(zip(texts, sizes, strict=False))
+    }
+    return {rank: said[rank] for rank in sorted(said) if said[rank]}
+
+
+def heard_by_all(ranks: Ranks) -> None:
+    """All ranks are about to raise the same, and nothing is under way: they can go on with the next call."""
+    lane = ranks.calls.lane()
+    lane.said, lane.opened = True, 0
+
+
 def digest_of(facts: Mapping[str, str]) -> int:
     """A number that tells what is sent for one run from what is sent for another."""
     return int(_digest(json.dumps(dict(facts), sort_keys=True))[:8], 16)

@@ -284,13 +284,14 @@ class Calls:
         for other in range(self.count):
             words = self.read(f"{key}/{other}") if other != self.rank else None
             if words is not None and any(
-                number in mine and not _begin_alike(mine[number], run) for number, *run in json.loads(words)
+                number in mine and not begin_alike(mine[number], run) for number, *run in json.loads(words)
             ):
                 return True
         return False
 
 
-def _begin_alike(one: tuple[int, ...], other: list[int]) -> bool:
+def begin_alike(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two runs of a call may be the same, as far as they have come."""
     return all(a == b for a, b in zip(one, other, strict=False))
 
 

@@ -14,7 +14,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.steps import Step
 
-from .calls import Calls, indented
+from .calls import Calls, begin_alike, indented
 from .lane import Lane
 from .ranks import Ranks
 
@@ -63,7 +63,10 @@ def _verdict(calls: Calls, lane: Lane, others: Sequence[int], doing: str) -> lis
     raised = {member: said for member, said in heard.items() if "raised" in said}
     if raised:
         return [f"{named[m]} raised {indented(said['raised'], said['doing'])}" for m, said in raised.items()]
+    in_other_calls = {m: said for m, said in heard.items() if not begin_alike(lane.history[-1], said["run"])}
     silent = [member for member in others if member not in heard]
+    if in_other_calls:
+        return [_elsewhere(named[m], said) for m, said in in_other_calls.items()]
     if silent and (why := calls.why_ended()):
         return [why]
     if silent:
@@ -71,11 +74,12 @@ def _verdict(calls: Calls, lane: Lane, others: Sequence[int], doing: str) -> lis
     mine = doing, lane.history[-1]
     elsewhere = {m: said for m, said in heard.items() if (said["doing"], said["run"]) != mine}
     if elsewhere:
-        return [
-            f"{named[m]} waited in vain somewhere else, in {said['doing']}, of kernel {said['kernel']!r}"
-            for m, said in elsewhere.items()
-        ]
+        return [_elsewhere(named[m], said) for m, said in elsewhere.items()]
     return [f"{named[m]} {_TOO}" for m in heard]
+
+
+def _elsewhere(who: str, said: dict[str, Any]) -> str:
+    return f"{who} waited in vain somewhere else, in {said['doing']}, of kernel {said['kernel']!r}"
 
 
 def _listen(calls: Calls, lane: Lane, others: Sequence[int]) -> dict[int, dict[str, Any]]:

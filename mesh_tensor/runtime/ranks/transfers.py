@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.redistribution.transfer import SMALL, TransferPlan
 
-from .calls import indented
+from .calls import Calls, indented
 from .dtensor import lies_like_torch
 from .parts import Part
 from .ranks import Ranks, ranks_of
@@ -34,6 +36,17 @@ class NeverCame(RuntimeError):
 def never_came(error: BaseException) -> bool:
     """Whether something never came, here or on a rank of the same mesh, which then ended the mesh and said so."""
     return isinstance(error, NeverCame) or f"raised {NeverCame.__name__}: " in str(error)
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """A tensor on its way from another mesh: `parts` are regions of `local` that don't lie in one piece, with what they
+    come into."""
+
+    plan: TransferPlan
+    local: torch.Tensor
+    works: tuple[Work, ...]
+    parts: tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
 
 class RankTopology:
@@ -75,10 +88,9 @@ class RankTopology:
                 works.append((self._send(data, self.topology.devices(to)[send.target], number), data))
         return works
 
-    def receive(self, plan: TransferPlan, dtype: torch.dtype, source: str, number: int) -> Part:
-        """Message `number` from another mesh, once it is there. All ranks of this mesh have to."""
-        landing = plan.after.src
-        local = torch.empty(landing.valid_extent(plan.shape, self.rank), dtype=dtype)
+    def expect(self, plan: TransferPlan, dtype: torch.dtype, source: str, number: int) -> Arrival:
+        """Begin to receive message `number` from another mesh."""
+        local = torch.empty(plan.after.src.valid_extent(plan.shape, self.rank), dtype=dtype)
         works, parts = [], []
         for send in plan.sends:
             if send.target == self.rank:
@@ -86,13 +98,17 @@ class RankTopology:
                 whole = region.numel() == local.numel()
                 data = _bytes(local) if whole else torch.empty(region.numel() * dtype.itemsize, dtype=torch.uint8)
                 place = self.topology.devices(source)[send.source]
-                works.append(self._wire.receive(data, place, self._tag(number)))
+                works.append(self._receive(data, place, number))
                 if not whole:
                     parts.append((region, data))
-        self.wait(works)
-        for region, data in parts:
-            region.copy_(data.view(dtype).view(region.shape))
-        return Part(local, landing, plan.shape).laid(plan.dst, self.mine)
+        return Arrival(plan, local, tuple(works), tuple(parts))
+
+    def arrived(self, arrival: Arrival) -> Part:
+        """What is received, once it is there. All ranks of this mesh have to ask, in the same order."""
+        self.wait(arrival.works)
+        for region, data in arrival.parts:
+            region.copy_(data.view(arrival.local.dtype).view(region.shape))
+        return Part(arrival.local, arrival.plan.after.src, arrival.plan.shape).laid(arrival.plan.dst, self.mine)
 
     def share(self, tensor: torch.Tensor | None, owner: str, number: int, like: torch.Tensor) -> torch.Tensor:
         """A whole tensor that the ranks of mesh `owner` have, on all ranks; the others know its shape and dtype."""
@@ -104,7 +120,7 @@ class RankTopology:
             self.wait([self._send(data, other, number) for other in others])
         elif self.name != owner:
             data = torch.empty(like.numel() * like.dtype.itemsize, dtype=torch.uint8)
-            self.wait([self._wire.receive(data, first, self._tag(number))])
+            self.wait([self._receive(data, first, number)])
             return data.view(like.dtype).view(like.shape)
         assert tensor is not None
         return tensor
@@ -118,15 +134,31 @@ class RankTopology:
         except RuntimeError as error:
             raise NeverCame(str(error)) from error
 
+    def tell(self, error: Exception) -> None:
+        """Let the other ranks of this rank's mesh know that it refuses a call; if they do so, too, all go on."""
+        calls = self._calls
+        if not calls.ended:
+            with suppress(type(error)), calls.lane():
+                raise error
+
     def end(self, error: BaseException, doing: str) -> None:
         """Let the other ranks of this rank's mesh know why it takes part no longer."""
-        calls = ranks_of(self.topology[self.name], self.mine, "cpu").calls
         words = indented(f"{type(error).__name__}: {str(error).strip()}", doing)
-        calls.end(f"rank {self.world.rank} raised {words}")
+        self._calls.end(f"rank {self.world.rank} raised {words}")
+
+    @property
+    def _calls(self) -> Calls:
+        return ranks_of(self.topology[self.name], self.mine, "cpu").calls
 
     def _send(self, data: torch.Tensor, to: int, number: int) -> Work:
         try:
             return self._wire.send(data, to, self._tag(number))
+        except RuntimeError as error:
+            raise NeverCame(str(error)) from error
+
+    def _receive(self, data: torch.Tensor, source: int, number: int) -> Work:
+        try:
+            return self._wire.receive(data, source, self._tag(number))
         except RuntimeError as error:
             raise NeverCame(str(error)) from error
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from os.path import commonprefix
 
 import torch
 import torch.nn.functional as F
 
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.operator.call import OpCall
-from mesh_tensor.rules.operator.fused import LINEAR, MATMUL_ADD, WEIGHT_GRADIENT, is_weight_gradient
+from mesh_tensor.rules.operator.fused import LINEAR, MATMUL_ADD
 from mesh_tensor.rules.operator.linear_algebra import GROUPED
 from mesh_tensor.targets.dtypes import torch_dtype
 
@@ -39,19 +40,36 @@ def _matmul_add(call: OpCall) -> Function:
     return lambda x, matrix, bias: F.linear(x, matrix.t(), bias)
 
 
-@torch_op(WEIGHT_GRADIENT)
-def _weight_gradient(call: OpCall) -> Function:
-    rows, columns = (tensor.shape[-1] for tensor in call.inputs)
-    count = math.prod(call.inputs[0].shape[:-1])
-    return lambda a, b: torch.mm(a.reshape(count, rows).t(), b.reshape(count, columns))
-
-
 @torch_op("einsum")
 def _einsum(call: OpCall) -> Function:
     subscripts = call.attr("subscripts")
-    if is_weight_gradient(call):
-        return _weight_gradient(call)
-    return lambda *tensors: torch.einsum(subscripts, *tensors)
+    return _over_rows(call) or (lambda *tensors: torch.einsum(subscripts, *tensors))
+
+
+def _over_rows(call: OpCall) -> Function | None:
+    """An einsum over the leading dims of two operands, as "abx,aby->xy": one product of matrices of all rows, where
+    torch.einsum would copy them first. Gradients of weights are such."""
+    left, _, right = call.attr("subscripts").replace(" ", "").partition("->")
+    terms, dtypes = left.split(","), {tensor.dtype for tensor in (*call.inputs, *call.outputs)}
+    if len(terms) != 2 or "." in left or len(dtypes) > 1:
+        return None
+    shared = len(commonprefix(terms))
+    shapes = [tensor.shape for tensor in call.inputs]
+    ends = [term[shared:] for term in terms]
+    plain = len(set(terms[0])) == len(terms[0]) and len(set(ends[0] + ends[1])) == len(ends[0]) + len(ends[1])
+    if not (
+        plain and shared and shapes[0][:shared] == shapes[1][:shared] and right in ("".join(ends), ends[1] + ends[0])
+    ):
+        return None
+    rows = math.prod(shapes[0][:shared])
+    first, second = ((rows, math.prod(shape[shared:])) for shape in shapes)
+    shape, turned = call.outputs[0].shape, right != "".join(ends)
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a, b = a.reshape(first), b.reshape(second)
+        return (b.t() @ a if turned else a.t() @ b).view(shape)
+
+    return product
 
 
 @placed_torch_op(GROUPED)

@@ -41,7 +41,7 @@ def check(run: mt.Pipeline, weights: dict[str, torch.Tensor]) -> float:
     torch.testing.assert_close(run(*inputs), wanted.detach())
     for name, got in run.gradients().items():
         torch.testing.assert_close(got, by_torch[name], rtol=1e-4, atol=1e-6, msg=name)
-    return float(wanted)
+    return float(wanted.detach())
 
 
 def same_as_virtual(rank: int) -> dict[str, float]:

@@ -1,10 +1,12 @@
 """Pipelines on ranks of torch.distributed: the bits of the virtual topology, and no hang when something goes wrong."""
 
+import re
 from functools import partial
 
 import pytest
 
 import mesh_tensor as mt
+from tests.api.pipeline import order_bodies as orders
 from tests.api.pipeline import rank_bodies as bodies
 from tests.api.pipeline.models import chain
 from tests.runtime.ranks.launcher import run
@@ -50,3 +52,23 @@ def test_without_ranks_it_is_refused():
 
 def test_an_update_that_is_not_finite_on_one_mesh():
     run(bodies.not_finite_on_one_mesh, 4)
+
+
+def test_a_rule_that_raises_on_one_rank():
+    for first, second, third, fourth in run(orders.rule_raises_on_one_rank, 3):
+        assert first.startswith(
+            "rank 0 raised ValueError: out of luck\n  where: update of a pipeline, the rule on weig"
+        )
+        assert "nothing was changed" in first
+        assert second.startswith("rank 2 raised ValueError: out of luck\n")
+        assert third.startswith("rank 1 raised the rule makes 3 of the weight 'w")
+        assert [fourth.count(f"rank {rank} raised ValueError") for rank in range(3)] == [1, 1, 1]
+
+
+def test_calls_that_differ_between_ranks():
+    """Whoever waits for the others is told where they wait, or why they don't."""
+    for texts in run(orders.calls_differ, 3):
+        for text in texts:
+            assert re.search(r"waited in vain|differ between ranks|raised|refused the call|input 'x'|no batch", text), (
+                text
+            )

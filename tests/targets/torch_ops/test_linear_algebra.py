@@ -43,6 +43,29 @@ CASES = {
         lambda a, b: np.einsum("ik,kj->ij", a.astype("float32"), b.astype("float32")),
         tvm=False,
     ),
+    "einsum over rows": Case(
+        (t(2, 3, 5), t(2, 3, 4)),
+        lambda a, b: op.einsum((a, b), "abx,aby->xy"),
+        lambda a, b: np.einsum("abx,aby->xy", a, b),
+    ),
+    "einsum over rows, turned": Case(
+        (t(2, 3, 5), t(2, 3, 4, 2)),
+        lambda a, b: op.einsum((a, b), "abx,abyz->yzx"),
+        lambda a, b: np.einsum("abx,abyz->yzx", a, b),
+    ),
+    "einsum that keeps a row": Case(
+        (t(2, 3, 5), t(2, 3, 4)),
+        lambda a, b: op.einsum((a, b), "abx,aby->axy"),
+        lambda a, b: np.einsum("abx,aby->axy", a, b),
+    ),
+    "einsum of diagonals": Case(
+        (t(2, 3, 3), t(2, 4)), lambda a, b: op.einsum((a, b), "axx,ay->xy"), lambda a, b: np.einsum("axx,ay->xy", a, b)
+    ),
+    "einsum of other orders": Case(
+        (t(2, 3, 5, 4), t(2, 3, 6)),
+        lambda a, b: op.einsum((a, b), "abxz,aby->zxy"),
+        lambda a, b: np.einsum("abxz,aby->zxy", a, b),
+    ),
     "einsum": Case(
         (t(2, 3, 4), t(2, 4, 5)),
         lambda a, b: op.einsum((a, b), "bik,bkj->bji"),

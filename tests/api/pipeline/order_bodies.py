@@ -1,0 +1,86 @@
+"""Calls that differ between the ranks of a pipeline: each body returns what its rank was told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import mesh_tensor as mt
+from tests.api.pipeline.rank_bodies import batch, check, made
+from tests.runtime.ranks.support import refusal
+
+TOPOLOGY = {"m0": {"d": 2}, "m1": {"d": 1}}
+
+
+def descend(weight: Any, gradient: Any, state: dict[str, Any]) -> Any:
+    """A rule that keeps something, and writes into all that it gets."""
+    state["steps"] = state.get("steps", 0) + 1
+    state["sum"] = gradient.clone() if "sum" not in state else state["sum"].add_(gradient)
+    gradient *= 0.1
+    weight -= gradient
+    return weight
+
+
+def raising(weight: Any, gradient: Any, state: dict[str, Any]) -> Any:
+    """A rule that raises when it has already written."""
+    descend(weight, gradient, state)
+    raise ValueError("out of luck")
+
+
+def otherwise(weight: Any, gradient: Any, state: dict[str, Any]) -> Any:
+    """A rule that gives no weight."""
+    return 3
+
+
+def rule_raises_on_one_rank(rank: int) -> list[str]:
+    """Ranks of either mesh, rules that raise or give no weight: nothing changes, and all go on without resuming."""
+    weights, run = made("1f1b", True, TOPOLOGY)
+    run(*batch(12))
+    run.update(descend)
+    texts = []
+    for bad, rule in ((0, raising), (2, raising), (1, otherwise)):
+        before, gradients = run.weights(), run.gradients()
+        begin = time.monotonic()
+        texts.append(refusal(lambda bad=bad, rule=rule: run.update(rule if rank == bad else descend)))
+        assert time.monotonic() - begin < 3
+        for old, now in ((before, run.weights()), (gradients, run.gradients())):
+            assert all(torch.equal(old[name], now[name]) for name in old)
+    texts.append(refusal(lambda: run.update(raising)))
+    assert {state["steps"] for state in run._weights._states.values()} == {1}
+    run.update(descend, max_norm=0.5)
+    assert {state["steps"] for state in run._weights._states.values()} == {2}
+    check(run, run.weights())
+    return texts
+
+
+def calls_differ(rank: int) -> list[str]:
+    """One rank, of either mesh, makes another call than the others, for all pairs of calls; then all resume."""
+    weights, run = made("1f1b", True, TOPOLOGY)
+    inputs = batch(12)
+    calls: dict[str, Callable[[], Any]] = {
+        "run": lambda: run(*inputs),
+        "gradients": run.gradients,
+        "weights": run.weights,
+        "update": lambda: run.update(descend),
+        "clipped": lambda: run.update(descend, max_norm=1.0),
+        "bad batch": lambda: run(inputs[0][:5], inputs[1]),
+        "no batch": lambda: run(None, 3),
+    }
+    texts: list[str] = []
+    for one, others in (
+        ("update", "run"), ("run", "update"), ("gradients", "weights"), ("clipped", "update"), ("bad batch", "run"),
+        ("no batch", "update"),
+    ):  # fmt: skip
+        run(*inputs)
+        odd = 2 if len(texts) % 2 else 1
+        begin = time.monotonic()
+        texts.append(refusal(calls[one if rank == odd else others]))
+        assert time.monotonic() - begin < 10, (one, others)
+        mt.resume(run.topology)
+        if "run" in (one, others):
+            assert "there are no gradients yet" in refusal(run.gradients)
+        check(run, run.weights())
+    return texts

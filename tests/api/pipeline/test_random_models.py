@@ -1,0 +1,76 @@
+"""Random models with their losses on random meshes: results, gradients and a step of the whole model; or refused."""
+
+import torch
+from hypothesis import given, settings
+
+import mesh_tensor as mt
+from tests.api.pipeline.random_models import Case, built, cases, inputs_of
+
+# Schedules have sizes, random names of cuts may not make stages.
+REFUSED = (
+    "rounds, which are not equally long",
+    "to fill both directions",
+    "stages per mesh, but the order is made for",
+    "computes nothing that another stage or the result takes",
+)
+
+
+@settings(max_examples=settings.default.max_examples // 3)  # each is a model, a plan and a step
+@given(cases())
+def test_random_models(case: Case):
+    check(case)
+
+
+def check(case: Case) -> str:
+    """Compare with torch; the refusal, if there is one."""
+    model = case.model
+    made = built(model)
+    leaves = {name: (torch.randn(shape) / 2).requires_grad_() for name, shape in made.weights.items()}
+    inputs = inputs_of(model, model.rows * case.microbatches)
+    results = made.by_torch(inputs, leaves)
+    gradients = torch.autograd.grad(results[0], list(leaves.values()), allow_unused=True)
+    wanted = {
+        name: gradient
+        for name, gradient in zip(leaves, gradients, strict=True)
+        if gradient is not None and name not in case.frozen
+    }
+    try:
+        run = mt.pipeline(
+            made.module,
+            {f"m{i}": mesh for i, mesh in enumerate(case.meshes)},
+            [made.names[cut] for cut in case.cuts] or {"m0": [made.names[-1]]},
+            case.layouts,
+            microbatches=case.microbatches,
+            schedule=case.schedule if wanted else "forward",
+            train=list(wanted) or False,
+            reduction="sum" if model.loss == "sum" else None,
+            weights={name: leaf.detach() for name, leaf in leaves.items()},
+            recompute=case.recompute,
+        )
+    except mt.MeshTensorError as error:
+        if not any(words in str(error) for words in REFUSED):
+            raise
+        return str(error)
+    got = run(*inputs.values())
+    got = got if isinstance(got, tuple) else (got,)
+    for result, by_torch in zip(got, results, strict=True):
+        torch.testing.assert_close(result, by_torch.detach(), rtol=1e-4, atol=1e-5)
+    if wanted:
+        found = run.gradients()
+        assert found.keys() == wanted.keys()
+        scale = max(1e-3, *(float(gradient.abs().max()) for gradient in wanted.values()))  # some losses are constant
+        for name, gradient in wanted.items():
+            torch.testing.assert_close(found[name] / scale, gradient / scale, rtol=1e-4, atol=1e-5, msg=name)
+        _check_step(run, case, leaves, wanted)
+    return ""
+
+
+def _check_step(run, case: Case, leaves, wanted) -> None:
+    norm = float(torch.stack([gradient.square().sum() for gradient in wanted.values()]).sum().sqrt())
+    factor = 1.0 if case.max_norm is None else min(1.0, case.max_norm / (norm + 1e-6))
+    run.update(lambda weight, gradient, state: weight - 0.1 * gradient, max_norm=case.max_norm)
+    updated = run.weights()
+    for name, leaf in leaves.items():
+        if name in updated:
+            step = 0.1 * factor * wanted[name] if name in wanted else 0.0
+            torch.testing.assert_close(updated[name], leaf.detach() - step, rtol=1e-4, atol=1e-5, msg=name)

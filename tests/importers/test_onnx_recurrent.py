@@ -1,0 +1,91 @@
+"""LSTMs and group norms of ONNX: in smaller operators, as onnx's reference has them; what isn't understood is named."""
+
+import re
+
+import pytest
+import torch
+
+import mesh_tensor as mt
+
+onnx = pytest.importorskip("onnx")
+POSITIONS, BATCH, FEATURES, HIDDEN = 4, 3, 5, 2
+
+
+def saved(path, op, shape, weights, outputs=1, opset=21, **options):
+    """A file with one operator; weights are shapes, or None for one that is left out."""
+    names = [name if shape else "" for name, shape in zip("abcdefg", weights, strict=False)]
+    make, kind = onnx.helper, onnx.TensorProto.FLOAT
+    given = [
+        make.make_tensor(name, kind, size, torch.randn(size).flatten())
+        for name, size in zip("abcdefg", weights, strict=False)
+        if size
+    ]
+    node = make.make_node(op, ["x", *names], [f"y{n}" for n in range(outputs)], **options)
+    ranks = [len(shape) + (op == "LSTM"), 3, 3][:outputs]
+    made = [make.make_tensor_value_info(f"y{n}", kind, [f"y{n}d{i}" for i in range(r)]) for n, r in enumerate(ranks)]
+    graph = make.make_graph([node], "main", [make.make_tensor_value_info("x", kind, shape)], made, given)
+    model = make.make_model(graph, opset_imports=[make.make_opsetid("", opset)], ir_version=10)
+    onnx.save(model, path)
+    return path
+
+
+def lstm(path, *, directions=1, bias=True, first=False, shape=(POSITIONS, BATCH, FEATURES), **options):
+    gates = 4 * HIDDEN
+    state = (directions, BATCH, HIDDEN) if first else None
+    weights = [(directions, gates, FEATURES), (directions, gates, HIDDEN), (directions, 2 * gates) if bias else None]
+    return saved(path, "LSTM", shape, [*weights, None, state, state], 3, hidden_size=HIDDEN, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"opset": 11},
+        {"bias": False, "first": True, "direction": "reverse"},
+        {"directions": 2, "direction": "bidirectional", "first": True},
+        {"shape": (1, BATCH, FEATURES)},
+    ],
+    ids=str,
+)
+def test_lstm(tmp_path, options):
+    module = mt.from_onnx(lstm(tmp_path / "lstm.onnx", **options))
+    x = torch.randn(options.get("shape", (POSITIONS, BATCH, FEATURES)))
+    expected = mt.run_sequential(module.mod, [x, *module.params.values()])
+    run = mt.distribute_module(module, {"x": 2, "y": 2}, {"x": {"x": 1}, "b": {"y": 1}}, poison=True)
+    torch.testing.assert_close(run(x), expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 5), (2, 8, 3, 2), (2, 8, 3, "width")])
+def test_group_norm(tmp_path, shape):
+    path = saved(tmp_path / "norm.onnx", "GroupNormalization", shape, [(8,), (8,)], num_groups=4, epsilon=0.01)
+    module = mt.from_onnx(path)
+    x = torch.randn([7 if size == "width" else size for size in shape])
+    expected = torch.nn.functional.group_norm(x, 4, module.params["a"], module.params["b"], 0.01)
+    for mesh, layout in (({"x": 2}, {"x": 0}), ({"x": 4}, {"x": 1})):
+        torch.testing.assert_close(mt.distribute_module(module, mesh, {"x": layout}, poison=True)(x), expected)
+
+
+def test_celu(tmp_path):
+    module = mt.from_onnx(saved(tmp_path / "celu.onnx", "Celu", (3, 4), [], alpha=0.7))
+    x = torch.randn(3, 4)
+    run = mt.distribute_module(module, {"x": 2}, {"x": {"x": 0}})
+    torch.testing.assert_close(run(x), torch.nn.functional.celu(x, 0.7))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"shape": ("time", BATCH, FEATURES)}, "the number of positions is time"),
+        ({"activations": ["Relu", "Tanh", "Tanh"], "clip": 1.0}, "activations are ['Relu', 'Tanh', 'Tanh']"),
+        ({"input_forget": 1}, "it has the option 'input_forget'"),
+    ],
+)
+def test_lstms_that_are_refused(tmp_path, options, said):
+    with pytest.raises(mt.MeshTensorError, match=f"(?s){re.escape(said)}.*'y0' \\(LSTM\\)"):
+        mt.from_onnx(lstm(tmp_path / "lstm.onnx", **options))
+
+
+def test_a_group_norm_of_open_sizes(tmp_path):
+    path = saved(tmp_path / "norm.onnx", "GroupNormalization", (2, 8, "h", "w"), [(8,), (8,)], num_groups=4)
+    with pytest.raises(mt.MeshTensorError, match=r"a group norm of a tensor of shape \[2, 8, 'h', 'w'\]"):
+        mt.from_onnx(path)

@@ -1,0 +1,95 @@
+"""Buffers as parameters: laid out by name, read, replaced; never trained."""
+
+import pytest
+import torch
+from torch import nn
+
+import mesh_tensor as mt
+
+
+class Model(nn.Module):
+    """A batch norm, a table of positions, a count that nothing uses, and a buffer that `state_dict()` has not."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8)
+        self.register_buffer("table", torch.randn(10, 8))
+        self.register_buffer("places", torch.randint(10, (6,)))
+        self.register_buffer("scale", torch.rand(1), persistent=False)
+        with torch.no_grad():
+            self.norm.running_mean.normal_()
+            self.norm.running_var.uniform_(0.5, 2)
+
+    def forward(self, x):
+        return self.norm(self.conv(x)).transpose(1, 2) * self.scale + self.table[self.places]
+
+
+X = torch.randn(4, 4, 8)
+LAYOUT = {"norm.running_*": {"x": 0}, "table": {"x": 1}, "conv.weight": {"x": 0}}
+
+
+@pytest.fixture(scope="module")
+def made():
+    model = Model().eval()
+    return model, mt.from_torch(torch.export.export(model, (X,)), buffers=True)
+
+
+def test_they_are_laid_out_and_read(made):
+    model, module = made
+    run = mt.distribute_module(module, {"x": 2}, LAYOUT)
+    for _ in range(2):
+        torch.testing.assert_close(run.state_dict(), dict(model.state_dict()))
+        torch.testing.assert_close(run(X), model(X).detach(), rtol=1e-5, atol=1e-5)
+    held = run.state_dict(full=False)
+    assert {name: str(held[name].sharding) for name in ("table", "norm.running_var")} == {
+        "table": "S[1]",
+        "norm.running_var": "S[0]",
+    }
+
+
+def test_they_are_replaced(made):
+    other = Model().eval()
+    run = mt.distribute_module(made[1], {"x": 2}, LAYOUT)
+    run(X)
+    run.load_state_dict(other.state_dict())
+    other.scale.copy_(made[0].scale)
+    torch.testing.assert_close(run(X), other(X).detach(), rtol=1e-5, atol=1e-5)
+    run.load_state_dict({"places": torch.full((6,), 10)}, strict=False)
+    with pytest.raises(mt.MeshTensorError, match="'places' has elements from 10 to 10"):
+        run(X)
+
+
+def test_weights_may_be_a_state_dict(made):
+    model, module = made
+    run = mt.distribute_module(module.mod, {"x": 3}, LAYOUT, weights=model.state_dict())
+    torch.testing.assert_close(run(X), model(X).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_they_are_constants_unless_asked_for(made):
+    module = mt.from_torch(torch.export.export(made[0], (X,)))
+    assert sorted(module.params) == ["conv_bias", "conv_weight", "norm_bias", "norm_weight"]
+    assert not module.buffers
+
+
+def test_they_are_not_trained():
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 3)
+            self.register_buffer("center", torch.randn(3))
+
+        def forward(self, x):
+            return (self.inner(x) - self.center).square().mean()
+
+    model, x = Loss(), torch.randn(6, 4)
+    module = mt.from_torch(torch.export.export(model, (x,)), buffers=True)
+    run = mt.distribute_module(mt.training_step(module, None, (x,), optimizer="sgd", lr=0.5), {"x": 2})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(4):
+        loss = model(x)
+        torch.testing.assert_close(run(x), loss.detach())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with pytest.raises(mt.MeshTensorError, match="train=True would train the buffers 'center'"):
+        mt.pipeline(module, {"m": {"x": 1}}, ["inner"], microbatches=2, train=True)

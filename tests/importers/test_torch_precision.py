@@ -1,0 +1,56 @@
+"""Models that compute in several dtypes: as torch does, or refused by name."""
+
+import pytest
+import torch
+from torch import nn
+
+import mesh_tensor as mt
+
+
+class Block(nn.Module):
+    """A norm in float32, whatever comes, and linear layers."""
+
+    def __init__(self, autocast=None, width=64):
+        super().__init__()
+        self.up, self.down, self._autocast = nn.Linear(width, 96), nn.Linear(96, width), autocast
+
+    def forward(self, x):
+        wide = x.float()
+        x = x + (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        if self._autocast is None:
+            return self.down(self.up(x).relu()).cumsum(-1)
+        with torch.autocast("cpu", dtype=self._autocast):
+            return self.down(self.up(x).relu()).float().cumsum(-1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "off"),
+    [(torch.float64, None, 1e-6), (torch.float32, torch.bfloat16, 1e-2), (torch.float32, torch.float16, 2e-3)],
+)
+def test_several_dtypes(dtype, autocast, off):
+    torch.manual_seed(0)
+    model, x = Block(autocast).to(dtype).eval(), torch.randn(4, 6, 64, dtype=dtype)
+    module = mt.from_torch(torch.export.export(model, (x,)))
+    expected = model(x).detach()
+    layouts = {"x": {"x": 0}}, {"up.weight": {"x": 0}, "up.bias": {"x": 0}, "down.weight": {"x": 1}}
+    for layout in layouts:
+        found = mt.distribute_module(module, {"x": 2}, layout)(x)
+        assert found.dtype == expected.dtype
+        assert float((found - expected).abs().max()) <= off * float(expected.abs().max())
+
+
+def test_recorded_under_autocast():
+    model, x = Block().eval(), torch.randn(2, 3, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        program = torch.export.export(model, (x,))
+    said = r"aten.linear.default takes float32 and gives torch.bfloat16 \(value 'linear'\)"
+    with pytest.raises(mt.MeshTensorError, match=f"{said}(?s:.*)recorded under torch.autocast"):
+        mt.from_torch(program)
+
+
+def test_whole_numbers_have_to_be_equal():
+    from mesh_tensor.importers.imported_results import refuse_differences
+
+    one, other = torch.tensor([1, 2]), torch.tensor([1, 3])
+    with pytest.raises(mt.MeshTensorError, match="result 0 differs from torch's"):
+        refuse_differences(one, [other], "torch", "here", "there", {torch.bfloat16})
