@@ -19,8 +19,8 @@ from mesh_tensor import strategies
 from ._ranks import on_ranks
 from ._timing import Row, Run, header, interleaved, row, verdicts
 
-CONFIG = gpt2.Config(vocabulary=1024, width=256, heads=8, layers=4, batch=8, positions=128)
-ROUNDS = 9
+CONFIG = gpt2.Config(vocabulary=1024, width=256, heads=8, layers=2, batch=4, positions=128)
+ROUNDS = 7
 
 
 def _loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -89,6 +89,8 @@ class MeshModule:
         self._plans: Recent[tuple, ModulePlan] = Recent(MODULE_SIZES)
         self._launches: Recent[tuple, AnyLaunch] = Recent(MODULE_SIZES)
         self._plan: ModulePlan | None = None
+        self._open = self._signature.is_open(given)
+        self._looked_up: tuple[ModulePlan | None, HeldWeights | None] = None, None
         if not self._signature.symbols:
             self._plan = self._planned({})
         if donate:
@@ -159,7 +161,7 @@ class MeshModule:
         given = [*arguments, *named.values()]
 
         def bind() -> dict[str, Any]:
-            return self._signature.bind(self._held, arguments, named)
+            return self._signature.passed(self._held, arguments, named)
 
         if self._recorder is not None and requires_gradients(given):
             result = self._recorded(given, bind)
@@ -173,7 +175,7 @@ class MeshModule:
     def call_alike(self, *args: Any) -> Any:
         """A call with MeshTensors, or with DTensors known to lie alike on all ranks: these are not compared."""
         use = self._state.call if self._state else _call_alike
-        return self._run(args, lambda: self._signature.bind(self._held, args, {}), use)
+        return self._run(args, lambda: self._signature.passed(self._held, args, {}), use)
 
     def call_parts(self, parts: Sequence[Part], device_mesh: Any) -> list[Part]:
         """A call with this rank's parts of all parameters, in order: nothing is checked. The function has known
@@ -239,7 +241,8 @@ class MeshModule:
         return self._recorder(mod, self._function, mesh, wanted, self._weights)
 
     def _run(self, given: Iterable[Any], bind: Callable[[], dict[str, Any]], use: Callable[[Any, Any], Any]) -> Any:
-        """`use` of the launch, and of the tensors that `bind` gives by parameter, once they are checked."""
+        """`use` of the launch, and of the tensors that `bind` gives by parameter, but for weights, once they are
+        checked."""
         return self._checked(given, bind, lambda tensors, sizes, ranks: self._used(tensors, sizes, ranks, use))
 
     def _checked(
@@ -271,13 +274,17 @@ class MeshModule:
 
     def _bound(self, bind: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], Mapping[Any, int]]:
         """What is no weight of a call's tensors, checked, and the sizes of symbols, for which there is a plan then."""
-        tensors = bind()
+        passed = bind()
+        tensors = {**self._held, **passed} if self._open else passed
         sizes = self._signature.check(tensors, self._target.device_type)
         plan = self._plan = self._planned(sizes)
         if self._checks_indices:
+            checked, weights = self._looked_up  # what is held stays the same
+            is_known = checked is plan and weights is self._weights
+            tensors = passed if is_known else {**self._held, **passed}
             refuse_outside(plan.index_checks, tensors, self._function)
-        held = self._held
-        return {name: tensor for name, tensor in tensors.items() if name not in held}, sizes
+            self._looked_up = plan, self._weights
+        return passed, sizes
 
     def _used(
         self, tensors: Mapping[str, Any], sizes: Mapping[Any, int], ranks: Ranks | None, use: Callable[[Any, Any], Any]

@@ -22,7 +22,7 @@ class ModuleLaunch:
     """A plan, ready to run: weights and constants lie on the mesh already."""
 
     def __init__(self, plan: ModulePlan, target: Target, weights: HeldWeights, *, poison: bool = False) -> None:
-        self.plan, self._run = plan, Launch(plan.made.program, target, poison=poison)
+        self.plan = plan
         made = plan.made
         self._result = made.result
         self._ports = {port.name: port for port in ports_of(plan)}
@@ -31,15 +31,14 @@ class ModuleLaunch:
             name: constant_tensor(constant, made.program.values[name]) for name, constant in made.constants.items()
         }
         self._held |= {self._inputs[name]: weights.laid_out(name, self._port(name), self.lay_out) for name in weights}
-        self._outputs = dict.fromkeys(p.name for p in made.program.parameters if p.output is not None)
+        self._run = Launch(made.program, target, poison=poison, fixed=self._held)
 
     def __call__(self, tensors: Mapping[str, torch.Tensor | MeshTensor]) -> Any:
         """What the function returns for these tensors; weights are there already."""
         given = {self._inputs[name]: self._port(name).refine(tensor) for name, tensor in tensors.items()}
         as_mesh_tensors = any(isinstance(tensor, MeshTensor) for tensor in tensors.values())
-        known = {**self._held, **given}
-        made = self._run({**known, **self._outputs}, {}, as_mesh_tensors=as_mesh_tensors)
-        return self._tree(self._result, known | made, as_mesh_tensors)
+        made = self._run(given, {}, as_mesh_tensors=as_mesh_tensors)
+        return self._tree(self._result, {**self._held, **given, **made}, as_mesh_tensors)
 
     def enter(self, name: str, tensor: torch.Tensor | MeshTensor | StoredTensor) -> MeshTensor:
         """A parameter's tensor as the program takes it."""
@@ -84,8 +83,8 @@ class ModuleLaunch:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """All values, and what replaces the state."""
         given = {self._inputs[name]: self._port(name).refine(tensor) for name, tensor in tensors.items()}
-        known = {**self._held, **{self._inputs[name]: tensor for name, tensor in state.items()}, **given}
-        known |= self._run({**known, **self._outputs}, {}, as_mesh_tensors=True)
+        given |= {self._inputs[name]: tensor for name, tensor in state.items()}
+        known = {**self._held, **given, **self._run(given, {}, as_mesh_tensors=True)}
         return known, {name: known[result] for name, result in state_results(self.plan).items()}
 
     def _tree(self, names: Any, values: Mapping[str, Any], as_mesh_tensors: bool) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -33,6 +34,8 @@ class CallForm:
         Raises:
             MeshTensorError: arguments of another structure, or a number other than the one that was recorded.
         """
+        if not named and len(args) == self._in_order and all(type(arg) is torch.Tensor for arg in args):
+            return list(args)
         recorded, recorded_named = self.inputs.unflatten([None] * self.inputs.num_leaves)
         if set(named) != set(recorded_named) or len(args) != len(recorded):
             self._refuse(
@@ -51,6 +54,13 @@ class CallForm:
             refuse(problems, where="a call of a module from torch", fix="export the model with that value")
         return [leaf for number, leaf in enumerate(leaves) if number not in self.given]
 
+    @cached_property
+    def _in_order(self) -> int | None:
+        """How many tensors, and nothing else, the model takes in order."""
+        in_order, named = self.inputs.children()
+        plain = not named.num_children and not self.given and all(child.is_leaf() for child in in_order.children())
+        return in_order.num_children if plain else None
+
     def _refuse(self, what: str, recorded: str) -> NoReturn:
         refuse(
             what,
@@ -61,6 +71,9 @@ class CallForm:
 
     def result(self, tensors: Sequence[Any]) -> Any:
         """The results, in the model's structure."""
+        if self.results.is_leaf() and not self.made:
+            (result,) = tensors
+            return result
         rest = iter(tensors)
         count = self.results.num_leaves
         return self.results.unflatten(

@@ -21,6 +21,7 @@ from mesh_tensor.rules.operator.index import LOOK_UPS
 
 from .buckets import bucketed
 from .early_starts import early_starts
+from .fuse import fused
 from .kernel_steps import KernelSteps, is_kernel
 from .lifetimes import with_lifetimes
 from .overlap import with_overlap
@@ -75,14 +76,18 @@ def to_program(
     overlap: str | int = "auto",
     *,
     check_indices: bool = True,
+    fuse: bool = True,
 ) -> ModuleProgram:
     """The steps of every device, as a Program over values whose shapes are those of their atoms. Operators run as
-    `kernels` where there is one; `overlap` says what runs beside what."""
-    return _Programmer(explicit, calls, kernels, check_indices).made(overlap)
+    `kernels` where there is one; `overlap` says what runs beside what; `fuse`: operators that torch has as one are."""
+    return _Programmer(explicit, calls, kernels, check_indices, fuse).made(overlap)
 
 
 class _Programmer:
-    def __init__(self, explicit: ExplicitGraph, calls: TileCalls, kernels: Kernels, check_indices: bool) -> None:
+    def __init__(
+        self, explicit: ExplicitGraph, calls: TileCalls, kernels: Kernels, check_indices: bool, fuse: bool
+    ) -> None:
+        self._fuse = fuse
         self._calls, self._kernels, self._check_indices = calls, kernels, check_indices
         self._explicit, self._atoms = explicit, explicit.atoms
         self._values: dict[str, Value] = {}
@@ -109,6 +114,8 @@ class _Programmer:
             *(Parameter(name, name, None) for name in (*inputs, *self._constants)),
             *(Parameter(name, None, name) for name in computed),
         )
+        if self._fuse:
+            steps = fused(steps, self._values, {*inputs, *computed, *self._constants})
         ordered = early_starts(steps, self._values) if overlap == "auto" else steps
         lasting = with_lifetimes(ordered, self._values, parameters)
         bulk = checked(Program(graph.name, graph.mesh, parameters, self._values, lasting, self._decided))

@@ -5,7 +5,7 @@ A backend gives each step its meaning once, ahead of any run: an action, which i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -23,12 +23,14 @@ class Memory:
 
     __slots__ = ("_sizes", "held", "live_bytes", "peak_bytes", "pending", "scalars")
 
-    def __init__(self, scalars: dict[str, int | float]) -> None:
-        self.held: dict[str, Any] = {}
+    def __init__(self, scalars: dict[str, int | float], first: Memory | None = None) -> None:
+        """`first`: what is there from the beginning."""
+        self.held: dict[str, Any] = {} if first is None else first.held.copy()
         self.pending: dict[str, Any] = {}
         self.scalars = scalars
-        self._sizes: dict[str, int] = {}
-        self.live_bytes = self.peak_bytes = 0
+        self._sizes: dict[str, int] = {} if first is None else first._sizes.copy()
+        self.live_bytes: int = 0 if first is None else first.live_bytes
+        self.peak_bytes = self.live_bytes
 
     def hold(self, storage: str, local: Any, nbytes: int) -> None:
         """From now on `storage` is `local`, of `nbytes` on each device."""
@@ -41,6 +43,13 @@ class Memory:
         """Forget `storage`."""
         del self.held[storage]
         self.live_bytes -= self._sizes.pop(storage)
+
+    def changed(self, made: Mapping[str, int], dropped: Sequence[str], peak: int) -> None:
+        """Count what was done to `held` by others: the storages that were `made`, with their bytes, and those that were
+        `dropped`; on the way there were `peak` bytes more than before."""
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + peak)
+        self._sizes.update(made)
+        self.live_bytes += sum(made.values()) - sum([self._sizes.pop(storage) for storage in dropped])
 
 
 def part_of(value: Value, tile: torch.Tensor) -> torch.Tensor:

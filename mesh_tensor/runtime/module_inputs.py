@@ -33,8 +33,10 @@ class ModuleSignature:
         func = relax_function(mod, function)
         self.function = function
         self.params = tuple(_param(var, function) for var in func.params)
+        self._own = {param.name for param in self.params}
         self._source_names = source_names(func)
         self.names = self._names()
+        self._free: tuple[Mapping[str, Any], tuple[str, ...]] = ({}, tuple(param.name for param in self.params))
         self.symbols = tuple(dict.fromkeys(size for p in self.params for size in p.shape if isinstance(size, tirx.Var)))
 
     def _names(self) -> dict[str, list[str]]:
@@ -53,6 +55,13 @@ class ModuleSignature:
     def bind(self, weights: Mapping[str, Any], args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
         """Every parameter's tensor: those that are no weights come from `args`, in order, or by name, their own or that
         which they had where the module comes from."""
+        given = {**weights, **self.passed(weights, args, named)}
+        return {p.name: given[p.name] for p in self.params}
+
+    def passed(self, weights: Mapping[str, Any], args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """The tensors of those that are no weights."""
+        if not named and len(args) == len(self.free(weights)):
+            return dict(zip(self.free(weights), args, strict=True))
         names = SourceNames(self._source_names | {param.name: param.name for param in self.params})
         meant: dict[str, Any] = {}
         again = [name for name, t in named.items() if not _is_same(meant.setdefault(names.ours(name), t), t)]
@@ -71,8 +80,19 @@ class ModuleSignature:
                 where=f"call of {self.function!r}, which takes {listing(free)}",
                 fix="pass what is no weight in the order of the function's parameters, or by name",
             )
-        given = {**weights, **dict(zip(free, args, strict=True)), **named}
-        return {p.name: given[p.name] for p in self.params}
+        return {**dict(zip(free, args, strict=True)), **named}
+
+    def free(self, weights: Mapping[str, Any]) -> tuple[str, ...]:
+        """The parameters that are no weights, in order; known for the weights that were asked for last."""
+        last, free = self._free
+        if last is not weights:
+            free = tuple(param.name for param in self.params if param.name not in weights)
+            self._free = weights, free
+        return free
+
+    def is_open(self, weights: Mapping[str, Any]) -> bool:
+        """Whether sizes of some weights are symbols."""
+        return any(not all(isinstance(size, int) for size in p.shape) for p in self.params if p.name in weights)
 
     def weights(self, weights: Any, device_type: str) -> dict[str, Any]:
         """Weights by parameter, checked; they may go by the names that they had where the module comes from. They
@@ -123,6 +143,8 @@ class ModuleSignature:
 
     def _unknown(self, tensors: Mapping[str, Any]) -> list[str]:
         """What is given for no parameter; parameters are called as where the module comes from."""
+        if self._own.issuperset(tensors):
+            return []
         own = [p.name for p in self.params]
         called = {ours: theirs for theirs, ours in reversed(self._source_names.items())}
         names = [called.get(name, name) for name in own]
@@ -189,16 +211,17 @@ def _problem(param: ModuleParam, tensor: Any, sizes: dict[tirx.Var, int], device
     if isinstance(tensor, torch.Tensor) and (found := why_not_plain(tensor)):
         return found[0]
     shape = tuple(shape)
-    expected = f"{param.shape} {param.dtype}"
     if len(shape) != len(param.shape) or dtype != torch_dtype(param.dtype):
-        return f"{shape} {dtype_name(dtype)}, but expected {expected}"
+        return f"{shape} {dtype_name(dtype)}, but expected {param.shape} {param.dtype}"
     if device_type is not None and isinstance(tensor, torch.Tensor) and tensor.device.type not in ("cpu", device_type):
         return f"on device {tensor.device}, but the module runs on {device_type}"
+    if shape == param.shape:
+        return ""
     for size, wanted in zip(shape, param.shape, strict=True):
         if isinstance(wanted, tirx.Var):
             wanted = sizes.setdefault(wanted, size)
         if isinstance(wanted, int) and size != wanted:
-            return f"{shape}, but expected {expected} with the sizes of the other tensors"
+            return f"{shape}, but expected {param.shape} {param.dtype} with the sizes of the other tensors"
     return ""
 
 

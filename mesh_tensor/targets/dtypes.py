@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from mesh_tensor.base.dtypes import element_dtype
 from mesh_tensor.base.errors import refuse
 
 
+@cache
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a TVM dtype name such as `float16`."""
     dtype = getattr(torch, element_dtype(name), None)

@@ -1,8 +1,10 @@
-"""What an OpStep is on one device: a function from tiles to tiles."""
+"""What OpSteps are on one device: functions from tiles to tiles, one by one, or those that follow each other as one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import torch
 from tvm import tirx
@@ -10,18 +12,20 @@ from tvm import tirx
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.recent import Recent
 from mesh_tensor.program.program import Program
-from mesh_tensor.program.steps import OpStep
+from mesh_tensor.program.steps import FreeStep, OpStep, Step
 from mesh_tensor.rules.operator import OpCall
 from mesh_tensor.rules.operator.call import operator_name
+from mesh_tensor.rules.operator.vjp import VJP, vjp_of
 
 from .dtypes import torch_dtype
 from .kernels import Target
-from .torch_ops import Valid, torch_function
+from .straight_line import Line, StraightLine, TileCall
+from .torch_ops import ALWAYS_NEW, Valid, can_be_recorded, recorded, untyped_function
 
 TileFunction = Callable[..., list[torch.Tensor]]
 
 
-_KNOWN: Recent[tuple, Callable[..., Sequence[torch.Tensor]]] = Recent(4096)  # of alike calls, as in a model's layers
+_KNOWN: Recent[tuple, Callable[..., Any]] = Recent(4096)  # of alike calls, as in a model's layers
 
 
 def tile_functions(step: OpStep, program: Program, ranks: Sequence[int], target: Target) -> list[TileFunction]:
@@ -31,30 +35,164 @@ def tile_functions(step: OpStep, program: Program, ranks: Sequence[int], target:
     return [_tile_function(step, program, ranks[0], target)] * len(ranks)
 
 
+class Section:
+    """OpSteps that follow each other, and the ends of memory between them, as one action on what a device holds: a dict
+    from storages to tiles (`listed`: to lists of one tile). `records`: what torch keeps between operators and their
+    gradients (of `recorded_pairs`)."""
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        program: Program,
+        rank: int,
+        target: Target,
+        *,
+        listed: bool = False,
+        records: Mapping[OpStep, Record] | None = None,
+    ) -> None:
+        self.steps = tuple(step for step in steps if isinstance(step, OpStep))
+        stored = {name: program.values[name].storage for step in self.steps for name in step.uses}
+        lines: list[Line] = []
+        for step, ends in _with_ends(steps):
+            call = _tile_call(step, program, rank, target)
+            names = [tuple(stored[name] for name in group) for group in (step.args, step.results)]
+            line = Line(call, names[0], names[1], ends)
+            record = None if records is None else records.get(step)
+            lines.append(line if record is None else record.line(step, line))
+        self._line, self._lines = StraightLine(lines, listed=listed), lines
+
+    def __call__(self, held: dict[str, Any]) -> None:
+        """Run the steps."""
+        try:
+            self._line.run(held)
+        except (RuntimeError, IndexError) as error:
+            _refuse_failed(self.failed_at(error), error)
+
+    def memory(self, sizes: Mapping[str, int]) -> tuple[dict[str, int], list[str], int]:
+        """Of storages' sizes: those of what is there afterwards, and was not before; what ends that was there before;
+        and how much more there is at most than before."""
+        made: dict[str, int] = {}
+        dropped: list[str] = []
+        now = peak = 0
+        for line in self._lines:
+            new = {name: sizes[name] for name in line.results if name not in made}
+            made |= new
+            now += sum(new.values())
+            peak = max(peak, now)
+            now -= sum([sizes[name] for name in line.ends])
+            dropped += [name for name in line.ends if made.pop(name, None) is None]
+        return made, dropped, peak
+
+    def failed_at(self, error: BaseException) -> OpStep:
+        """The step that raised `error`, or what led to it."""
+        return self.steps[self._line.failed_at(error)]
+
+
+def has_own_memory(program: Program, value: str) -> bool:
+    """Whether an operator makes the value in memory that nothing else has a view of."""
+    known = [step for step in program.ops if value in step.uses]
+    return bool(known) and all(step.kernel is None and step.call.name in ALWAYS_NEW for step in known)
+
+
+def in_sections(steps: Sequence[Step]) -> Iterator[tuple[Step, ...]]:
+    """The steps in order, cut into runs: OpSteps that follow each other with what ends among and after them, or one
+    step of another kind."""
+    run: list[Step] = []
+    for step in steps:
+        if not isinstance(step, OpStep) and not (run and isinstance(step, FreeStep)):
+            if run:
+                yield tuple(run)
+            run = []
+            yield (step,)
+        else:
+            run.append(step)
+    if run:
+        yield tuple(run)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What torch keeps of an operator's call for its gradients, which the step `gradient` computes."""
+
+    name: str
+    gradient: OpStep
+
+    def line(self, step: OpStep, line: Line) -> Line:
+        """The line of one of the two steps, which keeps it, or takes it."""
+        made = recorded(self.gradient.call, line.call.function)
+        if step is self.gradient:
+            return replace(line, call=replace(line.call, function=made.backward), kept=self.name)
+        return replace(line, call=replace(line.call, function=made.forward), keeps=self.name)
+
+
+def recorded_pairs(program: Program) -> dict[OpStep, Record]:
+    """Operators and their gradients, of the same operands, between which torch can keep something."""
+    known: dict[tuple[str, tuple[str, ...]], OpStep] = {}
+    records: dict[OpStep, Record] = {}
+    for step in program.ops:
+        if step.kernel is not None or step.checked:
+            continue
+        if operator_name(step.call) != VJP:
+            known.setdefault((step.call.name, step.args), step)
+        elif can_be_recorded(step.call):
+            stated = vjp_of(step.call)
+            forward, operands = stated.forward, dict(zip(stated.given, step.args, strict=False))
+            first = known.get((forward.name, tuple(operands[number] for number in range(len(operands)))))
+            if first is not None and first not in records and first.call.kind == forward.kind:
+                records[first] = records[step] = Record(f"kept of {step.results[0]}", step)
+    return records
+
+
+def _with_ends(steps: Sequence[Step]) -> list[tuple[OpStep, tuple[str, ...]]]:
+    """Each OpStep of a section, and the storages that end before the next one."""
+    made: list[tuple[OpStep, list[str]]] = []
+    for step in steps:
+        if isinstance(step, OpStep):
+            made.append((step, []))
+        elif isinstance(step, FreeStep):
+            made[-1][1].append(step.storage)
+    return [(step, tuple(ends)) for step, ends in made]
+
+
 def _tile_function(step: OpStep, program: Program, rank: int, target: Target) -> TileFunction:
+    call = _tile_call(step, program, rank, target)
+
+    def run(*operands: torch.Tensor) -> list[torch.Tensor]:
+        try:
+            made = call.function(*[tile.reshape(shape) for tile, shape in zip(operands, call.takes, strict=True)])
+        except (RuntimeError, IndexError) as error:
+            _refuse_failed(step, error)
+        made = made if isinstance(made, (tuple, list)) else (made,)
+        typed = [tile if tile.dtype is dtype else tile.to(dtype) for tile, dtype in zip(made, call.dtypes, strict=True)]
+        results = [tile.reshape(shape) for tile, shape in zip(typed, call.gives, strict=True)]
+        return [tile.contiguous() if whole else tile for tile, whole in zip(results, call.whole, strict=True)]
+
+    return run
+
+
+def _tile_call(step: OpStep, program: Program, rank: int, target: Target) -> TileCall:
     call, mesh = step.call, program.mesh
-    function: Callable[..., Sequence[torch.Tensor]]
     if step.kernel is not None:
         function = _kernel_function(step.kernel, call, target)
     else:
         place = rank if differs_by_rank(step) else 0, _valid(step, program, rank)
-        function = _KNOWN.made((call, mesh, place), lambda: torch_function(call, mesh, *place))
+        function = _KNOWN.made((call, mesh, place), lambda: untyped_function(call, mesh, *place))
     stored = [program.values[name].tile_shape for name in step.args]
-    known = [tensor.shape for tensor in step.call.inputs]
-    merge = [shape if shape != tile else None for tile, shape in zip(stored, known, strict=True)]
     tiles = [program.values[name].tile_shape for name in step.results]
-    split = [tile if tile != tensor.shape else None for tile, tensor in zip(tiles, step.call.outputs, strict=True)]
-    whole = [name in step.whole for name in step.results]
+    return TileCall(
+        function,
+        comes=tuple(stored),
+        takes=tuple([tensor.shape for tensor in call.inputs]),
+        makes=tuple([tensor.shape for tensor in call.outputs]),
+        gives=tuple(tiles),
+        dtypes=tuple([torch_dtype(out.dtype) for out in call.outputs]),
+        whole=tuple([name in step.whole for name in step.results]),
+    )
 
-    def run(*operands: torch.Tensor) -> list[torch.Tensor]:
-        try:
-            made = function(*[_as(tile, shape) for tile, shape in zip(operands, merge, strict=True)])
-        except (RuntimeError, IndexError) as error:
-            refuse(f"R.{operator_name(step.call)} fails on tiles of {known}: {error}", where=step.where)
-        results = [_as(tile, shape) for tile, shape in zip(made, split, strict=True)]
-        return [tile.contiguous() if one else tile for tile, one in zip(results, whole, strict=True)]
 
-    return run
+def _refuse_failed(step: OpStep, error: Exception) -> NoReturn:
+    known = [tensor.shape for tensor in step.call.inputs]
+    refuse(f"R.{operator_name(step.call)} fails on tiles of {known}: {error}", where=step.where)
 
 
 def _valid(step: OpStep, program: Program, rank: int) -> tuple[Valid, ...] | None:
@@ -84,7 +222,3 @@ def _kernel_function(func: tirx.PrimFunc, call: OpCall, target: Target) -> Calla
 def differs_by_rank(step: OpStep) -> bool:
     """Whether the operator looks at where the device stands."""
     return operator_name(step.call).startswith("mesh.")
-
-
-def _as(tile: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
-    return tile if shape is None else tile.reshape(shape)

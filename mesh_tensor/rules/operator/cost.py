@@ -8,11 +8,21 @@ from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.machine import Machine, Work
 
 from .call import OpCall, operator_name
+from .fused import LINEAR, MATMUL_ADD
 from .vjp import VJP, vjp_of
 
 # Classes of operators by what bounds their time; what is not here works element by element.
 _CLASSES = {
-    "product": ("matmul", "outer", "einsum", "nn.attention", "nn.attention_bias", "aten._grouped_mm.default")
+    "product": (
+        "matmul",
+        LINEAR,
+        MATMUL_ADD,
+        "outer",
+        "einsum",
+        "nn.attention",
+        "nn.attention_bias",
+        "aten._grouped_mm.default",
+    )
     + tuple(f"nn.conv{dims}d{ending}" for dims in (1, 2, 3) for ending in ("", "_transpose")),
     "view": ("reshape", "flatten", "nn.batch_flatten", "expand_dims", "squeeze", "permute_dims", "broadcast_to")
     + ("strided_slice", "split", "aten.diagonal.default", "aten.unfold.default", "wrap_param"),
@@ -42,7 +52,7 @@ def class_of(name: str) -> str:
 def count_flops(call: OpCall) -> int:
     """Floating-point operations: 2 per multiply-add of what contracts; 1 per element of the largest tensor else.
     Gradients: three times what they are of."""
-    if call.name == "matmul":
+    if call.name in ("matmul", LINEAR, MATMUL_ADD):
         return 2 * call.outputs[0].elements * call.inputs[0].shape[-1]
     if call.name == "einsum":
         return 2 * _labelled(call)

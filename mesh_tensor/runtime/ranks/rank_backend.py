@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from mesh_tensor.base.dtypes import poison_value
 from mesh_tensor.program.program import Program, Value
-from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, WaitStep
+from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step, WaitStep
 from mesh_tensor.program.verify import verify_collective
 from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of
 from mesh_tensor.runtime.elementwise import clone, fill
 from mesh_tensor.runtime.reshard import reshard_of
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
-from mesh_tensor.targets.op_steps import tile_functions
+from mesh_tensor.targets.op_steps import Section, in_sections, recorded_pairs
 
 from .faults import Faults
 from .plan import plan_exchange
@@ -29,16 +30,26 @@ class RankBackend:
         self.program = program
         self.device = target.device()
         self._target, self._ranks, self._faults, self._poison = target, ranks, faults, poison
-        meanings = zip(program.steps, program.mean(self), strict=True)
-        self._actions = [(step, action) for step, action in meanings if action is not None]
+        self._records = recorded_pairs(program)
+        self._actions = [
+            (at, action) for run in in_sections(program.steps) for at, action in [self._run(run)] if action is not None
+        ]
 
     def run(self, memory: Memory) -> None:
         """Run all steps, in order, on the storages that `memory` holds."""
-        for step, action in self._actions:
+        for failed_at, action in self._actions:
             try:
                 action(memory)
             except Exception as error:
-                self._faults.explain(error, self.program, step)
+                self._faults.explain(error, self.program, failed_at(error))
+
+    def _run(self, run: Sequence[Step]) -> tuple[Callable[[Exception], Step], Action | None]:
+        """What steps that follow each other are here, and which of them raised an error."""
+        first = run[0]
+        if not isinstance(first, OpStep):
+            return lambda _: first, first.mean(self)
+        section = Section(run, self.program, self._ranks.rank, self._target, records=self._records)
+        return section.failed_at, lambda memory: section(memory.held)
 
     def kernel(self, step: KernelStep) -> Action | None:
         """The step's kernel on this rank's tiles; nothing happens if what it writes has no elements."""
@@ -61,16 +72,8 @@ class RankBackend:
 
     def op(self, step: OpStep) -> Action:
         """The operator on this rank's tiles."""
-        (function,) = tile_functions(step, self.program, [self._ranks.rank], self._target)
-        names = [self.program.values[name].storage for name in step.args]
-        results = [self.program.values[name].storage for name in step.results]
-
-        def action(memory: Memory) -> None:
-            made = function(*[memory.held[name] for name in names])
-            for name, tile in zip(results, made, strict=True):
-                memory.held[name] = tile
-
-        return action
+        section = Section([step], self.program, self._ranks.rank, self._target, records=self._records)
+        return lambda memory: section(memory.held)
 
     def collective(self, step: CollectiveStep) -> Action | None:
         """This rank's tile changes from the layout of `src` to that of `dst`."""

@@ -13,6 +13,7 @@ from mesh_tensor.runtime.elementwise import clone, copy
 from mesh_tensor.runtime.placement import Layout, Tiles
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
+from mesh_tensor.targets.op_steps import has_own_memory
 
 from .mesh_tensor import MeshTensor, distribute, of_tiles
 from .virtual_mesh import VirtualMesh
@@ -25,7 +26,8 @@ class _VirtualPort:
     """A parameter of the program: where its input comes in, where its output comes out, and in which layouts.
 
     `overwritten`: the steps write to the input's storage. `in_place`: what they leave there is the output.
-    `comes_made`: an operator makes the output, in memory of its own."""
+    `comes_made`: an operator makes the output, in memory of its own. `comes_new`: that is the whole output, and nothing
+    else has the memory."""
 
     name: str
     input: Layout | None
@@ -35,18 +37,29 @@ class _VirtualPort:
     overwritten: bool
     in_place: bool
     comes_made: bool
+    comes_new: bool
 
 
 class Launch:
-    """A program, made ready for a target's virtual mesh. Can be called from several threads at once."""
+    """A program, made ready for a target's virtual mesh. Can be called from several threads at once. `fixed`: tensors
+    for parameters, the same in all calls."""
 
-    def __init__(self, program: Program, target: Target, *, poison: bool = False) -> None:
+    def __init__(
+        self, program: Program, target: Target, *, poison: bool = False, fixed: Mapping[str, MeshTensor] | None = None
+    ) -> None:
         self.program = program
         self.peak_bytes = 0
         self._mesh = VirtualMesh(program, target, poison=poison)
         made = {program.values[name].storage for step in program.ops for name in step.makes}
         self._ports = [_port(parameter, program, self._mesh, made) for parameter in program.parameters]
         self._poison = poison
+        self._fixed = fixed or {}
+        self._first = Memory({})
+        there = [port for port in self._ports if port.name in self._fixed and not port.overwritten and port.input]
+        for port in there:
+            self._hold(self._first, port, self._fixed[port.name], direct=False, apart=True)
+        self._entries = [port for port in self._ports if port.input is not None and port not in there]
+        self._exits = [port for port in self._ports if port.output is not None]
 
     def __call__(
         self,
@@ -56,28 +69,29 @@ class Launch:
         as_mesh_tensors: bool = False,
         entangled: bool = False,
     ) -> dict[str, AnyTensor]:
-        """The written parameters after the run. `tensors` has an entry for every parameter: None makes a new tensor of
-        what is only written. All are checked already, and contiguous. `entangled`: some of them may overlap in memory,
-        so that results go to memory of their own first. `as_mesh_tensors`: results are MeshTensors."""
-        memory = Memory(dict(scalars))
+        """The written parameters after the run. `tensors` has an entry for every parameter that is read and not fixed:
+        what is only written, and is None or not there, is a new tensor. All are checked already, and contiguous.
+        `entangled`: some of them may overlap in memory, so that results go to memory of their own first.
+        `as_mesh_tensors`: results are MeshTensors."""
+        memory = Memory(dict(scalars), self._first)
         apart = not entangled
         direct = apart and not as_mesh_tensors
-        for port in self._ports:
-            tensor = tensors[port.name]
-            if port.input is not None and tensor is not None:
-                memory.hold(port.input_storage, self._enter(port, tensor, direct, apart), port.input.tile_bytes)
+        for port in self._entries:
+            tensor = tensors.get(port.name)
+            tensor = self._fixed.get(port.name) if tensor is None else tensor
+            if tensor is not None:
+                self._hold(memory, port, tensor, direct, apart)
         targets = {}
-        for port in self._ports:
-            if port.output is not None:
-                tensor = targets[port.name] = self._target(port, tensors[port.name], as_mesh_tensors)
-                if not port.in_place and not port.comes_made:
-                    memory.hold(port.output_storage, self._room(port, tensor, direct), port.output.tile_bytes)
+        for port in self._exits:
+            assert port.output is not None
+            tensor = targets[port.name] = self._target(port, tensors.get(port.name), as_mesh_tensors)
+            if not port.in_place and not port.comes_made:
+                memory.hold(port.output_storage, self._room(port, tensor, direct), port.output.tile_bytes)
         self._mesh.run(memory)
         self.peak_bytes = max(self.peak_bytes, memory.peak_bytes)
         return {
             port.name: _leave(port, memory.held[port.output_storage], targets[port.name], as_mesh_tensors)
-            for port in self._ports
-            if port.output is not None
+            for port in self._exits
         }
 
     def zeros(self, parameter: Parameter, as_mesh_tensor: bool) -> AnyTensor:
@@ -91,10 +105,15 @@ class Launch:
         layouts = [(port.name, port.input or port.output) for port in self._ports]
         return [(name, layout.shape, layout.dtype) for name, layout in layouts if layout is not None]
 
+    def _hold(self, memory: Memory, port: _VirtualPort, tensor: AnyTensor, direct: bool, apart: bool) -> None:
+        assert port.input is not None
+        memory.hold(port.input_storage, self._enter(port, tensor, direct, apart), port.input.tile_bytes)
+
     def _enter(self, port: _VirtualPort, tensor: AnyTensor, direct: bool, apart: bool) -> Tiles:
         assert port.input is not None
         if isinstance(tensor, MeshTensor):
-            tiles = list(tensor.redistribute(port.input.sharding).tiles())
+            here = tensor if tensor.layout is port.input else tensor.redistribute(port.input.sharding)
+            tiles = list(here.tiles())
             if port.overwritten and not (port.in_place and apart and _all_differ(tiles)):
                 return [clone(tile) for tile in tiles]
             return tiles
@@ -102,8 +121,8 @@ class Launch:
         return port.input.spread(tensor, borrow=borrow, share=not port.overwritten, poison=self._poison)
 
     def _target(self, port: _VirtualPort, tensor: AnyTensor | None, as_mesh_tensors: bool) -> AnyTensor | None:
-        """What the result is to end up in; None where it is a new MeshTensor."""
-        if tensor is not None or as_mesh_tensors:
+        """What the result is to end up in; None where it is a new MeshTensor, or what an operator has made."""
+        if tensor is not None or as_mesh_tensors or port.comes_new:
             return tensor
         assert port.output is not None
         return torch.empty(port.output.shape, dtype=port.output.dtype, device=self._mesh.device)
@@ -148,6 +167,9 @@ def _leave(port: _VirtualPort, tiles: Tiles, target: AnyTensor | None, as_mesh_t
         return target
     if target is not None:
         port.output.collect(tiles, target)
+    elif not as_mesh_tensors:
+        (tile,) = tiles
+        return tile
     if as_mesh_tensors or target is None:
         return of_tiles(tiles, port.output)
     return target
@@ -167,4 +189,5 @@ def _port(parameter: Parameter, program: Program, mesh: VirtualMesh, made: Colle
         overwritten=taken in program.last_writes,
         in_place=bool(taken) and taken == given,
         comes_made=given in made,
+        comes_new=given in made and program.mesh.num_devices == 1 and has_own_memory(program, str(parameter.output)),
     )

@@ -73,6 +73,11 @@ class MeshTensor(Arithmetic):
         return self._tiles[0].device
 
     @property
+    def layout(self) -> Layout:
+        """What is known of all tensors that lie like this one."""
+        return self._layout
+
+    @property
     def sharding(self) -> Sharding:
         """How the tensor lies on the mesh."""
         return self._layout.sharding

@@ -6,12 +6,12 @@ tiles, one per device, per storage.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from mesh_tensor.program.program import Program, Value
-from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, WaitStep
+from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step, WaitStep
 from mesh_tensor.program.verify import verify_collective
 from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of
 from mesh_tensor.runtime.elementwise import clone
@@ -20,7 +20,7 @@ from mesh_tensor.runtime.reshard import reshard_of
 from mesh_tensor.runtime.threads import device_threads
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
-from mesh_tensor.targets.op_steps import differs_by_rank, tile_functions
+from mesh_tensor.targets.op_steps import Section, differs_by_rank, in_sections, recorded_pairs, tile_functions
 
 Tiles = list[torch.Tensor]
 
@@ -36,12 +36,29 @@ class VirtualMesh:
         }
         self._target, self._poison = target, poison
         _check_storages(program)
-        self._actions = [action for action in program.mean(self) if action is not None]
+        self._records = recorded_pairs(program)
+        alone = program.mesh.num_devices == 1 and not poison
+        runs = in_sections(program.steps) if alone else ((step,) for step in program.steps)
+        self._actions = [action for run in runs if (action := self._run(run)) is not None]
 
     def run(self, memory: Memory) -> None:
         """Run all steps, in order, on the storages that `memory` holds."""
         for action in self._actions:
             action(memory)
+
+    def _run(self, run: Sequence[Step]) -> Action | None:
+        """What steps that follow each other are here; several are OpSteps of a mesh's only device."""
+        if not isinstance(run[0], OpStep) or self.program.mesh.num_devices > 1 or self._poison:
+            return run[0].mean(self)
+        section = Section(run, self.program, 0, self._target, listed=True, records=self._records)
+        sizes = {storage: self.layouts[value.name].tile_bytes for storage, value in self.program.stored.items()}
+        made, dropped, peak = section.memory(sizes)
+
+        def action(memory: Memory) -> None:
+            section(memory.held)
+            memory.changed(made, dropped, peak)
+
+        return action
 
     def kernel(self, step: KernelStep) -> Action | None:
         """All devices run the step's kernel on their tiles; nothing happens if what it writes has no elements."""

@@ -17,6 +17,16 @@ from . import (  # noqa: F401  (they fill the table)
     update,
     vjp,
 )
-from .table import Valid, has_torch_function, local_operators, torch_function
+from .table import ALWAYS_NEW, Valid, has_torch_function, local_operators, torch_function, untyped_function
+from .vjp import can_be_recorded, recorded
 
-__all__ = ["Valid", "has_torch_function", "local_operators", "torch_function"]
+__all__ = [
+    "ALWAYS_NEW",
+    "Valid",
+    "can_be_recorded",
+    "recorded",
+    "has_torch_function",
+    "local_operators",
+    "torch_function",
+    "untyped_function",
+]

@@ -6,9 +6,11 @@ import math
 from os.path import commonprefix
 
 import torch
+import torch.nn.functional as F
 
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.operator.call import OpCall
+from mesh_tensor.rules.operator.fused import LINEAR, MATMUL_ADD
 from mesh_tensor.rules.operator.linear_algebra import GROUPED
 from mesh_tensor.targets.dtypes import torch_dtype
 
@@ -24,6 +26,18 @@ def _matmul(call: OpCall) -> Function:
     if all(torch_dtype(t.dtype) is dtype for t in call.inputs):
         return torch.matmul
     return lambda a, b: torch.matmul(a.to(dtype), b.to(dtype))
+
+
+@torch_op(LINEAR)
+def _linear(call: OpCall) -> Function:
+    return F.linear
+
+
+@torch_op(MATMUL_ADD)
+def _matmul_add(call: OpCall) -> Function:
+    if call.inputs[0].ndim == 2:
+        return lambda x, matrix, bias: torch.addmm(bias, x, matrix)
+    return lambda x, matrix, bias: F.linear(x, matrix.t(), bias)
 
 
 @torch_op("einsum")

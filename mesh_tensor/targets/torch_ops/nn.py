@@ -41,7 +41,12 @@ def _layer_norm(call: OpCall) -> Function:
 def _rms_norm(call: OpCall) -> Function:
     """x / sqrt(mean(x * x) + epsilon) * weight, in float32."""
     dims, eps = call.axes(call.attr("axes")), call.attr("epsilon")
-    along = _along(dims, call.inputs[0].ndim)
+    data, ndim = call.inputs[0], call.inputs[0].ndim
+    alike = {tensor.dtype for tensor in (*call.inputs, *call.outputs)}
+    if dims == tuple(range(ndim - len(dims), ndim)) and len(alike) == 1 and alike <= {"float32", "float64"}:
+        shape = data.shape[ndim - len(dims) :]
+        return lambda x, weight: torch.rms_norm(x, shape, weight, eps)
+    along = _along(dims, ndim)
 
     def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
         wide = _wide(x)
@@ -134,15 +139,23 @@ def _attention(call: OpCall) -> Function:
     query heads than key heads, as many share a key head as follow each other."""
     scale, mask = call.attr("scale"), _mask(call)
     shared = call.inputs[0].shape[2] != call.inputs[1].shape[2]
+    is_causal = len(call.inputs) == 3 and _is_causal(call)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-        if mask is not None:
+        if mask is not None and not is_causal:
             hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask.to(q.device), -torch.inf)
             bias = hidden if bias is None else bias + hidden
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=shared).transpose(1, 2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        made = F.scaled_dot_product_attention(q, k, v, bias, is_causal=is_causal, scale=scale, enable_gqa=shared)
+        return made.transpose(1, 2)
 
     return attention
+
+
+def _is_causal(call: OpCall) -> bool:
+    """Whether it is torch's own mask: up to the query's position, counted from the first query and key."""
+    kind, equal = call.attr("causal_mask"), call.inputs[0].shape[1] == call.inputs[1].shape[1]
+    return call.attr("window_size") is None and (kind == "TopLeft" or (kind == "BottomRight" and equal))
 
 
 def _mask(call: OpCall) -> Tensor | None:

@@ -16,6 +16,7 @@ import torch
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator.call import OpCall, operator_name, tensor_infos
+from mesh_tensor.rules.operator.fused import LINEAR, MATMUL_ADD
 from mesh_tensor.targets.dtypes import torch_dtype
 
 Function = Callable[..., Any]
@@ -50,6 +51,12 @@ class Place:
         return self.mesh is not None
 
 
+# Operators whose results are never views of operands, whatever the call.
+ALWAYS_NEW = {
+    *("matmul", "divide", "floor_divide", "mod", "floor_mod", "nn.softmax", "nn.log_softmax", "nn.layer_norm"),
+    *(LINEAR, MATMUL_ADD, "nn.rms_norm", "nn.conv1d", "nn.conv2d", "nn.conv3d"),
+}
+
 PlacedMaker = Callable[[OpCall, Place], Function]
 _MAKERS: dict[str, PlacedMaker] = {}
 
@@ -75,7 +82,8 @@ def placed_torch_op(*names: str) -> Callable[[PlacedMaker], PlacedMaker]:
 
 
 def same_for_all(functions: dict[str, Function]) -> None:
-    """Register operators that are one torch function of their operands, whatever the call."""
+    """Register operators that are one torch function of their operands, whatever the call, in memory of its own."""
+    ALWAYS_NEW.update(functions)
     for name, function in functions.items():
         torch_op(name)(lambda call, function=function: with_numbers(call, function))  # type: ignore[misc]
 
@@ -106,6 +114,13 @@ def torch_function(
     >>> torch_function(op_call(relax.op.matmul(x, w)))(torch.ones(4, 8), torch.ones(8, 2))[0].shape
     torch.Size([4, 2])
     """
+    return _typed(untyped_function(call, mesh, rank, valid), [torch_dtype(out.dtype) for out in call.outputs])
+
+
+def untyped_function(
+    call: OpCall, mesh: Mesh | None = None, rank: int = 0, valid: tuple[Valid, ...] | None = None
+) -> Function:
+    """As :func:`torch_function`, but a single result may come bare, and the dtypes are those that torch gives."""
     name = operator_name(call)
     if name not in _MAKERS:
         refuse(
@@ -113,7 +128,7 @@ def torch_function(
             where=str(call.expr),
             fix="write it with other operators, or as a TIR function that R.call_tir calls",
         )
-    return _typed(_MAKERS[name](call, Place(mesh, rank, valid)), [torch_dtype(out.dtype) for out in call.outputs])
+    return _MAKERS[name](call, Place(mesh, rank, valid))
 
 
 def with_numbers(call: OpCall, function: Function) -> Function:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tvm import relax
@@ -25,6 +27,9 @@ _DIRECT: dict[str, Derivative] = {
     "nn.relu": lambda seed, x: _aten.threshold_backward(seed, x, 0),
     "nn.silu": _aten.silu_backward,
 }
+
+# Of operators whose results, or what else they compute, their gradients need.
+_RECORDED = {"nn.attention", "nn.attention_bias", "nn.layer_norm", "nn.rms_norm"}
 
 
 @placed_torch_op(VJP)
@@ -51,6 +56,51 @@ def _vjp(call: OpCall, place: Place) -> Function:
         return tuple(torch.zeros_like(x) if dx is None else dx for x, dx in zip(wanted, made, strict=True))
 
     return vjp
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A call and its gradients, where torch keeps for these what it has computed for that.
+
+    forward   of the call's operands: its results, and what is kept
+    backward  of what `mesh.vjp` takes, and of what is kept: the gradients
+    """
+
+    forward: Callable[..., tuple[tuple[Tensor, ...], Any]]
+    backward: Callable[..., tuple[Tensor, ...]]
+
+
+def recorded(call: OpCall, function: Function) -> Recorded:
+    """A `mesh.vjp` of one call on whole operands, which `function` computes."""
+    stated = vjp_of(call)
+    wanted, count = stated.wrt, len(stated.given)
+
+    def forward(*operands: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+        with torch.enable_grad():
+            leaves = [tensor.detach() for tensor in operands]
+            for number in wanted:
+                leaves[number].requires_grad_()
+            made = function(*leaves)
+        results = made if isinstance(made, (tuple, list)) else (made,)
+        return tuple([result.detach() for result in results]), ([leaves[number] for number in wanted], results)
+
+    def backward(*tensors: Any) -> tuple[Tensor, ...]:
+        leaves, results = tensors[-1]
+        seeds = zip(stated.seeds, tensors[count:-1], strict=True)
+        ends = [(results[number], seed) for number, seed in seeds if results[number].requires_grad]
+        if not ends:
+            return tuple(torch.zeros_like(leaf) for leaf in leaves)
+        given = [seed.to(result.dtype).reshape(result.shape) for result, seed in ends]
+        made = torch.autograd.grad([result for result, _ in ends], leaves, given, allow_unused=True)
+        return tuple(torch.zeros_like(leaf) if dx is None else dx for leaf, dx in zip(leaves, made, strict=True))
+
+    return Recorded(forward, backward)
+
+
+def can_be_recorded(call: OpCall) -> bool:
+    """Whether what the operator has computed helps to compute its gradients."""
+    stated = vjp_of(call)
+    return len(stated.calls) == 1 and stated.calls[0][0].name in _RECORDED and len(stated.given) == len(stated.operands)
 
 
 def _direct(stated: Vjp, derivative: Derivative) -> Function:

@@ -1,0 +1,161 @@
+"""Operators that torch has as one: products with a transposed matrix, and with a bias. What lies between them is never
+made, unless others use it. A transpose that undoes another is what that was made of.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mesh_tensor.base.dtypes import is_float
+from mesh_tensor.rules.operator.call import OpCall
+from mesh_tensor.rules.operator.fused import LINEAR, MATMUL_ADD
+
+from .program import Value
+from .steps import OpStep, Step
+
+
+def fused(steps: Sequence[Step], values: Mapping[str, Value], lasting: Collection[str]) -> list[Step]:
+    """The steps, where operators are taken together. `lasting`: values that somebody uses afterwards."""
+    return _Fuser(steps, values, lasting).steps()
+
+
+@dataclass(frozen=True)
+class _Made:
+    """By which step, and when, a value is made."""
+
+    step: OpStep
+    at: int
+
+
+class _Fuser:
+    def __init__(self, steps: Sequence[Step], values: Mapping[str, Value], lasting: Collection[str]) -> None:
+        self._all, self._values, self._lasting = steps, values, lasting
+        self._uses = Counter([*lasting, *(name for step in steps for name in step.reads)])
+        self._writes: dict[str, list[int]] = {}  # per storage, when others than operators write it
+        self._others = [number for number, step in enumerate(steps) if not isinstance(step, OpStep)]
+        for number in self._others:
+            for name in steps[number].writes:
+                self._writes.setdefault(values[name].storage, []).append(number)
+        self._made: dict[str, _Made] = {}
+        self._same: dict[str, str] = {}  # values that are others
+        self._known: dict[tuple[OpCall, OpCall, int], OpCall] = {}
+
+    def steps(self) -> list[Step]:
+        """The steps, in order."""
+        made: list[Step | None] = []
+        for number, step in enumerate(self._all):
+            if isinstance(step, OpStep):
+                step = replace(step, args=tuple([self._same.get(name, name) for name in step.args]))
+                if not self._undone(step, number):
+                    step = self._with_bias(self._transposed(step, number), number, made)
+                    self._made |= dict.fromkeys(step.results, _Made(step, number))
+            made.append(step)
+        return self._used(made)
+
+    def _undone(self, step: OpStep, number: int) -> bool:
+        """Whether it is a transpose that undoes another one, so that what it makes is there."""
+        inner = self._maker(step.args[0], "permute_dims") if _is_plain(step, "permute_dims") else None
+        if inner is None or step.whole or step.results[0] in self._lasting:
+            return False
+        source, result = inner.step.args[0], step.results[0]
+        before, after = _order(inner.step.call), _order(step.call)
+        if inner.step.call.outputs != step.call.inputs or [before[dim] for dim in after] != sorted(before):
+            return False
+        if not self._stays(source, inner.at, len(self._all)):
+            return False
+        self._uses[source] += self._uses[result]
+        self._uses[result], self._same[result] = 0, source
+        return True
+
+    def _transposed(self, step: OpStep, number: int) -> OpStep:
+        """A product with a matrix that is transposed before, as one with that matrix."""
+        if not _is_plain(step, "matmul") or not _is_linear(step.call):
+            return step
+        matrix = self._maker(step.args[1], "permute_dims")
+        if matrix is None or matrix.step.call.outputs != step.call.inputs[1:]:
+            return step
+        source = matrix.step.args[0]
+        if not self._stays(source, matrix.at, number):
+            return step
+        self._uses[step.args[1]] -= 1
+        self._uses[source] += 1
+        return replace(step, call=self._call(LINEAR, step.call, matrix.step.call), args=(step.args[0], source))
+
+    def _with_bias(self, step: OpStep, number: int, made: list[Step | None]) -> OpStep:
+        """A sum of a product and a bias, as one; the product is not made before."""
+        if not _is_plain(step, "add") or len(step.args) != 2:
+            return step
+        for position in (0, 1):
+            product = self._maker(step.args[position], "matmul") or self._maker(step.args[position], LINEAR)
+            if product is not None and self._may_add(product, step, position, number):
+                name = LINEAR if product.step.call.name == LINEAR else MATMUL_ADD
+                call = self._call(name, product.step.call, step.call, position)
+                made[product.at] = None
+                self._uses[step.args[position]] = 0
+                args = (*product.step.args, step.args[1 - position])
+                return replace(step, call=call, args=args, flops=step.flops + product.step.flops)
+        return step
+
+    def _follows(self, inner: _Made, number: int) -> bool:
+        """Whether there are only operators between the two steps."""
+        return bisect_right(self._others, inner.at) == bisect_right(self._others, number)
+
+    def _may_add(self, product: _Made, step: OpStep, position: int, number: int) -> bool:
+        call, bias = product.step.call, step.call.inputs[1 - position]
+        (out,) = call.outputs
+        return (
+            len(call.inputs) == 2
+            and _is_linear(call)
+            and (out,) == step.call.outputs
+            and step.call.inputs[position] == out
+            and (bias.shape, bias.dtype) == (out.shape[-1:], out.dtype)
+            and self._uses[step.args[position]] == 1
+            and self._follows(product, number)
+        )
+
+    def _maker(self, name: str, operator: str) -> _Made | None:
+        made = self._made.get(name)
+        return made if made is not None and _is_plain(made.step, operator) else None
+
+    def _stays(self, name: str, since: int, until: int) -> bool:
+        """Whether nothing but operators writes a value's memory between two steps."""
+        return not any(since < at < until for at in self._writes.get(self._values[name].storage, ()))
+
+    def _call(self, name: str, product: OpCall, other: OpCall, position: int = -1) -> OpCall:
+        """A call of a fused operator: of a product and the transpose of its matrix, or its bias, which is the operand
+        of a sum that is not at `position`."""
+        key = product, other, position
+        if key not in self._known:
+            last = other.inputs if position < 0 else (other.inputs[1 - position],)
+            operands = (product.inputs[0], *last) if position < 0 else (*product.inputs, *last)
+            self._known[key] = OpCall(name, product.expr, operands, product.outputs)
+        return self._known[key]
+
+    def _used(self, steps: Sequence[Step | None]) -> list[Step]:
+        """The steps without transposes whose results nothing uses any more."""
+        made: list[Step] = []
+        for step in reversed(steps):
+            if step is None:
+                continue
+            if isinstance(step, OpStep) and _is_plain(step, "permute_dims") and not self._uses[step.results[0]]:
+                self._uses[step.args[0]] -= 1
+                continue
+            made.append(step)
+        return made[::-1]
+
+
+def _is_plain(step: OpStep, operator: str) -> bool:
+    return step.call.name == operator and step.kernel is None and not step.checked
+
+
+def _is_linear(call: OpCall) -> bool:
+    """Whether it is a product with one matrix, of floats of one dtype."""
+    dtypes = {tensor.dtype for tensor in (*call.inputs, *call.outputs)}
+    return call.inputs[0].ndim > 0 and call.inputs[1].ndim == 2 and len(dtypes) == 1 and is_float(dtypes.pop())
+
+
+def _order(call: OpCall) -> list[int]:
+    return [call.axis(dim) for dim in call.attr("axes", range(call.inputs[0].ndim)[::-1])]

@@ -1,0 +1,120 @@
+"""Operators that torch has as one run as one, where that is what the graph says; results are those of the module."""
+
+import pytest
+import torch
+from torch import nn
+
+import mesh_tensor as mt
+from mesh_tensor.rules.operator.call import operator_name
+
+
+class Cases(nn.Module):
+    """One form per method; `x` is (4, 6, 8), `w` (8, 8), `b` (8,)."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x, w, b):
+        return getattr(self, self.name)(x, w, b)
+
+    def linear(self, x, w, b):
+        return torch.nn.functional.linear(x, w, b)
+
+    def transposed_without_a_bias(self, x, w, b):
+        return x @ w.t()
+
+    def bias_first(self, x, w, b):
+        return b + x @ w
+
+    def bias_of_rows(self, x, w, b):
+        return x[0] @ w + b[:6, None]
+
+    def product_used_twice(self, x, w, b):
+        y = x @ w
+        return (y + b) * y
+
+    def transpose_used_twice(self, x, w, b):
+        t = w.t()
+        return x @ t + (t * 2).sum()
+
+    def transpose_that_is_a_result(self, x, w, b):
+        t = w.t()
+        return x @ t, t
+
+    def undone(self, x, w, b):
+        return torch.relu(x).permute(2, 0, 1).permute(1, 2, 0) + b
+
+    def not_undone(self, x, w, b):
+        return torch.relu(x).permute(2, 0, 1).permute(2, 0, 1).sum(0)
+
+    def undone_result(self, x, w, b):
+        return x.permute(2, 0, 1).permute(1, 2, 0)
+
+    def two_products(self, x, w, b):
+        return x @ w + x @ w.t()
+
+
+FUSED = {
+    "linear": ["fused.linear"],
+    "transposed_without_a_bias": ["fused.linear"],
+    "bias_first": ["fused.matmul_add"],
+    "bias_of_rows": ["matmul", "add"],
+    "product_used_twice": ["matmul", "add"],
+    "transpose_used_twice": ["permute_dims", "fused.linear", "add"],
+    "transpose_that_is_a_result": ["permute_dims", "fused.linear"],
+    "undone": ["nn.relu", "add"],
+    "not_undone": ["nn.relu", "permute_dims", "permute_dims"],
+    "undone_result": ["permute_dims", "permute_dims"],
+    "two_products": ["matmul", "fused.linear", "add"],
+}
+SHOWN = {"fused.linear", "fused.matmul_add", "matmul", "add", "permute_dims", "nn.relu"}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_what_runs_as_one(name):
+    torch.manual_seed(0)
+    tensors = torch.randn(4, 6, 8), torch.randn(8, 8), torch.randn(8)
+    model = Cases(name)
+    mod = mt.from_torch(torch.export.export(model, tensors))
+    for mesh in ({"x": 1}, {"x": 2}):
+        run = mt.distribute_module(mod, mesh, {"x": {"x": 0}})
+        torch.testing.assert_close(run(*tensors), model(*tensors))
+        assert [n for step in run.program.ops if (n := operator_name(step.call)) in SHOWN] == FUSED[name]
+        assert all(f"torch {n}" in run.explain() for n in FUSED[name])
+
+
+def test_a_product_whose_sum_is_split_gets_its_bias_once():
+    torch.manual_seed(0)
+    tensors = torch.randn(4, 6, 8), torch.randn(8, 8), torch.randn(8)
+    model = Cases("linear")
+    mod = mt.from_torch(torch.export.export(model, tensors))
+    run = mt.distribute_module(mod, {"x": 2}, {"x": {"x": 2}, "w": {"x": 1}}, poison=True)
+    torch.testing.assert_close(run(*tensors), model(*tensors))
+    names = [operator_name(step.call) for step in run.program.ops]
+    assert names == ["fused.linear", "add"]  # the all-reduce is between them
+
+
+def test_low_precision_is_that_of_torch():
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape).bfloat16() for shape in ((4, 6, 8), (8, 8), (8,))]
+    model = Cases("linear")
+    run = mt.distribute_module(mt.from_torch(torch.export.export(model, tuple(tensors))), {"x": 1})
+    assert torch.equal(run(*tensors), model(*tensors))
+
+
+def test_gradients_of_weights_come_in_the_order_of_the_weight():
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(8, 5), torch.randn(4, 6, 8), torch.randn(4, 6, 5)
+    step = mt.training_step(model, nn.functional.mse_loss, (x, y), optimizer="sgd")
+    for mesh, layouts in (({"d": 1}, {}), ({"d": 2}, {"input": {"d": 0}})):
+        run = mt.distribute_module(step, mesh, layouts)
+        loss = run(x, y)
+        names = [operator_name(op.call) for op in run.program.ops]
+        assert "permute_dims" not in names
+        torch.testing.assert_close(loss, nn.functional.mse_loss(model(x), y))
+        expected = nn.Linear(8, 5)
+        expected.load_state_dict(model.state_dict())
+        nn.functional.mse_loss(expected(x), y).backward()
+        torch.optim.SGD(expected.parameters(), lr=1e-3).step()
+        torch.testing.assert_close(run.state_dict()["weight"], expected.weight.detach())

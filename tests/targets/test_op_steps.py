@@ -1,0 +1,67 @@
+"""Steps that follow each other as one function: the same bits as one by one, errors that name the step, and what torch
+keeps between operators and their gradients."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mesh_tensor as mt
+from mesh_tensor.base.errors import MeshTensorError
+from mesh_tensor.rules.operator.call import operator_name
+from mesh_tensor.targets.op_steps import in_sections, recorded_pairs
+
+
+class Block(nn.Module):
+    """Both norms, and causal attention of two heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.proj = nn.LayerNorm(8), nn.RMSNorm(8, eps=1e-6), nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = self.proj(self.first(x)).view(2, 6, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.second(x + y.transpose(1, 2).reshape(2, 6, 8))
+
+
+def test_what_torch_keeps_for_gradients_changes_no_bit():
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 6, 8), torch.randn(2, 6, 8)
+    step = mt.training_step(Block(), F.mse_loss, (x, y))
+    together, apart = (mt.distribute_module(step, {"d": 1}, poison=poison) for poison in (False, True))
+    records = recorded_pairs(together.program)
+    kept = [operator_name(step.call) for step, record in records.items() if record.gradient is not step]
+    assert sorted(kept) == ["nn.attention", "nn.layer_norm", "nn.rms_norm"]
+    for _ in range(2):
+        assert torch.equal(together(x, y), apart(x, y))
+    state = apart.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in together.state_dict().items())
+
+
+def test_operators_and_what_ends_among_them_are_one_section():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    mod = mt.from_torch(torch.export.export(model, (torch.randn(4, 8),)))
+    layouts = {"0.weight": {"x": 0}, "0.bias": {"x": 0}, "2.weight": {"x": 1}}
+    run = mt.distribute_module(mod, {"x": 2}, layouts)
+    runs = [
+        [step.words.split(" (")[0] for step in run_ if "end" not in step.words]
+        for run_ in in_sections(run.program.steps)
+    ]
+    assert [run_ for run_ in runs if run_ and "operator" in run_[0]] == [
+        ["operator fused.linear", "operator nn.relu", "operator fused.linear"],
+        ["operator add"],
+    ]
+    assert [step for run_ in in_sections(run.program.steps) for step in run_] == list(run.program.steps)
+
+
+def test_an_operator_that_fails_is_named():
+    class Picks(nn.Module):
+        def forward(self, x, index):
+            return torch.relu(x)[index + 1] * 2
+
+    tensors = torch.randn(4, 3), torch.tensor([0, 2])
+    run = mt.distribute_module(mt.from_torch(torch.export.export(Picks(), tensors)), {"x": 1})
+    with pytest.raises(MeshTensorError, match="indices from 1 to 4 into a dim of 4"):
+        run(tensors[0], torch.tensor([0, 3]))
+    torch.testing.assert_close(run(*tensors), Picks()(*tensors))
