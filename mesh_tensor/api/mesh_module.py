@@ -18,7 +18,7 @@ from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.importers.call_form import CallForm
 from mesh_tensor.program.explain import explain
 from mesh_tensor.program.from_graph import Kernels
-from mesh_tensor.program.plan_module import ModulePlan, plan_module
+from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.summary import summary
 from mesh_tensor.runtime.ambient import full_precision, undisturbed
@@ -32,6 +32,7 @@ from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.targets.kernels import find_target
 
 from .module_launch import ModuleLaunch
+from .module_plans import ModulePlans
 from .module_ports import Refined
 from .module_ranks import RankModuleLaunch
 from .module_recording import Recorder, Recording, requires_gradients
@@ -71,9 +72,7 @@ class MeshModule:
         sub_axes: bool = False,
     ) -> None:
         self._function, self._target, self._form = function, find_target(target), form
-        self._strict, self._poison, self._checks_indices = strict, poison, check_indices
-        self._replicate_unknown, self._kernels, self._overlap = replicate_unknown, kernels, overlap
-        self._sub_axes = sub_axes and not strict
+        self._poison, self._checks_indices, self._overlap = poison, check_indices, overlap
         mod = with_flat_parameters(mod, function)
         self._signature = ModuleSignature(mod, function)
         given = self._signature.weights(weights, self._target.device_type)
@@ -84,9 +83,20 @@ class MeshModule:
         self._recordings: Recent[tuple, Recording] = Recent(MODULE_SIZES)
         self._device_mesh = mesh if type(mesh).__name__ == "DeviceMesh" else _device_mesh(self._weights.values())
         named = mesh_of(mesh) if mesh is self._device_mesh and mesh is not None else mesh
-        self._stated = read_module_annotations(mod, function, None if named is None else Mesh(named), strict=strict)
-        self._mod, self.mesh = self._stated.module, self._stated.mesh if named is None else Mesh(named)
-        self._plans: Recent[tuple, ModulePlan] = Recent(MODULE_SIZES)
+        stated = read_module_annotations(mod, function, None if named is None else Mesh(named), strict=strict)
+        self._mod, self.mesh = stated.module, stated.mesh if named is None else Mesh(named)
+        self._plans = ModulePlans(
+            stated,
+            function,
+            self.mesh,
+            self._signature.symbols,
+            strict,
+            replicate_unknown,
+            kernels,
+            overlap,
+            check_indices,
+            sub_axes,
+        )
         self._launches: Recent[tuple, AnyLaunch] = Recent(MODULE_SIZES)
         self._plan: ModulePlan | None = None
         self._open = self._signature.is_open(given)
@@ -220,7 +230,7 @@ class MeshModule:
         with torch.no_grad():
             tensors, sizes = self._checked(given, bind, lambda tensors, sizes, _: (tensors, sizes))
         wanted = tuple(name for name, tensor in tensors.items() if tensor.requires_grad)
-        recorded = self._recordings.made((self._key(sizes), wanted), lambda: self._recording(sizes, wanted))
+        recorded = self._recordings.made((self._plans.key(sizes), wanted), lambda: self._recording(sizes, wanted))
         if not recorded.wanted:
             with torch.no_grad():
                 return self._run(given, bind, _call)
@@ -237,7 +247,7 @@ class MeshModule:
                 fix="pass parameters that are trained at each call, by name, instead of as weights, or "
                 "requires_grad_(False); export a model in eval mode, or use training_step",
             )
-        mod, mesh = bound(self._mod, self._function, sizes), self._device_mesh or self._stated.mesh
+        mod, mesh = bound(self._mod, self._function, sizes), self._device_mesh or self._plans.stated.mesh
         return self._recorder(mod, self._function, mesh, wanted, self._weights)
 
     def _run(self, given: Iterable[Any], bind: Callable[[], dict[str, Any]], use: Callable[[Any, Any], Any]) -> Any:
@@ -328,7 +338,7 @@ class MeshModule:
         have."""
         if not self.plan.graph.stored and self.plan.refinement is None:
             return self.plan
-        return self._made_plan(self._sizes, (), whole_axes=True)
+        return self._plans.new(self._sizes, (), whole_axes=True)
 
     @property
     def program(self) -> Program:
@@ -378,7 +388,7 @@ class MeshModule:
     @uncollected
     def _launch(self, sizes: Mapping[Any, int], ranks: Ranks | None) -> AnyLaunch:
         plan = self._plan = self._planned(sizes)
-        key = (self._key(sizes), None if ranks is None else ranks.calls.lane())
+        key = (self._plans.key(sizes), None if ranks is None else ranks.calls.lane())
         launch = self._launches.get(key)
         if launch is None:
             self._launches.drop(lambda key: key[1] is not None and not key[1].is_current())
@@ -390,48 +400,8 @@ class MeshModule:
         return launch
 
     def _planned(self, sizes: Mapping[Any, int], whole_axes: bool = False) -> ModulePlan:
-        key, self._sizes = (self._key(sizes), whole_axes), sizes
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._made_plan(sizes, self._weights, whole_axes)
-            self._check_strict(plan)
-            self._plans.put(key, plan)
-        return plan
-
-    def _made_plan(self, sizes: Mapping[Any, int], held: Collection[str], whole_axes: bool) -> ModulePlan:
-        if whole_axes and self._stated.mesh != self.mesh:
-            refuse(
-                f"the module is annotated for parts of axes, {self._stated.mesh}, and Disco takes none apart",
-                where=f"module function {self._function!r} on {self.mesh}",
-                fix="use a mesh that has these parts as axes of its own",
-            )
-        return plan_module(
-            bound(self._mod, self._function, sizes),
-            self._function,
-            self._stated.mesh,
-            self._stated.annotations,
-            replicate_unknown=self._replicate_unknown,
-            kernels=self._kernels,
-            overlap=self._overlap,
-            check_indices=self._checks_indices,
-            held=held,
-            base=self.mesh,
-            sub_axes=self._sub_axes and not whole_axes,
-        )
-
-    def _key(self, sizes: Mapping[Any, int]) -> tuple[int, ...]:
-        return tuple(sizes[var] for var in self._signature.symbols)
-
-    def _check_strict(self, plan: ModulePlan) -> None:
-        if not self._strict or not plan.layouts.conflicts:
-            return
-        why = "the annotations ask for different layouts there"
-        fix = "annotate the values between them so that they agree, or leave out strict"
-        if len(self._stated.annotations) == 1:
-            why = "the one annotation there is can't be used as stated there: an axis splits one factor of an operator"
-            fix = "state another layout for it, or leave out strict"
-        facts = [str(conflict) for conflict in plan.layouts.conflicts]
-        refuse(facts, where=f"module function {self._function!r}, strict", why=why, fix=fix)
+        self._sizes = sizes
+        return self._plans.of(sizes, self._weights, whole_axes)
 
 
 def _call(launch: AnyLaunch, tensors: Mapping[str, Any]) -> Any:

@@ -72,15 +72,23 @@ def _short(loop: tirx.For) -> tirx.Stmt | None:
     if MARK not in loop.annotations:
         return None
     annotations = {key: value for key, value in loop.annotations.items() if key != MARK}
-    guard = loop.body
-    limits = _limits(guard.condition, loop.loop_var) if isinstance(guard, tirx.IfThenElse) else None
-    if limits is None:
-        return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, guard, None, annotations)
-    lows, highs = limits
-    start, end = reduce(tirx.max, lows, loop.min), reduce(tirx.min, highs, loop.min + loop.extent)
+    found = running(loop)
+    if found is None:
+        return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, loop.body, None, annotations)
+    start, end = found
     analyzer = arith.Analyzer()
     start, extent = analyzer.simplify(start), analyzer.simplify(tirx.max(end - start, 0))
-    return tirx.For(loop.loop_var, start, extent, loop.kind, guard.then_case, None, annotations)
+    return tirx.For(loop.loop_var, start, extent, loop.kind, loop.body.then_case, None, annotations)
+
+
+def running(loop: tirx.For) -> tuple[tirx.PrimExpr, tirx.PrimExpr] | None:
+    """From where on, and up to where, a loop that `lengthen` made does something; None for other loops."""
+    guard = loop.body if MARK in loop.annotations else None
+    limits = _limits(guard.condition, loop.loop_var) if isinstance(guard, tirx.IfThenElse) else None
+    if limits is None:
+        return None
+    lows, highs = limits
+    return reduce(tirx.max, lows, loop.min), reduce(tirx.min, highs, loop.min + loop.extent)
 
 
 def _limits(condition: tirx.PrimExpr, var: tirx.Var) -> tuple[list[tirx.PrimExpr], list[tirx.PrimExpr]] | None:

@@ -75,6 +75,13 @@ def test_only_margins_move(name):
     assert "needed whole" not in told
 
 
+def test_where_a_loop_starts_and_ends_with_its_row_only_what_is_before_moves():
+    """The last block that a row reads is its own: nothing comes from the device behind."""
+    func = sliding_attention(96, 8, 8, block=8)
+    kernel = mt.compile(mt.annotate(func, {"x": 4}, ALL), target="interpret")
+    assert [(step.kind, step.bytes) for step in kernel.program.collectives] == [("halo", 4 * 8 * 8)] * 2
+
+
 def test_both_dims_of_a_grid():
     """Corners come from the diagonal neighbour, in the same collective."""
     layouts = {"A": {"x": 0, "y": 1}, "out": {"x": 0, "y": 1}}

@@ -12,6 +12,7 @@ from tvm import arith, tirx
 
 from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.linear import Linear, vars_of
+from mesh_tensor.tir.nodes import nodes
 
 from .statements import Loop
 
@@ -54,7 +55,7 @@ class Distance:
         const, terms = _terms(expr)
         ends = self._ends(expr, terms)
         if ends is not None:
-            first, last = (self.bounds(end, slope) for end in ends)
+            first, last = (self._by_cases(end, slope) for end in ends)
             return None if first is None or last is None else first.hull(last)
         total, left = Interval(Fraction(const), Fraction(const)), slope
         opaque: list[tuple[tirx.PrimExpr, Fraction]] = []
@@ -75,6 +76,25 @@ class Distance:
                 return None
             total += bounds.scaled(share)
         return self._with_opaque(total, opaque, left)
+
+    def _by_cases(self, expr: tirx.PrimExpr, slope: Fraction) -> Interval | None:
+        """Bounds of an expression with a choice of the larger or smaller: of what it is in either case, where what is
+        chosen may cancel out."""
+        bounds = self.bounds(expr, slope)
+        choice = next(iter(nodes(tirx.Evaluate(expr), tirx.Max, tirx.Min)), None)
+        if choice is None or bounds is None:
+            return bounds
+        below, above = (
+            self._where(condition, expr, slope) for condition in (choice.a < choice.b, choice.a >= choice.b)
+        )
+        if below is None or above is None:
+            return bounds
+        either = below.hull(above)
+        return Interval(max(bounds.low, either.low), min(bounds.high, either.high))
+
+    def _where(self, condition: tirx.PrimExpr, expr: tirx.PrimExpr, slope: Fraction) -> Interval | None:
+        with self._analyzer.constraint_scope(condition):
+            return self.bounds(self._analyzer.simplify(expr), slope)
 
     def _ends(
         self, expr: tirx.PrimExpr, terms: Sequence[tuple[tirx.PrimExpr, int]]

@@ -11,6 +11,7 @@ from tvm import tirx
 
 from mesh_tensor.base.window import Reach, Reaches
 from mesh_tensor.tir.linear import Linear, vars_of
+from mesh_tensor.tir.short_loops import running
 from mesh_tensor.tir.user_reports import is_print, printed_buffers
 
 from .bounded_indices import Distance
@@ -18,7 +19,7 @@ from .coordinates import Coordinates
 from .factor_derivation import Dim
 from .factors import Factor
 from .reader import safe_buffers
-from .statements import Access, Kernel, Statement
+from .statements import Access, Kernel, Loop, Statement
 
 
 def find_windows(kernel: Kernel, coordinates: Coordinates) -> dict[Dim, tuple[Factor, Reaches]]:
@@ -95,7 +96,8 @@ def _reach(kernel: Kernel, factor: Factor, index: tirx.PrimExpr, statement: Stat
         return None
     terms = {loop.var: factor.roles[loop.var] for loop in statement.loops if loop.var in factor.roles}
     form = Linear(terms)
-    distance = Distance(form, int(factor.size) - 1, {loop.var: loop for loop in statement.loops}, kernel.analyzer)
+    loops = {loop.var: _running(loop) for loop in statement.loops}
+    distance = Distance(form, int(factor.size) - 1, loops, kernel.analyzer)
     found = distance.best(index)
     if found is None:
         return None
@@ -103,6 +105,12 @@ def _reach(kernel: Kernel, factor: Factor, index: tirx.PrimExpr, statement: Stat
     low = math.ceil(bounds.low) if slope.denominator == 1 else math.floor(bounds.low)
     high = math.floor(bounds.high) if slope.denominator == 1 else math.ceil(bounds.high)
     return slope, Reach(low, high, min(terms.values()))
+
+
+def _running(loop: Loop) -> Loop:
+    """The iterations of a loop that do something."""
+    found = None if loop.node is None else running(loop.node)
+    return loop if found is None else Loop(loop.var, found[0], found[1] - found[0], loop.kind, loop.node)
 
 
 def _mentioned(index: tirx.PrimExpr, statement: Statement, kernel: Kernel) -> set[tirx.Var]:

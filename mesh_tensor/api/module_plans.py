@@ -1,0 +1,86 @@
+"""The plans of a module's function: one for each choice of sizes for its symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mesh_tensor.annotations.module_annotations import ModuleAnnotations
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.recent import MODULE_SIZES, Recent
+from mesh_tensor.program.from_graph import Kernels
+from mesh_tensor.program.plan_module import ModulePlan, plan_module
+from mesh_tensor.runtime.module_inputs import bound
+
+
+@dataclass(frozen=True, eq=False)
+class ModulePlans:
+    """How a function of an annotated module is planned for a mesh. `symbols`: its open sizes; `strict`: whether
+    annotations that can't be used together are refused; the others as in `plan_module`."""
+
+    stated: ModuleAnnotations
+    function: str
+    mesh: Mesh
+    symbols: Sequence[Any]
+    strict: bool
+    replicate_unknown: bool
+    kernels: Kernels
+    overlap: str | int
+    check_indices: bool
+    sub_axes: bool
+    _known: Recent[tuple, ModulePlan] = field(default_factory=lambda: Recent(MODULE_SIZES))
+
+    def key(self, sizes: Mapping[Any, int]) -> tuple[int, ...]:
+        """The sizes in the order of the symbols."""
+        return tuple(sizes[var] for var in self.symbols)
+
+    def of(self, sizes: Mapping[Any, int], held: Collection[str], whole_axes: bool = False) -> ModulePlan:
+        """The plan for these sizes of symbols, where `held` are the names of parameters that lie as it wants them.
+        `whole_axes`: one that takes no axis apart.
+
+        Raises:
+            MeshTensorError: annotations that can't be used together (`strict`), or that state parts of axes where no
+                axis is to be taken apart; what planning refuses.
+        """
+        key = (self.key(sizes), whole_axes)
+        plan = self._known.get(key)
+        if plan is None:
+            plan = self.new(sizes, held, whole_axes)
+            self._check(plan)
+            self._known.put(key, plan)
+        return plan
+
+    def new(self, sizes: Mapping[Any, int], held: Collection[str], whole_axes: bool) -> ModulePlan:
+        """Like `of`, but made anew, and not kept."""
+        if whole_axes and self.stated.mesh != self.mesh:
+            refuse(
+                f"the module is annotated for parts of axes, {self.stated.mesh}, and Disco takes none apart",
+                where=f"module function {self.function!r} on {self.mesh}",
+                fix="use a mesh that has these parts as axes of its own",
+            )
+        return plan_module(
+            bound(self.stated.module, self.function, sizes),
+            self.function,
+            self.stated.mesh,
+            self.stated.annotations,
+            replicate_unknown=self.replicate_unknown,
+            kernels=self.kernels,
+            overlap=self.overlap,
+            check_indices=self.check_indices,
+            held=held,
+            base=self.mesh,
+            sub_axes=self.sub_axes and not self.strict and not whole_axes,
+        )
+
+    def _check(self, plan: ModulePlan) -> None:
+        if not self.strict or not plan.layouts.conflicts:
+            return
+        why = "the annotations ask for different layouts there"
+        fix = "annotate the values between them so that they agree, or leave out strict"
+        if len(self.stated.annotations) == 1:
+            why = "the one annotation there is can't be used as stated there: an axis splits one factor of an operator"
+            fix = "state another layout for it, or leave out strict"
+        facts = [str(conflict) for conflict in plan.layouts.conflicts]
+        refuse(facts, where=f"module function {self.function!r}, strict", why=why, fix=fix)
