@@ -155,6 +155,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def _commit() -> str:
+    if subprocess.run(["git", "rev-parse"], cwd=Path(__file__).parent, capture_output=True).returncode:
+        return "unknown (no checkout)"
     commit = _output(["git", "rev-parse", "--short", "HEAD"])
     return commit + (" with changes" if _output(["git", "status", "--porcelain", "--untracked-files=no"]) else "")
 
