@@ -19,16 +19,20 @@ from mesh_tensor.importers.imported import identifiers
 from mesh_tensor.importers.torch_dropout import counted, has_seed
 from mesh_tensor.importers.torch_frontend import from_torch
 
-SEED = torch.zeros((), dtype=torch.int64)  # of example inputs
 Loss = Callable[..., torch.Tensor] | None
 Tensors = tuple[torch.Tensor, ...]
+
+
+def example_seed() -> torch.Tensor:
+    """The seed among example inputs."""
+    return torch.zeros((), dtype=torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class ImportedLoss:
     """`module` gives the loss, then the new values of `buffers`, its inputs after the batch; these by name. `loss` is
     torch's on the example inputs, for which gradients can be taken. `seeded`: some of the model drops; the module takes
-    a seed after the buffers, and `loss` is that for `SEED`."""
+    a seed after the buffers, and `loss` is that for `example_seed`."""
 
     module: ImportedModule
     buffers: dict[str, torch.Tensor]
@@ -38,7 +42,7 @@ class ImportedLoss:
     @property
     def given(self) -> Tensors:
         """The inputs after the batch."""
-        return (*self.buffers.values(), *([SEED] if self.seeded else []))
+        return (*self.buffers.values(), *([example_seed()] if self.seeded else []))
 
 
 @contextmanager
@@ -97,7 +101,7 @@ def _imported(
     program = counted(torch.export.export(WithLoss(model, loss, list(written)), given, strict=False))
     seeded = has_seed(program)
     if seeded:
-        value = _loss(program, model, (*given, SEED))
+        value = _loss(program, model, (*given, example_seed()))
     module = from_torch(program)
     names: Any = list(signature(model.forward).parameters)[: len(inputs)]
     names += [f"input_{n}" for n in range(len(names), len(inputs))]

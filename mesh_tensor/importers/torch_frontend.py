@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from mesh_tensor.base.errors import refuse
 from mesh_tensor.runtime.sequential import run_sequential
 
 from .call_form import form_of
@@ -45,6 +46,8 @@ def from_torch(program: torch.export.ExportedProgram, *, check: bool = True, buf
             the torch module it is in; a program that writes its inputs, or takes numbers that are not constant; results
             that differ.
     """
+    if not isinstance(program, torch.export.ExportedProgram):
+        refuse(f"a {type(program).__name__} is no exported program", fix="pass torch.export.export(model, inputs)")
     program = counted(program)
     module = replace(import_torch(program, buffers), form=form_of(program))
     if check and program.example_inputs is not None:

@@ -34,8 +34,6 @@ from .torch_weights import without_tied
 @uncollected
 def import_torch(program: torch.export.ExportedProgram, buffers: bool) -> ImportedModule:
     """The Relax module of an exported program: `mesh_tensor.from_torch`, without its check of results."""
-    if not isinstance(program, torch.export.ExportedProgram):
-        refuse(f"a {type(program).__name__} is no exported program", fix="pass torch.export.export(model, inputs)")
     refuse_autocast(program)
     importer = _Importer()
     with warnings.catch_warnings():

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mesh_tensor.base.collective_time import collective_time
+from mesh_tensor.base.collectives import BETWEEN, CollectiveKind
 from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.placement import Partial, Replicate, Shard
 from mesh_tensor.pipelining.check import Held, peaks
 from mesh_tensor.pipelining.clock import timeline
 from mesh_tensor.pipelining.schedule import Action, Schedule
@@ -17,6 +19,8 @@ from .choices import DATA, Choice
 Order = tuple[str, int, int, int]  # a schedule's name, meshes, microbatches, chunks
 _GRADIENT = 4  # bytes of an element of a gradient: sums are kept in float32
 _STATE = 4  # bytes of each number that an optimizer keeps
+_REDUCED, _SCATTERED = BETWEEN[Partial, Replicate], BETWEEN[Partial, Shard]
+_GATHERED = BETWEEN[Shard, Replicate]
 
 
 @dataclass(frozen=True)
@@ -171,12 +175,8 @@ class Composer:
         if choice.recompute:
             backward += forward
         if choice.zero == 3:
-            gathered = sum(
-                self._over_data(choice, "all_gather", piece.weights, piece.tensors) for piece in stage.pieces
-            )
-            scattered = sum(
-                self._over_data(choice, "reduce_scatter", piece.weights, piece.tensors) for piece in stage.pieces
-            )
+            gathered = sum(self._over_data(choice, _GATHERED, piece.weights, piece.tensors) for piece in stage.pieces)
+            scattered = sum(self._over_data(choice, _SCATTERED, piece.weights, piece.tensors) for piece in stage.pieces)
             return self._beside(forward, gathered), self._beside(backward, gathered + scattered)
         return forward, backward + self._update(3 * _GRADIENT * stage.elements) * (choice.microbatches > 1)
 
@@ -186,7 +186,7 @@ class Composer:
 
     def _end(self, choice: Choice, stage: Stage) -> float:
         """After the last microbatch: gradients are reduced, weights and states updated."""
-        reduced = self._over_data(choice, "all_reduce", _GRADIENT * stage.elements, stage.tensors)
+        reduced = self._over_data(choice, _REDUCED, _GRADIENT * stage.elements, stage.tensors)
         return reduced * (choice.zero < 3) + self.update(choice, stage)
 
     def update(self, choice: Choice, stage: Stage, split: bool = False) -> float:
@@ -194,17 +194,17 @@ class Composer:
         those of a device's own part, whatever ZeRO is."""
         touched = _GRADIENT * stage.elements + 2 * stage.weights + 2 * _STATE * self._states * stage.elements
         took = touched / (1 if split or not choice.zero else choice.data) / self._machine.main_memory.rate
-        return took + self._over_data(choice, "all_gather", stage.weights, stage.tensors) * (choice.zero == 1)
+        return took + self._over_data(choice, _GATHERED, stage.weights, stage.tensors) * (choice.zero == 1)
 
     def kept(self, choice: Choice, elements: int) -> int:
         """Bytes that an optimizer keeps for so many elements of weights, as they lie."""
         return _STATE * self._states * elements // (choice.data if choice.zero == 1 else 1)
 
-    def _over_data(self, choice: Choice, kind: str, nbytes: float, tensors: int) -> float:
+    def _over_data(self, choice: Choice, kind: CollectiveKind, nbytes: float, tensors: int) -> float:
         """A collective of each of so many whole tensors over the data axis."""
         group = choice.data
-        received = nbytes * (group - 1) / group * (2 if kind == "all_reduce" else 1) / max(1, tensors)
-        return tensors * collective_time(self._machine, kind, received, choice.mesh, (DATA,)) if group > 1 else 0.0
+        received = nbytes * (group - 1) / group * (2 if kind is _REDUCED else 1) / max(1, tensors)
+        return tensors * collective_time(self._machine, kind.name, received, choice.mesh, (DATA,)) if group > 1 else 0.0
 
     def _update(self, nbytes: float) -> float:
         return nbytes / self._machine.main_memory.rate

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from mesh_tensor.base.collective_time import collective_time
+from mesh_tensor.base.collectives import BETWEEN
 from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.placement import Partial, Replicate
 from mesh_tensor.pipelining.clock import Timeline, timeline
 from mesh_tensor.pipelining.fragments import gradient_name
 from mesh_tensor.pipelining.schedule import Action, Schedule
@@ -147,7 +149,7 @@ def _reducing(here: Any, machine: Machine) -> float:
         if axes := tuple(axis for axis, _ in made.layouts[name].partial):
             group = math.prod(here.mesh.size(axis) for axis in axes)
             received = 2 * (group - 1) / group * tile_bytes(here, [name], GRADIENT)
-            seconds += collective_time(machine, "all_reduce", received, here.mesh, axes)
+            seconds += collective_time(machine, BETWEEN[Partial, Replicate].name, received, here.mesh, axes)
     return seconds
 
 
