@@ -24,6 +24,11 @@ settings.register_profile(
 settings.load_profile("ci")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of many random cases, which take longest, start first: no worker waits for another one's in the end."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/test_random"))
+
+
 @pytest.fixture(autouse=True)
 def seeds():
     """Every test draws the same random numbers whichever tests ran before it."""
