@@ -200,6 +200,11 @@ def _function(
     return tirx.PrimFunc(list(handles), realized, None, handles)
 
 
+def states_combinations(text: str) -> bool:
+    """Whether a saved module has a kernel that states how states combine."""
+    return _PREFIX in text
+
+
 def _read_all(block: tirx.SBlock) -> tuple[Combination, ...]:
     stated = ((str(key), value) for key, value in block.annotations.items())
     kept = ((key[len(_PREFIX) :], text) for key, text in stated if key.startswith(_PREFIX))

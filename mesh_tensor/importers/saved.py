@@ -14,6 +14,7 @@ import tilelang
 import tvm
 from tvm import ir, relax, tirx
 
+from mesh_tensor.annotations.combination import states_combinations
 from mesh_tensor.annotations.names import check_module
 from mesh_tensor.base.errors import listing, refuse, shown
 
@@ -122,7 +123,10 @@ def _of_json(text: str, path: Path) -> object:
         checked_text = checked(document)
     except BadModule as error:
         refuse(f"{str(path)!r} is no JSON of a module", where=versions, why=str(error), fix=_FIX)
-    problem = "" if _vouched_for(document, checked_text, path) else tried("json", checked_text).problem
+    is_ours = _vouched_for(document, checked_text, path)
+    if not is_ours:
+        _refuse_combinations(checked_text, path)
+    problem = "" if is_ours else tried("json", checked_text).problem
     loaded: object = None
     if not problem:
         try:
@@ -140,10 +144,22 @@ def _of_text(text: str, path: Path) -> object:
     problem = answer.problem
     if not problem:
         try:
-            return ir.load_json(checked(parse(answer.text)))
+            text = checked(parse(answer.text))
+            _refuse_combinations(text, path)
+            return ir.load_json(text)
         except BadModule as error:
             problem = str(error)
     return refuse(f"{str(path)!r} can't be parsed as TVMScript", why=problem, fix=FIX_OF_TEXT)
+
+
+def _refuse_combinations(text: str, path: Path) -> None:
+    """What a file says was tried, nobody has tried here."""
+    if states_combinations(text):
+        refuse(
+            f"{str(path)!r} has a kernel that states how states combine (mt.combine)",
+            why="that is taken as the kernel's author has it, and the file is not as mt.save_module left it",
+            fix="save it with mt.save_module(mod, path), or build the kernel again here",
+        )
 
 
 def _vouched_for(document: dict[str, Any], text: str, path: Path) -> bool:

@@ -7,6 +7,7 @@ import pytest
 from tvm import ir
 
 import mesh_tensor as mt
+from kernels.combined import one_pass_variance
 from mesh_tensor.importers import saved_json, saved_probe
 from tests.plan.modules import Heads
 
@@ -137,6 +138,16 @@ def test_a_tensor_whose_header_lies(tmp_path):
     for changed in (kept[:-8], "A" + kept[1:], "", None, kept + "====", kept[:40] + "////" + kept[44:]):
         tensor["data"] = changed
         assert "(ffi.Tensor)" in refused_json(tmp_path / "a.json", document)
+
+
+def test_combinations_of_states_that_nobody_has_tried_here(tmp_path):
+    """A kernel in a file may claim that its states combine: only what `save_module` wrote is believed."""
+    mod = ir.IRModule({"main": one_pass_variance(8, 16).with_attr("global_symbol", "main")})
+    mt.save_module(mod, tmp_path / "ours.json")
+    ir.assert_structural_equal(mt.load_module(tmp_path / "ours.json"), mod)
+    text = refused_json(tmp_path / "other.json", json.loads(ir.save_json(mod)))
+    assert "states how states combine (mt.combine)" in text
+    assert "save it with mt.save_module" in text
 
 
 def test_text_that_is_no_unicode(tmp_path):
