@@ -75,7 +75,7 @@ def loop_like(
     if thread is not None and not ir.structural_equal(extent, loop.extent):
         thread = tirx.IterVar(thread.dom, thread.var, thread.iter_type, thread.thread_tag)
     low = loop.min if start is None else start
-    return tirx.For(loop.loop_var, low, extent, loop.kind, body, thread, loop.annotations)
+    return tirx.For(loop.loop_var, low, extent, loop.kind, body, thread, loop.annotations, loop.step)
 
 
 def block_like(

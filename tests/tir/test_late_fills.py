@@ -3,10 +3,10 @@
 import pytest
 import tilelang.language as T
 import torch
-from tvm import ir
+from tvm import ir, tirx
 
 from mesh_tensor.tir.late_fills import with_early_fills
-from tests.lowering.support import assert_right, lowered, outline
+from tests.lowering.support import assert_right, lowered, nodes, outline
 
 
 def scaled_sums(style="late", M=16, K=64, block=16):
@@ -97,3 +97,18 @@ def test_numbers(style, devices):
     assert_right(scaled_sums(style), {"x": devices}, dims, inputs, reference, rtol=1e-4, atol=1e-4)
     if style == "late" and devices == 2:
         assert outline(lowered(scaled_sums(style), {"x": 2}, dims, strict=True))[1] == "all_reduce(Y, sum, x)"
+
+
+def test_loops_keep_their_step():
+    """TileLang writes steps into the body; TIR has them in the loop."""
+
+    def with_step(loop):
+        if loop.loop_var.name != "k":
+            return None
+        return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, loop.body, None, loop.annotations, step)
+
+    kernel, step = scaled_sums("late"), tirx.IntImm("int32", 2)
+    kernel = kernel.with_body(tirx.stmt_functor.ir_transform(kernel.body, None, with_step, ["tirx.For"]))
+    made = with_early_fills(kernel)
+    assert not made.same_as(kernel)
+    assert [int(loop.step) for loop in nodes(made, tirx.For) if loop.step is not None] == [2]
