@@ -40,7 +40,7 @@ def shorten(body: tirx.Stmt) -> tirx.Stmt:
 
 def _is_short(loop: tirx.For) -> bool:
     is_plain = loop.kind == tirx.ForKind.SERIAL and loop.thread_binding is None and MARK not in loop.annotations
-    return is_plain and not isinstance(loop.extent, tirx.IntImm) and not leaves_loop(loop)
+    return is_plain and loop.step is None and not isinstance(loop.extent, tirx.IntImm) and not leaves_loop(loop)
 
 
 def _long(loop: tirx.For, analyzer: arith.Analyzer, around: set[tirx.Var]) -> tirx.Stmt | None:

@@ -17,6 +17,7 @@ from tvm.tirx.stmt_functor import ir_transform, post_order_visit, substitute
 
 from .effects import op_name
 from .nodes import nodes
+from .rewrite import loop_like
 
 #: The attribute around the statements of one `T.print`.
 PRINT_ATTR = "mesh_tensor.print"
@@ -150,7 +151,7 @@ def _mark_lone(node: tirx.Stmt) -> tirx.Stmt | None:
         return node
     if isinstance(node, tirx.For) and print_call(node.body) is not None:
         body = _marked([node.body])
-        return tirx.For(node.loop_var, node.min, node.extent, node.kind, body, node.thread_binding, node.annotations)
+        return loop_like(node, node.extent, body)
     if isinstance(node, tirx.IfThenElse) and node.else_case is None and print_call(node.then_case) is not None:
         return tirx.IfThenElse(node.condition, _marked([node.then_case]), None)
     return None

@@ -59,3 +59,9 @@ def test_long_and_short():
     assert (int(long.body.min), int(long.body.extent)) == (0, 4)
     for block in range(4):
         assert iterations(long.body, block) == iterations(shorten(long).body, block) == list(range(block, 4))
+
+
+def test_loops_with_a_step_stay_as_they_are():
+    loop = tirx.For(K, BLOCK, 4 - BLOCK, tirx.ForKind.SERIAL, STORE, step=tirx.IntImm("int32", 2))
+    func = tirx.PrimFunc([], tirx.For(BLOCK, 0, 4, tirx.ForKind.SERIAL, loop), None, {})
+    assert lengthen(func).same_as(func)
