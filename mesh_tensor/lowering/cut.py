@@ -242,11 +242,4 @@ def part_of(
 
 
 def _used(body: tirx.Stmt) -> set[tirx.Buffer]:
-    found: set[tirx.Buffer] = set()
-
-    def visit(node: object) -> None:
-        if isinstance(node, (tirx.BufferLoad, tirx.BufferStore)):
-            found.add(node.buffer)
-
-    tirx.stmt_functor.post_order_visit(body, visit)
-    return found
+    return {access.buffer for access in nodes(body, tirx.BufferLoad, tirx.BufferStore)}

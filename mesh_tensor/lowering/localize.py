@@ -23,6 +23,7 @@ from mesh_tensor.tir.constants import neutral_element
 from mesh_tensor.tir.effects import changes_nothing, op_name
 from mesh_tensor.tir.fused_loops import fuse
 from mesh_tensor.tir.linear import as_expr, vars_of
+from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.one_iteration import collapse
 from mesh_tensor.tir.rewrite import block_like, loop_like, replace_block
 from mesh_tensor.tir.short_loops import shorten
@@ -305,18 +306,13 @@ class _LoopExtents:
 
     def _taints(self, exprs: Sequence[tirx.PrimExpr]) -> set[tirx.Var]:
         """The loops that what is loaded in the expressions depends on."""
-        kernel, found = self._analysis.kernel, set[tirx.Var]()
-
-        def visit(node: object) -> None:
+        analysis, found = self._analysis, set[tirx.Var]()
+        binds = analysis.kernel.binds
+        for node in (node for expr in exprs for node in nodes(expr, tirx.BufferLoad, tirx.Var)):
             if isinstance(node, tirx.BufferLoad):
                 access = self._values.access(node)
-                found.update(vars_of(node.indices, kernel.binds))
-                found.update(
-                    () if access is None else self._analysis.taints[self._analysis.coordinates.ranges.of(access)]
-                )
-            elif isinstance(node, tirx.Var) and node in kernel.binds:
-                found.update(self._taints([kernel.binds[node]]))
-
-        for expr in exprs:
-            tirx.stmt_functor.post_order_visit(expr, visit)
+                found |= vars_of(node.indices, binds)
+                found |= set() if access is None else analysis.taints[analysis.coordinates.ranges.of(access)]
+            elif node in binds:
+                found |= self._taints([binds[node]])
         return found

@@ -12,11 +12,12 @@ from typing import Any
 
 import tvm
 from tvm import s_tir, tirx
-from tvm.tirx.stmt_functor import ir_transform, post_order_visit, substitute
+from tvm.tirx.stmt_functor import ir_transform, substitute
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.kernel.statements import body_statements
 from mesh_tensor.tir.effects import written
+from mesh_tensor.tir.nodes import loads
 from mesh_tensor.tir.rewrite import exchange_buffers, sequence
 
 _SPATIAL = 0  # the kind of a block's variable whose values may come in any order
@@ -44,12 +45,9 @@ def compact(buffer: tirx.Buffer, name: str) -> tirx.Buffer:
     return tirx.decl_buffer([tirx.IntImm("int32", int(size)) for size in buffer.shape], buffer.dtype, name)
 
 
-def loaded(nodes: Iterable[tirx.PrimExpr | tirx.Stmt]) -> list[tirx.Buffer]:
+def loaded(places: Iterable[tirx.PrimExpr | tirx.Stmt]) -> list[tirx.Buffer]:
     """The buffers that are read somewhere in these, each once."""
-    found: dict[tirx.Buffer, None] = {}
-    for node in nodes:
-        post_order_visit(node, lambda n: found.setdefault(n.buffer) if isinstance(n, tirx.BufferLoad) else None)
-    return list(found)
+    return list(dict.fromkeys(load.buffer for place in places for load in loads(place)))
 
 
 def is_count(low: tirx.PrimExpr, extent: tirx.PrimExpr) -> bool:

@@ -6,7 +6,8 @@ import math
 
 from tvm import arith, tirx
 from tvm.ir import Range
-from tvm.tirx.stmt_functor import post_order_visit
+
+from mesh_tensor.tir.nodes import nodes
 
 from .tir_nests import is_count, loaded
 
@@ -14,20 +15,9 @@ from .tir_nests import is_count, loaded
 def is_reshape(kernel: tirx.PrimFunc) -> bool:
     """Whether a kernel of one operand and one result leaves each element at its place in row-major order."""
     buffers = [kernel.buffer_map[param] for param in kernel.params]
-    stores: list[tirx.BufferStore] = []
-    conditions: list[object] = []
-    loops: dict[tirx.Var, int] = {}
-
-    def visit(node: object) -> None:
-        if isinstance(node, tirx.BufferStore):
-            stores.append(node)
-        elif isinstance(node, tirx.For) and is_count(node.min, node.extent):
-            loops[node.loop_var] = int(node.extent)
-        elif isinstance(node, (tirx.IfThenElse, tirx.For)):
-            conditions.append(node)
-
-    post_order_visit(kernel.body, visit)
-    if len(buffers) != 2 or len(stores) != 1 or conditions:
+    stores, around = nodes(kernel.body, tirx.BufferStore), nodes(kernel.body, tirx.For)
+    loops = {loop.loop_var: int(loop.extent) for loop in around if is_count(loop.min, loop.extent)}
+    if len(buffers) != 2 or len(stores) != 1 or len(loops) < len(around) or nodes(kernel.body, tirx.IfThenElse):
         return False
     (store,), (source, target) = stores, buffers
     load = store.value

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 from tvm import ir, relax, tirx
-from tvm.tirx.stmt_functor import post_order_visit
 
 from mesh_tensor.annotations.annotate import TILES_ATTR
 from mesh_tensor.annotations.names import Fresh
@@ -24,6 +22,7 @@ from mesh_tensor.rules.operator.call import OpCall, op_call
 from mesh_tensor.tir.effects import side_effect, written
 from mesh_tensor.tir.functions import function_name
 from mesh_tensor.tir.memory import named
+from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.tile_position import helpers_in
 from mesh_tensor.tir.views import left_views, resolve_views
 
@@ -146,12 +145,7 @@ def _reshape(node: Node, inputs: tuple[Value, ...], outputs: tuple[Value, ...]) 
 
 def is_tile_kernel(func: tirx.PrimFunc) -> bool:
     """Whether the function is a TileLang kernel: a body in a T.Kernel."""
-    found: list[Any] = []
-    post_order_visit(
-        func.body,
-        lambda n: found.append(n) if isinstance(n, tirx.SBlock) and n.name_hint == "tilelang_root" else None,
-    )
-    return bool(found)
+    return any(block.name_hint == "tilelang_root" for block in nodes(func.body, tirx.SBlock))
 
 
 @dataclass(frozen=True)
@@ -208,16 +202,7 @@ def _groups(stmts: Sequence[tirx.Stmt], writes: Sequence[Sequence[tirx.Buffer]])
 
 
 def _has_effects(stmt: tirx.Stmt) -> bool:
-    found: list[str] = []
-
-    def visit(node: object) -> None:
-        if isinstance(node, tirx.Evaluate):
-            found.append("a call")
-        elif isinstance(node, tirx.Stmt) and (effect := side_effect(node)) is not None:
-            found.append(effect)
-
-    post_order_visit(stmt, visit)
-    return bool(found)
+    return any(isinstance(part, tirx.Evaluate) or side_effect(part) is not None for part in nodes(stmt, tirx.Stmt))
 
 
 def _check_written(name: str, results: Sequence[tirx.Buffer], stages: Sequence[_Stage]) -> None:

@@ -17,13 +17,13 @@ from functools import cached_property, partial
 from typing import Protocol
 
 from tvm import tirx
-from tvm.tirx.stmt_functor import post_order_visit
 
 from mesh_tensor.annotations.annotate import read_annotations
 from mesh_tensor.annotations.specialize import specialize
 from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
+from mesh_tensor.tir.nodes import nodes
 
 from .builder import Split
 from .overlap import with_overlap
@@ -165,12 +165,9 @@ def _numbers(func: tirx.PrimFunc, found: tuple[tirx.Var, ...]) -> dict[tirx.Var,
     """Per symbol, what its families are multiples of, the largest first."""
     devices = read_annotations(func)[0].num_devices
     blocks: dict[tirx.Var, set[int]] = {var: {1} for var in found}
-
-    def visit(node: object) -> None:
-        if isinstance(node, _DIVISIONS) and isinstance(node.b, tirx.IntImm) and int(node.b) > 0:
-            for var in tirx.analysis.undefined_vars(node.a):
-                blocks.get(var, set()).add(int(node.b))
-
-    post_order_visit(func.body, visit)
+    for division in nodes(func.body, *_DIVISIONS):
+        if isinstance(division.b, tirx.IntImm) and int(division.b) > 0:
+            for var in tirx.analysis.undefined_vars(division.a):
+                blocks.get(var, set()).add(int(division.b))
     most = {var: math.lcm(*numbers) * devices for var, numbers in blocks.items()}
     return {var: tuple(dict.fromkeys((n if n <= _MOST else devices, devices, 1))) for var, n in most.items()}

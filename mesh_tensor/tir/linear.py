@@ -8,6 +8,8 @@ from typing import Any
 
 from tvm import tirx
 
+from .nodes import nodes
+
 
 @dataclass(frozen=True)
 class Linear:
@@ -83,20 +85,9 @@ def linear_form(expr: tirx.PrimExpr, binds: Mapping[tirx.Var, tirx.PrimExpr]) ->
 def vars_of(exprs: Iterable[tirx.PrimExpr], binds: Mapping[tirx.Var, tirx.PrimExpr]) -> set[tirx.Var]:
     """All variables in the expressions; a variable that `binds` defines counts as what it is bound to."""
     found: set[tirx.Var] = set()
-
-    def visit(node: object) -> None:
-        if not isinstance(node, tirx.Var):
-            return
-        if node in binds:
-            found.update(vars_of([binds[node]], binds))
-        else:
-            found.add(node)
-
     for expr in exprs:
-        if isinstance(expr, tirx.Var):
-            visit(expr)
-        elif not isinstance(expr, (int, tirx.IntImm)):
-            tirx.stmt_functor.post_order_visit(expr, visit)
+        for var in [expr] if isinstance(expr, tirx.Var) else nodes(expr, tirx.Var):
+            found |= vars_of([binds[var]], binds) if var in binds else {var}
     return found
 
 

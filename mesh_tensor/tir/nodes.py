@@ -1,8 +1,9 @@
-"""Which nodes are in a statement: it is walked once, however many passes ask."""
+"""Which nodes are in a statement or an expression. A statement is walked once, however many passes ask."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 from tvm import tirx
@@ -10,16 +11,25 @@ from tvm import tirx
 _RECENT = 16  # statements whose nodes are kept: those that one kernel's passes ask for
 
 
-def nodes(stmt: tirx.Stmt, *kinds: type) -> list[Any]:
-    """The statement's nodes of these kinds, those inside of others first."""
-    found = [nodes for kind, nodes in _by_kind(stmt).items() if issubclass(kind, kinds)]
+def nodes(where: tirx.Stmt | tirx.PrimExpr | int, *kinds: type) -> list[Any]:
+    """The nodes of these kinds in a statement or an expression, those inside of others first; a number has none."""
+    if not isinstance(where, tirx.Stmt):
+        return _in_expression(where, kinds) if isinstance(where, tirx.PrimExpr) else []
+    found = [nodes for kind, nodes in _by_kind(where).items() if issubclass(kind, kinds)]
     if len(found) == 1:
         return [node for _, node in found[0]]
-    return [node for _, node in sorted((entry for entries in found for entry in entries), key=_place)]
+    return [node for _, node in sorted((entry for entries in found for entry in entries), key=itemgetter(0))]
 
 
-def _place(entry: tuple[int, object]) -> int:
-    return entry[0]
+def loads(where: tirx.Stmt | tirx.PrimExpr | int) -> list[tirx.BufferLoad]:
+    """What a statement or an expression reads, element by element."""
+    return nodes(where, tirx.BufferLoad)
+
+
+def _in_expression(expr: tirx.PrimExpr, kinds: tuple[type, ...]) -> list[Any]:
+    found: list[Any] = []
+    tirx.stmt_functor.post_order_visit(expr, lambda node: found.append(node) if isinstance(node, kinds) else None)
+    return found
 
 
 @lru_cache(maxsize=_RECENT)

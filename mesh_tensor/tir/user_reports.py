@@ -9,14 +9,15 @@ targets of ours read: an element's global position, then names of axes and this 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
-from tvm.tirx.stmt_functor import ir_transform, post_order_visit, substitute
+from tvm.tirx.stmt_functor import ir_transform, substitute
 
 from .effects import op_name
-from .nodes import nodes
+from .nodes import loads, nodes
 from .rewrite import loop_like
 
 #: The attribute around the statements of one `T.print`.
@@ -98,9 +99,7 @@ def is_print(stmt: object) -> bool:
 
 def printed_buffers(stmt: tirx.Stmt) -> set[tirx.Buffer]:
     """The buffers that a print reads."""
-    found: set[tirx.Buffer] = set()
-    post_order_visit(stmt, lambda n: found.add(n.buffer) if isinstance(n, tirx.BufferLoad) else None)
-    return found
+    return {load.buffer for load in loads(stmt)}
 
 
 def message_only(text: str) -> tirx.Stmt:
@@ -186,14 +185,7 @@ def _is_print_shape(stmt: tirx.Stmt, threads: set[tirx.Var]) -> bool:
 
 def thread_indices(body: tirx.Stmt) -> set[tirx.Var]:
     """The variables that say which thread runs a statement."""
-    found: set[tirx.Var] = set()
-
-    def visit(node: object) -> None:
-        if isinstance(node, tirx.Bind) and op_name(node.value) == "tl.launch_thread_idx":
-            found.add(node.var)
-
-    post_order_visit(body, visit)
-    return found
+    return {bind.var for bind in nodes(body, tirx.Bind) if op_name(bind.value) == "tl.launch_thread_idx"}
 
 
 def _asks(condition: tirx.PrimExpr, threads: set[tirx.Var]) -> bool:
@@ -221,15 +213,8 @@ def _only_use(what: object, stmt: tirx.Stmt, uses: dict[object, int], besides: i
 
 def _uses(stmt: tirx.Stmt) -> dict[object, int]:
     """How often every variable and every buffer is read or written."""
-    found: dict[object, int] = {}
-
-    def visit(node: object) -> None:
-        key = node if isinstance(node, tirx.Var) else getattr(node, "buffer", None)
-        if key is not None:
-            found[key] = found.get(key, 0) + 1
-
-    post_order_visit(stmt, visit)
-    return found
+    uses = nodes(stmt, tirx.Var, tirx.BufferLoad, tirx.BufferStore, tirx.AllocBuffer, tirx.DeclBuffer)
+    return Counter(node if isinstance(node, tirx.Var) else node.buffer for node in uses)
 
 
 def prints(body: tirx.Stmt) -> bool:

@@ -15,6 +15,7 @@ from tvm import arith, ir, tirx
 from . import tile_ops
 from .effects import POINTERS, op_name
 from .memory import Memory, elements, find_memories, has_equal_bits, is_compact, memories, strides_of
+from .nodes import nodes
 from .ranges import loop_ranges
 from .rewrite import block_like, with_body
 from .tile_ops import Atomic, Copy, Fill, Region
@@ -45,9 +46,7 @@ def declared(func: tirx.PrimFunc) -> tirx.PrimFunc:
     if not found:
         return func
 
-    blocks: list[tirx.SBlock] = []
-    tirx.stmt_functor.post_order_visit(func.body, lambda n: blocks.append(n) if isinstance(n, tirx.SBlock) else None)
-    kernel = [block for block in blocks if block.name_hint != "root"][-1]  # what is outside comes last
+    *_, kernel = (block for block in nodes(func.body, tirx.SBlock) if block.name_hint != "root")  # outer ones come last
 
     def declare(block: tirx.SBlock) -> tirx.SBlock | None:
         here = block.name_hint == kernel.name_hint
@@ -263,26 +262,15 @@ def _same_shape(a: tirx.Buffer, b: tirx.Buffer) -> bool:
 
 def _rigid_buffers(func: tirx.PrimFunc) -> set[tirx.Buffer]:
     """The buffers in tile operations that are more than copies and fills."""
-    found: set[tirx.Buffer] = set()
-
-    def visit(node: object) -> None:
-        if isinstance(node, tirx.Evaluate) and not isinstance(tile_ops.parse_tile_op(node), (Copy, Fill, type(None))):
-            found.update(tile_ops.region(arg).buffer for arg in node.value.args if op_name(arg) == "tl.region")
-
-    tirx.stmt_functor.post_order_visit(func.body, visit)
-    return found
+    calls = nodes(func.body, tirx.Evaluate)
+    rigid = [c.value for c in calls if not isinstance(tile_ops.parse_tile_op(c), (Copy, Fill, type(None)))]
+    return {tile_ops.region(arg).buffer for call in rigid for arg in call.args if op_name(arg) == "tl.region"}
 
 
 def _notes(func: tirx.PrimFunc) -> list[tuple[str, dict]]:
     """The annotations of blocks that say something of buffers, by their data variables."""
-    found: list[tuple[str, dict]] = []
-
-    def visit(node: object) -> None:
-        if isinstance(node, tirx.SBlock):
-            found.extend((key, value) for key, value in node.annotations.items() if hasattr(value, "items"))
-
-    tirx.stmt_functor.post_order_visit(func.body, visit)
-    return found
+    notes = [note for block in nodes(func.body, tirx.SBlock) for note in block.annotations.items()]
+    return [(key, value) for key, value in notes if hasattr(value, "items")]
 
 
 def _has_notes(func: tirx.PrimFunc, memory: Memory) -> bool:

@@ -15,6 +15,7 @@ from mesh_tensor.base.reductions import neutral
 from mesh_tensor.tir.constants import number
 from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.linear import vars_of
+from mesh_tensor.tir.nodes import loads
 from mesh_tensor.tir.same import same_expression
 from mesh_tensor.tir.tile_ops import Copy, Gemm, Reduce
 
@@ -112,7 +113,7 @@ class Iteration:
 
     def _all_loads(self, expr: tirx.PrimExpr) -> list[tirx.BufferLoad]:
         """What an expression loads, or its variables were bound to."""
-        found, binds = _loads(expr), self.kernel.binds
+        found, binds = loads(expr), self.kernel.binds
         bound = [v for v in tirx.analysis.undefined_vars(expr) if v in binds] if isinstance(expr, tirx.PrimExpr) else []
         return [*found, *(load for var in bound for load in self._all_loads(binds[var]))]
 
@@ -254,9 +255,9 @@ class Iteration:
 
     def _keeps_its_value(self, var: tirx.Var) -> bool:
         """Whether a variable was bound to loads of what nothing here writes: they are the same where it is used."""
-        loads = _loads(self.kernel.binds[var]) if var in self.kernel.binds else []
+        found = loads(self.kernel.binds[var]) if var in self.kernel.binds else []
         written = [live_range.buffer for live_range in self._written]
-        return bool(loads) and not any(load.buffer.same_as(buffer) for load in loads for buffer in written)
+        return bool(found) and not any(load.buffer.same_as(buffer) for load in found for buffer in written)
 
     def _binary(self, expr: tirx.PrimExpr, statement: Statement) -> Value | None:
         a, b = self._expr(expr.a, statement), self._expr(expr.b, statement)
@@ -286,10 +287,8 @@ class Iteration:
     def _guard(self, expr: tirx.PrimExpr, inside: Value, statement: Statement) -> bool:
         """Note the loads of atoms that a power takes down: where those are the lowest value, nothing counts yet. False
         where they are not loaded as they are."""
-        loads: list[tirx.BufferLoad] = []
-        tirx.stmt_functor.post_order_visit(expr, lambda n: loads.append(n) if isinstance(n, tirx.BufferLoad) else None)
         down = {atom for atom, rate in inside.atoms.items() if rate < 0}
-        for load in loads:
+        for load in loads(expr):
             value = self._load(self._access(load, statement), statement)
             if value is None or (value.atoms and value.atom is None):
                 return False
@@ -309,9 +308,9 @@ class Iteration:
         """A function of what depends on no earlier iteration."""
         level = Level.POINT if vars_of([expr], self.kernel.binds) & self._moving else Level.FIXED
         bound = [n for n in vars_of([expr], {}) if n in self.kernel.binds]
-        if any(_loads(self.kernel.binds[var]) and not self._keeps_its_value(var) for var in bound):
+        if any(loads(self.kernel.binds[var]) and not self._keeps_its_value(var) for var in bound):
             return None
-        for load in [*_loads(expr), *(load for var in bound for load in _loads(self.kernel.binds[var]))]:
+        for load in [*loads(expr), *(load for var in bound for load in loads(self.kernel.binds[var]))]:
             value = self._load(self._access(load, statement), statement)
             part = None if value is None else value.part
             if part is None or part.level is Level.SUM:
@@ -358,7 +357,7 @@ class Iteration:
             if live_range.is_param or self.loop.var not in live_range.carried or len(forms) < len(access.forms):
                 return None
             return Value({Atom.make(("before", live_range), forms): 1.0})
-        if any(_loads(index) for index in access.indices):
+        if any(loads(index) for index in access.indices):
             return None
         if self.coordinates.walks(access, self.factor):
             return independent(Level.POINT, self._padding.content(live_range))
@@ -439,10 +438,3 @@ def _sum_past(before: Content, added: Content) -> Content:
 def _product_past(a: Content, b: Content) -> Content:
     """Past the end of the dim, 0 times what is not known is what the kernel itself has there."""
     return ZERO if ZERO in (a, b) else a.mapped(lambda x, y: x * y, b)
-
-
-def _loads(expr: tirx.PrimExpr) -> list[tirx.BufferLoad]:
-    found: list[tirx.BufferLoad] = []
-    if isinstance(expr, tirx.PrimExpr):
-        tirx.stmt_functor.post_order_visit(expr, lambda n: found.append(n) if isinstance(n, tirx.BufferLoad) else None)
-    return found

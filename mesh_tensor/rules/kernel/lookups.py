@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
-from tvm.tirx.stmt_functor import post_order_visit
 
 from mesh_tensor.base.reductions import REDUCTIONS
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.linear import vars_of
+from mesh_tensor.tir.nodes import loads
 from mesh_tensor.tir.same import same_expression
 from mesh_tensor.tir.user_reports import is_print, printed_buffers
 
@@ -80,13 +80,7 @@ def _is_indexed_by_data(kernel: Kernel, buffer: tirx.Buffer, dim: int) -> bool:
 
 def _is_loaded(index: tirx.PrimExpr, kernel: Kernel) -> bool:
     """Whether an index reads memory; what a variable is bound to was read before, and may have changed since."""
-    return bool(_loads(index)) and not vars_of([index], {}) & kernel.binds.keys()
-
-
-def _loads(expr: tirx.PrimExpr) -> list[tirx.BufferLoad]:
-    found: list[tirx.BufferLoad] = []
-    post_order_visit(expr, lambda node: found.append(node) if isinstance(node, tirx.BufferLoad) else None)
-    return found
+    return bool(loads(index)) and not vars_of([index], {}) & kernel.binds.keys()
 
 
 def _only_writes(statement: Statement, access: Access, dim: int) -> bool:
@@ -108,10 +102,10 @@ def _takes_one(kernel: Kernel, statement: Statement, access: Access, dim: int) -
         return False
     loops = [e for loop in statement.loops for e in (loop.min, loop.extent) if isinstance(e, tirx.PrimExpr)]
     elsewhere = [*statement.conditions, *loops, *statement.target.indices]
-    if any(load.buffer.same_as(access.buffer) for expr in elsewhere for load in _loads(expr)):
+    if any(load.buffer.same_as(access.buffer) for expr in elsewhere for load in loads(expr)):
         return False
-    mine = [load for load in _loads(statement.values[0]) if load.buffer.same_as(access.buffer)]
-    nested = [inner for load in _loads(statement.values[0]) for index in load.indices for inner in _loads(index)]
+    mine = [load for load in loads(statement.values[0]) if load.buffer.same_as(access.buffer)]
+    nested = [inner for load in loads(statement.values[0]) for index in load.indices for inner in loads(index)]
     if not mine or any(inner.buffer.same_as(access.buffer) for inner in nested):
         return False
     return all(same_expression(load.indices[dim], mine[0].indices[dim]) for load in mine)

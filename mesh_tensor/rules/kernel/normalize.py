@@ -69,20 +69,8 @@ def _is_index(value: tirx.PrimExpr) -> bool:
     """Integer arithmetic that reads no memory and calls nothing but conversions and the helpers for tiles."""
     if not value.dtype.startswith(("int", "uint", "bool")):
         return False
-    blockers: list[object] = []
-
-    def visit(node: object) -> None:
-        if isinstance(node, tirx.BufferLoad) or (
-            isinstance(node, tirx.Call) and as_helper(node) is None and not _is_choice(node)
-        ):
-            blockers.append(node)
-
-    tirx.stmt_functor.post_order_visit(value, visit)
-    return not blockers
-
-
-def _is_choice(call: tirx.Call) -> bool:
-    return op_name(call) == "tirx.if_then_else"
+    calls = [call for call in nodes(value, tirx.Call) if op_name(call) != "tirx.if_then_else"]
+    return not nodes(value, tirx.BufferLoad) and all(as_helper(call) is not None for call in calls)
 
 
 def _without_noops(body: tirx.Stmt) -> tirx.Stmt:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tvm import tirx
 
 from mesh_tensor.tir.effects import op_name
+from mesh_tensor.tir.nodes import nodes
 
 #: From a buffer, where a region of it starts, and how long it is per dim, to these two in other dims; None if it has no
 #: form there.
@@ -28,7 +29,7 @@ def with_other_dims(body: tirx.Stmt, buffers: Mapping[tirx.Buffer, tirx.Buffer],
     def region(call: tirx.Call) -> tirx.Call | None:
         name = op_name(call)
         if name in _POINTERS:
-            tirx.stmt_functor.post_order_visit(call, lambda node: problems.append(node) if node in mentioned else None)
+            problems.extend(var for var in nodes(call, tirx.Var) if var in mentioned)
         if name != "tl.region" or call.args[0].buffer not in buffers:
             return None
         load, mode, *extents = call.args

@@ -15,6 +15,7 @@ from mesh_tensor.base.reductions import REDUCTIONS
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.effects import is_hint, op_name
 from mesh_tensor.tir.linear import Linear, vars_of
+from mesh_tensor.tir.nodes import loads
 from mesh_tensor.tir.same import same_expression
 
 
@@ -180,9 +181,9 @@ def split_update(stmt: tirx.BufferStore) -> tuple[str | None, tirx.PrimExpr]:
     if op is None:
         return None, value
     a, b = value.args if isinstance(value, tirx.Call) else (value.a, value.b)
-    if _is_load_of(a, stmt) and not _reads(b, stmt.buffer):
+    if _is_load_of(a, stmt) and not mentions(b, stmt.buffer):
         return op, b
-    if _is_load_of(b, stmt) and not _reads(a, stmt.buffer) and not isinstance(value, tirx.Sub):
+    if _is_load_of(b, stmt) and not mentions(a, stmt.buffer) and not isinstance(value, tirx.Sub):
         return op, a
     return None, value
 
@@ -195,13 +196,9 @@ def _is_load_of(expr: tirx.PrimExpr, store: tirx.BufferStore) -> bool:
     )
 
 
-def _reads(expr: tirx.PrimExpr, buffer: tirx.Buffer) -> bool:
-    found = []
-    tirx.stmt_functor.post_order_visit(
-        expr,
-        lambda node: found.append(1) if isinstance(node, tirx.BufferLoad) and node.buffer.same_as(buffer) else None,
-    )
-    return bool(found)
+def mentions(expr: tirx.PrimExpr, buffer: tirx.Buffer) -> bool:
+    """Whether an expression reads a buffer."""
+    return any(load.buffer.same_as(buffer) for load in loads(expr))
 
 
 def used_vars(statement: Statement, kernel: Kernel) -> set[tirx.Var]:
