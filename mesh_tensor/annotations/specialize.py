@@ -10,10 +10,9 @@ from tvm import tirx
 from tvm.arith import Analyzer
 from tvm.tirx.stmt_functor import substitute
 
+from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.base.tensor_type import TensorType
-from mesh_tensor.tir.functions import function_name
-from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.nodes import function_name, nodes
 from mesh_tensor.tir.views import declared
 
 from .annotate import INFO_ATTR, TILES_ATTR

@@ -22,10 +22,9 @@ from mesh_tensor.runtime.ranks.faults import Faults
 from mesh_tensor.runtime.ranks.rank_launch import RankLaunch, Tiling, tilings_of
 from mesh_tensor.runtime.ranks.ranks import Ranks, named
 
-from .call_checks import check_layouts
 from .compiled import Compiled
 from .rank_locals import Shapes, global_sizes, guesses, problem, said_key, shares_memory
-from .signature import Sizes
+from .signature import Sizes, check_layouts
 
 _REDISTRIBUTE = "redistribute the DTensor so, or compile without strict=True"
 _SAY_SHAPES = "; of uneven local tensors, say the whole shapes: local(..., shapes=...)"

@@ -12,8 +12,8 @@ from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.tir.functions import function_name
 from mesh_tensor.tir.grids import Grids, zeros_like
+from mesh_tensor.tir.nodes import function_name
 
 from .layouts import Collective, LocalKernel, Lowered, Tensor
 

@@ -24,8 +24,7 @@ from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import buffer_params
 from mesh_tensor.tir.bounds import accesses_outside
 from mesh_tensor.tir.effects import op_name
-from mesh_tensor.tir.functions import function_name
-from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.nodes import function_name, nodes
 from mesh_tensor.tir.views import declared
 
 from .layouts import Collective, LocalKernel, Lowered, Tensor

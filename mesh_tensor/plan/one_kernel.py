@@ -9,10 +9,10 @@ from types import MappingProxyType
 from tvm import relax, tirx
 
 from mesh_tensor.annotations.module_annotations import Annotation
+from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.reductions import reduction
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.base.tensor_type import TensorType
 from mesh_tensor.rules.kernel.cost import flops_of
 from mesh_tensor.rules.kernel.factors import Factor, tile_extent
 from mesh_tensor.rules.kernel.sharding_rule import Analysis

@@ -11,8 +11,7 @@ from tvm import s_tir, tirx
 from tvm.tirx import stmt_functor
 
 from mesh_tensor.annotations.specialize import sized
-from mesh_tensor.base.dtypes import poison_value
-from mesh_tensor.base.tensor_type import TensorType
+from mesh_tensor.base.dtypes import TensorType, poison_value
 from mesh_tensor.tir.nodes import nodes
 
 from .dtypes import torch_dtype

@@ -12,8 +12,7 @@ from tvm import DataType, arith, tirx
 
 from mesh_tensor.base.errors import refuse
 
-from .functions import function_name
-from .nodes import nodes
+from .nodes import function_name, nodes
 from .ranges import loop_ranges
 
 _MOST_ELEMENTS = 2**31 - 1

@@ -1,4 +1,5 @@
-"""Which nodes are in a statement or an expression. A statement is walked once, however many passes ask."""
+"""Which nodes are in a statement or an expression (a statement is walked once, however many passes ask), whether two
+expressions are the same, and what a function is called."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import Any
 
-from tvm import tirx
+from tvm import ir, tirx
 
 _RECENT = 16  # statements whose nodes are kept: those that one kernel's passes ask for
 
@@ -45,3 +46,24 @@ def _by_kind(stmt: tirx.Stmt) -> dict[type, list[tuple[int, Any]]]:
 
     tirx.stmt_functor.post_order_visit(stmt, visit)
     return found
+
+
+def function_name(func: Any) -> str:
+    """The name of a function as messages say it: of one without a name, that which TVM gives it."""
+    return str((func.attrs or {}).get("global_symbol", "main"))
+
+
+def same_expression(a: tirx.PrimExpr, b: tirx.PrimExpr) -> bool:
+    """Whether two expressions have the same structure over the same variables and buffers.
+
+    To `structural_equal` alone, loads from any two buffers of one shape and dtype are the same."""
+    return bool(ir.structural_equal(a, b)) and bool(ir.structural_equal(_named(a), _named(b)))
+
+
+def _named(expr: tirx.PrimExpr) -> tirx.Stmt:
+    """The expression with every load as a call of the buffer's own name."""
+
+    def name(load: tirx.BufferLoad) -> tirx.PrimExpr:
+        return tirx.call_extern(load.dtype, f"buffer_{hash(load.buffer)}", *load.indices)
+
+    return tirx.stmt_functor.ir_transform(tirx.Evaluate(expr), None, name, ["tirx.BufferLoad"])

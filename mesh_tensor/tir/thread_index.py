@@ -6,8 +6,7 @@ from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
 
-from .functions import function_name
-from .nodes import nodes
+from .nodes import function_name, nodes
 
 #: Where a thread index that an author did not name comes from, and the way out.
 FROM = "from T.get_thread_binding or the like"

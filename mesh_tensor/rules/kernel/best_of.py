@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from mesh_tensor.tir.same import same_expression
+from mesh_tensor.tir.nodes import same_expression
 
 from .iterations import Iteration
 from .live_ranges import LiveRange

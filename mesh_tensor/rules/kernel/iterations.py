@@ -15,8 +15,7 @@ from mesh_tensor.base.reductions import neutral
 from mesh_tensor.tir.constants import number
 from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.linear import vars_of
-from mesh_tensor.tir.nodes import loads
-from mesh_tensor.tir.same import same_expression
+from mesh_tensor.tir.nodes import loads, same_expression
 from mesh_tensor.tir.tile_ops import Copy, Gemm, Reduce
 
 from .coordinates import Coordinates

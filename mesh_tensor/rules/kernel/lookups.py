@@ -15,8 +15,7 @@ from tvm import tirx
 from mesh_tensor.base.reductions import REDUCTIONS
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.linear import vars_of
-from mesh_tensor.tir.nodes import loads
-from mesh_tensor.tir.same import same_expression
+from mesh_tensor.tir.nodes import loads, same_expression
 from mesh_tensor.tir.user_reports import is_print, printed_buffers
 
 from .coordinates import Coordinates

@@ -8,9 +8,8 @@ from tvm import arith, tirx
 
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.tir import effects, tile_ops
-from mesh_tensor.tir.functions import function_name
 from mesh_tensor.tir.linear import linear_form
-from mesh_tensor.tir.nodes import loads, nodes
+from mesh_tensor.tir.nodes import function_name, loads, nodes
 from mesh_tensor.tir.user_reports import assert_call, is_print
 from mesh_tensor.tir.views import left_views
 

@@ -15,8 +15,7 @@ from mesh_tensor.base.reductions import REDUCTIONS
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.effects import is_hint, op_name
 from mesh_tensor.tir.linear import Linear, vars_of
-from mesh_tensor.tir.nodes import loads
-from mesh_tensor.tir.same import same_expression
+from mesh_tensor.tir.nodes import loads, same_expression
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tvm import tirx
 
 from mesh_tensor.tir.linear import Linear
-from mesh_tensor.tir.same import same_expression
+from mesh_tensor.tir.nodes import same_expression
 
 
 @dataclass
