@@ -1,12 +1,10 @@
-"""Calls of a module that torch.autograd records: its forward, which gives what its backward takes, too; and that.
-
-`Recorded` says what a module on a mesh asks of whatever records its calls."""
+"""Calls of a module that torch.autograd records: its forward, which gives what its backward takes, too; and that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tvm import ir
@@ -193,31 +191,3 @@ class _Recorded(torch.autograd.Function):
                 gradient = call.outside(gradient, False)
             found.append(gradient_like(gradient, placements))
         return None, *found
-
-
-class Recording(Protocol):
-    """A module's function of known sizes, as autograd runs it."""
-
-    @property
-    def wanted(self) -> Sequence[str]:
-        """The parameters that get gradients."""
-
-    @property
-    def modules(self) -> Sequence[Any]:
-        """The modules that run then."""
-
-    def __call__(self, tensors: Mapping[str, Any]) -> Any:
-        """What the function returns for these tensors of all its parameters that are no weights."""
-
-
-# Of a module's function on a mesh, where gradients of some parameters are asked for; the weights are constants.
-Recorder = Callable[[ir.IRModule, str, Any, Sequence[str], HeldWeights], Recording]
-
-
-def requires_gradients(given: Sequence[Any]) -> bool:
-    """Whether autograd is to record a call with these. MeshTensors carry no gradients."""
-    return (
-        torch.is_grad_enabled()
-        and any(isinstance(value, torch.Tensor) and value.requires_grad for value in given)
-        and not any(isinstance(value, MeshTensor) for value in given)
-    )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from tvm import relax, tirx
+from tvm import tirx
 
 from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.base.dtypes import TensorType
@@ -141,7 +141,7 @@ class KernelDecision:
         rule = rule_of_analysis(self.analysis, self.inputs, self.outputs, factors, self.sizes)
         values = [self._value(param) for param in (*self.inputs, *self.outputs)]
         inputs, outputs = tuple(values[: len(self.inputs)]), tuple(values[len(self.inputs) :])
-        operands = [relax.Var(v.name, relax.TensorStructInfo(v.type.shape, v.type.dtype)) for v in inputs]
+        operands = [value.variable() for value in inputs]
         call = OpCall("call_tir", operands, tuple(v.type for v in inputs), tuple(v.type for v in outputs))
         node = Node(
             call, inputs, outputs, (), "kernel", self.analysis.kernel.func, flops_of(self.analysis.kernel.statements)

@@ -11,7 +11,7 @@ from tvm.tirx.stmt_functor import ir_transform, substitute
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Statement, body_statements
 from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.rewrite import replace_block, sequence
+from mesh_tensor.tir.rewrite import replace_block, sequence, with_indices
 
 from .tir_nests import compact
 
@@ -107,9 +107,7 @@ class _Apart:
         indices: list[tirx.PrimExpr] = []
         for index, dim in zip(node.indices, self._apart[node.buffer], strict=True):
             indices += self._vars[index] if len(dim) > 1 else [index]
-        if isinstance(node, tirx.BufferLoad):
-            return tirx.BufferLoad(self._new[node.buffer], indices)
-        return tirx.BufferStore(self._new[node.buffer], node.value, indices)
+        return with_indices(node, indices, self._new[node.buffer])
 
     def _loop(self, loop: tirx.For) -> tirx.Stmt | None:
         var = loop.loop_var

@@ -18,7 +18,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.kernel.statements import body_statements
 from mesh_tensor.tir.effects import written
 from mesh_tensor.tir.nodes import loads
-from mesh_tensor.tir.rewrite import exchange_buffers, sequence
+from mesh_tensor.tir.rewrite import exchange_buffers, sequence, with_indices
 
 _SPATIAL = 0  # the kind of a block's variable whose values may come in any order
 _COMPARISONS = (tirx.EQ, tirx.NE, tirx.LT, tirx.LE, tirx.GT, tirx.GE)
@@ -211,9 +211,7 @@ def _narrow_indices(body: tirx.Stmt) -> tirx.Stmt:
             a, b = _narrow(node.a), _narrow(node.b)
             return None if a is None or b is None else type(node)(a, b)
         indices = [index if (narrow := _narrow(index)) is None else narrow for index in node.indices]
-        if isinstance(node, tirx.BufferLoad):
-            return tirx.BufferLoad(node.buffer, indices)
-        return tirx.BufferStore(node.buffer, node.value, indices)
+        return with_indices(node, indices)
 
     kinds = [f"tirx.{kind.__name__}" for kind in (tirx.BufferLoad, tirx.BufferStore, *_COMPARISONS)]
     return ir_transform(body, None, rebuilt, kinds)

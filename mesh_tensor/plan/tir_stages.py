@@ -127,8 +127,8 @@ def _check_view(func: tirx.PrimFunc, name: str) -> None:
 
 def _node(node: Node, kernel: tirx.PrimFunc, inputs: tuple[Value, ...], outputs: tuple[Value, ...]) -> Node:
     """A call of one of the kernels that the function of `node` is made of."""
-    operands = [relax.Var(value.name, relax.TensorStructInfo(value.type.shape, value.type.dtype)) for value in inputs]
-    infos = [relax.TensorStructInfo(value.type.shape, value.type.dtype) for value in outputs]
+    operands = [value.variable() for value in inputs]
+    infos = [value.info for value in outputs]
     callee = ir.GlobalVar(str(kernel.attrs["global_symbol"]))
     expr = relax.op.call_tir(callee, relax.Tuple(operands), infos if len(infos) > 1 else infos[0])
     call = OpCall("call_tir", expr, tuple(v.type for v in inputs), tuple(v.type for v in outputs))
@@ -138,7 +138,7 @@ def _node(node: Node, kernel: tirx.PrimFunc, inputs: tuple[Value, ...], outputs:
 def _reshape(node: Node, inputs: tuple[Value, ...], outputs: tuple[Value, ...]) -> Node:
     """The operator that takes the place of a function that only regroups dims: its tiles may be split in more ways."""
     (src,), (dst,) = inputs, outputs
-    operand = relax.Var(src.name, relax.TensorStructInfo(src.type.shape, src.type.dtype))
+    operand = src.variable()
     call = op_call(relax.BlockBuilder().normalize(relax.op.reshape(operand, dst.type.shape)))
     return replace(node, call=call, inputs=inputs, outputs=outputs, kernel=None)
 

@@ -104,14 +104,20 @@ def with_body(block: tirx.SBlock, body: tirx.Stmt) -> tirx.SBlock:
     return block_like(block, body, block.alloc_buffers)
 
 
+def with_indices(
+    node: tirx.BufferLoad | tirx.BufferStore, indices: Sequence, buffer: tirx.Buffer | None = None
+) -> tirx.BufferLoad | tirx.BufferStore:
+    """The same access at other indices, perhaps of another buffer."""
+    buffer = node.buffer if buffer is None else buffer
+    if isinstance(node, tirx.BufferLoad):
+        return tirx.BufferLoad(buffer, list(indices))
+    return tirx.BufferStore(buffer, node.value, list(indices))
+
+
 def exchange_buffers(stmt: tirx.Stmt, mapping: Mapping[tirx.Buffer, tirx.Buffer]) -> tirx.Stmt:
     """The statement with other buffers in place of some."""
 
     def exchange(node: tirx.BufferLoad | tirx.BufferStore) -> object:
-        if node.buffer not in mapping:
-            return None
-        if isinstance(node, tirx.BufferLoad):
-            return tirx.BufferLoad(mapping[node.buffer], node.indices)
-        return tirx.BufferStore(mapping[node.buffer], node.value, node.indices)
+        return with_indices(node, node.indices, mapping[node.buffer]) if node.buffer in mapping else None
 
     return tirx.stmt_functor.ir_transform(stmt, None, exchange, ["tirx.BufferLoad", "tirx.BufferStore"])

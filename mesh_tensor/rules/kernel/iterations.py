@@ -15,7 +15,7 @@ from mesh_tensor.base.reductions import neutral
 from mesh_tensor.tir.constants import number
 from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.linear import vars_of
-from mesh_tensor.tir.nodes import loads, same_expression
+from mesh_tensor.tir.nodes import loads
 from mesh_tensor.tir.tile_ops import Copy, Gemm, Reduce
 
 from .coordinates import Coordinates
@@ -36,7 +36,7 @@ from .state_values import (
     plus,
     times,
 )
-from .statements import Access, Kernel, Loop, Statement
+from .statements import Access, Kernel, Loop, Statement, is_load_of
 
 #: An operation on values, and what it makes of what lies past the end.
 _Binary = tuple[Callable[[Value, Value], Value | None], Callable[[float, float], float]]
@@ -337,12 +337,7 @@ class Iteration:
         return {*self.factor.roles, self.loop.var}
 
     def _access(self, load: tirx.BufferLoad, statement: Statement) -> Access:
-        return next(
-            access
-            for access in statement.reads
-            if access.buffer.same_as(load.buffer)
-            and all(same_expression(a, b) for a, b in zip(access.indices, load.indices, strict=True))
-        )
+        return next(access for access in statement.reads if is_load_of(load, access))
 
     def _load(self, access: Access, statement: Statement) -> Value | None:
         """What an access reads."""
@@ -382,7 +377,7 @@ class Iteration:
                     continue
                 if a is not first.write and b is not second.write:
                     continue
-                if not _same_place(a, b):
+                if not a.same_forms(b):
                     yield from (of(a), of(b))
                 inner = of(a).carried & self._inner - {v for form in a.forms if form is not None for v in form.terms}
                 if inner & shared and not (first is second and first.op in ("sum", "max")):
@@ -406,10 +401,6 @@ def _is_point(value: Value) -> bool:
 def is_running(atom: Atom) -> bool:
     """Whether the atom is what an earlier iteration left, or the maximum of that and more."""
     return atom.key[0] == "before" or (atom.key[0] == "max" and any(key[0] == "before" for key in atom.key[1]))
-
-
-def _same_place(a: Access, b: Access) -> bool:
-    return all(x is not None and y is not None and x.same_as(y) for x, y in zip(a.forms, b.forms, strict=True))
 
 
 def _over_positions(statement: Statement, operand: Value) -> Value | None:

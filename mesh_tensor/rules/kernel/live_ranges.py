@@ -225,13 +225,9 @@ def _alone_in_nest(statement: Statement, index_vars: set[tirx.Var], kernel: Kern
         if other is statement or not nest & {loop.var for loop in other.loops}:
             continue
         for access in other.accesses:
-            if access.buffer.same_as(write.buffer) and not _same_element(access, write):
+            if access.buffer.same_as(write.buffer) and not access.same_forms(write):
                 return False
     return True
-
-
-def _same_element(a: Access, b: Access) -> bool:
-    return all(x is not None and y is not None and x.same_as(y) for x, y in zip(a.forms, b.forms, strict=True))
 
 
 def _runs_at_least_once(loop: Loop) -> bool:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from tvm import tirx
 
 from mesh_tensor.tir.effects import op_name
+from mesh_tensor.tir.memory import row_strides
 from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.rewrite import with_indices
 
 #: From a buffer, where a region of it starts, and how long it is per dim, to these two in other dims; None if it has no
 #: form there.
@@ -42,11 +44,7 @@ def with_other_dims(body: tirx.Stmt, buffers: Mapping[tirx.Buffer, tirx.Buffer],
         if node.buffer not in buffers:
             return None
         indices, _ = placed(node.buffer, node.indices, [1] * len(node.indices))
-        if problems:
-            return None
-        if isinstance(node, tirx.BufferLoad):
-            return tirx.BufferLoad(buffers[node.buffer], indices)
-        return tirx.BufferStore(buffers[node.buffer], node.value, indices)
+        return None if problems else with_indices(node, indices, buffers[node.buffer])
 
     mentioned = {buffer.data for buffer in buffers}
     body = tirx.stmt_functor.ir_transform(body, None, region, ["tirx.Call"])
@@ -56,18 +54,12 @@ def with_other_dims(body: tirx.Stmt, buffers: Mapping[tirx.Buffer, tirx.Buffer],
 
 def reshaped(buffer: tirx.Buffer, shape: Sequence) -> tirx.Buffer:
     """The buffer with another shape; same data variable, name, dtype and scope; rows stay contiguous."""
-    strides: list = []
-    if len(buffer.strides):
-        step: object = 1
-        for size in reversed(list(shape)):
-            strides.insert(0, step)
-            step = step * size
     return tirx.decl_buffer(
         list(shape),
         buffer.dtype,
         buffer.name,
         data=buffer.data,
-        strides=strides or None,
+        strides=row_strides(shape) if len(buffer.strides) else None,
         scope=buffer.scope(),
         elem_offset=buffer.elem_offset,
     )

@@ -105,13 +105,3 @@ def loop_nest(loops: Sequence[LoopRange], body: tirx.Stmt) -> tirx.Stmt:
 def temporary(name: str, dtype: str, shape: Sequence[int] = (1,)) -> tirx.Buffer:
     """A new buffer of a kernel's own."""
     return tirx.decl_buffer(list(shape), dtype, name, scope="local")
-
-
-def strides_of(buffer: tirx.Buffer) -> list[tirx.PrimExpr]:
-    """How many elements apart neighbours along every dim of `buffer` are."""
-    if buffer.strides:
-        return list(buffer.strides)
-    strides: list[tirx.PrimExpr] = [const(1, "int32")]
-    for size in reversed(list(buffer.shape)[1:]):
-        strides.insert(0, strides[0] * size)
-    return strides

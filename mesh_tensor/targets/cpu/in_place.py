@@ -14,12 +14,13 @@ from dataclasses import replace
 from tvm import tirx
 
 from mesh_tensor.tir.effects import written
+from mesh_tensor.tir.memory import strides_of
 from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.rewrite import block_like
 from mesh_tensor.tir.tile_ops import Copy, Gemm, Region, TileOp, parse_tile_op
 
 from .bounds import Bounds
-from .exprs import is_pure_index, seq, strides_of
+from .exprs import is_pure_index, seq
 
 
 def gemms_in_place(func: tirx.PrimFunc) -> tirx.PrimFunc:
