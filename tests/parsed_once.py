@@ -1,6 +1,6 @@
 """TileLang rewrites a function's source whenever `T.prim_func` or `T.macro` decorates it, and `T.reduce_sum` decorates
-one at each call: three quarters of the time of a test that builds a small kernel. Tests build the same kernels a thousand
-times, for other sizes; here each is rewritten once, and then bound to what it closes over."""
+one at each call: three quarters of the time of a test that builds a small kernel. Tests build the same kernels a
+thousand times, for other sizes; here each is rewritten once, and then bound to what it closes over."""
 
 import linecache
 from collections.abc import Callable
