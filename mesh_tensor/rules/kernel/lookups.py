@@ -16,13 +16,12 @@ from mesh_tensor.base.reductions import REDUCTIONS
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.linear import vars_of
 from mesh_tensor.tir.nodes import loads, same_expression
-from mesh_tensor.tir.user_reports import is_print, printed_buffers
 
 from .coordinates import Coordinates
 from .factor_derivation import Dim
 from .factors import Factor
 from .partial_values import PartialValues
-from .reader import safe_buffers
+from .reader import known_uses
 from .reductions import Reduction
 from .statements import Access, Kernel, Statement
 
@@ -51,7 +50,9 @@ def lookup(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> Lookup |
     """What splitting a candidate means; None if nothing is known of that."""
     (place,) = factor.dims
     param, dim = place
-    uses = _uses(kernel, kernel.params[param])
+    uses = known_uses(kernel, kernel.params[param])
+    if not uses:
+        return None
     if any(access is statement.write for statement, access in uses):
         return Lookup(place, factor, Reduction()) if all(_only_writes(s, a, dim) for s, a in uses) else None
     if not all(_takes_one(kernel, statement, access, dim) for statement, access in uses):
@@ -60,19 +61,10 @@ def lookup(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> Lookup |
     return None if reduction is None else Lookup(place, factor, reduction)
 
 
-def _uses(kernel: Kernel, buffer: tirx.Buffer) -> Uses:
-    return [(s, access) for s in kernel.statements for access in s.accesses if access.buffer.same_as(buffer)]
-
-
 def _is_indexed_by_data(kernel: Kernel, buffer: tirx.Buffer, dim: int) -> bool:
     """Whether all that uses the parameter is understood, and indexes the dim by what is loaded."""
-    uses = _uses(kernel, buffer)
-    for statement in kernel.statements:
-        if is_print(statement.node) and buffer in printed_buffers(statement.node):
-            return False
-        if statement.unknown and (statement.writes(buffer) or any(s is statement for s, _ in uses)):
-            return False
-    if not uses or buffer in safe_buffers(kernel.params.values(), kernel.root) or buffer.dtype == "bool":
+    uses = known_uses(kernel, buffer)
+    if not uses or buffer.dtype == "bool":
         return False
     return all(_is_loaded(access.indices[dim], kernel) and dim not in s.element_dims(access) for s, access in uses)
 

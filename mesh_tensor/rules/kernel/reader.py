@@ -10,7 +10,7 @@ from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.tir import effects, tile_ops
 from mesh_tensor.tir.linear import linear_form
 from mesh_tensor.tir.nodes import function_name, loads, nodes
-from mesh_tensor.tir.user_reports import assert_call, is_print
+from mesh_tensor.tir.user_reports import assert_call, is_print, printed_buffers
 from mesh_tensor.tir.views import left_views
 
 from .statements import (
@@ -269,6 +269,22 @@ def safe_buffers(buffers: Iterable[tirx.Buffer], block: tirx.SBlock) -> list[tir
     """The buffers outside of which `T.copy` reads a value that is not 0, by `T.annotate_safe_value`."""
     safe = block.annotations.get("safe_value_map", {})
     return [buffer for buffer in buffers if buffer.data in safe and not _is_zero(safe[buffer.data])]
+
+
+def known_uses(kernel: Kernel, buffer: tirx.Buffer) -> list[tuple[Statement, Access]]:
+    """All accesses of a parameter; none if something is not understood that may use it, or more than its elements are
+    seen."""
+    if buffer in safe_buffers(kernel.params.values(), kernel.root):
+        return []
+    found: list[tuple[Statement, Access]] = []
+    for statement in kernel.statements:
+        mine = [(statement, access) for access in statement.accesses if access.buffer.same_as(buffer)]
+        if statement.unknown and (mine or statement.writes(buffer)):
+            return []
+        if is_print(statement.node) and buffer in printed_buffers(statement.node):
+            return []
+        found += mine
+    return found
 
 
 def _is_zero(value: object) -> bool:

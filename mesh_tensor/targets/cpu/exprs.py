@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tvm import tirx
 
+from mesh_tensor.tir.nodes import nodes
+
 BINARY = (
     tirx.Add,
     tirx.Sub,
@@ -43,23 +45,9 @@ def map_children(expr: tirx.PrimExpr, fn: Callable[[tirx.PrimExpr], tirx.PrimExp
     raise TypeError(f"{type(expr).__name__} is not an expression that the CPU passes know")
 
 
-def children(expr: tirx.PrimExpr) -> tuple[tirx.PrimExpr, ...]:
-    """The operands of `expr`."""
-    found: list[tirx.PrimExpr] = []
-
-    def take(child: tirx.PrimExpr) -> tirx.PrimExpr:
-        found.append(child)
-        return child
-
-    map_children(expr, take)
-    return tuple(found)
-
-
 def is_pure_index(expr: tirx.PrimExpr) -> bool:
-    """Whether `expr` keeps its value: it reads no memory and calls nothing."""
-    if isinstance(expr, tirx.BufferLoad | tirx.Call):
-        return False
-    return isinstance(expr, LEAVES) or all(is_pure_index(child) for child in children(expr))
+    """Whether `expr` keeps its value: it reads no memory and calls nothing, and is of one element."""
+    return not nodes(expr, tirx.BufferLoad, tirx.Call, tirx.Let, tirx.Ramp, tirx.Broadcast)
 
 
 def const(value: float, dtype: str) -> tirx.PrimExpr:
