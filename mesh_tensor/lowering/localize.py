@@ -25,7 +25,7 @@ from mesh_tensor.tir.fused_loops import fuse
 from mesh_tensor.tir.linear import as_expr, vars_of
 from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.one_iteration import collapse
-from mesh_tensor.tir.rewrite import block_like, loop_like, replace_block
+from mesh_tensor.tir.rewrite import block_like, guarded, loop_like, replace_block
 from mesh_tensor.tir.short_loops import shorten
 from mesh_tensor.tir.tile_position import resolve
 from mesh_tensor.tir.user_reports import assert_call, is_print
@@ -237,9 +237,7 @@ class _Localizer:
                     continue
                 if not form.terms.keys() & statement.element_vars:
                     conditions.append(as_expr(form) < split.valid)
-        for condition in conditions:
-            new = tirx.IfThenElse(condition, new, None)
-        return new
+        return guarded(new, conditions)
 
     def _may_fault(self, statement: Statement) -> bool:
         indices = [i for access in statement.accesses for i in access.indices]

@@ -20,8 +20,12 @@ def tile_op(name: str, *args: object) -> tirx.Stmt:
 
 def with_args(stmt: tirx.Evaluate, args: Sequence) -> tirx.Stmt:
     """The same call with other arguments (its annotations stay)."""
-    call = stmt.value
-    return tirx.Evaluate(tirx.Call(call.dtype, call.op, list(args), annotations=call.annotations, span=call.span))
+    return tirx.Evaluate(call_like(stmt.value, args))
+
+
+def call_like(call: tirx.Call, args: Sequence) -> tirx.Call:
+    """The same call with other arguments."""
+    return tirx.Call(call.dtype, call.op, list(args), annotations=call.annotations, span=call.span)
 
 
 def parallel_nest(loop_vars: Sequence[tirx.Var], extents: Sequence, body: tirx.Stmt) -> tirx.Stmt:
@@ -52,6 +56,13 @@ def sequence(stmts: Sequence[tirx.Stmt]) -> tirx.Stmt:
     if not stmts:
         return tirx.Evaluate(0)
     return stmts[0] if len(stmts) == 1 else tirx.SeqStmt(list(stmts))
+
+
+def guarded(stmt: tirx.Stmt, conditions: Sequence[tirx.PrimExpr], otherwise: tirx.Stmt | None = None) -> tirx.Stmt:
+    """The statement where all conditions hold, the last one asked first."""
+    for condition in conditions:
+        stmt = tirx.IfThenElse(condition, stmt, otherwise)
+    return stmt
 
 
 def replace_block(func_body: tirx.Stmt, block: tirx.SBlock, extents: Mapping[tirx.Var, tirx.PrimExpr]) -> tirx.Stmt:

@@ -18,7 +18,7 @@ from tvm.tirx.stmt_functor import ir_transform, substitute
 
 from .effects import op_name
 from .nodes import loads, nodes
-from .rewrite import loop_like
+from .rewrite import loop_like, sequence
 
 #: The attribute around the statements of one `T.print`.
 PRINT_ATTR = "mesh_tensor.print"
@@ -138,7 +138,7 @@ def mark_prints(func: tirx.PrimFunc) -> tirx.PrimFunc:
     uses, threads = _uses(func.body), thread_indices(func.body)
 
     def mark(node: tirx.SeqStmt) -> tirx.Stmt:
-        return _sequence(_grouped(list(node.seq), uses, threads))
+        return sequence(_grouped(list(node.seq), uses, threads))
 
     body = ir_transform(func.body, None, mark, ["tirx.SeqStmt"])
     return func.with_body(ir_transform(body, _mark_lone, None, ["tirx.For", "tirx.IfThenElse", "tirx.AttrStmt"]))
@@ -223,8 +223,4 @@ def prints(body: tirx.Stmt) -> bool:
 
 
 def _marked(stmts: Sequence[tirx.Stmt]) -> tirx.Stmt:
-    return tirx.AttrStmt(tirx.IntImm("int32", 0), PRINT_ATTR, tirx.IntImm("int32", 0), _sequence(stmts))
-
-
-def _sequence(stmts: Sequence[tirx.Stmt]) -> tirx.Stmt:
-    return stmts[0] if len(stmts) == 1 else tirx.SeqStmt(list(stmts))
+    return tirx.AttrStmt(tirx.IntImm("int32", 0), PRINT_ATTR, tirx.IntImm("int32", 0), sequence(stmts))

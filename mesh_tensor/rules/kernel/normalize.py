@@ -15,6 +15,7 @@ from mesh_tensor.tir.fused_loops import unfuse
 from mesh_tensor.tir.late_fills import with_early_fills
 from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.reducers import without_reducers
+from mesh_tensor.tir.rewrite import call_like, sequence
 from mesh_tensor.tir.short_loops import lengthen
 from mesh_tensor.tir.single_dims import with_plain_single_dims
 from mesh_tensor.tir.tile_position import as_helper
@@ -42,7 +43,7 @@ def _with_plain_extents(func: tirx.PrimFunc) -> tirx.PrimFunc:
         if op_name(call) != "tl.region" or all(isinstance(extent, tirx.IntImm) for extent in call.args[2:]):
             return None
         extents = [analyzer.simplify(extent) for extent in call.args[2:]]
-        return tirx.Call(call.dtype, call.op, [*call.args[:2], *extents], annotations=call.annotations, span=call.span)
+        return call_like(call, [*call.args[:2], *extents])
 
     body = tirx.stmt_functor.ir_transform(func.body, None, plain, ["tirx.Call"])
     return func if body.same_as(func.body) else func.with_body(body)
@@ -76,10 +77,6 @@ def _is_index(value: tirx.PrimExpr) -> bool:
 def _without_noops(body: tirx.Stmt) -> tirx.Stmt:
     def clean(node: tirx.SeqStmt) -> tirx.Stmt | None:
         kept = [s for s in node.seq if not (isinstance(s, tirx.Evaluate) and isinstance(s.value, tirx.IntImm))]
-        if len(kept) == len(node.seq):
-            return None
-        if not kept:
-            return tirx.Evaluate(0)
-        return kept[0] if len(kept) == 1 else tirx.SeqStmt(kept)
+        return None if len(kept) == len(node.seq) else sequence(kept)
 
     return tirx.stmt_functor.ir_transform(body, None, clean, ["tirx.SeqStmt"])
