@@ -54,7 +54,7 @@ class _Assembler:
         body = sequence([self._step(step) for step in lowered.steps])
         root = tirx.SBlock([], [], [], "root", body, None, workspaces)
         realize = tirx.SBlockRealize([], tirx.const(True, "bool"), root)
-        sizes = self._sizes(body)
+        sizes = self._sizes()
         buffer_map = {h: self.buffers[s] for s, h in self.handles.items() if h in params}
         func = tirx.PrimFunc([*params, *lowered.scalars, *sizes, *self.axes.values()], realize, None, buffer_map)
         return func.with_attr("global_symbol", lowered.name)
@@ -82,7 +82,7 @@ class _Assembler:
         )
         return _with_buffers(tirx.stmt_functor.substitute(kernel, values), mapping)
 
-    def _sizes(self, body: tirx.Stmt) -> list[tirx.Var]:
+    def _sizes(self) -> list[tirx.Var]:
         """Symbolic sizes that no tile's shape tells."""
         told = {d for b in self.buffers.values() for d in b.shape if isinstance(d, tirx.Var)}
         told |= {*self.lowered.scalars, *self.axes.values()}

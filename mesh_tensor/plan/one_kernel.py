@@ -77,7 +77,7 @@ class KernelDecision:
         """What the axes split: what is annotated where that is one thing, else what costs least."""
         demands = {axis: self._demands(axis) for axis in self.mesh}
         axes = {axis: self.fixed.get(axis, demands[axis][0] if demands[axis] else None) for axis in self.mesh}
-        if not self.over_tiles and not self._is_plain(axes, demands):
+        if not self.over_tiles and not self._is_plain(demands):
             axes = self._cheapest()
         reasons = {axis: self._reason(axis, axes[axis], demands[axis]) for axis in self.mesh}
         assignment = Assignment(axes, reasons, self.analysis.factors)
@@ -113,7 +113,7 @@ class KernelDecision:
         """The factor that splits a dim, or from which windows of it are read."""
         return self.analysis.factor_of(param, dim) or self.analysis.read_from(param, dim)
 
-    def _is_plain(self, axes: Mapping[str, Factor | None], demands: Mapping[str, list[Factor]]) -> bool:
+    def _is_plain(self, demands: Mapping[str, list[Factor]]) -> bool:
         """Whether nothing is moved if the axes split what is asked, or there is nothing to decide."""
         free = [axis for axis in self.mesh if axis not in self.fixed and demands[axis] and self.mesh.size(axis) > 1]
         return all(

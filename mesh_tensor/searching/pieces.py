@@ -152,15 +152,6 @@ class Composer:
             for mesh in range(choice.meshes)
         )
 
-    def least_seconds(self, choice: Choice, model: Model, layers: Sequence[int]) -> float:
-        """No step takes less: that of the busiest mesh, if it never waits."""
-        costs = [self._fragments(choice, stage) for stage in model.stages(layers)]
-        schedule = named_schedule(*choice.order)
-        busy = [0.0] * choice.meshes
-        for number, (forward, backward) in enumerate(costs):
-            busy[schedule.mesh_of[number]] += forward + backward
-        return choice.microbatches * max(busy)
-
     def transfer(self, choice: Choice, sent: int) -> float:
         """Seconds from a stage to the next one."""
         if choice.meshes == 1:

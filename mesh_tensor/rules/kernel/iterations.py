@@ -137,7 +137,7 @@ class Iteration:
 
     def _either(self, left: Value | None, statement: Statement, target: LiveRange) -> Value | None:
         """What is there after a statement that may not have run."""
-        before = self.env.get(target, self._load(statement.target, statement))
+        before = self.env.get(target, self._load(statement.target))
         parts = [None if value is None else value.part for value in (before, left)]
         levels = [part.level for part in parts if part is not None]
         return independent(max(levels)) if len(levels) == 2 and max(levels) is not Level.SUM else None
@@ -170,7 +170,7 @@ class Iteration:
         added = self._combined(statement, operand)
         if added is None or statement.fresh:
             return added
-        before = self._load(statement.target, statement)
+        before = self._load(statement.target)
         if before is None:
             return None
         if statement.op == "sum":
@@ -199,7 +199,7 @@ class Iteration:
             return independent(Level.POINT)
         if not isinstance(record, (Copy, Gemm, Reduce)) or record.reduction not in (None, "sum", "max"):
             return None
-        sources = [self._load(access, statement) for access in statement.reads[: len(record.sources)]]
+        sources = [self._load(access) for access in statement.reads[: len(record.sources)]]
         known = [source for source in sources if source is not None]
         if len(known) < len(sources) or len(sources) > 2:
             return None
@@ -224,7 +224,7 @@ class Iteration:
         return None if over and operand.part is None else operand
 
     def _is_free_load(self, access: Access, statement: Statement) -> bool:
-        value = self._load(access, statement)
+        value = self._load(access)
         return value is not None and value.part is not None
 
     # -- expressions ---------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class Iteration:
         if known is not None:
             return constant(float(known))
         if isinstance(expr, tirx.BufferLoad):
-            return self._load(self._access(expr, statement), statement)
+            return self._load(self._access(expr, statement))
         if isinstance(expr, tirx.Var) and self._keeps_its_value(expr):
             return self._expr(self.kernel.binds[expr], statement)
         if isinstance(expr, tirx.Cast) and expr.dtype.startswith(("float", "bfloat")):
@@ -288,7 +288,7 @@ class Iteration:
         where they are not loaded as they are."""
         down = {atom for atom, rate in inside.atoms.items() if rate < 0}
         for load in loads(expr):
-            value = self._load(self._access(load, statement), statement)
+            value = self._load(self._access(load, statement))
             if value is None or (value.atoms and value.atom is None):
                 return False
             if value.atom in down and is_running(value.atom):
@@ -310,7 +310,7 @@ class Iteration:
         if any(loads(self.kernel.binds[var]) and not self._keeps_its_value(var) for var in bound):
             return None
         for load in [*loads(expr), *(load for var in bound for load in loads(self.kernel.binds[var]))]:
-            value = self._load(self._access(load, statement), statement)
+            value = self._load(self._access(load, statement))
             part = None if value is None else value.part
             if part is None or part.level is Level.SUM:
                 return None
@@ -339,7 +339,7 @@ class Iteration:
     def _access(self, load: tirx.BufferLoad, statement: Statement) -> Access:
         return next(access for access in statement.reads if is_load_of(load, access))
 
-    def _load(self, access: Access, statement: Statement) -> Value | None:
+    def _load(self, access: Access) -> Value | None:
         """What an access reads."""
         live_range = self.coordinates.ranges.of(access)
         forms = [form for form in access.forms if form is not None]

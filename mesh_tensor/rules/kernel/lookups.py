@@ -54,8 +54,8 @@ def lookup(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> Lookup |
     if not uses:
         return None
     if any(access is statement.write for statement, access in uses):
-        return Lookup(place, factor, Reduction()) if all(_only_writes(s, a, dim) for s, a in uses) else None
-    if not all(_takes_one(kernel, statement, access, dim) for statement, access in uses):
+        return Lookup(place, factor, Reduction()) if all(_only_writes(s, a) for s, a in uses) else None
+    if not all(_takes_one(statement, access, dim) for statement, access in uses):
         return None
     reduction = _reduction(kernel, coordinates, factor, uses)
     return None if reduction is None else Lookup(place, factor, reduction)
@@ -74,7 +74,7 @@ def _is_loaded(index: tirx.PrimExpr, kernel: Kernel) -> bool:
     return bool(loads(index)) and not vars_of([index], {}) & kernel.binds.keys()
 
 
-def _only_writes(statement: Statement, access: Access, dim: int) -> bool:
+def _only_writes(statement: Statement, access: Access) -> bool:
     """Whether the statement is a store, or an atomic update of one element, and nothing is made of what was there."""
     if access is not statement.write:
         return False
@@ -83,7 +83,7 @@ def _only_writes(statement: Statement, access: Access, dim: int) -> bool:
     return isinstance(statement.tile_op, tile_ops.Atomic) and not statement.tile_op.dst.long_dims
 
 
-def _takes_one(kernel: Kernel, statement: Statement, access: Access, dim: int) -> bool:
+def _takes_one(statement: Statement, access: Access, dim: int) -> bool:
     """Whether what the statement stores is made of one row of the dim, and nothing else in it depends on the table."""
     if statement.write is None or statement.target.buffer.dtype == "bool":
         return False

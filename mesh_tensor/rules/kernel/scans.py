@@ -126,7 +126,7 @@ def _carried(iteration: Iteration, live_range: LiveRange) -> Carried | None:
     if not is_resumed and all(s.op == "prod" and not s.fresh for s in updates):
         # Alone, what such an update makes of 0 would be read as a product, which devices start from 1.
         return None
-    scaled = {s: factor for s in updates if (factor := _scale(s, live_range)) is not None}
+    scaled = {s: factor for s in updates if (factor := _scale(s)) is not None}
     known = all(s in scaled or _adds(s) for s in updates) and all(_is_alone(s, scaled[s], iteration) for s in scaled)
     return Carried(live_range, "sum", scaled) if known else None
 
@@ -148,7 +148,7 @@ def _adds(statement: Statement) -> bool:
     return statement.op == "sum" and not statement.fresh
 
 
-def _scale(statement: Statement, live_range: LiveRange) -> tirx.PrimExpr | None:
+def _scale(statement: Statement) -> tirx.PrimExpr | None:
     """What a store multiplies its target with, None if it is no store that does."""
     node = statement.node
     if not isinstance(node, tirx.BufferStore) or statement.op not in (None, "prod"):
