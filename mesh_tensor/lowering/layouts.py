@@ -3,6 +3,7 @@ decided, for people."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -68,23 +69,33 @@ class Collective:
 
 
 @dataclass(frozen=True, eq=False)
-class Lowered:
-    """A kernel in local view. `steps` run in order over `tensors`; `parameters` are the kernel's own, in order, each
-    with the tensor it comes in (None if only written) and the one it leaves in (None if only read). Of those `kept`,
-    nothing looks at what comes in, but some of it may stay. `reading`: in which view the kernel was written."""
+class LocalView(ABC):
+    """What a device runs, and what its Program is made of: `steps` run in order over `tensors`; `parameters` are the
+    function's own, in order, each with the tensor it comes in (None if only written) and the one it leaves in (None if
+    only read). Of those `kept`, nothing looks at what comes in, but some of it may stay."""
 
     name: str
     mesh: Mesh
-    func: tirx.PrimFunc
-    rule: ShardingRule
     parameters: tuple[tuple[str, str | None, str | None], ...]
     scalars: tuple[tirx.Var, ...]
     tensors: Mapping[str, Tensor]
     steps: tuple[LocalKernel | Collective, ...]
     asked: Mapping[str, Sharding]
+    kept: frozenset[str]
+
+    @abstractmethod
+    def decisions(self) -> Decisions:
+        """What was decided, for people."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered(LocalView):
+    """A kernel in local view. `reading`: in which view it was written."""
+
+    func: tirx.PrimFunc
+    rule: ShardingRule
     assignment: Assignment
     whole: Mapping[Dim, str]
-    kept: frozenset[str]
     reading: Reading
 
     def decisions(self) -> Decisions:
@@ -103,16 +114,16 @@ def explicit(local: LocalParts) -> Lowered:
     return Lowered(
         kernel.name,
         kernel.mesh,
-        func,
-        rule_of(analysis, ruled.refined),
         layouts.parameters(),
         tuple(p for p in func.params if p not in func.buffer_map),
         layouts.tensors,
         tuple(layouts.steps),
         kernel.asked,
+        frozenset(p for p in analysis.kernel.params if analysis.only_kept(p)),
+        func,
+        rule_of(analysis, ruled.refined),
         cut.decided,
         cut.decided.whole,
-        frozenset(p for p in analysis.kernel.params if analysis.only_kept(p)),
         kernel.reading,
     )
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from tvm import tirx
 
 from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.errors import MeshTensorError, refuse
-from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.lowering.layouts import Collective, LocalKernel, Tensor
+from mesh_tensor.lowering.layouts import Collective, LocalKernel, LocalView, Tensor
 from mesh_tensor.lowering.pipeline import KernelLowering
 from mesh_tensor.lowering.slabs import Slabs
 from mesh_tensor.rules.kernel.cost import flops_function
@@ -35,28 +34,6 @@ def lower_to_program(func: tirx.PrimFunc, strict: bool = False, view: str = "aut
         MeshTensorError: the kernel can't be lowered (see `lower`), or a size is symbolic.
     """
     return Lowering(KernelLowering(view), strict)(func).sized(())
-
-
-class LocalView(Protocol):
-    """What the Program of a kernel is made of: local kernels and collectives on tensors that lie in some way.
-
-    `parameters`: names, with the tensor that each comes in and the one that it leaves in; `kept` as in Parameter."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def mesh(self) -> Mesh: ...
-    @property
-    def tensors(self) -> Mapping[str, Tensor]: ...
-    @property
-    def steps(self) -> Sequence[LocalKernel | Collective]: ...
-    @property
-    def parameters(self) -> Sequence[tuple[str, str | None, str | None]]: ...
-    @property
-    def scalars(self) -> Sequence[tirx.Var]: ...
-    @property
-    def kept(self) -> Collection[str]: ...
-    def decisions(self) -> Decisions: ...
 
 
 @dataclass(frozen=True)
