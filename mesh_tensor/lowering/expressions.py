@@ -12,8 +12,7 @@ from mesh_tensor.rules.kernel.statements import Access, Statement
 from mesh_tensor.rules.kernel.windows import without_wrap
 from mesh_tensor.tir.nodes import loads, nodes
 
-from .shrink import Shrink
-from .splits import Split
+from .splits import Shrink, Split
 
 
 class ValueRewriter:

@@ -14,7 +14,7 @@ from mesh_tensor.tir.rewrite import call_like, guarded, region_call, sequence, t
 from .counted_once import CountedOnce
 from .expressions import ValueRewriter
 from .padding_masks import PaddingMasks
-from .shrink import Shrink
+from .splits import Shrink
 
 _FILL_VALUE = 1
 _GEMM_SIZES = slice(5, 8)

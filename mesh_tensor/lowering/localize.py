@@ -37,8 +37,7 @@ from .local_tile_ops import LocalTileOps
 from .original_dims import put_together, uneven_groups
 from .padding_masks import PaddingMasks
 from .parts import global_size
-from .shrink import Shrink
-from .splits import DeviceCoordinates, Split, make_split
+from .splits import DeviceCoordinates, Shrink, Split, make_split
 from .stages import LocalPart, LocalParts, Part, Parts, Unsplittable
 from .view import check_local_layouts
 

@@ -28,7 +28,7 @@ from mesh_tensor.tir.nodes import function_name, nodes
 from mesh_tensor.tir.views import declared
 
 from .layouts import Collective, LocalKernel, Lowered, Tensor
-from .shrink import ceildiv
+from .splits import ceildiv
 
 
 class VerificationError(AssertionError):

@@ -18,8 +18,7 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.targets.dtypes import dtype_name
 from mesh_tensor.targets.tile_memory import empty_tile
 
-from .combine import combiner
-from .elementwise import copy, fill
+from .elementwise import combiner, copy, fill
 
 Tiles = list[torch.Tensor]
 
