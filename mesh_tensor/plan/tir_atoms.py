@@ -14,8 +14,7 @@ from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.rewrite import replace_block, sequence, with_indices
 
 from .tir_nests import compact
-
-Sizes = tuple[int, ...]
+from .wiring import Sizes
 
 
 def plain_dims(analysis: Analysis) -> frozenset[tuple[str, int]]:

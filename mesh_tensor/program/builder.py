@@ -15,7 +15,7 @@ from mesh_tensor.lowering.layouts import Collective, LocalKernel, LocalView, Ten
 from mesh_tensor.lowering.pipeline import KernelLowering
 from mesh_tensor.lowering.slabs import Slabs
 from mesh_tensor.rules.kernel.cost import flops_function
-from mesh_tensor.rules.kernel.granularity import Dim
+from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.tir.sizes import size_function
 
 from .lifetimes import with_lifetimes
@@ -23,7 +23,7 @@ from .program import Parameter, Program, Value, bytes_moved
 from .steps import CollectiveStep, KernelStep, Step
 from .verify import checked
 
-Split = tuple[tuple[str, Dim], ...]  # axis, a dim that the factor which it splits walks
+SplitDims = tuple[tuple[str, Dim], ...]  # axis, a dim that the factor which it splits walks
 SizedStep = Callable[[Mapping[str, Value], Sequence[int]], Step]  # from the values and the symbols' sizes
 
 
@@ -44,12 +44,12 @@ class Lowering:
     strict: bool
 
     def __call__(
-        self, func: tirx.PrimFunc, symbols: Sequence[tirx.Var] = (), split: Split | None = None
+        self, func: tirx.PrimFunc, symbols: Sequence[tirx.Var] = (), split: SplitDims | None = None
     ) -> OpenProgram:
         """The Program of a kernel, with that split, or with the one that costs least."""
         return OpenProgram(self.lowering(func, self.strict, split), symbols)
 
-    def splits(self, func: tirx.PrimFunc) -> Callable[[Mapping[tirx.Var, int]], Split]:
+    def splits(self, func: tirx.PrimFunc) -> Callable[[Mapping[tirx.Var, int]], SplitDims]:
         """What costs least, by the sizes of symbols."""
         return self.lowering.splits(func, self.strict)
 

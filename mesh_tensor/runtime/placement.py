@@ -19,8 +19,7 @@ from mesh_tensor.targets.dtypes import dtype_name
 from mesh_tensor.targets.tile_memory import empty_tile
 
 from .elementwise import combiner, copy, fill
-
-Tiles = list[torch.Tensor]
+from .reshard import Tiles
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Rebuilding pieces of TileLang kernels: tile operations, copies, loop nests, the frame around a kernel's body; accesses
-of the same memory with other dims."""
+"""Rebuilding pieces of TileLang kernels: tile operations, copies, loop nests, the frame around a kernel's body; and
+accesses of the same memory with other dims."""
 
 from __future__ import annotations
 

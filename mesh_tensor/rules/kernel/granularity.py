@@ -23,10 +23,9 @@ from mesh_tensor.tir.rewrite import reshaped, with_other_dims
 from mesh_tensor.tir.user_reports import prints
 from mesh_tensor.tir.views import left_views
 
+from .factor_derivation import Dim
 from .reader import read_kernel
 from .statements import Kernel
-
-Dim = tuple[str, int]
 
 #: From a parameter's dim that is taken apart to how long its groups are.
 Groups = Mapping[Dim, int]
