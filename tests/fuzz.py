@@ -107,6 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", default="interpret", choices=("interpret", "c"), help="of kernels")
     parser.add_argument("--of", nargs="+", default=KINDS, choices=KINDS, help="what to make; default: all")
     options = parser.parse_args(argv)
+    os.environ["MESH_TENSOR_VERIFY"] = "1"
     print(f"first number: {options.seed}")
     counts = fuzz(options)
     print(told(counts))
