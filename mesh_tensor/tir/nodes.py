@@ -9,7 +9,7 @@ from typing import Any
 
 from tvm import ir, tirx
 
-_RECENT = 16  # statements whose nodes are kept: those that one kernel's passes ask for
+_RECENT = 64  # statements whose nodes are kept: those that one kernel's passes ask for
 
 
 def nodes(where: tirx.Stmt | tirx.PrimExpr | int, *kinds: type) -> list[Any]:
