@@ -169,6 +169,7 @@ def _key_heads() -> Iterator[PlanCase]:
     yield _case("key heads", flash_attention, {**_ATTENTION, "causal": True, "skip_masked_blocks": True}, **_HEADS)
     yield _case("key heads", grouped_decode, _DECODE, batch="Q0 K0 V0 lengths0 Out0", heads=_DECODE_HEADS)
     yield _case("key heads", grouped_decode, {**_DECODE, "block_H": 2}, heads=_DECODE_HEADS)
+    yield _case("key heads", grouped_decode, {**_DECODE, "rows": 16}, heads=_DECODE_HEADS)
     gradient = {"batch": 4, "heads": 16, "groups": 4, "seq": 512, "dim": 64, "block_M": 64, "block_N": 64}
     yield _case(
         "key heads",
