@@ -21,8 +21,8 @@ from .other_dims import reshaped
 from .reader import read_kernel
 from .statements import Access, Kernel, Loop, Statement
 
-#: On a function: from what a buffer's data is called to how long its dims are. On a loop: how far it goes. Around a
-#: tile operation: how long its regions are, as (which of them, the destination first; dim; length).
+#: On a function: from a buffer's data to how long its dims were, and are. On a loop: how far it went, and goes. Around
+#: a tile operation: how long its regions were, as (which of them, the destination first; dim; length).
 MARK = "mesh_tensor.padded"
 _GEMM_SIZES = slice(5, 8)
 
@@ -40,7 +40,7 @@ def narrow(func: tirx.PrimFunc) -> tirx.PrimFunc:
     buffers = {buffer: _narrowed(buffer, counts) for buffer in kernel.on_chip}
     buffers = {buffer: new for buffer, new in buffers.items() if new is not buffer}
     body = _Narrower(kernel, counts, rows.used, buffers).visit(func.body)
-    lengths = {buffer.data: list(buffer.shape) for buffer in buffers}
+    lengths = {old.data: [list(old.shape), list(new.shape)] for old, new in buffers.items()}
     return func.with_body(body).with_attr(MARK, lengths)
 
 
@@ -213,8 +213,9 @@ class _Narrower:
         if not isinstance(node, tirx.For) or node.loop_var not in self._counts:
             return None
         # what is used of a row must not be used of others: such a loop stays as short as what counts
-        marks = dict(node.annotations) if node.loop_var in self._used else {**dict(node.annotations), MARK: node.extent}
         length = tirx.IntImm(node.loop_var.dtype, self._counts[node.loop_var])
+        mark = {} if node.loop_var in self._used else {MARK: [node.extent, length]}
+        marks = {**dict(node.annotations), **mark}
         return tirx.For(node.loop_var, node.min, length, node.kind, node.body, node.thread_binding, marks, node.step)
 
 
@@ -274,15 +275,20 @@ def _on(body: tirx.Stmt, buffers: Mapping[tirx.Buffer, tirx.Buffer]) -> tirx.Stm
 
 def widen(local: tirx.PrimFunc, source: tirx.PrimFunc) -> tirx.PrimFunc:
     """The local kernel, made of what `narrow` gave, in which the dims on chip are as long as they were, and so is what
-    goes over them."""
+    goes over them. Dims that hold the tiles of a dim that is split stay."""
     lengths = (source.attrs or {}).get(MARK)
     if lengths is None:
         return local
     allocated = [buffer for block in nodes(local.body, tirx.SBlock) for buffer in block.alloc_buffers]
-    buffers = {b: reshaped(b, list(lengths[b.data])) for b in allocated if b.data in lengths}
-    dims = {(b.data, d): int(size) for b, new in buffers.items() for d, size in enumerate(new.shape)}
+    buffers = {b: reshaped(b, _widened(b, *lengths[b.data])) for b in allocated if b.data in lengths}
+    dims = {(b.data, d): _length(size) for b, new in buffers.items() for d, size in enumerate(new.shape)}
     body = tirx.stmt_functor.ir_transform(local.body, None, _Widener(dims).visit, ["tirx.AttrStmt", "tirx.For"])
     return local.with_body(_on(body, buffers))
+
+
+def _widened(buffer: tirx.Buffer, old: Sequence, new: Sequence) -> list[tirx.PrimExpr]:
+    sizes = zip(buffer.shape, old, new, strict=True)
+    return [was if _length(size) == _length(narrow) else size for size, was, narrow in sizes]
 
 
 class _Widener:
@@ -298,9 +304,10 @@ class _Widener:
             return tirx.stmt_functor.ir_transform(node.body, None, self._tile_op(node.node), ["tirx.Evaluate"])
         if not isinstance(node, tirx.For) or MARK not in node.annotations:
             return None
-        length = node.annotations[MARK]
+        was, narrow = node.annotations[MARK]
         marks = {key: value for key, value in node.annotations.items() if key != MARK}
-        extent = length if self._are_long(node, int(length)) else node.extent
+        widens = _length(node.extent) == _length(narrow) and self._are_long(node, int(was))
+        extent = was if widens else node.extent
         return tirx.For(node.loop_var, node.min, extent, node.kind, node.body, node.thread_binding, marks, node.step)
 
     def _are_long(self, loop: tirx.For, length: int) -> bool:
