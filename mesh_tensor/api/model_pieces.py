@@ -13,6 +13,7 @@ from tvm import ir
 
 from mesh_tensor.annotations.names import source_names
 from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.base.garbage import uncollected
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.pipelining.assign import spread
@@ -143,6 +144,7 @@ class ModelPieces:
             return low
         return _between(low, self._planned(replace(shape, rows=below * _STEP)), below, below * _STEP, shape.rows)
 
+    @uncollected
     def _planned(self, shape: Shape) -> Model:
         if shape not in self._known:
             self.planned += 1
@@ -185,7 +187,9 @@ class ModelPieces:
         (layouts,) = stage_layouts(flow, (replace(stage, index=0),), topology, shardings)
         passed = {*self._weights, *trained_values(flow, self._weights)}
         wrt = [name for name in (*stage.params, *stage.takes) if name in passed]
-        here = training_fragments(stage, topology[stage.mesh], layouts, Options("c", recompute=recompute), wrt, "FB")
+        here = training_fragments(
+            stage, topology[stage.mesh], layouts, Options("c", recompute=recompute, machine=self._machine), wrt, "FB"
+        )
         return replace(here, stage=stage, inputs=tuple(name for name in stage.params if name in self.inputs))
 
     def _measured(self, here: StageFragments) -> Piece:
@@ -205,6 +209,7 @@ class ModelPieces:
             working=max(0, max(each.peak_bytes for each in made.values()) - nbytes - kept),
         )
 
+    @uncollected
     def whole(
         self, choice: Choice, layers: Sequence[int], batch: int
     ) -> tuple[PipelineSimulation, list[StageFragments]]:

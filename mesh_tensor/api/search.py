@@ -16,7 +16,7 @@ from mesh_tensor.annotations.parameters import with_flat_parameters
 from mesh_tensor.base.decisions import columns
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
-from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.base.machine_presets import CPU, machine_code, machine_named
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.program.plan_module import read_module
@@ -88,7 +88,7 @@ def search(
     check_module(mod, "search")
     mod = with_flat_parameters(mod, function)
     relax_function(mod, function)
-    machine = Machine.preset(machine) if isinstance(machine, str) else machine or CPU
+    machine = machine_named(machine) or CPU
     _check(devices, objective, width)
     machine.check_holds(devices, "the search")
     limit = machine.main_memory.size if memory_limit is None else memory_limit
@@ -110,7 +110,7 @@ def search(
         )
     if only:
         refuse(f"{', '.join(only)} of a search without a batch", fix="say how many rows a batch has: batch=")
-    graph, atoms = read_module(mod, function, Mesh({"x": 1}), {})
+    graph, atoms = read_module(mod, function, Mesh({"x": 1}), {}, machine=machine)
     dims = named_dims(graph, atoms)
     evaluator = Evaluator(graph, atoms, machine)
     rank = _rank(objective, limit)
@@ -121,7 +121,7 @@ def search(
         found += Beam(evaluator, dims, rank, width).run(mesh, lambda: time.monotonic() > end)
     if not found:
         refuse("no layout of the module can be planned", where=f"function {function!r}", fix="see mt.distribute_module")
-    found = sorted(dict.fromkeys(found), key=rank)
+    found = _best_in_full(sorted(dict.fromkeys(found), key=rank), evaluator, rank)
     least = min(strategy.memory for strategy in found)
     if least > limit:
         refuse(
@@ -156,14 +156,18 @@ class Found:
         if isinstance(mod, ImportedModule):
             options = {"weights": mod.params, **options}
             mod = mod.mod
-        return distribute_module(_annotated(mod, chosen, self.function), chosen.mesh, function=self.function, **options)
+        options = {"function": self.function, "machine": self.machine, **options}
+        return distribute_module(_annotated(mod, chosen, self.function), chosen.mesh, **options)
 
     def code(self, strategy: Strategy | None = None) -> str:
-        """The strategy as Python that annotates the module."""
+        """The strategy as Python that annotates the module; its last line is how to run that."""
         chosen = strategy or self.best
         lines = [f"    {name!r}: {layout}," for name, layout in chosen.shardings.items()]
         opened = f"open={list(chosen.shardings)!r}, function={self.function!r}"
-        return "\n".join([f"mod = mt.annotate_module(mod, {dict(chosen.mesh.shape)}, {{", *lines, f"}}, {opened})"])
+        run = f"# run = mt.distribute_module(mod, machine={machine_code(self.machine)}, weights=...)"
+        return "\n".join(
+            [f"mod = mt.annotate_module(mod, {dict(chosen.mesh.shape)}, {{", *lines, f"}}, {opened})", run]
+        )
 
     def pareto(self) -> list[Strategy]:
         """The strategies than which no other one takes less time and less memory, the fastest first."""
@@ -182,6 +186,14 @@ class Found:
             sizes = f"{strategy.memory / 2**20:.2f}", f"{strategy.received / 2**20:.2f}"
             rows.append((dict(strategy.mesh.shape), f"{strategy.time * 1e3:.4g}", *sizes, words + more))
         return "\n".join([f"{len(self.strategies)} strategies on {self.machine.name}", *columns(rows)])
+
+
+def _best_in_full(found: list[Strategy], evaluator: Evaluator, rank: Callable[[Strategy], tuple]) -> list[Strategy]:
+    """The strategies in order, of which the first is planned with all of its layers."""
+    while found and not found[0].in_full:
+        first = evaluator.in_full(found[0])
+        found = sorted([*([] if first is None else [first]), *found[1:]], key=rank)
+    return found
 
 
 def _annotated(mod: ir.IRModule, strategy: Strategy, function: str) -> ir.IRModule:

@@ -13,6 +13,7 @@ from mesh_tensor.annotations.names import source_names
 from mesh_tensor.base.decisions import columns
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.machine_presets import machine_code
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.searching.choices import DATA, Choice, Space
 from mesh_tensor.searching.pieces import Composer, Estimate, Piece, Stage, pareto
@@ -94,7 +95,9 @@ class TrainingPlans:
     def pipeline(self, plan: Estimate | None = None, **options: Any) -> Pipeline:
         """The best plan, or this one, as a pipeline that trains; the options of `mt.pipeline`. Its optimizer's rule is
         to be what `rule` makes of it."""
-        return pipeline(self.module, function=self.function, **{**self.arguments(plan), **options})
+        return pipeline(
+            self.module, function=self.function, **{**self.arguments(plan), "machine": self.machine, **options}
+        )
 
     def rule(self, rule: Rule, plan: Estimate | None = None) -> Rule:
         """An optimizer's rule for `Pipeline.update` on a virtual topology as the plan has it: with ZeRO-1 every device
@@ -105,7 +108,8 @@ class TrainingPlans:
     def code(self, plan: Estimate | None = None) -> str:
         """The plan as Python to paste."""
         lines = [f"    {name}={value!r}," for name, value in self.arguments(plan).items()]
-        return "\n".join(["run = mt.pipeline(", "    module,", *lines, f"    function={self.function!r},", ")"])
+        last = [f"    function={self.function!r},", f"    machine={machine_code(self.machine)},"]
+        return "\n".join(["run = mt.pipeline(", "    module,", *lines, *last, ")"])
 
     def save(self, path: str | Path) -> None:
         """Write what was found, so that `mt.search(..., known=path)` goes on from it."""
@@ -210,8 +214,8 @@ def _composed(
 
 def _check(batch: int, options: TrainingOptions) -> None:
     """What is wrong with numbers that a search is given."""
-    numbers = {"batch": batch, "states": options.states + 1, "finalists": options.finalists + 1}
-    wrong = [f"{name} is {shown(n)}" for name, n in numbers.items() if not isinstance(n, int) or n < 1]
+    numbers = {"batch": (batch, 1), "states": (options.states, 0), "finalists": (options.finalists, 0)}
+    wrong = [f"{name} is {shown(n)}" for name, (n, least) in numbers.items() if type(n) is not int or n < least]
     if wrong:
         refuse(wrong, where="search", fix="batch is a number of rows; states and finalists are counts, from 0 up")
 

@@ -63,8 +63,14 @@ def test_the_code_says_the_same(perceptron):
     found = mt.search(perceptron, 4, FAST)
     names = {"mt": mt, "mod": perceptron.mod}
     exec(found.code(), names)  # what a user would paste
-    run = mt.distribute_module(names["mod"], weights=perceptron.params)
+    run = mt.distribute_module(names["mod"], weights=perceptron.params, machine=FAST)
     assert mt.simulate(run, FAST).time == pytest.approx(found.best.time)
+
+
+def test_the_code_names_the_machine(perceptron):
+    named, made = (mt.search(perceptron, 2, machine, meshes=[{"x": 2}], width=1) for machine in ("h100x2", FAST))
+    assert named.code().endswith("# run = mt.distribute_module(mod, machine='h100x2', weights=...)")
+    assert made.code().endswith("machine=machine, weights=...)")
 
 
 def test_the_same_every_time(gpt):
