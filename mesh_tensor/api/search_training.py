@@ -11,12 +11,14 @@ from typing import Any
 
 from mesh_tensor.annotations.names import source_names
 from mesh_tensor.base.decisions import columns
-from mesh_tensor.base.errors import refuse, shown
+from mesh_tensor.base.errors import did_you_mean, refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import machine_code
 from mesh_tensor.importers import ImportedModule
-from mesh_tensor.searching.choices import DATA, Choice, Space
+from mesh_tensor.pipelining.orders import SCHEDULES
+from mesh_tensor.searching.choices import DATA, Choice, Space, runs_halves
 from mesh_tensor.searching.pieces import Composer, Estimate, Piece, Stage, pareto
+from mesh_tensor.simulation import PipelineSimulation
 from mesh_tensor.simulation.pipeline_memory import tile_bytes
 from mesh_tensor.simulation.summary import in_bytes, in_seconds
 
@@ -99,6 +101,11 @@ class TrainingPlans:
             self.module, function=self.function, **{**self.arguments(plan), "machine": self.machine, **options}
         )
 
+    def simulation(self, plan: Estimate | None = None) -> PipelineSimulation:
+        """The best plan, or this one, simulated in full, without its optimizer's update."""
+        chosen = plan or self.best
+        return self.pieces.whole(chosen.choice, chosen.layers, self.batch)[0]
+
     def rule(self, rule: Rule, plan: Estimate | None = None) -> Rule:
         """An optimizer's rule for `Pipeline.update` on a virtual topology as the plan has it: with ZeRO-1 every device
         of the data axis updates its part of each weight, and keeps states for that alone."""
@@ -160,7 +167,8 @@ def search_training(
 ) -> TrainingPlans:
     """As `search` says."""
     _check(batch, options)
-    pieces = ModelPieces(module.mod, options.function, options.inputs, machine)
+    halves = any(runs_halves(name) for name in options.only.get("schedules", ()))
+    pieces = ModelPieces(module.mod, options.function, options.inputs, machine, halves=halves)
     space = _space(pieces, devices, batch, options.only)
     choices = [choice for choice in space.choices() if _fits_rows(pieces, choice, batch)]
     if not choices:
@@ -216,6 +224,11 @@ def _check(batch: int, options: TrainingOptions) -> None:
     """What is wrong with numbers that a search is given."""
     numbers = {"batch": (batch, 1), "states": (options.states, 0), "finalists": (options.finalists, 0)}
     wrong = [f"{name} is {shown(n)}" for name, (n, least) in numbers.items() if type(n) is not int or n < least]
+    for name, values in options.only.items():
+        if isinstance(values, str) or not isinstance(values, Sequence):
+            wrong.append(f"{name}={shown(values)}, no list of what may be")
+    given = options.only.get("schedules", ())
+    wrong += [f"there is no schedule {shown(n)}{did_you_mean(str(n), SCHEDULES)}" for n in given if n not in SCHEDULES]
     if wrong:
         refuse(wrong, where="search", fix="batch is a number of rows; states and finalists are counts, from 0 up")
 

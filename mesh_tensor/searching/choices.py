@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.pipelining.orders import SCHEDULES
+from mesh_tensor.pipelining.schedule import Schedule
 
 DATA, MODEL = "data", "model"  # the axes of a stage's mesh; devices along the second one are neighbours
-_CHUNKS = {"interleaved": (2, 3), "zbv": (2,)}
+_CHUNKS = {"interleaved": (2, 3), "zbv": (2,), "dualpipev": (2,)}
 
 
 @dataclass(frozen=True, order=True)
@@ -49,6 +51,11 @@ class Choice:
     def order(self) -> tuple[str, int, int, int]:
         """What its schedule is made of: name, meshes, microbatches, chunks."""
         return self.schedule, self.meshes, self.microbatches, self.chunks
+
+    @property
+    def halves(self) -> bool:
+        """Whether its schedule runs backwards in two halves: gradients of what stages take, and of weights."""
+        return self.meshes > 1 and runs_halves(self.schedule)
 
     @property
     def mesh(self) -> Mesh:
@@ -97,7 +104,7 @@ class Space:
             for schedule, chunks in self._schedules(meshes, count):
                 for zero in self.zero if data > 1 else self.zero[:1]:
                     for sequence in self.sequence if model > 1 else (False,):
-                        for again in self.recompute:
+                        for again in self.recompute if meshes == 1 or not runs_halves(schedule) else (False,):
                             yield Choice(data, model, meshes, count, schedule, chunks, zero, again, sequence)
 
     def _schedules(self, meshes: int, count: int) -> Iterator[tuple[str, int]]:
@@ -107,9 +114,18 @@ class Space:
             return
         for name in self.schedules:
             for chunks in _CHUNKS.get(name, (1,)):
-                fits = meshes * chunks <= self.layers
-                if fits and not (SCHEDULES[name].in_rounds and count % meshes):
+                order = SCHEDULES[name]
+                in_rounds = not (order.in_rounds and chunks > 1) or count % meshes == 0
+                if meshes * chunks <= self.layers and in_rounds and (not order.fills_twice or count >= 2 * meshes):
                     yield name, chunks
+
+
+@lru_cache
+def runs_halves(schedule: str) -> bool:
+    """Whether the schedule of that name has actions for halves of backwards."""
+    chunks = _CHUNKS.get(schedule, (1,))[0]
+    made = Schedule.named(schedule, meshes=2, microbatches=4, chunks=chunks)
+    return any(action.kind in "IW" for row in made.rows for action in row)
 
 
 def _divisors(number: int) -> list[int]:

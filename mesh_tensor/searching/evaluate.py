@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from mesh_tensor.annotations.module_annotations import Annotation
@@ -62,6 +62,10 @@ class Evaluator:
         if key not in self._known:
             self._known[key] = self._evaluated(mesh, named)
         return self._known[key]
+
+    def learn(self, strategies: Iterable[Strategy]) -> None:
+        """These need not be planned again."""
+        self._known |= {(strategy.mesh, strategy.layouts): strategy for strategy in strategies}
 
     def in_full(self, strategy: Strategy) -> Strategy | None:
         """The strategy, planned with all layers; None if it can't be."""

@@ -17,6 +17,8 @@ from mesh_tensor.pipelining.schedule import Action, Schedule
 from .choices import DATA, Choice
 
 Order = tuple[str, int, int, int]  # a schedule's name, meshes, microbatches, chunks
+Fragments = tuple[float, ...]  # seconds of a stage's actions, by their place in _KINDS
+_KINDS = "FBIW"
 _GRADIENT = 4  # bytes of an element of a gradient: sums are kept in float32
 _STATE = 4  # bytes of each number that an optimizer keeps
 _REDUCED, _SCATTERED = BETWEEN[Partial, Replicate], BETWEEN[Partial, Shard]
@@ -26,6 +28,9 @@ _GATHERED = BETWEEN[Shard, Replicate]
 @dataclass(frozen=True)
 class Piece:
     """A part of a model on one device, for some rows of a microbatch: seconds of its forward and backward, and bytes.
+
+    inputs     seconds of the part of the backward that gives gradients of what it takes, and `own` of its weights: 0
+               where no schedule runs them apart; `halfway`: what the first one leaves for the second
 
     weights    of its weights, of which there are `tensors`, with so many `elements`; ZeRO-3 splits `matrices` of them
     kept       what its forward leaves for its backward, and `taken`: what it takes of others or of the batch;
@@ -43,6 +48,9 @@ class Piece:
     taken: int
     received: int
     working: int
+    inputs: float = 0.0
+    own: float = 0.0
+    halfway: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,8 +72,9 @@ class Stage:
         return sum(piece.tensors for piece in self.pieces)
 
     @property
-    def kept(self) -> int:
-        return sum(piece.kept for piece in self.pieces)
+    def held(self) -> Held:
+        """What it keeps of a microbatch for its backward."""
+        return Held(sum(piece.kept for piece in self.pieces), sum(piece.halfway for piece in self.pieces))
 
 
 @dataclass(frozen=True)
@@ -123,12 +132,12 @@ class Composer:
         layers = model.cut(choice.stages)
         stages = model.stages(layers)
         schedule, most = named_schedule(*choice.order), 0
-        held = _held(choice.order, [stage.pieces[0].taken if choice.recompute else stage.kept for stage in stages])
+        held = _held(choice, [Held(s.pieces[0].taken) if choice.recompute else s.held for s in stages])
         for mesh, activations in enumerate(held):
             mine = [stage for number, stage in enumerate(stages) if schedule.mesh_of[number] == mesh]
             working = max(max(p.working for p in stage.pieces) for stage in mine)
             if choice.recompute:
-                working += max(stage.kept for stage in mine)
+                working += int(max(stage.held.forward for stage in mine))
             most = max(most, int(activations) + working + sum(self._state(choice, stage) for stage in mine))
         return most, layers
 
@@ -152,15 +161,6 @@ class Composer:
             for mesh in range(choice.meshes)
         )
 
-    def least_seconds(self, choice: Choice, model: Model, layers: Sequence[int]) -> float:
-        """No step takes less: that of the busiest mesh, if it never waits."""
-        costs = [self._fragments(choice, stage) for stage in model.stages(layers)]
-        schedule = named_schedule(*choice.order)
-        busy = [0.0] * choice.meshes
-        for number, (forward, backward) in enumerate(costs):
-            busy[schedule.mesh_of[number]] += forward + backward
-        return choice.microbatches * max(busy)
-
     def transfer(self, choice: Choice, sent: int) -> float:
         """Seconds from a stage to the next one."""
         if choice.meshes == 1:
@@ -168,17 +168,21 @@ class Composer:
         link = self._machine.link(choice.devices)
         return link.start + sent / link.rate
 
-    def _fragments(self, choice: Choice, stage: Stage) -> tuple[float, float]:
-        """A stage's forward and backward on a microbatch: with ZeRO-3 every piece's weights are gathered for both, and
-        their gradients are scattered; else gradients are added to what there is of them."""
-        forward, backward = (sum(getattr(p, kind) for p in stage.pieces) for kind in ("forward", "backward"))
+    def _fragments(self, choice: Choice, stage: Stage) -> Fragments:
+        """A stage's forward and backward on a microbatch, and the halves of that: with ZeRO-3 every piece's weights are
+        gathered for all, and their gradients are scattered; else gradients are added to what there is of them."""
+        kinds = ("forward", "backward", "inputs", "own")
+        forward, backward, inputs, own = (sum(getattr(p, kind) for p in stage.pieces) for kind in kinds)
         if choice.recompute:
             backward += forward
         if choice.zero == 3:
             gathered = sum(self._over_data(choice, _GATHERED, piece.weights, piece.tensors) for piece in stage.pieces)
             scattered = sum(self._over_data(choice, _SCATTERED, piece.weights, piece.tensors) for piece in stage.pieces)
-            return self._beside(forward, gathered), self._beside(backward, gathered + scattered)
-        return forward, backward + self._update(3 * _GRADIENT * stage.elements) * (choice.microbatches > 1)
+            both = gathered + scattered
+            times = (forward, gathered), (backward, both), (inputs, gathered), (own, both)
+            return tuple(self._beside(*each) for each in times)
+        added = self._update(3 * _GRADIENT * stage.elements) * (choice.microbatches > 1)
+        return forward, backward + added, inputs, own + added
 
     def _beside(self, computing: float, sending: float) -> float:
         """What is sent is started early: what computes hides it, and loses the machine's share to it."""
@@ -216,12 +220,12 @@ def named_schedule(name: str, meshes: int, microbatches: int, chunks: int) -> Sc
     return Schedule.named(name, meshes=meshes, microbatches=microbatches, chunks=chunks)
 
 
-def _held(order: Order, kept: Sequence[int]) -> list[float]:
+def _held(choice: Choice, kept: Sequence[Held]) -> list[float]:
     """Per mesh: the bytes that it holds at most for backwards, of stages that keep so many of a microbatch."""
-    schedule = named_schedule(*order)
-    if schedule.num_stages == schedule.num_meshes:
-        return [count * kept[mesh] for mesh, count in enumerate(_counts(order))]
-    return peaks(schedule, {number: Held(each) for number, each in enumerate(kept)})
+    schedule = named_schedule(*choice.order)
+    if schedule.num_stages == schedule.num_meshes and not choice.halves:
+        return [count * kept[mesh].forward for mesh, count in enumerate(_counts(choice.order))]
+    return peaks(schedule, dict(enumerate(kept)))
 
 
 @lru_cache(maxsize=512)
@@ -231,14 +235,14 @@ def _counts(order: Order) -> tuple[float, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _clock(order: Order, costs: tuple[tuple[float, float], ...], transfer: float) -> float:
-    """The schedule with these costs of forwards and backwards."""
+def _clock(order: Order, costs: tuple[Fragments, ...], transfer: float) -> float:
+    """The schedule with these costs."""
     schedule = named_schedule(*order)
     if schedule.num_meshes == 1:
-        return schedule.num_microbatches * sum(map(sum, costs))
+        return schedule.num_microbatches * sum(forward + backward for forward, backward, *_ in costs)
 
     def cost(action: Action) -> float:
-        return costs[action.stage][action.kind != "F"]
+        return costs[action.stage][_KINDS.index(action.kind)]
 
     return timeline(schedule, cost, transfer).makespan
 

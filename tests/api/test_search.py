@@ -79,6 +79,19 @@ def test_the_same_every_time(gpt):
     assert first.planned == again.planned == len(first.strategies)
 
 
+def test_it_goes_on_from_what_was_saved(perceptron, tmp_path):
+    found = mt.search(perceptron, 4, FAST, width=2)
+    found.save(tmp_path / "found.json")
+    again = mt.search(perceptron, 4, FAST, width=2, known=tmp_path / "found.json")
+    assert again.strategies == found.strategies
+    assert again.planned == 0 < found.planned
+    with pytest.raises(mt.MeshTensorError, match=r"is of another search[\s\S]*other 'machine'"):
+        mt.search(perceptron, 4, SLOW_LINKS, known=tmp_path / "found.json")
+    (tmp_path / "found.json").write_text("[]")
+    with pytest.raises(mt.MeshTensorError, match="holds no search"):
+        mt.search(perceptron, 4, FAST, known=tmp_path / "found.json")
+
+
 def test_where_links_are_slow_nothing_is_sent(gpt):
     assert mt.search(gpt, 4, SLOW_LINKS, meshes=[{"x": 2, "y": 2}], width=1).best.received == 0
 
