@@ -96,6 +96,10 @@ class ModelPieces:
             return None
         return next(int(self.flow.params[name].struct_info.shape.values[0]) for name in self.inputs)
 
+    def takes(self, rows: int) -> bool:
+        """Whether the module takes so many rows at a time."""
+        return self.rows in (None, rows)
+
     @property
     def leaving(self) -> tuple[str, ...]:
         """After what it is cut, by name: what enters the layers, then what leaves each."""
@@ -132,6 +136,11 @@ class ModelPieces:
         between = {**rest, MODEL: 1} if sequence else rest
         names = dict.fromkeys((*self.leaving, *(self.sums if sequence else ())))
         return {**{name: dict(layout) for name, layout in self.model_layouts.items()}, **dict.fromkeys(names, between)}
+
+    def models(self, choice: Choice, batch: int) -> list[Model]:
+        """The pieces on every mesh of a choice."""
+        shapes = [Shape(each.rows(batch), each.model, each.sequence and each.model > 1) for each in choice.each]
+        return [self.model(shape) for shape in shapes]
 
     def model(self, shape: Shape) -> Model:
         """The pieces in this shape: as planned, or between two that are."""
@@ -227,7 +236,7 @@ class ModelPieces:
         """A choice planned in full, as its pipeline runs: what that takes but for the update, and its stages."""
         flow = self._flow(batch // choice.microbatches)
         schedule = named_schedule(*choice.order)
-        topology = Topology({f"m{number}": choice.mesh for number in range(choice.meshes)})
+        topology = Topology({f"m{number}": each.mesh for number, each in enumerate(choice.each)})
         cuts = self.stages_of(flow, layers)
         stages = [replace(each, mesh=topology.names[schedule.mesh_of[each.index]]) for each in cuts]
         shardings = shardings_of(self, choice)

@@ -51,6 +51,7 @@ def search(
     finalists: int = 3,
     known: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
+    uneven: bool = False,
     **only: Sequence[Any],
 ) -> Found | TrainingPlans:
     """Search how the parameters of a module are laid out best; or, with `batch`, how a model is trained best. Nothing
@@ -77,6 +78,7 @@ def search(
         states: numbers that the optimizer keeps per weight, in float32: 2 of Adam.
         finalists: how many of the best are planned in full; the best of them is the first.
         known: what an earlier search wrote with `save()`; it goes on from there.
+        uneven: stages may be on meshes of different sizes, too, as dynamic programming cuts them best (1F1B).
         progress: called with how many ways were looked at, and how many there are.
         only: what ways to train are held to, as `microbatches=[4, 8]`, `schedules`, `zero`, `recompute`, `sequence`,
             or sizes of the `model` axis.
@@ -108,7 +110,17 @@ def search(
             machine,
             batch,
             TrainingOptions(
-                function, tuple(inputs or taken), objective, limit, states, seconds, finalists, only, known, progress
+                function,
+                tuple(inputs or taken),
+                objective,
+                limit,
+                states,
+                seconds,
+                finalists,
+                only,
+                known,
+                progress,
+                uneven,
             ),
         )
     if only:

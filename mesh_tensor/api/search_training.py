@@ -17,15 +17,17 @@ from mesh_tensor.base.machine_presets import machine_code
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.pipelining.orders import SCHEDULES
 from mesh_tensor.searching.choices import DATA, Choice, Space, runs_halves
-from mesh_tensor.searching.pieces import Composer, Estimate, Piece, Stage, pareto
+from mesh_tensor.searching.pieces import Composer, Estimate, Piece, Stage, layers_of, pareto
+from mesh_tensor.searching.stages import Part
 from mesh_tensor.simulation import PipelineSimulation
 from mesh_tensor.simulation.pipeline_memory import tile_bytes
 from mesh_tensor.simulation.summary import in_bytes, in_seconds
 
 from .fragments import StageFragments
-from .model_pieces import ModelPieces, Shape, elements_of, shardings_of
+from .model_pieces import ModelPieces, elements_of, shardings_of
 from .pipeline import Pipeline, pipeline
 from .pipeline.weights import Rule
+from .search_stages import uneven_choices
 
 Rank = Callable[[Estimate], tuple]
 Report = Callable[[int, int], None]
@@ -79,7 +81,7 @@ class TrainingPlans:
             done += count
             cuts.append(names.get(self.pieces.leaving[done], self.pieces.leaving[done]))
         last = names.get(self.pieces.flow.results[0], self.pieces.flow.results[0])
-        meshes = {f"m{number}": dict(choice.mesh.shape) for number in range(choice.meshes)}
+        meshes = {f"m{number}": dict(each.mesh.shape) for number, each in enumerate(choice.each)}
         return {
             "topology": meshes,
             "stages": cuts or {"m0": [last]},
@@ -160,6 +162,7 @@ class TrainingOptions:
     only: Mapping[str, Any]
     known: str | Path | None
     progress: Report | None
+    uneven: bool = False
 
 
 def search_training(
@@ -170,7 +173,10 @@ def search_training(
     halves = any(runs_halves(name) for name in options.only.get("schedules", ()))
     pieces = ModelPieces(module.mod, options.function, options.inputs, machine, halves=halves)
     space = _space(pieces, devices, batch, options.only)
-    choices = [choice for choice in space.choices() if _fits_rows(pieces, choice, batch)]
+    composer = Composer(machine, options.states)
+    choices = [choice for choice in space.choices() if pieces.takes(batch // choice.microbatches)]
+    if options.uneven:
+        choices += uneven_choices(pieces, composer, space, options.limit)
     if not choices:
         fixed = f"the module takes {pieces.rows} rows at a time" if pieces.rows else ""
         refuse(
@@ -179,7 +185,7 @@ def search_training(
             fix="export the model with an open batch size" if fixed else "allow more microbatches or schedules",
         )
     known = {} if options.known is None else _read(options.known, machine, batch, options.function)
-    found, sizes = _composed(choices, pieces, Composer(machine, options.states), batch, options, known)
+    found, sizes = _composed(choices, pieces, composer, batch, options, known)
     if not found:
         refuse(
             f"no way to train fits into {options.limit:,} bytes per device",
@@ -188,7 +194,7 @@ def search_training(
             fix="take more devices, a smaller batch, or a machine with more memory",
         )
     rank = _rank(options.objective)
-    plans = _in_full(sorted(found, key=rank), pieces, Composer(machine, options.states), batch, options)
+    plans = _in_full(sorted(found, key=rank), pieces, composer, batch, options)
     plans.sort(key=rank)
     return TrainingPlans(module, options.function, machine, batch, tuple(plans), len(choices), len(sizes), pieces)
 
@@ -211,12 +217,13 @@ def _composed(
             continue
         if found and time.monotonic() > end:
             continue
-        model = pieces.model(Shape(choice.rows(batch), choice.model, choice.sequence))
-        memory, layers = composer.memory(choice, model)
+        models = pieces.models(choice, batch)
+        layers = layers_of(choice, models)
+        memory = composer.memory(choice, models, layers)
         if memory > options.limit:
             too_large.append(memory)
             continue
-        found.append(Estimate(choice, composer.seconds(choice, model, layers), memory, layers))
+        found.append(Estimate(choice, composer.seconds(choice, models, layers), memory, layers))
     return found, too_large
 
 
@@ -255,8 +262,9 @@ def in_full(plan: Estimate, pieces: ModelPieces, composer: Composer, batch: int)
     for mesh, peak in enumerate(sim.peaks):
         mine = [here for here in stages if sim.schedule.mesh_of[here.stage.index] == mesh]
         own = Stage(tuple(own_state(here, pieces) for here in mine))
-        took = max(took, composer.update(choice, own, split=choice.zero == 3))
-        most = max(most, peak + composer.kept(choice, own.elements))
+        here = choice.each[mesh]
+        took = max(took, composer.update(here, own, split=here.zero == 3))
+        most = max(most, peak + composer.kept(here, own.elements))
     return replace(plan, time=sim.time + took, memory=most, in_full=True)
 
 
@@ -274,8 +282,8 @@ def _space(pieces: ModelPieces, devices: int, batch: int, only: Mapping[str, Any
     return replace(made, **{name: tuple(value) for name, value in only.items()})  # type: ignore[arg-type]  # by name
 
 
-def _fits_rows(pieces: ModelPieces, choice: Choice, batch: int) -> bool:
-    return pieces.rows is None or pieces.rows == batch // choice.microbatches
+def _choice(row: Mapping[str, Any]) -> Choice:
+    return Choice(**{**row, "parts": tuple(Part(**part) for part in row["parts"])})
 
 
 def _rank(objective: str) -> Rank:
@@ -291,7 +299,7 @@ def _read(path: str | Path, machine: Machine, batch: int, function: str) -> dict
         same = (made["machine"], made["batch"], made["function"]) == (machine.to_text(), batch, function)
         names = [f.name for f in fields(Choice)]
         rows: Iterable[Mapping[str, Any]] = made["plans"]
-        read = [(Choice(**{name: row[name] for name in names}), row) for row in rows]
+        read = [(_choice({name: row[name] for name in names}), row) for row in rows]
         found = {c: Estimate(c, float(row["time"]), int(row["memory"]), tuple(row["layers"])) for c, row in read}
     except (OSError, ValueError, KeyError, TypeError) as error:
         refuse(f"{str(path)!r} holds no search: {error}", fix="pass what save() wrote")

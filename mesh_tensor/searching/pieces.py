@@ -113,12 +113,14 @@ class Model:
         first, layer, last = (piece.forward + piece.backward for piece in (self.before, self.layer, self.after))
         return spread_layers(self.layers, first, layer, last, stages)
 
-    def stages(self, layers: Sequence[int]) -> list[Stage]:
-        """The pieces of every stage."""
-        parts = [(self.layer,) * count for count in layers]
-        parts[0] = (self.before, *parts[0])
-        parts[-1] = (*parts[-1], self.after)
-        return [Stage(each) for each in parts]
+    def stage(self, layers: int, first: bool, last: bool) -> Stage:
+        """A stage with so many layers, and what is before them all in the first one, and after them in the last."""
+        return Stage(((self.before,) * first) + (self.layer,) * layers + ((self.after,) * last))
+
+
+def layers_of(choice: Choice, models: Sequence[Model]) -> tuple[int, ...]:
+    """How many layers every stage has; `models` are the model's pieces on each mesh."""
+    return tuple(part.layers for part in choice.parts) or models[0].cut(choice.stages)
 
 
 class Composer:
@@ -127,19 +129,32 @@ class Composer:
     def __init__(self, machine: Machine, states: int) -> None:
         self._machine, self._states = machine, states
 
-    def memory(self, choice: Choice, model: Model) -> tuple[int, tuple[int, ...]]:
-        """The bytes of the device that holds most, and the layers of the stages."""
-        layers = model.cut(choice.stages)
-        stages = model.stages(layers)
+    def memory(self, choice: Choice, models: Sequence[Model], layers: Sequence[int]) -> int:
+        """The bytes of the device that holds most; `models` are the model's pieces on each mesh, `layers` how many
+        every stage has."""
+        stages = _stages(choice, models, layers)
         schedule, most = named_schedule(*choice.order), 0
-        held = _held(choice, [Held(s.pieces[0].taken) if choice.recompute else s.held for s in stages])
-        for mesh, activations in enumerate(held):
+        held = _held(choice, [_kept(choice, stage) for stage in stages])
+        for mesh, (activations, here) in enumerate(zip(held, choice.each, strict=True)):
             mine = [stage for number, stage in enumerate(stages) if schedule.mesh_of[number] == mesh]
-            working = max(max(p.working for p in stage.pieces) for stage in mine)
-            if choice.recompute:
-                working += int(max(stage.held.forward for stage in mine))
-            most = max(most, int(activations) + working + sum(self._state(choice, stage) for stage in mine))
-        return most, layers
+            most = max(most, self._most(here, mine, activations))
+        return most
+
+    def _most(self, choice: Choice, stages: Sequence[Stage], activations: float) -> int:
+        """What a device holds at most that has these stages, and so much for backwards."""
+        working = max(max(p.working for p in stage.pieces) for stage in stages)
+        if choice.recompute:
+            working += int(max(stage.held.forward for stage in stages))
+        return int(activations) + working + sum(self._state(choice, stage) for stage in stages)
+
+    def part_memory(self, choice: Choice, stage: Stage, held: int) -> int:
+        """What a device of a stage holds at most that keeps so many microbatches."""
+        return self._most(choice, [stage], held * _kept(choice, stage).forward)
+
+    def part_seconds(self, choice: Choice, stage: Stage, sent: int) -> float:
+        """What a microbatch takes in a stage, forwards and backwards, with what it sends to the next one and back."""
+        forward, backward, *_ = self._fragments(choice, stage)
+        return forward + backward + 2 * self.transfer(choice, sent)
 
     def _state(self, choice: Choice, stage: Stage) -> int:
         """Weights, gradients and what the optimizer keeps."""
@@ -150,15 +165,16 @@ class Composer:
             return weights + gradients + states // split
         return (weights + gradients + states) // split + max(piece.weights for piece in stage.pieces)
 
-    def seconds(self, choice: Choice, model: Model, layers: Sequence[int]) -> float:
+    def seconds(self, choice: Choice, models: Sequence[Model], layers: Sequence[int]) -> float:
         """Of a step: the schedule, what devices with the same weights exchange at its end, and the optimizer's
         update."""
-        stages = model.stages(layers)
-        schedule = named_schedule(*choice.order)
-        costs = tuple(self._fragments(choice, stage) for stage in stages)
-        return _clock(choice.order, costs, self.transfer(choice, model.layer.received)) + max(
-            sum(self._end(choice, stage) for number, stage in enumerate(stages) if schedule.mesh_of[number] == mesh)
-            for mesh in range(choice.meshes)
+        stages, each = _stages(choice, models, layers), choice.each
+        mesh_of = named_schedule(*choice.order).mesh_of
+        costs = tuple(self._fragments(each[mesh_of[number]], stage) for number, stage in enumerate(stages))
+        sent = max(model.layer.received for model in models)
+        return _clock(choice.order, costs, self.transfer(choice, sent)) + max(
+            sum(self._end(here, stage) for number, stage in enumerate(stages) if mesh_of[number] == mesh)
+            for mesh, here in enumerate(each)
         )
 
     def transfer(self, choice: Choice, sent: int) -> float:
@@ -218,6 +234,17 @@ class Composer:
 def named_schedule(name: str, meshes: int, microbatches: int, chunks: int) -> Schedule:
     """The schedule of that name."""
     return Schedule.named(name, meshes=meshes, microbatches=microbatches, chunks=chunks)
+
+
+def _stages(choice: Choice, models: Sequence[Model], layers: Sequence[int]) -> list[Stage]:
+    """The pieces of every stage, as they are on its mesh."""
+    mesh_of, last = named_schedule(*choice.order).mesh_of, len(layers) - 1
+    return [models[mesh_of[n]].stage(count, n == 0, n == last) for n, count in enumerate(layers)]
+
+
+def _kept(choice: Choice, stage: Stage) -> Held:
+    """What a stage holds of a microbatch for its backward."""
+    return Held(stage.pieces[0].taken) if choice.recompute else stage.held
 
 
 def _held(choice: Choice, kept: Sequence[Held]) -> list[float]:

@@ -145,6 +145,29 @@ def test_halves_of_backwards(gpt):
             torch.testing.assert_close(gradients[module.names[name]], weight.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_stages_on_meshes_of_different_sizes(gpt):
+    """Three devices: a stage on two of them is better than three stages, or three devices in one; and it trains."""
+    model, module = gpt
+    few = {"zero": [0, 3], "sequence": [False], "recompute": [False]}
+    found = mt.search(module, 3, FAST, batch=8, finalists=1, uneven=True, **few)
+    even = mt.search(module, 3, FAST, batch=8, finalists=0, **few)
+    assert found.best.choice.parts
+    assert found.best.choice.devices == 3
+    assert found.best.time < even.best.time
+    x, y = batch()
+    model.zero_grad()
+    wanted = model(x, y)
+    wanted.backward()
+    names = {"mt": mt, "module": module, "machine": FAST}
+    exec(found.code(), names)  # what a user would paste
+    run = names["run"]
+    torch.testing.assert_close(run(x, y), wanted.detach(), rtol=1e-5, atol=1e-5)
+    gradients = run.gradients()
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(gradients[module.names[name]], weight.grad, rtol=1e-4, atol=1e-5)
+    assert {str(p.choice) for p in even.plans} < {str(p.choice) for p in found.plans}
+
+
 def test_deeper_models_take_no_more_planning(gpt):
     few = {
         "microbatches": [2],
