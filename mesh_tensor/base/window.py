@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,15 @@ class Reaches:
     always: bool = False
     outside: str = "sum"
 
+    def along_first(self, factor: str, minor: int) -> Reaches | None:
+        """The same from the factor's first atom, called `factor`, each of whose elements is `minor` of its own; None
+        where that is not known."""
+        if self.per != 1 or any(reach.block != 1 for reach in self.reaches):
+            return None
+        span = self.stride * (minor - 1)
+        reaches = tuple([Reach(r.low + min(span, 0), r.high + max(span, 0)) for r in self.reaches])
+        return replace(self, factor=factor, stride=self.stride * minor, reaches=reaches)
+
     @property
     def margin(self) -> int:
         """How many elements are read from one position."""
@@ -108,8 +117,9 @@ class Reaches:
         tile = size
         for count in parts:
             tile = -(-tile // count)
-        first = min(reach.low for reach in self.reaches)
-        last = max(self.stride * (-(-tile // r.block) - 1) * r.block // self.per + r.high for r in self.reaches)
+        ends = [self.stride * (-(-tile // r.block) - 1) * r.block // self.per for r in self.reaches]
+        first = min(r.low + min(end, 0) for r, end in zip(self.reaches, ends, strict=True))
+        last = max(r.high + max(end, 0) for r, end in zip(self.reaches, ends, strict=True))
         length = max(1, last - first + 1 + (self.per > 1))
         fits = self.always or length < self.extent
         return Window(size, self.stride, first, length, self.wraps, self.per, self.outside) if fits else None

@@ -37,8 +37,8 @@ class Conflict:
 class _Site(NamedTuple):
     """A node, its operands and then its results (each with its atoms' factors), and where the results begin.
     `repeated`: operands that are repeated along dims which another operand has beside all of theirs: a bias, a mask.
-    `around`: atoms of parameters that are read around a factor's place: whole they need no margins. `blocked`: the
-    ways, back or not, in which nothing spreads through the node."""
+    `around`: atoms of parameters that are read around a factor's place: whole they need no margins. `read`: the factors
+    from which windows are read. `blocked`: the ways, back or not, in which nothing spreads through the node."""
 
     node: Node
     tensors: tuple[tuple[Value, AtomFactors], ...]
@@ -46,6 +46,7 @@ class _Site(NamedTuple):
     reduced: Mapping[str, str]
     repeated: frozenset[int]
     around: frozenset[tuple[Value, int]]
+    read: frozenset[str]
     blocked: frozenset[bool]
 
 
@@ -79,7 +80,8 @@ class Spread:
             tensors = tuple(tensors_of(node, rule))
             stated = graph.annotations.get(node.outputs[0]) if node.is_annotation else None
             blocked = stated.blocked if stated is not None else frozenset()
-            site = _Site(node, tensors, len(node.inputs), rule.reduced, repeated[id(rule)], around, blocked)
+            windows = frozenset([reaches.factor for reaches in rule.windows.values()])
+            site = _Site(node, tensors, len(node.inputs), rule.reduced, repeated[id(rule)], around, windows, blocked)
             self._sites.append(site)
             for index, (value, _) in enumerate(site.tensors):
                 self._touching.setdefault(value, []).append((number, index))
@@ -160,6 +162,8 @@ class Spread:
                 place = factors.index(factor)
                 if place in self._kept.get(value, ()) or (back and (value, place) in site.around):
                     continue
+                if factor in site.read and self._atoms.shape(value)[place] < self._mesh.size(axis):
+                    continue  # some devices would have nothing of it
                 self.places[value][axis] = place
                 self._push(value, axis, distance + (site.results > 1))
 

@@ -18,6 +18,7 @@ from mesh_tensor.plan.explicit import ExplicitGraph
 from mesh_tensor.plan.index_checks import IndexCheck, index_checks
 from mesh_tensor.plan.interleave import interleave
 from mesh_tensor.plan.ir import Graph
+from mesh_tensor.plan.merged_dims import with_merged_dims
 from mesh_tensor.plan.node_rules import node_rules
 from mesh_tensor.plan.propagate import Layouts, propagate
 from mesh_tensor.plan.reader import Annotations, read_graph
@@ -124,7 +125,10 @@ def read_module(
     graph = read_graph(mod, function, mesh, annotations)
     expand_kernels(graph)
     graph = joined_slices(graph)
-    return graph, find_atoms(graph, node_rules(graph, replicate_unknown=replicate_unknown))
+    atoms = find_atoms(graph, node_rules(graph, replicate_unknown=replicate_unknown))
+    if (made := with_merged_dims(graph, atoms)) is not None:
+        graph, atoms = made, find_atoms(made, node_rules(made, replicate_unknown=replicate_unknown))
+    return graph, atoms
 
 
 @uncollected

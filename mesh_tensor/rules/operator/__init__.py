@@ -15,6 +15,7 @@ from . import (  # noqa: F401  (they fill the table)
     nn,
     reduce,
     shape,
+    shifts,
     update,
     vjp,
 )
