@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,20 @@ class Reaches:
     def margin(self) -> int:
         """How many elements are read from one position."""
         return max(reach.high for reach in self.reaches) - min(reach.low for reach in self.reaches) + 1
+
+    @lru_cache(maxsize=4096)  # noqa: B019  (few are made, and they are small)
+    def lacking(self, size: int, parts: int) -> int:
+        """The most elements that a device lacks of what it reads, where the dim and the factor's `size` are split into
+        so many parts."""
+        window, tile = self.window(size, [parts]), -(-self.extent // parts)
+        if window is None:
+            return 0
+        lacks = [0]
+        for device in range(parts):
+            pieces = window.parts(self.extent, window.start([("", parts)], {"": device}))
+            own = device * tile, (device + 1) * tile
+            lacks.append(sum(high - low - max(0, min(high, own[1]) - max(low, own[0])) for _, low, high in pieces))
+        return max(lacks)
 
     def window(self, size: int, parts: Sequence[int]) -> Window | None:
         """What a device reads whose tile is one of `parts` (nested: of every axis) of the factor's `size`; None if that

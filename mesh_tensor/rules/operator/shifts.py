@@ -81,7 +81,7 @@ def _slice(local: LocalCall) -> relax.Expr:
     call, layout = local.call, local.layouts[0]
     found: dict[int, tuple[int, int, int]] = {}
     axes, begins, ends, *strides = call.literals
-    cuts, tile = cuts_of(call), local.args[0]
+    cuts, tile, shape = cuts_of(call), local.args[0], list(local.in_tiles[0])
     for position, axis in enumerate(axes):
         dim = call.axis(axis)
         if dim not in cuts:
@@ -90,7 +90,8 @@ def _slice(local: LocalCall) -> relax.Expr:
         if layout.window(dim) is not None:
             found[dim] = (0, length, step) if step > 0 else (length - 1, -length - 1, step)
         elif layout.axes_of(dim):
-            tile = _local_take(local, tile, dim, cuts[dim].start)
+            shape[dim] = 1
+            tile = _local_take(local, tile, shape, dim, cuts[dim].start)
         else:
             found[dim] = begins[position], ends[position], strides[0][position] if strides else 1
     if all(step == 1 and begin == 0 and end == local.in_tiles[0][dim] for dim, (begin, end, step) in found.items()):
@@ -99,10 +100,8 @@ def _slice(local: LocalCall) -> relax.Expr:
     return relax.op.strided_slice(tile, *(relax.Tuple([relax.PrimValue(n) for n in column]) for column in columns))
 
 
-def _local_take(local: LocalCall, tile: relax.Expr, dim: int, element: int) -> relax.Expr:
-    """One element of a split dim, or 0 if another device has it."""
-    shape = [*tile.struct_info.shape.values]
-    shape[dim] = 1
+def _local_take(local: LocalCall, tile: relax.Expr, shape: Sequence[int], dim: int, element: int) -> relax.Expr:
+    """One element of a split dim, so that the tile has this shape, or 0 if another device has it."""
     whole = [relax.ShapeExpr(local.call.inputs[0].shape), relax.StringImm(local.layouts[0].text())]
     dtype = "float32" if local.wide else local.call.outputs[0].dtype
     index = relax.const([element], "int64")
