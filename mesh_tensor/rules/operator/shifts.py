@@ -218,7 +218,7 @@ def _padded(local: LocalCall, padded: Mapping[int, int]) -> relax.Expr:
 
 def _joined(local: LocalCall, axis: int, spans: Sequence[tuple[int, int]]) -> relax.Expr:
     """The same call where the result's dim is whole; else windows as long as its tile, one over the other."""
-    if not local.out_layouts[0].axes_of(axis):
+    if all(layout.window(axis) is None for layout in local.layouts):
         return local.again()
     return _join(local, local.args, axis, spans)
 

@@ -62,6 +62,8 @@ def _local_join(call: OpCall, place: Place) -> Function:
     def local_join(*tiles: Tensor) -> Tensor:
         made = tiles[0].new_full(shape, fill)
         for (low, high), tile in zip(spans, tiles, strict=True):
+            if low == high:
+                continue
             made.narrow(dim, low, high - low).copy_(tile.narrow(dim, low, high - low))
         return made
 
