@@ -109,6 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--of", nargs="+", default=KINDS, choices=KINDS, help="what to make; default: all")
     options = parser.parse_args(argv)
     parsed_once.install()
+    os.environ["MESH_TENSOR_VERIFY"] = "1"
     print(f"first number: {options.seed}")
     counts = fuzz(options)
     print(told(counts))

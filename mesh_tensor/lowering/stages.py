@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tvm import tirx
 
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.one_kernel import Assignment
+from mesh_tensor.plan.prices import PRICES, Prices
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Factor
 from mesh_tensor.rules.kernel.granularity import Refined
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
+from mesh_tensor.rules.kernel.statements import Loop
 
 from .splits import Split
 from .view import Reading
@@ -25,7 +27,8 @@ Shape = tuple[tirx.PrimExpr, ...]
 @dataclass(frozen=True, eq=False)
 class Annotated:
     """A kernel as it is stated: `func` is normalized, and over tiles if `reading` says that it was written so. `asked`
-    are the annotated layouts of its parameters, `shapes` those of the whole tensors."""
+    are the annotated layouts of its parameters, `shapes` those of the whole tensors; `prices` is what it is decided
+    by."""
 
     name: str
     mesh: Mesh
@@ -33,6 +36,7 @@ class Annotated:
     asked: Mapping[str, Sharding]
     shapes: Mapping[str, Shape]
     reading: Reading
+    prices: Prices = PRICES
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,11 +52,21 @@ class Ruled:
 
 
 @dataclass(frozen=True, eq=False)
+class HandedOn:
+    """The loops that carry what a workspace holds, and the axes that split them."""
+
+    loops: tuple[Loop, ...]
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Part:
-    """A kernel of its own, and what every axis splits of it."""
+    """A kernel of its own, and what every axis splits of it. `handed_on`: the workspaces that it may have of which
+    every device has its own place of the first dim, while axes split the loops that carry what is in them."""
 
     analysis: Analysis
     assignment: Assignment
+    handed_on: Mapping[str, HandedOn] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
