@@ -177,6 +177,8 @@ def cases() -> list[Case]:
         *experts(),
         *few_key_heads(),
         *at_the_boundary(),
+        *around_places(),
+        *into_places(),
     ]
 
 
@@ -444,4 +446,104 @@ def at_the_boundary() -> list[Case]:
             {"x": {"d": 0}},
             Hand(0, 0, "an input that nobody holds yet is laid out as it is needed"),
         ),
+    ]
+
+
+class Shifted(nn.Module):
+    """Attention in windows of `size` x `size`, then in windows that are shifted by half of that, as in Swin."""
+
+    def __init__(self, rows: int, columns: int, width: int, size: int) -> None:
+        super().__init__()
+        self.shape, self.size = (rows // size, size, columns // size, size, width), size
+        self.qkv = nn.Linear(width, 3 * width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, rows, columns, width) -> the same."""
+        x = x + self.attended(x)
+        half = self.size // 2
+        shifted = self.attended(torch.roll(x, (-half, -half), (1, 2)))
+        return x + torch.roll(shifted, (half, half), (1, 2))
+
+    def attended(self, x: torch.Tensor) -> torch.Tensor:
+        """Attention inside the windows."""
+        windows = x.view(-1, *self.shape).permute(0, 1, 3, 2, 4, 5).reshape(-1, 1, self.size**2, self.shape[-1])
+        made = F.scaled_dot_product_attention(*self.qkv(windows).chunk(3, -1))
+        made = made.view(-1, *(self.shape[n] for n in (0, 2, 1, 3, 4)))
+        return made.permute(0, 1, 3, 2, 4, 5).reshape(x.shape)
+
+
+def around_places() -> list[Case]:
+    """What is next to a tile is read."""
+    op, kept = relax.op, "what crosses the tiles' borders is exchanged"
+    row = 4 * 256 * FLOAT
+
+    def taken(emit: Any, x: relax.Expr, begin: int, end: int) -> relax.Expr:
+        return emit(op.strided_slice(x, [1], [begin], [end], [1]))
+
+    def differences(emit: Any, x: relax.Expr) -> relax.Expr:
+        return emit(op.subtract(taken(emit, x, 1, 512), taken(emit, x, 0, 511)))
+
+    def moved_on(emit: Any, cache: relax.Expr, new: relax.Expr) -> relax.Expr:
+        return emit(op.concat([taken(emit, cache, 4, 512), new], 1))
+
+    def last(emit: Any, x: relax.Expr, w: relax.Expr) -> relax.Expr:
+        return emit(op.matmul(taken(emit, x, 511, 512), w))
+
+    def of_torch(f: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Callable[[], ir.IRModule]:
+        return partial(from_model, partial(Lambda, f), *inputs)
+
+    x = torch.randn(4, 512, 256)
+    image, weight = torch.randn(2, 16, 64, 32), torch.randn(16, 16, 3, 3)
+    line = 2 * 16 * 32 * FLOAT
+    shifted = partial(from_model, partial(Shifted, 64, 32, 16, 8), image.permute(0, 2, 3, 1).contiguous())
+    rolled = of_torch(lambda x: torch.roll(x, 3, 1), x)
+    windows = of_torch(lambda x: x.unfold(1, 16, 8).amax(-1), x)
+    convolved = of_torch(lambda x, w: F.relu(F.conv2d(x, w, padding=1)), image, weight)
+    pooled = of_torch(lambda x: F.max_pool2d(x, 3, 2, 1), image)
+    sequence = {"x": {"d": 1}}
+    relaxed = partial(relax_function, differences, x=(4, 512, 256))
+    cached = partial(relax_function, moved_on, x=(4, 512, 256), new=(4, 4, 256))
+    logits = partial(relax_function, last, x=(4, 512, 256), w=(256, 1024))
+    one = Hand(reduced(4 * 256, 4), 1, "the device that has the last position gives it to all: they add up one row")
+    return [
+        Case("differences of neighbours", "positions", relaxed, {"d": 4}, sequence, Hand(row, 1, kept)),
+        Case("roll", "positions", rolled, {"d": 4}, {"inputs_0": {"d": 1}}, Hand(3 * row, 1, kept)),
+        Case("windows, overlapping", "positions", windows, {"d": 4}, {"inputs_0": {"d": 1}}, Hand(8 * row, 1, kept)),
+        Case("convolution", "rows", convolved, {"d": 4}, {"inputs_0": {"d": 2}}, Hand(2 * line, 1, kept)),
+        Case("largest of windows", "rows", pooled, {"d": 4}, {"inputs_0": {"d": 2}}, Hand(line, 1, kept)),
+        Case("shifted windows", "rows", shifted, {"d": 4}, {"x": {"d": 1}}, Hand(2 * 4 * line, 2, kept)),
+        Case("cache that moves along", "positions", cached, {"d": 4}, sequence, Hand(4 * row, 1, kept)),
+        Case("logits of the last position", "positions", logits, {"d": 4}, sequence, one),
+    ]
+
+
+class Lambda(nn.Module):
+    """A function as a model."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """What the function gives."""
+        return self.function(*inputs)
+
+
+def into_places() -> list[Case]:
+    """Rows go into a tensor that is split where they go."""
+    op = relax.op
+    hand = Hand(0, 0, "every device knows the new rows, and enters those that belong into its tile")
+
+    def entered(emit: Any, x: relax.Expr, new: relax.Expr) -> relax.Expr:
+        return emit(op.slice_scatter(x, new, 100, 116, 1, axis=0))
+
+    def scattered(emit: Any, x: relax.Expr, places: relax.Expr, new: relax.Expr) -> relax.Expr:
+        return emit(op.scatter_nd(x, places, new))
+
+    cache = partial(relax_function, entered, x=(512, 256), new=(16, 256))
+    pages = partial(relax_function, scattered, x=(512, 256), places=(16, 1, "int64"), new=(16, 256))
+    layout = {"x": {"d": 0}}
+    return [
+        Case("cache rows, at a place", "positions", cache, {"d": 4}, layout, hand),
+        Case("cache rows, where data says", "positions", pages, {"d": 4}, layout, hand),
     ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,33 @@ class Reaches:
     always: bool = False
     outside: str = "sum"
 
+    def along_first(self, factor: str, minor: int) -> Reaches | None:
+        """The same from the factor's first atom, called `factor`, each of whose elements is `minor` of its own; None
+        where that is not known."""
+        if self.per != 1 or any(reach.block != 1 for reach in self.reaches):
+            return None
+        span = self.stride * (minor - 1)
+        reaches = tuple([Reach(r.low + min(span, 0), r.high + max(span, 0)) for r in self.reaches])
+        return replace(self, factor=factor, stride=self.stride * minor, reaches=reaches)
+
     @property
     def margin(self) -> int:
         """How many elements are read from one position."""
         return max(reach.high for reach in self.reaches) - min(reach.low for reach in self.reaches) + 1
+
+    @lru_cache(maxsize=4096)  # noqa: B019  (few are made, and they are small)
+    def lacking(self, size: int, parts: int) -> int:
+        """The most elements that a device lacks of what it reads, where the dim and the factor's `size` are split into
+        so many parts."""
+        window, tile = self.window(size, [parts]), -(-self.extent // parts)
+        if window is None:
+            return 0
+        lacks = [0]
+        for device in range(parts):
+            pieces = window.parts(self.extent, window.start([("", parts)], {"": device}))
+            own = device * tile, (device + 1) * tile
+            lacks.append(sum(high - low - max(0, min(high, own[1]) - max(low, own[0])) for _, low, high in pieces))
+        return max(lacks)
 
     def window(self, size: int, parts: Sequence[int]) -> Window | None:
         """What a device reads whose tile is one of `parts` (nested: of every axis) of the factor's `size`; None if that
@@ -108,8 +132,9 @@ class Reaches:
         tile = size
         for count in parts:
             tile = -(-tile // count)
-        first = min(reach.low for reach in self.reaches)
-        last = max(self.stride * (-(-tile // r.block) - 1) * r.block // self.per + r.high for r in self.reaches)
+        ends = [self.stride * (-(-tile // r.block) - 1) * r.block // self.per for r in self.reaches]
+        first = min(r.low + min(end, 0) for r, end in zip(self.reaches, ends, strict=True))
+        last = max(r.high + max(end, 0) for r, end in zip(self.reaches, ends, strict=True))
         length = max(1, last - first + 1 + (self.per > 1))
         fits = self.always or length < self.extent
         return Window(size, self.stride, first, length, self.wraps, self.per, self.outside) if fits else None

@@ -36,6 +36,7 @@ KEPT = (
     _aten.conv2d.default,
     _aten.max_pool2d.default,
     _aten.detach.default,
+    _aten.roll.default,
 )
 
 

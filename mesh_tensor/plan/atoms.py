@@ -175,7 +175,10 @@ class _Refinement:
         node, rule = self._node, self._rule
         inputs = [self._tensor(dims, of[value]) for value, dims in zip(node.inputs, rule.inputs, strict=True)]
         outputs = [self._tensor(dims, of[value]) for value, dims in zip(node.outputs, rule.outputs, strict=True)]
+        inputs, outputs = ([self._as_alike(names) for names in tensors] for tensors in (inputs, outputs))
+        read = self._windows(of)
         sizes = {name: size for name, size in self._sizes.items() if not self._is_whole(name)}
+        windows = {place: reaches for place, reaches in read.items() if reaches.factor in sizes}
         reduced = {name: rule.reduced[self._base[name]] for name in sizes if self._base[name] in rule.reduced}
         tensors = self._split(inputs), self._split(outputs)
         blocks = {self._first(name): self._block(name, size) for name, size in rule.blocks.items()}
@@ -183,16 +186,36 @@ class _Refinement:
         partial = tuple([{name: ops[b] for name in sizes if (b := self._base[name]) in ops} for ops in rule.partial])
         partial = partial or (reduced,) * len(outputs)
         first = {self._first(name): self._block(name, size) for name, size in rule.first.items()}
-        windows = self._windows(of, sizes)
         return NodeRule(rule, *tensors, sizes, reduced, partial, frozenset(self._even), blocks, inner, first, windows)
 
-    def _windows(self, of: dict[Value, tuple[Sizes, ...]], sizes: Mapping[str, int]) -> dict[tuple[int, int], Reaches]:
-        """Windows of atoms: where a dim is one atom, as is the factor that reads it."""
-        found = {}
+    def _as_alike(self, names: list[str | None]) -> list[str | None]:
+        """The atoms of a tensor; that of a factor which is like another one is the other's first, of which axes have to
+        make equal tiles."""
+        made = list(names)
+        for mine, other in self._rule.alike.items():
+            atoms = self._atoms[other]
+            first = other if len(atoms) == 1 else f"{other}.0"
+            self._even.add(first)
+            self._minor.update(f"{other}.{n}" for n in range(1, len(atoms)))
+            if len(self._atoms[mine]) > 1:
+                self._whole.update((mine, other))
+            made = [first if name == mine else name for name in made]
+        return made
+
+    def _windows(self, of: dict[Value, tuple[Sizes, ...]]) -> dict[tuple[int, int], Reaches]:
+        """Windows of atoms: of dims that are one atom, from the first atom of the factor that reads them. Where there
+        are none, an operator needs the factor whole; a kernel makes its own of what it reads."""
+        found: dict[tuple[int, int], Reaches] = {}
         for (operand, dim), reaches in self._rule.windows.items():
             dims = of[self._node.inputs[operand]]
-            if len(dims[dim]) == 1 and reaches.factor in sizes:
-                found[(operand, sum(map(len, dims[:dim])))] = reaches
+            first, *minor = [name for name, base in self._base.items() if base == reaches.factor] or [""]
+            along = reaches.along_first(first, math.prod(self._sizes[name] for name in minor)) if minor else reaches
+            kernel = self._node.kernel is not None
+            if along is not None and len(dims[dim]) == 1 and first and not (kernel and minor):
+                found[(operand, sum(map(len, dims[:dim])))] = along
+                self._minor.update(minor)
+            elif not kernel:
+                self._whole.add(reaches.factor)
         return found
 
     def _first(self, factor: str) -> str:

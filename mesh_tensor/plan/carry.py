@@ -171,7 +171,9 @@ def taken_of(
     if not waiting:
         return frozenset()
     rule, decision = atoms.rules[node], decisions[node]
-    if len({left.parts for left in waiting.values()}) != 1 or node.is_annotation or rule.rule.windows:
+    if len({left.parts for left in waiting.values()}) != 1 or node.is_annotation:
+        return frozenset()
+    if any(needed.windows for needed in decision.needed):  # what is partial is completed before
         return frozenset()
     if taken_by_owners(node, rule, decision, waiting, refused) is not None or _is_linear(node, rule, decision, waiting):
         before = sum(node.inputs[i].type.elements for i in waiting)

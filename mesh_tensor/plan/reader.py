@@ -11,6 +11,7 @@ from mesh_tensor.annotations.names import relax_functions
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator.call import OpCall, op_call, op_name, tensor_infos, tensor_type, tensor_types
+from mesh_tensor.rules.operator.known_sizes import with_known_sizes
 
 from .ir import ANNOTATE, STATE_ATTR, Graph, Node, Scope, Tree, Value, leaves
 
@@ -210,10 +211,15 @@ class _Body:
 
     def call(self, expr: relax.Call, name: str) -> Tree:
         """The results of an operator, which becomes a node, or of a function's."""
-        op, args, info = expr.op, expr.args[:], expr.struct_info
-        if not isinstance(op, ir.Op):
-            return self._function_call(op, args, name)
-        inputs, called = self._operands(args, name), op_name(op)
+        if not isinstance(expr.op, ir.Op):
+            return self._function_call(expr.op, expr.args[:], name)
+        if isinstance(expr.struct_info, relax.ShapeStructInfo) and expr.struct_info.values is not None:
+            return ()  # a shape of known sizes: who takes it has them from its type
+        expr, called = with_known_sizes(expr, f"{self._function}.{name}"), op_name(expr.op)
+        if isinstance(expr, relax.Constant):
+            return self._reader.constant(expr)
+        args, info = expr.args[:], expr.struct_info
+        inputs = self._operands(args, name)
         call = OpCall(called, expr, tuple([operand.type for operand in inputs]), tensor_types(info, called))
         kernel = self._reader.kernel(args[0]) if called == "call_tir" else None
         outputs = self._reader.add(call, inputs, self._function, name, self._scopes, kernel)
@@ -237,6 +243,10 @@ class _Body:
             elif tensor_infos(arg.struct_info):
                 found += leaves(self.expression(arg, name))
         return found
+
+    def shape(self, expr: relax.ShapeExpr, name: str) -> Tree:
+        """Nothing: who takes it has the sizes from its type."""
+        return ()
 
     def branches(self, expr: relax.If, name: str) -> Tree:
         """Both branches are computed (Relax is pure), then one is taken."""
@@ -265,5 +275,6 @@ _READ: dict[type, Callable[[_Body, relax.Expr, str], Tree]] = {
     relax.Tuple: _Body.fields,
     relax.TupleGetItem: _Body.field,
     relax.If: _Body.branches,
+    relax.ShapeExpr: _Body.shape,
     relax.Call: _Body.call,
 }

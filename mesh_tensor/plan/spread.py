@@ -9,6 +9,7 @@ mesh axis, what reaches it first; what comes later and disagrees is a conflict: 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -37,8 +38,8 @@ class Conflict:
 class _Site(NamedTuple):
     """A node, its operands and then its results (each with its atoms' factors), and where the results begin.
     `repeated`: operands that are repeated along dims which another operand has beside all of theirs: a bias, a mask.
-    `around`: atoms of parameters that are read around a factor's place: whole they need no margins. `blocked`: the
-    ways, back or not, in which nothing spreads through the node."""
+    `around`: atoms of parameters that are read around a factor's place: whole they need no margins. `read`: the factors
+    from which windows are read. `blocked`: the ways, back or not, in which nothing spreads through the node."""
 
     node: Node
     tensors: tuple[tuple[Value, AtomFactors], ...]
@@ -46,6 +47,7 @@ class _Site(NamedTuple):
     reduced: Mapping[str, str]
     repeated: frozenset[int]
     around: frozenset[tuple[Value, int]]
+    read: frozenset[str]
     blocked: frozenset[bool]
 
 
@@ -67,6 +69,7 @@ class Spread:
         self._kept: dict[Value, frozenset[int]] = {}  # atoms that nothing else splits
         self._rank = {value: (-value.type.elements, order) for order, value in enumerate(self.places)}
         self._sites: list[_Site] = []
+        self._readers = Counter((node.inputs[n], dim) for node in graph.nodes for n, dim in atoms.rules[node].windows)
         repeated: dict[int, frozenset[int]] = {}
         params = set(graph.params)
         self._touching: dict[Value, list[tuple[int, int]]] = {}  # (node, tensor of the node)
@@ -79,7 +82,8 @@ class Spread:
             tensors = tuple(tensors_of(node, rule))
             stated = graph.annotations.get(node.outputs[0]) if node.is_annotation else None
             blocked = stated.blocked if stated is not None else frozenset()
-            site = _Site(node, tensors, len(node.inputs), rule.reduced, repeated[id(rule)], around, blocked)
+            windows = frozenset([reaches.factor for reaches in rule.windows.values()])
+            site = _Site(node, tensors, len(node.inputs), rule.reduced, repeated[id(rule)], around, windows, blocked)
             self._sites.append(site)
             for index, (value, _) in enumerate(site.tensors):
                 self._touching.setdefault(value, []).append((number, index))
@@ -160,8 +164,25 @@ class Spread:
                 place = factors.index(factor)
                 if place in self._kept.get(value, ()) or (back and (value, place) in site.around):
                     continue
+                if factor in site.read and not self._pays(site.node, factor, axis, value if back else None):
+                    continue
                 self.places[value][axis] = place
                 self._push(value, axis, distance + (site.results > 1))
+
+    def _pays(self, node: Node, factor: str, axis: str, onto: Value | None) -> bool:
+        """Whether splitting what is read through windows moves less than gathering it once for all who read it so, and
+        leaves no device without a part. `onto`: the operand to which this spreads; None: a result."""
+        rule, parts = self._atoms.rules[node], self._mesh.size(axis)
+        size = rule.sizes[factor]
+        for (operand, dim), reaches in rule.windows.items():
+            value = node.inputs[operand]
+            readers = self._readers[value, dim]
+            if reaches.factor == factor and (axis in self.places[value] if onto is None else value is onto):
+                moved = readers * reaches.lacking(size, parts)
+                gathered = reaches.extent - -(-reaches.extent // parts)
+                if moved > gathered or (moved == gathered > 0 and (onto or readers > 1)):
+                    return False
+        return size >= parts
 
 
 def _repeated(node: Node, rule: NodeRule) -> frozenset[int]:

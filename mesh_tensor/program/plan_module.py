@@ -19,6 +19,7 @@ from mesh_tensor.plan.explicit import ExplicitGraph
 from mesh_tensor.plan.index_checks import IndexCheck, index_checks
 from mesh_tensor.plan.interleave import interleave
 from mesh_tensor.plan.ir import Graph
+from mesh_tensor.plan.merged_dims import with_merged_dims
 from mesh_tensor.plan.node_rules import node_rules
 from mesh_tensor.plan.prices import prices_on
 from mesh_tensor.plan.propagate import Layouts, propagate
@@ -135,7 +136,10 @@ def read_module(
     graph = replace(read_graph(mod, function, mesh, annotations), prices=prices_on(mesh, machine))
     expand_kernels(graph)
     graph = joined_slices(graph)
-    return graph, find_atoms(graph, node_rules(graph, replicate_unknown=replicate_unknown))
+    atoms = find_atoms(graph, node_rules(graph, replicate_unknown=replicate_unknown))
+    if (made := with_merged_dims(graph, atoms)) is not None:
+        graph, atoms = made, find_atoms(made, node_rules(made, replicate_unknown=replicate_unknown))
+    return graph, atoms
 
 
 @uncollected

@@ -15,6 +15,7 @@ from mesh_tensor.annotations.parameters import flat_arguments, with_flat_paramet
 from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse
 from mesh_tensor.rules.operator.call import OpCall, op_call, plain, tensor_infos
+from mesh_tensor.rules.operator.known_sizes import with_known_sizes
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype, torch_tensor
 from mesh_tensor.targets.tir_functions import tir_function
 from mesh_tensor.targets.torch_ops import torch_function
@@ -200,7 +201,10 @@ class _Frame:
             leaf for arg in expr.args if tensor_infos(arg.struct_info) for leaf in _leaves(self.run(arg, name))
         ]  # fmt: skip
         try:
-            call = op_call(_sized(expr, self._sizes) if self._sizes else expr)
+            expr = with_known_sizes(_sized(expr, self._sizes) if self._sizes else expr, f"{self._function}.{name}")
+            if isinstance(expr, relax.Constant):
+                return self._runner.constant(expr)
+            call = op_call(expr)
             function = self._tir_function(call) if op == "call_tir" else torch_function(call)
             results = function(*tensors)
         except MeshTensorError as error:

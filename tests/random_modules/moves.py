@@ -12,7 +12,7 @@ def permute_dims(scene: Scene) -> None:
     if a is not None:
         order = list(range(a.ndim))
         scene.random.shuffle(order)
-        _same(scene, a, f"R.permute_dims({a.name}, axes={order})", [a.shape[d] for d in order])
+        same_elements(scene, a, f"R.permute_dims({a.name}, axes={order})", [a.shape[d] for d in order])
 
 
 def reshape(scene: Scene) -> None:
@@ -30,7 +30,7 @@ def reshape(scene: Scene) -> None:
             shape[d : d + 1] = [low, shape[d] // low]
     if scene.chance(15):
         scene.random.shuffle(shape)
-    _same(scene, a, f"R.reshape({a.name}, R.shape({shape}))", shape)
+    same_elements(scene, a, f"R.reshape({a.name}, R.shape({shape}))", shape)
 
 
 def expand_or_squeeze(scene: Scene) -> None:
@@ -41,10 +41,10 @@ def expand_or_squeeze(scene: Scene) -> None:
     if ones and scene.chance(60):
         gone = sorted(scene.some(ones, 1, 2))
         shape = [size for d, size in enumerate(a.shape) if d not in gone]
-        _same(scene, a, f"R.squeeze({a.name}, axis={gone})", shape)
+        same_elements(scene, a, f"R.squeeze({a.name}, axis={gone})", shape)
     elif a.ndim < 4:
         d = scene.number(0, a.ndim)
-        _same(scene, a, f"R.expand_dims({a.name}, axis={d})", [*a.shape[:d], 1, *a.shape[d:]])
+        same_elements(scene, a, f"R.expand_dims({a.name}, axis={d})", [*a.shape[:d], 1, *a.shape[d:]])
 
 
 def broadcast_to(scene: Scene) -> None:
@@ -52,7 +52,7 @@ def broadcast_to(scene: Scene) -> None:
     if a is not None:
         shape = [scene.size() if size == 1 else size for size in a.shape]
         shape = [scene.size()] * (len(shape) < 4 and scene.chance(50)) + shape
-        _same(scene, a, f"R.broadcast_to({a.name}, R.shape({shape}))", shape)
+        same_elements(scene, a, f"R.broadcast_to({a.name}, R.shape({shape}))", shape)
 
 
 def concat(scene: Scene) -> None:
@@ -98,7 +98,7 @@ def split(scene: Scene) -> None:
     ends = [0, *places, size]
     for index in scene.some(range(len(ends) - 1), 1, 3):
         shape = [*a.shape[:axis], ends[index + 1] - ends[index], *a.shape[axis + 1 :]]
-        _same(scene, a, f"{name}[{index}]", shape)
+        same_elements(scene, a, f"{name}[{index}]", shape)
 
 
 def strided_slice(scene: Scene) -> None:
@@ -109,6 +109,8 @@ def strided_slice(scene: Scene) -> None:
     for d in sorted(scene.some(range(a.ndim), 1, 2)):
         begin = scene.number(0, a.shape[d] - 1)
         end, step = scene.number(begin + 1, a.shape[d]), scene.pick((1, 1, 2))
+        if scene.chance(15):
+            end = begin + 1
         if scene.chance(25):
             begin, end, step = 0, a.shape[d], 1
         axes.append(d)
@@ -116,7 +118,9 @@ def strided_slice(scene: Scene) -> None:
         ends.append(end)
         steps.append(step)
         shape[d] = -(-(end - begin) // step)
-    _same(scene, a, f"R.strided_slice({a.name}, axes={axes}, begin={begins}, end={ends}, strides={steps})", shape)
+    same_elements(
+        scene, a, f"R.strided_slice({a.name}, axes={axes}, begin={begins}, end={ends}, strides={steps})", shape
+    )
 
 
 def take(scene: Scene) -> None:
@@ -129,7 +133,7 @@ def take(scene: Scene) -> None:
     made = [*a.shape[:axis], *shape, *a.shape[axis + 1 :]]
     if math.prod(made) <= 1024 and len(made) < 5:
         index = scene.parameter(shape, scene.pick(("int32", "int64")), below=a.shape[axis])
-        _same(scene, a, f"R.take({a.name}, {index.name}, axis={axis})", made)
+        same_elements(scene, a, f"R.take({a.name}, {index.name}, axis={axis})", made)
 
 
 def others(scene: Scene) -> None:
@@ -141,23 +145,24 @@ def others(scene: Scene) -> None:
     longer = [size * times if d == axis else size for d, size in enumerate(a.shape)]
     kind = scene.pick(("flip", "repeat", "tile", "triu", "tril", "stack", "pad"))
     if kind == "flip":
-        _same(scene, a, f"R.flip({a.name}, axis={axis})", a.shape)
+        same_elements(scene, a, f"R.flip({a.name}, axis={axis})", a.shape)
     elif kind == "repeat":
-        _same(scene, a, f"R.repeat({a.name}, {times}, axis={axis})", longer)
+        same_elements(scene, a, f"R.repeat({a.name}, {times}, axis={axis})", longer)
     elif kind == "tile":
         repeats = [times if d == axis else 1 for d in range(a.ndim)]
-        _same(scene, a, f"R.tile({a.name}, {repeats})", longer)
+        same_elements(scene, a, f"R.tile({a.name}, {repeats})", longer)
     elif kind == "stack":
-        _same(scene, a, f"R.stack(({a.name}, {a.name}), axis={axis})", [*a.shape[:axis], 2, *a.shape[axis:]])
+        same_elements(scene, a, f"R.stack(({a.name}, {a.name}), axis={axis})", [*a.shape[:axis], 2, *a.shape[axis:]])
     elif kind == "pad" and a.is_float:
         widths = [w for d in range(a.ndim) for w in ((1, 2) if d == axis else (0, 0))]
         shape = [size + 3 * (d == axis) for d, size in enumerate(a.shape)]
-        _same(scene, a, f"R.nn.pad({a.name}, pad_width={widths})", shape)
+        same_elements(scene, a, f"R.nn.pad({a.name}, pad_width={widths})", shape)
     elif kind in ("triu", "tril") and a.ndim > 1 and a.dtype != "bool":
-        _same(scene, a, f"R.{kind}({a.name}, {scene.number(-1, 1)})", a.shape)
+        same_elements(scene, a, f"R.{kind}({a.name}, {scene.number(-1, 1)})", a.shape)
 
 
-def _same(scene: Scene, a: Value, text: str, shape) -> None:
+def same_elements(scene: Scene, a: Value, text: str, shape) -> Value | None:
     """Bind elements of `a` in another shape."""
     if math.prod(shape) and scene.fits(a.bound, a.dtype, a.whole, shape):
-        scene.bind(text, shape, a.dtype, a.whole, a.bound)
+        return scene.bind(text, shape, a.dtype, a.whole, a.bound)
+    return None

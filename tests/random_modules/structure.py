@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from . import elementwise, moves, reductions
+from . import elementwise, moves, reductions, windows
 from .scene import Function, Scene, Value
 
 Emit = Callable[[Scene], None]
@@ -27,6 +27,13 @@ OPERATORS: dict[Emit, int] = {
     moves.strided_slice: 2,
     moves.take: 2,
     moves.others: 1,
+    windows.shift: 2,
+    windows.unfold: 1,
+    windows.convolution: 2,
+    windows.pad: 1,
+    windows.slice_scatter: 1,
+    windows.looked_up: 1,
+    windows.scattered: 1,
     reductions.matmul: 6,
     reductions.gram: 1,
     reductions.two_sums: 6,

@@ -7,6 +7,8 @@ from itertools import accumulate
 
 from tvm import relax
 
+from mesh_tensor.rules.operator.shifts import cuts_of
+
 from .table import Backward, Gradient, differentiated, gradient, zeros
 
 op = relax.op
@@ -64,6 +66,21 @@ def split(b: Backward) -> Sequence[Gradient]:
     return [parts[0] if len(parts) == 1 else b.emit(op.concat(parts, axis))]
 
 
-gradient(
-    "strided_slice", "slice_scatter", "flip", "repeat", "tile", "meshgrid", "nn.pad", "nn.pixel_shuffle", "tril", "triu"
-)(differentiated)
+@gradient("strided_slice")
+def strided_slice(b: Backward) -> Sequence[Gradient]:
+    """Around what was taken is zero."""
+    cuts, shape = cuts_of(b.call), b.call.inputs[0].shape
+    steps = any(cut.step != 1 and len(cut) > 1 for cut in cuts.values())
+    if steps or any(not 0 < len(cut) == b.call.outputs[0].shape[d] for d, cut in cuts.items()):
+        return differentiated(b)
+    taken = [(cuts.get(d, range(size)), size) for d, size in enumerate(shape)]
+    widths = [width for cut, size in taken for width in (cut.start, size - cut.start - len(cut))]
+    return [b.emit(op.nn.pad(b.d, widths)) if any(widths) else b.d]
+
+
+@gradient("flip")
+def flip(b: Backward) -> Sequence[Gradient]:
+    return [b.emit(op.flip(b.d, b.call.attr("axis")))]
+
+
+gradient("slice_scatter", "repeat", "tile", "meshgrid", "nn.pad", "nn.pixel_shuffle", "tril", "triu")(differentiated)

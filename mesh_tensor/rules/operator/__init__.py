@@ -14,6 +14,7 @@ from . import (  # noqa: F401  (they fill the table)
     nn,
     reduce,
     shape,
+    shifts,
     update,
     vjp,
 )

@@ -15,9 +15,11 @@ from tvm import relax
 from .call import OpCall
 from .elementwise import broadcast_dims, dims_of
 from .rule import Dim, LocalCall, OpRule
+from .shifts import made_factor, moved
 from .table import rule
 
 Dims = tuple[Dim, ...]
+_ALL = (frozenset({0}),)
 
 _POINTWISE = (
     "copysign.Tensor digamma.default erfc.default erfinv.default exp2.default heaviside.default hypot.default"
@@ -79,12 +81,16 @@ def _names(names: str) -> list[str]:
     return [f"aten.{name}" for name in names.split()]
 
 
-def _rule(*names: str) -> Callable[[Callable[[OpCall], tuple[list[Dims], list[Dims]]]], Any]:
-    """Register a function from calls to the dims of operands and results as the rule of these operators."""
+def _rule(*names: str) -> Callable[[Callable[[OpCall], tuple[list[Dims], list[Dims]] | OpRule]], Any]:
+    """Register a function from calls to the dims of operands and results, or to the rule, as the rule of these
+    operators."""
 
-    def register(make: Callable[[OpCall], tuple[list[Dims], list[Dims]]]) -> Any:
+    def register(make: Callable[[OpCall], tuple[list[Dims], list[Dims]] | OpRule]) -> Any:
         def made(call: OpCall) -> OpRule:
-            inputs, outputs = make(call)
+            found = make(call)
+            if isinstance(found, OpRule):
+                return found
+            inputs, outputs = found
             return OpRule(tuple(inputs), tuple(outputs), localize=_on_tiles)
 
         rule(*names)(made)
@@ -150,11 +156,51 @@ def diagonal(call: OpCall) -> tuple[list[Dims], list[Dims]]:
 
 
 @_rule("aten.unfold.default")
-def unfold(call: OpCall) -> tuple[list[Dims], list[Dims]]:
+def unfold(call: OpCall) -> OpRule:
     """Windows along one dim become a dim, the last."""
-    dim = call.axis(_argument(call, 1, "dimension", -1))
-    given: Dims = tuple(None if d == dim else f"d{d}" for d in range(call.inputs[0].ndim))
-    return [given], [(*given, None)]
+    dim, ndim = call.axis(_argument(call, 1, "dimension", -1)), call.inputs[0].ndim
+    length, step = _argument(call, 2, "size", 1), _argument(call, 3, "step", 1)
+    given: Dims = tuple(None if d == dim else f"d{d}" for d in range(ndim))
+    made: Dims = tuple(made_factor(d) if d == dim else f"d{d}" for d in range(ndim))
+    if not ndim or not length:
+        return OpRule((given,), ((*given, None),), localize=_on_tiles)
+    reaches = moved(call, 0, dim, 0, step, last=length - 1)
+    return OpRule((given,), ((*made, None),), linear=_ALL, windows={(0, dim): reaches}, localize=_on_tiles)
+
+
+@_rule("aten.roll.default")
+def roll(call: OpCall) -> OpRule:
+    """What leaves a dim at one end comes in at the other. Rolled as a line of all elements, it is needed whole."""
+    shifts, kept = _rolled(call), dims_of(call.inputs[0].ndim)
+    given: Dims = (None,) * len(kept) if shifts is None else tuple(None if f in shifts else f for f in kept)
+    if shifts is None:
+        return OpRule((given,), (given,), linear=_ALL, moves=True, localize=_on_tiles)
+    made: Dims = tuple(made_factor(d) if f in shifts else f for d, f in enumerate(kept))
+    windows = {(0, d): moved(call, 0, d, -shifts[f], wraps=True) for d, f in enumerate(kept) if f in shifts}
+    return OpRule((given,), (made,), linear=_ALL, moves=True, windows=windows, localize=_roll)
+
+
+def _rolled(call: OpCall) -> dict[str, int] | None:
+    """By how much each dim is rolled; None if the tensor is rolled as a line."""
+    shifts, dims = _argument(call, 1, "shifts", []), _argument(call, 2, "dims", [])
+    if not dims or 0 in call.inputs[0].shape:
+        return None
+    found: dict[str, int] = {}
+    for shift, dim in zip(shifts, dims, strict=True):
+        d = call.axis(dim)
+        found[f"d{d}"] = (found.get(f"d{d}", 0) + shift) % call.inputs[0].shape[d]
+    return found
+
+
+def _roll(local: LocalCall) -> relax.Expr:
+    """Windows are rolled already."""
+    shifts = _rolled(local.call) or {}
+    left = {int(f[1:]): shift for f, shift in shifts.items() if local.layouts[0].window(int(f[1:])) is None}
+    if not left:
+        return relax.op.reshape(local.args[0], local.out_tiles[0])
+    info = relax.TensorStructInfo(local.out_tiles[0], local.dtypes[0])
+    text = arguments_text([{"tensor": 0}, list(left.values()), list(left)], {})
+    return relax.op.call_pure_packed("aten.roll.default", *local.args, relax.StringImm(text), sinfo_args=[info])
 
 
 @_rule("aten._cdist_forward.default")

@@ -36,6 +36,9 @@ _CLASSES = {
         "scatter_elements",
         "index_put",
         "one_hot",
+        "aten.roll.default",
+        "mesh.local_join",
+        "mesh.local_scatter",
     ),
     "reduce": ("sum", "mean", "max", "min", "prod", "variance", "std", "argmax", "argmin", "cumsum", "cumprod")
     + ("nn.softmax", "nn.log_softmax", "nn.layer_norm", "nn.rms_norm", "nn.group_norm", "nn.instance_norm")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tvm import relax
 
 from .call import OpCall
@@ -17,6 +19,7 @@ LOOK_UPS = frozenset(
         "gather_nd",
         "index_tensor",
         "mesh.local_gather",
+        "mesh.local_scatter",
         "mesh.local_take",
         "scatter_elements",
         "take",
@@ -121,30 +124,59 @@ def index_tensor(call: OpCall) -> OpRule:
 
 @rule("scatter_nd")
 def scatter_nd(call: OpCall) -> OpRule:
-    """Pieces of the data are updated, at places that every device knows."""
+    """Pieces of the data are updated, at places that every device knows: it updates those that it has."""
     data, index, updates = call.inputs
     count = index.shape[-1]
     rest = dims_of(data.ndim - count)
-    made: tuple[Dim, ...] = (*(None,) * count, *rest)
+    made = (*_rows(count), *rest)
     changed = (*(None,) * (updates.ndim - len(rest)), *rest)
-    return OpRule((made, (None,) * index.ndim, changed), (made,))
+    return _scattered((made, (None,) * index.ndim, changed), range(count))
 
 
 @rule("scatter_elements")
 def scatter_elements(call: OpCall) -> OpRule:
-    """Rows that all three operands have, beside the dim that is indexed, are by themselves."""
+    """Rows that all three operands have, beside the dim that is indexed, are by themselves. Along that one a device
+    takes what belongs into its tile."""
     axis = call.axis(call.attr("axis"))
     shapes = [operand.shape for operand in call.inputs]
     dims = tuple(
         f"d{d}" if d != axis and len({shape[d] for shape in shapes}) == 1 else None for d in range(len(shapes[0]))
     )
-    return OpRule((dims,) * 3, (dims,))
+    return _scattered(((*dims[:axis], f"row{axis}", *dims[axis + 1 :]), dims, dims), [axis])
 
 
 @rule("index_put")
-def whole(call: OpCall) -> OpRule:
-    """Indices that are padding would be written to."""
-    return whole_rule(call)
+def index_put(call: OpCall) -> OpRule:
+    """Values go to places in the first dims that every device knows: it puts those that it has."""
+    data, *indices, values = call.inputs
+    count = len(indices)
+    rest = dims_of(data.ndim - count)
+    trailing = values.shape[max(0, values.ndim - len(rest)) :]
+    put = broadcast_dims(trailing, data.shape[count:]) if trailing else ()
+    changed = (*(None,) * (values.ndim - len(trailing)), *put)
+    return _scattered(((*_rows(count), *rest), *((None,) * index.ndim for index in indices), changed), range(count))
+
+
+def _rows(count: int) -> tuple[str, ...]:
+    return tuple([f"row{d}" for d in range(count)])
+
+
+def _scattered(inputs: tuple[tuple[Dim, ...], ...], indexed: Sequence[int]) -> OpRule:
+    """The rule where the result's dims are the data's, of which some are indexed."""
+    rows = frozenset([f"row{d}" for d in indexed])
+    return OpRule(inputs, (inputs[0],), positional=rows, localize=lambda local: _local_scatter(local, indexed))
+
+
+def _local_scatter(local: LocalCall, indexed: Sequence[int]) -> relax.Expr:
+    call, layout = local.call, local.layouts[0]
+    split = [d for d in indexed if layout.axes_of(d)]
+    if not split:
+        return local.again()
+    args = [relax.ShapeExpr(call.inputs[0].shape), relax.StringImm(layout.text()), relax.ShapeExpr(list(indexed))]
+    how = "accumulate" if call.attr("accumulate") else call.attr("reduction", "update")
+    info = relax.TensorStructInfo(local.out_tiles[0], call.outputs[0].dtype)
+    names = relax.StringImm(call.name), relax.StringImm(how)
+    return relax.op.call_pure_packed("mesh.local_scatter", *local.args, *args, *names, sinfo_args=[info])
 
 
 @rule("one_hot")

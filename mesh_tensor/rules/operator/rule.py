@@ -89,6 +89,8 @@ class OpRule:
                       Sets whose dtype is not that of the results are left out when the rule is looked up.
     unsplit           factors that no axis may split.
     positional        factors of single dims whose tiles have to be contiguous: `localize` looks at where they lie.
+    alike             factor of a result -> one of an operand, of as many elements: equal tiles of the latter's first
+                      atom are tiles of the former, which is one atom.
     windows           (operand, dim) -> what is read of it from where a factor is, of dims that are None otherwise:
                       where axes split that factor, devices take windows of the dim.
     masks             the operator minds its operands' padding itself: nothing has to set it.
@@ -111,6 +113,7 @@ class OpRule:
     moves: bool = False
     unsplit: frozenset[str] = frozenset()
     positional: frozenset[str] = frozenset()
+    alike: Mapping[str, str] = field(default_factory=dict)
     windows: Mapping[tuple[int, int], Reaches] = field(default_factory=dict)
     blocks: Mapping[str, int] = field(default_factory=dict)
     first: Mapping[str, int] = field(default_factory=dict)

@@ -1,8 +1,9 @@
-"""Rules of operators that move elements."""
+"""Rules of operators that move elements of dims together; those along a dim are in `shifts`."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from tvm import relax
 
@@ -79,6 +80,24 @@ def _suffixes(shape: tuple[int, ...], dims: list[int]) -> list[int]:
     return [math.prod(shape[d] for d in dims[i:]) for i in range(len(dims) + 1)]
 
 
+MERGE = "mesh.merge_dims"
+
+
+def merge_call(x: relax.Var, dims: Sequence[int]) -> relax.Call:
+    """`x` with dims that are one atom each, whatever they are made of elsewhere."""
+    return relax.op.call_pure_packed(MERGE, x, relax.ShapeExpr(list(dims)), sinfo_args=[x.struct_info])
+
+
+@rule(MERGE)
+def merge_dims(call: OpCall) -> OpRule:
+    """Tiles of a dim's first atom are tiles of the dim, where they are equal ones."""
+    (merged,) = call.literals[1:]
+    dims = dims_of(call.inputs[0].ndim)
+    alike = {f"merged{d}": dims[d] for d in merged}
+    made: tuple[Dim, ...] = tuple(f"merged{d}" if d in merged else factor for d, factor in enumerate(dims))
+    return OpRule((dims,), (made,), alike=alike, linear=_ALL, moves=True, localize=_to_tile)
+
+
 @rule("broadcast_to")
 def broadcast_to(call: OpCall) -> OpRule:
     out = call.outputs[0]
@@ -93,16 +112,6 @@ def meshgrid(call: OpCall) -> OpRule:
     """Every operand's dim is one of all results."""
     order = dims_of(len(call.inputs))
     return OpRule(tuple((dim,) for dim in order), (order,) * len(order))
-
-
-@rule("concat")
-def concat(call: OpCall) -> OpRule:
-    """Without a dim, the operands are flattened first."""
-    if call.attr("axis") is None and any(t.ndim != 1 for t in call.inputs):
-        return whole_rule(call)
-    dims = _but(call, call.axis(call.attr("axis", 0)))
-    everything = frozenset(range(len(call.inputs)))
-    return OpRule((dims,) * len(call.inputs), (dims,), linear=(everything,), moves=True)
 
 
 @rule("stack")
@@ -157,55 +166,6 @@ def tile(call: OpCall) -> OpRule:
     ]
     dims = tuple(f"d{dim}" if one else None for dim, one in enumerate(once))
     return OpRule((dims[skipped:],), (dims,), linear=_ALL)
-
-
-@rule("flip")
-def flip(call: OpCall) -> OpRule:
-    dims = _but(call, call.axis(call.attr("axis")))
-    return OpRule((dims,), (dims,), linear=_ALL, moves=True)
-
-
-@rule("strided_slice")
-def strided_slice(call: OpCall) -> OpRule:
-    """Dims of which everything is taken are parallel; the tiles' slice leaves them out."""
-    cut = _cut_dims(call)
-    dims = tuple(None if d in cut else f"d{d}" for d in range(call.inputs[0].ndim))
-    return OpRule((dims,), (dims,), linear=_ALL, moves=True, localize=_slice)
-
-
-def _cut_dims(call: OpCall) -> dict[int, int]:
-    """The dims of which not everything is taken in order -> where they stand in the slice's arguments."""
-    axes, begins, _, *strides = call.literals
-    cut = {}
-    for position, (axis, begin) in enumerate(zip(axes, begins, strict=True)):
-        size, dim = call.inputs[0].shape[call.axis(axis)], call.axis(axis)
-        forward = not strides or strides[0][position] == 1
-        if not (forward and begin in (0, -size) and call.outputs[0].shape[dim] == size):
-            cut[dim] = position
-    return cut
-
-
-def _slice(local: LocalCall) -> relax.Expr:
-    call = local.call
-    kept = list(_cut_dims(call).values())
-    fields = [relax.Tuple([arg.fields[position] for position in kept]) for arg in call.expr.args[1:]]
-    return local.again(literals=dict(enumerate(fields, 1)))
-
-
-@rule("slice_scatter")
-def slice_scatter(call: OpCall) -> OpRule:
-    dims = _but(call, call.axis(call.attr("axis")))
-    return OpRule((dims, dims), (dims,), linear=(frozenset({0, 1}),), moves=True)
-
-
-@rule("nn.pad")
-def pad(call: OpCall) -> OpRule:
-    """Dims that get nothing added are parallel."""
-    widths = call.attr("pad_width")
-    dims = tuple(None if any(widths[2 * d : 2 * d + 2]) else f"d{d}" for d in range(call.inputs[0].ndim))
-    moves = call.attr("pad_mode", "constant") != "constant"
-    linear = _ALL if moves or not call.attr("pad_value", 0.0) else ()
-    return OpRule((dims,), (dims,), linear=linear, moves=moves)
 
 
 @rule("nn.pixel_shuffle")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from mesh_tensor.base.dtypes import poison_value
 from mesh_tensor.base.errors import refuse
@@ -315,6 +316,69 @@ def _scatter_nd(call: OpCall) -> Function:
         return scatter(x.reshape(places, rest), 0, rows, updates.reshape(-1, rest)).reshape(shape)
 
     return scatter_nd
+
+
+@placed_torch_op("mesh.local_scatter")
+def _local_scatter(call: OpCall, place: Place) -> Function:
+    """`R.scatter_elements`, `R.scatter_nd` or `R.index_put` into a tensor of which indexed dims are split: of the
+    updates those that belong into this device's tile. Literals: the data's global shape, its layout as text, the dims
+    that are indexed, the operator's name and how it combines."""
+    _, data, text, dims, name, how = call.literals
+    mesh = place.mesh
+    if mesh is None:
+        refuse("mesh.local_scatter is an operator of one device of a mesh", fix=f"use R.{name} in global view")
+    layout, tile = Sharding.parse(mesh, len(data), text), call.outputs[0].shape
+    start, held = layout.tile_offset(data, place.rank), layout.valid_extent(data, place.rank)
+    kept = tuple([slice(0, size) for size in tile])
+
+    def mine(index: Tensor, dim: int) -> Tensor:
+        """Where in the tile, or in one more row after it, which takes what is another device's."""
+        index = index.long()
+        index = torch.where(index < 0, index + data[dim], index) - start[dim]
+        return torch.where((index >= 0) & (index < held[dim]), index, tile[dim])
+
+    def local_scatter(x: Tensor, *rest: Tensor) -> Tensor:
+        _check_places(call, place, [data[d] for d in dims], rest[:-1])
+        longer = F.pad(x, [n for d in reversed(range(x.ndim)) for n in (0, int(d in dims))])
+        places = rest[:-1] if name != "scatter_nd" else rest[0].unbind(-1)
+        found = [mine(index, dim) for index, dim in zip(places, dims, strict=True)]
+        return _SCATTER[name](longer, found, rest[-1], dims, how)[kept]
+
+    return local_scatter
+
+
+def _check_places(call: OpCall, place: Place, sizes: Sequence[int], indices: Sequence[Tensor]) -> None:
+    """Refuse places outside the data; of indices in tiles, of what is no padding."""
+    if place.valid is None:
+        return
+    for number, index in enumerate(indices, 1):
+        valid = place.valid[number].of(index)
+        columns = valid.unbind(-1) if len(sizes) > len(indices) else [valid]
+        for column, size in zip(columns, sizes if len(columns) > 1 else [sizes[number - 1]], strict=True):
+            refuse_outside(call, column, -size, size)
+
+
+def _put_elements(x: Tensor, places: list[Tensor], updates: Tensor, dims: tuple[int, ...], how: str) -> Tensor:
+    op = _SCATTERS[how]
+    if op is None:
+        return torch.scatter(x, dims[0], places[0], updates)
+    return torch.scatter_reduce(x, dims[0], places[0], updates, op)
+
+
+def _put_pieces(x: Tensor, places: list[Tensor], updates: Tensor, dims: tuple[int, ...], how: str) -> Tensor:
+    linear = torch.zeros_like(places[0])
+    for index, size in zip(places, x.shape, strict=False):
+        linear = linear * size + index
+    lines = x.reshape(math.prod(x.shape[: len(dims)]), -1)
+    rows = linear.reshape(-1, 1).expand(-1, lines.shape[1])
+    return _put_elements(lines, [rows], updates.reshape(rows.shape), (0,), how).reshape(x.shape)
+
+
+def _put_values(x: Tensor, places: list[Tensor], values: Tensor, dims: tuple[int, ...], how: str) -> Tensor:
+    return torch.index_put(x, tuple(places), values, how == "accumulate")
+
+
+_SCATTER = {"scatter_elements": _put_elements, "scatter_nd": _put_pieces, "index_put": _put_values}
 
 
 @torch_op("one_hot")

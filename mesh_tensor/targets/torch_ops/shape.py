@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.operator.call import OpCall
 
-from .table import Function, of_attributes, torch_op
+from .table import Function, Place, of_attributes, placed_torch_op, torch_op
 
 Tensor = torch.Tensor
 
@@ -43,6 +44,30 @@ def _concat(call: OpCall) -> Function:
     if dim is None:
         return lambda *tensors: torch.cat([t.reshape(-1) for t in tensors])
     return lambda *tensors: torch.cat(tensors, dim)
+
+
+@placed_torch_op("mesh.local_join")
+def _local_join(call: OpCall, place: Place) -> Function:
+    """Tiles as long as the result's, each with its elements where they stand in the result. Literals: the result's
+    global shape, its layout as text, the dim, where each tile's elements begin and end there, and what fills the rest.
+    Of what overlaps, later tiles have it."""
+    _, whole, text, dim, ends, fill = call.literals
+    if place.mesh is None:
+        refuse("mesh.local_join is an operator of one device of a mesh", fix="use R.concat in a module in global view")
+    first = Sharding.parse(place.mesh, len(whole), text).tile_offset(whole, place.rank)[dim]
+    shape = call.outputs[0].shape
+    held = [min(max(end - first, 0), shape[dim]) for end in ends]
+    spans = list(zip(held[::2], held[1::2], strict=True))
+
+    def local_join(*tiles: Tensor) -> Tensor:
+        made = tiles[0].new_full(shape, fill)
+        for (low, high), tile in zip(spans, tiles, strict=True):
+            if low == high:
+                continue
+            made.narrow(dim, low, high - low).copy_(tile.narrow(dim, low, high - low))
+        return made
+
+    return local_join
 
 
 @torch_op("stack")

@@ -48,6 +48,15 @@ CASES = {
     "slice from end": Case((t(7, 8),), _slice([-1], [-3], [-1]), lambda x: x[:, -3:-1]),
     "slice beyond": Case((t(7, 8),), _slice([0], [4], [99]), lambda x: x[4:]),
     "slice backwards": Case((t(7, 8),), _slice([0, 1], [-1, 6], [-99, 1], [-1, -2]), lambda x: x[::-1, 6:1:-2]),
+    "slice far back": Case((t(9),), _slice([0], [7], [1], [-3]), lambda x: x[7:1:-3]),
+    "slice by steps": Case((t(11, 2),), _slice([0], [1], [11], [4]), lambda x: x[1::4]),
+    "slice_scatter of neighbours": Case(
+        (t(7, 3), t(4, 3)),
+        lambda x, s: op.slice_scatter(x, s, 2, 6, 1, axis=0),
+        lambda x, s: np.concatenate([x[:2], s, x[6:]]),
+    ),
+    "concat of three": Case((t(2, 1), t(2, 6), t(2, 2)), lambda *x: op.concat(x, 1), lambda *x: np.hstack(x)),
+    "pad zeros": Case((t(5, 3),), lambda x: op.nn.pad(x, (3, 2, 0, 0)), lambda x: np.pad(x, ((3, 2), (0, 0)))),
     "slice_scatter": Case(
         (t(7, 3), t(2, 3)),
         lambda x, s: op.slice_scatter(x, s, 1, 5, 2, axis=0),
