@@ -21,7 +21,18 @@ from mesh_tensor.runtime.virtual.mesh_tensor import distribute
 from mesh_tensor.simulation import Simulation
 
 from .module import distribute_module
-from .probes import PROBES, SIDES, Probe, block, kernel_seconds, least, product, product_kernel, row_kernel, step_time
+from .probes import (
+    PROBES,
+    SIDES,
+    Probe,
+    block,
+    kernel_seconds,
+    least,
+    product,
+    product_kernel,
+    row_kernel,
+    step_time,
+)
 
 _LARGEST = 1 << 22  # elements: freeing that much once, the C library keeps what is freed later
 
@@ -56,6 +67,9 @@ def _measured(end: float) -> Machine:
     for probe in PROBES:
         if time.monotonic() < end:
             classes[probe.name] = _class(probe, machine)
+    if late := [probe.name for probe in PROBES if probe.name not in classes]:
+        words = f"not measured, out of time: {', '.join(late)}"
+        machine = replace(machine, sources={**machine.sources, "classes": words})
     return _as_in_programs(replace(machine, classes=classes))
 
 
@@ -71,7 +85,24 @@ def _as_in_programs(machine: Machine) -> Machine:
     launch = machine.launch + max(0.0, took - made.time) / len(run.program.ops)
     colder = launch / machine.launch
     classes = {name: replace(each, start=each.start * colder) for name, each in machine.classes.items()}
-    return replace(machine, launch=launch, classes={**classes, "view": Roofline(start=launch)})
+    return _in_turns(replace(machine, launch=launch, classes={**classes, "view": Roofline(start=launch)}))
+
+
+def _in_turns(machine: Machine) -> Machine:
+    """One device runs a program's operators as one function; several go through its steps, each device in turn. What a
+    step then takes, and what a call does beside its work, is what the same model takes on two and on four devices."""
+    alone, rows = replace(machine, processors=1, turn=0.0, start=0.0), []
+    for devices in (2, 4):
+        mod = block(16, 16, 8)
+        run = distribute_module(mod, {"x": devices}, {"x": {"x": 0}}, target="c")
+        tensors = [torch.rand(tuple(map(int, p.struct_info.shape))) - 0.5 for p in mod["main"].params]
+        made = Simulation(run.program, alone).time
+        turns = Simulation(run.program, replace(alone, turn=1.0)).time - made
+        starts = Simulation(run.program, replace(alone, start=1.0)).time - made
+        rows.append((turns, starts, max(0.0, least(partial(run, *tensors), 0.2) - made)))
+    (turns, two, first), (_, four, second) = rows
+    start = max(1.0, (second - first) / max(1e-9, four - two))
+    return replace(machine, start=start, turn=max(0.0, (first - start * two) / max(1.0, turns)))
 
 
 def _memory(launch: float) -> tuple[Memory, ...]:

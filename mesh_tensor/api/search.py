@@ -29,6 +29,7 @@ from mesh_tensor.simulation import Simulation
 
 from .mesh_module import MeshModule
 from .module import distribute_module
+from .presets import preset_layouts
 from .search_training import TrainingOptions, TrainingPlans, search_training
 
 _OBJECTIVES: dict[str, Callable[[Strategy], float]] = {"time": lambda s: s.time, "memory": lambda s: s.memory}
@@ -135,6 +136,8 @@ def search(
     found: list[Strategy] = []
     tried = [Mesh(mesh) for mesh in meshes] if meshes is not None else _meshes(devices)
     for mesh in tried:
+        presets = [evaluator.strategy(mesh, layouts) for layouts in preset_layouts(module, function, mesh)]
+        found += [strategy for strategy in presets if strategy is not None]
         found += Beam(evaluator, dims, rank, width).run(mesh, lambda: time.monotonic() > end)
     if not found:
         refuse("no layout of the module can be planned", where=f"function {function!r}", fix="see mt.distribute_module")

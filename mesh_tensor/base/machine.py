@@ -110,6 +110,8 @@ class Machine:
     busy       the share of a collective's time that the kernel beside it loses: 0 .. 1
     devices    how many there are (None: as many as a mesh has)
     processors how many of them work at the same time, where they share processors (None: all)
+    turn       where devices take turns on a processor: seconds from one step to the next that no call takes
+    start      ... and what a call's start is there, as a multiple of that on one device alone
     price      of a device, per hour
     classes    operators that reach another share of the rates, by operator or by class of operators
 
@@ -128,6 +130,8 @@ class Machine:
     busy: float = 0.0
     devices: int | None = None
     processors: int | None = None
+    turn: float = 0.0
+    start: float = 1.0
     price: float | None = None
     classes: Mapping[str, Roofline] = field(default_factory=dict)
     tuning: Tuning = field(default_factory=Tuning)
@@ -190,6 +194,12 @@ class Machine:
         roofline = self.roofline(*names)
         computing = flops / (self.peak(dtype) * roofline.flops)
         return Work(self.launch + roofline.start, computing, nbytes / (self.memory_rate(nbytes) * roofline.memory))
+
+    def in_turn(self, work: Work, rounds: int, devices: int) -> float:
+        """Seconds of a call that processors make for so many of a mesh's devices one after the other."""
+        if self.processors is None or devices == 1:
+            return work.seconds * rounds
+        return self.turn + rounds * (work.start * self.start + max(work.flops, work.memory))
 
     @property
     def flops_per_byte(self) -> float:
@@ -279,6 +289,7 @@ def _problems(machine: Machine) -> Iterable[str]:
     yield from _from_zero(
         {"launch": machine.launch, "call": machine.call, "busy": machine.busy, "price": machine.price or 0.0}
     )
+    yield from _from_zero({"turn": machine.turn, "start": machine.start})
     if isinstance(machine.busy, (int, float)) and machine.busy > 1:
         yield f"busy is {machine.busy}, a share"
     counts = {"devices": machine.devices, "processors": machine.processors}

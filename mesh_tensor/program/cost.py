@@ -55,7 +55,8 @@ class StepCosts:
         dtype = values[0].dtype if values else "float32"
         work = self._machine.work(step.flops, nbytes, dtype, f"kernel {step.name}", "kernel", "product")
         rounds = self._rounds(self._program.mesh.num_devices)
-        return StepCost(f"kernel {step.name}", COMPUTE, work.seconds * rounds, work.bound, step.flops, nbytes)
+        seconds = self._machine.in_turn(work, rounds, self._program.mesh.num_devices)
+        return StepCost(f"kernel {step.name}", COMPUTE, seconds, work.bound, step.flops, nbytes)
 
     def op(self, step: OpStep) -> StepCost:
         """Its operations, or its operands and results once; views of operands move nothing."""
@@ -90,7 +91,8 @@ class StepCosts:
         if name == VJP:
             name = f"gradient of {operator_name(vjp_of(step.call).calls[-1][0])}"
         nbytes = touched_bytes(step.call) if work.memory else 0
-        return StepCost(name, COMPUTE, work.seconds * rounds, work.bound, step.flops if work.flops else 0, nbytes)
+        seconds = self._machine.in_turn(work, rounds, self._program.mesh.num_devices)
+        return StepCost(name, COMPUTE, seconds, work.bound, step.flops if work.flops else 0, nbytes)
 
     def _rounds(self, devices: int) -> int:
         """How often the processors go round that so many devices share."""

@@ -1,5 +1,7 @@
 """Measuring this machine: numbers that can be, and that say which of two programs is slower."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tvm import relax
@@ -32,7 +34,20 @@ def test_a_machine_comes_out(machine):
     rates = [level.rate for level in machine.memory]
     assert rates == sorted(rates, reverse=True)
     assert {"product", "kernel", "view"} <= set(machine.classes)
+    assert machine.sources["classes"].startswith("not measured, out of time: ")
     assert mt.Machine.from_text(machine.to_text()) == machine
+
+
+def test_devices_that_take_turns_cost_what_their_steps_do(machine):
+    """One device runs operators as one function, several go step by step: that is measured, too."""
+    assert machine.start >= 1.0
+    assert 0.0 <= machine.turn < 1e-2
+    mod, times = probes.block(16, 16, 4), []
+    for devices in (1, 2):
+        run = mt.distribute_module(mod, {"x": devices}, {"x": {"x": 0}}, target="c")
+        times.append(mt.simulate(run, replace(machine, processors=1, turn=1e-3, start=2.0)).time)
+        steps = len(run.program.ops)
+    assert times[1] - times[0] > 0.5e-3 * steps
 
 
 def test_larger_products_take_longer_there(machine):
