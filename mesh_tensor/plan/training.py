@@ -77,13 +77,13 @@ def training_function(
     scale = _scale(writer.emit, list(gradients.values()), clip_norm, loss_scale)
     numbers = relax.Var(NUMBERS_NAME, info_of(NUMBERS))
     slots = {name: _slots(optimizer, value) for name, value in values.items()}
-    new: list[relax.Expr] = []
-    new_slots: list[relax.Expr] = []
     update = Updates(optimizer, writer, numbers, scale)
-    for name, value in values.items():
-        made, *kept = update(name, joint.env[value], gradients[name], list(slots[name].values()))
-        new.append(made)
-        new_slots += kept
+    made = {  # in the order of the gradients: the first ones are updated while the last ones are on their way
+        name: update(name, joint.env[value], gradients[name], list(slots[name].values()))
+        for name, value in reversed(values.items())
+    }
+    new = [made[name][0] for name in values]
+    new_slots = [slot for name in values for slot in made[name][1:]]
     variables = dict(zip((value.name for value in graph.params), joint.params, strict=True))
     state = [*(variables[name] for name in values), *(var for mine in slots.values() for var in mine.values())]
     state += [variables[name] for name in buffers]
@@ -91,13 +91,13 @@ def training_function(
     joint.params = [*(var for var in variables.values() if var not in state), *given, *state]
     rest = [joint.env[value] for value in leaves(graph.result)[1:]]
     joint.gradients = {value: d for value, d in joint.gradients.items() if value not in values.values()}
-    made = writer.module(mod, function, joint, relax.Tuple([found.loss, *new, *new_slots, *rest]))
-    made.update(ir.IRModule(dict(update.functions)))
-    func = made[function].with_attr(STATE_ATTR, {var.name_hint: n for n, var in enumerate(state, 1)})
+    written = writer.module(mod, function, joint, relax.Tuple([found.loss, *new, *new_slots, *rest]))
+    written.update(ir.IRModule(dict(update.functions)))
+    func = written[function].with_attr(STATE_ATTR, {var.name_hint: n for n, var in enumerate(state, 1)})
     func = func.with_attr(SOURCE_NAMES_ATTR, {**source_names(func), **_source_names(source_names(func), slots)})
-    made.update_func(made.get_global_var(function), func)
+    written.update_func(written.get_global_var(function), func)
     kept = [Kept(name, {slot: var.name_hint for slot, var in mine.items()}) for name, mine in slots.items()]
-    return TrainingFunction(made, kept, found.copies)
+    return TrainingFunction(written, kept, found.copies)
 
 
 def _gradients(

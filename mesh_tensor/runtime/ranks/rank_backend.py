@@ -16,6 +16,7 @@ from mesh_tensor.runtime.elementwise import clone, fill
 from mesh_tensor.runtime.reshard import reshard_of
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
+from mesh_tensor.targets.tile_memory import empty_tile
 from mesh_tensor.targets.op_steps import Section, in_sections, recorded_pairs
 
 from .faults import Faults
@@ -108,7 +109,7 @@ class RankBackend:
 
         def action(memory: Memory) -> None:
             if storage not in memory.held:
-                tile = torch.empty(shape, dtype=dtype, device=device)
+                tile = empty_tile(shape, dtype, device)
                 if poison:
                     fill(tile, poison_value(value.dtype))
                 memory.held[storage] = tile
