@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from mesh_tensor.base.errors import did_you_mean, listing, refuse
+from mesh_tensor.base.optimizer import IMPLIED
 from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Program
@@ -38,7 +39,10 @@ class TrainingRun:
         self._scale = step.loss_scale
         self._step, self._module = step, module
         self._state: dict[str, Any] | None = None
-        self._watched = [name for name, first in step.state.items() if not not_finite({name: (first,)})]
+        slots = [(mine.slots, slot) for mine in step.kept for slot in mine.slots]
+        implied = {mine[slot] for mine, slot in slots if IMPLIED.get(slot) in mine}
+        finite = [name for name, first in step.state.items() if not not_finite({name: (first,)})]
+        self._watched = [name for name in finite if name not in implied]
 
     @undisturbed
     def __call__(self, *batch: Any, **named: Any) -> torch.Tensor:

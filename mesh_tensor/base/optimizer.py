@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from .errors import did_you_mean, listing, refuse
 
 MASTER = "master"
+# Slots that are finite wherever another one is: a mean of gradients, where that of their squares is.
+IMPLIED = {"exp_avg": "exp_avg_sq"}
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,22 @@ def gradient_function(
     return joint.writer.module(mod, function, joint, relax.Tuple([joint.result, relax.Tuple(made)]))
 
 
+def taken_backward(mod: ir.IRModule, function: str, wrt: Sequence[str]) -> set[str]:
+    """The values of the function that the gradients of its first result are computed from, by name.
+
+    Raises:
+        MeshTensorError: as `gradient_function`.
+    """
+    func = gradient_function(mod, function, wrt)[function]
+    bindings = [binding for block in func.body.blocks for binding in block.bindings]
+    start = next(n for n, binding in enumerate(bindings) if binding.var.name_hint == SEED)
+    found: set[str] = set()
+    for binding in reversed(bindings[start:]):
+        if binding.var.name_hint in found or binding is bindings[-1]:
+            found.update(var.name_hint for var in relax.analysis.free_vars(binding.value))
+    return found
+
+
 def forward_part(mod: ir.IRModule, function: str) -> Joint:
     """The function, read and written again as it was; the backward part comes after it."""
     mod, graph = readable(mod, function)

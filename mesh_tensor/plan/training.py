@@ -14,9 +14,9 @@ from mesh_tensor.rules.operator.call_text import info_of
 from mesh_tensor.rules.operator.update import NUMBERS, slots_of
 
 from .accumulate import Accumulated, Microbatches, Recompute, Seed, accumulated
-from .gradient import SEED, Writer, forward_part, gradient_of, loss_of, reverse
+from .gradient import SEED, Writer, forward_part, gradient_of, loss_of, reverse, taken_backward
 from .ir import STATE_ATTR, Value, leaves
-from .recompute import Again, computed_again
+from .recompute import AUTO, Again, computed_again
 from .updates import AnyOptimizer, Updates
 
 NUMBERS_NAME = "opt_numbers"
@@ -53,7 +53,7 @@ def training_function(
     *,
     scaled: bool = False,
     microbatches: Microbatches | None = None,
-    recompute: str | Sequence[str] = (),
+    recompute: str | int | Sequence[str] = (),
 ) -> TrainingFunction:
     """The module whose `function` takes, after what is no parameter to be trained, the numbers of a step, the
     parameters, what is kept for each, and the buffers; and returns the loss, then what is new of these, in the same
@@ -69,7 +69,9 @@ def training_function(
     """
     loss_scale = relax.Var(LOSS_SCALE_NAME, relax.TensorStructInfo((), "float32")) if scaled else None
     func = relax_function(mod, function)
-    again = partial(computed_again, recompute=recompute, func=func)
+    asks = recompute == AUTO or isinstance(recompute, int)
+    taken = taken_backward(mod, function, parameters) if asks else ()
+    again = partial(computed_again, recompute=recompute, func=func, taken=taken)
     found = _gradients(mod, function, parameters, buffers, microbatches, partial(_seed, loss_scale), again)
     joint, gradients = found.joint, found.gradients
     writer, graph = joint.writer, joint.graph
