@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from tvm import ir
 from mesh_tensor.annotations.named_values import NamedValues
 from mesh_tensor.annotations.names import source_names
 from mesh_tensor.base.errors import listing, refuse, shown
-from mesh_tensor.base.optimizer import MASTER
+from mesh_tensor.base.optimizer import MASTER, is_number
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.plan.recompute import AUTO, FULL, SELECTIVE
 from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME, Kept, training_function
@@ -67,8 +68,12 @@ class TrainingStep:
     def numbers(self, step: int) -> torch.Tensor:
         """The numbers of step 0, 1, ..."""
         lr = self.optimizer.options["lr"]
-        assert isinstance(lr, float)
-        factor = 1.0 if self.schedule is None else float(self.schedule(step))
+        assert isinstance(lr, (int, float))
+        factor: object = 1.0 if self.schedule is None else self.schedule(step)
+        if isinstance(factor, torch.Tensor) and factor.numel() == 1:
+            factor = factor.item()
+        if not isinstance(factor, (int, float)) or not math.isfinite(factor):
+            refuse(f"schedule({step}) is {shown(factor)}", fix="return what the learning rate is multiplied with")
         return torch.tensor(self.optimizer.numbers(step + 1, lr * factor), dtype=torch.float64)
 
 
@@ -125,6 +130,8 @@ def training_step(
     """
     if zero not in (0, 1, 2, 3):
         refuse(f"zero={zero!r}", fix="use 0, 1, 2 or 3")
+    if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
+        refuse(f"clip_norm={shown(clip_norm)}", fix="use the largest norm that gradients may have, a number above 0")
     made = any_optimizer(optimizer, options)
     asked = _Asked(made, zero, clip_norm, schedule, LossScale.make(loss_scale), _checked_seed(seed), recompute)
     if isinstance(model, ImportedModule):

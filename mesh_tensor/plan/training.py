@@ -14,7 +14,7 @@ from mesh_tensor.rules.operator.call_text import info_of
 from mesh_tensor.rules.operator.update import NUMBERS, slots_of
 
 from .accumulate import Accumulated, Microbatches, Recompute, Seed, accumulated
-from .gradient import SEED, Writer, forward_part, gradient_of, loss_of, reverse, taken_backward
+from .gradient import SEED, Writer, forward_part, gradients_made, loss_of, reverse, taken_backward
 from .ir import STATE_ATTR, Value, leaves
 from .recompute import AUTO, Again, computed_again
 from .updates import AnyOptimizer, Updates
@@ -122,7 +122,8 @@ def _gradients(
     values = [value for value in joint.graph.params if value.name in parameters]
     taken = Again(joint, recompute(joint.graph))
     reverse(joint, {loss: seed(joint.writer, loss)}, values, taken)
-    gradients = {value.name: gradient_of(joint, value, function) for value in values}
+    made = gradients_made(joint, values, mod, function)
+    gradients = {value.name: gradient for value, gradient in zip(values, made, strict=True)}
     copies: dict[str, tuple[str, ...]] = {name: (again,) for name, again in taken.copies.items()}
     return Accumulated(joint, joint.env[loss], gradients, copies)
 
