@@ -25,6 +25,7 @@ def is_quick(
         elif not (
             type(tensor) is torch.Tensor
             and tensor.dtype is dtype
+            and not tensor.is_nested
             and tensor.shape == shape
             and tensor.layout is torch.strided
             and tensor.is_contiguous()

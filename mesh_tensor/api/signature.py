@@ -118,14 +118,14 @@ def _check(
             f"a {type(value).__name__}, but expected a torch tensor or a MeshTensor",
             "pass tensors, e.g. torch.as_tensor",
         )
+    if isinstance(value, torch.Tensor) and (problem := why_not_plain(value)):
+        return problem
     dtype = torch_dtype(param.dtype)
     if value.dtype != dtype:
         return f"dtype {dtype_name(value.dtype)}, but expected {dtype_name(dtype)}", f"convert it with .to({dtype})"
     if not _fits(param.shape, value.shape, sizes):
         expected = _words(param.shape, sizes)
         return f"shape {tuple(value.shape)}, but expected {expected}", "pass tensors of the expected shapes"
-    if isinstance(value, torch.Tensor) and (problem := why_not_plain(value)):
-        return problem
     if value.device != device:
         return f"on device {value.device}, but expected {device}", f"move it with .to({str(device)!r})"
     if isinstance(value, MeshTensor):

@@ -44,7 +44,7 @@ class VirtualKernel:
             tensors,
             self._signature.scalars(given),
             as_mesh_tensors=as_mesh_tensors,
-            entangled=entangled(tensors, self._compiled.writes),
+            entangled=entangled(tensors, self._compiled.writes, self._signature.name),
         )
         return [_result(given.get(name), results[name]) for name in returned]
 
