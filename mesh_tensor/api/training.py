@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +14,9 @@ from tvm import ir
 from mesh_tensor.annotations.named_values import NamedValues
 from mesh_tensor.annotations.names import source_names
 from mesh_tensor.base.errors import listing, refuse, shown
-from mesh_tensor.base.optimizer import MASTER
+from mesh_tensor.base.optimizer import MASTER, is_number
 from mesh_tensor.importers import ImportedModule
-from mesh_tensor.plan.recompute import FULL, SELECTIVE
+from mesh_tensor.plan.recompute import AUTO, FULL, SELECTIVE
 from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME, Kept, training_function
 from mesh_tensor.plan.updates import AnyOptimizer
 from mesh_tensor.rules.operator.dropout import SEED_NAME
@@ -66,8 +67,12 @@ class TrainingStep:
     def numbers(self, step: int) -> torch.Tensor:
         """The numbers of step 0, 1, ..."""
         lr = self.optimizer.options["lr"]
-        assert isinstance(lr, float)
-        factor = 1.0 if self.schedule is None else float(self.schedule(step))
+        assert isinstance(lr, (int, float))
+        factor: object = 1.0 if self.schedule is None else self.schedule(step)
+        if isinstance(factor, torch.Tensor) and factor.numel() == 1:
+            factor = factor.item()
+        if not isinstance(factor, (int, float)) or not math.isfinite(factor):
+            refuse(f"schedule({step}) is {shown(factor)}", fix="return what the learning rate is multiplied with")
         return torch.tensor(self.optimizer.numbers(step + 1, lr * factor), dtype=torch.float64)
 
 
@@ -83,7 +88,7 @@ def training_step(
     accumulate: int = 1,
     loss_scale: float | str | None = None,
     seed: int = 0,
-    recompute: str | Sequence[str] | None = None,
+    recompute: str | int | Sequence[str] | None = None,
     check: bool = True,
     **options: Any,
 ) -> TrainingStep:
@@ -105,8 +110,10 @@ def training_step(
         loss_scale: what the loss is multiplied with before gradients are taken, which are divided by it again: a
             number, or "dynamic", which leaves out steps whose gradients overflow and goes on with a smaller one.
         recompute: what the backward pass computes again instead of keeping it: "full", all but the results of layers;
-            "selective", what takes few operations; or names of submodules (patterns: the outermost that
-            are meant) whose results are kept: all before the last of them but these. Results are the same bits.
+            "selective", what takes few operations; "auto", of that so much that as little as possible is kept; a
+            number: so much that what is kept has at most so many bytes, on all devices together; or names of submodules
+            (patterns: the outermost that are meant) whose results are kept: all before the last of them but these.
+            Results are the same bits.
         seed: what the model's dropouts drop follows from it, the number of the step, and where it stands in the whole
             tensor.
         check: compare a step on the example inputs with torch.autograd.
@@ -122,6 +129,8 @@ def training_step(
     """
     if zero not in (0, 1, 2, 3):
         refuse(f"zero={zero!r}", fix="use 0, 1, 2 or 3")
+    if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
+        refuse(f"clip_norm={shown(clip_norm)}", fix="use the largest norm that gradients may have, a number above 0")
     made = any_optimizer(optimizer, options)
     asked = _Asked(made, zero, clip_norm, schedule, LossScale.make(loss_scale), _checked_seed(seed), recompute)
     if isinstance(model, ImportedModule):
@@ -150,7 +159,7 @@ class _Asked:
     schedule: Schedule | None
     loss_scale: LossScale | None
     seed: int
-    recompute: str | Sequence[str] | None
+    recompute: str | int | Sequence[str] | None
 
 
 def _checked_seed(seed: object) -> int:
@@ -206,13 +215,18 @@ def _step(found: ImportedLoss, model: Any, asked: _Asked, parts: Parts | None = 
     )
 
 
-def _recomputed(mod: ir.IRModule, recompute: str | Sequence[str] | None) -> str | list[str]:
-    """What is computed again: in a word, or by the names of the values that are kept."""
-    if recompute in (FULL, SELECTIVE):
+def _recomputed(mod: ir.IRModule, recompute: str | int | Sequence[str] | None) -> str | int | list[str]:
+    """What is computed again: in a word, by how many bytes are kept, or by the names of the values that are."""
+    if recompute in (FULL, SELECTIVE, AUTO):
         return str(recompute)
+    if isinstance(recompute, int) and not isinstance(recompute, bool) and recompute > 0:
+        return recompute
     wanted = [] if recompute is None else recompute
-    if isinstance(wanted, str) or not all(isinstance(name, str) for name in wanted):
-        refuse(f"recompute={shown(recompute)}", fix=f"use {FULL!r}, {SELECTIVE!r}, or a list of names of submodules")
+    if isinstance(wanted, str) or not isinstance(wanted, Sequence) or not all(isinstance(n, str) for n in wanted):
+        refuse(
+            f"recompute={shown(recompute)}",
+            fix=f"use {FULL!r}, {SELECTIVE!r}, {AUTO!r}, a number of bytes, or a list of names of submodules",
+        )
     meant, problems = NamedValues(mod, "main").meant_by(wanted)
     params = {param.name_hint for param in mod["main"].params}
     kept = {name: [value for other, (_, value), _ in meant if other == name and value not in params] for name in wanted}

@@ -11,7 +11,7 @@ from torch import nn
 from tvm import relax
 
 from mesh_tensor.base.errors import listing, refuse, shown
-from mesh_tensor.base.optimizer import Optimizer
+from mesh_tensor.base.optimizer import Optimizer, is_number
 from mesh_tensor.importers.torch_frontend import from_torch
 from mesh_tensor.plan.updates import AnyOptimizer, WrittenOptimizer
 from mesh_tensor.targets.dtypes import torch_dtype
@@ -36,7 +36,10 @@ def any_optimizer(given: str | Rule, options: Mapping[str, Any]) -> AnyOptimizer
     def function(shape: tuple[int, ...], dtype: str) -> relax.Function:
         return _imported(given, name, slots, shape, torch_dtype(dtype))
 
-    return WrittenOptimizer(name, slots, function, {"lr": float(options.get("lr", 1e-3))})
+    lr = options.get("lr", 1e-3)
+    if not is_number(lr):
+        refuse(f"an optimizer with lr={shown(lr)}", fix="use a number from 0 on")
+    return WrittenOptimizer(name, slots, function, {"lr": float(lr)})
 
 
 def _slots(rule: Rule) -> tuple[str, ...]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from mesh_tensor.base.errors import did_you_mean, listing, refuse
+from mesh_tensor.base.errors import did_you_mean, listing, refuse, shown
+from mesh_tensor.base.optimizer import IMPLIED, is_number
 from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Program
@@ -38,7 +39,10 @@ class TrainingRun:
         self._scale = step.loss_scale
         self._step, self._module = step, module
         self._state: dict[str, Any] | None = None
-        self._watched = [name for name, first in step.state.items() if not not_finite({name: (first,)})]
+        slots = [(mine.slots, slot) for mine in step.kept for slot in mine.slots]
+        implied = {mine[slot] for mine, slot in slots if IMPLIED.get(slot) in mine}
+        finite = [name for name, first in step.state.items() if not not_finite({name: (first,)})]
+        self._watched = [name for name in finite if name not in implied]
 
     @undisturbed
     def __call__(self, *batch: Any, **named: Any) -> torch.Tensor:
@@ -124,6 +128,8 @@ class TrainingRun:
         """
         names = {theirs: ours for theirs, ours in self._step.names.items() if ours in self._step.state}
         counts = self._counts()
+        if not isinstance(state, Mapping):
+            refuse(f"{shown(state)} is no state", fix="pass what state_dict() gave")
         known = [*names, *counts]
         problems = [f"{name!r} is missing" for name in known if name not in state]
         every = [*self._step.names, *counts]
@@ -131,14 +137,16 @@ class TrainingRun:
         problems += [
             found for n in names if n in state and (found := _differs(n, state[n], self._step.state[names[n]]))
         ]
+        numbers = {name: _number(state[name]) for name in counts if name in state}
+        problems += [f"{n!r} is {shown(state[n])}, and no number" for n, number in numbers.items() if number is None]
         if problems:
             refuse(
                 problems, where="the state to load", fix="load what state_dict() of the same model and optimizer gave"
             )
         kept = self._module.as_state({names[name]: state[name] for name in names})
-        self._state, self.steps = kept, int(state[STEP])
+        self._state, self.steps = kept, int(numbers[STEP] or 0)
         if self._scale is not None and self._scale.dynamic:
-            self._scale = replace(self._scale, value=float(state[LOSS_SCALE]), good=int(state[GOOD_STEPS]))
+            self._scale = replace(self._scale, value=numbers[LOSS_SCALE] or 1.0, good=int(numbers[GOOD_STEPS] or 0))
 
     @property
     def _kept(self) -> dict[str, Any]:
@@ -163,6 +171,13 @@ class TrainingRun:
     def __repr__(self) -> str:
         batch = ", ".join(self._step.inputs)
         return f"TrainingRun({batch}; {self._step.optimizer.name}, {self.steps} steps, {self._module.mesh})"
+
+
+def _number(value: Any) -> float | None:
+    """One finite number from 0 on, which a tensor may have; None: it is none."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
+        value = value.item()
+    return float(value) if is_number(value) else None
 
 
 def _differs(name: str, tensor: Any, expected: torch.Tensor) -> str:

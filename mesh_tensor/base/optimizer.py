@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
-from .errors import did_you_mean, listing, refuse
+from .errors import did_you_mean, listing, refuse, shown
 
 MASTER = "master"
+# Slots that are finite wherever another one is: a mean of gradients, where that of their squares is.
+IMPLIED = {"exp_avg": "exp_avg_sq"}
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Optimizer:
         """The optimizer of that name; options that are left out are torch's.
 
         Raises:
-            MeshTensorError: there is no such optimizer, or it does not have an option.
+            MeshTensorError: there is no such optimizer, it does not have an option, or one has no such value.
         """
         if name not in OPTIMIZERS:
             refuse(
@@ -44,7 +47,14 @@ class Optimizer:
                 [f"{name!r} has no option {option!r}{did_you_mean(option, list(defaults))}" for option in unknown],
                 fix=f"it has {listing(list(defaults))}",
             )
-        return Optimizer(name, {**defaults, **options})
+        wrong = [f"{option}={shown(options[option])}" for option in options if not _fits(option, options[option])]
+        if wrong:
+            refuse(
+                f"{name!r} with {', '.join(wrong)}",
+                fix="use numbers from 0 on, betas as two numbers below 1, and True or False for nesterov",
+            )
+        made = {option: tuple(value) if isinstance(value, list) else value for option, value in options.items()}
+        return Optimizer(name, {**defaults, **made})
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -59,6 +69,20 @@ class Optimizer:
             return lr, 1.0, 1.0, float(step)
         first, second = betas
         return lr, 1 - first**step, math.sqrt(1 - second**step), float(step)
+
+
+def _fits(option: str, value: object) -> bool:
+    """Whether an option may have the value."""
+    if option == "nesterov":
+        return isinstance(value, bool)
+    if option == "betas":
+        return isinstance(value, (tuple, list)) and len(value) == 2 and all(is_number(x) and x < 1 for x in value)
+    return is_number(value)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a finite number, from 0 on."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 Options = dict[str, "float | bool | tuple[float, float]"]

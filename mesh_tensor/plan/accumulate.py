@@ -18,7 +18,7 @@ from mesh_tensor.rules.operator.dropout import SEED_NAME
 
 from .batch_kinds import Kind, Mean, Mixed, Sum
 from .batch_parts import BatchParts, batch_parts
-from .gradient import Joint, Writer, constants_of, gradient_of, loss_of, readable, reverse
+from .gradient import Joint, Writer, constants_of, gradients_made, loss_of, readable, reverse
 from .ir import Graph, Node, Value, leaves, map_tree, nodes_before
 from .reader import read_graph
 from .recompute import Again
@@ -91,10 +91,8 @@ def accumulated(
         reverse(joint, {loss: start}, wrt, taken)
         again |= taken.copies
         losses.append(env[loss])
-        for value in wrt:
-            gradients[value.name] = _added(
-                writer, gradients.get(value.name), gradient_of(joint, value, function), value
-            )
+        for value, made in zip(wrt, gradients_made(joint, wrt, mod, function), strict=True):
+            gradients[value.name] = _added(writer, gradients.get(value.name), made, value)
         known |= {value: made for value, made in joint.gradients.items() if value not in wrt}
     total = losses[0]
     for made in losses[1:]:

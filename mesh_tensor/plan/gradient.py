@@ -79,8 +79,24 @@ def gradient_function(
         seeds[value] = joint.writer.emit(_one(value), SEED)
     values = _parameters(joint.graph, wrt, function)
     reverse(joint, seeds, values)
-    made = [gradient_of(joint, value, function) for value in values]
+    made = gradients_made(joint, values, mod, function)
     return joint.writer.module(mod, function, joint, relax.Tuple([joint.result, relax.Tuple(made)]))
+
+
+def taken_backward(mod: ir.IRModule, function: str, wrt: Sequence[str]) -> set[str]:
+    """The values of the function that the gradients of its first result are computed from, by name.
+
+    Raises:
+        MeshTensorError: as `gradient_function`.
+    """
+    func = gradient_function(mod, function, wrt)[function]
+    bindings = [binding for block in func.body.blocks for binding in block.bindings]
+    start = next(n for n, binding in enumerate(bindings) if binding.var.name_hint == SEED)
+    found: set[str] = set()
+    for binding in reversed(bindings[start:]):
+        if binding.var.name_hint in found or binding is bindings[-1]:
+            found.update(var.name_hint for var in relax.analysis.free_vars(binding.value))
+    return found
 
 
 def forward_part(mod: ir.IRModule, function: str) -> Joint:
@@ -210,16 +226,18 @@ def _parameters(graph: Graph, names: Sequence[str], function: str) -> list[Value
     return [by_name[name] for name in names]
 
 
-def gradient_of(joint: Joint, value: Value, function: str) -> relax.Expr:
-    """The gradient of a value, which there has to be."""
-    if value not in joint.gradients:
+def gradients_made(joint: Joint, values: Sequence[Value], mod: ir.IRModule, function: str) -> list[relax.Expr]:
+    """The gradients of parameters, which there have to be."""
+    missing = [value.name for value in values if value not in joint.gradients]
+    if missing:
+        known = {ours: theirs for theirs, ours in reversed(source_names(relax_function(mod, function)).items())}
         refuse(
-            f"the result does not depend on parameter {value.name!r}",
+            [f"the result does not depend on parameter {known.get(name, name)!r}" for name in missing],
             where=f"gradient of {function!r}",
             why="its gradient would be zero, which is more likely a mistake",
             fix="leave it out of `wrt` (for torch: requires_grad_(False))",
         )
-    return joint.gradients[value]
+    return [joint.gradients[value] for value in values]
 
 
 class Writer:

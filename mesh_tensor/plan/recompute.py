@@ -19,25 +19,33 @@ from mesh_tensor.base.errors import refuse
 from .decide import node_flops
 from .gradient import Joint
 from .ir import Graph, Node, Value, leaves, nodes_before
+from .recompute_cut import bytes_kept, least_kept
 
-FULL, SELECTIVE = "full", "selective"
+FULL, SELECTIVE, AUTO = "full", "selective", "auto"
 _LAYER = re.compile(r"(.*?)\.?\b(\d+)$")  # "blocks.0": the first of the layers "blocks"
 _SMALL = 8  # times fewer elements than what it is made of, from which on a result is kept
 _HEAVY = 64  # operations per element of a result, from which on the result is kept
 
 
-def computed_again(graph: Graph, recompute: str | Sequence[str], func: relax.Function) -> set[Value]:
+def computed_again(
+    graph: Graph, recompute: str | int | Sequence[str], func: relax.Function, taken: Collection[str] = ()
+) -> set[Value]:
     """The values that are computed again, instead of kept.
 
     Args:
         recompute: "full": what is inside of layers, that is everything before the last of their results but these
-            results; "selective": whatever takes few operations and is no sum of activations; or the names of values
-            that are kept: everything before the last of them but they. Small results are kept in any case.
+            results; "selective": whatever takes few operations and is no sum of activations; "auto": of that so much
+            that as little as possible is kept; a number: so much that at most so many bytes are kept, and if that is
+            not enough, as "full"; or the names of values that are kept: everything before the last of them but they.
+            Small results are kept in any case.
         func: has the names of layers.
+        taken: the values that the backward part takes, by name, where "auto" or a number asks for that.
 
     Raises:
-        MeshTensorError: there are no layers.
+        MeshTensorError: there are no layers; or more bytes than the number are kept, whatever is computed again.
     """
+    if recompute == AUTO or isinstance(recompute, int):
+        return _under(graph, None if recompute == AUTO else int(recompute), func, set(taken))
     small = {value for node in graph.nodes for value in node.outputs if _is_small(value, node)}
     if recompute == SELECTIVE:
         return _cheap(graph) - small
@@ -52,6 +60,25 @@ def computed_again(graph: Graph, recompute: str | Sequence[str], func: relax.Fun
             )
     inside = nodes_before(graph, {value for value in graph.values() if value.name in kept})
     return {value for node in inside for value in node.outputs if value.name not in kept} - small
+
+
+def _under(graph: Graph, limit: int | None, func: relax.Function, taken: set[str]) -> set[Value]:
+    """The values that are computed again so that at most `limit` bytes are kept; None: as few as can be."""
+    wanted = {value for value in graph.values() if value.name in taken}
+    small = {value for node in graph.nodes for value in node.outputs if _is_small(value, node)}
+    found = least_kept(graph, wanted, _cheap(graph) - small, limit)
+    if limit is None or bytes_kept(graph, wanted, found) <= limit:
+        return found
+    there = {value.name for node in graph.nodes for value in node.outputs}
+    inside = computed_again(graph, FULL, func) if layers(source_names(func), there) else found
+    if bytes_kept(graph, wanted, inside) > limit:
+        least = min(bytes_kept(graph, wanted, way) for way in (found, inside))
+        refuse(
+            f"recompute={limit}, but the backward pass takes at least {least} bytes that are kept",
+            where="what is kept of a batch, on all devices together",
+            fix="ask for more bytes, or for microbatches: accumulate=",
+        )
+    return inside
 
 
 def _is_small(value: Value, node: Node) -> bool:

@@ -14,9 +14,9 @@ from mesh_tensor.rules.operator.call_text import info_of
 from mesh_tensor.rules.operator.update import NUMBERS, slots_of
 
 from .accumulate import Accumulated, Microbatches, Recompute, Seed, accumulated
-from .gradient import SEED, Writer, forward_part, gradient_of, loss_of, reverse
+from .gradient import SEED, Writer, forward_part, gradients_made, loss_of, reverse, taken_backward
 from .ir import STATE_ATTR, Value, leaves
-from .recompute import Again, computed_again
+from .recompute import AUTO, Again, computed_again
 from .updates import AnyOptimizer, Updates
 
 NUMBERS_NAME = "opt_numbers"
@@ -53,7 +53,7 @@ def training_function(
     *,
     scaled: bool = False,
     microbatches: Microbatches | None = None,
-    recompute: str | Sequence[str] = (),
+    recompute: str | int | Sequence[str] = (),
 ) -> TrainingFunction:
     """The module whose `function` takes, after what is no parameter to be trained, the numbers of a step, the
     parameters, what is kept for each, and the buffers; and returns the loss, then what is new of these, in the same
@@ -69,7 +69,9 @@ def training_function(
     """
     loss_scale = relax.Var(LOSS_SCALE_NAME, relax.TensorStructInfo((), "float32")) if scaled else None
     func = relax_function(mod, function)
-    again = partial(computed_again, recompute=recompute, func=func)
+    asks = recompute == AUTO or isinstance(recompute, int)
+    taken = taken_backward(mod, function, parameters) if asks else ()
+    again = partial(computed_again, recompute=recompute, func=func, taken=taken)
     found = _gradients(mod, function, parameters, buffers, microbatches, partial(_seed, loss_scale), again)
     joint, gradients = found.joint, found.gradients
     writer, graph = joint.writer, joint.graph
@@ -77,13 +79,13 @@ def training_function(
     scale = _scale(writer.emit, list(gradients.values()), clip_norm, loss_scale)
     numbers = relax.Var(NUMBERS_NAME, info_of(NUMBERS))
     slots = {name: _slots(optimizer, value) for name, value in values.items()}
-    new: list[relax.Expr] = []
-    new_slots: list[relax.Expr] = []
     update = Updates(optimizer, writer, numbers, scale)
-    for name, value in values.items():
-        made, *kept = update(name, joint.env[value], gradients[name], list(slots[name].values()))
-        new.append(made)
-        new_slots += kept
+    made = {  # in the order of the gradients: the first ones are updated while the last ones are on their way
+        name: update(name, joint.env[value], gradients[name], list(slots[name].values()))
+        for name, value in reversed(values.items())
+    }
+    new = [made[name][0] for name in values]
+    new_slots = [slot for name in values for slot in made[name][1:]]
     variables = dict(zip((value.name for value in graph.params), joint.params, strict=True))
     state = [*(variables[name] for name in values), *(var for mine in slots.values() for var in mine.values())]
     state += [variables[name] for name in buffers]
@@ -91,13 +93,13 @@ def training_function(
     joint.params = [*(var for var in variables.values() if var not in state), *given, *state]
     rest = [joint.env[value] for value in leaves(graph.result)[1:]]
     joint.gradients = {value: d for value, d in joint.gradients.items() if value not in values.values()}
-    made = writer.module(mod, function, joint, relax.Tuple([found.loss, *new, *new_slots, *rest]))
-    made.update(ir.IRModule(dict(update.functions)))
-    func = made[function].with_attr(STATE_ATTR, {var.name_hint: n for n, var in enumerate(state, 1)})
+    written = writer.module(mod, function, joint, relax.Tuple([found.loss, *new, *new_slots, *rest]))
+    written.update(ir.IRModule(dict(update.functions)))
+    func = written[function].with_attr(STATE_ATTR, {var.name_hint: n for n, var in enumerate(state, 1)})
     func = func.with_attr(SOURCE_NAMES_ATTR, {**source_names(func), **_source_names(source_names(func), slots)})
-    made.update_func(made.get_global_var(function), func)
+    written.update_func(written.get_global_var(function), func)
     kept = [Kept(name, {slot: var.name_hint for slot, var in mine.items()}) for name, mine in slots.items()]
-    return TrainingFunction(made, kept, found.copies)
+    return TrainingFunction(written, kept, found.copies)
 
 
 def _gradients(
@@ -120,7 +122,8 @@ def _gradients(
     values = [value for value in joint.graph.params if value.name in parameters]
     taken = Again(joint, recompute(joint.graph))
     reverse(joint, {loss: seed(joint.writer, loss)}, values, taken)
-    gradients = {value.name: gradient_of(joint, value, function) for value in values}
+    made = gradients_made(joint, values, mod, function)
+    gradients = {value.name: gradient for value, gradient in zip(values, made, strict=True)}
     copies: dict[str, tuple[str, ...]] = {name: (again,) for name, again in taken.copies.items()}
     return Accumulated(joint, joint.env[loss], gradients, copies)
 

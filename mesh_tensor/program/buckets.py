@@ -6,7 +6,7 @@ it is full, or when something needs a part of it, so that gradients are on their
 
     all_reduce d_w2             concat d_w2, d_b2, d_w1 -> bucket
     all_reduce d_b2             all_reduce bucket
-    all_reduce d_w1             split bucket -> d_w2, d_b2, d_w1
+    all_reduce d_w1             split bucket -> d_w2, d_b2, d_w1, before one of them is used
 
 A tensor joins where copying it takes less than to start a collective of its own.
 """
@@ -67,6 +67,7 @@ class _Buckets:
     def __init__(self, steps: Sequence[Step], values: Mapping[str, Value], mesh: Mesh, machine: Machine) -> None:
         self._steps, self._values, self._mesh, self._machine = steps, values, mesh, machine
         self._open: dict[_Way, _Bucket] = {}
+        self._sent: list[OpStep] = []  # what takes buckets apart that came
         self._result: list[Step] = []
         self._added: dict[str, Value] = {}
         writes: dict[str, int] = {}
@@ -90,6 +91,7 @@ class _Buckets:
                 self._send(bucket)
         for bucket in list(self._open.values()):
             self._send(bucket)
+        self._result += self._sent
         return self._result, self._added
 
     def _way(self, step: Step) -> _Way | None:
@@ -124,6 +126,10 @@ class _Buckets:
         for bucket in list(self._open.values()):
             if any(self._values[member.dst].storage in used for member in bucket.members):
                 self._send(bucket)
+        for parted in list(self._sent):
+            if any(self._values[name].storage in used for name in parted.results):
+                self._sent.remove(parted)
+                self._result.append(parted)
 
     def _send(self, bucket: _Bucket) -> None:
         del self._open[bucket.way]
@@ -150,7 +156,7 @@ class _Buckets:
         )
         rows = kind.after(group)
         sizes = [math.prod(value.tile_shape) // rows for value in after]
-        self._result.append(_step(_parted(rows, sizes, dst.dtype), [dst.name], [v.name for v in after]))
+        self._sent.append(_step(_parted(rows, sizes, dst.dtype), [dst.name], [v.name for v in after]))
 
     def _flat(self, way: _Way, placement: Placement, group: int, elements: int) -> Value:
         """A bucket's tiles, of `elements` where each device has all: other axes split its first dim, as what devices

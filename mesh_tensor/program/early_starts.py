@@ -11,12 +11,14 @@ from dataclasses import replace
 
 from mesh_tensor.base.collectives import COLLECTIVES
 from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.cost import class_of
+from mesh_tensor.rules.operator.update import UPDATE
 
 from .program import Value
 from .steps import CollectiveStep, KernelStep, OpStep, Step, WaitStep
 
-# Products (or kernels) that may run between a collective's start and the use of its result.
+# Products, kernels or updates of parameters that may run between a collective's start and the use of its result.
 _AHEAD = CPU.tuning.products_ahead
 
 
@@ -38,7 +40,7 @@ def early_starts(steps: Sequence[Step], values: Mapping[str, Value]) -> Sequence
             later = range(end, len(steps))
             first_use = next((i for i in later if dst in uses[i] or src in writes[i]), len(steps))
             start = _earliest(steps, max(written.get(src, 0), used.get(dst, 0)), index)
-            if any(_is_product(between) for between in steps[start:first_use]):
+            if any(_takes_long(between) for between in steps[start:first_use]):
                 started, end = replace(collective, wait=False), first_use
                 moved.add(index)
                 before.setdefault(start, []).append(started)
@@ -65,11 +67,13 @@ def _here(starts: list[CollectiveStep], waits: list[WaitStep], stored: Mapping[s
 def _earliest(steps: Sequence[Step], ready: int, index: int) -> int:
     """From where a collective may start: not before it is ready, nor before too many products."""
     start, products = index, 0
-    while start > ready and (products := products + _is_product(steps[start - 1])) <= _AHEAD:
+    while start > ready and (products := products + _takes_long(steps[start - 1])) <= _AHEAD:
         start -= 1
     return start
 
 
-def _is_product(step: Step) -> bool:
+def _takes_long(step: Step) -> bool:
     """Whether it takes long enough to hide a collective behind it."""
-    return isinstance(step, KernelStep) or (isinstance(step, OpStep) and class_of(step.call.name) == "product")
+    if isinstance(step, OpStep):
+        return class_of(step.call.name) == "product" or operator_name(step.call) == UPDATE
+    return isinstance(step, KernelStep)

@@ -19,7 +19,7 @@ import torch
 
 from mesh_tensor.base.machine_presets import CPU
 
-_LARGE = CPU.tuning.fresh_memory  # bytes: smaller tiles come from torch, which gets them from the C library's heap
+LARGE = CPU.tuning.fresh_memory  # bytes: smaller tiles come from torch, which gets them from the C library's heap
 _KEPT = CPU.tuning.kept_memory  # bytes: more than that is not kept for later
 
 _left: list[mmap.mmap] = []
@@ -31,7 +31,7 @@ def empty_tile(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     Can be called from several threads at once."""
     count = math.prod(shape)
     nbytes = count * dtype.itemsize
-    if nbytes < _LARGE or device.type != "cpu" or sys.platform != "linux":
+    if nbytes < LARGE or device.type != "cpu" or sys.platform != "linux":
         return torch.empty(shape, dtype=dtype, device=device)
     region = _take(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
     owner = (ctypes.c_char * len(region)).from_buffer(region)

@@ -60,14 +60,15 @@ def test_a_parameter_without_gradient():
     class Idle(nn.Module):
         def __init__(self):
             super().__init__()
-            self.used, self.idle = nn.Linear(4, 3), nn.Parameter(torch.ones(3))
+            self.used, self.idle = nn.Linear(4, 3), nn.ParameterList([torch.ones(3), torch.ones(3)])
 
         def forward(self, x):
-            return self.used(x) + 0 * self.idle.detach()
+            return self.used(x) + 0 * (self.idle[0] * self.idle[1]).detach()
 
     _, x, y = _model()
     message = _refused(mt.training_step, Idle(), F.cross_entropy, (x, y))
-    assert "the result does not depend on parameter 'idle'" in message
+    for number in (0, 1):
+        assert f"the result does not depend on parameter 'idle.{number}'" in message
     assert "requires_grad_(False)" in message
 
 
@@ -112,3 +113,29 @@ def test_states(run):
     message = _refused(run.load_state_dict, state | {"bias": torch.ones(4), "weight": state["weight"].double()})
     assert "'bias' is (4,) torch.float32, but has to be (3,) torch.float32" in message
     assert "'weight' is (3, 4) torch.float64" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"clip_norm": -1.0}, "clip_norm=-1.0"),
+        ({"clip_norm": "1"}, "clip_norm='1'"),
+        ({"lr": "high", "betas": (0.9, 1.0)}, "'adamw' with lr='high', betas=(0.9, 1.0)"),
+        ({"lr": float("nan")}, "'adamw' with lr=nan"),
+        ({"betas": 0.9, "weight_decay": -1}, "'adamw' with betas=0.9, weight_decay=-1"),
+    ],
+)
+def test_numbers_that_mean_nothing(options, said):
+    model, x, y = _model()
+    assert said in _refused(mt.training_step, model, F.cross_entropy, (x, y), **options)
+
+
+def test_states_and_schedules_without_numbers():
+    model, x, y = _model()
+    step = mt.training_step(model, F.cross_entropy, (x, y), schedule=lambda step: None, check=False)
+    run = mt.distribute_module(step, {"data": 1})
+    assert "schedule(0) is None" in _refused(run, x, y)
+    state = run.state_dict()
+    for wrong in (torch.tensor([1, 2]), "x", torch.tensor(-4), torch.tensor(float("nan"))):
+        assert "'opt.step' is " in _refused(run.load_state_dict, {**state, "opt.step": wrong})
+    assert "is no state" in _refused(run.load_state_dict, [1, 2])

@@ -121,7 +121,7 @@ def _lacking(parameter, gradient, lr, step, *, kept):
     [
         (lambda parameter, gradient: parameter, {}, "an optimizer that takes 'parameter', 'gradient'"),
         (sign, {"betas": (0.9, 0.9)}, "an optimizer that is a function has no options 'betas'"),
-        (_short, {}, "the optimizer gives [((1, 12), torch.float32), ((20, 12), torch.float32)]"),
+        (_short, {}, "the optimizer gives [((1,), torch.float32), ((8,), torch.float32)]"),
         (_lacking, {}, "return (new parameter, {'kept': ...})"),
         (7, {}, "optimizer=7"),
     ],

@@ -65,6 +65,17 @@ def test_the_same_bits_and_less_memory(mesh, layout, count, ways):
         assert peak_bytes(run.program) < 0.8 * peak_bytes(kept.program)
 
 
+def test_so_much_that_it_fits():
+    """Each limit is kept with no more computed again than it takes: peaks fall, the last one is that of "full"."""
+    runs = [_run(_step(limit), {"data": 2}, DATA) for limit in (None, 200_000, 80_000, "full")]
+    assert all(torch.equal(one, other) for _, made in runs for one, other in zip(made, runs[0][1], strict=True))
+    peaks = [peak_bytes(run.program) for run, _ in runs]
+    assert peaks[0] > 1.2 * peaks[1] > 1.4 * peaks[2]
+    assert peaks[2] == peaks[3]
+    flops = [sum(step.flops for step in run.program.steps) for run, _ in runs[:3]]
+    assert flops[0] < flops[1] < flops[2]
+
+
 def test_patterns_mean_the_outermost():
     full, named = (str(_step(recompute).mod) for recompute in ("full", ["blocks.*"]))
     assert full == named
@@ -93,6 +104,8 @@ def test_statistics_are_written_once():
         (["blocks.9"], "there is no value 'blocks.9'"),
         (["out.weight"], "'out.weight' names parameters alone"),
         ([3], "recompute=[3]"),
+        (0, "recompute=0"),
+        (1000, "the backward pass takes at least 16392 bytes that are kept"),
     ],
 )
 def test_what_is_refused(recompute, said):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from mesh_tensor.base.dtypes import poison_value
 from mesh_tensor.program.program import Program, Value
 from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step, WaitStep
@@ -17,6 +15,7 @@ from mesh_tensor.runtime.reshard import reshard_of
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
 from mesh_tensor.targets.op_steps import Section, in_sections, recorded_pairs
+from mesh_tensor.targets.tile_memory import empty_tile
 
 from .faults import Faults
 from .plan import plan_exchange
@@ -108,7 +107,7 @@ class RankBackend:
 
         def action(memory: Memory) -> None:
             if storage not in memory.held:
-                tile = torch.empty(shape, dtype=dtype, device=device)
+                tile = empty_tile(shape, dtype, device)
                 if poison:
                     fill(tile, poison_value(value.dtype))
                 memory.held[storage] = tile

@@ -9,6 +9,8 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.operator.call import OpCall
 
+from ..dtypes import torch_dtype
+from ..tile_memory import LARGE, empty_tile
 from .table import Function, Place, of_attributes, placed_torch_op, torch_op
 
 Tensor = torch.Tensor
@@ -43,7 +45,17 @@ def _concat(call: OpCall) -> Function:
     dim = call.attr("axis")
     if dim is None:
         return lambda *tensors: torch.cat([t.reshape(-1) for t in tensors])
-    return lambda *tensors: torch.cat(tensors, dim)
+    (made,) = call.outputs
+    if made.elements * torch_dtype(made.dtype).itemsize < LARGE:
+        return lambda *tensors: torch.cat(tensors, dim)
+    return lambda *tensors: _large(tensors, dim, made.shape)
+
+
+def _large(tensors: tuple[torch.Tensor, ...], dim: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Concatenated in memory that earlier tiles have left, unless gradients go through it."""
+    reused = not any(tensor.requires_grad for tensor in tensors)
+    out = empty_tile(shape, tensors[0].dtype, tensors[0].device) if reused else None
+    return torch.cat(tensors, dim, out=out)
 
 
 @placed_torch_op("mesh.local_join")

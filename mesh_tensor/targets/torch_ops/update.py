@@ -14,8 +14,8 @@ from ..tile_memory import empty_tile
 from .table import Function, torch_op
 
 Tensor = torch.Tensor
-# (parameter, gradient, slots, learning rate, first and second correction): the new parameter, the new slots
-Step = Callable[[Tensor, Tensor, list[Tensor], float, float, float], tuple[Tensor, list[Tensor]]]
+# (parameter, gradient, slots, learning rate, number of the step from 1 on): the new parameter, the new slots
+Step = Callable[[Tensor, Tensor, list[Tensor], float, float], tuple[Tensor, list[Tensor]]]
 
 
 @torch_op(UPDATE)
@@ -32,7 +32,8 @@ def _update(call: OpCall) -> Function:
         gradient = gradient.to(value.dtype)
         if scale:  # of gradients one of which is NaN; that one says so itself
             gradient = gradient * scale[0].to(value.dtype).nan_to_num(nan=1.0)
-        value, slots = step(value, gradient, slots, *numbers.tolist()[:3])
+        lr, *_, number = numbers.tolist()
+        value, slots = step(value, gradient, slots, lr, number)
         return (value.to(parameter.dtype), *slots, *([value] if kept else []))
 
     return update
@@ -41,7 +42,7 @@ def _update(call: OpCall) -> Function:
 def _sgd(options: Any) -> Step:
     decay = options["weight_decay"]
 
-    def step(p: Tensor, g: Tensor, slots: list[Tensor], lr: float, *_: float) -> tuple[Tensor, list[Tensor]]:
+    def step(p: Tensor, g: Tensor, slots: list[Tensor], lr: float, _: float) -> tuple[Tensor, list[Tensor]]:
         return torch.add(p, _decayed(g, p, decay), alpha=-lr, out=_like(p)), []
 
     return step
@@ -50,7 +51,7 @@ def _sgd(options: Any) -> Step:
 def _momentum(options: Any) -> Step:
     decay, momentum, nesterov = options["weight_decay"], options["momentum"], options["nesterov"]
 
-    def step(p: Tensor, g: Tensor, slots: list[Tensor], lr: float, *_: float) -> tuple[Tensor, list[Tensor]]:
+    def step(p: Tensor, g: Tensor, slots: list[Tensor], lr: float, _: float) -> tuple[Tensor, list[Tensor]]:
         g = _decayed(g, p, decay)
         moved = torch.mul(slots[0], momentum, out=_like(g)).add_(g)
         along = torch.add(g, moved, alpha=momentum, out=_like(g)) if nesterov else moved
@@ -59,38 +60,30 @@ def _momentum(options: Any) -> Step:
     return step
 
 
-def _adam(options: Any) -> Step:
-    decay = options["weight_decay"]
-    return _with_moments(options, lambda p, lr: _like(p).copy_(p), lambda p, g: _decayed(g, p, decay))
+def _adam(fused: Callable[..., None]) -> Callable[[Any], Step]:
+    """By torch's kernel, which reads and writes each element once."""
 
+    def make(options: Any) -> Step:
+        (first, second), decay, eps = options["betas"], options["weight_decay"], options["eps"]
 
-def _adamw(options: Any) -> Step:
-    decay = options["weight_decay"]
-    return _with_moments(options, lambda p, lr: torch.mul(p, 1 - lr * decay, out=_like(p)), lambda p, g: g)
+        def step(p: Tensor, g: Tensor, slots: list[Tensor], lr: float, number: float) -> tuple[Tensor, list[Tensor]]:
+            new, mean, square = (_like(tensor).copy_(tensor) for tensor in (p, *slots))
+            count = torch.tensor(number, dtype=torch.float32, device=p.device)
+            fused(
+                [new], [g.contiguous()], [mean], [square], [], [count],
+                lr=lr, beta1=first, beta2=second, weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
+            )  # fmt: skip
+            return new, [mean, square]
 
+        return step
 
-def _with_moments(
-    options: Any, shrunk: Callable[[Tensor, float], Tensor], used: Callable[[Tensor, Tensor], Tensor]
-) -> Step:
-    (first, second), eps = options["betas"], options["eps"]
-
-    def step(
-        p: Tensor, g: Tensor, slots: list[Tensor], lr: float, correction: float, root: float
-    ) -> tuple[Tensor, list[Tensor]]:
-        g = used(p, g)
-        mean = torch.lerp(slots[0], g, 1 - first, out=_like(g))
-        square = torch.mul(slots[1], second, out=_like(g)).addcmul_(g, g, value=1 - second)
-        # mean / (sqrt(square) / root + eps), with one pass less
-        below = torch.sqrt(square, out=_like(g)).add_(eps * root)
-        return shrunk(p, lr).addcdiv_(mean, below, value=-lr * root / correction), [mean, square]
-
-    return step
+    return make
 
 
 def _lion(options: Any) -> Step:
     (first, second), decay = options["betas"], options["weight_decay"]
 
-    def step(p: Tensor, g: Tensor, slots: list[Tensor], lr: float, *_: float) -> tuple[Tensor, list[Tensor]]:
+    def step(p: Tensor, g: Tensor, slots: list[Tensor], lr: float, _: float) -> tuple[Tensor, list[Tensor]]:
         direction = torch.lerp(slots[0], g, 1 - first, out=_like(g)).sign_()
         moved = torch.lerp(slots[0], g, 1 - second, out=_like(g))
         return torch.mul(p, 1 - lr * decay, out=_like(p)).add_(direction, alpha=-lr), [moved]
@@ -110,7 +103,7 @@ def _decayed(g: Tensor, p: Tensor, decay: float) -> Tensor:
 _STEPS: dict[str, Callable[[Any], Step]] = {
     "sgd": _sgd,
     "momentum": _momentum,
-    "adam": _adam,
-    "adamw": _adamw,
+    "adam": _adam(torch._fused_adam_),
+    "adamw": _adam(torch._fused_adamw_),
     "lion": _lion,
 }
