@@ -84,8 +84,7 @@ class Row:
                     held[name] = self._seed(here, name, action.microbatch)
             made = self._run(here, action.kind, held)
             held |= made
-            for name, value in made.items():
-                self._deliver(here, name, value, action.microbatch)
+            self._deliver(here, made, action.microbatch)
         later = here.later[action.kind]
         for name in [name for name in held if name not in later]:
             del held[name]
@@ -98,26 +97,36 @@ class Row:
         values = [held[name] if name in held else weights[name] for name in fragment.takes]
         return dict(zip(fragment.gives, self._carrier.run(fragment, values), strict=True))
 
-    def _deliver(self, here: StageFragments, name: str, value: Any, microbatch: int) -> None:
-        stage, of = here.stage, here.valued.get(name, "")
-        if of in stage.params:
-            self._add_up(here, of, value)
-        elif of in stage.takes:
-            there = self._microbatches[microbatch].stages[stage.takes[of]]
-            self._carrier.hand(here, there, name, value, microbatch)
+    def _deliver(self, here: StageFragments, made: Values, microbatch: int) -> None:
+        """Hand gradients of what the stage took to those who made it; add up those of weights."""
+        stage, of_weights = here.stage, {}
+        for name, value in made.items():
+            of = here.valued.get(name, "")
+            if of in here.own:
+                of_weights[of] = value
+            elif of in stage.takes:
+                there = self._microbatches[microbatch].stages[stage.takes[of]]
+                self._carrier.hand(here, there, name, value, microbatch)
+        self._add_up(here, of_weights)
 
-    def _add_up(self, here: StageFragments, weight: str, value: Any) -> None:
-        """Add a microbatch's gradient to the weight's. Parts of a sum stay parts until the end, if all microbatches'
+    def _add_up(self, here: StageFragments, of_weights: Values) -> None:
+        """Add a microbatch's gradients to the weights'. Parts of a sum stay parts until the end, if all microbatches'
         are."""
         carrier, sums = self._carrier, self.gradients.setdefault(here.stage.index, {})
-        total = sums.get(weight)
-        if total is None:
-            sums[weight] = carrier.widened(value, torch.promote_types(value.dtype, torch.float32))
-            return
-        if carrier.layout(total) != carrier.layout(value):
-            layout = here.layouts[gradient_name(weight)]
-            total, value = carrier.laid(total, layout), carrier.laid(value, layout)
-        sums[weight] = carrier.accumulate(total, value)
+        pairs: dict[str, tuple[Any, Any]] = {}
+        for weight, value in of_weights.items():
+            total = sums.get(weight)
+            if total is None:
+                sums[weight] = carrier.widened(value, torch.promote_types(value.dtype, torch.float32))
+                continue
+            one, other = carrier.layout(total), carrier.layout(value)
+            if one is not other and one != other:
+                layout = here.layouts[gradient_name(weight)]
+                total, value = carrier.laid(total, layout), carrier.laid(value, layout)
+            pairs[weight] = total, value
+        if pairs:
+            totals, values = zip(*pairs.values(), strict=True)
+            sums |= zip(pairs, carrier.accumulate(totals, values), strict=True)
 
     def finish(self) -> None:
         """Reduce the weights' gradients, once for all microbatches, where devices have parts of them."""
