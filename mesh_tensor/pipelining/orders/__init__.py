@@ -20,7 +20,6 @@ class Order:
     chunks: int = 1
     any_chunks: bool = False
     also: tuple[str, ...] = ()
-    in_rounds: bool = False
     fills_twice: bool = False
 
 
@@ -28,13 +27,12 @@ class Order:
 SCHEDULES: dict[str, Order] = {
     "gpipe": Order(flush.gpipe, any_chunks=True),
     "1f1b": Order(one_f_one_b.one_f_one_b),
-    "interleaved": Order(one_f_one_b.interleaved, 2, any_chunks=True, also=("Interleaved1F1B",), in_rounds=True),
+    "interleaved": Order(one_f_one_b.interleaved, 2, any_chunks=True, also=("Interleaved1F1B",)),
     "looped-bfs": Order(flush.looped_bfs, 2, any_chunks=True, also=("bfs",)),
     "zb-h1": Order(
         one_f_one_b.zb_h1,
         any_chunks=True,
         also=("ZeroBubbleH1", "InterleavedZeroBubble", "zb1p"),
-        in_rounds=True,
     ),
     "zb-h2": Order(one_f_one_b.zb_h2, also=("ZeroBubbleH2", "ZeroBubbleH2ZeroTxLatency")),
     "zbv": Order(v_shaped.zbv, 2, also=("ZBVZeroBubble", "zb-v")),
@@ -74,9 +72,6 @@ def _problems(order: Order, meshes: int, microbatches: int, chunks: int) -> list
         return bad
     if not order.any_chunks and chunks != order.chunks:
         bad.append(f"{chunks} stages per mesh, but the order is made for {order.chunks}")
-    rounds = max(1, microbatches // meshes)
-    if order.in_rounds and chunks > 1 and microbatches % rounds:
-        bad.append(f"{microbatches} microbatches on {meshes} meshes are {rounds} rounds, which are not equally long")
     if order.fills_twice and microbatches < 2 * meshes:
         bad.append(
             f"{microbatches} microbatches, but {meshes} meshes need at least {2 * meshes} to fill both directions"
