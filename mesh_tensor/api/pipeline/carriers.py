@@ -89,6 +89,10 @@ class Carrier(ABC):
         """The memory of a value, in this process."""
 
     @abstractmethod
+    def moved(self, value: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """A value that lies alike in the memory that `move` gives for its own."""
+
+    @abstractmethod
     def whole(self, value: Any) -> torch.Tensor:
         """The whole tensor."""
 
@@ -145,6 +149,9 @@ class Mailbox(Carrier):
 
     def tiles(self, value: MeshTensor) -> Iterable[torch.Tensor]:
         return value.tiles()
+
+    def moved(self, value: MeshTensor, move: Callable[[torch.Tensor], torch.Tensor]) -> MeshTensor:
+        return _tile_by_tile(move, value)
 
     def whole(self, value: MeshTensor) -> torch.Tensor:
         return value.full()
@@ -218,6 +225,9 @@ class RankCarrier(Carrier):
 
     def tiles(self, value: Part) -> Iterable[torch.Tensor]:
         return (value.local,)
+
+    def moved(self, value: Part, move: Callable[[torch.Tensor], torch.Tensor]) -> Part:
+        return replace(value, local=move(value.local))
 
     def whole(self, value: Part) -> torch.Tensor:
         return value.laid(Sharding.of(value.layout.mesh, value.layout.ndim, {}), self._ranks.mine).local

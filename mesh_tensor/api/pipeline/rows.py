@@ -12,6 +12,7 @@ import torch
 from mesh_tensor.base.errors import MeshTensorError, refuse, words_of
 from mesh_tensor.pipelining.fragments import gradient_name
 from mesh_tensor.pipelining.schedule import Action, Schedule
+from mesh_tensor.runtime.memory_kinds import PutAway, fetched, put_away
 
 from ..fragments import StageFragments, Values
 from .carriers import Carrier, Mailbox, Stopped
@@ -32,9 +33,16 @@ class Row:
     """One mesh's part of a run: its actions in order, with the values that its stages hold."""
 
     def __init__(
-        self, carrier: Carrier, weights: Mapping[int, Values], microbatches: Sequence[Microbatch], loss: str | None
+        self,
+        carrier: Carrier,
+        weights: Mapping[int, Values],
+        microbatches: Sequence[Microbatch],
+        loss: str | None,
+        memory: Mapping[str, str] | None = None,
     ) -> None:
+        """`memory`: the kind of memory in which values, by name, are held for backwards."""
         self._carrier, self._weights, self._microbatches, self._loss = carrier, weights, microbatches, loss
+        self._memory = memory or {}
         self._held: dict[tuple[int, int], Values] = {}
         self._sizes: dict[tuple[int, int], int] = {}
         self._bytes = 0
@@ -71,7 +79,8 @@ class Row:
                 if there.stage.takes.get(name) == stage.index:
                     self._carrier.hand(here, there, name, made[name], microbatch)
         if later := here.later["F"]:
-            self._held[stage.index, microbatch] = {k: v for k, v in {**held, **made}.items() if k in later}
+            left = {k: v for k, v in {**held, **made}.items() if k in later}
+            self._held[stage.index, microbatch] = self._put_away(left) if self._memory else left
 
     def backward(self, here: StageFragments, action: Action) -> None:
         """B, I or W: gradients of later stages are taken; those of weights are added up, the others handed on."""
@@ -82,6 +91,8 @@ class Row:
             for name in fragment.takes:
                 if name not in held and name not in weights:
                     held[name] = self._seed(here, name, action.microbatch)
+            if self._memory:
+                held |= {name: fetched(held[name], self._carrier.moved) for name in fragment.takes if name in held}
             made = self._run(here, action.kind, held)
             held |= made
             self._deliver(here, made, action.microbatch)
@@ -90,6 +101,14 @@ class Row:
             del held[name]
         if not held:
             self._held.pop(place, None)
+
+    def _put_away(self, held: Values) -> Values:
+        """What is held, in the memory that is stated for it."""
+        kept = dict(held)
+        for name in self._memory.keys() & held.keys():
+            tile = next(iter(self._carrier.tiles(held[name])))
+            kept[name] = put_away(held[name], tile.device, self._memory[name], self._carrier.moved)
+        return kept
 
     def _run(self, here: StageFragments, kind: str, held: Values) -> Values:
         """What a fragment makes of weights, and of what is held."""
@@ -151,7 +170,7 @@ class Row:
 
     def _count(self, place: tuple[int, int]) -> None:
         """What is held for backwards now, against the most there was; a stage and microbatch changed."""
-        held = self._held.get(place, {})
+        held = {k: v for k, v in self._held.get(place, {}).items() if not isinstance(v, PutAway)}
         tiles = {t.data_ptr(): t.nbytes for value in held.values() for t in self._carrier.tiles(value)}
         self._bytes += sum(tiles.values()) - self._sizes.pop(place, 0)
         if held:

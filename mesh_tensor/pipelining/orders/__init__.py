@@ -14,12 +14,14 @@ from .lanes import Rows
 
 @dataclass(frozen=True)
 class Order:
-    """An order: its function of (meshes, microbatches, chunks), and the chunks (stages per mesh) that it can have."""
+    """An order: its function of (meshes, microbatches, chunks), and the chunks (stages per mesh) that it can have.
+    `in_rounds`: it is best with a multiple of as many microbatches as meshes."""
 
     rows: Callable[[int, int, int], Rows]
     chunks: int = 1
     any_chunks: bool = False
     also: tuple[str, ...] = ()
+    in_rounds: bool = False
     fills_twice: bool = False
 
 
@@ -27,12 +29,13 @@ class Order:
 SCHEDULES: dict[str, Order] = {
     "gpipe": Order(flush.gpipe, any_chunks=True),
     "1f1b": Order(one_f_one_b.one_f_one_b),
-    "interleaved": Order(one_f_one_b.interleaved, 2, any_chunks=True, also=("Interleaved1F1B",)),
+    "interleaved": Order(one_f_one_b.interleaved, 2, any_chunks=True, also=("Interleaved1F1B",), in_rounds=True),
     "looped-bfs": Order(flush.looped_bfs, 2, any_chunks=True, also=("bfs",)),
     "zb-h1": Order(
         one_f_one_b.zb_h1,
         any_chunks=True,
         also=("ZeroBubbleH1", "InterleavedZeroBubble", "zb1p"),
+        in_rounds=True,
     ),
     "zb-h2": Order(one_f_one_b.zb_h2, also=("ZeroBubbleH2", "ZeroBubbleH2ZeroTxLatency")),
     "zbv": Order(v_shaped.zbv, 2, also=("ZBVZeroBubble", "zb-v")),
