@@ -19,6 +19,7 @@ from mesh_tensor.pipelining.fragments import FragmentFunction, JointStage, fragm
 from mesh_tensor.pipelining.stages import FUNCTION, Stage
 from mesh_tensor.plan.gradient import gradient_function
 from mesh_tensor.program.from_graph import Kernels
+from mesh_tensor.redistribution.transfer import TransferPlan
 from mesh_tensor.runtime.ranks.dtensor import mesh_of
 from mesh_tensor.runtime.virtual.mesh_tensor import ShardingLike
 
@@ -78,6 +79,12 @@ class StageFragments:
         return ", ".join(f"{self.stage.index}.{name} '{layout}'" for name, layout in self.layouts.items())
 
     @cached_property
+    def routes(self) -> dict[tuple[str, int], TransferPlan]:
+        """How values go from here on ranks, by name and the stage that takes them, as far as that is planned: stages of
+        other sizes are others."""
+        return {}
+
+    @cached_property
     def given(self) -> frozenset[str]:
         """The values that fragments make."""
         return frozenset(name for fragment in self.fragments.values() for name in fragment.gives)
@@ -88,6 +95,11 @@ class StageFragments:
         kinds = {"F": "BIW", "I": "W", "B": "", "W": ""}
         takes = {kind: fragment.takes for kind, fragment in self.fragments.items()}
         return {done: frozenset(n for kind in left for n in takes.get(kind, ())) for done, left in kinds.items()}
+
+    @cached_property
+    def own(self) -> frozenset[str]:
+        """The stage's parameters."""
+        return frozenset(self.stage.params)
 
     @cached_property
     def valued(self) -> dict[str, str]:

@@ -101,6 +101,7 @@ class MeshModule:
             machine,
         )
         self._launches: Recent[tuple, AnyLaunch] = Recent(MODULE_SIZES)
+        self._last_of_parts: RankModuleLaunch | None = None
         self._plan: ModulePlan | None = None
         self._open = self._signature.is_open(given)
         self._looked_up: tuple[ModulePlan | None, HeldWeights | None] = None, None
@@ -191,12 +192,15 @@ class MeshModule:
         return self._run(args, lambda: self._signature.passed(self._held, args, {}), use)
 
     def call_parts(self, parts: Sequence[Part], device_mesh: Any) -> list[Part]:
-        """A call with this rank's parts of all parameters, in order: nothing is checked. The function has known
-        sizes, returns a tuple of tensors, and has no weights here."""
-        ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
-        with ranks.calls.lane(), torch.no_grad(), full_precision():
-            launch = self._launch({}, ranks)
-            assert isinstance(launch, RankModuleLaunch)
+        """A call with this rank's parts of all parameters, in order: nothing is checked, and nothing is said of how
+        torch computes. The function has known sizes, returns a tuple of tensors, and has no weights here."""
+        launch = self._last_of_parts
+        ranks = launch.ranks if launch else ranks_of(self.mesh, device_mesh, self._target.device_type)
+        with ranks.calls.lane() as lane:
+            if launch is None or launch.lane is not lane:
+                made = self._launch({}, ranks)
+                assert isinstance(made, RankModuleLaunch)
+                launch = self._last_of_parts = made
             return launch.parts(parts)
 
     @undisturbed
@@ -371,7 +375,7 @@ class MeshModule:
     def twin(self) -> MeshModule:
         """A module that has this one's plans, and may be called by another thread at the same time."""
         made = object.__new__(MeshModule)
-        vars(made).update(vars(self), _launches=Recent(MODULE_SIZES))
+        vars(made).update(vars(self), _launches=Recent(MODULE_SIZES), _last_of_parts=None)
         return made
 
     def __reduce__(self) -> NoReturn:

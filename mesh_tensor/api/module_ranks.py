@@ -19,7 +19,7 @@ from mesh_tensor.runtime.ranks import is_dtensor, redistribute
 from mesh_tensor.runtime.ranks.agree import agree, anywhere, digest_of, program_facts
 from mesh_tensor.runtime.ranks.dtensor import as_dtensor, lies_like_torch, local_part, to_placements
 from mesh_tensor.runtime.ranks.faults import Faults
-from mesh_tensor.runtime.ranks.parts import Part, rank_layout
+from mesh_tensor.runtime.ranks.parts import Part, one_of, rank_layout
 from mesh_tensor.runtime.ranks.rank_launch import RankLaunch, Tiling
 from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
@@ -35,7 +35,7 @@ class RankModuleLaunch:
     def __init__(
         self, plan: ModulePlan, target: Target, ranks: Ranks, weights: HeldWeights, overlap: str | int
     ) -> None:
-        self.plan, self._ranks, self.lane = plan, ranks, ranks.calls.lane()
+        self.plan, self.ranks, self.lane = plan, ranks, ranks.calls.lane()
         made = plan.made
         self._faults = faults = Faults(ranks, made.program.name)
         facts = program_facts(made.program, target.name, overlap)
@@ -80,11 +80,11 @@ class RankModuleLaunch:
 
     def _entry(self, parameter: str) -> Callable[[Part], torch.Tensor]:
         """From this rank's part of a parameter to what the program takes."""
-        port, device_mesh = self._ports[self._inputs[parameter]], self._ranks.device_mesh
+        port, device_mesh = self._ports[self._inputs[parameter]], self.ranks.device_mesh
         layout, valid = rank_layout(port.named, port.shape), self._valid(port, port.sharding)
 
         def plain(part: Part) -> torch.Tensor:
-            local = part.laid(layout, device_mesh).local
+            local = part.local if part.layout is layout else part.laid(layout, device_mesh).local
             return local if local.shape == valid else local.reshape(valid)
 
         def other(part: Part) -> torch.Tensor:
@@ -95,12 +95,12 @@ class RankModuleLaunch:
     def _exit(self, port: ModulePort) -> Callable[[torch.Tensor], Part]:
         """From what the program makes to this rank's part of a result."""
         nameable, named = self._names(port)
-        shape, merged = tuple(port.shape), self._merged(port, nameable)
+        named, shape, merged = one_of(named), tuple(port.shape), self._merged(port, nameable)
         if port.order is not None:
             return lambda local: Part(port.restored(self._changed(port, local, nameable)), named, shape)
         if nameable != port.sharding:
             return lambda local: Part(self._changed(port, local, nameable).reshape(merged), named, shape)
-        valid = Tiling(port.refined, port.torch_dtype(), port.sharding, self._ranks.rank).valid_shape
+        valid = Tiling(port.refined, port.torch_dtype(), port.sharding, self.ranks.rank).valid_shape
 
         def leave(local: torch.Tensor) -> Part:
             local = local if local.shape == valid else self._changed(port, local, nameable)
@@ -123,7 +123,7 @@ class RankModuleLaunch:
         made, kept = self._advanced(tensors, state)
         loss = self._tree(self._result[0], made, False)
         bad = not_finite({name: (kept[name],) for name in watched})
-        found = anywhere(self._ranks, self._faults, [name in bad for name in watched])
+        found = anywhere(self.ranks, self._faults, [name in bad for name in watched])
         return loss, kept, [name for name, is_bad in zip(watched, found, strict=True) if is_bad]
 
     def advance(
@@ -155,9 +155,9 @@ class RankModuleLaunch:
             if not weights.donated or plain is None or not lies_like_torch(plain, port.shape):
                 return part, None
             merged = part.reshape(self._merged(port, port.sharding))
-            return part, as_dtensor(merged, self._ranks.device_mesh, plain, port.shape)
+            return part, as_dtensor(merged, self.ranks.device_mesh, plain, port.shape)
 
-        return weights.laid_out(name, self._ports[self._inputs[name]], lay_out, self._ranks.rank)
+        return weights.laid_out(name, self._ports[self._inputs[name]], lay_out, self.ranks.rank)
 
     def _enter(self, parameter: str, tensor: Any, keep: bool = False, alike: bool = False) -> torch.Tensor:
         """This rank's valid part of an argument. `keep`: its memory does not change with the argument's."""
@@ -191,25 +191,25 @@ class RankModuleLaunch:
         nameable, named = self._names(port)
         part = self._changed(port, local, nameable).reshape(self._merged(port, nameable))
         part = part if port.order is None else port.restored(part)
-        return as_dtensor(part, self._ranks.device_mesh, named, port.shape)
+        return as_dtensor(part, self.ranks.device_mesh, named, port.shape)
 
     def _names(self, port: ModulePort) -> tuple[Sharding, Sharding]:
         """The layout over atoms, and over the caller's dims, in which DTensors can have a result."""
         if lies_like_torch(port.named, port.shape):
             return port.nameable, port.named
         whole = Sharding.of(port.sharding.mesh, len(port.refined), {})
-        return whole, Sharding.of(self._ranks.mesh, len(port.shape), {})
+        return whole, Sharding.of(self.ranks.mesh, len(port.shape), {})
 
     def _changed(self, port: ModulePort, local: torch.Tensor, to: Sharding) -> torch.Tensor:
         """The valid part in another layout. All ranks have to ask."""
-        tiling = Tiling(port.refined, port.torch_dtype(), port.sharding, self._ranks.rank)
+        tiling = Tiling(port.refined, port.torch_dtype(), port.sharding, self.ranks.rank)
         if to == port.sharding:
             return tiling.valid(tiling.tile(local))
-        new = Tiling(port.refined, port.torch_dtype(), to, self._ranks.rank)
+        new = Tiling(port.refined, port.torch_dtype(), to, self.ranks.rank)
         return new.valid(self._run.change(tiling, to, tiling.tile(local)))
 
     def _valid(self, port: ModulePort, sharding: Sharding) -> tuple[int, ...]:
-        return sharding.valid_extent(port.refined, self._ranks.rank)
+        return sharding.valid_extent(port.refined, self.ranks.rank)
 
     def _merged(self, port: ModulePort, sharding: Sharding) -> tuple[int, ...]:
         """The valid part's shape with the caller's dims."""
@@ -221,6 +221,6 @@ class RankModuleLaunch:
 
     def _box(self, port: ModulePort) -> tuple[slice, ...]:
         """Where this rank's valid part lies in the refined tensor."""
-        offset = port.sharding.tile_offset(port.refined, self._ranks.rank)
+        offset = port.sharding.tile_offset(port.refined, self.ranks.rank)
         extent = self._valid(port, port.sharding)
         return tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))

@@ -45,6 +45,11 @@ def gradient_name(value: str) -> str:
     return f"d_{value}"
 
 
+def saved_name(value: str) -> str:
+    """What a value is called that a forward leaves for its stage's backward, and nobody else takes."""
+    return f"saved.{value}"
+
+
 def fragments_of(joint: JointStage, recompute: bool = False) -> dict[str, FragmentFunction]:
     """F, B, I and W of a stage; without the halves that compute nothing.
 
@@ -124,7 +129,7 @@ class _Fragments:
         return [name for name in dict.fromkeys(taken) if name in self.flow.bindings and name not in mine]
 
     def _saved(self, own: str) -> str:
-        return self.names.get(own, f"saved.{own}")
+        return self.names.get(own, saved_name(own))
 
     def _function(self, kind: str, mine: set[str], gives: Mapping[str, str]) -> FragmentFunction:
         flow = self.flow

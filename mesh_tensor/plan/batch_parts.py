@@ -118,6 +118,7 @@ class _Kinds:
 
     def __post_init__(self) -> None:
         params = self.graph.params
+        self._numbers: dict[Value, float | None] = {}
         self._makers = {value: node for node in self.graph.nodes for value in node.outputs}
         self._wheres = Counter(node.where for node in self.graph.nodes)
         trained = [value for value in params if value.name in self.trained]
@@ -129,6 +130,7 @@ class _Kinds:
             if value not in self._makers and value not in self.of:
                 self.of[value] = Fixed(self._varying(value))
         for node in self.graph.nodes:
+            self._numbers |= {value: self._number_made(node, value) for value in node.outputs}
             self._visit(node)
 
     def binding(self, value: Value) -> str:
@@ -218,12 +220,15 @@ class _Kinds:
         )
 
     def _number(self, value: Value) -> float | None:
-        """The number that a value is everywhere, if that is known."""
-        node = self._makers.get(value)
-        if value.data is not None:
-            array = value.data.data.numpy()
-            return float(array.flat[0]) if array.size and (array == array.flat[0]).all() else None
-        if node is None or node.kernel is not None:
+        """The number that a value is everywhere, if that is known; of what was visited so far."""
+        if value not in self._numbers:
+            array = None if value.data is None else value.data.data.numpy()
+            same = array is not None and array.size and (array == array.flat[0]).all()
+            self._numbers[value] = float(array.flat[0]) if array is not None and same else None
+        return self._numbers[value]
+
+    def _number_made(self, node: Node, value: Value) -> float | None:
+        if node.kernel is not None:
             return None
         name, known = node.call.name, [self._number(v) for v in node.inputs]
         operands = [number for number in known if number is not None]

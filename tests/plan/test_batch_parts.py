@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from tvm import relax
 from tvm.script import tirx as T
 
 import mesh_tensor as mt
@@ -182,3 +183,16 @@ def test_kernels(kernel, shape, kind):
     (found,) = batch_parts(module({"x": (4, 6)}, [("y", call(kernel, "x", shape=shape))]), "main", ["x"]).kinds
     assert isinstance(found, kind), found
     assert kind is Rows or "sums over the batch's rows, or computes with their numbers" in found.why
+
+
+def test_values_that_are_used_twice_are_looked_at_once():
+    """Layers with residual connections: 2^60 ways lead from the result to the input."""
+    builder, x = relax.BlockBuilder(), relax.Var("x", relax.TensorStructInfo((4, 3), "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            value = x
+            for _ in range(60):
+                value = builder.emit(relax.op.add(value, value))
+            loss = builder.emit_output(relax.op.divide(relax.op.sum(value), relax.const(12.0)))
+        builder.emit_func_output(loss)
+    assert batch_parts(builder.get(), "main", ["x"], quotients="mean").kinds == (Mean(),)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.redistribution.transfer import TransferPlan
 from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.ranks.parts import Part, part_of, rank_layout
 from mesh_tensor.runtime.ranks.transfers import Arrival, RankTopology, rank_transfer
@@ -63,9 +64,9 @@ class Carrier(ABC):
         """A copy of a value in a dtype that may be wider."""
 
     @abstractmethod
-    def accumulate(self, total: Any, value: Any) -> Any:
-        """The sum of a total that nobody else has and a value, which lie alike; may use its memory. Where they are
-        partial, so is the sum."""
+    def accumulate(self, totals: Sequence[Any], values: Sequence[Any]) -> Sequence[Any]:
+        """The sums of totals that nobody else has and values, each of which lie alike; may use their memory. Where
+        they are partial, so is the sum."""
 
     @abstractmethod
     def layout(self, value: Any) -> Sharding:
@@ -86,6 +87,10 @@ class Carrier(ABC):
     @abstractmethod
     def tiles(self, value: Any) -> Iterable[torch.Tensor]:
         """The memory of a value, in this process."""
+
+    @abstractmethod
+    def moved(self, value: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """A value that lies alike in the memory that `move` gives for its own."""
 
     @abstractmethod
     def whole(self, value: Any) -> torch.Tensor:
@@ -136,14 +141,17 @@ class Mailbox(Carrier):
     def cast(self, value: MeshTensor, dtype: torch.dtype) -> MeshTensor:
         return _tile_by_tile(lambda tile: tile.to(dtype), value)
 
-    def accumulate(self, total: MeshTensor, value: MeshTensor) -> MeshTensor:
-        return _tile_by_tile(torch.add, total, value)
+    def accumulate(self, totals: Sequence[MeshTensor], values: Sequence[MeshTensor]) -> Sequence[MeshTensor]:
+        return [_tile_by_tile(torch.add, *pair) for pair in zip(totals, values, strict=True)]
 
     def layout(self, value: MeshTensor) -> Sharding:
         return value.sharding
 
     def tiles(self, value: MeshTensor) -> Iterable[torch.Tensor]:
         return value.tiles()
+
+    def moved(self, value: MeshTensor, move: Callable[[torch.Tensor], torch.Tensor]) -> MeshTensor:
+        return _tile_by_tile(move, value)
 
     def whole(self, value: MeshTensor) -> torch.Tensor:
         return value.full()
@@ -172,13 +180,11 @@ class RankCarrier(Carrier):
 
     def hand(self, here: StageFragments, there: StageFragments, name: str, value: Part, microbatch: int) -> None:
         key = (name, here.stage.index, there.stage.index, microbatch)
-        target = rank_layout(there.layouts[name], value.shape)
         if here.stage.mesh == there.stage.mesh:
-            self._there[key] = value.laid(target, self._ranks.mine)
+            self._there[key] = value.laid(rank_layout(there.layouts[name], value.shape), self._ranks.mine)
             return
-        source = rank_layout(here.layouts[name], value.shape)
-        plan = rank_transfer(value.shape, value.dtype, source, target)
-        value = value.laid(source, self._ranks.mine)
+        plan = _route(here, there, name)
+        value = value.laid(plan.src, self._ranks.mine)
         self._sent += self._ranks.send(plan, value, there.stage.mesh, self._numbers[key])
 
     def take(self, here: StageFragments, there: StageFragments, name: str, microbatch: int) -> Part:
@@ -192,9 +198,7 @@ class RankCarrier(Carrier):
         key = (name, there.stage.index, here.stage.index, microbatch)
         if here.stage.mesh == there.stage.mesh or key in self._coming:
             return
-        shape, dtype = here.types[name]
-        target = rank_layout(here.layouts[name], shape)
-        plan = rank_transfer(shape, dtype, rank_layout(there.layouts[name], shape), target)
+        plan, dtype = _route(there, here, name), here.types[name][1]
         self._coming[key] = self._ranks.expect(plan, dtype, there.stage.mesh, self._numbers[key])
 
     def run(self, fragment: Fragment, values: Sequence[Part]) -> Sequence[Part]:
@@ -212,15 +216,18 @@ class RankCarrier(Carrier):
     def cast(self, value: Part, dtype: torch.dtype) -> Part:
         return replace(value, local=value.local.to(dtype))
 
-    def accumulate(self, total: Part, value: Part) -> Part:
-        total.local.add_(value.local)
-        return total
+    def accumulate(self, totals: Sequence[Part], values: Sequence[Part]) -> Sequence[Part]:
+        torch._foreach_add_([total.local for total in totals], [value.local for value in values])
+        return totals
 
     def layout(self, value: Part) -> Sharding:
         return value.layout
 
     def tiles(self, value: Part) -> Iterable[torch.Tensor]:
         return (value.local,)
+
+    def moved(self, value: Part, move: Callable[[torch.Tensor], torch.Tensor]) -> Part:
+        return replace(value, local=move(value.local))
 
     def whole(self, value: Part) -> torch.Tensor:
         return value.laid(Sharding.of(value.layout.mesh, value.layout.ndim, {}), self._ranks.mine).local
@@ -235,6 +242,16 @@ class RankCarrier(Carrier):
         """Wait until all that was sent is."""
         self._ranks.wait([work for work, _ in self._sent])
         self._sent.clear()
+
+
+def _route(source: StageFragments, target: StageFragments, name: str) -> TransferPlan:
+    """How a value goes from a stage to one on another mesh."""
+    key = (name, target.stage.index)
+    if key not in source.routes:
+        shape, dtype = target.types[name]
+        layouts = (rank_layout(here.layouts[name], shape) for here in (source, target))
+        source.routes[key] = rank_transfer(shape, dtype, *layouts)
+    return source.routes[key]
 
 
 def _tile_by_tile(make: Callable[..., torch.Tensor], *values: MeshTensor) -> MeshTensor:

@@ -22,7 +22,12 @@ _WIDTH = 100  # characters of a picture
 
 
 def explain_pipeline(
-    topology: Topology, schedule: Schedule, stages: Sequence[StageFragments], takes: Takes, machine: object
+    topology: Topology,
+    schedule: Schedule,
+    stages: Sequence[StageFragments],
+    takes: Takes,
+    machine: object,
+    memory: Mapping[str, str],
 ) -> str:
     """All that was decided; times are those of the fragments on a machine."""
     seconds = {
@@ -35,7 +40,7 @@ def explain_pipeline(
         [f"pipeline of {len(stages)} stages on {topology}"],
         ["stages", *_stages(stages, seconds, held)],
         ["transfers of a microbatch", *_transfers(stages)],
-        [*_schedule(schedule, seconds, takes), *_peaks(topology, schedule, held)],
+        [*_schedule(schedule, seconds, takes), *_peaks(topology, schedule, held), *_memory(stages, memory)],
     ]
     return "\n\n".join("\n".join(section) for section in sections)
 
@@ -99,6 +104,12 @@ def _schedule(schedule: Schedule, seconds: Mapping[tuple[int, str], float], take
         f"{head}, bubble {float(times.bubble):.1%}",
         *terminal(schedule, cost, width=_WIDTH, takes=takes).splitlines(),
     ]
+
+
+def _memory(stages: Sequence[StageFragments], memory: Mapping[str, str]) -> Iterator[str]:
+    for here in stages:
+        for name in sorted(here.later["F"] & memory.keys()):
+            yield f"stage {here.stage.index} holds {name.removeprefix('saved.')!r} in memory of kind {memory[name]!r}"
 
 
 def _peaks(topology: Topology, schedule: Schedule, held: Mapping[int, Held]) -> list[str]:

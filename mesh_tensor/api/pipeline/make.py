@@ -20,6 +20,7 @@ from mesh_tensor.runtime.ambient import undisturbed
 
 from ..fragments import Options
 from .model import Pipeline
+from .stated import held_memory, without_memory
 
 
 @undisturbed
@@ -41,6 +42,7 @@ def pipeline(
     strict: bool = False,
     replicate_unknown: bool = False,
     recompute: bool = False,
+    memory: Mapping[str, str] | None = None,
     check_indices: bool = True,
     limit: float | Sequence[float] | None = None,
     ranks: bool = False,
@@ -69,6 +71,8 @@ def pipeline(
         function: the function to run.
         target, strict, replicate_unknown, check_indices, poison: as in `distribute_module`.
         recompute: save nothing of a forward but what its stage takes; backwards run it again.
+        memory: the kind of memory, "device" or "pinned_host", in which stages hold values for their backwards, by name
+            (of submodules, or bindings); also stated as {name: "m0@pinned_host"} in `stages`. On a CPU all are one.
         limit: microbatches that a mesh may hold at a time, or one number per mesh.
         ranks: run on the ranks of torch.distributed, rank i as device i of the topology. All ranks make the same calls,
             with the same whole batches; what the function returns is the same on all of them.
@@ -91,7 +95,9 @@ def pipeline(
     flow, options = Flow(mod, function), Options(target, strict, replicate_unknown, poison, recompute, machine=on)
     made = Pipeline(flow, topology, given if weights is None else weights, train, options, ranks)
     made._machine = on or CPU
+    stages, kinds = without_memory(stages, memory or {})
     made._read_results(microbatches, reduction, per_microbatch)
+    made.memory = held_memory(flow, kinds)
     made._cut(stages, shardings or {}, schedule or ("1f1b" if train else "forward"), limit)
     made._checks_indices = check_indices
     return made

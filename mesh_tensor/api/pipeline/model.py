@@ -47,6 +47,7 @@ class Pipeline:
     topology, schedule, stages   what runs where, and when
     inputs, trained              parameters: those of a call, and those whose gradients are computed
     peak_bytes                   per mesh: what it held for backwards at most in the last call
+    memory                       the kinds of memory in which values are held for backwards, where one is stated
     peak_microbatches            per mesh: the same in microbatches of its stages
     """
 
@@ -74,6 +75,7 @@ class Pipeline:
         self._machine: Machine = CPU
         self._results, self._alike = Results(flow), AlikeStages()
         self.microbatches = 1
+        self.memory: dict[str, str] = {}
         self.peak_bytes = dict.fromkeys(self.topology, 0)
         self.peak_microbatches = dict.fromkeys(self.topology, 0)
 
@@ -139,7 +141,7 @@ class Pipeline:
     def _run(self, microbatches: list[Microbatch]) -> Any:
         mailbox = Mailbox()
         self._ran = False
-        rows = [Row(mailbox, self._weights.of, microbatches, self._loss) for _ in self.topology]
+        rows = [Row(mailbox, self._weights.of, microbatches, self._loss, self.memory) for _ in self.topology]
         run_rows(self.schedule, rows, self.topology.names, mailbox)
         for name, row in zip(self.topology, rows, strict=True):
             self._note(name, row)
@@ -152,7 +154,7 @@ class Pipeline:
         assert self._runs is not None
         numbers = message_numbers(self.stages, self.microbatches)
         carrier = RankCarrier(self._runs.ranks, numbers)
-        row = Row(carrier, self._weights.of, microbatches, self._loss)
+        row = Row(carrier, self._weights.of, microbatches, self._loss, self.memory)
         self._runs.row(self.schedule, row)
         self._runs.finish(carrier)
         self._note(self._runs.ranks.name, row)
@@ -275,7 +277,8 @@ class Pipeline:
         def make() -> StageFragments:
             return training_fragments(stage, mesh, layouts, self._options, wrt, kinds)
 
-        found = self._alike.made(stage, mesh, layouts, wrt, kinds, make)
+        # what alike stages hold has the names of the first: none are, where memory is stated by names
+        found = make() if self.memory else self._alike.made(stage, mesh, layouts, wrt, kinds, make)
         made = replace(found, inputs=tuple(name for name in stage.params if name not in self._whole))
         self._weights.place(made)
         return made
@@ -295,7 +298,8 @@ class Pipeline:
                 fix="call it first; what is explained is then that of the sizes it was called with",
             )
         latest = list(self._plans)[-1]
-        return explain_pipeline(self.topology, self.schedule, latest, self._takes, machine or self._machine)
+        machine = machine or self._machine
+        return explain_pipeline(self.topology, self.schedule, latest, self._takes, machine, self.memory)
 
     def __repr__(self) -> str:
         return f"Pipeline({self._flow.function}, {len(self.stages)} stages, {self.schedule.name!r}, {self.topology})"

@@ -10,8 +10,9 @@ import torch
 
 from mesh_tensor.base.errors import MeshTensorError, refuse, words_of
 from mesh_tensor.pipelining.fragments import gradient_name
-from mesh_tensor.pipelining.schedule import Schedule
+from mesh_tensor.pipelining.schedule import Action, Schedule
 from mesh_tensor.pipelining.stages import Stage
+from mesh_tensor.runtime.ambient import full_precision
 from mesh_tensor.runtime.ranks.agree import agree, digest_of, heard_by_all, settle
 from mesh_tensor.runtime.ranks.faults import Faults
 from mesh_tensor.runtime.ranks.lane import Lane
@@ -69,6 +70,10 @@ class RankRuns:
         """Run this rank's actions, in order."""
         lane, names = self.ranks.world.calls.lane(), self.ranks.topology.names
         row_of_mesh = schedule.rows[names.index(self.ranks.name)]
+        with torch.no_grad(), full_precision():
+            self._actions(lane, row_of_mesh, row)
+
+    def _actions(self, lane: Lane, row_of_mesh: Sequence[Action], row: Row) -> None:
         for number, action in enumerate(row_of_mesh, 1):
             lane.doing = f"{action}, {action.name} of stage {action.stage} on mesh {self.ranks.name!r}"
             try:

@@ -106,6 +106,7 @@ def results_of(
         shapes_of=sized,
         stated=stated,
         quotients="mean" if sized is not None and reduction is None else reduction,
+        own_seeds=True,
     )
     _check(flow, found, reduction, sized is not None)
     return Results(flow if found.mod is flow.mod else Flow(found.mod, flow.function), found)

@@ -12,6 +12,7 @@ import torch
 from mesh_tensor.base.errors import MeshTensorError, refuse, words_of
 from mesh_tensor.pipelining.fragments import gradient_name
 from mesh_tensor.pipelining.schedule import Action, Schedule
+from mesh_tensor.runtime.memory_kinds import PutAway, fetched, put_away
 
 from ..fragments import StageFragments, Values
 from .carriers import Carrier, Mailbox, Stopped
@@ -32,9 +33,16 @@ class Row:
     """One mesh's part of a run: its actions in order, with the values that its stages hold."""
 
     def __init__(
-        self, carrier: Carrier, weights: Mapping[int, Values], microbatches: Sequence[Microbatch], loss: str | None
+        self,
+        carrier: Carrier,
+        weights: Mapping[int, Values],
+        microbatches: Sequence[Microbatch],
+        loss: str | None,
+        memory: Mapping[str, str] | None = None,
     ) -> None:
+        """`memory`: the kind of memory in which values, by name, are held for backwards."""
         self._carrier, self._weights, self._microbatches, self._loss = carrier, weights, microbatches, loss
+        self._memory = memory or {}
         self._held: dict[tuple[int, int], Values] = {}
         self._sizes: dict[tuple[int, int], int] = {}
         self._bytes = 0
@@ -71,7 +79,8 @@ class Row:
                 if there.stage.takes.get(name) == stage.index:
                     self._carrier.hand(here, there, name, made[name], microbatch)
         if later := here.later["F"]:
-            self._held[stage.index, microbatch] = {k: v for k, v in {**held, **made}.items() if k in later}
+            left = {k: v for k, v in {**held, **made}.items() if k in later}
+            self._held[stage.index, microbatch] = self._put_away(left) if self._memory else left
 
     def backward(self, here: StageFragments, action: Action) -> None:
         """B, I or W: gradients of later stages are taken; those of weights are added up, the others handed on."""
@@ -82,15 +91,24 @@ class Row:
             for name in fragment.takes:
                 if name not in held and name not in weights:
                     held[name] = self._seed(here, name, action.microbatch)
+            if self._memory:
+                held |= {name: fetched(held[name], self._carrier.moved) for name in fragment.takes if name in held}
             made = self._run(here, action.kind, held)
             held |= made
-            for name, value in made.items():
-                self._deliver(here, name, value, action.microbatch)
+            self._deliver(here, made, action.microbatch)
         later = here.later[action.kind]
         for name in [name for name in held if name not in later]:
             del held[name]
         if not held:
             self._held.pop(place, None)
+
+    def _put_away(self, held: Values) -> Values:
+        """What is held, in the memory that is stated for it."""
+        kept = dict(held)
+        for name in self._memory.keys() & held.keys():
+            tile = next(iter(self._carrier.tiles(held[name])))
+            kept[name] = put_away(held[name], tile.device, self._memory[name], self._carrier.moved)
+        return kept
 
     def _run(self, here: StageFragments, kind: str, held: Values) -> Values:
         """What a fragment makes of weights, and of what is held."""
@@ -98,26 +116,36 @@ class Row:
         values = [held[name] if name in held else weights[name] for name in fragment.takes]
         return dict(zip(fragment.gives, self._carrier.run(fragment, values), strict=True))
 
-    def _deliver(self, here: StageFragments, name: str, value: Any, microbatch: int) -> None:
-        stage, of = here.stage, here.valued.get(name, "")
-        if of in stage.params:
-            self._add_up(here, of, value)
-        elif of in stage.takes:
-            there = self._microbatches[microbatch].stages[stage.takes[of]]
-            self._carrier.hand(here, there, name, value, microbatch)
+    def _deliver(self, here: StageFragments, made: Values, microbatch: int) -> None:
+        """Hand gradients of what the stage took to those who made it; add up those of weights."""
+        stage, of_weights = here.stage, {}
+        for name, value in made.items():
+            of = here.valued.get(name, "")
+            if of in here.own:
+                of_weights[of] = value
+            elif of in stage.takes:
+                there = self._microbatches[microbatch].stages[stage.takes[of]]
+                self._carrier.hand(here, there, name, value, microbatch)
+        self._add_up(here, of_weights)
 
-    def _add_up(self, here: StageFragments, weight: str, value: Any) -> None:
-        """Add a microbatch's gradient to the weight's. Parts of a sum stay parts until the end, if all microbatches'
+    def _add_up(self, here: StageFragments, of_weights: Values) -> None:
+        """Add a microbatch's gradients to the weights'. Parts of a sum stay parts until the end, if all microbatches'
         are."""
         carrier, sums = self._carrier, self.gradients.setdefault(here.stage.index, {})
-        total = sums.get(weight)
-        if total is None:
-            sums[weight] = carrier.widened(value, torch.promote_types(value.dtype, torch.float32))
-            return
-        if carrier.layout(total) != carrier.layout(value):
-            layout = here.layouts[gradient_name(weight)]
-            total, value = carrier.laid(total, layout), carrier.laid(value, layout)
-        sums[weight] = carrier.accumulate(total, value)
+        pairs: dict[str, tuple[Any, Any]] = {}
+        for weight, value in of_weights.items():
+            total = sums.get(weight)
+            if total is None:
+                sums[weight] = carrier.widened(value, torch.promote_types(value.dtype, torch.float32))
+                continue
+            one, other = carrier.layout(total), carrier.layout(value)
+            if one is not other and one != other:
+                layout = here.layouts[gradient_name(weight)]
+                total, value = carrier.laid(total, layout), carrier.laid(value, layout)
+            pairs[weight] = total, value
+        if pairs:
+            totals, values = zip(*pairs.values(), strict=True)
+            sums |= zip(pairs, carrier.accumulate(totals, values), strict=True)
 
     def finish(self) -> None:
         """Reduce the weights' gradients, once for all microbatches, where devices have parts of them."""
@@ -142,7 +170,7 @@ class Row:
 
     def _count(self, place: tuple[int, int]) -> None:
         """What is held for backwards now, against the most there was; a stage and microbatch changed."""
-        held = self._held.get(place, {})
+        held = {k: v for k, v in self._held.get(place, {}).items() if not isinstance(v, PutAway)}
         tiles = {t.data_ptr(): t.nbytes for value in held.values() for t in self._carrier.tiles(value)}
         self._bytes += sum(tiles.values()) - self._sizes.pop(place, 0)
         if held:

@@ -14,12 +14,15 @@ from mesh_tensor.base.topology import Topology
 from mesh_tensor.pipelining.assign import NamedStage, stages_by_mesh
 from mesh_tensor.pipelining.balance import balanced_stages
 from mesh_tensor.pipelining.flow import Flow
+from mesh_tensor.pipelining.fragments import saved_name
 from mesh_tensor.pipelining.stages import FUNCTION, Stage
+from mesh_tensor.runtime.memory_kinds import checked_kind
 
 _STAGES = (
     'give {"m0": ["embed", "blocks.0"], "m1": [...]}: per mesh the values (of submodules, or bindings) that it '
     'computes; {"embed": ("m0", 0), ...}; the values after which to cut, as ["blocks.1"]; or a number of stages'
 )
+_MEMORY = 'give {name: "pinned_host"}: values that stages compute (of submodules, or bindings), and hold for backwards'
 _LAYOUTS = "give {mesh: {name: layout}}, or {name: layout} for all meshes; layouts as annotate_module takes them"
 
 
@@ -34,6 +37,35 @@ def named_stages(
     if isinstance(stages, (list, tuple)) and stages and all(isinstance(name, str) for name in stages):
         return [*(NamedStage((name,)) for name in stages), NamedStage(tuple(dict.fromkeys(flow.results)))]
     return refuse(f"stages={shown(stages)}", fix=_STAGES)
+
+
+def without_memory(stages: Any, memory: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
+    """Stages without the memory kinds that they state, as {"embed": "m0@pinned_host"}, and all memory kinds by name."""
+    kinds = dict(memory) if isinstance(memory, Mapping) else refuse(f"memory={shown(memory)}", fix=_MEMORY)
+
+    def plain(name: str, place: Any) -> Any:
+        if isinstance(place, tuple) and place:
+            return (plain(name, place[0]), *place[1:])
+        if not isinstance(place, str) or "@" not in place:
+            return place
+        mesh, _, kinds[name] = place.partition("@")
+        return mesh
+
+    stated = {name: plain(name, place) for name, place in stages.items()} if isinstance(stages, Mapping) else stages
+    return stated, {name: checked_kind(kind, repr(name)) for name, kind in kinds.items()}
+
+
+def held_memory(flow: Flow, memory: Mapping[str, str]) -> dict[str, str]:
+    """Memory kinds by the names under which stages hold values for backwards."""
+    meant, problems = NamedValues(flow.mod, flow.function).meant_by(memory)
+    found: dict[str, str] = {}
+    for name, (function, value), _ in meant:
+        if function != flow.function or value not in flow.bindings:
+            what = "a parameter, which stays on its devices" if value in flow.params else f"inside of {function!r}"
+            problems += [] if is_pattern(name) else [f"{name!r} is {what}"]
+        else:
+            found |= dict.fromkeys((value, saved_name(value)), memory[name])
+    return refuse(problems, where="memory", fix=_MEMORY) if problems else found
 
 
 def trained_weights(flow: Flow, weights: Mapping[str, Any], train: bool | Sequence[str]) -> tuple[str, ...]:

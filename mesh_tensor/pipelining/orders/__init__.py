@@ -14,7 +14,8 @@ from .lanes import Rows
 
 @dataclass(frozen=True)
 class Order:
-    """An order: its function of (meshes, microbatches, chunks), and the chunks (stages per mesh) that it can have."""
+    """An order: its function of (meshes, microbatches, chunks), and the chunks (stages per mesh) that it can have.
+    `in_rounds`: it is best with a multiple of as many microbatches as meshes."""
 
     rows: Callable[[int, int, int], Rows]
     chunks: int = 1
@@ -74,9 +75,6 @@ def _problems(order: Order, meshes: int, microbatches: int, chunks: int) -> list
         return bad
     if not order.any_chunks and chunks != order.chunks:
         bad.append(f"{chunks} stages per mesh, but the order is made for {order.chunks}")
-    rounds = max(1, microbatches // meshes)
-    if order.in_rounds and chunks > 1 and microbatches % rounds:
-        bad.append(f"{microbatches} microbatches on {meshes} meshes are {rounds} rounds, which are not equally long")
     if order.fills_twice and microbatches < 2 * meshes:
         bad.append(
             f"{microbatches} microbatches, but {meshes} meshes need at least {2 * meshes} to fill both directions"

@@ -18,7 +18,8 @@ def one_f_one_b(meshes: int, microbatches: int, chunks: int) -> Rows:
 
 
 def interleaved(meshes: int, microbatches: int, chunks: int) -> Rows:
-    """1F1B with several stages per mesh, rounds of microbatches going round them (arXiv 2104.04473)."""
+    """1F1B with several stages per mesh, rounds of microbatches going round them (arXiv 2104.04473). Rounds are as many
+    as there are whole ones of a microbatch per mesh; where they can't be equally long, the first ones are longer."""
     return alternating(meshes, microbatches, chunks, hop=2, backward="B")
 
 
@@ -27,14 +28,14 @@ def alternating(meshes: int, microbatches: int, chunks: int, hop: int, backward:
 
     `backward` "B" is the whole one; with "I" a weight gradient follows that lags by one backward per mesh before this.
     """
-    per_round = microbatches // max(1, microbatches // meshes)
-    total = microbatches * chunks
+    count = max(1, microbatches // meshes)
+    rounds = [microbatches // count + (i < microbatches % count) for i in range(count)]
+    total, turn = microbatches * chunks, [chunk for size in rounds for chunk in range(chunks) for _ in range(size)]
     rows = []
     for mesh in range(meshes):
         stages = stages_of(mesh, meshes, chunks)
-        turn = [(i // per_round % chunks) for i in range(total)]
         forwards, backwards = [stages[c] for c in turn], [stages[chunks - 1 - c] for c in turn]
-        ahead = min((chunks - 1) * per_round + hop * (meshes - 1 - mesh), total)
+        ahead = min((chunks - 1) * rounds[0] + hop * (meshes - 1 - mesh), total)
         lag = mesh if backward == "I" else total
         lane = Lane(microbatches)
         for stage in forwards[:ahead]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # not frozen: that would take most of the time of what every action makes
 class Part:
     """This rank's part of a tensor of `shape` that lies in a layout which DTensors have."""
 
@@ -49,5 +50,11 @@ def part_of(tensor: DTensor) -> Part:
 
 
 def rank_layout(layout: Sharding, shape: Sequence[int]) -> Sharding:
-    """The layout, or replicated where DTensors don't have it."""
-    return layout if lies_like_torch(layout, shape) else Sharding.of(layout.mesh, layout.ndim, {})
+    """The layout, or replicated where DTensors don't have it; of equal ones always the same object."""
+    return one_of(layout if lies_like_torch(layout, shape) else Sharding.of(layout.mesh, layout.ndim, {}))
+
+
+@lru_cache(maxsize=4096)
+def one_of(layout: Sharding) -> Sharding:
+    """The first of the layouts that are equal to this one."""
+    return layout

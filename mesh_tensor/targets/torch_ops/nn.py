@@ -25,11 +25,10 @@ def _layer_norm(call: OpCall) -> Function:
     """Over the named dims; gamma and beta have these dims, in the order named."""
     dims, eps = call.axes(call.attr("axes")), call.attr("epsilon")
     scale, center = call.attr("scale"), call.attr("center")
-    ndim = call.inputs[0].ndim
-    if dims == tuple(range(ndim - len(dims), ndim)):
-        shape = tuple(call.inputs[0].shape[dim] for dim in dims)
+    shape = last_dims(call)
+    if shape is not None:
         return lambda x, gamma, beta: F.layer_norm(x, shape, gamma if scale else None, beta if center else None, eps)
-    along = _along(dims, ndim)
+    along = _along(dims, call.inputs[0].ndim)
 
     def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
         return _affine(_normalized(x, dims, eps), along(gamma), along(beta), scale, center)
@@ -37,14 +36,19 @@ def _layer_norm(call: OpCall) -> Function:
     return layer_norm
 
 
+def last_dims(call: OpCall) -> tuple[int, ...] | None:
+    """The shape of what a norm is over, where that are the last dims, in order; else None."""
+    dims, shape = call.axes(call.attr("axes")), call.inputs[0].shape
+    return tuple(shape[len(shape) - len(dims) :]) if dims == tuple(range(len(shape) - len(dims), len(shape))) else None
+
+
 @torch_op("nn.rms_norm")
 def _rms_norm(call: OpCall) -> Function:
     """x / sqrt(mean(x * x) + epsilon) * weight, in float32."""
     dims, eps = call.axes(call.attr("axes")), call.attr("epsilon")
-    data, ndim = call.inputs[0], call.inputs[0].ndim
+    shape, ndim = last_dims(call), call.inputs[0].ndim
     alike = {tensor.dtype for tensor in (*call.inputs, *call.outputs)}
-    if dims == tuple(range(ndim - len(dims), ndim)) and len(alike) == 1 and alike <= {"float32", "float64"}:
-        shape = data.shape[ndim - len(dims) :]
+    if shape is not None and len(alike) == 1 and alike <= {"float32", "float64"}:
         return lambda x, weight: torch.rms_norm(x, shape, weight, eps)
     along = _along(dims, ndim)
 
@@ -139,20 +143,20 @@ def _attention(call: OpCall) -> Function:
     query heads than key heads, as many share a key head as follow each other."""
     scale, mask = call.attr("scale"), _mask(call)
     shared = call.inputs[0].shape[2] != call.inputs[1].shape[2]
-    is_causal = len(call.inputs) == 3 and _is_causal(call)
+    causal = len(call.inputs) == 3 and is_causal(call)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-        if mask is not None and not is_causal:
+        if mask is not None and not causal:
             hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask.to(q.device), -torch.inf)
             bias = hidden if bias is None else bias + hidden
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        made = F.scaled_dot_product_attention(q, k, v, bias, is_causal=is_causal, scale=scale, enable_gqa=shared)
+        made = F.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, scale=scale, enable_gqa=shared)
         return made.transpose(1, 2)
 
     return attention
 
 
-def _is_causal(call: OpCall) -> bool:
+def is_causal(call: OpCall) -> bool:
     """Whether it is torch's own mask: up to the query's position, counted from the first query and key."""
     kind, equal = call.attr("causal_mask"), call.inputs[0].shape[1] == call.inputs[1].shape[1]
     return call.attr("window_size") is None and (kind == "TopLeft" or (kind == "BottomRight" and equal))

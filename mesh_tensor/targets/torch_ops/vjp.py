@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from mesh_tensor.rules.operator import OpCall
 from mesh_tensor.rules.operator.vjp import VJP, Vjp, vjp_of
 
 from ..dtypes import torch_dtype
+from .halves import Recorded, halves
 from .table import Function, Place, placed_torch_op, torch_function
 
 Tensor = torch.Tensor
 Derivative = Callable[[Tensor, Tensor], Tensor]
+Scatter = Callable[[Tensor, Tensor, Tensor], Tensor]  # into zeros, at indices, the gradient of the result
 _aten = torch.ops.aten
 
 # Of operators of one operand, by the gradient of the result and the operand: without what the operator itself gives.
@@ -26,6 +29,12 @@ _DIRECT: dict[str, Derivative] = {
     "nn.gelu_tanh": lambda seed, x: _aten.gelu_backward(seed, x, approximate="tanh"),
     "nn.relu": lambda seed, x: _aten.threshold_backward(seed, x, 0),
     "nn.silu": _aten.silu_backward,
+}
+
+# Of operators that take elements of their first operand by indices, which torch then checks: where its gradient goes.
+_SCATTERED: dict[str, Callable[[OpCall], Scatter]] = {
+    "gather_elements": lambda call: _scatter_elements(call.axis(call.attr("axis"))),
+    "take": lambda call: _scatter_rows(call),
 }
 
 # Of operators whose results, or what else they compute, their gradients need.
@@ -39,6 +48,8 @@ def _vjp(call: OpCall, place: Place) -> Function:
     stated = vjp_of(call)
     if len(stated.calls) == 1 and stated.calls[0][0].name in _DIRECT:
         return _direct(stated, _DIRECT[stated.calls[0][0].name])
+    if can_be_recorded(call) and (made := _of_halves(call, place)) is not None:
+        return made
     forward = _forward(stated, place)
     types = [(tensor.shape, torch_dtype(tensor.dtype)) for tensor in stated.operands]
     count = len(stated.given)
@@ -55,24 +66,53 @@ def _vjp(call: OpCall, place: Place) -> Function:
             made = torch.autograd.grad([y for y, _ in ends], wanted, [seed for _, seed in ends], allow_unused=True)
         return tuple(torch.zeros_like(x) if dx is None else dx for x, dx in zip(wanted, made, strict=True))
 
+    is_one = len(stated.calls) == 1 and stated.calls[0][1] == (0, 1)
+    scatters = is_one and stated.given == (1,) and stated.wrt == (0,) and stated.seeds == (0,)
+    scatter = _SCATTERED.get(stated.calls[0][0].name) if scatters else None
+    return vjp if scatter is None else _scattered(types[0], scatter(stated.forward), vjp)
+
+
+def _scattered(like: tuple[tuple[int, ...], torch.dtype], scatter: Scatter, other: Function) -> Function:
+    """The gradient at its places, where all indices are in range on a CPU, which looks at them; else what `other`
+    gives."""
+    shape, dtype = like
+
+    def vjp(index: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
+        if seed.device.type == "cpu":
+            with suppress(IndexError, RuntimeError):
+                return (scatter(torch.zeros(shape, dtype=dtype), index.long(), seed.to(dtype)),)
+        return other(index, seed)
+
     return vjp
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """A call and its gradients, where torch keeps for these what it has computed for that.
+def _scatter_elements(dim: int) -> Scatter:
+    return lambda zeros, index, seed: zeros.scatter_add_(dim, index, seed.reshape(index.shape))
 
-    forward   of the call's operands: its results, and what is kept
-    backward  of what `mesh.vjp` takes, and of what is kept: the gradients
-    """
 
-    forward: Callable[..., tuple[tuple[Tensor, ...], Any]]
-    backward: Callable[..., tuple[Tensor, ...]]
+def _scatter_rows(call: OpCall) -> Scatter:
+    """Of R.take, but in modes in which no index is out of range."""
+    data, axis = call.inputs[0], call.attr("axis")
+    dim = 0 if axis is None else call.axis(axis)
+    rows = (math.prod(data.shape),) if axis is None else tuple(data.shape)
+
+    def scatter(zeros: Tensor, index: Tensor, seed: Tensor) -> Tensor:
+        if call.attr("mode", "fast") not in ("fast", "nan"):
+            raise IndexError
+        seed = seed.reshape(*rows[:dim], index.numel(), *rows[dim + 1 :])
+        return zeros.view(rows).index_add_(dim, index.reshape(-1), seed).view(zeros.shape)
+
+    return scatter
 
 
 def recorded(call: OpCall, function: Function) -> Recorded:
     """A `mesh.vjp` of one call on whole operands, which `function` computes."""
     stated = vjp_of(call)
+    by_torch = _by_autograd(stated, function)
+    return halves(stated.forward, stated.wrt, by_torch) or by_torch
+
+
+def _by_autograd(stated: Vjp, function: Function) -> Recorded:
     wanted, count = stated.wrt, len(stated.given)
 
     def forward(*operands: Tensor) -> tuple[tuple[Tensor, ...], Any]:
@@ -101,6 +141,17 @@ def can_be_recorded(call: OpCall) -> bool:
     """Whether what the operator has computed helps to compute its gradients."""
     stated = vjp_of(call)
     return len(stated.calls) == 1 and stated.calls[0][0].name in _RECORDED and len(stated.given) == len(stated.operands)
+
+
+def _of_halves(call: OpCall, place: Place) -> Function | None:
+    """The gradients, by torch's own functions, where nothing of the operator's call was kept."""
+    stated = vjp_of(call)
+    function = torch_function(stated.forward, place.mesh, place.rank)
+    both = halves(stated.forward, stated.wrt, _by_autograd(stated, function))
+    if both is None:
+        return None
+    count, made = len(stated.given), both
+    return lambda *tensors: made.backward(*tensors, made.forward(*tensors[:count])[1])
 
 
 def _direct(stated: Vjp, derivative: Derivative) -> Function:

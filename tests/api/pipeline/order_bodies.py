@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import mesh_tensor as mt
-from tests.api.pipeline.rank_bodies import batch, check, made
+from tests.api.pipeline.rank_bodies import batch, check, made, uneven
 from tests.runtime.ranks.support import refusal
 
 TOPOLOGY = {"m0": {"d": 2}, "m1": {"d": 1}}
@@ -84,3 +84,12 @@ def calls_differ(rank: int) -> list[str]:
             assert "there are no gradients yet" in refusal(run.gradients)
         check(run, run.weights())
     return texts
+
+
+def on_three(rank: int) -> dict[str, Any]:
+    """All for three ranks, one after the other."""
+    return {
+        "uneven": uneven(rank),
+        "rule raises": rule_raises_on_one_rank(rank),
+        "calls differ": calls_differ(rank),
+    }

@@ -32,6 +32,13 @@ class Model:
     operators: tuple[Operator, ...]
     loss: str
     extras: tuple[str, ...]  # other results: "rows", "mean"
+    penalty: int | None  # the value whose mean is added to the loss
+    unused: bool  # whether it takes an input that nothing depends on
+
+
+def _flat(x: relax.Expr) -> tuple[int, int]:
+    rows, positions, width = map(int, x.struct_info.shape)
+    return rows, positions * width
 
 
 # Per kind: which weights it takes (by their shape: "matrix", "vector"), by Relax, by torch; both take the value before,
@@ -52,6 +59,21 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[..., Any], Callable[..., Any]]]
         (),
         lambda x, y: op.add(x, op.mean(y, 1, True)),
         lambda x, y: x + y.mean(1, keepdim=True),
+    ),
+    "view": (
+        (),
+        lambda x, _: op.reshape(op.reshape(x, _flat(x)), x.struct_info.shape),
+        lambda x, _: x.flatten(1).view(x.shape),
+    ),
+    "wide": (
+        (),
+        lambda x, _: op.astype(op.tanh(op.astype(x, "float64")), "float32"),
+        lambda x, _: torch.tanh(x.double()).float(),
+    ),
+    "lookup": (  # takes integers in place of an earlier value
+        ("words",),
+        lambda x, ids, w: op.add(x, op.take(w, ids, 0)),
+        lambda x, ids, w: x + w[ids],
     ),
     "bias": (("vector",), lambda x, _, b: op.add(x, b), lambda x, _, b: x + b),
     "matmul": (("matrix",), lambda x, _, w: op.matmul(x, w), lambda x, _, w: x @ w),
@@ -107,6 +129,10 @@ def inputs_of(model: Model, batch: int) -> Tensors:
     """A batch for it. Some labels are left out, some rows have no label at all, some masks are zero."""
     shape = (batch, POSITIONS)
     made: Tensors = {"x": torch.randint(WORDS, shape)} if model.tokens else {"x": torch.randn(*shape, model.width)}
+    if any(kind == "lookup" for kind, _, _ in model.operators):
+        made["ids"] = torch.randint(WORDS, shape)
+    if model.unused:
+        made["unused"] = torch.randn(batch, 2)
     wanted = LOSSES[model.loss][0]
     if wanted == "y":
         made["y"] = torch.randn(*shape, model.width)
@@ -121,7 +147,7 @@ def inputs_of(model: Model, batch: int) -> Tensors:
 
 def _weights_of(model: Model) -> dict[str, tuple[int, ...]]:
     shapes = {"table": (WORDS, model.width)} if model.tokens else {}
-    sizes = {"matrix": (model.width, model.width), "vector": (model.width,)}
+    sizes = {"matrix": (model.width, model.width), "vector": (model.width,), "words": (WORDS, model.width)}
     for kind, number, _ in model.operators:
         shapes |= {f"{shape}{number + i}": sizes[shape] for i, shape in enumerate(KINDS[kind][0])}
     return shapes
@@ -147,9 +173,12 @@ def built(model: Model) -> Built:
             for i, (kind, number, earlier) in enumerate(model.operators):
                 taken, by_relax, _ = KINDS[kind]
                 given = [params[f"{shape}{number + n}"] for n, shape in enumerate(taken)]
-                expr = builder.normalize(by_relax(values[-1], values[earlier], *given))
+                beside_it = params["ids"] if kind == "lookup" else values[earlier]
+                expr = builder.normalize(by_relax(values[-1], beside_it, *given))
                 values.append(builder.emit(expr, f"v{i}"))
             loss = LOSSES[model.loss][1](values[-1], *([params[beside]] if beside else []))
+            if model.penalty is not None:
+                loss = op.add(loss, op.multiply(op.mean(values[model.penalty]), relax.const(0.5)))
             out = [builder.emit_output(builder.normalize(loss), "loss")]
             if "rows" in model.extras:
                 out.append(builder.emit_output(op.tanh(values[len(values) // 2]), "rows_out"))
@@ -162,8 +191,10 @@ def built(model: Model) -> Built:
         values = [x]
         for kind, number, earlier in model.operators:
             given = [leaves[f"{shape}{number + n}"] for n, shape in enumerate(KINDS[kind][0])]
-            values.append(KINDS[kind][2](values[-1], values[earlier], *given))
+            values.append(KINDS[kind][2](values[-1], inputs["ids"] if kind == "lookup" else values[earlier], *given))
         results = [LOSSES[model.loss][2](values[-1], *([inputs[beside]] if beside else []))]
+        if model.penalty is not None:
+            results[0] = results[0] + values[model.penalty].mean() * 0.5
         if "rows" in model.extras:
             results.append(torch.tanh(values[len(values) // 2]))
         if "mean" in model.extras:
@@ -183,7 +214,8 @@ def models(draw: Any, count: int) -> Model:
     operators[draw(st.integers(0, size - 1))] = ("matmul", 0, 0)
     loss = draw(st.sampled_from(list(LOSSES)))
     extras = draw(st.lists(st.sampled_from(["rows"] if loss == "sum" else ["rows", "mean"]), unique=True, max_size=2))
-    return Model(width, rows, draw(st.booleans()), tuple(operators), loss, tuple(extras))
+    penalty = draw(st.none() if loss == "sum" else st.sampled_from([None, None, *range(size + 1)]))
+    return Model(width, rows, draw(st.booleans()), tuple(operators), loss, tuple(extras), penalty, draw(st.booleans()))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from tests.api.pipeline.random_models import Case, built, cases, inputs_of
 
 # Schedules have sizes, random names of cuts may not make stages.
 REFUSED = (
-    "rounds, which are not equally long",
     "to fill both directions",
     "stages per mesh, but the order is made for",
     "computes nothing that another stage or the result takes",

@@ -12,8 +12,20 @@ from tests.api.pipeline.models import chain
 from tests.runtime.ranks.launcher import run
 
 
-def test_ranks_give_the_bits_of_the_virtual_topology_and_refuse_another_schedule_on_one():
-    made = run(bodies.same_or_refused, 4)
+@pytest.fixture(scope="module")
+def on_four():
+    """What the bodies for two meshes of two ranks gave, one after the other, per rank."""
+    return run(bodies.on_four, 4)
+
+
+@pytest.fixture(scope="module")
+def on_three():
+    """What the bodies for meshes of two ranks and one gave, one after the other, per rank."""
+    return run(orders.on_three, 3)
+
+
+def test_ranks_give_the_bits_of_the_virtual_topology_and_refuse_another_schedule_on_one(on_four):
+    made = [each["same or refused"] for each in on_four]
     assert made[0][0].keys() == bodies.CUTS.keys()
     for losses, message in made:
         assert losses == made[0][0]
@@ -21,13 +33,13 @@ def test_ranks_give_the_bits_of_the_virtual_topology_and_refuse_another_schedule
         assert "rank 1: zb-h1" in message
 
 
-def test_meshes_of_different_sizes_and_tied_weights():
-    losses = run(bodies.uneven, 3)
+def test_meshes_of_different_sizes_and_tied_weights(on_three):
+    losses = [each["uneven"] for each in on_three]
     assert losses == [losses[0]] * 3
 
 
-def test_an_action_that_fails_on_one_rank_ends_all():
-    messages = run(bodies.raises_in_an_action, 4)
+def test_an_action_that_fails_on_one_rank_ends_all(on_four):
+    messages = [each["raises in an action"] for each in on_four]
     assert messages[3] == "ValueError: out of luck\n  where: 1B1 (backward of stage 1) on mesh 'm1'"
     for message in messages[:3]:
         assert "rank 3 raised" in message
@@ -50,12 +62,13 @@ def test_without_ranks_it_is_refused():
         mt.pipeline(module, bodies.TOPOLOGY, ["layer1"], ranks=True)
 
 
-def test_an_update_that_is_not_finite_on_one_mesh():
-    run(bodies.not_finite_on_one_mesh, 4)
+def test_an_update_that_is_not_finite_on_one_mesh(on_four):
+    for each in on_four:
+        assert "the weights would not be finite after it; they stay as they were" in each["not finite"]
 
 
-def test_a_rule_that_raises_on_one_rank():
-    for first, second, third, fourth in run(orders.rule_raises_on_one_rank, 3):
+def test_a_rule_that_raises_on_one_rank(on_three):
+    for first, second, third, fourth in [each["rule raises"] for each in on_three]:
         assert first.startswith(
             "rank 0 raised ValueError: out of luck\n  where: update of a pipeline, the rule on weig"
         )
@@ -65,9 +78,9 @@ def test_a_rule_that_raises_on_one_rank():
         assert [fourth.count(f"rank {rank} raised ValueError") for rank in range(3)] == [1, 1, 1]
 
 
-def test_calls_that_differ_between_ranks():
+def test_calls_that_differ_between_ranks(on_three):
     """Whoever waits for the others is told where they wait, or why they don't."""
-    for texts in run(orders.calls_differ, 3):
+    for texts in [each["calls differ"] for each in on_three]:
         for text in texts:
             assert re.search(r"waited in vain|differ between ranks|raised|refused the call|input 'x'|no batch", text), (
                 text

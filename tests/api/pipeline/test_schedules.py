@@ -74,3 +74,30 @@ def test_every_schedule_with_all_that_is_hard(schedule, recompute):
         for name, gradient in zip(found, wanted, strict=True):
             step = updated[name] - leaves[name].detach()
             torch.testing.assert_close(step, -gradient / 2, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_microbatches_that_enter_at_different_meshes():
+    """Shardy's ParallelPipelinesWithWrapAround: each goes round all meshes from one of its own."""
+    builder, count = relax.BlockBuilder(), 3
+    params = [relax.Var(f"x{i}", relax.TensorStructInfo((4, WIDTH), "float32")) for i in range(count)]
+    weights = [relax.Var(f"w{i}", relax.TensorStructInfo((WIDTH, WIDTH), "float32")) for i in range(count)]
+    values, stages = list(params), {}
+    with builder.function("main", [*params, *weights]):
+        with builder.dataflow():
+            for step in range(count):
+                for i in range(count):
+                    mesh = (i + step) % count
+                    value = relax.op.tanh(relax.op.matmul(values[i], weights[mesh]))
+                    values[i] = builder.emit(value, f"v{i}_{step}")
+                    stages[f"v{i}_{step}"] = f"m{mesh}", step * count + i
+            results = [builder.emit_output(value) for value in values]
+        builder.emit_func_output(relax.Tuple(results))
+    given = {f"w{i}": torch.randn(WIDTH, WIDTH) / 2 for i in range(count)}
+    run = mt.pipeline(builder.get(), {"m0": {"d": 2}, "m1": {"d": 1}, "m2": {"d": 3}}, stages, weights=given)
+    entered = {stage: i for i in range(count) for stage in range(i, count * count, count)}
+    assert [[entered[action.stage] for action in row] for row in run.schedule.rows] == [[0, 2, 1], [1, 0, 2], [2, 1, 0]]
+    inputs = [torch.randn(4, WIDTH) for _ in range(count)]
+    for i, (found, value) in enumerate(zip(run(*inputs), inputs, strict=True)):
+        for step in range(count):
+            value = torch.tanh(value @ given[f"w{(i + step) % count}"])
+        torch.testing.assert_close(found, value)

@@ -58,9 +58,9 @@ def test_orders_with_several_stages_per_rank_are_torch_s(name, kind, chunks):
         for v in chunks:
             try:
                 theirs = torch_rows(kind, p, m, v)
-            except ValueError:  # torch has no such order: neither do we, except that one stage per mesh needs no rounds
-                if v > 1:
-                    with pytest.raises(MeshTensorError, match=r"rounds|to fill both directions"):
+            except ValueError:  # torch has no such order: neither do we, except that rounds may differ
+                if name == "dualpipev":
+                    with pytest.raises(MeshTensorError, match="to fill both directions"):
                         Schedule.named(name, p, m, v)
                 continue
             ours = Schedule.named(name, p, m, v)
