@@ -8,6 +8,7 @@ from typing import Any
 
 from mesh_tensor.annotations.module_annotations import ModuleAnnotations
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.program.from_graph import Kernels
@@ -30,6 +31,7 @@ class ModulePlans:
     overlap: str | int
     check_indices: bool
     sub_axes: bool
+    machine: Machine | None = None
     _known: Recent[tuple, ModulePlan] = field(default_factory=lambda: Recent(MODULE_SIZES))
 
     def key(self, sizes: Mapping[Any, int]) -> tuple[int, ...]:
@@ -72,6 +74,7 @@ class ModulePlans:
             held=held,
             base=self.mesh,
             sub_axes=self.sub_axes and not self.strict and not whole_axes,
+            machine=self.machine,
         )
 
     def _check(self, plan: ModulePlan) -> None:
