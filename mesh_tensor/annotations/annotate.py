@@ -2,7 +2,8 @@
 
 An annotated function has two attributes: `mesh_tensor_info`, from the data variable of a parameter's buffer to its
 metadata, and `mesh_tensor_mesh`, the axes of the mesh with their sizes, in order. One whose author asked for tiles has
-`mesh_tensor_tiles`, too: the shapes of the tiles, as far as they were asked for.
+`mesh_tensor_tiles`, too: the shapes of the tiles, as far as they were asked for. What is wrong in a call of `annotate`
+is told in the words of that call.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ from typing import Any
 
 from tvm import tirx
 
-from mesh_tensor.base.errors import listing, refuse, shown
+from mesh_tensor.base.errors import did_you_mean, listing, refuse, shown
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.tir.functions import function_name
+from mesh_tensor.tir.nodes import function_name
 
 from .annotation import HOW_TO_ANNOTATE, BufferAnnotation, check, complete, from_attr, metadata_to_attr
-from .how_to_annotate import check_order_of_arguments, how_to_annotate, why_not_parameter
 from .kernel_source import check_kernel, of_jit
 
 INFO_ATTR = "mesh_tensor_info"
@@ -130,3 +130,43 @@ def _read_mesh(attr: Any, where: str) -> Mesh:
     except (TypeError, ValueError):
         refuse(f"the `{MESH_ATTR}` attribute {attr} is no list of [axis, size]", where=where, fix="use annotate")
     return Mesh(axes)
+
+
+def how_to_annotate(mesh: Mesh, shardings: Any, buffers: Mapping[str, tirx.Buffer]) -> str:
+    """What the shardings look like, for a buffer of the kernel and an axis of the mesh."""
+    stated = shardings if isinstance(shardings, Mapping) else {}
+    name, buffer = next(((n, b) for n, b in buffers.items() if n in stated), next(iter(buffers.items()), ("A", None)))
+    first = mesh.axis_names[0]
+    dim = 0 if buffer is None or len(buffer.shape) else None
+    listed = ", ".join(["mt.Shard(0)" if dim == 0 else "mt.Replicate()", *["mt.Replicate()"] * (len(mesh) - 1)])
+    dims = f"0..{len(buffer.shape) - 1}" if buffer is not None and len(buffer.shape) else "none"
+    return (
+        f'write {{"{name}": {{"{first}": {dim}}}}}: per buffer, the dim that each axis splits (axes: '
+        f"{listing(mesh.axis_names)}; dims of {name!r}: {dims}), an axis that is left out replicates; or one placement "
+        f'per axis, {{"{name}": [{listed}]}}; of partial values, {{"{name}": {{"partial": {{"{mesh.axis_names[-1]}": '
+        f'"sum"}}}}}}'
+    )
+
+
+def check_order_of_arguments(mesh: Any, shardings: Any) -> None:
+    """Refuse a mesh in the place of the shardings."""
+    is_sizes = isinstance(shardings, Mapping) and shardings and all(type(size) is int for size in shardings.values())
+    is_mesh = isinstance(mesh, Mesh) or (isinstance(mesh, Mapping) and any(type(s) is int for s in mesh.values()))
+    if isinstance(shardings, Mesh) or (is_sizes and not is_mesh and isinstance(mesh, Mapping)):
+        refuse(
+            f"the mesh is {shown(mesh)} and the shardings are {shown(shardings)}: they are the other way round",
+            fix='write annotate(kernel, {"x": 2}, {"A": {"x": 0}}): first the mesh, then the shardings',
+        )
+
+
+def why_not_parameter(func: tirx.PrimFunc, name: Any) -> str:
+    """What is wrong with a name that is no buffer's among the kernel's parameters."""
+    buffers = [str(buffer.name) for param in func.params if (buffer := func.buffer_map.get(param)) is not None]
+    known = f"(parameters: {listing(buffers)})"
+    if isinstance(name, tirx.Buffer):
+        is_there = str(name.name) in buffers
+        wanted = f"; give its name, {str(name.name)!r}" if is_there else ""
+        return f"a buffer ({str(name.name)!r}) where a parameter's name is expected{wanted} {known}"
+    if any(str(param.name) == name for param in func.params if param not in func.buffer_map):
+        return f"parameter {name!r} is a number, and every device has it {known}"
+    return f"buffer {shown(name)} is no parameter of the kernel {known}{did_you_mean(name, buffers)}"

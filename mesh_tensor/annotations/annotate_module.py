@@ -31,7 +31,7 @@ from .module_annotations import (
 )
 from .module_meshes import device_mesh, device_meshes, fits, named_mesh, same, with_mesh
 from .named_values import NamedValues
-from .names import SOURCE_NAMES_ATTR, Fresh, check_module, relax_functions, unique_names, variables
+from .names import SOURCE_NAMES_ATTR, Fresh, check_module, relax_functions, unique_names, variables, without_layout
 from .parameters import with_flat_parameters
 from .stated_sub_axes import names_parts, stated_refinement, stated_replicated, with_parts
 from .stated_ties import Ties
@@ -181,9 +181,7 @@ def _of_gradients(mod: ir.IRModule, stated: Mapping[tuple[str, str], Annotation]
 
 
 def _sharding(refinement: Refinement, var: relax.Var, layout: Any) -> tuple[Sharding | None, list[str]]:
-    info = var.struct_info
-    if isinstance(info, relax.distributed.DTensorStructInfo):
-        info = info.tensor_sinfo
+    info = without_layout(var.struct_info)
     if not isinstance(info, relax.TensorStructInfo) or info.ndim < 0:
         return None, [f"it is {var.struct_info}, which is no tensor of known rank"]
     if names_parts(refinement.base, layout):

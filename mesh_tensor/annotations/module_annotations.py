@@ -18,7 +18,7 @@ from mesh_tensor.base.sub_axes import Refinement
 
 from .annotation import from_attr
 from .module_meshes import device_meshes, fits, named_mesh, same
-from .names import bindings, check_module, reachable, unique_names
+from .names import bindings, check_module, reachable, unique_names, without_layout
 
 HINTS_ATTR = "mesh_tensor_hints"
 # A function attribute of modules with gradients: value -> its gradient, which lies as the value is stated to lie.
@@ -201,7 +201,7 @@ class _Layouts:
     def annotation(self, found: _Statement, hints: Mapping[str, Any]) -> tuple[Annotation | None, list[str]]:
         """The annotation that is stated, or all that is wrong with it."""
         info = found.var.struct_info
-        info = info.tensor_sinfo if isinstance(info, DTensorStructInfo) else info
+        info = without_layout(info)
         if not isinstance(info, relax.TensorStructInfo) or info.ndim < 0:
             return None, [f"{info} is no tensor of known rank"]
         dims = tuple(int(s.axis) if int(s.kind) == _SHARDING else None for s in found.placement.dim_specs[:])

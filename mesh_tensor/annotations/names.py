@@ -195,3 +195,8 @@ def _bindings(expr: relax.Expr) -> Iterator[relax.Binding]:
                 yield from _bindings(value.true_branch)
                 yield from _bindings(value.false_branch)
             yield binding
+
+
+def without_layout(info: relax.StructInfo) -> relax.StructInfo:
+    """A tensor's struct info without how it lies; any other as it is."""
+    return info.tensor_sinfo if isinstance(info, relax.distributed.DTensorStructInfo) else info

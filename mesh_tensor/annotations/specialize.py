@@ -8,11 +8,11 @@ from typing import Any
 import tvm_ffi
 from tvm import tirx
 from tvm.arith import Analyzer
-from tvm.tirx.stmt_functor import post_order_visit, substitute
+from tvm.tirx.stmt_functor import substitute
 
+from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.base.tensor_type import TensorType
-from mesh_tensor.tir.functions import function_name
+from mesh_tensor.tir.nodes import function_name, nodes
 from mesh_tensor.tir.views import declared
 
 from .annotate import INFO_ATTR, TILES_ATTR
@@ -47,9 +47,7 @@ def specialize(func: tirx.PrimFunc, sizes: Mapping[tirx.Var, int | tirx.PrimExpr
 
 def _check_divisors(func: tirx.PrimFunc, values: Mapping[tirx.Var, tirx.PrimExpr]) -> None:
     """Refuse sizes that make a divisor in the kernel 0: TVM fails on it."""
-    divisors: list[tirx.PrimExpr] = []
-    post_order_visit(func.body, lambda node: divisors.append(node.b) if isinstance(node, _QUOTIENTS) else None)
-    for divisor in divisors:  # inner ones come first
+    for divisor in [quotient.b for quotient in nodes(func.body, *_QUOTIENTS)]:  # inner ones come first
         if any(var in values for var in _variables(divisor)):
             value = _simplify(substitute(divisor, values))
             if isinstance(value, tirx.IntImm) and int(value) == 0:
@@ -116,7 +114,4 @@ def _simplify(expr: tirx.PrimExpr) -> tirx.PrimExpr:
 
 
 def _variables(expr: Any) -> list[tirx.Var]:
-    found: list[tirx.Var] = []
-    if isinstance(expr, tirx.PrimExpr):
-        post_order_visit(expr, lambda node: found.append(node) if isinstance(node, tirx.Var) else None)
-    return found
+    return nodes(expr, tirx.Var) if isinstance(expr, tirx.PrimExpr) else []

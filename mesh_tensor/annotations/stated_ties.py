@@ -14,6 +14,7 @@ from mesh_tensor.base.sharding import Sharding
 
 from .module_annotations import BARRIERS, Annotation
 from .named_values import Key, NamedValues
+from .names import without_layout
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,7 @@ class Ties:
 
 def _shape(var: relax.Var) -> str | None:
     """The sizes of a tensor, as text: they may be symbols."""
-    info = var.struct_info
-    if isinstance(info, relax.distributed.DTensorStructInfo):
-        info = info.tensor_sinfo
+    info = without_layout(var.struct_info)
     if not isinstance(info, relax.TensorStructInfo) or not isinstance(info.shape, relax.ShapeExpr):
         return None
     return " x ".join(str(getattr(size, "value", size)) for size in info.shape.values)

@@ -16,14 +16,14 @@ from mesh_tensor.annotations.specialize import specialize, symbols
 from mesh_tensor.base.dtypes import is_float, numpy_dtype
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse
 from mesh_tensor.lowering.original_dims import rule
-from mesh_tensor.lowering.read import read
+from mesh_tensor.lowering.pipeline import read
 from mesh_tensor.lowering.trial import part_of_loop
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.stated import Stated
 from mesh_tensor.rules.kernel.statements import body_statements
 from mesh_tensor.targets.interpreter import interpret
-from mesh_tensor.tir.functions import function_name
 from mesh_tensor.tir.grids import grids_of
+from mesh_tensor.tir.nodes import function_name
 
 _SIZE = 1536  # of dims whose size isn't known yet
 _MOST = 1 << 20  # random numbers; larger tensors repeat them

@@ -165,7 +165,7 @@ class MeshKernel:
         annotated, and the cost per device, as text."""
         from mesh_tensor.program.explain import explain
 
-        from .kernel_notes import notes_on
+        from .compiled import notes_on
 
         return explain(self.program, *notes_on(self.program, self._compiled.target.name, self._transfers()))
 

@@ -14,6 +14,7 @@ from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.program import Program
+from mesh_tensor.runtime.callers_memory import overlaps
 from mesh_tensor.runtime.plain_tensors import fix_of, is_dual, may_be_dual
 from mesh_tensor.runtime.ranks.agree import agree, digest_of, program_facts
 from mesh_tensor.runtime.ranks.dtensor import PART_FIX, from_placements, is_dtensor, lies_like_torch, part_problem
@@ -22,10 +23,9 @@ from mesh_tensor.runtime.ranks.faults import Faults
 from mesh_tensor.runtime.ranks.rank_launch import RankLaunch, Tiling, tilings_of
 from mesh_tensor.runtime.ranks.ranks import Ranks, named
 
-from .call_checks import check_layouts
 from .compiled import Compiled
 from .rank_locals import Shapes, global_sizes, guesses, problem, said_key, shares_memory
-from .signature import Sizes
+from .signature import Sizes, check_layouts
 
 _REDISTRIBUTE = "redistribute the DTensor so, or compile without strict=True"
 _SAY_SHAPES = "; of uneven local tensors, say the whole shapes: local(..., shapes=...)"
@@ -74,7 +74,7 @@ class RankKernel:
             self._compiled.ran(launch.program, partial(transfers, launch, layouts, returned))
             tensors = {name: given[name] for name in layouts}
             locals_ = {name: enter(launch, name, tensor, layouts[name]) for name, tensor in tensors.items()}
-            results = launch(locals_, self._signature.scalars(given), _entangled(locals_))
+            results = launch(locals_, self._signature.scalars(given), self._entangled(locals_))
             return [leave(launch, name, tensors.get(name), layouts.get(name), results[name]) for name in returned]
 
     def local(self, given: Mapping[str, Any], returned: Sequence[str], shapes: Shapes) -> list[torch.Tensor]:
@@ -92,7 +92,7 @@ class RankKernel:
             self._begin(run)
             self._compiled.ran(launch.program, list)
             locals_ = {name: given[name] for name in launch.tilings if name in given}
-            entangled = len(locals_) > launch.inputs and _entangled(locals_)
+            entangled = len(locals_) > launch.inputs and self._entangled(locals_)
             results = launch(locals_, self._signature.scalars(given), entangled)
             return [given.get(name, results[name]) for name in returned]
 
@@ -231,6 +231,11 @@ class RankKernel:
         found = {name: problem(tilings[name], self._device, given[name]) for name in tilings if name in given}
         return [f"parameter {name!r}: {words}" for name, words in found.items() if words]
 
+    def _entangled(self, tensors: Mapping[str, torch.Tensor | None]) -> bool:
+        """Some of them that are written overlap in memory with others."""
+        given = {name: (tensor,) for name, tensor in tensors.items() if tensor is not None}
+        return overlaps(given, self._compiled.writes, self._where())
+
     def _where(self) -> str:
         return f"call of kernel {self._signature.name!r} on {self.ranks.mesh}"
 
@@ -246,11 +251,3 @@ def _exchanges(program: Program, layouts: Mapping[str, Sharding]) -> bool:
         if layout != value.sharding or not lies_like_torch(layout, value.shape):
             return True
     return False
-
-
-def _entangled(tensors: Mapping[str, torch.Tensor | None]) -> bool:
-    """Some of them may overlap in memory."""
-    places = [
-        tensor.untyped_storage().data_ptr() for tensor in tensors.values() if tensor is not None and tensor.numel()
-    ]
-    return len(set(places)) < len(places)

@@ -14,10 +14,12 @@ from mesh_tensor.annotations.specialize import evaluate, symbols
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.runtime.plain_tensors import why_not_plain
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.program.program import Program
+from mesh_tensor.runtime.plain_tensors import may_be_dual, why_not_plain
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
-from mesh_tensor.tir.functions import function_name
+from mesh_tensor.tir.nodes import function_name
 
 Sizes = dict[tirx.Var, int]
 _WRITTEN = "allocate what the kernel writes into contiguous, as torch.empty does: a copy's result would be lost"
@@ -118,14 +120,14 @@ def _check(
             f"a {type(value).__name__}, but expected a torch tensor or a MeshTensor",
             "pass tensors, e.g. torch.as_tensor",
         )
+    if isinstance(value, torch.Tensor) and (problem := why_not_plain(value)):
+        return problem
     dtype = torch_dtype(param.dtype)
     if value.dtype != dtype:
         return f"dtype {dtype_name(value.dtype)}, but expected {dtype_name(dtype)}", f"convert it with .to({dtype})"
     if not _fits(param.shape, value.shape, sizes):
         expected = _words(param.shape, sizes)
         return f"shape {tuple(value.shape)}, but expected {expected}", "pass tensors of the expected shapes"
-    if isinstance(value, torch.Tensor) and (problem := why_not_plain(value)):
-        return problem
     if value.device != device:
         return f"on device {value.device}, but expected {device}", f"move it with .to({str(device)!r})"
     if isinstance(value, MeshTensor):
@@ -168,3 +170,38 @@ def _fits(shape: Sequence[Any], actual: Sequence[int], sizes: Sizes) -> bool:
 def _words(shape: Sequence[Any] | None, sizes: Mapping[tirx.Var, int] | None = None) -> str:
     parts = [f"{size}={sizes[size]}" if sizes and size in sizes else str(size) for size in shape or ()]
     return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
+
+
+def is_quick(
+    expected: Sequence[tuple[str, torch.Size, torch.dtype]], given: Mapping[str, Any], device: torch.device
+) -> bool:
+    """The usual case, checked fast: plain tensors that fit. Whatever else is left to the thorough check."""
+    for name, shape, dtype in expected:
+        tensor = given.get(name)
+        if tensor is None:
+            if name in given:
+                return False
+        elif not (
+            type(tensor) is torch.Tensor
+            and tensor.dtype is dtype
+            and not tensor.is_nested
+            and tensor.shape == shape
+            and tensor.layout is torch.strided
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+            and not tensor.requires_grad
+            and tensor.device == device
+        ):
+            return False
+    return not may_be_dual()
+
+
+def check_layouts(layouts: Mapping[str, Sharding], program: Program, where: str, fix: str) -> None:
+    """Refuse arguments that don't lie as the program takes or makes them: what `strict` asks for."""
+    problems = []
+    for parameter in program.parameters:
+        expected = program.values[str(parameter.input or parameter.output)].sharding
+        if (layout := layouts.get(parameter.name, expected)) != expected:
+            problems.append(f"parameter {parameter.name!r}: lies as '{layout}', but expected '{expected}'")
+    if problems:
+        refuse(problems, where=where, fix=fix)

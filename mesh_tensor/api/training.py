@@ -21,8 +21,7 @@ from mesh_tensor.plan.updates import AnyOptimizer
 from mesh_tensor.rules.operator.dropout import SEED_NAME
 
 from .training_check import check_gradients, check_loss
-from .training_import import ImportedLoss, imported_loss
-from .training_microbatches import Parts, microbatches_of
+from .training_import import ImportedLoss, Parts, imported_loss, microbatches_of
 from .training_optimizer import Rule, any_optimizer
 from .training_scale import LossScale
 

@@ -11,8 +11,8 @@ from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.runtime.virtual.launch import AnyTensor, Launch, entangled
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 
-from .call_checks import check_layouts, is_quick
 from .compiled import Compiled
+from .signature import check_layouts, is_quick
 
 _MANY = 256  # devices: what so many need is made ready when they run, as a kernel may be compiled to be looked at alone
 
@@ -44,7 +44,7 @@ class VirtualKernel:
             tensors,
             self._signature.scalars(given),
             as_mesh_tensors=as_mesh_tensors,
-            entangled=entangled(tensors, self._compiled.writes),
+            entangled=entangled(tensors, self._compiled.writes, self._signature.name),
         )
         return [_result(given.get(name), results[name]) for name in returned]
 

@@ -1,10 +1,12 @@
-"""Dtypes, by the names that TVM has for them: what they are, how large, and between which values."""
+"""Dtypes, by the names that TVM has for them: what they are, how large, and between which values; and TensorType, a
+shape with a dtype."""
 
 from __future__ import annotations
 
 import math
 import re
 from functools import cache
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -79,3 +81,20 @@ def poison_value(dtype: str) -> float | int:
     if not dtype.startswith(("int", "uint", "bool")):
         return math.nan
     return extreme(dtype, -1 if dtype.startswith("int") else 1)
+
+
+class TensorType(NamedTuple):
+    """Shape and dtype of a tensor. Sizes are ints: modules are specialised to sizes before they are looked at."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def ndim(self) -> int:
+        """How many dims."""
+        return len(self.shape)
+
+    @property
+    def elements(self) -> int:
+        """How many elements."""
+        return math.prod(self.shape)

@@ -15,8 +15,7 @@ from mesh_tensor.runtime.module_inputs import ModuleParam, ModuleSignature
 from mesh_tensor.runtime.sequential import run_sequential
 from mesh_tensor.targets.dtypes import torch_dtype
 
-from .imported import ImportedModule
-from .imported_results import refuse_differences
+from .imported import ImportedModule, refuse_differences
 from .onnx_import import import_onnx
 
 _FIRST = (3, 4, 8, 16, 1)  # sizes to try for symbols; the n-th symbol has n more, then all have the same

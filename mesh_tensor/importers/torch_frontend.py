@@ -14,8 +14,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.runtime.sequential import run_sequential
 
 from .call_form import form_of
-from .imported import ImportedModule
-from .imported_results import refuse_differences
+from .imported import ImportedModule, refuse_differences
 from .torch_dropout import counted
 from .torch_import import import_torch
 from .torch_program import operators

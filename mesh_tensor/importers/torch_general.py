@@ -1,4 +1,5 @@
-"""Operators of torch that Relax has none for, as calls of torch's own (see rules.ops.aten)."""
+"""Operators of torch that Relax has none for, as calls of torch's own (see rules.operator.aten), or of one that is made
+for them: products of rows in groups, each with a matrix of its own."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from tvm import relax, tirx
 
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.rules.operator.aten import ATEN, arguments_text
+from mesh_tensor.rules.operator.linear_algebra import grouped_call
 from mesh_tensor.targets.dtypes import dtype_name
 
-from .torch_args import emit
+from .torch_args import arguments, emit, result_dtype
 
 _NUMBERS = (bool, int, float, str, type(None))
 
@@ -65,3 +67,14 @@ def _info(tensor: torch.Tensor, known: Mapping[str, tirx.PrimExpr]) -> relax.Ten
 
 
 GENERAL = {name.removeprefix("aten."): general for name in ATEN}
+
+
+def grouped(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """(S, K) rows, sorted by group, by (G, K, N) matrices; other forms are torch's."""
+    x, weight, ends, bias, _ = arguments(node, importer, 2, offs=None, bias=None, out_dtype=None)
+    if ends is None or bias is not None or [len(t.struct_info.shape) for t in (x, weight)] != [2, 3]:
+        return general(node, importer)
+    return emit(importer, grouped_call(x, weight, ends, result_dtype(node)))
+
+
+GROUPS = {"_grouped_mm.default": grouped, "grouped_mm_fallback.default": grouped}

@@ -19,7 +19,6 @@ from mesh_tensor.plan.ir import STATE_ATTR
 from mesh_tensor.targets.dtypes import dtype_name
 
 from .imported import ImportedModule, identifiers
-from .low_precision import allow_constants
 from .torch_args import emit, with_sizes_as_tensors
 from .torch_assertions import depends_on_data, drop_assertions
 from .torch_complex import COMPLEX, Pair, is_complex, of_complex
@@ -28,7 +27,7 @@ from .torch_decompositions import decomposed
 from .torch_numbers import WITH_NUMBERS
 from .torch_ops import CONVERTERS, KEPT
 from .torch_program import ProgramOfTensors, check_program, is_kept_buffer, refuse_autocast, written_buffers
-from .torch_weights import without_tied
+from .torch_weights import allow_constants, without_tied
 
 
 @uncollected

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,17 +57,8 @@ def index_select(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return emit(importer, relax.op.take(x, where, axis=dim, mode="nan"))
 
 
-def scatter(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """x with the values of another tensor along a dim."""
-    return _scatter(node, importer, "update")
-
-
-def scatter_add(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """x with the values of another tensor added along a dim."""
-    return _scatter(node, importer, "add")
-
-
-def _scatter(node: torch.fx.Node, importer: Any, how: str) -> relax.Expr:
+def scatter(node: torch.fx.Node, importer: Any, how: str) -> relax.Expr:
+    """x with the values of another tensor along a dim ("update"), or with these added there ("add")."""
     x, dim, where, source = arguments(node, importer, 4)
     where = _from_start(importer, where)
     shapes = [str(tensor.struct_info.shape) for tensor in (where, source)]
@@ -122,12 +115,12 @@ def _inverse(order: list[int]) -> list[int]:
     return [order.index(dim) for dim in range(len(order))]
 
 
-INDEXING = {
+INDEXING: dict[str, Callable[[Any, Any], Any]] = {
     "gather.default": gather,
     "index.Tensor": index,
     "index_put.default": index_put,
     "index_put_.default": index_put,
     "index_select.default": index_select,
-    "scatter.src": scatter,
-    "scatter_add.default": scatter_add,
+    "scatter.src": partial(scatter, how="update"),
+    "scatter_add.default": partial(scatter, how="add"),
 }

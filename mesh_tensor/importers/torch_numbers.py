@@ -17,22 +17,14 @@ from .torch_args import arguments, emit, in_dtype, in_result_dtype, result_dtype
 Convert = Callable[[Any, Any], Any]
 
 
-def total(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """A sum in the result's dtype: whole numbers and bools are counted in int64."""
-    x, dims, keep = arguments(node, importer, 1, dim=None, keepdim=False)
-    return emit(importer, relax.op.sum(in_result_dtype(node, importer, x), _dims(dims), keep))
+def over_dims(op: Callable[..., Any]) -> Convert:
+    """A reduction over dims (none: all), in the result's dtype: whole numbers and bools are summed in int64."""
 
+    def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
+        x, dims, keep = arguments(node, importer, 1, dim=None, keepdim=False)
+        return emit(importer, op(in_result_dtype(node, importer, x), _dims(dims), keep))
 
-def product(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """A product along one dim, in the result's dtype."""
-    x, dim, keep = arguments(node, importer, 2, keepdim=False)
-    return emit(importer, relax.op.prod(in_result_dtype(node, importer, x), [dim], keep))
-
-
-def product_of_all(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """A product of all elements, in the result's dtype."""
-    (x,) = arguments(node, importer, 1)
-    return emit(importer, relax.op.prod(in_result_dtype(node, importer, x)))
+    return converted
 
 
 def any_true(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -56,11 +48,6 @@ def sort(node: torch.fx.Node, importer: Any) -> relax.Expr:
     x, dim, descending = arguments(node, importer, 1, dim=-1, descending=False)
     indices = emit(importer, relax.op.argsort(x, dim, descending, "int64"))
     return emit(importer, relax.Tuple([emit(importer, relax.op.gather_elements(x, indices, axis=dim)), indices]))
-
-
-def divide(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """A quotient; of whole numbers, a float."""
-    return of_two(relax.op.divide)(node, importer)
 
 
 def divide_rounded(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -188,6 +175,8 @@ NUMBERS: dict[str, Convert] = {
     "__rshift__.Scalar": of_two(relax.op.right_shift),
     "_assert_async.msg": nothing,
     "add": _of_sizes(operator.add),
+    "amax.default": over_dims(relax.op.max),
+    "amin.default": over_dims(relax.op.min),
     "any.default": any_true,
     "any.dim": any_true,
     "any.dims": any_true,
@@ -196,9 +185,9 @@ NUMBERS: dict[str, Convert] = {
     "clamp.Tensor": clamp,
     "cumprod.default": cumulative(relax.op.cumprod),
     "cumsum.default": cumulative(relax.op.cumsum),
-    "div.Scalar": divide,
+    "div.Scalar": of_two(relax.op.divide),
     "div.Scalar_mode": divide_rounded,
-    "div.Tensor": divide,
+    "div.Tensor": of_two(relax.op.divide),
     "div.Tensor_mode": divide_rounded,
     "floordiv": _of_sizes(operator.floordiv),
     "logical_not.default": is_zero,
@@ -206,12 +195,12 @@ NUMBERS: dict[str, Convert] = {
     "logical_xor.default": _of_bools(relax.op.logical_xor),
     "min.dim": smallest_along,
     "mod": _of_sizes(operator.mod),
-    "prod.default": product_of_all,
-    "prod.dim_int": product,
+    "prod.default": over_dims(relax.op.prod),
+    "prod.dim_int": over_dims(relax.op.prod),
     "sort.default": sort,
     "sub": _of_sizes(operator.sub),
-    "sum.default": total,
-    "sum.dim_IntList": total,
+    "sum.default": over_dims(relax.op.sum),
+    "sum.dim_IntList": over_dims(relax.op.sum),
     "where.self": where,
 }
 _PROMOTING = {

@@ -16,8 +16,7 @@ from mesh_tensor.base.errors import refuse
 
 from .torch_args import arguments, emit, in_result_dtype
 from .torch_dropout import converted as dropout
-from .torch_general import GENERAL
-from .torch_groups import GROUPS
+from .torch_general import GENERAL, GROUPS
 from .torch_indexing import INDEXING
 from .torch_numbers import NUMBERS, Convert, promoting
 from .torch_shapes import SHAPES
@@ -40,14 +39,17 @@ KEPT = (
 )
 
 
-def add(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """a + alpha * b."""
-    return _with_alpha(node, importer, relax.op.add)
+def with_alpha(op: Convert) -> Convert:
+    """a + alpha * b, or a - alpha * b, in the result's dtype. TVM's conversion leaves alpha out."""
 
+    def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
+        alpha = node.kwargs.get("alpha", 1)
+        if alpha == 1:
+            return promoting(op)(node, importer)
+        a, b = (in_result_dtype(node, importer, operand) for operand in arguments(node, importer, 2))
+        return emit(importer, op(a, _scaled(importer, b, alpha)))
 
-def subtract(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """a - alpha * b."""
-    return _with_alpha(node, importer, relax.op.subtract)
+    return converted
 
 
 def flip(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -151,29 +153,12 @@ def deviation(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return emit(importer, relax.op.sqrt(variance(node, importer)))
 
 
-def largest(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """The maximum over dims (none: all)."""
-    x, dims, keep = arguments(node, importer, 1, dim=(), keepdim=False)
-    return emit(importer, relax.op.max(x, list(dims) or None, keep))
-
-
-def smallest(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """The minimum over dims (none: all)."""
-    x, dims, keep = arguments(node, importer, 1, dim=(), keepdim=False)
-    return emit(importer, relax.op.min(x, list(dims) or None, keep))
-
-
 def conv2d(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """A convolution in the dtype of its operands."""
     x, weight, bias, stride, padding, dilation, groups = arguments(
         node, importer, 2, bias=None, stride=1, padding=0, dilation=1, groups=1
     )
-    options = {"strides": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    options = {name: list(value) if isinstance(value, (tuple, list)) else value for name, value in options.items()}
-    result = emit(importer, relax.op.nn.conv2d(x, weight, **options))
-    if bias is None:
-        return result
-    return emit(importer, relax.op.add(result, emit(importer, relax.op.reshape(bias, (1, -1, 1, 1)))))
+    return _convolved(importer, x, weight, bias, (stride, padding, dilation, groups))
 
 
 def embedding(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -187,8 +172,13 @@ def convolution(node: torch.fx.Node, importer: Any) -> relax.Expr:
     x, weight, bias, stride, padding, dilation, transposed, _, groups = arguments(node, importer, 9)
     if transposed:
         return importer._convolution(node)
+    return _convolved(importer, x, weight, bias, (stride, padding, dilation, groups))
+
+
+def _convolved(importer: Any, x: relax.Expr, weight: relax.Expr, bias: relax.Expr | None, how: Any) -> relax.Expr:
+    """`how`: strides, padding, dilation and groups."""
     op = {3: relax.op.nn.conv1d, 4: relax.op.nn.conv2d, 5: relax.op.nn.conv3d}[len(x.struct_info.shape)]
-    result = emit(importer, op(x, weight, list(stride), list(padding), list(dilation), groups))
+    result = emit(importer, op(x, weight, *(list(n) if isinstance(n, (tuple, list)) else n for n in how)))
     if bias is None:
         return result
     shape = (1, -1, *[1] * (len(x.struct_info.shape) - 2))
@@ -264,10 +254,8 @@ CONVERTERS: dict[str, Convert] = {
     **NUMBERS,
     **SHAPES,
     "_native_batch_norm_legit_functional.default": batch_norm,
-    "add.Tensor": add,
+    "add.Tensor": with_alpha(relax.op.add),
     "addmm.default": addmm,
-    "amax.default": largest,
-    "amin.default": smallest,
     "bmm.default": matmul,
     "conv2d.default": conv2d,
     "counted_dropout.default": dropout,
@@ -285,19 +273,10 @@ CONVERTERS: dict[str, Convert] = {
     "rms_norm.default": rms_norm,
     "scaled_dot_product_attention.default": attention,
     "std.correction": deviation,
-    "sub.Tensor": subtract,
+    "sub.Tensor": with_alpha(relax.op.subtract),
     "var.correction": variance,
     "var_mean.correction": variance_and_mean,
 }
-
-
-def _with_alpha(node: torch.fx.Node, importer: Any, op: Convert) -> relax.Expr:
-    """TVM's conversion, which leaves alpha out, or with it, in the result's dtype."""
-    alpha = node.kwargs.get("alpha", 1)
-    if alpha == 1:
-        return promoting(op)(node, importer)
-    a, b = (in_result_dtype(node, importer, operand) for operand in arguments(node, importer, 2))
-    return emit(importer, op(a, _scaled(importer, b, alpha)))
 
 
 def _last(sizes: Any) -> list[int]:
@@ -312,9 +291,8 @@ def _filled(tensor: Any, value: int, sizes: Any, like: relax.Expr) -> relax.Expr
 
 
 def _scaled(importer: Any, value: relax.Expr, factor: Any) -> relax.Expr:
-    return (
-        value if factor == 1 else emit(importer, relax.op.multiply(value, relax.const(factor, value.struct_info.dtype)))
-    )
+    constant = relax.const(factor, value.struct_info.dtype)
+    return value if factor == 1 else emit(importer, relax.op.multiply(value, constant))
 
 
 def _repeated(importer: Any, tensor: relax.Expr, times: int) -> relax.Expr:

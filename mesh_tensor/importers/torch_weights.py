@@ -1,10 +1,14 @@
-"""Weights that a torch model has under several names: one parameter of the module."""
+"""Weights of a torch model: those under several names are one parameter of the module, and constants may be in bfloat16
+and 8-bit floats."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import ml_dtypes
+import numpy as np
 import torch
+from tilelang.language import dtypes
 from tvm import ir
 
 
@@ -35,3 +39,9 @@ def _memory(weight: torch.Tensor) -> tuple:
     if weight.numel() == 0:
         return (id(weight),)
     return weight.data_ptr(), weight.dtype, tuple(weight.shape), weight.stride()
+
+
+def allow_constants() -> None:
+    """Add numpy's dtypes of ml_dtypes to those that TileLang lists."""
+    for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        dtypes._DTYPE_TO_STR.setdefault(np.dtype(getattr(ml_dtypes, name)), name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tvm import ir, s_tir, tirx
 
+from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.rewrite import exchange_buffers, sequence
 from mesh_tensor.tir.views import declared
 
@@ -53,7 +54,7 @@ class _Assembler:
         body = sequence([self._step(step) for step in lowered.steps])
         root = tirx.SBlock([], [], [], "root", body, None, workspaces)
         realize = tirx.SBlockRealize([], tirx.const(True, "bool"), root)
-        sizes = self._sizes(body)
+        sizes = self._sizes()
         buffer_map = {h: self.buffers[s] for s, h in self.handles.items() if h in params}
         func = tirx.PrimFunc([*params, *lowered.scalars, *sizes, *self.axes.values()], realize, None, buffer_map)
         return func.with_attr("global_symbol", lowered.name)
@@ -81,18 +82,12 @@ class _Assembler:
         )
         return _with_buffers(tirx.stmt_functor.substitute(kernel, values), mapping)
 
-    def _sizes(self, body: tirx.Stmt) -> list[tirx.Var]:
+    def _sizes(self) -> list[tirx.Var]:
         """Symbolic sizes that no tile's shape tells."""
         told = {d for b in self.buffers.values() for d in b.shape if isinstance(d, tirx.Var)}
         told |= {*self.lowered.scalars, *self.axes.values()}
-        symbols: list[tirx.Var] = []
-        for tensor in self.lowered.tensors.values():
-            for size in tensor.shape:
-                if not isinstance(size, (int, tirx.IntImm)):
-                    tirx.stmt_functor.post_order_visit(
-                        size, lambda n: symbols.append(n) if isinstance(n, tirx.Var) and n not in told else None
-                    )
-        return list(dict.fromkeys(symbols))
+        sizes = [size for tensor in self.lowered.tensors.values() for size in tensor.shape]
+        return list(dict.fromkeys(var for size in sizes for var in nodes(size, tirx.Var) if var not in told))
 
 
 def _renamed_sizes(renewed: tirx.PrimFunc, func: tirx.PrimFunc) -> dict[tirx.Var, tirx.Var]:

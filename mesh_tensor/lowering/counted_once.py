@@ -9,8 +9,8 @@ from tvm import tirx
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Statement
 from mesh_tensor.tir.constants import neutral_element
+from mesh_tensor.tir.nodes import same_expression
 from mesh_tensor.tir.rewrite import tile_op
-from mesh_tensor.tir.same import same_expression
 
 from .splits import Split
 

@@ -19,6 +19,7 @@ from mesh_tensor.rules.kernel.statements import OWN_ATTR, Statement, body_statem
 from mesh_tensor.rules.kernel.workspaces import workspace_dims
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.effects import written
+from mesh_tensor.tir.memory import row_strides
 from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.rewrite import block_like, region_call, replace_block, sequence, tile_op
 from mesh_tensor.tir.user_reports import is_print, message_only, printed_buffers
@@ -211,12 +212,7 @@ def with_leading_dim(workspace: Workspace, size: int, at: tirx.PrimExpr) -> Work
 
 def make_param(name: str, shape: Sequence, dtype: str) -> tuple[tirx.Var, tirx.Buffer]:
     """A new tensor parameter, with contiguous rows."""
-    strides: list = []
-    step: object = 1
-    for size in reversed(list(shape)):
-        strides.insert(0, step)
-        step = step * size
-    buffer = tirx.decl_buffer(list(shape), dtype, name, strides=strides)
+    buffer = tirx.decl_buffer(list(shape), dtype, name, strides=row_strides(shape))
     return tirx.Var(f"{name}_handle", "handle"), buffer
 
 
@@ -242,11 +238,4 @@ def part_of(
 
 
 def _used(body: tirx.Stmt) -> set[tirx.Buffer]:
-    found: set[tirx.Buffer] = set()
-
-    def visit(node: object) -> None:
-        if isinstance(node, (tirx.BufferLoad, tirx.BufferStore)):
-            found.add(node.buffer)
-
-    tirx.stmt_functor.post_order_visit(body, visit)
-    return found
+    return {access.buffer for access in nodes(body, tirx.BufferLoad, tirx.BufferStore)}

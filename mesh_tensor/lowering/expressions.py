@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from tvm import arith, ir, tirx
 
@@ -11,9 +10,9 @@ from mesh_tensor.base.window import Window
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Access, Statement
 from mesh_tensor.rules.kernel.windows import without_wrap
+from mesh_tensor.tir.nodes import loads, nodes
 
-from .shrink import Shrink
-from .splits import Split
+from .splits import Shrink, Split
 
 
 class ValueRewriter:
@@ -203,20 +202,10 @@ def replace_outer_loads(expr: tirx.PrimExpr, replace) -> tirx.PrimExpr:
 
 def contains_load(expr: tirx.PrimExpr) -> bool:
     """Whether the expression reads memory."""
-    return _any_node(expr, lambda node: isinstance(node, tirx.BufferLoad))
+    return bool(loads(expr))
 
 
 def has_trap(expr: tirx.PrimExpr) -> bool:
     """Whether evaluating the expression on garbage could stop the program: integer division by something loaded."""
-
-    def traps(node: Any) -> bool:
-        divides = isinstance(node, (tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod))
-        return divides and node.dtype.startswith(("int", "uint")) and not isinstance(node.b, tirx.IntImm)
-
-    return _any_node(expr, traps)
-
-
-def _any_node(expr: tirx.PrimExpr, test) -> bool:
-    found: list[bool] = []
-    tirx.stmt_functor.post_order_visit(expr, lambda node: found.append(True) if test(node) else None)
-    return bool(found)
+    divisions = nodes(expr, tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod)
+    return any(d.dtype.startswith(("int", "uint")) and not isinstance(d.b, tirx.IntImm) for d in divisions)

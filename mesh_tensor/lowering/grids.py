@@ -12,25 +12,17 @@ from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.tir.functions import function_name
 from mesh_tensor.tir.grids import Grids, zeros_like
+from mesh_tensor.tir.nodes import function_name
 
-from .layouts import Collective, LocalKernel, Lowered, Tensor
+from .layouts import Collective, LocalKernel, LocalView, Lowered, Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class LoweredGrids:
-    """Several kernels in local view, as one: `grids` are the kernels alone, all else as in Lowered, of all."""
+class LoweredGrids(LocalView):
+    """Several kernels in local view, as one: `grids` are the kernels alone."""
 
-    name: str
-    mesh: Mesh
     grids: tuple[Lowered, ...]
-    parameters: tuple[tuple[str, str | None, str | None], ...]
-    scalars: tuple[tirx.Var, ...]
-    tensors: Mapping[str, Tensor]
-    steps: tuple[LocalKernel | Collective, ...]
-    asked: Mapping[str, Sharding]
-    kept: frozenset[str]
 
     def decisions(self) -> Decisions:
         """What was decided of each, for people."""
@@ -76,13 +68,13 @@ def lower_grids(func: tirx.PrimFunc, grids: Grids, lower: Callable[[tirx.PrimFun
     return LoweredGrids(
         name,
         mesh,
-        tuple(made.grids),
         parameters,
         scalars,
         made.tensors,
         tuple(made.steps),
         asked,
         frozenset(made.inputs.keys() - made.looked_at),
+        tuple(made.grids),
     )
 
 

@@ -1,23 +1,25 @@
-"""Make every layout change explicit: which tensor lies how, and the collectives between the kernels."""
+"""Make every layout change explicit: which tensor lies how, and the collectives between the kernels; and what was
+decided, for people."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
 
 from mesh_tensor.base.collectives import COLLECTIVES
-from mesh_tensor.base.decisions import Decisions
+from mesh_tensor.base.decisions import Decisions, columns
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.one_kernel import Assignment
 from mesh_tensor.redistribution.plan import Move, plan_moves
 from mesh_tensor.rules.kernel.factor_derivation import Dim
+from mesh_tensor.rules.kernel.factors import Factor, tile_extent
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, ShardingRule, rule_of
 from mesh_tensor.rules.kernel.statements import buffer_params
 
-from .decisions import decisions_of
 from .original_dims import with_original_dims
 from .splits import Split
 from .stages import LocalPart, LocalParts, Shape
@@ -67,23 +69,33 @@ class Collective:
 
 
 @dataclass(frozen=True, eq=False)
-class Lowered:
-    """A kernel in local view. `steps` run in order over `tensors`; `parameters` are the kernel's own, in order, each
-    with the tensor it comes in (None if only written) and the one it leaves in (None if only read). Of those `kept`,
-    nothing looks at what comes in, but some of it may stay. `reading`: in which view the kernel was written."""
+class LocalView(ABC):
+    """What a device runs, and what its Program is made of: `steps` run in order over `tensors`; `parameters` are the
+    function's own, in order, each with the tensor it comes in (None if only written) and the one it leaves in (None if
+    only read). Of those `kept`, nothing looks at what comes in, but some of it may stay."""
 
     name: str
     mesh: Mesh
-    func: tirx.PrimFunc
-    rule: ShardingRule
     parameters: tuple[tuple[str, str | None, str | None], ...]
     scalars: tuple[tirx.Var, ...]
     tensors: Mapping[str, Tensor]
     steps: tuple[LocalKernel | Collective, ...]
     asked: Mapping[str, Sharding]
+    kept: frozenset[str]
+
+    @abstractmethod
+    def decisions(self) -> Decisions:
+        """What was decided, for people."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered(LocalView):
+    """A kernel in local view. `reading`: in which view it was written."""
+
+    func: tirx.PrimFunc
+    rule: ShardingRule
     assignment: Assignment
     whole: Mapping[Dim, str]
-    kept: frozenset[str]
     reading: Reading
 
     def decisions(self) -> Decisions:
@@ -102,16 +114,16 @@ def explicit(local: LocalParts) -> Lowered:
     return Lowered(
         kernel.name,
         kernel.mesh,
-        func,
-        rule_of(analysis, ruled.refined),
         layouts.parameters(),
         tuple(p for p in func.params if p not in func.buffer_map),
         layouts.tensors,
         tuple(layouts.steps),
         kernel.asked,
+        frozenset(p for p in analysis.kernel.params if analysis.only_kept(p)),
+        func,
+        rule_of(analysis, ruled.refined),
         cut.decided,
         cut.decided.whole,
-        frozenset(p for p in analysis.kernel.params if analysis.only_kept(p)),
         kernel.reading,
     )
 
@@ -245,3 +257,39 @@ def plan_for(src: Sharding, dst: Sharding, shape: Sequence[int | tirx.PrimExpr])
     """The moves from `src` to `dst` of a tensor of the global `shape`."""
     large = _UNKNOWN * src.mesh.num_devices
     return plan_moves(src, dst, [int(size) if isinstance(size, (int, tirx.IntImm)) else large for size in shape])
+
+
+def decisions_of(lowered: Lowered) -> Decisions:
+    """In which view the kernel was read and why; factors and what splits them; what could not be split."""
+    head = (f"kernel {lowered.name} on {lowered.mesh}", f"rule: {lowered.rule}", str(lowered.reading))
+    whole = [f"  {buffer} dim {dim}: {reason}" for (buffer, dim), reason in lowered.whole.items()]
+    notes = (("asked to be split, but needed whole", *whole),) if whole else ()
+    return Decisions(head, (("factors", *_factors(lowered)),), notes, asked=lowered.asked)
+
+
+def _factors(lowered: Lowered) -> list[str]:
+    rows: list[tuple[object, ...]] = [("factor", "size", "combines", "split by", "tile", "because")]
+    assignment = lowered.assignment
+    by_name = {factor.name: factor for factor in assignment.factors}
+    for name, kind in lowered.rule.factors.items():
+        axes = assignment.axes_of(by_name[name])
+        size = _whole_size(lowered, by_name[name])
+        tile = tile_extent(size, [lowered.mesh.size(a) for a in axes])
+        why = "; ".join(dict.fromkeys(assignment.reasons[a] for a in axes)) or "no axis uses it"
+        rows.append((name, _plain(size), kind.split(":")[0], ", ".join(axes) or "-", _plain(tile), why))
+    unused = [axis for axis, factor in assignment.axes.items() if factor is None]
+    return [*columns(rows), *(f"  axis {axis} splits nothing: {assignment.reasons[axis]}" for axis in unused)]
+
+
+def _whole_size(lowered: Lowered, factor: Factor) -> tirx.PrimExpr:
+    """The size of the dim that a factor walks, or walks a tile of."""
+    if not lowered.reading.over_tiles:
+        return factor.size
+    tensors = {name: given or left for name, given, left in lowered.parameters}
+    param, dim = factor.dims[0]
+    tensor = tensors.get(param)
+    return factor.size if tensor is None else lowered.tensors[tensor].shape[dim]
+
+
+def _plain(size: object) -> object:
+    return int(size) if isinstance(size, tirx.IntImm) else size

@@ -12,16 +12,14 @@ from collections.abc import Mapping, Sequence
 from tvm import ir, tirx
 from tvm.tirx.stmt_functor import substitute
 
-from mesh_tensor.rules.kernel.other_dims import reshaped
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Statement, body_statements
 from mesh_tensor.tir.linear import Linear, as_expr, linear_form
-from mesh_tensor.tir.rewrite import loop_like, region_call, sequence, with_args
+from mesh_tensor.tir.rewrite import loop_like, region_call, reshaped, sequence, with_args
 from mesh_tensor.tir.user_reports import assert_call, message_only, print_call, printed_buffers
 
 from .expressions import ValueRewriter, replace_outer_loads
-from .shrink import Shrink
-from .splits import DeviceCoordinates, Split
+from .splits import DeviceCoordinates, Shrink, Split
 
 _OF_THE_TILE = " (position in this device's tile)"
 _ZERO = tirx.IntImm("int32", 0)

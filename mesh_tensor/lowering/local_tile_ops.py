@@ -9,12 +9,12 @@ from tvm import tirx
 from mesh_tensor.rules.kernel.statements import Access, Kernel, Statement
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.constants import neutral_element
-from mesh_tensor.tir.rewrite import region_call, sequence, tile_op, with_args
+from mesh_tensor.tir.rewrite import call_like, guarded, region_call, sequence, tile_op, with_args
 
 from .counted_once import CountedOnce
 from .expressions import ValueRewriter
 from .padding_masks import PaddingMasks
-from .shrink import Shrink
+from .splits import Shrink
 
 _FILL_VALUE = 1
 _GEMM_SIZES = slice(5, 8)
@@ -49,10 +49,8 @@ class LocalTileOps:
         call = self.once.tile_op(statement, with_args(statement.node, args), args[destination])
         body = sequence([*self.masks.loops(statement), call])
         body = self.masks.skipped(statement, body, args[destination])
-        for condition in self.values.owned(statement):
-            zero = tile_op("fill", args[destination], neutral_element("sum", statement.target.buffer.dtype))
-            body = tirx.IfThenElse(condition, body, zero)
-        return body
+        zero = tile_op("fill", args[destination], neutral_element("sum", statement.target.buffer.dtype))
+        return guarded(body, self.values.owned(statement), zero)
 
     def _value_atomic(self, statement: Statement, record: tile_ops.Atomic) -> tirx.Stmt:
         """An atomic that combines the same value into every element of a region, or into one that is pointed at."""
@@ -67,9 +65,7 @@ class LocalTileOps:
             pointer = args[target_at]
             buffer = self.shrink.buffer(statement.target.buffer)
             load = tirx.BufferLoad(buffer, self.values.indices(statement.target))
-            args[target_at] = tirx.Call(
-                pointer.dtype, pointer.op, [load, *pointer.args[1:]], annotations=pointer.annotations
-            )
+            args[target_at] = call_like(pointer, [load, *pointer.args[1:]])
         return with_args(statement.node, args)
 
     def _region(self, call: tirx.Call, access: Access, statement: Statement) -> tirx.Call:

@@ -24,8 +24,9 @@ from mesh_tensor.tir.constants import neutral_element
 from mesh_tensor.tir.effects import changes_nothing, op_name
 from mesh_tensor.tir.fused_loops import fuse
 from mesh_tensor.tir.linear import as_expr, vars_of
+from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.one_iteration import collapse
-from mesh_tensor.tir.rewrite import block_like, loop_like, replace_block
+from mesh_tensor.tir.rewrite import block_like, guarded, loop_like, replace_block
 from mesh_tensor.tir.short_loops import shorten
 from mesh_tensor.tir.tile_position import resolve
 from mesh_tensor.tir.user_reports import assert_call, is_print
@@ -37,8 +38,7 @@ from .local_tile_ops import LocalTileOps
 from .original_dims import put_together, uneven_groups
 from .padding_masks import PaddingMasks
 from .parts import global_size
-from .shrink import Shrink
-from .splits import DeviceCoordinates, Split, make_split
+from .splits import DeviceCoordinates, Shrink, Split, make_split
 from .stages import LocalPart, LocalParts, Part, Parts, Unsplittable
 from .view import check_local_layouts
 
@@ -238,9 +238,7 @@ class _Localizer:
                     continue
                 if not form.terms.keys() & statement.element_vars:
                     conditions.append(as_expr(form) < split.valid)
-        for condition in conditions:
-            new = tirx.IfThenElse(condition, new, None)
-        return new
+        return guarded(new, conditions)
 
     def _may_fault(self, statement: Statement) -> bool:
         indices = [i for access in statement.accesses for i in access.indices]
@@ -307,18 +305,13 @@ class _LoopExtents:
 
     def _taints(self, exprs: Sequence[tirx.PrimExpr]) -> set[tirx.Var]:
         """The loops that what is loaded in the expressions depends on."""
-        kernel, found = self._analysis.kernel, set[tirx.Var]()
-
-        def visit(node: object) -> None:
+        analysis, found = self._analysis, set[tirx.Var]()
+        binds = analysis.kernel.binds
+        for node in (node for expr in exprs for node in nodes(expr, tirx.BufferLoad, tirx.Var)):
             if isinstance(node, tirx.BufferLoad):
                 access = self._values.access(node)
-                found.update(vars_of(node.indices, kernel.binds))
-                found.update(
-                    () if access is None else self._analysis.taints[self._analysis.coordinates.ranges.of(access)]
-                )
-            elif isinstance(node, tirx.Var) and node in kernel.binds:
-                found.update(self._taints([kernel.binds[node]]))
-
-        for expr in exprs:
-            tirx.stmt_functor.post_order_visit(expr, visit)
+                found |= vars_of(node.indices, binds)
+                found |= set() if access is None else analysis.taints[analysis.coordinates.ranges.of(access)]
+            elif node in binds:
+                found |= self._taints([binds[node]])
         return found

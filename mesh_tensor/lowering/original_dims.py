@@ -16,8 +16,8 @@ from mesh_tensor.rules.kernel.computed_places import in_order
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.granularity import Refined, refined
-from mesh_tensor.rules.kernel.other_dims import reshaped, with_other_dims
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
+from mesh_tensor.tir.rewrite import reshaped, with_other_dims
 
 from .splits import Split
 from .stages import Annotated, Ruled

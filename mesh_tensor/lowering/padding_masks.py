@@ -14,8 +14,7 @@ from mesh_tensor.tir.linear import Linear, as_expr
 from mesh_tensor.tir.rewrite import parallel_nest, tile_op
 
 from .expressions import ValueRewriter
-from .shrink import Shrink
-from .splits import Split
+from .splits import Shrink, Split
 
 #: A split whose padding a statement would combine, and the statement's coordinate in it.
 _Padded = tuple[Split, Linear]

@@ -1,16 +1,23 @@
-"""What splitting a factor means for one device: its tile, the tile's offset, and how much of it is valid."""
+"""What splitting a factor means for one device: its tile, the tile's offset, how much of it is valid; and what that
+makes of the kernel's sizes: loop extents, on-chip buffers and parameters."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from keyword import iskeyword
 
 from tvm import arith, tirx
 
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.rules.kernel.factors import Factor, tile_extent
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.rules.kernel.coverage import with_whole_tiles
+from mesh_tensor.rules.kernel.factors import Blocked, Factor, tile_extent
+from mesh_tensor.rules.kernel.sharding_rule import Analysis
+from mesh_tensor.tir.linear import Linear
 from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.rewrite import reshaped
 
 
 class DeviceCoordinates:
@@ -117,3 +124,110 @@ def make_split(
         total = total * n
     even = analyzer.can_prove_equal(total, size)
     return Split(factor, axes, size, tile, written_locally, even, coordinates)
+
+
+class Shrink:
+    """`extents`: new extents of loop variables. `buffers`: parameters and on-chip buffers that change shape.
+    `windows`: the parameters' dims of which the device has windows."""
+
+    def __init__(self, analysis: Analysis, splits: Sequence[Split], layouts: Mapping[str, Sharding]):
+        self.analysis, self.kernel = analysis, analysis.kernel
+        self.windows = {(name, dim): window for name, layout in layouts.items() for dim, window in layout.windows}
+        self.splits: dict[Factor, Split] = {s.factor: s for s in splits}
+        self.extents: dict[tirx.Var, tirx.PrimExpr] = {}
+        self._loop_extents = {loop.var: loop.extent for loop in self.kernel.loops.values()}
+        for factor, split in self.splits.items():
+            for form in analysis.coordinates.forms[factor]:
+                self._shrink_loops(form, split)
+        self.buffers: dict[tirx.Buffer, tirx.Buffer] = {}
+        self._shrink_params(layouts)
+        self._shrink_on_chip()
+
+    def buffer(self, buffer: tirx.Buffer) -> tirx.Buffer:
+        """The buffer as this device has it."""
+        return self.buffers.get(buffer, buffer)
+
+    def extent(self, var: tirx.Var) -> tirx.PrimExpr:
+        """How far a loop goes on this device."""
+        return self.extents.get(var, self._loop_extents[var])
+
+    def coverage(self, form: Linear) -> tirx.PrimExpr:
+        """How far the local loops of a form reach: at least the tile, more where blocks reach past it."""
+        var, coefficient = form.ordered[0]
+        return self.extent(var) * coefficient
+
+    def overruns(self, split: Split) -> bool:
+        """Whether any block of the local kernel may reach past the tile's end."""
+        return any(not self.fits(form, split) for form in self.analysis.coordinates.forms[split.factor])
+
+    def fits(self, form: Linear, split: Split) -> bool:
+        return self.kernel.analyzer.can_prove(self.coverage(form) <= split.tile)
+
+    def _shrink_loops(self, form: Linear, split: Split) -> None:
+        """The outermost loop walks the tile in blocks; where one block is enough, the next loop in shrinks as well."""
+        terms = form.ordered
+        for position, (var, coefficient) in enumerate(terms):
+            old = self._loop_extents[var]
+            if len(terms) == 1 and not self.kernel.analyzer.can_prove_equal(with_whole_tiles(old), split.factor.size):
+                return
+            new = ceildiv(split.tile, coefficient)
+            if position:
+                new = tirx.min(old, new) if not _are_ints(old, new) else tirx.IntImm("int32", min(int(old), int(new)))
+            self.extents[var] = new
+            last_loop = position >= len(terms) - 2
+            if last_loop or not (isinstance(new, tirx.IntImm) and int(new) == 1):
+                return
+
+    def _shrink_params(self, layouts: Mapping[str, Sharding]) -> None:
+        for name, buffer in self.kernel.params.items():
+            if not self.kernel.uses(buffer):
+                if name in layouts:
+                    self.buffers[buffer] = reshaped(buffer, layouts[name].tile_shape(buffer.shape))
+                continue
+            shape = list(buffer.shape)
+            for factor, split in self.splits.items():
+                for param, dim in factor.dims:
+                    if param == name:
+                        shape[dim] = split.tile
+            for (param, dim), window in self.windows.items():
+                if param == name:
+                    shape[dim] = tirx.IntImm("int32", window.length)
+            if any(not new.same_as(old) for new, old in zip(shape, buffer.shape, strict=True)):
+                self.buffers[buffer] = reshaped(buffer, shape)
+
+    def _shrink_on_chip(self) -> None:
+        """A buffer that holds all of a split factor holds the tile."""
+        reaches: dict[tirx.Buffer, dict[int, list[tirx.PrimExpr]]] = {}
+        for live_range in self.analysis.coordinates.ranges.all:
+            if live_range.is_param:
+                continue
+            for dim in range(len(live_range.buffer.shape)):
+                entry = self.analysis.coordinates.of_node((live_range, dim))
+                if entry is None or entry[0] not in self.splits or entry[1].terms:
+                    continue
+                forms = [access.forms[dim] for _, access in (*live_range.reads, *live_range.writes)]
+                reach = [self.coverage(form) for form in forms if form is not None]
+                reaches.setdefault(live_range.buffer, {}).setdefault(dim, []).extend(reach)
+        for buffer, dims in reaches.items():
+            shape = [_largest(dims[d], buffer) if d in dims else size for d, size in enumerate(buffer.shape)]
+            self.buffers[buffer] = reshaped(buffer, shape)
+
+
+def ceildiv(size: tirx.PrimExpr, block: int) -> tirx.PrimExpr:
+    """`T.ceildiv`, folded for constants."""
+    if block == 1:
+        return size
+    if isinstance(size, tirx.IntImm):
+        return tirx.IntImm("int32", -(-int(size) // block))
+    return tirx.floordiv(size + (block - 1), block)
+
+
+def _largest(sizes: list[tirx.PrimExpr], buffer: tirx.Buffer) -> tirx.PrimExpr:
+    simplified = [tirx.IntImm("int32", int(s)) if isinstance(s, tirx.IntImm) else s for s in sizes]
+    if all(isinstance(s, tirx.IntImm) for s in simplified):
+        return max(simplified, key=int)
+    raise Blocked(f"{buffer.name} holds the whole dim on chip, and its tile has no constant size")
+
+
+def _are_ints(*exprs: tirx.PrimExpr) -> bool:
+    return all(isinstance(e, tirx.IntImm) for e in exprs)

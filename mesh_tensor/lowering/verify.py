@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
-from tvm import arith, ir, tirx
+from tvm import arith, tirx
 
 from mesh_tensor.annotations.annotate import INFO_ATTR, MESH_ATTR, TILES_ATTR
 from mesh_tensor.base.mesh import Mesh
@@ -23,11 +23,12 @@ from mesh_tensor.rules.kernel.factors import tile_extent
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import buffer_params
 from mesh_tensor.tir.bounds import accesses_outside
-from mesh_tensor.tir.functions import function_name
+from mesh_tensor.tir.effects import op_name
+from mesh_tensor.tir.nodes import function_name, nodes
 from mesh_tensor.tir.views import declared
 
 from .layouts import Collective, LocalKernel, Lowered, Tensor
-from .shrink import ceildiv
+from .splits import ceildiv
 
 
 class VerificationError(AssertionError):
@@ -96,14 +97,8 @@ def leftovers(func: tirx.PrimFunc) -> list[str]:
 
 def collectives_in(func: tirx.PrimFunc) -> list[str]:
     """The collectives inside a kernel: there must be none."""
-    found: list[str] = []
-
-    def visit(node: object) -> None:
-        if isinstance(node, tirx.Call) and isinstance(node.op, ir.Op) and node.op.name.startswith("mesh."):
-            found.append(f"{node.op.name} is inside it")
-
-    tirx.stmt_functor.post_order_visit(func.body, visit)
-    return found
+    names = [op_name(call) for call in nodes(func.body, tirx.Call)]
+    return [f"{name} is inside it" for name in names if name.startswith("mesh.")]
 
 
 def _left_as_they_are(analysis: Analysis) -> Iterator[tuple[str, int]]:
@@ -115,13 +110,7 @@ def _left_as_they_are(analysis: Analysis) -> Iterator[tuple[str, int]]:
 
 def _long_loops(func: tirx.PrimFunc, analysis: Analysis, assignment: Assignment, mesh: Mesh) -> list[str]:
     """Loops over a split factor that run further than the tile."""
-    extents: dict[tirx.Var, tirx.PrimExpr] = {}
-
-    def visit(node: object) -> None:
-        if isinstance(node, tirx.For):
-            extents[node.loop_var] = node.extent
-
-    tirx.stmt_functor.post_order_visit(func.body, visit)
+    extents = {loop.loop_var: loop.extent for loop in nodes(func.body, tirx.For)}
     analyzer, problems = arith.Analyzer(), []
     for factor in analysis.factors:
         parts = [mesh.size(axis) for axis in assignment.axes_of(factor)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from mesh_tensor.tir.functions import function_name
+from mesh_tensor.tir.nodes import function_name
 
 from .layouts import Lowered
 from .stages import Annotated, LocalParts, Part, Parts, Ruled

@@ -14,12 +14,11 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.one_kernel import Assignment
 from mesh_tensor.rules.kernel.coverage import why_not_covered
-from mesh_tensor.rules.kernel.other_dims import reshaped
 from mesh_tensor.rules.kernel.reader import read_kernel
 from mesh_tensor.rules.kernel.statements import Access, Kernel, Statement, buffer_params
 from mesh_tensor.tir.linear import Linear, vars_of
 from mesh_tensor.tir.memory import memories, named
-from mesh_tensor.tir.rewrite import exchange_buffers
+from mesh_tensor.tir.rewrite import exchange_buffers, reshaped
 from mesh_tensor.tir.tile_position import fill, helpers_in, text_of
 from mesh_tensor.tir.view_map import ViewMap
 

@@ -64,7 +64,7 @@ def _expanded(node: Node) -> list[Node]:
     (x,), (result,) = node.inputs, node.outputs
     builder = relax.BlockBuilder()
     made: list[Node] = []
-    variable = relax.Var(x.name, relax.TensorStructInfo(x.type.shape, x.type.dtype))
+    variable = x.variable()
     values = {variable: x}
 
     def emit(expr: relax.Expr) -> relax.Var:

@@ -241,7 +241,7 @@ class Writer:
 
     def parameter(self, name: str, value: Value) -> relax.Var:
         """A parameter of the type of a value."""
-        return relax.Var(name, relax.TensorStructInfo(value.type.shape, value.type.dtype))
+        return relax.Var(name, value.info)
 
     def copy(self, value: Value) -> Value:
         """Another value of the type, under a name of its own."""

@@ -14,7 +14,7 @@ from mesh_tensor.rules.operator.call import op_call
 from mesh_tensor.rules.operator.rule import Dim, atoms_of
 
 from .atoms import Atoms
-from .ir import Graph, Interleaved, Node, Value, leaves
+from .ir import Graph, Interleaved, Node, Value
 
 op = relax.op
 # What does the same wherever along a dim an element stands.
@@ -78,11 +78,7 @@ class _Tracer:
         self._annotations, self._rules = graph.annotations, atoms.rules
         self._weights = {value for value in graph.params if value.name in held}
         self._made = {value: node for node in graph.nodes for value in node.outputs}
-        counts: dict[Value, int] = dict.fromkeys(leaves(graph.result), 2)
-        for node in graph.nodes:
-            for value in node.inputs:
-                counts[value] = counts.get(value, 0) + 1
-        self._alone = {value for value, count in counts.items() if count == 1}
+        self._alone = graph.inner_links()
 
     def weights(self, value: Value, dim: int) -> list[_Found]:
         """All weights that the dim of a value comes from; none if it comes from anything else, too, or if something
@@ -138,7 +134,7 @@ def _taken_apart(node: Node, parts: int) -> Iterator[Node]:
         return Node(call, (source,), values, scopes, where)
 
     def var(source: Value) -> relax.Var:
-        return relax.Var(source.name, relax.TensorStructInfo(source.type.shape, source.type.dtype))
+        return source.variable()
 
     shape = (*before, parts, sum(each), *after)
     apart = made(op.reshape(var(value), shape), value, None, f"{value.name}_parts")

@@ -30,6 +30,15 @@ class Value:
     def __repr__(self) -> str:
         return f"{self.name}: {self.type.dtype}{list(self.type.shape)}"
 
+    @property
+    def info(self) -> relax.TensorStructInfo:
+        """Its type in Relax."""
+        return relax.TensorStructInfo(self.type.shape, self.type.dtype)
+
+    def variable(self) -> relax.Var:
+        """A variable of Relax that stands for it."""
+        return relax.Var(self.name, self.info)
+
 
 @dataclass(frozen=True)
 class Scope:
@@ -112,6 +121,11 @@ class Graph:
             for position, value in enumerate(node.inputs):
                 found.setdefault(value, []).append((node, position))
         return found
+
+    def inner_links(self) -> set[Value]:
+        """The values that one operand is, and nothing else: the function does not return them."""
+        results = set(leaves(self.result))
+        return {value for value, users in self.uses().items() if len(users) == 1 and value not in results}
 
 
 def nodes_before(graph: Graph, wanted: Collection[Value]) -> set[Node]:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from tvm import relax, tirx
+from tvm import tirx
 
 from mesh_tensor.annotations.module_annotations import Annotation
+from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.reductions import reduction
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.base.tensor_type import TensorType
 from mesh_tensor.rules.kernel.cost import flops_of
 from mesh_tensor.rules.kernel.factors import Factor, tile_extent
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
@@ -79,7 +79,7 @@ class KernelDecision:
         """What the axes split: what is annotated where that is one thing, else what costs least."""
         demands = {axis: self._demands(axis) for axis in self.mesh}
         axes = {axis: self.fixed.get(axis, demands[axis][0] if demands[axis] else None) for axis in self.mesh}
-        if not self.over_tiles and not self._is_plain(axes, demands):
+        if not self.over_tiles and not self._is_plain(demands):
             axes = self._cheapest()
         reasons = {axis: self._reason(axis, axes[axis], demands[axis]) for axis in self.mesh}
         assignment = Assignment(axes, reasons, self.analysis.factors)
@@ -115,7 +115,7 @@ class KernelDecision:
         """The factor that splits a dim, or from which windows of it are read."""
         return self.analysis.factor_of(param, dim) or self.analysis.read_from(param, dim)
 
-    def _is_plain(self, axes: Mapping[str, Factor | None], demands: Mapping[str, list[Factor]]) -> bool:
+    def _is_plain(self, demands: Mapping[str, list[Factor]]) -> bool:
         """Whether nothing is moved if the axes split what is asked, or there is nothing to decide."""
         free = [axis for axis in self.mesh if axis not in self.fixed and demands[axis] and self.mesh.size(axis) > 1]
         return all(
@@ -143,7 +143,7 @@ class KernelDecision:
         rule = rule_of_analysis(self.analysis, self.inputs, self.outputs, factors, self.sizes)
         values = [self._value(param) for param in (*self.inputs, *self.outputs)]
         inputs, outputs = tuple(values[: len(self.inputs)]), tuple(values[len(self.inputs) :])
-        operands = [relax.Var(v.name, relax.TensorStructInfo(v.type.shape, v.type.dtype)) for v in inputs]
+        operands = [value.variable() for value in inputs]
         call = OpCall("call_tir", operands, tuple(v.type for v in inputs), tuple(v.type for v in outputs))
         node = Node(
             call, inputs, outputs, (), "kernel", self.analysis.kernel.func, flops_of(self.analysis.kernel.statements)

@@ -136,7 +136,7 @@ class _Reader:
         """A parameter of a called function with a layout of its own: a point where the layout may change."""
         if (function, param.name_hint) not in self._stated or not isinstance(arg, Value):
             return arg
-        stand_in = relax.Var(param.name_hint, relax.TensorStructInfo(arg.type.shape, arg.type.dtype))
+        stand_in = relax.Var(param.name_hint, arg.info)
         call = OpCall(ANNOTATE, stand_in, (arg.type,), (arg.type,))
         return self.add(call, [arg], function, param.name_hint, scopes)[0]
 
@@ -251,7 +251,7 @@ class _Body:
         assert isinstance(then, Value)
         assert isinstance(other, Value)
         operands = [cond, then, other]
-        stand_ins = [relax.Var(v.name, relax.TensorStructInfo(v.type.shape, v.type.dtype)) for v in operands]
+        stand_ins = [v.variable() for v in operands]
         call = relax.BlockBuilder().normalize(relax.op.where(*stand_ins))
         return self._reader.add(op_call(call), operands, self._function, name, self._scopes)[0]
 

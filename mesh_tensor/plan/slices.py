@@ -72,7 +72,7 @@ def _taken(
 
 def _split(value: Value, dim: int, parts: list[Node]) -> Node:
     """One node for them, where the first of them stood."""
-    var = relax.Var(value.name, relax.TensorStructInfo(value.type.shape, value.type.dtype))
+    var = value.variable()
     sizes = [node.outputs[0].type.shape[dim] for node in parts]
     cuts = [sum(sizes[: n + 1]) for n in range(len(sizes) - 1)]
     call = op_call(relax.BlockBuilder().normalize(relax.op.split(var, cuts, dim)))

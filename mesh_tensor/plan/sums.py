@@ -12,7 +12,7 @@ from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.rules.operator.call import op_call
 
 from .atoms import Atoms
-from .ir import Graph, Node, Value, leaves
+from .ir import Graph, Node, Value
 from .propagate import Layouts
 
 _ADD = "add"
@@ -56,10 +56,7 @@ class _Chain:
 
 def _chains(graph: Graph) -> list[_Chain]:
     """The sums of three operands and more, each as long as can be."""
-    counts: dict[Value, int] = dict.fromkeys(leaves(graph.result), 2)
-    for node in graph.nodes:
-        for value in node.inputs:
-            counts[value] = counts.get(value, 0) + 1
+    links = graph.inner_links()
     found: dict[Value, _Chain] = {}
     for node in graph.nodes:
         if node.call.name != _ADD or len(node.inputs) != 2 or node.outputs[0].type.dtype in NARROW:
@@ -68,7 +65,7 @@ def _chains(graph: Graph) -> list[_Chain]:
         terms: tuple[Value, ...] = ()
         for value in node.inputs:
             inner = found.get(value)
-            fits = inner is not None and counts[value] == 1 and value not in graph.annotations
+            fits = inner is not None and value in links and value not in graph.annotations
             if inner is not None and fits and inner.last.scopes == node.scopes:
                 del found[value]
                 nodes, terms = nodes + inner.nodes, terms + inner.terms
@@ -110,8 +107,7 @@ def _summed(terms: list[Value], last: Node) -> list[Node]:
     made: list[Node] = []
     total = terms[0]
     for number, term in enumerate(terms[1:]):
-        pair = [relax.Var(v.name, relax.TensorStructInfo(v.type.shape, v.type.dtype)) for v in (total, term)]
-        call = op_call(builder.normalize(relax.op.add(*pair)))
+        call = op_call(builder.normalize(relax.op.add(total.variable(), term.variable())))
         (out,) = call.outputs
         ends = number == len(terms) - 2
         sum_ = result if ends else Value(f"{result.name}_{number}", out)

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from tvm import tirx
-from tvm.tirx.stmt_functor import ir_transform, post_order_visit, substitute
+from tvm.tirx.stmt_functor import ir_transform, substitute
 
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Statement, body_statements
-from mesh_tensor.tir.rewrite import replace_block, sequence
+from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.rewrite import replace_block, sequence, with_indices
 
 from .tir_nests import compact
-
-Sizes = tuple[int, ...]
+from .wiring import Sizes
 
 
 def plain_dims(analysis: Analysis) -> frozenset[tuple[str, int]]:
@@ -49,13 +49,9 @@ def taken_apart(kernel: tirx.PrimFunc, sizes: tuple[tuple[Sizes, ...], ...]) -> 
         for buffer, dims in apart.items()
     }
     by_var: dict[tirx.Var, Sizes] = {}
-
-    def visit(node: object) -> None:
-        if isinstance(node, (tirx.BufferLoad, tirx.BufferStore)):
-            walked = zip(node.indices, apart[node.buffer], strict=True)
-            by_var.update({index: dim for index, dim in walked if len(dim) > 1})
-
-    post_order_visit(kernel.body, visit)
+    for access in nodes(kernel.body, tirx.BufferLoad, tirx.BufferStore):
+        walked = zip(access.indices, apart[access.buffer], strict=True)
+        by_var |= {index: dim for index, dim in walked if len(dim) > 1}
     grid, block = _frame(kernel.body)
     firsts = {var: tirx.Var(var.name, "int32") for var in grid if var in by_var}
     body = sequence([_Apart(apart, new, by_var, firsts).run(stmt) for stmt in body_statements(block.body)])
@@ -110,9 +106,7 @@ class _Apart:
         indices: list[tirx.PrimExpr] = []
         for index, dim in zip(node.indices, self._apart[node.buffer], strict=True):
             indices += self._vars[index] if len(dim) > 1 else [index]
-        if isinstance(node, tirx.BufferLoad):
-            return tirx.BufferLoad(self._new[node.buffer], indices)
-        return tirx.BufferStore(self._new[node.buffer], node.value, indices)
+        return with_indices(node, indices, self._new[node.buffer])
 
     def _loop(self, loop: tirx.For) -> tirx.Stmt | None:
         var = loop.loop_var

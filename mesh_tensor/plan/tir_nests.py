@@ -12,12 +12,13 @@ from typing import Any
 
 import tvm
 from tvm import s_tir, tirx
-from tvm.tirx.stmt_functor import ir_transform, post_order_visit, substitute
+from tvm.tirx.stmt_functor import ir_transform, substitute
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.kernel.statements import body_statements
 from mesh_tensor.tir.effects import written
-from mesh_tensor.tir.rewrite import exchange_buffers, sequence
+from mesh_tensor.tir.nodes import loads
+from mesh_tensor.tir.rewrite import exchange_buffers, sequence, with_indices
 
 _SPATIAL = 0  # the kind of a block's variable whose values may come in any order
 _COMPARISONS = (tirx.EQ, tirx.NE, tirx.LT, tirx.LE, tirx.GT, tirx.GE)
@@ -44,12 +45,9 @@ def compact(buffer: tirx.Buffer, name: str) -> tirx.Buffer:
     return tirx.decl_buffer([tirx.IntImm("int32", int(size)) for size in buffer.shape], buffer.dtype, name)
 
 
-def loaded(nodes: Iterable[tirx.PrimExpr | tirx.Stmt]) -> list[tirx.Buffer]:
+def loaded(places: Iterable[tirx.PrimExpr | tirx.Stmt]) -> list[tirx.Buffer]:
     """The buffers that are read somewhere in these, each once."""
-    found: dict[tirx.Buffer, None] = {}
-    for node in nodes:
-        post_order_visit(node, lambda n: found.setdefault(n.buffer) if isinstance(n, tirx.BufferLoad) else None)
-    return list(found)
+    return list(dict.fromkeys(load.buffer for place in places for load in loads(place)))
 
 
 def is_count(low: tirx.PrimExpr, extent: tirx.PrimExpr) -> bool:
@@ -213,9 +211,7 @@ def _narrow_indices(body: tirx.Stmt) -> tirx.Stmt:
             a, b = _narrow(node.a), _narrow(node.b)
             return None if a is None or b is None else type(node)(a, b)
         indices = [index if (narrow := _narrow(index)) is None else narrow for index in node.indices]
-        if isinstance(node, tirx.BufferLoad):
-            return tirx.BufferLoad(node.buffer, indices)
-        return tirx.BufferStore(node.buffer, node.value, indices)
+        return with_indices(node, indices)
 
     kinds = [f"tirx.{kind.__name__}" for kind in (tirx.BufferLoad, tirx.BufferStore, *_COMPARISONS)]
     return ir_transform(body, None, rebuilt, kinds)

@@ -6,30 +6,29 @@ values of the graph: so what one nest sums up can be split, reduced, and carried
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
-from tvm import ir, relax, tirx
-from tvm.tirx.stmt_functor import post_order_visit
+from tvm import arith, ir, relax, tirx
+from tvm.ir import Range
 
 from mesh_tensor.annotations.annotate import TILES_ATTR
 from mesh_tensor.annotations.names import Fresh
 from mesh_tensor.annotations.specialize import sized
+from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import MeshTensorError, refuse
-from mesh_tensor.base.tensor_type import TensorType
 from mesh_tensor.rules.kernel.statements import body_statements
 from mesh_tensor.rules.operator.call import OpCall, op_call
 from mesh_tensor.tir.effects import side_effect, written
-from mesh_tensor.tir.functions import function_name
 from mesh_tensor.tir.memory import named
+from mesh_tensor.tir.nodes import function_name, nodes
 from mesh_tensor.tir.tile_position import helpers_in
 from mesh_tensor.tir.views import left_views, resolve_views
 
 from .ir import Graph, Node, Value
-from .tir_nests import compact, kernel_of, loaded
-from .tir_reshape import is_reshape
+from .tir_nests import compact, is_count, kernel_of, loaded
 
 
 def expand_kernels(graph: Graph) -> None:
@@ -128,8 +127,8 @@ def _check_view(func: tirx.PrimFunc, name: str) -> None:
 
 def _node(node: Node, kernel: tirx.PrimFunc, inputs: tuple[Value, ...], outputs: tuple[Value, ...]) -> Node:
     """A call of one of the kernels that the function of `node` is made of."""
-    operands = [relax.Var(value.name, relax.TensorStructInfo(value.type.shape, value.type.dtype)) for value in inputs]
-    infos = [relax.TensorStructInfo(value.type.shape, value.type.dtype) for value in outputs]
+    operands = [value.variable() for value in inputs]
+    infos = [value.info for value in outputs]
     callee = ir.GlobalVar(str(kernel.attrs["global_symbol"]))
     expr = relax.op.call_tir(callee, relax.Tuple(operands), infos if len(infos) > 1 else infos[0])
     call = OpCall("call_tir", expr, tuple(v.type for v in inputs), tuple(v.type for v in outputs))
@@ -139,19 +138,14 @@ def _node(node: Node, kernel: tirx.PrimFunc, inputs: tuple[Value, ...], outputs:
 def _reshape(node: Node, inputs: tuple[Value, ...], outputs: tuple[Value, ...]) -> Node:
     """The operator that takes the place of a function that only regroups dims: its tiles may be split in more ways."""
     (src,), (dst,) = inputs, outputs
-    operand = relax.Var(src.name, relax.TensorStructInfo(src.type.shape, src.type.dtype))
+    operand = src.variable()
     call = op_call(relax.BlockBuilder().normalize(relax.op.reshape(operand, dst.type.shape)))
     return replace(node, call=call, inputs=inputs, outputs=outputs, kernel=None)
 
 
 def is_tile_kernel(func: tirx.PrimFunc) -> bool:
     """Whether the function is a TileLang kernel: a body in a T.Kernel."""
-    found: list[Any] = []
-    post_order_visit(
-        func.body,
-        lambda n: found.append(n) if isinstance(n, tirx.SBlock) and n.name_hint == "tilelang_root" else None,
-    )
-    return bool(found)
+    return any(block.name_hint == "tilelang_root" for block in nodes(func.body, tirx.SBlock))
 
 
 @dataclass(frozen=True)
@@ -208,16 +202,7 @@ def _groups(stmts: Sequence[tirx.Stmt], writes: Sequence[Sequence[tirx.Buffer]])
 
 
 def _has_effects(stmt: tirx.Stmt) -> bool:
-    found: list[str] = []
-
-    def visit(node: object) -> None:
-        if isinstance(node, tirx.Evaluate):
-            found.append("a call")
-        elif isinstance(node, tirx.Stmt) and (effect := side_effect(node)) is not None:
-            found.append(effect)
-
-    post_order_visit(stmt, visit)
-    return bool(found)
+    return any(isinstance(part, tirx.Evaluate) or side_effect(part) is not None for part in nodes(stmt, tirx.Stmt))
 
 
 def _check_written(name: str, results: Sequence[tirx.Buffer], stages: Sequence[_Stage]) -> None:
@@ -240,3 +225,43 @@ def _type(buffer: tirx.Buffer) -> TensorType:
 def _plain(name: str) -> str:
     """A name that TVMScript can print: TE has "x_red_temp.v0"."""
     return "".join(c if c.isalnum() else "_" for c in name)
+
+
+def is_reshape(kernel: tirx.PrimFunc) -> bool:
+    """Whether a kernel of one operand and one result leaves each element at its place in row-major order."""
+    buffers = [kernel.buffer_map[param] for param in kernel.params]
+    stores, around = nodes(kernel.body, tirx.BufferStore), nodes(kernel.body, tirx.For)
+    loops = {loop.loop_var: int(loop.extent) for loop in around if is_count(loop.min, loop.extent)}
+    if len(buffers) != 2 or len(stores) != 1 or len(loops) < len(around) or nodes(kernel.body, tirx.IfThenElse):
+        return False
+    (store,), (source, target) = stores, buffers
+    load = store.value
+    if not isinstance(load, tirx.BufferLoad) or not load.buffer.same_as(source) or not store.buffer.same_as(target):
+        return False
+    if loaded(load.indices) or not _reaches_all(store, loops) or math.prod(_shape(source)) != math.prod(_shape(target)):
+        return False
+    analyzer = arith.Analyzer()
+    for var, extent in loops.items():
+        analyzer.bind(var, Range(0, extent))
+    return analyzer.can_prove_equal(_position(source, load.indices), _position(target, store.indices))
+
+
+def _reaches_all(store: tirx.BufferStore, loops: dict[tirx.Var, int]) -> bool:
+    """Whether each index is the variable of a loop over the whole dim, of no other, or 0 in a dim of size 1."""
+    walked = [index for index in store.indices if index in loops]
+    whole = all(
+        loops[index] == size if index in loops else size == 1
+        for index, size in zip(store.indices, _shape(store.buffer), strict=True)
+    )
+    return whole and len(set(walked)) == len(walked)
+
+
+def _position(buffer: tirx.Buffer, indices: list[tirx.PrimExpr]) -> tirx.PrimExpr:
+    position: tirx.PrimExpr = tirx.IntImm("int32", 0)
+    for index, size in zip(indices, _shape(buffer), strict=True):
+        position = position * size + index
+    return position
+
+
+def _shape(buffer: tirx.Buffer) -> tuple[int, ...]:
+    return tuple(int(size) for size in buffer.shape)

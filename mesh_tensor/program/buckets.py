@@ -22,11 +22,11 @@ from tvm import relax
 
 from mesh_tensor.base.collective_time import reach
 from mesh_tensor.base.collectives import BETWEEN
+from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.placement import Partial, Placement, Replicate, Shard
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.base.tensor_type import TensorType
 from mesh_tensor.rules.operator.call import OpCall, op_call
 from mesh_tensor.rules.operator.call_text import info_of
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from tvm import tirx
 
 from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.machine import Machine
-from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.lowering.layouts import Collective, LocalKernel, Tensor
+from mesh_tensor.lowering.layouts import Collective, LocalKernel, LocalView, Tensor
 from mesh_tensor.lowering.pipeline import KernelLowering
 from mesh_tensor.lowering.slabs import Slabs
 from mesh_tensor.lowering.verify import other_tiles
 from mesh_tensor.rules.kernel.cost import flops_function
-from mesh_tensor.rules.kernel.granularity import Dim
+from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.tir.sizes import size_function
 
 from .lifetimes import with_lifetimes
@@ -28,7 +27,7 @@ from .verify import checked
 
 _A_BUG = "the kernel was made local wrongly: a bug of mesh_tensor, which ends here and not in wrong numbers"
 
-Split = tuple[tuple[str, Dim], ...]  # axis, a dim that the factor which it splits walks
+SplitDims = tuple[tuple[str, Dim], ...]  # axis, a dim that the factor which it splits walks
 SizedStep = Callable[[Mapping[str, Value], Sequence[int]], Step]  # from the values and the symbols' sizes
 
 
@@ -43,28 +42,6 @@ def lower_to_program(
     return Lowering(KernelLowering(view, machine), strict)(func).sized(())
 
 
-class LocalView(Protocol):
-    """What the Program of a kernel is made of: local kernels and collectives on tensors that lie in some way.
-
-    `parameters`: names, with the tensor that each comes in and the one that it leaves in; `kept` as in Parameter."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def mesh(self) -> Mesh: ...
-    @property
-    def tensors(self) -> Mapping[str, Tensor]: ...
-    @property
-    def steps(self) -> Sequence[LocalKernel | Collective]: ...
-    @property
-    def parameters(self) -> Sequence[tuple[str, str | None, str | None]]: ...
-    @property
-    def scalars(self) -> Sequence[tirx.Var]: ...
-    @property
-    def kept(self) -> Collection[str]: ...
-    def decisions(self) -> Decisions: ...
-
-
 @dataclass(frozen=True)
 class Lowering:
     """Makes Programs of annotated kernels: each is lowered, and its symbols stay open."""
@@ -73,12 +50,12 @@ class Lowering:
     strict: bool
 
     def __call__(
-        self, func: tirx.PrimFunc, symbols: Sequence[tirx.Var] = (), split: Split | None = None
+        self, func: tirx.PrimFunc, symbols: Sequence[tirx.Var] = (), split: SplitDims | None = None
     ) -> OpenProgram:
         """The Program of a kernel, with that split, or with the one that costs least."""
         return OpenProgram(self.lowering(func, self.strict, split), symbols)
 
-    def splits(self, func: tirx.PrimFunc) -> Callable[[Mapping[tirx.Var, int]], Split]:
+    def splits(self, func: tirx.PrimFunc) -> Callable[[Mapping[tirx.Var, int]], SplitDims]:
         """What costs least, by the sizes of symbols."""
         return self.lowering.splits(func, self.strict)
 

@@ -20,7 +20,7 @@ from mesh_tensor.plan.atoms import Atoms, plain_sharding
 from mesh_tensor.plan.explicit import Form, Run
 from mesh_tensor.plan.tir_atoms import plain_dims, taken_apart
 from mesh_tensor.plan.tir_rule import analysed
-from mesh_tensor.rules.kernel.granularity import Dim
+from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.operator.call import op_call
 
 from .builder import build_program

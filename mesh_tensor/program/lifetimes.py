@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from .program import Parameter, Program
-from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step, WaitStep
+from .steps import AllocStep, FreeStep, OpStep, Step
 
 
 class Stored(Protocol):
@@ -60,22 +60,16 @@ class _Held:
         for storage in program.inputs | (program.outputs - made):
             self._add(storage)
 
-    def kernel(self, step: KernelStep) -> int:
-        """It works on what is there."""
+    def kernel(self, step: Step) -> int:
+        """It works on what is there, as collectives do."""
         return self.now
+
+    collective = wait = kernel
 
     def op(self, step: OpStep) -> int:
         """Its results come with their memory."""
         for name in step.makes:
             self._add(self._values[name].storage)
-        return self.now
-
-    def collective(self, step: CollectiveStep) -> int:
-        """It works on what is there."""
-        return self.now
-
-    def wait(self, step: WaitStep) -> int:
-        """It works on what is there."""
         return self.now
 
     def alloc(self, step: AllocStep) -> int:

@@ -24,9 +24,8 @@ from mesh_tensor.rules.kernel.factors import Blocked
 
 from .early_starts import early_starts
 from .lifetimes import with_lifetimes
-from .overlap_cost import COUNTS, Sent, Work, choose
 from .overlap_schedule import slab_steps
-from .overlap_sites import Site, Sites
+from .overlap_sites import COUNTS, Sent, Site, Sites, Work, choose
 from .program import Program, Value
 from .steps import CollectiveStep, Step
 from .verify import checked

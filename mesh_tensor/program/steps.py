@@ -211,14 +211,19 @@ class WaitStep:
 
 
 @dataclass(frozen=True)
-class AllocStep:
-    """The memory of a workspace or an output comes to life here."""
+class _MemoryStep:
+    """Computes and sends nothing."""
 
     storage: str
 
     reads = writes = uses = makes = ()
     collective = None
     flops = bytes = 0
+
+
+@dataclass(frozen=True)
+class AllocStep(_MemoryStep):
+    """The memory of a workspace or an output comes to life here."""
 
     @property
     def words(self) -> str:
@@ -229,14 +234,8 @@ class AllocStep:
 
 
 @dataclass(frozen=True)
-class FreeStep:
+class FreeStep(_MemoryStep):
     """Nothing uses this workspace any more."""
-
-    storage: str
-
-    reads = writes = uses = makes = ()
-    collective = None
-    flops = bytes = 0
 
     @property
     def words(self) -> str:

@@ -11,25 +11,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Protocol
 
 from tvm import tirx
-from tvm.tirx.stmt_functor import post_order_visit
 
 from mesh_tensor.annotations.annotate import read_annotations
 from mesh_tensor.annotations.specialize import specialize
 from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
+from mesh_tensor.plan.tir_rule import Sizes
+from mesh_tensor.tir.nodes import nodes
 
-from .builder import Split
+from .builder import SplitDims
 from .overlap import with_overlap
 from .program import Program
-
-Sizes = Mapping[tirx.Var, int]
 
 
 class Sizable(Protocol):
@@ -42,10 +41,12 @@ class Sizable(Protocol):
 class Lower(Protocol):
     """Makes Programs of annotated kernels."""
 
-    def __call__(self, func: tirx.PrimFunc, symbols: Sequence[tirx.Var] = (), split: Split | None = None) -> Sizable:
+    def __call__(
+        self, func: tirx.PrimFunc, symbols: Sequence[tirx.Var] = (), split: SplitDims | None = None
+    ) -> Sizable:
         """The Program of a kernel whose `symbols` stay open, with that split, or with the one that costs least."""
 
-    def splits(self, func: tirx.PrimFunc) -> Callable[[Sizes], Split] | None:
+    def splits(self, func: tirx.PrimFunc) -> Callable[[Sizes], SplitDims] | None:
         """What costs least, by the sizes of symbols; None if sizes are lowered one by one."""
 
 
@@ -77,7 +78,7 @@ class Programs:
         self._compile_kernel = compile_kernel
         self._symbols = symbols
         self._numbers = _numbers(func, symbols) if symbols else {}
-        self._families: dict[tuple[tuple[int, ...], Split], _Family | None] = {}
+        self._families: dict[tuple[tuple[int, ...], SplitDims], _Family | None] = {}
         self._programs: Recent[tuple[int, ...], Program] = Recent(KERNEL_SIZES)
         self._decided: Recent[tuple[int, ...], Decisions] = Recent(KERNEL_SIZES)  # for explain
 
@@ -86,7 +87,7 @@ class Programs:
         key = tuple(sizes[var] for var in self._symbols)
         return self._programs.made(key, lambda: self._sized(sizes) or self.exact(sizes))
 
-    def exact(self, sizes: Sizes, split: Split | None = None) -> Program:
+    def exact(self, sizes: Sizes, split: SplitDims | None = None) -> Program:
         """The Program of the kernel lowered for these sizes and no others, with that split if it is known."""
         func = specialize(self._func, sizes) if self._symbols else self._func
         return with_overlap(self._lower(func, (), split).sized(()), self._overlap)
@@ -119,14 +120,14 @@ class Programs:
         return self._decided.made(tuple(sizes[var] for var in self._symbols), exactly)
 
     @cached_property
-    def _split_at(self) -> Callable[[Sizes], Split] | None:
+    def _split_at(self) -> Callable[[Sizes], SplitDims] | None:
         """What the axes split at which sizes; None if that can't be said."""
         try:
             return self._lower.splits(self._func)
         except MeshTensorError:
             return None
 
-    def _family(self, numbers: tuple[int, ...], split: Split) -> _Family | None:
+    def _family(self, numbers: tuple[int, ...], split: SplitDims) -> _Family | None:
         """The family of these multiples with that split, if it can be lowered as one, compiled, and nothing is lost by
         it."""
         unknowns = tuple(tirx.Var(var.name, var.dtype) for var in self._symbols)
@@ -165,12 +166,9 @@ def _numbers(func: tirx.PrimFunc, found: tuple[tirx.Var, ...]) -> dict[tirx.Var,
     """Per symbol, what its families are multiples of, the largest first."""
     devices = read_annotations(func)[0].num_devices
     blocks: dict[tirx.Var, set[int]] = {var: {1} for var in found}
-
-    def visit(node: object) -> None:
-        if isinstance(node, _DIVISIONS) and isinstance(node.b, tirx.IntImm) and int(node.b) > 0:
-            for var in tirx.analysis.undefined_vars(node.a):
-                blocks.get(var, set()).add(int(node.b))
-
-    post_order_visit(func.body, visit)
+    for division in nodes(func.body, *_DIVISIONS):
+        if isinstance(division.b, tirx.IntImm) and int(division.b) > 0:
+            for var in tirx.analysis.undefined_vars(division.a):
+                blocks.get(var, set()).add(int(division.b))
     most = {var: math.lcm(*numbers) * devices for var, numbers in blocks.items()}
     return {var: tuple(dict.fromkeys((n if n <= _MOST else devices, devices, 1))) for var, n in most.items()}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tvm import arith, ir, relax, tirx
 
-from mesh_tensor.annotations.names import SourceNames, known, relax_function, source_names
+from mesh_tensor.annotations.names import SourceNames, known, relax_function, source_names, without_layout
 from mesh_tensor.base.errors import did_you_mean, listing, refuse
 from mesh_tensor.plan.index_checks import IndexCheck
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
@@ -192,9 +192,7 @@ def bound(mod: ir.IRModule, function: str, sizes: Mapping[tirx.Var, int]) -> ir.
 
 
 def _param(var: relax.Var, function: str) -> ModuleParam:
-    info = var.struct_info
-    if isinstance(info, relax.distributed.DTensorStructInfo):
-        info = info.tensor_sinfo
+    info = without_layout(var.struct_info)
     if not isinstance(info, relax.TensorStructInfo) or not isinstance(info.shape, relax.ShapeExpr):
         refuse(
             f"parameter {var.name_hint!r} of {function!r} is {var.struct_info}",

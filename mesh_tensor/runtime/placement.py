@@ -18,10 +18,8 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.targets.dtypes import dtype_name
 from mesh_tensor.targets.tile_memory import empty_tile
 
-from .combine import combiner
-from .elementwise import copy, fill
-
-Tiles = list[torch.Tensor]
+from .elementwise import combiner, copy, fill
+from .reshard import Tiles
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ def _why_not_seen(tensor: torch.Tensor) -> tuple[str, str] | None:
         return "a tensor inside of torch.func.vmap, grad or jvp", _OUTSIDE
     if tensor.layout is not torch.strided:
         return f"layout {tensor.layout}, but expected torch.strided", "pass a dense copy: .to_dense()"
+    if tensor.is_nested:
+        return "a nested tensor, whose rows have lengths of their own", "pass a dense copy: .to_padded_tensor(0)"
     if type(tensor).__name__ == "FakeTensor":
         return "a FakeTensor, which has no data", _AS_OP
     return None

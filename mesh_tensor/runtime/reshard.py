@@ -18,8 +18,7 @@ from mesh_tensor.base.reductions import neutral
 from mesh_tensor.base.sharding import Partial, Shard, Sharding
 from mesh_tensor.targets.dtypes import dtype_name
 
-from .combine import combiner
-from .elementwise import copy, fill
+from .elementwise import combiner, copy, fill
 
 Region = tuple[slice, ...]
 Tiles = list[torch.Tensor]

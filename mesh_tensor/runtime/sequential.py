@@ -12,8 +12,8 @@ from tvm import ir, relax, tirx
 
 from mesh_tensor.annotations.names import check_module
 from mesh_tensor.annotations.parameters import flat_arguments, with_flat_parameters
+from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse
-from mesh_tensor.base.tensor_type import TensorType
 from mesh_tensor.rules.operator.call import OpCall, op_call, plain, tensor_infos
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype, torch_tensor
 from mesh_tensor.targets.tir_functions import tir_function

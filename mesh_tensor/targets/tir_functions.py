@@ -11,8 +11,8 @@ from tvm import s_tir, tirx
 from tvm.tirx import stmt_functor
 
 from mesh_tensor.annotations.specialize import sized
-from mesh_tensor.base.dtypes import poison_value
-from mesh_tensor.base.tensor_type import TensorType
+from mesh_tensor.base.dtypes import TensorType, poison_value
+from mesh_tensor.tir.nodes import nodes
 
 from .dtypes import torch_dtype
 from .interpreter import interpret
@@ -51,10 +51,7 @@ def _poisoned(kind: TensorType) -> torch.Tensor:
 def _as_loops(func: tirx.PrimFunc) -> tuple[tirx.PrimFunc, tuple[TensorType, ...]]:
     """`func` in the form that the interpreter runs: blocks become plain statements, what starts a reduction an if, and
     global memory that it allocates becomes parameters at the end."""
-    blocks: list[tirx.SBlock] = []
-    stmt_functor.post_order_visit(
-        func.body, lambda node: blocks.append(node) if isinstance(node, tirx.SBlock) else None
-    )
+    blocks = nodes(func.body, tirx.SBlock)
     if not any(block.init is not None or block.iter_vars or _global(block) for block in blocks):
         return func, ()
     lower = tvm.transform.Sequential([s_tir.transform.LowerInitBlock(), s_tir.transform.ConvertBlocksToOpaque()])

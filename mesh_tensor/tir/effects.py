@@ -5,7 +5,7 @@ from __future__ import annotations
 from tvm import ir, tirx
 
 from .intrinsics import INTRINSICS
-from .nodes import nodes
+from .nodes import loads, nodes
 
 
 def _ops(namespace: str, names: str) -> frozenset[str]:
@@ -40,7 +40,7 @@ def side_effect(stmt: tirx.Stmt) -> str | None:
 
     Values that come through pointers count as such: what is read is more than the element that the pointer names."""
     for expr in _expressions(stmt):
-        for call in _calls(expr):
+        for call in nodes(expr, tirx.Call):
             if not isinstance(call.op, ir.Op):
                 return str(call.op)
             if call.op.name not in INTRINSICS:
@@ -75,40 +75,27 @@ def written(stmt: tirx.Stmt) -> tuple[tirx.Buffer, ...]:
     """The buffers that a statement of any kind may store to: by stores, or because a call gets a pointer or a
     region."""
     found: list[tirx.Buffer] = []
-
-    def visit(node: object) -> None:
+    for node in nodes(stmt, tirx.BufferStore, tirx.Call):
         if isinstance(node, tirx.BufferStore):
             found.append(node.buffer)
-        elif isinstance(node, tirx.Call) and isinstance(node.op, ir.Op) and node.args:
+        elif isinstance(node.op, ir.Op) and node.args:
             target = node.args[0]
             if isinstance(target, tirx.BufferLoad) and _may_write(node):
                 found.append(target.buffer)
-
-    tirx.stmt_functor.post_order_visit(stmt, visit)
     return tuple(found)
 
 
 def pointers(stmt: tirx.Stmt) -> set[tirx.Var]:
     """The variables that calls in the statement get as pointers: all that they point to may be read and written."""
-    found: set[tirx.Var] = set()
-
-    def visit(node: object) -> None:
-        if isinstance(node, tirx.Call):
-            found.update(arg for arg in node.args if isinstance(arg, tirx.Var) and arg.dtype == "handle")
-
-    tirx.stmt_functor.post_order_visit(stmt, visit)
-    return found
+    args = [arg for call in nodes(stmt, tirx.Call) for arg in call.args]
+    return {arg for arg in args if isinstance(arg, tirx.Var) and arg.dtype == "handle"}
 
 
 def buffers_of(stmt: tirx.Stmt) -> tuple[tirx.Buffer, ...]:
     """The buffers that a statement itself names: of a loop or a branch those in its bounds or its condition."""
-    found: list[tirx.Buffer] = [stmt.buffer] if isinstance(stmt, tirx.BufferStore) else []
     exprs = [stmt.value] if isinstance(stmt, tirx.Evaluate) else _expressions(stmt)
-    for expr in exprs:
-        tirx.stmt_functor.post_order_visit(
-            expr, lambda node: found.append(node.buffer) if isinstance(node, tirx.BufferLoad) else None
-        )
-    return tuple(found)
+    stored = [stmt.buffer] if isinstance(stmt, tirx.BufferStore) else []
+    return (*stored, *(load.buffer for expr in exprs for load in loads(expr)))
 
 
 def _may_write(call: tirx.Call) -> bool:
@@ -138,9 +125,3 @@ def op_name(expr: object) -> str:
 def changes_nothing(stmt: tirx.Stmt) -> bool:
     """Whether the statement is a barrier or a hint: the same values are computed without it."""
     return isinstance(stmt, tirx.Evaluate) and op_name(stmt.value) in NO_EFFECT
-
-
-def _calls(expr: tirx.PrimExpr | tirx.Stmt) -> list[tirx.Call]:
-    found: list[tirx.Call] = []
-    tirx.stmt_functor.post_order_visit(expr, lambda n: found.append(n) if isinstance(n, tirx.Call) else None)
-    return found

@@ -61,16 +61,10 @@ def _simplified(body: tirx.Stmt) -> tirx.Stmt:
     analyzer, variables = loop_ranges(body), {loop.loop_var for loop in loops_in(body)}
 
     def simplify(node: tirx.PrimExpr) -> tirx.PrimExpr | None:
-        is_index = node.dtype in ("int32", "int64", "bool") and not _has(node, (tirx.BufferLoad, tirx.Call))
+        is_index = node.dtype in ("int32", "int64", "bool") and not nodes(node, tirx.BufferLoad, tirx.Call)
         return analyzer.simplify(node) if is_index and variables.issuperset(_variables(node)) else None
 
     return tirx.stmt_functor.ir_transform(body, simplify, None, _ARITHMETIC)
-
-
-def _has(node: tirx.PrimExpr, kinds: tuple[type, ...]) -> bool:
-    found: list[object] = []
-    tirx.stmt_functor.post_order_visit(node, lambda n: found.append(n) if isinstance(n, kinds) else None)
-    return bool(found)
 
 
 def _variables(node: tirx.PrimExpr) -> list[tirx.Var]:
@@ -103,9 +97,7 @@ def _split(loop: tirx.For, part: int, alone: bool) -> tirx.Stmt | None:
         return high if isinstance(expr, tirx.FloorDiv) else low
 
     body = tirx.stmt_functor.ir_transform(loop.body, None, replace, ["tirx.FloorDiv", "tirx.FloorMod"])
-    left: list[object] = []
-    tirx.stmt_functor.post_order_visit(body, lambda n: left.append(n) if var.same_as(n) else None)
-    if left and not alone:
+    if not alone and any(var.same_as(used) for used in nodes(body, tirx.Var)):
         return None
     body = tirx.stmt_functor.substitute(body, {var: high * part + low})
     inner = tirx.For(low, 0, part, tirx.ForKind.SERIAL, body)

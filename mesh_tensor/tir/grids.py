@@ -10,8 +10,7 @@ from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
 
-from .functions import function_name
-from .nodes import nodes
+from .nodes import function_name, nodes
 
 
 @dataclass(frozen=True, eq=False)

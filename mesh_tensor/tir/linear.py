@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
+
+from .nodes import nodes
 
 
 @dataclass(frozen=True)
@@ -49,54 +51,45 @@ class Linear:
         return sorted(self.terms.items(), key=lambda term: -term[1])
 
 
-def linear_form(expr: tirx.PrimExpr, binds: Mapping[tirx.Var, tirx.PrimExpr]) -> Linear | None:
+def sum_of(expr: tirx.PrimExpr | int, term: Callable[[tirx.PrimExpr], Linear | None]) -> Linear | None:
+    """`expr` as sums, differences and multiples of what `term` makes of its other parts; None where one has no form."""
+    if isinstance(expr, (int, tirx.IntImm)):
+        return Linear({}, int(expr))
+    if isinstance(expr, (tirx.Add, tirx.Sub)):
+        a, b = sum_of(expr.a, term), sum_of(expr.b, term)
+        return None if a is None or b is None else a + b if isinstance(expr, tirx.Add) else a - b
+    if isinstance(expr, tirx.Mul):
+        a, b = sum_of(expr.a, term), sum_of(expr.b, term)
+        if a is not None and b is not None and not (a.terms and b.terms):
+            return a.scaled(b.const) if a.terms else b.scaled(a.const)
+    return term(expr)
+
+
+def linear_form(expr: tirx.PrimExpr | int, binds: Mapping[tirx.Var, tirx.PrimExpr]) -> Linear | None:
     """`expr` as a Linear over the variables that `binds` does not define, or None if it is none (symbolic sizes,
     products of variables, divisions with a remainder, loads)."""
-    if isinstance(expr, int):
-        return Linear({}, expr)
-    if isinstance(expr, tirx.IntImm):
-        return Linear({}, int(expr.value))
-    if isinstance(expr, tirx.Var):
-        return linear_form(binds[expr], binds) if expr in binds else Linear({expr: 1})
-    if isinstance(expr, tirx.Cast) and expr.dtype.startswith(("int", "uint")):
-        return linear_form(expr.value, binds)
-    if isinstance(expr, (tirx.Add, tirx.Sub, tirx.Mul)):
-        a, b = linear_form(expr.a, binds), linear_form(expr.b, binds)
-        if a is None or b is None:
-            return None
-        if isinstance(expr, tirx.Add):
-            return a + b
-        if isinstance(expr, tirx.Sub):
-            return a - b
-        if not a.terms:
-            return b.scaled(a.const)
-        if not b.terms:
-            return a.scaled(b.const)
-    if isinstance(expr, (tirx.FloorDiv, tirx.FloorMod)) and isinstance(expr.b, tirx.IntImm) and int(expr.b) > 0:
-        a, by = linear_form(expr.a, binds), int(expr.b)
-        if a is not None and a.const % by == 0 and all(step % by == 0 for step in a.terms.values()):
-            exact = Linear({var: step // by for var, step in a.terms.items()}, a.const // by)
-            return exact if isinstance(expr, tirx.FloorDiv) else Linear({})
-    return None
+
+    def term(part: tirx.PrimExpr) -> Linear | None:
+        if isinstance(part, tirx.Var):
+            return sum_of(binds[part], term) if part in binds else Linear({part: 1})
+        if isinstance(part, tirx.Cast) and part.dtype.startswith(("int", "uint")):
+            return sum_of(part.value, term)
+        if isinstance(part, (tirx.FloorDiv, tirx.FloorMod)) and isinstance(part.b, tirx.IntImm) and int(part.b) > 0:
+            form, by = sum_of(part.a, term), int(part.b)
+            if form is not None and all(number % by == 0 for number in (form.const, *form.terms.values())):
+                exact = Linear({var: step // by for var, step in form.terms.items()}, form.const // by)
+                return exact if isinstance(part, tirx.FloorDiv) else Linear({})
+        return None
+
+    return sum_of(expr, term)
 
 
 def vars_of(exprs: Iterable[tirx.PrimExpr], binds: Mapping[tirx.Var, tirx.PrimExpr]) -> set[tirx.Var]:
     """All variables in the expressions; a variable that `binds` defines counts as what it is bound to."""
     found: set[tirx.Var] = set()
-
-    def visit(node: object) -> None:
-        if not isinstance(node, tirx.Var):
-            return
-        if node in binds:
-            found.update(vars_of([binds[node]], binds))
-        else:
-            found.add(node)
-
     for expr in exprs:
-        if isinstance(expr, tirx.Var):
-            visit(expr)
-        elif not isinstance(expr, (int, tirx.IntImm)):
-            tirx.stmt_functor.post_order_visit(expr, visit)
+        for var in [expr] if isinstance(expr, tirx.Var) else nodes(expr, tirx.Var):
+            found |= vars_of([binds[var]], binds) if var in binds else {var}
     return found
 
 

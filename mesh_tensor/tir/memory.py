@@ -6,14 +6,14 @@ of an on-chip buffer, its *owner*.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tvm import DataType, arith, tirx
 
 from mesh_tensor.base.errors import refuse
 
-from .functions import function_name
-from .nodes import nodes
+from .nodes import function_name, nodes
 from .ranges import loop_ranges
 
 _MOST_ELEMENTS = 2**31 - 1
@@ -91,11 +91,14 @@ def named(buffer: tirx.Buffer) -> str:
 
 def strides_of(buffer: tirx.Buffer) -> list[tirx.PrimExpr]:
     """The strides of a buffer; of one that says nothing, those of contiguous rows."""
-    if len(buffer.strides):
-        return list(buffer.strides)
+    return list(buffer.strides) if len(buffer.strides) else row_strides(buffer.shape)
+
+
+def row_strides(shape: Sequence) -> list[tirx.PrimExpr]:
+    """The strides of contiguous rows."""
     strides: list[tirx.PrimExpr] = []
     step: tirx.PrimExpr = tirx.IntImm("int32", 1)
-    for size in reversed(list(buffer.shape)):
+    for size in reversed(list(shape)):
         strides.insert(0, step)
         step = step * size
     return strides

@@ -1,25 +1,36 @@
-"""Which nodes are in a statement: it is walked once, however many passes ask."""
+"""Which nodes are in a statement or an expression (a statement is walked once, however many passes ask), whether two
+expressions are the same, and what a function is called."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
-from tvm import tirx
+from tvm import ir, tirx
 
-_RECENT = 16  # statements whose nodes are kept: those that one kernel's passes ask for
+_RECENT = 64  # statements whose nodes are kept: those that one kernel's passes ask for
 
 
-def nodes(stmt: tirx.Stmt, *kinds: type) -> list[Any]:
-    """The statement's nodes of these kinds, those inside of others first."""
-    found = [nodes for kind, nodes in _by_kind(stmt).items() if issubclass(kind, kinds)]
+def nodes(where: tirx.Stmt | tirx.PrimExpr | int, *kinds: type) -> list[Any]:
+    """The nodes of these kinds in a statement or an expression, those inside of others first; a number has none."""
+    if not isinstance(where, tirx.Stmt):
+        return _in_expression(where, kinds) if isinstance(where, tirx.PrimExpr) else []
+    found = [nodes for kind, nodes in _by_kind(where).items() if issubclass(kind, kinds)]
     if len(found) == 1:
         return [node for _, node in found[0]]
-    return [node for _, node in sorted((entry for entries in found for entry in entries), key=_place)]
+    return [node for _, node in sorted((entry for entries in found for entry in entries), key=itemgetter(0))]
 
 
-def _place(entry: tuple[int, object]) -> int:
-    return entry[0]
+def loads(where: tirx.Stmt | tirx.PrimExpr | int) -> list[tirx.BufferLoad]:
+    """What a statement or an expression reads, element by element."""
+    return nodes(where, tirx.BufferLoad)
+
+
+def _in_expression(expr: tirx.PrimExpr, kinds: tuple[type, ...]) -> list[Any]:
+    found: list[Any] = []
+    tirx.stmt_functor.post_order_visit(expr, lambda node: found.append(node) if isinstance(node, kinds) else None)
+    return found
 
 
 @lru_cache(maxsize=_RECENT)
@@ -35,3 +46,24 @@ def _by_kind(stmt: tirx.Stmt) -> dict[type, list[tuple[int, Any]]]:
 
     tirx.stmt_functor.post_order_visit(stmt, visit)
     return found
+
+
+def function_name(func: Any) -> str:
+    """The name of a function as messages say it: of one without a name, that which TVM gives it."""
+    return str((func.attrs or {}).get("global_symbol", "main"))
+
+
+def same_expression(a: tirx.PrimExpr, b: tirx.PrimExpr) -> bool:
+    """Whether two expressions have the same structure over the same variables and buffers.
+
+    To `structural_equal` alone, loads from any two buffers of one shape and dtype are the same."""
+    return bool(ir.structural_equal(a, b)) and bool(ir.structural_equal(_named(a), _named(b)))
+
+
+def _named(expr: tirx.PrimExpr) -> tirx.Stmt:
+    """The expression with every load as a call of the buffer's own name."""
+
+    def name(load: tirx.BufferLoad) -> tirx.PrimExpr:
+        return tirx.call_extern(load.dtype, f"buffer_{hash(load.buffer)}", *load.indices)
+
+    return tirx.stmt_functor.ir_transform(tirx.Evaluate(expr), None, name, ["tirx.BufferLoad"])

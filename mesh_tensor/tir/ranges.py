@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from tvm import arith, ir, tirx
 
+from .nodes import nodes
+
 
 def loops_in(body: tirx.Stmt) -> list[tirx.For]:
     """The loops of a body, outer ones before those in them."""
-    found: list[tirx.For] = []
-    tirx.stmt_functor.post_order_visit(body, lambda n: found.append(n) if isinstance(n, tirx.For) else None)
-    return found[::-1]
+    return nodes(body, tirx.For)[::-1]
 
 
 def loop_ranges(body: tirx.Stmt, buffers: Iterable[tirx.Buffer] = ()) -> arith.Analyzer:
@@ -33,8 +33,6 @@ def _ranges(body: tirx.Stmt) -> dict[tirx.Var, list[ir.Range]]:
     found: dict[tirx.Var, list[ir.Range]] = {}
     for loop in loops_in(body):
         found.setdefault(loop.loop_var, []).append(ir.Range.from_min_extent(loop.min, loop.extent))
-    blocks: list[tirx.SBlock] = []
-    tirx.stmt_functor.post_order_visit(body, lambda n: blocks.append(n) if isinstance(n, tirx.SBlock) else None)
-    for iter_var in (iter_var for block in blocks for iter_var in block.iter_vars):
+    for iter_var in (iter_var for block in nodes(body, tirx.SBlock) for iter_var in block.iter_vars):
         found.setdefault(iter_var.var, []).append(iter_var.dom)
     return found

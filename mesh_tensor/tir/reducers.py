@@ -14,8 +14,7 @@ from mesh_tensor.base.reductions import REDUCTIONS
 
 from .constants import neutral_element
 from .effects import op_name
-from .functions import function_name
-from .nodes import nodes
+from .nodes import function_name, nodes
 from .rewrite import block_like, exchange_buffers, tile_op
 from .tile_ops import Copy, Fill, parse_tile_op
 

@@ -1,10 +1,20 @@
-"""Rebuilding pieces of TileLang kernels: tile operations, copies, loop nests, the frame around a kernel's body."""
+"""Rebuilding pieces of TileLang kernels: tile operations, copies, loop nests, the frame around a kernel's body; and
+accesses of the same memory with other dims."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
 from tvm import ir, tirx
+
+from .effects import op_name
+from .memory import row_strides
+from .nodes import nodes
+
+#: From a buffer, where a region of it starts, and how long it is per dim, to these two in other dims; None if it has no
+#: form there.
+Place = Callable[[tirx.Buffer, Sequence, Sequence], tuple[list, list] | None]
+_POINTERS = ("tl.access_ptr", "tirx.tvm_access_ptr")
 
 
 def region_call(buffer: tirx.Buffer, mins: Sequence, extents: Sequence, mode: int) -> tirx.Call:
@@ -20,8 +30,12 @@ def tile_op(name: str, *args: object) -> tirx.Stmt:
 
 def with_args(stmt: tirx.Evaluate, args: Sequence) -> tirx.Stmt:
     """The same call with other arguments (its annotations stay)."""
-    call = stmt.value
-    return tirx.Evaluate(tirx.Call(call.dtype, call.op, list(args), annotations=call.annotations, span=call.span))
+    return tirx.Evaluate(call_like(stmt.value, args))
+
+
+def call_like(call: tirx.Call, args: Sequence) -> tirx.Call:
+    """The same call with other arguments."""
+    return tirx.Call(call.dtype, call.op, list(args), annotations=call.annotations, span=call.span)
 
 
 def parallel_nest(loop_vars: Sequence[tirx.Var], extents: Sequence, body: tirx.Stmt) -> tirx.Stmt:
@@ -52,6 +66,13 @@ def sequence(stmts: Sequence[tirx.Stmt]) -> tirx.Stmt:
     if not stmts:
         return tirx.Evaluate(0)
     return stmts[0] if len(stmts) == 1 else tirx.SeqStmt(list(stmts))
+
+
+def guarded(stmt: tirx.Stmt, conditions: Sequence[tirx.PrimExpr], otherwise: tirx.Stmt | None = None) -> tirx.Stmt:
+    """The statement where all conditions hold, the last one asked first."""
+    for condition in conditions:
+        stmt = tirx.IfThenElse(condition, stmt, otherwise)
+    return stmt
 
 
 def replace_block(func_body: tirx.Stmt, block: tirx.SBlock, extents: Mapping[tirx.Var, tirx.PrimExpr]) -> tirx.Stmt:
@@ -104,14 +125,68 @@ def with_body(block: tirx.SBlock, body: tirx.Stmt) -> tirx.SBlock:
     return block_like(block, body, block.alloc_buffers)
 
 
+def with_indices(
+    node: tirx.BufferLoad | tirx.BufferStore, indices: Sequence, buffer: tirx.Buffer | None = None
+) -> tirx.BufferLoad | tirx.BufferStore:
+    """The same access at other indices, perhaps of another buffer."""
+    buffer = node.buffer if buffer is None else buffer
+    if isinstance(node, tirx.BufferLoad):
+        return tirx.BufferLoad(buffer, list(indices))
+    return tirx.BufferStore(buffer, node.value, list(indices))
+
+
 def exchange_buffers(stmt: tirx.Stmt, mapping: Mapping[tirx.Buffer, tirx.Buffer]) -> tirx.Stmt:
     """The statement with other buffers in place of some."""
 
     def exchange(node: tirx.BufferLoad | tirx.BufferStore) -> object:
-        if node.buffer not in mapping:
-            return None
-        if isinstance(node, tirx.BufferLoad):
-            return tirx.BufferLoad(mapping[node.buffer], node.indices)
-        return tirx.BufferStore(mapping[node.buffer], node.value, node.indices)
+        return with_indices(node, node.indices, mapping[node.buffer]) if node.buffer in mapping else None
 
     return tirx.stmt_functor.ir_transform(stmt, None, exchange, ["tirx.BufferLoad", "tirx.BufferStore"])
+
+
+def with_other_dims(body: tirx.Stmt, buffers: Mapping[tirx.Buffer, tirx.Buffer], place: Place) -> tirx.Stmt | None:
+    """The statement on other buffers over the same memory; None if some access has no form in their dims."""
+    problems: list[object] = []  # an exception would not get through TVM's visitor as itself
+
+    def placed(buffer: tirx.Buffer, mins: Sequence, extents: Sequence) -> tuple[list, list]:
+        found = place(buffer, mins, extents)
+        if found is None:
+            problems.append(buffer)
+            return [*mins], [*extents]
+        return found
+
+    def region(call: tirx.Call) -> tirx.Call | None:
+        name = op_name(call)
+        if name in _POINTERS:
+            problems.extend(var for var in nodes(call, tirx.Var) if var in mentioned)
+        if name != "tl.region" or call.args[0].buffer not in buffers:
+            return None
+        load, mode, *extents = call.args
+        mins, lengths = placed(load.buffer, load.indices, extents)
+        if problems:
+            return None
+        return tirx.call_intrin("handle", call.op, tirx.BufferLoad(buffers[load.buffer], mins), mode, *lengths)
+
+    def access(node: tirx.BufferLoad | tirx.BufferStore) -> object:
+        if node.buffer not in buffers:
+            return None
+        indices, _ = placed(node.buffer, node.indices, [1] * len(node.indices))
+        return None if problems else with_indices(node, indices, buffers[node.buffer])
+
+    mentioned = {buffer.data for buffer in buffers}
+    body = tirx.stmt_functor.ir_transform(body, None, region, ["tirx.Call"])
+    body = tirx.stmt_functor.ir_transform(body, None, access, ["tirx.BufferLoad", "tirx.BufferStore"])
+    return None if problems else body
+
+
+def reshaped(buffer: tirx.Buffer, shape: Sequence) -> tirx.Buffer:
+    """The buffer with another shape; same data variable, name, dtype and scope; rows stay contiguous."""
+    return tirx.decl_buffer(
+        list(shape),
+        buffer.dtype,
+        buffer.name,
+        data=buffer.data,
+        strides=row_strides(shape) if len(buffer.strides) else None,
+        scope=buffer.scope(),
+        elem_offset=buffer.elem_offset,
+    )

@@ -12,6 +12,7 @@ from functools import reduce
 from tvm import arith, tirx
 
 from .effects import leaves_loop
+from .nodes import nodes
 from .ranges import loop_ranges, loops_in
 
 #: Marks a loop that `lengthen` made.
@@ -62,10 +63,7 @@ def _long(loop: tirx.For, analyzer: arith.Analyzer, around: set[tirx.Var]) -> ti
 
 def _computes(expr: tirx.PrimExpr) -> bool:
     """Whether the expression reads memory or calls anything."""
-    found: list[object] = []
-    kinds = (tirx.BufferLoad, tirx.Call)
-    tirx.stmt_functor.post_order_visit(expr, lambda n: found.append(n) if isinstance(n, kinds) else None)
-    return bool(found)
+    return bool(nodes(expr, tirx.BufferLoad, tirx.Call))
 
 
 def _short(loop: tirx.For) -> tirx.Stmt | None:

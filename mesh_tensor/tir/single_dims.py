@@ -8,6 +8,7 @@ from tvm import arith, ir, tirx
 
 from .effects import op_name
 from .nodes import nodes
+from .rewrite import with_indices
 
 
 def with_plain_single_dims(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -29,9 +30,7 @@ def with_plain_single_dims(func: tirx.PrimFunc) -> tirx.PrimFunc:
         indices = [_plain(i, size, analyzer) if _is_one(extent) else i for i, size, extent in places]
         if all(new.same_as(old) for new, old in zip(indices, node.indices, strict=True)):
             return None
-        if isinstance(node, tirx.BufferLoad):
-            return tirx.BufferLoad(node.buffer, indices)
-        return tirx.BufferStore(node.buffer, node.value, indices)
+        return with_indices(node, indices)
 
     body = tirx.stmt_functor.ir_transform(func.body, None, plain, ["tirx.BufferLoad", "tirx.BufferStore"])
     return func if body.same_as(func.body) else func.with_body(body)

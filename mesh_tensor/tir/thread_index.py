@@ -6,7 +6,7 @@ from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
 
-from .functions import function_name
+from .nodes import function_name, nodes
 
 #: Where a thread index that an author did not name comes from, and the way out.
 FROM = "from T.get_thread_binding or the like"
@@ -15,13 +15,7 @@ FIX = 'write it with T.Parallel, T.copy and T.reduce_*, or use target="cuda"'
 
 def refuse_thread_groups(func: tirx.PrimFunc, target: str) -> None:
     """Refuse a kernel whose author gives groups of threads different work."""
-    found: list[tirx.AttrStmt] = []
-
-    def visit(node: object) -> None:
-        if isinstance(node, tirx.AttrStmt) and node.attr_key == "warp_specialize":
-            found.append(node)
-
-    tirx.stmt_functor.post_order_visit(func.body, visit)
+    found = [attr for attr in nodes(func.body, tirx.AttrStmt) if attr.attr_key == "warp_specialize"]
     if found:
         refuse(
             f"`with T.ws(...)` gives groups of threads different work ({len(found)} times), by their thread index",

@@ -16,6 +16,8 @@ from tvm import ir, tirx
 
 from mesh_tensor.base.sharding import Sharding
 
+from .nodes import nodes
+
 AXIS, OFFSET, EXTENT = "mesh.axis_index", "mesh.tile_offset", "mesh.tile_extent"
 
 #: What users call the operators.
@@ -88,15 +90,7 @@ def as_helper(node: object) -> TileHelper | None:
 
 def helpers_in(node: tirx.Stmt | tirx.PrimExpr) -> list[TileHelper]:
     """The calls of helpers in a statement or an expression."""
-    found: list[TileHelper] = []
-
-    def visit(inner: object) -> None:
-        helper = as_helper(inner)
-        if helper is not None:
-            found.append(helper)
-
-    tirx.stmt_functor.post_order_visit(node, visit)
-    return found
+    return [helper for call in nodes(node, tirx.Call) if (helper := as_helper(call)) is not None]
 
 
 def with_bounds(expr: tirx.PrimExpr) -> tuple[tirx.PrimExpr, list[tirx.PrimExpr]]:

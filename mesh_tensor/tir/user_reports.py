@@ -9,15 +9,16 @@ targets of ours read: an element's global position, then names of axes and this 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
-from tvm.tirx.stmt_functor import ir_transform, post_order_visit, substitute
+from tvm.tirx.stmt_functor import ir_transform, substitute
 
 from .effects import op_name
-from .nodes import nodes
-from .rewrite import loop_like
+from .nodes import loads, nodes
+from .rewrite import loop_like, sequence
 
 #: The attribute around the statements of one `T.print`.
 PRINT_ATTR = "mesh_tensor.print"
@@ -98,9 +99,7 @@ def is_print(stmt: object) -> bool:
 
 def printed_buffers(stmt: tirx.Stmt) -> set[tirx.Buffer]:
     """The buffers that a print reads."""
-    found: set[tirx.Buffer] = set()
-    post_order_visit(stmt, lambda n: found.add(n.buffer) if isinstance(n, tirx.BufferLoad) else None)
-    return found
+    return {load.buffer for load in loads(stmt)}
 
 
 def message_only(text: str) -> tirx.Stmt:
@@ -139,7 +138,7 @@ def mark_prints(func: tirx.PrimFunc) -> tirx.PrimFunc:
     uses, threads = _uses(func.body), thread_indices(func.body)
 
     def mark(node: tirx.SeqStmt) -> tirx.Stmt:
-        return _sequence(_grouped(list(node.seq), uses, threads))
+        return sequence(_grouped(list(node.seq), uses, threads))
 
     body = ir_transform(func.body, None, mark, ["tirx.SeqStmt"])
     return func.with_body(ir_transform(body, _mark_lone, None, ["tirx.For", "tirx.IfThenElse", "tirx.AttrStmt"]))
@@ -186,14 +185,7 @@ def _is_print_shape(stmt: tirx.Stmt, threads: set[tirx.Var]) -> bool:
 
 def thread_indices(body: tirx.Stmt) -> set[tirx.Var]:
     """The variables that say which thread runs a statement."""
-    found: set[tirx.Var] = set()
-
-    def visit(node: object) -> None:
-        if isinstance(node, tirx.Bind) and op_name(node.value) == "tl.launch_thread_idx":
-            found.add(node.var)
-
-    post_order_visit(body, visit)
-    return found
+    return {bind.var for bind in nodes(body, tirx.Bind) if op_name(bind.value) == "tl.launch_thread_idx"}
 
 
 def _asks(condition: tirx.PrimExpr, threads: set[tirx.Var]) -> bool:
@@ -221,15 +213,8 @@ def _only_use(what: object, stmt: tirx.Stmt, uses: dict[object, int], besides: i
 
 def _uses(stmt: tirx.Stmt) -> dict[object, int]:
     """How often every variable and every buffer is read or written."""
-    found: dict[object, int] = {}
-
-    def visit(node: object) -> None:
-        key = node if isinstance(node, tirx.Var) else getattr(node, "buffer", None)
-        if key is not None:
-            found[key] = found.get(key, 0) + 1
-
-    post_order_visit(stmt, visit)
-    return found
+    uses = nodes(stmt, tirx.Var, tirx.BufferLoad, tirx.BufferStore, tirx.AllocBuffer, tirx.DeclBuffer)
+    return Counter(node if isinstance(node, tirx.Var) else node.buffer for node in uses)
 
 
 def prints(body: tirx.Stmt) -> bool:
@@ -238,8 +223,4 @@ def prints(body: tirx.Stmt) -> bool:
 
 
 def _marked(stmts: Sequence[tirx.Stmt]) -> tirx.Stmt:
-    return tirx.AttrStmt(tirx.IntImm("int32", 0), PRINT_ATTR, tirx.IntImm("int32", 0), _sequence(stmts))
-
-
-def _sequence(stmts: Sequence[tirx.Stmt]) -> tirx.Stmt:
-    return stmts[0] if len(stmts) == 1 else tirx.SeqStmt(list(stmts))
+    return tirx.AttrStmt(tirx.IntImm("int32", 0), PRINT_ATTR, tirx.IntImm("int32", 0), sequence(stmts))

@@ -6,6 +6,7 @@ are; what lies between two such places is a *group*, in which positions are coun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,7 +56,7 @@ class ViewMap:
         """The indices into the base of `view[indices]`, an element that is inside the view."""
         if self._groups is None:
             strides = strides_of(self.view)
-            flat = _sum([index * stride for index, stride in zip(indices, strides, strict=True)])
+            flat = sum((index * stride for index, stride in zip(indices, strides, strict=True)), _ZERO)
             return self._unflattened(flat, list(self.base.shape))
         found: dict[int, tirx.PrimExpr] = {}
         for group in self._groups:
@@ -187,14 +188,4 @@ def _last_group(mine: Exprs, other: Exprs, analyzer: arith.Analyzer) -> tuple[in
 
 
 def _product(sizes: Exprs) -> tirx.PrimExpr:
-    total: tirx.PrimExpr = _ONE
-    for size in sizes:
-        total = total * size
-    return total
-
-
-def _sum(terms: Exprs) -> tirx.PrimExpr:
-    total: tirx.PrimExpr = tirx.IntImm("int32", 0)
-    for term in terms:
-        total = total + term
-    return total
+    return math.prod(sizes, start=_ONE)

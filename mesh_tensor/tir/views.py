@@ -15,8 +15,9 @@ from tvm import arith, ir, tirx
 from . import tile_ops
 from .effects import POINTERS, op_name
 from .memory import Memory, elements, find_memories, has_equal_bits, is_compact, memories, strides_of
+from .nodes import nodes
 from .ranges import loop_ranges
-from .rewrite import block_like, with_body
+from .rewrite import block_like, call_like, guarded, parallel_nest, sequence, with_args, with_body
 from .tile_ops import Atomic, Copy, Fill, Region
 from .view_map import ViewMap
 
@@ -45,9 +46,7 @@ def declared(func: tirx.PrimFunc) -> tirx.PrimFunc:
     if not found:
         return func
 
-    blocks: list[tirx.SBlock] = []
-    tirx.stmt_functor.post_order_visit(func.body, lambda n: blocks.append(n) if isinstance(n, tirx.SBlock) else None)
-    kernel = [block for block in blocks if block.name_hint != "root"][-1]  # what is outside comes last
+    *_, kernel = (block for block in nodes(func.body, tirx.SBlock) if block.name_hint != "root")  # outer ones come last
 
     def declare(block: tirx.SBlock) -> tirx.SBlock | None:
         here = block.name_hint == kernel.name_hint
@@ -125,7 +124,7 @@ class _Resolver:
         conditions: Sequence[tirx.PrimExpr],
     ) -> tirx.Stmt:
         base, places = self._place(buffer, indices)
-        return _guarded(tirx.BufferStore(base, _as_dtype(value, base.dtype), places), conditions)
+        return guarded(tirx.BufferStore(base, _as_dtype(value, base.dtype), places), conditions)
 
     def _place(self, buffer: tirx.Buffer, indices: list[tirx.PrimExpr]) -> tuple[tirx.Buffer, list[tirx.PrimExpr]]:
         if buffer not in self._maps:
@@ -142,7 +141,7 @@ class _Resolver:
         indices = [self._expr(index) for index in load.indices]
         if self._maps[load.buffer].outside(indices):
             return call
-        return _with_first(call, tirx.BufferLoad(*self._place(load.buffer, indices)))
+        return call_like(call, [tirx.BufferLoad(*self._place(load.buffer, indices)), *call.args[1:]])
 
     # -- tile operations ---------------------------------------------------------------------------------------------
 
@@ -158,8 +157,7 @@ class _Resolver:
         rigid = not isinstance(record, (Copy, Fill, Atomic))
         args = [self._region(arg, rigid) if op_name(arg) == "tl.region" else self._expr(arg) for arg in stmt.value.args]
         if all(arg is not None for arg in args):
-            call = stmt.value
-            return tirx.Evaluate(tirx.Call(call.dtype, call.op, args, annotations=call.annotations, span=call.span))
+            return with_args(stmt, args)
         expand: dict[type, Callable] = {Copy: self._copy, Fill: self._fill}
         expanded = expand[type(record)](record) if type(record) in expand else None
         return stmt if expanded is None else expanded
@@ -184,10 +182,10 @@ class _Resolver:
         if load.dtype != self._maps[load.buffer].base.dtype:
             return stmt
         indices = [self._expr(index) for index in load.indices]
-        pointer = _with_first(call.args[0], tirx.BufferLoad(*self._place(load.buffer, indices)))
-        args = [pointer, *map(self._expr, call.args[1:])]
-        new = tirx.Call(call.dtype, call.op, args, annotations=call.annotations, span=call.span)
-        return _guarded(tirx.Evaluate(new), self._maps[load.buffer].outside(indices))
+        place = tirx.BufferLoad(*self._place(load.buffer, indices))
+        pointer = call_like(call.args[0], [place, *call.args[0].args[1:]])
+        new = with_args(stmt, [pointer, *map(self._expr, call.args[1:])])
+        return guarded(new, self._maps[load.buffer].outside(indices))
 
     def _copy(self, op: Copy) -> tirx.Stmt | None:
         """A copy as a loop over elements."""
@@ -198,7 +196,8 @@ class _Resolver:
         value = self._read(op.src.buffer, src, self._outside(op.src.buffer, src))
         if op.src.buffer.dtype != op.dst.buffer.dtype:
             value = tirx.Cast(op.dst.buffer.dtype, value)
-        return _nest(loops, self._write(op.dst.buffer, value, dst, self._outside(op.dst.buffer, dst)))
+        stored = self._write(op.dst.buffer, value, dst, self._outside(op.dst.buffer, dst))
+        return parallel_nest([var for var, _ in loops], [extent for _, extent in loops], stored)
 
     def _fill(self, op: Fill) -> tirx.Stmt | None:
         """A fill as a loop over elements."""
@@ -207,7 +206,8 @@ class _Resolver:
         value = self._expr(op.value)
         if value.dtype != op.dst.buffer.dtype:
             value = tirx.Cast(op.dst.buffer.dtype, value)
-        return _nest(loops, self._write(op.dst.buffer, value, dst, self._outside(op.dst.buffer, dst)))
+        stored = self._write(op.dst.buffer, value, dst, self._outside(op.dst.buffer, dst))
+        return parallel_nest([var for var, _ in loops], [extent for _, extent in loops], stored)
 
     def _loops(self, region: Region) -> list[tuple[tirx.Var, tirx.PrimExpr]]:
         loops = []
@@ -237,9 +237,7 @@ class _Resolver:
     def _declared(self, node: tirx.SeqStmt) -> tirx.Stmt | None:
         """The sequence without declarations: views need none."""
         kept = [s for s in node.seq if not (isinstance(s, tirx.DeclBuffer) and s.buffer in self._views)]
-        if len(kept) == len(node.seq):
-            return None
-        return tirx.Evaluate(0) if not kept else kept[0] if len(kept) == 1 else tirx.SeqStmt(kept)
+        return None if len(kept) == len(node.seq) else sequence(kept)
 
 
 def _base(memory: Memory, rigid: set[tirx.Buffer], noted: bool, analyzer: arith.Analyzer) -> tirx.Buffer:
@@ -263,26 +261,15 @@ def _same_shape(a: tirx.Buffer, b: tirx.Buffer) -> bool:
 
 def _rigid_buffers(func: tirx.PrimFunc) -> set[tirx.Buffer]:
     """The buffers in tile operations that are more than copies and fills."""
-    found: set[tirx.Buffer] = set()
-
-    def visit(node: object) -> None:
-        if isinstance(node, tirx.Evaluate) and not isinstance(tile_ops.parse_tile_op(node), (Copy, Fill, type(None))):
-            found.update(tile_ops.region(arg).buffer for arg in node.value.args if op_name(arg) == "tl.region")
-
-    tirx.stmt_functor.post_order_visit(func.body, visit)
-    return found
+    calls = nodes(func.body, tirx.Evaluate)
+    rigid = [c.value for c in calls if not isinstance(tile_ops.parse_tile_op(c), (Copy, Fill, type(None)))]
+    return {tile_ops.region(arg).buffer for call in rigid for arg in call.args if op_name(arg) == "tl.region"}
 
 
 def _notes(func: tirx.PrimFunc) -> list[tuple[str, dict]]:
     """The annotations of blocks that say something of buffers, by their data variables."""
-    found: list[tuple[str, dict]] = []
-
-    def visit(node: object) -> None:
-        if isinstance(node, tirx.SBlock):
-            found.extend((key, value) for key, value in node.annotations.items() if hasattr(value, "items"))
-
-    tirx.stmt_functor.post_order_visit(func.body, visit)
-    return found
+    notes = [note for block in nodes(func.body, tirx.SBlock) for note in block.annotations.items()]
+    return [(key, value) for key, value in notes if hasattr(value, "items")]
 
 
 def _has_notes(func: tirx.PrimFunc, memory: Memory) -> bool:
@@ -301,22 +288,6 @@ def _element(region: Region, loops: Sequence[tuple[tirx.Var, tirx.PrimExpr]]) ->
     return indices
 
 
-def _nest(loops: Sequence[tuple[tirx.Var, tirx.PrimExpr]], body: tirx.Stmt) -> tirx.Stmt:
-    for var, extent in reversed(loops):
-        body = tirx.For(var, 0, extent, tirx.ForKind.PARALLEL, body)
-    return body
-
-
 def _as_dtype(value: tirx.PrimExpr, dtype: str) -> tirx.PrimExpr:
     """The bits of a value as one of another dtype."""
     return value if value.dtype == dtype else tirx.reinterpret(dtype, value)
-
-
-def _guarded(stmt: tirx.Stmt, conditions: Sequence[tirx.PrimExpr]) -> tirx.Stmt:
-    for condition in conditions:
-        stmt = tirx.IfThenElse(condition, stmt, None)
-    return stmt
-
-
-def _with_first(call: tirx.Call, arg: tirx.PrimExpr) -> tirx.Call:
-    return tirx.Call(call.dtype, call.op, [arg, *call.args[1:]], annotations=call.annotations, span=call.span)

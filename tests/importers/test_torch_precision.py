@@ -49,7 +49,7 @@ def test_recorded_under_autocast():
 
 
 def test_whole_numbers_have_to_be_equal():
-    from mesh_tensor.importers.imported_results import refuse_differences
+    from mesh_tensor.importers.imported import refuse_differences
 
     one, other = torch.tensor([1, 2]), torch.tensor([1, 3])
     with pytest.raises(mt.MeshTensorError, match="result 0 differs from torch's"):

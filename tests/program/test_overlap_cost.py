@@ -8,7 +8,7 @@ from mesh_tensor.base.collective_time import collective_time
 from mesh_tensor.base.machine import Link, Machine, Memory
 from mesh_tensor.base.machine_presets import CPU, CPU_TO_SPARE
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.program.overlap_cost import Sent, Work, choose, predict
+from mesh_tensor.program.overlap_sites import Sent, Work, choose, predict
 
 # A second of computing and a second of sending, where neither disturbs the other.
 IDEAL = Machine("ideal", {"float32": 1e9}, (Memory(1, 1e12),), (Link("wire", None, rate=1e9, start=0.0),))

@@ -26,8 +26,9 @@ class Dim:
 @dataclass(eq=False)
 class Scene:
     """The whole function; `places` is the text of each open dim's block, `made` the parameters that earlier grids left,
-    `seen` the constructs that were drawn. What is `calm` has few of them, and blocks that are whole: with more, most of
-    what is split is needed whole for some reason."""
+    `complete` the states that earlier loops of the program left, with their dims, `seen` the constructs that were
+    drawn. What is `calm` has few of them, and blocks that are whole: with more, most of what is split is needed whole
+    for some reason."""
 
     random: Random
     dims: dict[str, Dim] = field(default_factory=dict)
@@ -39,6 +40,7 @@ class Scene:
     seen: set[str] = field(default_factory=set)
     counts: dict[str, int] = field(default_factory=dict)
     calm: bool = True
+    complete: list[tuple[str, str]] = field(default_factory=list)
     few: dict[tuple[str, ...], list[str]] = field(default_factory=dict)
 
     # -- drawing ---------------------------------------------------------------------------------------------------
@@ -94,6 +96,9 @@ class Scene:
         name = self.name(stem)
         self.buffers.append(OnChip(name, shape, dtype, scope or self.pick(("fragment", "fragment", "shared"))))
         return name
+
+    def dtype_of(self, buffer: str) -> str:
+        return next(b.dtype for b in self.buffers if b.name == buffer)
 
     def emit(self, *lines: str) -> None:
         self.lines.extend(lines)

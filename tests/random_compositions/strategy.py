@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.random_kernels.spec import Block, Case, Line, Param, render
 from tests.random_kernels.strategy import make_shardings
 
+from .blocks import Carried
 from .orders import grid, walk
 from .reads import test, value
 from .scene import Dim, Scene
@@ -37,33 +38,47 @@ def make_scene(random: Random) -> Scene:
 
 
 def _states(scene: Scene) -> None:
-    """A grid whose programs walk k and carry one or two states."""
+    """A grid whose programs walk k, once or again, and carry one or two states each time."""
     over = scene.pick(("m", "m", "n", "mn", "mn", ""))
-    dims = over if over and scene.chance(85) else over
-    with grid(scene, dims or ""):
-        carried = [draw(scene, over if len(over) < 2 or scene.chance(70) else scene.pick(over))]
-        if scene.chance(25):
-            carried.append(draw(scene, over))
-        if any(d not in scene.places for state in carried for d in state.over):
-            for d in {d for state in carried for d in state.over} - scene.places.keys():
-                scene.places[d] = "0"
-                scene.dims[d] = Dim(d, min(scene.dims[d].size, scene.dims[d].block), scene.dims[d].block)
-        for state in carried:
-            state.start()
-        with walk(scene, "k"):
-            skip = scene.twist("some blocks")
-            headers = [f"if {_block_test(scene)}"] if skip else []
-            with scene.block(*headers) if headers else nullcontext():
-                for state in carried:
-                    state.step()
-                if scene.chance(12):
-                    _store_blocks(scene, over)
-            if scene.twist("left early") and scene.chance(40):
-                with scene.block(f"if {scene.places['k']} == {scene.number(0, scene.dims['k'].blocks)}"):
-                    scene.emit("T.loop_break()")
+    with grid(scene, over):
+        for d in set(over) - scene.places.keys():
+            scene.places[d] = "0"
+            scene.dims[d] = Dim(d, min(scene.dims[d].size, scene.dims[d].block), scene.dims[d].block)
+        carried = _walked(scene, over)
+        for _ in range(scene.pick((0, 0, 0, 1, 1, 2))):
+            scene.seen.add("walked again")
+            scene.complete += [
+                (name, state.over) for state in carried for name in state.left if scene.dtype_of(name) == "float32"
+            ]
+            carried += _walked(scene, over)
+        scene.complete.clear()
         for state in carried:
             for name in state.left:
                 _store(scene, name, state.over)
+
+
+def _walked(scene: Scene, over: str) -> list[Carried]:
+    """The states that one loop over k carries, which may use those that are complete."""
+    carried = [draw(scene, over if len(over) < 2 or scene.chance(70) else scene.pick(over))]
+    if scene.chance(25):
+        carried.append(draw(scene, over))
+    for d in {d for state in carried for d in state.over} - scene.places.keys():
+        scene.places[d] = "0"
+        scene.dims[d] = Dim(d, min(scene.dims[d].size, scene.dims[d].block), scene.dims[d].block)
+    for state in carried:
+        state.start()
+    with walk(scene, "k"):
+        skip = scene.twist("some blocks")
+        headers = [f"if {_block_test(scene)}"] if skip else []
+        with scene.block(*headers) if headers else nullcontext():
+            for state in carried:
+                state.step()
+            if scene.chance(40 if scene.complete else 12):
+                _store_blocks(scene, over)
+        if scene.twist("left early") and scene.chance(40):
+            with scene.block(f"if {scene.places['k']} == {scene.number(0, scene.dims['k'].blocks)}"):
+                scene.emit("T.loop_break()")
+    return carried
 
 
 def _block_test(scene: Scene) -> str:
@@ -81,7 +96,7 @@ def _store_blocks(scene: Scene, over: str) -> None:
 
 
 def _store(scene: Scene, buffer: str, over: str) -> None:
-    dtype = next(b.dtype for b in scene.buffers if b.name == buffer)
+    dtype = scene.dtype_of(buffer)
     if not over:
         name = scene.param("E", [1], ["one"], dtype, "out")
         scene.emit(f"{name}[0] = {buffer}[0]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from hypothesis import strategies as st
@@ -206,6 +207,13 @@ def make_case(number: int) -> Case:
         as_python=True,
         seed=number,
     )
+
+
+def relaid(case: Case) -> Case:
+    """The same kernel and data on another mesh, in other layouts: what one device makes of it is known by then."""
+    random = Random(f"{case.seed} again")
+    mesh = dict(zip("xyz", random.choice(MESHES), strict=False))
+    return replace(case, mesh=mesh, shardings=make_shardings(random, case.params, mesh), as_python=False)
 
 
 def cases() -> st.SearchStrategy[Case]:

@@ -7,7 +7,7 @@ import torch
 from mesh_tensor import MeshTensorError
 from mesh_tensor.base.dtypes import poison_value
 from mesh_tensor.base.reductions import neutral
-from mesh_tensor.runtime.combine import combiner
+from mesh_tensor.runtime.elementwise import combiner
 from mesh_tensor.targets.dtypes import torch_dtype
 
 from .reference import FOLDS

@@ -40,6 +40,12 @@ def test_transforms(kern, transformed):
     assert "call it outside of torch.func's transforms" in text
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested(kern):
+    text = refusal(lambda: kern(torch.nested.nested_tensor([ONES[0], ONES[1]]), ONES))
+    assert "parameter 'A': a nested tensor, whose rows have lengths of their own" in text
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "mkldnn"])
 def test_layouts(kern, layout):

@@ -4,7 +4,7 @@ import pytest
 from tvm import tirx
 
 from kernels.matmul import matmul
-from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.nodes import nodes, same_expression
 
 BODY = matmul(64, 64, 64, 16, 16, 16).body
 
@@ -30,3 +30,22 @@ def test_the_innermost_comes_first():
     inner, *_, outer = nodes(BODY, tirx.For)
     assert inner.loop_var.name == "ko"
     assert outer.thread_binding is not None
+
+
+def test_loads_of_buffers_that_look_alike_differ():
+    a, b = (tirx.decl_buffer([5], "int32", "A") for _ in range(2))
+    i, j = (tirx.Var("i", "int32") for _ in range(2))
+    here = tirx.BufferLoad(a, [i])
+    assert same_expression(here, tirx.BufferLoad(a, [i]))
+    assert not same_expression(here, tirx.BufferLoad(b, [i]))
+    assert not same_expression(here, tirx.BufferLoad(a, [j]))
+
+
+def test_loads_at_any_depth():
+    a, b = (tirx.decl_buffer([5], "int32", "A") for _ in range(2))
+    i = tirx.Var("i", "int32")
+    x, y = tirx.BufferLoad(a, [i]), tirx.BufferLoad(b, [i])
+    assert same_expression(x + x + y, tirx.BufferLoad(a, [i]) + x + tirx.BufferLoad(b, [i]))
+    assert not same_expression(x + x + y, x + y + y)
+    assert not same_expression(tirx.BufferLoad(a, [x]), tirx.BufferLoad(a, [y]))
+    assert not same_expression(4 - x, 4 - y)

@@ -1,9 +1,11 @@
-"""Gradients of neural network operators: those of their torch functions."""
+"""Gradients of neural network operators, of those that take or put elements by index, and of torch's own: those of
+their torch functions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mesh_tensor.rules.operator.aten import ATEN
 from mesh_tensor.rules.operator.dropout import DROPOUT, dropout_call, dropout_of
 
 from .table import Backward, Gradient, differentiated, gradient, zeros
@@ -14,6 +16,8 @@ _NAMES = (
     " nn.max_pool3d nn.avg_pool1d nn.avg_pool2d nn.avg_pool3d nn.adaptive_avg_pool1d nn.adaptive_avg_pool2d"
     " nn.adaptive_avg_pool3d nn.cross_entropy_with_logits nn.nll_loss image.resize2d"
 )
+
+
 gradient(*_NAMES.split())(differentiated)
 
 
@@ -36,3 +40,17 @@ def full_like(b: Backward) -> Sequence[Gradient]:
 @gradient("zeros_like", "ones_like")
 def like(b: Backward) -> Sequence[Gradient]:
     return [b.emit(zeros(b.call.inputs[0])), *[None] * (len(b.operands) - 1)]
+
+
+gradient("take", "gather_elements", "gather_nd", "index_tensor", "scatter_elements", "scatter_nd", "index_put")(
+    differentiated
+)
+# Their gradients are unknown to torch, or zero without being so said.
+_WITHOUT = (
+    "aten.heaviside.default",
+    "aten.histc.default",
+    "aten.nextafter.default",
+    "aten.searchsorted.Tensor",
+    "aten._embedding_bag_forward_only.default",
+)
+gradient(*(name for name in ATEN if name not in _WITHOUT))(differentiated)

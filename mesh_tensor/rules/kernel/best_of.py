@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from mesh_tensor.tir.same import same_expression
+from mesh_tensor.tir.nodes import same_expression
 
 from .iterations import Iteration
 from .live_ranges import LiveRange
-from .statements import Statement
+from .statements import Statement, is_load_of, same_indices
 
 _STRICT = (tirx.GT, tirx.LT)
 
@@ -48,22 +48,12 @@ def find_best(iteration: Iteration, carried: Sequence[LiveRange]) -> list[Best]:
 def _best(iteration: Iteration, condition: tirx.PrimExpr, group: dict[LiveRange, Statement]) -> Best | None:
     for live_range, statement in group.items() if isinstance(condition, _STRICT) else ():
         for first, held, value in ((True, condition.a, condition.b), (False, condition.b, condition.a)):
-            if not _is_element(held, statement) or not _replaces(statement, value):
+            if not is_load_of(held, statement.target) or not _replaces(statement, value):
                 continue
             if all(_is_free(iteration, s, live_range, statement) for s in group.values()):
                 along = tuple(other for other in group if other is not live_range)
                 return Best(live_range, along, condition, first)
     return None
-
-
-def _is_element(expr: tirx.PrimExpr, statement: Statement) -> bool:
-    """Whether the expression loads what the statement stores to."""
-    write = statement.target
-    return (
-        isinstance(expr, tirx.BufferLoad)
-        and expr.buffer.same_as(write.buffer)
-        and all(same_expression(a, b) for a, b in zip(expr.indices, write.indices, strict=True))
-    )
 
 
 def _replaces(statement: Statement, value: tirx.PrimExpr) -> bool:
@@ -73,12 +63,11 @@ def _replaces(statement: Statement, value: tirx.PrimExpr) -> bool:
 
 def _is_free(iteration: Iteration, statement: Statement, best: LiveRange, of_best: Statement) -> bool:
     """Whether all that is stored depends on no earlier iteration, at the places of the best values."""
-    node, write = statement.node, statement.target
+    node = statement.node
     if not isinstance(node, tirx.BufferStore) or statement.op is not None or iteration.leaves_some(statement):
         return False
-    same_place = len(write.indices) == len(of_best.target.indices) and all(
-        same_expression(a, b) for a, b in zip(write.indices, of_best.target.indices, strict=True)
-    )
     around = [node.value, *statement.conditions[:-1], *statement.bounds]
     once = not any(best in iteration.loads_in(expr) for expr in around)
-    return same_place and once and iteration.uses.get(statement, {}).keys() <= {best}
+    return (
+        same_indices(statement.target, of_best.target) and once and iteration.uses.get(statement, {}).keys() <= {best}
+    )

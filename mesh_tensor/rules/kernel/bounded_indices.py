@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tvm import arith, tirx
 
 from mesh_tensor.tir.effects import op_name
-from mesh_tensor.tir.linear import Linear, vars_of
+from mesh_tensor.tir.linear import Linear, sum_of, vars_of
 from mesh_tensor.tir.nodes import nodes
 
 from .statements import Loop
@@ -199,27 +199,15 @@ def _divisor(expr: tirx.PrimExpr) -> int:
 
 def _terms(expr: tirx.PrimExpr | int) -> tuple[int, list[tuple[tirx.PrimExpr, int]]]:
     """The constant of a sum, and its terms with their coefficients; what is no sum is its own term."""
-    found: list[tuple[tirx.PrimExpr, int]] = []
-    const = _gather(expr, 1, found)
-    return const, [(term, count) for term, count in found if count]
+    parts: list[tirx.PrimExpr] = []
 
+    def term(part: tirx.PrimExpr) -> Linear | None:
+        if isinstance(part, tirx.Cast) and part.dtype in ("int32", "int64") and part.value.dtype == "int32":
+            return sum_of(part.value, term)
+        number = next((number for number, known in enumerate(parts) if known.same_as(part)), len(parts))
+        parts[number:] = parts[number:] or [part]
+        return Linear({number: 1})
 
-def _gather(expr: tirx.PrimExpr | int, factor: int, found: list[tuple[tirx.PrimExpr, int]]) -> int:
-    if isinstance(expr, (int, tirx.IntImm)):
-        return factor * int(expr)
-    if isinstance(expr, tirx.Cast) and expr.dtype in ("int32", "int64") and expr.value.dtype == "int32":
-        return _gather(expr.value, factor, found)
-    if isinstance(expr, (tirx.Add, tirx.Sub)):
-        return _gather(expr.a, factor, found) + _gather(
-            expr.b, factor if isinstance(expr, tirx.Add) else -factor, found
-        )
-    if isinstance(expr, tirx.Mul):
-        for one, other in ((expr.a, expr.b), (expr.b, expr.a)):
-            if isinstance(other, tirx.IntImm):
-                return _gather(one, factor * int(other), found)
-    for position, (term, count) in enumerate(found):
-        if term.same_as(expr):
-            found[position] = (term, count + factor)
-            return 0
-    found.append((expr, factor))
-    return 0
+    form = sum_of(expr, term)
+    assert form is not None
+    return form.const, [(parts[number], count) for number, count in form.terms.items()]

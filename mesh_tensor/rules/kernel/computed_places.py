@@ -19,11 +19,11 @@ from mesh_tensor.tir.linear import Linear, linear_form, vars_of
 from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.one_iteration import one_iteration
 from mesh_tensor.tir.ranges import loop_ranges
+from mesh_tensor.tir.rewrite import with_other_dims
 from mesh_tensor.tir.user_reports import prints
 
 from .coverage import why_not_covered
 from .factor_derivation import Dim
-from .other_dims import with_other_dims
 from .reader import read_kernel
 from .statements import Access, Kernel, Loop, Statement
 

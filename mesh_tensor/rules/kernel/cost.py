@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from tvm import ir, tirx
 
 from mesh_tensor.base.dtypes import is_float
+from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.one_iteration import MARK
 from mesh_tensor.tir.sizes import is_size, size_function
 
@@ -57,14 +58,5 @@ def _flops(statement: Statement) -> int:
 
 
 def _operations(expr: tirx.PrimExpr) -> int:
-    count = 0
-
-    def visit(node: object) -> None:
-        nonlocal count
-        if isinstance(node, _ARITHMETIC) and is_float(node.dtype):
-            count += 1
-        elif isinstance(node, tirx.Call) and isinstance(node.op, ir.Op) and node.op.name not in _NO_WORK:
-            count += is_float(node.dtype)
-
-    tirx.stmt_functor.post_order_visit(expr, visit)
-    return count
+    calls = [c for c in nodes(expr, tirx.Call) if isinstance(c.op, ir.Op) and c.op.name not in _NO_WORK]
+    return sum(is_float(node.dtype) for node in [*nodes(expr, *_ARITHMETIC), *calls])

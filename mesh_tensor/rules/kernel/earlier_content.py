@@ -5,6 +5,7 @@ from __future__ import annotations
 from tvm import tirx
 
 from mesh_tensor.tir.linear import Linear, vars_of
+from mesh_tensor.tir.nodes import loads
 
 from .coordinates import Coordinates
 from .padding import is_inside
@@ -68,9 +69,7 @@ def _runs(extent: tirx.PrimExpr, kernel: Kernel) -> bool:
     if isinstance(extent, tirx.IntImm):
         return int(extent) > 0
     sizes = vars_of([size for buffer in kernel.params.values() for size in buffer.shape], {})
-    loads: list[object] = []
-    tirx.stmt_functor.post_order_visit(extent, lambda n: loads.append(n) if isinstance(n, tirx.BufferLoad) else None)
-    return not loads and vars_of([extent], kernel.binds) <= sizes
+    return not loads(extent) and vars_of([extent], kernel.binds) <= sizes
 
 
 def _same_program(access: Access, stored: Access, kernel: Kernel, coordinates: Coordinates) -> bool:

@@ -19,15 +19,14 @@ from tvm import arith, ir, tirx
 
 from mesh_tensor.tir.fused_loops import unfuse
 from mesh_tensor.tir.linear import Linear
+from mesh_tensor.tir.rewrite import reshaped, with_other_dims
 from mesh_tensor.tir.tile_ops import Copy
 from mesh_tensor.tir.user_reports import prints
 from mesh_tensor.tir.views import left_views
 
-from .other_dims import reshaped, with_other_dims
+from .factor_derivation import Dim
 from .reader import read_kernel
 from .statements import Kernel, Statement
-
-Dim = tuple[str, int]
 
 #: From a parameter's dim that is taken apart to how long its groups are.
 Groups = Mapping[Dim, int]

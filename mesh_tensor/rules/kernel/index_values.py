@@ -9,6 +9,7 @@ from __future__ import annotations
 from tvm import tirx
 
 from mesh_tensor.tir.linear import Linear, vars_of
+from mesh_tensor.tir.nodes import loads
 from mesh_tensor.tir.tile_position import text_of
 
 from .coordinates import Coordinates
@@ -56,9 +57,7 @@ def _depends_on_coordinate_only(expr: tirx.PrimExpr, used: set[tirx.Var], form: 
 
 def without_loads(expr: tirx.PrimExpr) -> tirx.PrimExpr:
     """The expression with every load replaced by a fresh variable: their indices are looked at as accesses."""
-    loads: list[tirx.BufferLoad] = []
-    tirx.stmt_functor.post_order_visit(expr, lambda n: loads.append(n) if isinstance(n, tirx.BufferLoad) else None)
-    if not loads:
+    if not loads(expr):
         return expr
 
     def replace(node: object) -> object:

@@ -15,7 +15,7 @@ from mesh_tensor.base.reductions import neutral
 from mesh_tensor.tir.constants import number
 from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.linear import vars_of
-from mesh_tensor.tir.same import same_expression
+from mesh_tensor.tir.nodes import loads
 from mesh_tensor.tir.tile_ops import Copy, Gemm, Reduce
 
 from .coordinates import Coordinates
@@ -36,7 +36,7 @@ from .state_values import (
     plus,
     times,
 )
-from .statements import Access, Kernel, Loop, Statement
+from .statements import Access, Kernel, Loop, Statement, is_load_of
 
 #: An operation on values, and what it makes of what lies past the end.
 _Binary = tuple[Callable[[Value, Value], Value | None], Callable[[float, float], float]]
@@ -112,7 +112,7 @@ class Iteration:
 
     def _all_loads(self, expr: tirx.PrimExpr) -> list[tirx.BufferLoad]:
         """What an expression loads, or its variables were bound to."""
-        found, binds = _loads(expr), self.kernel.binds
+        found, binds = loads(expr), self.kernel.binds
         bound = [v for v in tirx.analysis.undefined_vars(expr) if v in binds] if isinstance(expr, tirx.PrimExpr) else []
         return [*found, *(load for var in bound for load in self._all_loads(binds[var]))]
 
@@ -137,7 +137,7 @@ class Iteration:
 
     def _either(self, left: Value | None, statement: Statement, target: LiveRange) -> Value | None:
         """What is there after a statement that may not have run."""
-        before = self.env.get(target, self._load(statement.target, statement))
+        before = self.env.get(target, self._load(statement.target))
         parts = [None if value is None else value.part for value in (before, left)]
         levels = [part.level for part in parts if part is not None]
         return independent(max(levels)) if len(levels) == 2 and max(levels) is not Level.SUM else None
@@ -170,7 +170,7 @@ class Iteration:
         added = self._combined(statement, operand)
         if added is None or statement.fresh:
             return added
-        before = self._load(statement.target, statement)
+        before = self._load(statement.target)
         if before is None:
             return None
         if statement.op == "sum":
@@ -204,7 +204,7 @@ class Iteration:
             return independent(Level.POINT)
         if not isinstance(record, (Copy, Gemm, Reduce)) or record.reduction not in (None, "sum", "max"):
             return None
-        sources = [self._load(access, statement) for access in statement.reads[: len(record.sources)]]
+        sources = [self._load(access) for access in statement.reads[: len(record.sources)]]
         known = [source for source in sources if source is not None]
         if len(known) < len(sources) or len(sources) > 2:
             return None
@@ -229,7 +229,7 @@ class Iteration:
         return _over_others(statement, operand) if over and operand.part is None else operand
 
     def _is_free_load(self, access: Access, statement: Statement) -> bool:
-        value = self._load(access, statement)
+        value = self._load(access)
         return value is not None and value.part is not None
 
     # -- expressions ---------------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ class Iteration:
         if known is not None:
             return constant(float(known))
         if isinstance(expr, tirx.BufferLoad):
-            return self._load(self._access(expr, statement), statement)
+            return self._load(self._access(expr, statement))
         if isinstance(expr, tirx.Var) and self._keeps_its_value(expr):
             return self._expr(self.kernel.binds[expr], statement)
         if isinstance(expr, tirx.Cast) and expr.dtype.startswith(("float", "bfloat")):
@@ -259,9 +259,9 @@ class Iteration:
 
     def _keeps_its_value(self, var: tirx.Var) -> bool:
         """Whether a variable was bound to loads of what nothing here writes: they are the same where it is used."""
-        loads = _loads(self.kernel.binds[var]) if var in self.kernel.binds else []
+        found = loads(self.kernel.binds[var]) if var in self.kernel.binds else []
         written = [live_range.buffer for live_range in self._written]
-        return bool(loads) and not any(load.buffer.same_as(buffer) for load in loads for buffer in written)
+        return bool(found) and not any(load.buffer.same_as(buffer) for load in found for buffer in written)
 
     def _binary(self, expr: tirx.PrimExpr, statement: Statement) -> Value | None:
         a, b = self._expr(expr.a, statement), self._expr(expr.b, statement)
@@ -291,11 +291,9 @@ class Iteration:
     def _guard(self, expr: tirx.PrimExpr, inside: Value, statement: Statement) -> bool:
         """Note the loads of atoms that a power takes down: where those are the lowest value, nothing counts yet. False
         where they are not loaded as they are."""
-        loads: list[tirx.BufferLoad] = []
-        tirx.stmt_functor.post_order_visit(expr, lambda n: loads.append(n) if isinstance(n, tirx.BufferLoad) else None)
         down = {atom for atom, rate in inside.atoms.items() if rate < 0}
-        for load in loads:
-            value = self._load(self._access(load, statement), statement)
+        for load in loads(expr):
+            value = self._load(self._access(load, statement))
             if value is None or (value.atoms and value.atom is None):
                 return False
             if value.atom in down and is_running(value.atom) and not is_bounded(value.atom):
@@ -314,10 +312,10 @@ class Iteration:
         """A function of what depends on no earlier iteration."""
         level = Level.POINT if vars_of([expr], self.kernel.binds) & self._moving else Level.FIXED
         bound = [n for n in vars_of([expr], {}) if n in self.kernel.binds]
-        if any(_loads(self.kernel.binds[var]) and not self._keeps_its_value(var) for var in bound):
+        if any(loads(self.kernel.binds[var]) and not self._keeps_its_value(var) for var in bound):
             return None
-        for load in [*_loads(expr), *(load for var in bound for load in _loads(self.kernel.binds[var]))]:
-            value = self._load(self._access(load, statement), statement)
+        for load in [*loads(expr), *(load for var in bound for load in loads(self.kernel.binds[var]))]:
+            value = self._load(self._access(load, statement))
             part = None if value is None else value.part
             if part is None or part.level is Level.SUM:
                 return None
@@ -344,14 +342,9 @@ class Iteration:
         return {*self.factor.roles, self.loop.var}
 
     def _access(self, load: tirx.BufferLoad, statement: Statement) -> Access:
-        return next(
-            access
-            for access in statement.reads
-            if access.buffer.same_as(load.buffer)
-            and all(same_expression(a, b) for a, b in zip(access.indices, load.indices, strict=True))
-        )
+        return next(access for access in statement.reads if is_load_of(load, access))
 
-    def _load(self, access: Access, statement: Statement) -> Value | None:
+    def _load(self, access: Access) -> Value | None:
         """What an access reads."""
         live_range = self.coordinates.ranges.of(access)
         forms = [form for form in access.forms if form is not None]
@@ -363,7 +356,7 @@ class Iteration:
             if live_range.is_param or self.loop.var not in live_range.carried or len(forms) < len(access.forms):
                 return None
             return Value({Atom.make(("before", live_range), forms): 1.0})
-        if any(_loads(index) for index in access.indices):
+        if any(loads(index) for index in access.indices):
             return None
         if self.coordinates.walks(access, self.factor):
             return independent(Level.POINT, self._padding.content(live_range))
@@ -389,7 +382,7 @@ class Iteration:
                     continue
                 if a is not first.write and b is not second.write:
                     continue
-                if not _same_place(a, b):
+                if not a.same_forms(b):
                     yield from (of(a), of(b))
                 inner = of(a).carried & self._inner - {v for form in a.forms if form is not None for v in form.terms}
                 if inner & shared and not (first is second and first.op in ("sum", "max")):
@@ -420,10 +413,6 @@ def is_bounded(atom: Atom) -> bool:
     return atom.key[0] == "max" and any(
         key[0] == "fixed" and key[1] is not None and math.isfinite(key[1]) for key in atom.key[1]
     )
-
-
-def _same_place(a: Access, b: Access) -> bool:
-    return all(x is not None and y is not None and x.same_as(y) for x, y in zip(a.forms, b.forms, strict=True))
 
 
 def _over_positions(statement: Statement, operand: Value) -> Value | None:
@@ -461,10 +450,3 @@ def _sum_past(before: Content, added: Content) -> Content:
 def _product_past(a: Content, b: Content) -> Content:
     """Past the end of the dim, 0 times what is not known is what the kernel itself has there."""
     return ZERO if ZERO in (a, b) else a.mapped(lambda x, y: x * y, b)
-
-
-def _loads(expr: tirx.PrimExpr) -> list[tirx.BufferLoad]:
-    found: list[tirx.BufferLoad] = []
-    if isinstance(expr, tirx.PrimExpr):
-        tirx.stmt_functor.post_order_visit(expr, lambda n: found.append(n) if isinstance(n, tirx.BufferLoad) else None)
-    return found

@@ -11,6 +11,8 @@ from functools import cached_property
 
 from tvm import tirx
 
+from mesh_tensor.tir.nodes import loads, nodes
+
 from .statements import Access, Kernel, Loop, Statement, used_vars
 
 
@@ -204,13 +206,11 @@ def overwrites_all(statement: Statement, kernel: Kernel) -> bool:
 def _unconditional(statement: Statement, index_vars: set[tirx.Var], kernel: Kernel) -> bool:
     """No condition around the store may change from one of its own indices to the next, so it covers all or (in a
     branch) nothing."""
-    found: list[object] = []
-    for condition in statement.conditions:
-        tirx.stmt_functor.post_order_visit(condition, found.append)
-    if any(isinstance(n, tirx.Var) and (n in index_vars or n in kernel.binds) for n in found):
+    used = [var for condition in statement.conditions for var in nodes(condition, tirx.Var)]
+    if any(var in index_vars or var in kernel.binds for var in used):
         return False
     nest = {loop.var for loop in statement.loops if loop.var in index_vars and loop.kind != "tile"}
-    loaded = {n.buffer for n in found if isinstance(n, tirx.BufferLoad)}
+    loaded = {load.buffer for condition in statement.conditions for load in loads(condition)}
     inside = (s for s in kernel.statements if nest & {loop.var for loop in s.loops})
     return not any(s.writes(buffer) for s in inside for buffer in loaded)
 
@@ -225,13 +225,9 @@ def _alone_in_nest(statement: Statement, index_vars: set[tirx.Var], kernel: Kern
         if other is statement or not nest & {loop.var for loop in other.loops}:
             continue
         for access in other.accesses:
-            if access.buffer.same_as(write.buffer) and not _same_element(access, write):
+            if access.buffer.same_as(write.buffer) and not access.same_forms(write):
                 return False
     return True
-
-
-def _same_element(a: Access, b: Access) -> bool:
-    return all(x is not None and y is not None and x.same_as(y) for x, y in zip(a.forms, b.forms, strict=True))
 
 
 def _runs_at_least_once(loop: Loop) -> bool:

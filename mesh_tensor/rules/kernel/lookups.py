@@ -11,19 +11,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
-from tvm.tirx.stmt_functor import post_order_visit
 
 from mesh_tensor.base.reductions import REDUCTIONS
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.linear import vars_of
-from mesh_tensor.tir.same import same_expression
-from mesh_tensor.tir.user_reports import is_print, printed_buffers
+from mesh_tensor.tir.nodes import loads, same_expression
 
 from .coordinates import Coordinates
 from .factor_derivation import Dim
 from .factors import Factor
 from .partial_values import PartialValues
-from .reader import safe_buffers
+from .reader import known_uses
 from .reductions import Reduction
 from .statements import Access, Kernel, Statement
 
@@ -52,44 +50,31 @@ def lookup(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> Lookup |
     """What splitting a candidate means; None if nothing is known of that."""
     (place,) = factor.dims
     param, dim = place
-    uses = _uses(kernel, kernel.params[param])
+    uses = known_uses(kernel, kernel.params[param])
+    if not uses:
+        return None
     if any(access is statement.write for statement, access in uses):
-        return Lookup(place, factor, Reduction()) if all(_only_writes(s, a, dim) for s, a in uses) else None
-    if not all(_takes_one(kernel, statement, access, dim) for statement, access in uses):
+        return Lookup(place, factor, Reduction()) if all(_only_writes(s, a) for s, a in uses) else None
+    if not all(_takes_one(statement, access, dim) for statement, access in uses):
         return None
     reduction = _reduction(kernel, coordinates, factor, uses)
     return None if reduction is None else Lookup(place, factor, reduction)
 
 
-def _uses(kernel: Kernel, buffer: tirx.Buffer) -> Uses:
-    return [(s, access) for s in kernel.statements for access in s.accesses if access.buffer.same_as(buffer)]
-
-
 def _is_indexed_by_data(kernel: Kernel, buffer: tirx.Buffer, dim: int) -> bool:
     """Whether all that uses the parameter is understood, and indexes the dim by what is loaded."""
-    uses = _uses(kernel, buffer)
-    for statement in kernel.statements:
-        if is_print(statement.node) and buffer in printed_buffers(statement.node):
-            return False
-        if statement.unknown and (statement.writes(buffer) or any(s is statement for s, _ in uses)):
-            return False
-    if not uses or buffer in safe_buffers(kernel.params.values(), kernel.root) or buffer.dtype == "bool":
+    uses = known_uses(kernel, buffer)
+    if not uses or buffer.dtype == "bool":
         return False
     return all(_is_loaded(access.indices[dim], kernel) and dim not in s.element_dims(access) for s, access in uses)
 
 
 def _is_loaded(index: tirx.PrimExpr, kernel: Kernel) -> bool:
     """Whether an index reads memory; what a variable is bound to was read before, and may have changed since."""
-    return bool(_loads(index)) and not vars_of([index], {}) & kernel.binds.keys()
+    return bool(loads(index)) and not vars_of([index], {}) & kernel.binds.keys()
 
 
-def _loads(expr: tirx.PrimExpr) -> list[tirx.BufferLoad]:
-    found: list[tirx.BufferLoad] = []
-    post_order_visit(expr, lambda node: found.append(node) if isinstance(node, tirx.BufferLoad) else None)
-    return found
-
-
-def _only_writes(statement: Statement, access: Access, dim: int) -> bool:
+def _only_writes(statement: Statement, access: Access) -> bool:
     """Whether the statement is a store, or an atomic update of one element, and nothing is made of what was there."""
     if access is not statement.write:
         return False
@@ -98,7 +83,7 @@ def _only_writes(statement: Statement, access: Access, dim: int) -> bool:
     return isinstance(statement.tile_op, tile_ops.Atomic) and not statement.tile_op.dst.long_dims
 
 
-def _takes_one(kernel: Kernel, statement: Statement, access: Access, dim: int) -> bool:
+def _takes_one(statement: Statement, access: Access, dim: int) -> bool:
     """Whether what the statement stores is made of one row of the dim, and nothing else in it depends on the table."""
     if statement.write is None or statement.target.buffer.dtype == "bool":
         return False
@@ -108,10 +93,10 @@ def _takes_one(kernel: Kernel, statement: Statement, access: Access, dim: int) -
         return False
     loops = [e for loop in statement.loops for e in (loop.min, loop.extent) if isinstance(e, tirx.PrimExpr)]
     elsewhere = [*statement.conditions, *loops, *statement.target.indices]
-    if any(load.buffer.same_as(access.buffer) for expr in elsewhere for load in _loads(expr)):
+    if any(load.buffer.same_as(access.buffer) for expr in elsewhere for load in loads(expr)):
         return False
-    mine = [load for load in _loads(statement.values[0]) if load.buffer.same_as(access.buffer)]
-    nested = [inner for load in _loads(statement.values[0]) for index in load.indices for inner in _loads(index)]
+    mine = [load for load in loads(statement.values[0]) if load.buffer.same_as(access.buffer)]
+    nested = [inner for load in loads(statement.values[0]) for index in load.indices for inner in loads(index)]
     if not mine or any(inner.buffer.same_as(access.buffer) for inner in nested):
         return False
     return all(same_expression(load.indices[dim], mine[0].indices[dim]) for load in mine)

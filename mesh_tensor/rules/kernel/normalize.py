@@ -16,6 +16,7 @@ from mesh_tensor.tir.fused_loops import unfuse
 from mesh_tensor.tir.late_fills import with_early_fills
 from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.reducers import without_reducers
+from mesh_tensor.tir.rewrite import call_like, sequence
 from mesh_tensor.tir.short_loops import lengthen
 from mesh_tensor.tir.single_dims import with_plain_single_dims
 from mesh_tensor.tir.tile_position import as_helper
@@ -45,7 +46,7 @@ def _with_plain_extents(func: tirx.PrimFunc) -> tirx.PrimFunc:
         if op_name(call) != "tl.region" or all(isinstance(extent, tirx.IntImm) for extent in call.args[2:]):
             return None
         extents = [analyzer.simplify(extent) for extent in call.args[2:]]
-        return tirx.Call(call.dtype, call.op, [*call.args[:2], *extents], annotations=call.annotations, span=call.span)
+        return call_like(call, [*call.args[:2], *extents])
 
     body = tirx.stmt_functor.ir_transform(func.body, None, plain, ["tirx.Call"])
     return func if body.same_as(func.body) else func.with_body(body)
@@ -72,29 +73,13 @@ def _is_index(value: tirx.PrimExpr) -> bool:
     """Integer arithmetic that reads no memory and calls nothing but conversions and the helpers for tiles."""
     if not value.dtype.startswith(("int", "uint", "bool")):
         return False
-    blockers: list[object] = []
-
-    def visit(node: object) -> None:
-        if isinstance(node, tirx.BufferLoad) or (
-            isinstance(node, tirx.Call) and as_helper(node) is None and not _is_choice(node)
-        ):
-            blockers.append(node)
-
-    tirx.stmt_functor.post_order_visit(value, visit)
-    return not blockers
-
-
-def _is_choice(call: tirx.Call) -> bool:
-    return op_name(call) == "tirx.if_then_else"
+    calls = [call for call in nodes(value, tirx.Call) if op_name(call) != "tirx.if_then_else"]
+    return not nodes(value, tirx.BufferLoad) and all(as_helper(call) is not None for call in calls)
 
 
 def _without_noops(body: tirx.Stmt) -> tirx.Stmt:
     def clean(node: tirx.SeqStmt) -> tirx.Stmt | None:
         kept = [s for s in node.seq if not (isinstance(s, tirx.Evaluate) and isinstance(s.value, tirx.IntImm))]
-        if len(kept) == len(node.seq):
-            return None
-        if not kept:
-            return tirx.Evaluate(0)
-        return kept[0] if len(kept) == 1 else tirx.SeqStmt(kept)
+        return None if len(kept) == len(node.seq) else sequence(kept)
 
     return tirx.stmt_functor.ir_transform(body, None, clean, ["tirx.SeqStmt"])

@@ -14,10 +14,9 @@ from tvm import tirx
 
 from mesh_tensor.tir.linear import Linear, vars_of
 from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.rewrite import block_like, region_call, with_args
+from mesh_tensor.tir.rewrite import block_like, region_call, reshaped, with_args
 from mesh_tensor.tir.tile_ops import Gemm, TileOp, parse_tile_op
 
-from .other_dims import reshaped
 from .reader import read_kernel
 from .statements import Access, Kernel, Loop, Statement
 

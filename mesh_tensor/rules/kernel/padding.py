@@ -74,7 +74,7 @@ class Content:
         return self.number is not None and math.isfinite(self.number)
 
 
-ANYTHING = Content(None)
+ANYTHING: Content = Content(None)
 ZERO = Content(0.0)
 
 #: What leaves every finite number as it is.

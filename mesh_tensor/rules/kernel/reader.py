@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
-from tvm import arith, ir, tirx
-from tvm.tirx.stmt_functor import post_order_visit
+from tvm import arith, tirx
 
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.tir import effects, tile_ops
-from mesh_tensor.tir.functions import function_name
 from mesh_tensor.tir.linear import linear_form
-from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.user_reports import assert_call, is_print
+from mesh_tensor.tir.nodes import function_name, loads, nodes
+from mesh_tensor.tir.user_reports import assert_call, is_print, printed_buffers
 from mesh_tensor.tir.views import left_views
 
 from .statements import (
@@ -204,18 +202,13 @@ class _Reader:
             return Access(self.owners[buffer], tuple(tirx.IntImm("int32", 0) for _ in shape), (None,) * len(shape))
         return Access(buffer, tuple(indices), tuple(linear_form(i, self.binds) for i in indices))
 
-    def loads(self, nodes) -> tuple[Access, ...]:
+    def loads(self, places) -> tuple[Access, ...]:
         found: list[Access] = []
-
-        def visit(node: object) -> None:
+        for node in (node for place in places for node in nodes(place, tirx.BufferLoad, tirx.Var)):
             if isinstance(node, tirx.BufferLoad):
                 found.append(self.access(node.buffer, node.indices))
-            elif isinstance(node, tirx.Var) and node in self.binds:
+            elif node in self.binds:
                 found.extend(self.bound_reads[node] if node in self.bound_reads else self.loads([self.binds[node]]))
-
-        for node in nodes:
-            if not isinstance(node, int):
-                post_order_visit(node, visit)
         return tuple(found)
 
     def _store(self, stmt: tirx.BufferStore) -> Statement:
@@ -236,7 +229,7 @@ class _Reader:
             return self._read_only(stmt, asserted.args[0])
         record = tile_ops.parse_tile_op(stmt)
         if record is None:
-            if not any(True for _ in _calls(stmt.value)):
+            if not nodes(stmt.value, tirx.Call):
                 return self.statement(stmt, values=(stmt.value,))
             return self._opaque(stmt, _call_name(stmt.value))
         try:
@@ -266,7 +259,7 @@ def _check_safe_values(func: tirx.PrimFunc, block: tirx.SBlock, where: str) -> N
     single: list[tirx.Buffer] = []
     for node in nodes(block.body, tirx.BufferStore, tirx.IfThenElse, tirx.Bind):
         value = node.condition if isinstance(node, tirx.IfThenElse) else node.value
-        post_order_visit(value, lambda n: single.append(n.buffer) if isinstance(n, tirx.BufferLoad) else None)
+        single += [load.buffer for load in loads(value)]
     found = [f"T.annotate_safe_value of {b.name!r}, which is read element by element" for b in asked if b in single]
     if found:
         refuse(found, where=where, why="it is supported where T.copy reads", fix="T.copy the block to a shared buffer")
@@ -278,32 +271,38 @@ def safe_buffers(buffers: Iterable[tirx.Buffer], block: tirx.SBlock) -> list[tir
     return [buffer for buffer in buffers if buffer.data in safe and not _is_zero(safe[buffer.data])]
 
 
+def known_uses(kernel: Kernel, buffer: tirx.Buffer) -> list[tuple[Statement, Access]]:
+    """All accesses of a parameter; none if something is not understood that may use it, or more than its elements are
+    seen."""
+    if buffer in safe_buffers(kernel.params.values(), kernel.root):
+        return []
+    found: list[tuple[Statement, Access]] = []
+    for statement in kernel.statements:
+        mine = [(statement, access) for access in statement.accesses if access.buffer.same_as(buffer)]
+        if statement.unknown and (mine or statement.writes(buffer)):
+            return []
+        if is_print(statement.node) and buffer in printed_buffers(statement.node):
+            return []
+        found += mine
+    return found
+
+
 def _is_zero(value: object) -> bool:
     return isinstance(value, (int, float, tirx.IntImm, tirx.FloatImm)) and float(getattr(value, "value", value)) == 0
 
 
 def _vector(stmt: tirx.Stmt) -> str | None:
     """What an access of several elements at once is called; None without one."""
-    found: list[object] = []
-    if isinstance(stmt, (tirx.BufferStore, tirx.Bind)):
-        post_order_visit(stmt, lambda n: found.append(n) if isinstance(n, (tirx.Ramp, tirx.Broadcast)) else None)
-    return "an access of a vector" if found else None
+    is_vector = isinstance(stmt, (tirx.BufferStore, tirx.Bind)) and nodes(stmt, tirx.Ramp, tirx.Broadcast)
+    return "an access of a vector" if is_vector else None
 
 
 def _shape(buffer: tirx.Buffer) -> str:
     return f"{buffer.name or 'a buffer'} ({', '.join(str(size) for size in buffer.shape)}) {buffer.dtype}"
 
 
-def _calls(expr: tirx.PrimExpr) -> Iterator[tirx.Call]:
-    found: list[tirx.Call] = []
-    post_order_visit(expr, lambda n: found.append(n) if isinstance(n, tirx.Call) else None)
-    return iter(found)
-
-
 def _call_name(expr: tirx.PrimExpr) -> str:
-    return next(
-        (c.op.name for c in [expr, *_calls(expr)] if isinstance(c, tirx.Call) and isinstance(c.op, ir.Op)), "call"
-    )
+    return next((name for call in [expr, *nodes(expr, tirx.Call)] if (name := effects.op_name(call))), "call")
 
 
 def _is_plain(stmt: tirx.SBlockRealize) -> bool:

@@ -21,7 +21,7 @@ from .live_ranges import LiveRange
 from .padding import takes_whole_blocks
 from .state_values import Atom, Level, Part, Value
 from .stated import Stated, find_stated
-from .statements import RESUMED, Kernel, Loop, Statement, describe
+from .statements import RESUMED, Kernel, Loop, Statement, describe, mentions
 from .states import carrying_loops, changed_in, is_in_place
 
 _ONE = Part(Level.FIXED, 1.0)
@@ -126,7 +126,7 @@ def _carried(iteration: Iteration, live_range: LiveRange) -> Carried | None:
     if not is_resumed and all(s.op == "prod" and not s.fresh for s in updates):
         # Alone, what such an update makes of 0 would be read as a product, which devices start from 1.
         return None
-    scaled = {s: factor for s in updates if (factor := _scale(s, live_range)) is not None}
+    scaled = {s: factor for s in updates if (factor := _scale(s)) is not None}
     known = all(s in scaled or _adds(s) for s in updates) and all(_is_alone(s, scaled[s], iteration) for s in scaled)
     return Carried(live_range, "sum", scaled) if known else None
 
@@ -148,7 +148,7 @@ def _adds(statement: Statement) -> bool:
     return statement.op == "sum" and not statement.fresh
 
 
-def _scale(statement: Statement, live_range: LiveRange) -> tirx.PrimExpr | None:
+def _scale(statement: Statement) -> tirx.PrimExpr | None:
     """What a store multiplies its target with, None if it is no store that does."""
     node = statement.node
     if not isinstance(node, tirx.BufferStore) or statement.op not in (None, "prod"):
@@ -160,29 +160,18 @@ def _coefficient(expr: tirx.PrimExpr, store: tirx.BufferStore) -> tirx.PrimExpr 
     """Of an expression that is linear in what is stored to; None if it is not said as sums and products."""
     if isinstance(expr, tirx.BufferLoad) and expr.buffer.same_as(store.buffer):
         return tirx.const(1.0, expr.dtype)
-    if not _mentions(expr, store.buffer):
+    if not mentions(expr, store.buffer):
         return tirx.const(0.0, expr.dtype)
     if isinstance(expr, (tirx.Add, tirx.Sub)):
         a, b = _coefficient(expr.a, store), _coefficient(expr.b, store)
-        if a is None or b is None or (isinstance(expr, tirx.Sub) and _mentions(expr.b, store.buffer)):
+        if a is None or b is None or (isinstance(expr, tirx.Sub) and mentions(expr.b, store.buffer)):
             return None
-        return b if not _mentions(expr.a, store.buffer) else a if not _mentions(expr.b, store.buffer) else a + b
+        return b if not mentions(expr.a, store.buffer) else a if not mentions(expr.b, store.buffer) else a + b
     if isinstance(expr, tirx.Mul):
-        a, b = (expr.a, expr.b) if _mentions(expr.a, store.buffer) else (expr.b, expr.a)
-        inside = None if _mentions(b, store.buffer) else _coefficient(a, store)
+        a, b = (expr.a, expr.b) if mentions(expr.a, store.buffer) else (expr.b, expr.a)
+        inside = None if mentions(b, store.buffer) else _coefficient(a, store)
         return None if inside is None else inside * b
     return None
-
-
-def _mentions(expr: tirx.PrimExpr, buffer: tirx.Buffer) -> bool:
-    found: list[object] = []
-
-    def visit(node: object) -> None:
-        if isinstance(node, tirx.BufferLoad) and node.buffer.same_as(buffer):
-            found.append(node)
-
-    tirx.stmt_functor.post_order_visit(expr, visit)
-    return bool(found)
 
 
 def _is_alone(statement: Statement, scale: tirx.PrimExpr, iteration: Iteration) -> bool:
@@ -194,4 +183,4 @@ def _is_alone(statement: Statement, scale: tirx.PrimExpr, iteration: Iteration) 
         return False
     nest = {x.var for x in inner}
     written = [s.write.buffer for s in iteration.body if s.write is not None and nest & s.vars]
-    return not any(_mentions(scale, buffer) for buffer in written)
+    return not any(mentions(scale, buffer) for buffer in written)

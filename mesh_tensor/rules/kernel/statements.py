@@ -15,7 +15,7 @@ from mesh_tensor.base.reductions import REDUCTIONS
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.effects import is_hint, op_name
 from mesh_tensor.tir.linear import Linear, vars_of
-from mesh_tensor.tir.same import same_expression
+from mesh_tensor.tir.nodes import loads, same_expression
 
 
 @dataclass(eq=False)
@@ -37,6 +37,11 @@ class Access:
     buffer: tirx.Buffer
     indices: tuple[tirx.PrimExpr, ...]
     forms: tuple[Linear | None, ...]
+
+    def same_forms(self, other: Access) -> bool:
+        """Whether all indices have forms, and these are those of the other's."""
+        pairs = zip(self.forms, other.forms, strict=True)
+        return all(a is not None and b is not None and a.same_as(b) for a, b in pairs)
 
 
 @dataclass(eq=False)
@@ -180,28 +185,26 @@ def split_update(stmt: tirx.BufferStore) -> tuple[str | None, tirx.PrimExpr]:
     if op is None:
         return None, value
     a, b = value.args if isinstance(value, tirx.Call) else (value.a, value.b)
-    if _is_load_of(a, stmt) and not _reads(b, stmt.buffer):
+    if is_load_of(a, stmt) and not mentions(b, stmt.buffer):
         return op, b
-    if _is_load_of(b, stmt) and not _reads(a, stmt.buffer) and not isinstance(value, tirx.Sub):
+    if is_load_of(b, stmt) and not mentions(a, stmt.buffer) and not isinstance(value, tirx.Sub):
         return op, a
     return None, value
 
 
-def _is_load_of(expr: tirx.PrimExpr, store: tirx.BufferStore) -> bool:
-    return (
-        isinstance(expr, tirx.BufferLoad)
-        and expr.buffer.same_as(store.buffer)
-        and all(same_expression(a, b) for a, b in zip(expr.indices, store.indices, strict=True))
-    )
+def is_load_of(expr: tirx.PrimExpr, place: tirx.BufferStore | Access) -> bool:
+    """Whether an expression loads an element."""
+    return isinstance(expr, tirx.BufferLoad) and expr.buffer.same_as(place.buffer) and same_indices(expr, place)
 
 
-def _reads(expr: tirx.PrimExpr, buffer: tirx.Buffer) -> bool:
-    found = []
-    tirx.stmt_functor.post_order_visit(
-        expr,
-        lambda node: found.append(1) if isinstance(node, tirx.BufferLoad) and node.buffer.same_as(buffer) else None,
-    )
-    return bool(found)
+def same_indices(a: tirx.BufferLoad | Access, b: tirx.BufferStore | Access) -> bool:
+    """Whether two elements, perhaps of different buffers, are at the same indices."""
+    return len(a.indices) == len(b.indices) and all(map(same_expression, a.indices, b.indices))
+
+
+def mentions(expr: tirx.PrimExpr, buffer: tirx.Buffer) -> bool:
+    """Whether an expression reads a buffer."""
+    return any(load.buffer.same_as(buffer) for load in loads(expr))
 
 
 def used_vars(statement: Statement, kernel: Kernel) -> set[tirx.Var]:

@@ -12,13 +12,12 @@ from tvm import tirx
 from mesh_tensor.base.window import Reach, Reaches
 from mesh_tensor.tir.linear import Linear, vars_of
 from mesh_tensor.tir.short_loops import running
-from mesh_tensor.tir.user_reports import is_print, printed_buffers
 
 from .bounded_indices import Distance
 from .coordinates import Coordinates
 from .factor_derivation import Dim
 from .factors import Factor
-from .reader import safe_buffers
+from .reader import known_uses
 from .statements import Access, Kernel, Loop, Statement
 
 
@@ -27,7 +26,8 @@ def find_windows(kernel: Kernel, coordinates: Coordinates) -> dict[Dim, tuple[Fa
     before the kernel runs."""
     found = {}
     for param, dim in coordinates.detached:
-        accesses = _reads(kernel, kernel.params[param])
+        is_written = any(statement.writes(kernel.params[param]) for statement in kernel.statements)
+        accesses = [] if is_written else known_uses(kernel, kernel.params[param])
         factors = coordinates.factors if accesses and _is_sized(kernel, param, dim) else ()
         reads = [(factor, reaches) for factor in factors if (reaches := _read_from(kernel, factor, accesses, dim))]
         if reads:
@@ -38,21 +38,6 @@ def find_windows(kernel: Kernel, coordinates: Coordinates) -> dict[Dim, tuple[Fa
 def without_wrap(index: tirx.PrimExpr) -> tirx.PrimExpr:
     """The position before it comes in from the other end."""
     return index.a if isinstance(index, tirx.FloorMod) else index
-
-
-def _reads(kernel: Kernel, buffer: tirx.Buffer) -> list[tuple[Statement, Access]]:
-    """All that is known to read the parameter; nothing if something else may use it."""
-    if buffer in safe_buffers(kernel.params.values(), kernel.root):
-        return []
-    found = []
-    for statement in kernel.statements:
-        mine = [(statement, access) for access in statement.accesses if access.buffer.same_as(buffer)]
-        if statement.writes(buffer) or (mine and statement.unknown):
-            return []
-        if is_print(statement.node) and buffer in printed_buffers(statement.node):
-            return []
-        found += mine
-    return found
 
 
 def _is_sized(kernel: Kernel, param: str, dim: int) -> bool:

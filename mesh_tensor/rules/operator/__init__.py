@@ -1,10 +1,9 @@
 """Sharding rules of Relax operators: one short function per operator, in a table."""
 
-from mesh_tensor.base.tensor_type import TensorType
+from mesh_tensor.base.dtypes import TensorType
 
 from . import (  # noqa: F401  (they fill the table)
     aten,
-    attention,
     conv,
     create,
     dropout,

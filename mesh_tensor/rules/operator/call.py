@@ -11,8 +11,8 @@ import tvm
 import tvm_ffi
 from tvm import ir, relax, tirx
 
+from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.base.tensor_type import TensorType
 
 
 @dataclass(frozen=True, eq=False)

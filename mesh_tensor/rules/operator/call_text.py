@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from tvm import ir, relax, tirx
 
-from mesh_tensor.base.dtypes import is_float
+from mesh_tensor.base.dtypes import TensorType, is_float
 from mesh_tensor.base.errors import MeshTensorError, refuse
-from mesh_tensor.base.tensor_type import TensorType
 
 from .call import plain, tensor_infos
 from .table import has_rule

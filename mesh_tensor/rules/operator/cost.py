@@ -8,7 +8,7 @@ from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.machine import Machine, Work
 
 from .call import OpCall, operator_name
-from .fused import LINEAR, MATMUL_ADD
+from .linear_algebra import LINEAR, MATMUL_ADD
 from .vjp import VJP, vjp_of
 
 # Classes of operators by what bounds their time; what is not here works element by element.

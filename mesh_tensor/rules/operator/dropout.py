@@ -13,8 +13,8 @@ from typing import Any
 
 from tvm import ir, relax
 
+from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.base.tensor_type import TensorType
 
 from .call import OpCall, tensor_type
 from .call_text import dumps, info_of, loads

@@ -52,14 +52,18 @@ def _axis(call: OpCall) -> int:
 
 
 def _local_take(local: LocalCall) -> relax.Expr:
+    mode = relax.StringImm(local.call.attr("mode", "fast"))
+    return _of_what_is_held("mesh.local_take", local, _axis(local.call), mode)
+
+
+def _of_what_is_held(name: str, local: LocalCall, axis: int, *more: relax.Expr) -> relax.Expr:
+    """The operator that takes what a device holds along a dim, where it is split."""
     call, layout = local.call, local.layouts[0]
-    axis = _axis(call)
     if not layout.axes_of(axis):
         return local.again()
-    args = [relax.ShapeExpr(call.inputs[0].shape), relax.StringImm(layout.text()), relax.PrimValue(axis)]
+    args = [relax.ShapeExpr(call.inputs[0].shape), relax.StringImm(layout.text()), relax.PrimValue(axis), *more]
     info = relax.TensorStructInfo(local.out_tiles[0], "float32" if local.wide else call.outputs[0].dtype)
-    mode = relax.StringImm(call.attr("mode", "fast"))
-    return relax.op.call_pure_packed("mesh.local_take", *local.args, *args, mode, sinfo_args=[info])
+    return relax.op.call_pure_packed(name, *local.args, *args, sinfo_args=[info])
 
 
 @rule("gather_elements")
@@ -85,13 +89,7 @@ def gather_elements(call: OpCall) -> OpRule:
 
 
 def _local_gather(local: LocalCall) -> relax.Expr:
-    call, layout = local.call, local.layouts[0]
-    axis = call.axis(call.attr("axis"))
-    if not layout.axes_of(axis):
-        return local.again()
-    info = relax.TensorStructInfo(local.out_tiles[0], "float32" if local.wide else call.outputs[0].dtype)
-    args = [relax.ShapeExpr(call.inputs[0].shape), relax.StringImm(layout.text()), relax.PrimValue(axis)]
-    return relax.op.call_pure_packed("mesh.local_gather", *local.args, *args, sinfo_args=[info])
+    return _of_what_is_held("mesh.local_gather", local, local.call.axis(local.call.attr("axis")))
 
 
 @rule("gather_nd")

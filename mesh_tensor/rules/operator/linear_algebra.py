@@ -1,4 +1,4 @@
-"""Rules of matrix products."""
+"""Rules of matrix products, and the names of those that are several of Relax's operators at once."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from .rule import LocalCall, OpRule
 from .table import rule, whole_rule
 
 _EACH = (frozenset({0}), frozenset({1}))
+LINEAR, MATMUL_ADD = "fused.linear", "fused.matmul_add"
 
 
 @rule("matmul")

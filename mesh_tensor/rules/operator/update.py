@@ -12,10 +12,9 @@ from typing import Any, Protocol
 
 from tvm import relax
 
-from mesh_tensor.base.dtypes import NARROW
+from mesh_tensor.base.dtypes import NARROW, TensorType
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.optimizer import MASTER, Optimizer
-from mesh_tensor.base.tensor_type import TensorType
 
 from .call import OpCall, tensor_type
 from .call_text import dumps, info_of, loads

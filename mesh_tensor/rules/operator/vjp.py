@@ -18,9 +18,8 @@ from typing import Any
 
 from tvm import relax
 
-from mesh_tensor.base.dtypes import NARROW
+from mesh_tensor.base.dtypes import NARROW, TensorType
 from mesh_tensor.base.errors import MeshTensorError, refuse
-from mesh_tensor.base.tensor_type import TensorType
 
 from .call import OpCall, op_call
 from .call_text import dumps, expression_text, info_of, loads, read_expression, type_of, type_text

@@ -185,18 +185,20 @@ def _disco_broadcast(send: Any, in_group: bool, recv: Any) -> None:
 
 def _disco_scatter(send: Any, in_group: bool, recv: Any) -> None:
     mesh, new = here().mesh, as_torch(recv)
-    shape = (mesh.num_devices, *new.shape)
     given = torch.empty(0, dtype=new.dtype) if send is None else as_torch(send)
-    layout = Sharding.of(mesh, len(shape), dict.fromkeys(mesh, Shard(0)))
-    here().scatter(shape, new.dtype, layout)(given, new.view(1, *new.shape))
+    here().scatter(*_by_device(mesh, new))(given, new.view(1, *new.shape))
 
 
 def _disco_gather(send: Any, in_group: bool, recv: Any) -> None:
     mesh, local = here().mesh, as_torch(send)
-    shape = (mesh.num_devices, *local.shape)
     given = torch.empty(0, dtype=local.dtype) if recv is None else as_torch(recv)
-    layout = Sharding.of(mesh, len(shape), dict.fromkeys(mesh, Shard(0)))
-    here().gather(shape, local.dtype, layout)(local.view(1, *local.shape), given)
+    here().gather(*_by_device(mesh, local))(local.view(1, *local.shape), given)
+
+
+def _by_device(mesh: Mesh, local: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype, Sharding]:
+    """Of a tensor with one such part per device: shape, dtype and layout."""
+    shape = (mesh.num_devices, *local.shape)
+    return shape, local.dtype, Sharding.of(mesh, len(shape), dict.fromkeys(mesh, Shard(0)))
 
 
 def _register() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from tvm import ir, relax, tirx
-from tvm.tirx import stmt_functor
 
 from mesh_tensor.base.collectives import COLLECTIVES
 from mesh_tensor.base.errors import refuse
@@ -15,6 +14,8 @@ from mesh_tensor.plan.explicit import Form
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.rules.operator.call import plain, tensor_infos
 from mesh_tensor.targets.torch_ops import has_torch_function, local_operators
+from mesh_tensor.tir.effects import op_name
+from mesh_tensor.tir.nodes import nodes
 
 WORKER_FUNC = "worker_func"
 # What TVM computes as torch does, with NaN, infinities and without. The others differ somewhere: TVM loses NaN in relu
@@ -221,15 +222,9 @@ def _is_tilelang(func: Any) -> bool:
     """Whether TileLang compiles the function: it has tile operations or a grid of blocks, or dtypes that C has not."""
     if not isinstance(func, tirx.PrimFunc):
         return False
-    found = [buffer for buffer in func.buffer_map.values() if str(buffer.dtype).startswith(_NOT_IN_C)]
-
-    def visit(node: Any) -> None:
-        if isinstance(node, tirx.Call) and isinstance(node.op, ir.Op) and node.op.name.startswith("tl."):
-            found.append(node)
-        if isinstance(node, tirx.AttrStmt) and node.attr_key == "thread_extent":
-            found.append(node)
-        if isinstance(node, tirx.For) and node.thread_binding is not None:
-            found.append(node)
-
-    stmt_functor.post_order_visit(func.body, visit)
-    return bool(found)
+    return (
+        any(str(buffer.dtype).startswith(_NOT_IN_C) for buffer in func.buffer_map.values())
+        or any(op_name(call).startswith("tl.") for call in nodes(func.body, tirx.Call))
+        or any(attr.attr_key == "thread_extent" for attr in nodes(func.body, tirx.AttrStmt))
+        or any(loop.thread_binding is not None for loop in nodes(func.body, tirx.For))
+    )

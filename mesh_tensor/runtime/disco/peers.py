@@ -15,7 +15,7 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import Recent
 from mesh_tensor.base.reductions import neutral
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.runtime.combine import combiner
+from mesh_tensor.runtime.elementwise import combiner
 from mesh_tensor.runtime.ranks.chunked import ChunkedAllReduce
 from mesh_tensor.runtime.ranks.exchange import Exchange, TileTypes
 from mesh_tensor.runtime.ranks.plan import plan_exchange

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from mesh_tensor.base.machine_presets import CPU
-from mesh_tensor.runtime.combine import Combine
+from mesh_tensor.runtime.elementwise import Combine
 from mesh_tensor.runtime.reshard import Delivery, Piece
 
 from .exchange import Exchange, Pending, TileTypes

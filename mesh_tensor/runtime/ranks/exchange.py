@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from mesh_tensor.base.machine_presets import CPU
-from mesh_tensor.runtime.combine import Combine
-from mesh_tensor.runtime.elementwise import clone, fill
+from mesh_tensor.runtime.elementwise import Combine, clone, fill
 from mesh_tensor.runtime.reshard import Delivery, Piece, Region, part
 
 from .carriers import Wait, carrier, section

@@ -15,6 +15,7 @@ from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.program.program import Parameter, Program, Value
 from mesh_tensor.runtime.backend import Memory
+from mesh_tensor.runtime.callers_memory import mark_written
 from mesh_tensor.runtime.elementwise import clone, copy, fill
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 from mesh_tensor.targets.kernels import Target
@@ -111,13 +112,15 @@ class RankLaunch:
             elif given is not None and not entangled and port.output is not None and port.output.serves(given):
                 memory.held[port.output_storage] = given
         self._backend.run(memory)
-        results = {}
+        results, written = {}, []
         for port in self._ports:
             if port.output is not None:
                 tile, given = memory.held[port.output_storage], locals_.get(port.name)
                 results[port.name] = port.output.valid(tile)
                 if given is not None and given is not tile:
                     self._write(port.output, tile, given)
+                written += [] if given is None else [given]
+        mark_written(written)
         return results
 
     def change(self, tiling: Tiling, to: Sharding, tile: torch.Tensor) -> torch.Tensor:

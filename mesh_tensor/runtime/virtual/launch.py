@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from mesh_tensor.program.program import Parameter, Program
 from mesh_tensor.runtime.backend import Memory
+from mesh_tensor.runtime.callers_memory import mark_written, overlaps
 from mesh_tensor.runtime.elementwise import clone, copy
 from mesh_tensor.runtime.placement import Layout, Tiles
 from mesh_tensor.targets.dtypes import torch_dtype
@@ -89,10 +90,13 @@ class Launch:
                 memory.hold(port.output_storage, self._room(port, tensor, direct), port.output.tile_bytes)
         self._mesh.run(memory)
         self.peak_bytes = max(self.peak_bytes, memory.peak_bytes)
-        return {
+        left = {
             port.name: _leave(port, memory.held[port.output_storage], targets[port.name], as_mesh_tensors)
             for port in self._exits
         }
+        given = [tensor for port in self._exits if (tensor := tensors.get(port.name)) is not None]
+        mark_written(part for tensor in given for part in _parts(tensor))
+        return left
 
     def zeros(self, parameter: Parameter, as_mesh_tensor: bool) -> AnyTensor:
         """What a parameter that is read, too, starts from when nobody passes it."""
@@ -135,21 +139,20 @@ class Launch:
         return port.output.allocate(self._mesh.device, self._poison)
 
 
-def entangled(tensors: Mapping[str, AnyTensor | None], writes: Collection[str]) -> bool:
-    """Some tensor that was passed and is one of `writes` may overlap in memory with another that was passed."""
+def entangled(tensors: Mapping[str, AnyTensor | None], writes: Collection[str], name: str) -> bool:
+    """Some tensor that was passed to the kernel `name` and is one of `writes` overlaps in memory with another.
+
+    Raises:
+        MeshTensorError: two that are written do.
+    """
     if all(tensors[name] is None for name in writes):
         return False
-    places = {name: _places(tensor) for name, tensor in tensors.items() if tensor is not None}
-    return any(
-        name in writes and other != name and here & there
-        for name, here in places.items()
-        for other, there in places.items()
-    )
+    given = {param: _parts(tensor) for param, tensor in tensors.items() if tensor is not None}
+    return overlaps(given, writes, f"call of kernel {name!r}")
 
 
-def _places(tensor: AnyTensor) -> set[int]:
-    tiles = (tensor,) if isinstance(tensor, torch.Tensor) else tensor.tiles()
-    return {tile.untyped_storage().data_ptr() for tile in tiles}
+def _parts(tensor: AnyTensor) -> Sequence[torch.Tensor]:
+    return (tensor,) if isinstance(tensor, torch.Tensor) else list(tensor.tiles())
 
 
 def _all_differ(tiles: Tiles) -> bool:

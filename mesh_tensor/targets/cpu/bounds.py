@@ -7,7 +7,9 @@ from contextlib import contextmanager
 
 from tvm import arith, ir, tirx
 
-from .exprs import children, is_pure_index
+from mesh_tensor.tir.nodes import nodes
+
+from .exprs import is_pure_index
 
 _FAR = arith.ConstIntBound.POS_INF
 # The second one finds bounds of variables in each other, such as those of a loop over a symbolic number of blocks.
@@ -50,7 +52,7 @@ class Bounds:
     def divided(self, expr: tirx.PrimExpr) -> tirx.PrimExpr:
         """An index or a condition on indices in which something is divided, in a simpler form: what is the same all
         along a block then leaves its loop. Others stay as they are."""
-        is_index = is_pure_index(expr) and _divides(expr) and not _has_floats(expr)
+        is_index = is_pure_index(expr) and nodes(expr, tirx.FloorDiv, tirx.FloorMod) and not _has_floats(expr)
         return self.simplify(expr) if is_index else expr
 
     def proves(self, condition: tirx.PrimExpr) -> bool:
@@ -78,14 +80,9 @@ class Bounds:
         return _as(begin, "int32"), _as(end, "int32")
 
 
-def _divides(expr: tirx.PrimExpr) -> bool:
-    """Whether there is a division in an expression."""
-    return isinstance(expr, tirx.FloorDiv | tirx.FloorMod) or any(map(_divides, children(expr)))
-
-
 def _has_floats(expr: tirx.PrimExpr) -> bool:
     """Whether a part of an expression is no integer: what simplifies integers need not hold of NaN."""
-    return not expr.dtype.startswith(("int", "uint", "bool")) or any(map(_has_floats, children(expr)))
+    return not all(part.dtype.startswith(("int", "uint", "bool")) for part in nodes(expr, tirx.PrimExpr))
 
 
 def _as(expr: tirx.PrimExpr, dtype: str) -> tirx.PrimExpr:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tvm import tirx
 
+from mesh_tensor.tir.nodes import nodes
+
 BINARY = (
     tirx.Add,
     tirx.Sub,
@@ -43,23 +45,9 @@ def map_children(expr: tirx.PrimExpr, fn: Callable[[tirx.PrimExpr], tirx.PrimExp
     raise TypeError(f"{type(expr).__name__} is not an expression that the CPU passes know")
 
 
-def children(expr: tirx.PrimExpr) -> tuple[tirx.PrimExpr, ...]:
-    """The operands of `expr`."""
-    found: list[tirx.PrimExpr] = []
-
-    def take(child: tirx.PrimExpr) -> tirx.PrimExpr:
-        found.append(child)
-        return child
-
-    map_children(expr, take)
-    return tuple(found)
-
-
 def is_pure_index(expr: tirx.PrimExpr) -> bool:
-    """Whether `expr` keeps its value: it reads no memory and calls nothing."""
-    if isinstance(expr, tirx.BufferLoad | tirx.Call):
-        return False
-    return isinstance(expr, LEAVES) or all(is_pure_index(child) for child in children(expr))
+    """Whether `expr` keeps its value: it reads no memory and calls nothing, and is of one element."""
+    return not nodes(expr, tirx.BufferLoad, tirx.Call, tirx.Let, tirx.Ramp, tirx.Broadcast)
 
 
 def const(value: float, dtype: str) -> tirx.PrimExpr:
@@ -105,13 +93,3 @@ def loop_nest(loops: Sequence[LoopRange], body: tirx.Stmt) -> tirx.Stmt:
 def temporary(name: str, dtype: str, shape: Sequence[int] = (1,)) -> tirx.Buffer:
     """A new buffer of a kernel's own."""
     return tirx.decl_buffer(list(shape), dtype, name, scope="local")
-
-
-def strides_of(buffer: tirx.Buffer) -> list[tirx.PrimExpr]:
-    """How many elements apart neighbours along every dim of `buffer` are."""
-    if buffer.strides:
-        return list(buffer.strides)
-    strides: list[tirx.PrimExpr] = [const(1, "int32")]
-    for size in reversed(list(buffer.shape)[1:]):
-        strides.insert(0, strides[0] * size)
-    return strides

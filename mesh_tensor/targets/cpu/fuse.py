@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tvm import arith, tirx
-from tvm.tirx.stmt_functor import post_order_visit, substitute
+from tvm.tirx.stmt_functor import substitute
 
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.tir.effects import op_name
+from mesh_tensor.tir.nodes import loads, nodes
 
 from .exprs import is_pure_index, seq
 from .intrinsics import FLOAT_FUNCTIONS, VECTORISED
@@ -96,14 +97,7 @@ def _children(stmt: tirx.Stmt) -> list[tirx.Stmt]:
 
 
 def _loads(expr: tirx.PrimExpr) -> list[MemoryAccess]:
-    found: list[MemoryAccess] = []
-
-    def visit(node: object) -> None:
-        if isinstance(node, tirx.BufferLoad):
-            found.append(MemoryAccess(node.buffer, tuple(node.indices), False))
-
-    post_order_visit(expr, visit)
-    return found
+    return [MemoryAccess(load.buffer, tuple(load.indices), False) for load in loads(expr)]
 
 
 def _offset(index: tirx.PrimExpr, var: tirx.Var, bound: set[tirx.Var]) -> tirx.PrimExpr | None:
@@ -238,17 +232,8 @@ def _vectorises(loop: tirx.For) -> bool:
 
 
 def _plain(value: tirx.PrimExpr) -> bool:
-    fine = True
-
-    def visit(node: object) -> None:
-        nonlocal fine
-        if isinstance(node, tirx.Select):
-            fine = False
-        elif isinstance(node, tirx.Call):
-            fine = fine and FLOAT_FUNCTIONS.get(op_name(node)) in VECTORISED
-
-    post_order_visit(value, visit)
-    return fine
+    calls = nodes(value, tirx.Call)
+    return not nodes(value, tirx.Select) and all(FLOAT_FUNCTIONS.get(op_name(c)) in VECTORISED for c in calls)
 
 
 def _without_single(stmt: tirx.Stmt) -> tirx.Stmt:

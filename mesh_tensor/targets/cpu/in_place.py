@@ -14,11 +14,13 @@ from dataclasses import replace
 from tvm import tirx
 
 from mesh_tensor.tir.effects import written
+from mesh_tensor.tir.memory import strides_of
+from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.rewrite import block_like
 from mesh_tensor.tir.tile_ops import Copy, Gemm, Region, TileOp, parse_tile_op
 
 from .bounds import Bounds
-from .exprs import is_pure_index, seq, strides_of
+from .exprs import is_pure_index, seq
 
 
 def gemms_in_place(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -150,16 +152,8 @@ class _InPlace:
 
 def _uses(body: tirx.Stmt) -> Counter[tirx.Var]:
     """How often each buffer is named, by its data variable."""
-    found: Counter[tirx.Var] = Counter()
-
-    def visit(node: object) -> None:
-        if isinstance(node, tirx.BufferLoad | tirx.BufferStore):
-            found[node.buffer.data] += 1
-        elif isinstance(node, tirx.Var):  # a pointer that goes somewhere
-            found[node] += 1
-
-    tirx.stmt_functor.post_order_visit(body, visit)
-    return found
+    uses = nodes(body, tirx.BufferLoad, tirx.BufferStore, tirx.Var)  # a variable is a pointer that goes somewhere
+    return Counter(use if isinstance(use, tirx.Var) else use.buffer.data for use in uses)
 
 
 def _through(region: Region, copy: Copy) -> Region:

@@ -17,7 +17,7 @@ from tvm import ir, tirx
 from mesh_tensor.base.dtypes import itemsize
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.machine_presets import CPU
-from mesh_tensor.tir.functions import function_name
+from mesh_tensor.tir.nodes import function_name
 
 from .dtypes import LegalExpr, c_name, pointer_type, storage_dtype
 from .exprs import const, seq

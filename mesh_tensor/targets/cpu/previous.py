@@ -10,6 +10,7 @@ from collections.abc import Callable
 from tvm import tirx
 
 from mesh_tensor.tir.effects import op_name
+from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.tile_ops import Atomic, parse_previous
 
 from .combine import combine
@@ -49,7 +50,7 @@ def _taken(expr: tirx.PrimExpr, before: list[tirx.Stmt]) -> tirx.PrimExpr:
         return _previous(atomic, before)
     if isinstance(expr, (tirx.And, tirx.Or, tirx.Select, tirx.Let)) or op_name(expr) == "tirx.if_then_else":
         return expr
-    if not any(parse_previous(node) for node in _nodes(expr)):
+    if not any(parse_previous(call) for call in nodes(expr, tirx.Call)):
         return expr
     return map_children(expr, lambda child: _taken(child, before))
 
@@ -62,9 +63,3 @@ def _previous(atomic: Atomic, before: list[tirx.Stmt]) -> tirx.PrimExpr:
     before.append(tirx.Bind(previous, place))
     before.append(tirx.BufferStore(place.buffer, combine(atomic.reduction, previous, value), place.indices))
     return previous
-
-
-def _nodes(expr: tirx.PrimExpr) -> list[tirx.PrimExpr]:
-    found: list[tirx.PrimExpr] = []
-    tirx.stmt_functor.post_order_visit(expr, found.append)
-    return found

@@ -18,7 +18,7 @@ from tvm import tirx
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.tir.compound_ops import parts_of
 from mesh_tensor.tir.effects import changes_nothing, op_name
-from mesh_tensor.tir.functions import function_name
+from mesh_tensor.tir.nodes import function_name
 from mesh_tensor.tir.thread_index import FIX, FROM, refuse_thread_groups
 from mesh_tensor.tir.tile_ops import Region, TileOp, parse_tile_op
 from mesh_tensor.tir.user_reports import assert_call, is_print, print_call, without_thread_tests

@@ -12,11 +12,12 @@ from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.tir.constants import neutral_element
+from mesh_tensor.tir.memory import strides_of
 from mesh_tensor.tir.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Region, Scan, TileOp, Transpose, deeper
 
 from .bounds import Bounds
 from .combine import accumulator_dtype, combine
-from .exprs import LoopRange, all_of, cast, const, if_then, loop_nest, seq, strides_of, temporary
+from .exprs import LoopRange, all_of, cast, const, if_then, loop_nest, seq, temporary
 from .reduce import ReduceLoops
 
 

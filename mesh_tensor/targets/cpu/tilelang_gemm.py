@@ -13,9 +13,10 @@ from tvm import tirx
 from tvm.target import Target
 
 from mesh_tensor.base.errors import listing, refuse
+from mesh_tensor.tir.memory import strides_of
 
 from .compiler import NO_RED_ZONE
-from .exprs import cast, strides_of
+from .exprs import cast
 
 _FOLDER = Path(__file__).parent / "csrc"
 _DTYPES = ("float32", "float64")

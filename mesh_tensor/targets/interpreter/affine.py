@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from tvm import tirx
 
-from mesh_tensor.tir.linear import Linear
-from mesh_tensor.tir.same import same_expression
+from mesh_tensor.tir.linear import Linear, sum_of
+from mesh_tensor.tir.nodes import same_expression
 
 
 @dataclass
@@ -22,30 +22,14 @@ class AffineReader:
 
     def read(self, expr: tirx.PrimExpr) -> Linear | None:
         """The linear form of `expr`, or None if it has none."""
-        if isinstance(expr, tirx.IntImm):
-            return Linear({}, int(expr.value))
-        if isinstance(expr, tirx.Var):
-            bound = self.binds.get(hash(expr))
-            return self._atom(expr) if bound is None else self.read(bound)
-        if isinstance(expr, (tirx.Add, tirx.Sub)):
-            a, b = self.read(expr.a), self.read(expr.b)
-            return None if a is None or b is None else a + b if isinstance(expr, tirx.Add) else a - b
-        if isinstance(expr, tirx.Mul):
-            product = self._product(expr)
-            if product is not None:
-                return product
+        return sum_of(expr, self._term)
+
+    def _term(self, expr: tirx.PrimExpr) -> Linear | None:
+        if isinstance(expr, tirx.Var) and (bound := self.binds.get(hash(expr))) is not None:
+            return self.read(bound)
         if isinstance(expr, tirx.Cast) and str(expr.dtype) in ("int32", "int64"):
             return self.read(expr.value)
         return self._atom(expr)
-
-    def _product(self, expr: tirx.Mul) -> Linear | None:
-        a, b = self.read(expr.a), self.read(expr.b)
-        if a is not None and b is not None:
-            if not a.terms:
-                return b.scaled(a.const)
-            if not b.terms:
-                return a.scaled(b.const)
-        return None
 
     def _atom(self, expr: tirx.PrimExpr) -> Linear | None:
         if not self.opaque(expr):

@@ -9,6 +9,7 @@ from typing import Any
 from tvm import tirx
 
 from mesh_tensor.tir.effects import changes_nothing
+from mesh_tensor.tir.nodes import loads, nodes
 from mesh_tensor.tir.tile_ops import Atomic, Region, parse_previous, parse_tile_op
 from mesh_tensor.tir.user_reports import is_print
 
@@ -51,18 +52,11 @@ class Nest:
     def changes(self, exprs: Iterable[tirx.PrimExpr]) -> bool:
         """Whether expressions may have several values while the nest runs."""
         written = self.written
-        found = False
-
-        def visit(node: object) -> None:
-            nonlocal found
-            if isinstance(node, tirx.Var):
-                found |= hash(node) in self.inner
-            elif isinstance(node, tirx.BufferLoad):
-                found |= hash(node.buffer.data) in written
-
-        for expr in exprs:
-            tirx.stmt_functor.post_order_visit(expr, visit)
-        return found
+        return any(
+            hash(node) in self.inner if isinstance(node, tirx.Var) else hash(node.buffer.data) in written
+            for expr in exprs
+            for node in nodes(expr, tirx.Var, tirx.BufferLoad)
+        )
 
     def is_atom(self, expr: tirx.PrimExpr) -> bool:
         """Whether a linear form may have `expr` as a variable: a loop's variable, or what stays the same."""
@@ -117,7 +111,7 @@ def _visit_if(stmt: tirx.IfThenElse, loops: tuple[NestLoop, ...], nest: Nest) ->
 def _visit_bind(stmt: tirx.Bind, loops: tuple[NestLoop, ...], nest: Nest) -> None:
     _reads(stmt.value, loops, nest)
     nest.inner.add(hash(stmt.var))
-    if not loads_in(stmt.value):
+    if not loads(stmt.value):
         nest.binds[hash(stmt.var)] = stmt.value
 
 
@@ -161,26 +155,11 @@ def is_element_update(op: object) -> bool:
     return isinstance(op, Atomic) and not isinstance(op.value, Region) and not op.dst.long_dims
 
 
-def loads_in(expr: tirx.PrimExpr) -> list[tirx.BufferLoad]:
-    """Every load in an expression."""
-    found: list[tirx.BufferLoad] = []
-    tirx.stmt_functor.post_order_visit(expr, lambda n: found.append(n) if isinstance(n, tirx.BufferLoad) else None)
-    return found
-
-
 def _reads(expr: tirx.PrimExpr, loops: tuple[NestLoop, ...], nest: Nest) -> None:
-    in_order: list[object] = []  # an exception of this module's would not get through the visitor as itself
-
-    def visit(node: object) -> None:
-        if isinstance(node, tirx.BufferLoad):
-            nest.touches.append(Touch(hash(node.buffer.data), node.buffer, tuple(node.indices), False, loops))
-        elif isinstance(node, (tirx.Ramp, tirx.Broadcast)) or parse_previous(node) is not None:
-            in_order.append(node)
-        elif isinstance(node, tirx.Let):
-            nest.inner.add(hash(node.var))
-
-    tirx.stmt_functor.post_order_visit(expr, visit)
-    if in_order:
+    for load in loads(expr):
+        nest.touches.append(Touch(hash(load.buffer.data), load.buffer, tuple(load.indices), False, loops))
+    nest.inner.update(hash(let.var) for let in nodes(expr, tirx.Let))
+    if nodes(expr, tirx.Ramp, tirx.Broadcast) or any(parse_previous(c) is not None for c in nodes(expr, tirx.Call)):
         raise _InOrder
 
 

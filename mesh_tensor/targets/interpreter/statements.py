@@ -17,6 +17,7 @@ from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.targets.reports import tell
 from mesh_tensor.tir.compound_ops import parts_of
 from mesh_tensor.tir.effects import changes_nothing, op_name
+from mesh_tensor.tir.nodes import loads
 from mesh_tensor.tir.tile_ops import Atomic, parse_previous, parse_tile_op
 from mesh_tensor.tir.user_reports import assert_call, is_print, print_call, report_of, without_thread_tests
 
@@ -24,7 +25,7 @@ from .access import BufferAccess
 from .control import Break, Continue, Return, in_turn, jump, nothing, until
 from .expressions import compile_expr, under_mask
 from .independence import lanes_of
-from .nest import is_element_update, loads_in
+from .nest import is_element_update
 from .numerics import UFUNCS, convert, poisoned
 from .scope import MASK, Action, Code, Frame, Lane, Scope, constant
 from .tiles import compile_tile_op
@@ -157,7 +158,7 @@ def _bind(stmt: tirx.Bind, scope: Scope) -> Action:
         scope.threads.add(stmt.var)
         return nothing
     code = compile_expr(value, scope)
-    if not loads_in(value):
+    if not loads(value):
         scope.binds[hash(stmt.var)] = value
     slot = scope.define(stmt.var, code.varies)
 

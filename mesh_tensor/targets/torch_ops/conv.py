@@ -36,6 +36,16 @@ def _order(call: OpCall, source: str, target: str) -> tuple[int, ...]:
     return tuple(source.index(letter) for letter in target)
 
 
+def _orders(call: OpCall, channels: str) -> tuple[tuple[int, ...], ...]:
+    """Data and kernel as torch has them, whose kernels start with these channels, and its result as it is wanted."""
+    first = "NC" + _spatial(call)
+    return (
+        _order(call, call.attr("data_layout"), first),
+        _order(call, call.attr("kernel_layout"), channels + first[2:]),
+        _order(call, first, call.attr("out_layout") or call.attr("data_layout")),
+    )
+
+
 def _computed_in(dtype: torch.dtype) -> torch.dtype:
     """Torch has no convolution of integers: float64 is exact for their sums below 2^53."""
     return dtype if dtype.is_floating_point else torch.float64
@@ -44,13 +54,9 @@ def _computed_in(dtype: torch.dtype) -> torch.dtype:
 @torch_op("nn.conv1d", "nn.conv2d", "nn.conv3d")
 def _conv(call: OpCall) -> Function:
     """With an `out_dtype`, the operands are cast to it first."""
-    letters = _spatial(call)
-    conv, n = _CONV[len(letters)], len(letters)
-    channels_first = "NC" + letters
-    to_data = _order(call, call.attr("data_layout"), channels_first)
-    to_kernel = _order(call, call.attr("kernel_layout"), "OI" + letters)
-    back = _order(call, channels_first, call.attr("out_layout") or call.attr("data_layout"))
-    before, after = call.attr("padding")[:n], call.attr("padding")[n:]
+    to_data, to_kernel, back = _orders(call, "OI")
+    n = len(call.attr("strides"))
+    conv, before, after = _CONV[n], call.attr("padding")[:n], call.attr("padding")[n:]
     even = before == after
     widths = _widths(before, after)
     strides, dilation, groups = call.attr("strides"), call.attr("dilation"), call.attr("groups")
@@ -68,13 +74,9 @@ def _conv(call: OpCall) -> Function:
 @torch_op("nn.conv1d_transpose", "nn.conv2d_transpose", "nn.conv3d_transpose")
 def _conv_transpose(call: OpCall) -> Function:
     """The padding is cut from what each input element spreads over; output padding adds to its end."""
-    letters = _spatial(call)
-    conv, n = _CONV_TRANSPOSE[len(letters)], len(letters)
-    channels_first = "NC" + letters
-    to_data = _order(call, call.attr("data_layout"), channels_first)
-    to_kernel = _order(call, call.attr("kernel_layout"), "IO" + letters)
-    back = _order(call, channels_first, call.attr("out_layout") or call.attr("data_layout"))
-    before, after = call.attr("padding")[:n], call.attr("padding")[n:]
+    to_data, to_kernel, back = _orders(call, "IO")
+    n = len(call.attr("strides"))
+    conv, before, after = _CONV_TRANSPOSE[n], call.attr("padding")[:n], call.attr("padding")[n:]
     more = call.attr("output_padding")
     widths = _widths([-low for low in before], [add - high for add, high in zip(more, after, strict=True)])
     strides, dilation, groups = call.attr("strides"), call.attr("dilation"), call.attr("groups")

@@ -12,7 +12,7 @@ from mesh_tensor.base.dtypes import poison_value
 from mesh_tensor.rules.operator.call import OpCall
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 
-from .table import Function, Place, placed_torch_op, same_for_all, torch_op, with_numbers
+from .table import Function, Place, of_attributes, placed_torch_op, same_for_all, torch_op, with_numbers
 
 Tensor = torch.Tensor
 
@@ -148,10 +148,7 @@ def _poisoned(divide: Function, dtype: torch.dtype) -> Function:
     return divide_padded
 
 
-@torch_op("nn.leakyrelu")
-def _leakyrelu(call: OpCall) -> Function:
-    alpha = call.attr("alpha")
-    return lambda x: F.leaky_relu(x, alpha)
+of_attributes({"nn.leakyrelu": (F.leaky_relu, ("alpha",)), "nn.softplus": (F.softplus, ("beta", "threshold"))})
 
 
 @torch_op("nn.prelu")
@@ -160,12 +157,6 @@ def _prelu(call: OpCall) -> Function:
     shape = [1] * data.ndim
     shape[call.axis(call.attr("axis"))] = alpha.shape[0]
     return lambda x, slope: torch.where(x > 0, x, x * slope.reshape(shape))
-
-
-@torch_op("nn.softplus")
-def _softplus(call: OpCall) -> Function:
-    beta, threshold = call.attr("beta"), call.attr("threshold")
-    return lambda x: F.softplus(x, beta, threshold)
 
 
 @torch_op("quantize")

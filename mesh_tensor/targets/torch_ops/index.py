@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -60,25 +62,51 @@ def _rows(call: OpCall, dim: int, shape: tuple[int, ...], size: int, mode: str, 
     return rows
 
 
+class _Held:
+    """What a device holds along a dim that is split. Literals of the call: its name, the whole shape, the layout
+    as text, the dim and, optionally, how indices outside are meant."""
+
+    def __init__(self, call: OpCall, place: Place, instead: str) -> None:
+        _, shape, text, axis, *self.mode = call.literals
+        if place.mesh is None:
+            name = operator_name(call)
+            refuse(f"{name} is an operator of one device of a mesh", fix=f"use {instead} in a module in global view")
+        sharding, self.dim, self._call, self._place = (
+            Sharding.parse(place.mesh, len(shape), text),
+            axis % len(shape),
+            call,
+            place,
+        )
+        self.size, self.held = shape[self.dim], sharding.valid_extent(shape, place.rank)[self.dim]
+        self._first = sharding.tile_offset(shape, place.rank)[self.dim]
+
+    def check(self, index: Tensor, lowest: int) -> None:
+        """The first device refuses valid indices that are not from `lowest` on, or outside."""
+        if self._first == 0 and self._place.valid is not None:
+            refuse_outside(self._call, self._place.valid[1].of(index), lowest, self.size)
+
+    def found(self, index: Tensor, look_up: Callable[[Tensor], Tensor], lanes: Sequence[int]) -> Tensor:
+        """What is looked up at these indices, in this shape, if the device holds it, and 0 if another one does. Of an
+        index outside the dim the first device makes poison."""
+        made = look_up((index - self._first).clamp(0, max(0, self.held - 1)))
+        mine = (index >= self._first) & (index < self._first + self.held)
+        made = torch.where(mine.reshape(lanes), made, torch.zeros((), dtype=made.dtype, device=made.device))
+        if self._first:
+            return made
+        return torch.where(((index < 0) | (index >= self.size)).reshape(lanes), _poison(made), made)
+
+
 @placed_torch_op("mesh.local_take")
 def _local_take(call: OpCall, place: Place) -> Function:
-    """`R.take` from a table whose dim `axis` is split: the rows that this device holds, 0 for those of the others, so
-    that the sum over the devices is the result. Literals: the table's global shape, its layout as text, the axis and,
-    optionally, the mode. Of an index outside the table the first device makes poison."""
-    _, table, text, axis, *mode = call.literals
-    mesh = place.mesh
-    if mesh is None:
-        refuse("mesh.local_take is an operator of one device of a mesh", fix="use R.take in a module in global view")
-    sharding = Sharding.parse(mesh, len(table), text)
-    dim = axis % len(table)
-    first, held = sharding.tile_offset(table, place.rank)[dim], sharding.valid_extent(table, place.rank)[dim]
-    shape, size = call.outputs[0].shape, table[dim]
-    lanes = [-1 if d == dim else 1 for d in range(len(table))]
+    """`R.take` from a table whose dim is split: the rows that this device holds, 0 for those of the others, so that the
+    sum over the devices is the result."""
+    table = _Held(call, place, "R.take")
+    dim, size, mode, shape = table.dim, table.size, table.mode, call.outputs[0].shape
     lowest, checks = (0 if "nan" in mode else -size), not {"clip", "wrap"} & set(mode)
 
     def local_take(x: Tensor, index: Tensor) -> Tensor:
-        if checks and first == 0 and place.valid is not None:
-            refuse_outside(call, place.valid[1].of(index), lowest, size)
+        if checks:
+            table.check(index, lowest)
         index = index.reshape(-1).long()
         if "clip" in mode:
             index = index.clamp(0, size - 1)
@@ -86,16 +114,10 @@ def _local_take(call: OpCall, place: Place) -> Function:
             index = index.remainder(size)
         elif "nan" not in mode:
             index = torch.where(index < 0, index + size, index)
-        mine = (index >= first) & (index < first + held)
-        if not held:
-            found = x.new_zeros([index.numel() if d == dim else n for d, n in enumerate(x.shape)])
-        else:
-            found = x.index_select(dim, (index - first).clamp(0, held - 1))
-            found = torch.where(mine.reshape(lanes), found, torch.zeros((), dtype=x.dtype, device=x.device))
-        if first == 0:
-            outside = (index < 0) | (index >= size)
-            found = torch.where(outside.reshape(lanes), _poison(found), found)
-        return found.reshape(shape)
+        lanes = [-1 if d == dim else 1 for d in range(x.ndim)]
+        nothing = [index.numel() if d == dim else n for d, n in enumerate(x.shape)]
+        rows = partial(x.index_select, dim) if table.held else lambda _: x.new_zeros(nothing)
+        return table.found(index, rows, lanes).reshape(shape)
 
     return local_take
 
@@ -103,31 +125,15 @@ def _local_take(call: OpCall, place: Place) -> Function:
 @placed_torch_op("mesh.local_gather")
 def _local_gather(call: OpCall, place: Place) -> Function:
     """`R.gather_elements` along a dim that is split: the elements that this device holds, 0 for those of the others, so
-    that the sum over the devices is the result. Literals: the data's global shape, its layout as text and the axis. Of
-    an index outside the dim the first device makes poison."""
-    _, data, text, axis = call.literals
-    mesh = place.mesh
-    if mesh is None:
-        refuse(
-            "mesh.local_gather is an operator of one device of a mesh",
-            fix="use R.gather_elements in a module in global view",
-        )
-    sharding = Sharding.parse(mesh, len(data), text)
-    first, held = sharding.tile_offset(data, place.rank)[axis], sharding.valid_extent(data, place.rank)[axis]
-    size = data[axis]
+    that the sum over the devices is the result."""
+    data = _Held(call, place, "R.gather_elements")
 
     def local_gather(x: Tensor, index: Tensor) -> Tensor:
-        if first == 0 and place.valid is not None:
-            refuse_outside(call, place.valid[1].of(index), -size, size)
+        data.check(index, -data.size)
         index = index.long()
-        index = torch.where(index < 0, index + size, index)
-        mine = (index >= first) & (index < first + held)
-        zero = torch.zeros((), dtype=x.dtype, device=x.device)
-        found = torch.gather(x, axis, (index - first).clamp(0, max(0, held - 1))) if held else zero.expand(index.shape)
-        found = torch.where(mine, found, zero)
-        if first == 0:
-            found = torch.where((index < 0) | (index >= size), _poison(found), found)
-        return found
+        index = torch.where(index < 0, index + data.size, index)
+        elements = partial(torch.gather, x, data.dim) if data.held else x.new_zeros(()).expand_as
+        return data.found(index, elements, index.shape)
 
     return local_gather
 

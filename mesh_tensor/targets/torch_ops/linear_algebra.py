@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.operator.call import OpCall
-from mesh_tensor.rules.operator.fused import LINEAR, MATMUL_ADD
-from mesh_tensor.rules.operator.linear_algebra import GROUPED
+from mesh_tensor.rules.operator.linear_algebra import GROUPED, LINEAR, MATMUL_ADD
 from mesh_tensor.targets.dtypes import torch_dtype
 
 from .table import Function, Place, placed_torch_op, same_for_all, torch_op

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.call import OpCall
 
-from .table import Function, torch_op
+from .table import Function, of_attributes, torch_op
 
 Tensor = torch.Tensor
 
@@ -64,22 +64,14 @@ def _split(call: OpCall) -> Function:
     return lambda x: x.narrow(dim, 0, covered).split(sizes, dim)
 
 
-@torch_op("repeat")
-def _repeat(call: OpCall) -> Function:
-    repeats, dim = call.attr("repeats"), call.attr("axis")
-    return lambda x: torch.repeat_interleave(x, repeats, dim)
-
-
-@torch_op("tile")
-def _tile(call: OpCall) -> Function:
-    repeats = call.attr("repeats")
-    return lambda x: torch.tile(x, repeats)
-
-
-@torch_op("flip")
-def _flip(call: OpCall) -> Function:
-    dim = call.attr("axis")
-    return lambda x: torch.flip(x, (dim,))
+of_attributes(
+    {
+        "repeat": (torch.repeat_interleave, ("repeats", "axis")),
+        "tile": (torch.tile, ("repeats",)),
+        "flip": (lambda x, dim: torch.flip(x, (dim,)), ("axis",)),
+        "nn.pixel_shuffle": (F.pixel_shuffle, ("upscale_factor",)),
+    }
+)
 
 
 @torch_op("meshgrid")
@@ -164,9 +156,3 @@ _SOURCES = {
     "replicate": lambda i, n: min(max(i, 0), n - 1),
     "circular": lambda i, n: i % n,
 }
-
-
-@torch_op("nn.pixel_shuffle")
-def _pixel_shuffle(call: OpCall) -> Function:
-    factor = call.attr("upscale_factor")
-    return lambda x: F.pixel_shuffle(x, factor)

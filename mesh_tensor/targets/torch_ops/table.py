@@ -7,7 +7,7 @@ of the namespace `mesh.`, are told where they run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator.call import OpCall, operator_name, tensor_infos
-from mesh_tensor.rules.operator.fused import LINEAR, MATMUL_ADD
+from mesh_tensor.rules.operator.linear_algebra import LINEAR, MATMUL_ADD
 from mesh_tensor.targets.dtypes import torch_dtype
 
 Function = Callable[..., Any]
@@ -65,7 +65,7 @@ def torch_op(*names: str) -> Callable[[Maker], Maker]:
     """Register what makes the torch function of the operators of these names (without "relax.")."""
 
     def register(make: Maker) -> Maker:
-        _MAKERS.update(dict.fromkeys(names, lambda call, _: make(call)))
+        placed_torch_op(*names)(lambda call, _: make(call))
         return make
 
     return register
@@ -86,6 +86,17 @@ def same_for_all(functions: dict[str, Function]) -> None:
     ALWAYS_NEW.update(functions)
     for name, function in functions.items():
         torch_op(name)(lambda call, function=function: with_numbers(call, function))  # type: ignore[misc]
+
+
+def of_attributes(functions: Mapping[str, tuple[Function, tuple[str, ...]]]) -> None:
+    """Register operators that are a torch function of their one operand and these attributes, in order."""
+    for name, (function, attributes) in functions.items():
+
+        def make(call: OpCall, function: Function = function, attributes: tuple[str, ...] = attributes) -> Function:
+            values = [call.attr(attribute) for attribute in attributes]
+            return lambda x: function(x, *values)
+
+        torch_op(name)(make)
 
 
 def has_torch_function(name: str) -> bool:

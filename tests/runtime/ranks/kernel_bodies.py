@@ -179,6 +179,11 @@ def local_tensors(rank):
     same.normal_()
     wanted = same @ same
     torch.testing.assert_close(square.local(same, same, same), wanted, rtol=1e-4, atol=1e-4)
+    flat = torch.randn(100).numpy()
+    lying, over = torch.from_numpy(flat[:36]).view(6, 6), torch.from_numpy(flat[16:52]).view(6, 6)
+    wanted, version = lying @ lying, over._version
+    torch.testing.assert_close(square.local(lying, lying, over), wanted, rtol=1e-4, atol=1e-4)
+    assert over._version > version, "torch hears of what is written"
 
 
 def symbolic_sizes(rank):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mesh_tensor import Mesh, Sharding
-from mesh_tensor.runtime.ranks.senders import share_out
+from mesh_tensor.runtime.ranks.plan import share_out
 from mesh_tensor.runtime.reshard import reshard_of
 
 

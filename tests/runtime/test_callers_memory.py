@@ -1,0 +1,71 @@
+"""What callers pass may overlap in memory, and is written where torch doesn't see it."""
+
+import pytest
+import tilelang.language as T
+import torch
+
+import mesh_tensor as mt
+from tests.runtime.ranks.support import refusal
+
+
+@T.prim_func
+def doubled_plus(A: T.Tensor((10, 16), "float32"), B: T.Tensor((10, 16), "float32"), C: T.Tensor((10, 16), "float32")):
+    with T.Kernel(T.ceildiv(10, 4), threads=32) as bx:
+        for i, j in T.Parallel(4, 16):
+            C[bx * 4 + i, j] = A[bx * 4 + i, j] * 2.0 + B[bx * 4 + i, j]
+
+
+@T.prim_func
+def centred(A: T.Tensor((8, 16), "float32"), S: T.Tensor((8,), "float32")):
+    with T.Kernel(2, threads=32) as bx:
+        x, total = T.alloc_fragment((4, 16), "float32"), T.alloc_fragment((4,), "float32")
+        T.copy(A[bx * 4, 0], x)
+        T.reduce_sum(x, total, dim=1)
+        for i, j in T.Parallel(4, 16):
+            x[i, j] = x[i, j] - total[i]
+        T.copy(x, A[bx * 4, 0])
+        T.copy(total, S[bx * 4])
+
+
+def compiled(func, devices):
+    names = [str(buffer.name) for buffer in func.buffer_map.values()]
+    return mt.compile(mt.annotate(func, {"x": devices}, {name: {"x": 0} for name in names}), target="c")
+
+
+def aligned(count):
+    """So many numbers of numpy, which start where kernels can work on them."""
+    flat = torch.randn(count + 16).numpy()
+    start = -flat.ctypes.data // 4 % 16
+    return flat[start : start + count]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_two_storages_of_one_memory(devices):
+    """Torch has a storage for each of two arrays that overlap."""
+    flat = aligned(176)
+    a, c = torch.from_numpy(flat[:160]).view(10, 16), torch.from_numpy(flat[16:]).view(10, 16)
+    b = torch.randn(10, 16)
+    expected = 2 * a + b
+    assert compiled(doubled_plus, devices)(a, b, c) is c
+    torch.testing.assert_close(c, expected)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_torch_hears_of_what_is_written(devices):
+    x, weight = torch.randn(10, 16), torch.randn(10, 16, requires_grad=True)
+    loss = (weight * x).sum()
+    compiled(doubled_plus, devices)(torch.ones(10, 16), torch.ones(10, 16), x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():
+        without_versions = torch.zeros(10, 16)
+    compiled(doubled_plus, devices)(torch.ones(10, 16), torch.ones(10, 16), without_versions)
+    assert (without_versions == 3).all()
+
+
+def test_two_results_in_one_place():
+    memory = torch.randn(8 * 16)
+    text = refusal(lambda: compiled(centred, 2)(memory.view(8, 16), memory[16:24]))
+    assert "parameters 'A' and 'S' are written, and share memory" in text
+    assert "where: call of kernel 'centred'" in text
+    assert "pass tensors with memory of their own" in text
