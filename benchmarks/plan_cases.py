@@ -299,6 +299,7 @@ def _neighbourhoods() -> Iterator[PlanCase]:
     sliding = {"seq": 16384, "dim": 64, "window": 512}
     rows = ("Q0 K0 V0 Out0", "the keys and values just before the tile's", 0, 2 * 512 * 64 * 4)
     yield _case("neighbours", sliding_attention, sliding, rows=rows)
+    yield _case("neighbours", sliding_attention, {**sliding, "bounds": True}, rows=rows)
     words = {"tokens": 2048, "vocabulary": 65536, "features": 512}
     rows = ("table0", "all devices' rows of the result are summed", 2048 * 512)
     yield _case("neighbours", embedding, words, vocabulary=rows)

@@ -33,9 +33,9 @@ def filter_2d_reference(a, k, stride=1):
     return F.conv2d(a[None, None].double(), k[None, None].double(), stride=stride)[0, 0].float()
 
 
-def sliding_attention(seq, dim, window, block=64):
+def sliding_attention(seq, dim, window, block=64, bounds=False):
     """Attention of every position to itself and the `window - 1` positions before it; blocks of keys out of its reach
-    are skipped."""
+    are skipped: the loop over blocks starts with 0, or, with `bounds`, with the first that counts."""
 
     @T.prim_func
     def sliding_attention_kernel(
@@ -57,13 +57,14 @@ def sliding_attention(seq, dim, window, block=64):
             T.clear(out)
             T.clear(total)
             start = T.max(0, (bx * block - window) // block)
-            for ko in T.serial(bx + 1 - start):
-                T.copy(K[(ko + start) * block : (ko + start + 1) * block, :], k)
-                T.copy(V[(ko + start) * block : (ko + start + 1) * block, :], v)
+            skipped = 0 if bounds else start
+            for ko in T.serial(start if bounds else 0, bx + 1 - skipped):
+                T.copy(K[(ko + skipped) * block : (ko + skipped + 1) * block, :], k)
+                T.copy(V[(ko + skipped) * block : (ko + skipped + 1) * block, :], v)
                 T.clear(scores)
                 T.gemm(q, k, scores, transpose_B=True)
                 for i, j in T.Parallel(block, block):
-                    behind = bx * block + i - ((ko + start) * block + j)
+                    behind = bx * block + i - ((ko + skipped) * block + j)
                     scores[i, j] = T.if_then_else(behind >= 0 and behind < window, T.exp(scores[i, j]), 0)
                 T.reduce_sum(scores, part, dim=1)
                 for i in T.Parallel(block):

@@ -185,9 +185,11 @@ def scaled_grouped_matmul_reference(a, b, group_of, scale, block=16):
     return torch.cat([(part @ b[g] * scale[g]).relu() for part, g in parts])
 
 
-def block_sparse_attention(batch, heads, seq, dim, block=64, causal=False, behind=0, keys=None, dtype="float32"):
+def block_sparse_attention(
+    batch, heads, seq, dim, block=64, causal=False, behind=0, keys=None, lowest=None, dtype="float32"
+):
     """Attention over the blocks of keys that a mask names for every block of queries; with `causal`, a query sees keys
-    up to so many `behind` it."""
+    up to so many `behind` it. `lowest`: what maxima are at least."""
     scale = math.log2(math.e) / math.sqrt(dim)
     keys = keys or seq
     blocks = keys // block
@@ -233,6 +235,9 @@ def block_sparse_attention(batch, heads, seq, dim, block=64, causal=False, behin
                     T.reduce_max(scores, largest, dim=1, clear=False)
                     for i in T.Parallel(block):
                         largest[i] = T.max(largest[i], before[i])
+                    if lowest is not None:
+                        for i in T.Parallel(block):
+                            largest[i] = T.max(largest[i], lowest)
                     for i in T.Parallel(block):
                         rescale[i] = T.exp2((before[i] - largest[i]) * scale)
                     for i, j in T.Parallel(block, block):
@@ -251,10 +256,10 @@ def block_sparse_attention(batch, heads, seq, dim, block=64, causal=False, behin
     return block_sparse_attention_kernel
 
 
-def block_sparse_attention_reference(q, k, v, mask, causal=False):
+def block_sparse_attention_reference(q, k, v, mask, causal=False, behind=0):
     """The same with all scores at once, in float64; rows that see nothing are NaN."""
     size = q.shape[2] // mask.shape[2]
     seen = mask.repeat_interleave(size, 2).repeat_interleave(size, 3)
-    seen = seen.tril() if causal else seen
+    seen = seen.tril(-behind) if causal else seen
     scores = (q.double() @ k.double().mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -math.inf)
     return (scores.softmax(-1) @ v.double()).to(q.dtype)

@@ -16,8 +16,8 @@ from mesh_tensor.base.errors import refuse
 
 from .call_form import CallForm
 
-# Results that are smaller throughout are compared as if they were this large: what is zero but for rounding, as the mean
-# of what comes after a batch norm, has no scale of its own.
+# Results that are smaller throughout are compared as if they were this large: what is zero but for rounding, as the
+# mean of what comes after a batch norm, has no scale of its own.
 _NOTHING = 1e-4
 
 

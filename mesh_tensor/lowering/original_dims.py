@@ -50,7 +50,29 @@ def _refined(kernel: Annotated) -> tuple[Refined, Analysis]:
             made, analysis, whole = found, after, still
         if not whole:
             break
-    return made, analysis
+    return made, _in_windows(made, analysis, kernel)
+
+
+def _in_windows(made: Refined, analysis: Analysis, kernel: Annotated) -> Analysis:
+    """The analysis in which windows are read of dims that axes are asked to split beside a dim of a result, if these
+    are smaller than the dims: keys of which every query sees those near it."""
+    near: dict[Dim, tuple[int, list[Dim]]] = {}
+    for axis in kernel.mesh:
+        asked = [(name, made.outer(name, d)) for name, s in kernel.asked.items() if (d := s.dim_of(axis)) is not None]
+        results = [dim for dim in asked if analysis.written(dim[0]) and analysis.factor_of(*dim)]
+        split = [None, *(analysis.factor_of(*dim) for dim in results)]
+        beside = [dim for dim in asked if not analysis.written(dim[0]) and analysis.factor_of(*dim) not in split]
+        near |= dict.fromkeys(beside if results else (), (kernel.mesh.size(axis), results))
+    if not near:
+        return analysis
+    after = analyse(made.func, sorted(near))
+    smaller = [
+        dim
+        for dim, (devices, results) in near.items()
+        if (read := after.windows.get(dim)) and read[0] in [after.factor_of(*result) for result in results]
+        if read[1].margin < read[1].extent - read[1].extent // devices
+    ]
+    return after if len(smaller) == len(near) else analysis
 
 
 def _ways(func: tirx.PrimFunc, whole: Collection[Dim], computed: Collection[Dim]) -> Iterator[Refined]:

@@ -54,6 +54,13 @@ KERNELS = {
         lambda q, k, v: sliding_attention_reference(q, k, v, 8),
         2 * 8 * 8,
     ),
+    "sliding attention, a loop from the first block": (
+        sliding_attention(96, 8, 8, block=8, bounds=True),
+        [(96, 8)] * 3,
+        ALL,
+        lambda q, k, v: sliding_attention_reference(q, k, v, 8),
+        2 * 8 * 8,
+    ),
 }
 
 
@@ -80,6 +87,22 @@ def test_where_a_loop_starts_and_ends_with_its_row_only_what_is_before_moves():
     func = sliding_attention(96, 8, 8, block=8)
     kernel = mt.compile(mt.annotate(func, {"x": 4}, ALL), target="interpret")
     assert [(step.kind, step.bytes) for step in kernel.program.collectives] == [("halo", 4 * 8 * 8)] * 2
+
+
+def test_keys_that_are_all_in_reach_are_no_margin():
+    func = sliding_attention(64, 8, 60, block=8, bounds=True)
+    kernel = mt.compile(mt.annotate(func, {"x": 4}, ALL), target="interpret", poison=True)
+    assert "halo" not in {step.kind for step in kernel.program.collectives}
+    q, k, v = (torch.randn(64, 8) for _ in range(3))
+    torch.testing.assert_close(kernel(q, k, v), sliding_attention_reference(q, k, v, 60), rtol=1e-5, atol=1e-5)
+
+
+def test_keys_alone_are_split_as_ever():
+    """Where no axis splits the queries, that which splits the keys adds up their parts."""
+    func = sliding_attention(96, 8, 8, block=8, bounds=True)
+    keys = {"K": {"x": 0}, "V": {"x": 0}}
+    q, k, v = (torch.randn(96, 8) for _ in range(3))
+    assert_right(func, {"x": 2}, keys, [q, k, v], lambda q, k, v: sliding_attention_reference(q, k, v, 8))
 
 
 def test_both_dims_of_a_grid():

@@ -50,3 +50,14 @@ def test_blocks_that_all_count():
     q, k, v, mask = tensors()
     func = block_sparse_attention(**SIZES)
     assert_right(func, {"x": 3}, KEYS, [q, k, v, mask | True], block_sparse_attention_reference)
+
+
+def test_maxima_that_are_bounded_need_no_first_block():
+    """Where nothing of a row has counted, powers are taken of the bound: blocks that mask rows whole are combined."""
+    func = block_sparse_attention(**SIZES, causal=True, behind=3, lowest=-1e30)
+    assert "all_reduce" in " ".join(outline(lowered(func, {"x": 2}, KEYS, strict=True)))
+    inputs = tensors(share=0.6)
+    expected = block_sparse_attention_reference(*inputs, causal=True, behind=3)
+    for devices in (1, 2, 3):
+        result = run(func, {"x": devices}, KEYS, *inputs)
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5, equal_nan=True)

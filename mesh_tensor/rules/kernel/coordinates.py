@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,9 +19,9 @@ from .statements import Access, Kernel, Statement
 Place = tuple[Factor, Linear]
 
 
-def find_coordinates(kernel: Kernel, ranges: LiveRanges) -> Coordinates:
-    """The coordinates of a kernel, whose factors have no names yet."""
-    return Coordinates(kernel, ranges, derive(kernel, ranges))
+def find_coordinates(kernel: Kernel, ranges: LiveRanges, without: Sequence[Dim] = ()) -> Coordinates:
+    """The coordinates of a kernel, whose factors have no names yet, and are none of the dims in `without`."""
+    return Coordinates(kernel, ranges, derive(kernel, ranges, without))
 
 
 @dataclass(frozen=True, eq=False)

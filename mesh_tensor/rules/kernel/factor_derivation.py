@@ -40,10 +40,10 @@ class Derivation:
     detached: Mapping[Dim, str]
 
 
-def derive(kernel: Kernel, ranges: LiveRanges) -> Derivation:
-    """The factors of a kernel. A dim that gives way takes with it all that was derived from it, so the next round
-    starts without it."""
-    detached: dict[Dim, str] = {}
+def derive(kernel: Kernel, ranges: LiveRanges, without: Sequence[Dim] = ()) -> Derivation:
+    """The factors of a kernel, without those of some dims. A dim that gives way takes with it all that was derived from
+    it, so the next round starts without it."""
+    detached: dict[Dim, str] = dict.fromkeys(without, "it is read in windows")
     staged: set[Node] = set()
     while (found := _Round(kernel, ranges, detached, staged)).gave_way():
         detached |= found.detached

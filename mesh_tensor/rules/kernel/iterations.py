@@ -296,7 +296,7 @@ class Iteration:
             value = self._load(self._access(load, statement))
             if value is None or (value.atoms and value.atom is None):
                 return False
-            if value.atom in down and is_running(value.atom):
+            if value.atom in down and is_running(value.atom) and not is_bounded(value.atom):
                 self.guarded[statement] = (*self.guarded.get(statement, ()), load)
         return True
 
@@ -406,6 +406,13 @@ def _is_point(value: Value) -> bool:
 def is_running(atom: Atom) -> bool:
     """Whether the atom is what an earlier iteration left, or the maximum of that and more."""
     return atom.key[0] == "before" or (atom.key[0] == "max" and any(key[0] == "before" for key in atom.key[1]))
+
+
+def is_bounded(atom: Atom) -> bool:
+    """Whether the atom is a maximum of some finite constant, too."""
+    return atom.key[0] == "max" and any(
+        key[0] == "fixed" and key[1] is not None and math.isfinite(key[1]) for key in atom.key[1]
+    )
 
 
 def _over_positions(statement: Statement, operand: Value) -> Value | None:

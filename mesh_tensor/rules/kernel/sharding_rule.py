@@ -113,11 +113,12 @@ def _signature(buffers: dict[str, tuple[str | None, ...]]) -> str:
     return ", ".join(f"{name}[{', '.join(d or '*' for d in dims)}]" for name, dims in buffers.items())
 
 
-def analyse(func: tirx.PrimFunc) -> Analysis:
-    """Analyse a normalized function with one grid."""
+def analyse(func: tirx.PrimFunc, in_windows: Sequence[Dim] = ()) -> Analysis:
+    """Analyse a normalized function with one grid. `in_windows`: dims that nothing is to walk, so that windows of them
+    may be read."""
     kernel = read_kernel(func)
     ranges = LiveRanges(kernel)
-    derived, taints = find_coordinates(kernel, ranges), find_taints(kernel, ranges)
+    derived, taints = find_coordinates(kernel, ranges, in_windows), find_taints(kernel, ranges)
     indexed = candidates(kernel, derived)
     names = factor_names(kernel, [*derived.factors, *indexed])
     factors, reductions = {}, {}

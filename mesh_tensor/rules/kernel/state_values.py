@@ -228,7 +228,7 @@ def maximum(values: Iterable[Value]) -> Value | None:
         elif value.part is None or value.part.level is not Level.FIXED:
             return None
         else:
-            keys.add(("fixed",))
+            keys.add(("fixed", value.number))
     if len(places) != 1:
         return None
     (atom,) = places.values()

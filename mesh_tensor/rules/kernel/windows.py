@@ -4,7 +4,7 @@ window: stencils, convolutions, sliding windows, rolls. A device needs its tile'
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from tvm import tirx
@@ -77,11 +77,11 @@ def _is_coordinate(found: tuple[Fraction, Reach]) -> bool:
 
 def _reach(kernel: Kernel, factor: Factor, index: tirx.PrimExpr, statement: Statement) -> tuple[Fraction, Reach] | None:
     """The slope in which an index follows the factor, and how far it is from there."""
-    if _mentioned(index, statement, kernel).isdisjoint(factor.roles):
+    loops = {loop.var: _running(loop) for loop in statement.loops}
+    if _mentioned(index, loops, kernel).isdisjoint(factor.roles):
         return None
     terms = {loop.var: factor.roles[loop.var] for loop in statement.loops if loop.var in factor.roles}
     form = Linear(terms)
-    loops = {loop.var: _running(loop) for loop in statement.loops}
     distance = Distance(form, int(factor.size) - 1, loops, kernel.analyzer)
     found = distance.best(index)
     if found is None:
@@ -98,9 +98,8 @@ def _running(loop: Loop) -> Loop:
     return loop if found is None else Loop(loop.var, found[0], found[1] - found[0], loop.kind, loop.node)
 
 
-def _mentioned(index: tirx.PrimExpr, statement: Statement, kernel: Kernel) -> set[tirx.Var]:
+def _mentioned(index: tirx.PrimExpr, loops: Mapping[tirx.Var, Loop], kernel: Kernel) -> set[tirx.Var]:
     """The loops' variables that an index depends on, by way of the bounds of loops, too."""
-    loops = {loop.var: loop for loop in statement.loops}
     todo, found = [index], set[tirx.Var]()
     while todo:
         for var in vars_of([todo.pop()], kernel.binds) - found:
