@@ -8,6 +8,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import mesh_tensor  # noqa: F401  (brings TileLang's TVM before a test imports tvm)
+from tests import parsed_once
+
+parsed_once.install()
 
 # `make test` sees the same examples every time; `make fuzz` looks for new ones until it is stopped.
 settings.register_profile(

@@ -22,6 +22,7 @@ from tests.random_kernels.programs import make_program_case
 from tests.random_kernels.strategy import make_case as make_kernel_case
 from tests.random_modules.strategy import make_case as make_module_case
 
+from . import parsed_once
 from .adversarial_protocol import check as ranks
 from .corrupt import check as files
 from .random_kernels import check as kernels
@@ -107,6 +108,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", default="interpret", choices=("interpret", "c"), help="of kernels")
     parser.add_argument("--of", nargs="+", default=KINDS, choices=KINDS, help="what to make; default: all")
     options = parser.parse_args(argv)
+    parsed_once.install()
+    os.environ["MESH_TENSOR_VERIFY"] = "1"
     print(f"first number: {options.seed}")
     counts = fuzz(options)
     print(told(counts))

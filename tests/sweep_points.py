@@ -24,8 +24,11 @@ from kernels.catalogue.elementwise import ARITHMETIC_CASES
 from kernels.catalogue.products import MATMUL_CASES, MLP_CASES
 from kernels.catalogue.rows import NORM_CASES, REDUCE_CASES, SOFTMAX_CASES
 from mesh_tensor.targets.interpreter import interpret
+from tests import parsed_once
 from tests.kernels.adversarial import ADVERSARIAL_CASES
 from tests.other_machines import machine
+
+parsed_once.install()
 
 KERNELS = {case.name: case for case in (*CASES, *ADVERSARIAL_CASES)}
 MESHES = ((1,), (2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2))

@@ -19,7 +19,7 @@ from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Value
 from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute, of_tiles
-from mesh_tensor.targets.dtypes import torch_dtype
+from mesh_tensor.targets.dtypes import torch_dtype, torch_tensor
 
 
 @dataclass(frozen=True)
@@ -183,5 +183,5 @@ def result_layouts(plan: ModulePlan) -> tuple[Sharding, ...]:
 
 def constant_tensor(constant: relax.Constant, value: Value) -> MeshTensor:
     """A constant on every device."""
-    tensor = torch.from_dlpack(constant.data).clone().view(value.shape)
+    tensor = torch_tensor(constant.data).clone().view(value.shape)
     return distribute(tensor, value.sharding.mesh, value.sharding)

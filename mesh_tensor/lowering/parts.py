@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from tvm import tirx
@@ -21,7 +21,7 @@ from .cut import Workspace, cut
 from .decide import decide_part
 from .original_dims import with_original_dims
 from .scan import resume
-from .stages import Part, Parts, Ruled, Shape, Unsplittable
+from .stages import HandedOn, Part, Parts, Ruled, Shape, Unsplittable
 
 _MOST_PARTS = 16
 
@@ -53,10 +53,10 @@ def cut_up(ruled: Ruled, part: Part, whole: Mapping[Dim, str]) -> Parts | Unspli
                 todo[:0] = _combined(ruled, current, scaled, at, names, whole, f"w{cuts}")
                 continue
             first, second, workspaces = cut(current.analysis, at, f"w{cuts}")
+            names.add(workspaces)
+            halves = [_decided(ruled, half, current, names, whole) for half in (first, second)]
         except Blocked as error:
             return Unsplittable((scaled or [factor])[0], str(error))
-        names.add(workspaces)
-        halves = [_decided(ruled, half, current, names, whole) for half in (first, second)]
         if any(halves[0].analysis.read(workspace.buffer.name) for workspace in workspaces):
             return Unsplittable(factor, "not all of what is live at the cut is certainly saved")
         todo[:0] = halves
@@ -97,24 +97,41 @@ def _resumed(
     axes = part.assignment.axes_of(factor)
     made = resume(part.analysis, scan, math.prod(ruled.kernel.mesh.size(axis) for axis in axes), suffix)
     names.add([*made.totals, *made.starts, *made.ends])
-    first = _with_loops(ruled, made.first, part, names, whole, [scan.loop])
+    loops = (scan.loop,)
+    first = _with_loops(ruled, made.first, part, names, whole, loops, _handed_on(made.totals, loops, axes))
     second = _decided(ruled, made.second, part, names, whole, dict.fromkeys(axes))
-    rest = _with_loops(ruled, made.rest, part, names, whole, [scan.loop] if made.starts else [])
-    for workspace in made.totals:
-        _spread(first.assignment.produced, workspace, axes)
-    for workspace in made.starts:
-        _spread(rest.assignment.needed, workspace, axes)
+    rest_loops = loops if made.starts else ()
+    rest = _with_loops(ruled, made.rest, part, names, whole, rest_loops, _handed_on(made.starts, loops, axes))
     return [first, second, rest]
 
 
-def _spread(layouts: dict[str, Sharding], workspace: Workspace, axes: tuple[str, ...]) -> None:
-    """Every device along the axes has one of the workspace's first dim."""
-    name = str(workspace.buffer.name)
-    mesh, ndim = layouts[name].mesh, len(workspace.buffer.shape)
-    if pending := [axis for axis, _ in layouts[name].partial if axis not in axes]:
-        raise Blocked(f"{workspace.on_chip.name} is not complete along {', '.join(pending)} where devices hand it on")
-    shards = {axis: dim for axis in mesh if (dim := layouts[name].dim_of(axis)) is not None}
-    layouts[name] = Sharding.make(mesh, ndim, {**shards, **dict.fromkeys(axes, 0)}, name=name)
+def _handed_on(workspaces: Iterable[Workspace], loops: tuple[Loop, ...], axes: tuple[str, ...]) -> dict[str, HandedOn]:
+    return {str(workspace.buffer.name): HandedOn(loops, axes) for workspace in workspaces}
+
+
+def _spread(ruled: Ruled, part: Part) -> Part:
+    """The part, of whose workspaces that are handed on every device has its own place of the first dim.
+
+    Raises Blocked where its loops are not those of the devices."""
+    for layouts in (part.assignment.needed, part.assignment.produced):
+        for name in layouts.keys() & part.handed_on.keys():
+            handed_on, layout = part.handed_on[name], layouts[name]
+            for loop in handed_on.loops:
+                _check_split(ruled, part, loop, handed_on.axes)
+            if pending := [axis for axis, _ in layout.partial if axis not in handed_on.axes]:
+                raise Blocked(f"{name} is not complete along {', '.join(pending)} where devices hand it on")
+            shards = {axis: dim for axis in layout.mesh if (dim := layout.dim_of(axis)) is not None}
+            shards |= dict.fromkeys(handed_on.axes, 0)
+            layouts[name] = Sharding.make(layout.mesh, layout.ndim, shards, name=name)
+    return part
+
+
+def _check_split(ruled: Ruled, part: Part, loop: Loop, axes: Iterable[str]) -> None:
+    """Raises Blocked where other axes than these split a loop of the part."""
+    size = ruled.kernel.mesh.size
+    found = [axis for f in part.analysis.factors if loop.var in f.roles for axis in part.assignment.axes_of(f)]
+    if {axis for axis in found if size(axis) > 1} != {axis for axis in axes if size(axis) > 1}:
+        raise Blocked(f"what loop {loop.var.name} walks can't be split where its state is carried")
 
 
 def _combined(
@@ -133,17 +150,22 @@ def _combined(
     states = live_states(part.analysis.reductions[factor].states, at)
     made = combine(part.analysis, states, at, devices, suffix)
     names.add([*made.own, *made.shared])
-    first = _with_loops(ruled, made.loop, part, names, whole, [state.loop for state in states])
+    loops = tuple(state.loop for state in states)
+    first = _with_loops(ruled, made.loop, part, names, whole, loops, _handed_on(made.own, loops, axes))
     analysis = analyse(made.combine)
     factor_of_devices = analysis.factor_of(str(made.own[0].buffer.name), 0)
     middle = _decided(ruled, made.combine, part, names, whole, dict.fromkeys(axes, factor_of_devices), analysis)
-    for workspace in made.own:
-        _spread(first.assignment.produced, workspace, axes)
     return [first, middle, _decided(ruled, made.rest, part, names, whole)]
 
 
 def _with_loops(
-    ruled: Ruled, func: tirx.PrimFunc, whole_part: Part, names: _Names, whole: Mapping[Dim, str], loops: Sequence[Loop]
+    ruled: Ruled,
+    func: tirx.PrimFunc,
+    whole_part: Part,
+    names: _Names,
+    whole: Mapping[Dim, str],
+    loops: Sequence[Loop],
+    handed_on: Mapping[str, HandedOn],
 ) -> Part:
     """A part with loops that carry a state: the axes that split these in the whole kernel split them here, and no
     others do, whatever names their dims have in either.
@@ -159,13 +181,10 @@ def _with_loops(
         known |= dict.fromkeys(axes, now)
         free = decide_part(ruled, analysis, whole, _fixed(whole_part, analysis, names, known)).assignment.axes_of(now)
         known |= dict.fromkeys(axis for axis in free if axis not in axes)
-    made = _decided(ruled, func, whole_part, names, whole, known, analysis)
+    made = _decided(ruled, func, whole_part, names, whole, known, analysis, handed_on)
     for loop in loops:
         now = next(f for f in analysis.factors if loop.var in f.roles)
-        if {a for a in made.assignment.axes_of(now) if ruled.kernel.mesh.size(a) > 1} != {
-            a for a, f in known.items() if f is now and ruled.kernel.mesh.size(a) > 1
-        }:
-            raise Blocked(f"what loop {loop.var.name} walks can't be split where its state is carried")
+        _check_split(ruled, made, loop, [axis for axis, factor in known.items() if factor is now])
     return made
 
 
@@ -177,14 +196,18 @@ def _decided(
     whole: Mapping[Dim, str],
     known: Mapping[str, Factor | None] = MappingProxyType({}),
     analysis: Analysis | None = None,
+    handed_on: Mapping[str, HandedOn] = MappingProxyType({}),
 ) -> Part:
     """A part keeps the axes of the factors that it has; axes whose factor is gone are free again. `known`: what else
-    axes split."""
+    axes split; `handed_on`: what else is handed on.
+
+    Raises Blocked where what is handed on can't be."""
     if analysis is None:
         analysis = analyse(func)
         if ruled.kernel.reading.over_tiles:
             analysis = analysis.over_tiles()
-    return decide_part(ruled, analysis, whole, _fixed(whole_part, analysis, names, known))
+    made = decide_part(ruled, analysis, whole, _fixed(whole_part, analysis, names, known))
+    return _spread(ruled, replace(made, handed_on={**whole_part.handed_on, **handed_on}))
 
 
 def _fixed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tvm import tirx
 
@@ -14,6 +14,7 @@ from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Factor
 from mesh_tensor.rules.kernel.granularity import Refined
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
+from mesh_tensor.rules.kernel.statements import Loop
 
 from .splits import Split
 from .view import Reading
@@ -48,11 +49,21 @@ class Ruled:
 
 
 @dataclass(frozen=True, eq=False)
+class HandedOn:
+    """The loops that carry what a workspace holds, and the axes that split them."""
+
+    loops: tuple[Loop, ...]
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Part:
-    """A kernel of its own, and what every axis splits of it."""
+    """A kernel of its own, and what every axis splits of it. `handed_on`: the workspaces that it may have of which
+    every device has its own place of the first dim, while axes split the loops that carry what is in them."""
 
     analysis: Analysis
     assignment: Assignment
+    handed_on: Mapping[str, HandedOn] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ MESH_TENSOR_VERIFY=1 in the environment, every lowering checks itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tvm import arith, ir, tirx
 
@@ -135,6 +135,15 @@ def _long_loops(func: tirx.PrimFunc, analysis: Analysis, assignment: Assignment,
     return problems
 
 
+def other_tiles(step: LocalKernel, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """The parameters of a local kernel that are not as long as the tiles that it is given. Compiled, it would read and
+    write others' memory."""
+    for (param, buffer), arg in zip(buffer_params(step.func).items(), step.args, strict=True):
+        tile = tensors[arg].sharding.tile_shape(tensors[arg].shape)
+        if not _same_shape(buffer.shape, tile):
+            yield f"parameter {param} has shape {list(buffer.shape)}, the tiles of {arg} have {list(tile)}"
+
+
 # -- layouts -----------------------------------------------------------------------------------------------------------
 
 
@@ -172,8 +181,7 @@ class _Chain:
         return [f"{name} is used before it is defined" if held is None else f"{name} was overwritten by {held}"]
 
     def _kernel(self, step: LocalKernel) -> Iterator[str]:
-        buffers = buffer_params(step.func)
-        for (param, buffer), arg in zip(buffers.items(), step.args, strict=True):
+        for param, arg in zip(buffer_params(step.func), step.args, strict=True):
             tensor = self._tensor(arg)
             needed, produced = step.assignment.needed.get(param), step.assignment.produced.get(param)
             if needed is None and produced is None:
@@ -183,8 +191,7 @@ class _Chain:
                 yield from self._input(arg, needed, in_out=produced is not None, read=read)
             if produced is not None and tensor.sharding != produced:
                 yield f"{arg} lies as {tensor.sharding}, but the kernel leaves {produced}"
-            if not _same_shape(buffer.shape, tensor.sharding.tile_shape(tensor.shape)):
-                yield f"parameter {param} has shape {buffer.shape}, which is no tile of {arg}"
+        yield from other_tiles(step, self.lowered.tensors)
         for name in step.writes:
             self._set(name)
 

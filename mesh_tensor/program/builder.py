@@ -15,6 +15,7 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.lowering.layouts import Collective, LocalKernel, Tensor
 from mesh_tensor.lowering.pipeline import KernelLowering
 from mesh_tensor.lowering.slabs import Slabs
+from mesh_tensor.lowering.verify import other_tiles
 from mesh_tensor.rules.kernel.cost import flops_function
 from mesh_tensor.rules.kernel.granularity import Dim
 from mesh_tensor.tir.sizes import size_function
@@ -23,6 +24,8 @@ from .lifetimes import with_lifetimes
 from .program import Parameter, Program, Value, bytes_moved
 from .steps import CollectiveStep, KernelStep, Step
 from .verify import checked
+
+_A_BUG = "the kernel was made local wrongly: a bug of mesh_tensor, which ends here and not in wrong numbers"
 
 Split = tuple[tuple[str, Dim], ...]  # axis, a dim that the factor which it splits walks
 SizedStep = Callable[[Mapping[str, Value], Sequence[int]], Step]  # from the values and the symbols' sizes
@@ -134,6 +137,10 @@ def _step(step: LocalKernel | Collective, local: LocalView, closed: bool) -> Ste
     """The step, without what depends on sizes; with slabs only where there are no open ones."""
     if isinstance(step, LocalKernel):
         name = str(step.func.attrs["global_symbol"])
+        if problems := list(other_tiles(step, local.tensors)):
+            refuse(
+                "; ".join(problems), where=f"local kernel {name}", why=_A_BUG, fix="split fewer of the kernel's dims"
+            )
         scalars, slabs = tuple(v.name for v in local.scalars), Slabs(step, local.mesh) if closed else None
         return KernelStep(name, step.func, step.args, step.axes, step.writes, 0, scalars, slabs=slabs)
     move = step.move

@@ -15,7 +15,7 @@ from mesh_tensor.annotations.parameters import flat_arguments, with_flat_paramet
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse
 from mesh_tensor.base.tensor_type import TensorType
 from mesh_tensor.rules.operator.call import OpCall, op_call, plain, tensor_infos
-from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
+from mesh_tensor.targets.dtypes import dtype_name, torch_dtype, torch_tensor
 from mesh_tensor.targets.tir_functions import tir_function
 from mesh_tensor.targets.torch_ops import torch_function
 
@@ -95,7 +95,7 @@ def _weights(func: relax.Function) -> dict[str, Any]:
 def _tensor(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return torch.from_numpy(np.ascontiguousarray(value) if value.ndim else value)
-    return torch.from_dlpack(value) if isinstance(value, tvm_ffi.Tensor) else value
+    return torch_tensor(value) if isinstance(value, tvm_ffi.Tensor) else value
 
 
 def _map(value: Value, change: Callable[[torch.Tensor], torch.Tensor]) -> Value:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import tvm_ffi
 
 from mesh_tensor.base.dtypes import element_dtype
 from mesh_tensor.base.errors import refuse
@@ -22,3 +23,13 @@ def torch_dtype(name: str) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """The TVM name of a torch dtype."""
     return str(dtype).removeprefix("torch.")
+
+
+def torch_tensor(constant: tvm_ffi.Tensor) -> torch.Tensor:
+    """A tensor of TVM's as torch's, of the same memory."""
+    try:
+        return torch.from_dlpack(constant)
+    except BufferError as error:
+        refuse(
+            "torch has no tensors of a constant's dtype", why=str(error), fix="use a dtype that torch tensors can have"
+        )

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from mesh_tensor.base.errors import refuse
+
 from .effects import op_name
 
 _ELEMENT_ATOMICS = {
@@ -281,10 +283,22 @@ def _everywhere(dst: Region) -> list[Element]:
 
 
 def parse_tile_op(stmt: tirx.Stmt) -> TileOp | None:
-    """The tile operation that the statement `T.evaluate(call)` is, or None if it is none that is known here."""
+    """The tile operation that the statement `T.evaluate(call)` is, or None if it is none that is known here.
+
+    Raises:
+        MeshTensorError: its arguments are not what TileLang gives it.
+    """
     if not isinstance(stmt, tirx.Evaluate) or not isinstance(stmt.value, tirx.Call):
         return None
-    call, name = stmt.value, op_name(stmt.value)
+    call = stmt.value
+    try:
+        return _parsed(call, op_name(call))
+    except (AttributeError, IndexError, TypeError) as error:
+        why = f"its arguments are not those that TileLang gives it ({error})"
+        refuse(f"{op_name(call)} is malformed", why=why, fix="write it with tilelang.language")
+
+
+def _parsed(call: tirx.Call, name: str) -> TileOp | None:
     args = call.args
     if name in _COPIES:
         return Copy(region(args[0]), region(args[1]))

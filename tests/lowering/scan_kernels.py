@@ -168,6 +168,28 @@ def after_a_sum(steps, width, online=False):
     return after_a_sum_kernel
 
 
+def before_a_sum(rows, steps):
+    """A decayed sum along every row, and then the row less its sum: the loop that is resumed stands before a cut."""
+
+    @T.prim_func
+    def before_a_sum_kernel(
+        X: T.Tensor((rows, steps), "float32"), Y: T.Tensor((rows, steps), "float32"), Z: T.Tensor((rows, steps))
+    ):
+        with T.Kernel(rows, threads=32) as bx:
+            state, total = T.alloc_var("float32"), T.alloc_fragment((1,), "float32")
+            state = 1.0
+            T.clear(total)
+            for t in T.serial(steps):
+                state = state * 0.5 + X[bx, t]
+                Y[bx, t] = state
+            for t in T.serial(steps):
+                total[0] += X[bx, t]
+            for t in T.serial(steps):
+                Z[bx, t] = X[bx, t] - total[0]
+
+    return before_a_sum_kernel
+
+
 def counted(rows, steps, block=3):
     """How many blocks of a row there are: of what is read, nothing counts."""
 

@@ -11,7 +11,7 @@ from mesh_tensor.lowering.pipeline import lower_kernel
 from tests.kernels.adversarial.index_values import argmax_rows
 from tests.other_machines import machine
 
-from .scan_kernels import WRONG, after_a_sum, chunks, counted, rate_of_the_program, running, running_wrong
+from .scan_kernels import WRONG, after_a_sum, before_a_sum, chunks, counted, rate_of_the_program, running, running_wrong
 from .support import outline
 
 #: An update in a kernel, and in torch; and what the state starts from.
@@ -105,6 +105,21 @@ def test_sums_that_an_update_uses_are_completed_before(online):
     assert kernel.explain().index("all_reduce(sum)") < kernel.explain().index("kernel_1")
     alone = mt.compile(mt.annotate(after_a_sum(16, 8, online), mt.Mesh({"x": 1}), {}), target="interpret")
     torch.testing.assert_close(kernel(x), alone(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("target", ["interpret", "c"])
+@pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 2, "y": 2}])
+def test_devices_still_start_where_those_before_end_if_the_rest_is_cut_again(mesh, target):
+    """Compiled, every device but the first took the start of the first."""
+    x = torch.randn(4, 11)
+    with machine(1):
+        func = mt.annotate(before_a_sum(4, 11), mt.Mesh(mesh), {n: dict.fromkeys(mesh, 1) for n in "XYZ"})
+        kernel = mt.compile(func, target=target, poison=target == "interpret")
+    assert "state_start" in kernel.explain()
+    assert "all_reduce(sum)" in kernel.explain()
+    running, less = kernel(x)
+    torch.testing.assert_close(running.T, in_order(x.T, lambda s, x: s * 0.5 + x, 1.0)[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(less, x - x.sum(1, keepdim=True), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("mesh", "sizes"), [({"x": 2}, (8, 16)), ({"x": 3}, (8, 13)), ({"x": 2, "y": 2}, (5, 7))])

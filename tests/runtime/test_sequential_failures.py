@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from tvm import relax
+from tvm import relax, runtime
 from tvm.script.parser import ir as I
 from tvm.script.parser import relax as R
 
@@ -131,3 +131,9 @@ class Asserting:
 def test_assertions():
     assert mt.run_sequential(Asserting, [torch.tensor(True)])
     _refused(Asserting, [torch.tensor(False)], "assert_op failed", "x must hold", "main.checked")
+
+
+def test_a_constant_that_torch_has_no_dtype_for():
+    constant = relax.Constant(runtime.empty((2, 4), "float6_e2m3fn"))
+    mod = _module(lambda x: relax.op.reshape(constant, (4, 2)), relax.TensorStructInfo((2, 4), "float32"))
+    _refused(mod, [torch.ones(2, 4)], "torch has no tensors of a constant's dtype", "Unsupported code 15")

@@ -28,6 +28,9 @@ _context.set_forkserver_preload(
         "mesh_tensor.api.custom_op",
         "mesh_tensor.api.module",
         "torch.distributed.tensor",
+        "torch.distributed.fsdp",
+        "torch._dynamo",  # DTensors and exports bring it: half a second, once for all ranks
+        "torch.export._trace",
         "tests.runtime.ranks.kernel_bodies",
         "tests.runtime.ranks.exchange_bodies",
     ]
