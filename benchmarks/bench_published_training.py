@@ -167,7 +167,7 @@ def simulated(step: Step, machine: mt.Machine) -> float:
         _KNOWN[key] = pieces.model(Shape(step.microbatch, step.model, False))
     model = replace(_KNOWN[key], layers=step.layers)
     composer = Composer(machine, STATES)
-    return composer.seconds(step.choice, model, model.cut(step.choice.stages))
+    return composer.seconds(step.choice, [model] * step.choice.meshes, model.cut(step.choice.stages))
 
 
 def compared(steps: list[Step], machine: mt.Machine) -> tuple[list[list[str]], str]:

@@ -39,6 +39,7 @@ from kernels.schedules import (
 )
 from kernels.softmax import online_softmax, softmax
 from kernels.sparse import (
+    block_sparse_attention,
     block_sparse_matmul,
     expert_mlp,
     grouped_matmul_rows,
@@ -169,6 +170,7 @@ def _key_heads() -> Iterator[PlanCase]:
     yield _case("key heads", flash_attention, {**_ATTENTION, "causal": True, "skip_masked_blocks": True}, **_HEADS)
     yield _case("key heads", grouped_decode, _DECODE, batch="Q0 K0 V0 lengths0 Out0", heads=_DECODE_HEADS)
     yield _case("key heads", grouped_decode, {**_DECODE, "block_H": 2}, heads=_DECODE_HEADS)
+    yield _case("key heads", grouped_decode, {**_DECODE, "rows": 16}, heads=_DECODE_HEADS)
     gradient = {"batch": 4, "heads": 16, "groups": 4, "seq": 512, "dim": 64, "block_M": 64, "block_N": 64}
     yield _case(
         "key heads",
@@ -252,6 +254,8 @@ def _combined() -> Iterator[PlanCase]:
     state = 4 * 32 * 1024 * (64 + 2)
     yield _case("carried", flash_attention, _ATTENTION, keys=("K2 V2", _STATES, state))
     yield _case("carried", grouped_decode, _DECODE, keys=("K1 V1", _STATES, _DECODE_STATES))
+    sparse = {"batch": 1, "heads": 4, "seq": 256, "keys": 8192, "dim": 64}
+    yield _case("carried", block_sparse_attention, sparse, keys=("K2 V2", _STATES, 4 * 256 * (64 + 2)))
     yield _case("carried", split_decode, _DECODE, keys=("K1 V1 lse2 partial2", _STATES, _DECODE_STATES))
     linear = {"batch": 4, "heads": 16, "length": 4096, "key_dim": 64, "value_dim": 64, "chunk": 64}
     for decay in (None, 0.99):

@@ -8,11 +8,13 @@ import torch
 LOG2_E = math.log2(math.e)
 
 
-def grouped_decode(batch, heads, groups, seq, dim, block_H=8, block_N=64, dtype="float32"):
+def grouped_decode(batch, heads, groups, seq, dim, block_H=8, block_N=64, rows=1, dtype="float32"):
     """One query per head: `heads // groups` query heads share a head of K and V. `lengths` has the valid keys of every
-    batch; a block of programs handles up to `block_H` heads of one group."""
+    batch; a block of programs handles up to `block_H` heads of one group, in `rows` rows at least: those
+    behind the heads are dropped."""
     shared = heads // groups
     block = min(block_H, shared)
+    rows = max(rows, block)
     scale = LOG2_E / math.sqrt(dim)
 
     @T.prim_func
@@ -24,18 +26,18 @@ def grouped_decode(batch, heads, groups, seq, dim, block_H=8, block_N=64, dtype=
         Out: T.Tensor((batch, heads, dim), dtype),
     ):
         with T.Kernel(batch, heads // block, threads=128) as (bx, by):
-            Q_shared = T.alloc_shared((block, dim), dtype)
+            Q_shared = T.alloc_shared((rows, dim), dtype)
             K_shared = T.alloc_shared((block_N, dim), dtype)
             V_shared = T.alloc_shared((block_N, dim), dtype)
-            scores = T.alloc_fragment((block, block_N), "float32")
-            out = T.alloc_fragment((block, dim), "float32")
-            largest = T.alloc_fragment((block,), "float32")
-            before = T.alloc_fragment((block,), "float32")
-            rescale = T.alloc_fragment((block,), "float32")
-            total = T.alloc_fragment((block,), "float32")
-            sums = T.alloc_fragment((block,), "float32")
+            scores = T.alloc_fragment((rows, block_N), "float32")
+            out = T.alloc_fragment((rows, dim), "float32")
+            largest = T.alloc_fragment((rows,), "float32")
+            before = T.alloc_fragment((rows,), "float32")
+            rescale = T.alloc_fragment((rows,), "float32")
+            total = T.alloc_fragment((rows,), "float32")
+            sums = T.alloc_fragment((rows,), "float32")
             kv_head = by // (shared // block)
-            T.copy(Q[bx, by * block : (by + 1) * block, :], Q_shared)
+            T.copy(Q[bx, by * block : by * block + rows, :], Q_shared)
             T.clear(out)
             T.clear(sums)
             T.fill(largest, -T.infinity("float32"))
@@ -43,24 +45,24 @@ def grouped_decode(batch, heads, groups, seq, dim, block_H=8, block_N=64, dtype=
                 T.copy(K[bx, k * block_N : (k + 1) * block_N, kv_head, :], K_shared)
                 T.clear(scores)
                 T.gemm(Q_shared, K_shared, scores, transpose_B=True)
-                for i, j in T.Parallel(block, block_N):
+                for i, j in T.Parallel(rows, block_N):
                     scores[i, j] = T.if_then_else(k * block_N + j < lengths[bx], scores[i, j], -T.infinity("float32"))
                 T.copy(largest, before)
                 T.reduce_max(scores, largest, dim=1, clear=False)
-                for i in T.Parallel(block):
+                for i in T.Parallel(rows):
                     rescale[i] = T.exp2((before[i] - largest[i]) * scale)
-                for i, j in T.Parallel(block, block_N):
+                for i, j in T.Parallel(rows, block_N):
                     scores[i, j] = T.exp2((scores[i, j] - largest[i]) * scale)
                 T.reduce_sum(scores, total, dim=1)
-                for i in T.Parallel(block):
+                for i in T.Parallel(rows):
                     sums[i] = sums[i] * rescale[i] + total[i]
-                for i, j in T.Parallel(block, dim):
+                for i, j in T.Parallel(rows, dim):
                     out[i, j] *= rescale[i]
                 T.copy(V[bx, k * block_N : (k + 1) * block_N, kv_head, :], V_shared)
                 T.gemm(scores, V_shared, out)
-            for i, j in T.Parallel(block, dim):
+            for i, j in T.Parallel(rows, dim):
                 out[i, j] /= sums[i]
-            T.copy(out, Out[bx, by * block : (by + 1) * block, :])
+            T.copy(out[0:block, :], Out[bx, by * block : (by + 1) * block, :])
 
     return grouped_decode_kernel
 

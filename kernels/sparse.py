@@ -1,5 +1,7 @@
 """Products of which parts are left out, or that are many small ones: masks of blocks, groups of rows."""
 
+import math
+
 import tilelang.language as T
 import torch
 
@@ -181,3 +183,78 @@ def scaled_grouped_matmul_reference(a, b, group_of, scale, block=16):
     """Block by block."""
     parts = zip(a.split(block), group_of.tolist(), strict=True)
     return torch.cat([(part @ b[g] * scale[g]).relu() for part, g in parts])
+
+
+def block_sparse_attention(batch, heads, seq, dim, block=64, causal=False, behind=0, keys=None, dtype="float32"):
+    """Attention over the blocks of keys that a mask names for every block of queries; with `causal`, a query sees keys
+    up to so many `behind` it."""
+    scale = math.log2(math.e) / math.sqrt(dim)
+    keys = keys or seq
+    blocks = keys // block
+
+    @T.prim_func
+    def block_sparse_attention_kernel(
+        Q: T.Tensor((batch, heads, seq, dim), dtype),
+        K: T.Tensor((batch, heads, keys, dim), dtype),
+        V: T.Tensor((batch, heads, keys, dim), dtype),
+        mask: T.Tensor((batch, heads, seq // block, blocks), "bool"),
+        Out: T.Tensor((batch, heads, seq, dim), dtype),
+    ):
+        with T.Kernel(seq // block, heads, batch, threads=128) as (bx, by, bz):
+            Q_shared = T.alloc_shared((block, dim), dtype)
+            K_shared = T.alloc_shared((block, dim), dtype)
+            V_shared = T.alloc_shared((block, dim), dtype)
+            scores = T.alloc_fragment((block, block), "float32")
+            out = T.alloc_fragment((block, dim), "float32")
+            largest = T.alloc_fragment((block,), "float32")
+            before = T.alloc_fragment((block,), "float32")
+            rescale = T.alloc_fragment((block,), "float32")
+            total = T.alloc_fragment((block,), "float32")
+            sums = T.alloc_fragment((block,), "float32")
+            wanted = T.alloc_fragment((blocks,), "bool")
+            T.copy(Q[bz, by, bx * block : (bx + 1) * block, :], Q_shared)
+            T.copy(mask[bz, by, bx, :], wanted)
+            T.clear(out)
+            T.clear(sums)
+            T.fill(largest, -T.infinity("float32"))
+            for k in T.Pipelined(bx + 1 if causal else blocks, num_stages=1):
+                if wanted[k] != 0:
+                    T.copy(K[bz, by, k * block : (k + 1) * block, :], K_shared)
+                    if causal:
+                        for i, j in T.Parallel(block, block):
+                            scores[i, j] = T.if_then_else(
+                                bx * block + i >= k * block + j + behind, 0, -T.infinity("float32")
+                            )
+                    else:
+                        T.clear(scores)
+                    T.gemm(Q_shared, K_shared, scores, transpose_B=True)
+                    T.copy(largest, before)
+                    T.fill(largest, -T.infinity("float32"))
+                    T.reduce_max(scores, largest, dim=1, clear=False)
+                    for i in T.Parallel(block):
+                        largest[i] = T.max(largest[i], before[i])
+                    for i in T.Parallel(block):
+                        rescale[i] = T.exp2((before[i] - largest[i]) * scale)
+                    for i, j in T.Parallel(block, block):
+                        scores[i, j] = T.exp2((scores[i, j] - largest[i]) * scale)
+                    T.reduce_sum(scores, total, dim=1)
+                    for i in T.Parallel(block):
+                        sums[i] = sums[i] * rescale[i] + total[i]
+                    for i, j in T.Parallel(block, dim):
+                        out[i, j] *= rescale[i]
+                    T.copy(V[bz, by, k * block : (k + 1) * block, :], V_shared)
+                    T.gemm(scores, V_shared, out)
+            for i, j in T.Parallel(block, dim):
+                out[i, j] /= sums[i]
+            T.copy(out, Out[bz, by, bx * block : (bx + 1) * block, :])
+
+    return block_sparse_attention_kernel
+
+
+def block_sparse_attention_reference(q, k, v, mask, causal=False):
+    """The same with all scores at once, in float64; rows that see nothing are NaN."""
+    size = q.shape[2] // mask.shape[2]
+    seen = mask.repeat_interleave(size, 2).repeat_interleave(size, 3)
+    seen = seen.tril() if causal else seen
+    scores = (q.double() @ k.double().mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -math.inf)
+    return (scores.softmax(-1) @ v.double()).to(q.dtype)

@@ -1,8 +1,14 @@
-"""`python -m mesh_tensor`: see `--help`."""
+"""`python -m mesh_tensor`, and the command `mesh-tensor`: see `--help`."""
 
 import sys
 
 from .api.cli import main
 
-if __name__ == "__main__":
+
+def run() -> None:
+    """The command."""
     sys.exit(main())
+
+
+if __name__ == "__main__":
+    run()

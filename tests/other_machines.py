@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from mesh_tensor.plan import decide
+from mesh_tensor.plan import prices
 
 # Operations while a byte is received, and bytes while a collective starts.
 _MACHINES = (
-    (decide._FLOPS_PER_BYTE, decide._BYTES_PER_START),
-    (decide._FLOPS_PER_BYTE, 0),
-    (1e-6, decide._BYTES_PER_START),
+    (prices._FLOPS_PER_BYTE, prices._BYTES_PER_START),
+    (prices._FLOPS_PER_BYTE, 0),
+    (1e-6, prices._BYTES_PER_START),
 )
 
 
@@ -21,5 +21,5 @@ def machine(number: int) -> Iterator[None]:
     """What is planned in it is planned for one of three machines: this one, one on which collectives start at once, and
     one on which operations are all that counts."""
     flops, start = _MACHINES[number % len(_MACHINES)]
-    with patch.multiple(decide, _FLOPS_PER_BYTE=flops, _BYTES_PER_START=start):
+    with patch.multiple(prices, _FLOPS_PER_BYTE=flops, _BYTES_PER_START=start):
         yield

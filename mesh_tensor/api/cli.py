@@ -1,4 +1,4 @@
-"""The command line: `python -m mesh_tensor simulate FILE:NAME --machine h100x8`, and the same for `search`."""
+"""The command line: `mesh-tensor simulate FILE:NAME --machine h100x8`, and the same for `search`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m mesh_tensor", description="Kernels and modules on meshes.")
+    parser = argparse.ArgumentParser(prog="mesh-tensor", description="Kernels and modules on meshes.")
     commands = parser.add_subparsers(required=True, metavar="command")
     what = "a Python file, and what in it: a kernel, a module, a pipeline, or a function that gives one"
     machine = "a preset (see `machines`), or a file that machine.to_text() was written to"
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--trace", metavar="JSON", help="write the timeline for Perfetto")
     made.set_defaults(run=_simulate)
 
-    made = commands.add_parser("search", help="which layouts of a module's parameters take least")
+    made = commands.add_parser("search", help="which layouts take least, or how a module is trained best")
     made.add_argument(
         "what", metavar="FILE:NAME", help="a Python file, and a module in it, or a function that gives one"
     )
@@ -52,6 +52,14 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--objective", default="time", help="time or memory")
     made.add_argument("--memory-limit", type=int, help="bytes of a device")
     made.add_argument("--seconds", type=float, default=60.0, help="after which the search ends")
+    made.add_argument("--page", metavar="HTML", help="write the best one's timeline as a page")
+    made.add_argument("--save", metavar="FILE", help="write what was found")
+    made.add_argument("--known", metavar="FILE", help="go on from what --save wrote")
+    train = made.add_argument_group("how a module that gives a loss is trained best")
+    train.add_argument("--batch", type=int, help="rows of a batch: search for ways to train it")
+    train.add_argument("--schedules", type=_words, metavar="A,B", help="schedules of pipelines that are tried")
+    for name in ("microbatches", "model", "zero"):
+        train.add_argument(f"--{name}", type=_numbers, metavar="N,N", help=f"{name}: what is tried")
     made.set_defaults(run=_search)
 
     made = commands.add_parser("machines", help="the machines that are known by name")
@@ -68,19 +76,30 @@ def _simulate(options: argparse.Namespace) -> None:
     _say(str(made))
     if hasattr(made, "why"):
         _say("\n" + made.why())
-    for path, write in ((options.page, "page"), (options.trace, "trace")):
-        if path is None:
-            continue
-        if not hasattr(made, write):
-            refuse(f"a pipeline has no {write}", fix="write --trace")
-        getattr(made, write)(path)
+    for path, write in ((options.page, made.page), (options.trace, made.trace)):
+        if path is not None:
+            write(path)
 
 
 def _search(options: argparse.Namespace) -> None:
     module = _object(options.what)
     limits = {"objective": options.objective, "memory_limit": options.memory_limit, "seconds": options.seconds}
-    found = search(module, options.devices, _machine(options.machine), **limits)
+    trained = ("batch", "schedules", "microbatches", "model", "zero", "known")
+    given = {name: value for name in trained if (value := getattr(options, name)) is not None}
+    found = search(module, options.devices, _machine(options.machine), **limits, **given)
     _say(f"{found}\n\n{found.code()}")
+    if options.save is not None:
+        found.save(options.save)
+    if options.page is not None:
+        found.simulation().page(options.page)
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
 
 
 def _measure(options: argparse.Namespace) -> None:

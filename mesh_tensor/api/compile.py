@@ -13,6 +13,8 @@ from tvm import tirx
 from mesh_tensor.annotations.annotate import read_annotations
 from mesh_tensor.annotations.kernel_source import check_kernel
 from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.machine_presets import machine_named
 from mesh_tensor.lowering.pipeline import KernelLowering
 from mesh_tensor.program.builder import Lowering
 from mesh_tensor.program.overlap import check_overlap
@@ -46,6 +48,7 @@ def compile(
     view: str = "auto",
     overlap: str | int = "auto",
     backward: tirx.PrimFunc | Sequence[tirx.PrimFunc] = (),
+    machine: Machine | str | None = None,
 ) -> MeshKernel:
     """Make an annotated TileLang kernel callable on a virtual mesh.
 
@@ -63,6 +66,8 @@ def compile(
         backward: the kernels that compute the gradients, for torch.autograd. Their parameters are called as `func`'s,
             or `d_y`, which they read: the gradient with respect to what `func` wrote into y; or `d_x`, which they
             write: the gradient with respect to the input x. What they don't annotate lies as in `func`.
+        machine: what the plan is for, or a preset's name ("h100x16"): axes split what is cheap on it; None: what is on
+            this project's CPU ranks.
 
     Returns:
         The kernel. It is lowered and compiled here; a kernel with symbolic dims is at its first call with sizes of a
@@ -71,7 +76,7 @@ def compile(
     Raises:
         MeshTensorError: what was asked for can't be done; the message says what, where, why and the way out.
     """
-    lower = Lowering(KernelLowering(view), strict)
+    lower = Lowering(KernelLowering(view, machine_named(machine)), strict)
     func = tried(check_kernel(func), view)
     kernels = (backward,) if isinstance(backward, tirx.PrimFunc) else tuple(backward)
     options: dict[str, Any] = {"target": target, "strict": strict, "poison": poison, "overlap": overlap}

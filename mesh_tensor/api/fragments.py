@@ -12,6 +12,7 @@ from tvm import ir
 
 from mesh_tensor.annotations.annotate_module import annotate_module
 from mesh_tensor.base.collectives import BETWEEN
+from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Partial, Replicate, Sharding
 from mesh_tensor.pipelining.fragments import FragmentFunction, JointStage, fragments_of, gradient_name
@@ -107,6 +108,7 @@ class Options:
     weights: HeldWeights = field(default_factory=lambda: HeldWeights({}))
     kernels: Kernels = field(default_factory=dict)
     overlap: str | int = "auto"
+    machine: Machine | None = None
 
     def fragment(
         self, kind: str, mod: ir.IRModule, function: str, mesh: Any, layouts: Layouts, ports: FragmentFunction | Stage
@@ -126,6 +128,7 @@ class Options:
             check_indices=False,  # whole batches are checked before they are split
             poison=self.poison,
             overlap=self.overlap,
+            machine=self.machine,
         )
         return Fragment(kind, module, tuple(taken), ports.gives)
 

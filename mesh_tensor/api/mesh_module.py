@@ -13,6 +13,7 @@ from mesh_tensor.annotations.annotate_module import read_module_annotations
 from mesh_tensor.annotations.parameters import flat_arguments, with_flat_parameters
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.garbage import uncollected
+from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.importers.call_form import CallForm
@@ -70,6 +71,7 @@ class MeshModule:
         form: CallForm | None = None,
         recorder: Recorder | None = None,
         sub_axes: bool = False,
+        machine: Machine | None = None,
     ) -> None:
         self._function, self._target, self._form = function, find_target(target), form
         self._poison, self._checks_indices, self._overlap = poison, check_indices, overlap
@@ -96,6 +98,7 @@ class MeshModule:
             overlap,
             check_indices,
             sub_axes,
+            machine,
         )
         self._launches: Recent[tuple, AnyLaunch] = Recent(MODULE_SIZES)
         self._plan: ModulePlan | None = None

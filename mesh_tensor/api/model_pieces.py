@@ -13,6 +13,7 @@ from tvm import ir
 
 from mesh_tensor.annotations.names import source_names
 from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.base.garbage import uncollected
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.pipelining.assign import spread
@@ -46,7 +47,7 @@ class Shape:
 
 class ModelPieces:
     """The pieces of a module's function on a machine. `inputs`: parameters that are no weights; `layouts`: how values
-    are split over the model axis, Megatron's if they are left out."""
+    are split over the model axis, Megatron's if they are left out; `halves`: those of backwards are planned, too."""
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class ModelPieces:
         inputs: Sequence[str],
         machine: Machine,
         layouts: Mapping[str, Mapping[str, int]] | None = None,
+        halves: bool = False,
     ) -> None:
         self.flow, self.inputs, self._machine = Flow(mod, function), tuple(inputs), machine
         self._symbols = ModuleSignature(self.flow.mod, function).symbols
@@ -62,7 +64,7 @@ class ModelPieces:
         self._weights = [name for name in self.flow.params if name not in inputs and self.flow.is_float(name)]
         self._known: dict[Shape, Model] = {}
         self._flows: dict[int, Flow] = {}
-        self._layouts = layouts
+        self._layouts, self._kinds = layouts, "FBIW" if halves else "FB"
         self.planned = 0
 
     @cached_property
@@ -93,6 +95,10 @@ class ModelPieces:
         if self._symbols:
             return None
         return next(int(self.flow.params[name].struct_info.shape.values[0]) for name in self.inputs)
+
+    def takes(self, rows: int) -> bool:
+        """Whether the module takes so many rows at a time."""
+        return self.rows in (None, rows)
 
     @property
     def leaving(self) -> tuple[str, ...]:
@@ -131,6 +137,11 @@ class ModelPieces:
         names = dict.fromkeys((*self.leaving, *(self.sums if sequence else ())))
         return {**{name: dict(layout) for name, layout in self.model_layouts.items()}, **dict.fromkeys(names, between)}
 
+    def models(self, choice: Choice, batch: int) -> list[Model]:
+        """The pieces on every mesh of a choice."""
+        shapes = [Shape(each.rows(batch), each.model, each.sequence and each.model > 1) for each in choice.each]
+        return [self.model(shape) for shape in shapes]
+
     def model(self, shape: Shape) -> Model:
         """The pieces in this shape: as planned, or between two that are."""
         if self.rows is not None or shape.rows == 1:
@@ -143,6 +154,7 @@ class ModelPieces:
             return low
         return _between(low, self._planned(replace(shape, rows=below * _STEP)), below, below * _STEP, shape.rows)
 
+    @uncollected
     def _planned(self, shape: Shape) -> Model:
         if shape not in self._known:
             self.planned += 1
@@ -175,23 +187,32 @@ class ModelPieces:
 
     def _piece(self, flow: Flow, stage: Stage, shape: Shape) -> Piece:
         topology = Topology({stage.mesh: {MODEL: shape.model}})
-        here = self.fragments(flow, replace(stage, index=0), topology, self.shardings(shape.sequence))
+        here = self.fragments(flow, replace(stage, index=0), topology, self.shardings(shape.sequence), self._kinds)
         return self._measured(here)
 
     def fragments(
-        self, flow: Flow, stage: Stage, topology: Topology, shardings: Mapping[str, Any], recompute: bool = False
+        self,
+        flow: Flow,
+        stage: Stage,
+        topology: Topology,
+        shardings: Mapping[str, Any],
+        kinds: str = "FB",
+        recompute: bool = False,
     ) -> StageFragments:
-        """A stage's fragments, as a pipeline has them."""
+        """A stage's fragments of these kinds, as a pipeline has them."""
         (layouts,) = stage_layouts(flow, (replace(stage, index=0),), topology, shardings)
         passed = {*self._weights, *trained_values(flow, self._weights)}
         wrt = [name for name in (*stage.params, *stage.takes) if name in passed]
-        here = training_fragments(stage, topology[stage.mesh], layouts, Options("c", recompute=recompute), wrt, "FB")
+        here = training_fragments(
+            stage, topology[stage.mesh], layouts, Options("c", recompute=recompute, machine=self._machine), wrt, kinds
+        )
         return replace(here, stage=stage, inputs=tuple(name for name in stage.params if name in self.inputs))
 
     def _measured(self, here: StageFragments) -> Piece:
         made = {kind: Simulation(each.module.program, self._machine) for kind, each in here.fragments.items()}
         trained = [name for name in weights_of(here) if name in self.weights]
-        nbytes, kept = tile_bytes(here, weights_of(here)), int(held_for_backward(here).forward)
+        nbytes, held = tile_bytes(here, weights_of(here)), held_for_backward(here)
+        kept = int(held.forward)
         return Piece(
             forward=made["F"].time,
             backward=made["B"].time if "B" in made else 0.0,
@@ -203,19 +224,24 @@ class ModelPieces:
             taken=tile_bytes(here, (*here.inputs, *here.stage.takes)),
             received=_whole_bytes(here, here.stage.takes) // here.mesh.num_devices,
             working=max(0, max(each.peak_bytes for each in made.values()) - nbytes - kept),
+            inputs=made["I"].time if "I" in made else 0.0,
+            own=made["W"].time if "W" in made else 0.0,
+            halfway=int(held.weight or 0) if {"I", "W"} <= made.keys() else 0,
         )
 
+    @uncollected
     def whole(
         self, choice: Choice, layers: Sequence[int], batch: int
     ) -> tuple[PipelineSimulation, list[StageFragments]]:
         """A choice planned in full, as its pipeline runs: what that takes but for the update, and its stages."""
         flow = self._flow(batch // choice.microbatches)
         schedule = named_schedule(*choice.order)
-        topology = Topology({f"m{number}": choice.mesh for number in range(choice.meshes)})
+        topology = Topology({f"m{number}": each.mesh for number, each in enumerate(choice.each)})
         cuts = self.stages_of(flow, layers)
         stages = [replace(each, mesh=topology.names[schedule.mesh_of[each.index]]) for each in cuts]
         shardings = shardings_of(self, choice)
-        made = [self.fragments(flow, each, topology, shardings, choice.recompute) for each in stages]
+        kinds = "".join({action.kind: None for row in schedule.rows for action in row})
+        made = [self.fragments(flow, each, topology, shardings, kinds, choice.recompute) for each in stages]
         return simulate_pipeline(_Planned(topology, schedule, tuple(made)), self._machine, Simulation), made
 
 
@@ -244,7 +270,7 @@ def _between(low: Model, high: Model, below: int, above: int, rows: int) -> Mode
 
     def mixed(a: Piece, b: Piece) -> Piece:
         numbers = {name: x + share * (getattr(b, name) - x) for name, x in vars(a).items()}
-        whole = ("weights", "elements", "tensors", "matrices", "kept", "taken", "received", "working")
+        whole = ("weights", "elements", "tensors", "matrices", "kept", "taken", "received", "working", "halfway")
         return Piece(**{name: round(n) if name in whole else n for name, n in numbers.items()})
 
     before, layer, after = (mixed(getattr(low, name), getattr(high, name)) for name in ("before", "layer", "after"))

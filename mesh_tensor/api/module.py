@@ -11,6 +11,8 @@ from tvm import ir
 from mesh_tensor.annotations.annotate_module import annotate_module
 from mesh_tensor.annotations.names import check_module
 from mesh_tensor.base.errors import listing, refuse, shown
+from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.machine_presets import machine_named
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.program.from_graph import Kernels
@@ -44,6 +46,7 @@ def distribute_module(
     poison: bool = False,
     overlap: str | int = "auto",
     donate: bool = False,
+    machine: Machine | str | None = None,
 ) -> Any:
     """Make a Relax module callable on a mesh.
 
@@ -70,6 +73,8 @@ def distribute_module(
             TileLang kernels into slabs where a cost model says so; `off` runs everything in bulk, a number is into
             how many slabs kernels beside a collective are split. Gradients go in buckets where it is `auto`.
         donate: take the tensors out of `weights`, which is empty then: each is let go once it is laid out.
+        machine: what the plan is for, or a preset's name ("h100x16"): what is cheap on it is done; None: what is on
+            this project's CPU ranks. It changes what is sent and repeated, never the result.
 
     Returns:
         A `MeshModule`; of a training step, a `TrainingRun`. It is planned here, or at the first call with new sizes if
@@ -101,6 +106,7 @@ def distribute_module(
         poison=poison,
         kernels=kernels or {},
         overlap=check_overlap(overlap),
+        machine=machine_named(machine),
     )
     made = MeshModule(
         given,
@@ -118,6 +124,7 @@ def distribute_module(
         form=form,
         recorder=None if step else partial(RecordedModule, options=options),
         sub_axes=step is None,
+        machine=options.machine,
     )
     return made if step is None else TrainingRun(step, made)
 

@@ -10,6 +10,7 @@ from tvm import ir
 
 from mesh_tensor.annotations.module_annotations import ModuleAnnotations
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.plan.fewer_layers import FewerLayers, fewer_layers
@@ -34,6 +35,7 @@ class ModulePlans:
     overlap: str | int
     check_indices: bool
     sub_axes: bool
+    machine: Machine | None = None
     _known: Recent[tuple, ModulePlan] = field(default_factory=lambda: Recent(MODULE_SIZES))
     _families: dict[frozenset[str], PlanFamilies] = field(default_factory=dict)
 
@@ -94,6 +96,7 @@ class ModulePlans:
             held=held,
             base=self.mesh,
             sub_axes=self.sub_axes and not self.strict and not whole_axes,
+            machine=self.machine,
         )
         self._check(plan)
         return plan

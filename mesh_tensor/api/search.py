@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ from mesh_tensor.annotations.annotate_module import annotate_module
 from mesh_tensor.annotations.names import check_module, relax_function
 from mesh_tensor.annotations.parameters import with_flat_parameters
 from mesh_tensor.base.decisions import columns
-from mesh_tensor.base.errors import refuse, shown
+from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.machine import Machine
-from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.base.machine_presets import CPU, machine_code, machine_named
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.importers import ImportedModule
+from mesh_tensor.plan.ir import Graph
 from mesh_tensor.program.plan_module import read_module
 from mesh_tensor.searching.beam import Beam
 from mesh_tensor.searching.evaluate import Evaluator, Strategy
 from mesh_tensor.searching.named_dims import NamedDim, named_dims
+from mesh_tensor.simulation import Simulation
 
 from .mesh_module import MeshModule
 from .module import distribute_module
@@ -48,6 +51,7 @@ def search(
     finalists: int = 3,
     known: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
+    uneven: bool = False,
     **only: Sequence[Any],
 ) -> Found | TrainingPlans:
     """Search how the parameters of a module are laid out best; or, with `batch`, how a model is trained best. Nothing
@@ -74,6 +78,7 @@ def search(
         states: numbers that the optimizer keeps per weight, in float32: 2 of Adam.
         finalists: how many of the best are planned in full; the best of them is the first.
         known: what an earlier search wrote with `save()`; it goes on from there.
+        uneven: stages may be on meshes of different sizes, too, as dynamic programming cuts them best (1F1B).
         progress: called with how many ways were looked at, and how many there are.
         only: what ways to train are held to, as `microbatches=[4, 8]`, `schedules`, `zero`, `recompute`, `sequence`,
             or sizes of the `model` axis.
@@ -88,7 +93,7 @@ def search(
     check_module(mod, "search")
     mod = with_flat_parameters(mod, function)
     relax_function(mod, function)
-    machine = Machine.preset(machine) if isinstance(machine, str) else machine or CPU
+    machine = machine_named(machine) or CPU
     _check(devices, objective, width)
     machine.check_holds(devices, "the search")
     limit = machine.main_memory.size if memory_limit is None else memory_limit
@@ -105,14 +110,26 @@ def search(
             machine,
             batch,
             TrainingOptions(
-                function, tuple(inputs or taken), objective, limit, states, seconds, finalists, only, known, progress
+                function,
+                tuple(inputs or taken),
+                objective,
+                limit,
+                states,
+                seconds,
+                finalists,
+                only,
+                known,
+                progress,
+                uneven,
             ),
         )
     if only:
         refuse(f"{', '.join(only)} of a search without a batch", fix="say how many rows a batch has: batch=")
-    graph, atoms = read_module(mod, function, Mesh({"x": 1}), {})
+    graph, atoms = read_module(mod, function, Mesh({"x": 1}), {}, machine=machine)
     dims = named_dims(graph, atoms)
     evaluator = Evaluator(graph, atoms, machine)
+    if known is not None:
+        evaluator.learn(_read(known, _question(graph, machine, function)))
     rank = _rank(objective, limit)
     end = time.monotonic() + seconds
     found: list[Strategy] = []
@@ -121,7 +138,7 @@ def search(
         found += Beam(evaluator, dims, rank, width).run(mesh, lambda: time.monotonic() > end)
     if not found:
         refuse("no layout of the module can be planned", where=f"function {function!r}", fix="see mt.distribute_module")
-    found = sorted(dict.fromkeys(found), key=rank)
+    found = _best_in_full(sorted(dict.fromkeys(found), key=rank), evaluator, rank)
     least = min(strategy.memory for strategy in found)
     if least > limit:
         refuse(
@@ -130,7 +147,8 @@ def search(
             why=f"the smallest that was found needs {least:,}",
             fix="take more devices, or a machine with more memory",
         )
-    return Found(module, function, machine, tuple(dims), tuple(found), evaluator.planned)
+    asked = _question(graph, machine, function)
+    return Found(module, function, machine, tuple(dims), tuple(found), evaluator.planned, asked)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +161,7 @@ class Found:
     dims: tuple[NamedDim, ...]
     strategies: tuple[Strategy, ...] = field(repr=False)
     planned: int
+    _asked: Mapping[str, str] = field(repr=False, default_factory=dict)
 
     @property
     def best(self) -> Strategy:
@@ -156,14 +175,27 @@ class Found:
         if isinstance(mod, ImportedModule):
             options = {"weights": mod.params, **options}
             mod = mod.mod
-        return distribute_module(_annotated(mod, chosen, self.function), chosen.mesh, function=self.function, **options)
+        options = {"function": self.function, "machine": self.machine, **options}
+        return distribute_module(_annotated(mod, chosen, self.function), chosen.mesh, **options)
+
+    def simulation(self, strategy: Strategy | None = None) -> Simulation:
+        """The best strategy, or this one, simulated in full."""
+        return Simulation(self.distribute(strategy).program, self.machine)
 
     def code(self, strategy: Strategy | None = None) -> str:
-        """The strategy as Python that annotates the module."""
+        """The strategy as Python that annotates the module; its last line is how to run that."""
         chosen = strategy or self.best
         lines = [f"    {name!r}: {layout}," for name, layout in chosen.shardings.items()]
         opened = f"open={list(chosen.shardings)!r}, function={self.function!r}"
-        return "\n".join([f"mod = mt.annotate_module(mod, {dict(chosen.mesh.shape)}, {{", *lines, f"}}, {opened})"])
+        run = f"# run = mt.distribute_module(mod, machine={machine_code(self.machine)}, weights=...)"
+        return "\n".join(
+            [f"mod = mt.annotate_module(mod, {dict(chosen.mesh.shape)}, {{", *lines, f"}}, {opened})", run]
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write what was found, so that `mt.search(..., known=path)` goes on from it."""
+        rows = [{**asdict(each), "mesh": dict(each.mesh.shape)} for each in self.strategies]
+        Path(path).write_text(json.dumps({**self._asked, "strategies": rows}), encoding="utf-8")
 
     def pareto(self) -> list[Strategy]:
         """The strategies than which no other one takes less time and less memory, the fastest first."""
@@ -182,6 +214,38 @@ class Found:
             sizes = f"{strategy.memory / 2**20:.2f}", f"{strategy.received / 2**20:.2f}"
             rows.append((dict(strategy.mesh.shape), f"{strategy.time * 1e3:.4g}", *sizes, words + more))
         return "\n".join([f"{len(self.strategies)} strategies on {self.machine.name}", *columns(rows)])
+
+
+def _question(graph: Graph, machine: Machine, function: str) -> dict[str, str]:
+    """What was searched, as text."""
+    return {"machine": machine.to_text(), "function": function, "parameters": ", ".join(map(repr, graph.params))}
+
+
+def _read(path: str | Path, asked: Mapping[str, str]) -> list[Strategy]:
+    """What an earlier search found, if it was the same."""
+    try:
+        made = json.loads(Path(path).read_text(encoding="utf-8"))
+        different = [what for what, text in asked.items() if made[what] != text]
+        found = [_strategy(row) for row in made["strategies"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        refuse(f"{str(path)!r} holds no search: {error}", fix="pass what save() wrote")
+    if different:
+        refuse(f"{str(path)!r} is of another search", why=f"other {listing(different)}", fix="leave out known")
+    return found
+
+
+def _strategy(row: Mapping[str, Any]) -> Strategy:
+    layouts = tuple((str(name), tuple((str(axis), int(dim)) for axis, dim in each)) for name, each in row["layouts"])
+    numbers = float(row["time"]), int(row["memory"]), int(row["received"]), bool(row["in_full"])
+    return Strategy(Mesh(row["mesh"]), layouts, *numbers)
+
+
+def _best_in_full(found: list[Strategy], evaluator: Evaluator, rank: Callable[[Strategy], tuple]) -> list[Strategy]:
+    """The strategies in order, of which the first is planned with all of its layers."""
+    while found and not found[0].in_full:
+        first = evaluator.in_full(found[0])
+        found = sorted([*([] if first is None else [first]), *found[1:]], key=rank)
+    return found
 
 
 def _annotated(mod: ir.IRModule, strategy: Strategy, function: str) -> ir.IRModule:

@@ -11,18 +11,23 @@ from typing import Any
 
 from mesh_tensor.annotations.names import source_names
 from mesh_tensor.base.decisions import columns
-from mesh_tensor.base.errors import refuse, shown
+from mesh_tensor.base.errors import did_you_mean, refuse, shown
 from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.machine_presets import machine_code
 from mesh_tensor.importers import ImportedModule
-from mesh_tensor.searching.choices import DATA, Choice, Space
-from mesh_tensor.searching.pieces import Composer, Estimate, Piece, Stage, pareto
+from mesh_tensor.pipelining.orders import SCHEDULES
+from mesh_tensor.searching.choices import DATA, Choice, Space, runs_halves
+from mesh_tensor.searching.pieces import Composer, Estimate, Piece, Stage, layers_of, pareto
+from mesh_tensor.searching.stages import Part
+from mesh_tensor.simulation import PipelineSimulation
 from mesh_tensor.simulation.pipeline_memory import tile_bytes
 from mesh_tensor.simulation.summary import in_bytes, in_seconds
 
 from .fragments import StageFragments
-from .model_pieces import ModelPieces, Shape, elements_of, shardings_of
+from .model_pieces import ModelPieces, elements_of, shardings_of
 from .pipeline import Pipeline, pipeline
 from .pipeline.weights import Rule
+from .search_stages import uneven_choices
 
 Rank = Callable[[Estimate], tuple]
 Report = Callable[[int, int], None]
@@ -76,7 +81,7 @@ class TrainingPlans:
             done += count
             cuts.append(names.get(self.pieces.leaving[done], self.pieces.leaving[done]))
         last = names.get(self.pieces.flow.results[0], self.pieces.flow.results[0])
-        meshes = {f"m{number}": dict(choice.mesh.shape) for number in range(choice.meshes)}
+        meshes = {f"m{number}": dict(each.mesh.shape) for number, each in enumerate(choice.each)}
         return {
             "topology": meshes,
             "stages": cuts or {"m0": [last]},
@@ -94,7 +99,14 @@ class TrainingPlans:
     def pipeline(self, plan: Estimate | None = None, **options: Any) -> Pipeline:
         """The best plan, or this one, as a pipeline that trains; the options of `mt.pipeline`. Its optimizer's rule is
         to be what `rule` makes of it."""
-        return pipeline(self.module, function=self.function, **{**self.arguments(plan), **options})
+        return pipeline(
+            self.module, function=self.function, **{**self.arguments(plan), "machine": self.machine, **options}
+        )
+
+    def simulation(self, plan: Estimate | None = None) -> PipelineSimulation:
+        """The best plan, or this one, simulated in full, without its optimizer's update."""
+        chosen = plan or self.best
+        return self.pieces.whole(chosen.choice, chosen.layers, self.batch)[0]
 
     def rule(self, rule: Rule, plan: Estimate | None = None) -> Rule:
         """An optimizer's rule for `Pipeline.update` on a virtual topology as the plan has it: with ZeRO-1 every device
@@ -105,7 +117,8 @@ class TrainingPlans:
     def code(self, plan: Estimate | None = None) -> str:
         """The plan as Python to paste."""
         lines = [f"    {name}={value!r}," for name, value in self.arguments(plan).items()]
-        return "\n".join(["run = mt.pipeline(", "    module,", *lines, f"    function={self.function!r},", ")"])
+        last = [f"    function={self.function!r},", f"    machine={machine_code(self.machine)},"]
+        return "\n".join(["run = mt.pipeline(", "    module,", *lines, *last, ")"])
 
     def save(self, path: str | Path) -> None:
         """Write what was found, so that `mt.search(..., known=path)` goes on from it."""
@@ -149,6 +162,7 @@ class TrainingOptions:
     only: Mapping[str, Any]
     known: str | Path | None
     progress: Report | None
+    uneven: bool = False
 
 
 def search_training(
@@ -156,9 +170,13 @@ def search_training(
 ) -> TrainingPlans:
     """As `search` says."""
     _check(batch, options)
-    pieces = ModelPieces(module.mod, options.function, options.inputs, machine)
+    halves = any(runs_halves(name) for name in options.only.get("schedules", ()))
+    pieces = ModelPieces(module.mod, options.function, options.inputs, machine, halves=halves)
     space = _space(pieces, devices, batch, options.only)
-    choices = [choice for choice in space.choices() if _fits_rows(pieces, choice, batch)]
+    composer = Composer(machine, options.states)
+    choices = [choice for choice in space.choices() if pieces.takes(batch // choice.microbatches)]
+    if options.uneven:
+        choices += uneven_choices(pieces, composer, space, options.limit)
     if not choices:
         fixed = f"the module takes {pieces.rows} rows at a time" if pieces.rows else ""
         refuse(
@@ -167,7 +185,7 @@ def search_training(
             fix="export the model with an open batch size" if fixed else "allow more microbatches or schedules",
         )
     known = {} if options.known is None else _read(options.known, machine, batch, options.function)
-    found, sizes = _composed(choices, pieces, Composer(machine, options.states), batch, options, known)
+    found, sizes = _composed(choices, pieces, composer, batch, options, known)
     if not found:
         refuse(
             f"no way to train fits into {options.limit:,} bytes per device",
@@ -176,7 +194,7 @@ def search_training(
             fix="take more devices, a smaller batch, or a machine with more memory",
         )
     rank = _rank(options.objective)
-    plans = _in_full(sorted(found, key=rank), pieces, Composer(machine, options.states), batch, options)
+    plans = _in_full(sorted(found, key=rank), pieces, composer, batch, options)
     plans.sort(key=rank)
     return TrainingPlans(module, options.function, machine, batch, tuple(plans), len(choices), len(sizes), pieces)
 
@@ -199,19 +217,25 @@ def _composed(
             continue
         if found and time.monotonic() > end:
             continue
-        model = pieces.model(Shape(choice.rows(batch), choice.model, choice.sequence))
-        memory, layers = composer.memory(choice, model)
+        models = pieces.models(choice, batch)
+        layers = layers_of(choice, models)
+        memory = composer.memory(choice, models, layers)
         if memory > options.limit:
             too_large.append(memory)
             continue
-        found.append(Estimate(choice, composer.seconds(choice, model, layers), memory, layers))
+        found.append(Estimate(choice, composer.seconds(choice, models, layers), memory, layers))
     return found, too_large
 
 
 def _check(batch: int, options: TrainingOptions) -> None:
     """What is wrong with numbers that a search is given."""
-    numbers = {"batch": batch, "states": options.states + 1, "finalists": options.finalists + 1}
-    wrong = [f"{name} is {shown(n)}" for name, n in numbers.items() if not isinstance(n, int) or n < 1]
+    numbers = {"batch": (batch, 1), "states": (options.states, 0), "finalists": (options.finalists, 0)}
+    wrong = [f"{name} is {shown(n)}" for name, (n, least) in numbers.items() if type(n) is not int or n < least]
+    for name, values in options.only.items():
+        if isinstance(values, str) or not isinstance(values, Sequence):
+            wrong.append(f"{name}={shown(values)}, no list of what may be")
+    given = options.only.get("schedules", ())
+    wrong += [f"there is no schedule {shown(n)}{did_you_mean(str(n), SCHEDULES)}" for n in given if n not in SCHEDULES]
     if wrong:
         refuse(wrong, where="search", fix="batch is a number of rows; states and finalists are counts, from 0 up")
 
@@ -238,8 +262,9 @@ def in_full(plan: Estimate, pieces: ModelPieces, composer: Composer, batch: int)
     for mesh, peak in enumerate(sim.peaks):
         mine = [here for here in stages if sim.schedule.mesh_of[here.stage.index] == mesh]
         own = Stage(tuple(own_state(here, pieces) for here in mine))
-        took = max(took, composer.update(choice, own, split=choice.zero == 3))
-        most = max(most, peak + composer.kept(choice, own.elements))
+        here = choice.each[mesh]
+        took = max(took, composer.update(here, own, split=here.zero == 3))
+        most = max(most, peak + composer.kept(here, own.elements))
     return replace(plan, time=sim.time + took, memory=most, in_full=True)
 
 
@@ -257,8 +282,8 @@ def _space(pieces: ModelPieces, devices: int, batch: int, only: Mapping[str, Any
     return replace(made, **{name: tuple(value) for name, value in only.items()})  # type: ignore[arg-type]  # by name
 
 
-def _fits_rows(pieces: ModelPieces, choice: Choice, batch: int) -> bool:
-    return pieces.rows is None or pieces.rows == batch // choice.microbatches
+def _choice(row: Mapping[str, Any]) -> Choice:
+    return Choice(**{**row, "parts": tuple(Part(**part) for part in row["parts"])})
 
 
 def _rank(objective: str) -> Rank:
@@ -274,7 +299,7 @@ def _read(path: str | Path, machine: Machine, batch: int, function: str) -> dict
         same = (made["machine"], made["batch"], made["function"]) == (machine.to_text(), batch, function)
         names = [f.name for f in fields(Choice)]
         rows: Iterable[Mapping[str, Any]] = made["plans"]
-        read = [(Choice(**{name: row[name] for name in names}), row) for row in rows]
+        read = [(_choice({name: row[name] for name in names}), row) for row in rows]
         found = {c: Estimate(c, float(row["time"]), int(row["memory"]), tuple(row["layers"])) for c, row in read}
     except (OSError, ValueError, KeyError, TypeError) as error:
         refuse(f"{str(path)!r} holds no search: {error}", fix="pass what save() wrote")

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from .errors import did_you_mean, listing, refuse
+from .errors import did_you_mean, listing, refuse, shown
 from .machine import Link, Machine, Memory, Roofline
 
 # What CPU ranks do, measured on 2 cores of an AMD EPYC (Zen 5), one thread and one core per rank. Plans are made for
@@ -139,3 +139,16 @@ def preset(name: str) -> Machine:
         )
     made = PRESETS[kind]()
     return made if count is None else replace(made, name=str(name), devices=int(count))
+
+
+def machine_named(machine: Machine | str | None) -> Machine | None:
+    """What callers say of a machine: one, a preset's name, or nothing."""
+    if machine is not None and not isinstance(machine, (Machine, str)):
+        refuse(f"{shown(machine)} is no machine", fix="pass an mt.Machine, or the name of one: 'h100x16'")
+    return preset(machine) if isinstance(machine, str) else machine
+
+
+def machine_code(machine: Machine) -> str:
+    """The machine as an argument in Python: a preset's name, or `machine`, which whoever runs the code has to have."""
+    count = "" if machine.devices is None else f"x{machine.devices}"
+    return next((repr(f"{kind}{count}") for kind in PRESETS if preset(f"{kind}{count}") == machine), "machine")

@@ -73,6 +73,7 @@ def decide_part(
         in_place=in_place,
         over_tiles=over_tiles,
         sizes=sizes,
+        prices=ruled.kernel.prices,
     )
     return Part(analysis, decision.decide())
 

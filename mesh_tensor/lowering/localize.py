@@ -16,6 +16,7 @@ from mesh_tensor.annotations.combination import is_stated
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.kernel.factors import Blocked
+from mesh_tensor.rules.kernel.padded_blocks import widen
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import RESUMED, Access, Statement, split_update
 from mesh_tensor.tir import tile_ops
@@ -70,7 +71,8 @@ def _local_part(cut: Parts, part: Part, name: str) -> LocalPart | Unsplittable:
     try:
         layouts = {} if ruled.kernel.reading.over_tiles else part.assignment.needed
         local, axes = localize(analysis, splits, coordinates, name, layouts)
-        return LocalPart(part, put_together(local, ruled.refined), axes, splits)
+        local = widen(put_together(local, ruled.refined), analysis.kernel.func)
+        return LocalPart(part, local, axes, splits)
     except Blocked as error:
         if not splits:
             refuse(f"kernel {ruled.kernel.name!r} can't be lowered", why=str(error), fix="simplify the kernel")

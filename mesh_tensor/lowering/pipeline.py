@@ -20,6 +20,7 @@ from tvm import tirx
 
 from mesh_tensor.annotations.kernel_source import check_kernel
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.machine import Machine
 from mesh_tensor.plan.tir_rule import Sizes
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.tir.grids import grids_of
@@ -38,25 +39,32 @@ __all__ = ["Lowered", "lower_kernel"]
 
 
 def lower_kernel(
-    func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto", split: Mapping[str, Dim] | None = None
+    func: tirx.PrimFunc,
+    *,
+    strict: bool = False,
+    view: str = "auto",
+    split: Mapping[str, Dim] | None = None,
+    machine: Machine | None = None,
 ) -> Lowered | LoweredGrids:
     """Lower an annotated kernel, written over whole tensors or over tiles (`view`: auto, global, local); or several in
     one function, which run one after the other.
 
     `split`: what the axes split of a single kernel, if that was decided before: axis -> a dim that the factor walks;
-    the other axes split nothing.
+    the other axes split nothing. `machine`: what is cheap on it, else; None: on this project's CPU ranks.
 
     Raises:
         MeshTensorError: no or invalid annotations, no TileLang kernel, or, with `strict`, layouts that need a gather.
     """
     grids = grids_of(check_kernel(func))
     if len(grids.funcs) > 1:
-        return lower_grids(func, grids, partial(_lower_one, strict=strict, view=view, split=None))
-    return _lower_one(func, strict=strict, view=view, split=split)
+        return lower_grids(func, grids, partial(_lower_one, strict=strict, view=view, split=None, machine=machine))
+    return _lower_one(func, strict=strict, view=view, split=split, machine=machine)
 
 
-def _lower_one(func: tirx.PrimFunc, *, strict: bool, view: str, split: Mapping[str, Dim] | None) -> Lowered:
-    ruled = verified(rule(verified(read(func, view))))
+def _lower_one(
+    func: tirx.PrimFunc, *, strict: bool, view: str, split: Mapping[str, Dim] | None, machine: Machine | None
+) -> Lowered:
+    ruled = verified(rule(verified(read(func, view, machine))))
     return verified(explicit(_localized(ruled, strict, split)))
 
 
@@ -64,21 +72,24 @@ def _lower_one(func: tirx.PrimFunc, *, strict: bool, view: str, split: Mapping[s
 class KernelLowering:
     """Lowers kernels that are written in a view, and says what the axes split of them at which sizes.
 
-    A split is (axis, a dim that the factor which it splits walks), for each axis that splits something."""
+    A split is (axis, a dim that the factor which it splits walks), for each axis that splits something. `machine`: as
+    in `lower_kernel`."""
 
     view: str = "auto"
+    machine: Machine | None = None
 
     def __call__(
         self, func: tirx.PrimFunc, strict: bool, split: tuple[tuple[str, Dim], ...] | None = None
     ) -> Lowered | LoweredGrids:
         """The kernel, lowered with that split, or with the one that costs least."""
-        return lower_kernel(func, strict=strict, view=self.view, split=None if split is None else dict(split))
+        given = None if split is None else dict(split)
+        return lower_kernel(func, strict=strict, view=self.view, split=given, machine=self.machine)
 
     def splits(self, func: tirx.PrimFunc, strict: bool) -> Callable[[Sizes], tuple[tuple[str, Dim], ...]]:
         """What costs least, by the sizes of symbols; of several kernels in one function it is decided once."""
         if len(grids_of(func).funcs) > 1:
             return lambda sizes: ()
-        ruled = verified(rule(verified(read(func, self.view))))
+        ruled = verified(rule(verified(read(func, self.view, self.machine))))
         return lambda sizes: tuple(split_at(ruled, sizes, strict=strict).items())
 
 

@@ -16,6 +16,7 @@ from tvm import ir, tirx
 from mesh_tensor.base.dtypes import ALIGNMENT, dtype_bits
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.kernel.factors import Factor
+from mesh_tensor.rules.kernel.padded_blocks import widen
 
 from .layouts import LocalKernel
 from .localize import localize
@@ -101,7 +102,8 @@ class Slabs:
         layouts = {} if self.kernel.written_locally else self.kernel.assignment.needed
         for start, stop in bounds:
             splits = [*(s for s in self.kernel.splits if s.factor is not factor), self._slab(factor, start, stop)]
-            new = localize(self.kernel.analysis, splits, splits[-1].coordinates, name, layouts)
+            local, axes = localize(self.kernel.analysis, splits, splits[-1].coordinates, name, layouts)
+            new = widen(local, self.kernel.analysis.kernel.func), axes
             made.append(next((old for old in made if old[1] == new[1] and ir.structural_equal(old[0], new[0])), new))
         return made
 

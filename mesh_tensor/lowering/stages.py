@@ -10,6 +10,7 @@ from tvm import tirx
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.one_kernel import Assignment
+from mesh_tensor.plan.prices import PRICES, Prices
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Factor
 from mesh_tensor.rules.kernel.granularity import Refined
@@ -26,7 +27,8 @@ Shape = tuple[tirx.PrimExpr, ...]
 @dataclass(frozen=True, eq=False)
 class Annotated:
     """A kernel as it is stated: `func` is normalized, and over tiles if `reading` says that it was written so. `asked`
-    are the annotated layouts of its parameters, `shapes` those of the whole tensors."""
+    are the annotated layouts of its parameters, `shapes` those of the whole tensors; `prices` is what it is decided
+    by."""
 
     name: str
     mesh: Mesh
@@ -34,6 +36,7 @@ class Annotated:
     asked: Mapping[str, Sharding]
     shapes: Mapping[str, Shape]
     reading: Reading
+    prices: Prices = PRICES
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,29 +7,21 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain, product, repeat
 from typing import Any, NamedTuple
 
-from mesh_tensor.base.dtypes import itemsize
-from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Partial, Placement, Shard, Sharding
 from mesh_tensor.base.window import Reaches
-from mesh_tensor.redistribution.plan import RedistributionPlan
-from mesh_tensor.rules.kernel.cost import count_flops as count_kernel_flops
-from mesh_tensor.rules.operator.cost import count_flops
 from mesh_tensor.rules.operator.rule import InnerReduction
 
 from .atoms import AtomFactors, Atoms, NodeRule
 from .ir import Node, Value
+from .prices import PRICES, Prices, node_flops
 from .propagate import Layouts
 from .spread import tensors_of
 
 Split = Mapping[str, str | None]  # axis -> factor
-# What a device could compute while it receives a byte: where two splits move about as much, the one that repeats less
-# work wins. And what it could receive while a collective starts: one large one is better than two small ones.
-_FLOPS_PER_BYTE, _BYTES_PER_START = round(CPU.flops_per_byte), round(CPU.bytes_per_start)
 
 
 @dataclass(frozen=True)
@@ -60,7 +52,7 @@ class Decider:
 
     `free`: values that may come, and stay, in any layout. `fixed`: what axes split, as far as that is known.
     `in_place`: of all splits, those win with which the fewest axes have to stop splitting what they split.
-    `nodes`: all that are going to be decided, as far as they share operands."""
+    `nodes`: all that are going to be decided, as far as they share operands. `prices`: what is cheap."""
 
     def __init__(
         self,
@@ -72,9 +64,10 @@ class Decider:
         fixed: Split | None = None,
         in_place: bool = False,
         nodes: Collection[Node] = (),
+        prices: Prices = PRICES,
     ) -> None:
         self._mesh, self._atoms, self._layouts = mesh, atoms, layouts
-        self._fixed, self._in_place = fixed or {}, in_place
+        self._fixed, self._in_place, self._prices = fixed or {}, in_place, prices
         self._known: dict[tuple, Decision] = {}
         self._takers = Counter((id(atoms.rules[n]), p, v) for n in nodes for p, v in enumerate(n.inputs))
         self._there: dict[Value, tuple[Sharding, ...]] = {
@@ -107,17 +100,24 @@ class Decider:
         if len(decisions) == 1:
             return decisions[0]
         flops = node_flops(node)
-        return min(decisions, key=lambda decision: self._rank(decision, flops, rule, operands, results))
+        return min(decisions, key=lambda decision: self._rank(decision, node, flops, rule, operands, results))
 
     def _rank(
-        self, decision: Decision, flops: int, rule: NodeRule, operands: list[_Tensor], results: list[_Tensor]
+        self,
+        decision: Decision,
+        node: Node,
+        flops: int,
+        rule: NodeRule,
+        operands: list[_Tensor],
+        results: list[_Tensor],
     ) -> tuple[int, int, int]:
         """How good a decision is: less is better."""
         ways = [(t, t.there, needed) for t, needed in zip(operands, decision.needed, strict=True) if t.there]
         for tensor, produced in zip(results, decision.produced, strict=True):
             ways.append((tensor, (produced,), tensor.layout if tensor.there else _completed(produced)))
-        cost = work_cost(flops // math.prod(self._mesh.size(axis) for axis in decision.split))
-        cost += sum(min(change_cost(t.shape, t.dtype, src, dst) for src in there) // t.takers for t, there, dst in ways)
+        change = self._prices.change
+        cost = self._prices.work(node, flops // math.prod(self._mesh.size(axis) for axis in decision.split))
+        cost += sum(min(change(t.shape, t.dtype, src, dst) for src in there) // t.takers for t, there, dst in ways)
         cost += sum(self._inner_cost(inner, decision) for inner in rule.inner)
         leaving = sum(_leaving(there[0], dst) for _, there, dst in ways) if self._in_place else 0
         return leaving, cost, -len(decision.split)
@@ -160,19 +160,12 @@ class Decider:
             kept = _places((None, *inner.dims), decision.split)
             places = ({**kept, **dict.fromkeys(over, Shard(0))}, kept)
             each, all_of = (Sharding.of(self._mesh, len(inner.dims) + 1, place) for place in places)
-            return change_cost((devices, *inner.shape), inner.dtype, each, all_of)
+            return self._prices.change((devices, *inner.shape), inner.dtype, each, all_of)
         partial: dict[str, Placement] = {axis: Partial(inner.op) for axis in over}
         src = _places(inner.dims, decision.split) | partial
         dst = _places(inner.dims, decision.after if inner.ends else decision.split)
         layouts = [Sharding.of(self._mesh, len(inner.dims), places) for places in (src, dst)]
-        return change_cost(inner.shape, inner.dtype, *layouts)
-
-
-def node_flops(node: Node) -> int:
-    """What one run of a node computes, on whole tensors."""
-    if node.flops is not None:
-        return node.flops
-    return count_kernel_flops(node.kernel) if node.kernel is not None else count_flops(node.call)
+        return self._prices.change(inner.shape, inner.dtype, *layouts)
 
 
 def _places(factors: AtomFactors, split: Split) -> dict[str, Placement]:
@@ -215,25 +208,6 @@ def _completed(produced: Sharding) -> Sharding:
 def _leaving(src: Sharding, dst: Sharding) -> int:
     """How many axes stop splitting what they split."""
     return sum(dst.dim_of(axis) != dim for axis, dim in src.as_dict().items() if src.mesh.size(axis) > 1)
-
-
-def work_cost(flops: int) -> int:
-    """What it takes a device to compute that, in bytes that could be received meanwhile."""
-    return flops // _FLOPS_PER_BYTE
-
-
-def change_cost(shape: tuple[int, ...], dtype: str, src: Sharding, dst: Sharding) -> int:
-    """What it takes to go from one layout to another, in bytes that could be received meanwhile."""
-    moved = bytes_moved(shape, dtype, src, dst)
-    return moved and moved + _BYTES_PER_START
-
-
-@lru_cache(maxsize=65536)
-def bytes_moved(shape: tuple[int, ...], dtype: str, src: Sharding, dst: Sharding) -> int:
-    """What one device receives when a tensor goes from one layout to another."""
-    if src == dst:
-        return 0
-    return RedistributionPlan.make(shape, dtype, itemsize(dtype), src, dst).bytes
 
 
 def fits(rule: NodeRule, split: Mapping[str, str], mesh: Mesh) -> bool:

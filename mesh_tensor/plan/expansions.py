@@ -14,7 +14,6 @@ from mesh_tensor.rules.operator.call import op_call
 from mesh_tensor.rules.operator.cost import count_flops
 
 from .atoms import Atoms
-from .decide import change_cost, work_cost
 from .ir import Graph, Node, Value
 from .propagate import Layouts
 
@@ -44,13 +43,14 @@ def _pays(node: Node, graph: Graph, atoms: Atoms, layouts: Layouts) -> bool:
     whole = total = split
     for axis in axes:
         whole, total = whole.with_replicate(axis), total.with_partial(axis, "sum")
-    again = work_cost(count_flops(node.call))
+    change = graph.prices.change
+    again = graph.prices.work(node, count_flops(node.call))
     again -= again // math.prod(split.mesh.size(axis) for axis in axes)
-    gathered = change_cost(shape, x.type.dtype, split, whole)
+    gathered = change(shape, x.type.dtype, split, whole)
     row = tuple(1 if position in positions else size for position, size in enumerate(shape))
-    sums = 2 * change_cost(row, _wide(x.type.dtype), total, whole)
+    sums = 2 * change(row, _wide(x.type.dtype), total, whole)
     if result in graph.annotations:
-        sums += change_cost(shape, x.type.dtype, split, layouts.of[result])
+        sums += change(shape, x.type.dtype, split, layouts.of[result])
     return sums < gathered + again
 
 

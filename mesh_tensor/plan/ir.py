@@ -16,6 +16,8 @@ from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator import OpCall, TensorType
 
+from .prices import PRICES, Prices
+
 
 @dataclass(eq=False)
 class Value:
@@ -78,7 +80,7 @@ class Interleaved:
 class Graph:
     """`nodes` in an order in which they can run; `result` is what the function returns. `state`: results that lie as
     the parameter that they replace in the next call. `stored`: parameters that are in another order than the
-    caller's."""
+    caller's. `prices`: what plans of it are priced by."""
 
     name: str
     mesh: Mesh
@@ -88,6 +90,7 @@ class Graph:
     annotations: dict[Value, Annotation] = field(default_factory=dict)
     state: dict[Value, Value] = field(default_factory=dict)
     stored: dict[Value, Interleaved] = field(default_factory=dict)
+    prices: Prices = PRICES
 
     def values(self) -> list[Value]:
         """Every value once: parameters, then constants and results in order of appearance."""

@@ -21,6 +21,7 @@ from mesh_tensor.rules.operator.call import OpCall
 from .atoms import find_atoms
 from .decide import Decider, with_window
 from .ir import Graph, Node, Value
+from .prices import PRICES, Prices
 from .propagate import propagate
 from .tir_rule import Sizes, known_size, rule_of_analysis, typical_size
 
@@ -48,8 +49,8 @@ class KernelDecision:
     `asked`: the annotated layouts (others are free). `fixed`: axes that were decided before (Factor or None). `banned`:
     dims that a later stage found it can't split, with the reason. `in_place`: tensors stay in the layouts that they are
     annotated with wherever that can be. `sizes`: those of symbols, as far as they are known. `over_tiles`: the kernel
-    is over tiles already (its blocks are whatever its author wrote). Parameters that nothing uses are left as they are
-    asked to lie."""
+    is over tiles already (its blocks are whatever its author wrote). `prices`: what is cheap. Parameters that
+    nothing uses are left as they are asked to lie."""
 
     def __init__(
         self,
@@ -62,11 +63,12 @@ class KernelDecision:
         in_place: bool = False,
         over_tiles: bool = False,
         sizes: Sizes = MappingProxyType({}),
+        prices: Prices = PRICES,
     ):
         params = analysis.kernel.params
         self.unused = [p for p, buffer in params.items() if not analysis.kernel.uses(buffer)]
         self.left = {p: asked[p] if p in asked else Sharding.make(mesh, len(params[p].shape)) for p in self.unused}
-        self.analysis, self.mesh, self.sizes = analysis, mesh, sizes
+        self.analysis, self.mesh, self.sizes, self.prices = analysis, mesh, sizes, prices
         self.asked = {p: layout for p, layout in asked.items() if p not in self.unused}
         self.banned, self.over_tiles, self.in_place = dict(banned or {}), over_tiles, in_place
         self.fixed = {a: f for a, f in (fixed or {}).items() if f is None or self.why_whole(f) is None}
@@ -157,6 +159,7 @@ class KernelDecision:
             free=[value for value in values if value not in stated],
             fixed={axis: None if f is None else f.name for axis, f in self.fixed.items()},
             in_place=self.in_place,
+            prices=self.prices,
         )
         split = decider.decide(node).split
         return {axis: by_name[split[axis]] if axis in split else None for axis in self.mesh}

@@ -16,15 +16,16 @@ from mesh_tensor.redistribution.plan import plan_moves
 from .atoms import Atoms
 from .carry import find_carried, widened_values
 from .contributions import contributions
-from .decide import Decider, Decision, bytes_moved, change_cost, node_flops, work_cost
+from .decide import Decider, Decision
 from .explicit import Cast, Change, ExplicitGraph, Fill, Form, Run, Step, forms_in
 from .ir import Graph, Node, Scope, Value, map_tree
+from .prices import bytes_moved, node_flops
 from .propagate import Layouts
 
 
 def insert_reshards(graph: Graph, atoms: Atoms, layouts: Layouts) -> ExplicitGraph:
     """The steps of every device, for values in these layouts."""
-    decider = Decider(graph.mesh, atoms, layouts, nodes=graph.nodes)
+    decider = Decider(graph.mesh, atoms, layouts, nodes=graph.nodes, prices=graph.prices)
     decisions = {node: decider.decide(node) for node in graph.nodes}
     made = _written(graph, atoms, layouts, decisions)
     if others := contributions(graph, atoms, layouts, decisions):
@@ -36,8 +37,9 @@ def cost_of(made: ExplicitGraph) -> int:
     """What all changes of layout, and the work of a device, take."""
     changes = [step for step in made.steps if isinstance(step, Change)]
     moved = [(made.atoms.shape(s.src.value), s.src.dtype, s.src.sharding, s.dst.sharding) for s in changes]
-    work = [work_cost(_largest_part(step, made)) for step in made.steps if isinstance(step, Run)]
-    return sum(change_cost(*change) for change in moved) + sum(work)
+    prices = made.graph.prices
+    work = [prices.work(step.node, _largest_part(step, made)) for step in made.steps if isinstance(step, Run)]
+    return sum(prices.change(*change) for change in moved) + sum(work)
 
 
 def _largest_part(step: Run, made: ExplicitGraph) -> int:

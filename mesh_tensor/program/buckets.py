@@ -20,8 +20,9 @@ from itertools import accumulate
 
 from tvm import relax
 
+from mesh_tensor.base.collective_time import reach
 from mesh_tensor.base.collectives import BETWEEN
-from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.placement import Partial, Placement, Replicate, Shard
 from mesh_tensor.base.sharding import Sharding
@@ -32,10 +33,7 @@ from mesh_tensor.rules.operator.call_text import info_of
 from .program import Value, bytes_moved
 from .steps import CollectiveStep, OpStep, Step
 
-# Bytes of a tile: copying more of them (reading and writing) takes longer than to start a collective.
-_MEMBER = round(CPU.links[-1].start * CPU.main_memory.rate / 2)
-# Bytes of a bucket: its start takes a thirtieth of its time.
-_BUCKET = round(30 * CPU.bytes_per_start)
+_STARTS = 30  # as long as so many of its starts take, a bucket is on its way
 _WHERE = "a bucket"
 _ALL_REDUCE, _REDUCE_SCATTER = BETWEEN[Partial, Replicate].name, BETWEEN[Partial, Shard].name
 _ALL_GATHER = BETWEEN[Shard, Replicate].name
@@ -58,14 +56,16 @@ class _Bucket:
     bytes: int = 0
 
 
-def bucketed(steps: Sequence[Step], values: Mapping[str, Value], mesh: Mesh) -> tuple[Sequence[Step], dict[str, Value]]:
-    """The steps, without those about memory, with buckets; and the values that these add."""
-    return _Buckets(steps, values, mesh).made()
+def bucketed(
+    steps: Sequence[Step], values: Mapping[str, Value], mesh: Mesh, machine: Machine
+) -> tuple[Sequence[Step], dict[str, Value]]:
+    """The steps, without those about memory, with buckets for a machine; and the values that these add."""
+    return _Buckets(steps, values, mesh, machine).made()
 
 
 class _Buckets:
-    def __init__(self, steps: Sequence[Step], values: Mapping[str, Value], mesh: Mesh) -> None:
-        self._steps, self._values, self._mesh = steps, values, mesh
+    def __init__(self, steps: Sequence[Step], values: Mapping[str, Value], mesh: Mesh, machine: Machine) -> None:
+        self._steps, self._values, self._mesh, self._machine = steps, values, mesh, machine
         self._open: dict[_Way, _Bucket] = {}
         self._result: list[Step] = []
         self._added: dict[str, Value] = {}
@@ -86,7 +86,7 @@ class _Buckets:
             bucket = self._open.setdefault(way, _Bucket(way))
             bucket.members.append(step)
             bucket.bytes += self._values[step.src].tile_bytes
-            if bucket.bytes >= _BUCKET:
+            if bucket.bytes >= self._most(way):
                 self._send(bucket)
         for bucket in list(self._open.values()):
             self._send(bucket)
@@ -97,11 +97,26 @@ class _Buckets:
         if not isinstance(step, CollectiveStep) or step.kind not in _KINDS or not step.bytes:
             return None
         src, dst = self._values[step.src], self._values[step.dst]
-        if max(src.tile_bytes, dst.tile_bytes) > _MEMBER or src.storage == dst.storage or src.slab or dst.slab:
+        if (
+            max(src.tile_bytes, dst.tile_bytes) > self._least(step)
+            or src.storage == dst.storage
+            or src.slab
+            or dst.slab
+        ):
             return None
         if not {src.storage, dst.storage} <= self._written_once or not _lies_in_parts(step, src, dst):
             return None
         return _Way(step.kind, step.axes, step.op, src.dtype)
+
+    def _least(self, step: CollectiveStep) -> int:
+        """Bytes of a tile: copying more of them (reading and writing) takes longer than to start a collective."""
+        link = reach(self._machine, self._mesh, step.axes).link
+        return round(link.start * self._machine.main_memory.rate / 2)
+
+    def _most(self, way: _Way) -> int:
+        """Bytes of a bucket."""
+        link = reach(self._machine, self._mesh, way.axes).link
+        return round(_STARTS * link.start * link.rate)
 
     def _send_what_is_needed(self, step: Step) -> None:
         """Buckets whose results the step uses go before it. What goes into them is written once, before they do."""

@@ -11,6 +11,7 @@ from tvm import tirx
 
 from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.lowering.layouts import Collective, LocalKernel, Tensor
 from mesh_tensor.lowering.pipeline import KernelLowering
@@ -31,13 +32,15 @@ Split = tuple[tuple[str, Dim], ...]  # axis, a dim that the factor which it spli
 SizedStep = Callable[[Mapping[str, Value], Sequence[int]], Step]  # from the values and the symbols' sizes
 
 
-def lower_to_program(func: tirx.PrimFunc, strict: bool = False, view: str = "auto") -> Program:
-    """Lower an annotated kernel without symbolic sizes to the Program that every device runs.
+def lower_to_program(
+    func: tirx.PrimFunc, strict: bool = False, view: str = "auto", machine: Machine | None = None
+) -> Program:
+    """Lower an annotated kernel without symbolic sizes to the Program that every device runs, planned for a machine.
 
     Raises:
         MeshTensorError: the kernel can't be lowered (see `lower`), or a size is symbolic.
     """
-    return Lowering(KernelLowering(view), strict)(func).sized(())
+    return Lowering(KernelLowering(view, machine), strict)(func).sized(())
 
 
 class LocalView(Protocol):

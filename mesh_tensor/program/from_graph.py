@@ -9,13 +9,14 @@ from typing import Any
 from tvm import relax, tirx
 
 from mesh_tensor.base.decisions import Decisions
+from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.lowering.local_calls import inputs_of, outputs_of, scopes_of
 from mesh_tensor.lowering.tile_calls import TileCalls
 from mesh_tensor.plan.atoms import made_plain, plain_sharding
-from mesh_tensor.plan.decide import bytes_moved as received_bytes
 from mesh_tensor.plan.explicit import Change, ExplicitGraph, Form, Run, Step, forms_in
 from mesh_tensor.plan.ir import Scope
+from mesh_tensor.plan.prices import bytes_moved as received_bytes
 from mesh_tensor.rules.operator.call import OpCall, operator_name, tensor_type
 from mesh_tensor.rules.operator.index import LOOK_UPS
 
@@ -105,7 +106,7 @@ class _Programmer:
         pieces = tuple([self._piece(step) for step in explicit.steps])
         steps: Sequence[ProgramStep] = [step for piece in pieces for step in piece.steps]
         if graph.state and overlap == "auto":
-            steps, added = bucketed(steps, self._values, graph.mesh)
+            steps, added = bucketed(steps, self._values, graph.mesh, graph.prices.machine or CPU)
             self._values |= added
         inputs = tuple(form.name for form in explicit.params)
         given = {*inputs, *self._constants}

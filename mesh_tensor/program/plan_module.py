@@ -9,6 +9,7 @@ from functools import cached_property
 from tvm import ir
 
 from mesh_tensor.base.garbage import uncollected
+from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.base.sub_axes import Refinement
@@ -20,6 +21,7 @@ from mesh_tensor.plan.index_checks import IndexCheck, index_checks
 from mesh_tensor.plan.interleave import interleave
 from mesh_tensor.plan.ir import Graph, Interleaved, leaves
 from mesh_tensor.plan.node_rules import node_rules
+from mesh_tensor.plan.prices import prices_on
 from mesh_tensor.plan.propagate import Layouts, propagate
 from mesh_tensor.plan.reader import Annotations, read_graph
 from mesh_tensor.plan.reshards import cost_of, insert_reshards
@@ -119,15 +121,17 @@ def plan_module(
     held: Collection[str] = (),
     base: Mesh | None = None,
     sub_axes: bool = False,
+    machine: Machine | None = None,
 ) -> ModulePlan:
     """Plan a function of known sizes. `held`: parameters that are laid out once, so that they may be stored in another
     order than the caller's (`graph.stored` of the plan). `base`: the caller's mesh, if annotations are for one in which
     axes of it are taken apart. `sub_axes`: the plan may take axes apart where that takes less.
+    `machine`: what takes less is what does on it; None: on this project's CPU ranks.
 
     Raises:
         MeshTensorError: an operator has no rule (and `replicate_unknown` is not set), a size is symbolic, ...
     """
-    options = _Options(replicate_unknown, kernels, overlap, check_indices, held)
+    options = _Options(replicate_unknown, kernels, overlap, check_indices, held, machine)
     plan = options.plan(mod, function, mesh, annotations)
     if base is not None and base != mesh:
         return replace(plan, base=base)
@@ -145,11 +149,12 @@ class _Options:
     overlap: str | int
     check_indices: bool
     held: Collection[str]
+    machine: Machine | None
 
     def plan(self, mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotations) -> ModulePlan:
         """The plan on a mesh that the annotations are for."""
         unknown = self.replicate_unknown
-        graph, atoms = read_module(mod, function, mesh, annotations, replicate_unknown=unknown)
+        graph, atoms = read_module(mod, function, mesh, annotations, replicate_unknown=unknown, machine=self.machine)
         if (made := interleave(graph, atoms, self.held)) is not None:
             graph, atoms = made, find_atoms(made, node_rules(made, replicate_unknown=unknown))
         return plan_graph(
@@ -164,11 +169,17 @@ class _Options:
 
 @uncollected
 def read_module(
-    mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotations, *, replicate_unknown: bool = False
+    mod: ir.IRModule,
+    function: str,
+    mesh: Mesh,
+    annotations: Annotations,
+    *,
+    replicate_unknown: bool = False,
+    machine: Machine | None = None,
 ) -> tuple[Graph, Atoms]:
-    """A function of known sizes as a graph, and the atoms of its values; these are the same for all meshes and
-    annotations."""
-    graph = read_graph(mod, function, mesh, annotations)
+    """A function of known sizes as a graph that is planned for a machine, and the atoms of its values; these are the
+    same for all meshes, annotations and machines."""
+    graph = replace(read_graph(mod, function, mesh, annotations), prices=prices_on(mesh, machine))
     expand_kernels(graph)
     graph = joined_slices(graph)
     return graph, find_atoms(graph, node_rules(graph, replicate_unknown=replicate_unknown))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.pipelining.orders import SCHEDULES
+from mesh_tensor.pipelining.schedule import Schedule
+
+from .stages import Part
 
 DATA, MODEL = "data", "model"  # the axes of a stage's mesh; devices along the second one are neighbours
-_CHUNKS = {"interleaved": (2, 3), "zbv": (2,)}
+_CHUNKS = {"interleaved": (2, 3), "zbv": (2,), "dualpipev": (2,)}
 
 
 @dataclass(frozen=True, order=True)
@@ -23,6 +27,7 @@ class Choice:
     zero           0: every device of a data axis has all; 1: optimizer states are split over it; 3: weights as well
     recompute      backwards run their stage's forward again; nothing but what it took is kept
     sequence       what is between split layers is split by positions
+    parts          stages on meshes of different sizes, one each: `data` and `model` are the largest then
     """
 
     data: int = 1
@@ -34,11 +39,20 @@ class Choice:
     zero: int = 0
     recompute: bool = False
     sequence: bool = False
+    parts: tuple[Part, ...] = ()
 
     @property
     def devices(self) -> int:
         """In all."""
-        return self.data * self.model * self.meshes
+        return sum(each.data * each.model for each in self.each)
+
+    @property
+    def each(self) -> tuple[Choice, ...]:
+        """Per mesh, the choice as if all were of its size."""
+        alike = replace(self, parts=())
+        if not self.parts:
+            return (alike,) * self.meshes
+        return tuple(replace(alike, data=part.data, model=part.model) for part in self.parts)
 
     @property
     def stages(self) -> int:
@@ -51,6 +65,11 @@ class Choice:
         return self.schedule, self.meshes, self.microbatches, self.chunks
 
     @property
+    def halves(self) -> bool:
+        """Whether its schedule runs backwards in two halves: gradients of what stages take, and of weights."""
+        return self.meshes > 1 and runs_halves(self.schedule)
+
+    @property
     def mesh(self) -> Mesh:
         """What every stage lies on."""
         return Mesh({DATA: self.data, MODEL: self.model})
@@ -60,7 +79,10 @@ class Choice:
         return batch // self.microbatches // self.data
 
     def __str__(self) -> str:
-        words = [f"D{self.data} H{self.model} P{self.meshes} K{self.microbatches}", self.schedule]
+        sizes = f"D{self.data} H{self.model} P{self.meshes}"
+        if self.parts:
+            sizes = " + ".join(f"D{part.data} H{part.model}" for part in self.parts)
+        words = [f"{sizes} K{self.microbatches}", self.schedule]
         words += [f"x {self.chunks}"] if self.chunks > 1 else []
         words += [f"ZeRO-{self.zero}"] if self.zero else []
         words += ["recompute"] if self.recompute else []
@@ -92,13 +114,17 @@ class Space:
                     yield from self._on_meshes(data, model, meshes)
 
     def _on_meshes(self, data: int, model: int, meshes: int) -> Iterator[Choice]:
-        counts = _divisors(self.batch // data)
-        for count in [each for each in counts if self.microbatches is None or each in self.microbatches]:
+        for count in self.counts(data):
             for schedule, chunks in self._schedules(meshes, count):
                 for zero in self.zero if data > 1 else self.zero[:1]:
                     for sequence in self.sequence if model > 1 else (False,):
-                        for again in self.recompute:
+                        for again in self.recompute if meshes == 1 or not runs_halves(schedule) else (False,):
                             yield Choice(data, model, meshes, count, schedule, chunks, zero, again, sequence)
+
+    def counts(self, data: int) -> list[int]:
+        """How many microbatches a batch can be of which every device has the same rows."""
+        counts = _divisors(self.batch // data)
+        return [each for each in counts if self.microbatches is None or each in self.microbatches]
 
     def _schedules(self, meshes: int, count: int) -> Iterator[tuple[str, int]]:
         """The schedules that there can be; on one mesh, forwards and backwards take turns in all of them."""
@@ -107,9 +133,18 @@ class Space:
             return
         for name in self.schedules:
             for chunks in _CHUNKS.get(name, (1,)):
-                fits = meshes * chunks <= self.layers
-                if fits and not (SCHEDULES[name].in_rounds and count % meshes):
+                order = SCHEDULES[name]
+                in_rounds = not (order.in_rounds and chunks > 1) or count % meshes == 0
+                if meshes * chunks <= self.layers and in_rounds and (not order.fills_twice or count >= 2 * meshes):
                     yield name, chunks
+
+
+@lru_cache
+def runs_halves(schedule: str) -> bool:
+    """Whether the schedule of that name has actions for halves of backwards."""
+    chunks = _CHUNKS.get(schedule, (1,))[0]
+    made = Schedule.named(schedule, meshes=2, microbatches=4, chunks=chunks)
+    return any(action.kind in "IW" for row in made.rows for action in row)
 
 
 def _divisors(number: int) -> list[int]:

@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.base.errors import MeshTensorError
+from mesh_tensor.base.garbage import uncollected
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.plan.atoms import Atoms
+from mesh_tensor.plan.atoms import Atoms, find_atoms
 from mesh_tensor.plan.ir import Graph
+from mesh_tensor.plan.node_rules import node_rules
 from mesh_tensor.program.lifetimes import peak_bytes
 from mesh_tensor.program.plan_module import plan_graph
 from mesh_tensor.simulation.streams import Events, play
 
+from .depth import Repeated, repeated, shortened
+
 Layouts = Mapping[str, Mapping[str, int]]  # parameter -> axis -> dim
+NamedLayouts = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]  # the same, in order of names
 
 
 @dataclass(frozen=True)
 class Strategy:
     """Layouts of parameters on a mesh, and what they take: seconds, bytes at most on a device, and bytes that a device
-    receives. Parameters that have none are laid out by what uses them."""
+    receives. Parameters that have none are laid out by what uses them. `in_full`: planned as it runs, not with fewer
+    layers."""
 
     mesh: Mesh
-    layouts: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+    layouts: NamedLayouts
     time: float
     memory: int
     received: int
+    in_full: bool = True
 
     @property
     def shardings(self) -> dict[str, dict[str, int]]:
@@ -38,11 +45,13 @@ class Strategy:
 
 class Evaluator:
     """Strategies of one function on a machine; the same question is answered once. `planned` counts those that were
-    planned, `refused` those of them that can't be."""
+    planned, `refused` those of them that can't be. Where many layers are alike, it is planned with two and with three
+    of them, and what more take is what the third one does; `in_full` plans all."""
 
     def __init__(self, graph: Graph, atoms: Atoms, machine: Machine) -> None:
-        self._graph, self._atoms, self._machine = graph, atoms, machine
-        self._values = {value.name: value for value in graph.params}
+        self._whole, self._machine = _Planned(graph, atoms, machine), machine
+        self._layers = repeated(graph)
+        self._few = [] if self._layers is None else [_with(graph, self._layers, n, machine) for n in (2, 3)]
         self._known: dict[tuple, Strategy | None] = {}
         self.planned = self.refused = 0
 
@@ -54,20 +63,63 @@ class Evaluator:
             self._known[key] = self._evaluated(mesh, named)
         return self._known[key]
 
-    def _evaluated(self, mesh: Mesh, named: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]) -> Strategy | None:
+    def learn(self, strategies: Iterable[Strategy]) -> None:
+        """These need not be planned again."""
+        self._known |= {(strategy.mesh, strategy.layouts): strategy for strategy in strategies}
+
+    def in_full(self, strategy: Strategy) -> Strategy | None:
+        """The strategy, planned with all layers; None if it can't be."""
+        if strategy.in_full:
+            return strategy
+        key = (strategy.mesh, strategy.layouts)
         self.planned += 1
+        made = self._known[key] = self._whole.strategy(*key)
+        return made
+
+    def _evaluated(self, mesh: Mesh, named: NamedLayouts) -> Strategy | None:
+        self.planned += 1
+        if self._layers is None:
+            made = self._whole.strategy(mesh, named)
+        else:
+            two, three = (each.strategy(mesh, named) for each in self._few)
+            made = None if two is None or three is None else _deeper(two, three, self._layers.count - 2, named)
+        self.refused += made is None
+        return made
+
+
+class _Planned:
+    """A graph, planned and simulated for layouts of those of its parameters that are named."""
+
+    def __init__(self, graph: Graph, atoms: Atoms, machine: Machine) -> None:
+        self._graph, self._atoms, self._machine = graph, atoms, machine
+        self._values = {value.name: value for value in graph.params}
+
+    @uncollected
+    def strategy(self, mesh: Mesh, named: NamedLayouts) -> Strategy | None:
+        """What the layouts take; None if they can't be planned."""
         stated = dict(self._graph.annotations)
         try:
             for name, layout in named:
-                value = self._values[name]
-                sharding = Sharding.make(mesh, value.type.ndim, dict(layout), name=name)
-                stated[value] = Annotation(sharding, open=True)
+                if value := self._values.get(name):
+                    sharding = Sharding.make(mesh, value.type.ndim, dict(layout), name=name)
+                    stated[value] = Annotation(sharding, open=True)
             program = plan_graph(replace(self._graph, mesh=mesh, annotations=stated), self._atoms).made.program
             events = Events(program, self._machine)
         except MeshTensorError:
-            self.refused += 1
             return None
         machine = self._machine
         time, _ = play(events.all, len(machine.links), machine.busy)
         received = sum(step.bytes for step in program.steps)
         return Strategy(mesh, named, time + machine.call, peak_bytes(program), received)
+
+
+def _with(graph: Graph, layers: Repeated, count: int, machine: Machine) -> _Planned:
+    short = shortened(graph, layers, count)
+    return _Planned(short, find_atoms(short, node_rules(short, replicate_unknown=False)), machine)
+
+
+def _deeper(two: Strategy, three: Strategy, more: int, named: NamedLayouts) -> Strategy:
+    """What the function takes with so many `more` layers than two."""
+    names = "time", "memory", "received"
+    time, memory, received = (getattr(two, name) + more * (getattr(three, name) - getattr(two, name)) for name in names)
+    return Strategy(two.mesh, named, time, memory, received, in_full=False)

@@ -17,6 +17,8 @@ from mesh_tensor.pipelining.schedule import Action, Schedule
 from .choices import DATA, Choice
 
 Order = tuple[str, int, int, int]  # a schedule's name, meshes, microbatches, chunks
+Fragments = tuple[float, ...]  # seconds of a stage's actions, by their place in _KINDS
+_KINDS = "FBIW"
 _GRADIENT = 4  # bytes of an element of a gradient: sums are kept in float32
 _STATE = 4  # bytes of each number that an optimizer keeps
 _REDUCED, _SCATTERED = BETWEEN[Partial, Replicate], BETWEEN[Partial, Shard]
@@ -26,6 +28,9 @@ _GATHERED = BETWEEN[Shard, Replicate]
 @dataclass(frozen=True)
 class Piece:
     """A part of a model on one device, for some rows of a microbatch: seconds of its forward and backward, and bytes.
+
+    inputs     seconds of the part of the backward that gives gradients of what it takes, and `own` of its weights: 0
+               where no schedule runs them apart; `halfway`: what the first one leaves for the second
 
     weights    of its weights, of which there are `tensors`, with so many `elements`; ZeRO-3 splits `matrices` of them
     kept       what its forward leaves for its backward, and `taken`: what it takes of others or of the batch;
@@ -43,6 +48,9 @@ class Piece:
     taken: int
     received: int
     working: int
+    inputs: float = 0.0
+    own: float = 0.0
+    halfway: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,8 +72,9 @@ class Stage:
         return sum(piece.tensors for piece in self.pieces)
 
     @property
-    def kept(self) -> int:
-        return sum(piece.kept for piece in self.pieces)
+    def held(self) -> Held:
+        """What it keeps of a microbatch for its backward."""
+        return Held(sum(piece.kept for piece in self.pieces), sum(piece.halfway for piece in self.pieces))
 
 
 @dataclass(frozen=True)
@@ -104,12 +113,14 @@ class Model:
         first, layer, last = (piece.forward + piece.backward for piece in (self.before, self.layer, self.after))
         return spread_layers(self.layers, first, layer, last, stages)
 
-    def stages(self, layers: Sequence[int]) -> list[Stage]:
-        """The pieces of every stage."""
-        parts = [(self.layer,) * count for count in layers]
-        parts[0] = (self.before, *parts[0])
-        parts[-1] = (*parts[-1], self.after)
-        return [Stage(each) for each in parts]
+    def stage(self, layers: int, first: bool, last: bool) -> Stage:
+        """A stage with so many layers, and what is before them all in the first one, and after them in the last."""
+        return Stage(((self.before,) * first) + (self.layer,) * layers + ((self.after,) * last))
+
+
+def layers_of(choice: Choice, models: Sequence[Model]) -> tuple[int, ...]:
+    """How many layers every stage has; `models` are the model's pieces on each mesh."""
+    return tuple(part.layers for part in choice.parts) or models[0].cut(choice.stages)
 
 
 class Composer:
@@ -118,19 +129,32 @@ class Composer:
     def __init__(self, machine: Machine, states: int) -> None:
         self._machine, self._states = machine, states
 
-    def memory(self, choice: Choice, model: Model) -> tuple[int, tuple[int, ...]]:
-        """The bytes of the device that holds most, and the layers of the stages."""
-        layers = model.cut(choice.stages)
-        stages = model.stages(layers)
+    def memory(self, choice: Choice, models: Sequence[Model], layers: Sequence[int]) -> int:
+        """The bytes of the device that holds most; `models` are the model's pieces on each mesh, `layers` how many
+        every stage has."""
+        stages = _stages(choice, models, layers)
         schedule, most = named_schedule(*choice.order), 0
-        held = _held(choice.order, [stage.pieces[0].taken if choice.recompute else stage.kept for stage in stages])
-        for mesh, activations in enumerate(held):
+        held = _held(choice, [_kept(choice, stage) for stage in stages])
+        for mesh, (activations, here) in enumerate(zip(held, choice.each, strict=True)):
             mine = [stage for number, stage in enumerate(stages) if schedule.mesh_of[number] == mesh]
-            working = max(max(p.working for p in stage.pieces) for stage in mine)
-            if choice.recompute:
-                working += max(stage.kept for stage in mine)
-            most = max(most, int(activations) + working + sum(self._state(choice, stage) for stage in mine))
-        return most, layers
+            most = max(most, self._most(here, mine, activations))
+        return most
+
+    def _most(self, choice: Choice, stages: Sequence[Stage], activations: float) -> int:
+        """What a device holds at most that has these stages, and so much for backwards."""
+        working = max(max(p.working for p in stage.pieces) for stage in stages)
+        if choice.recompute:
+            working += int(max(stage.held.forward for stage in stages))
+        return int(activations) + working + sum(self._state(choice, stage) for stage in stages)
+
+    def part_memory(self, choice: Choice, stage: Stage, held: int) -> int:
+        """What a device of a stage holds at most that keeps so many microbatches."""
+        return self._most(choice, [stage], held * _kept(choice, stage).forward)
+
+    def part_seconds(self, choice: Choice, stage: Stage, sent: int) -> float:
+        """What a microbatch takes in a stage, forwards and backwards, with what it sends to the next one and back."""
+        forward, backward, *_ = self._fragments(choice, stage)
+        return forward + backward + 2 * self.transfer(choice, sent)
 
     def _state(self, choice: Choice, stage: Stage) -> int:
         """Weights, gradients and what the optimizer keeps."""
@@ -141,25 +165,17 @@ class Composer:
             return weights + gradients + states // split
         return (weights + gradients + states) // split + max(piece.weights for piece in stage.pieces)
 
-    def seconds(self, choice: Choice, model: Model, layers: Sequence[int]) -> float:
+    def seconds(self, choice: Choice, models: Sequence[Model], layers: Sequence[int]) -> float:
         """Of a step: the schedule, what devices with the same weights exchange at its end, and the optimizer's
         update."""
-        stages = model.stages(layers)
-        schedule = named_schedule(*choice.order)
-        costs = tuple(self._fragments(choice, stage) for stage in stages)
-        return _clock(choice.order, costs, self.transfer(choice, model.layer.received)) + max(
-            sum(self._end(choice, stage) for number, stage in enumerate(stages) if schedule.mesh_of[number] == mesh)
-            for mesh in range(choice.meshes)
+        stages, each = _stages(choice, models, layers), choice.each
+        mesh_of = named_schedule(*choice.order).mesh_of
+        costs = tuple(self._fragments(each[mesh_of[number]], stage) for number, stage in enumerate(stages))
+        sent = max(model.layer.received for model in models)
+        return _clock(choice.order, costs, self.transfer(choice, sent)) + max(
+            sum(self._end(here, stage) for number, stage in enumerate(stages) if mesh_of[number] == mesh)
+            for mesh, here in enumerate(each)
         )
-
-    def least_seconds(self, choice: Choice, model: Model, layers: Sequence[int]) -> float:
-        """No step takes less: that of the busiest mesh, if it never waits."""
-        costs = [self._fragments(choice, stage) for stage in model.stages(layers)]
-        schedule = named_schedule(*choice.order)
-        busy = [0.0] * choice.meshes
-        for number, (forward, backward) in enumerate(costs):
-            busy[schedule.mesh_of[number]] += forward + backward
-        return choice.microbatches * max(busy)
 
     def transfer(self, choice: Choice, sent: int) -> float:
         """Seconds from a stage to the next one."""
@@ -168,17 +184,21 @@ class Composer:
         link = self._machine.link(choice.devices)
         return link.start + sent / link.rate
 
-    def _fragments(self, choice: Choice, stage: Stage) -> tuple[float, float]:
-        """A stage's forward and backward on a microbatch: with ZeRO-3 every piece's weights are gathered for both, and
-        their gradients are scattered; else gradients are added to what there is of them."""
-        forward, backward = (sum(getattr(p, kind) for p in stage.pieces) for kind in ("forward", "backward"))
+    def _fragments(self, choice: Choice, stage: Stage) -> Fragments:
+        """A stage's forward and backward on a microbatch, and the halves of that: with ZeRO-3 every piece's weights are
+        gathered for all, and their gradients are scattered; else gradients are added to what there is of them."""
+        kinds = ("forward", "backward", "inputs", "own")
+        forward, backward, inputs, own = (sum(getattr(p, kind) for p in stage.pieces) for kind in kinds)
         if choice.recompute:
             backward += forward
         if choice.zero == 3:
             gathered = sum(self._over_data(choice, _GATHERED, piece.weights, piece.tensors) for piece in stage.pieces)
             scattered = sum(self._over_data(choice, _SCATTERED, piece.weights, piece.tensors) for piece in stage.pieces)
-            return self._beside(forward, gathered), self._beside(backward, gathered + scattered)
-        return forward, backward + self._update(3 * _GRADIENT * stage.elements) * (choice.microbatches > 1)
+            both = gathered + scattered
+            times = (forward, gathered), (backward, both), (inputs, gathered), (own, both)
+            return tuple(self._beside(*each) for each in times)
+        added = self._update(3 * _GRADIENT * stage.elements) * (choice.microbatches > 1)
+        return forward, backward + added, inputs, own + added
 
     def _beside(self, computing: float, sending: float) -> float:
         """What is sent is started early: what computes hides it, and loses the machine's share to it."""
@@ -216,12 +236,23 @@ def named_schedule(name: str, meshes: int, microbatches: int, chunks: int) -> Sc
     return Schedule.named(name, meshes=meshes, microbatches=microbatches, chunks=chunks)
 
 
-def _held(order: Order, kept: Sequence[int]) -> list[float]:
+def _stages(choice: Choice, models: Sequence[Model], layers: Sequence[int]) -> list[Stage]:
+    """The pieces of every stage, as they are on its mesh."""
+    mesh_of, last = named_schedule(*choice.order).mesh_of, len(layers) - 1
+    return [models[mesh_of[n]].stage(count, n == 0, n == last) for n, count in enumerate(layers)]
+
+
+def _kept(choice: Choice, stage: Stage) -> Held:
+    """What a stage holds of a microbatch for its backward."""
+    return Held(stage.pieces[0].taken) if choice.recompute else stage.held
+
+
+def _held(choice: Choice, kept: Sequence[Held]) -> list[float]:
     """Per mesh: the bytes that it holds at most for backwards, of stages that keep so many of a microbatch."""
-    schedule = named_schedule(*order)
-    if schedule.num_stages == schedule.num_meshes:
-        return [count * kept[mesh] for mesh, count in enumerate(_counts(order))]
-    return peaks(schedule, {number: Held(each) for number, each in enumerate(kept)})
+    schedule = named_schedule(*choice.order)
+    if schedule.num_stages == schedule.num_meshes and not choice.halves:
+        return [count * kept[mesh].forward for mesh, count in enumerate(_counts(choice.order))]
+    return peaks(schedule, dict(enumerate(kept)))
 
 
 @lru_cache(maxsize=512)
@@ -231,14 +262,14 @@ def _counts(order: Order) -> tuple[float, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _clock(order: Order, costs: tuple[tuple[float, float], ...], transfer: float) -> float:
-    """The schedule with these costs of forwards and backwards."""
+def _clock(order: Order, costs: tuple[Fragments, ...], transfer: float) -> float:
+    """The schedule with these costs."""
     schedule = named_schedule(*order)
     if schedule.num_meshes == 1:
-        return schedule.num_microbatches * sum(map(sum, costs))
+        return schedule.num_microbatches * sum(forward + backward for forward, backward, *_ in costs)
 
     def cost(action: Action) -> float:
-        return costs[action.stage][action.kind != "F"]
+        return costs[action.stage][_KINDS.index(action.kind)]
 
     return timeline(schedule, cost, transfer).makespan
 

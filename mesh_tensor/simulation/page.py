@@ -1,7 +1,8 @@
-"""A Simulation as an HTML page: its streams as bars, its memory as a curve, its table."""
+"""Simulations as HTML pages: streams or meshes as bars, memory as a curve, the table."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from .summary import table
 
 if TYPE_CHECKING:
+    from .pipelines import PipelineSimulation
     from .simulate import Simulation, StepTime
 
 _WIDTH, _ROW, _LEFT, _CURVE = 1200, 34, 110, 120
@@ -29,13 +31,33 @@ def page(simulation: Simulation, path: str | Path | None) -> str:
     names = [f'<text x="0" y="{i * _ROW + 20}">{escape(name)}</text>' for i, name in enumerate(streams)]
     left_out = len(made.steps) - len(shown)
     note = f"<p>The shortest {left_out:,} steps are left out.</p>" if left_out else ""
+    drawn = "".join([*names, *bars, _curve(made, top + 10, scale)])
+    return _written(made.program.name, note, drawn, top + _CURVE + 30, (table(made), made.why()), path)
+
+
+def pipeline_page(simulation: PipelineSimulation, path: str | Path | None) -> str:
+    """The page of a pipeline: a row per mesh, a bar per action, which it names."""
+    made = simulation
+    scale = (_WIDTH - _LEFT) / made.timeline.makespan if made.timeline.makespan else 0.0
+    names = [f'<text x="0" y="{i * _ROW + 20}">{escape(name)}</text>' for i, name in enumerate(made.meshes)]
+    bars = []
+    for number, row in enumerate(made.timeline.rows):
+        for event in row:
+            words = f"{event.action}: {(event.end - event.start) * 1e6:.1f} us"
+            kind = "FBIW".index(event.action.kind)
+            bars.append(_rect(words, event.start, event.end, number * _ROW, scale, kind))
+    return _written(made.schedule.name, "", "".join([*names, *bars]), len(names) * _ROW, (str(made),), path)
+
+
+def _written(title: str, note: str, drawn: str, height: int, texts: Sequence[str], path: str | Path | None) -> str:
+    """A page with a drawing and texts; written to `path`, if there is one."""
     text = (
-        f"<!doctype html><meta charset='utf-8'><title>{escape(made.program.name)}</title>"
+        f"<!doctype html><meta charset='utf-8'><title>{escape(title)}</title>"
         "<style>body{font:14px sans-serif;margin:2em}text{font:12px sans-serif}rect:hover{opacity:.6}"
-        "pre{background:#f4f4f4;padding:1em;overflow:auto}</style>"
-        f"<h1>{escape(made.program.name)}</h1>{note}"
-        f'<svg width="{_WIDTH}" height="{top + _CURVE + 30}">{"".join(names)}{"".join(bars)}'
-        f"{_curve(made, top + 10, scale)}</svg><pre>{escape(table(made))}</pre><pre>{escape(made.why())}</pre>\n"
+        f"pre{{background:#f4f4f4;padding:1em;overflow:auto}}</style><h1>{escape(title)}</h1>{note}"
+        f'<svg width="{_WIDTH}" height="{height}">{drawn}</svg>'
+        + "".join(f"<pre>{escape(each)}</pre>" for each in texts)
+        + "\n"
     )
     if path is not None:
         Path(path).write_text(text, encoding="utf-8")
@@ -43,9 +65,13 @@ def page(simulation: Simulation, path: str | Path | None) -> str:
 
 
 def _bar(step: StepTime, y: int, scale: float, kind: int, critical: set[int]) -> str:
-    x, width = _LEFT + step.start * scale, max(0.3, (step.end - step.start) * scale)
     words = f"{step.kind}: {(step.end - step.start) * 1e6:.1f} us, bound by {step.bound}, step {step.number}"
     edge = ' stroke="#000" stroke-width="0.5"' if step.number in critical else ""
+    return _rect(words, step.start, step.end, y, scale, kind, edge)
+
+
+def _rect(words: str, start: float, end: float, y: int, scale: float, kind: int, edge: str = "") -> str:
+    x, width = _LEFT + start * scale, max(0.3, (end - start) * scale)
     return (
         f'<rect x="{x:.2f}" y="{y + 4}" width="{width:.2f}" height="{_ROW - 8}" '
         f'fill="{_COLOURS[kind % len(_COLOURS)]}"{edge}><title>{escape(words)}</title></rect>'

@@ -20,6 +20,7 @@ from mesh_tensor.pipelining.schedule import Action, Schedule
 from mesh_tensor.program.program import Program
 from mesh_tensor.redistribution.transfer import TransferPlan
 
+from .page import pipeline_page
 from .pipeline_memory import GRADIENT, pipeline_peaks, summed_gradients, tile_bytes
 from .summary import in_bytes, in_seconds
 
@@ -83,6 +84,10 @@ class PipelineSimulation:
         if path is not None:
             Path(path).write_text(json.dumps(made), encoding="utf-8")
         return made
+
+    def page(self, path: str | Path | None = None) -> str:
+        """The timeline as an HTML page that needs nothing else; written to `path`, if there is one."""
+        return pipeline_page(self, path)
 
     def __str__(self) -> str:
         head = f"{self.schedule.name} on {', '.join(self.meshes)}, machine {self.machine.name}"

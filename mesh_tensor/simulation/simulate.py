@@ -12,7 +12,7 @@ from tvm import tirx
 
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
-from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.base.machine_presets import CPU, machine_named
 from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.program.builder import lower_to_program
 from mesh_tensor.program.cost import COMPUTE
@@ -30,8 +30,8 @@ def simulate(what: Any, machine: Machine | str | None = None) -> Simulation | Pi
     """Simulate what runs on a mesh; nothing is run, and no memory is taken.
 
     Args:
-        what: an annotated kernel, compiled or not; a module that was distributed, or its training; a Program; or a
-            pipeline. Of known sizes.
+        what: an annotated kernel, which is planned for the machine, or as it was compiled; a module that was
+            distributed, or its training; a Program; or a pipeline. Of known sizes.
         machine: what it runs on, or a preset's name ("h100x16"); None: this project's CPU ranks.
 
     Returns:
@@ -40,15 +40,13 @@ def simulate(what: Any, machine: Machine | str | None = None) -> Simulation | Pi
     Raises:
         MeshTensorError: it is nothing that runs, or the machine can't hold it.
     """
-    if machine is not None and not isinstance(machine, (Machine, str)):
-        refuse(f"{shown(machine)} is no machine", fix="pass an mt.Machine, or the name of one: 'h100x16'")
-    on = Machine.preset(machine) if isinstance(machine, str) else machine or CPU
+    on = machine_named(machine) or CPU
     if isinstance(getattr(what, "schedule", None), Schedule):
         return simulate_pipeline(what, on, Simulation)
-    return Simulation(_program_of(what), on)
+    return Simulation(_program_of(what, on), on)
 
 
-def _program_of(what: Any) -> Program:
+def _program_of(what: Any, machine: Machine) -> Program:
     if isinstance(what, tirx.PrimFunc):
         sizes = [size for buffer in what.buffer_map.values() for size in buffer.shape]
         if symbols := [str(size) for size in sizes if not isinstance(size, tirx.IntImm)]:
@@ -56,7 +54,7 @@ def _program_of(what: Any) -> Program:
                 f"a kernel with symbolic dims can't be simulated: {', '.join(dict.fromkeys(symbols))}",
                 fix="give them sizes (mt.simulate takes a compiled kernel after a call, too)",
             )
-        return lower_to_program(what)
+        return lower_to_program(what, machine=machine)
     program = what if isinstance(what, Program) else getattr(what, "program", None)
     if not isinstance(program, Program):
         refuse(

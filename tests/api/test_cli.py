@@ -7,6 +7,7 @@ import pytest
 from mesh_tensor.api.cli import main
 from mesh_tensor.base.machine import Link, Machine, Memory
 
+TRAINED = "from tests.api.test_search_training import exported"
 SOURCE = """
 import torch
 import mesh_tensor as mt
@@ -45,6 +46,21 @@ def test_search(file, capsys):
     said = capsys.readouterr().out
     assert "strategies on gloo with a core per rank" in said
     assert "mod = mt.annotate_module(mod, {" in said
+
+
+def test_search_how_to_train(file, tmp_path, capsys):
+    source = TRAINED + "\ndef loss():\n    return exported(2)[1]\n"
+    file.write_text(source)
+    page, saved = tmp_path / "best.html", tmp_path / "found.json"
+    few = ["--devices", "2", "--batch", "4", "--schedules", "1f1b,zb-h1", "--zero", "0", "--model", "1"]
+    assert main(["search", f"{file}:loss", *few, "--machine", "h100x2", "--save", str(saved), "--page", str(page)]) == 0
+    said = capsys.readouterr().out
+    assert "ways to train on h100x2, batch 4" in said
+    assert "run = mt.pipeline(" in said
+    assert "machine='h100x2'," in said
+    assert "<svg" in page.read_text()
+    assert main(["search", f"{file}:loss", *few, "--machine", "h100x2", "--known", str(saved)]) == 0
+    assert capsys.readouterr().out == said
 
 
 def test_a_machine_of_a_file(file, tmp_path, capsys):

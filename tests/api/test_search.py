@@ -63,14 +63,33 @@ def test_the_code_says_the_same(perceptron):
     found = mt.search(perceptron, 4, FAST)
     names = {"mt": mt, "mod": perceptron.mod}
     exec(found.code(), names)  # what a user would paste
-    run = mt.distribute_module(names["mod"], weights=perceptron.params)
+    run = mt.distribute_module(names["mod"], weights=perceptron.params, machine=FAST)
     assert mt.simulate(run, FAST).time == pytest.approx(found.best.time)
+
+
+def test_the_code_names_the_machine(perceptron):
+    named, made = (mt.search(perceptron, 2, machine, meshes=[{"x": 2}], width=1) for machine in ("h100x2", FAST))
+    assert named.code().endswith("# run = mt.distribute_module(mod, machine='h100x2', weights=...)")
+    assert made.code().endswith("machine=machine, weights=...)")
 
 
 def test_the_same_every_time(gpt):
     first, again = (mt.search(gpt, 2, FAST, width=2, meshes=[{"x": 2}]) for _ in range(2))
     assert first.strategies == again.strategies
     assert first.planned == again.planned == len(first.strategies)
+
+
+def test_it_goes_on_from_what_was_saved(perceptron, tmp_path):
+    found = mt.search(perceptron, 4, FAST, width=2)
+    found.save(tmp_path / "found.json")
+    again = mt.search(perceptron, 4, FAST, width=2, known=tmp_path / "found.json")
+    assert again.strategies == found.strategies
+    assert again.planned == 0 < found.planned
+    with pytest.raises(mt.MeshTensorError, match=r"is of another search[\s\S]*other 'machine'"):
+        mt.search(perceptron, 4, SLOW_LINKS, known=tmp_path / "found.json")
+    (tmp_path / "found.json").write_text("[]")
+    with pytest.raises(mt.MeshTensorError, match="holds no search"):
+        mt.search(perceptron, 4, FAST, known=tmp_path / "found.json")
 
 
 def test_where_links_are_slow_nothing_is_sent(gpt):

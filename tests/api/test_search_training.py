@@ -122,6 +122,52 @@ def test_the_code_makes_the_same_pipeline(gpt, found):
     assert names["run"].explain(CPU) == other.explain(CPU)
 
 
+def test_halves_of_backwards(gpt):
+    """Schedules that run them apart are searched, say what planning in full says, and train right."""
+    model, module = gpt
+    x, y = batch()
+    model.zero_grad()
+    wanted = model(x, y)
+    wanted.backward()
+    few = {"model": [1], "zero": [0], "microbatches": [2, 4], "recompute": [False]}
+    found = mt.search(module, 4, CPU, batch=8, finalists=0, schedules=["1f1b", "zb-h1", "zb-h2", "zbv"], **few)
+    times = {(p.choice.schedule, p.choice.microbatches): p for p in reversed(found.plans) if p.choice.meshes == 4}
+    assert times["zb-h1", 4].time < times["1f1b", 4].time
+    plans = [times["zb-h1", 4], next(p for p in found.plans if p.choice.schedule == "zbv")]
+    for plan in plans:
+        full = in_full(plan, found.pieces, Composer(CPU, 2), 8)
+        assert plan.time == pytest.approx(full.time, rel=0.25)
+        assert plan.memory == pytest.approx(full.memory, rel=0.3)
+        run = found.pipeline(plan, target="c")
+        torch.testing.assert_close(run(x, y), wanted.detach(), rtol=1e-5, atol=1e-5)
+        gradients = run.gradients()
+        for name, weight in model.named_parameters():
+            torch.testing.assert_close(gradients[module.names[name]], weight.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_stages_on_meshes_of_different_sizes(gpt):
+    """Three devices: a stage on two of them is better than three stages, or three devices in one; and it trains."""
+    model, module = gpt
+    few = {"zero": [0, 3], "sequence": [False], "recompute": [False]}
+    found = mt.search(module, 3, FAST, batch=8, finalists=1, uneven=True, **few)
+    even = mt.search(module, 3, FAST, batch=8, finalists=0, **few)
+    assert found.best.choice.parts
+    assert found.best.choice.devices == 3
+    assert found.best.time < even.best.time
+    x, y = batch()
+    model.zero_grad()
+    wanted = model(x, y)
+    wanted.backward()
+    names = {"mt": mt, "module": module, "machine": FAST}
+    exec(found.code(), names)  # what a user would paste
+    run = names["run"]
+    torch.testing.assert_close(run(x, y), wanted.detach(), rtol=1e-5, atol=1e-5)
+    gradients = run.gradients()
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(gradients[module.names[name]], weight.grad, rtol=1e-4, atol=1e-5)
+    assert {str(p.choice) for p in even.plans} < {str(p.choice) for p in found.plans}
+
+
 def test_deeper_models_take_no_more_planning(gpt):
     few = {
         "microbatches": [2],

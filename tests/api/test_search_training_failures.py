@@ -30,8 +30,11 @@ def test_a_model_without_layers(module):
     ("options", "message"),
     [
         ({"batch": 0}, "batch is 0"),
-        ({"batch": 4, "states": -1}, "states is 0"),
+        ({"batch": 4, "states": -1}, "states is -1"),
         ({"batch": 4, "colours": [1]}, r"colours=\[1\](.|\n)*microbatches, schedules, zero, recompute, sequence"),
+        ({"batch": 4, "schedules": ["zbh1"]}, r"no schedule 'zbh1'; did you mean 'zb-h1'"),
+        ({"batch": 4, "schedules": "1f1b"}, r"schedules='1f1b', no list of what may be"),
+        ({"batch": 4, "zero": 3}, "zero=3, no list of what may be"),
         ({"batch": 4, "microbatches": [3]}, "no way to train a batch of 4 rows on 2 devices"),
         ({"batch": 4, "known": "nowhere.json"}, "'nowhere.json' holds no search"),
         ({"zero": [3]}, r"zero of a search without a batch(.|\n)*batch="),

@@ -9,7 +9,7 @@ import torch
 
 import mesh_tensor as mt
 from kernels.embedding import embedding
-from mesh_tensor.plan import decide
+from mesh_tensor.plan import prices
 from tests.kernels.adversarial.neighbours import histogram, scatter_rows
 
 from .support import assert_right, lowered, outline
@@ -23,7 +23,7 @@ SPLIT = {"ids": {"x": 0}, "table": {"x": 0}, "out": {"x": 0}}
 @pytest.fixture(autouse=True)
 def _no_start():
     """Collectives start at once, so that small tables are worth it."""
-    with patch.object(decide, "_BYTES_PER_START", 0):
+    with patch.object(prices, "_BYTES_PER_START", 0):
         yield
 
 

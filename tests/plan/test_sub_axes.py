@@ -8,7 +8,7 @@ from tvm import relax
 
 import mesh_tensor as mt
 from kernels.models import llama
-from mesh_tensor.plan import decide
+from mesh_tensor.plan import prices
 
 from .modules import function, kinds, layouts, planned
 
@@ -116,8 +116,8 @@ def test_a_module_annotated_for_the_whole_axis_is_not_annotated_for_parts():
 @pytest.mark.parametrize("mesh", [{"m": 8}, {"d": 2, "m": 8}])
 def test_more_devices_than_key_heads(mesh, monkeypatch):
     """Four key heads on eight devices: pairs of devices split the queries of one."""
-    monkeypatch.setattr(decide, "_BYTES_PER_START", 0)
-    monkeypatch.setattr(decide, "_FLOPS_PER_BYTE", 1)
+    monkeypatch.setattr(prices, "_BYTES_PER_START", 0)
+    monkeypatch.setattr(prices, "_FLOPS_PER_BYTE", 1)
     config = llama.Config(vocabulary=32, width=64, hidden=128, heads=16, key_heads=4, layers=1, batch=2, positions=8)
     model, inputs = llama.build(config).eval(), llama.example_inputs(config)
     made = mt.from_torch(torch.export.export(model, inputs), check=False)

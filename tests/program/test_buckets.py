@@ -1,6 +1,7 @@
 """Gradients go in buckets: few collectives, and the bits that each by itself would give."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import mesh_tensor as mt
-from mesh_tensor.program import buckets
+from mesh_tensor.base.machine import Link
+from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.program.lifetimes import peak_bytes
 
 DATA = {"x": {"data": 0}, "target": {"data": 0}}
@@ -60,10 +62,16 @@ def test_the_bits_of_each_by_itself(mesh, layout, zero, most):
     assert sum(step.bytes for step in together.program.steps) <= 1.1 * sum(step.bytes for step in alone.program.steps)
 
 
-def test_a_full_bucket_goes_before_the_backward_pass_ends(monkeypatch):
-    monkeypatch.setattr(buckets, "_BUCKET", 4 * 18 * 18)
+def _machine(start, rate):
+    """One that computes so slowly that all work is split."""
+    links = (Link("link", None, rate=rate, start=start),)
+    return replace(CPU, name="another link", links=links, flops={"float32": 1e6})
+
+
+def test_a_full_bucket_goes_before_the_backward_pass_ends():
+    full = 4 * 18 * 18  # 30 times what the link sends while a collective starts
     step, x, y = _step()
-    run = mt.distribute_module(step, {"data": 2}, DATA)
+    run = mt.distribute_module(step, {"data": 2}, DATA, machine=_machine(1e-6, full / 30 / 1e-6))
     words = [made.words for made in run.program.steps if made.uses]
     first = next(n for n, said in enumerate(words) if said.startswith("all_reduce(bucket"))
     assert any("matmul" in said for said in words[first:])
@@ -71,10 +79,10 @@ def test_a_full_bucket_goes_before_the_backward_pass_ends(monkeypatch):
     assert run(x, y).isfinite()
 
 
-def test_large_tensors_go_by_themselves(monkeypatch):
-    monkeypatch.setattr(buckets, "_MEMBER", 4 * 18 * 18 - 1)
+def test_large_tensors_go_by_themselves():
+    copied = 4 * 18 * 18 - 1  # read and written while a collective starts
     step, _, _ = _step()
-    run = mt.distribute_module(step, {"data": 2}, DATA)
+    run = mt.distribute_module(step, {"data": 2}, DATA, machine=_machine(2 * copied / CPU.main_memory.rate, 1e9))
     alone = [made for made in run.program.collectives if "together" not in made.reason]
     assert (18, 18) in [run.program.values[made.src].shape for made in alone]
     assert _sent(run)["all_reduce", "data"] == 3

@@ -10,7 +10,7 @@ from tvm import ir
 
 from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.machine import Machine
-from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.base.machine_presets import CPU, machine_named
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.importers import ImportedModule
@@ -65,7 +65,7 @@ def pipeline(
         per_microbatch: values (of submodules, or bindings) that take the rows of a microbatch together, as a batch norm
             does in training, and are to do so: the result is not the whole batch's then.
         weights: parameters that stay; those of an ImportedModule, where nothing is given.
-        machine: what costs are those of, or a preset's name ("h100x16"); None: this project's CPU ranks.
+        machine: what it is cut and planned for, or a preset's name ("h100x16"); None: this project's CPU ranks.
         function: the function to run.
         target, strict, replicate_unknown, check_indices, poison: as in `distribute_module`.
         recompute: save nothing of a forward but what its stage takes; backwards run it again.
@@ -87,9 +87,10 @@ def pipeline(
             fix="name the weights that are trained (train=[...]), or import the model without its buffers",
         )
     mod, given = (model.mod, model.params) if isinstance(model, ImportedModule) else (model, {})
-    flow, options = Flow(mod, function), Options(target, strict, replicate_unknown, poison, recompute)
+    on = machine_named(machine)
+    flow, options = Flow(mod, function), Options(target, strict, replicate_unknown, poison, recompute, machine=on)
     made = Pipeline(flow, topology, given if weights is None else weights, train, options, ranks)
-    made._machine = Machine.preset(machine) if isinstance(machine, str) else machine or CPU
+    made._machine = on or CPU
     made._read_results(microbatches, reduction, per_microbatch)
     made._cut(stages, shardings or {}, schedule or ("1f1b" if train else "forward"), limit)
     made._checks_indices = check_indices

@@ -19,12 +19,13 @@ from tvm import arith, ir, tirx
 
 from mesh_tensor.tir.fused_loops import unfuse
 from mesh_tensor.tir.linear import Linear
+from mesh_tensor.tir.tile_ops import Copy
 from mesh_tensor.tir.user_reports import prints
 from mesh_tensor.tir.views import left_views
 
 from .other_dims import reshaped, with_other_dims
 from .reader import read_kernel
-from .statements import Kernel
+from .statements import Kernel, Statement
 
 Dim = tuple[str, int]
 
@@ -161,14 +162,35 @@ def _shared(a: Linear, b: Linear) -> tuple[int, int] | None:
 
 
 def _walked(kernel: Kernel) -> dict[Dim, list[Linear]]:
-    """The coordinates in which parameters' dims are walked."""
+    """The coordinates in which parameters' dims are walked, on chip, too, where a buffer holds all of one."""
     found: dict[Dim, list[Linear]] = {}
+    copies = _copies(kernel)
     for statement in kernel.statements:
         for access in statement.accesses:
-            if kernel.is_param(access.buffer):
-                for dim, form in enumerate(access.forms):
-                    if form is not None and form.terms:
-                        found.setdefault((access.buffer.name, dim), []).append(form)
+            for dim, form in enumerate(access.forms):
+                of = (access.buffer.name, dim) if kernel.is_param(access.buffer) else copies.get((access.buffer, dim))
+                if of is not None and form is not None and form.terms:
+                    found.setdefault(of, []).append(form)
+    return found
+
+
+def _copies(kernel: Kernel) -> dict[tuple[tirx.Buffer, int], Dim]:
+    """The dims of buffers on chip that hold all of a parameter's dim, place by place."""
+    written: dict[tirx.Buffer, list[Statement]] = {}
+    for statement in kernel.statements:
+        for buffer in (*statement.may_write, *(() if statement.write is None else (statement.write.buffer,))):
+            written.setdefault(buffer, []).append(statement)
+    found: dict[tuple[tirx.Buffer, int], Dim] = {}
+    for buffer, writers in written.items():
+        only = writers[0]
+        if kernel.is_param(buffer) or len(writers) > 1 or not isinstance(only.tile_op, Copy):
+            continue
+        for dim, form in enumerate(only.target.forms):
+            for at, other in enumerate(only.reads[0].forms):
+                size = only.reads[0].buffer.shape[at]
+                same = form is not None and form.terms and other is not None and form.same_as(other)
+                if same and kernel.is_param(only.reads[0].buffer) and ir.structural_equal(size, buffer.shape[dim]):
+                    found[buffer, dim] = (only.reads[0].buffer.name, at)
     return found
 
 

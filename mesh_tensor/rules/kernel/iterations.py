@@ -78,8 +78,8 @@ class Iteration:
     def __init__(self, kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop, *, ordered: bool = False):
         self.ordered = ordered
         self.kernel, self.coordinates, self.factor, self.loop = kernel, coordinates, factor, loop
-        self.by_position = factor.roles.keys() == {loop.var}
         self.body = [s for s in kernel.statements if loop.var in s.vars]
+        self.by_position = factor.roles.keys() & {x.var for s in self.body for x in s.loops} == {loop.var}
         self.env: dict[LiveRange, Value | None] = {}
         self.depends: set[Statement] = set()
         self.uses: dict[Statement, dict[LiveRange, None]] = {}
@@ -177,13 +177,18 @@ class Iteration:
             total = plus(before, added)
             return None if total is None else total.past(_sum_past(before.padding, added.padding))
         if statement.op == "max":
-            in_blocks = self.ordered or (self.by_position and _is_point(added))
-            is_block = in_blocks and before.part is None and added.part is not None
-            return _largest(before, _block_maximum(statement) if is_block else added)
+            if before.part is None or added.part is None:
+                before, added = self._as_block(before, statement), self._as_block(added, statement)
+            return _largest(before, added)
         if statement.op == "prod" and not self._repeats(statement):
             product = times(before, added)
             return None if product is None else product.past(_product_past(before.padding, added.padding))
         return None
+
+    def _as_block(self, value: Value, statement: Statement) -> Value:
+        """What an iteration has of its own, known by the statement that takes it into a maximum."""
+        own = value.part is not None and (self.ordered or (self.by_position and _is_point(value)))
+        return _block_maximum(statement) if own else value
 
     def _repeats(self, statement: Statement) -> bool:
         """Whether one iteration runs the statement more than once on an element."""
@@ -221,7 +226,7 @@ class Iteration:
                 return _over_positions(statement, operand)
             if _is_point(operand) and not self.by_position:
                 return None
-        return None if over and operand.part is None else operand
+        return _over_others(statement, operand) if over and operand.part is None else operand
 
     def _is_free_load(self, access: Access, statement: Statement) -> bool:
         value = self._load(access, statement)
@@ -426,6 +431,16 @@ def _over_positions(statement: Statement, operand: Value) -> Value | None:
     if statement.op != "max" or part is None or part.level is not Level.POINT:
         return None
     return _block_maximum(statement)
+
+
+def _over_others(statement: Statement, operand: Value) -> Value | None:
+    """What a statement makes of elements that are all at one position: what they are scaled by is one for all, or has
+    no place in the target."""
+    if statement.op != "sum" or operand.atoms or operand.log is not None:
+        return None
+    if any(carried is not None for _, carried in operand.terms):
+        return None
+    return Value({}, {factor: type(part)(part.level) for factor, part in operand.terms.items()})
 
 
 def _block_maximum(statement: Statement) -> Value:

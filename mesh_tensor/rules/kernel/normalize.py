@@ -2,7 +2,8 @@
 
 Index bindings are inlined; regions have constant extents where they can; accesses through views become accesses to what
 they are views of; compound operations become what they are made of; grid loops that walk two dims at once become two
-loops; loops that end early go on, and do nothing; what a print is made of becomes one statement.
+loops; loops that end early go on, and do nothing; what a print is made of becomes one statement; rows on chip that
+nothing depends on go.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from mesh_tensor.tir.tile_position import as_helper
 from mesh_tensor.tir.user_reports import mark_prints
 from mesh_tensor.tir.views import resolve_views
 
+from .padded_blocks import narrow
+
 
 def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """The same kernel, in which every index is an expression of loop variables, and no memory goes by two names.
@@ -31,7 +34,7 @@ def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
     body = tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"])
     func = without_reducers(func if body.same_as(func.body) else func.with_body(body))
     func = with_early_fills(_with_plain_extents(with_plain_single_dims(_inline_bindings(func))))
-    return lengthen(unfuse(resolve_views(mark_prints(func))))
+    return narrow(lengthen(unfuse(resolve_views(mark_prints(func)))))
 
 
 def _with_plain_extents(func: tirx.PrimFunc) -> tirx.PrimFunc:

@@ -22,6 +22,7 @@ from mesh_tensor.tir.linear import Linear
 
 from .coordinates import Coordinates
 from .factors import Factor
+from .finite_blocks import has_finite_blocks
 from .iterations import Iteration
 from .live_ranges import LiveRange
 from .state_values import Atom, Level, Part, Terms, Value, add_rates
@@ -128,7 +129,8 @@ def _state(kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop)
     if not all(iteration.runs_alike(s) for s in explained) or not _stays_inside(explained, coordinates, loop, carried):
         return None
     guards = _guards(iteration, made[0])
-    if guards and not all(_starts_first(c, loop, kernel) for s in explained for c in s.conditions):
+    skips = [c for s in explained for c in s.conditions if not _starts_first(c, loop, kernel)]
+    if guards and skips and not all(has_finite_blocks(iteration, part.held) for part in made[0]):
         return None
     neutral, uses = iteration.adds, iteration.uses
     return State(loop, iteration.body[0].top, *made, explained, neutral, uses, guards, iteration.by_position)

@@ -1,0 +1,98 @@
+"""Whether every row has something that counts in every block that a loop handles.
+
+A running maximum then is no longer the lowest value after whichever block is the first, so that nothing but infinite
+data is ever taken from the lowest value, and it does not matter which blocks a loop skips."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from tvm import tirx
+
+from mesh_tensor.tir.constants import number
+from mesh_tensor.tir.effects import op_name
+from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.tile_ops import Fill, Gemm, Reduce
+
+from .iterations import Iteration
+from .live_ranges import LiveRange
+from .statements import Access, Statement
+
+
+def has_finite_blocks(iteration: Iteration, maximum: LiveRange) -> bool:
+    """Whether what a loop's iterations take the maximum of has, in every row, an element that no mask makes the lowest
+    value."""
+    value = iteration.value(maximum)
+    atom = None if value is None else value.atom
+    if atom is None or atom.key[0] != "max":
+        return False
+    blocks = [key[1] for key in atom.key[1] if key[0] == "block"]
+    return bool(blocks) and all(_is_finite(iteration, statement) for statement in blocks)
+
+
+def _is_finite(iteration: Iteration, statement: Statement) -> bool:
+    before = iteration.body[: iteration.body.index(statement) + 1]
+    made = [s for s in before if isinstance(s.tile_op, Reduce) and s.target.buffer.same_as(statement.target.buffer)]
+    if not made:
+        return False
+    record = made[-1].tile_op
+    assert isinstance(record, Reduce)
+    source = iteration.coordinates.ranges.of(made[-1].reads[0])
+    before = before[: before.index(made[-1])]
+    writes = [(s, write) for s, write in source.writes if s in before]
+    return bool(writes) and all(_keeps_finite(iteration, s, write, record.dim) for s, write in writes)
+
+
+def _keeps_finite(iteration: Iteration, statement: Statement, write: Access, dim: int) -> bool:
+    """Whether the statement leaves the first element of every row finite, if what it reads is."""
+    if isinstance(statement.tile_op, Gemm):
+        return True
+    if isinstance(statement.tile_op, Fill):
+        return _finite(statement.values[:1])
+    form = write.forms[dim]
+    if (
+        statement.tile_op is not None
+        or statement.op not in (None, "sum")
+        or not isinstance(statement.node, tirx.BufferStore)
+    ):
+        return False
+    var = next(iter(form.terms), None) if form is not None and not form.const else None
+    if form is None or var is None or form.terms != {var: 1} or not _starts_at_0(statement, var):
+        return False
+    first = tirx.stmt_functor.substitute(statement.values[0], {var: tirx.IntImm(var.dtype, 0)})
+    return all(_finite([part]) for part in _chosen(iteration, first, statement))
+
+
+def _chosen(iteration: Iteration, expr: tirx.PrimExpr, statement: Statement) -> Iterator[tirx.PrimExpr]:
+    """What a choice may come to where the statement runs."""
+    if op_name(expr) != "tirx.if_then_else":
+        yield expr
+        return
+    condition, then, otherwise = expr.args
+    analyzer = iteration.kernel.analyzer
+    known = [c for c in statement.conditions if not nodes(tirx.Evaluate(c), tirx.BufferLoad)]
+    inside: tirx.PrimExpr = tirx.const(True, "bool")
+    for loop in statement.loops:
+        inside = tirx.And(inside, tirx.And(loop.var >= loop.min, loop.var < loop.min + loop.extent))
+    with analyzer.constraint_scope(tirx.all(inside, *known)):
+        certain = analyzer.can_prove(condition)
+    yield from _chosen(iteration, then, statement)
+    if not certain:
+        yield from _chosen(iteration, otherwise, statement)
+
+
+def _finite(values: Sequence[tirx.PrimExpr]) -> bool:
+    """Whether no part of the expressions is an infinite constant."""
+    return bool(values) and all(
+        not math.isinf(found)
+        for value in values
+        for part in (value, *nodes(tirx.Evaluate(value), tirx.PrimExpr))
+        if isinstance(found := number(part), (int, float))
+    )
+
+
+def _starts_at_0(statement: Statement, var: tirx.Var) -> bool:
+    return any(
+        loop.var.same_as(var) and isinstance(loop.min, tirx.IntImm) and int(loop.min) == 0 for loop in statement.loops
+    )

@@ -1,0 +1,79 @@
+"""Stages by dynamic programming: as good as trying everything."""
+
+import random
+
+import pytest
+
+from mesh_tensor.searching.stages import Part, Question, cut_best
+
+
+def everything(question, parts=(), layers=None, devices=None):
+    """All ways to cut, of those that fit."""
+    layers = question.layers if layers is None else layers
+    devices = question.devices if devices is None else devices
+    if parts and not layers and not devices and question.fits(parts):
+        yield parts
+    for count in range(1, layers + 1 if devices else 1):
+        for data, model in question.sizes:
+            if data * model <= devices:
+                more = (*parts, Part(count, data, model))
+                yield from everything(question, more, layers - count, devices - data * model)
+
+
+def asked(seed):
+    """A question of random sizes, speeds and memory."""
+    rng = random.Random(seed)
+    speed = {(d, m): rng.uniform(0.3, 1) for d in range(1, 5) for m in (1, 2)}
+    sizes = [(1, 1), *(size for size in speed if rng.random() < 0.6 and size != (1, 1))]
+    before, after = rng.uniform(0, 2), rng.uniform(0, 2)
+
+    def seconds(part, first, last):
+        return (part.layers + before * first + after * last) * speed[part.data, part.model] / part.devices**0.7
+
+    def memory(part, first, last, held):
+        return (part.layers * (2 + held) + 3 * first + 2 * last) / part.devices
+
+    sizes_of = rng.randint(1, 5), rng.randint(1, 5), rng.randint(1, 6)
+    return Question(*sizes_of, sizes, seconds, memory, rng.uniform(2, 30))
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_as_good_as_everything(block):
+    fitting = 0
+    for seed in range(block * 25, block * 25 + 25):
+        question = asked(seed)
+        all_ways = [question.takes(parts) for parts in everything(question)]
+        found = cut_best(question)
+        assert (found is None) == (not all_ways)
+        if found is not None:
+            fitting += 1
+            assert question.takes(found) == pytest.approx(min(all_ways))
+            assert question.fits(found)
+            assert sum(part.layers for part in found) == question.layers
+            assert sum(part.devices for part in found) == question.devices
+    assert fitting > 10
+
+
+def test_a_slow_end_gets_more_devices():
+    """What comes after the layers takes as long as four of them: the last stage has two of three devices."""
+
+    def seconds(part, first, last):
+        return (part.layers + 4 * last) / part.devices
+
+    question = Question(5, 3, 64, [(1, 1), (2, 1)], seconds, lambda *_: 0, 1)
+    assert cut_best(question) == (Part(3, 1, 1), Part(2, 2, 1))
+
+
+def test_a_stage_that_holds_more_microbatches_needs_more_memory():
+    """The first of two stages keeps two microbatches: it gets fewer layers, though that takes longer."""
+
+    def seconds(part, first, last):
+        return float(part.layers)
+
+    def memory(part, first, last, held):
+        return part.layers * held
+
+    free, tight = (Question(6, 2, 8, [(1, 1)], seconds, memory, limit) for limit in (6, 4))
+    assert [part.layers for part in cut_best(free)] == [3, 3]
+    assert [part.layers for part in cut_best(tight)] == [2, 4]
+    assert cut_best(Question(6, 2, 8, [(1, 1)], seconds, memory, 3)) is None
