@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import tilelang.language as T
 from tvm import tirx
@@ -24,14 +25,18 @@ class SymbolicPoint:
     index: int
 
 
-def symbols_of(kernel: str) -> Iterator[tuple[str, ...]]:
-    """The sizes of a kernel that may be symbolic: each alone, and all together."""
+def symbols_of(kernel: str, first: int = 0) -> Iterator[tuple[str, ...]]:
+    """The sizes of a kernel that may be symbolic: each alone, and all together; beginning with the `first` of these
+    that may be, or the next one."""
     names = tuple(KERNELS[kernel].sizes[0])
-    for symbols in dict.fromkeys([*((name,) for name in names), names]):
+    choices = list(dict.fromkeys([*((name,) for name in names), names]))
+    start = first % len(choices)
+    for symbols in (*choices[start:], *choices[:start]):
         if built(kernel, symbols, 0) is not None:
             yield symbols
 
 
+@lru_cache(maxsize=16)
 def built(kernel: str, symbols: tuple[str, ...], size: int) -> tirx.PrimFunc | None:
     """The kernel with these sizes symbolic and the others those of a size; None if it can't be written so."""
     case = KERNELS[kernel]

@@ -66,7 +66,7 @@ class DiscoModule:
             )
         ports = {port.name: port for port in ports_of(plan)}
         machine = self._machine(plan)
-        params = zip((value.name for value in plan.graph.params), plan.made.inputs, strict=True)
+        params = zip(plan.params, plan.made.inputs, strict=True)
         held = [self.session.put(ports[port].arranged(tensors[name]).view(ports[port].shape)) for name, port in params]
         made = self.session.act("run", machine, WORKER_FUNC, *held)
         wanted = [(path, name) for path, name in _paths(plan.made.result)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ def generate(
         run: a module that takes `(ids, mask, positions, start)`, gives logits (batch, vocabulary) after the last id,
             and keeps what it needs of earlier ones: of `from_transformers`, or any of the same form. What it keeps is
             as it was first before the prompts.
-        ids: prompts, (batch, positions), whole tensors; on ranks the same on each.
+        ids: prompts, (rows, positions), whole tensors; on ranks the same on each. The module takes as many at a time as
+            its batch has: more come in turns, and where there are fewer, the last one fills the batch up.
         max_new_tokens: how many tokens follow at most; fewer if all rows have ended.
         attention_mask: 1 where `ids` are tokens and 0 before, where they are padding, of the same shape; None: all
             are tokens. Shorter prompts are padded on their left.
@@ -46,7 +48,7 @@ def generate(
         pad_token_id: what follows the end of a row; None: the first of `eos_token_id`.
 
     Returns:
-        (batch, positions + new tokens) ids: those given, and what follows.
+        (rows, positions + new tokens) ids: those given, and what follows.
 
     Raises:
         MeshTensorError: arguments that don't fit, all named, more tokens than the module has room for, or ranks
@@ -55,35 +57,60 @@ def generate(
     sampling, ends = Sampling(temperature, top_k, top_p, seed), _ends(eos_token_id)
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask
     pad = pad_token_id if pad_token_id is not None else next(iter(ends), 0)
-    length = _room(run, ids, mask, max_new_tokens)
+    batch, length = _room(run, ids, mask, max_new_tokens)
     _same_on_ranks(run, "arguments of generate", ids, mask, (max_new_tokens, sampling, ends, pad))
-    columns = torch.zeros((len(ids), length), dtype=torch.int64)
-    columns[:, : ids.shape[1]] = mask
-    positions = (mask.cumsum(-1) - 1).clamp(min=0).to(torch.int64)
-    made, filled = [ids.to(torch.int64)], 0
-    ended = torch.zeros(len(ids), dtype=torch.bool)
-    run.reset_state()
-    for number in range(max_new_tokens):
-        if number:
-            columns[:, filled] = 1
-            positions = positions[:, -1:] + 1
-        logits = run(made[-1], columns, positions, torch.tensor(filled))
-        filled += made[-1].shape[1]
-        tokens = torch.where(ended, pad, sampling.tokens(logits, number).cpu())
-        _same_on_ranks(run, f"token {number}", tokens)
-        made.append(tokens[:, None])
-        ended |= torch.isin(tokens, torch.tensor(ends, dtype=torch.int64))
-        if bool(ended.all()):
-            break
-    return torch.cat(made, dim=1)
+    turns = [slice(row, row + batch) for row in range(0, len(ids), batch)]
+    drawn = _Drawn(run, sampling, ends, pad, batch, length, max_new_tokens)
+    made = [drawn.rows(ids[turn].to(torch.int64), mask[turn], turn.start) for turn in turns]
+    widest = max(rows.shape[1] for rows in made)
+    return torch.cat([torch.nn.functional.pad(rows, (0, widest - rows.shape[1]), value=pad) for rows in made])
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """What follows prompts: `batch` rows of `length` positions at a time, and at most `most` tokens."""
+
+    run: MeshModule
+    sampling: Sampling
+    ends: tuple[int, ...]
+    pad: int
+    batch: int
+    length: int
+    most: int
+
+    def rows(self, ids: torch.Tensor, mask: torch.Tensor, first: int) -> torch.Tensor:
+        """At most `batch` prompts, the first of which has the number `first`, and the tokens that follow."""
+        count, width = ids.shape
+        ended = torch.arange(self.batch) >= count
+        places = torch.arange(self.batch).clamp(max=count - 1)
+        ids, mask = ids[places], mask[places]
+        columns = torch.zeros((self.batch, self.length), dtype=torch.int64)
+        columns[:, :width] = mask
+        positions = (mask.cumsum(-1) - 1).clamp(min=0).to(torch.int64)
+        made, filled = [ids], 0
+        self.run.reset_state()
+        for number in range(self.most):
+            if number:
+                columns[:, filled] = 1
+                positions = positions[:, -1:] + 1
+            logits = self.run(made[-1], columns, positions, torch.tensor(filled))
+            filled += made[-1].shape[1]
+            tokens = torch.where(ended, self.pad, self.sampling.tokens(logits, number, first).cpu())
+            _same_on_ranks(self.run, f"token {number}", tokens)
+            made.append(tokens[:, None])
+            ended = ended | torch.isin(tokens, torch.tensor(self.ends, dtype=torch.int64))
+            if bool(ended.all()):
+                break
+        return torch.cat(made, dim=1)[:count]
 
 
 def _ends(tokens: int | Sequence[int] | None) -> tuple[int, ...]:
     return () if tokens is None else (tokens,) if isinstance(tokens, int) else tuple(tokens)
 
 
-def _room(run: MeshModule, ids: Any, mask: Any, new: int) -> int:
-    """How many positions the module keeps, once it is known that prompts and `new` tokens fit into them."""
+def _room(run: MeshModule, ids: Any, mask: Any, new: int) -> tuple[int, int]:
+    """How many rows the module takes, and how many positions it keeps, once it is known that prompts and `new` tokens
+    fit into them."""
     if not isinstance(run, MeshModule):
         refuse(f"a {type(run).__name__} generates no tokens", fix="pass what distribute_module gives")
     shapes = [param.shape for param in run.inputs]
@@ -98,17 +125,17 @@ def _room(run: MeshModule, ids: Any, mask: Any, new: int) -> int:
     if not (type(ids) is torch.Tensor and type(mask) is torch.Tensor and ids.dim() == 2 and mask.shape == ids.shape):
         given = " and ".join(f"{type(t).__name__} {tuple(getattr(t, 'shape', ()))}" for t in (ids, mask))
         refuse(f"ids and mask are {given}", where="generate", fix="pass whole tensors (batch, positions), shaped alike")
-    if problems := _misfits(ids, mask, new, batch, length):
+    if problems := _misfits(ids, mask, new, length):
         refuse(problems, where="generate")
-    return length
+    return batch, length
 
 
-def _misfits(ids: torch.Tensor, mask: torch.Tensor, new: Any, batch: int, length: int) -> list[str]:
+def _misfits(ids: torch.Tensor, mask: torch.Tensor, new: Any, length: int) -> list[str]:
     problems = []
     if ids.is_floating_point() or ids.dtype == torch.bool:
         problems.append(f"ids are {ids.dtype}, but they have to be whole numbers")
-    if len(ids) != batch:
-        problems.append(f"there are {len(ids)} prompts, but the module keeps keys and values of {batch}")
+    if not len(ids):
+        problems.append("there are no prompts")
     if not (isinstance(new, int) and new >= 0):
         problems.append(f"max_new_tokens is {shown(new)}, but it has to be a number of tokens")
     elif ids.shape[1] + new - 1 > length:

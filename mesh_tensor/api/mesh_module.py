@@ -343,7 +343,7 @@ class MeshModule:
     def plan_as_passed(self) -> ModulePlan:
         """A plan whose parameters, weights too, are all in the order in which callers have them, on the axes that they
         have."""
-        if not self.plan.graph.stored and self.plan.refinement is None:
+        if not any(port.order for port in self.plan.ports) and self.plan.refinement is None:
             return self.plan
         return self._plans.new(self._sizes, (), whole_axes=True)
 

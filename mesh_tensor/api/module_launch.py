@@ -14,7 +14,7 @@ from mesh_tensor.runtime.virtual.launch import Launch
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import Target
 
-from .module_ports import ModulePort, Refined, constant_tensor, ports_of, state_results
+from .module_ports import ModulePort, Refined, constant_tensor, ports_of
 from .module_weights import HeldWeights
 
 
@@ -26,7 +26,7 @@ class ModuleLaunch:
         made = plan.made
         self._result = made.result
         self._ports = {port.name: port for port in ports_of(plan)}
-        self._inputs = dict(zip((value.name for value in plan.graph.params), made.inputs, strict=True))
+        self._inputs = dict(zip(plan.params, made.inputs, strict=True))
         self._held = {
             name: constant_tensor(constant, made.program.values[name]) for name, constant in made.constants.items()
         }
@@ -85,7 +85,7 @@ class ModuleLaunch:
         given = {self._inputs[name]: self._port(name).refine(tensor) for name, tensor in tensors.items()}
         given |= {self._inputs[name]: tensor for name, tensor in state.items()}
         known = {**self._held, **given, **self._run(given, {}, as_mesh_tensors=True)}
-        return known, {name: known[result] for name, result in state_results(self.plan).items()}
+        return known, {name: known[result] for name, result in self.plan.state.items()}
 
     def _tree(self, names: Any, values: Mapping[str, Any], as_mesh_tensors: bool) -> Any:
         if not isinstance(names, str):

@@ -6,11 +6,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tvm import ir
+
 from mesh_tensor.annotations.module_annotations import ModuleAnnotations
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
+from mesh_tensor.plan.fewer_layers import FewerLayers, fewer_layers
+from mesh_tensor.program.families import PlanFamilies
 from mesh_tensor.program.from_graph import Kernels
 from mesh_tensor.program.plan_module import ModulePlan, plan_module
 from mesh_tensor.runtime.module_inputs import bound
@@ -33,6 +37,7 @@ class ModulePlans:
     sub_axes: bool
     machine: Machine | None = None
     _known: Recent[tuple, ModulePlan] = field(default_factory=lambda: Recent(MODULE_SIZES))
+    _families: dict[frozenset[str], PlanFamilies] = field(default_factory=dict)
 
     def key(self, sizes: Mapping[Any, int]) -> tuple[int, ...]:
         """The sizes in the order of the symbols."""
@@ -49,21 +54,38 @@ class ModulePlans:
         key = (self.key(sizes), whole_axes)
         plan = self._known.get(key)
         if plan is None:
-            plan = self.new(sizes, held, whole_axes)
-            self._check(plan)
+            plan = self._sized(sizes, held) if self.symbols and not whole_axes else self.new(sizes, held, whole_axes)
             self._known.put(key, plan)
         return plan
 
-    def new(self, sizes: Mapping[Any, int], held: Collection[str], whole_axes: bool) -> ModulePlan:
-        """Like `of`, but made anew, and not kept."""
+    def _sized(self, sizes: Mapping[Any, int], held: Collection[str]) -> ModulePlan:
+        """A plan for these sizes, as others of their family."""
+        names = frozenset(held)
+        if names not in self._families:
+            stated = self.stated
+
+            def plan(key: tuple[int, ...], fewer: FewerLayers | None) -> ModulePlan:
+                module = None if fewer is None else fewer.module
+                return self.new(dict(zip(self.symbols, key, strict=True)), names, False, module)
+
+            def fewer(copies: int) -> FewerLayers | None:
+                return fewer_layers(stated.module, self.function, stated.annotations, names, copies)
+
+            self._families[names] = PlanFamilies(plan, fewer)
+        return self._families[names].of(self.key(sizes))
+
+    def new(
+        self, sizes: Mapping[Any, int], held: Collection[str], whole_axes: bool, module: ir.IRModule | None = None
+    ) -> ModulePlan:
+        """Like `of`, but made anew, and not kept; of a `module` that is not the whole one, if it is given."""
         if whole_axes and self.stated.mesh != self.mesh:
             refuse(
                 f"the module is annotated for parts of axes, {self.stated.mesh}, and Disco takes none apart",
                 where=f"module function {self.function!r} on {self.mesh}",
                 fix="use a mesh that has these parts as axes of its own",
             )
-        return plan_module(
-            bound(self.stated.module, self.function, sizes),
+        plan = plan_module(
+            bound(self.stated.module if module is None else module, self.function, sizes),
             self.function,
             self.stated.mesh,
             self.stated.annotations,
@@ -76,6 +98,8 @@ class ModulePlans:
             sub_axes=self.sub_axes and not self.strict and not whole_axes,
             machine=self.machine,
         )
+        self._check(plan)
+        return plan
 
     def _check(self, plan: ModulePlan) -> None:
         if not self.strict or not plan.layouts.conflicts:

@@ -14,8 +14,7 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.base.sub_axes import Refinement
 from mesh_tensor.plan.atoms import Sizes, made_plain, plain_sharding
-from mesh_tensor.plan.explicit import forms_in
-from mesh_tensor.plan.ir import Interleaved, leaves
+from mesh_tensor.plan.ir import Interleaved
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Value
 from mesh_tensor.runtime.placement import layout_of
@@ -154,21 +153,8 @@ def _relabel(tensor: MeshTensor, shape: tuple[int, ...], sharding: Sharding) -> 
 
 def ports_of(plan: ModulePlan) -> list[ModulePort]:
     """The parameters and results of a plan, on the boundary."""
-    explicit = plan.explicit
-    forms = dict.fromkeys([*explicit.params, *forms_in(explicit.result)])
-    stored = plan.graph.stored
-    return [
-        ModulePort(
-            form.name, form.dtype, plan.atoms.of[form.value], form.sharding, stored.get(form.value), plan.refinement
-        )
-        for form in forms
-    ]
-
-
-def state_results(plan: ModulePlan) -> dict[str, str]:
-    """Parameter -> the result of the program that replaces it in the next call."""
-    names = dict(zip(leaves(plan.graph.result), forms_in(plan.explicit.result), strict=True))
-    return {replaced.name: names[result].name for result, replaced in plan.graph.state.items()}
+    parts = plan.refinement
+    return [ModulePort(port.name, port.dtype, port.dims, port.sharding, port.order, parts) for port in plan.ports]
 
 
 def _interleaved(tensor: torch.Tensor, order: Interleaved) -> torch.Tensor:
@@ -186,8 +172,7 @@ def _in_sections(tensor: torch.Tensor, order: Interleaved) -> torch.Tensor:
 def parameter_layouts(plan: ModulePlan) -> dict[str, Sharding]:
     """How the parameters lie, over the caller's dims; what has no name there is replicated."""
     ports = {port.name: port for port in ports_of(plan)}
-    names = zip((value.name for value in plan.graph.params), plan.made.inputs, strict=True)
-    return {param: ports[name].named for param, name in names}
+    return {param: ports[name].named for param, name in zip(plan.params, plan.made.inputs, strict=True)}
 
 
 def result_layouts(plan: ModulePlan) -> tuple[Sharding, ...]:

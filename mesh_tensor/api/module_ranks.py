@@ -25,7 +25,7 @@ from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import Target
 
-from .module_ports import ModulePort, Refined, constant_tensor, ports_of, state_results
+from .module_ports import ModulePort, Refined, constant_tensor, ports_of
 from .module_weights import HeldWeights
 
 
@@ -45,7 +45,7 @@ class RankModuleLaunch:
         program = with_overlap_on(ranks.machine, made.program) if overlap == "auto" else made.program
         self._run, self._result = RankLaunch(program, target, ranks, faults), made.result
         self._ports = {port.name: port for port in ports_of(plan)}
-        self._inputs = dict(zip((value.name for value in plan.graph.params), made.inputs, strict=True))
+        self._inputs = dict(zip(plan.params, made.inputs, strict=True))
         values = made.program.values
         self._held = {n: constant_tensor(c, values[n]).padded_tile(ranks.rank) for n, c in made.constants.items()}
         self._held |= {self._inputs[name]: self._weight(name, weights) for name in weights}
@@ -142,7 +142,7 @@ class RankModuleLaunch:
         known |= {self._inputs[name]: self._enter(name, tensor) for name, tensor in tensors.items()}
         self.lane.run(self._digest)
         made = {**known, **self._run(known, {})}
-        return made, {name: made[result] for name, result in state_results(self.plan).items()}
+        return made, {name: made[result] for name, result in self.plan.state.items()}
 
     def _weight(self, name: str, weights: HeldWeights) -> torch.Tensor:
         """This rank's part of a weight. That of a DTensor may take a collective, so all ranks have to ask at once."""

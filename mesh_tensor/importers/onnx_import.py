@@ -20,7 +20,7 @@ from mesh_tensor.annotations.names import renamed_parameters
 from mesh_tensor.base.errors import MeshTensorError, refuse
 
 from .imported import ImportedModule, identifiers
-from .onnx_recurrent import lstm_nodes
+from .onnx_recurrent import CELLS, recurrent_nodes
 from .onnx_sizes import check_sizes, settle_names
 
 _WHOLE = {6, 7}  # onnx.TensorProto's int32 and int64
@@ -243,9 +243,9 @@ def _group_norm(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) ->
     ]
 
 
-def _lstm(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> list[Any]:
+def _recurrent(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> list[Any]:
     """Step by step."""
-    return lstm_nodes(onnx, node, _shape(graph, node.input[0]))
+    return recurrent_nodes(onnx, node, _shape(graph, node.input[0]))
 
 
 def _shape(graph: Any, name: str) -> list[int | str] | None:
@@ -259,7 +259,7 @@ def _shape(graph: Any, name: str) -> list[int | str] | None:
 
 _REWRITTEN = {
     "GroupNormalization": _group_norm,
-    "LSTM": _lstm,
+    **dict.fromkeys(CELLS, _recurrent),
     "Dropout": _dropout,
     "RMSNormalization": _rms_norm,
     "LayerNormalization": _layer_norm,

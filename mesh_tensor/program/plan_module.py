@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,14 +11,15 @@ from tvm import ir
 from mesh_tensor.base.garbage import uncollected
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.base.sub_axes import Refinement
 from mesh_tensor.lowering.tile_calls import TileCalls
-from mesh_tensor.plan.atoms import Atoms, find_atoms
+from mesh_tensor.plan.atoms import Atoms, Sizes, find_atoms
 from mesh_tensor.plan.expansions import expand
-from mesh_tensor.plan.explicit import ExplicitGraph
+from mesh_tensor.plan.explicit import ExplicitGraph, forms_in
 from mesh_tensor.plan.index_checks import IndexCheck, index_checks
 from mesh_tensor.plan.interleave import interleave
-from mesh_tensor.plan.ir import Graph
+from mesh_tensor.plan.ir import Graph, Interleaved, leaves
 from mesh_tensor.plan.merged_dims import with_merged_dims
 from mesh_tensor.plan.node_rules import node_rules
 from mesh_tensor.plan.prices import prices_on
@@ -35,8 +36,8 @@ from .relax_module import relax_module
 
 
 @dataclass(frozen=True)
-class ModulePlan:
-    """A function of a module, planned for a mesh: every stage of its way."""
+class Stages:
+    """What was made on the way of a function to its Program, `made`."""
 
     graph: Graph
     atoms: Atoms
@@ -44,22 +45,68 @@ class ModulePlan:
     explicit: ExplicitGraph
     calls: TileCalls
     made: ModuleProgram
+
+
+@dataclass(frozen=True)
+class Port:
+    """A parameter or a result of a Program: `dims` are the atoms of each of its dims, `sharding` lies over all atoms.
+    `order`: in which order the program has a dim, if that is not the caller's."""
+
+    name: str
+    dtype: str
+    dims: tuple[Sizes, ...]
+    sharding: Sharding
+    order: Interleaved | None
+
+
+@dataclass(frozen=True, eq=False)
+class ModulePlan:
+    """A function of a module, planned for a mesh. `ports`: its parameters and results; `params`: its parameters' names,
+    in order; `state`: by parameter, the result that replaces it in the next call; `index_checks`: what elements of
+    arguments have to be, because they are looked up. `stages` finds what was made on the way, for the same sizes."""
+
+    made: ModuleProgram
+    ports: tuple[Port, ...]
+    params: tuple[str, ...]
+    state: Mapping[str, str]
+    index_checks: tuple[IndexCheck, ...]
     base: Mesh
+    stages: Callable[[], Stages]
+
+    @property
+    def mesh(self) -> Mesh:
+        """The program's mesh."""
+        return self.made.program.mesh
 
     @cached_property
     def refinement(self) -> Refinement | None:
         """How the caller's mesh, `base`, became the plan's, if axes of it are taken apart."""
-        return None if self.base == self.graph.mesh else Refinement.between(self.base, self.graph.mesh)
+        return None if self.base == self.mesh else Refinement.between(self.base, self.mesh)
 
     @cached_property
     def local_module(self) -> ir.IRModule:
         """The Relax module that one device runs."""
-        return relax_module(self.made)
+        return relax_module(self.stages().made)
 
-    @cached_property
-    def index_checks(self) -> tuple[IndexCheck, ...]:
-        """What elements of arguments have to be, because they are looked up."""
-        return index_checks(self.graph)
+    @property
+    def graph(self) -> Graph:
+        """What the function was read as."""
+        return self.stages().graph
+
+    @property
+    def atoms(self) -> Atoms:
+        """What the dims of its values are made of."""
+        return self.stages().atoms
+
+    @property
+    def layouts(self) -> Layouts:
+        """The layout of every value."""
+        return self.stages().layouts
+
+    @property
+    def explicit(self) -> ExplicitGraph:
+        """The graph with every change of layout."""
+        return self.stages().explicit
 
 
 def plan_module(
@@ -161,4 +208,11 @@ def plan_graph(
     explicit = insert_reshards(graph, atoms, layouts)
     calls = TileCalls(atoms)
     made = to_program(explicit, calls, kernels or {}, overlap, check_indices=check_indices)
-    return ModulePlan(graph, atoms, layouts, explicit, calls, made, graph.mesh)
+    stages = Stages(graph, atoms, layouts, explicit, calls, made)
+    forms = dict.fromkeys([*explicit.params, *forms_in(explicit.result)])
+    stored = graph.stored
+    ports = [Port(f.name, f.dtype, atoms.of[f.value], f.sharding, stored.get(f.value)) for f in forms]
+    results = dict(zip(leaves(graph.result), forms_in(explicit.result), strict=True))
+    state = {replaced.name: results[result].name for result, replaced in graph.state.items()}
+    params = tuple(value.name for value in graph.params)
+    return ModulePlan(made, tuple(ports), params, state, index_checks(graph), graph.mesh, lambda: stages)

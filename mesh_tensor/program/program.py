@@ -46,7 +46,7 @@ class Value:
     storage: str
     slab: Slab | None = None
 
-    @property
+    @cached_property
     def tile_shape(self) -> tuple[int, ...]:
         """The shape that every device allocates: ceildiv(dim, axis sizes)."""
         return self.sharding.tile_shape(self.shape)

@@ -37,8 +37,9 @@ class Sampling:
         if problems:
             refuse(problems, where="how tokens are drawn", fix="pass temperature=1.0 to draw, 0 for the likeliest")
 
-    def tokens(self, logits: torch.Tensor, number: int) -> torch.Tensor:
-        """The next token of each row of the logits (batch, vocabulary), the `number`th of those drawn in it.
+    def tokens(self, logits: torch.Tensor, number: int, first: int = 0) -> torch.Tensor:
+        """The next token of each row of the logits (batch, vocabulary), the `number`th of those drawn in it. Rows are
+        counted from `first`.
 
         Raises:
             MeshTensorError: logits that are NaN, or rows without a finite one.
@@ -49,7 +50,7 @@ class Sampling:
         if self.temperature == 0:
             return largest.indices
         rows = logits.to("cpu", torch.float64).numpy()
-        drawn = [self._drawn(row, index, number) for index, row in enumerate(rows)]
+        drawn = [self._drawn(row, index, number) for index, row in enumerate(rows, first)]
         return torch.tensor(drawn, dtype=torch.int64, device=logits.device)
 
     def kept(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -19,13 +19,14 @@ from mesh_tensor.rules.operator.vjp import VJP, vjp_of
 
 from .dtypes import torch_dtype
 from .kernels import Target
-from .straight_line import Line, StraightLine, TileCall
+from .straight_line import Line, Shape, StraightLine, TileCall
 from .torch_ops import ALWAYS_NEW, Valid, can_be_recorded, recorded, untyped_function
 
 TileFunction = Callable[..., list[torch.Tensor]]
+Shapes = tuple[Shape, ...]
 
 
-_KNOWN: Recent[tuple, Callable[..., Any]] = Recent(4096)  # of alike calls, as in a model's layers
+_KNOWN: Recent[tuple, TileCall] = Recent(4096)  # of alike calls, as in a model's layers
 
 
 def tile_functions(step: OpStep, program: Program, ranks: Sequence[int], target: Target) -> list[TileFunction]:
@@ -171,23 +172,25 @@ def _tile_function(step: OpStep, program: Program, rank: int, target: Target) ->
 
 
 def _tile_call(step: OpStep, program: Program, rank: int, target: Target) -> TileCall:
-    call, mesh = step.call, program.mesh
+    """A step on a rank; alike steps, as those of a model's layers, share theirs."""
+    values, mesh, call = program.values, program.mesh, step.call
+    comes = tuple([values[name].tile_shape for name in step.args])
+    gives = tuple([values[name].tile_shape for name in step.results])
+    lies = comes, gives, tuple([name in step.whole for name in step.results])
     if step.kernel is not None:
-        function = _kernel_function(step.kernel, call, target)
-    else:
-        place = rank if differs_by_rank(step) else 0, _valid(step, program, rank)
-        function = _KNOWN.made((call, mesh, place), lambda: untyped_function(call, mesh, *place))
-    stored = [program.values[name].tile_shape for name in step.args]
-    tiles = [program.values[name].tile_shape for name in step.results]
-    return TileCall(
-        function,
-        comes=tuple(stored),
-        takes=tuple([tensor.shape for tensor in call.inputs]),
-        makes=tuple([tensor.shape for tensor in call.outputs]),
-        gives=tuple(tiles),
-        dtypes=tuple([torch_dtype(out.dtype) for out in call.outputs]),
-        whole=tuple([name in step.whole for name in step.results]),
-    )
+        return _lying(call, _kernel_function(step.kernel, call, target), *lies)
+    place = rank if differs_by_rank(step) else 0, _valid(step, program, rank)
+    key = call, mesh, place, lies
+    return _KNOWN.made(key, lambda: _lying(call, untyped_function(call, mesh, *place), *lies))
+
+
+def _lying(
+    call: OpCall, function: Callable[..., Any], comes: Shapes, gives: Shapes, whole: tuple[bool, ...]
+) -> TileCall:
+    """A function for a call, of tiles that are kept in these shapes."""
+    takes, makes = (tuple([tensor.shape for tensor in tensors]) for tensors in (call.inputs, call.outputs))
+    dtypes = tuple([torch_dtype(out.dtype) for out in call.outputs])
+    return TileCall(function, comes, takes, makes, gives, dtypes, whole)
 
 
 def _refuse_failed(step: OpStep, error: Exception) -> NoReturn:

@@ -69,6 +69,27 @@ def test_greedy_tokens_are_the_models_own(made, runs, name):
     assert torch.equal(mt.generate(runs[name], ids, 12, attention_mask=mask), expected)
 
 
+@pytest.mark.parametrize("rows", [(1,), (2, 0), (0, 1, 2, 1, 0, 2, 1)], ids=len)
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "top_p": 0.9}], ids=str)
+def test_fewer_and_more_prompts_than_the_batch(made, runs, rows, options):
+    """A batch is filled up, or there are several; what is drawn goes by the row's number among all."""
+    ids, mask = (tensor[list(rows)] for tensor in prompts())
+    expected = alone(made[0], ids, mask, 6, Sampling(**options))
+    assert torch.equal(mt.generate(runs["square"], ids, 6, attention_mask=mask, **options), expected)
+
+
+def test_turns_that_end_after_different_numbers_of_tokens(made, runs):
+    ids, mask = (tensor[[1, 1, 1, 0]] for tensor in prompts())
+    expected = alone(made[0], ids, mask, 8)
+    end, other = int(expected[0, 6]), expected[3, 5:].tolist()
+    assert end not in other[:2]
+    found = mt.generate(runs["two"], ids, 8, attention_mask=mask, eos_token_id=end, pad_token_id=0)
+    upto = 6 + (expected[0, 5:] == end).int().argmax() - 1
+    assert torch.equal(found[:3, : upto + 1], expected[:3, : upto + 1])
+    assert not found[:3, upto + 1 :].any()
+    assert found.shape[1] == 5 + (other.index(end) + 1 if end in other else 8)
+
+
 @pytest.mark.parametrize("options", [{"temperature": 0.8, "top_k": 9, "seed": 3}, {"temperature": 1.5, "top_p": 0.9}])
 def test_drawn_tokens_are_the_same_on_any_mesh(made, runs, options):
     ids, mask = prompts()

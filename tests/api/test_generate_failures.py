@@ -20,7 +20,7 @@ def run():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"ids": torch.ones(3, 3, dtype=torch.long)}, "there are 3 prompts, but the module keeps keys and values of 2"),
+        ({"ids": torch.ones(0, 3, dtype=torch.long)}, "there are no prompts"),
         ({"max_new_tokens": 7}, "prompts of 3 positions and 7 new tokens need 9 positions, but the module keeps 8"),
         ({"max_new_tokens": -1}, "max_new_tokens is -1"),
         ({"ids": torch.ones(2, 3)}, "ids are torch.float32"),

@@ -1,4 +1,4 @@
-"""LSTMs and group norms of ONNX: in smaller operators, as onnx's reference has them; what isn't understood is named."""
+"""LSTMs, GRUs, RNNs and group norms of ONNX: in smaller operators; what isn't understood is named."""
 
 import re
 
@@ -21,7 +21,7 @@ def saved(path, op, shape, weights, outputs=1, opset=21, **options):
         if size
     ]
     node = make.make_node(op, ["x", *names], [f"y{n}" for n in range(outputs)], **options)
-    ranks = [len(shape) + (op == "LSTM"), 3, 3][:outputs]
+    ranks = [len(shape) + (op in ("LSTM", "GRU", "RNN")), 3, 3][:outputs]
     made = [make.make_tensor_value_info(f"y{n}", kind, [f"y{n}d{i}" for i in range(r)]) for n, r in enumerate(ranks)]
     graph = make.make_graph([node], "main", [make.make_tensor_value_info("x", kind, shape)], made, given)
     model = make.make_model(graph, opset_imports=[make.make_opsetid("", opset)], ir_version=10)
@@ -53,6 +53,96 @@ def test_lstm(tmp_path, options):
     expected = mt.run_sequential(module.mod, [x, *module.params.values()])
     run = mt.distribute_module(module, {"x": 2, "y": 2}, {"x": {"x": 1}, "b": {"y": 1}}, poison=True)
     torch.testing.assert_close(run(x), expected)
+
+
+def in_torch(kind, x, weights, first, options):
+    """torch's GRU or RNN; it has the gates of a GRU in another order: reset, keep, new."""
+    both = options.get("direction") == "bidirectional"
+    make = {"GRU": torch.nn.GRU, "RNN": torch.nn.RNN}[kind]
+    more = {"nonlinearity": options.get("activations", ["Tanh"])[0].lower()} if kind == "RNN" else {}
+    model = make(FEATURES, HIDDEN, bidirectional=both, **more)
+    biases = weights["c"].chunk(2, 1) if "c" in weights else [torch.zeros(1 + both, weights["a"].shape[1])] * 2
+    for number in range(1 + both):
+        names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        given = dict(zip(names, (weights["a"], weights["b"], *biases), strict=True))
+        for name, tensor in given.items():
+            parts = tensor[number].split(HIDDEN)
+            ordered = torch.cat([parts[1], parts[0], parts[2]]) if kind == "GRU" else tensor[number]
+            getattr(model, f"{name}_l0{'_reverse' * number}").data = ordered
+    with torch.no_grad():
+        turned = x.flip(0) if options.get("direction") == "reverse" else x
+        every, last = model(turned, first)
+    every = every.flip(0) if options.get("direction") == "reverse" else every
+    return every.unflatten(2, (1 + both, HIDDEN)).transpose(1, 2), last
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("GRU", {"linear_before_reset": 1}),
+        ("GRU", {"linear_before_reset": 1, "direction": "bidirectional"}),
+        ("GRU", {"linear_before_reset": 1, "direction": "reverse", "opset": 11}),
+        ("RNN", {}),
+        ("RNN", {"direction": "bidirectional", "activations": ["Relu", "Relu"]}),
+        ("RNN", {"direction": "reverse"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("bias", "has_first"), [(True, False), (False, True)])
+def test_gru_and_rnn(tmp_path, kind, options, bias, has_first):
+    gates, directions = {"GRU": 3, "RNN": 1}[kind] * HIDDEN, 1 + (options.get("direction") == "bidirectional")
+    state = (directions, BATCH, HIDDEN) if has_first else None
+    shapes = [(directions, gates, FEATURES), (directions, gates, HIDDEN), (directions, 2 * gates) if bias else None]
+    path = saved(
+        tmp_path / "r.onnx",
+        kind,
+        (POSITIONS, BATCH, FEATURES),
+        [*shapes, None, state],
+        2,
+        hidden_size=HIDDEN,
+        **options,
+    )
+    known = "activations" not in options  # by onnx's reference
+    module, x = mt.from_onnx(path, check=known), torch.randn(POSITIONS, BATCH, FEATURES)
+    expected = in_torch(kind, x, module.params, module.params.get("e"), options)
+    run = mt.distribute_module(module, {"x": 2, "y": 2}, {"x": {"x": 1}, "b": {"y": 1}}, poison=True)
+    torch.testing.assert_close(run(x), expected)
+
+
+@pytest.mark.parametrize("has_first", [True, False])
+def test_a_gru_that_resets_the_state(tmp_path, has_first):
+    """torch has none; next to ONNX's formulas, written down."""
+    state = (1, BATCH, HIDDEN) if has_first else None
+    shapes = [(1, 3 * HIDDEN, FEATURES), (1, 3 * HIDDEN, HIDDEN), (1, 6 * HIDDEN), None, state]
+    path = saved(tmp_path / "gru.onnx", "GRU", (POSITIONS, BATCH, FEATURES), shapes, 2, hidden_size=HIDDEN)
+    module, x = mt.from_onnx(path), torch.randn(POSITIONS, BATCH, FEATURES)
+    (wz, wr, wh), (rz, rr, rh) = (module.params[name][0].split(HIDDEN) for name in "ab")
+    wbz, wbr, wbh, rbz, rbr, rbh = module.params["c"][0].split(HIDDEN)
+    h = module.params["e"][0] if has_first else torch.zeros(BATCH, HIDDEN)
+    every = []
+    for row in x:
+        z = torch.sigmoid(row @ wz.T + h @ rz.T + wbz + rbz)
+        r = torch.sigmoid(row @ wr.T + h @ rr.T + wbr + rbr)
+        h = (1 - z) * torch.tanh(row @ wh.T + (r * h) @ rh.T + rbh + wbh) + z * h
+        every.append(h)
+    run = mt.distribute_module(module, {"x": 2}, {"x": {"x": 1}}, poison=True)
+    torch.testing.assert_close(run(x), (torch.stack(every)[:, None], h[None]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("GRU", {"activations": ["HardSigmoid", "Tanh"]}, "activations are ['HardSigmoid', 'Tanh']"),
+        ("RNN", {"activations": ["Relu", "Tanh"]}, "activations are ['Relu', 'Tanh']"),
+        ("RNN", {"clip": 2.0, "layout": 1}, "it has the option 'layout'"),
+    ],
+)
+def test_grus_and_rnns_that_are_refused(tmp_path, kind, options, said):
+    gates = {"GRU": 3, "RNN": 1}[kind] * HIDDEN
+    shapes = [(1, gates, FEATURES), (1, gates, HIDDEN)]
+    path = saved(tmp_path / "r.onnx", kind, (POSITIONS, BATCH, FEATURES), shapes, 2, hidden_size=HIDDEN, **options)
+    with pytest.raises(mt.MeshTensorError, match=f"(?s){re.escape(said)}.*'y0' \\({kind}\\)"):
+        mt.from_onnx(path)
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 5), (2, 8, 3, 2), (2, 8, 3, "width")])

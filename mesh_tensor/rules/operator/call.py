@@ -40,9 +40,9 @@ class OpCall:
     def kind(self) -> tuple:
         """Equal for calls that differ in nothing but the values of their operands."""
         expr = self.expr
-        attrs = None if expr.attrs is None else _Structure(expr.attrs)
+        attrs = None if expr.attrs is None else Structure(expr.attrs)
         arguments = tuple([_kind_of(arg) for arg in expr.args[:]])
-        infos = tuple([_Structure(info) for info in expr.sinfo_args[:]])
+        infos = tuple([Structure(info) for info in expr.sinfo_args[:]])
         return self.name, self.inputs, self.outputs, attrs, arguments, infos
 
     def on(self, tensors: Sequence[relax.Expr]) -> relax.Call:
@@ -71,7 +71,7 @@ def _replaced(arg: relax.Expr, tensors: Iterator[relax.Expr]) -> relax.Expr:
     return next(tensors) if _has_tensor(arg) else arg
 
 
-class _Structure:
+class Structure:
     """A TVM object, equal to those of the same structure."""
 
     def __init__(self, node: Any) -> None:
@@ -81,14 +81,14 @@ class _Structure:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Structure) and tvm.ir.structural_equal(self._node, other._node)
+        return isinstance(other, Structure) and tvm.ir.structural_equal(self._node, other._node)
 
 
 def _kind_of(arg: relax.Expr) -> Any:
     """An argument, of which tensors only count in number."""
     if isinstance(arg, relax.Tuple):
         return tuple(_kind_of(field) for field in arg.fields)
-    return len(tensor_infos(arg.struct_info)) or _Structure(arg)
+    return len(tensor_infos(arg.struct_info)) or Structure(arg)
 
 
 def op_call(expr: relax.Call) -> OpCall:

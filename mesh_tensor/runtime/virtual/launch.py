@@ -59,7 +59,8 @@ class Launch:
         there = [port for port in self._ports if port.name in self._fixed and not port.overwritten and port.input]
         for port in there:
             self._hold(self._first, port, self._fixed[port.name], direct=False, apart=True)
-        self._entries = [port for port in self._ports if port.input is not None and port not in there]
+        held = {port.name for port in there}
+        self._entries = [port for port in self._ports if port.input is not None and port.name not in held]
         self._exits = [port for port in self._ports if port.output is not None]
 
     def __call__(

@@ -196,9 +196,9 @@ def _one_by_one(work: Callable[[int], None], count: int) -> None:
 
 def _check_storages(program: Program) -> None:
     for value in program.values.values():
-        if value.slab is not None:
-            continue
         other = program.stored[value.storage]
+        if value.slab is not None or other is value:
+            continue
         if (other.tile_shape, other.dtype) != (value.tile_shape, value.dtype):
             raise AssertionError(
                 f"program {program.name}: {other.name} and {value.name} can't share storage {value.storage!r}: "
