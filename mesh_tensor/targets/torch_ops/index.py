@@ -1,4 +1,4 @@
-"""Operators that read or write where an index tensor says, and those that sort."""
+"""Operators that read where an index tensor says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from mesh_tensor.base.dtypes import poison_value
 from mesh_tensor.base.errors import refuse
@@ -41,7 +40,7 @@ def _rows(call: OpCall, dim: int, shape: tuple[int, ...], size: int, mode: str, 
     """The rows along `dim` (of `size`) that an index tensor names, in this shape."""
     if mode not in ("fast", "clip", "nan", "wrap"):
         refuse(f"R.take has no mode {mode!r} here", where=str(call.expr), fix="use fast, clip, nan or wrap")
-    check = _Range(call, place, from_end=mode == "fast")
+    check = Range(call, place, from_end=mode == "fast")
 
     def rows(x: Tensor, index: Tensor) -> Tensor:
         tile, index = index, index.reshape(-1).long()
@@ -57,7 +56,7 @@ def _rows(call: OpCall, dim: int, shape: tuple[int, ...], size: int, mode: str, 
         found = x.index_select(dim, index)
         if valid is not None:
             lanes = [-1 if d == dim else 1 for d in range(x.ndim)]
-            found = torch.where(valid.reshape(lanes), found, _poison(found))
+            found = torch.where(valid.reshape(lanes), found, poison_like(found))
         return found.reshape(shape)
 
     return rows
@@ -94,7 +93,7 @@ class _Held:
         made = torch.where(mine.reshape(lanes), made, torch.zeros((), dtype=made.dtype, device=made.device))
         if self._first:
             return made
-        return torch.where(((index < 0) | (index >= self.size)).reshape(lanes), _poison(made), made)
+        return torch.where(((index < 0) | (index >= self.size)).reshape(lanes), poison_like(made), made)
 
 
 @placed_torch_op("mesh.local_take")
@@ -139,7 +138,7 @@ def _local_gather(call: OpCall, place: Place) -> Function:
     return local_gather
 
 
-class _Range:
+class Range:
     """Checks indices against a dim's size; negative ones count from its end (`from_end`), which is what frontends mean
     by them unless they say otherwise. Those outside are refused, on whole tensors and in what is valid of a tile; what
     else is outside is brought inside, and which ones were inside already comes along (None: all)."""
@@ -179,19 +178,19 @@ def refuse_outside(call: OpCall, index: Tensor, lowest: int, size: int) -> None:
         )
 
 
-def _poison(like: Tensor) -> Tensor:
+def poison_like(like: Tensor) -> Tensor:
     return torch.tensor(poison_value(dtype_name(like.dtype)), dtype=like.dtype, device=like.device)
 
 
 @placed_torch_op("gather_elements")
 def _gather_elements(call: OpCall, place: Place) -> Function:
     dim = call.axis(call.attr("axis"))
-    size, check = call.inputs[0].shape[dim], _Range(call, place)
+    size, check = call.inputs[0].shape[dim], Range(call, place)
 
     def gather(x: Tensor, index: Tensor) -> Tensor:
         index, valid = check(index.long(), size, (1, index))
         found = torch.gather(x, dim, index)
-        return found if valid is None else torch.where(valid, found, _poison(found))
+        return found if valid is None else torch.where(valid, found, poison_like(found))
 
     return gather
 
@@ -203,7 +202,7 @@ def _gather_nd(call: OpCall, place: Place) -> Function:
     batch, count = call.attr("batch_dims", 0), indices.shape[-1]
     indexed = data.shape[batch : batch + count]
     batches, shape = math.prod(data.shape[:batch]), call.outputs[0].shape
-    linear = _Linear(_Range(call, place), indexed)
+    linear = Linear(Range(call, place), indexed)
     rest = math.prod(data.shape[batch + count :])
 
     def gather_nd(x: Tensor, index: Tensor) -> Tensor:
@@ -211,16 +210,16 @@ def _gather_nd(call: OpCall, place: Place) -> Function:
         places = places.reshape(batches, -1, 1).expand(-1, -1, rest)
         found = torch.gather(x.reshape(batches, math.prod(indexed), rest), 1, places)
         if valid is not None:
-            found = torch.where(valid.reshape(batches, -1, 1), found, _poison(found))
+            found = torch.where(valid.reshape(batches, -1, 1), found, poison_like(found))
         return found.reshape(shape)
 
     return gather_nd
 
 
-class _Linear:
+class Linear:
     """Positions (rows of indices, one column per dim) as indices into these dims, flattened."""
 
-    def __init__(self, check: _Range, sizes: tuple[int, ...]) -> None:
+    def __init__(self, check: Range, sizes: tuple[int, ...]) -> None:
         self._check, self._sizes = check, sizes
 
     def __call__(self, positions: Tensor, operand: tuple[int, Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -237,7 +236,7 @@ class _Linear:
 @placed_torch_op("index_tensor")
 def _index_tensor(call: OpCall, place: Place) -> Function:
     """data[indices]: the index tensors broadcast together."""
-    check, sizes = _Range(call, place), call.inputs[0].shape
+    check, sizes = Range(call, place), call.inputs[0].shape
 
     def index_tensor(x: Tensor, *indices: Tensor) -> Tensor:
         numbered = enumerate(zip(indices, sizes, strict=False), 1)
@@ -246,139 +245,10 @@ def _index_tensor(call: OpCall, place: Place) -> Function:
         for _, valid in checked:
             if valid is not None:
                 lanes = (*valid.shape, *[1] * (x.ndim - len(indices)))
-                found = torch.where(valid.reshape(lanes), found, _poison(found))
+                found = torch.where(valid.reshape(lanes), found, poison_like(found))
         return found
 
     return index_tensor
-
-
-@torch_op("index_put")
-def _index_put(call: OpCall) -> Function:
-    """Without `accumulate`, of several values for a place one stays."""
-    accumulate, check, sizes = bool(call.attr("accumulate", False)), _Range(call, Place()), call.inputs[0].shape
-
-    def index_put(x: Tensor, *rest: Tensor) -> Tensor:
-        *indices, values = rest
-        places = tuple(check(index.long(), size)[0] for index, size in zip(indices, sizes, strict=False))
-        return torch.index_put(x, places, values, accumulate)
-
-    return index_put
-
-
-# R.scatter's reduction -> torch's
-_SCATTERS = {"update": None, "add": "sum", "mul": "prod", "min": "amin", "max": "amax"}
-
-
-def _scatter_along(call: OpCall) -> Function:
-    """`data` with `updates` entered along a dim, as the call's `reduction` says."""
-    reduction = call.attr("reduction", "update")
-    if reduction not in _SCATTERS:
-        refuse(
-            f"R.{call.name} has no reduction {reduction!r} here",
-            where=str(call.expr),
-            fix=f"use {', '.join(_SCATTERS)}",
-        )
-    op = _SCATTERS[reduction]
-    if op is None:
-        return torch.scatter
-    return lambda x, dim, index, updates: torch.scatter_reduce(x, dim, index, updates, op)
-
-
-@placed_torch_op("scatter_elements")
-def _scatter_elements(call: OpCall, place: Place) -> Function:
-    """Of an index outside the dim, where it may be padding, all that it could have been entered into is poison."""
-    dim, scatter, check = call.axis(call.attr("axis")), _scatter_along(call), _Range(call, place)
-    size = call.inputs[0].shape[dim]
-
-    def scatter_elements(x: Tensor, index: Tensor, updates: Tensor) -> Tensor:
-        index, valid = check(index.long(), size, (1, index))
-        found = scatter(x, dim, index, updates)
-        if valid is not None:
-            known = torch.ones([1 if d == dim else n for d, n in enumerate(found.shape)], dtype=torch.bool)
-            known[tuple(slice(0, 1 if d == dim else n) for d, n in enumerate(index.shape))] = valid.all(
-                dim, keepdim=True
-            )
-            found = torch.where(known.to(found.device), found, _poison(found))
-        return found
-
-    return scatter_elements
-
-
-@torch_op("scatter_nd")
-def _scatter_nd(call: OpCall) -> Function:
-    """The last dim of the indices names a position in the data's first dims."""
-    shape, count = call.inputs[0].shape, call.inputs[1].shape[-1]
-    scatter, linear = _scatter_along(call), _Linear(_Range(call, Place()), shape[:count])
-    places, rest = math.prod(shape[:count]), math.prod(shape[count:])
-
-    def scatter_nd(x: Tensor, index: Tensor, updates: Tensor) -> Tensor:
-        rows = linear(index.reshape(-1, count), (1, index))[0][:, None].expand(-1, rest)
-        return scatter(x.reshape(places, rest), 0, rows, updates.reshape(-1, rest)).reshape(shape)
-
-    return scatter_nd
-
-
-@placed_torch_op("mesh.local_scatter")
-def _local_scatter(call: OpCall, place: Place) -> Function:
-    """`R.scatter_elements`, `R.scatter_nd` or `R.index_put` into a tensor of which indexed dims are split: of the
-    updates those that belong into this device's tile. Literals: the data's global shape, its layout as text, the dims
-    that are indexed, the operator's name and how it combines."""
-    _, data, text, dims, name, how = call.literals
-    mesh = place.mesh
-    if mesh is None:
-        refuse("mesh.local_scatter is an operator of one device of a mesh", fix=f"use R.{name} in global view")
-    layout, tile = Sharding.parse(mesh, len(data), text), call.outputs[0].shape
-    start, held = layout.tile_offset(data, place.rank), layout.valid_extent(data, place.rank)
-    kept = tuple([slice(0, size) for size in tile])
-
-    def mine(index: Tensor, dim: int) -> Tensor:
-        """Where in the tile, or in one more row after it, which takes what is another device's."""
-        index = index.long()
-        index = torch.where(index < 0, index + data[dim], index) - start[dim]
-        return torch.where((index >= 0) & (index < held[dim]), index, tile[dim])
-
-    def local_scatter(x: Tensor, *rest: Tensor) -> Tensor:
-        _check_places(call, place, [data[d] for d in dims], rest[:-1])
-        longer = F.pad(x, [n for d in reversed(range(x.ndim)) for n in (0, int(d in dims))])
-        places = rest[:-1] if name != "scatter_nd" else rest[0].unbind(-1)
-        found = [mine(index, dim) for index, dim in zip(places, dims, strict=True)]
-        return _SCATTER[name](longer, found, rest[-1], dims, how)[kept]
-
-    return local_scatter
-
-
-def _check_places(call: OpCall, place: Place, sizes: Sequence[int], indices: Sequence[Tensor]) -> None:
-    """Refuse places outside the data; of indices in tiles, of what is no padding."""
-    if place.valid is None:
-        return
-    for number, index in enumerate(indices, 1):
-        valid = place.valid[number].of(index)
-        columns = valid.unbind(-1) if len(sizes) > len(indices) else [valid]
-        for column, size in zip(columns, sizes if len(columns) > 1 else [sizes[number - 1]], strict=True):
-            refuse_outside(call, column, -size, size)
-
-
-def _put_elements(x: Tensor, places: list[Tensor], updates: Tensor, dims: tuple[int, ...], how: str) -> Tensor:
-    op = _SCATTERS[how]
-    if op is None:
-        return torch.scatter(x, dims[0], places[0], updates)
-    return torch.scatter_reduce(x, dims[0], places[0], updates, op)
-
-
-def _put_pieces(x: Tensor, places: list[Tensor], updates: Tensor, dims: tuple[int, ...], how: str) -> Tensor:
-    linear = torch.zeros_like(places[0])
-    for index, size in zip(places, x.shape, strict=False):
-        linear = linear * size + index
-    lines = x.reshape(math.prod(x.shape[: len(dims)]), -1)
-    rows = linear.reshape(-1, 1).expand(-1, lines.shape[1])
-    return _put_elements(lines, [rows], updates.reshape(rows.shape), (0,), how).reshape(x.shape)
-
-
-def _put_values(x: Tensor, places: list[Tensor], values: Tensor, dims: tuple[int, ...], how: str) -> Tensor:
-    return torch.index_put(x, tuple(places), values, how == "accumulate")
-
-
-_SCATTER = {"scatter_elements": _put_elements, "scatter_nd": _put_pieces, "index_put": _put_values}
 
 
 @torch_op("one_hot")
@@ -393,30 +263,3 @@ def _one_hot(call: OpCall) -> Function:
         return torch.full((), off, dtype=dtype, device=index.device).masked_fill(hit, on)
 
     return one_hot
-
-
-@torch_op("sort", "argsort")
-def _sort(call: OpCall) -> Function:
-    """Stable."""
-    dim, descending, field = call.attr("axis"), bool(call.attr("descending")), int(call.name == "argsort")
-    return lambda x: torch.sort(x, dim=dim, descending=descending, stable=True)[field]
-
-
-@torch_op("topk")
-def _topk(call: OpCall) -> Function:
-    """By a stable sort: of equal elements the first come first."""
-    dim, largest = call.axis(call.attr("axis")), bool(call.attr("largest"))
-    k = call.outputs[0].shape[dim]
-    fields = {"both": (0, 1), "values": (0,), "indices": (1,)}[call.attr("ret_type")]
-
-    def topk(x: Tensor) -> tuple[Tensor, ...]:
-        found = torch.sort(x, dim=dim, descending=largest, stable=True)
-        return tuple(found[field].narrow(dim, 0, k) for field in fields)
-
-    return topk
-
-
-@torch_op("bucketize")
-def _bucketize(call: OpCall) -> Function:
-    right = bool(call.attr("right"))
-    return lambda x, boundaries: torch.bucketize(x, boundaries, right=right)

@@ -1,0 +1,140 @@
+"""How many of the first rows of blocks on chip count; what lies behind them is computed and dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from tvm import tirx
+
+from mesh_tensor.tir.linear import Linear, vars_of
+
+from .statements import Access, Kernel, Loop, Statement
+
+#: A buffer on chip and one of its dims; or a loop's variable.
+Node: TypeAlias = Any  # tuple[tirx.Buffer, int] | tirx.Var
+
+
+class PaddedRows:
+    """How many of their first rows count of the dims of buffers on chip.
+
+    Dims that are indexed by one loop's variable, in statements of which each iteration writes a row of its own, have as
+    many rows that count: as many as are used otherwise."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._on_chip = {buffer: [length_of(size) for size in buffer.shape] for buffer in kernel.on_chip}
+        self._with: dict[Node, Node] = {}
+        self._needed: dict[Node, int] = {}
+        self._loops: dict[tirx.Var, int] = {}
+        self.used: set[tirx.Var] = set()
+
+    def counts(self) -> dict[Node, int]:
+        """Per dim or loop that is longer than what counts of it, how much that is."""
+        if not any(length > 1 for lengths in self._on_chip.values() for length in lengths):
+            return {}
+        for statement in self._kernel.statements:
+            self._read(statement)
+        found: dict[Node, int] = {}
+        lengths: dict[Node, int] = {(b, d): n for b, sizes in self._on_chip.items() for d, n in enumerate(sizes)}
+        for node, length in {**lengths, **self._loops}.items():
+            needed = self._needed.get(self._root(node), 0)
+            if 0 < needed < length:
+                found[node] = needed
+        return found
+
+    def _root(self, node: Node) -> Node:
+        while node in self._with:
+            node = self._with[node]
+        return node
+
+    def _join(self, node: Node, other: Node) -> None:
+        a, b = self._root(node), self._root(other)
+        if a != b:
+            self._with[b] = a
+            self._need(a, self._needed.pop(b, 0))
+
+    def _need(self, node: Node, rows: int) -> None:
+        root = self._root(node)
+        self._needed[root] = max(self._needed.get(root, 0), rows)
+
+    def _need_all(self, access: Access, dims: Iterable[int]) -> None:
+        for dim in dims if access.buffer in self._on_chip else ():
+            self._need((access.buffer, dim), self._on_chip[access.buffer][dim])
+
+    def _read(self, statement: Statement) -> None:
+        if statement.unknown:
+            for access in statement.accesses:
+                self._need_all(access, range(len(access.indices)))
+            for buffer in statement.may_write:
+                for dim, length in enumerate(self._on_chip.get(buffer, ())):
+                    self._need((buffer, dim), length)
+        rows = {loop.var: length_of(loop.extent) for loop in statement.loops if _is_plain(loop)}
+        self._loops |= {var: length for var, length in rows.items() if length}
+        for access in statement.accesses:
+            self._indices(access, rows, is_write=access is statement.write)
+        for var, length in rows.items():
+            if not self._writes_rows(statement, var):
+                self.used.add(var)
+                self._need(var, _below(statement.conditions, var, length))
+
+    def _indices(self, access: Access, rows: Mapping[tirx.Var, int], *, is_write: bool) -> None:
+        """The access's dims on chip have the rows of the loop that walks them, or are needed as far as it goes."""
+        for dim, form in enumerate(access.forms) if access.buffer in self._on_chip else ():
+            var = _only(form)
+            if var is not None and rows.get(var):
+                self._join(var, (access.buffer, dim))
+            elif form is not None and not form.terms and form.const >= 0:
+                self._need((access.buffer, dim), form.const + 1)
+            else:
+                self._need_all(access, [dim])
+                for used in vars_of([access.indices[dim]], self._kernel.binds) if is_write else ():
+                    if used in rows:
+                        self._need(used, rows[used])
+
+    def _writes_rows(self, statement: Statement, var: tirx.Var) -> bool:
+        """Whether each iteration writes a row of its own on chip, of what is in that row elsewhere, or of what a tile
+        operation reads elsewhere: outside a parameter it reads 0."""
+        write = statement.write
+        if write is None or write.buffer not in self._on_chip or statement.unknown:
+            return False
+        dims = [d for d, i in enumerate(write.indices) if var in vars_of([i], self._kernel.binds)]
+        if len(dims) != 1 or _only(write.forms[dims[0]]) != var:
+            return False
+        return statement.tile_op is not None or not any(
+            var in vars_of(access.indices, self._kernel.binds)
+            for access in statement.reads
+            if access.buffer not in self._on_chip
+        )
+
+
+def _only(form: Linear | None) -> tirx.Var | None:
+    """The variable that an index is."""
+    if form is None or form.const or list(form.terms.values()) != [1]:
+        return None
+    return next(iter(form.terms))
+
+
+def _is_plain(loop: Loop) -> bool:
+    return loop.kind in ("tile", "parallel") and isinstance(loop.min, tirx.IntImm) and int(loop.min) == 0
+
+
+def length_of(size: object) -> int:
+    """A constant length; 0 for others, which stay as they are."""
+    return int(size) if isinstance(size, (int, tirx.IntImm)) else 0
+
+
+def _below(conditions: Sequence[tirx.PrimExpr], var: tirx.Var, length: int) -> int:
+    """How far the variable goes where the conditions hold."""
+    for condition in _parts(conditions):
+        if isinstance(condition, tirx.LT) and var.same_as(condition.a) and isinstance(condition.b, tirx.IntImm):
+            length = min(length, max(int(condition.b), 0))
+    return length
+
+
+def _parts(conditions: Iterable[tirx.PrimExpr]) -> Iterator[tirx.PrimExpr]:
+    for condition in conditions:
+        if isinstance(condition, tirx.And):
+            yield from _parts((condition.a, condition.b))
+        else:
+            yield condition
