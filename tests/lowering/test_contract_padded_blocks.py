@@ -106,12 +106,82 @@ def square(block, out, bx):
         out[bx * PER_BLOCK + i, PER_BLOCK + j] = block[i, j]
 
 
+@T.macro
+def seen_flat(block, out, bx):
+    flat = T.view(block, (PADDED * WIDTH,))
+    for i, j in T.Parallel(PER_BLOCK, WIDTH):
+        out[bx * PER_BLOCK + i, j] = flat[(PADDED - 1 - i) * WIDTH + j]
+
+
+@T.macro
+def carried_from_the_last(block, out, bx):
+    acc = T.alloc_fragment((PADDED, WIDTH), "float32")
+    T.clear(acc)
+    for i in T.serial(PADDED - 1):
+        for j in T.Parallel(WIDTH):
+            acc[PADDED - 2 - i, j] = acc[PADDED - 1 - i, j] + block[PADDED - 1 - i, j]
+    for i, j in T.Parallel(PER_BLOCK, WIDTH):
+        out[bx * PER_BLOCK + i, j] = acc[i, j]
+
+
+@T.macro
+def last_that_holds(block, out, bx):
+    flag = T.alloc_fragment((1,), "int32")
+    flag[0] = 0
+    for i in T.serial(PADDED):
+        with T.If(block[i, 0] > 1.0), T.Then():
+            flag[0] = i
+    for i, j in T.Parallel(PER_BLOCK, WIDTH):
+        out[bx * PER_BLOCK + i, j] = block[i, j] + T.cast(flag[0], "float32")
+
+
+@T.macro
+def as_far_as_it_holds(block, out, bx):
+    n = T.alloc_var("int32")
+    n = 0
+    while n < PADDED - 1 and block[n, 0] < 0.5:
+        n += 1
+    for i, j in T.Parallel(PER_BLOCK, WIDTH):
+        out[bx * PER_BLOCK + i, j] = block[i, j] + T.cast(n, "float32")
+
+
+@T.macro
+def largest_in_a_variable(block, out, bx):
+    m = T.alloc_var("float32")
+    m = -1e9
+    for i in T.serial(PADDED):
+        m = T.max(m, block[i, 1])
+    for i, j in T.Parallel(PER_BLOCK, WIDTH):
+        out[bx * PER_BLOCK + i, j] = block[i, j] + m
+
+
+@T.macro
+def totals_from_the_last(block, out, bx):
+    c = T.alloc_shared((PADDED, WIDTH), "float32")
+    T.copy(block, c)
+    T.cumsum(c, dim=0, reverse=True)
+    for i, j in T.Parallel(PER_BLOCK, WIDTH):
+        out[bx * PER_BLOCK + i, j] = c[i, j]
+
+
 def _moved(block):
     return block.flip(0)[:PER_BLOCK]
 
 
 def _square(block):
     return torch.cat([(block @ block.T)[:PER_BLOCK, :PER_BLOCK], block[:PER_BLOCK, : WIDTH - PER_BLOCK]], 1)
+
+
+def _totals(block):
+    return block.flip(0).cumsum(0).flip(0)
+
+
+def _last_that_holds(block):
+    return block[:PER_BLOCK] + max((i for i in range(PADDED) if block[i, 0] > 1), default=0)
+
+
+def _as_far_as_it_holds(block):
+    return block[:PER_BLOCK] + next((i for i in range(PADDED - 1) if block[i, 0] >= 0.5), PADDED - 1)
 
 
 def _by_data(block):
@@ -129,6 +199,12 @@ BODIES = {
     "rows by data": (row_by_data, _by_data),
     "rows in another order": (moved_before_use, _moved),
     "rows are counted": (counted, lambda block: block[:PER_BLOCK] * (block[:, 0] > 0).sum()),
+    "a flat view": (seen_flat, lambda block: block.flip(0)[:PER_BLOCK]),
+    "a row is made of the next": (carried_from_the_last, lambda block: _totals(block)[:PER_BLOCK] - block[:PER_BLOCK]),
+    "a guard reads rows": (last_that_holds, _last_that_holds),
+    "a loop goes on by rows": (as_far_as_it_holds, _as_far_as_it_holds),
+    "a variable has seen all": (largest_in_a_variable, lambda block: block[:PER_BLOCK] + block[:, 1].max()),
+    "running sums": (totals_from_the_last, lambda block: _totals(block)[:PER_BLOCK]),
 }
 
 
