@@ -1,8 +1,6 @@
 """Kernels with symbolic dims: lowered and compiled once for all sizes of a family, right for each of them."""
 
 import random
-from collections import Counter
-from functools import partial
 
 import pytest
 import tilelang.language as T
@@ -20,22 +18,7 @@ M_SPLIT = {"A": {"x": 0}, "B": {}, "C": {"x": 0}}
 K_SPLIT = {"A": {"x": 1}, "B": {"x": 0}, "C": {}}
 
 
-def kernels_apart(most=2):
-    """The catalogue's kernels; of those that one factory makes, with other operations or dtypes, `most`."""
-    counts = Counter()
-    for name, case in KERNELS.items():
-        factory = case.build
-        while isinstance(factory, partial):
-            factory = factory.func
-        counts[factory.__module__, factory.__qualname__] += 1
-        if counts[factory.__module__, factory.__qualname__] <= most:
-            yield name
-
-
-APART = list(kernels_apart())
-
-
-@pytest.mark.parametrize(("number", "kernel"), list(enumerate(APART)), ids=APART)
+@pytest.mark.parametrize(("number", "kernel"), list(enumerate(KERNELS)), ids=list(KERNELS))
 def test_all_sizes_are_right(number, kernel):
     """Other symbols, meshes and shardings for other kernels."""
     symbols = next(symbolic_points.symbols_of(kernel, -1 - number), ())
