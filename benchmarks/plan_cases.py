@@ -23,7 +23,7 @@ from kernels.matmul import batched_matmul, matmul, split_k_matmul
 from kernels.matmul_bias_gelu import matmul_bias_gelu
 from kernels.mlp import mlp_up
 from kernels.neighbourhoods import filter_2d, sliding_attention
-from kernels.quantized import block_scaled_matmul, dequantize, packed_matmul
+from kernels.quantized import block_scaled_matmul, dequantize, packed_matmul, promoted_matmul
 from kernels.reduce import reduce_columns, reduce_rows
 from kernels.rms_norm import rms_norm, two_pass_rms_norm
 from kernels.rope import rope
@@ -207,6 +207,8 @@ def _blocks() -> Iterator[PlanCase]:
     del scaled["block_K"]
     k = ("A1 B1 A_scale1 B_scale1", _PARTIAL, _SQUARE)
     yield _case("blocks", block_scaled_matmul, scaled, rows="A0 A_scale0 C0", columns="B0 B_scale0 C1", K=k)
+    k = ("A1 B1", _PARTIAL, _SQUARE)
+    yield _case("blocks", promoted_matmul, _MNK, rows="A0 C0", columns="B0 C1", K=k)
     yield _case("blocks", packed_matmul, _MNK, rows="A0 C0", columns="B0 C1", K=("A1 B1", _PARTIAL, _SQUARE))
     yield _case(
         "blocks",

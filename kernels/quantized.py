@@ -1,4 +1,5 @@
-"""Products of quantized matrices: scales per block of what is summed over, and two 4-bit numbers in one byte."""
+"""Products of quantized matrices: scales per block of what is summed over, sums that are taken out of an accumulator
+now and then, and two 4-bit numbers in one byte."""
 
 import tilelang.language as T
 import torch
@@ -43,6 +44,40 @@ def block_scaled_matmul_reference(a, b, a_scale, b_scale):
     a = a.double() * a_scale.double().repeat_interleave(group, 1)
     rows = b_scale.double().repeat_interleave(group, 0)[: b.shape[0]]
     return (a @ (b.double() * rows.repeat_interleave(group, 1)).T).float()
+
+
+def promoted_matmul(M, N, K, block_M=16, block_N=16, block_K=16, interval=2, dtype="float32"):
+    """`C = A @ B^T`, where what `interval` blocks of K come to is added to a second accumulator, as matrix instructions
+    on 8-bit floats want it: their own accumulator keeps fewer bits."""
+    blocks = -(-K // block_K)
+
+    @T.prim_func
+    def promoted_matmul_kernel(
+        A: T.Tensor((M, K), dtype),
+        B: T.Tensor((N, K), dtype),
+        C: T.Tensor((M, N), "float32"),
+    ):
+        with T.Kernel(T.ceildiv(N, block_N), T.ceildiv(M, block_M), threads=128) as (bx, by):
+            A_shared = T.alloc_shared((block_M, block_K), dtype)
+            B_shared = T.alloc_shared((block_N, block_K), dtype)
+            recent = T.alloc_fragment((block_M, block_N), "float32")
+            total = T.alloc_fragment((block_M, block_N), "float32")
+            T.clear(recent)
+            T.clear(total)
+            for k in T.Pipelined(blocks, num_stages=2):
+                T.copy(A[by * block_M, k * block_K], A_shared)
+                T.copy(B[bx * block_N, k * block_K], B_shared)
+                T.gemm(A_shared, B_shared, recent, transpose_B=True)
+                if (k + 1) % interval == 0:
+                    for i, j in T.Parallel(block_M, block_N):
+                        total[i, j] += recent[i, j]
+                    T.clear(recent)
+            if blocks % interval != 0:
+                for i, j in T.Parallel(block_M, block_N):
+                    total[i, j] += recent[i, j]
+            T.copy(total, C[by * block_M, bx * block_N])
+
+    return promoted_matmul_kernel
 
 
 def packed_matmul(M, N, K, block_M=16, block_N=16, block_K=16, dtype="float32"):

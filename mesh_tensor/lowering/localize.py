@@ -23,6 +23,7 @@ from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.constants import neutral_element
 from mesh_tensor.tir.effects import changes_nothing, op_name
 from mesh_tensor.tir.fused_loops import fuse
+from mesh_tensor.tir.intervals import join
 from mesh_tensor.tir.linear import as_expr, vars_of
 from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.one_iteration import collapse
@@ -129,7 +130,7 @@ class _Localizer:
         body = self._visit(root.body)
         allocs = [self.shrink.buffer(b) for b in root.alloc_buffers]
         block = block_like(root, body, allocs, annotations=self._annotations(root))
-        new_body = collapse(shorten(fuse(replace_block(func.body, block, self.shrink.extents))))
+        new_body = join(collapse(shorten(fuse(replace_block(func.body, block, self.shrink.extents)))))
         new_body = resolve(new_body, self.device.__getitem__)
         buffer_map = {p: self.shrink.buffer(b) for p, b in func.buffer_map.items()}
         axes = self.device.mentioned_in(new_body)

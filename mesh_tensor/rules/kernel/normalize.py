@@ -2,8 +2,8 @@
 
 Index bindings are inlined; regions have constant extents where they can; accesses through views become accesses to what
 they are views of; compound operations become what they are made of; grid loops that walk two dims at once become two
-loops; loops that end early go on, and do nothing; what a print is made of becomes one statement; rows on chip that
-nothing depends on go.
+loops, and so do loops that do something every n iterations; loops that end early go on, and do nothing; what a print is
+made of becomes one statement; rows on chip that nothing depends on go.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from tvm import arith, tirx
 from mesh_tensor.tir.compound_ops import parts_of
 from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.fused_loops import unfuse
+from mesh_tensor.tir.intervals import with_intervals
 from mesh_tensor.tir.late_fills import with_early_fills
 from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.reducers import without_reducers
@@ -34,7 +35,8 @@ def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """
     body = tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"])
     func = without_reducers(func if body.same_as(func.body) else func.with_body(body))
-    func = with_early_fills(_with_plain_extents(with_plain_single_dims(_inline_bindings(func))))
+    func = _with_plain_extents(with_plain_single_dims(_inline_bindings(func)))
+    func = with_early_fills(with_intervals(func))
     return narrow(lengthen(unfuse(resolve_views(mark_prints(func)))))
 
 
