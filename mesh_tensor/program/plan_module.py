@@ -26,7 +26,7 @@ from mesh_tensor.plan.prices import prices_on
 from mesh_tensor.plan.propagate import Layouts, propagate
 from mesh_tensor.plan.reader import Annotations, read_graph
 from mesh_tensor.plan.reshards import cost_of, insert_reshards
-from mesh_tensor.plan.slices import joined_slices
+from mesh_tensor.plan.slices import joined_slices, parts_side_by_side
 from mesh_tensor.plan.sub_axes import refined_annotations, refinements
 from mesh_tensor.plan.sums import regroup_sums
 from mesh_tensor.plan.tir_stages import expand_kernels
@@ -182,7 +182,7 @@ def read_module(
     same for all meshes, annotations and machines."""
     graph = replace(read_graph(mod, function, mesh, annotations), prices=prices_on(mesh, machine))
     expand_kernels(graph)
-    graph = joined_slices(graph)
+    graph = joined_slices(parts_side_by_side(graph))
     atoms = find_atoms(graph, node_rules(graph, replicate_unknown=replicate_unknown))
     if (made := with_merged_dims(graph, atoms)) is not None:
         graph, atoms = made, find_atoms(made, node_rules(made, replicate_unknown=replicate_unknown))

@@ -29,6 +29,10 @@ def cut(x, begin, end, step=1):
     return op.strided_slice(x, [1], [begin], [end], [step])
 
 
+def side_and_sum(emit, part, y):
+    return op.add(emit(op.concat([part, y], 1)), emit(op.sum(part, 1, True)))
+
+
 def roll(x, shifts, dims):
     text = relax.StringImm(arguments_text([{"tensor": 0}, shifts, dims], {}))
     return op.call_pure_packed("aten.roll.default", x, text, sinfo_args=[x.struct_info])
@@ -59,7 +63,15 @@ CASES = {
         lambda x: F.pad(x, (2, 1, 1, 0), value=5.0), 2, "S[1]"),
     "side by side": (lambda emit, x, y: op.concat([x, y], 1), (X, Y), lambda x, y: torch.cat([x, y], 1), 3, "S[1]"),
     "shifted cache": (lambda emit, x, y: op.concat([emit(cut(x, 5, 14)), y], 1), (X, Y),
-        lambda x, y: torch.cat([x[:, 5:], y], 1), 7, "S[1]"),
+        lambda x, y: torch.cat([x[:, 5:], y], 1), 5, "S[1]"),
+    "cache that forgets its end": (lambda emit, x, y: op.concat([y, emit(cut(x, 0, 9))], 1), (X, Y),
+        lambda x, y: torch.cat([y, x[:, :-5]], 1), 5, "S[1]"),
+    "rolled by slices": (lambda emit, x: op.concat([emit(cut(x, 3, 14)), emit(cut(x, 0, 3))], 1), (X,),
+        lambda x: x.roll(-3, 1), 6, "S[1]"),
+    "out of the middle": (lambda emit, x, y: op.concat([y, emit(cut(x, 3, 9)), y], 1), (X, Y),
+        lambda x, y: torch.cat([y, x[:, 3:9], y], 1), 9, "S[1]"),
+    "slice that others take too": (lambda emit, x, y: side_and_sum(emit, emit(cut(x, 5, 14)), y), (X, Y),
+        lambda x, y: torch.cat([x[:, 5:], y], 1) + x[:, 5:].sum(1, True), 12, "S[1]"),
     "rows of a cache": (lambda emit, x, y: op.slice_scatter(x, y, 4, 9, 1, axis=1), (X, Y),
         lambda x, y: x.slice_scatter(y, 1, 4, 9), 0, "S[1]"),
     "one element": (lambda emit, x: cut(x, 13, 14), (X,), lambda x: x[:, -1:], 1, "R"),
