@@ -1,5 +1,6 @@
 """Slices that are a value's parts one after the other along a dim, and all that is made of it: one split. Slices that
-are put beside something along the same dim, and nothing else: one operator with that, and one exchange."""
+are put beside something along the same dim, and nothing else: one operator with that, and one exchange. Splits into
+unequal parts of a dim that axes split: slices, of which each takes what its tiles lack."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from tvm import relax
 from mesh_tensor.rules.operator.call import op_call
 from mesh_tensor.rules.operator.shifts import joined_parts
 
+from .atoms import Atoms
 from .ir import Graph, Node, Value, leaves
+from .propagate import Layouts
 
 
 def joined_slices(graph: Graph) -> Graph:
@@ -35,6 +38,28 @@ def joined_slices(graph: Graph) -> Graph:
         return graph
     nodes = [one for node in graph.nodes for one in ([made[node]] if node in made else [] if node in gone else [node])]
     return replace(graph, nodes=nodes)
+
+
+def sliced_splits(graph: Graph, atoms: Atoms, layouts: Layouts) -> Graph | None:
+    """The graph in which such splits are slices; None where there are none."""
+    made = {}
+    for node in graph.nodes:
+        if node.call.name == "split" and len({out.type.shape for out in node.outputs}) > 1:
+            (value,), dim = node.inputs, node.call.axis(node.call.attr("axis", 0))
+            if any(layouts.of[value].axes_of(position) for position in atoms.positions(value, dim)):
+                made[node] = list(_slices(node, value, dim))
+    if not made:
+        return None
+    return parts_side_by_side(replace(graph, nodes=[one for node in graph.nodes for one in made.get(node, [node])]))
+
+
+def _slices(split: Node, value: Value, dim: int) -> Iterator[Node]:
+    begin = 0
+    for out in split.outputs:
+        end = begin + out.type.shape[dim]
+        cut = relax.op.strided_slice(value.variable(), [dim], [begin], [end])
+        yield Node(op_call(relax.BlockBuilder().normalize(cut)), (value,), (out,), split.scopes, split.where)
+        begin = end
 
 
 def parts_side_by_side(graph: Graph) -> Graph:
