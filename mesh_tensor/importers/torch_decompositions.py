@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._higher_order_ops.scan import scan_op
 from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -44,8 +45,12 @@ def decomposed(
     table = torch.export.default_decompositions()
     for op in kept:
         table.pop(op, None)
-    made = _Decomposition(program, table.materialize(), kept, known).made()
-    return program.run_decompositions(table) if made is None else made
+    ops = table.materialize()
+    if (made := _Decomposition(program, ops, kept, known).made()) is not None:
+        return made
+    program = program.run_decompositions(table)
+    scans = any(node.target is scan_op for node in program.graph.nodes)
+    return (_Decomposition(program, ops, kept, known).made() if scans else None) or program
 
 
 class _Decomposition:
@@ -99,6 +104,8 @@ class _Decomposition:
             inner = getattr(module, str(args[1].target))
             places = [node for node in inner.graph.nodes if node.op == "placeholder"]
             return self._copy(inner, graph, {p: place.get(arg, arg) for p, arg in zip(places, args[2:], strict=True)})
+        if node.target is scan_op:
+            return self._unrolled(module, node, graph, place)
         if not self._is_plain(node):
             return _FAILED
         if node.target is operator.getitem and isinstance(place[args[0]], (tuple, list)):
@@ -109,6 +116,29 @@ class _Decomposition:
         if not self._is_known(node):
             return _FAILED
         return self._copied(graph, node, place)
+
+    def _unrolled(
+        self, module: torch.fx.GraphModule, node: torch.fx.Node, graph: torch.fx.Graph, place: dict[Any, Any]
+    ) -> Any:
+        """What a scan gives, step after step: the last state, and what steps give besides, stacked."""
+        body, initial, elements, more = node.args
+        inner, values = getattr(module, str(body.target)), [x.meta["val"] for x in elements]  # type: ignore[union-attr]
+        steps = values[0].shape[0] if values else None
+        if node.kwargs or not isinstance(steps, int) or not {"select.int", "stack.default"} <= {*self._names}:
+            return _FAILED
+        given, state = [place.get(x, x) for x in more], [place[x] for x in initial]  # type: ignore[union-attr]
+        rows: list[Any] = []
+        for step in range(steps):
+            parts = [_called(graph, torch.ops.aten.select.int, place[x], 0, step) for x in elements]  # type: ignore[union-attr]
+            places = inner.graph.find_nodes(op="placeholder")
+            made = self._copy(inner, graph, dict(zip(places, [*state, *parts, *given], strict=True)))
+            if made is _FAILED:
+                return _FAILED
+            state = list(made[: len(state)])
+            rows.append(made[len(state) :])
+        columns = zip(*rows, strict=True)
+        stacked = [None if None in one else _called(graph, torch.ops.aten.stack.default, list(one)) for one in columns]
+        return (*state, *stacked)
 
     def _note_sizes(self, placeholder: torch.fx.Node, graph: torch.fx.Graph) -> None:
         """The symbols that an input's shape has: nodes that read them."""
@@ -196,6 +226,16 @@ class _Decomposition:
                 if not isinstance(step.meta.get("val"), torch.SymInt):
                     mine[step].meta = {**node.meta, **step.meta}
         raise AssertionError("a graph without an output")
+
+
+def _called(graph: torch.fx.Graph, op: torch._ops.OpOverload, *args: Any) -> torch.fx.Node:
+    """A call of an operator in the graph."""
+    made = graph.call_function(op, args)
+    values = torch.fx.map_arg(args, lambda taken: taken.meta["val"])
+    (mode,) = {taken.meta["val"].fake_mode for taken in made.all_input_nodes}
+    with torch.no_grad(), mode:
+        made.meta["val"] = op(*values)
+    return made
 
 
 def _tensors_of(node: torch.fx.Node) -> Iterator[Any]:

@@ -141,10 +141,19 @@ class _Importer(ExportedProgramImporter):
         problems = [f"{_op(node)} is not known ({_where(node)})" for node in unknown]
         problems += [f"{_op(node)} is random ({_where(node)})" for node in random]
         if problems:
-            refuse(list(dict.fromkeys(problems)), where="the exported program", fix=_FIX)
+            ways_out = list(dict.fromkeys(_WAYS_OUT[_name(node)] for node in unknown if _name(node) in _WAYS_OUT))
+            fix = "; ".join(ways_out) or _FIX
+            refuse(list(dict.fromkeys(problems)), where="the exported program", fix=fix)
 
 
 _NAMESPACES = ("aten", "prims", "transformers", "mesh_tensor_import")
+# Control flow that is no part of a graph.
+_WAYS_OUT = {
+    "cond": "compute both branches and take one of their results by torch.where, or decide in Python before the export",
+    "while_loop": "write a loop that is as long as it may get (for, or scan), with torch.where for the state of steps"
+    " past the end, or run the loop in Python around the module",
+    "scan": "give scan a fixed number of steps, and a body of operators that write nothing (steps are unrolled)",
+}
 _FIX = "write this part of the model with other operators, or export it in eval mode if it is for training only"
 
 

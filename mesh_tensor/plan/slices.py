@@ -1,4 +1,6 @@
-"""Slices that are a value's parts one after the other along a dim, and all that is made of it: one split."""
+"""Slices that are a value's parts one after the other along a dim, and all that is made of it: one split. Slices that
+are put beside something along the same dim, and nothing else: one operator with that, and one exchange. Splits into
+unequal parts of a dim that axes split: slices, of which each takes what its tiles lack."""
 
 from __future__ import annotations
 
@@ -8,8 +10,11 @@ from dataclasses import replace
 from tvm import relax
 
 from mesh_tensor.rules.operator.call import op_call
+from mesh_tensor.rules.operator.shifts import joined_parts
 
+from .atoms import Atoms
 from .ir import Graph, Node, Value, leaves
+from .propagate import Layouts
 
 
 def joined_slices(graph: Graph) -> Graph:
@@ -33,6 +38,68 @@ def joined_slices(graph: Graph) -> Graph:
         return graph
     nodes = [one for node in graph.nodes for one in ([made[node]] if node in made else [] if node in gone else [node])]
     return replace(graph, nodes=nodes)
+
+
+def sliced_splits(graph: Graph, atoms: Atoms, layouts: Layouts) -> Graph | None:
+    """The graph in which such splits are slices; None where there are none."""
+    made = {}
+    for node in graph.nodes:
+        if node.call.name == "split" and len({out.type.shape for out in node.outputs}) > 1:
+            (value,), dim = node.inputs, node.call.axis(node.call.attr("axis", 0))
+            if any(layouts.of[value].axes_of(position) for position in atoms.positions(value, dim)):
+                made[node] = list(_slices(node, value, dim))
+    if not made:
+        return None
+    return parts_side_by_side(replace(graph, nodes=[one for node in graph.nodes for one in made.get(node, [node])]))
+
+
+def _slices(split: Node, value: Value, dim: int) -> Iterator[Node]:
+    begin = 0
+    for out in split.outputs:
+        end = begin + out.type.shape[dim]
+        cut = relax.op.strided_slice(value.variable(), [dim], [begin], [end])
+        yield Node(op_call(relax.BlockBuilder().normalize(cut)), (value,), (out,), split.scopes, split.where)
+        begin = end
+
+
+def parts_side_by_side(graph: Graph) -> Graph:
+    """The graph in which a concat takes what slices of its dim take, where nobody else has these."""
+    joins = [node for node in graph.nodes if node.call.name == "concat" and node.call.attr("axis") is not None]
+    links = graph.inner_links() - {*graph.annotations} if joins else set()
+    makers = {value: node for node in graph.nodes for value in node.outputs if value in links}
+    made: dict[Node, Node] = {}
+    gone: set[Node] = set()
+    for node in joins:
+        axis = node.call.axis(node.call.attr("axis"))
+        taken = [_taken_of(node, n, axis, makers.get(value)) for n, value in enumerate(node.inputs)]
+        if any(of is not None for of in taken):
+            made[node] = _with_parts(node, axis, taken)
+            gone.update(of for of in taken if of is not None)
+    if not made:
+        return graph
+    return replace(graph, nodes=[made.get(node, node) for node in graph.nodes if node not in gone])
+
+
+def _taken_of(join: Node, operand: int, axis: int, maker: Node | None) -> Node | None:
+    """The slice that an operand of a concat is, if windows of what it takes from hold nothing that it leaves out: where
+    the result has no place for that."""
+    cut = None if maker is None or maker.scopes != join.scopes else _cut(maker)
+    if maker is None or cut is None or cut[0] != axis:
+        return None
+    _, begin, end = cut
+    is_first, is_last = operand == 0, operand == len(join.inputs) - 1
+    return maker if (is_first or begin == 0) and (is_last or end == maker.inputs[0].type.shape[axis]) else None
+
+
+def _with_parts(join: Node, axis: int, taken: list[Node | None]) -> Node:
+    """The concat of parts of what is sliced."""
+    inputs = [value if of is None else of.inputs[0] for value, of in zip(join.inputs, taken, strict=True)]
+    whole = [(0, value.type.shape[axis]) for value in inputs]
+    cuts = [None if of is None else _cut(of) for of in taken]
+    parts = [part if cut is None else cut[1:] for part, cut in zip(whole, cuts, strict=True)]
+    made = joined_parts([value.variable() for value in inputs], axis, parts)
+    call = op_call(relax.BlockBuilder().normalize(made))
+    return replace(join, call=call, inputs=tuple(inputs))
 
 
 def _parts(value: Value, users: list[Node]) -> tuple[int, list[Node]] | None:

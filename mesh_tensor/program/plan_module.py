@@ -26,7 +26,7 @@ from mesh_tensor.plan.prices import prices_on
 from mesh_tensor.plan.propagate import Layouts, propagate
 from mesh_tensor.plan.reader import Annotations, read_graph
 from mesh_tensor.plan.reshards import cost_of, insert_reshards
-from mesh_tensor.plan.slices import joined_slices
+from mesh_tensor.plan.slices import joined_slices, parts_side_by_side, sliced_splits
 from mesh_tensor.plan.sub_axes import refined_annotations, refinements
 from mesh_tensor.plan.sums import regroup_sums
 from mesh_tensor.plan.tir_stages import expand_kernels
@@ -182,7 +182,7 @@ def read_module(
     same for all meshes, annotations and machines."""
     graph = replace(read_graph(mod, function, mesh, annotations), prices=prices_on(mesh, machine))
     expand_kernels(graph)
-    graph = joined_slices(graph)
+    graph = joined_slices(parts_side_by_side(graph))
     atoms = find_atoms(graph, node_rules(graph, replicate_unknown=replicate_unknown))
     if (made := with_merged_dims(graph, atoms)) is not None:
         graph, atoms = made, find_atoms(made, node_rules(made, replicate_unknown=replicate_unknown))
@@ -200,12 +200,12 @@ def plan_graph(
     check_indices: bool = True,
 ) -> ModulePlan:
     """Plan what was read, for the graph's mesh and annotations."""
-    layouts = propagate(graph, atoms)
-    for rewrite in (expand, regroup_sums):
-        if (rewritten := rewrite(graph, atoms, layouts)) is not None:
-            graph, atoms = rewritten, find_atoms(rewritten, node_rules(rewritten, replicate_unknown=replicate_unknown))
-            layouts = propagate(graph, atoms)
-    explicit = insert_reshards(graph, atoms, layouts)
+    graph, atoms, layouts, explicit = _laid_out(graph, atoms, replicate_unknown)
+    if (sliced := sliced_splits(graph, atoms, layouts)) is not None:
+        others = find_atoms(sliced, node_rules(sliced, replicate_unknown=replicate_unknown))
+        other = _laid_out(sliced, others, replicate_unknown)
+        if cost_of(other[-1]) < cost_of(explicit):
+            graph, atoms, layouts, explicit = other
     calls = TileCalls(atoms)
     made = to_program(explicit, calls, kernels or {}, overlap, check_indices=check_indices)
     stages = Stages(graph, atoms, layouts, explicit, calls, made)
@@ -216,3 +216,13 @@ def plan_graph(
     state = {replaced.name: results[result].name for result, replaced in graph.state.items()}
     params = tuple(value.name for value in graph.params)
     return ModulePlan(made, tuple(ports), params, state, index_checks(graph), graph.mesh, lambda: stages)
+
+
+def _laid_out(graph: Graph, atoms: Atoms, replicate_unknown: bool) -> tuple[Graph, Atoms, Layouts, ExplicitGraph]:
+    """The graph as it is best written for the layouts of its values, these, and every change of layout."""
+    layouts = propagate(graph, atoms)
+    for rewrite in (expand, regroup_sums):
+        if (rewritten := rewrite(graph, atoms, layouts)) is not None:
+            graph, atoms = rewritten, find_atoms(rewritten, node_rules(rewritten, replicate_unknown=replicate_unknown))
+            layouts = propagate(graph, atoms)
+    return graph, atoms, layouts, insert_reshards(graph, atoms, layouts)

@@ -7,6 +7,7 @@ from tvm import relax
 
 import mesh_tensor as mt
 from mesh_tensor.rules.operator.aten import arguments_text
+from tests.other_machines import machine
 
 op = relax.op
 X, Y, COLUMN = torch.randn(3, 14), torch.randn(3, 5), 3 * 4  # bytes of a column
@@ -27,6 +28,10 @@ def module(make, *tensors):
 
 def cut(x, begin, end, step=1):
     return op.strided_slice(x, [1], [begin], [end], [step])
+
+
+def side_and_sum(emit, part, y):
+    return op.add(emit(op.concat([part, y], 1)), emit(op.sum(part, 1, True)))
 
 
 def roll(x, shifts, dims):
@@ -59,7 +64,15 @@ CASES = {
         lambda x: F.pad(x, (2, 1, 1, 0), value=5.0), 2, "S[1]"),
     "side by side": (lambda emit, x, y: op.concat([x, y], 1), (X, Y), lambda x, y: torch.cat([x, y], 1), 3, "S[1]"),
     "shifted cache": (lambda emit, x, y: op.concat([emit(cut(x, 5, 14)), y], 1), (X, Y),
-        lambda x, y: torch.cat([x[:, 5:], y], 1), 7, "S[1]"),
+        lambda x, y: torch.cat([x[:, 5:], y], 1), 5, "S[1]"),
+    "cache that forgets its end": (lambda emit, x, y: op.concat([y, emit(cut(x, 0, 9))], 1), (X, Y),
+        lambda x, y: torch.cat([y, x[:, :-5]], 1), 5, "S[1]"),
+    "rolled by slices": (lambda emit, x: op.concat([emit(cut(x, 3, 14)), emit(cut(x, 0, 3))], 1), (X,),
+        lambda x: x.roll(-3, 1), 6, "S[1]"),
+    "out of the middle": (lambda emit, x, y: op.concat([y, emit(cut(x, 3, 9)), y], 1), (X, Y),
+        lambda x, y: torch.cat([y, x[:, 3:9], y], 1), 9, "S[1]"),
+    "slice that others take too": (lambda emit, x, y: side_and_sum(emit, emit(cut(x, 5, 14)), y), (X, Y),
+        lambda x, y: torch.cat([x[:, 5:], y], 1) + x[:, 5:].sum(1, True), 12, "S[1]"),
     "rows of a cache": (lambda emit, x, y: op.slice_scatter(x, y, 4, 9, 1, axis=1), (X, Y),
         lambda x, y: x.slice_scatter(y, 1, 4, 9), 0, "S[1]"),
     "one element": (lambda emit, x: cut(x, 13, 14), (X,), lambda x: x[:, -1:], 1, "R"),
@@ -77,6 +90,35 @@ def test_shifted(name, mesh):
         assert sum(step.bytes for step in run.program.collectives) <= columns * COLUMN
         (result,) = (run.program.values[p.output] for p in run.program.parameters if p.output)
         assert str(result.sharding) == layout
+
+
+# what is made of the parts of 3, 9 and 2 columns, and that in torch
+UNEQUAL = {
+    "each": (lambda emit, parts: [op.exp(part) for part in parts], lambda *parts: [part.exp() for part in parts]),
+    "one": (lambda emit, parts: [op.exp(parts[1])], lambda _, part, __: [part.exp()]),
+    "turned": (lambda emit, parts: [op.concat([parts[2], parts[0], parts[1]], 1)],
+        lambda a, b, c: [torch.cat([c, a, b], 1)]),
+    "summed": (lambda emit, parts: [op.sum(part, 1) for part in parts], lambda *parts: [part.sum(1) for part in parts]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 3}, {"x": 2, "y": 2}], ids=str)
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_unequal_parts(name, mesh):
+    make, reference = UNEQUAL[name]
+
+    def parts(emit, x):
+        split = emit(op.split(x, [3, 12], 1))
+        made = make(emit, [emit(relax.TupleGetItem(split, n)) for n in range(3)])
+        return relax.Tuple([emit(one) for one in made])
+
+    with machine(1):
+        run = mt.distribute_module(module(parts, X), mesh, {"p0": dict.fromkeys(mesh, 1)}, poison=True)
+        for found, expected in zip(run(X), reference(*X.split([3, 9, 2], 1)), strict=True):
+            torch.testing.assert_close(torch.as_tensor(found), expected)
+    if mesh == {"x": 2} and name in ("each", "one"):
+        assert {step.kind for step in run.program.collectives} == {"halo"}
+        assert sum(step.bytes for step in run.program.collectives) < 7 * COLUMN
 
 
 def positions(emit, index, *shape):

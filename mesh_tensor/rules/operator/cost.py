@@ -37,6 +37,7 @@ _CLASSES = {
         "index_put",
         "one_hot",
         "aten.roll.default",
+        "mesh.joined_parts",
         "mesh.local_join",
         "mesh.local_scatter",
     ),

@@ -4,6 +4,7 @@ takes the windows that its tile of the result is made of, from whoever has them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from tvm import relax, tirx
 
@@ -11,11 +12,13 @@ from mesh_tensor.base.window import Reach, Reaches
 
 from .call import OpCall
 from .elementwise import dims_of
-from .rule import Dim, LocalCall, OpRule
+from .rule import Dim, LocalCall, Localizer, OpRule
 from .table import rule, whole_rule
 
 #: Puts tiles side by side that are as long as the result's, each with its elements where they stand there.
 JOIN = "mesh.local_join"
+#: Puts parts of tensors side by side along a dim: what `joined_parts` makes.
+JOINED_PARTS = "mesh.joined_parts"
 _ALL = (frozenset({0}),)
 _MOST_JOINED = 8  # operands, of each of which a device makes room for a tile of the result
 
@@ -122,12 +125,47 @@ def concat(call: OpCall) -> OpRule:
     """Without a dim, the operands are flattened first."""
     if call.attr("axis") is None and any(t.ndim != 1 for t in call.inputs):
         return whole_rule(call)
-    axis, count = call.axis(call.attr("axis", 0)), len(call.inputs)
+    axis = call.axis(call.attr("axis", 0))
+    return _joined_rule(call, axis, [(0, tensor.shape[axis]) for tensor in call.inputs], LocalCall.again)
+
+
+def joined_parts(tensors: Sequence[relax.Expr], axis: int, parts: Sequence[tuple[int, int]]) -> relax.Call:
+    """Of each tensor the elements of a dim from where its part begins to where that ends, side by side."""
+    first = tensors[0].struct_info
+    shape = [int(size) for size in first.shape]
+    shape[axis] = sum(end - begin for begin, end in parts)
+    ends = relax.ShapeExpr([end for part in parts for end in part])
+    info = relax.TensorStructInfo(shape, first.dtype)
+    return relax.op.call_pure_packed(JOINED_PARTS, *tensors, relax.PrimValue(axis), ends, sinfo_args=[info])
+
+
+@rule(JOINED_PARTS)
+def _of_joined_parts(call: OpCall) -> OpRule:
+    _, axis, ends = call.literals
+    parts = list(zip(ends[::2], ends[1::2], strict=True))
+    return _joined_rule(call, axis, parts, lambda local: _whole_parts(local, axis, parts))
+
+
+def _whole_parts(local: LocalCall, axis: int, parts: Sequence[tuple[int, int]]) -> relax.Expr:
+    """Slices side by side, of tiles whose dim is whole."""
+    sliced = []
+    for tile, shape, part in zip(local.args, local.in_tiles, parts, strict=True):
+        cut = [relax.Tuple([relax.PrimValue(n)]) for n in (axis, *part, 1)]
+        sliced.append(tile if part == (0, shape[axis]) else relax.op.strided_slice(tile, *cut))
+    return relax.op.concat(sliced, axis)
+
+
+def _joined_rule(call: OpCall, axis: int, parts: Sequence[tuple[int, int]], whole: Localizer) -> OpRule:
+    """Of each operand a part of a dim, side by side; `whole`: how that looks where the dim is."""
     given, made = _but(call, axis)
-    spans = _side_by_side(call, axis)
-    windows = {(n, axis): moved(call, n, axis, -start) for n, (start, end) in enumerate(spans) if start < end}
+    count, spans = len(parts), _side_by_side(parts)
+    windows = {
+        (n, axis): moved(call, n, axis, begin - start)
+        for n, ((begin, _), (start, end)) in enumerate(zip(parts, spans, strict=True))
+        if start < end
+    }
     if not windows or count > _MOST_JOINED:
-        return OpRule((given,) * count, (given,), linear=(frozenset(range(count)),), moves=True)
+        return OpRule((given,) * count, (given,), linear=(frozenset(range(count)),), moves=True, localize=whole)
     return OpRule(
         (given,) * count,
         (made,),
@@ -135,17 +173,14 @@ def concat(call: OpCall) -> OpRule:
         moves=True,
         positional=frozenset({made_factor(axis)}),
         windows=windows,
-        localize=lambda local: _joined(local, axis, spans),
+        localize=lambda local: _joined(local, axis, spans, whole),
     )
 
 
-def _side_by_side(call: OpCall, axis: int) -> list[tuple[int, int]]:
-    """Where operands begin and end in the result."""
-    spans, start = [], 0
-    for tensor in call.inputs:
-        spans.append((start, start + tensor.shape[axis]))
-        start += tensor.shape[axis]
-    return spans
+def _side_by_side(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Where parts begin and end in the result."""
+    ends = list(accumulate(end - begin for begin, end in parts))
+    return list(zip([0, *ends], ends, strict=False))
 
 
 @rule("slice_scatter")
@@ -164,7 +199,7 @@ def slice_scatter(call: OpCall) -> OpRule:
         moves=True,
         positional=frozenset({made_factor(axis)}),
         windows={(1, axis): moved(call, 1, axis, -start)},
-        localize=lambda local: _joined(local, axis, [(0, call.outputs[0].shape[axis]), (start, end)]),
+        localize=lambda local: _joined(local, axis, [(0, call.outputs[0].shape[axis]), (start, end)], LocalCall.again),
     )
 
 
@@ -216,10 +251,10 @@ def _padded(local: LocalCall, padded: Mapping[int, int]) -> relax.Expr:
     return tile
 
 
-def _joined(local: LocalCall, axis: int, spans: Sequence[tuple[int, int]]) -> relax.Expr:
-    """The same call where the result's dim is whole; else windows as long as its tile, one over the other."""
+def _joined(local: LocalCall, axis: int, spans: Sequence[tuple[int, int]], whole: Localizer) -> relax.Expr:
+    """`whole` where the result's dim is whole; else windows as long as its tile, one over the other."""
     if all(layout.window(axis) is None for layout in local.layouts):
-        return local.again()
+        return whole(local)
     return _join(local, local.args, axis, spans)
 
 

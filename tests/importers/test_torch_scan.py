@@ -1,0 +1,171 @@
+"""torch's scan, whose steps are unrolled; other control flow is refused."""
+
+import pytest
+import torch
+from torch import nn
+from torch._higher_order_ops.cond import cond
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+from torch.nn import functional as F
+
+import mesh_tensor as mt
+from mesh_tensor.importers import torch_decompositions
+
+pytestmark = [  # torch's own
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
+
+
+class Of(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.randn(4, 4) * 0.4)
+
+    def forward(self, x):
+        return self.function(scan, self.weight, x)
+
+
+def loop(step, state, xs, dim=0, reverse=False):
+    """What scan gives, step by step."""
+    columns = [x.unbind(dim) for x in (xs if isinstance(xs, tuple) else (xs,))]
+    rows, made = list(zip(*columns, strict=True)), []
+    for row in rows[::-1] if reverse else rows:
+        state, more = step(state, row if isinstance(xs, tuple) else row[0])
+        made.append(more if isinstance(more, tuple) else (more,))
+    stacked = tuple(torch.stack(column[::-1] if reverse else column, dim) for column in zip(*made, strict=True))
+    return state, stacked
+
+
+def recurrent(scan, w, x, **how):
+    """A recurrent layer, of (steps, batch, features)."""
+
+    def step(state, row):
+        new = torch.tanh(state @ w + row)
+        return new, new * 2
+
+    return scan(step, x.select(how.get("dim", 0), 0) * 0, x, **how)
+
+
+def decayed(scan, w, x):
+    """Two states, two inputs of each step, two results; softmax and split are taken apart further."""
+
+    def step(states, rows):
+        total, peak = states
+        row, rate = rows
+        left, right = (row @ w).softmax(-1).split([1, 3], -1)
+        total, peak = total * rate + torch.cat([right, left], -1), torch.maximum(peak, row)
+        return (total, peak), (total + peak, peak.sum(-1))
+
+    states = x.new_zeros(x.shape[1:]), x.new_full(x.shape[1:], -9.0)
+    return scan(step, states, (x, x.sigmoid()))
+
+
+def handed_on(scan, w, x):
+    """What steps give is a state before them, an input, and nothing of either."""
+    return scan(lambda state, row: (state + row, (state.clone(), row.clone(), w * 3)), x[0] @ w, x)
+
+
+def nested(scan, w, x):
+    """A scan in the body of one, beside something that is written in place."""
+
+    def outer(state, row):
+        inner, sums = scan(lambda total, part: (total + part, total * part), state[0] * 1, row + state)
+        (sums,) = tensors(sums)
+        return state + inner, sums
+
+    y = x.clone()
+    y.add_(1)
+    return scan(outer, x[0] @ w, y)
+
+
+def nothing_besides(scan, w, x):
+    state, _ = scan(lambda state, row: (F.silu(state @ w) + row, torch.zeros(0)), x[0] * 0, x)
+    return state
+
+
+FUNCTIONS = {
+    "recurrent": recurrent,
+    "backwards": lambda scan, w, x: recurrent(scan, w, x, reverse=True),
+    "along another dim": lambda scan, w, x: recurrent(scan, w, x, dim=1),
+    "several states": decayed,
+    "handed on": handed_on,
+    "nested": nested,
+    "nothing besides": nothing_besides,
+    "one step": lambda scan, w, x: recurrent(scan, w, x[:1]),
+}
+
+
+def exported(function, *, steps=5, **how):
+    torch.manual_seed(0)
+    model, x = Of(function), torch.randn(steps, 3, 4)
+    return model, x, torch.export.export(model, (x,), **how)
+
+
+def tensors(tree):
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_steps_are_unrolled(name):
+    """Right with steps, rows and features split, and so are gradients."""
+    model, x, program = exported(FUNCTIONS[name])
+    module = mt.from_torch(program)
+    x = torch.randn_like(x).requires_grad_()
+    expected = tensors(model.function(loop, model.weight, x))
+    seeds = [torch.randn_like(y) for y in expected]
+    wanted = torch.autograd.grad(expected, [x, model.weight], seeds)
+    for dim in range(3) if name in ("several states", "handed on") else [1]:
+        run = mt.distribute_module(module, {"x": 2}, {"x": {"x": dim}}, weights={}, poison=True)
+        weight = model.weight.detach().clone().requires_grad_()
+        found = tensors(run(x, weight=weight))
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found, [x, weight], seeds), wanted)
+        if name == "recurrent":
+            assert not run.program.collectives
+
+
+def test_alike_steps_are_taken_apart_once(monkeypatch):
+    traced, make = [], torch_decompositions.make_fx
+    program = exported(decayed)[2]
+    monkeypatch.setattr(torch_decompositions, "make_fx", lambda *a, **k: traced.append(1) or make(*a, **k))
+    bindings = mt.from_torch(program, check=False).mod["main"].body.blocks[0].bindings
+    names = [binding.value.op.name for binding in bindings if hasattr(binding.value, "op")]
+    assert names.count("relax.exp") + names.count("relax.nn.softmax") == 5
+    assert len(traced) < 10
+
+
+def looped(scan, w, x):
+    return while_loop(lambda n, y: n < 3, lambda n, y: (n + 1, y @ w), (torch.tensor(0), x))
+
+
+def branched(scan, w, x):
+    return cond(x.sum() > 0, lambda y: y @ w, lambda y: y + 1, (x,))
+
+
+REFUSED = {
+    "while_loop": (
+        looped,
+        r"operator while_loop is not known \(value 'while_loop'\)[\s\S]*fix: write a loop that is as long",
+    ),
+    "cond": (
+        branched,
+        r"operator cond is not known \(value 'cond'\)[\s\S]*fix: compute both branches and .* torch.where",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_control_flow_is_refused(name):
+    function, message = REFUSED[name]
+    with pytest.raises(mt.MeshTensorError, match=message):
+        mt.from_torch(exported(function)[2])
+
+
+def test_steps_of_open_number_are_refused():
+    program = exported(recurrent, dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))[2]
+    with pytest.raises(
+        mt.MeshTensorError, match=r"operator scan is not known.*[\s\S]*fix: give scan a fixed number of steps"
+    ):
+        mt.from_torch(program)
