@@ -35,7 +35,7 @@ def numpy_dtype(dtype: str) -> np.dtype:
     try:
         return np.dtype(element_dtype(dtype))
     except TypeError:
-        return refuse(f"there is no numpy dtype for {dtype!r}", fix="use a dtype that numpy or ml_dtypes has")
+        return refuse(f"there is no numpy dtype for {str(dtype)!r}", fix="use a dtype that numpy or ml_dtypes has")
 
 
 def dtype_bits(dtype: str) -> int:

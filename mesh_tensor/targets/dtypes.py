@@ -16,7 +16,7 @@ def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a TVM dtype name such as `float16`."""
     dtype = getattr(torch, element_dtype(name), None)
     if not isinstance(dtype, torch.dtype):
-        refuse(f"dtype {name!r} has no torch counterpart", fix="use a dtype that torch tensors can have")
+        refuse(f"dtype {str(name)!r} has no torch counterpart", fix="use a dtype that torch tensors can have")
     return dtype
 
 

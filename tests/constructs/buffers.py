@@ -139,8 +139,18 @@ ROWS_OF_BUFFERS = (
         "refused",
         "float4_e2m1fn",
         names="*[0-9nuz]x2 *[0-9nuz]x4 *[0-9nuz]x8 *[0-9nuz]x16 *[0-9nuz]x32 *[0-9nuz]x64 float4_* float6_*"
-        " float8_e3m4 float8_e4m3b11fnuz float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu int4 tfloat32",
+        " float8_e3m4 float8_e4m3b11fnuz float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu int4",
         examples=(Example("4 bits", _unknown_dtype, (X.astype(ml_dtypes.float4_e2m1fn),)),),
+    ),
+    Row(
+        "floats of 19 bits in 32, which hardware rounds in its own ways",
+        "refused",
+        "custom[tfloat32]",
+        names="tfloat32",
+        examples=(
+            Example("a parameter", _doubled(T.tfloat32), (X,)),
+            Example("on chip", _through(lambda shape, _: T.alloc_shared(shape, T.tfloat32)), (X,)),
+        ),
     ),
     Row(
         "views",

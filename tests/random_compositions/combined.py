@@ -49,6 +49,32 @@ def product(scene: Scene, over: str) -> Carried:
     return Carried("mn", [acc], lambda: scene.emit(f"T.fill({acc}, {scene.pick(('0.0', '0.0', '1.0'))})"), step)
 
 
+def promoted(scene: Scene, over: str) -> Carried:
+    """Sums that are added to others every so many blocks."""
+    total, recent = scene.buffer("total", over), scene.buffer("recent", over)
+    every, twist = scene.pick((1, 2, 2, 2, 3, 4)), scene.twist("shifted", "kept", "early")
+    left = scene.pick(([total], [total], [total, recent]))
+
+    def sometimes() -> None:
+        place = 0 if twist == "shifted" else every - 1
+        with scene.block(f"if ({scene.places['k']}) % {every} == {place}"):
+            with scene.block(*scene.loops(over)):
+                scene.emit(
+                    f"{scene.element(total, over)} = {scene.element(total, over)} + {scene.element(recent, over)}"
+                )
+            if twist != "kept":
+                scene.emit(f"T.clear({recent})")
+
+    def step() -> None:
+        if twist == "early":
+            sometimes()
+        reduced(scene, "sum", block(scene, over), recent, over, False)
+        if twist != "early":
+            sometimes()
+
+    return Carried(over, left, lambda: scene.emit(f"T.clear({recent})", f"T.clear({total})"), step)
+
+
 def online(scene: Scene, over: str) -> Carried:
     """A running maximum, sums that are scaled to it, now and then a product."""
     lowest = scene.pick(LOWEST)
