@@ -48,11 +48,12 @@ class PlanFamilies:
         Raises:
             MeshTensorError: planning refuses the function for them.
         """
-        if self._first is None:
-            self._first = sizes, self._plan(sizes, None)
-            return self._first[1]
         if self._small is None and not self._is_whole:
+            if self._first is None:
+                self._first = sizes, self._plan(sizes, None)
+                return self._first[1]
             self._choose(*self._first)
+            self._first = None
         return self._as_known(sizes) or self._plan(sizes, None)
 
     def _choose(self, sizes: Sizes, whole: ModulePlan) -> None:

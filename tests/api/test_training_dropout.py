@@ -172,9 +172,3 @@ def test_what_is_refused():
         mt.from_torch(torch.export.export(nn.Dropout(0.1).train(), (x,), dynamic_shapes=rows))
     with pytest.raises(mt.MeshTensorError, match="seed=-1"):
         _step(seed=-1)
-
-
-def test_pipelines_refuse_what_depends_on_the_row():
-    imported = mt.from_torch(torch.export.export(Block().train(), _batch()[:1]))
-    with pytest.raises(mt.MeshTensorError, match=r"mesh.dropout\) needs the batch's rows together"):
-        mt.pipeline(imported, mt.Topology({"a": {"d": 1}, "b": {"d": 1}}), ["layer"], microbatches=2)

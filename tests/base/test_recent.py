@@ -67,7 +67,14 @@ def doubling():
 @pytest.fixture
 def few(monkeypatch):
     """Caches of three sizes."""
-    for name in ("api.virtual_kernel", "program.symbolic", "api.mesh_module", "api.module_plans", "targets.kernels"):
+    for name in (
+        "api.virtual_kernel",
+        "program.symbolic",
+        "api.mesh_module",
+        "api.module_plans",
+        "program.families",
+        "targets.kernels",
+    ):
         module = importlib.import_module(f"mesh_tensor.{name}")
         for bound in ("KERNEL_SIZES", "MODULE_SIZES"):
             if hasattr(module, bound):
