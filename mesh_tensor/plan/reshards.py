@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.sharding import Partial, Replicate, Sharding, ceildiv
 from mesh_tensor.redistribution.plan import plan_moves
+from mesh_tensor.rules.operator.call import operator_name
 
 from .atoms import Atoms
 from .carry import find_carried, widened_values
@@ -88,7 +89,7 @@ class _Writer:
             if node.kernel is not None:
                 needed = self._before_windows(value, needed)  # its own lowering makes windows
             wanted = needed if pending is None else with_partial(needed, pending)
-            form = self.obtain(value, wanted, node.scopes, f"{node.where} ({node.call.name}) needs it so")
+            form = self.obtain(value, wanted, node.scopes, f"{node.where} ({operator_name(node.call)}) needs it so")
             inputs.append(self._filled(form, node, decision, position))
         outputs = []
         for value, produced in zip(node.outputs, decision.produced, strict=True):
