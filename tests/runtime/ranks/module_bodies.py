@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 import mesh_tensor as mt
 from kernels.models import gpt2
 from tests.api.test_module_state import Cache
+from tests.plan import test_shifts
 from tests.plan.seed_modules import NESTED
 from tests.plan.test_sub_axes import product
 from tests.random_modules.build import build
@@ -65,6 +66,25 @@ def _sub_axes():
     for layout in ({"x:(1)2": 0, "x:(2)2": 1}, {"x:(1)2": 1, "x:(2)2": 1}, {"x:(2)2": 2}):
         yield product(), {"x": layout}, (x, w)
         yield product(), {"x": layout, "w": {"x": 1}}, (x, w)
+
+
+def shifted(rank, size):
+    """What goes to other places of a split dim, from neighbours or by places that data says: bit for bit as on the
+    virtual mesh."""
+    device_mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("x",))
+    x, values = test_shifts.X.T.contiguous(), torch.randn(2, 3)
+    given = [(make, operands, 1) for make, operands, *_ in test_shifts.CASES.values()]
+    given += [(make, (x, values, test_shifts.PLACES), 0) for make, _ in test_shifts.PUT.values()]
+    given.append((test_shifts.shifted_windows, (torch.randn(1, 24, 8, 3),), 1))
+    for number, (make, operands, dim) in enumerate(given):
+        mod = test_shifts.module(make, *operands)
+        expected = mt.distribute_module(mod, {"x": size}, {"p0": {"x": dim}})(*operands)
+        run = mt.distribute_module(mod, device_mesh, {"p0": {"x": dim}})
+        _same_bits([run(*operands)], [expected], number)
+        lie = [_placements(number + i, tensor, (size,)) for i, tensor in enumerate(operands)]
+        tensors = [distribute_tensor(t, device_mesh, placements) for t, placements in zip(operands, lie, strict=True)]
+        _same_bits(_full(run(*tensors)), [expected], number)
+    return len(given)
 
 
 def _placements(number, tensor, sizes):
