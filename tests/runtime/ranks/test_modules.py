@@ -35,5 +35,9 @@ def test_what_a_model_writes():
     run(bodies.a_cache, 2)
 
 
+def test_other_sizes():
+    run(bodies.other_sizes, 2)
+
+
 def test_parts_of_an_axis():
     run(partial(bodies.sub_axes, size=4), 4)
