@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from tvm import tirx
 
 from kernels.sparse import block_sparse_attention, block_sparse_attention_reference
+from mesh_tensor.rules.kernel.finite_blocks import _finite
 
 from .support import assert_right, lowered, outline, run
 
@@ -61,3 +63,26 @@ def test_maxima_that_are_bounded_need_no_first_block():
     for devices in (1, 2, 3):
         result = run(func, {"x": devices}, KEYS, *inputs)
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+X = tirx.Var("x", "float32")
+MASK = tirx.if_then_else(X > 0, tirx.const(1.0, "float32"), tirx.const(0.0, "float32"))
+
+
+@pytest.mark.parametrize(
+    ("value", "is_finite"),
+    [
+        (X * 2 - 1, True),
+        (tirx.Div(X, tirx.const(8.0, "float32")), True),
+        (tirx.tanh(X) * 30, True),
+        (tirx.if_then_else(X > 0, X, tirx.const(float("-inf"), "float32")), False),
+        (tirx.log(MASK), False),
+        (1 - tirx.Div(tirx.const(1.0, "float32"), MASK), False),
+        (tirx.Div(X, tirx.const(0.0, "float32")), False),
+        (tirx.rsqrt(MASK) + 1, False),
+    ],
+    ids=str,
+)
+def test_what_makes_no_infinity_of_finite_data(value, is_finite):
+    """A mask may be a logarithm of zeros, on which no device may start."""
+    assert _finite([value]) == is_finite

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from tvm import tirx
 
+from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.tir.constants import number
 from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.nodes import nodes
@@ -18,6 +19,9 @@ from mesh_tensor.tir.tile_ops import Fill, Gemm, Reduce
 from .iterations import Iteration
 from .live_ranges import LiveRange
 from .statements import Access, Statement
+
+_FINITE = (tirx.Var, tirx.BufferLoad, tirx.Cast, tirx.Add, tirx.Sub, tirx.Mul, tirx.Min, tirx.Max, tirx.Select)
+_FINITE_OPS = frozenset(f"tirx.{name}" for name in ("if_then_else", "tanh", "sigmoid", "exp", "exp2", "fabs"))
 
 
 def has_finite_blocks(iteration: Iteration, maximum: LiveRange) -> bool:
@@ -83,13 +87,23 @@ def _chosen(iteration: Iteration, expr: tirx.PrimExpr, statement: Statement) -> 
 
 
 def _finite(values: Sequence[tirx.PrimExpr]) -> bool:
-    """Whether no part of the expressions is an infinite constant."""
+    """Whether the expressions are finite, if what they load is."""
     return bool(values) and all(
-        not math.isinf(found)
-        for value in values
-        for part in (value, *nodes(tirx.Evaluate(value), tirx.PrimExpr))
-        if isinstance(found := number(part), (int, float))
+        _keeps(part) for value in values for part in (value, *nodes(tirx.Evaluate(value), tirx.PrimExpr))
     )
+
+
+def _keeps(expr: tirx.PrimExpr) -> bool:
+    """Whether an expression is finite if its operands are, as long as nothing overflows: a logarithm or a quotient is
+    not."""
+    value = number(expr)
+    if value is not None:
+        return math.isfinite(value)
+    if not is_float(expr.dtype) or isinstance(expr, _FINITE):
+        return True
+    if isinstance(expr, tirx.Div):
+        return bool(number(expr.b))
+    return op_name(expr) in _FINITE_OPS
 
 
 def _starts_at_0(statement: Statement, var: tirx.Var) -> bool:

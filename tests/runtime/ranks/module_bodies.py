@@ -10,8 +10,10 @@ from torch.utils import _pytree as pytree
 import mesh_tensor as mt
 from kernels.models import gpt2
 from tests.api.test_module_state import Cache
+from tests.plan import test_shifts
 from tests.plan.seed_modules import NESTED
 from tests.plan.test_sub_axes import product
+from tests.program import test_families
 from tests.random_modules.build import build
 from tests.random_modules.check import flat, make_data
 from tests.random_modules.strategy import make_case
@@ -65,6 +67,46 @@ def _sub_axes():
     for layout in ({"x:(1)2": 0, "x:(2)2": 1}, {"x:(1)2": 1, "x:(2)2": 1}, {"x:(2)2": 2}):
         yield product(), {"x": layout}, (x, w)
         yield product(), {"x": layout, "w": {"x": 1}}, (x, w)
+
+
+def shifted(rank, size):
+    """What goes to other places of a split dim, from neighbours or by places that data says, is what torch gives, bit
+    for bit; what is computed inside windows is what the virtual mesh gives."""
+    device_mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("x",))
+    put = test_shifts.X.T.contiguous(), torch.randn(2, 3), test_shifts.PLACES
+    image = torch.randn(1, 24, 8, 3)
+    windows = mt.distribute_module(
+        test_shifts.module(test_shifts.shifted_windows, image), {"x": size}, {"p0": {"x": 1}}
+    )
+    given = [(make, reference, operands, 1) for make, operands, reference, *_ in test_shifts.CASES.values()]
+    given += [(make, reference, put, 0) for make, reference in test_shifts.PUT.values()]
+    given.append((test_shifts.shifted_windows, windows, (image,), 1))
+    for number, (make, reference, operands, dim) in enumerate(given):
+        expected = reference(*operands)
+        run = mt.distribute_module(test_shifts.module(make, *operands), device_mesh, {"p0": {"x": dim}})
+        _same_bits([run(*operands)], [expected], number)
+        lie = [_placements(number + i, tensor, (size,)) for i, tensor in enumerate(operands)]
+        tensors = [distribute_tensor(t, device_mesh, placements) for t, placements in zip(operands, lie, strict=True)]
+        _same_bits(_full(run(*tensors)), [expected], number)
+    return len(given)
+
+
+def other_sizes(rank):
+    """Plans that are read off those of fewer layers: bit for bit as on the virtual mesh, and what torch gives."""
+    device_mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    torch.manual_seed(0)
+    tower = test_families.Tower(test_families.mlp)
+    run, virtual = (
+        mt.distribute_module(tower.mod, mesh, {"x": {"x": 0}}, weights=tower.weights)
+        for mesh in (device_mesh, {"x": 2})
+    )
+    for batch, places in ((4, 6), (3, 5), (8, 8)):
+        x = expected = torch.randn(batch, places, 8)
+        for number in range(test_families.COUNT):
+            expected = test_families.mlp_in_torch(expected, tower.weights, number)
+        made = run(distribute_tensor(x, device_mesh, [Shard(1)])).full_tensor()
+        torch.testing.assert_close(made, expected, rtol=2e-4, atol=2e-5)
+        _same_bits([made], [virtual(x)], 0)
 
 
 def _placements(number, tensor, sizes):

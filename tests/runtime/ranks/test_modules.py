@@ -19,6 +19,10 @@ def test_a_model(sizes):
     run(partial(bodies.a_model, sizes=sizes), 2 if sizes == (2,) else 4)
 
 
+def test_what_goes_to_other_places():
+    assert min(run(partial(bodies.shifted, size=3), 3)) == 21
+
+
 def test_computed_indices_out_of_range():
     """The second rank has them; the first one meets it when the rows are gathered."""
     first, second = run(bodies.indices_out_of_range, 2, timeout=3)
@@ -29,6 +33,10 @@ def test_computed_indices_out_of_range():
 
 def test_what_a_model_writes():
     run(bodies.a_cache, 2)
+
+
+def test_other_sizes():
+    run(bodies.other_sizes, 2)
 
 
 def test_parts_of_an_axis():
