@@ -70,6 +70,7 @@ class _Resumer:
         self.zero = tirx.IntImm("int32", 0)
         self.again = [part for part in scan.carried if self._is_used_inside()]
         self.scales = {part: self._scale_of(part) for part in scan.carried if part.scaled}
+        self.multiplied: set[Statement] = set()  # statements whose scales are multiplied up
 
     def made(self) -> Resumption:
         check_binds(self.kernel.statements, self.scan.top)
@@ -118,9 +119,12 @@ class _Resumer:
         return _Scale(part, dims, tirx.decl_buffer(shape, held.dtype, f"{held.name}_scale", scope=held.scope()))
 
     def _depends_on(self, scale: tirx.PrimExpr, statement: Statement) -> set[tirx.Var]:
-        """The loops on which what a statement scales with may depend, by way of what it loads, too."""
-        used = vars_of([scale], self.kernel.binds)
-        if any(var in self.kernel.binds for var in tirx.analysis.undefined_vars(scale)):
+        """The loops on which what a statement scales with may depend, and how often it does, by way of what it loads,
+        too."""
+        often = [*statement.conditions, *statement.bounds]
+        used = vars_of([scale, *often], self.kernel.binds)
+        bound = {var for expr in (scale, *often) for var in tirx.analysis.undefined_vars(expr)} & set(self.kernel.binds)
+        if bound or any(nodes(tirx.Evaluate(expr), tirx.BufferLoad) for expr in often):
             used |= {loop.var for loop in self.kernel.grid}
         loaded = {load.buffer for load in nodes(tirx.Evaluate(scale), tirx.BufferLoad)}
         for access in statement.reads:
@@ -136,6 +140,8 @@ class _Resumer:
         """The state's part of the loop, from its neutral element."""
         kept = self._needed({part.held for part in self.scan.carried}, self.scan.top + 1)
         loop = self._sliced(self.stmts[self.scan.top], kept)
+        if any(scaled not in self.multiplied for part in self.scales for scaled in part.scaled):
+            raise Blocked("a state is scaled where a condition says so for each of its elements")
         before = [self._sliced(stmt, kept) for stmt in self.stmts[: self.scan.top]]
         fresh = [p for p in self.scan.carried if p.starts_neutral]
         fills = [fill(p.held.buffer, constant(neutral(p.op, p.held.buffer.dtype), p.held.buffer.dtype)) for p in fresh]
@@ -269,12 +275,10 @@ class _Resumer:
         node = stmt
         while isinstance(node, tirx.For):
             node = node.body
-        return [
-            scale.multiplied(statement, part.scaled[statement])
-            for part, scale in self.scales.items()
-            for statement in part.scaled
-            if statement.node in body_statements(node)
-        ]
+        here = body_statements(node)
+        found = [(scale, part, s) for part, scale in self.scales.items() for s in part.scaled if s.node in here]
+        self.multiplied |= {statement for _, _, statement in found}
+        return [scale.multiplied(statement, part.scaled[statement]) for scale, part, statement in found]
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """Kernels whose loops carry a state in order and use it on the way."""
 
 import tilelang.language as T
+import torch
 
 
 def running(steps, width, update, *, start=0.0, block=4):
@@ -263,3 +264,37 @@ def chunks(steps, width=4):
                 T.copy(out, Y[to * 2, 0])
 
     return chunks_kernel
+
+
+def skipping(which):
+    """A decayed state per row; each program leaves out other blocks of its 32, `which` says how: "later" ones, "first"
+    ones, or, by a number of its own, "all"."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((4, 64), "float32"), G: T.Tensor((4,), "float32"), Y: T.Tensor((4,), "float32")):
+        with T.Kernel(2, threads=32) as bm:
+            x = T.alloc_shared((2, 2), "float32")
+            part = T.alloc_fragment((2,), "float32")
+            state = T.alloc_fragment((2,), "float32")
+            T.fill(state, 0.0)
+            for ko in T.serial(32):
+                if {"later": ko <= bm * 20, "first": ko >= bm * 20, "all": G[bm] > 0}[which]:
+                    T.copy(A[bm * 2, ko * 2], x)
+                    T.reduce_sum(x, part, dim=1)
+                    for i in T.Parallel(2):
+                        state[i] = state[i] * (-0.5) - part[i]
+            for i in T.Parallel(2):
+                Y[bm * 2 + i] = state[i]
+
+    return kernel
+
+
+def skipping_in_torch(a, g, which):
+    states = []
+    for row in range(4):
+        state, bm = torch.zeros(()), row // 2
+        for ko, block in enumerate(a[row].reshape(32, 2)):
+            if {"later": ko <= bm * 20, "first": ko >= bm * 20, "all": g[bm] > 0}[which]:
+                state = state * (-0.5) - block.sum()
+        states.append(state)
+    return torch.stack(states)

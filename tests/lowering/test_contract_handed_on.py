@@ -11,7 +11,18 @@ from mesh_tensor.lowering.pipeline import lower_kernel
 from tests.kernels.adversarial.index_values import argmax_rows
 from tests.other_machines import machine
 
-from .scan_kernels import WRONG, after_a_sum, before_a_sum, chunks, counted, rate_of_the_program, running, running_wrong
+from .scan_kernels import (
+    WRONG,
+    after_a_sum,
+    before_a_sum,
+    chunks,
+    counted,
+    rate_of_the_program,
+    running,
+    running_wrong,
+    skipping,
+    skipping_in_torch,
+)
 from .support import outline
 
 #: An update in a kernel, and in torch; and what the state starts from.
@@ -179,3 +190,12 @@ def test_running_products_stay_whole(mesh):
     kernel = compiled(running(12, 8, lambda s, x: s * x, start=2.0), mesh, rows("x"))
     for result, expected in zip(kernel(x), in_order(x, torch.mul, 2.0), strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("which", ["later", "first", "all"])
+def test_programs_that_leave_out_blocks_scale_by_those_they_have(which, devices):
+    a, g = torch.randn(4, 64), torch.tensor([1.0, -1.0, 0.0, 0.0])
+    kernel = compiled(skipping(which), {"x": devices}, {"A": {"x": 1}})
+    assert "state_scale" in kernel.explain()
+    torch.testing.assert_close(kernel(a, g), skipping_in_torch(a, g, which))

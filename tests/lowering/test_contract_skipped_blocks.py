@@ -81,7 +81,7 @@ MASK = tirx.if_then_else(X > 0, tirx.const(1.0, "float32"), tirx.const(0.0, "flo
         (tirx.Div(X, tirx.const(0.0, "float32")), False),
         (tirx.rsqrt(MASK) + 1, False),
     ],
-    ids=str,
+    ids=["sum", "quotient", "tanh", "constant", "logarithm", "by a mask", "by zero", "root"],
 )
 def test_what_makes_no_infinity_of_finite_data(value, is_finite):
     """A mask may be a logarithm of zeros, on which no device may start."""
