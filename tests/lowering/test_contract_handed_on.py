@@ -193,7 +193,7 @@ def test_running_products_stay_whole(mesh):
 
 
 @pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.parametrize("which", ["later", "first", "all"])
+@pytest.mark.parametrize("which", ["later", "first", "some", "all"])
 def test_programs_that_leave_out_blocks_scale_by_those_they_have(which, devices):
     a, g = torch.randn(4, 64), torch.tensor([1.0, -1.0, 0.0, 0.0])
     kernel = compiled(skipping(which), {"x": devices}, {"A": {"x": 1}})
