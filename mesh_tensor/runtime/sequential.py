@@ -77,22 +77,18 @@ class _Known:
     """What is known of a module: its functions' parameters, and what was recorded of calls of them."""
 
     def __init__(self, mod: ir.IRModule) -> None:
-        self._mod, self._functions = mod.clone(), _functions(mod)
-        self._taken: dict[str, tuple[ir.IRModule, ModuleSignature]] = {}
+        self._mod, self._functions = mod.clone(), mod.functions
+        self._taken: dict[str, tuple[ir.IRModule, relax.Function, ModuleSignature]] = {}
         self._recorded: Recent[tuple, Recorded] = Recent(_CALLS)
 
     def is_of(self, mod: ir.IRModule) -> bool:
-        """Whether the module has the functions that it had."""
-        now = _functions(mod)
-        return len(now) == len(self._functions) and all(
-            name == other and func.same_as(was)
-            for (name, func), (other, was) in zip(now, self._functions, strict=True)
-        )
+        """Whether the module has the functions that it had: a map that somebody else has, too, is not written."""
+        return self._functions.same_as(mod.functions)
 
     def result(self, inputs: Any, function: str) -> Any:
         """The result of a function of the module."""
-        mod, signature = self._function(function)
-        given = _arguments(mod[function], signature, inputs)
+        mod, func, signature = self._function(function)
+        given = _arguments(func, signature, inputs)
         tensors = list(given.values())
         key = (function, *[(type(t), getattr(t, "shape", None), getattr(t, "dtype", None)) for t in tensors])
         recorded = self._recorded.get(key)
@@ -113,22 +109,18 @@ class _Known:
             self._recorded.put(key, recorded)
             return _apart(result, recorded.made_once)
 
-    def _function(self, function: str) -> tuple[ir.IRModule, ModuleSignature]:
-        """The module with flat parameters, and the function's."""
+    def _function(self, function: str) -> tuple[ir.IRModule, relax.Function, ModuleSignature]:
+        """The module with flat parameters, the function, and its."""
         if function not in self._taken:
-            known = [name for name, func in self._functions if isinstance(func, relax.Function)]
+            known = [var.name_hint for var, func in self._mod.functions_items() if isinstance(func, relax.Function)]
             if function not in known:
                 refuse(f"the module has no Relax function {function!r}", fix=f"it has {listing(known)}")
             mod = with_flat_parameters(self._mod, function)
-            self._taken[function] = mod, ModuleSignature(mod, function)
+            self._taken[function] = mod, mod[function], ModuleSignature(mod, function)
         return self._taken[function]
 
 
 _KNOWN: WeakKeyDictionary[ir.IRModule, _Known] = WeakKeyDictionary()
-
-
-def _functions(mod: ir.IRModule) -> list[tuple[str, Any]]:
-    return [(var.name_hint, func) for var, func in mod.functions_items()]
 
 
 def _apart(result: Value, known: Collection[int]) -> Value:
@@ -139,7 +131,7 @@ def _apart(result: Value, known: Collection[int]) -> Value:
 def _arguments(func: relax.Function, signature: ModuleSignature, inputs: Any) -> dict[str, torch.Tensor]:
     """The function's arguments by parameter, in order."""
     args, named = ((), inputs) if isinstance(inputs, Mapping) else (tuple(flat_arguments(inputs)), {})
-    weights = {} if len(args) == len(signature.params) else _weights(func)
+    weights = {} if len(args or named) == len(signature.params) else _weights(func)
     kept = {name: value for name, value in weights.items() if name not in named}
     return {name: _tensor(value) for name, value in signature.bind(kept, args, named).items()}
 

@@ -51,7 +51,7 @@ class Recorder:
         if not self._is_fixed:
             return None
         tree = self._tree(result)
-        used = {name for name in _names(tree)}
+        used = set(_names(tree))
         lines: list[Line] = []
         for line in reversed(self._lines):
             ends = tuple([name for name in dict.fromkeys((*line.args, *line.results)) if name not in used])
