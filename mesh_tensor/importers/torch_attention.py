@@ -25,9 +25,10 @@ def attention(node: torch.fx.Node, importer: Any) -> relax.Expr:
     grouped = bool(node.kwargs.get("enable_gqa", False))
     if dropout:
         refuse("dropout in attention is random", fix="export the model in eval mode")
-    _check_dims([plain(tensor.struct_info.shape) for tensor in (query, key, value)], grouped)
-    meant = list(query.struct_info.shape)
-    query, key, value = (_of_four(importer, tensor) for tensor in (query, key, value))
+    before = _batches([plain(tensor.struct_info.shape) for tensor in (query, key, value)], grouped)
+    operands = [_expanded(importer, tensor, dims) for tensor, dims in zip((query, key, value), before, strict=True)]
+    meant = list(operands[0].struct_info.shape)
+    query, key, value = (_of_four(importer, tensor) for tensor in operands)
     heads, key_heads = (tensor.struct_info.shape[1] for tensor in (query, key))
     if grouped and int(heads) != int(key_heads):
         key, value = (_repeated(importer, tensor, int(heads) // int(key_heads)) for tensor in (key, value))
@@ -46,16 +47,28 @@ def attention(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return emit(importer, relax.op.reshape(result, [*meant[:-1], result.struct_info.shape[3]]))
 
 
-def _check_dims(shapes: list[tuple[Any, ...]], grouped: bool) -> None:
-    """Refuse what torch broadcasts: batches have to be equal, and heads, unless they are `grouped`."""
+def _batches(shapes: list[tuple[Any, ...]], grouped: bool) -> list[list[Any]]:
+    """Per tensor, its dims before positions, where those of size 1 are as the other tensors'; heads that are `grouped`
+    stay. Refuses sizes that differ otherwise."""
     ndims = [len(shape) for shape in shapes]
-    batches = [shape[: -3 if grouped else -2] for shape in shapes]
-    known = [{size for size in sizes if isinstance(size, int)} for sizes in zip(*batches, strict=False)]
-    if len(set(ndims)) > 1 or any(len(sizes) > 1 for sizes in known):
+    batches = [list(shape[:-2]) for shape in shapes]
+    meant = [[size for size in sizes if not _is_one(size)] for sizes in zip(*batches, strict=False)]
+    meant = meant[:-1] if grouped else meant
+    if len(set(ndims)) > 1 or any(len({size for size in sizes if isinstance(size, int)}) > 1 for sizes in meant):
         refuse(
             f"attention of tensors of {ndims} dims, with batches and heads {batches}",
             fix="expand them to (batch, heads, positions, size) tensors, with equal batches and heads",
         )
+    common = [sizes[0] if sizes else 1 for sizes in meant]
+    return [common + batch[len(common) :] for batch in batches]
+
+
+def _expanded(importer: Any, tensor: relax.Expr, batch: list[Any]) -> relax.Expr:
+    """The tensor with these dims before positions."""
+    *mine, positions, size = tensor.struct_info.shape
+    if [_is_one(here) for here in mine] == [_is_one(wanted) for wanted in batch]:
+        return tensor
+    return emit(importer, relax.op.broadcast_to(tensor, [*batch, positions, size]))
 
 
 def _is_one(size: int | tirx.PrimExpr) -> bool:

@@ -91,6 +91,11 @@ def test_attention_with_other_batch_dims(batch, mask):
     assert len([name for name in operators(module) if name.startswith("relax.nn.attention")]) == 1
 
 
+@pytest.mark.parametrize("batches", [((2, 4), (2, 1), (2, 1)), ((1, 4), (3, 4), (1, 1)), ((1,), (2,), (2,))])
+def test_attention_that_broadcasts(batches):
+    check(Attention(attn_mask=torch.rand(5, 5)), *(torch.randn(*batch, 5, 8) for batch in batches))
+
+
 def test_grouped_attention_with_two_batch_dims():
     q, k, v = torch.randn(2, 3, 4, 5, 8), torch.randn(2, 3, 2, 5, 8), torch.randn(2, 3, 2, 5, 8)
     check(Attention(is_causal=True, enable_gqa=True), q, k, v)
