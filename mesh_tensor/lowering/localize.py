@@ -26,18 +26,15 @@ from mesh_tensor.tir.fused_loops import fuse
 from mesh_tensor.tir.intervals import join
 from mesh_tensor.tir.linear import as_expr, vars_of
 from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.one_iteration import collapse
 from mesh_tensor.tir.rewrite import block_like, guarded, loop_like, replace_block
-from mesh_tensor.tir.short_loops import shorten
+from mesh_tensor.tir.short_loops import collapse, shorten
 from mesh_tensor.tir.tile_position import resolve
 from mesh_tensor.tir.user_reports import assert_call, is_print
 
-from .counted_once import CountedOnce
 from .expressions import ValueRewriter, contains_load, has_trap
 from .local_reports import LocalReports
-from .local_tile_ops import LocalTileOps
 from .original_dims import put_together, uneven_groups
-from .padding_masks import PaddingMasks
+from .padding_masks import CountedOnce, LocalTileOps, PaddingMasks
 from .parts import global_size
 from .splits import DeviceCoordinates, Shrink, Split, make_split
 from .stages import LocalPart, LocalParts, Part, Parts, Unsplittable
