@@ -10,18 +10,17 @@ import torch
 from tvm import ir
 
 from mesh_tensor.annotations.annotate_module import read_module_annotations
-from mesh_tensor.annotations.parameters import flat_arguments, with_flat_parameters
+from mesh_tensor.annotations.names import flat_arguments, with_flat_parameters
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.garbage import uncollected
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.importers.call_form import CallForm
-from mesh_tensor.program.explain import explain
+from mesh_tensor.program.explain import explain, summary
 from mesh_tensor.program.from_graph import Kernels
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Program
-from mesh_tensor.program.summary import summary
 from mesh_tensor.runtime.ambient import full_precision, undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleParam, ModuleSignature, bound, refuse_outside
 from mesh_tensor.runtime.ranks import is_dtensor, ranks_of

@@ -14,7 +14,7 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.importers.weight_files import StoredTensor
 from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.plan_module import ModulePlan
-from mesh_tensor.runtime.finite import not_finite
+from mesh_tensor.runtime.elementwise import not_finite
 from mesh_tensor.runtime.ranks import is_dtensor, redistribute
 from mesh_tensor.runtime.ranks.agree import agree, anywhere, digest_of, program_facts
 from mesh_tensor.runtime.ranks.dtensor import as_dtensor, lies_like_torch, local_part, to_placements

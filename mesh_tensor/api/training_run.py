@@ -15,7 +15,7 @@ from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Program
 from mesh_tensor.rules.operator.dropout import SEED_NAME
 from mesh_tensor.runtime.ambient import undisturbed
-from mesh_tensor.runtime.finite import not_finite
+from mesh_tensor.runtime.elementwise import not_finite
 
 from .training import TrainingStep
 

@@ -26,8 +26,16 @@ from .torch_constants import with_constants
 from .torch_decompositions import decomposed
 from .torch_numbers import WITH_NUMBERS
 from .torch_ops import CONVERTERS, KEPT
-from .torch_program import CONSTANTS, ProgramOfTensors, check_program, is_kept_buffer, refuse_autocast, written_buffers
-from .torch_weights import allow_constants, without_tied
+from .torch_program import (
+    CONSTANTS,
+    ProgramOfTensors,
+    allow_constants,
+    check_program,
+    is_kept_buffer,
+    refuse_autocast,
+    without_tied,
+    written_buffers,
+)
 
 
 @uncollected

@@ -12,8 +12,7 @@ import torch
 import tvm_ffi
 from tvm import ir, relax, tirx
 
-from mesh_tensor.annotations.names import check_module
-from mesh_tensor.annotations.parameters import flat_arguments, with_flat_parameters
+from mesh_tensor.annotations.names import check_module, flat_arguments, with_flat_parameters
 from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse
 from mesh_tensor.base.recent import Recent
