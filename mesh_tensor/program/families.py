@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 from mesh_tensor.base.errors import MeshTensorError
+from mesh_tensor.base.garbage import uncollected
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.plan.fewer_layers import FewerLayers
 from mesh_tensor.plan.index_checks import IndexCheck
@@ -42,6 +43,7 @@ class PlanFamilies:
         self._is_whole = False  # the small modules don't tell
         self._known: Recent[Hashable, _Family | _None] = Recent(MODULE_SIZES)
 
+    @uncollected
     def of(self, sizes: Sizes) -> ModulePlan:
         """The plan for these sizes.
 
