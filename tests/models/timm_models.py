@@ -48,7 +48,7 @@ _MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "swinv2_tiny_window8_256": (64, {"img_size": 64, "window_size": 8, "embed_dim": 24, "depths": (2, 2)}),
     "mixer_s16_224": (64, {"img_size": 64, "num_blocks": 2}),
     "gmlp_ti16_224": (64, {"img_size": 64, "num_blocks": 2}),
-    "resmlp_12_224": (64, {"img_size": 64, "num_blocks": 2}),
+    "resmlp_12_224": (64, {"img_size": 64}),
     "pit_ti_224": (224, {"depths": (1, 1, 1)}),
     "pvt_v2_b0": (64, {}),
     "twins_pcpvt_small": (64, {"depths": (1, 1, 1, 1)}),
