@@ -19,8 +19,8 @@ from mesh_tensor.lowering.cut import make_param, part_of
 from mesh_tensor.lowering.original_dims import rule
 from mesh_tensor.lowering.pipeline import read
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
+from mesh_tensor.rules.kernel.scans import Stated
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
-from mesh_tensor.rules.kernel.stated import Stated
 from mesh_tensor.rules.kernel.statements import body_statements
 from mesh_tensor.targets.interpreter import interpret
 from mesh_tensor.tir.grids import grids_of

@@ -29,9 +29,8 @@ from mesh_tensor.targets.kernels import find_target
 from mesh_tensor.tir.grids import grids_of
 
 from .backward import Gradients, laid_out_alike
-from .call_forms import OutIdx, call_forms, given_out_idx, in_order, refuse_count
 from .combinations import tried
-from .compiled import Compiled, KernelRunner, VirtualKernel
+from .compiled import Compiled, KernelRunner, OutIdx, VirtualKernel, call_forms, given_out_idx, in_order, refuse_count
 from .rank_kernel import RankKernel
 from .rank_locals import Shapes
 from .signature import Signature

@@ -27,16 +27,14 @@ from mesh_tensor.runtime.ranks import is_dtensor, ranks_of
 from mesh_tensor.runtime.ranks.agree import agree
 from mesh_tensor.runtime.ranks.dtensor import mesh_of
 from mesh_tensor.runtime.ranks.faults import Faults
-from mesh_tensor.runtime.ranks.parts import Part
 from mesh_tensor.runtime.ranks.ranks import Ranks
+from mesh_tensor.runtime.ranks.redistribution import Part
 from mesh_tensor.targets.kernels import find_target
 
-from .module_launch import ModuleLaunch
+from .module_launch import ModuleLaunch, ModuleState, Recorder, Recording, requires_gradients, state_of
 from .module_plans import ModulePlans
 from .module_ports import Refined
 from .module_ranks import RankModuleLaunch
-from .module_recording import Recorder, Recording, requires_gradients
-from .module_state import ModuleState, state_of
 from .module_weights import HeldWeights, checked_state, whole
 
 T = TypeVar("T")

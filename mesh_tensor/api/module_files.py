@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mesh_tensor.annotations.annotate_module import annotate_module
-from mesh_tensor.annotations.stated_elsewhere import Unannotated, without_annotations
+from mesh_tensor.annotations.stated_ties import Unannotated, without_annotations
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse, shown
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding

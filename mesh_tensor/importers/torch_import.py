@@ -20,7 +20,6 @@ from mesh_tensor.targets.dtypes import dtype_name
 
 from .imported import ImportedModule, identifiers
 from .torch_args import emit, with_sizes_as_tensors
-from .torch_assertions import depends_on_data, drop_assertions
 from .torch_complex import COMPLEX, Pair, is_complex, of_complex
 from .torch_constants import with_constants
 from .torch_decompositions import decomposed
@@ -30,6 +29,8 @@ from .torch_program import (
     ProgramOfTensors,
     allow_constants,
     check_program,
+    depends_on_data,
+    drop_assertions,
     is_kept_buffer,
     refuse_autocast,
     without_tied,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from tvm import arith, ir, tirx
 
 from mesh_tensor.base.window import Window
+from mesh_tensor.rules.kernel.lookups import without_wrap
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Access, Statement
-from mesh_tensor.rules.kernel.windows import without_wrap
 from mesh_tensor.tir.nodes import loads, nodes
 
 from .splits import Shrink, Split

@@ -8,8 +8,7 @@ from functools import cached_property
 from typing import NamedTuple, cast
 
 from ..base.errors import refuse
-from .check import check_schedule
-from .dependencies import Dependencies, Takes
+from .check import Dependencies, Takes, check_schedule
 from .schedule import KINDS, Action, Schedule
 
 Costs = Mapping[str, float] | Callable[[Action], float]

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.topology import Topology
 
-from .check import check_schedule
-from .dependencies import Takes
+from .check import Takes, check_schedule
 from .orders import make
 from .schedule import Action, Schedule
 

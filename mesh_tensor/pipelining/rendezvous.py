@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from mesh_tensor.base.errors import listing, refuse
 
-from .dependencies import Dependencies, Takes
+from .check import Dependencies, Takes
 from .schedule import Action, Schedule
 
 

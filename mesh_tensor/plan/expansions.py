@@ -1,21 +1,25 @@
-"""Operators that are taken apart where a dim is split that they need whole: a softmax, into a maximum, a sum and what
-is between them."""
+"""What is taken apart: operators, where a dim is split that they need whole (a softmax, into a max, ...); axes, so
+that one splits two factors; and dims that are apart elsewhere."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from tvm import relax
 
+from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.base.dtypes import NARROW
+from mesh_tensor.base.sub_axes import Refinement
 from mesh_tensor.rules.operator.call import op_call
 from mesh_tensor.rules.operator.cost import count_flops
+from mesh_tensor.rules.operator.shape import merge_call
 
 from .atoms import Atoms
 from .ir import Graph, Node, Value
 from .propagate import Layouts
+from .reader import Annotations
 
 op = relax.op
 Emit = Callable[[relax.Expr], relax.Var]
@@ -105,3 +109,58 @@ _EXPANSIONS: dict[str, Callable[[relax.Var, int, Emit], relax.Var]] = {
     "nn.softmax": _softmax,
     "nn.log_softmax": _log_softmax,
 }
+
+
+_MOST = 3  # plans that are tried
+
+
+def refinements(graph: Graph, atoms: Atoms) -> list[Refinement]:
+    """The meshes in which such an axis is two, those first that are asked for first."""
+    found: dict[Refinement, None] = {}
+    for value, annotation in graph.annotations.items():
+        shape = atoms.shape(value)
+        for axis, dim in annotation.sharding.as_dict().items():
+            size, first = graph.mesh.size(axis), shape[atoms.positions(value, dim)[0]]
+            major = math.gcd(size, first)
+            if len(atoms.of[value][dim]) > 1 and 1 < major < size:
+                names = [f"{axis}:(1){major}"]
+                found[Refinement.by_names(graph.mesh, names)] = None
+    return list(found)[:_MOST]
+
+
+def refined_annotations(annotations: Annotations, refinement: Refinement) -> dict[tuple[str, str], Annotation]:
+    """What is stated, of the parts of axes."""
+    return {key: refined_annotation(stated, refinement) for key, stated in annotations.items()}
+
+
+def refined_annotation(stated: Annotation, refinement: Refinement) -> Annotation:
+    """What is stated of a value, of the parts of axes."""
+    later: Mapping[str, int] = refinement.expanded(dict(stated.later))
+    replicated = tuple(part for axis in stated.replicated for part in refinement.axes(axis))
+    sharding = refinement.refine(stated.sharding)
+    return replace(stated, sharding=sharding, later=tuple(later.items()), replicated=replicated)
+
+
+def with_merged_dims(graph: Graph, atoms: Atoms) -> Graph | None:
+    """The graph in which operators read windows of dims that are one atom; None where they all do."""
+    found: dict[Node, dict[int, list[int]]] = {}
+    for node in graph.nodes:
+        for operand, dim in atoms.rules[node].rule.windows if node.kernel is None else ():
+            if len(atoms.of[node.inputs[operand]][dim]) > 1:
+                found.setdefault(node, {}).setdefault(operand, []).append(dim)
+    if not found:
+        return None
+    nodes = []
+    for node in graph.nodes:
+        inputs = list(node.inputs)
+        for operand, dims in found.get(node, {}).items():
+            nodes.append(_merge(node, inputs[operand], dims))
+            (inputs[operand],) = nodes[-1].outputs
+        nodes.append(replace(node, inputs=tuple(inputs)) if node in found else node)
+    return replace(graph, nodes=nodes)
+
+
+def _merge(node: Node, value: Value, dims: list[int]) -> Node:
+    var = relax.Var(value.name, relax.TensorStructInfo(value.type.shape, value.type.dtype))
+    call = op_call(relax.BlockBuilder().normalize(merge_call(var, dims)))
+    return Node(call, (value,), (Value(f"{value.name}_whole_dims", value.type),), node.scopes, node.where)

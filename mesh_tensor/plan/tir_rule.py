@@ -15,8 +15,8 @@ from tvm.tirx.stmt_functor import substitute
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.window import Reaches
+from mesh_tensor.rules.kernel.coordinates import detached_indices, without_loads
 from mesh_tensor.rules.kernel.factors import Factor
-from mesh_tensor.rules.kernel.index_values import detached_indices, without_loads
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
 from mesh_tensor.rules.kernel.normalize import normalize
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse

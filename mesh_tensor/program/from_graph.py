@@ -22,12 +22,11 @@ from mesh_tensor.rules.operator.index import LOOK_UPS
 from .buckets import bucketed
 from .fuse import fused
 from .kernel_steps import KernelSteps, is_kernel
-from .lifetimes import with_lifetimes
 from .overlap import early_starts, with_overlap
 from .program import Parameter, Program, Value, bytes_moved
 from .steps import CollectiveStep, OpStep
 from .steps import Step as ProgramStep
-from .verify import checked
+from .verify import checked, with_lifetimes
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,8 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.atoms import Atoms, find_atoms
 from mesh_tensor.plan.ir import Graph
 from mesh_tensor.plan.node_rules import node_rules
-from mesh_tensor.program.lifetimes import peak_bytes
 from mesh_tensor.program.plan_module import plan_graph
+from mesh_tensor.program.verify import peak_bytes
 from mesh_tensor.simulation.streams import Events, play
 
 from .depth import Repeated, repeated, shortened

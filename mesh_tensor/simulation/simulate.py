@@ -16,8 +16,8 @@ from mesh_tensor.base.machine_presets import CPU, machine_named
 from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.program.builder import lower_to_program
 from mesh_tensor.program.cost import COMPUTE
-from mesh_tensor.program.lifetimes import held_bytes
 from mesh_tensor.program.program import Program
+from mesh_tensor.program.verify import held_bytes
 
 from .page import page
 from .pipelines import PipelineSimulation, simulate_pipeline

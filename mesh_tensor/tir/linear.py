@@ -1,4 +1,5 @@
-"""Integer linear forms of loop variables: `4*by + i`, the shape in which index expressions are compared."""
+"""Integer linear forms of loop variables: `4*by + i`, the shape in which index expressions are compared; and what is
+known of loop variables and sizes, wherever they are used."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tvm import tirx
+from tvm import arith, ir, tirx
 
 from .nodes import nodes
 
@@ -100,3 +101,32 @@ def as_expr(form: Linear) -> tirx.PrimExpr:
         term = var if coefficient == 1 else var * coefficient
         total = term if total is None else total + term
     return tirx.IntImm("int32", 0) if total is None else total
+
+
+def loops_in(body: tirx.Stmt) -> list[tirx.For]:
+    """The loops of a body, outer ones before those in them."""
+    return nodes(body, tirx.For)[::-1]
+
+
+def loop_ranges(body: tirx.Stmt, buffers: Iterable[tirx.Buffer] = ()) -> arith.Analyzer:
+    """An analyzer that knows the range of every loop's and every block's variables, and that the sizes of `buffers` are
+    not negative."""
+    analyzer = arith.Analyzer()
+    for buffer in buffers:
+        for size in buffer.shape:
+            if isinstance(size, tirx.Var):
+                analyzer.update(size, arith.ConstIntBound(0, arith.ConstIntBound.POS_INF), True)
+    for var, ranges in _ranges(body).items():
+        if all(ir.structural_equal(ranges[0], other) for other in ranges):
+            analyzer.bind(var, ranges[0], True)
+    return analyzer
+
+
+def _ranges(body: tirx.Stmt) -> dict[tirx.Var, list[ir.Range]]:
+    """The ranges of the loops' and the blocks' variables: several, where loops share one."""
+    found: dict[tirx.Var, list[ir.Range]] = {}
+    for loop in loops_in(body):
+        found.setdefault(loop.loop_var, []).append(ir.Range.from_min_extent(loop.min, loop.extent))
+    for iter_var in (iter_var for block in nodes(body, tirx.SBlock) for iter_var in block.iter_vars):
+        found.setdefault(iter_var.var, []).append(iter_var.dom)
+    return found

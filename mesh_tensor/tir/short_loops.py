@@ -15,8 +15,8 @@ from functools import reduce
 from tvm import arith, tirx
 
 from .effects import leaves_loop
+from .linear import loop_ranges, loops_in
 from .nodes import nodes
-from .ranges import loop_ranges, loops_in
 
 #: Marks a loop that `lengthen` made.
 MARK = "mesh_tensor.short"
@@ -161,3 +161,109 @@ def _solved(var: tirx.Var, condition: tirx.PrimExpr, analyzer: arith.Analyzer) -
     if not (isinstance(step, tirx.IntImm) and int(step) == 1) or var in tirx.analysis.undefined_vars(place):
         return None
     return analyzer.simplify(place - tirx.stmt_functor.substitute(side, {var: tirx.IntImm(var.dtype, 0)}))
+
+
+#: Marks the outer one of two loops that `unfuse` made; the value is the fused loop's thread binding.
+_FUSED = "mesh_tensor.fused"
+_ARITHMETIC = [
+    f"tirx.{name}" for name in ("FloorDiv", "FloorMod", "Add", "Sub", "Mul", "LT", "LE", "GT", "GE", "EQ", "NE", "And")
+]
+
+
+def unfuse(func: tirx.PrimFunc, *, alone: bool = False) -> tirx.PrimFunc:
+    """Split every grid loop of `func` that is only used as `v // c` and `v % c`, with a constant c that divides its
+    extent, or in indices that come to that: `(v * 16 + i) // 64` is `v // 4` where i is below 16. With `alone`, also
+    those that are used on their own besides."""
+    body = func.body
+    if not nodes(body, tirx.FloorDiv, tirx.FloorMod):
+        return func
+    for loop in _grid_loops(body):
+        split = _split_loop(body, loop.loop_var, alone)
+        if split is None and _divides(loop):
+            split = _split_loop(_simplified(body), loop.loop_var, alone)
+        body = body if split is None else split
+    return func if body.same_as(func.body) else func.with_body(body)
+
+
+def fuse(body: tirx.Stmt) -> tirx.Stmt:
+    """Undo `unfuse`."""
+    return tirx.stmt_functor.ir_transform(body, None, _join, ["tirx.For"])
+
+
+def _grid_loops(body: tirx.Stmt) -> list[tirx.For]:
+    return [loop for loop in nodes(body, tirx.For) if loop.thread_binding is not None]
+
+
+def _split_loop(body: tirx.Stmt, var: tirx.Var, alone: bool) -> tirx.Stmt | None:
+    """The body with two loops in place of that of `var`, or None if its variable is used otherwise."""
+    part = next(_part(loop) for loop in _grid_loops(body) if loop.loop_var.same_as(var))
+    if part is None:
+        return None
+    split = _replace_loop(body, var, part, alone)
+    return None if any(loop.loop_var.same_as(var) for loop in _grid_loops(split)) else split
+
+
+def _divides(loop: tirx.For) -> bool:
+    """Whether a quotient or remainder of something with the loop's variable in it is used."""
+    return any(loop.loop_var in _variables(node) for node in nodes(loop.body, tirx.FloorDiv, tirx.FloorMod))
+
+
+def _simplified(body: tirx.Stmt) -> tirx.Stmt:
+    """The body with indices and conditions of loop variables in a simpler form, as the loops' ranges allow."""
+    analyzer, variables = loop_ranges(body), {loop.loop_var for loop in loops_in(body)}
+
+    def simplify(node: tirx.PrimExpr) -> tirx.PrimExpr | None:
+        is_index = node.dtype in ("int32", "int64", "bool") and not nodes(node, tirx.BufferLoad, tirx.Call)
+        return analyzer.simplify(node) if is_index and variables.issuperset(_variables(node)) else None
+
+    return tirx.stmt_functor.ir_transform(body, simplify, None, _ARITHMETIC)
+
+
+def _variables(node: tirx.PrimExpr) -> list[tirx.Var]:
+    return list(tirx.analysis.undefined_vars(node))
+
+
+def _part(loop: tirx.For) -> int | None:
+    """The one constant by which the loop's variable is divided, if it divides the extent."""
+    used = [node.b for node in nodes(loop.body, tirx.FloorDiv, tirx.FloorMod) if loop.loop_var.same_as(node.a)]
+    parts = {int(by) if isinstance(by, tirx.IntImm) else 0 for by in used}
+    part = parts.pop() if len(parts) == 1 else 0
+    return part if part > 0 and isinstance(loop.extent, tirx.IntImm) and int(loop.extent) % part == 0 else None
+
+
+def _replace_loop(body: tirx.Stmt, var: tirx.Var, part: int, alone: bool) -> tirx.Stmt:
+    def split(node: tirx.For) -> tirx.Stmt | None:
+        return _split(node, part, alone) if node.loop_var.same_as(var) else None
+
+    return tirx.stmt_functor.ir_transform(body, None, split, ["tirx.For"])
+
+
+def _split(loop: tirx.For, part: int, alone: bool) -> tirx.Stmt | None:
+    """The two loops, or None where the variable is used on its own, too, and may not be."""
+    var = loop.loop_var
+    high, low = tirx.Var(f"{var.name}_div", var.dtype), tirx.Var(f"{var.name}_mod", var.dtype)
+
+    def replace(expr: tirx.FloorDiv | tirx.FloorMod) -> tirx.PrimExpr | None:
+        if not var.same_as(expr.a):
+            return None
+        return high if isinstance(expr, tirx.FloorDiv) else low
+
+    body = tirx.stmt_functor.ir_transform(loop.body, None, replace, ["tirx.FloorDiv", "tirx.FloorMod"])
+    if not alone and any(var.same_as(used) for used in nodes(body, tirx.Var)):
+        return None
+    body = tirx.stmt_functor.substitute(body, {var: high * part + low})
+    inner = tirx.For(low, 0, part, tirx.ForKind.SERIAL, body)
+    marks = {**dict(loop.annotations), _FUSED: loop.thread_binding}
+    return tirx.For(high, 0, int(loop.extent) // part, tirx.ForKind.SERIAL, inner, None, marks)
+
+
+def _join(node: tirx.For) -> tirx.Stmt | None:
+    if _FUSED not in node.annotations:
+        return None
+    inner = node.body
+    var = tirx.Var(node.loop_var.name.removesuffix("_div"), node.loop_var.dtype)
+    parts = {node.loop_var: tirx.floordiv(var, inner.extent), inner.loop_var: tirx.floormod(var, inner.extent)}
+    body = tirx.stmt_functor.substitute(inner.body, parts)
+    marks = {key: value for key, value in node.annotations.items() if key != _FUSED}
+    kind = tirx.ForKind.THREAD_BINDING
+    return tirx.For(var, 0, node.extent * inner.extent, kind, body, node.annotations[_FUSED], marks)

@@ -6,7 +6,7 @@ import torch
 from tvm import ir, tirx
 
 import mesh_tensor as mt
-from mesh_tensor.targets.cpu.bounds import Bounds
+from mesh_tensor.targets.cpu.exprs import Bounds
 from mesh_tensor.targets.cpu.tile_ops import TileOps
 from mesh_tensor.targets.interpreter.tiles import _BUILDERS
 from mesh_tensor.tir.intrinsics import INTRINSICS

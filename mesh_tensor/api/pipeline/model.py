@@ -29,11 +29,10 @@ from mesh_tensor.runtime.ranks.transfers import RankTopology
 
 from ..fragments import Options, StageFragments, Values, training_fragments
 from .alike import AlikeStages
-from .batch import rows_of, split_batch
 from .carriers import Mailbox, RankCarrier
 from .explain import explain_pipeline
 from .ranks import RankRuns, message_numbers
-from .results import Results, results_of
+from .results import Results, results_of, rows_of, split_batch
 from .rows import Microbatch, Row, run_rows
 from .stated import named_stages, stage_layouts, trained_weights
 from .weights import Rule, StageWeights, norm_of

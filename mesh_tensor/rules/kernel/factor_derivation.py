@@ -18,8 +18,7 @@ from tvm import tirx
 
 from mesh_tensor.tir.linear import Linear
 
-from .coverage import why_not_covered
-from .factors import Factor
+from .factors import Factor, why_not_covered
 from .live_ranges import LiveRange, LiveRanges
 from .statements import Access, Kernel, Statement
 

@@ -17,9 +17,9 @@ from itertools import combinations
 
 from tvm import arith, ir, tirx
 
-from mesh_tensor.tir.fused_loops import unfuse
 from mesh_tensor.tir.linear import Linear
 from mesh_tensor.tir.rewrite import reshaped, with_other_dims
+from mesh_tensor.tir.short_loops import unfuse
 from mesh_tensor.tir.tile_ops import Copy
 from mesh_tensor.tir.user_reports import prints
 from mesh_tensor.tir.views import left_views

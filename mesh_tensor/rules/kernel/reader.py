@@ -19,11 +19,11 @@ from .statements import (
     Kernel,
     Loop,
     Statement,
+    TileReader,
     body_statements,
     buffer_params,
     split_update,
 )
-from .tile_reader import TileReader
 
 
 def read_kernel(func: tirx.PrimFunc) -> Kernel:

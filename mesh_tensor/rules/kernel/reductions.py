@@ -17,9 +17,8 @@ from mesh_tensor.base.reductions import reduction
 from mesh_tensor.tir.linear import Linear, vars_of
 from mesh_tensor.tir.tile_position import text_of
 
-from .coordinates import Coordinates
+from .coordinates import Coordinates, why_whole_blocks, without_loads
 from .factors import Factor
-from .index_values import why_whole_blocks, without_loads
 from .live_ranges import LiveRange, Taints
 from .padding import padding_is_neutral, takes_whole_blocks
 from .partial_values import PartialValues, keeps_partial

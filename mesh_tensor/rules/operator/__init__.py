@@ -5,10 +5,8 @@ from mesh_tensor.base.dtypes import TensorType
 from . import (  # noqa: F401  (they fill the table)
     aten,
     conv,
-    create,
     dropout,
     elementwise,
-    fft,
     index,
     linear_algebra,
     nn,

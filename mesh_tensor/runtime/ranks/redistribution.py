@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ from .dtensor import (
     mesh_of,
     moved_by_torch,
     part_problem,
+    to_placements,
 )
 from .faults import Faults
 from .lane import Lane
@@ -34,6 +37,7 @@ from .rank_launch import Tiling
 from .ranks import Ranks, ranks_of
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
@@ -133,3 +137,44 @@ class _Changes:
 @lru_cache(maxsize=64)
 def _changes_on(ranks: Ranks, lane: Lane) -> _Changes:
     return _Changes(ranks, lane)
+
+
+@dataclass(eq=False, slots=True)  # not frozen: that would take most of the time of what every action makes
+class Part:
+    """This rank's part of a tensor of `shape` that lies in a layout which DTensors have."""
+
+    local: torch.Tensor
+    layout: Sharding
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensor's dtype."""
+        return self.local.dtype
+
+    def dtensor(self, device_mesh: DeviceMesh) -> DTensor:
+        """The DTensor of which it is a part."""
+        return as_dtensor(self.local, device_mesh, self.layout, self.shape)
+
+    def laid(self, layout: Sharding, device_mesh: DeviceMesh) -> Part:
+        """The part of the tensor in another layout: itself, where it lies so. All ranks of the mesh have to ask."""
+        if layout is self.layout or layout == self.layout or to_placements(layout) == to_placements(self.layout):
+            return self
+        return part_of(redistribute(self.dtensor(device_mesh), layout))
+
+
+def part_of(tensor: DTensor) -> Part:
+    """This rank's part of a DTensor."""
+    layout = from_placements(mesh_of(tensor.device_mesh), tensor.ndim, tensor.placements)
+    return Part(local_part(tensor), layout, tuple(tensor.shape))
+
+
+def rank_layout(layout: Sharding, shape: Sequence[int]) -> Sharding:
+    """The layout, or replicated where DTensors don't have it; of equal ones always the same object."""
+    return one_of(layout if lies_like_torch(layout, shape) else Sharding.of(layout.mesh, layout.ndim, {}))
+
+
+@lru_cache(maxsize=4096)
+def one_of(layout: Sharding) -> Sharding:
+    """The first of the layouts that are equal to this one."""
+    return layout

@@ -8,7 +8,7 @@ import torch
 
 from mesh_tensor.rules.operator.aten import ATEN, arguments_of
 from mesh_tensor.rules.operator.call import OpCall
-from mesh_tensor.rules.operator.fft import FFT, fft_arguments
+from mesh_tensor.rules.operator.linear_algebra import FFT, fft_arguments
 from mesh_tensor.targets.dtypes import torch_dtype
 
 from .table import Function, torch_op
