@@ -28,8 +28,7 @@ from .base.topology import Topology
 from .base.version import __version__
 from .importers import ImportedModule, load_module, save_module
 from .importers.onnx_frontend import from_onnx
-from .importers.torch_frontend import from_torch
-from .importers.transformers_frontend import from_transformers
+from .importers.torch_frontend import from_torch, from_transformers
 from .importers.weight_files import open_weights
 from .lowering import lower
 from .pipelining.schedule import Schedule

@@ -16,7 +16,7 @@ from mesh_tensor.base.garbage import uncollected
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
-from mesh_tensor.importers.call_form import CallForm
+from mesh_tensor.importers.imported import CallForm
 from mesh_tensor.program.explain import explain, summary
 from mesh_tensor.program.from_graph import Kernels
 from mesh_tensor.program.plan_module import ModulePlan

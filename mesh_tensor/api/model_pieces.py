@@ -18,16 +18,14 @@ from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.pipelining.assign import spread
 from mesh_tensor.pipelining.flow import Flow
-from mesh_tensor.pipelining.fragments import trained_values
+from mesh_tensor.pipelining.fragments import Stage, cut, trained_values
 from mesh_tensor.pipelining.layers import Layers, find_layers
 from mesh_tensor.pipelining.schedule import Schedule
-from mesh_tensor.pipelining.stages import Stage, cut
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound
 from mesh_tensor.searching.choices import DATA, MODEL, Choice
 from mesh_tensor.searching.pieces import Model, Piece, named_schedule
 from mesh_tensor.simulation import PipelineSimulation, Simulation
-from mesh_tensor.simulation.pipeline_memory import held_for_backward, tile_bytes, weights_of
-from mesh_tensor.simulation.pipelines import simulate_pipeline
+from mesh_tensor.simulation.pipelines import held_for_backward, simulate_pipeline, tile_bytes, weights_of
 
 from . import strategies
 from .fragments import Options, StageFragments, training_fragments

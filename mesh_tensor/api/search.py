@@ -21,9 +21,8 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.plan.ir import Graph
 from mesh_tensor.program.plan_module import read_module
-from mesh_tensor.searching.beam import Beam
 from mesh_tensor.searching.evaluate import Evaluator, Strategy
-from mesh_tensor.searching.named_dims import NamedDim, named_dims
+from mesh_tensor.searching.named_dims import Beam, NamedDim, named_dims
 from mesh_tensor.simulation import Simulation
 
 from .mesh_module import MeshModule

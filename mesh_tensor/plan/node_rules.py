@@ -5,7 +5,7 @@ from __future__ import annotations
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator import OpRule, has_rule, rule_of
 from mesh_tensor.rules.operator.call import operator_name
-from mesh_tensor.rules.operator.table import whole_rule
+from mesh_tensor.rules.operator.rule import whole_rule
 
 from .ir import ANNOTATE, Graph, Node
 from .tir_rule import kernel_rule

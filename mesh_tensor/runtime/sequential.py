@@ -16,7 +16,7 @@ from mesh_tensor.base.errors import MeshTensorError, listing, refuse
 from mesh_tensor.rules.operator.call import OpCall, op_call, plain, tensor_infos
 from mesh_tensor.rules.operator.known_sizes import with_known_sizes
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype, torch_tensor
-from mesh_tensor.targets.tir_functions import tir_function
+from mesh_tensor.targets.kernels import tir_function
 from mesh_tensor.targets.torch_ops import torch_function
 
 from .ambient import full_precision, undisturbed

@@ -13,7 +13,7 @@ from mesh_tensor.annotations.named_values import NamedValues
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.pipelining.flow import Flow
-from mesh_tensor.pipelining.stages import FUNCTION, part
+from mesh_tensor.pipelining.fragments import FUNCTION, part
 from mesh_tensor.plan.batch_kinds import Fixed, Kind, Mean, Mixed, Rows, Sum
 from mesh_tensor.plan.batch_parts import BatchParts, Total, batch_parts
 from mesh_tensor.rules.operator.dropout import SEED_NAME

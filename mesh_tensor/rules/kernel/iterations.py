@@ -22,7 +22,6 @@ from .coordinates import Coordinates
 from .factors import Factor, why_not_covered
 from .live_ranges import LiveRange
 from .padding import ANYTHING, ZERO, Content, Padding
-from .state_places import moved, stored
 from .state_values import (
     Atom,
     Level,
@@ -32,7 +31,9 @@ from .state_values import (
     independent,
     logarithm,
     maximum,
+    moved,
     plus,
+    stored,
     times,
 )
 from .statements import Access, Kernel, Loop, Statement, is_load_of

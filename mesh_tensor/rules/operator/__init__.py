@@ -17,7 +17,6 @@ from . import (  # noqa: F401  (they fill the table)
     vjp,
 )
 from .call import OpCall
-from .rule import Dim, LocalCall, OpRule
-from .table import has_rule, rule_of
+from .rule import Dim, LocalCall, OpRule, has_rule, rule_of
 
 __all__ = ["Dim", "LocalCall", "OpCall", "OpRule", "TensorType", "has_rule", "rule_of"]

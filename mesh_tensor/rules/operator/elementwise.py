@@ -7,8 +7,7 @@ from tvm import relax
 from mesh_tensor.base.dtypes import is_float
 
 from .call import OpCall, tensor_infos
-from .rule import Dim, OpRule
-from .table import rule, whole_rule
+from .rule import Dim, OpRule, rule, whole_rule
 
 _UNARY = (
     "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh erf exp floor isfinite isinf isnan log logical_not"

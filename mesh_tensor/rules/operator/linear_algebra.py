@@ -16,8 +16,7 @@ from tvm import relax
 
 from .call import OpCall
 from .elementwise import broadcast_dims, dims_of
-from .rule import Dim, LocalCall, OpRule
-from .table import rule, whole_rule
+from .rule import Dim, LocalCall, OpRule, rule, whole_rule
 
 _EACH = (frozenset({0}), frozenset({1}))
 LINEAR, MATMUL_ADD = "fused.linear", "fused.matmul_add"

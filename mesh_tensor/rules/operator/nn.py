@@ -6,8 +6,7 @@ from tvm import relax
 
 from .call import OpCall
 from .elementwise import dims_of
-from .rule import Dim, LocalCall, OpRule
-from .table import rule, whole_rule
+from .rule import Dim, LocalCall, OpRule, rule, whole_rule
 
 
 @rule("nn.layer_norm", "nn.rms_norm")

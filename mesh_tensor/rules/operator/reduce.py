@@ -9,8 +9,7 @@ from tvm import relax
 from mesh_tensor.base.dtypes import NARROW, is_float
 
 from .call import OpCall
-from .rule import Dim, LocalCall, OpRule
-from .table import rule, whole_rule
+from .rule import Dim, LocalCall, OpRule, rule, whole_rule
 
 _OPS = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "prod": "prod"}
 

@@ -19,9 +19,8 @@ from mesh_tensor.base.recent import Recent
 from mesh_tensor.base.reductions import neutral
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.runtime.elementwise import combiner
-from mesh_tensor.runtime.ranks.chunked import ChunkedAllReduce
 from mesh_tensor.runtime.ranks.exchange import Exchange, TileTypes
-from mesh_tensor.runtime.ranks.plan import plan_exchange
+from mesh_tensor.runtime.ranks.plan import ChunkedAllReduce, plan_exchange
 from mesh_tensor.runtime.ranks.ranks import Group
 from mesh_tensor.runtime.reshard import Delivery, Piece, reshard_of
 from mesh_tensor.targets.dtypes import dtype_name
