@@ -11,8 +11,8 @@ from functools import cached_property
 import numpy as np
 from tvm import tirx
 
+from mesh_tensor.annotations.annotate import specialize, symbols
 from mesh_tensor.annotations.combination import Combination, stated_combinations, with_tried
-from mesh_tensor.annotations.specialize import specialize, symbols
 from mesh_tensor.base.dtypes import is_float, numpy_dtype
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse
 from mesh_tensor.lowering.cut import make_param, part_of

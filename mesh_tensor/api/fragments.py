@@ -23,8 +23,7 @@ from mesh_tensor.runtime.ranks.dtensor import mesh_of
 from mesh_tensor.runtime.virtual.mesh_tensor import ShardingLike
 
 from .mesh_module import MeshModule
-from .module_ports import parameter_layouts, ports_of, result_layouts
-from .module_weights import HeldWeights
+from .module_ports import HeldWeights, parameter_layouts, ports_of, result_layouts
 
 Values = dict[str, Any]  # MeshTensors, or parts on ranks
 Layouts = Mapping[str, ShardingLike]

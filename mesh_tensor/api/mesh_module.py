@@ -12,10 +12,9 @@ from tvm import ir
 from mesh_tensor.annotations.annotate_module import read_module_annotations
 from mesh_tensor.annotations.names import flat_arguments, with_flat_parameters
 from mesh_tensor.base.errors import MeshTensorError, refuse
-from mesh_tensor.base.garbage import uncollected
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.base.recent import MODULE_SIZES, Recent
+from mesh_tensor.base.recent import MODULE_SIZES, Recent, uncollected
 from mesh_tensor.importers.imported import CallForm
 from mesh_tensor.program.explain import explain, summary
 from mesh_tensor.program.from_graph import Kernels
@@ -24,18 +23,16 @@ from mesh_tensor.program.program import Program
 from mesh_tensor.runtime.ambient import full_precision, undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleParam, ModuleSignature, bound, refuse_outside
 from mesh_tensor.runtime.ranks import is_dtensor, ranks_of
-from mesh_tensor.runtime.ranks.agree import agree
 from mesh_tensor.runtime.ranks.dtensor import mesh_of
-from mesh_tensor.runtime.ranks.faults import Faults
+from mesh_tensor.runtime.ranks.faults import Faults, agree
 from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.ranks.redistribution import Part
 from mesh_tensor.targets.kernels import find_target
 
 from .module_launch import ModuleLaunch, ModuleState, Recorder, Recording, requires_gradients, state_of
 from .module_plans import ModulePlans
-from .module_ports import Refined
+from .module_ports import HeldWeights, Refined, checked_state, whole
 from .module_ranks import RankModuleLaunch
-from .module_weights import HeldWeights, checked_state, whole
 
 T = TypeVar("T")
 AnyLaunch: TypeAlias = "ModuleLaunch | RankModuleLaunch"

@@ -13,13 +13,12 @@ from tvm import ir
 
 from mesh_tensor.annotations.names import source_names
 from mesh_tensor.base.errors import MeshTensorError, refuse
-from mesh_tensor.base.garbage import uncollected
 from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.recent import uncollected
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.pipelining.assign import spread
-from mesh_tensor.pipelining.flow import Flow
+from mesh_tensor.pipelining.flow import Flow, Layers, find_layers
 from mesh_tensor.pipelining.fragments import Stage, cut, trained_values
-from mesh_tensor.pipelining.layers import Layers, find_layers
 from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound
 from mesh_tensor.searching.choices import DATA, MODEL, Choice

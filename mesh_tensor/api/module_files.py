@@ -24,7 +24,7 @@ from mesh_tensor.runtime.ranks.dtensor import from_placements, local_part, mesh_
 
 from .mesh_module import MeshModule
 from .module import distribute_module
-from .module_weights import whole
+from .module_ports import whole
 
 MODULE = "module.json"
 _FILE_BYTES = 2**30  # of whole weights that are in memory at a time

@@ -23,7 +23,7 @@ from mesh_tensor.runtime.ranks.dtensor import as_dtensor, local_part
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute
 
 from .fragments import Fragment, Options, StageFragments, training_fragments
-from .module_weights import HeldWeights
+from .module_ports import HeldWeights
 
 Tensors = Mapping[str, Any]
 

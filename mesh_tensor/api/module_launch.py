@@ -20,8 +20,7 @@ from mesh_tensor.runtime.virtual.launch import Launch
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import Target
 
-from .module_ports import ModulePort, Refined, constant_tensor, ports_of
-from .module_weights import HeldWeights, whole
+from .module_ports import HeldWeights, ModulePort, Refined, constant_tensor, ports_of, whole
 
 if TYPE_CHECKING:
     from .mesh_module import AnyLaunch

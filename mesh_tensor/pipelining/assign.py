@@ -10,8 +10,7 @@ from tvm import relax
 from tvm.relax.distributed import DeviceMesh
 
 from mesh_tensor.annotations.module_annotations import stated_meshes
-from mesh_tensor.annotations.module_meshes import device_meshes, named_mesh, same
-from mesh_tensor.annotations.named_values import NamedValues, is_pattern
+from mesh_tensor.annotations.named_values import NamedValues, device_meshes, is_pattern, named_mesh, same
 from mesh_tensor.annotations.names import reachable
 from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.topology import Topology

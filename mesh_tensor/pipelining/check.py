@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..base.errors import refuse
+from mesh_tensor.base.errors import refuse
+
 from .schedule import Action, Schedule
 
 _SHOWN = 8  # problems that a message lists

@@ -26,8 +26,8 @@ from mesh_tensor.rules.operator.dropout import DROPOUT
 from .batch_kinds import Fixed, Kind, Mean, Mixed, PartsWriter, Rows, Sum, Total, result_kinds
 from .gradient import depending_on
 from .ir import Graph, Node, Value, leaves
-from .node_rules import node_rules
 from .reader import read_graph
+from .tir_rule import node_rules
 from .tir_stages import expand_kernels
 
 _SAME_NUMBER = ("reshape", "astype", "squeeze", "expand_dims", "broadcast_to", "full", "full_like", "mean", "sum")

@@ -17,11 +17,10 @@ from mesh_tensor.rules.operator.call import operator_name
 from .atoms import Atoms, NodeRule
 from .carry import find_carried, left_by, taken_of, widened_values
 from .decide import Decider, Decision, fits, operand_layouts, result_layout
-from .explicit import Cast, Change, ExplicitGraph, Fill, Form, Run, Step, forms_in
 from .ir import Graph, Node, Scope, Value, map_tree
 from .owners import Pending, look_up_of, owner_made, row_factor
 from .prices import bytes_moved, node_flops
-from .propagate import Layouts
+from .propagate import Cast, Change, ExplicitGraph, Fill, Form, Layouts, Run, Step, forms_in
 
 
 def insert_reshards(graph: Graph, atoms: Atoms, layouts: Layouts) -> ExplicitGraph:

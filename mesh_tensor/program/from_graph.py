@@ -13,9 +13,9 @@ from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.lowering.local_calls import TileCalls, inputs_of, outputs_of, scopes_of
 from mesh_tensor.plan.atoms import made_plain, plain_sharding
-from mesh_tensor.plan.explicit import Change, ExplicitGraph, Form, Run, Step, forms_in
 from mesh_tensor.plan.ir import Scope
 from mesh_tensor.plan.prices import bytes_moved as received_bytes
+from mesh_tensor.plan.propagate import Change, ExplicitGraph, Form, Run, Step, forms_in
 from mesh_tensor.rules.operator.call import OpCall, operator_name, tensor_type
 from mesh_tensor.rules.operator.index import LOOK_UPS
 

@@ -13,8 +13,7 @@ from tvm import ir, relax, tirx
 from mesh_tensor.annotations.names import check_module, flat_arguments, with_flat_parameters
 from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse
-from mesh_tensor.rules.operator.call import OpCall, op_call, plain, tensor_infos
-from mesh_tensor.rules.operator.known_sizes import with_known_sizes
+from mesh_tensor.rules.operator.call import OpCall, op_call, plain, tensor_infos, with_known_sizes
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype, torch_tensor
 from mesh_tensor.targets.kernels import tir_function
 from mesh_tensor.targets.torch_ops import torch_function

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mesh_tensor.base.collective_time import collective_time
-from mesh_tensor.base.collectives import BETWEEN
+from mesh_tensor.base.collectives import BETWEEN, collective_time
 from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.placement import Partial, Replicate
@@ -22,8 +21,7 @@ from mesh_tensor.pipelining.schedule import Action, Schedule
 from mesh_tensor.program.program import Program
 from mesh_tensor.redistribution.transfer import TransferPlan
 
-from .page import pipeline_page
-from .summary import in_bytes, in_seconds
+from .summary import in_bytes, in_seconds, pipeline_page
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,9 @@ from mesh_tensor.program.builder import lower_to_program
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.verify import held_bytes
 
-from .page import page
 from .pipelines import PipelineSimulation, simulate_pipeline
 from .streams import COMPUTE, RUN, WAIT, Events, critical, play
-from .summary import Group, groups, table, trace, why
+from .summary import Group, groups, page, table, trace, why
 
 
 def simulate(what: Any, machine: Machine | str | None = None) -> Simulation | PipelineSimulation:

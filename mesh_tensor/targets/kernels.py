@@ -12,7 +12,7 @@ import tvm
 from tvm import s_tir, tirx
 from tvm.tirx import stmt_functor
 
-from mesh_tensor.annotations.specialize import sized
+from mesh_tensor.annotations.annotate import sized
 from mesh_tensor.base.dtypes import TensorType, poison_value
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent

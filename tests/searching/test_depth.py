@@ -8,8 +8,7 @@ import mesh_tensor as mt
 from kernels.models import gpt2
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.program.plan_module import read_module
-from mesh_tensor.searching.depth import repeated, shortened
-from mesh_tensor.searching.evaluate import Evaluator
+from mesh_tensor.searching.evaluate import Evaluator, repeated, shortened
 from mesh_tensor.searching.named_dims import named_dims
 
 MESH = Mesh({"x": 2, "y": 2})

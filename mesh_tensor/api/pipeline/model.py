@@ -16,10 +16,10 @@ from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.pipelining.assign import annotated_stages, annotated_topology, assign
+from mesh_tensor.pipelining.balance import check_pipeline, place
+from mesh_tensor.pipelining.clock import hangs
 from mesh_tensor.pipelining.flow import Flow
 from mesh_tensor.pipelining.fragments import Stage, cut, trained_values
-from mesh_tensor.pipelining.place import check_pipeline, place
-from mesh_tensor.pipelining.rendezvous import hangs
 from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound, refuse_outside

@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...base.errors import did_you_mean, listing, refuse, shown
+from mesh_tensor.base.errors import did_you_mean, listing, refuse, shown
+
 from ..schedule import Schedule
 from . import one_way, v_shaped
-from .lanes import Rows
+from .one_way import Rows
 
 
 @dataclass(frozen=True)

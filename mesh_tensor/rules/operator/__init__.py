@@ -10,7 +10,6 @@ from . import (  # noqa: F401  (they fill the table)
     index,
     linear_algebra,
     nn,
-    reduce,
     shape,
     shifts,
     update,

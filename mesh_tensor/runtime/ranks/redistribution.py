@@ -12,11 +12,9 @@ import torch
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.runtime.ambient import undisturbed
-from mesh_tensor.runtime.plain_tensors import why_not_plain
+from mesh_tensor.runtime.ambient import undisturbed, why_not_plain
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, ShardingLike, as_sharding
 
-from .agree import agree, digest_of
 from .dtensor import (
     PART_FIX,
     as_dtensor,
@@ -30,7 +28,7 @@ from .dtensor import (
     part_problem,
     to_placements,
 )
-from .faults import Faults
+from .faults import Faults, agree, digest_of
 from .lane import Lane
 from .plan import RankRedistribution
 from .rank_launch import Tiling

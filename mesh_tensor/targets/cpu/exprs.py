@@ -10,7 +10,7 @@ from tvm import arith, ir, tirx
 
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.reductions import reduction
-from mesh_tensor.tir.intrinsics import INTRINSICS
+from mesh_tensor.tir.effects import INTRINSICS
 from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.user_reports import report_of
 
