@@ -2,8 +2,9 @@
 
 Index bindings are inlined; regions have constant extents where they can; accesses through views become accesses to what
 they are views of; compound operations become what they are made of; grid loops that walk two dims at once become two
-loops, and so do loops that do something every n iterations; loops that end early go on, and do nothing; what a print is
-made of becomes one statement; rows on chip that nothing depends on go.
+loops, and so do loops that do something every n iterations; loops that end early go on, and do nothing; iterations and
+programs that are given up become conditions; what a print is made of becomes one statement; rows on chip that nothing
+depends on go.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from collections import Counter
 
 from tvm import arith, ir, tirx
 
+from mesh_tensor.tir.early_exits import without_early_exits
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name
+from mesh_tensor.tir.fused_loops import unfuse
 from mesh_tensor.tir.intervals import with_intervals
 from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.reducers import parts_of, without_reducers
 from mesh_tensor.tir.rewrite import call_like, loop_like, sequence, with_indices
-from mesh_tensor.tir.short_loops import lengthen, unfuse
+from mesh_tensor.tir.short_loops import lengthen
 from mesh_tensor.tir.tile_ops import Fill, Region, parse_tile_op
 from mesh_tensor.tir.tile_position import as_helper
 from mesh_tensor.tir.user_reports import mark_prints
@@ -32,6 +35,7 @@ def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
     Raises:
         MeshTensorError: a buffer is in no memory that is known, or a view is not understood.
     """
+    func = without_early_exits(func)
     body = tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"])
     func = without_reducers(func if body.same_as(func.body) else func.with_body(body))
     func = _with_plain_extents(with_plain_single_dims(_inline_bindings(func)))
