@@ -20,6 +20,7 @@ from mesh_tensor.pipelining.assign import spread
 from mesh_tensor.pipelining.flow import Flow, Layers, find_layers
 from mesh_tensor.pipelining.fragments import Stage, cut, trained_values
 from mesh_tensor.pipelining.schedule import Schedule
+from mesh_tensor.program.plan_module import PlanOptions
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound
 from mesh_tensor.searching.choices import DATA, MODEL, Choice
 from mesh_tensor.searching.pieces import Model, Piece, named_schedule
@@ -200,9 +201,8 @@ class ModelPieces:
         (layouts,) = stage_layouts(flow, (replace(stage, index=0),), topology, shardings)
         passed = {*self._weights, *trained_values(flow, self._weights)}
         wrt = [name for name in (*stage.params, *stage.takes) if name in passed]
-        here = training_fragments(
-            stage, topology[stage.mesh], layouts, Options("c", recompute=recompute, machine=self._machine), wrt, kinds
-        )
+        options = Options("c", recompute=recompute, plan=PlanOptions(machine=self._machine))
+        here = training_fragments(stage, topology[stage.mesh], layouts, options, wrt, kinds)
         return replace(here, stage=stage, inputs=tuple(name for name in stage.params if name in self.inputs))
 
     def _measured(self, here: StageFragments) -> Piece:

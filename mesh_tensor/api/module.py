@@ -22,6 +22,7 @@ from mesh_tensor.base.sharding import Shard, Sharding
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.program.from_graph import Kernels
 from mesh_tensor.program.overlap import check_overlap
+from mesh_tensor.program.plan_module import PlanOptions
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.ranks.dtensor import mesh_of
 from mesh_tensor.runtime.virtual.mesh_tensor import ShardingLike
@@ -104,13 +105,8 @@ def distribute_module(
         given = annotate_module(given, _mesh(mesh), shardings, function, priority=priority)
     elif priority and step is None:
         refuse(f"a priority of {listing(list(priority))} without shardings", fix="state layouts for them")
-    options = Options(
-        target,
-        replicate_unknown=replicate_unknown,
-        poison=poison,
-        kernels=kernels or {},
-        overlap=check_overlap(overlap),
-        machine=machine_named(machine),
+    options = PlanOptions(
+        replicate_unknown, kernels or {}, check_overlap(overlap), check_indices, machine_named(machine), step is None
     )
     made = MeshModule(
         given,
@@ -119,16 +115,11 @@ def distribute_module(
         function=function,
         target=target,
         strict=strict,
-        replicate_unknown=replicate_unknown,
-        kernels=kernels or {},
-        check_indices=check_indices,
         poison=poison,
-        overlap=options.overlap,
+        options=options,
         donate=donate,
         form=form,
-        recorder=None if step else partial(RecordedModule, options=options),
-        sub_axes=step is None,
-        machine=options.machine,
+        recorder=None if step else partial(RecordedModule, options=Options(target, poison=poison, plan=options)),
     )
     return made if step is None else TrainingRun(step, made)
 
