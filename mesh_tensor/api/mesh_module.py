@@ -65,7 +65,7 @@ class MeshModule:
         mod = with_flat_parameters(mod, function)
         self._signature = ModuleSignature(mod, function)
         given = self._signature.weights(weights, self._target.device_type)
-        self._state = state_of(mod[function], given)
+        self._state = state_of(mod[function], given, donate)
         self._weights = HeldWeights.of({n: t for n, t in given.items() if n not in self._state}, weights, donate)
         self._recorder = recorder
         self._with_gradients = [n for n, t in weights.items() if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -114,7 +114,7 @@ class MeshModule:
         given = state.values() if isinstance(state, Mapping) else ()
         made = self.on_all_ranks("weights to load", lambda _: new(), given)
         self._state = ModuleState({name: made.pop(name) for name in self._state})
-        self._weights = HeldWeights(made, self._weights.donated)
+        self._weights = HeldWeights(made, donated=True)
         self._launches, self._recordings = Recent(MODULE_SIZES), Recent(MODULE_SIZES)
 
     def reset_state(self) -> None:

@@ -150,7 +150,7 @@ class RankModuleLaunch:
         def lay_out(port: ModulePort, tensor: Any) -> tuple[torch.Tensor, Any]:
             part = self._enter(name, tensor.full() if isinstance(tensor, (MeshTensor, Refined)) else tensor, keep=True)
             plain = port.plain
-            if not weights.donated or plain is None or not lies_like_torch(plain, port.shape):
+            if isinstance(tensor, StoredTensor) or plain is None or not lies_like_torch(plain, port.shape):
                 return part, None
             merged = part.reshape(self._merged(port, port.sharding))
             return part, as_dtensor(merged, self.ranks.device_mesh, plain, port.shape)

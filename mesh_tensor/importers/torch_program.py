@@ -26,7 +26,7 @@ from tvm import ir
 
 from mesh_tensor.base.errors import listing, refuse
 
-_CONSTANTS = {InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
+CONSTANTS = {InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
 _INPUTS = {InputKind.USER_INPUT, InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
 _WRITTEN = {OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION}
 _RESULTS = {OutputKind.USER_OUTPUT, *_WRITTEN}
@@ -127,7 +127,7 @@ def _wrong_result(spec: OutputSpec) -> str:
 def _complex_ends(program: torch.export.ExportedProgram) -> list[str]:
     """Inputs, parameters and results that are complex; constants may be."""
     (output,) = program.graph.find_nodes(op="output")
-    constants = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind in _CONSTANTS}
+    constants = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind in CONSTANTS}
     given = [node for node in program.graph.find_nodes(op="placeholder") if node.name not in constants]
     made = [node for node in output.args[0] if isinstance(node, torch.fx.Node)]
     return [
@@ -174,7 +174,7 @@ class ProgramOfTensors:
         self.state_dict = {name: _as_floats(value) for name, value in self.state_dict.items()}
         self.tensor_constants = self.state_dict
         self.constants: dict[str, torch.Tensor] = {}
-        self._kept = {str(spec.target): self.state_dict[str(spec.target)] for spec in specs if spec.kind in _CONSTANTS}
+        self._kept = {str(spec.target): self.state_dict[str(spec.target)] for spec in specs if spec.kind in CONSTANTS}
         (output,) = program.graph.find_nodes(op="output")
         new, given = output.args[0][: len(written)], output.args[0][len(written) :]
         output.args = ((*(value for value in given if isinstance(value, torch.fx.Node)), *new),)

@@ -13,7 +13,7 @@ from . import (  # noqa: F401  (they fill the table)
     update,
     vjp,
 )
-from .table import ALWAYS_NEW, Valid, has_torch_function, local_operators, torch_function, untyped_function
+from .table import ALWAYS_NEW, Valid, has_torch_function, local_operators, torch_function, typed, untyped_function
 from .vjp import can_be_recorded, recorded
 
 __all__ = [
@@ -24,5 +24,6 @@ __all__ = [
     "has_torch_function",
     "local_operators",
     "torch_function",
+    "typed",
     "untyped_function",
 ]
