@@ -27,8 +27,8 @@ from mesh_tensor.simulation import Simulation
 
 from .mesh_module import MeshModule
 from .module import distribute_module
-from .presets import preset_layouts
 from .search_training import TrainingOptions, TrainingPlans, search_training
+from .strategies import preset_layouts
 
 _OBJECTIVES: dict[str, Callable[[Strategy], float]] = {"time": lambda s: s.time, "memory": lambda s: s.memory}
 

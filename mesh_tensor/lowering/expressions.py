@@ -179,14 +179,10 @@ class ValueRewriter:
                 outer, step = form.ordered[0]
                 inner, _ = form.ordered[-1]
                 if split.factor.aligned is not None:
-                    offsets[outer] = outer + _divided(split.offset, step)
+                    offsets[outer] = outer + (split.offset if step == 1 else tirx.floordiv(split.offset, step))
                 else:
                     offsets[inner] = inner + split.offset
         return offsets
-
-
-def _divided(offset: tirx.PrimExpr, step: int) -> tirx.PrimExpr:
-    return offset if step == 1 else tirx.floordiv(offset, step)
 
 
 def _key(access: Access | tirx.BufferLoad) -> tuple:

@@ -145,7 +145,7 @@ class _Writer:
         if value in self._carried:
             return
         wanted = self._layouts.of[value]
-        if form.sharding != wanted and (form.sharding.partial or self._is_stated(value)):
+        if form.sharding != wanted and (form.sharding.partial or (value in self._graph.annotations)):
             reason = f"{node.where} ({node.call.name}) " + (
                 "leaves it partial" if form.sharding.partial else "makes it so"
             )
@@ -154,9 +154,6 @@ class _Writer:
             narrow = self._form(value, form.sharding)
             self._made.steps.append(Cast(form, narrow, node.scopes))
             self._forms[value] = [narrow]
-
-    def _is_stated(self, value: Value) -> bool:
-        return value in self._graph.annotations
 
     def _change(self, src: Form, wanted: Sharding, scopes: tuple[Scope, ...], reason: str) -> Form:
         """The moves of the cheapest redistribution, each a step."""
