@@ -1,7 +1,9 @@
-"""What a runtime has to provide, and the memory that it runs on; memory kinds: where a value lies while nothing computes
-with it.
+"""What a runtime has to provide, and the memory that it runs on; memory kinds: where a value lies while nothing
+computes with it.
 
-A backend gives each step its meaning once, ahead of any run: an action, which is run at every call.
+A backend gives each step its meaning once, ahead of any run: an action, which is run at every call. "device" memory is
+where a value was made; "pinned_host" is memory of the host that a device copies from and to while it computes. On a CPU
+both are the same memory.
 """
 
 from __future__ import annotations
