@@ -225,7 +225,7 @@ class _Judgement:
                         self.lanes[live_range] = None
                 elif computed and access is not statement.write and self._is_staged(live_range, computed):
                     self._align(f"{access.buffer.name} dim {dim} is indexed by positions in a block, {text_of(index)}")
-                elif computed or (access is statement.write and self._depends(index)):
+                elif computed or (access is statement.write and bool(vars_of([index], self.kernel.binds) & self.vars)):
                     yield f"{access.buffer.name} dim {dim} is indexed by {text_of(index)}, which depends on the block"
 
     def _is_staged(self, live_range: LiveRange, computed: set[tirx.Var]) -> bool:
@@ -233,9 +233,6 @@ class _Judgement:
         on whole blocks, a device does what it would do on the whole tensor."""
         walked = (self.coordinates.of_statement(statement) for statement, _ in live_range.writes)
         return not computed & self._block_loops and not any(self.factor in places for places in walked)
-
-    def _depends(self, index: tirx.PrimExpr) -> bool:
-        return bool(vars_of([index], self.kernel.binds) & self.vars)
 
     @cached_property
     def _block_loops(self) -> set[tirx.Var]:

@@ -201,7 +201,7 @@ class _Retarget:
         if parts is not None:
             return self._stmt(parts)
         return self._refuse(
-            f"{_spelling(name) or type(stmt.value).__name__} can't run on a CPU",
+            f"{('T.' + name.rpartition('.')[2] if name else '') or type(stmt.value).__name__} can't run on a CPU",
             "it is no tile operation that the re-targeting pass knows",
             'write it with loops, T.copy and stores, or use target="cuda"',
         )
@@ -273,7 +273,3 @@ def _is_grid(stmt: tirx.Stmt) -> bool:
 
 def _always(predicate: object) -> bool:
     return isinstance(predicate, tirx.IntImm) and predicate.value == 1
-
-
-def _spelling(name: str) -> str:
-    return "T." + name.rpartition(".")[2] if name else ""
