@@ -73,9 +73,11 @@ class ValueRewriter:
         return self.shrink.windows.get((access.buffer.name, dim)) if is_param else None
 
     def lookup(self, access: Access, dim: int) -> Split | None:
-        """The split of a parameter's dim that is indexed by data."""
-        is_param = bool(self.analysis.lookups) and self.kernel.is_param(access.buffer)
-        factor = self.analysis.lookups.get((access.buffer.name, dim)) if is_param else None
+        """The split of a parameter's dim that is indexed by data, here or wherever it is used."""
+        if access.forms[dim] is not None or not self.kernel.is_param(access.buffer):
+            return None
+        of = access.buffer.name, dim
+        factor = self.analysis.lookups.get(of) or self.analysis.factor_of(*of)
         return None if factor is None else self.splits.get(factor)
 
     def owned(self, statement: Statement) -> list[tirx.PrimExpr]:

@@ -14,15 +14,13 @@ from fractions import Fraction
 
 from tvm import tirx
 
-from mesh_tensor.base.reductions import REDUCTIONS
 from mesh_tensor.base.window import Reach, Reaches
-from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.linear import Linear, vars_of
-from mesh_tensor.tir.nodes import loads, same_expression
 from mesh_tensor.tir.short_loops import running
 
 from .bounded_indices import Distance
 from .coordinates import Coordinates
+from .data_indices import is_loaded, only_writes, takes_one
 from .factor_derivation import Dim
 from .factors import Factor
 from .partial_values import PartialValues
@@ -59,8 +57,8 @@ def lookup(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> Lookup |
     if not uses:
         return None
     if any(access is statement.write for statement, access in uses):
-        return Lookup(place, factor, Reduction()) if all(_only_writes(s, a) for s, a in uses) else None
-    if not all(_takes_one(statement, access, dim) for statement, access in uses):
+        return Lookup(place, factor, Reduction()) if all(only_writes(s, a) for s, a in uses) else None
+    if not all(takes_one(statement, access, dim) for statement, access in uses):
         return None
     reduction = _reduction(kernel, coordinates, factor, uses)
     return None if reduction is None else Lookup(place, factor, reduction)
@@ -71,40 +69,7 @@ def _is_indexed_by_data(kernel: Kernel, buffer: tirx.Buffer, dim: int) -> bool:
     uses = known_uses(kernel, buffer)
     if not uses or buffer.dtype == "bool":
         return False
-    return all(_is_loaded(access.indices[dim], kernel) and dim not in s.element_dims(access) for s, access in uses)
-
-
-def _is_loaded(index: tirx.PrimExpr, kernel: Kernel) -> bool:
-    """Whether an index reads memory; what a variable is bound to was read before, and may have changed since."""
-    return bool(loads(index)) and not vars_of([index], {}) & kernel.binds.keys()
-
-
-def _only_writes(statement: Statement, access: Access) -> bool:
-    """Whether the statement is a store, or an atomic update of one element, and nothing is made of what was there."""
-    if access is not statement.write:
-        return False
-    if statement.tile_op is None:
-        return isinstance(statement.node, tirx.BufferStore)
-    return isinstance(statement.tile_op, tile_ops.Atomic) and not statement.tile_op.dst.long_dims
-
-
-def _takes_one(statement: Statement, access: Access, dim: int) -> bool:
-    """Whether what the statement stores is made of one row of the dim, and nothing else in it depends on the table."""
-    if statement.write is None or statement.target.buffer.dtype == "bool":
-        return False
-    if isinstance(statement.tile_op, tile_ops.Copy):
-        return access in statement.reads[:1]
-    if not isinstance(statement.node, tirx.BufferStore) or statement.op not in (None, *REDUCTIONS):
-        return False
-    loops = [e for loop in statement.loops for e in (loop.min, loop.extent) if isinstance(e, tirx.PrimExpr)]
-    elsewhere = [*statement.conditions, *loops, *statement.target.indices]
-    if any(load.buffer.same_as(access.buffer) for expr in elsewhere for load in loads(expr)):
-        return False
-    mine = [load for load in loads(statement.values[0]) if load.buffer.same_as(access.buffer)]
-    nested = [inner for load in loads(statement.values[0]) for index in load.indices for inner in loads(index)]
-    if not mine or any(inner.buffer.same_as(access.buffer) for inner in nested):
-        return False
-    return all(same_expression(load.indices[dim], mine[0].indices[dim]) for load in mine)
+    return all(is_loaded(kernel, statement, access, dim) for statement, access in uses)
 
 
 def _reduction(kernel: Kernel, coordinates: Coordinates, factor: Factor, uses: Uses) -> Reduction | None:

@@ -146,6 +146,7 @@ class _Judgement:
             if form is not None:
                 self._align(why_whole_blocks(statement, form, self.factor, self.kernel, self.coordinates))
                 yield from self._write(statement, form)
+            yield from self._lookup(statement, form)
         if problem := self.partial.follow():
             yield problem
         self._find_lanes()
@@ -263,6 +264,20 @@ class _Judgement:
                 if statement.op is None
                 else f"{describe(statement)} starts anew in every block of it and keeps the last block's value only"
             )
+
+    def _lookup(self, statement: Statement, form: Linear | None) -> Iterator[str]:
+        """What data say of a dim of the factor is there on one device: what a statement makes of it is partial."""
+        found = [
+            access
+            for access in statement.accesses
+            for dim, index in enumerate(access.forms)
+            if index is None and self._range(access).is_param and (access.buffer.name, dim) in self.factor.dims
+        ]
+        if found and form is not None:
+            yield f"{describe(statement)} walks it, and takes of {found[0].buffer.name} what data say"
+        takes = any(access is not statement.write for access in found)
+        if takes and (problem := self.partial.add(statement, statement.op or "sum", ())):
+            yield problem
 
     def _starts_anew(self, statement: Statement, form: Linear, scope: set[tirx.Var]) -> bool:
         """Whether some loop of the coordinate gives the target a new start in every iteration, and only the last
