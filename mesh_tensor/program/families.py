@@ -16,8 +16,7 @@ from functools import cache
 from typing import Any
 
 from mesh_tensor.base.errors import MeshTensorError
-from mesh_tensor.base.garbage import uncollected
-from mesh_tensor.base.recent import MODULE_SIZES, Recent
+from mesh_tensor.base.recent import MODULE_SIZES, Recent, uncollected
 from mesh_tensor.plan.fewer_layers import FewerLayers
 from mesh_tensor.plan.index_checks import IndexCheck
 from mesh_tensor.rules.operator.call import Structure
