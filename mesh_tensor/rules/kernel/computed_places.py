@@ -1,14 +1,16 @@
-"""Blocks at computed places: `tile // 8 % rows * 64`, `(blocks - 1 - k) * 64`, loops that start where the row does.
+"""Blocks at computed places: `tile // 8 % rows * 64`, `(blocks - 1 - k) * 64`, loops that start where the row does,
+pages that a table names.
 
 Such an index walks its dim in an order that nobody follows. Where it is proved to be a block of the dim, the
 statements around it go into a loop over all blocks of which one iteration does something (tir.one_iteration): that
 changes nothing, and the loop walks the dim in order, so an axis can split it. The local kernel then skips the blocks of
-other devices.
+other devices. Of a place that is loaded nothing is proved: one that is no block counts as the nearest, of which what is
+copied is 0, as T.copy reads what lies outside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tvm import arith, tirx
@@ -16,10 +18,10 @@ from tvm import arith, tirx
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name
 from mesh_tensor.tir.enumeration import holds_always
 from mesh_tensor.tir.linear import Linear, linear_form, vars_of
-from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.nodes import loads, nodes
 from mesh_tensor.tir.one_iteration import one_iteration
 from mesh_tensor.tir.ranges import loop_ranges
-from mesh_tensor.tir.rewrite import with_other_dims
+from mesh_tensor.tir.rewrite import region_call, tile_op, with_other_dims
 from mesh_tensor.tir.user_reports import prints
 
 from .coverage import why_not_covered
@@ -53,12 +55,19 @@ def in_order(func: tirx.PrimFunc, whole: Sequence[Dim]) -> tirx.PrimFunc | None:
 @dataclass(frozen=True, eq=False)
 class _Place:
     """A block's place: the `number` of a block that is `block` long, of `count` in the dim, computed of the variables
-    of `loops`; the innermost of these is the one that it is computed in."""
+    of `loops`; the innermost of these is the one that it is computed in. `is_loaded`: it is read from parameters that
+    nothing writes."""
 
     number: tirx.PrimExpr
     block: int
     count: int
     loops: tuple[Loop, ...]
+    is_loaded: bool
+
+    @property
+    def nearest(self) -> tirx.PrimExpr:
+        """The number of a block: `number`, if that is one."""
+        return tirx.max(tirx.min(self.number, self.count - 1), 0) if self.is_loaded else self.number
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,19 +95,30 @@ class _Places:
         if not isinstance(size, tirx.IntImm) or why_not_covered(form, size, statement, self.analyzer) is None:
             return None
         inner = [loop for loop in statement.loops if loop.kind in ("tile", "parallel")]
+        index = unbound(index, self.kernel)
         start = tirx.stmt_functor.substitute(index, {loop.var: tirx.IntImm(loop.var.dtype, 0) for loop in inner})
         block = _block(linear_form(self.analyzer.simplify(index - start), {}), inner)
-        used = vars_of([start], self.kernel.binds)
+        used = vars_of([start], {})
         loops = tuple(loop for loop in statement.loops if loop.kind in ("grid", "serial"))
         if block is None or not used or not used <= {loop.var for loop in loops}:
             return None
-        if vars_of([start], {}) != used or nodes(tirx.Evaluate(start), tirx.BufferLoad):
+        if any(self._may_change(load.buffer) for load in loads(start)):
             return None
         if not self.analyzer.can_prove_equal(tirx.floormod(start, block), 0):
             return None
         last = max(n for n, loop in enumerate(loops) if loop.var in used)
         number = self.analyzer.simplify(tirx.floordiv(start, block))
-        return _Place(number, block, -(-int(size) // block), loops[: last + 1])
+        return _Place(number, block, -(-int(size) // block), loops[: last + 1], bool(loads(start)))
+
+    def _may_change(self, buffer: tirx.Buffer) -> bool:
+        return not self.kernel.is_param(buffer) or any(s.writes(buffer) for s in self.kernel.statements)
+
+
+def unbound(expr: tirx.PrimExpr, kernel: Kernel) -> tirx.PrimExpr:
+    """The expression, with what its variables are bound to in their places."""
+    while bound := {var: kernel.binds[var] for var in vars_of([expr], {}) if var in kernel.binds}:
+        expr = tirx.stmt_functor.substitute(expr, bound)
+    return expr
 
 
 def _block(form: Linear | None, inner: Sequence[Loop]) -> int | None:
@@ -127,13 +147,13 @@ def _walked(func: tirx.PrimFunc, kernel: Kernel, place: _Place) -> tirx.PrimFunc
         body = body.then_case
     bounds = [(loop.var, loop.min, loop.extent) for loop in place.loops]
     is_block = tirx.And(place.number >= 0, place.number < place.count)
-    if not holds_always(is_block, bounds, conditions):
+    if not place.is_loaded and not holds_always(is_block, bounds, conditions):
         return None
     var = tirx.Var("block", place.number.dtype)
-    new = _in_blocks(body, place, var, loop_ranges(func.body))
+    new = _in_blocks(body, kernel, place, var, loop_ranges(func.body))
     if new is None:
         return None
-    chosen = one_iteration(var, place.count, place.number, new)
+    chosen = one_iteration(var, place.count, place.nearest, new)
 
     def exchange(node: tirx.Stmt) -> tirx.Stmt | None:
         return chosen if node.same_as(body) else None
@@ -142,9 +162,12 @@ def _walked(func: tirx.PrimFunc, kernel: Kernel, place: _Place) -> tirx.PrimFunc
     return None if changed.same_as(func.body) else func.with_body(changed)
 
 
-def _in_blocks(body: tirx.Stmt, place: _Place, var: tirx.Var, analyzer: arith.Analyzer) -> tirx.Stmt | None:
-    """The statement, whose accesses at the place are at the block of this variable."""
-    loads = nodes(body, tirx.BufferLoad, tirx.BufferStore)
+def _in_blocks(
+    body: tirx.Stmt, kernel: Kernel, place: _Place, var: tirx.Var, analyzer: arith.Analyzer
+) -> tirx.Stmt | None:
+    """The statement, whose accesses at the place are at the block of this variable; None if one that may lie outside
+    is none of a copy or a store."""
+    accesses = nodes(body, tirx.BufferLoad, tirx.BufferStore)
     regions = [call for call in nodes(body, tirx.Call) if op_name(call) == "tl.region"]
     lengths = [*(loop.extent for loop in nodes(body, tirx.For)), *(n for call in regions for n in call.args[2:])]
     blocks = {place.block, 1, *(int(n) for n in lengths if isinstance(n, tirx.IntImm))}
@@ -154,6 +177,10 @@ def _in_blocks(body: tirx.Stmt, place: _Place, var: tirx.Var, analyzer: arith.An
     def replaced(low: tirx.PrimExpr) -> tirx.PrimExpr:
         if isinstance(low, tirx.IntImm):
             return low
+        plain = unbound(low, kernel) if place.is_loaded else low
+        if place.is_loaded and not loads(plain):
+            return low
+        low = plain
         start = analyzer.simplify(tirx.stmt_functor.substitute(low, inner))
         if vars_of([start], {}) == used:
             for block in blocks:
@@ -164,4 +191,37 @@ def _in_blocks(body: tirx.Stmt, place: _Place, var: tirx.Var, analyzer: arith.An
     def placed(_: tirx.Buffer, mins: Sequence, extents: Sequence) -> tuple[list, list]:
         return [replaced(low) for low in mins], [*extents]
 
-    return with_other_dims(body, {load.buffer: load.buffer for load in loads}, placed)
+    if place.is_loaded:
+        body = _outside_is_zero(body, place, lambda low: not replaced(low).same_as(low))
+    return None if body is None else with_other_dims(body, {of.buffer: of.buffer for of in accesses}, placed)
+
+
+def _outside_is_zero(
+    body: tirx.Stmt, place: _Place, is_there: Callable[[tirx.PrimExpr], bool]
+) -> tirx.Stmt | None:
+    """The statement, in which what copies and stores read at a place that is no block is 0; None if others use it."""
+    inside, seen = tirx.EQ(place.number, place.nearest), list[tirx.BufferLoad]()
+
+    def at_place(load: tirx.BufferLoad) -> bool:
+        return any(is_there(low) for low in load.indices)
+
+    def zero(load: tirx.BufferLoad) -> tirx.PrimExpr | None:
+        if not at_place(load):
+            return None
+        seen.append(load)
+        return tirx.if_then_else(inside, load, tirx.const(0, load.dtype))
+
+    def with_zeros(stmt: tirx.Evaluate | tirx.BufferStore) -> tirx.Stmt | None:
+        if isinstance(stmt, tirx.BufferStore):
+            value = tirx.stmt_functor.ir_transform(tirx.Evaluate(stmt.value), None, zero, ["tirx.BufferLoad"]).value
+            return tirx.BufferStore(stmt.buffer, value, stmt.indices)
+        if op_name(stmt.value) != "tl.tileop.copy" or not at_place(stmt.value.args[0].args[0]):
+            return None
+        seen.append(stmt.value.args[0].args[0])
+        load, _, *extents = stmt.value.args[1].args
+        zeros = tile_op("fill", region_call(load.buffer, load.indices, extents, 2), tirx.const(0, load.buffer.dtype))
+        return tirx.SeqStmt([stmt, tirx.IfThenElse(tirx.Not(inside), zeros, None)])
+
+    new = tirx.stmt_functor.ir_transform(body, None, with_zeros, ["tirx.Evaluate", "tirx.BufferStore"])
+    uses = [access for access in nodes(body, tirx.BufferLoad, tirx.BufferStore) if at_place(access)]
+    return new if len(uses) == len(seen) else None
