@@ -23,7 +23,7 @@ from .factors import Factor
 from .partial_values import PartialValues
 from .reader import known_uses
 from .reductions import Reduction
-from .statements import Access, Kernel, Statement
+from .statements import Access, Kernel, Statement, without_binds
 
 Uses = Sequence[tuple[Statement, Access]]
 
@@ -66,12 +66,18 @@ def _is_indexed_by_data(kernel: Kernel, buffer: tirx.Buffer, dim: int) -> bool:
     uses = known_uses(kernel, buffer)
     if not uses or buffer.dtype == "bool":
         return False
-    return all(_is_loaded(access.indices[dim], kernel) and dim not in s.element_dims(access) for s, access in uses)
+    return all(
+        _is_loaded(access.indices[dim], buffer, kernel) and dim not in s.element_dims(access) for s, access in uses
+    )
 
 
-def _is_loaded(index: tirx.PrimExpr, kernel: Kernel) -> bool:
-    """Whether an index reads memory; what a variable is bound to was read before, and may have changed since."""
-    return bool(loads(index)) and not vars_of([index], {}) & kernel.binds.keys()
+def _is_loaded(index: tirx.PrimExpr, table: tirx.Buffer, kernel: Kernel) -> bool:
+    """Whether an index reads memory; what a variable is bound to, only of other parameters that nothing writes: it was
+    read before, and must be the same since, on all devices."""
+    if not vars_of([index], {}) & kernel.binds.keys():
+        return bool(loads(index))
+    read = [load.buffer for load in loads(without_binds(index, kernel))]
+    return bool(read) and all(kernel.keeps(buffer) and not buffer.same_as(table) for buffer in read)
 
 
 def _only_writes(statement: Statement, access: Access) -> bool:
