@@ -46,7 +46,7 @@ def _refined(kernel: Annotated) -> tuple[Refined, Analysis]:
     for found in _ways(kernel.func, whole, whole - near) if whole else ():
         after = analyse(found.func)
         still = {dim for dim in split if _reason(found, after, dim)}
-        lost = around & still - {dim for dim in still if _reads_windows(found, after, dim)}
+        lost = near & still - {dim for dim in still if _reads_windows(found, after, dim)}
         if still < whole and not lost and _divides(found, after, kernel.asked, kernel.mesh):
             made, analysis, whole = found, after, still
         if not whole:
