@@ -54,7 +54,7 @@ _MIXTURES = (
 )
 _LENGTHS = ({"batch": 4, "rows": 24, "N": 12}, {"batch": 3, "rows": 13, "N": 7}, {"batch": 1, "rows": 5, "N": 3})
 _PAGES = (
-    {"batch": 2, "heads": 3, "pages": 8, "table": 4, "dim": 8},
+    {"batch": 2, "heads": 4, "pages": 8, "table": 4, "dim": 8},
     {"batch": 3, "heads": 2, "pages": 7, "table": 3, "dim": 5},
     {"batch": 1, "heads": 1, "pages": 3, "table": 2, "dim": 3},
 )
