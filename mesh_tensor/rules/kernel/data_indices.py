@@ -10,7 +10,7 @@ from mesh_tensor.tir.linear import vars_of
 from mesh_tensor.tir.nodes import loads, same_expression
 
 from .reader import known_uses
-from .statements import Access, Kernel, Statement
+from .statements import Access, Kernel, Statement, without_binds
 
 
 def is_loaded(kernel: Kernel, statement: Statement, access: Access, dim: int) -> bool:
@@ -18,6 +18,16 @@ def is_loaded(kernel: Kernel, statement: Statement, access: Access, dim: int) ->
     index = access.indices[dim]
     loaded = bool(loads(index)) and not vars_of([index], {}) & kernel.binds.keys()
     return loaded and dim not in statement.element_dims(access)
+
+
+def is_bound_to_loads(kernel: Kernel, statement: Statement, access: Access, dim: int) -> bool:
+    """Whether an index is made of what variables are bound to, and that was read of other parameters that nothing
+    writes: it is the same since, on all devices."""
+    index = access.indices[dim]
+    if not vars_of([index], {}) & kernel.binds.keys() or dim in statement.element_dims(access):
+        return False
+    read = [load.buffer for load in loads(without_binds(index, kernel))]
+    return bool(read) and all(kernel.keeps(buffer) and not buffer.same_as(access.buffer) for buffer in read)
 
 
 def beside_walks(kernel: Kernel, statement: Statement, access: Access, dim: int) -> bool:

@@ -20,7 +20,7 @@ from mesh_tensor.tir.short_loops import running
 
 from .bounded_indices import Distance
 from .coordinates import Coordinates
-from .data_indices import is_loaded, only_writes, takes_one
+from .data_indices import is_bound_to_loads, is_loaded, only_writes, takes_one
 from .factor_derivation import Dim
 from .factors import Factor
 from .partial_values import PartialValues
@@ -69,7 +69,7 @@ def _is_indexed_by_data(kernel: Kernel, buffer: tirx.Buffer, dim: int) -> bool:
     uses = known_uses(kernel, buffer)
     if not uses or buffer.dtype == "bool":
         return False
-    return all(is_loaded(kernel, statement, access, dim) for statement, access in uses)
+    return all(is_loaded(kernel, s, access, dim) or is_bound_to_loads(kernel, s, access, dim) for s, access in uses)
 
 
 def _reduction(kernel: Kernel, coordinates: Coordinates, factor: Factor, uses: Uses) -> Reduction | None:

@@ -136,6 +136,10 @@ class Kernel:
     def is_param(self, buffer: tirx.Buffer) -> bool:
         return any(buffer.same_as(param) for param in self.params.values())
 
+    def keeps(self, buffer: tirx.Buffer) -> bool:
+        """Whether it is a parameter that nothing writes."""
+        return self.is_param(buffer) and not any(s.writes(buffer) for s in self.statements)
+
     def uses(self, buffer: tirx.Buffer, since: int = 0) -> bool:
         """Whether a statement accesses the buffer, or may, from the top-level statement `since` on."""
         return any(
@@ -208,6 +212,13 @@ def same_indices(a: tirx.BufferLoad | Access, b: tirx.BufferStore | Access) -> b
 def mentions(expr: tirx.PrimExpr, buffer: tirx.Buffer) -> bool:
     """Whether an expression reads a buffer."""
     return any(load.buffer.same_as(buffer) for load in loads(expr))
+
+
+def without_binds(expr: tirx.PrimExpr, kernel: Kernel) -> tirx.PrimExpr:
+    """The expression, with what its variables are bound to in their places."""
+    while bound := {var: kernel.binds[var] for var in vars_of([expr], {}) if var in kernel.binds}:
+        expr = tirx.stmt_functor.substitute(expr, bound)
+    return expr
 
 
 def used_vars(statement: Statement, kernel: Kernel) -> set[tirx.Var]:
