@@ -16,7 +16,7 @@ from mesh_tensor.rules.operator.cost import class_of
 from mesh_tensor.rules.operator.update import UPDATE
 
 from .program import Value
-from .steps import CollectiveStep, KernelStep, OpStep, Step, WaitStep
+from .steps import CollectiveStep, KernelStep, LoopStep, OpStep, Step, WaitStep
 
 # Products, kernels or updates of parameters that may run between a collective's start and the use of its result.
 _AHEAD = CPU.tuning.products_ahead
@@ -76,4 +76,4 @@ def _takes_long(step: Step) -> bool:
     """Whether it takes long enough to hide a collective behind it."""
     if isinstance(step, OpStep):
         return class_of(step.call.name) == "product" or operator_name(step.call) == UPDATE
-    return isinstance(step, KernelStep)
+    return isinstance(step, (KernelStep, LoopStep))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mesh_tensor.base.decisions import Decisions, columns
@@ -10,7 +10,7 @@ from mesh_tensor.rules.operator.call import operator_name
 
 from .lifetimes import peak_bytes
 from .program import Parameter, Program
-from .steps import CollectiveStep, KernelStep, OpStep, WaitStep, of_kinds
+from .steps import CollectiveStep, KernelStep, LoopStep, OpStep, WaitStep, of_kinds
 
 _MOST_NAMES = 8
 
@@ -31,6 +31,7 @@ def explain(program: Program, *notes: Sequence[str]) -> str:
         *decided.sections,
         ("parameters", *columns(_parameters(program, decided))),
         ("steps of each device", *columns(_steps(program))),
+        *_loops(program),
         overlap,
         *decided.notes,
         *notes,
@@ -81,10 +82,25 @@ def _steps(program: Program) -> list[tuple[str, ...]]:
     def wait(step: WaitStep) -> tuple[str, ...]:
         return (f"wait {step.collective.kind}", "", step.collective.dst, "", "", "", "")
 
+    def loop(step: LoopStep) -> tuple[str, ...]:
+        words = f"loop {step.where}, {step.times}"
+        return (words, _names(step.reads), _names(step.writes), "", f"{step.bytes:,}", f"{step.flops:,}", "as below")
+
     kinds: dict[type, Callable[[Any], tuple[str, ...]]]
-    kinds = {KernelStep: kernel, OpStep: op, CollectiveStep: collective, WaitStep: wait}
+    kinds = {KernelStep: kernel, OpStep: op, CollectiveStep: collective, WaitStep: wait, LoopStep: loop}
     head = ("step", "on", "makes", "over", "bytes received", "flops", "because")
     return [head, *of_kinds(program.steps, kinds)]
+
+
+def _loops(program: Program) -> Iterator[Sequence[str]]:
+    """Per loop, and those in it, the steps of one time, and what is handed on to the next."""
+    for loop in program.loops:
+        carried = ", ".join(f"{each.then} -> {each.now} {program.values[each.now].sharding}" for each in loop.carried)
+        for title, body in (("test before each", loop.test), ("steps", loop.body)):
+            if isinstance(body, Program):
+                lines = columns(_steps(body))
+                yield (f"loop {loop.where}, {loop.times}: {title}, on each device", *lines, f"  carried: {carried}")
+                yield from _loops(body)
 
 
 def _names(names: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from .program import Parameter, Program
-from .steps import AllocStep, FreeStep, OpStep, Step
+from .steps import AllocStep, FreeStep, LoopStep, OpStep, Step
 
 
 class Stored(Protocol):
@@ -65,6 +65,13 @@ class _Held:
         return self.now
 
     collective = wait = kernel
+
+    def loop(self, step: LoopStep) -> int:
+        """What is there, its results, and what its steps make on the way."""
+        for name in step.makes:
+            self._add(self._values[name].storage)
+        bodies = [body for body in (step.body, step.test) if isinstance(body, Program)]
+        return self.now + max(peak_bytes(body) - sum(body.values[n].tile_bytes for n in body.takes) for body in bodies)
 
     def op(self, step: OpStep) -> int:
         """Its results come with their memory."""

@@ -155,7 +155,9 @@ class _Options:
     def plan(self, mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotations) -> ModulePlan:
         """The plan on a mesh that the annotations are for."""
         unknown = self.replicate_unknown
-        graph, atoms = read_module(mod, function, mesh, annotations, replicate_unknown=unknown, machine=self.machine)
+        graph, atoms = read_module(
+            mod, function, mesh, annotations, replicate_unknown=unknown, machine=self.machine, loops=True
+        )
         if (made := interleave(graph, atoms, self.held)) is not None:
             graph, atoms = made, find_atoms(made, node_rules(made, replicate_unknown=unknown))
         return plan_graph(
@@ -177,10 +179,11 @@ def read_module(
     *,
     replicate_unknown: bool = False,
     machine: Machine | None = None,
+    loops: bool = False,
 ) -> tuple[Graph, Atoms]:
     """A function of known sizes as a graph that is planned for a machine, and the atoms of its values; these are the
-    same for all meshes, annotations and machines."""
-    graph = replace(read_graph(mod, function, mesh, annotations), prices=prices_on(mesh, machine))
+    same for all meshes, annotations and machines. `loops`: its loops are planned once, not step by step."""
+    graph = replace(read_graph(mod, function, mesh, annotations, loops=loops), prices=prices_on(mesh, machine))
     expand_kernels(graph)
     graph = joined_slices(parts_side_by_side(graph))
     atoms = find_atoms(graph, node_rules(graph, replicate_unknown=replicate_unknown))

@@ -19,6 +19,10 @@ def verify_program(program: Program) -> None:
     """
     raise_on([*_unknown_values(program), *_kernels(program.kernels)], f"program {program.name}")
     raise_on([*_lifetimes(program), *_waits(program)], f"program {program.name}")
+    for loop in program.loops:
+        for body in (loop.body, loop.test):
+            if isinstance(body, Program):
+                verify_program(body)
     for step in program.collectives:
         verify_collective(step, program.values[step.src], program.values[step.dst])
 
