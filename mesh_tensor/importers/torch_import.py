@@ -24,6 +24,7 @@ from .torch_assertions import depends_on_data, drop_assertions
 from .torch_complex import COMPLEX, Pair, is_complex, of_complex
 from .torch_constants import with_constants
 from .torch_decompositions import decomposed
+from .torch_loops import LOOPS, graphs_within
 from .torch_numbers import WITH_NUMBERS
 from .torch_ops import CONVERTERS, KEPT
 from .torch_program import ProgramOfTensors, check_program, is_kept_buffer, refuse_autocast, written_buffers
@@ -67,6 +68,8 @@ class _Importer(ExportedProgramImporter):
 
     def _translate_fx_graph(self, graph_module: Any, nodes: Any, inputs_vars: Any, custom_ops: Any = None) -> Any:
         """What a graph gives; the new values of written buffers are values of their own."""
+        if graph_module is self._main:
+            self.functions = self.block_builder  # what other functions go to
         made = super()._translate_fx_graph(graph_module, nodes, inputs_vars, custom_ops)
         if graph_module is not self._main or not self._written:
             return made
@@ -76,7 +79,7 @@ class _Importer(ExportedProgramImporter):
 
     def create_convert_map(self) -> dict[str, Callable[[torch.fx.Node], relax.Expr]]:
         """From operators to functions of their fx nodes."""
-        own = {name: lambda node, convert=convert: convert(node, self) for name, convert in CONVERTERS.items()}
+        own = {name: lambda node, convert=convert: convert(node, self) for name, convert in {**CONVERTERS, **LOOPS}.items()}
         self.conversions_of_tvm = super().create_convert_map()
         every = {**dict.fromkeys(COMPLEX, _refused), **self.conversions_of_tvm, **own}
         return {name: self._checked(convert, name in WITH_NUMBERS) for name, convert in every.items()}
@@ -124,7 +127,7 @@ class _Importer(ExportedProgramImporter):
 
     def _check_unsupported_func_type(self, nodes: list[torch.fx.Node]) -> None:
         """Refuse operators without a conversion, all of them."""
-        calls = [node for node in nodes if node.op == "call_function"]
+        calls = [node for node in graphs_within(nodes) if node.op == "call_function"]
         unknown = [node for node in calls if _name(node) not in self.convert_map or not _is_known_namespace(node)]
         seeded = torch.Tag.nondeterministic_seeded
         random = [
@@ -146,7 +149,7 @@ class _Importer(ExportedProgramImporter):
             refuse(list(dict.fromkeys(problems)), where="the exported program", fix=fix)
 
 
-_NAMESPACES = ("aten", "prims", "transformers", "mesh_tensor_import")
+_NAMESPACES = ("aten", "prims", "transformers", "mesh_tensor_import", "higher_order")
 # Control flow that is no part of a graph.
 _WAYS_OUT = {
     "cond": "compute both branches and take one of their results by torch.where, or decide in Python before the export",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import TypeGuard
 
 from mesh_tensor.lowering.local_calls import scopes_of
 from mesh_tensor.plan.explicit import Form, Run, Step
@@ -49,23 +50,21 @@ class Loops:
     ) -> LoopStep:
         """A loop's step; `made` gives the steps of a program that stand for those of the plan."""
         loop = self.graph.loops[scope]
-        ends = [step for step in steps if isinstance(step, Run) and step.node.mark]
-        tested = next((n for n, step in enumerate(steps) if _is(step, "loop.test")), -1)
-        carried, stacked, goes_on = [], [], ""
+        ends = [step for step in steps if _ends(step, scope)]
+        carried, stacked, goes_on, tested = [], [], "", 0
         for run in ends:
             src, dst = run.inputs[0].name, run.outputs[0].name
             if run.node.mark == "loop.next":
                 carried.append(Carried(*self.entered[loop.entered[run.node.outputs[0]]], src, dst))
             elif run.node.mark == "loop.stack":
                 stacked.append((src, dst))
-            elif run.node.mark == "loop.test":
-                goes_on = src
-        inner = [step for step in steps if not (isinstance(step, Run) and step.node.mark in _ENDS)]
-        before = [step for step in steps[: tested + 1] if step in set(inner)]
-        after = inner[len(before) :]
+            else:
+                goes_on, tested = src, steps.index(run)
+        before = steps[:tested]
+        after = [step for step in steps[tested:] if step not in ends]
         results = [*(each.then for each in carried), *(row for row, _ in stacked)]
         body = self._program(f"{loop.where}: steps", made(after), results)
-        test = None if tested < 0 else self._program(f"{loop.where}: test", made(before), [goes_on])
+        test = None if not goes_on else self._program(f"{loop.where}: test", made(before), [goes_on])
         return LoopStep(body, loop.count, test, goes_on, tuple(carried), tuple(stacked), loop.where)
 
     def _program(self, name: str, steps: Sequence[ProgramStep], results: Iterable[str]) -> Program:
@@ -83,11 +82,12 @@ class Loops:
         return Program(name, self.graph.mesh, tuple(parameters), {n: self.values[n] for n in known}, lasting)
 
 
+def _ends(step: Step, scope: Scope) -> TypeGuard[Run]:
+    """Whether the step is where something leaves the loop, or a time of it."""
+    return isinstance(step, Run) and step.node.mark in _ENDS and step.node.scopes[-1] == scope
+
+
 _ENDS = ("loop.next", "loop.stack", "loop.test")
-
-
-def _is(step: Step, mark: str) -> bool:
-    return isinstance(step, Run) and step.node.mark == mark
 
 
 def carried_forms(steps: Iterable[Step]) -> Iterator[Form]:
