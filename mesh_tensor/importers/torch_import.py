@@ -23,6 +23,7 @@ from .torch_args import emit, with_sizes_as_tensors
 from .torch_assertions import depends_on_data, drop_assertions
 from .torch_complex import COMPLEX, Pair, is_complex, of_complex
 from .torch_constants import with_constants
+from .torch_decompositions import LOOPS as LOOP_OPERATORS
 from .torch_decompositions import decomposed
 from .torch_loops import LOOPS, graphs_within
 from .torch_numbers import WITH_NUMBERS
@@ -79,7 +80,9 @@ class _Importer(ExportedProgramImporter):
 
     def create_convert_map(self) -> dict[str, Callable[[torch.fx.Node], relax.Expr]]:
         """From operators to functions of their fx nodes."""
-        own = {name: lambda node, convert=convert: convert(node, self) for name, convert in {**CONVERTERS, **LOOPS}.items()}
+        own = {
+            name: lambda node, convert=convert: convert(node, self) for name, convert in {**CONVERTERS, **LOOPS}.items()
+        }
         self.conversions_of_tvm = super().create_convert_map()
         every = {**dict.fromkeys(COMPLEX, _refused), **self.conversions_of_tvm, **own}
         return {name: self._checked(convert, name in WITH_NUMBERS) for name, convert in every.items()}
@@ -149,13 +152,12 @@ class _Importer(ExportedProgramImporter):
             refuse(list(dict.fromkeys(problems)), where="the exported program", fix=fix)
 
 
-_NAMESPACES = ("aten", "prims", "transformers", "mesh_tensor_import", "higher_order")
+_NAMESPACES = ("aten", "prims", "transformers", "mesh_tensor_import")
 # Control flow that is no part of a graph.
 _WAYS_OUT = {
     "cond": "compute both branches and take one of their results by torch.where, or decide in Python before the export",
-    "while_loop": "write a loop that is as long as it may get (for, or scan), with torch.where for the state of steps"
-    " past the end, or run the loop in Python around the module",
-    "scan": "give scan a fixed number of steps, and a body of operators that write nothing (steps are unrolled)",
+    "scan": "give scan a body of operators that write nothing",
+    "while_loop": "give while_loop a condition and a body of operators that write nothing, on tensors",
 }
 _FIX = "write this part of the model with other operators, or export it in eval mode if it is for training only"
 
@@ -267,7 +269,7 @@ def _refused(node: torch.fx.Node) -> None:
 
 def _is_known_namespace(node: torch.fx.Node) -> bool:
     """Operators are known by name; others' that are called as one of torch's are not meant."""
-    return getattr(node.target, "namespace", "aten") in _NAMESPACES
+    return getattr(node.target, "namespace", "aten") in _NAMESPACES or node.target in LOOP_OPERATORS
 
 
 def _op(node: torch.fx.Node) -> str:

@@ -26,12 +26,12 @@ def scan(node: torch.fx.Node, importer: Any) -> relax.Expr:
         refuse("a scan of an open number of steps", fix="give scan a fixed number of steps")
     (output,) = body.graph.find_nodes(op="output")
     rows = [row.meta["val"] if isinstance(row, torch.fx.Node) else None for row in output.args[0][len(first) :]]
-    kept = [number for number, row in enumerate(rows) if row is not None]
+    made = {number: row for number, row in enumerate(rows) if row is not None}
     blank = [
-        emit(importer, relax.op.zeros([steps, *_sizes(importer, rows[n].shape)], dtype_name(rows[n].dtype)))
-        for n in kept
+        emit(importer, relax.op.zeros([steps, *_sizes(importer, row.shape)], dtype_name(row.dtype)))
+        for row in made.values()
     ]
-    states, stacks, taken = len(first), len(kept), len(elements)
+    states, stacks, taken = len(first), len(made), len(elements)
     count = relax.const(0, "int64")
 
     def begins(given: Exprs) -> relax.Expr:
@@ -41,13 +41,13 @@ def scan(node: torch.fx.Node, importer: Any) -> relax.Expr:
         at, state, puts = given[0], given[1 : 1 + states], given[1 + states : 1 + states + stacks]
         tables, rest = given[1 + states + stacks :][:taken], given[1 + states + stacks + taken :]
         parts = [emit(importer, relax.op.take(table, at, axis=0)) for table in tables]
-        made = _translated(importer, body, [*state, *parts, *rest])
+        new = _translated(importer, body, [*state, *parts, *rest])
         place = emit(importer, relax.op.reshape(at, (1,)))
         put = [
-            emit(importer, relax.op.scatter_nd(table, place, made[states + n]))
-            for table, n in zip(puts, kept, strict=True)
+            emit(importer, relax.op.scatter_nd(table, place, new[states + n]))
+            for table, n in zip(puts, made, strict=True)
         ]
-        return [emit(importer, relax.op.add(at, relax.const(1, "int64"))), *made[:states], *put]
+        return [emit(importer, relax.op.add(at, relax.const(1, "int64"))), *new[:states], *put]
 
     call = _looped(importer, node.name, [count, *first, *blank], [*elements, *more], begins, step)
     fields = [emit(importer, relax.TupleGetItem(call, number)) for number in range(1, 1 + states + stacks)]

@@ -225,4 +225,3 @@ class LoopReader:
         call = op_call(relax.BlockBuilder().normalize(expr))
         (made,) = self._reader.add(call, inputs, self._name, name, scopes)
         return made
-

@@ -57,9 +57,8 @@ class Recursion:
         if not isinstance(call, relax.Call) or op_name(call.op) != "less":
             return None
         for number, (param, first) in enumerate(zip(self.params, given, strict=True)):
-            last, step = _number(call.args[1]), self.bound.get(self.again[number])
-            counts = isinstance(step, relax.Call) and op_name(step.op) == "add" and _same(step.args[0], param)
-            by_one = counts and _number(step.args[1]) == 1
+            last, step = _number(call.args[1]), self._call(self.again[number], "add")
+            by_one = step is not None and _same(step.args[0], param) and _number(step.args[1]) == 1
             if first is not None and last is not None and by_one and _same(call.args[0], param):
                 return Counter(number, first, max(first, last))
         return None
@@ -70,7 +69,8 @@ class Recursion:
         found = {}
         for binding in self.body:
             call = binding.value
-            if _called(call) == "take" and plain(call.attrs.axis) == 0 and _same(call.args[1], self.params[counter.at]):
+            is_take = isinstance(call, relax.Call) and op_name(call.op) == "take" and len(call.args) == 2
+            if is_take and plain(call.attrs.axis) == 0 and _same(call.args[1], self.params[counter.at]):
                 number = self._parameter(call.args[0])
                 if number in self.kept and counter.within(self.params[number]):
                     found[binding.var] = number
@@ -81,17 +81,24 @@ class Recursion:
         All of their rows are put."""
         found = {}
         for number, again in enumerate(self.again):
-            call, param = self.bound.get(again), self.params[number]
-            if _called(call) != "scatter_nd" or call.attrs.reduction != "update" or not _same(call.args[0], param):
+            put, param = self._call(again, "scatter_nd"), self.params[number]
+            if put is None or put.attrs.reduction != "update" or not _same(put.args[0], param):
                 continue
-            index = self.bound.get(call.args[1])
-            at = _called(index) in ("reshape", "expand_dims") and _same(index.args[0], self.params[counter.at])
+            index = self._call(put.args[1], "reshape", "expand_dims")
+            at = (
+                index is not None
+                and _same(index.args[0], self.params[counter.at])
+                and put.args[1].struct_info.ndim == 1
+            )
             alone = all(sum(_uses(var, value) for value in self._taken()) == 1 for var in (param, again))
-            rows = plain(param.struct_info.shape.values[0])
-            one = call.args[1].struct_info.ndim == 1
-            if at and alone and one and counter.first == 0 and rows == counter.last:
-                found[number] = call.args[2]
+            if at and alone and counter.first == 0 and plain(param.struct_info.shape.values[0]) == counter.last:
+                found[number] = put.args[2]
         return found
+
+    def _call(self, var: relax.Expr, *names: str) -> relax.Call | None:
+        """The call of one of these operators that a variable is bound to."""
+        value = self.bound.get(var)
+        return value if isinstance(value, relax.Call) and op_name(value.op) in names else None
 
     def _taken(self) -> Iterator[relax.Expr]:
         """Everything that a step computes with."""
@@ -182,10 +189,6 @@ def _same(one: Any, other: Any) -> bool:
     return isinstance(one, relax.Var) and one.same_as(other)
 
 
-def _called(value: Any) -> str:
-    return op_name(value.op) if isinstance(value, relax.Call) else ""
-
-
 def _number(expr: relax.Expr) -> int | None:
     """The whole number that a constant is."""
     if not isinstance(expr, relax.Constant) or expr.data.shape or "int" not in expr.data.dtype:
@@ -202,4 +205,3 @@ def used_in(bindings: Sequence[relax.Binding], expr: relax.Expr) -> set[relax.Va
     """The variables that an expression takes from outside, of those that the bindings make."""
     free = relax.analysis.free_vars(expr)
     return {binding.var for binding in bindings if any(binding.var.same_as(var) for var in free)}
-

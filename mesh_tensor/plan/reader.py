@@ -21,9 +21,7 @@ from .loops import Recursion, recursion_of
 Annotations = Mapping[tuple[str, str], Annotation]
 
 
-def read_graph(
-    mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotations, *, loops: bool = False
-) -> Graph:
+def read_graph(mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotations, *, loops: bool = False) -> Graph:
     """The Graph of a function of `mod`, with all calls of other Relax functions entered. `loops`: those that end by
     calling themselves are loops of the graph; else their steps are unrolled.
 
@@ -36,9 +34,20 @@ def read_graph(
     params = [reader.parameter(function, var) for var in func.params[:]]
     body = reader.body(function, func, params, ())
     graph = Graph(function, mesh, params, reader.nodes, body, reader.annotations, _state(func, params, body))
-    graph.loops = reader.loops
+    if reader.loops:
+        graph.loops, graph.nodes = reader.loops, _taken(graph)
     _check_groups(graph)
     return graph
+
+
+def _taken(graph: Graph) -> list[Node]:
+    """The nodes without those whose results nothing takes: what rows of loops are put into is never made."""
+    taken, kept = set(leaves(graph.result)), list[Node]()
+    for node in reversed(graph.nodes):
+        if node.mark or not taken.isdisjoint(node.outputs) or not graph.annotations.keys().isdisjoint(node.outputs):
+            taken.update(node.inputs)
+            kept.append(node)
+    return kept[::-1]
 
 
 def _check_groups(graph: Graph) -> None:

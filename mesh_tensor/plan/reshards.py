@@ -151,13 +151,17 @@ class _Writer:
         """Open and close loops, so that those that the node stands in are open."""
         loops = self._graph.loops_of(node)
         known = sum(mine.scope == scope for mine, scope in zip(self._open, loops, strict=False))
-        while len(self._open) > known:
-            self._open.pop()
-            self._forget(len(self._open) + 1)
+        self._close(known)
         for scope in loops[known:]:
             carried = frozenset(self._entered)
             outer = node.scopes[: node.scopes.index(scope)]
             self._open.append(_OpenLoop(scope, outer, len(self._made.steps), carried))
+
+    def _close(self, known: int) -> None:
+        """Close all loops but for so many."""
+        while len(self._open) > known:
+            self._open.pop()
+            self._forget(len(self._open) + 1)
 
     def _forget(self, depth: int) -> None:
         """Forms that are made in so many loops are there no more, but for what the last of them carries."""
@@ -198,6 +202,7 @@ class _Writer:
 
     def finish(self) -> ExplicitGraph:
         """The steps, and the results in their values' layouts."""
+        self._close(0)
         self._made.result = map_tree(
             self._graph.result, lambda v: self.obtain(v, self._layouts.of[v], (), "the function returns it so")
         )

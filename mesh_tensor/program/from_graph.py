@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tvm import relax, tirx
@@ -185,7 +186,7 @@ class _Programmer:
             for step in group:
                 for form in outputs_of(step):
                     self._value(form)
-            loop = self._loops.step(scope, group, lambda inner, depth=depth: self._inner_steps(inner, depth + 1))
+            loop = self._loops.step(scope, group, partial(self._inner_steps, depth=depth + 1))
             outer = scopes_of(group[0])
             yield Piece(outer[: outer.index(scope)], loop.reads, loop.writes, (loop,))
 

@@ -18,7 +18,7 @@ def verify_program(program: Program) -> None:
         VerificationError: lists what is wrong with it.
     """
     raise_on([*_unknown_values(program), *_kernels(program.kernels)], f"program {program.name}")
-    raise_on([*_lifetimes(program), *_waits(program)], f"program {program.name}")
+    raise_on([*_lifetimes(program), *_unmade(program), *_waits(program)], f"program {program.name}")
     for loop in program.loops:
         for body in (loop.body, loop.test):
             if isinstance(body, Program):
@@ -77,6 +77,16 @@ def _lifetimes(program: Program) -> list[str]:
     found += [f"workspace {storage} is never freed" for storage in sorted(alive - lasting)]
     found += [f"output {storage} has no memory in the end" for storage in sorted(program.outputs - alive)]
     return found
+
+
+def _unmade(program: Program) -> Iterator[str]:
+    """What steps read is there by then. (Kernels may read what they write.)"""
+    made = set(program.inputs)
+    for number, step in enumerate(program.steps):
+        for name in () if isinstance(step, KernelStep) else step.reads:
+            if program.values[name].storage not in made:
+                yield f"step {number}: {name} is read before anything makes it"
+        made |= {program.values[name].storage for name in step.writes}
 
 
 def _waits(program: Program) -> list[str]:
