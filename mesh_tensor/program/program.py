@@ -108,6 +108,12 @@ class Program:
         """The steps that run others several times."""
         return tuple(step for step in self.steps if isinstance(step, LoopStep))
 
+    @cached_property
+    def parts(self) -> tuple[Program, ...]:
+        """The program, and those that its loops run."""
+        inner = [body for loop in self.loops for body in (loop.test, loop.body) if isinstance(body, Program)]
+        return (self, *(part for body in inner for part in body.parts))
+
     @property
     def takes(self) -> tuple[str, ...]:
         """The values that callers bring."""

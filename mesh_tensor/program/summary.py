@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from mesh_tensor.base.decisions import Decisions, columns
 
 from .explain import costs
 from .program import Program
-from .steps import CollectiveStep, Step
+from .steps import CollectiveStep, LoopStep, Step
 
 _OUTSIDE = "(results)"
 
@@ -29,7 +29,9 @@ def summary(program: Program, places: Mapping[str, str]) -> str:
         decided.head,
         *decided.sections,
         ("layers, all of a kind together, on each device", *columns(_layers(program.steps, homes))),
-        ("collectives", *columns(_collectives(program, homes))) if any(program.collectives) else (),
+        ("collectives", *columns(_collectives(program, homes)))
+        if any(part.collectives for part in program.parts)
+        else (),
         (costs(program),),
     ]
     return "\n\n".join("\n".join(section) for section in sections if section)
@@ -73,16 +75,25 @@ def _layers(steps: Sequence[Step], homes: Sequence[str]) -> list[tuple[str, ...]
 def _collectives(program: Program, homes: Sequence[str]) -> list[tuple[str, ...]]:
     """A row per kind of collective and layer."""
     rows: dict[tuple[str, ...], list[int]] = {}
-    for step, home in zip(program.steps, homes, strict=True):
-        if isinstance(step, CollectiveStep):
+    for outer, home in zip(program.steps, homes, strict=True):
+        for step, times in _collectives_of(outer):
             words = f"{step.kind}{f'({step.op})' if step.op else ''}"
             key = (words, _kind(home), ", ".join(step.axes), _kind_of_reason(step.reason))
-            rows.setdefault(key, []).append(step.bytes)
+            rows.setdefault(key, []).extend([step.bytes] * times)
     head = ("collective", "in", "over", "how many", "bytes received", "because")
     made = [
         (words, kind, axes, str(len(sizes)), f"{sum(sizes):,}", why) for (words, kind, axes, why), sizes in rows.items()
     ]
     return [head, *made]
+
+
+def _collectives_of(step: Step, times: int = 1) -> Iterator[tuple[CollectiveStep, int]]:
+    """The collectives that a step is, or runs, and how often."""
+    if isinstance(step, CollectiveStep):
+        yield step, times
+    elif isinstance(step, LoopStep):
+        for inner in step.inner:
+            yield from _collectives_of(inner, times * (step.count or 1))
 
 
 def _kind_of_reason(reason: str) -> str:

@@ -19,10 +19,8 @@ def verify_program(program: Program) -> None:
     """
     raise_on([*_unknown_values(program), *_kernels(program.kernels)], f"program {program.name}")
     raise_on([*_lifetimes(program), *_unmade(program), *_waits(program)], f"program {program.name}")
-    for loop in program.loops:
-        for body in (loop.body, loop.test):
-            if isinstance(body, Program):
-                verify_program(body)
+    for part in program.parts[1:]:
+        verify_program(part)
     for step in program.collectives:
         verify_collective(step, program.values[step.src], program.values[step.dst])
 
