@@ -12,7 +12,7 @@ from tvm import relax, tirx
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.targets.dtypes import dtype_name
 
-from .torch_args import emit
+from .torch_args import emit, tensor_of
 
 Exprs = list[relax.Expr]
 
@@ -22,8 +22,8 @@ def scan(node: torch.fx.Node, importer: Any) -> relax.Expr:
     are put into, what rows are taken of, and what all steps have."""
     body, first, elements, more = [_values(importer, arg) for arg in node.args]
     steps = elements[0].struct_info.shape[0] if elements else None
-    if node.kwargs or not isinstance(steps, tirx.IntImm):
-        refuse("a scan of an open number of steps", fix="give scan a fixed number of steps")
+    if node.kwargs or steps is None:
+        refuse("a scan without rows", fix="give scan something to take rows of")
     (output,) = body.graph.find_nodes(op="output")
     rows = [row.meta["val"] if isinstance(row, torch.fx.Node) else None for row in output.args[0][len(first) :]]
     made = {number: row for number, row in enumerate(rows) if row is not None}
@@ -35,7 +35,9 @@ def scan(node: torch.fx.Node, importer: Any) -> relax.Expr:
     count = relax.const(0, "int64")
 
     def begins(given: Exprs) -> relax.Expr:
-        return emit(importer, relax.op.less(given[0], relax.const(int(steps), "int64")))
+        known = isinstance(steps, tirx.IntImm)
+        last = relax.const(int(steps), "int64") if known else tensor_of(importer, steps, "int64")
+        return emit(importer, relax.op.less(given[0], last))
 
     def step(given: Exprs) -> Exprs:
         at, state, puts = given[0], given[1 : 1 + states], given[1 + states : 1 + states + stacks]

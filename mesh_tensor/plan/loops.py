@@ -57,11 +57,20 @@ class Recursion:
         if not isinstance(call, relax.Call) or op_name(call.op) != "less":
             return None
         for number, (param, first) in enumerate(zip(self.params, given, strict=True)):
-            last, step = _number(call.args[1]), self._call(self.again[number], "add")
+            last, step = self._size(call.args[1]), self._call(self.again[number], "add")
             by_one = step is not None and _same(step.args[0], param) and _number(step.args[1]) == 1
             if first is not None and last is not None and by_one and _same(call.args[0], param):
                 return Counter(number, first, max(first, last))
         return None
+
+    def _size(self, expr: relax.Expr) -> int | None:
+        """The whole number that a constant is, or a size that is made a tensor, as R.arange(n, n + 1)."""
+        shaped = self._call(expr, "reshape")
+        made = None if shaped is None or shaped.struct_info.ndim else self._call(shaped.args[0], "arange")
+        if made is None:
+            return _number(expr)
+        first, last, step = map(plain, made.args[:3])
+        return first if isinstance(first, int) and last == first + 1 and step == 1 else None
 
     def rows_taken(self, counter: Counter) -> dict[relax.Var, int]:
         """The variables that are a parameter's row at the count, with its number; of parameters that have the row, and

@@ -183,16 +183,17 @@ def test_while_loops(name):
         assert [step.count for step in run.program.loops] == counts
 
 
-def test_open_sizes_of_rows():
-    """The batch's size is known at the call."""
-    program = exported(recurrent, dynamic_shapes=({1: torch.export.Dim.DYNAMIC},))[2]
+def test_open_sizes():
+    """The batch's size, and how many steps there are, are known at the call."""
+    sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    program = exported(recurrent, dynamic_shapes=(sizes,))[2]
     model = Of(recurrent)
     run = mt.distribute_module(mt.from_torch(program), {"x": 2}, {"x": {"x": 1}}, weights={})
-    for batch in (4, 7):
-        x = torch.randn(5, batch, 4)
+    for steps, batch in ((5, 4), (30, 7), (1, 4)):
+        x = torch.randn(steps, batch, 4)
         expected = tensors(model.function(loop, model.weight, x))
         torch.testing.assert_close(tensors(run(x, weight=model.weight.detach())), expected)
-        assert len(run.program.loops) == 1
+        assert [step.count for step in run.program.loops] == ([steps] if steps > 1 else [])
 
 
 def branched(scan, w, x):
@@ -212,9 +213,3 @@ def test_other_control_flow_is_refused(name):
     function, message = REFUSED[name]
     with pytest.raises(mt.MeshTensorError, match=message):
         mt.from_torch(exported(function)[2])
-
-
-def test_steps_of_open_number_are_refused():
-    program = exported(recurrent, dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))[2]
-    with pytest.raises(mt.MeshTensorError, match=r"scan of an open number[\s\S]*fix: give scan a fixed number"):
-        mt.from_torch(program)

@@ -22,8 +22,9 @@ class Loop:
     step: Step
 
 
-def looped(loop: Loop, steps: int, first: int = 0) -> ir.IRModule:
-    """main(carried, kept): what is carried in the end, and the rows, by a function that calls itself."""
+def looped(loop: Loop, steps: int, first: int = 0, *, by_data: bool = False) -> ir.IRModule:
+    """main(carried, kept): what is carried in the end, and the rows, by a function that calls itself. `by_data`: the
+    count begins with what is computed of data."""
     builder, infos = relax.BlockBuilder(), [_info(()), *map(_info, loop.carried)]
     blank = [_info((steps, *row)) for row in loop.rows]
     infos[0] = relax.TensorStructInfo((), "int64")
@@ -54,7 +55,11 @@ def looped(loop: Loop, steps: int, first: int = 0) -> ir.IRModule:
     params = _params(loop)
     with builder.function("main", params):
         blanks = [builder.emit(relax.op.zeros(info.shape, "float32")) for info in blank]
-        given = [relax.const(first, "int64"), *params[: len(loop.carried)], *blanks, *params[len(loop.carried) :]]
+        begin = relax.const(first, "int64")
+        if by_data:
+            nothing = builder.emit(relax.op.sum(builder.emit(relax.op.greater(params[0], relax.const(1e9, "float32")))))
+            begin = builder.emit(relax.op.astype(nothing, "int64"))
+        given = [begin, *params[: len(loop.carried)], *blanks, *params[len(loop.carried) :]]
         builder.emit_func_output(builder.emit(relax.Call(called, given)))
     return builder.get()
 

@@ -12,6 +12,8 @@ from tvm.script.parser import relax as R
 import mesh_tensor as mt
 from mesh_tensor.plan.loops import recursion_of
 from mesh_tensor.plan.reader import read_graph
+from tests import random_loops
+from tests.random_modules.check import RIGHT
 
 from .loop_modules import LOOPS, looped, unrolled
 
@@ -52,6 +54,12 @@ def test_loops_are_right_and_as_cheap_as_their_steps(name):
     both = {one: {a: d for a, d in at.items() if d < len(names(loop)[one])} for one, at in both.items()}
     run = mt.distribute_module(mods[0], {"x": 2, "y": 2}, both, poison=True)
     torch.testing.assert_close(run(*given), expected)
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_random_loops(number):
+    """`python -m tests.fuzz --of loops` makes more of them."""
+    assert random_loops.run(random_loops.make_loop_case(number)) == RIGHT
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
