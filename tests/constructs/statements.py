@@ -251,7 +251,7 @@ ROWS_OF_STATEMENTS = (
     Row(
         "loops with a step, `while`, `break`, `continue`, a return before the rest of a program",
         "understood",
-        "every device runs them for what it has; a dim is whole if a loop that may be left walks it, or if it says when",
+        "every device runs them for what it has; a dim is whole if a loop that may be left walks it, or it says when",
         names="While loop_break break_loop continue_loop",
         ops="tl.loop_break tirx.break_loop tirx.continue_loop",
         nodes="While",
