@@ -10,7 +10,6 @@ import torch
 from tvm import ir, relax
 
 import mesh_tensor as mt
-
 from tests.plan.loop_modules import Loop, looped, unrolled
 from tests.random_modules.check import RIGHT, Outcome
 
@@ -54,7 +53,20 @@ def _made(bb, pick, at, kept, kind):
     return op.add(rows, pick((1, COLS)))
 
 
-KINDS = "product row bias sum reduced turned gram softmax counted merged shifted added".split()
+KINDS = [
+    "product",
+    "row",
+    "bias",
+    "sum",
+    "reduced",
+    "turned",
+    "gram",
+    "softmax",
+    "counted",
+    "merged",
+    "shifted",
+    "added",
+]
 
 
 def random_loop(number: int) -> Loop:
