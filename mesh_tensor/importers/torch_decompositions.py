@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
-from .torch_assertions import ASSERTIONS
+from .torch_program import ASSERTIONS
 
 _FAILED = object()
 LOOPS = (scan_op, while_loop_op)

@@ -10,9 +10,9 @@ from typing import Any
 from mesh_tensor.base.decisions import Decisions, columns
 from mesh_tensor.rules.operator.call import operator_name
 
-from .lifetimes import peak_bytes
 from .program import Parameter, Program
 from .steps import CollectiveStep, KernelStep, LoopStep, OpStep, Step, WaitStep, of_kinds
+from .verify import peak_bytes
 
 _MOST_NAMES = 8
 
@@ -186,7 +186,8 @@ def _collectives(program: Program, homes: Sequence[str]) -> list[tuple[str, ...]
     for outer, home in zip(program.steps, homes, strict=True):
         for step, times in _collectives_of(outer):
             words = f"{step.kind}{f'({step.op})' if step.op else ''}"
-            key = (words, _kind(home), ", ".join(step.axes), _kind_of_reason(step.reason))
+            reason = re.sub(r"(?<=[A-Za-z_])\d+", "*", step.reason)  # without the numbers of values
+            key = (words, _kind(home), ", ".join(step.axes), reason)
             rows.setdefault(key, []).extend([step.bytes] * times)
     head = ("collective", "in", "over", "how many", "bytes received", "because")
     made = [
@@ -202,8 +203,3 @@ def _collectives_of(step: Step, times: int = 1) -> Iterator[tuple[CollectiveStep
     elif isinstance(step, LoopStep):
         for inner in step.inner:
             yield from _collectives_of(inner, times * (step.count or 1))
-
-
-def _kind_of_reason(reason: str) -> str:
-    """A reason without the numbers of values."""
-    return re.sub(r"(?<=[A-Za-z_])\d+", "*", reason)

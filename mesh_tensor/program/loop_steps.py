@@ -8,9 +8,9 @@ from itertools import groupby
 from typing import TypeGuard
 
 from mesh_tensor.lowering.local_calls import scopes_of
-from mesh_tensor.plan.explicit import Form, Run, Step
 from mesh_tensor.plan.ir import Graph, Scope
 from mesh_tensor.plan.ir import Value as GraphValue
+from mesh_tensor.plan.propagate import Form, Run, Step
 
 from .program import Parameter, Program, Value
 from .steps import Carried, LoopStep

@@ -14,16 +14,14 @@ from dataclasses import dataclass
 from tvm import arith, tirx
 
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name
-from mesh_tensor.tir.enumeration import holds_always
-from mesh_tensor.tir.linear import Linear, linear_form, vars_of
+from mesh_tensor.tir.linear import Linear, holds_always, linear_form, loop_ranges, vars_of
 from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.ranges import loop_ranges
 from mesh_tensor.tir.rewrite import with_other_dims
 from mesh_tensor.tir.short_loops import one_iteration
 from mesh_tensor.tir.user_reports import prints
 
-from .coverage import why_not_covered
 from .factor_derivation import Dim
+from .factors import why_not_covered
 from .reader import read_kernel
 from .statements import Access, Kernel, Loop, Statement
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from tvm import tirx
 
 from mesh_tensor.base.dtypes import is_float
-from mesh_tensor.tir.constants import number
 from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.rewrite import number
 from mesh_tensor.tir.tile_ops import Fill, Gemm, Reduce
 
 from .iterations import Iteration

@@ -11,8 +11,7 @@ from tvm import relax
 
 from .call import OpCall
 from .elementwise import dims_of
-from .rule import LocalCall, OpRule
-from .table import rule
+from .rule import LocalCall, OpRule, rule
 
 MARKS = frozenset({"loop.enter", "loop.next", "loop.stack", "loop.test"})
 
