@@ -1,5 +1,5 @@
-"""Random kernels, compositions of what the planner knows, kernels over tiles, programs, modules, training, corrupt
-files and calls on ranks until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`.
+"""Random kernels, compositions of what the planner knows, kernels over tiles, programs, modules, loops, training,
+corrupt files and calls on ranks until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`.
 
 Every number is one of each; `python -m tests.fuzz --seed N --cases 1 --of modules` runs one again. What is wrong is
 made smaller and printed as source with its mesh and shardings. The exit status is 1 if anything was wrong.
@@ -23,6 +23,7 @@ from tests.random_kernels.strategy import make_case as make_kernel_case
 from tests.random_modules.strategy import make_case as make_module_case
 
 from . import parsed_once
+from . import random_loops as loops
 from . import random_training as training
 from .adversarial_protocol import check as ranks
 from .corrupt import check as files
@@ -40,11 +41,13 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "tiles": make_tiles_case,
     "programs": make_program_case,
     "modules": make_module_case,
+    "loops": loops.make_loop_case,
     "training": training.make_training_case,
     "files": int,
     "ranks": ranks.make_sequence,
 }
 KINDS = tuple(MAKERS)
+_OWN: dict[str, Callable[[Any], Any]] = {"ranks": ranks.run, "training": training.run, "loops": loops.run}
 
 
 def fuzz(options: argparse.Namespace) -> Counter:
@@ -80,14 +83,14 @@ def run(kind: str, case: Any, target: str) -> Any:
         return files.run(case)
     if kind == "modules":
         return modules.run(case)
-    if kind in ("ranks", "training"):
-        return (ranks if kind == "ranks" else training).run(case)
+    if kind in _OWN:
+        return _OWN[kind](case)
     return tiles.run(case, target) if kind == "tiles" else kernels.run(case, target)
 
 
 def smaller(kind: str, case: Any, target: str) -> Any:
     """The case made smaller, where that is quick enough."""
-    if kind in ("files", "ranks", "training"):
+    if kind == "files" or kind in _OWN:
         return case
     if kind == "modules":
         return module_reduction.reduced(case)

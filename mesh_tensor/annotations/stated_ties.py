@@ -3,7 +3,7 @@ sub-axes (`{"x:(1)4": 0}`) wherever a dict names axes; and what a module states,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,8 +48,8 @@ class Ties:
         problems: list[str] = []
         meant = self._meant([members] if isinstance(members, str) else list(members), problems)
         shapes_of = {key: _shape(var) for _, key, var in meant}
-        if len(set(shapes_of.values())) > 1:
-            shapes = ", ".join(f"{key[1]} ({shape})" for key, shape in shapes_of.items())
+        if not _may_be_one(list(filter(None, shapes_of.values()))):
+            shapes = ", ".join(f"{key[1]} ({' x '.join(shape or ())})" for key, shape in shapes_of.items())
             return [*problems, f"group {group!r} has values of several shapes: {shapes}"]
         for _, key, var in meant:
             annotation = self._of(key, var, found, problems)
@@ -81,12 +81,21 @@ class Ties:
         return found.get(key) or Annotation(Sharding.of(self.mesh, var.struct_info.ndim, {}), open=True)
 
 
-def _shape(var: relax.Var) -> str | None:
-    """The sizes of a tensor, as text: they may be symbols."""
+def _shape(var: relax.Var) -> tuple[str, ...] | None:
+    """The sizes of a tensor of known rank, as text: they may be symbols, or unknown."""
     info = without_layout(var.struct_info)
-    if not isinstance(info, relax.TensorStructInfo) or not isinstance(info.shape, relax.ShapeExpr):
+    if not isinstance(info, relax.TensorStructInfo) or info.ndim < 0:
         return None
-    return " x ".join(str(getattr(size, "value", size)) for size in info.shape.values)
+    if not isinstance(info.shape, relax.ShapeExpr):
+        return ("?",) * info.ndim
+    return tuple(str(getattr(size, "value", size)) for size in info.shape.values)
+
+
+def _may_be_one(shapes: Sequence[tuple[str, ...]]) -> bool:
+    """Whether shapes may be equal, once all sizes are known: that is asked again then."""
+    if len({len(shape) for shape in shapes}) > 1:
+        return False
+    return all(len({size for size in sizes if size.isdecimal()}) < 2 for sizes in zip(*shapes, strict=True))
 
 
 _INNER = ("sharding", "partial")  # of metadata: what are dicts from axes

@@ -39,14 +39,14 @@ def with_sizes_as_tensors(node: torch.fx.Node, importer: Any, convert: Any) -> A
     dtype = result_dtype(node)
     if dtype == "bool":  # a comparison, in the dtype of what is compared
         dtype = next(importer.env[operand].struct_info.dtype for operand in nodes if operand not in sizes)
-    importer.env.update({operand: _tensor_of(importer, size, dtype) for operand, size in sizes.items()})
+    importer.env.update({operand: tensor_of(importer, size, dtype) for operand, size in sizes.items()})
     try:
         return convert(node)
     finally:
         importer.env.update(sizes)
 
 
-def _tensor_of(importer: Any, size: tirx.PrimExpr, dtype: str) -> relax.Expr:
+def tensor_of(importer: Any, size: tirx.PrimExpr, dtype: str) -> relax.Expr:
     """The number that a size is, as a tensor. (The only operator that takes sizes for numbers is arange.)"""
     ends = relax.PrimValue(size), relax.PrimValue(size + 1), relax.PrimValue(tirx.IntImm("int64", 1))
     number = emit(importer, relax.op.reshape(emit(importer, relax.op.arange(*ends, "int64")), ()))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._higher_order_ops.scan import scan_op
+from torch._higher_order_ops.while_loop import while_loop_op
 from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 from .torch_program import ASSERTIONS
 
 _FAILED = object()
+LOOPS = (scan_op, while_loop_op)
 _ARITHMETIC = frozenset(function for function in vars(operator).values() if callable(function))
 _SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default)
 Table = dict[Any, Callable[..., Any]]
@@ -49,8 +51,8 @@ def decomposed(
     if (made := _Decomposition(program, ops, kept, known).made()) is not None:
         return made
     program = program.run_decompositions(table)
-    scans = any(node.target is scan_op for node in program.graph.nodes)
-    return (_Decomposition(program, ops, kept, known).made() if scans else None) or program
+    loops = any(node.target in LOOPS for node in program.graph.nodes)
+    return (_Decomposition(program, ops, kept, known).made() if loops else None) or program
 
 
 class _Decomposition:
@@ -63,6 +65,7 @@ class _Decomposition:
     ) -> None:
         self._program, self._table, self._kept, self._names = program, table, kept, known
         self._known: dict[Hashable, torch.fx.Graph | None] = {}
+        self._graphs: dict[str, torch.fx.GraphModule] = {}  # of loops
         self._sizes: dict[Any, torch.fx.Node] = {}  # by expression, what computes an open size in the new graph
 
     def made(self) -> DecomposedProgram | None:
@@ -71,7 +74,7 @@ class _Decomposition:
         if self._copy(self._program.graph_module, graph, {}) is _FAILED:
             return None
         graph.eliminate_dead_code()
-        return DecomposedProgram(self._program, torch.fx.GraphModule(self._program.graph_module, graph))
+        return DecomposedProgram(self._program, torch.fx.GraphModule(self._graphs, graph))
 
     def _copy(self, module: torch.fx.GraphModule, graph: torch.fx.Graph, place: dict[Any, Any]) -> Any:
         """What a graph gives, its operators in `graph`; `place` has what its placeholders are, if they are not its
@@ -104,8 +107,8 @@ class _Decomposition:
             inner = getattr(module, str(args[1].target))
             places = [node for node in inner.graph.nodes if node.op == "placeholder"]
             return self._copy(inner, graph, {p: place.get(arg, arg) for p, arg in zip(places, args[2:], strict=True)})
-        if node.target is scan_op:
-            return self._unrolled(module, node, graph, place)
+        if node.target in LOOPS:
+            return self._looped(module, node, graph, place)
         if not self._is_plain(node):
             return _FAILED
         if node.target is operator.getitem and isinstance(place[args[0]], (tuple, list)):
@@ -117,28 +120,24 @@ class _Decomposition:
             return _FAILED
         return self._copied(graph, node, place)
 
-    def _unrolled(
+    def _looped(
         self, module: torch.fx.GraphModule, node: torch.fx.Node, graph: torch.fx.Graph, place: dict[Any, Any]
     ) -> Any:
-        """What a scan gives, step after step: the last state, and what steps give besides, stacked."""
-        body, initial, elements, more = node.args
-        inner, values = getattr(module, str(body.target)), [x.meta["val"] for x in elements]  # type: ignore[union-attr]
-        steps = values[0].shape[0] if values else None
-        if node.kwargs or not isinstance(steps, int) or not {"select.int", "stack.default"} <= {*self._names}:
-            return _FAILED
-        given, state = [place.get(x, x) for x in more], [place[x] for x in initial]  # type: ignore[union-attr]
-        rows: list[Any] = []
-        for step in range(steps):
-            parts = [_called(graph, torch.ops.aten.select.int, place[x], 0, step) for x in elements]  # type: ignore[union-attr]
-            places = inner.graph.find_nodes(op="placeholder")
-            made = self._copy(inner, graph, dict(zip(places, [*state, *parts, *given], strict=True)))
-            if made is _FAILED:
+        """A loop, its graphs taken apart."""
+        graphs = [arg for arg in node.args if isinstance(arg, torch.fx.Node)]
+        for one in graphs:
+            inner, made = getattr(module, str(one.target)), torch.fx.Graph()
+            sizes, self._sizes = self._sizes, {}
+            result = self._copy(inner, made, {})
+            self._sizes = sizes
+            if result is _FAILED:
                 return _FAILED
-            state = list(made[: len(state)])
-            rows.append(made[len(state) :])
-        columns = zip(*rows, strict=True)
-        stacked = [None if None in one else _called(graph, torch.ops.aten.stack.default, list(one)) for one in columns]
-        return (*state, *stacked)
+            made.output(result)
+            made.eliminate_dead_code()
+            name = f"loop_graph_{len(self._graphs)}"
+            self._graphs[name] = torch.fx.GraphModule(self._graphs, made)
+            place[one] = graph.get_attr(name)
+        return graph.node_copy(node, lambda old: place[old])
 
     def _note_sizes(self, placeholder: torch.fx.Node, graph: torch.fx.Graph) -> None:
         """The symbols that an input's shape has: nodes that read them."""
@@ -226,16 +225,6 @@ class _Decomposition:
                 if not isinstance(step.meta.get("val"), torch.SymInt):
                     mine[step].meta = {**node.meta, **step.meta}
         raise AssertionError("a graph without an output")
-
-
-def _called(graph: torch.fx.Graph, op: torch._ops.OpOverload, *args: Any) -> torch.fx.Node:
-    """A call of an operator in the graph."""
-    made = graph.call_function(op, args)
-    values = torch.fx.map_arg(args, lambda taken: taken.meta["val"])
-    (mode,) = {taken.meta["val"].fake_mode for taken in made.all_input_nodes}
-    with torch.no_grad(), mode:
-        made.meta["val"] = op(*values)
-    return made
 
 
 def _tensors_of(node: torch.fx.Node) -> Iterator[Any]:

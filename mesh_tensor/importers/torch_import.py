@@ -21,7 +21,9 @@ from mesh_tensor.targets.dtypes import dtype_name
 from .imported import ImportedModule, identifiers, writes
 from .torch_args import emit, with_constants, with_sizes_as_tensors
 from .torch_complex import COMPLEX, Pair, is_complex, of_complex
+from .torch_decompositions import LOOPS as LOOP_OPERATORS
 from .torch_decompositions import decomposed
+from .torch_loops import LOOPS, graphs_within
 from .torch_numbers import WITH_NUMBERS
 from .torch_ops import CONVERTERS, KEPT
 from .torch_program import (
@@ -75,6 +77,8 @@ class _Importer(ExportedProgramImporter):
 
     def _translate_fx_graph(self, graph_module: Any, nodes: Any, inputs_vars: Any, custom_ops: Any = None) -> Any:
         """What a graph gives; the new values of written buffers are values of their own."""
+        if graph_module is self._main:
+            self.functions = self.block_builder  # what other functions go to
         made = super()._translate_fx_graph(graph_module, nodes, inputs_vars, custom_ops)
         if graph_module is not self._main or not self._written:
             return made
@@ -84,7 +88,9 @@ class _Importer(ExportedProgramImporter):
 
     def create_convert_map(self) -> dict[str, Callable[[torch.fx.Node], relax.Expr]]:
         """From operators to functions of their fx nodes."""
-        own = {name: lambda node, convert=convert: convert(node, self) for name, convert in CONVERTERS.items()}
+        own = {
+            name: lambda node, convert=convert: convert(node, self) for name, convert in {**CONVERTERS, **LOOPS}.items()
+        }
         self.conversions_of_tvm = super().create_convert_map()
         every = {**dict.fromkeys(COMPLEX, _refused), **self.conversions_of_tvm, **own}
         return {name: self._checked(convert, name in WITH_NUMBERS) for name, convert in every.items()}
@@ -132,7 +138,7 @@ class _Importer(ExportedProgramImporter):
 
     def _check_unsupported_func_type(self, nodes: list[torch.fx.Node]) -> None:
         """Refuse operators without a conversion, all of them."""
-        calls = [node for node in nodes if node.op == "call_function"]
+        calls = [node for node in graphs_within(nodes) if node.op == "call_function"]
         unknown = [node for node in calls if _name(node) not in self.convert_map or not _is_known_namespace(node)]
         seeded = torch.Tag.nondeterministic_seeded
         random = [
@@ -158,9 +164,8 @@ _NAMESPACES = ("aten", "prims", "transformers", "mesh_tensor_import")
 # Control flow that is no part of a graph.
 _WAYS_OUT = {
     "cond": "compute both branches and take one of their results by torch.where, or decide in Python before the export",
-    "while_loop": "write a loop that is as long as it may get (for, or scan), with torch.where for the state of steps"
-    " past the end, or run the loop in Python around the module",
-    "scan": "give scan a fixed number of steps, and a body of operators that write nothing (steps are unrolled)",
+    "scan": "give scan a body of operators that write nothing",
+    "while_loop": "give while_loop a condition and a body of operators that write nothing, on tensors",
 }
 _FIX = "write this part of the model with other operators, or export it in eval mode if it is for training only"
 
@@ -279,7 +284,7 @@ def _refused(node: torch.fx.Node) -> None:
 
 def _is_known_namespace(node: torch.fx.Node) -> bool:
     """Operators are known by name; others' that are called as one of torch's are not meant."""
-    return getattr(node.target, "namespace", "aten") in _NAMESPACES
+    return getattr(node.target, "namespace", "aten") in _NAMESPACES or node.target in LOOP_OPERATORS
 
 
 def _op(node: torch.fx.Node) -> str:

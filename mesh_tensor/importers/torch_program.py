@@ -248,9 +248,9 @@ def depends_on_data(node: torch.fx.Node) -> bool:
 
 
 def _is_unknown(value: Any) -> bool:
-    if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return bool(free_unbacked_symbols(value))
-    return False
+    if isinstance(value, torch.Tensor):  # where it begins in memory doesn't matter
+        return any(_is_unknown(size) for size in value.shape)
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and bool(free_unbacked_symbols(value))
 
 
 def _reads_number(node: torch.fx.Node) -> bool:

@@ -108,7 +108,7 @@ def _carried(
 ) -> dict[Value, Pending]:
     """What values are pending with. Starts from all that could be, and takes away what some user can't take, until that
     changes nothing."""
-    refused = {*leaves(graph.result), *graph.annotations}
+    refused = {*leaves(graph.result), *graph.annotations, *_taken_into_loops(graph)}
     while True:
         pending = _pending(graph, atoms, decisions, refused, widened)
         bad = {
@@ -139,6 +139,16 @@ def _pending(
             if value not in refused and not _is_narrow_sum(value, left, widened):
                 pending[value] = left
     return pending
+
+
+def _taken_into_loops(graph: Graph) -> Iterator[Value]:
+    """What is made outside of a loop that takes it: it would be completed at every step."""
+    if not graph.loops:
+        return
+    made = {value: graph.loops_of(node) for node in graph.nodes for value in node.outputs}
+    for node in graph.nodes:
+        here = graph.loops_of(node)
+        yield from (value for value in node.inputs if made.get(value, ()) != here)
 
 
 def left_by(

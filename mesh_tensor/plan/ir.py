@@ -6,8 +6,10 @@ that functions can be made again from what was decided.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from tvm import relax, tirx
@@ -15,6 +17,8 @@ from tvm import relax, tirx
 from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator import OpCall, TensorType
+from mesh_tensor.rules.operator.call import operator_name
+from mesh_tensor.rules.operator.loops import MARKS
 
 from .prices import PRICES, Prices
 
@@ -66,10 +70,18 @@ class Node:
         """It only states a layout: its output is its input."""
         return self.call.name in (ANNOTATE, REDISTRIBUTE)
 
+    @cached_property
+    def mark(self) -> str:
+        """What of a loop it marks, if it does (a key of `rules.operator.loops.MARKS`)."""
+        name = operator_name(self.call)
+        return name if name in MARKS else ""
+
 
 # A function attribute: the name of a parameter -> which result, counted from 0, replaces it in the next call.
 STATE_ATTR = "mesh_tensor_state"
 ANNOTATE, REDISTRIBUTE = "dist.annotate_sharding", "dist.redistribute"
+
+UNKNOWN_TIMES = 16  # a loop of which only data says how long it is
 
 # A value, or the fields of a tuple.
 Tree = Value | tuple["Tree", ...]
@@ -85,11 +97,29 @@ class Interleaved:
     parts: int
 
 
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A part of a graph that runs several times: the nodes that stand in its scope. Nodes that mark it say what enters
+    it before, what it begins the next time with, which rows it gives, and, in a scope of its own, whether it goes on.
+
+    `count`: how often it runs, None where a test says it, before every time. `entered`: by what a carried value is in
+    the end, what it is in the loop. `where` names its binding."""
+
+    count: int | None
+    entered: dict[Value, Value]
+    where: str
+
+    @property
+    def times(self) -> int:
+        """How often it runs, or is taken to run."""
+        return UNKNOWN_TIMES if self.count is None else self.count
+
+
 @dataclass(eq=False)
 class Graph:
     """`nodes` in an order in which they can run; `result` is what the function returns. `state`: results that lie as
     the parameter that they replace in the next call. `stored`: parameters that are in another order than the
-    caller's. `prices`: what plans of it are priced by."""
+    caller's. `prices`: what plans of it are priced by. `loops`: by the scope that their nodes stand in."""
 
     name: str
     mesh: Mesh
@@ -100,11 +130,21 @@ class Graph:
     state: dict[Value, Value] = field(default_factory=dict)
     stored: dict[Value, Interleaved] = field(default_factory=dict)
     prices: Prices = PRICES
+    loops: dict[Scope, Loop] = field(default_factory=dict)
 
     def values(self) -> list[Value]:
         """Every value once: parameters, then constants and results in order of appearance."""
         touched = [v for node in self.nodes for v in (*node.inputs, *node.outputs)]
         return list(dict.fromkeys([*self.params, *touched, *leaves(self.result)]))
+
+    def alike(self) -> list[list[Value]]:
+        """The values that lie alike: groups, and what loops carry, before a step and after it, unless something is
+        stated of one of them, or it is not made in the loop."""
+        found = list(self.groups().values())
+        inside = {value for node in self.nodes if self.loops_of(node) for value in node.outputs}
+        free = inside.difference(self.annotations)
+        pairs = [[now, then] for now, then, _ in self.carried() if now not in self.annotations and then in free]
+        return [*found, *_joined(pairs)]
 
     def groups(self) -> dict[str, list[Value]]:
         """The values that are stated to lie alike, by their group's name."""
@@ -113,6 +153,22 @@ class Graph:
             if annotation.group is not None:
                 found.setdefault(annotation.group, []).append(value)
         return found
+
+    def loops_of(self, node: Node) -> tuple[Scope, ...]:
+        """The loops that a node stands in, the outermost first."""
+        return tuple([scope for scope in node.scopes if scope in self.loops]) if self.loops else ()
+
+    def times(self, scopes: tuple[Scope, ...]) -> int:
+        """How often what stands in these scopes runs."""
+        return math.prod([self.loops[scope].times for scope in scopes if scope in self.loops])
+
+    def carried(self) -> Iterator[tuple[Value, Value, Value]]:
+        """Of every value that a loop carries: what it is in the loop, what it is there the next time, and in the
+        end."""
+        for node in self.nodes:
+            if node.mark == "loop.next":
+                (loop,) = self.loops_of(node)[-1:]
+                yield self.loops[loop].entered[node.outputs[0]], node.inputs[0], node.outputs[0]
 
     def uses(self) -> dict[Value, list[tuple[Node, int]]]:
         """Per value: the nodes that take it, and as which operand."""
@@ -126,6 +182,15 @@ class Graph:
         """The values that one operand is, and nothing else: the function does not return them."""
         results = set(leaves(self.result))
         return {value for value, users in self.uses().items() if len(users) == 1 and value not in results}
+
+
+def _joined(pairs: list[list[Value]]) -> list[list[Value]]:
+    """Sets of values that have some in common as one."""
+    group: dict[Value, list[Value]] = {}
+    for pair in pairs:
+        members = list(dict.fromkeys(member for value in pair for member in group.get(value, [value])))
+        group |= dict.fromkeys(members, members)
+    return list({id(members): members for members in group.values()}.values())
 
 
 def nodes_before(graph: Graph, wanted: Collection[Value]) -> set[Node]:

@@ -20,26 +20,41 @@ from mesh_tensor.rules.operator.call import (
     with_known_sizes,
 )
 
-from .ir import ANNOTATE, STATE_ATTR, Graph, Node, Scope, Tree, Value, leaves
+from .ir import ANNOTATE, STATE_ATTR, Graph, Loop, Node, Scope, Tree, Value, leaves
+from .loop_reader import LoopReader
+from .loops import Recursion, recursion_of
 
 # (function name, variable name) -> what was stated for it
 Annotations = Mapping[tuple[str, str], Annotation]
 
 
-def read_graph(mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotations) -> Graph:
-    """The Graph of a function of `mod`, with all calls of other Relax functions entered.
+def read_graph(mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotations, *, loops: bool = False) -> Graph:
+    """The Graph of a function of `mod`, with all calls of other Relax functions entered. `loops`: those that end by
+    calling themselves are loops of the graph; else their steps are unrolled.
 
     Raises:
         MeshTensorError: the function is missing or recursive, a size is symbolic, or an expression is no operator,
             call, tuple or If.
     """
-    reader = _Reader(mod, annotations)
+    reader = _Reader(mod, annotations, loops)
     func = reader.function(function)
     params = [reader.parameter(function, var) for var in func.params[:]]
     body = reader.body(function, func, params, ())
     graph = Graph(function, mesh, params, reader.nodes, body, reader.annotations, _state(func, params, body))
+    if reader.loops:
+        graph.loops, graph.nodes = reader.loops, _taken(graph)
     _check_groups(graph)
     return graph
+
+
+def _taken(graph: Graph) -> list[Node]:
+    """The nodes without those whose results nothing takes: what rows of loops are put into is never made."""
+    taken, kept = set(leaves(graph.result)), list[Node]()
+    for node in reversed(graph.nodes):
+        if node.mark or not taken.isdisjoint(node.outputs) or not graph.annotations.keys().isdisjoint(node.outputs):
+            taken.update(node.inputs)
+            kept.append(node)
+    return kept[::-1]
 
 
 def _check_groups(graph: Graph) -> None:
@@ -67,14 +82,17 @@ def _state(func: relax.Function, params: list[Value], body: Tree) -> dict[Value,
 
 
 class _Reader:
-    def __init__(self, mod: ir.IRModule, annotations: Annotations) -> None:
+    def __init__(self, mod: ir.IRModule, annotations: Annotations, with_loops: bool) -> None:
         self.nodes: list[Node] = []
+        self.loops: dict[Scope, Loop] = {}
+        self.with_loops = with_loops
         self.annotations: dict[Value, Annotation] = {}
         self._mod, self._stated = mod, annotations
         self._functions = relax_functions(mod)
         self._names: dict[str, int] = {}
         self._constants: dict[relax.Constant, Value] = {}
         self._known_sizes: dict[tuple, relax.Function] = {}
+        self._recursions: dict[relax.Function, Recursion | None] = {}
         self._sites = 0
 
     def function(self, name: str) -> relax.Function:
@@ -86,7 +104,7 @@ class _Reader:
     def parameter(self, function: str, var: relax.Var) -> Value:
         name = var.name_hint
         value = Value(self._unique(name), tensor_type(var.struct_info, f"parameter {name!r}"))
-        self._note(function, name, value)
+        self.note(function, name, value)
         return value
 
     def body(self, function: str, func: relax.Function, args: Sequence[Tree], scopes: tuple[Scope, ...]) -> Tree:
@@ -101,11 +119,16 @@ class _Reader:
             refuse(
                 f"function {name!r} calls itself",
                 why="its calls can't be laid out ahead",
-                fix="write the recursion as a loop over layers",
+                fix="end the function by an If of which one branch ends by the call, and nothing else calls it",
             )
         args = [self._annotated(name, param, arg, scopes) for param, arg in zip(func.params, args, strict=True)]
         self._sites += 1
-        return self.body(name, func, args, (*scopes, Scope(name, self._sites)))
+        scope = Scope(name, self._sites)
+        if func not in self._recursions:
+            self._recursions[func] = recursion_of(name, func)
+        if (recursion := self._recursions[func]) is not None:
+            return LoopReader(self, name, recursion, scopes, scope).read(args)
+        return self.body(name, func, args, (*scopes, scope))
 
     def _sized(self, func: relax.Function, args: list[Tree]) -> relax.Function:
         """The function with the sizes that its arguments bring in place of its symbols."""
@@ -120,6 +143,10 @@ class _Reader:
         if key not in self._known_sizes:
             self._known_sizes[key] = func.bind_symbolic_vars(sizes)
         return self._known_sizes[key]
+
+    def bindings(self, function: str, env: dict[relax.Var, Tree], scopes: tuple[Scope, ...]) -> _Body:
+        """What reads bindings of a function where variables are these values."""
+        return _Body(self, function, env, scopes)
 
     def kernel(self, var: relax.Expr) -> tirx.PrimFunc:
         """The TIR function that a call_tir names."""
@@ -137,7 +164,7 @@ class _Reader:
         outputs = [Value(self._unique(name), out) for out in call.outputs]
         self.nodes.append(Node(call, tuple(inputs), tuple(outputs), scopes, f"{function}.{name}", kernel))
         if len(outputs) == 1:
-            self._note(function, name, outputs[0])
+            self.note(function, name, outputs[0])
         return outputs
 
     def _annotated(self, function: str, param: relax.Var, arg: Tree, scopes: tuple[Scope, ...]) -> Tree:
@@ -148,7 +175,8 @@ class _Reader:
         call = OpCall(ANNOTATE, stand_in, (arg.type,), (arg.type,))
         return self.add(call, [arg], function, param.name_hint, scopes)[0]
 
-    def _note(self, function: str, name: str, value: Value) -> None:
+    def note(self, function: str, name: str, value: Value) -> None:
+        """What was stated for a variable is stated of this value."""
         stated = self._stated.get((function, name))
         if stated is not None:
             self.annotations[value] = stated
@@ -162,7 +190,7 @@ class _Body:
     """One function's bindings."""
 
     def __init__(self, reader: _Reader, function: str, env: dict[relax.Var, Tree], scopes: tuple[Scope, ...]) -> None:
-        self._reader, self._function, self._env, self._scopes = reader, function, env, scopes
+        self._reader, self._function, self.env, self._scopes = reader, function, env, scopes
 
     def expression(self, expr: relax.Expr, name: str = "result") -> Tree:
         """What an expression is; its operators become nodes."""
@@ -177,7 +205,7 @@ class _Body:
 
     def variable(self, expr: relax.Var, name: str) -> Tree:
         """What is bound to it."""
-        return self._env[expr]
+        return self.env[expr]
 
     def constant(self, expr: relax.Constant, name: str) -> Tree:
         """The value of a constant, the same at all its uses."""
@@ -197,16 +225,19 @@ class _Body:
         """What it ends with, after its bindings."""
         for block in expr.blocks[:]:
             for binding in block.bindings[:]:
-                var, value = binding.var, binding.value
-                self._env[var] = self.expression(value, var.name_hint)
-                if isinstance(binding, relax.MatchCast):
-                    self._check_cast(binding)
+                self.bind(binding)
         return self.expression(expr.body, name)
+
+    def bind(self, binding: relax.Binding) -> None:
+        """Read a binding."""
+        self.env[binding.var] = self.expression(binding.value, binding.var.name_hint)
+        if isinstance(binding, relax.MatchCast):
+            self._check_cast(binding)
 
     def _check_cast(self, binding: relax.MatchCast) -> None:
         """Sizes are known: a value is what it is said to be, and the cast only gives a name."""
         name = binding.var.name_hint
-        wanted, found = tensor_types(binding.struct_info, name), tuple(v.type for v in leaves(self._env[binding.var]))
+        wanted, found = tensor_types(binding.struct_info, name), tuple(v.type for v in leaves(self.env[binding.var]))
         if wanted != found:
             texts = [", ".join(f"{list(one.shape)} {one.dtype}" for one in types) for types in (found, wanted)]
             refuse(
@@ -246,7 +277,7 @@ class _Body:
         found: list[Value] = []
         for arg in args:
             if isinstance(arg, relax.Var):
-                found += leaves(self._env[arg])
+                found += leaves(self.env[arg])
             elif tensor_infos(arg.struct_info):
                 found += leaves(self.expression(arg, name))
         return found

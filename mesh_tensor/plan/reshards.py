@@ -8,6 +8,7 @@ linear in it, and reduced where that ends.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.sharding import Partial, Replicate, Sharding, ceildiv
@@ -35,11 +36,16 @@ def insert_reshards(graph: Graph, atoms: Atoms, layouts: Layouts) -> ExplicitGra
 
 def cost_of(made: ExplicitGraph) -> int:
     """What all changes of layout, and the work of a device, take."""
-    changes = [step for step in made.steps if isinstance(step, Change)]
-    moved = [(made.atoms.shape(s.src.value), s.src.dtype, s.src.sharding, s.dst.sharding) for s in changes]
-    prices = made.graph.prices
-    work = [prices.work(step.node, _largest_part(step, made)) for step in made.steps if isinstance(step, Run)]
-    return sum(prices.change(*change) for change in moved) + sum(work)
+    prices, times = made.graph.prices, made.graph.times
+    cost = 0
+    for step in made.steps:
+        if isinstance(step, Change):
+            src, dst = step.src, step.dst
+            change = prices.change(made.atoms.shape(src.value), src.dtype, src.sharding, dst.sharding)
+            cost += change * times(step.scopes)
+        elif isinstance(step, Run) and not step.node.mark:
+            cost += prices.work(step.node, _largest_part(step, made)) * times(step.node.scopes)
+    return cost
 
 
 def _largest_part(step: Run, made: ExplicitGraph) -> int:
@@ -62,6 +68,17 @@ def _written(graph: Graph, atoms: Atoms, layouts: Layouts, decisions: Mapping[No
     return writer.finish()
 
 
+@dataclass
+class _OpenLoop:
+    """A loop whose steps are being written, in the scopes `outer`; `start`: where they begin; `carried`: what it has
+    from one step to the next."""
+
+    scope: Scope
+    outer: tuple[Scope, ...]
+    start: int
+    carried: frozenset[Form]
+
+
 class _Writer:
     def __init__(self, graph: Graph, atoms: Atoms, layouts: Layouts, carried: dict[Value, Sharding]) -> None:
         self._graph, self._atoms, self._layouts, self._carried = graph, atoms, layouts, carried
@@ -70,6 +87,9 @@ class _Writer:
         self._forms: dict[Value, list[Form]] = {}
         self._fills: dict[tuple, Form] = {}
         self._names: dict[str, int] = {}
+        self._open: list[_OpenLoop] = []  # the outermost first
+        self._inside: dict[Form, int] = {}  # in how many loops it is made, if it is in any
+        self._entered: set[Form] = set()  # what loops carry, as it is in there
         for value in graph.params:
             self._made.params.append(self._form(value, layouts.of[value]))
         for value in graph.values():
@@ -78,8 +98,12 @@ class _Writer:
 
     def run(self, node: Node, decision: Decision) -> None:
         """The node, and before it what its operands need, and after it what its results need."""
+        self._stand(node)
         if node.is_annotation:
             self._annotation(node)
+            return
+        if node.mark:
+            self._mark(node)
             return
         carried = any(value in self._carried for value in node.inputs)
         inputs = []
@@ -122,8 +146,62 @@ class _Writer:
         source = min(ready, key=lambda f: bytes_moved(shape, f.dtype, f.sharding, wanted))
         return self._change(source, wanted, scopes, reason)
 
+    def _stand(self, node: Node) -> None:
+        """Open and close loops, so that those that the node stands in are open."""
+        loops = self._graph.loops_of(node)
+        known = sum(mine.scope == scope for mine, scope in zip(self._open, loops, strict=False))
+        self._close(known)
+        for scope in loops[known:]:
+            carried = frozenset(self._entered)
+            outer = node.scopes[: node.scopes.index(scope)]
+            self._open.append(_OpenLoop(scope, outer, len(self._made.steps), carried))
+
+    def _close(self, known: int) -> None:
+        """Close all loops but for so many."""
+        while len(self._open) > known:
+            self._open.pop()
+            self._forget(len(self._open) + 1)
+
+    def _forget(self, depth: int) -> None:
+        """Forms that are made in so many loops are there no more, but for what the last of them carries."""
+        kept = self._open[depth - 1].carried if len(self._open) >= depth else ()
+        gone = {form for form, inside in self._inside.items() if inside >= depth and form not in kept}
+        for form in gone:
+            del self._inside[form]
+        for forms in self._forms.values():
+            forms[:] = [form for form in forms if form not in gone]
+        self._fills = {k: form for k, form in self._fills.items() if form not in gone and k[0] not in gone}
+
+    def _mark(self, node: Node) -> None:
+        """A value goes into a loop or comes out of it, in the layout that it has in there; rows in their own."""
+        (src,), (dst,), depth = node.inputs, node.outputs, len(self._open)
+        inside = self._graph.loops[node.scopes[-1]].entered.get(dst) if node.mark == "loop.next" else dst
+        wanted = made = self._layouts.of[src if inside is None else inside]
+        if node.mark == "loop.stack":
+            row = self._layouts.of[src]
+            wanted = Sharding(row.mesh, row.ndim, row.dims)
+            made = Sharding(row.mesh, len(self._atoms.shape(dst)), ((),) * len(self._atoms.of[dst][0]) + row.dims)
+        form = self.obtain(src, wanted, node.scopes, f"{node.where} is carried so by a loop")
+        end = self._form(dst, made, inside=depth + 1 if node.mark == "loop.enter" else depth - 1)
+        self._made.steps.append(Run(node, (form,), (end,), {}))
+        if node.mark == "loop.enter":
+            self._entered.add(end)
+        elif node.mark == "loop.test":
+            self._forget(depth)  # the test is run by itself
+
+    def _add(self, step: Change | Fill) -> None:
+        """A step goes to the end; one that a loop has no part in, before the loop."""
+        depth = self._inside.get(step.src, 0)
+        if depth >= len(self._open):
+            self._made.steps.append(step)
+            return
+        self._made.steps.insert(self._open[depth].start, replace(step, scopes=self._open[depth].outer))
+        for loop in self._open[depth:]:
+            loop.start += 1
+
     def finish(self) -> ExplicitGraph:
         """The steps, and the results in their values' layouts."""
+        self._close(0)
         self._made.result = map_tree(
             self._graph.result, lambda v: self.obtain(v, self._layouts.of[v], (), "the function returns it so")
         )
@@ -159,8 +237,8 @@ class _Writer:
         """The moves of the cheapest redistribution, each a step."""
         form = src
         for move in plan_moves(src.sharding, wanted, self._atoms.shape(src.value)):
-            after = self._form(src.value, move.after, form.dtype)
-            self._made.steps.append(Change(move, form, after, scopes, reason))
+            after = self._form(src.value, move.after, form.dtype, inside=self._inside.get(src, 0))
+            self._add(Change(move, form, after, scopes, reason))
             form = after
         return form
 
@@ -180,12 +258,22 @@ class _Writer:
         (op,) = ops
         key = (form, tuple(dims), op)
         if key not in self._fills:
-            filled = self._fills[key] = self._form(form.value, form.sharding, form.dtype, keep=False)
-            self._made.steps.append(Fill(form, filled, tuple(dims), op, node.scopes))
+            inside = self._inside.get(form, 0)
+            filled = self._fills[key] = self._form(form.value, form.sharding, form.dtype, keep=False, inside=inside)
+            self._add(Fill(form, filled, tuple(dims), op, node.scopes))
         return self._fills[key]
 
-    def _form(self, value: Value, sharding: Sharding, dtype: str | None = None, keep: bool = True) -> Form:
+    def _form(
+        self,
+        value: Value,
+        sharding: Sharding,
+        dtype: str | None = None,
+        keep: bool = True,
+        inside: int | None = None,
+    ) -> Form:
         form = Form(self._unique(value.name), value, sharding, dtype or value.type.dtype)
+        if depth := len(self._open) if inside is None else inside:
+            self._inside[form] = depth
         if keep:
             self._forms.setdefault(value, []).append(form)
         return form

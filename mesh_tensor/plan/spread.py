@@ -61,7 +61,7 @@ class Spread:
         self._atoms, self._mesh = atoms, graph.mesh
         self.places: dict[Value, dict[str, int]] = {value: {} for value in graph.values()}
         self._group: dict[Value, list[Value]] = {}
-        for members in graph.groups().values():
+        for members in graph.alike():
             shared: dict[str, int] = {}
             self._group |= dict.fromkeys(members, members)
             self.places |= dict.fromkeys(members, shared)  # one dict: they lie alike

@@ -4,14 +4,14 @@ are alike, and one for collectives."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mesh_tensor.base.decisions import Decisions, columns
 from mesh_tensor.rules.operator.call import operator_name
 
 from .program import Parameter, Program
-from .steps import CollectiveStep, KernelStep, OpStep, Step, WaitStep, of_kinds
+from .steps import CollectiveStep, KernelStep, LoopStep, OpStep, Step, WaitStep, of_kinds
 from .verify import peak_bytes
 
 _MOST_NAMES = 8
@@ -33,6 +33,7 @@ def explain(program: Program, *notes: Sequence[str]) -> str:
         *decided.sections,
         ("parameters", *columns(_parameters(program, decided))),
         ("steps of each device", *columns(_steps(program))),
+        *_loops(program),
         overlap,
         *decided.notes,
         *notes,
@@ -83,10 +84,25 @@ def _steps(program: Program) -> list[tuple[str, ...]]:
     def wait(step: WaitStep) -> tuple[str, ...]:
         return (f"wait {step.collective.kind}", "", step.collective.dst, "", "", "", "")
 
+    def loop(step: LoopStep) -> tuple[str, ...]:
+        words = f"loop {step.where}, {step.times}"
+        return (words, _names(step.reads), _names(step.writes), "", f"{step.bytes:,}", f"{step.flops:,}", "as below")
+
     kinds: dict[type, Callable[[Any], tuple[str, ...]]]
-    kinds = {KernelStep: kernel, OpStep: op, CollectiveStep: collective, WaitStep: wait}
+    kinds = {KernelStep: kernel, OpStep: op, CollectiveStep: collective, WaitStep: wait, LoopStep: loop}
     head = ("step", "on", "makes", "over", "bytes received", "flops", "because")
     return [head, *of_kinds(program.steps, kinds)]
+
+
+def _loops(program: Program) -> Iterator[Sequence[str]]:
+    """Per loop, and those in it, the steps of one time, and what is handed on to the next."""
+    for loop in program.loops:
+        carried = ", ".join(f"{each.then} -> {each.now} {program.values[each.now].sharding}" for each in loop.carried)
+        for title, body in (("test before each", loop.test), ("steps", loop.body)):
+            if isinstance(body, Program):
+                lines = columns(_steps(body))
+                yield (f"loop {loop.where}, {loop.times}: {title}, on each device", *lines, f"  carried: {carried}")
+                yield from _loops(body)
 
 
 def _names(names: Sequence[str]) -> str:
@@ -118,12 +134,12 @@ def summary(program: Program, places: Mapping[str, str]) -> str:
     """
     unknown = Decisions((f"program {program.name} on {program.mesh}",))
     decided = unknown if program.decided is None else program.decided()
-    homes = _homes(program.steps, places)
+    homes, sends = _homes(program.steps, places), any(part.collectives for part in program.parts)
     sections: list[Sequence[str]] = [
         decided.head,
         *decided.sections,
         ("layers, all of a kind together, on each device", *columns(_layers(program.steps, homes))),
-        ("collectives", *columns(_collectives(program, homes))) if any(program.collectives) else (),
+        ("collectives", *columns(_collectives(program, homes))) if sends else (),
         (costs(program),),
     ]
     return "\n\n".join("\n".join(section) for section in sections if section)
@@ -167,14 +183,23 @@ def _layers(steps: Sequence[Step], homes: Sequence[str]) -> list[tuple[str, ...]
 def _collectives(program: Program, homes: Sequence[str]) -> list[tuple[str, ...]]:
     """A row per kind of collective and layer."""
     rows: dict[tuple[str, ...], list[int]] = {}
-    for step, home in zip(program.steps, homes, strict=True):
-        if isinstance(step, CollectiveStep):
+    for outer, home in zip(program.steps, homes, strict=True):
+        for step, times in _collectives_of(outer):
             words = f"{step.kind}{f'({step.op})' if step.op else ''}"
             reason = re.sub(r"(?<=[A-Za-z_])\d+", "*", step.reason)  # without the numbers of values
             key = (words, _kind(home), ", ".join(step.axes), reason)
-            rows.setdefault(key, []).append(step.bytes)
+            rows.setdefault(key, []).extend([step.bytes] * times)
     head = ("collective", "in", "over", "how many", "bytes received", "because")
     made = [
         (words, kind, axes, str(len(sizes)), f"{sum(sizes):,}", why) for (words, kind, axes, why), sizes in rows.items()
     ]
     return [head, *made]
+
+
+def _collectives_of(step: Step, times: int = 1) -> Iterator[tuple[CollectiveStep, int]]:
+    """The collectives that a step is, or runs, and how often."""
+    if isinstance(step, CollectiveStep):
+        yield step, times
+    elif isinstance(step, LoopStep):
+        for inner in step.inner:
+            yield from _collectives_of(inner, times * (step.count or 1))

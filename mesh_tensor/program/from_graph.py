@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tvm import relax, tirx
@@ -22,6 +23,7 @@ from mesh_tensor.rules.operator.index import LOOK_UPS
 from .buckets import bucketed
 from .fuse import fused
 from .kernel_steps import KernelSteps, is_kernel
+from .loop_steps import Loops, carried_forms
 from .overlap import early_starts, with_overlap
 from .program import Parameter, Program, Value, bytes_moved
 from .steps import CollectiveStep, OpStep
@@ -94,13 +96,16 @@ class _Programmer:
         self._constants: dict[str, relax.Constant] = {}
         read = [step for step in explicit.steps if isinstance(step, Change) or is_kernel(step)]
         self._in_one_piece = {*forms_in(explicit.result), *(form for step in read for form in inputs_of(step))}
+        self._in_one_piece.update(carried_forms(explicit.steps))
+        self._loops = Loops(explicit.graph, self._values, self._finished)
 
     def made(self, overlap: str | int) -> ModuleProgram:
         explicit, graph = self._explicit, self._explicit.graph
         for form in (*explicit.params, *explicit.constants):
             self._value(form)
         self._constants |= {form.name: form.value.data for form in explicit.constants if form.value.data is not None}
-        pieces = tuple([self._piece(step) for step in explicit.steps])
+        self._overlap = overlap
+        pieces = tuple(self._pieces(explicit.steps, 0))
         steps: Sequence[ProgramStep] = [step for piece in pieces for step in piece.steps]
         if graph.state and overlap == "auto":
             steps, added = bucketed(steps, self._values, graph.mesh, graph.prices.machine or CPU)
@@ -112,10 +117,7 @@ class _Programmer:
             *(Parameter(name, name, None) for name in (*inputs, *self._constants)),
             *(Parameter(name, None, name) for name in computed),
         )
-        if self._fuse:
-            steps = fused(steps, self._values, {*inputs, *computed, *self._constants})
-        ordered = early_starts(steps, self._values) if overlap == "auto" else steps
-        lasting = with_lifetimes(ordered, self._values, parameters)
+        lasting = self._finished(steps, parameters)
         bulk = checked(Program(graph.name, graph.mesh, parameters, self._values, lasting, self._decided))
         program = bulk if overlap == "auto" else with_overlap(bulk, overlap)
         return ModuleProgram(program, inputs, self._constants, names_of(explicit.result), pieces, self._tiles)
@@ -163,6 +165,39 @@ class _Programmer:
             self._values[form.name] = Value(form.name, shape, form.dtype, form.sharding, form.name)
             self._tiles[form.name] = self._calls.info(form)
         return self._values[form.name]
+
+    def _finished(self, steps: Sequence[ProgramStep], parameters: Sequence[Parameter]) -> tuple[ProgramStep, ...]:
+        """The steps with operators taken together, collectives that start early, and memory that comes and goes."""
+        if self._fuse:
+            lasting = {name for p in parameters for name in (p.input, p.output) if name is not None}
+            steps = fused(steps, self._values, lasting)
+        ordered = early_starts(steps, self._values) if self._overlap == "auto" else steps
+        return with_lifetimes(ordered, self._values, parameters)
+
+    def _pieces(self, steps: Sequence[Step], depth: int) -> Iterator[Piece]:
+        """The parts of a plan that stand in so many loops; a loop is one."""
+        for scope, group in self._loops.groups(steps, depth):
+            if scope is None:
+                yield from (self._piece(step) for step in group if not self._enters(step))
+                continue
+            for step in group:
+                for form in outputs_of(step):
+                    self._value(form)
+            loop = self._loops.step(scope, group, partial(self._inner_steps, depth=depth + 1))
+            outer = scopes_of(group[0])
+            yield Piece(outer[: outer.index(scope)], loop.reads, loop.writes, (loop,))
+
+    def _inner_steps(self, steps: Sequence[Step], depth: int) -> list[ProgramStep]:
+        return [made for piece in self._pieces(steps, depth) for made in piece.steps]
+
+    def _enters(self, step: Step) -> bool:
+        """Whether the step says what a loop begins with: nothing is done there."""
+        if not isinstance(step, Run) or step.node.mark != "loop.enter":
+            return False
+        for form in (*step.inputs, *step.outputs):
+            self._value(form)
+        self._loops.enter(step)
+        return True
 
     def _piece(self, step: Step) -> Piece:
         steps = tuple(self._steps(step))

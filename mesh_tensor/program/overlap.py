@@ -29,7 +29,7 @@ from mesh_tensor.rules.operator.update import UPDATE
 
 from .overlap_sites import COUNTS, Sent, Site, Sites, Work, choose, slab_steps
 from .program import Program, Value
-from .steps import CollectiveStep, KernelStep, OpStep, Step, WaitStep
+from .steps import CollectiveStep, KernelStep, LoopStep, OpStep, Step, WaitStep
 from .verify import checked, with_lifetimes
 
 _MOST = 64
@@ -265,4 +265,4 @@ def _takes_long(step: Step) -> bool:
     """Whether it takes long enough to hide a collective behind it."""
     if isinstance(step, OpStep):
         return class_of(step.call.name) == "product" or operator_name(step.call) == UPDATE
-    return isinstance(step, KernelStep)
+    return isinstance(step, (KernelStep, LoopStep))

@@ -143,7 +143,7 @@ def plan_module(
     """
 
     def planned(mesh: Mesh, annotations: Annotations) -> ModulePlan:
-        graph, atoms = read_module(mod, function, mesh, annotations, options)
+        graph, atoms = read_module(mod, function, mesh, annotations, options, loops=True)
         if (made := interleave(graph, atoms, held)) is not None:
             graph, atoms = made, options.atoms(made)
         return plan_graph(graph, atoms, options)
@@ -158,11 +158,18 @@ def plan_module(
 
 @uncollected
 def read_module(
-    mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotations, options: PlanOptions = PlanOptions()
+    mod: ir.IRModule,
+    function: str,
+    mesh: Mesh,
+    annotations: Annotations,
+    options: PlanOptions = PlanOptions(),
+    *,
+    loops: bool = False,
 ) -> tuple[Graph, Atoms]:
     """A function of known sizes as a graph that is planned for a machine, and the atoms of its values; these are the
-    same for all meshes, annotations and machines."""
-    graph = replace(read_graph(mod, function, mesh, annotations), prices=prices_on(mesh, options.machine))
+    same for all meshes, annotations and machines. `loops`: its loops are planned once, not step by step."""
+    graph = read_graph(mod, function, mesh, annotations, loops=loops)
+    graph = replace(graph, prices=prices_on(mesh, options.machine))
     expand_kernels(graph)
     graph = joined_slices(parts_side_by_side(graph))
     atoms = options.atoms(graph)

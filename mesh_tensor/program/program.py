@@ -18,7 +18,7 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.redistribution.plan import elements_received
 
-from .steps import CollectiveStep, KernelStep, Meanings, OpStep, Step
+from .steps import CollectiveStep, KernelStep, LoopStep, Meanings, OpStep, Step
 
 T = TypeVar("T")
 
@@ -102,6 +102,22 @@ class Program:
     def collectives(self) -> tuple[CollectiveStep, ...]:
         """The steps that run collectives, or start them."""
         return tuple(step for step in self.steps if isinstance(step, CollectiveStep))
+
+    @cached_property
+    def loops(self) -> tuple[LoopStep, ...]:
+        """The steps that run others several times."""
+        return tuple(step for step in self.steps if isinstance(step, LoopStep))
+
+    @cached_property
+    def parts(self) -> tuple[Program, ...]:
+        """The program, and those that its loops run."""
+        inner = [body for loop in self.loops for body in (loop.test, loop.body) if isinstance(body, Program)]
+        return (self, *(part for body in inner for part in body.parts))
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The values that callers bring."""
+        return tuple(parameter.input for parameter in self.parameters if parameter.input is not None)
 
     @property
     def inputs(self) -> frozenset[str]:

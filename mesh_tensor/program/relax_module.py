@@ -14,13 +14,14 @@ import tvm
 from tvm import ir, relax, tirx
 from tvm.tirx.stmt_functor import substitute
 
+from mesh_tensor.base.errors import refuse
 from mesh_tensor.lowering.local_calls import packed
 from mesh_tensor.plan.ir import Scope
 from mesh_tensor.rules.operator.call import plain
 
 from .from_graph import ModuleProgram, Piece, names_in
 from .program import Value
-from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, WaitStep
+from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, WaitStep
 
 Numbered = list[tuple[int, Piece]]
 
@@ -162,6 +163,13 @@ class _StepWriter:
             call = relax.op.call_tir(callee, relax.Tuple(tiles), out, numbers)
         written = [*changed, *fresh]
         self._bind(self._builder.emit(call, self._name), written, [values[name].tile_shape for name in written])
+
+    def loop(self, step: LoopStep) -> None:
+        """Refused."""
+        refuse(
+            f"a loop ({step.where}, {step.times}) has no local view in Relax yet",
+            fix="unroll it: write its steps one after the other in the module",
+        )
 
     def wait(self, step: WaitStep) -> None:
         """A module's calls run one after the other."""

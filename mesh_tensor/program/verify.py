@@ -10,7 +10,7 @@ from mesh_tensor.lowering.verify import collectives_in, enabled, leftovers, rais
 from mesh_tensor.redistribution.plan import Move, illegal_move
 
 from .program import Parameter, Program, Value
-from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step
+from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, Step
 
 
 def verify_program(program: Program) -> None:
@@ -20,7 +20,9 @@ def verify_program(program: Program) -> None:
         VerificationError: lists what is wrong with it.
     """
     raise_on([*_unknown_values(program), *_kernels(program.kernels)], f"program {program.name}")
-    raise_on([*_lifetimes(program), *_waits(program)], f"program {program.name}")
+    raise_on([*_lifetimes(program), *_unmade(program), *_waits(program)], f"program {program.name}")
+    for part in program.parts[1:]:
+        verify_program(part)
     for step in program.collectives:
         verify_collective(step, program.values[step.src], program.values[step.dst])
 
@@ -75,6 +77,16 @@ def _lifetimes(program: Program) -> list[str]:
     found += [f"workspace {storage} is never freed" for storage in sorted(alive - lasting)]
     found += [f"output {storage} has no memory in the end" for storage in sorted(program.outputs - alive)]
     return found
+
+
+def _unmade(program: Program) -> Iterator[str]:
+    """What steps read is there by then. (Kernels may read what they write.)"""
+    made = set(program.inputs)
+    for number, step in enumerate(program.steps):
+        for name in () if isinstance(step, KernelStep) else step.reads:
+            if program.values[name].storage not in made:
+                yield f"step {number}: {name} is read before anything makes it"
+        made |= {program.values[name].storage for name in step.writes}
 
 
 def _waits(program: Program) -> list[str]:
@@ -159,6 +171,13 @@ class _Held:
         return self.now
 
     collective = wait = kernel
+
+    def loop(self, step: LoopStep) -> int:
+        """What is there, its results, and what its steps make on the way."""
+        for name in step.makes:
+            self._add(self._values[name].storage)
+        bodies = [body for body in (step.body, step.test) if isinstance(body, Program)]
+        return self.now + max(peak_bytes(body) - sum(body.values[n].tile_bytes for n in body.takes) for body in bodies)
 
     def op(self, step: OpStep) -> int:
         """Its results come with their memory."""

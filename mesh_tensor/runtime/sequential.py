@@ -16,6 +16,7 @@ from mesh_tensor.annotations.names import check_module, flat_arguments, with_fla
 from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse
 from mesh_tensor.base.recent import Recent
+from mesh_tensor.plan.loops import Recursion, recursion_of
 from mesh_tensor.rules.operator.call import OpCall, op_call, plain, tensor_infos, with_known_sizes
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype, torch_tensor
 from mesh_tensor.targets.kernels import tir_function
@@ -160,10 +161,26 @@ class _Runner:
         self.mod, self.device, self.recorder = mod, device, recorder
         self.constants: dict[relax.Constant, torch.Tensor] = {}
         self._sized: dict[tuple[Any, ...], relax.Function] = {}
+        self._recursions: dict[relax.Function, Recursion | None] = {}
 
     def call(self, function: str, args: Sequence[Value]) -> Value:
         """The result of a Relax function of the module."""
         func = self._with_sizes(function, args)
+        if func not in self._recursions:
+            self._recursions[func] = recursion_of(function, func)
+        found = self._recursions[func]
+        while found is not None:  # step after step: Python has room for few calls within calls
+            self.recorder.depends_on_data()
+            frame = _Frame(self, function, dict(zip(func.params, args, strict=True)))
+            frame.bind(found.head)
+            if bool(frame.run(found.condition)) is not found.goes_on:
+                return frame.run(found.ending)
+            frame.bind(found.body)
+            args = [frame.run(expr) for expr in found.again]
+            func = self._with_sizes(function, args)
+            if func not in self._recursions:
+                self._recursions[func] = recursion_of(function, func)
+            found = self._recursions[func]
         return _Frame(self, function, dict(zip(func.params, args, strict=True))).run(func.body)
 
     def constant(self, constant: relax.Constant) -> torch.Tensor:
@@ -201,6 +218,14 @@ class _Frame:
             if isinstance(expr, kind):
                 return evaluate(self, expr, name)
         return self._refuse(name, f"{type(expr).__name__} can't be run", "closures and the like are not supported")
+
+    def bind(self, bindings: Sequence[relax.Binding]) -> None:
+        """Run bindings; what they make is kept."""
+        for binding in bindings:
+            value = self.run(binding.value, binding.var.name_hint)
+            if isinstance(binding, relax.MatchCast):
+                self._match(binding.var.name_hint, value, binding.struct_info)
+            self._values[binding.var] = value
 
     def _sequence(self, expr: relax.SeqExpr, _: str) -> Value:
         bindings = [binding for block in expr.blocks for binding in block.bindings]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from mesh_tensor.base.collectives import collective_time, reach
 from mesh_tensor.base.machine import Machine, Work
 from mesh_tensor.program.program import Program
-from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, WaitStep
+from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, WaitStep
 from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.cost import operator_work, touched_bytes
 from mesh_tensor.rules.operator.vjp import VJP, vjp_of
@@ -44,7 +44,9 @@ class Events:
         self.steps: list[int] = []
         self._prices = StepCosts(program, machine)
         self._started: dict[str, int] = {}
+        self._machine, self._number = machine, 0
         for number, step in enumerate(program.steps):
+            self._number = number
             if made := step.mean(self):
                 self.all.append(made[0])
                 self.costs.append(made[1])
@@ -66,6 +68,17 @@ class Events:
         if not step.wait:
             self._started[step.dst] = len(self.all)
         return Event(SEND if step.wait else START, cost.seconds, cost.stream), cost
+
+    def loop(self, step: LoopStep) -> None:
+        """The events of its steps, as often as they are run; once, where only data says how often."""
+        for _ in range(step.count or 1):
+            for body in (step.test, step.body):
+                if isinstance(body, Program):
+                    inner, first = Events(body, self._machine), len(self.all)
+                    moved = [e._replace(which=e.which + first) if e.kind == WAIT else e for e in inner.all]
+                    self.all += moved
+                    self.costs += inner.costs
+                    self.steps += [self._number] * len(moved)
 
     def wait(self, step: WaitStep) -> tuple[Event, StepCost] | None:
         """The device waits, if anything was sent."""

@@ -92,7 +92,8 @@ class Section:
 def has_own_memory(program: Program, value: str) -> bool:
     """Whether an operator makes the value in memory that nothing else has a view of."""
     known = [step for step in program.ops if value in step.uses]
-    return bool(known) and all(step.kernel is None and step.call.name in ALWAYS_NEW for step in known)
+    in_loops = any(value in step.uses for step in program.loops)
+    return bool(known) and not in_loops and all(step.kernel is None and step.call.name in ALWAYS_NEW for step in known)
 
 
 def in_sections(steps: Sequence[Step]) -> Iterator[tuple[Step, ...]]:

@@ -170,3 +170,24 @@ def test_parts_that_were_saved_are_loaded_for_the_whole_axis(tmp_path):
         assert layouts(mt.load(tmp_path, mesh).plan) == layouts(run.plan)
     with pytest.raises(mt.MeshTensorError, match=r"it was saved for Mesh\(.* which has no axis of"):
         mt.load(tmp_path, {"a": 3})
+
+
+def test_groups_of_sizes_that_are_known_at_the_call():
+    """`x[:4]` is of min(n, 4) rows: what lies alike fits where it has four."""
+    text = """
+@I.ir_module
+class Module:
+    @R.function
+    def main(x: R.Tensor(("n", 8), "float32"), y: R.Tensor((4, 8), "float32")) -> R.Tensor((4, 8), "float32"):
+        n = T.int64()
+        rows: R.Tensor((T.min(n, 4), 8), "float32") = R.strided_slice(x, [0], [0], [4])
+        whole: R.Tensor((4, 8), "float32") = R.match_cast(rows, R.Tensor((4, 8), "float32"))
+        return R.add(whole, y)
+"""
+    mod = from_source(text)
+    made = mt.annotate_module(mod, {"a": 2}, {"y": {"a": 0}}, groups={"g": ["rows", "y"]})
+    run = mt.distribute_module(made, {"a": 2}, poison=True)
+    x, y = torch.randn(6, 8), torch.randn(4, 8)
+    torch.testing.assert_close(run(x, y), x[:4] + y)
+    with pytest.raises(mt.MeshTensorError, match=r"'whole' is \[3, 8\] float32, but the module says"):
+        run(x[:3], y)

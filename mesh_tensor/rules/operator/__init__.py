@@ -9,6 +9,7 @@ from . import (  # noqa: F401  (they fill the table)
     elementwise,
     index,
     linear_algebra,
+    loops,
     nn,
     shape,
     shifts,

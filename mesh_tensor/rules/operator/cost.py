@@ -25,7 +25,7 @@ _CLASSES = {
     )
     + tuple(f"nn.conv{dims}d{ending}" for dims in (1, 2, 3) for ending in ("", "_transpose")),
     "view": ("reshape", "flatten", "nn.batch_flatten", "expand_dims", "squeeze", "permute_dims", "broadcast_to")
-    + ("strided_slice", "split", "aten.diagonal.default", "aten.unfold.default", "wrap_param"),
+    + ("loop.row", "strided_slice", "split", "aten.diagonal.default", "aten.unfold.default", "wrap_param"),
     "move": ("concat", "stack", "repeat", "tile", "flip", "nn.pad", "nn.pixel_shuffle", "meshgrid", "slice_scatter")
     + (
         "take",
@@ -58,6 +58,8 @@ def count_flops(call: OpCall) -> int:
     Gradients: three times what they are of."""
     if call.name in ("matmul", LINEAR, MATMUL_ADD):
         return 2 * call.outputs[0].elements * call.inputs[0].shape[-1]
+    if operator_name(call) == "loop.row":
+        return call.outputs[0].elements
     if call.name == "einsum":
         return 2 * _labelled(call)
     if operator_name(call) == VJP:

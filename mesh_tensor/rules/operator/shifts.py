@@ -216,7 +216,7 @@ def pad(call: OpCall) -> OpRule:
     padded = {d: widths[2 * d] for d in range(call.inputs[0].ndim) if any(widths[2 * d : 2 * d + 2])}
     kept = dims_of(call.inputs[0].ndim)
     constant, circular = mode == "constant", mode == "circular"
-    movable = (constant or circular) and min((0, *widths)) == 0 and 0 not in call.inputs[0].shape
+    movable = (constant or (circular and min((0, *widths)) == 0)) and 0 not in call.inputs[0].shape
     given: tuple[Dim, ...] = tuple(None if d in padded else factor for d, factor in enumerate(kept))
     made = tuple([made_factor(d) if d in padded and movable else factor for d, factor in enumerate(given)])
     return OpRule(

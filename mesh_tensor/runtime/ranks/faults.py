@@ -117,9 +117,9 @@ _SUMMARY = struct.Struct(">32sQ")  # of what a rank has to say: its digest, and 
 def program_facts(program: Program, target: str, overlap: str | int) -> dict[str, str]:
     """All of a program that has to be the same on every rank, by topic, as text."""
     values = program.values.values()
-    steps = [f"{step.words}: {step.uses}, {step.writes}" for step in program.steps]
-    ops = [str(step.call.expr) for step in program.ops]
-    kernels = [_text(step.func) for step in program.kernels]
+    steps = [f"{step.words}: {step.uses}, {step.writes}" for part in program.parts for step in part.steps]
+    ops = [str(step.call.expr) for part in program.parts for step in part.ops]
+    kernels = [_text(step.func) for part in program.parts for step in part.kernels]
     return {
         "version of mesh_tensor": _version(),
         "kernel": program.name,

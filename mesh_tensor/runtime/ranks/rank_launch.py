@@ -15,11 +15,12 @@ from mesh_tensor.base.dtypes import ALIGNMENT, poison_value
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.program.program import Parameter, Program, Value
-from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step, WaitStep
+from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, Step, WaitStep
 from mesh_tensor.program.verify import verify_collective
 from mesh_tensor.runtime.ambient import mark_written
 from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of
 from mesh_tensor.runtime.elementwise import clone, copy, fill
+from mesh_tensor.runtime.loops import LoopAction, LoopTiles
 from mesh_tensor.runtime.reshard import reshard_of
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 from mesh_tensor.targets.kernels import Target
@@ -254,6 +255,17 @@ class RankBackend:
                 pending.advance()
 
         return start_only if not step.wait else lambda memory: start(memory).wait()
+
+    def loop(self, step: LoopStep) -> Action:
+        """This rank runs the loop's steps, as often as all others."""
+
+        def hold(memory: Memory, name: str, tile: torch.Tensor) -> None:
+            memory.held[self.program.values[name].storage] = tile
+
+        def backend(program: Program) -> RankBackend:
+            return RankBackend(program, self._target, self._ranks, self._faults, poison=self._poison)
+
+        return LoopAction(step, self.program, backend, LoopTiles(lambda tile: [tile], lambda tiles: tiles[0]), hold)
 
     def wait(self, step: WaitStep) -> Action:
         """What this rank's tile needs has come in, and is put together."""

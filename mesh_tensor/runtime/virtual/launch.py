@@ -51,7 +51,7 @@ class Launch:
         self.program = program
         self.peak_bytes = 0
         self._mesh = VirtualMesh(program, target, poison=poison)
-        made = {program.values[name].storage for step in program.ops for name in step.makes}
+        made = {program.values[name].storage for step in program.steps for name in step.makes}
         self._ports = [_port(parameter, program, self._mesh, made) for parameter in program.parameters]
         self._poison = poison
         self._fixed = fixed or {}

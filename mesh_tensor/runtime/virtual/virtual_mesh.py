@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from mesh_tensor.program.program import Program, Value
-from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step, WaitStep
+from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, Step, WaitStep
 from mesh_tensor.program.verify import verify_collective
 from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of
 from mesh_tensor.runtime.elementwise import clone, device_threads
+from mesh_tensor.runtime.loops import LoopAction, LoopTiles
 from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.reshard import Tiles, reshard_of
 from mesh_tensor.targets.dtypes import torch_dtype
@@ -135,6 +136,17 @@ class VirtualMesh:
                 action(memory)
 
         return start
+
+    def loop(self, step: LoopStep) -> Action:
+        """All devices run the loop's steps."""
+
+        def hold(memory: Memory, name: str, tiles: Tiles) -> None:
+            memory.hold(self.program.values[name].storage, tiles, self.layouts[name].tile_bytes)
+
+        def backend(program: Program) -> VirtualMesh:
+            return VirtualMesh(program, self._target, poison=self._poison)
+
+        return LoopAction(step, self.program, backend, LoopTiles(list, list), hold)
 
     def wait(self, step: WaitStep) -> Action:
         """The collective has run when it was started. With poison it runs now: what used its result too early has found

@@ -263,3 +263,9 @@ def _one_hot(call: OpCall) -> Function:
         return torch.full((), off, dtype=dtype, device=index.device).masked_fill(hit, on)
 
     return one_hot
+
+
+@torch_op("loop.row")
+def _loop_row(call: OpCall) -> Function:
+    """The row that a count says; a view."""
+    return lambda x, at: x[int(at)]

@@ -79,7 +79,7 @@ def _scatter_nd(call: OpCall) -> Function:
 
     def scatter_nd(x: Tensor, index: Tensor, updates: Tensor) -> Tensor:
         rows = linear(index.reshape(-1, count), (1, index))[0][:, None].expand(-1, rest)
-        return scatter(x.reshape(places, rest), 0, rows, updates.reshape(-1, rest)).reshape(shape)
+        return scatter(x.reshape(places, rest), 0, rows, updates.reshape(rows.shape)).reshape(shape)
 
     return scatter_nd
 

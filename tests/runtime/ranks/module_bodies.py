@@ -11,7 +11,10 @@ import mesh_tensor as mt
 from kernels.models import gpt2
 from tests.api.test_module_state import Cache
 from tests.plan import test_shifts
+from tests.plan.loop_modules import LOOPS, looped
 from tests.plan.seed_modules import NESTED
+from tests.plan.test_loops import Halving
+from tests.plan.test_loops import data as loop_data
 from tests.plan.test_sub_axes import product
 from tests.program import test_families
 from tests.random_modules.build import build
@@ -88,7 +91,23 @@ def shifted(rank, size):
         lie = [_placements(number + i, tensor, (size,)) for i, tensor in enumerate(operands)]
         tensors = [distribute_tensor(t, device_mesh, placements) for t, placements in zip(operands, lie, strict=True)]
         _same_bits(_full(run(*tensors)), [expected], number)
-    return len(given)
+    return len(given) + _loops(device_mesh, size)
+
+
+def _loops(device_mesh, size):
+    """Loops of known length, and as long as data says: bit for bit as on the virtual mesh."""
+    cases = [(looped(loop, 4), {"c0": {"x": 0}}, loop_data(loop)) for loop in LOOPS.values()]
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    cases += [(Halving, {"x": {"x": 1}}, (x, torch.tensor(least))) for least in (0.5, 1e9)]
+    for number, (mod, layouts, inputs) in enumerate(cases):
+        expected = flat(mt.distribute_module(mod, {"x": size}, layouts)(*inputs))
+        run = mt.distribute_module(mod, device_mesh, layouts)
+        for _ in range(2):
+            _same_bits(flat(run(*inputs)), expected, number)
+        lie = [_placements(number + i, tensor, (size,)) for i, tensor in enumerate(inputs)]
+        tensors = [distribute_tensor(t, device_mesh, placements) for t, placements in zip(inputs, lie, strict=True)]
+        _same_bits(_full(run(*tensors)), expected, number)
+    return len(cases)
 
 
 def other_sizes(rank):

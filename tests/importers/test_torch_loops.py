@@ -1,4 +1,4 @@
-"""torch's scan, whose steps are unrolled; other control flow is refused."""
+"""torch's scan and while_loop: loops that are planned once. Gradients unroll them; other control flow is refused."""
 
 import pytest
 import torch
@@ -99,6 +99,7 @@ FUNCTIONS = {
 
 def exported(function, *, steps=5, **how):
     torch.manual_seed(0)
+    torch._dynamo.reset()  # it remembers which sizes were open
     model, x = Of(function), torch.randn(steps, 3, 4)
     return model, x, torch.export.export(model, (x,), **how)
 
@@ -108,36 +109,91 @@ def tensors(tree):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_steps_are_unrolled(name):
-    """Right with steps, rows and features split, and so are gradients."""
+def test_scans_are_loops(name):
+    """Right with steps, rows and features split; gradients, of steps that are unrolled, too."""
     model, x, program = exported(FUNCTIONS[name])
     module = mt.from_torch(program)
     x = torch.randn_like(x).requires_grad_()
     expected = tensors(model.function(loop, model.weight, x))
-    seeds = [torch.randn_like(y) for y in expected]
-    wanted = torch.autograd.grad(expected, [x, model.weight], seeds)
-    for dim in range(3) if name in ("several states", "handed on") else [1]:
+    for dim in range(3):
         run = mt.distribute_module(module, {"x": 2}, {"x": {"x": dim}}, weights={}, poison=True)
-        weight = model.weight.detach().clone().requires_grad_()
-        found = tensors(run(x, weight=weight))
-        torch.testing.assert_close(found, expected)
+        weight = model.weight.detach().clone()
+        torch.testing.assert_close(tensors(run(x.detach(), weight=weight)), expected)
+        assert len(run.program.loops) == (name != "one step")
+    if name in ("several states", "handed on", "nested"):
+        seeds = [torch.randn_like(y) for y in expected]
+        wanted = torch.autograd.grad(expected, [x, model.weight], seeds)
+        found = tensors(run(x, weight=weight.requires_grad_()))
         torch.testing.assert_close(torch.autograd.grad(found, [x, weight], seeds), wanted)
-        if name == "recurrent":
-            assert not run.program.collectives
 
 
-def test_alike_steps_are_taken_apart_once(monkeypatch):
+def test_steps_are_taken_apart_once(monkeypatch):
     traced, make = [], torch_decompositions.make_fx
     program = exported(decayed)[2]
     monkeypatch.setattr(torch_decompositions, "make_fx", lambda *a, **k: traced.append(1) or make(*a, **k))
-    bindings = mt.from_torch(program, check=False).mod["main"].body.blocks[0].bindings
-    names = [binding.value.op.name for binding in bindings if hasattr(binding.value, "op")]
-    assert names.count("relax.exp") + names.count("relax.nn.softmax") == 5
+    mod = mt.from_torch(program, check=False).mod
+    (name,) = [var.name_hint for var in mod.get_global_vars() if var.name_hint != "main"]
+    text = mod[name].script()
+    assert text.count("R.exp(") + text.count("R.nn.softmax(") == 1
     assert len(traced) < 10
 
 
-def looped(scan, w, x):
-    return while_loop(lambda n, y: n < 3, lambda n, y: (n + 1, y @ w), (torch.tensor(0), x))
+def counted(scan, w, x):
+    return while_loop(lambda n, y: n < 3, lambda n, y: (n + 1, torch.tanh(y @ w)), (torch.tensor(0), x))
+
+
+def as_data_say(scan, w, x):
+    """The condition is a sum over what is split."""
+    return while_loop(
+        lambda n, y: (y.norm() > 0.1) & (n < 50), lambda n, y: (n + 1, y @ w * 0.5), (x.sum().long() * 0, x)
+    )
+
+
+def exchanged(scan, w, x):
+    return while_loop(lambda n, a, b: n < 3, lambda n, a, b: (n + 1, b.clone(), a + n), (torch.tensor(0), x, x * 2))
+
+
+def within(scan, w, x):
+    """As many inner steps as the outer count says."""
+
+    def body(n, y):
+        _, z = while_loop(lambda m, z: m < n + 1, lambda m, z: (m + 1, torch.tanh(z @ w)), (n * 0, y))
+        return n + 1, z + y
+
+    return while_loop(lambda n, y: n < 3, body, (torch.tensor(0), x))
+
+
+WHILE = {  # with how many loops of known length
+    "counted": (counted, [3]),
+    "as data say": (as_data_say, [None]),
+    "exchanged": (exchanged, [3]),
+    "within": (within, [3]),
+}
+
+
+@pytest.mark.parametrize("name", WHILE)
+def test_while_loops(name):
+    function, counts = WHILE[name]
+    model, x, program = exported(function)
+    module, x = mt.from_torch(program), torch.randn_like(x)
+    expected = tensors(model(x))
+    for dim, size in ((0, 2), (1, 2), (2, 3)):
+        run = mt.distribute_module(module, {"x": size}, {"x": {"x": dim}}, poison=True)
+        torch.testing.assert_close(tensors(run(x)), expected)
+        assert [step.count for step in run.program.loops] == counts
+
+
+def test_open_sizes():
+    """The batch's size, and how many steps there are, are known at the call."""
+    sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    program = exported(recurrent, dynamic_shapes=(sizes,))[2]
+    model = Of(recurrent)
+    run = mt.distribute_module(mt.from_torch(program), {"x": 2}, {"x": {"x": 1}}, weights={})
+    for steps, batch in ((5, 4), (30, 7), (1, 4)):
+        x = torch.randn(steps, batch, 4)
+        expected = tensors(model.function(loop, model.weight, x))
+        torch.testing.assert_close(tensors(run(x, weight=model.weight.detach())), expected)
+        assert [step.count for step in run.program.loops] == ([steps] if steps > 1 else [])
 
 
 def branched(scan, w, x):
@@ -145,10 +201,6 @@ def branched(scan, w, x):
 
 
 REFUSED = {
-    "while_loop": (
-        looped,
-        r"operator while_loop is not known \(value 'while_loop'\)[\s\S]*fix: write a loop that is as long",
-    ),
     "cond": (
         branched,
         r"operator cond is not known \(value 'cond'\)[\s\S]*fix: compute both branches and .* torch.where",
@@ -161,11 +213,3 @@ def test_other_control_flow_is_refused(name):
     function, message = REFUSED[name]
     with pytest.raises(mt.MeshTensorError, match=message):
         mt.from_torch(exported(function)[2])
-
-
-def test_steps_of_open_number_are_refused():
-    program = exported(recurrent, dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))[2]
-    with pytest.raises(
-        mt.MeshTensorError, match=r"operator scan is not known.*[\s\S]*fix: give scan a fixed number of steps"
-    ):
-        mt.from_torch(program)

@@ -1,0 +1,227 @@
+"""LoopReader: the nodes of a call of a function that ends by calling itself: a loop of the graph, planned once, or its
+steps one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tvm import relax
+
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.rules.operator.call import OpCall, op_call
+from mesh_tensor.rules.operator.loops import loop_call
+
+from .ir import Loop, Scope, Tree, Value, leaves, map_tree
+from .loops import Counter, Recursion, number_of, used_in
+
+_MOST_STEPS = 4096  # that are unrolled
+Scopes = tuple[Scope, ...]
+
+
+class Bindings(Protocol):
+    """What reads a function's bindings."""
+
+    env: dict[relax.Var, Tree]
+
+    def bind(self, binding: relax.Binding) -> None:
+        """Read one."""
+
+    def expression(self, expr: relax.Expr, name: str = "result") -> Tree:
+        """What an expression is."""
+
+
+class Reader(Protocol):
+    """What reads functions into a graph."""
+
+    loops: dict[Scope, Loop]
+    with_loops: bool
+
+    def bindings(self, function: str, env: dict[relax.Var, Tree], scopes: Scopes) -> Bindings:
+        """What reads bindings where variables are these values."""
+
+    def constant(self, constant: relax.Constant) -> Value:
+        """The value of a constant."""
+
+    def add(self, call: OpCall, inputs: list[Value], function: str, name: str, scopes: Scopes) -> list[Value]:
+        """A node."""
+
+    def note(self, function: str, name: str, value: Value) -> None:
+        """What was stated for a variable is stated of this value."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """`taken`: variables that are a parameter's row at the count, by its number. `put`: the parameters that steps put
+    such rows into, with these; what does that (`unread`) is not looked at."""
+
+    taken: Mapping[relax.Var, int]
+    put: Mapping[int, relax.Expr]
+    unread: frozenset[relax.Var]
+
+
+_NO_ROWS = _Rows({}, {}, frozenset())
+
+
+class LoopReader:
+    """Reads a call of the function `name`, which stands in the scopes `outer`, as a loop of the scope `scope`."""
+
+    def __init__(self, reader: Reader, name: str, found: Recursion, outer: Scopes, scope: Scope) -> None:
+        self._reader, self._name, self._found = reader, name, found
+        self._outer, self._scope = outer, scope
+
+    def read(self, args: Sequence[Tree]) -> Tree:
+        """What the call gives.
+
+        Raises:
+            MeshTensorError: steps are to be unrolled, and data says how many there are; the next step is not for
+                values of the same shapes; what says whether there is one is not one bool.
+        """
+        found, loops = self._found, self._reader.with_loops
+        counter = found.counter([number_of(arg.data) if isinstance(arg, Value) else None for arg in args])
+        steps = _MOST_STEPS + 1 if counter is None else counter.last - counter.first
+        if loops and (counter is None or steps > 1):
+            return self._looped(args, counter)
+        if counter is None or steps > _MOST_STEPS:
+            refuse(
+                f"function {self._name!r} calls itself {'as long as data says' if counter is None else steps} times",
+                why=f"gradients and searches unroll the steps, of which there may be {_MOST_STEPS}",
+                fix="count a fixed number of steps, from a constant by 1 to a constant",
+            )
+        return self._unrolled(args, counter)
+
+    def _looped(self, args: Sequence[Tree], counter: Counter | None) -> Tree:
+        """A loop of the graph."""
+        found, inner = self._found, (*self._outer, self._scope)
+        rows = _NO_ROWS if counter is None else self._rows(counter)
+        trees = [
+            arg if n in found.kept or n in rows.put else self._entered(found.params[n].name_hint, arg)
+            for n, arg in enumerate(args)
+        ]
+        entered: dict[Value, Value] = {}
+        where = f"{self._name} (call {self._scope.site})"
+        count = None if counter is None else counter.last - counter.first
+        self._reader.loops[self._scope] = Loop(count, entered, where)
+        if counter is None:
+            self._test(trees, inner)
+        again, put = self._step(trees, inner, rows, counter)
+        ends = list(args)
+        for n, (before, after) in enumerate(zip(trees, again, strict=True)):
+            if n in put:
+                value = args[n]
+                assert isinstance(value, Value)
+                ends[n] = self._mark("stack", put[n], inner, value.name, value.type.shape)
+            elif n not in found.kept:
+                ends[n] = self._next(before, after, inner, entered)
+        return self._ending(ends)
+
+    def _entered(self, name: str, arg: Tree) -> Tree:
+        """What carried values are in the loop."""
+        inner = map_tree(arg, lambda value: self._mark("enter", value, self._outer, name))
+        if isinstance(inner, Value):
+            self._reader.note(self._name, name, inner)
+        return inner
+
+    def _next(self, before: Tree, after: Tree, scopes: Scopes, entered: dict[Value, Value]) -> Tree:
+        """What carried values are in the end."""
+        mine, its = leaves(before), leaves(after)
+        if [value.type for value in mine] != [value.type for value in its]:
+            refuse(
+                [f"{a!r} is {b.type.dtype}{list(b.type.shape)} the next time" for a, b in zip(mine, its, strict=False)],
+                where=f"function {self._name!r}, which calls itself",
+                why="a loop is planned once, for all its steps",
+                fix="keep shapes and dtypes the same from step to step",
+            )
+        ends = [self._mark("next", value, scopes, value.name) for value in its]
+        entered.update(zip(ends, mine, strict=True))
+        rest = iter(ends)
+        return map_tree(before, lambda _: next(rest))
+
+    def _test(self, trees: Sequence[Tree], inner: Scopes) -> None:
+        """What says whether there is a next step."""
+        found = self._found
+        read = self._reader.bindings(self._name, self._env(trees), inner)
+        for binding in found.head:
+            read.bind(binding)
+        holds = read.expression(found.condition)
+        if not isinstance(holds, Value) or holds.type.shape or holds.type.dtype != "bool":
+            refuse(
+                f"what says whether function {self._name!r} calls itself is {holds!r}, no bool without dims",
+                fix="reduce it to one bool: R.any, R.all, or a comparison of numbers",
+            )
+        if not found.goes_on:
+            holds = self._add(relax.op.logical_not(holds.variable()), [holds], inner, "goes_on")
+        self._mark("test", holds, inner, "goes_on")
+
+    def _unrolled(self, args: Sequence[Tree], counter: Counter) -> Tree:
+        """The steps one after the other; each has its count as a constant."""
+        inner, rows = (*self._outer, self._scope), self._rows(counter)
+        trees, made = list(args), list[dict[int, Value]]()
+        dtype = leaves(args[counter.at])[0].type.dtype
+        for step in range(counter.first, counter.last):
+            trees[counter.at] = self._reader.constant(relax.const(step, dtype))
+            again, put = self._step(trees, inner, rows, counter)
+            trees = [tree if n in put else new for n, (tree, new) in enumerate(zip(trees, again, strict=True))]
+            made.append(put)
+        trees[counter.at] = self._reader.constant(relax.const(counter.last, dtype))
+        for n in rows.put if made else ():
+            column = [put[n] for put in made]
+            stacked = relax.op.stack([value.variable() for value in column], axis=0)
+            trees[n] = self._add(stacked, column, inner, f"{self._found.params[n].name_hint}_rows")
+        return self._ending(trees)
+
+    def _rows(self, counter: Counter) -> _Rows:
+        found = self._found
+        put = found.rows_put(counter)
+        return _Rows(found.rows_taken(counter), put, frozenset(found.again[n] for n in put))
+
+    def _step(
+        self, trees: Sequence[Tree], scopes: Scopes, rows: _Rows, counter: Counter | None
+    ) -> tuple[list[Tree], dict[int, Value]]:
+        """The body's nodes: what parameters are the next time, and the rows that are put."""
+        found = self._found
+        read = self._reading(trees, scopes, [*(binding.value for binding in found.body), *found.again])
+        for binding in found.body:
+            if counter is not None and (number := rows.taken.get(binding.var)) is not None:
+                read.env[binding.var] = self._row(trees[number], trees[counter.at], scopes, binding.var.name_hint)
+            elif binding.var not in rows.unread:
+                read.bind(binding)
+        same = {*found.kept, *rows.put}
+        again = [trees[n] if n in same else read.expression(expr) for n, expr in enumerate(found.again)]
+        put = {n: read.expression(expr) for n, expr in rows.put.items()}
+        return again, {n: value for n, value in put.items() if isinstance(value, Value)}
+
+    def _row(self, table: Tree, at: Tree, scopes: Scopes, name: str) -> Value:
+        """The row of a tensor that the count says; where that is a constant, by R.take."""
+        assert isinstance(table, Value)
+        assert isinstance(at, Value)
+        if at.data is not None:
+            return self._add(relax.op.take(table.variable(), at.data, axis=0), [table, at], scopes, name)
+        info = relax.TensorStructInfo(table.type.shape[1:], table.type.dtype)
+        return self._add(loop_call("loop.row", [table.variable(), at.variable()], info), [table, at], scopes, name)
+
+    def _ending(self, trees: Sequence[Tree]) -> Tree:
+        """What the function gives when it doesn't call itself."""
+        return self._reading(trees, self._outer, [self._found.ending]).expression(self._found.ending)
+
+    def _reading(self, trees: Sequence[Tree], scopes: Scopes, exprs: Sequence[relax.Expr]) -> Bindings:
+        """What reads bindings; those of the head are read, if any of these expressions takes what they make."""
+        found = self._found
+        read = self._reader.bindings(self._name, self._env(trees), scopes)
+        if any(used_in(found.head, expr) for expr in exprs):
+            for binding in found.head:
+                read.bind(binding)
+        return read
+
+    def _env(self, trees: Sequence[Tree]) -> dict[relax.Var, Tree]:
+        return dict(zip(self._found.params, trees, strict=True))
+
+    def _mark(self, mark: str, value: Value, scopes: Scopes, name: str, shape: tuple[int, ...] | None = None) -> Value:
+        info = relax.TensorStructInfo(value.type.shape if shape is None else shape, value.type.dtype)
+        return self._add(loop_call(f"loop.{mark}", [value.variable()], info), [value], scopes, name)
+
+    def _add(self, expr: relax.Expr, inputs: list[Value], scopes: Scopes, name: str) -> Value:
+        call = op_call(relax.BlockBuilder().normalize(expr))
+        (made,) = self._reader.add(call, inputs, self._name, name, scopes)
+        return made

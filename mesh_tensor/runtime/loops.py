@@ -1,0 +1,120 @@
+"""A loop's step as an action: its programs run on a memory of their own, which begins anew each time with what is
+handed on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mesh_tensor.program.program import Program
+from mesh_tensor.program.steps import LoopStep
+
+from .backend import Backend, Memory
+from .elementwise import clone
+
+# What a backend has of a value: one tile, or one of each of its devices.
+Local = Any
+
+
+@dataclass(frozen=True)
+class LoopTiles:
+    """What a backend does with what it has of values: all of it as tiles; of tiles what it has; and whether a value
+    without dims is true."""
+
+    tiles: Callable[[Local], Sequence[torch.Tensor]]
+    local: Callable[[Sequence[torch.Tensor]], Local]
+
+
+class LoopAction:
+    """Runs the step of `program`; `backend` makes what runs its programs. `hold` takes what is there after the loop."""
+
+    def __init__(
+        self,
+        step: LoopStep,
+        program: Program,
+        backend: Callable[[Program], Backend],
+        tiles: LoopTiles,
+        hold: Callable[[Memory, str, Local], None],
+    ) -> None:
+        self._step, self._tiles, self._hold = step, tiles, hold
+        self._values = program.values
+        self._body = _Part(step.body, backend)
+        self._test = None if step.test is None else _Part(step.test, backend)
+
+    def __call__(self, memory: Memory) -> None:
+        """Run the loop."""
+        step, held, values = self._step, memory.held, self._values
+        state = {each.now: held[values[each.first].storage] for each in step.carried}
+        inner = {each.now for each in step.carried}
+        given = {name: held[values[name].storage] for name in step.reads if name not in inner}
+        rows: list[list[Local]] = [[] for _ in step.stacked]
+        done = 0
+        while self._goes_on(done, {**given, **state}, memory):
+            made = self._body.run({**given, **state}, memory)
+            state = {each.now: made[each.then] for each in step.carried}
+            for column, (row, _) in zip(rows, step.stacked, strict=True):
+                column.append(made[row])
+            done += 1
+        taken = _memories(tile for local in given.values() for tile in self._tiles.tiles(local))
+        for each in step.carried:
+            self._hold(memory, each.last, self._apart(state[each.now], taken))
+        for column, (_, name) in zip(rows, step.stacked, strict=True):
+            self._hold(memory, name, self._stacked(column, values[name].tile_shape))
+
+    def _goes_on(self, done: int, given: dict[str, Local], memory: Memory) -> bool:
+        if self._test is None:
+            return done < (self._step.count or 0)
+        return bool(self._tiles.tiles(self._test.run(given, memory)[self._step.goes_on])[0])
+
+    def _apart(self, local: Local, taken: set[int]) -> Local:
+        """The tiles in memory that nothing else has."""
+        made = [clone(tile) if _memory(tile) in taken else tile for tile in self._tiles.tiles(local)]
+        taken.update(map(_memory, made))
+        return self._tiles.local(made)
+
+    def _stacked(self, column: Sequence[Local], shape: tuple[int, ...]) -> Local:
+        """The rows of each device as one tile."""
+        known: dict[tuple[int, ...], torch.Tensor] = {}
+        made = []
+        for tiles in zip(*map(self._tiles.tiles, column), strict=True):
+            key = tuple(map(id, tiles))
+            if key not in known:
+                known[key] = torch.stack(tiles).reshape(shape)
+            made.append(known[key])
+        return self._tiles.local(made)
+
+
+class _Part:
+    """A program of a loop. What it overwrites of what it takes is its own each time."""
+
+    def __init__(self, program: Any, backend: Callable[[Program], Backend]) -> None:
+        assert isinstance(program, Program)
+        self._values, self._backend = program.values, backend(program)
+        self._takes, self._overwritten = program.takes, program.inputs & program.last_writes.keys()
+        self._gives = [parameter.output for parameter in program.parameters if parameter.output is not None]
+
+    def run(self, given: dict[str, Local], memory: Memory) -> dict[str, Local]:
+        """What it makes of these values."""
+        inner = Memory(memory.scalars)
+        for name in self._takes:
+            storage = self._values[name].storage
+            local = given[name]
+            inner.held[storage] = _cloned(local) if storage in self._overwritten else local
+        self._backend.run(inner)
+        memory.peak_bytes = max(memory.peak_bytes, memory.live_bytes + inner.peak_bytes)
+        return {name: inner.held[self._values[name].storage] for name in self._gives}
+
+
+def _cloned(local: Local) -> Local:
+    return clone(local) if isinstance(local, torch.Tensor) else [clone(tile) for tile in local]
+
+
+def _memory(tile: torch.Tensor) -> int:
+    return tile.untyped_storage().data_ptr()
+
+
+def _memories(tiles: Iterable[torch.Tensor]) -> set[int]:
+    return {_memory(tile) for tile in tiles}
