@@ -22,6 +22,7 @@ from mesh_tensor.program.from_graph import Kernels
 from mesh_tensor.redistribution.transfer import TransferPlan
 from mesh_tensor.runtime.ranks.dtensor import mesh_of
 from mesh_tensor.runtime.virtual.mesh_tensor import ShardingLike
+from mesh_tensor.targets.op_steps import Record, carried_pairs
 
 from .mesh_module import MeshModule
 from .module_ports import parameter_layouts, ports_of, result_layouts
@@ -39,6 +40,12 @@ class Fragment:
     module: MeshModule
     takes: tuple[str, ...]
     gives: tuple[str, ...]
+
+    @cached_property
+    def own(self) -> dict[str, str]:
+        """The program's own names of what it takes, and of what it gives and doesn't take."""
+        made = self.module.plan.made
+        return dict(zip(self.gives, made.result, strict=True)) | dict(zip(self.takes, made.inputs, strict=True))
 
     @cached_property
     def layouts(self) -> dict[str, Sharding]:
@@ -110,7 +117,8 @@ class StageFragments:
 @dataclass(frozen=True)
 class Options:
     """How fragments are made, as `distribute_module` takes it; `recompute`: backwards run their forward again;
-    `weights`: values that fragments take and callers don't pass."""
+    `weights`: values that fragments take and callers don't pass; `carries`: what torch keeps in a forward for gradients is
+    carried to the backward (see `MeshModule.carry`)."""
 
     target: str = "auto"
     strict: bool = False
@@ -121,6 +129,7 @@ class Options:
     kernels: Kernels = field(default_factory=dict)
     overlap: str | int = "auto"
     machine: Machine | None = None
+    carries: bool = False
 
     def fragment(
         self, kind: str, mod: ir.IRModule, function: str, mesh: Any, layouts: Layouts, ports: FragmentFunction | Stage
@@ -185,7 +194,25 @@ def training_fragments(
                 fragment = other
         made[kind] = fragment
         known = {**fragment.layouts, **known}
+    if options.carries:
+        _carry(made)
     return StageFragments(stage, mesh, made, known)
+
+
+def _carry(fragments: Mapping[str, Fragment]) -> None:
+    """Let the forward keep what it computes beside results for the first backward of a microbatch: B, or I, or W
+    where there is no I."""
+    forward = fragments["F"]
+    found: dict[str, Record] = {}
+    for later in [fragments[kind] for kind in ("B", "I" if "I" in fragments else "W") if kind in fragments]:
+        same = {own: forward.own[name] for name, own in later.own.items() if name in forward.own}
+        keeps, takes = carried_pairs(forward.module.program, later.module.program, same)
+        alike = set[str]()
+        for name, record in keeps.items():  # who wants other gradients than B computes it again
+            if found.setdefault(name, record).gradient.call.kind == record.gradient.call.kind:
+                alike.add(record.name)
+        later.module.carry({name: record for name, record in takes.items() if record.name in alike})
+    forward.module.carry(found)
 
 
 def _parameters(function: FragmentFunction) -> set[str]:

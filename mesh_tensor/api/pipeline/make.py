@@ -92,10 +92,11 @@ def pipeline(
         )
     mod, given = (model.mod, model.params) if isinstance(model, ImportedModule) else (model, {})
     on = machine_named(machine)
-    flow, options = Flow(mod, function), Options(target, strict, replicate_unknown, poison, recompute, machine=on)
+    flow = Flow(mod, function)
+    stages, kinds = without_memory(stages, memory or {})
+    options = Options(target, strict, replicate_unknown, poison, recompute, machine=on, carries=ranks and not kinds)
     made = Pipeline(flow, topology, given if weights is None else weights, train, options, ranks)
     made._machine = on or CPU
-    stages, kinds = without_memory(stages, memory or {})
     made._read_results(microbatches, reduction, per_microbatch)
     made.memory = held_memory(flow, kinds)
     made._cut(stages, shardings or {}, schedule or ("1f1b" if train else "forward"), limit)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,11 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)  # not frozen: that would take most of the time of what every action makes
 class Part:
-    """This rank's part of a tensor of `shape` that lies in a layout which DTensors have."""
+    """This rank's part of a tensor of `shape` that lies in a layout which DTensors have. `tile`: the same memory, as
+    the program takes it that asked last, for values that lie as `tiling` says."""
 
     local: torch.Tensor
     layout: Sharding
     shape: tuple[int, ...]
+    tiling: Any = field(default=None, init=False)
+    tile: torch.Tensor | None = field(default=None, init=False)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -14,7 +14,7 @@ from mesh_tensor.runtime.elementwise import clone, fill
 from mesh_tensor.runtime.reshard import reshard_of
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
-from mesh_tensor.targets.op_steps import Section, in_sections, recorded_pairs
+from mesh_tensor.targets.op_steps import Records, Section, in_sections, recorded_pairs
 from mesh_tensor.targets.tile_memory import empty_tile
 
 from .faults import Faults
@@ -23,13 +23,23 @@ from .ranks import Ranks
 
 
 class RankBackend:
-    """Runs `program` for one device of its mesh: the Backend of one rank. Memory is one tile per storage."""
+    """Runs `program` for one device of its mesh: the Backend of one rank. Memory is one tile per storage, and what is
+    kept for another program, or by one (`carried`), under its name."""
 
-    def __init__(self, program: Program, target: Target, ranks: Ranks, faults: Faults, *, poison: bool = False) -> None:
+    def __init__(
+        self,
+        program: Program,
+        target: Target,
+        ranks: Ranks,
+        faults: Faults,
+        *,
+        poison: bool = False,
+        carried: Records | None = None,
+    ) -> None:
         self.program = program
         self.device = target.device()
         self._target, self._ranks, self._faults, self._poison = target, ranks, faults, poison
-        self._records = recorded_pairs(program)
+        self._records = {**recorded_pairs(program), **(carried or {})}
         self._actions = [
             (at, action) for run in in_sections(program.steps) for at, action in [self._run(run)] if action is not None
         ]

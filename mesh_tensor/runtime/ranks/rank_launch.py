@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from mesh_tensor.runtime.callers_memory import mark_written
 from mesh_tensor.runtime.elementwise import clone, copy, fill
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 from mesh_tensor.targets.kernels import Target
+from mesh_tensor.targets.op_steps import Records
 
 from .faults import Faults
 from .plan import RankRedistribution
@@ -87,10 +89,21 @@ class _RankPort:
 class RankLaunch:
     """A program, made ready for one rank."""
 
-    def __init__(self, program: Program, target: Target, ranks: Ranks, faults: Faults, *, poison: bool = False) -> None:
+    def __init__(
+        self,
+        program: Program,
+        target: Target,
+        ranks: Ranks,
+        faults: Faults,
+        *,
+        poison: bool = False,
+        carried: Records | None = None,
+    ) -> None:
+        """`carried`: what torch keeps in this program for another one, or in that for this one."""
         self.program, self.ranks = program, ranks
         self._faults, self._poison = faults, poison
-        self._backend = RankBackend(program, target, ranks, faults, poison=poison)
+        self._backend = RankBackend(program, target, ranks, faults, poison=poison, carried=carried)
+        self._carried = frozenset(record.name for record in (carried or {}).values())
         self._ports = [self._port(parameter) for parameter in program.parameters]
         self.ports = {port.name: port for port in self._ports}
         self.tilings = {port.name: port.tiling for port in self._ports}
@@ -107,8 +120,7 @@ class RankLaunch:
         for port in self._ports:
             given = locals_.get(port.name)
             if port.input is not None:
-                ready = given is not None and not port.fresh and port.input.serves(given)
-                memory.held[port.input_storage] = given if ready else self._enter(port, given)
+                memory.held[port.input_storage] = self._enter(port, given)
             elif given is not None and not entangled and port.output is not None and port.output.serves(given):
                 memory.held[port.output_storage] = given
         self._backend.run(memory)
@@ -122,6 +134,22 @@ class RankLaunch:
                 written += [] if given is None else [given]
         mark_written(written)
         return results
+
+    def on_tiles(self, held: dict[str, torch.Tensor], kept: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+        """Run on tiles of the inputs, by storage, as `entered` gives them; what the storages hold afterwards. `kept`
+        has what was carried to this program, and gets what is carried from it."""
+        memory = Memory({})
+        memory.held = held
+        if kept:
+            held.update((name, kept.pop(name)) for name in self._carried & kept.keys())
+        self._backend.run(memory)
+        if kept is not None:
+            kept.update((name, held[name]) for name in self._carried & held.keys())
+        return held
+
+    def entered(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """This rank's part of an input as its tile: of memory of its own, where the steps write to it."""
+        return self._enter(self.ports[name], local)
 
     def change(self, tiling: Tiling, to: Sharding, tile: torch.Tensor) -> torch.Tensor:
         """The tile in another layout. All ranks have to ask."""
@@ -142,6 +170,8 @@ class RankLaunch:
 
     def _enter(self, port: _RankPort, given: torch.Tensor | None) -> torch.Tensor:
         assert port.input is not None
+        if given is not None and not port.fresh and port.input.serves(given):
+            return given
         if given is None:
             return torch.zeros(port.input.tile_shape, dtype=port.input.dtype, device=self._backend.device)
         tile = port.input.tile(given, self._poison)

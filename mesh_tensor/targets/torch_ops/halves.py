@@ -35,7 +35,7 @@ def halves(call: OpCall, wanted: Sequence[int], other: Recorded) -> Recorded | N
     """The call, and the gradients of the operands `wanted`, by torch's functions for both; None where it has none.
     `other` serves operands that these don't take."""
     alike = {tensor.dtype for tensor in (*call.inputs, *call.outputs)}
-    make = _HALVES.get(call.name)
+    make = HALVES.get(call.name)
     return make(call, wanted, other) if make is not None and len(alike) == 1 and alike <= _WIDE else None
 
 
@@ -82,7 +82,7 @@ def _attention(call: OpCall, wanted: Sequence[int], other: Recorded) -> Recorded
     return Recorded(forward, backward)
 
 
-_HALVES: dict[str, Callable[[OpCall, Sequence[int], Recorded], Recorded | None]] = {
+HALVES: dict[str, Callable[[OpCall, Sequence[int], Recorded], Recorded | None]] = {
     "nn.attention": _attention,
     "nn.layer_norm": _layer_norm,
 }

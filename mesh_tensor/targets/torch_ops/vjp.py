@@ -15,7 +15,7 @@ from mesh_tensor.rules.operator import OpCall
 from mesh_tensor.rules.operator.vjp import VJP, Vjp, vjp_of
 
 from ..dtypes import torch_dtype
-from .halves import Recorded, halves
+from .halves import HALVES, Recorded, halves
 from .table import Function, Place, placed_torch_op, torch_function
 
 Tensor = torch.Tensor
@@ -141,6 +141,11 @@ def can_be_recorded(call: OpCall) -> bool:
     """Whether what the operator has computed helps to compute its gradients."""
     stated = vjp_of(call)
     return len(stated.calls) == 1 and stated.calls[0][0].name in _RECORDED and len(stated.given) == len(stated.operands)
+
+
+def keeps_alike(call: OpCall) -> bool:
+    """Whether what is kept of the operator's call doesn't depend on which gradients are wanted."""
+    return vjp_of(call).forward.name in HALVES and _of_halves(call, Place()) is not None
 
 
 def _of_halves(call: OpCall, place: Place) -> Function | None:
