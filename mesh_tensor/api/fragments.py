@@ -117,8 +117,8 @@ class StageFragments:
 @dataclass(frozen=True)
 class Options:
     """How fragments are made, as `distribute_module` takes it; `recompute`: backwards run their forward again;
-    `weights`: values that fragments take and callers don't pass; `carries`: what torch keeps in a forward for gradients is
-    carried to the backward (see `MeshModule.carry`)."""
+    `weights`: values that fragments take and callers don't pass; `carries`: what torch keeps in a forward for gradients
+    is carried to the backward (see `MeshModule.carry`)."""
 
     target: str = "auto"
     strict: bool = False

@@ -117,10 +117,10 @@ class Row:
 
     def _run(self, here: StageFragments, action: Action, held: Values) -> Values:
         """What a fragment makes of weights, and of what is held."""
-        fragment, weights = here.fragments[action.kind], self._weights[here.stage.index]
-        values = [held[name] if name in held else weights[name] for name in fragment.takes]
+        fragment, weights, carrier = here.fragments[action.kind], self._weights[here.stage.index], self._carrier
+        values = [held[name] if name in held else fetched(weights[name], carrier.moved) for name in fragment.takes]
         kept = self._kept.setdefault((action.stage, action.microbatch), {})
-        return dict(zip(fragment.gives, self._carrier.run(fragment, values, kept), strict=True))
+        return dict(zip(fragment.gives, carrier.run(fragment, values, kept), strict=True))
 
     def _deliver(self, here: StageFragments, made: Values, held: Values, microbatch: int) -> None:
         """Hand gradients of what the stage took to those who made it; add up those of weights. `held` has all that is
