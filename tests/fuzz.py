@@ -1,5 +1,5 @@
-"""Random kernels, compositions of what the planner knows, kernels over tiles, programs, modules, training, corrupt
-files and calls on ranks until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`.
+"""Random kernels, compositions of what the planner knows, kernels over tiles, programs, modules, training, pipelines,
+corrupt files and calls on ranks until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`.
 
 Every number is one of each; `python -m tests.fuzz --seed N --cases 1 --of modules` runs one again. What is wrong is
 made smaller and printed as source with its mesh and shardings. The exit status is 1 if anything was wrong.
@@ -25,6 +25,8 @@ from tests.random_modules.strategy import make_case as make_module_case
 from . import parsed_once
 from . import random_training as training
 from .adversarial_protocol import check as ranks
+from .api.pipeline import random_models as pipeline_models
+from .api.pipeline import test_random_models as pipelines
 from .corrupt import check as files
 from .random_kernels import check as kernels
 from .random_kernels import check_tiles as tiles
@@ -41,6 +43,7 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "programs": make_program_case,
     "modules": make_module_case,
     "training": training.make_training_case,
+    "pipelines": pipeline_models.make_case,
     "files": int,
     "ranks": ranks.make_sequence,
 }
@@ -80,14 +83,14 @@ def run(kind: str, case: Any, target: str) -> Any:
         return files.run(case)
     if kind == "modules":
         return modules.run(case)
-    if kind in ("ranks", "training"):
-        return (ranks if kind == "ranks" else training).run(case)
+    if kind in ("ranks", "training", "pipelines"):
+        return {"ranks": ranks, "training": training, "pipelines": pipelines}[kind].run(case)
     return tiles.run(case, target) if kind == "tiles" else kernels.run(case, target)
 
 
 def smaller(kind: str, case: Any, target: str) -> Any:
     """The case made smaller, where that is quick enough."""
-    if kind in ("files", "ranks", "training"):
+    if kind in ("files", "ranks", "training", "pipelines"):
         return case
     if kind == "modules":
         return module_reduction.reduced(case)

@@ -97,6 +97,11 @@ class StageFragments:
         return frozenset(name for fragment in self.fragments.values() for name in fragment.gives)
 
     @cached_property
+    def taken(self) -> frozenset[str]:
+        """What fragments take."""
+        return frozenset(name for fragment in self.fragments.values() for name in fragment.takes)
+
+    @cached_property
     def later(self) -> dict[str, frozenset[str]]:
         """What is still needed after an action of a kind: after F by backwards, after I by W."""
         kinds = {"F": "BIW", "I": "W", "B": "", "W": ""}
@@ -175,7 +180,7 @@ def training_fragments(
     for those of weights, which may be left to be reduced. What follows from the parameters `constant` is not saved.
     """
     module = annotate_module(stage.module, mesh, layouts, FUNCTION) if layouts else stage.module
-    joint = gradient_function(module, FUNCTION, list(wrt), seeded=True) if wrt else None
+    joint = gradient_function(module, FUNCTION, list(wrt), seeded=True, optional=stage.takes) if wrt else None
     if joint is None:  # nothing to train here, and nothing before it
         return forward_fragments(stage, mesh, layouts, options)
     functions = fragments_of(JointStage(stage, joint, tuple(wrt), tuple(constant)), options.recompute)

@@ -132,7 +132,8 @@ class Row:
                 of_weights[of] = value
             elif of in stage.takes:
                 there = self._microbatches[microbatch].stages[stage.takes[of]]
-                self._carrier.hand(here, there, name, value, microbatch)
+                if name in there.taken:
+                    self._carrier.hand(here, there, name, value, microbatch)
         self._add_up(here, of_weights, held)
 
     def _add_up(self, here: StageFragments, of_weights: Values, held: Values) -> None:
