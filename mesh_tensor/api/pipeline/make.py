@@ -16,6 +16,7 @@ from mesh_tensor.base.topology import Topology
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.pipelining.flow import Flow
 from mesh_tensor.pipelining.schedule import Schedule
+from mesh_tensor.program.plan_module import PlanOptions
 from mesh_tensor.runtime.ambient import undisturbed
 
 from ..fragments import Options
@@ -95,7 +96,8 @@ def pipeline(
     on = machine_named(machine)
     flow = Flow(mod, function)
     stages, kinds = without_memory(stages, memory or {})
-    options = Options(target, strict, replicate_unknown, poison, recompute, machine=on, carries=ranks and not kinds)
+    planned = PlanOptions(replicate_unknown, machine=on)
+    options = Options(target, strict, poison, recompute, plan=planned, carries=ranks and not kinds)
     made = Pipeline(flow, topology, given if weights is None else weights, train, options, ranks)
     made._machine = on or CPU
     made._read_results(microbatches, reduction, per_microbatch)

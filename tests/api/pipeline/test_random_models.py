@@ -8,7 +8,7 @@ import torch
 from hypothesis import settings
 
 import mesh_tensor as mt
-from mesh_tensor.runtime import memory_kinds
+from mesh_tensor.runtime import backend
 from tests.api.pipeline.random_models import Case, built, inputs_of, make_case
 from tests.random_modules.check import RIGHT, Outcome
 
@@ -38,7 +38,7 @@ def run(case: Case) -> Outcome:
 
 def check(case: Case) -> str:
     """Compare with torch; the refusal, if there is one. Memory of the host is other memory than the devices' here."""
-    with mock.patch.object(memory_kinds, "_is_host", return_value=False):
+    with mock.patch.object(backend, "_is_host", return_value=False):
         return _check(case)
 
 
