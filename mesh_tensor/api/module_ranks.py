@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.ranks.redistribution import Part, one_of, rank_layout
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import Target
+from mesh_tensor.targets.op_steps import Records
 
 from .module_ports import HeldWeights, ModulePort, Refined, constant_tensor, ports_of
 
@@ -31,7 +32,13 @@ class RankModuleLaunch:
     """A plan, ready to run on `ranks`, as one thread calls it. Every rank has to make the same calls."""
 
     def __init__(
-        self, plan: ModulePlan, target: Target, ranks: Ranks, weights: HeldWeights, overlap: str | int
+        self,
+        plan: ModulePlan,
+        target: Target,
+        ranks: Ranks,
+        weights: HeldWeights,
+        overlap: str | int,
+        carried: Records | None = None,
     ) -> None:
         self.plan, self.ranks, self.lane = plan, ranks, ranks.calls.lane()
         made = plan.made
@@ -41,7 +48,7 @@ class RankModuleLaunch:
         self._digest = digest_of(facts)
         self.lane.run(self._digest)
         program = with_overlap_on(ranks.machine, made.program) if overlap == "auto" else made.program
-        self._run, self._result = RankLaunch(program, target, ranks, faults), made.result
+        self._run, self._result = RankLaunch(program, target, ranks, faults, carried=carried), made.result
         self._ports = {port.name: port for port in ports_of(plan)}
         self._inputs = dict(zip(plan.params, made.inputs, strict=True))
         values = made.program.values
@@ -58,23 +65,58 @@ class RankModuleLaunch:
         as_dtensors = any(is_dtensor(tensor) for tensor in tensors.values())
         return self._tree(self._result, {**known, **made}, as_dtensors)
 
-    def parts(self, given: Sequence[Part]) -> list[Part]:
+    def parts(self, given: Sequence[Part], kept: dict[str, Any] | None = None) -> list[Part]:
         """What the function returns, as this rank's parts, for those of its parameters, in their order. Every
-        rank has to make the same calls."""
-        known = dict(self._held)
-        for name, enter, part in zip(self._inputs.values(), self._entries, given, strict=True):
-            known[name] = enter(part)
+        rank has to make the same calls. `kept`: as RankLaunch takes it."""
+        held = {storage: tile() for storage, tile in self._fixed}
+        for (storage, tiling, enter), part in zip(self._entries, given, strict=True):
+            tile = part.tile
+            held[storage] = enter(part) if tile is None or part.tiling is not tiling else tile
         self.lane.run(self._digest)
-        made = {**known, **self._run(known, {})}
-        return [leave(made[name]) for name, leave in self._exits]
+        self._run.on_tiles(held, kept)
+        return [leave(held[storage]) for storage, leave in self._exits]
 
     @cached_property
-    def _entries(self) -> list[Callable[[Part], torch.Tensor]]:
-        return [self._entry(name) for name in self._inputs]
+    def _fixed(self) -> list[tuple[str, Callable[[], torch.Tensor]]]:
+        """Per storage of what nobody passes: its tile. What is only a result has the storage of its name."""
+        ports, found = self._run.ports, list[tuple[str, Callable[[], torch.Tensor]]]()
+        for name, local in self._held.items():
+            if name in ports:
+                found.append((ports[name].input_storage, partial(self._run.entered, name, local)))
+            else:
+                found.append((name, partial(torch.Tensor.detach, local)))
+        return found
+
+    @cached_property
+    def _entries(self) -> list[tuple[str, Tiling | None, Callable[[Part], torch.Tensor]]]:
+        """Per parameter: its storage; how it lies there, if a part may lie so; and from a part to its tile."""
+        return [self._tiled(name, own) for name, own in self._inputs.items()]
+
+    def _tiled(self, parameter: str, own: str) -> tuple[str, Tiling | None, Callable[[Part], torch.Tensor]]:
+        enter, port = self._entry(parameter), self._run.ports.get(own)
+        if port is None or port.input is None:  # a result of the module is all that it is used for
+            return own, None, enter
+        tiling = None if port.fresh else port.input
+
+        def tile(part: Part) -> torch.Tensor:
+            made = self._run.entered(own, enter(part))
+            if tiling is not None and made.data_ptr() == part.local.data_ptr():
+                part.tiling, part.tile = tiling, made
+            return made
+
+        return port.input_storage, tiling, tile
 
     @cached_property
     def _exits(self) -> list[tuple[str, Callable[[torch.Tensor], Part]]]:
-        return [(name, self._exit(self._ports[name])) for name in self._result]
+        """Per result: its storage, and from what is there to a part."""
+        return [self._left(name) for name in self._result]
+
+    def _left(self, name: str) -> tuple[str, Callable[[torch.Tensor], Part]]:
+        leave, port = self._exit(self._ports[name]), self._run.ports.get(name)
+        if port is None:
+            return name, leave
+        valid = port.tiling.valid if port.output is None else port.output.valid
+        return port.output_storage or port.input_storage, lambda tile: leave(valid(tile))
 
     def _entry(self, parameter: str) -> Callable[[Part], torch.Tensor]:
         """From this rank's part of a parameter to what the program takes."""

@@ -128,6 +128,11 @@ def fetched(value: Any, moved: Moved) -> Any:
     return moved(value.value, lambda tensor: tensor.to(device, non_blocking=True, copy=True))
 
 
+def plain(value: Any) -> Any:
+    """A value as it lies over the mesh, in whatever memory."""
+    return value.value if isinstance(value, PutAway) else value
+
+
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in the host's memory. What is enqueued on the device's stream before is in it; who takes it there comes
     after it in the same stream."""

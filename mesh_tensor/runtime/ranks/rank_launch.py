@@ -24,7 +24,7 @@ from mesh_tensor.runtime.loops import LoopAction, LoopTiles
 from mesh_tensor.runtime.reshard import reshard_of
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 from mesh_tensor.targets.kernels import Target
-from mesh_tensor.targets.op_steps import Section, in_sections, recorded_pairs
+from mesh_tensor.targets.op_steps import Records, Section, in_sections, recorded_pairs
 from mesh_tensor.targets.tile_memory import empty_tile
 
 from .faults import Faults
@@ -93,10 +93,21 @@ class _RankPort:
 class RankLaunch:
     """A program, made ready for one rank."""
 
-    def __init__(self, program: Program, target: Target, ranks: Ranks, faults: Faults, *, poison: bool = False) -> None:
+    def __init__(
+        self,
+        program: Program,
+        target: Target,
+        ranks: Ranks,
+        faults: Faults,
+        *,
+        poison: bool = False,
+        carried: Records | None = None,
+    ) -> None:
+        """`carried`: what torch keeps in this program for another one, or in that for this one."""
         self.program, self.ranks = program, ranks
         self._faults, self._poison = faults, poison
-        self._backend = RankBackend(program, target, ranks, faults, poison=poison)
+        self._backend = RankBackend(program, target, ranks, faults, poison=poison, carried=carried)
+        self._carried = frozenset(record.name for record in (carried or {}).values())
         self._ports = [self._port(parameter) for parameter in program.parameters]
         self.ports = {port.name: port for port in self._ports}
         self.tilings = {port.name: port.tiling for port in self._ports}
@@ -113,8 +124,7 @@ class RankLaunch:
         for port in self._ports:
             given = locals_.get(port.name)
             if port.input is not None:
-                ready = given is not None and not port.fresh and port.input.serves(given)
-                memory.held[port.input_storage] = given if ready else self._enter(port, given)
+                memory.held[port.input_storage] = self._enter(port, given)
             elif given is not None and not entangled and port.output is not None and port.output.serves(given):
                 memory.held[port.output_storage] = given
         self._backend.run(memory)
@@ -128,6 +138,22 @@ class RankLaunch:
                 written += [] if given is None else [given]
         mark_written(written)
         return results
+
+    def on_tiles(self, held: dict[str, torch.Tensor], kept: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+        """Run on tiles of the inputs, by storage, as `entered` gives them; what the storages hold afterwards. `kept`
+        has what was carried to this program, and gets what is carried from it."""
+        memory = Memory({})
+        memory.held = held
+        if kept:
+            held.update((name, kept.pop(name)) for name in self._carried & kept.keys())
+        self._backend.run(memory)
+        if kept is not None:
+            kept.update((name, held[name]) for name in self._carried & held.keys())
+        return held
+
+    def entered(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """This rank's part of an input as its tile: of memory of its own, where the steps write to it."""
+        return self._enter(self.ports[name], local)
 
     def change(self, tiling: Tiling, to: Sharding, tile: torch.Tensor) -> torch.Tensor:
         """The tile in another layout. All ranks have to ask."""
@@ -148,6 +174,8 @@ class RankLaunch:
 
     def _enter(self, port: _RankPort, given: torch.Tensor | None) -> torch.Tensor:
         assert port.input is not None
+        if given is not None and not port.fresh and port.input.serves(given):
+            return given
         if given is None:
             return torch.zeros(port.input.tile_shape, dtype=port.input.dtype, device=self._backend.device)
         tile = port.input.tile(given, self._poison)
@@ -184,13 +212,23 @@ def _tiling(shape: tuple[int, ...], dtype: str, sharding: Sharding, rank: int) -
 
 
 class RankBackend:
-    """Runs `program` for one device of its mesh: the Backend of one rank. Memory is one tile per storage."""
+    """Runs `program` for one device of its mesh: the Backend of one rank. Memory is one tile per storage, and what is
+    kept for another program, or by one (`carried`), under its name."""
 
-    def __init__(self, program: Program, target: Target, ranks: Ranks, faults: Faults, *, poison: bool = False) -> None:
+    def __init__(
+        self,
+        program: Program,
+        target: Target,
+        ranks: Ranks,
+        faults: Faults,
+        *,
+        poison: bool = False,
+        carried: Records | None = None,
+    ) -> None:
         self.program = program
         self.device = target.device()
         self._target, self._ranks, self._faults, self._poison = target, ranks, faults, poison
-        self._records = recorded_pairs(program)
+        self._records = {**recorded_pairs(program), **(carried or {})}
         self._actions = [
             (at, action) for run in in_sections(program.steps) for at, action in [self._run(run)] if action is not None
         ]

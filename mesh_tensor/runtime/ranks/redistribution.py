@@ -4,7 +4,7 @@ ranks whose calls on a mesh have failed begin again."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -142,11 +142,14 @@ def _changes_on(ranks: Ranks, lane: Lane) -> _Changes:
 
 @dataclass(eq=False, slots=True)  # not frozen: that would take most of the time of what every action makes
 class Part:
-    """This rank's part of a tensor of `shape` that lies in a layout which DTensors have."""
+    """This rank's part of a tensor of `shape` that lies in a layout which DTensors have. `tile`: the same memory, as
+    the program takes it that asked last, for values that lie as `tiling` says."""
 
     local: torch.Tensor
     layout: Sharding
     shape: tuple[int, ...]
+    tiling: Any = field(default=None, init=False)
+    tile: torch.Tensor | None = field(default=None, init=False)
 
     @property
     def dtype(self) -> torch.dtype:
