@@ -102,7 +102,7 @@ class Tuning:
 class Machine:
     """Equal devices, and what connects them.
 
-    flops      per dtype, operations of the units that multiply matrices
+    flops      per dtype, operations of the units that multiply matrices; "float8" stands for all formats of 8 bits
     memory     levels, the nearest first; the last one is where tensors live
     links      levels, the innermost first
     launch     seconds from one kernel or operator to the next that no work hides
@@ -152,8 +152,11 @@ class Machine:
         return hash((self.name, self.memory, self.links))
 
     def peak(self, dtype: str) -> float:
-        """Operations per second on `dtype`; integers and booleans count as float32."""
+        """Operations per second on `dtype`, or on all formats of its size (`float8`); integers and booleans count as
+        float32."""
         wanted = dtype if is_float(dtype) else "float32"
+        if wanted not in self.flops:
+            wanted = wanted.partition("_")[0]
         if wanted not in self.flops:
             refuse(
                 f"no rate of operations on {dtype}",
