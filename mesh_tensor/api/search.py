@@ -21,9 +21,11 @@ from mesh_tensor.base.machine_presets import CPU, machine_code, machine_named
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.plan.ir import Graph
+from mesh_tensor.plan.reshards import cost_of
 from mesh_tensor.program.plan_module import read_module
 from mesh_tensor.searching.beam import Beam
 from mesh_tensor.searching.evaluate import Evaluator, Strategy
+from mesh_tensor.searching.exact import exact_price
 from mesh_tensor.searching.named_dims import NamedDim, named_dims
 from mesh_tensor.simulation import Simulation
 
@@ -126,11 +128,11 @@ def search(
         )
     if only:
         refuse(f"{', '.join(only)} of a search without a batch", fix="say how many rows a batch has: batch=")
-    graph, atoms = read_module(mod, function, Mesh({"x": 1}), {}, machine=machine)
-    dims = named_dims(graph, atoms)
-    evaluator = Evaluator(graph, atoms, machine)
+    evaluator = Evaluator(mod, function, machine)
+    dims = named_dims(evaluator.graph, evaluator.atoms)
+    asked = _question(evaluator.graph, machine, function)
     if known is not None:
-        evaluator.learn(_read(known, _question(graph, machine, function)))
+        evaluator.learn(_read(known, asked))
     rank = _rank(objective, limit)
     end = time.monotonic() + seconds
     found: list[Strategy] = []
@@ -150,7 +152,6 @@ def search(
             why=f"the smallest that was found needs {least:,}",
             fix="take more devices, or a machine with more memory",
         )
-    asked = _question(graph, machine, function)
     return Found(module, function, machine, tuple(dims), tuple(found), evaluator.planned, asked)
 
 
@@ -184,6 +185,21 @@ class Found:
     def simulation(self, strategy: Strategy | None = None) -> Simulation:
         """The best strategy, or this one, simulated in full."""
         return Simulation(self.distribute(strategy).program, self.machine)
+
+    def over_exact(self, strategy: Strategy | None = None, seconds: float = 60.0) -> float:
+        """What the best strategy, or this one, takes by the planner's prices, over the least that any plan takes on its
+        mesh, as an integer program finds it (with the extra `exact`): 1 is best. For a block of a model, no more.
+
+        Raises:
+            MeshTensorError: there is no solver, or it found nothing in time.
+        """
+        chosen = strategy or self.best
+        mod = with_flat_parameters(
+            self.module.mod if isinstance(self.module, ImportedModule) else self.module, self.function
+        )
+        graph, atoms = read_module(mod, self.function, chosen.mesh, {}, machine=self.machine)
+        plan = self.distribute(chosen).plan
+        return cost_of(plan.explicit) / max(1, exact_price(graph, atoms, seconds).price)
 
     def code(self, strategy: Strategy | None = None) -> str:
         """The strategy as Python that annotates the module; its last line is how to run that."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mesh_tensor.base.dtypes import NARROW
+from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Partial, Replicate, Sharding, ceildiv
 from mesh_tensor.redistribution.plan import plan_moves
 from mesh_tensor.rules.operator.call import operator_name
 
-from .atoms import Atoms
+from .atoms import Atoms, NodeRule
 from .carry import find_carried, widened_values
 from .contributions import contributions
 from .decide import Decider, Decision
@@ -39,16 +40,17 @@ def cost_of(made: ExplicitGraph) -> int:
     changes = [step for step in made.steps if isinstance(step, Change)]
     moved = [(made.atoms.shape(s.src.value), s.src.dtype, s.src.sharding, s.dst.sharding) for s in changes]
     prices = made.graph.prices
-    work = [prices.work(step.node, _largest_part(step, made)) for step in made.steps if isinstance(step, Run)]
+    runs = [step for step in made.steps if isinstance(step, Run)]
+    work = [prices.work(s.node, largest_part(s.node, s.split, made.atoms.rules[s.node], made.graph.mesh)) for s in runs]
     return sum(prices.change(*change) for change in moved) + sum(work)
 
 
-def _largest_part(step: Run, made: ExplicitGraph) -> int:
+def largest_part(node: Node, split: Mapping[str, str], rule: NodeRule, mesh: Mesh) -> int:
     """What the device computes of a node that has the largest tiles."""
-    flops, sizes, mesh = node_flops(step.node), made.atoms.rules[step.node].sizes, made.graph.mesh
-    for factor in dict.fromkeys(step.split.values()):
-        tile = size = max(sizes.get(factor, 1), 1)
-        for axis in [axis for axis, other in step.split.items() if other == factor]:
+    flops = node_flops(node)
+    for factor in dict.fromkeys(split.values()):
+        tile = size = max(rule.sizes.get(factor, 1), 1)
+        for axis in [axis for axis, other in split.items() if other == factor]:
             tile = ceildiv(tile, mesh.size(axis))
         flops = flops * tile // size
     return flops

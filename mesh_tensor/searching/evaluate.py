@@ -1,9 +1,15 @@
-"""What a strategy takes: its mesh and its parameters' layouts, planned and simulated. Nothing is run."""
+"""What a strategy takes: its mesh and its parameters' layouts, planned and simulated. Nothing is run.
+
+What a layout takes is affine in how many alike layers there are, from the second one on: the first and the last stand
+beside other things, all others beside their like. So layouts are planned for a few layers, whatever the depth.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+
+from tvm import ir
 
 from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.base.errors import MeshTensorError
@@ -11,14 +17,10 @@ from mesh_tensor.base.garbage import uncollected
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.plan.atoms import Atoms, find_atoms
-from mesh_tensor.plan.ir import Graph
-from mesh_tensor.plan.node_rules import node_rules
+from mesh_tensor.plan.fewer_layers import fewer_layers
 from mesh_tensor.program.lifetimes import peak_bytes
-from mesh_tensor.program.plan_module import plan_graph
+from mesh_tensor.program.plan_module import plan_graph, read_module
 from mesh_tensor.simulation.streams import Events, play
-
-from .depth import Repeated, repeated, shortened
 
 Layouts = Mapping[str, Mapping[str, int]]  # parameter -> axis -> dim
 NamedLayouts = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]  # the same, in order of names
@@ -45,13 +47,16 @@ class Strategy:
 
 class Evaluator:
     """Strategies of one function on a machine; the same question is answered once. `planned` counts those that were
-    planned, `refused` those of them that can't be. Where many layers are alike, it is planned with two and with three
-    of them, and what more take is what the third one does; `in_full` plans all."""
+    planned, `refused` those of them that can't be. Where four or more layers are alike, it is planned with two and with
+    three of them, and what more take is what the third one does; `in_full` plans all. `graph` and `atoms` are those of
+    the whole function."""
 
-    def __init__(self, graph: Graph, atoms: Atoms, machine: Machine) -> None:
-        self._whole, self._machine = _Planned(graph, atoms, machine), machine
-        self._layers = repeated(graph)
-        self._few = [] if self._layers is None else [_with(graph, self._layers, n, machine) for n in (2, 3)]
+    def __init__(self, mod: ir.IRModule, function: str, machine: Machine) -> None:
+        self._whole = _Planned(mod, function, machine)
+        self.graph, self.atoms = self._whole.graph, self._whole.atoms
+        small = [fewer for copies in (2, 3) if (fewer := fewer_layers(mod, function, {}, (), copies)) is not None]
+        self._layers = small[0].layers if len(small) == 2 else 0
+        self._few = [_Planned(fewer.module, function, machine) for fewer in small] if self._layers else []
         self._known: dict[tuple, Strategy | None] = {}
         self.planned = self.refused = 0
 
@@ -78,32 +83,33 @@ class Evaluator:
 
     def _evaluated(self, mesh: Mesh, named: NamedLayouts) -> Strategy | None:
         self.planned += 1
-        if self._layers is None:
+        if not self._few:
             made = self._whole.strategy(mesh, named)
         else:
             two, three = (each.strategy(mesh, named) for each in self._few)
-            made = None if two is None or three is None else _deeper(two, three, self._layers.count - 2, named)
+            made = None if two is None or three is None else _deeper(two, three, self._layers - 2, named)
         self.refused += made is None
         return made
 
 
 class _Planned:
-    """A graph, planned and simulated for layouts of those of its parameters that are named."""
+    """A function, planned and simulated for layouts of those of its parameters that are named."""
 
-    def __init__(self, graph: Graph, atoms: Atoms, machine: Machine) -> None:
-        self._graph, self._atoms, self._machine = graph, atoms, machine
-        self._values = {value.name: value for value in graph.params}
+    def __init__(self, mod: ir.IRModule, function: str, machine: Machine) -> None:
+        self.graph, self.atoms = read_module(mod, function, Mesh({"x": 1}), {}, machine=machine)
+        self._machine = machine
+        self._values = {value.name: value for value in self.graph.params}
 
     @uncollected
     def strategy(self, mesh: Mesh, named: NamedLayouts) -> Strategy | None:
         """What the layouts take; None if they can't be planned."""
-        stated = dict(self._graph.annotations)
+        stated = dict(self.graph.annotations)
         try:
             for name, layout in named:
                 if value := self._values.get(name):
                     sharding = Sharding.make(mesh, value.type.ndim, dict(layout), name=name)
                     stated[value] = Annotation(sharding, open=True)
-            program = plan_graph(replace(self._graph, mesh=mesh, annotations=stated), self._atoms).made.program
+            program = plan_graph(replace(self.graph, mesh=mesh, annotations=stated), self.atoms).made.program
             events = Events(program, self._machine)
         except MeshTensorError:
             return None
@@ -111,11 +117,6 @@ class _Planned:
         time, _ = play(events.all, len(machine.links), machine.busy)
         received = sum(step.bytes for step in program.steps)
         return Strategy(mesh, named, time + machine.call, peak_bytes(program), received)
-
-
-def _with(graph: Graph, layers: Repeated, count: int, machine: Machine) -> _Planned:
-    short = shortened(graph, layers, count)
-    return _Planned(short, find_atoms(short, node_rules(short, replicate_unknown=False)), machine)
 
 
 def _deeper(two: Strategy, three: Strategy, more: int, named: NamedLayouts) -> Strategy:

@@ -1,4 +1,4 @@
-"""Deep models by shallow ones: layers that repeat are found, and left out of what is planned."""
+"""What strategies take: of deep models by shallow ones, as layers that are alike are left out of what is planned."""
 
 import pytest
 import torch
@@ -7,8 +7,6 @@ from torch import nn
 import mesh_tensor as mt
 from kernels.models import gpt2
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.program.plan_module import read_module
-from mesh_tensor.searching.depth import repeated, shortened
 from mesh_tensor.searching.evaluate import Evaluator
 from mesh_tensor.searching.named_dims import named_dims
 
@@ -16,31 +14,19 @@ MESH = Mesh({"x": 2, "y": 2})
 H100 = mt.Machine.preset("h100")
 
 
-def read(model, *example):
+def evaluator_of(model, *example):
     module = mt.from_torch(torch.export.export(model.eval(), example), check=False)
-    return read_module(module.mod, "main", Mesh({"x": 1}), {}, machine=H100)
+    return Evaluator(module.mod, "main", H100)
 
 
-@pytest.fixture(scope="module")
-def deep():
-    return read(gpt2.build(gpt2.Config(64, 32, 4, 7, 4, 8)), torch.zeros(4, 8, dtype=torch.int64))
+def gpt(layers):
+    return gpt2.build(gpt2.Config(64, 32, 4, layers, 4, 8)), torch.zeros(4, 8, dtype=torch.int64)
 
 
-def test_the_layers_are_found_and_shortened(deep):
-    graph, _ = deep
-    layers = repeated(graph)
-    assert layers.count in (6, 7)  # the first one's entry may be its own
-    short = shortened(graph, layers, 2)
-    assert len(graph.nodes) - len(short.nodes) == (layers.count - 2) * layers.length
-    given = {*short.params, *(value for node in short.nodes for value in node.outputs)}
-    assert all(v in given or v.data is not None for node in short.nodes for v in node.inputs)
-    assert set(short.params) < set(graph.params)
-
-
-def test_what_few_layers_say_is_what_all_of_them_take(deep):
+def test_what_few_layers_say_is_what_all_of_them_take():
     """Every named dim on either axis, and pairs of them: as planned with all layers."""
-    graph, atoms = deep
-    evaluator, dims = Evaluator(graph, atoms, H100), named_dims(graph, atoms)
+    evaluator = evaluator_of(*gpt(7))
+    dims = named_dims(evaluator.graph, evaluator.atoms)
     for number, dim in enumerate(dims[:6]):
         other = dims[(number + 1) % len(dims)]
         layouts = {name: {"x": d} for name, d in dim.dims}
@@ -55,9 +41,9 @@ def test_what_few_layers_say_is_what_all_of_them_take(deep):
         assert guess.received == pytest.approx(whole.received, rel=0.02)
 
 
-def test_the_best_one_is_planned_with_all_layers(deep):
-    model = gpt2.build(gpt2.Config(64, 32, 4, 6, 4, 8)).eval()
-    module = mt.from_torch(torch.export.export(model, (torch.zeros(4, 8, dtype=torch.int64),)), check=False)
+def test_the_best_one_is_planned_with_all_layers():
+    model, tokens = gpt(6)
+    module = mt.from_torch(torch.export.export(model.eval(), (tokens,)), check=False)
     found = mt.search(module, 2, "h100x2", meshes=[{"x": 2}], width=1)
     assert found.best.in_full
     assert mt.simulate(found.distribute(), "h100x2").time == pytest.approx(found.best.time)
@@ -89,16 +75,15 @@ class Collecting(Reaching):
         return tuple(made)
 
 
-def test_layers_that_are_no_chain_are_left_alone():
-    """What every layer gives is a result: none can be left out. What all take of before the layers is no hindrance."""
-    assert repeated(read(Collecting(), torch.zeros(4, 8))[0]) is None
-    graph, atoms = read(Reaching(), torch.zeros(4, 8))
-    evaluator = Evaluator(graph, atoms, H100)
-    guess = evaluator.strategy(MESH, {})
-    assert guess.time == pytest.approx(evaluator.in_full(guess).time)
+@pytest.mark.parametrize("model", [Reaching, Collecting])
+def test_layers_that_are_no_chain(model):
+    """What every layer takes of the first one, or gives as a result, is as much for each of them."""
+    evaluator = evaluator_of(model(), torch.zeros(4, 8))
+    for layouts in ({}, {"x": {"x": 0}}):
+        guess = evaluator.strategy(MESH, layouts)
+        whole = evaluator.in_full(guess)
+        assert (guess.time, guess.memory, guess.received) == pytest.approx((whole.time, whole.memory, whole.received))
 
 
 def test_few_layers_are_planned_as_they_are():
-    graph, atoms = read(gpt2.build(gpt2.Config(64, 32, 4, 2, 4, 8)), torch.zeros(4, 8, dtype=torch.int64))
-    assert repeated(graph) is None or repeated(graph).count >= 4
-    assert Evaluator(graph, atoms, H100).strategy(MESH, {}).in_full
+    assert evaluator_of(*gpt(2)).strategy(MESH, {}).in_full
