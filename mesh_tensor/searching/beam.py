@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from mesh_tensor.base.mesh import Mesh
 
-from .evaluate import Evaluator, Layouts, Strategy
+from .evaluate import Evaluator, KernelEvaluator, Layouts, Strategy
 from .named_dims import NamedDim
 
 Colouring = frozenset[tuple[int, str]]  # (number of a named dim, axis)
@@ -17,7 +17,9 @@ class Beam:
     """The `width` best colourings of a mesh at a time, each with one more dim coloured in every way. It ends where that
     gives nothing better twice in a row, or when `stop` says so."""
 
-    def __init__(self, evaluator: Evaluator, dims: Sequence[NamedDim], rank: Rank, width: int) -> None:
+    def __init__(
+        self, evaluator: Evaluator | KernelEvaluator, dims: Sequence[NamedDim], rank: Rank, width: int
+    ) -> None:
         self._evaluator, self._dims, self._rank, self._width = evaluator, dims, rank, width
 
     def run(self, mesh: Mesh, stop: Callable[[], bool]) -> Iterator[Strategy]:

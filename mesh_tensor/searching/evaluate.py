@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from tvm import ir
+from tvm import ir, tirx
 
+from mesh_tensor.annotations.annotate import annotate
 from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.garbage import uncollected
@@ -18,8 +19,10 @@ from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.fewer_layers import fewer_layers
+from mesh_tensor.program.builder import lower_to_program
 from mesh_tensor.program.lifetimes import peak_bytes
 from mesh_tensor.program.plan_module import plan_graph, read_module
+from mesh_tensor.program.program import Program
 from mesh_tensor.simulation.streams import Events, play
 
 Layouts = Mapping[str, Mapping[str, int]]  # parameter -> axis -> dim
@@ -62,7 +65,7 @@ class Evaluator:
 
     def strategy(self, mesh: Mesh, layouts: Layouts) -> Strategy | None:
         """The strategy with these layouts; None if it can't be planned."""
-        named = tuple(sorted((name, tuple(sorted(layout.items()))) for name, layout in layouts.items() if layout))
+        named = _named(layouts)
         key = (mesh, named)
         if key not in self._known:
             self._known[key] = self._evaluated(mesh, named)
@@ -110,13 +113,49 @@ class _Planned:
                     sharding = Sharding.make(mesh, value.type.ndim, dict(layout), name=name)
                     stated[value] = Annotation(sharding, open=True)
             program = plan_graph(replace(self.graph, mesh=mesh, annotations=stated), self.atoms).made.program
-            events = Events(program, self._machine)
+            return _simulated(program, self._machine, named)
         except MeshTensorError:
             return None
-        machine = self._machine
-        time, _ = play(events.all, len(machine.links), machine.busy)
-        received = sum(step.bytes for step in program.steps)
-        return Strategy(mesh, named, time + machine.call, peak_bytes(program), received)
+
+
+class KernelEvaluator:
+    """Strategies of one kernel on a machine: layouts of its buffers. Those that are not named lie whole everywhere."""
+
+    def __init__(self, func: tirx.PrimFunc, machine: Machine) -> None:
+        self._func, self._machine = func, machine
+        self._known: dict[tuple, Strategy | None] = {}
+
+    @property
+    def planned(self) -> int:
+        """How many there are."""
+        return len(self._known)
+
+    def strategy(self, mesh: Mesh, layouts: Layouts) -> Strategy | None:
+        """The strategy with these layouts; None if it can't be planned."""
+        named = _named(layouts)
+        if (mesh, named) not in self._known:
+            self._known[mesh, named] = self._evaluated(mesh, named)
+        return self._known[mesh, named]
+
+    def _evaluated(self, mesh: Mesh, named: NamedLayouts) -> Strategy | None:
+        stated = {buffer.name: dict[str, int]() for buffer in self._func.buffer_map.values()}
+        stated |= {name: dict(layout) for name, layout in named}
+        try:
+            program = lower_to_program(annotate(self._func, mesh, stated), machine=self._machine)
+            return _simulated(program, self._machine, named)
+        except MeshTensorError:
+            return None
+
+
+def _named(layouts: Layouts) -> NamedLayouts:
+    return tuple(sorted((name, tuple(sorted(layout.items()))) for name, layout in layouts.items() if layout))
+
+
+def _simulated(program: Program, machine: Machine, named: NamedLayouts) -> Strategy:
+    """What the program of a strategy takes."""
+    time, _ = play(Events(program, machine).all, len(machine.links), machine.busy)
+    received = sum(step.bytes for step in program.steps)
+    return Strategy(program.mesh, named, time + machine.call, peak_bytes(program), received)
 
 
 def _deeper(two: Strategy, three: Strategy, more: int, named: NamedLayouts) -> Strategy:
