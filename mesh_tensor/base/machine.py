@@ -111,7 +111,7 @@ class Machine:
     devices    how many there are (None: as many as a mesh has)
     processors how many of them work at the same time, where they share processors (None: all)
     turn       where devices take turns on a processor: seconds from one step to the next that no call takes
-    start      ... and what a call's start is there, as a multiple of that on one device alone
+    start      ... and what `launch` is there, as a multiple of that on one device alone
     price      of a device, per hour
     classes    operators that reach another share of the rates, by operator or by class of operators
 
@@ -202,7 +202,7 @@ class Machine:
         """Seconds of a call that processors make for so many of a mesh's devices one after the other."""
         if self.processors is None or devices == 1:
             return work.seconds * rounds
-        return self.turn + rounds * (work.start * self.start + max(work.flops, work.memory))
+        return self.turn + rounds * (work.seconds + self.launch * (self.start - 1))
 
     @property
     def flops_per_byte(self) -> float:

@@ -12,6 +12,7 @@ from .call import OpCall
 from .rule import Dim, LocalCall, OpRule
 from .table import rule, whole_rule
 
+SOFTMAX_GRADIENT = "fused.softmax_gradient"
 _OPS = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "prod": "prod"}
 
 

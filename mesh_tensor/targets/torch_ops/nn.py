@@ -7,7 +7,9 @@ import torch.nn.functional as F
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.call import OpCall
+from mesh_tensor.rules.operator.reduce import SOFTMAX_GRADIENT
 
+from ..dtypes import torch_dtype
 from .table import Function, torch_op
 
 Tensor = torch.Tensor
@@ -18,6 +20,13 @@ def _softmax(call: OpCall) -> Function:
     dim = call.attr("axis")
     function = torch.softmax if call.name == "nn.softmax" else torch.log_softmax
     return lambda x: function(x, dim)
+
+
+@torch_op(SOFTMAX_GRADIENT)
+def _softmax_gradient(call: OpCall) -> Function:
+    """Of the gradient of a softmax, and the softmax; the attributes are those of the sum in it."""
+    (dim,), dtype = call.axes(call.attr("axis")), torch_dtype(call.outputs[0].dtype)
+    return lambda d, y: torch.ops.aten._softmax_backward_data(d, y, dim, dtype)
 
 
 @torch_op("nn.layer_norm")
