@@ -12,7 +12,7 @@ from tvm import ir, tirx
 
 from mesh_tensor.annotations.annotate import annotate
 from mesh_tensor.annotations.annotate_module import annotate_module
-from mesh_tensor.annotations.parameters import with_flat_parameters
+from mesh_tensor.annotations.names import with_flat_parameters
 from mesh_tensor.base.decisions import columns
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import machine_code

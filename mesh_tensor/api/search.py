@@ -11,8 +11,7 @@ from typing import Any
 from tvm import ir, tirx
 
 from mesh_tensor.annotations.kernel_source import check_kernel
-from mesh_tensor.annotations.names import check_module, relax_function
-from mesh_tensor.annotations.parameters import with_flat_parameters
+from mesh_tensor.annotations.names import check_module, relax_function, with_flat_parameters
 from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU, machine_named
