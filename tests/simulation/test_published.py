@@ -23,7 +23,7 @@ def test_more_than_half_of_the_peak_and_not_more_than_there_is():
     assert 0.4 < share < 0.7
 
 
-@pytest.mark.parametrize("step", [ptdp()[0], ptdp()[5], recomputed()[1], dlperf()[1]], ids=lambda step: step.name)
+@pytest.mark.parametrize("step", [ptdp()[0], ptdp()[5], recomputed()[1], dlperf()[5]], ids=lambda step: step.name)
 def test_steps_of_training(step):
     """2104.04473, table 1; 2205.05198, table 5; DLPerf's report."""
     preset = "v100" if step in dlperf() else "a100"
