@@ -18,7 +18,7 @@ from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import machine_code
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.plan.reshards import cost_of
-from mesh_tensor.program.plan_module import read_module
+from mesh_tensor.program.plan_module import PlanOptions, read_module
 from mesh_tensor.searching.evaluate import Strategy
 from mesh_tensor.searching.exact import exact_price
 from mesh_tensor.searching.named_dims import NamedDim
@@ -71,7 +71,7 @@ class Found:
         mod = with_flat_parameters(
             self.module.mod if isinstance(self.module, ImportedModule) else self.module, self.function
         )
-        graph, atoms = read_module(mod, self.function, chosen.mesh, {}, machine=self.machine)
+        graph, atoms = read_module(mod, self.function, chosen.mesh, {}, PlanOptions(machine=self.machine))
         plan = self.distribute(chosen).plan
         return cost_of(plan.explicit) / max(1, exact_price(graph, atoms, seconds).price)
 

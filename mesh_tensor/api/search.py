@@ -18,14 +18,13 @@ from mesh_tensor.base.machine_presets import CPU, machine_named
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.plan.ir import Graph
-from mesh_tensor.searching.beam import Beam, Rank
 from mesh_tensor.searching.evaluate import Evaluator, KernelEvaluator, Strategy
-from mesh_tensor.searching.named_dims import kernel_dims, named_dims
+from mesh_tensor.searching.named_dims import Beam, Rank, kernel_dims, named_dims
 from mesh_tensor.simulation.simulate import check_sizes_known
 
 from .found import Found, FoundKernel
-from .presets import preset_layouts
 from .search_training import TrainingOptions, TrainingPlans, search_training
+from .strategies import preset_layouts
 
 _OBJECTIVES: dict[str, Callable[[Strategy], float]] = {"time": lambda s: s.time, "memory": lambda s: s.memory}
 

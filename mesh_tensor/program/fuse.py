@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.rules.operator.call import OpCall
 from mesh_tensor.rules.operator.linear_algebra import LINEAR, MATMUL_ADD
-from mesh_tensor.rules.operator.reduce import SOFTMAX_GRADIENT
+from mesh_tensor.rules.operator.nn import SOFTMAX_GRADIENT
 
 from .program import Value
 from .steps import OpStep, Step

@@ -14,15 +14,15 @@ from tvm import ir, tirx
 from mesh_tensor.annotations.annotate import annotate
 from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.base.errors import MeshTensorError
-from mesh_tensor.base.garbage import uncollected
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.recent import uncollected
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.fewer_layers import fewer_layers
 from mesh_tensor.program.builder import lower_to_program
-from mesh_tensor.program.lifetimes import peak_bytes
-from mesh_tensor.program.plan_module import plan_graph, read_module
+from mesh_tensor.program.plan_module import PlanOptions, plan_graph, read_module
 from mesh_tensor.program.program import Program
+from mesh_tensor.program.verify import peak_bytes
 from mesh_tensor.simulation.streams import Events, play
 
 Layouts = Mapping[str, Mapping[str, int]]  # parameter -> axis -> dim
@@ -99,7 +99,7 @@ class _Planned:
     """A function, planned and simulated for layouts of those of its parameters that are named."""
 
     def __init__(self, mod: ir.IRModule, function: str, machine: Machine) -> None:
-        self.graph, self.atoms = read_module(mod, function, Mesh({"x": 1}), {}, machine=machine)
+        self.graph, self.atoms = read_module(mod, function, Mesh({"x": 1}), {}, PlanOptions(machine=machine))
         self._machine = machine
         self._values = {value.name: value for value in self.graph.params}
 

@@ -9,7 +9,7 @@ from torch import nn
 import mesh_tensor as mt
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.plan.ir import leaves
-from mesh_tensor.program.plan_module import read_module
+from mesh_tensor.program.plan_module import PlanOptions, read_module
 from mesh_tensor.searching.exact import exact_price, options_of
 
 pytest.importorskip("scipy")
@@ -40,7 +40,7 @@ def imported(model, rows, width):
 
 
 def read(module, mesh, machine):
-    return read_module(module.mod, "main", mesh, {}, machine=mt.Machine.preset(machine))
+    return read_module(module.mod, "main", mesh, {}, PlanOptions(machine=mt.Machine.preset(machine)))
 
 
 def brute_force(graph, atoms):

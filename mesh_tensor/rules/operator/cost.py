@@ -9,7 +9,7 @@ from mesh_tensor.base.machine import Machine, Work
 
 from .call import OpCall, operator_name
 from .linear_algebra import LINEAR, MATMUL_ADD
-from .reduce import SOFTMAX_GRADIENT
+from .nn import SOFTMAX_GRADIENT
 from .vjp import VJP, vjp_of
 
 # Classes of operators by what bounds their time; what is not here works element by element.

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.call import OpCall
-from mesh_tensor.rules.operator.reduce import SOFTMAX_GRADIENT
+from mesh_tensor.rules.operator.nn import SOFTMAX_GRADIENT
 
 from ..dtypes import torch_dtype
 from .table import Function, torch_op

@@ -17,7 +17,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator.call import OpCall, operator_name, tensor_infos
 from mesh_tensor.rules.operator.linear_algebra import LINEAR, MATMUL_ADD
-from mesh_tensor.rules.operator.reduce import SOFTMAX_GRADIENT
+from mesh_tensor.rules.operator.nn import SOFTMAX_GRADIENT
 from mesh_tensor.targets.dtypes import torch_dtype
 
 Function = Callable[..., Any]
