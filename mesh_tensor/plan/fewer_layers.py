@@ -26,11 +26,12 @@ _WHOLE = (relax.Constant, relax.ShapeExpr, relax.PrimValue, relax.StringImm, rel
 
 @dataclass(frozen=True, eq=False)
 class FewerLayers:
-    """`module` has fewer of the function's layers; `stands`: per variable of the whole function, which of the small one
-    stands for it (itself, if it is there)."""
+    """`module` has fewer of the function's `layers`; `stands`: per variable of the whole function, which of the small
+    one stands for it (itself, if it is there)."""
 
     module: ir.IRModule
     stands: Mapping[str, str]
+    layers: int
 
 
 def fewer_layers(
@@ -250,7 +251,8 @@ class _Writer:
             small = small.with_attr(STATE_ATTR, self._state(state, numbers))
         made = ir.IRModule({ir.GlobalVar(function): small}, attrs=mod.attrs, global_infos=mod.global_infos)
         whole = (*self._read.given, *self._read.numbers)
-        return FewerLayers(made, {var.name_hint: self._vars.get(var, var).name_hint for var in whole})
+        stands = {var.name_hint: self._vars.get(var, var).name_hint for var in whole}
+        return FewerLayers(made, stands, self._layers.count)
 
     @staticmethod
     def _need(holds: bool) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 from tvm import relax, tirx
 
 from mesh_tensor.base.decisions import Decisions
-from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.lowering.local_calls import TileCalls, inputs_of, outputs_of, scopes_of
 from mesh_tensor.plan.atoms import made_plain, plain_sharding
@@ -108,7 +107,7 @@ class _Programmer:
         pieces = tuple(self._pieces(explicit.steps, 0))
         steps: Sequence[ProgramStep] = [step for piece in pieces for step in piece.steps]
         if graph.state and overlap == "auto":
-            steps, added = bucketed(steps, self._values, graph.mesh, graph.prices.machine or CPU)
+            steps, added = bucketed(steps, self._values, graph.mesh, graph.prices.machine)
             self._values |= added
         inputs = tuple(form.name for form in explicit.params)
         given = {*inputs, *self._constants}

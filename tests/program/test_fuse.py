@@ -51,6 +51,19 @@ class Cases(nn.Module):
     def undone_result(self, x, w, b):
         return x.permute(2, 0, 1).permute(1, 2, 0)
 
+    def gradient_of_a_softmax(self, x, w, b):
+        y = torch.softmax(x, 1)
+        return (x - (x * y).sum(1, keepdim=True)) * y
+
+    def another_sum(self, x, w, b):
+        y = torch.softmax(x, 1)
+        return (x - (x * x).sum(1, keepdim=True)) * y
+
+    def a_part_of_it_used_twice(self, x, w, b):
+        y = torch.softmax(x, 1)
+        parts = x * y
+        return y * (x - parts.sum(1, keepdim=True)), parts
+
     def two_products(self, x, w, b):
         return x @ w + x @ w.t()
 
@@ -60,15 +73,19 @@ FUSED = {
     "transposed_without_a_bias": ["fused.linear"],
     "bias_first": ["fused.matmul_add"],
     "bias_of_rows": ["matmul", "add"],
-    "product_used_twice": ["matmul", "add"],
-    "transpose_used_twice": ["permute_dims", "fused.linear", "add"],
+    "product_used_twice": ["matmul", "add", "multiply"],
+    "transpose_used_twice": ["permute_dims", "fused.linear", "multiply", "add"],
     "transpose_that_is_a_result": ["permute_dims", "fused.linear"],
     "undone": ["nn.relu", "add"],
     "not_undone": ["nn.relu", "permute_dims", "permute_dims"],
     "undone_result": ["permute_dims", "permute_dims"],
+    "gradient_of_a_softmax": ["fused.softmax_gradient"],
+    "another_sum": ["multiply", "multiply"],
+    "a_part_of_it_used_twice": ["multiply", "multiply"],
     "two_products": ["matmul", "fused.linear", "add"],
 }
-SHOWN = {"fused.linear", "fused.matmul_add", "matmul", "add", "permute_dims", "nn.relu"}
+SHOWN = {"fused.linear", "fused.matmul_add", "fused.softmax_gradient", "matmul", "add", "permute_dims", "nn.relu"}
+SHOWN |= {"multiply"}
 
 
 @pytest.mark.parametrize("name", FUSED)

@@ -104,6 +104,7 @@ def attention(call: OpCall) -> OpRule:
     )
 
 
+SOFTMAX_GRADIENT = "fused.softmax_gradient"
 _OPS = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "prod": "prod"}
 
 

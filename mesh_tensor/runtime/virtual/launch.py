@@ -126,11 +126,9 @@ class Launch:
         return port.input.spread(tensor, borrow=borrow, share=not port.overwritten, poison=self._poison)
 
     def _target(self, port: _VirtualPort, tensor: AnyTensor | None, as_mesh_tensors: bool) -> AnyTensor | None:
-        """What the result is to end up in; None where it is a new MeshTensor, or what an operator has made."""
-        if tensor is not None or as_mesh_tensors or port.comes_new:
-            return tensor
-        assert port.output is not None
-        return torch.empty(port.output.shape, dtype=port.output.dtype, device=self._mesh.device)
+        """What the result is to end up in; None where it is a new MeshTensor, or operators make it: then its memory is
+        taken when it is there."""
+        return tensor if tensor is not None or as_mesh_tensors or port.comes_made else _new(port, self._mesh.device)
 
     def _room(self, port: _VirtualPort, target: AnyTensor | None, direct: bool) -> Tiles:
         """Tiles for an output that does not start as an input."""
@@ -161,8 +159,15 @@ def _all_differ(tiles: Tiles) -> bool:
     return len({tile.data_ptr() for tile in tiles}) == len(tiles)
 
 
+def _new(port: _VirtualPort, device: torch.device) -> torch.Tensor:
+    assert port.output is not None
+    return torch.empty(port.output.shape, dtype=port.output.dtype, device=device)
+
+
 def _leave(port: _VirtualPort, tiles: Tiles, target: AnyTensor | None, as_mesh_tensors: bool) -> AnyTensor:
     assert port.output is not None
+    if target is None and not as_mesh_tensors and not port.comes_new:
+        target = _new(port, tiles[0].device)
     if isinstance(target, MeshTensor):
         made = of_tiles(tiles, port.output).redistribute(target.sharding)
         for tile, result in zip(target.tiles(), made.tiles(), strict=True):
