@@ -65,6 +65,8 @@ def exact_price(graph: Graph, atoms: Atoms, seconds: float = 60.0) -> Exact:
 def options_of(node: Node, graph: Graph, atoms: Atoms) -> list[Option]:
     """All ways to run a node: every axis splits a factor, or is that of sums that pass through, or neither."""
     rule, mesh, found = atoms.rules[node], graph.mesh, dict[tuple, Option]()
+    if graph.loops:
+        refuse("a module with loops is not searched exactly", fix="search the body of the loop alone")
     if rule.inner:
         refuse(f"{node.where} reduces inside a kernel, which is not searched exactly", fix="search operators alone")
     factors = [f for f in _factors(rule) if f not in rule.rule.unsplit and _completes(rule, f)]
