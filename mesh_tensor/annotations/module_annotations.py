@@ -55,6 +55,10 @@ class Annotation:
         stated = self.sharding.as_dict() or self.sharding.partial or self.replicated
         return not stated and not any(self.keeps(dim) for dim in range(self.sharding.ndim))
 
+    def states(self, axis: str) -> bool:
+        """Whether it says what an axis does with the value, but for replicating it."""
+        return self.sharding.dim_of(axis) is not None or self.sharding.partial_op(axis) is not None
+
     def priority_of(self, axis: str) -> int:
         """When the layout is heard along an axis."""
         return self.priority + dict(self.later).get(axis, 0)

@@ -11,6 +11,7 @@ from tvm import ir, relax
 from mesh_tensor.base.errors import listing, refuse
 
 from .annotation import from_attr
+from .manual import callee_of
 
 # A function attribute that an importer sets: the source's name of a parameter -> the module's.
 SOURCE_NAMES_ATTR = "mesh_tensor_names"
@@ -82,6 +83,7 @@ def reachable(mod: ir.IRModule, name: str) -> dict[str, relax.Function]:
     while todo and len(found) < len(functions):
         for binding in bindings(found[todo.pop()]):
             op = binding.value.op if isinstance(binding.value, relax.Call) else None
+            op = callee_of(binding.value) or op
             if isinstance(op, ir.GlobalVar) and op.name_hint in functions and op.name_hint not in found:
                 found[op.name_hint] = functions[op.name_hint]
                 todo.append(op.name_hint)

@@ -62,6 +62,7 @@ def _meeting(
         (only,) = parts if len(parts) == 1 else ((),)
         split = {axis: factor for axis, factor in decision.split.items() if axis not in dict(only)}
         joins = _adds(node, rule) or _moves(node, rule)
+        joins = joins and not rule.fixed.keys() & dict(only)
         if only and split != decision.split and joins and all(len(uses[v]) == 1 for v in node.inputs):
             needed = operand_layouts(graph.mesh, rule, split)
             results = zip(rule.outputs, rule.partial, strict=True)

@@ -144,7 +144,8 @@ class Decider:
         for axis in self._mesh:
             found = [t.factors[p] for t in reversed(tensors) if (p := t.layout.dim_of(axis)) is not None]
             free = list(dict.fromkeys([*(f for f in found if f is not None), None]))
-            choices.append([self._fixed[axis]] if axis in self._fixed else free)
+            fixed = rule.fixed if axis in rule.fixed else self._fixed
+            choices.append([fixed[axis]] if axis in fixed else free)
         for combination in product(*choices):
             split = {a: f for a, f in zip(self._mesh, combination, strict=True) if f is not None}
             if fits(rule, split, self._mesh):
@@ -212,7 +213,8 @@ def _leaving(src: Sharding, dst: Sharding) -> int:
 
 def fits(rule: NodeRule, split: Mapping[str, str], mesh: Mesh) -> bool:
     """Whether axes may split factors so."""
-    return _one_op(rule, split) and _is_even(rule, split, mesh) and _has_blocks(rule, split, mesh)
+    fixed = all(split.get(axis) == factor for axis, factor in rule.fixed.items())
+    return fixed and _one_op(rule, split) and _is_even(rule, split, mesh) and _has_blocks(rule, split, mesh)
 
 
 def _one_op(rule: NodeRule, split: Split) -> bool:

@@ -18,6 +18,7 @@ from mesh_tensor.rules.operator.rule import OpRule, atoms_of
 from .atoms import Atoms
 from .ir import Graph, Value, leaves
 from .spread import Conflict, Spread, refine_sharding
+from .varying import at_the_edge
 
 _ROOM = -(2**63)  # before what is left over of any value
 
@@ -35,6 +36,9 @@ def propagate(graph: Graph, atoms: Atoms) -> Layouts:
     spread = Spread(graph, atoms)
     for value, annotation in graph.annotations.items():
         spread.state(value, annotation)
+    for value, axes in at_the_edge(graph, atoms.devices).items():
+        spread.start(value, axes)
+    spread.run()
     for starting in _turns(graph, stored_axes(graph, atoms), spread.places):
         for value, axes in starting.items():
             spread.start(value, axes)

@@ -6,14 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tvm import ir, relax, tirx
 
+from mesh_tensor.annotations.manual import Manual, callee_of
 from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.annotations.names import relax_functions
+from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator.call import OpCall, op_call, op_name, tensor_infos, tensor_type, tensor_types
 from mesh_tensor.rules.operator.known_sizes import with_known_sizes
 
 from .ir import ANNOTATE, STATE_ATTR, Graph, Node, Scope, Tree, Value, leaves
+from .manual import Devices, Emit, Region, check_types, comm_in, is_collective
+from .varying import Axes, node_axes
 
 # (function name, variable name) -> what was stated for it
 Annotations = Mapping[tuple[str, str], Annotation]
@@ -26,7 +30,7 @@ def read_graph(mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotat
         MeshTensorError: the function is missing or recursive, a size is symbolic, or an expression is no operator,
             call, tuple or If.
     """
-    reader = _Reader(mod, annotations)
+    reader = _Reader(mod, mesh, annotations)
     func = reader.function(function)
     params = [reader.parameter(function, var) for var in func.params[:]]
     body = reader.body(function, func, params, ())
@@ -60,8 +64,9 @@ def _state(func: relax.Function, params: list[Value], body: Tree) -> dict[Value,
 
 
 class _Reader:
-    def __init__(self, mod: ir.IRModule, annotations: Annotations) -> None:
-        self.nodes: list[Node] = []
+    def __init__(self, mod: ir.IRModule, mesh: Mesh, annotations: Annotations) -> None:
+        self.mesh, self.nodes = mesh, list[Node]()
+        self.varying: dict[Value, Axes] = {}
         self.annotations: dict[Value, Annotation] = {}
         self._mod, self._stated = mod, annotations
         self._functions = relax_functions(mod)
@@ -82,14 +87,24 @@ class _Reader:
         self._note(function, name, value)
         return value
 
-    def body(self, function: str, func: relax.Function, args: Sequence[Tree], scopes: tuple[Scope, ...]) -> Tree:
+    def body(
+        self,
+        function: str,
+        func: relax.Function,
+        args: Sequence[Tree],
+        scopes: tuple[Scope, ...],
+        region: Region | None = None,
+    ) -> Tree:
         """The nodes of a function's body on `args`, and what it returns."""
-        return _Body(self, function, dict(zip(func.params[:], args, strict=True)), scopes).expression(func.body)
+        env = dict(zip(func.params[:], args, strict=True))
+        return _Body(self, function, env, scopes, region).expression(func.body)
 
-    def enter(self, var: ir.GlobalVar, args: list[Tree], scopes: tuple[Scope, ...]) -> Tree:
+    def enter(
+        self, var: ir.GlobalVar, args: list[Tree], scopes: tuple[Scope, ...], region: Region | None = None
+    ) -> Tree:
         """The nodes of a call of a module's function."""
         name = var.name_hint
-        func = self._sized(self.function(name), args)
+        func = self.sized(self.function(name), args)
         if any(scope.function == name for scope in scopes):
             refuse(
                 f"function {name!r} calls itself",
@@ -98,9 +113,9 @@ class _Reader:
             )
         args = [self._annotated(name, param, arg, scopes) for param, arg in zip(func.params, args, strict=True)]
         self._sites += 1
-        return self.body(name, func, args, (*scopes, Scope(name, self._sites)))
+        return self.body(name, func, args, (*scopes, Scope(name, self._sites)), region)
 
-    def _sized(self, func: relax.Function, args: list[Tree]) -> relax.Function:
+    def sized(self, func: relax.Function, args: Sequence[Tree]) -> relax.Function:
         """The function with the sizes that its arguments bring in place of its symbols."""
         sizes: dict[tirx.Var, int] = {}
         for param, arg in zip(func.params, args, strict=True):
@@ -125,11 +140,21 @@ class _Reader:
         return self._constants[constant]
 
     def add(
-        self, call: OpCall, inputs: list[Value], function: str, name: str, scopes: tuple[Scope, ...], kernel=None
+        self,
+        call: OpCall,
+        inputs: list[Value],
+        function: str,
+        name: str,
+        scopes: tuple[Scope, ...],
+        kernel: tirx.PrimFunc | None = None,
+        *,
+        note: bool = True,
     ) -> list[Value]:
         outputs = [Value(self._unique(name), out) for out in call.outputs]
         self.nodes.append(Node(call, tuple(inputs), tuple(outputs), scopes, f"{function}.{name}", kernel))
-        if len(outputs) == 1:
+        if axes := node_axes(self.nodes[-1], self.varying, self.mesh):
+            self.varying |= dict.fromkeys(outputs, axes)
+        if len(outputs) == 1 and note:
             self._note(function, name, outputs[0])
         return outputs
 
@@ -144,6 +169,14 @@ class _Reader:
     def _note(self, function: str, name: str, value: Value) -> None:
         stated = self._stated.get((function, name))
         if stated is not None:
+            manual = [axis for axis, _ in self.varying.get(value, ()) if stated.states(axis)]
+            if manual:
+                refuse(
+                    [f"{name!r} is annotated along {axis!r}, which is manual there" for axis in manual],
+                    where=f"{function}.{name}",
+                    why="every device has a value of its own along it",
+                    fix="state what the other axes do, or annotate it outside of the manual computation",
+                )
             self.annotations[value] = stated
 
     def _unique(self, name: str) -> str:
@@ -154,8 +187,16 @@ class _Reader:
 class _Body:
     """One function's bindings."""
 
-    def __init__(self, reader: _Reader, function: str, env: dict[relax.Var, Tree], scopes: tuple[Scope, ...]) -> None:
+    def __init__(
+        self,
+        reader: _Reader,
+        function: str,
+        env: dict[relax.Var, Tree],
+        scopes: tuple[Scope, ...],
+        region: Region | None,
+    ) -> None:
         self._reader, self._function, self._env, self._scopes = reader, function, env, scopes
+        self._region = region
 
     def expression(self, expr: relax.Expr, name: str = "result") -> Tree:
         """What an expression is; its operators become nodes."""
@@ -215,6 +256,8 @@ class _Body:
             return self._function_call(expr.op, expr.args[:], name)
         if isinstance(expr.struct_info, relax.ShapeStructInfo) and expr.struct_info.values is not None:
             return ()  # a shape of known sizes: who takes it has them from its type
+        if (special := _special(expr)) is not None:
+            return special(self, expr, name)
         expr, called = with_known_sizes(expr, f"{self._function}.{name}"), op_name(expr.op)
         if isinstance(expr, relax.Constant):
             return self._reader.constant(expr)
@@ -232,7 +275,58 @@ class _Body:
                 where=f"{self._function}.{name}",
                 fix="call operators and functions of the module by name",
             )
-        return self._reader.enter(op, [self.expression(arg, name) for arg in args], self._scopes)
+        return self._reader.enter(op, [self.expression(arg, name) for arg in args], self._scopes, self._region)
+
+    def manual(self, expr: relax.Call, name: str) -> Tree:
+        """What a manual computation gives: its function on tiles."""
+        where, body = f"{self._function}.{name}", callee_of(expr)
+        assert body is not None
+        args = [self.expression(arg, name) for arg in expr.args[2:-1]]
+        results = tensor_types(expr.struct_info, where)
+        given = [arg for arg in args if isinstance(arg, Value)]
+        if len(given) < len(args):
+            refuse("a manual computation takes tensors, no tuples", where=where, fix="pass their fields")
+        ndims = [value.type.ndim for value in given], [one.ndim for one in results]
+        stated = Manual.parse(str(expr.args[-1].value), *ndims, where)
+        region = Region.inside(self._region, stated.axes, self._reader.mesh, where)
+        devices = Devices(self._reader.mesh, self._emit(name), self._reader.varying)
+        pairs = enumerate(zip(given, stated.inputs, strict=True))
+        tiles = [devices.tile(value, one, f"{where}: operand {n}, {value.name!r},") for n, (value, one) in pairs]
+        taken = self._reader.sized(self._reader.function(body.name_hint), tiles).params[:]
+        check_types(f"{where}: {body.name_hint!r} takes", [one.type for one in tiles], _types(taken, where))
+        made = leaves(self._reader.enter(body, list(tiles), self._scopes, region))
+        if len(made) != len(results):
+            refuse(f"{body.name_hint!r} gives {len(made)} tensors, but the call says {len(results)}", where=where)
+        ends = enumerate(zip(made, stated.outputs, strict=True))
+        wholes = [devices.whole(value, one, f"{where}: result {n}") for n, (value, one) in ends]
+        check_types(f"{where}: the call says", [one.type for one in wholes], results)
+        return tuple(wholes) if isinstance(expr.struct_info, relax.TupleStructInfo) else wholes[0]
+
+    def collective(self, expr: relax.Call, name: str) -> Tree:
+        """What a collective of a manual computation gives."""
+        where = f"{self._function}.{name}"
+        comm = comm_in(self._region, expr, self._reader.mesh, where)
+        devices = Devices(self._reader.mesh, self._emit(name), self._reader.varying)
+        if comm.kind == "axis_index":
+            made = devices.index(comm.axes, self._reader.constant)
+        else:
+            (value,) = [leaf for arg in expr.args[:] if tensor_infos(arg.struct_info) for leaf in self._values(arg, name)]
+            made = devices.run(comm, value, where)
+        check_types(f"{where}: the call says", [made.type], tensor_types(expr.struct_info, where))
+        return made
+
+    def _values(self, arg: relax.Expr, name: str) -> list[Value]:
+        return leaves(self.expression(arg, name))
+
+    def _emit(self, name: str) -> Emit:
+        """Adds a node for an expression of values."""
+
+        def emit(make: Callable[..., relax.Expr], values: Sequence[Value]) -> Value:
+            call = op_call(relax.BlockBuilder().normalize(make(*(value.variable() for value in values))))
+            (made,) = self._reader.add(call, list(values), self._function, name, self._scopes, note=False)
+            return made
+
+        return emit
 
     def _operands(self, args: list[relax.Expr], name: str) -> list[Value]:
         """The tensors among a call's arguments; a variable of the module's always has some."""
@@ -264,6 +358,17 @@ class _Body:
         stand_ins = [v.variable() for v in operands]
         call = relax.BlockBuilder().normalize(relax.op.where(*stand_ins))
         return self._reader.add(op_call(call), operands, self._function, name, self._scopes)[0]
+
+
+def _special(expr: relax.Call) -> Callable[[_Body, relax.Call, str], Tree] | None:
+    """How a call is read that is no operator."""
+    if callee_of(expr) is not None:
+        return _Body.manual
+    return _Body.collective if is_collective(expr) else None
+
+
+def _types(params: Sequence[relax.Var], where: str) -> list[TensorType]:
+    return [one for param in params for one in tensor_types(param.struct_info, where)]
 
 
 # By kind of expression: how it is read, given the name of what it is bound to.

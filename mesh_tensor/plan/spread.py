@@ -39,7 +39,8 @@ class _Site(NamedTuple):
     """A node, its operands and then its results (each with its atoms' factors), and where the results begin.
     `repeated`: operands that are repeated along dims which another operand has beside all of theirs: a bias, a mask.
     `around`: atoms of parameters that are read around a factor's place: whole they need no margins. `read`: the factors
-    from which windows are read. `blocked`: the ways, back or not, in which nothing spreads through the node."""
+    from which windows are read. `blocked`: the ways, back or not, in which nothing spreads through the node. `fixed`: the factors that
+    axes split, whatever reaches the node."""
 
     node: Node
     tensors: tuple[tuple[Value, AtomFactors], ...]
@@ -49,6 +50,7 @@ class _Site(NamedTuple):
     around: frozenset[tuple[Value, int]]
     read: frozenset[str]
     blocked: frozenset[bool]
+    fixed: Mapping[str, str]
 
 
 class Spread:
@@ -59,7 +61,10 @@ class Spread:
 
     def __init__(self, graph: Graph, atoms: Atoms) -> None:
         self._atoms, self._mesh = atoms, graph.mesh
-        self.places: dict[Value, dict[str, int]] = {value: {} for value in graph.values()}
+        devices = atoms.devices
+        self.places: dict[Value, dict[str, int]] = {
+            value: {axis: place for place, (axis, _) in enumerate(devices.get(value, ()))} for value in graph.values()
+        }
         self._group: dict[Value, list[Value]] = {}
         for members in graph.groups().values():
             shared: dict[str, int] = {}
@@ -83,7 +88,8 @@ class Spread:
             stated = graph.annotations.get(node.outputs[0]) if node.is_annotation else None
             blocked = stated.blocked if stated is not None else frozenset()
             windows = frozenset([reaches.factor for reaches in rule.windows.values()])
-            site = _Site(node, tensors, len(node.inputs), rule.reduced, repeated[id(rule)], around, windows, blocked)
+            tied = repeated[id(rule)]
+            site = _Site(node, tensors, len(node.inputs), rule.reduced, tied, around, windows, blocked, rule.fixed)
             self._sites.append(site)
             for index, (value, _) in enumerate(site.tensors):
                 self._touching.setdefault(value, []).append((number, index))
@@ -157,7 +163,9 @@ class Spread:
         if back in site.blocked:
             return
         factor = self._factor_at(*site.tensors[index], axis)
-        if factor is None or self._factor.setdefault((number, axis), factor) != factor:
+        if factor is None or site.fixed.get(axis, factor) != factor:
+            return
+        if self._factor.setdefault((number, axis), factor) != factor:
             return
         for value, factors in site.tensors[: site.results] if back else site.tensors[site.results :]:
             if factor in factors and axis not in self.places[value] and axis not in self._closed.get(value, ()):

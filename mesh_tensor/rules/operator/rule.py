@@ -97,6 +97,7 @@ class OpRule:
     blocks            factor -> size of its blocks, where the tiles of all devices have to be whole blocks.
     first             factor -> how much of it the first tile has to hold, where the axes split it.
     inner             what is reduced inside a kernel, in the order in which it is.
+    devices           factors of devices: an axis of that size splits each, and nothing takes it apart.
     moves             the op only moves elements: results pending with any op pass through.
     localize          how the call looks on tiles; None: the same call on the tiles.
 
@@ -119,6 +120,7 @@ class OpRule:
     first: Mapping[str, int] = field(default_factory=dict)
     inner: tuple[InnerReduction, ...] = ()
     masks: bool = False
+    devices: frozenset[str] = frozenset()
     localize: Localizer | None = None
 
 
