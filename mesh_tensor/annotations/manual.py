@@ -1,9 +1,10 @@
 """Manual computations: a function of a module that is one device's work on its own tiles, collectives among it.
 
-`R.call_pure_packed("mesh.manual_computation", cls.body, *tensors, R.str(text), sinfo_args=...)` calls the module's
-function `body` on the tiles that the tensors have over the manual axes, and makes tensors of the tiles that it gives.
-The text is JSON: `{"axes": {"x": 2}, "in": ["S[0]"], "out": ["R"]}`, layouts over the manual axes alone. What the
-function does with other axes is left to propagation. Its collectives are `mt.comm`'s and `R.ccl`'s.
+`R.call_pure_packed("mesh.manual_computation", *tensors, R.str(text), sinfo_args=...)` calls a function of the module on
+the tiles that the tensors have over the manual axes, and makes tensors of the tiles that it gives. The text is JSON:
+`{"body": "name", "axes": {"x": 2}, "in": ["S[0]"], "out": ["R"]}`, layouts over the manual axes alone (the function is
+there by name: TVM finds no module well-formed whose function is an argument and has symbolic sizes). What the function
+does with other axes is left to propagation. Its collectives are `mt.comm`'s and `R.ccl`'s.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from mesh_tensor.base.sharding import Sharding
 from .annotation import check, complete
 
 MANUAL = "mesh.manual_computation"
-_FIX = 'state {"axes": {"x": 2}, "in": ["S[0]"], "out": ["R"]}, or let mt.manual_computation write it'
+_FIX = 'state {"body": "name", "axes": {"x": 2}, "in": ["S[0]"], "out": ["R"]}, or let mt.manual_computation write it'
 
 
 @dataclass(frozen=True)
 class Manual:
-    """What is stated of a manual computation: its axes, with their sizes, and how operands and results lie over
-    these."""
+    """What is stated of a manual computation: its function's name, its axes, with their sizes, and how operands and
+    results lie over these."""
 
+    body: str
     axes: Mesh
     inputs: tuple[Sharding, ...]
     outputs: tuple[Sharding, ...]
@@ -39,7 +41,7 @@ class Manual:
     def text(self) -> str:
         """As JSON."""
         layouts = {"in": list(map(str, self.inputs)), "out": list(map(str, self.outputs))}
-        return json.dumps({"axes": self.axes.shape, **layouts})
+        return json.dumps({"body": self.body, "axes": self.axes.shape, **layouts})
 
     @staticmethod
     def parse(text: str, inputs: Sequence[int], outputs: Sequence[int], where: str) -> Manual:
@@ -51,6 +53,7 @@ class Manual:
         try:
             said = json.loads(text)
             axes, layouts = Mesh(said["axes"]), (list(said["in"]), list(said["out"]))
+            body = str(said["body"])
         except (ValueError, KeyError, TypeError) as error:
             refuse(f"{shown(text)} states no manual computation: {error}", where=where, fix=_FIX)
         counts = [
@@ -64,7 +67,7 @@ class Manual:
             tuple(Sharding.parse(axes, ndim, str(one), name=where) for one, ndim in zip(stated, ndims, strict=True))
             for stated, ndims in zip(layouts, (inputs, outputs), strict=True)
         ]
-        return Manual(axes, made[0], made[1])
+        return Manual(body, axes, made[0], made[1])
 
 
 def manual_computation(
@@ -104,11 +107,11 @@ def manual_computation(
     results = info.ret.fields if isinstance(info.ret, relax.TupleStructInfo) else [info.ret]
     tiles = [_tensor(result, f"result {n} of {body.name_hint!r}", where) for n, result in enumerate(results)]
     stated = [out_shardings] if isinstance(info.ret, relax.TensorStructInfo) else list(out_shardings)
-    made = Manual(manual, _layouts(manual, in_shardings, given, where), _layouts(manual, stated, tiles, where))
+    made = Manual(body.name_hint, manual, _layouts(manual, in_shardings, given, where), _layouts(manual, stated, tiles, where))
     sizes = _sizes(info, given, made.inputs)
     infos = [_whole(tile, layout, sizes) for tile, layout in zip(tiles, made.outputs, strict=True)]
     out = infos[0] if isinstance(info.ret, relax.TensorStructInfo) else relax.TupleStructInfo(infos)
-    return relax.op.call_pure_packed(MANUAL, body, *args, relax.StringImm(made.text), sinfo_args=[out])
+    return relax.op.call_pure_packed(MANUAL, *args, relax.StringImm(made.text), sinfo_args=[out])
 
 
 def _tensor(info: relax.StructInfo, what: str, where: str) -> relax.TensorStructInfo:
@@ -158,13 +161,27 @@ def _whole(
     return relax.TensorStructInfo(shape, tile.dtype)
 
 
-def callee_of(expr: relax.Expr) -> ir.GlobalVar | None:
-    """The function that a manual computation runs; None of anything else."""
+def is_manual(expr: relax.Expr) -> bool:
+    """Whether a call is of a manual computation."""
     if not isinstance(expr, relax.Call) or not expr.args or not isinstance(expr.args[0], relax.ExternFunc):
-        return None
-    if str(expr.args[0].global_symbol) != MANUAL:
-        return None
-    body = expr.args[1] if len(expr.args) > 1 else None
-    if not isinstance(body, ir.GlobalVar) or not isinstance(expr.args[-1], relax.StringImm):
-        raise MeshTensorError(f"{MANUAL} takes a function of the module, tensors and a text, not {expr}")
-    return body
+        return False
+    return str(expr.args[0].global_symbol) == MANUAL
+
+
+def manual_text(call: relax.Call) -> str:
+    """What a manual computation states.
+
+    Raises:
+        MeshTensorError: it states nothing.
+    """
+    if not isinstance(call.args[-1], relax.StringImm):
+        refuse(f"{MANUAL} takes tensors and a text, not {call}", fix=_FIX)
+    return str(call.args[-1].value)
+
+
+def body_of(call: relax.Call) -> str:
+    """The name of the function that a manual computation runs; "" if it states none."""
+    try:
+        return str(json.loads(manual_text(call))["body"])
+    except (ValueError, KeyError, TypeError, MeshTensorError):
+        return ""

@@ -14,6 +14,7 @@ from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.rules.operator.aten import roll_call
 from mesh_tensor.rules.operator.call import op_name
 from mesh_tensor.rules.operator.manual import ALL_DEVICES, PER_DEVICE, devices_call
 
@@ -101,11 +102,13 @@ def _name(call: relax.Call) -> str:
 
 
 class Devices:
-    """What manual computations do with values, as nodes that `emit` adds. `varying`: which values every device has one
+    """What manual computations do with values, as nodes that `emit` adds, with `constant`s. `varying`: which values every device has one
     of its own of, kept by whoever adds nodes."""
 
-    def __init__(self, mesh: Mesh, emit: Emit, varying: Mapping[Value, Axes]) -> None:
-        self._mesh, self._emit, self._varying = mesh, emit, varying
+    def __init__(
+        self, mesh: Mesh, emit: Emit, constant: Callable[[relax.Constant], Value], varying: Mapping[Value, Axes]
+    ) -> None:
+        self._mesh, self._emit, self._constant, self._varying = mesh, emit, constant, varying
 
     def tile(self, value: Value, layout: Sharding, what: str) -> Value:
         """What every device has of a tensor in a layout over manual axes.
@@ -161,10 +164,10 @@ class Devices:
         comm.shape(value.type.shape, where)
         return _KINDS[comm.kind](self, comm, value)
 
-    def index(self, axes: Mesh, constant: Callable[[relax.Constant], Value]) -> Value:
+    def index(self, axes: Mesh) -> Value:
         """Which device of the group it is."""
         numbers = numpy.arange(axes.num_devices, dtype="int64").reshape(tuple(axes.shape.values()))
-        return self._per_device(constant(relax.const(numbers)), {axis: place for place, axis in enumerate(axes)})
+        return self._per_device(self._constant(relax.const(numbers, "int64")), {axis: place for place, axis in enumerate(axes)})
 
     def all_reduce(self, comm: Comm, value: Value) -> Value:
         """Reduced over the devices."""
@@ -192,17 +195,27 @@ class Devices:
 
     def permute(self, comm: Comm, value: Value) -> Value:
         """Of another device each, or 0."""
-        axes, shape, dtype = comm.axes, value.type.shape, value.type.dtype
-        exposed = self._exposed(value, axes.axis_names)
-        source = {target: origin for origin, target in comm.pairs}
-        parts: list[Value] = []
-        for target in range(axes.num_devices):
-            if target in source:
-                parts.append(self._one(exposed, source[target]))
-            else:
-                parts.append(self._emit(lambda: op.zeros((1, *shape), dtype), ()))
-        joined = self._emit(lambda *variables: op.concat(list(variables), axis=0), parts) if len(parts) > 1 else parts[0]
-        return self._per_device(joined, {axes.axis_names[0]: 0})
+        (axis,), count = comm.axes, comm.axes.num_devices
+        exposed = self._exposed(value, (axis,))
+        targets: dict[int, list[int]] = {}
+        for source, target in comm.pairs:
+            targets.setdefault((target - source) % count, []).append(target)
+        made = None if len(comm.pairs) == count else self._emit(op.zeros_like, (exposed,))
+        for shift, found in targets.items():
+            rolled = self._rolled(exposed, shift)
+            made = rolled if made is None else self._where(found, rolled, made)
+        assert made is not None, comm
+        return self._per_device(made, {axis: 0})
+
+    def _rolled(self, value: Value, shift: int) -> Value:
+        return self._emit(lambda x: roll_call(x, {0: shift}, x.struct_info), (value,)) if shift else value
+
+    def _where(self, places: Sequence[int], value: Value, other: Value) -> Value:
+        """One value at these places of the first dim, the other elsewhere."""
+        mask = numpy.zeros((value.type.shape[0], *(1 for _ in value.type.shape[1:])), dtype=bool)
+        mask[list(places)] = True
+        there = self._constant(relax.const(mask))
+        return self._emit(op.where, (there, value, other))
 
     def broadcast(self, comm: Comm, value: Value) -> Value:
         """Of one device."""

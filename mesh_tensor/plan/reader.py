@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tvm import ir, relax, tirx
 
-from mesh_tensor.annotations.manual import Manual, callee_of
+from mesh_tensor.annotations.manual import Manual, is_manual, manual_text
 from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.annotations.names import relax_functions
 from mesh_tensor.base.dtypes import TensorType
@@ -16,7 +16,7 @@ from mesh_tensor.rules.operator.call import OpCall, op_call, op_name, tensor_inf
 from mesh_tensor.rules.operator.known_sizes import with_known_sizes
 
 from .ir import ANNOTATE, STATE_ATTR, Graph, Node, Scope, Tree, Value, leaves
-from .manual import Devices, Emit, Region, check_types, comm_in, is_collective
+from .manual import Devices, Region, check_types, comm_in, is_collective
 from .varying import Axes, node_axes
 
 # (function name, variable name) -> what was stated for it
@@ -100,10 +100,9 @@ class _Reader:
         return _Body(self, function, env, scopes, region).expression(func.body)
 
     def enter(
-        self, var: ir.GlobalVar, args: list[Tree], scopes: tuple[Scope, ...], region: Region | None = None
+        self, name: str, args: list[Tree], scopes: tuple[Scope, ...], region: Region | None = None
     ) -> Tree:
         """The nodes of a call of a module's function."""
-        name = var.name_hint
         func = self.sized(self.function(name), args)
         if any(scope.function == name for scope in scopes):
             refuse(
@@ -275,28 +274,27 @@ class _Body:
                 where=f"{self._function}.{name}",
                 fix="call operators and functions of the module by name",
             )
-        return self._reader.enter(op, [self.expression(arg, name) for arg in args], self._scopes, self._region)
+        return self._reader.enter(op.name_hint, [self.expression(arg, name) for arg in args], self._scopes, self._region)
 
     def manual(self, expr: relax.Call, name: str) -> Tree:
         """What a manual computation gives: its function on tiles."""
-        where, body = f"{self._function}.{name}", callee_of(expr)
-        assert body is not None
-        args = [self.expression(arg, name) for arg in expr.args[2:-1]]
+        where = f"{self._function}.{name}"
+        args = [self.expression(arg, name) for arg in expr.args[1:-1]]
         results = tensor_types(expr.struct_info, where)
         given = [arg for arg in args if isinstance(arg, Value)]
         if len(given) < len(args):
             refuse("a manual computation takes tensors, no tuples", where=where, fix="pass their fields")
         ndims = [value.type.ndim for value in given], [one.ndim for one in results]
-        stated = Manual.parse(str(expr.args[-1].value), *ndims, where)
+        stated = Manual.parse(manual_text(expr), *ndims, where)
         region = Region.inside(self._region, stated.axes, self._reader.mesh, where)
-        devices = Devices(self._reader.mesh, self._emit(name), self._reader.varying)
+        devices = self._devices(name)
         pairs = enumerate(zip(given, stated.inputs, strict=True))
         tiles = [devices.tile(value, one, f"{where}: operand {n}, {value.name!r},") for n, (value, one) in pairs]
-        taken = self._reader.sized(self._reader.function(body.name_hint), tiles).params[:]
-        check_types(f"{where}: {body.name_hint!r} takes", [one.type for one in tiles], _types(taken, where))
-        made = leaves(self._reader.enter(body, list(tiles), self._scopes, region))
+        taken = self._reader.sized(self._reader.function(stated.body), tiles).params[:]
+        check_types(f"{where}: {stated.body!r} takes", [one.type for one in tiles], _types(taken, where))
+        made = leaves(self._reader.enter(stated.body, list(tiles), self._scopes, region))
         if len(made) != len(results):
-            refuse(f"{body.name_hint!r} gives {len(made)} tensors, but the call says {len(results)}", where=where)
+            refuse(f"{stated.body!r} gives {len(made)} tensors, but the call says {len(results)}", where=where)
         ends = enumerate(zip(made, stated.outputs, strict=True))
         wholes = [devices.whole(value, one, f"{where}: result {n}") for n, (value, one) in ends]
         check_types(f"{where}: the call says", [one.type for one in wholes], results)
@@ -306,9 +304,9 @@ class _Body:
         """What a collective of a manual computation gives."""
         where = f"{self._function}.{name}"
         comm = comm_in(self._region, expr, self._reader.mesh, where)
-        devices = Devices(self._reader.mesh, self._emit(name), self._reader.varying)
+        devices = self._devices(name)
         if comm.kind == "axis_index":
-            made = devices.index(comm.axes, self._reader.constant)
+            made = devices.index(comm.axes)
         else:
             (value,) = [leaf for arg in expr.args[:] if tensor_infos(arg.struct_info) for leaf in self._values(arg, name)]
             made = devices.run(comm, value, where)
@@ -318,15 +316,15 @@ class _Body:
     def _values(self, arg: relax.Expr, name: str) -> list[Value]:
         return leaves(self.expression(arg, name))
 
-    def _emit(self, name: str) -> Emit:
-        """Adds a node for an expression of values."""
+    def _devices(self, name: str) -> Devices:
+        """What manual computations do, bound to a name."""
 
         def emit(make: Callable[..., relax.Expr], values: Sequence[Value]) -> Value:
             call = op_call(relax.BlockBuilder().normalize(make(*(value.variable() for value in values))))
             (made,) = self._reader.add(call, list(values), self._function, name, self._scopes, note=False)
             return made
 
-        return emit
+        return Devices(self._reader.mesh, emit, self._reader.constant, self._reader.varying)
 
     def _operands(self, args: list[relax.Expr], name: str) -> list[Value]:
         """The tensors among a call's arguments; a variable of the module's always has some."""
@@ -362,7 +360,7 @@ class _Body:
 
 def _special(expr: relax.Call) -> Callable[[_Body, relax.Call, str], Tree] | None:
     """How a call is read that is no operator."""
-    if callee_of(expr) is not None:
+    if is_manual(expr):
         return _Body.manual
     return _Body.collective if is_collective(expr) else None
 

@@ -11,7 +11,7 @@ import tvm_ffi
 from tvm import ir, relax, tirx
 
 from mesh_tensor.annotations.comm import Comm, comm_of
-from mesh_tensor.annotations.manual import Manual, callee_of
+from mesh_tensor.annotations.manual import Manual, is_manual, manual_text
 from mesh_tensor.annotations.names import check_module
 from mesh_tensor.annotations.parameters import flat_arguments, with_flat_parameters
 from mesh_tensor.base.dtypes import TensorType
@@ -191,7 +191,7 @@ class _Frame:
             return self._runner.call(expr.op.name_hint, [self.run(arg, name) for arg in expr.args], self._axes)
         if not isinstance(expr.op, ir.Op):
             self._refuse(name, f"a call of {expr.op}", "closures and local functions are not supported")
-        if callee_of(expr) is not None:
+        if is_manual(expr):
             return self._manual(expr, name)
         op = expr.op.name.removeprefix("relax.")
         if self._axes is not None and (comm := comm_of(_packed(expr) or op, expr, self._axes, outer=False)):
@@ -226,13 +226,13 @@ class _Frame:
 
     def _manual(self, expr: relax.Call, name: str) -> Value:
         """A function on the tiles of every device."""
-        where, args = f"binding {self._function}.{name}", [self.run(arg, name) for arg in expr.args[2:-1]]
+        where, args = f"binding {self._function}.{name}", [self.run(arg, name) for arg in expr.args[1:-1]]
         infos = tensor_infos(expr.struct_info)
-        stated = Manual.parse(str(expr.args[-1].value), [len(a.shape) for a in args], [i.ndim for i in infos], where)
+        stated = Manual.parse(manual_text(expr), [len(a.shape) for a in args], [i.ndim for i in infos], where)
         outer = self._axes
         mesh = Mesh({**(outer.shape if outer is not None else {}), **stated.axes.shape})
         mine = [tiles(arg, layout, mesh, where) for arg, layout in zip(args, stated.inputs, strict=True)]
-        made = _leaves(self._runner.call(expr.args[1].name_hint, mine, mesh))
+        made = _leaves(self._runner.call(stated.body, mine, mesh))
         ends = zip(made, stated.outputs, strict=True)
         return _like(expr.struct_info, iter([whole(one, layout, outer, where) for one, layout in ends]))
 
