@@ -47,7 +47,9 @@ class Comm:
             said = json.loads(text)
             pairs = tuple((int(a), int(b)) for a, b in said.get("pairs", ()))
             numbers = {key: int(said.get(key, 0)) for key in ("dim", "dst_dim", "root")}
-            return Comm(name.removeprefix(PREFIX), Mesh(said["axes"]), str(said.get("op", "sum")), pairs=pairs, **numbers)
+            return Comm(
+                name.removeprefix(PREFIX), Mesh(said["axes"]), str(said.get("op", "sum")), pairs=pairs, **numbers
+            )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             refuse(f"{shown(text)} states no collective: {error}", where=name, fix="let mt.comm write it")
 
@@ -82,7 +84,11 @@ class Comm:
                 made[self.gathered_dim] *= devices
         if problems:
             place = f"{where}: " if where else ""
-            refuse(problems, where=f"{place}mt.comm.{self.kind} over {self.axes}", fix="tiles are of one shape on all devices")
+            refuse(
+                problems,
+                where=f"{place}mt.comm.{self.kind} over {self.axes}",
+                fix="tiles are of one shape on all devices",
+            )
         return () if self.kind == "axis_index" else tuple(made)
 
     @property
@@ -147,6 +153,8 @@ def axis_index(axes: Axes) -> relax.Call:
 
 
 def _call(x: relax.Expr, comm: Comm) -> relax.Call:
+    if x.struct_info_ is None:
+        x = relax.BlockBuilder().normalize(x)
     info = x.struct_info
     if not isinstance(info, relax.TensorStructInfo) or not isinstance(info.shape, relax.ShapeExpr):
         refuse(f"{x} is {info}, no tensor of known rank", where=f"mt.comm.{comm.kind}", fix="annotate its shape")
@@ -168,7 +176,9 @@ def comm_of(name: str, call: Any, axes: Mesh, outer: bool) -> Comm | None:
     if name not in CCL:
         return None
     if getattr(attrs, "in_group", True) is False and outer:
-        refuse(f"R.{name} with in_group=False goes over all devices, but only {axes} are manual", fix="say in_group=True")
+        refuse(
+            f"R.{name} with in_group=False goes over all devices, but only {axes} are manual", fix="say in_group=True"
+        )
     workers = int(getattr(attrs, "num_workers", axes.num_devices))
     if workers != axes.num_devices:
         refuse(f"R.{name} says {workers} workers, but there are {axes.num_devices} along {axes}")

@@ -103,11 +103,14 @@ def manual_computation(
     info = body.struct_info
     if not isinstance(info, relax.FuncStructInfo) or info.params is None:
         refuse(f"{body.name_hint!r} is {info}, no function of known types", where=where)
+    args = [relax.BlockBuilder().normalize(arg) if arg.struct_info_ is None else arg for arg in args]
     given = [_tensor(arg.struct_info, f"operand {n}", where) for n, arg in enumerate(args)]
     results = info.ret.fields if isinstance(info.ret, relax.TupleStructInfo) else [info.ret]
     tiles = [_tensor(result, f"result {n} of {body.name_hint!r}", where) for n, result in enumerate(results)]
     stated = [out_shardings] if isinstance(info.ret, relax.TensorStructInfo) else list(out_shardings)
-    made = Manual(body.name_hint, manual, _layouts(manual, in_shardings, given, where), _layouts(manual, stated, tiles, where))
+    made = Manual(
+        body.name_hint, manual, _layouts(manual, in_shardings, given, where), _layouts(manual, stated, tiles, where)
+    )
     sizes = _sizes(info, given, made.inputs)
     infos = [_whole(tile, layout, sizes) for tile, layout in zip(tiles, made.outputs, strict=True)]
     out = infos[0] if isinstance(info.ret, relax.TensorStructInfo) else relax.TupleStructInfo(infos)
@@ -150,9 +153,7 @@ def _sizes(
     return found
 
 
-def _whole(
-    tile: relax.TensorStructInfo, layout: Sharding, sizes: Mapping[tirx.Var, Any]
-) -> relax.TensorStructInfo:
+def _whole(tile: relax.TensorStructInfo, layout: Sharding, sizes: Mapping[tirx.Var, Any]) -> relax.TensorStructInfo:
     """What tiles of that type make up."""
     shape = [
         (substitute(size, sizes) if isinstance(size, tirx.PrimExpr) else size) * layout.num_shards(dim)

@@ -89,7 +89,7 @@ class Interleaved:
 class Graph:
     """`nodes` in an order in which they can run; `result` is what the function returns. `state`: results that lie as
     the parameter that they replace in the next call. `stored`: parameters that are in another order than the
-    caller's. `prices`: what plans of it are priced by."""
+    caller's. `prices`: what plans of it are priced by. `manual`: the axes of manual computations."""
 
     name: str
     mesh: Mesh
@@ -100,6 +100,7 @@ class Graph:
     state: dict[Value, Value] = field(default_factory=dict)
     stored: dict[Value, Interleaved] = field(default_factory=dict)
     prices: Prices = PRICES
+    manual: frozenset[str] = frozenset()
 
     def values(self) -> list[Value]:
         """Every value once: parameters, then constants and results in order of appearance."""

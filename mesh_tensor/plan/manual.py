@@ -45,7 +45,13 @@ class Region:
         if not problems and mesh.in_order(axes) != axes.axis_names:
             problems.append(f"the axes are {listing(axes.axis_names)}, but {listing(mesh.in_order(axes))} in the mesh")
         if problems:
-            refuse(problems, where=f"{where}, a manual computation", fix=f"use axes of {mesh}, each once")
+            refuse(
+                problems,
+                where=f"{where}, a manual computation",
+                why="its axes are those of the mesh that it is distributed over; gradients, searches and pipelines, "
+                "which lay a module out anew, take none",
+                fix=f"use axes of {mesh}, each once",
+            )
         return Region(axes, around | {*axes})
 
 
@@ -102,8 +108,8 @@ def _name(call: relax.Call) -> str:
 
 
 class Devices:
-    """What manual computations do with values, as nodes that `emit` adds, with `constant`s. `varying`: which values every device has one
-    of its own of, kept by whoever adds nodes."""
+    """What manual computations do with values, as nodes that `emit` adds, with `constant`s. `varying`: which values
+    every device has one of its own of, kept by whoever adds nodes."""
 
     def __init__(
         self, mesh: Mesh, emit: Emit, constant: Callable[[relax.Constant], Value], varying: Mapping[Value, Axes]
@@ -144,7 +150,9 @@ class Devices:
         differ = [axis for axis, _ in self._varying.get(value, ()) if axis in layout.mesh and axis not in stated]
         if differ:
             facts = [f"devices along {axis!r} may have different values of {what}" for axis in differ]
-            refuse(facts, why="the layout says that they have the same", fix="reduce or gather it, or split a dim by it")
+            refuse(
+                facts, why="the layout says that they have the same", fix="reduce or gather it, or split a dim by it"
+            )
         for axis, kind in layout.partial:
             value = self._reduced(self._exposed(value, [axis]), 1, kind)
         axes = [axis for dim in range(layout.ndim) for axis in layout.axes_of(dim)]
@@ -167,7 +175,9 @@ class Devices:
     def index(self, axes: Mesh) -> Value:
         """Which device of the group it is."""
         numbers = numpy.arange(axes.num_devices, dtype="int64").reshape(tuple(axes.shape.values()))
-        return self._per_device(self._constant(relax.const(numbers, "int64")), {axis: place for place, axis in enumerate(axes)})
+        return self._per_device(
+            self._constant(relax.const(numbers, "int64")), {axis: place for place, axis in enumerate(axes)}
+        )
 
     def all_reduce(self, comm: Comm, value: Value) -> Value:
         """Reduced over the devices."""

@@ -34,7 +34,8 @@ def read_graph(mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotat
     func = reader.function(function)
     params = [reader.parameter(function, var) for var in func.params[:]]
     body = reader.body(function, func, params, ())
-    graph = Graph(function, mesh, params, reader.nodes, body, reader.annotations, _state(func, params, body))
+    state, manual = _state(func, params, body), frozenset(reader.manual)
+    graph = Graph(function, mesh, params, reader.nodes, body, reader.annotations, state, manual=manual)
     _check_groups(graph)
     return graph
 
@@ -67,6 +68,7 @@ class _Reader:
     def __init__(self, mod: ir.IRModule, mesh: Mesh, annotations: Annotations) -> None:
         self.mesh, self.nodes = mesh, list[Node]()
         self.varying: dict[Value, Axes] = {}
+        self.manual: set[str] = set()  # axes
         self.annotations: dict[Value, Annotation] = {}
         self._mod, self._stated = mod, annotations
         self._functions = relax_functions(mod)
@@ -99,9 +101,7 @@ class _Reader:
         env = dict(zip(func.params[:], args, strict=True))
         return _Body(self, function, env, scopes, region).expression(func.body)
 
-    def enter(
-        self, name: str, args: list[Tree], scopes: tuple[Scope, ...], region: Region | None = None
-    ) -> Tree:
+    def enter(self, name: str, args: list[Tree], scopes: tuple[Scope, ...], region: Region | None = None) -> Tree:
         """The nodes of a call of a module's function."""
         func = self.sized(self.function(name), args)
         if any(scope.function == name for scope in scopes):
@@ -274,7 +274,9 @@ class _Body:
                 where=f"{self._function}.{name}",
                 fix="call operators and functions of the module by name",
             )
-        return self._reader.enter(op.name_hint, [self.expression(arg, name) for arg in args], self._scopes, self._region)
+        return self._reader.enter(
+            op.name_hint, [self.expression(arg, name) for arg in args], self._scopes, self._region
+        )
 
     def manual(self, expr: relax.Call, name: str) -> Tree:
         """What a manual computation gives: its function on tiles."""
@@ -287,6 +289,7 @@ class _Body:
         ndims = [value.type.ndim for value in given], [one.ndim for one in results]
         stated = Manual.parse(manual_text(expr), *ndims, where)
         region = Region.inside(self._region, stated.axes, self._reader.mesh, where)
+        self._reader.manual.update(region.axes)
         devices = self._devices(name)
         pairs = enumerate(zip(given, stated.inputs, strict=True))
         tiles = [devices.tile(value, one, f"{where}: operand {n}, {value.name!r},") for n, (value, one) in pairs]
@@ -308,7 +311,9 @@ class _Body:
         if comm.kind == "axis_index":
             made = devices.index(comm.axes)
         else:
-            (value,) = [leaf for arg in expr.args[:] if tensor_infos(arg.struct_info) for leaf in self._values(arg, name)]
+            (value,) = [
+                leaf for arg in expr.args[:] if tensor_infos(arg.struct_info) for leaf in self._values(arg, name)
+            ]
             made = devices.run(comm, value, where)
         check_types(f"{where}: the call says", [made.type], tensor_types(expr.struct_info, where))
         return made

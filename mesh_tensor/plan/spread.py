@@ -39,8 +39,8 @@ class _Site(NamedTuple):
     """A node, its operands and then its results (each with its atoms' factors), and where the results begin.
     `repeated`: operands that are repeated along dims which another operand has beside all of theirs: a bias, a mask.
     `around`: atoms of parameters that are read around a factor's place: whole they need no margins. `read`: the factors
-    from which windows are read. `blocked`: the ways, back or not, in which nothing spreads through the node. `fixed`: the factors that
-    axes split, whatever reaches the node."""
+    from which windows are read. `blocked`: the ways, back or not, in which nothing spreads through the node. `fixed`:
+    the factors that axes split, whatever reaches the node."""
 
     node: Node
     tensors: tuple[tuple[Value, AtomFactors], ...]

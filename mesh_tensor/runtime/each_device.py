@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -39,7 +40,9 @@ def tiles(value: Local, layout: Sharding, mesh: Mesh, where: str) -> EachDevice:
     """What every device of `mesh` has, of a tensor (or one each, along outer axes) in a layout over some axes."""
     made = []
     if any(size % layout.num_shards(dim) for dim, size in enumerate(value.shape)) or layout.partial:
-        refuse(f"{list(value.shape)} has no tiles of one shape in '{layout}'", where=where, fix="pad it, or replicate it")
+        refuse(
+            f"{list(value.shape)} has no tiles of one shape in '{layout}'", where=where, fix="pad it, or replicate it"
+        )
     for rank in range(mesh.num_devices):
         at = mesh.coordinate(rank)
         inner = layout.mesh.rank({axis: at[axis] for axis in layout.mesh})
@@ -91,7 +94,9 @@ def collective(comm: Comm, value: Local, mesh: Mesh) -> EachDevice:
 
 def index(comm: Comm, mesh: Mesh, device: torch.device) -> EachDevice:
     """Which device of its group each is."""
-    ranks = [comm.axes.rank({a: c for a, c in mesh.coordinate(r).items() if a in comm.axes}) for r in range(mesh.num_devices)]
+    ranks = [
+        comm.axes.rank({a: c for a, c in mesh.coordinate(r).items() if a in comm.axes}) for r in range(mesh.num_devices)
+    ]
     return EachDevice(mesh, tuple(torch.tensor(rank, dtype=torch.int64, device=device) for rank in ranks))
 
 
@@ -102,6 +107,14 @@ def on_each(function: Callable[..., Sequence[torch.Tensor]], values: Sequence[Lo
         return list(function(*values))
     rows = [function(*(_of(value, mesh.coordinate(rank)) for value in values)) for rank in range(mesh.num_devices)]
     return [EachDevice(mesh, tuple(column)) for column in zip(*rows, strict=True)]
+
+
+def chosen(cond: EachDevice, then: Any, other: Any) -> Any:
+    """On every device one of two values, or of tuples of them."""
+    if isinstance(then, tuple):
+        return tuple(chosen(cond, a, b) for a, b in zip(then, other, strict=True))
+    places = [(bool(flag), cond.mesh.coordinate(rank)) for rank, flag in enumerate(cond.tensors)]
+    return EachDevice(cond.mesh, tuple(_of(then if flag else other, at) for flag, at in places))
 
 
 def _of(value: Local, at: dict[str, int]) -> torch.Tensor:

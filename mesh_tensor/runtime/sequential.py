@@ -24,7 +24,7 @@ from mesh_tensor.targets.tir_functions import tir_function
 from mesh_tensor.targets.torch_ops import torch_function
 
 from .ambient import full_precision, undisturbed
-from .each_device import EachDevice, collective, index, on_each, tiles, whole
+from .each_device import EachDevice, chosen, collective, index, on_each, tiles, whole
 from .module_inputs import ModuleSignature, bound
 
 Value = Any  # a tensor, a tuple of values, or what a shape, a number or a string is in Relax
@@ -184,7 +184,11 @@ class _Frame:
                 self._refuse(name, f"R.match_cast to {wanted} of a {tuple(tensor.shape)} {tensor.dtype}")
 
     def _if(self, expr: relax.If, name: str) -> Value:
-        return self.run(expr.true_branch if bool(self.run(expr.cond, name)) else expr.false_branch, name)
+        cond = self.run(expr.cond, name)
+        if isinstance(cond, EachDevice):
+            branches = [self.run(branch, name) for branch in (expr.true_branch, expr.false_branch)]
+            return chosen(cond, *branches)
+        return self.run(expr.true_branch if bool(cond) else expr.false_branch, name)
 
     def _call(self, expr: relax.Call, name: str) -> Value:
         if isinstance(expr.op, ir.GlobalVar):
@@ -306,7 +310,7 @@ def _sized(expr: relax.Call, sizes: Mapping[tirx.Var, int]) -> relax.Call:
     return func.body.blocks[0].bindings[0].value
 
 
-def _leaves(value: Value) -> list[torch.Tensor]:
+def _leaves(value: Value) -> list[Any]:
     if isinstance(value, tuple):
         return [leaf for item in value for leaf in _leaves(item)]
     return [value] if isinstance(value, (torch.Tensor, EachDevice)) else []

@@ -27,7 +27,8 @@ def make_case(number: int) -> Case:
     """The case with this number."""
     random = Random(number)
     favourites = frozenset(op.__name__ for op in random.sample(list(OPERATORS), 3))
-    shared = Shared(random, random.choice(_SIZES), random.random() < 0.5, favourites)
+    mesh = dict(zip("xyz", random.choice(_MESHES), strict=False))
+    shared = Shared(random, random.choice(_SIZES), random.random() < 0.5, favourites, mesh)
     scene = Scene(shared, "main")
     for _ in range(scene.number(1, 2)):
         scene.parameter(scene.shape(1, 3), scene.pick(("float32",) * 8 + ("float16", "int32")))
@@ -38,7 +39,6 @@ def make_case(number: int) -> Case:
     text, results = _result(scene)
     params = [f'{p.name}: R.Tensor({p.shape}, "{p.dtype}")' for p in scene.params]
     shared.texts.append(function_text("@R.function", "main", params, scene, text))
-    mesh = dict(zip("xyz", random.choice(_MESHES), strict=False))
     shardings = _shardings(scene, mesh)
     names = [p.name for p in scene.params]
     groups, barriers = _ties(scene, shardings)

@@ -67,7 +67,14 @@ def _check(call: OpCall, made: OpRule) -> None:
     """Every dim has its Dim, a factor has one size, and what devices make of their parts of it is known."""
     sizes = dict(made.sizes)
     kept = set.intersection(*(_factors([dims]) for dims in made.outputs))
-    lost = _factors(made.inputs) - _factors(made.outputs) - set(made.reduced) - made.unsplit - {*made.alike.values()} - made.devices
+    lost = (
+        _factors(made.inputs)
+        - _factors(made.outputs)
+        - set(made.reduced)
+        - made.unsplit
+        - {*made.alike.values()}
+        - made.devices
+    )
     assert not lost, f"the rule of {call.name} does not say what becomes of {sorted(lost)}"
     assert not kept & set(made.reduced), (
         f"the rule of {call.name} reduces {sorted(made.reduced)}, which all results have"
