@@ -223,8 +223,9 @@ class _Layouts:
         self, ndim: int, dims: tuple[int | None, ...], hints: Mapping[str, Any]
     ) -> tuple[Annotation | None, list[str]]:
         mesh = self._mesh
+        order = {str(axis): int(minor) for axis, minor in dict(hints.get("order", {})).items()}
         stated: list[tuple[str, MeshPlacement]] = [
-            (axis, Shard(dim)) for axis, dim in zip(mesh, dims, strict=True) if dim is not None
+            (axis, Shard(dim, order.get(axis, 0))) for axis, dim in zip(mesh, dims, strict=True) if dim is not None
         ]
         stated += [(axis, Partial(op)) for axis, op in dict(hints.get("partial", {})).items()]
         by_axis, wrong = collect(mesh, ndim, stated)

@@ -8,12 +8,13 @@ from typing import Any
 
 from .errors import listing, refuse, shown
 from .mesh import Mesh
+from .placement import Shard
 
-_ITEM = re.compile(r"S\[\s*(?P<dim>-?\d+)\s*\]|R|P\[\s*(?P<op>\w+)\s*\]")
+_ITEM = re.compile(r"S\[\s*(?P<dim>-?\d+)\s*(:\s*(?P<minor>\d+)\s*)?\]|R|P\[\s*(?P<op>\w+)\s*\]")
 
 
-def parse_text(mesh: Mesh, text: str) -> tuple[dict[str, int | None], dict[str, str]]:
-    """What `text` states: axis -> dim (None: replicated), and axis -> op of the partial ones."""
+def parse_text(mesh: Mesh, text: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """What `text` states: axis -> dim or Shard (None: replicated), and axis -> op of the partial ones."""
     stripped = text.strip()
     return (parse_dict(stripped), {}) if stripped.startswith("{") else _parse_distir(mesh, stripped)
 
@@ -40,7 +41,7 @@ def parse_dict(text: str) -> dict[str, Any]:
     return found
 
 
-def _parse_distir(mesh: Mesh, text: str) -> tuple[dict[str, int | None], dict[str, str]]:
+def _parse_distir(mesh: Mesh, text: str) -> tuple[dict[str, Any], dict[str, str]]:
     items = [item.strip() for item in text.split(",")]
     bad = [item for item in items if not _ITEM.fullmatch(item)]
     if bad:
@@ -48,11 +49,12 @@ def _parse_distir(mesh: Mesh, text: str) -> tuple[dict[str, int | None], dict[st
     if len(items) != len(mesh):
         axes = f"the mesh has {len(mesh)} axes ({listing(mesh.axis_names)})"
         refuse(f"can't read the sharding {shown(text)}: {axes}, but placements: {len(items)}")
-    sharding: dict[str, int | None] = {}
+    sharding: dict[str, Any] = {}
     partial: dict[str, str] = {}
     for axis, item in zip(mesh, items, strict=True):
         if item.startswith("P"):
             partial[axis] = item[2:-1].strip()
         else:
-            sharding[axis] = int(item[2:-1]) if item.startswith("S") else None
+            dim, _, minor = item[2:-1].partition(":")
+            sharding[axis] = None if item == "R" else Shard(int(dim), int(minor)) if minor else int(dim)
     return sharding, partial

@@ -170,7 +170,8 @@ class Devices:
             MeshTensorError: it can't be done with tiles of that shape.
         """
         comm.shape(value.type.shape, where)
-        return _KINDS[comm.kind](self, comm, value)
+        run: Callable[[Comm, Value], Value] = getattr(self, comm.kind)  # a method for each
+        return run(comm, value)
 
     def index(self, axes: Mesh) -> Value:
         """Which device of the group it is."""
@@ -308,13 +309,4 @@ _REDUCTIONS: dict[str, Callable[[relax.Expr, list[int]], relax.Expr]] = {
     "min": op.min,
     "max": op.max,
     "avg": op.mean,
-}
-_KINDS: dict[str, Callable[[Devices, Comm, Value], Value]] = {
-    "all_reduce": Devices.all_reduce,
-    "all_gather": Devices.all_gather,
-    "reduce_scatter": Devices.reduce_scatter,
-    "all_to_all": Devices.all_to_all,
-    "permute": Devices.permute,
-    "broadcast": Devices.broadcast,
-    "scatter": Devices.scatter,
 }

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.base.sharding import Shard, Sharding
 
 from .atoms import AtomFactors, Atoms, NodeRule
 from .ir import Graph, Node, Value
@@ -70,6 +70,8 @@ class Spread:
             shared: dict[str, int] = {}
             self._group |= dict.fromkeys(members, members)
             self.places |= dict.fromkeys(members, shared)  # one dict: they lie alike
+        #: As in Shard, of the axes that a layout is stated for; of values that lie alike, one dict.
+        self.minors: dict[Value, dict[str, int]] = {}
         self._closed: dict[Value, frozenset[str]] = {}
         self._kept: dict[Value, frozenset[int]] = {}  # atoms that nothing else splits
         self._rank = {value: (-value.type.elements, order) for order, value in enumerate(self.places)}
@@ -108,6 +110,10 @@ class Spread:
             self._closed[member] = self._closed.get(member, frozenset()) | closed
             self._kept[member] = self._kept.get(member, frozenset()) | kept
         self.places[value].update(places)
+        for axis, placement in annotation.sharding.placements().items():
+            if isinstance(placement, Shard):
+                for member in self._members(value):
+                    self.minors.setdefault(member, {})[axis] = placement.minor
 
     def start(self, value: Value, axes: Collection[str]) -> None:
         """The stated layout of a value starts to spread along these axes."""
@@ -226,7 +232,7 @@ def refine_sharding(sharding: Sharding, value: Value, atoms: Atoms) -> dict[str,
     places: dict[str, int] = {}
     shape = atoms.shape(value)
     taken = dict.fromkeys(range(len(shape)), 1)
-    for axis, dim in sharding.as_dict().items():
+    for axis, dim in [(axis, dim) for dim, axes in enumerate(sharding.dims) for axis in axes]:
         parts = sharding.mesh.size(axis)
         positions = atoms.positions(value, dim)
         even = [p for p in positions if shape[p] % (taken[p] * parts) == 0]

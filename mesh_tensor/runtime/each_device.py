@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mesh_tensor.annotations import comm
 from mesh_tensor.annotations.comm import Comm
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
@@ -80,22 +81,22 @@ def _joined(value: Local, layout: Sharding, around: dict[str, int], where: str) 
     return out
 
 
-def collective(comm: Comm, value: Local, mesh: Mesh) -> EachDevice:
+def collective(said: Comm, value: Local, mesh: Mesh) -> EachDevice:
     """What devices of `mesh` have after a collective."""
     made: list[torch.Tensor] = []
-    others = [axis for axis in mesh if axis not in comm.axes]
+    others = [axis for axis in mesh if axis not in said.axes]
     for rank in range(mesh.num_devices):
         at = mesh.coordinate(rank)
         mine = {axis: at[axis] for axis in others}
-        group = [_of(value, {**mine, **comm.axes.coordinate(n)}) for n in range(comm.axes.num_devices)]
-        made.append(_KINDS[comm.kind](comm, group, comm.axes.rank({axis: at[axis] for axis in comm.axes})))
+        group = [_of(value, {**mine, **said.axes.coordinate(n)}) for n in range(said.axes.num_devices)]
+        made.append(_KINDS[said.kind](said, group, said.axes.rank({axis: at[axis] for axis in said.axes})))
     return EachDevice(mesh, tuple(made))
 
 
-def index(comm: Comm, mesh: Mesh, device: torch.device) -> EachDevice:
+def index(said: Comm, mesh: Mesh, device: torch.device) -> EachDevice:
     """Which device of its group each is."""
     ranks = [
-        comm.axes.rank({a: c for a, c in mesh.coordinate(r).items() if a in comm.axes}) for r in range(mesh.num_devices)
+        said.axes.rank({a: c for a, c in mesh.coordinate(r).items() if a in said.axes}) for r in range(mesh.num_devices)
     ]
     return EachDevice(mesh, tuple(torch.tensor(rank, dtype=torch.int64, device=device) for rank in ranks))
 
@@ -141,18 +142,19 @@ _REDUCTIONS: dict[str, Callable[[Sequence[torch.Tensor]], torch.Tensor]] = {
 }
 
 
-def _permuted(comm: Comm, group: Sequence[torch.Tensor], me: int) -> torch.Tensor:
-    sources = {target: source for source, target in comm.pairs}
+def _permuted(said: Comm, group: Sequence[torch.Tensor], me: int) -> torch.Tensor:
+    sources = {target: source for source, target in said.pairs}
     return group[sources[me]] if me in sources else torch.zeros_like(group[me])
 
 
 _Made = Callable[[Comm, Sequence[torch.Tensor], int], torch.Tensor]
-_KINDS: dict[str, _Made] = {
-    "all_reduce": lambda c, group, me: _REDUCTIONS[c.op](group),
-    "all_gather": lambda c, group, me: torch.cat(list(group), c.dim),
-    "reduce_scatter": lambda c, group, me: _REDUCTIONS[c.op](group).chunk(len(group), c.dim)[me],
-    "all_to_all": lambda c, group, me: torch.cat([x.chunk(len(group), c.dim)[me] for x in group], c.dst_dim),
-    "permute": _permuted,
-    "broadcast": lambda c, group, me: group[c.root],
-    "scatter": lambda c, group, me: group[c.root].chunk(len(group), c.dim)[me],
-}
+_STATED: tuple[tuple[Callable[..., object], _Made], ...] = (
+    (comm.all_reduce, lambda c, group, me: _REDUCTIONS[c.op](group)),
+    (comm.all_gather, lambda c, group, me: torch.cat(list(group), c.dim)),
+    (comm.reduce_scatter, lambda c, group, me: _REDUCTIONS[c.op](group).chunk(len(group), c.dim)[me]),
+    (comm.all_to_all, lambda c, group, me: torch.cat([x.chunk(len(group), c.dim)[me] for x in group], c.dst_dim)),
+    (comm.permute, _permuted),
+    (comm.broadcast, lambda c, group, me: group[c.root]),
+    (comm.scatter, lambda c, group, me: group[c.root].chunk(len(group), c.dim)[me]),
+)
+_KINDS = {stated.__name__: made for stated, made in _STATED}
