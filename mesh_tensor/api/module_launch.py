@@ -9,7 +9,7 @@ import torch
 
 from mesh_tensor.importers.weight_files import StoredTensor
 from mesh_tensor.program.plan_module import ModulePlan
-from mesh_tensor.runtime.finite import not_finite
+from mesh_tensor.runtime.elementwise import not_finite
 from mesh_tensor.runtime.virtual.launch import Launch
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import Target

@@ -15,7 +15,7 @@ from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Program
 from mesh_tensor.rules.operator.dropout import SEED_NAME
 from mesh_tensor.runtime.ambient import undisturbed
-from mesh_tensor.runtime.finite import not_finite
+from mesh_tensor.runtime.elementwise import not_finite
 
 from .training import TrainingStep
 
@@ -39,6 +39,7 @@ class TrainingRun:
         self._scale = step.loss_scale
         self._step, self._module = step, module
         self._state: dict[str, Any] | None = None
+        self._first = {name: tensor.clone() for name, tensor in step.state.items()}  # which their owner may write
         slots = [(mine.slots, slot) for mine in step.kept for slot in mine.slots]
         implied = {mine[slot] for mine, slot in slots if IMPLIED.get(slot) in mine}
         finite = [name for name, first in step.state.items() if not not_finite({name: (first,)})]
@@ -151,7 +152,7 @@ class TrainingRun:
     @property
     def _kept(self) -> dict[str, Any]:
         if self._state is None:
-            self._state = self._module.as_state(self._step.state)
+            self._state, self._first = self._module.as_state(self._first), {}
         return self._state
 
     @property

@@ -101,7 +101,7 @@ def index(said: Comm, mesh: Mesh, device: torch.device) -> EachDevice:
     return EachDevice(mesh, tuple(torch.tensor(rank, dtype=torch.int64, device=device) for rank in ranks))
 
 
-def on_each(function: Callable[..., Sequence[torch.Tensor]], values: Sequence[Local]) -> list[Local]:
+def on_each(function: Callable[..., Sequence[torch.Tensor]], values: Sequence[Local]) -> list[Any]:
     """The results of a function of tensors, on every device that has its own of some operand."""
     mesh = next((value.mesh for value in values if isinstance(value, EachDevice)), None)
     if mesh is None:
