@@ -6,8 +6,7 @@ from tvm import relax
 
 from .call import OpCall
 from .elementwise import dims_of
-from .rule import LocalCall, OpRule
-from .table import rule
+from .rule import LocalCall, OpRule, rule
 
 #: Every device takes its own of what lies along the first dims, or what all have is put there; the axes are a text.
 PER_DEVICE, ALL_DEVICES = "mesh.per_device", "mesh.all_devices"
