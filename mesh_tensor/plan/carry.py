@@ -13,7 +13,7 @@ from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.update import UPDATE
 
 from .atoms import Atoms, NodeRule
-from .decide import Decision, operand_layouts, result_layout
+from .decide import Decision, Order, operand_layouts, result_layout
 from .ir import Graph, Node, Value, leaves
 from .owners import Pending, kept, owner_made, taken_by_owners
 from .propagate import Layouts
@@ -28,7 +28,7 @@ def find_carried(
     some are others so that pending sums meet (see `_meeting`)."""
     uses = graph.uses()
     widened = widened_values(graph, uses)
-    meeting = _meeting(graph, atoms, decisions, uses, widened)
+    meeting = _meeting(graph, atoms, decisions, uses, widened, layouts.order)
     while True:
         tried = {**decisions, **meeting}
         pending = _carried(graph, atoms, tried, uses, widened)
@@ -50,6 +50,7 @@ def _meeting(
     decisions: Mapping[Node, Decision],
     uses: Mapping[Value, list[tuple[Node, int]]],
     widened: Collection[Value],
+    order: Order,
 ) -> dict[Node, Decision]:
     """Other decisions for nodes that add several pending sums, which nothing else takes, and for those that only move
     elements on the way there: the axes that these are pending over split nothing there, so that one sum is reduced
@@ -62,10 +63,11 @@ def _meeting(
         (only,) = parts if len(parts) == 1 else ((),)
         split = {axis: factor for axis, factor in decision.split.items() if axis not in dict(only)}
         joins = _adds(node, rule) or _moves(node, rule)
+        joins = joins and not rule.fixed.keys() & dict(only)
         if only and split != decision.split and joins and all(len(uses[v]) == 1 for v in node.inputs):
-            needed = operand_layouts(graph.mesh, rule, split)
+            needed = operand_layouts(graph.mesh, rule, split, order)
             results = zip(rule.outputs, rule.partial, strict=True)
-            produced = tuple(result_layout(graph.mesh, factors, split, ops) for factors, ops in results)
+            produced = tuple(result_layout(graph.mesh, factors, split, ops, order) for factors, ops in results)
             decision = found[node] = Decision(split, split, needed, produced)
         taken = taken_of(node, atoms, {node: decision}, pending)
         for value, left in left_by(node, rule, decision, taken, pending):

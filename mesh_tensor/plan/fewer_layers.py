@@ -14,6 +14,7 @@ from typing import Any
 
 from tvm import ir, relax
 
+from mesh_tensor.annotations.manual import is_manual
 from mesh_tensor.annotations.names import relax_function
 from mesh_tensor.rules.operator.call import Structure, op_name
 
@@ -156,7 +157,8 @@ def _kind(value: relax.Expr, refs: list[relax.Var]) -> tuple:
     if isinstance(value, _WHOLE):
         return "as it is", Structure(value)
     name = _called(value)
-    if not isinstance(value, relax.Call) or not isinstance(value.op, ir.Op) or name.startswith("call_tir"):
+    is_operator = isinstance(value, relax.Call) and isinstance(value.op, ir.Op) and not name.startswith("call_tir")
+    if not is_operator or is_manual(value):
         raise _NotAlikeError
     attrs = None if value.attrs is None else Structure(value.attrs)
     infos = tuple([Structure(info) for info in value.sinfo_args[:]])

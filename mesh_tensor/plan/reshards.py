@@ -362,8 +362,8 @@ def _other(
     if split == decision.split or not fits(rule, split, mesh):
         return decision
     results = zip(rule.outputs, rule.partial, strict=True)
-    produced = tuple([result_layout(mesh, factors, split, ops) for factors, ops in results])
-    return Decision(split, split, operand_layouts(mesh, rule, split), produced)
+    produced = tuple([result_layout(mesh, factors, split, ops, layouts.order) for factors, ops in results])
+    return Decision(split, split, operand_layouts(mesh, rule, split, layouts.order), produced)
 
 
 def _trim(graph: Graph, found: dict[Node, Decision], less: set[Node]) -> None:

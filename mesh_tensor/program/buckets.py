@@ -105,6 +105,8 @@ class _Buckets:
             or dst.slab
         ):
             return None
+        if not (src.sharding.is_in_mesh_order and dst.sharding.is_in_mesh_order):
+            return None  # a bucket's parts are in the mesh's order
         if not {src.storage, dst.storage} <= self._written_once or not _lies_in_parts(step, src, dst):
             return None
         return _Way(step.kind, step.axes, step.op, src.dtype)

@@ -77,10 +77,10 @@ def options_of(node: Node, graph: Graph, atoms: Atoms) -> list[Option]:
             continue
         needed = [
             _with_sums(layout, [axis for axis, operands in sums.items() if position in operands])
-            for position, layout in enumerate(operand_layouts(mesh, rule, split))
+            for position, layout in enumerate(operand_layouts(mesh, rule, split, {}))
         ]
         results = zip(rule.outputs, rule.partial, strict=True)
-        produced = [_with_sums(result_layout(mesh, factors, split, ops), list(sums)) for factors, ops in results]
+        produced = [_with_sums(result_layout(mesh, factors, split, ops, {}), list(sums)) for factors, ops in results]
         price = graph.prices.work(node, largest_part(node, split, rule, mesh))
         key = (*needed, *produced)
         if key not in found or price < found[key].price:

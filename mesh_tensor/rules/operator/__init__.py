@@ -10,6 +10,7 @@ from . import (  # noqa: F401  (they fill the table)
     index,
     linear_algebra,
     loops,
+    manual,
     nn,
     shape,
     shifts,

@@ -162,9 +162,14 @@ class Part:
 
     def laid(self, layout: Sharding, device_mesh: DeviceMesh) -> Part:
         """The part of the tensor in another layout: itself, where it lies so. All ranks of the mesh have to ask."""
-        if layout is self.layout or layout == self.layout or to_placements(layout) == to_placements(self.layout):
+        if layout is self.layout or layout == self.layout or self._is_named(layout):
             return self
         return part_of(redistribute(self.dtensor(device_mesh), layout))
+
+    def _is_named(self, layout: Sharding) -> bool:
+        """Whether torch has the same placements for both."""
+        ordered = layout.is_in_mesh_order and self.layout.is_in_mesh_order
+        return ordered and to_placements(layout) == to_placements(self.layout)
 
 
 def part_of(tensor: DTensor) -> Part:
