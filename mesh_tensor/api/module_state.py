@@ -85,6 +85,11 @@ def _apart(launch: AnyLaunch, name: str, tensor: Any, outside: set[int]) -> Any:
     return launch.enter(name, launch.leave(name, tensor, True)) if isinstance(launch, ModuleLaunch) else tensor.clone()
 
 
+def parts_of(tensor: Any) -> list[torch.Tensor]:
+    """The parts of a tensor in any form that this process has, without padding."""
+    return tensor.parts() if isinstance(tensor, MeshTensor) else [local_part(tensor) if is_dtensor(tensor) else tensor]
+
+
 def _parts(tensor: Any) -> Iterable[torch.Tensor]:
     if isinstance(tensor, MeshTensor):
         return tensor.tiles()

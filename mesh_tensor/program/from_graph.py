@@ -15,7 +15,7 @@ from mesh_tensor.lowering.local_calls import inputs_of, outputs_of, scopes_of
 from mesh_tensor.lowering.tile_calls import TileCalls
 from mesh_tensor.plan.atoms import made_plain, plain_sharding
 from mesh_tensor.plan.explicit import Change, ExplicitGraph, Form, Run, Step, forms_in
-from mesh_tensor.plan.ir import Scope
+from mesh_tensor.plan.ir import Scope, leaves
 from mesh_tensor.plan.prices import bytes_moved as received_bytes
 from mesh_tensor.rules.operator.call import OpCall, operator_name, tensor_type
 from mesh_tensor.rules.operator.index import LOOK_UPS
@@ -23,6 +23,7 @@ from mesh_tensor.rules.operator.index import LOOK_UPS
 from .buckets import bucketed
 from .early_starts import early_starts
 from .fuse import fused
+from .in_place import with_updates_in_place
 from .kernel_steps import KernelSteps, is_kernel
 from .lifetimes import with_lifetimes
 from .overlap import with_overlap
@@ -118,6 +119,11 @@ class _Programmer:
         if self._fuse:
             steps = fused(steps, self._values, {*inputs, *computed, *self._constants})
         ordered = early_starts(steps, self._values) if overlap == "auto" else steps
+        results = dict(zip(leaves(graph.result), forms_in(explicit.result), strict=True))
+        forms = {form.value: form.name for form in explicit.params}
+        state = {forms[replaced]: results[result].name for result, replaced in graph.state.items() if replaced in forms}
+        ordered, stored = with_updates_in_place(ordered, self._values, state)
+        self._values |= stored
         lasting = with_lifetimes(ordered, self._values, parameters)
         bulk = checked(Program(graph.name, graph.mesh, parameters, self._values, lasting, self._decided))
         program = bulk if overlap == "auto" else with_overlap(bulk, overlap)

@@ -26,3 +26,8 @@ def not_finite(parts: Mapping[str, Iterable[torch.Tensor]]) -> list[str]:
 
 def _total(part: torch.Tensor) -> torch.Tensor:
     return (part if part.itemsize > 2 else part.float()).sum().double()
+
+
+def within(tensors: Iterable[torch.Tensor], norm: float) -> bool:
+    """Whether the norm of the tensors together is at most `norm`; it is not where one holds NaN or infinity."""
+    return bool(torch.nn.utils.get_total_norm(list(tensors)) <= norm)

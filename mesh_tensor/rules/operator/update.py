@@ -23,6 +23,7 @@ from .rule import LocalCall, OpRule
 from .table import rule
 
 UPDATE = "mesh.update"
+UPDATE_IN_PLACE = "fused.update_in_place"  # the same, whose results have the memory of the parameter and its slots
 NUMBERS = TensorType((4,), "float64")
 
 

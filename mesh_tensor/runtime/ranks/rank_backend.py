@@ -21,6 +21,8 @@ from .faults import Faults
 from .plan import plan_exchange
 from .ranks import Ranks
 
+FailedAt = Callable[[Exception], Step]
+
 
 class RankBackend:
     """Runs `program` for one device of its mesh: the Backend of one rank. Memory is one tile per storage."""
@@ -30,19 +32,26 @@ class RankBackend:
         self.device = target.device()
         self._target, self._ranks, self._faults, self._poison = target, ranks, faults, poison
         self._records = recorded_pairs(program)
-        self._actions = [
-            (at, action) for run in in_sections(program.steps) for at, action in [self._run(run)] if action is not None
-        ]
+        first, last = program.steps[: program.overwrites_from], program.steps[program.overwrites_from :]
+        self._first, self._last = self._actions(first), self._actions(last)
 
-    def run(self, memory: Memory) -> None:
+    def run(self, memory: Memory, before_overwriting: Callable[[], None] = lambda: None) -> None:
         """Run all steps, in order, on the storages that `memory` holds."""
-        for failed_at, action in self._actions:
+        self._act(self._first, memory)
+        before_overwriting()
+        self._act(self._last, memory)
+
+    def _act(self, actions: Sequence[tuple[FailedAt, Action]], memory: Memory) -> None:
+        for failed_at, action in actions:
             try:
                 action(memory)
             except Exception as error:
                 self._faults.explain(error, self.program, failed_at(error))
 
-    def _run(self, run: Sequence[Step]) -> tuple[Callable[[Exception], Step], Action | None]:
+    def _actions(self, steps: Sequence[Step]) -> list[tuple[FailedAt, Action]]:
+        return [(at, action) for run in in_sections(steps) for at, action in [self._run(run)] if action is not None]
+
+    def _run(self, run: Sequence[Step]) -> tuple[FailedAt, Action | None]:
         """What steps that follow each other are here, and which of them raised an error."""
         first = run[0]
         if not isinstance(first, OpStep):

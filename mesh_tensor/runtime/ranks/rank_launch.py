@@ -4,7 +4,7 @@ parts."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,6 +17,7 @@ from mesh_tensor.program.program import Parameter, Program, Value
 from mesh_tensor.runtime.backend import Memory
 from mesh_tensor.runtime.callers_memory import mark_written
 from mesh_tensor.runtime.elementwise import clone, copy, fill
+from mesh_tensor.runtime.overwriting import copied
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 from mesh_tensor.targets.kernels import Target
 
@@ -98,20 +99,31 @@ class RankLaunch:
         self._changes: Recent[tuple, RankRedistribution] = Recent(KERNEL_SIZES)
 
     def __call__(
-        self, locals_: Mapping[str, torch.Tensor | None], scalars: Mapping[str, int | float], entangled: bool = False
+        self,
+        locals_: Mapping[str, torch.Tensor | None],
+        scalars: Mapping[str, int | float],
+        entangled: bool = False,
+        leave: Callable[[Memory], bool] | None = None,
     ) -> dict[str, torch.Tensor]:
         """The valid parts of the written parameters. `locals_` has this rank's part of every parameter, as a valid
         part or a whole tile, or None where there is nothing to come in. What is given for an output is written;
-        `entangled`: only when all steps are done, because it may overlap with an input."""
+        `entangled`: only when all steps are done, because it may overlap with an input. `leave` says, before a step
+        overwrites inputs, whether these may be those that were given, instead of copies."""
         memory = Memory(dict(scalars))
         for port in self._ports:
             given = locals_.get(port.name)
             if port.input is not None:
-                ready = given is not None and not port.fresh and port.input.serves(given)
+                own = not port.fresh or leave is not None
+                ready = given is not None and own and port.input.serves(given)
                 memory.held[port.input_storage] = given if ready else self._enter(port, given)
             elif given is not None and not entangled and port.output is not None and port.output.serves(given):
                 memory.held[port.output_storage] = given
-        self._backend.run(memory)
+
+        def before_overwriting() -> None:
+            if leave is not None and not leave(memory):
+                memory.held |= copied([port.input_storage for port in self._ports if port.fresh], memory.held)
+
+        self._backend.run(memory, before_overwriting)
         results, written = {}, []
         for port in self._ports:
             if port.output is not None:
