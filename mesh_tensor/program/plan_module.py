@@ -17,6 +17,7 @@ from mesh_tensor.lowering.tile_calls import TileCalls
 from mesh_tensor.plan.atoms import Atoms, Sizes, find_atoms
 from mesh_tensor.plan.expansions import expand
 from mesh_tensor.plan.explicit import ExplicitGraph, forms_in
+from mesh_tensor.plan.gathers import gathered_first
 from mesh_tensor.plan.index_checks import IndexCheck, index_checks
 from mesh_tensor.plan.interleave import interleave
 from mesh_tensor.plan.ir import Graph, Interleaved, leaves
@@ -206,7 +207,7 @@ def plan_graph(
         other = _laid_out(sliced, others, replicate_unknown)
         if cost_of(other[-1]) < cost_of(explicit):
             graph, atoms, layouts, explicit = other
-    calls = TileCalls(atoms)
+    explicit, calls = gathered_first(explicit), TileCalls(atoms)
     made = to_program(explicit, calls, kernels or {}, overlap, check_indices=check_indices)
     stages = Stages(graph, atoms, layouts, explicit, calls, made)
     forms = dict.fromkeys([*explicit.params, *forms_in(explicit.result)])

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.call import OpCall
+from mesh_tensor.rules.operator.nn import LOG_SOFTMAX_BACKWARD
+from mesh_tensor.targets.dtypes import torch_dtype
 
 from .table import Function, torch_op
 
@@ -18,6 +20,12 @@ def _softmax(call: OpCall) -> Function:
     dim = call.attr("axis")
     function = torch.softmax if call.name == "nn.softmax" else torch.log_softmax
     return lambda x: function(x, dim)
+
+
+@torch_op(LOG_SOFTMAX_BACKWARD)
+def _log_softmax_backward(call: OpCall) -> Function:
+    (dim,), dtype = call.axes(call.attr("axis")), torch_dtype(call.outputs[0].dtype)
+    return lambda gradient, result: torch.ops.aten._log_softmax_backward_data(gradient, result, dim, dtype)
 
 
 @torch_op("nn.layer_norm")
