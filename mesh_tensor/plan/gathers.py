@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 
 from mesh_tensor.base.collectives import BETWEEN
 from mesh_tensor.base.machine_presets import CPU
@@ -39,6 +40,8 @@ class _Swaps:
         }
         self._known: dict[tuple[Form, Sharding], tuple[int, Form]] = {}  # when it was gathered, and as what
         self._products = 0
+        forms = [form for step in made.steps for form in (step.outputs if isinstance(step, Run) else (step.dst,))]
+        self._names = {f.name for f in (*made.params, *made.constants, *forms)} | {v.name for v in made.graph.values()}
         self.steps = [new for step in made.steps for new in self._swapped(step)]
 
     def _swapped(self, step: Step) -> Iterator[Step]:
@@ -55,13 +58,20 @@ class _Swaps:
             sharding = sharding.with_replicate(axis)
         at, whole = self._known.get((source, sharding), (0, None))
         if whole is None or self._products - at > _AGAIN:
-            whole = Form(f"{step.dst.name}.whole", source.value, sharding, source.dtype)
+            whole = Form(self._name(source), source.value, sharding, source.dtype)
             move = replace(step.move, after=sharding, src_dim=dim)
             yield from self._swapped(Change(move, source, whole, step.scopes, step.reason))
             self._known[source, sharding] = self._products, whole
         run = self._transposes[step.src]
         split = {axis: factor for axis, factor in run.split.items() if axis not in step.move.axes}
         yield Run(run.node, (whole,), (step.dst,), split)
+
+    def _name(self, source: Form) -> str:
+        """The next name of a form of that value."""
+        found = (f"{source.value.name}_{number}" for number in count(1))
+        name = next(name for name in found if name not in self._names)
+        self._names.add(name)
+        return name
 
     def _transposed(self, step: Step) -> Form | None:
         """What is gathered after it was transposed, if it lies so that it can be before."""

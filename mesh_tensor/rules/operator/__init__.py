@@ -11,6 +11,7 @@ from . import (  # noqa: F401  (they fill the table)
     fft,
     index,
     linear_algebra,
+    narrowed,
     nn,
     reduce,
     shape,
