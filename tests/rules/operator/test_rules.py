@@ -91,7 +91,7 @@ def test_every_operator_with_a_torch_function_has_a_rule_and_a_case():
     placing = {"dist.annotate_sharding", "dist.redistribute", "hint_on_device", "to_vdevice"}
     placing |= {name for name in torch_functions if name.startswith(("mesh.", "fused.")) and name not in rules}
     # random; tests/rules/gradients; tests/api
-    elsewhere = {"nn.dropout", "mesh.vjp", "mesh.update", "mesh.dropout"}
+    elsewhere = {"nn.dropout", "mesh.vjp", "mesh.update", "mesh.narrowed", "mesh.dropout"}
     assert set(torch_functions) - set(rules) == placing
     rewritten = {"mesh.joined_parts", "mesh.merge_dims"}
     assert set(rules) - set(torch_functions) == rewritten
