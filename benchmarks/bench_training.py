@@ -58,7 +58,7 @@ def _case(zero: int = 0) -> tuple[nn.Module, torch.Tensor, torch.Tensor, mt.Trai
     return model, tokens, target, mt.training_step(model, _loss, (tokens, target), check=False, zero=zero)
 
 
-# Forgets all that is left of steps but the parameters, if it can: these are what a process has of the run then, in MB.
+# Forgets what is left of steps but the parameters; what it can't forget it gives as a number of MB, below 0.
 Forget = Callable[[], float]
 
 
@@ -79,12 +79,11 @@ def _eager(model: nn.Module, tokens: torch.Tensor, target: torch.Tensor) -> tupl
 
 
 def _forget(run: TrainingRun) -> float:
-    """Parameters go, too, and are laid out anew by the next step."""
-    state = run.state_dict()
-    size = sum(t.to_local().nbytes for name, t in state.items() if not name.startswith("opt.")) / 2**20
-    run._state = None
+    """What the optimizer keeps stays, and is not counted."""
     _left.clear()
-    return size
+    return (
+        -sum(t.to_local().nbytes for name, t in run.state_dict().items() if name.startswith("opt.") and t.ndim) / 2**20
+    )
 
 
 def one_device(clock: Clock) -> dict[str, list[float]]:
@@ -166,10 +165,10 @@ def peak(peer: str, who: str) -> float:
     """MB that this rank's process has at most in a step beyond its parameters."""
     ((run, forget),) = _runs(peer, (who,)).values()
     run()
-    parameters = forget()
+    left = forget()
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    before = _memory("VmRSS") + parameters
+    before = _memory("VmRSS") + left
     for _ in range(3):
         run()
     Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten

@@ -3,9 +3,8 @@
 `__init__.pyi` lists the public names; their modules are imported when they are first used.
 """
 
-from .base.environment import check_cache_folder, check_versions
+from .base.environment import check_cache_folder, check_tvm, check_versions
 from .base.lazy import names_of
-from .base.tvm_check import check_tvm
 
 check_versions()
 check_tvm()

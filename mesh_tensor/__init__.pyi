@@ -38,8 +38,7 @@ from .redistribution.plan import RedistributionPlan
 from .rules.kernel.sharding_rule import ShardingRule, sharding_rule
 from .runtime.ranks import from_dtensor, from_placements, redistribute, resume, to_dtensor, to_placements
 from .runtime.sequential import run_sequential
-from .runtime.virtual.mesh_tensor import MeshTensor, distribute, plan_redistribution
-from .runtime.virtual.transfer import plan_transfer, transfer
+from .runtime.virtual.mesh_tensor import MeshTensor, distribute, plan_redistribution, plan_transfer, transfer
 from .simulation import Simulation, simulate
 from .targets.cpu.tilelang_gemm import register_cpu_gemm
 

@@ -31,10 +31,17 @@ from .module_annotations import (
 )
 from .module_meshes import device_mesh, device_meshes, fits, named_mesh, same, with_mesh
 from .named_values import NamedValues
-from .names import SOURCE_NAMES_ATTR, Fresh, check_module, relax_functions, unique_names, variables, without_layout
-from .parameters import with_flat_parameters
-from .stated_sub_axes import names_parts, stated_refinement, stated_replicated, with_parts
-from .stated_ties import Ties
+from .names import (
+    SOURCE_NAMES_ATTR,
+    Fresh,
+    check_module,
+    relax_functions,
+    unique_names,
+    variables,
+    with_flat_parameters,
+    without_layout,
+)
+from .stated_ties import Ties, names_parts, stated_refinement, stated_replicated, with_parts
 
 __all__ = ["SOURCE_NAMES_ATTR", "ModuleAnnotations", "annotate_module", "read_module_annotations"]
 

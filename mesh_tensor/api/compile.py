@@ -31,11 +31,10 @@ from mesh_tensor.tir.grids import grids_of
 from .backward import Gradients, laid_out_alike
 from .call_forms import OutIdx, call_forms, given_out_idx, in_order, refuse_count
 from .combinations import tried
-from .compiled import Compiled, KernelRunner
+from .compiled import Compiled, KernelRunner, VirtualKernel
 from .rank_kernel import RankKernel
 from .rank_locals import Shapes
 from .signature import Signature
-from .virtual_kernel import VirtualKernel
 
 
 @undisturbed

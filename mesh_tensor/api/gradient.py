@@ -8,8 +8,7 @@ from typing import TypeVar
 
 from tvm import ir
 
-from mesh_tensor.annotations.names import check_module, known, relax_function, source_names
-from mesh_tensor.annotations.parameters import with_flat_parameters
+from mesh_tensor.annotations.names import check_module, known, relax_function, source_names, with_flat_parameters
 from mesh_tensor.base.errors import did_you_mean, listing, refuse
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.plan.gradient import gradient_function

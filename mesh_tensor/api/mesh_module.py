@@ -10,18 +10,17 @@ import torch
 from tvm import ir
 
 from mesh_tensor.annotations.annotate_module import read_module_annotations
-from mesh_tensor.annotations.parameters import flat_arguments, with_flat_parameters
+from mesh_tensor.annotations.names import flat_arguments, with_flat_parameters
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.garbage import uncollected
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.importers.call_form import CallForm
-from mesh_tensor.program.explain import explain
+from mesh_tensor.program.explain import explain, summary
 from mesh_tensor.program.from_graph import Kernels
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Program
-from mesh_tensor.program.summary import summary
 from mesh_tensor.runtime.ambient import full_precision, undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleParam, ModuleSignature, bound, refuse_outside
 from mesh_tensor.runtime.overwriting import Leave
@@ -79,7 +78,7 @@ class MeshModule:
         mod = with_flat_parameters(mod, function)
         self._signature = ModuleSignature(mod, function)
         given = self._signature.weights(weights, self._target.device_type)
-        self._state = state_of(mod[function], given)
+        self._state = state_of(mod[function], given, donate)
         self._weights = HeldWeights.of({n: t for n, t in given.items() if n not in self._state}, weights, donate)
         self._recorder = recorder
         self._with_gradients = [n for n, t in weights.items() if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -140,7 +139,7 @@ class MeshModule:
         given = state.values() if isinstance(state, Mapping) else ()
         made = self.on_all_ranks("weights to load", lambda _: new(), given)
         self._state = ModuleState({name: made.pop(name) for name in self._state})
-        self._weights = HeldWeights(made, self._weights.donated)
+        self._weights = HeldWeights(made, donated=True)
         self._launches, self._recordings = Recent(MODULE_SIZES), Recent(MODULE_SIZES)
 
     def reset_state(self) -> None:

@@ -85,6 +85,7 @@ def distribute_module(
     """
     form = None
     if isinstance(mod, ImportedModule):
+        mod.check_unwritten()
         mod, form, weights = mod.mod, mod.form, mod.params if weights is None else weights
     step, given = (mod, _step_module(mod, mesh, shardings, priority)) if isinstance(mod, TrainingStep) else (None, mod)
     check_module(given, "distribute_module")

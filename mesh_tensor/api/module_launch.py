@@ -12,7 +12,7 @@ from mesh_tensor.importers.weight_files import StoredTensor
 from mesh_tensor.program.in_place import Overwritten
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.runtime.backend import Memory
-from mesh_tensor.runtime.finite import not_finite
+from mesh_tensor.runtime.elementwise import not_finite
 from mesh_tensor.runtime.overwriting import Leave, may_overwrite
 from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.virtual.launch import Launch

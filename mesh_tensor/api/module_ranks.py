@@ -16,7 +16,7 @@ from mesh_tensor.program.in_place import Overwritten
 from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.runtime.backend import Memory
-from mesh_tensor.runtime.finite import not_finite
+from mesh_tensor.runtime.elementwise import not_finite
 from mesh_tensor.runtime.overwriting import Leave, may_overwrite
 from mesh_tensor.runtime.ranks import is_dtensor, redistribute
 from mesh_tensor.runtime.ranks.agree import agree, anywhere, digest_of, program_facts
@@ -175,7 +175,7 @@ class RankModuleLaunch:
         def lay_out(port: ModulePort, tensor: Any) -> tuple[torch.Tensor, Any]:
             part = self._enter(name, tensor.full() if isinstance(tensor, (MeshTensor, Refined)) else tensor, keep=True)
             plain = port.plain
-            if not weights.donated or plain is None or not lies_like_torch(plain, port.shape):
+            if isinstance(tensor, StoredTensor) or plain is None or not lies_like_torch(plain, port.shape):
                 return part, None
             merged = part.reshape(self._merged(port, port.sharding))
             return part, as_dtensor(merged, self.ranks.device_mesh, plain, port.shape)

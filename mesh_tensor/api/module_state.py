@@ -15,7 +15,7 @@ from mesh_tensor.runtime.ranks.dtensor import local_part
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 
 from .module_launch import ModuleLaunch
-from .module_weights import whole
+from .module_weights import apart, whole
 
 if TYPE_CHECKING:
     from .mesh_module import AnyLaunch
@@ -62,9 +62,9 @@ class ModuleState(Collection[str]):
         return {name: launch.enter(name, tensor) for name, tensor in self.values(False).items()}
 
 
-def state_of(func: relax.Function, weights: Mapping[str, Any]) -> ModuleState:
+def state_of(func: relax.Function, weights: Mapping[str, Any], donated: bool) -> ModuleState:
     """The state of a module's function, if its parameters are among the weights; without them it is empty: they are
-    passed at every call, and their new values are results.
+    passed at every call, and their new values are results. `donated`: nobody else has the tensors.
 
     Raises:
         MeshTensorError: some are among the weights, and some are not.
@@ -75,7 +75,7 @@ def state_of(func: relax.Function, weights: Mapping[str, Any]) -> ModuleState:
         return ModuleState({})
     if missing:
         refuse(f"the weights lack {listing(missing)}, which the module writes", fix="give all that it writes, or none")
-    return ModuleState({name: weights[name] for name in names})
+    return ModuleState({name: weights[name] if donated else apart(weights[name]) for name in names})
 
 
 def _apart(launch: AnyLaunch, name: str, tensor: Any, outside: set[int]) -> Any:

@@ -21,26 +21,26 @@ _LAYOUTS = 4  # that a weight is kept in at most; plans for other sizes may take
 
 
 class HeldWeights(Mapping[str, Any]):
-    """Weights by parameter: as they were given, or laid out, where nothing is lost by that. `donated`: nobody else has
-    the tensors."""
+    """Weights by parameter, as they are now, in memory that no caller writes: laid out, once they are, where nothing is
+    lost by that. `donated`: nobody else has the tensors."""
 
     def __init__(self, given: Mapping[str, Any], donated: bool = False) -> None:
-        self.donated = donated
-        self._held, self._names = dict(given), tuple(given)
+        self._held = dict(given) if donated else {name: apart(tensor) for name, tensor in given.items()}
+        self._names = tuple(given)
         self._laid: dict[str, Recent[tuple, Any]] = {name: Recent(_LAYOUTS) for name in given}
 
     @staticmethod
     def of(tensors: Mapping[str, Any], given: Mapping[str, Any], donated: bool) -> HeldWeights:
         """These tensors of those that were given; what is laid out for one module is, for others that were given it."""
-        made = HeldWeights(tensors, donated)
-        if isinstance(given, HeldWeights):
-            made._held, made._laid = given._held, given._laid
-            made._names = tuple(tensors)
+        if not isinstance(given, HeldWeights):
+            return HeldWeights(tensors, donated)
+        made = HeldWeights({})
+        made._held, made._laid, made._names = given._held, given._laid, tuple(tensors)
         return made
 
     def some(self, names: Collection[str]) -> HeldWeights:
         """Those of some names."""
-        return HeldWeights.of({name: self._held[name] for name in self if name in names}, self, self.donated)
+        return HeldWeights.of({name: self._held[name] for name in self if name in names}, self, True)
 
     def laid_out(
         self, name: str, port: ModulePort, lay_out: Callable[[ModulePort, Any], tuple[T, Any]], rank: int | None = None
@@ -66,6 +66,11 @@ class HeldWeights(Mapping[str, Any]):
         return len(self._names)
 
 
+def apart(tensor: Any) -> Any:
+    """A tensor as it is now, whatever its owner writes later; MeshTensors and what is read from files are that."""
+    return tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor
+
+
 def whole(tensor: Any) -> torch.Tensor:
     """A weight in any form as one tensor. Of a DTensor all ranks have to ask."""
     if isinstance(tensor, (MeshTensor, Refined)):
@@ -78,7 +83,7 @@ def whole(tensor: Any) -> torch.Tensor:
 def checked_state(
     signature: ModuleSignature, held: Mapping[str, Any], state: Mapping[str, Any], device_type: str, strict: bool
 ) -> dict[str, Any]:
-    """What replaces the weights that are held, by parameter.
+    """What replaces the weights that are held, by parameter, in memory of their own.
 
     Raises:
         MeshTensorError: names are unknown or missing, or shapes or dtypes differ; all of them are named.
@@ -93,4 +98,4 @@ def checked_state(
             where=f"weights of {signature.function!r}",
             fix="load what state_dict() of the same model gave; strict=False keeps what is missing",
         )
-    return {**held, **new}
+    return {**held, **{name: apart(tensor) for name, tensor in new.items()}}

@@ -12,8 +12,7 @@ from typing import Any
 from tvm import ir
 
 from mesh_tensor.annotations.annotate_module import annotate_module
-from mesh_tensor.annotations.names import check_module, relax_function
-from mesh_tensor.annotations.parameters import with_flat_parameters
+from mesh_tensor.annotations.names import check_module, relax_function, with_flat_parameters
 from mesh_tensor.base.decisions import columns
 from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.machine import Machine

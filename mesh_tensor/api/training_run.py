@@ -15,7 +15,7 @@ from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Program
 from mesh_tensor.rules.operator.dropout import SEED_NAME
 from mesh_tensor.runtime.ambient import undisturbed
-from mesh_tensor.runtime.finite import not_finite, within
+from mesh_tensor.runtime.elementwise import not_finite, within
 from mesh_tensor.runtime.overwriting import Leave
 
 from .module_state import parts_of
@@ -42,6 +42,7 @@ class TrainingRun:
         self._step, self._module = step, module
         self._state: dict[str, Any] | None = None
         self._bounded, self._lost = False, ""  # whether the state may be overwritten; why there is none any more
+        self._first = {name: tensor.clone() for name, tensor in step.state.items()}  # which their owner may write
         slots = [(mine.slots, slot) for mine in step.kept for slot in mine.slots]
         implied = {mine[slot] for mine, slot in slots if IMPLIED.get(slot) in mine}
         finite = [name for name, first in step.state.items() if not not_finite({name: (first,)})]
@@ -175,7 +176,7 @@ class TrainingRun:
                 fix="load_state_dict() of a state that was saved before",
             )
         if self._state is None:
-            self._state = self._module.as_state(self._step.state)
+            self._state, self._first = self._module.as_state(self._first), {}
             self._bounded = self._is_bounded(self._state)
         return self._state
 

@@ -1,4 +1,5 @@
-"""What mesh_tensor finds around it, looked at before TileLang is imported: versions, and the folder of its cache."""
+"""What mesh_tensor finds around it, looked at before TileLang is imported: versions, the folder of its cache, and other
+TVMs. TileLang brings its own; one imported before it crashes the process's next `import`."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import shutil
 import sys
 import tempfile
 import warnings
+from pathlib import Path
 
 CACHE_VARIABLE = "TILELANG_CACHE_DIR"
 _PYTHON = (3, 10)
@@ -96,3 +98,31 @@ def _numbers(version: str) -> tuple[int, ...]:
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)
+
+
+def check_tvm() -> None:
+    """Raise an ImportError with the way out if `tvm` is already imported, and isn't the one that tilelang brings."""
+    tvm = sys.modules.get("tvm")
+    if tvm is None or "tilelang" in sys.modules:
+        return
+    path = getattr(tvm, "__file__", None)
+    if path is not None and any(root in Path(path).resolve().parents for root in _own_roots()):
+        return
+    raise ImportError(
+        f"mesh_tensor can't be imported: `tvm` was already imported from {path or 'an unknown place'} (apache-tvm?), "
+        "but tilelang, which mesh_tensor builds on, brings its own TVM, and one process can't hold two.\n"
+        "  fix: `import mesh_tensor` (or `import tilelang`) before anything that imports tvm; `import tvm` then gives "
+        "tilelang's TVM.\n"
+        "  or: uninstall the other one in this environment: `pip uninstall apache-tvm`."
+    )
+
+
+def _own_roots() -> list[Path]:
+    chosen = os.environ.get("TVM_IMPORT_PYTHON_PATH")
+    if chosen:
+        return [Path(chosen).resolve()]
+    spec = importlib.util.find_spec("tilelang")
+    if spec is None or spec.origin is None:
+        return []
+    package = Path(spec.origin).resolve().parent
+    return [package / "3rdparty" / "tvm", package.parent / "3rdparty" / "tvm"]

@@ -18,7 +18,7 @@ from mesh_tensor.base.garbage import uncollected
 from mesh_tensor.plan.ir import STATE_ATTR
 from mesh_tensor.targets.dtypes import dtype_name
 
-from .imported import ImportedModule, identifiers
+from .imported import ImportedModule, identifiers, writes
 from .torch_args import emit, with_sizes_as_tensors
 from .torch_assertions import depends_on_data, drop_assertions
 from .torch_complex import COMPLEX, Pair, is_complex, of_complex
@@ -26,8 +26,16 @@ from .torch_constants import with_constants
 from .torch_decompositions import decomposed
 from .torch_numbers import WITH_NUMBERS
 from .torch_ops import CONVERTERS, KEPT
-from .torch_program import ProgramOfTensors, check_program, is_kept_buffer, refuse_autocast, written_buffers
-from .torch_weights import allow_constants, without_tied
+from .torch_program import (
+    CONSTANTS,
+    ProgramOfTensors,
+    allow_constants,
+    check_program,
+    is_kept_buffer,
+    refuse_autocast,
+    without_tied,
+    written_buffers,
+)
 
 
 @uncollected
@@ -216,7 +224,14 @@ def _named(mod: ir.IRModule, program: torch.export.ExportedProgram, importer: An
     mod.update_func(mod.get_global_var("main"), _with_attributes(func, every, state))
     params = {names[target]: values[target].detach() for target in names}
     fixed = tuple(names[target] for spec in specs if is_kept_buffer(spec) and (target := str(spec.target)) in names)
-    return ImportedModule(mod, params, every, state, tuple(name for name in fixed if name not in state))
+    used = {node.name for node in program.graph.find_nodes(op="placeholder") if node.users}
+    constants = {
+        target: (values[target], writes(values[target]))
+        for spec in specs
+        if spec.kind in CONSTANTS and spec.arg.name in used - weights.keys() and (target := str(spec.target)) in values
+    }
+    unwritten = tuple(name for name in fixed if name not in state)
+    return ImportedModule(mod, params, every, state, unwritten, constants=constants)
 
 
 def _with_attributes(func: relax.Function, names: dict[str, str], state: tuple[str, ...]) -> relax.Function:

@@ -17,9 +17,8 @@ from mesh_tensor.base.errors import refuse
 from .torch_args import arguments, emit, in_result_dtype
 from .torch_dropout import converted as dropout
 from .torch_general import GENERAL, GROUPS
-from .torch_indexing import INDEXING
+from .torch_indexing import INDEXING, SHAPES
 from .torch_numbers import NUMBERS, Convert, promoting
-from .torch_shapes import SHAPES
 
 _aten = torch.ops.aten
 

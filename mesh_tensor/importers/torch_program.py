@@ -1,13 +1,17 @@
-"""What goes in and out of an exported torch program: tensors, buffers that it writes, and what is no tensor."""
+"""What goes in and out of an exported torch program: tensors, buffers that it writes, and what is no tensor. Weights
+under several names are one parameter of the module."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import torch
+from tilelang.language import dtypes
 from torch.export.graph_signature import (
     ConstantArgument,
     InputKind,
@@ -17,10 +21,11 @@ from torch.export.graph_signature import (
     SymIntArgument,
     TensorArgument,
 )
+from tvm import ir
 
 from mesh_tensor.base.errors import listing, refuse
 
-_CONSTANTS = {InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
+CONSTANTS = {InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
 _INPUTS = {InputKind.USER_INPUT, InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
 _WRITTEN = {OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION}
 _RESULTS = {OutputKind.USER_OUTPUT, *_WRITTEN}
@@ -121,7 +126,7 @@ def _wrong_result(spec: OutputSpec) -> str:
 def _complex_ends(program: torch.export.ExportedProgram) -> list[str]:
     """Inputs, parameters and results that are complex; constants may be."""
     (output,) = program.graph.find_nodes(op="output")
-    constants = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind in _CONSTANTS}
+    constants = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind in CONSTANTS}
     given = [node for node in program.graph.find_nodes(op="placeholder") if node.name not in constants]
     made = [node for node in output.args[0] if isinstance(node, torch.fx.Node)]
     return [
@@ -168,7 +173,7 @@ class ProgramOfTensors:
         self.state_dict = {name: _as_floats(value) for name, value in self.state_dict.items()}
         self.tensor_constants = self.state_dict
         self.constants: dict[str, torch.Tensor] = {}
-        self._kept = {str(spec.target): self.state_dict[str(spec.target)] for spec in specs if spec.kind in _CONSTANTS}
+        self._kept = {str(spec.target): self.state_dict[str(spec.target)] for spec in specs if spec.kind in CONSTANTS}
         (output,) = program.graph.find_nodes(op="output")
         new, given = output.args[0][: len(written)], output.args[0][len(written) :]
         output.args = ((*(value for value in given if isinstance(value, torch.fx.Node)), *new),)
@@ -180,3 +185,38 @@ class ProgramOfTensors:
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Nothing: their values are not needed."""
         yield from ()
+
+
+def without_tied(
+    mod: ir.IRModule, weights: Mapping[str, str], state: Mapping[str, torch.Tensor]
+) -> tuple[ir.IRModule, dict[str, str]]:
+    """The module with one parameter for all that are the same memory: the first; and the others, each with that one.
+
+    `weights`: from parameters to their names in torch, and so to tensors of `state`."""
+    first: dict[tuple, str] = {}
+    tied = {}
+    for name, target in weights.items():
+        same = first.setdefault(_memory(state[target]), name)
+        if same != name:
+            tied[name] = same
+    if not tied:
+        return mod, tied
+    func = mod["main"]
+    params = {param.name_hint: param for param in func.params}
+    merged = func.bind_params({params[name]: params[same] for name, same in tied.items()})
+    result = mod.clone()
+    result.update_func(result.get_global_var("main"), merged)
+    return result, tied
+
+
+def _memory(weight: torch.Tensor) -> tuple:
+    """What tells a tensor's elements from another's; a tensor without elements is like no other."""
+    if weight.numel() == 0:
+        return (id(weight),)
+    return weight.data_ptr(), weight.dtype, tuple(weight.shape), weight.stride()
+
+
+def allow_constants() -> None:
+    """Add numpy's dtypes of ml_dtypes to those that TileLang lists."""
+    for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        dtypes._DTYPE_TO_STR.setdefault(np.dtype(getattr(ml_dtypes, name)), name)

@@ -19,7 +19,7 @@ from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from .original_dims import with_original_dims
 from .stages import Part, Ruled
 from .tile_positions import check_positions
-from .tile_stores import check_stores
+from .tile_sums import check_stores
 from .view import check_local_layouts
 
 

@@ -62,7 +62,10 @@ class ValueRewriter:
         if window is None:
             return self._rewrite(index, self.offsets)
         position = self._rewrite(without_wrap(index) if window.wraps else index, self.offsets)
-        return self.kernel.analyzer.simplify(position - self._window_start(access, dim, window))
+        place = position - self._window_start(access, dim, window)
+        if window.wraps:  # whichever way around it was reached
+            place = tirx.floormod(place, access.buffer.shape[dim])
+        return self.kernel.analyzer.simplify(place)
 
     def window(self, access: Access, dim: int) -> Window | None:
         """What a device has of a parameter's dim, where that is a window."""

@@ -8,7 +8,7 @@ first device only.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 
 from tvm import tirx
 
@@ -26,18 +26,15 @@ from mesh_tensor.tir.fused_loops import fuse
 from mesh_tensor.tir.intervals import join
 from mesh_tensor.tir.linear import as_expr, vars_of
 from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.one_iteration import collapse
 from mesh_tensor.tir.rewrite import block_like, guarded, loop_like, replace_block
-from mesh_tensor.tir.short_loops import shorten
+from mesh_tensor.tir.short_loops import collapse, shorten
 from mesh_tensor.tir.tile_position import resolve
 from mesh_tensor.tir.user_reports import assert_call, is_print
 
-from .counted_once import CountedOnce
 from .expressions import ValueRewriter, contains_load, has_trap
 from .local_reports import LocalReports
-from .local_tile_ops import LocalTileOps
 from .original_dims import put_together, uneven_groups
-from .padding_masks import PaddingMasks
+from .padding_masks import CountedOnce, LocalTileOps, PaddingMasks
 from .parts import global_size
 from .splits import DeviceCoordinates, Shrink, Split, make_split
 from .stages import LocalPart, LocalParts, Part, Parts, Unsplittable
@@ -167,6 +164,8 @@ class _Localizer:
             body = self._visit(stmt.body)
             self.around.pop()
             return _unmarked(loop_like(stmt, extent, body, start=rewrite(stmt.min)))
+        if isinstance(stmt, tirx.While):
+            return tirx.While(self.extents.condition(stmt, self.around), self._visit(stmt.body))
         if isinstance(stmt, tirx.IfThenElse):
             condition = self.values.uncertain(rewrite(stmt.condition))
             if condition is None:
@@ -271,8 +270,8 @@ def _combine(original: tirx.PrimExpr, current: tirx.PrimExpr, operand: tirx.Prim
 
 
 class _LoopExtents:
-    """Extents of loops on one device: those over split factors are the tile's, those that depend on data end before
-    they begin where that would be padding."""
+    """How far loops go on one device: those over split factors have the tile's extent, those that depend on data end
+    before they begin where that would be padding."""
 
     def __init__(self, analysis: Analysis, splits: Sequence[Split], shrink: Shrink, values: ValueRewriter):
         self._analysis, self._splits, self._shrink, self._values = analysis, splits, shrink, values
@@ -283,13 +282,22 @@ class _LoopExtents:
         if known is not None:
             return self._within(loop.loop_var, known)
         extent = self._values.rewrite(loop.extent)
-        depends_on = self._taints([loop.min, loop.extent])
+        return self._unless_padding(extent, self._taints([loop.min, loop.extent]), around)
+
+    def condition(self, loop: tirx.While, around: Collection[tirx.Var]) -> tirx.PrimExpr:
+        """The condition of a loop inside the loops `around`."""
+        return self._unless_padding(self._values.rewrite(loop.condition), self._taints([loop.condition]), around)
+
+    def _unless_padding(
+        self, value: tirx.PrimExpr, depends_on: Set[tirx.Var], around: Collection[tirx.Var]
+    ) -> tirx.PrimExpr:
+        """The value, but 0 where loops around are past the end of what it depends on."""
         for split in self._splits:
             for form in self._analysis.coordinates.forms[split.factor]:
                 here = form.terms and form.terms.keys() <= set(around)
                 if here and depends_on & form.terms.keys() and not (split.even and self._shrink.fits(form, split)):
-                    extent = tirx.if_then_else(as_expr(form) < split.valid, extent, tirx.const(0, extent.dtype))
-        return extent
+                    value = tirx.if_then_else(as_expr(form) < split.valid, value, tirx.const(0, value.dtype))
+        return value
 
     def _within(self, var: tirx.Var, extent: tirx.PrimExpr) -> tirx.PrimExpr:
         """A loop that carries a state in order, or position by position, ends with what is valid: nothing is taken over

@@ -46,7 +46,8 @@ def _refined(kernel: Annotated) -> tuple[Refined, Analysis]:
     for found in _ways(kernel.func, whole, whole - around) if whole else ():
         after = analyse(found.func)
         still = {dim for dim in split if _reason(found, after, dim)}
-        if still < whole and _divides(found, after, kernel.asked, kernel.mesh):
+        lost = around & still - {dim for dim in still if _reads_windows(found, after, dim)}
+        if still < whole and not lost and _divides(found, after, kernel.asked, kernel.mesh):
             made, analysis, whole = found, after, still
         if not whole:
             break
@@ -95,6 +96,12 @@ def _of_own_dims(made: Refined, windows: Mapping[Dim, Read]) -> dict[Dim, Read]:
 def _reason(made: Refined, analysis: Analysis, dim: Dim) -> str | None:
     param, at = dim
     return analysis.reason_whole(param, made.outer(param, at))
+
+
+def _reads_windows(made: Refined, analysis: Analysis, dim: Dim) -> bool:
+    """Whether windows are read of a dim, which is not taken apart."""
+    param, at = dim
+    return dim not in made.groups and analysis.read_from(param, made.outer(param, at)) is not None
 
 
 def _divides(made: Refined, analysis: Analysis, asked: Mapping[str, Sharding], mesh: Mesh) -> bool:

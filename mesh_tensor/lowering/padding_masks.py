@@ -1,17 +1,21 @@
-"""Padding is never reduced: where a tile is short, or blocks reach past its end, neutral elements stand in."""
+"""What counts: padding is never reduced (where a tile is short, or blocks reach past its end, neutral elements stand
+in), and where an accumulator starts from is added on the first device of a split only."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tvm import tirx
 
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
-from mesh_tensor.rules.kernel.statements import Access, Statement
+from mesh_tensor.rules.kernel.statements import Access, Kernel, Statement
+from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.constants import neutral_element
 from mesh_tensor.tir.linear import Linear, as_expr
-from mesh_tensor.tir.rewrite import parallel_nest, tile_op
+from mesh_tensor.tir.nodes import same_expression
+from mesh_tensor.tir.rewrite import call_like, guarded, parallel_nest, region_call, sequence, tile_op, with_args
 
 from .expressions import ValueRewriter
 from .splits import Shrink, Split
@@ -86,3 +90,120 @@ class PaddingMasks:
             value = tirx.if_then_else(inside, value, neutral_element(op, buffer.dtype))
         extents = [self._shrink.extent(var) for var in fresh]
         return parallel_nest(list(fresh.values()), extents, tirx.BufferStore(buffer, value, indices))
+
+
+class CountedOnce:
+    """Makes what the analysis found `gated` count on one device, and start the others with the neutral element."""
+
+    def __init__(self, analysis: Analysis, splits: Sequence[Split]):
+        self._splits = [(split, analysis.reductions[split.factor]) for split in splits]
+        self._ranges = analysis.coordinates.ranges
+
+    def value(self, statement: Statement, value: tirx.PrimExpr, op: str | None = None) -> tirx.PrimExpr:
+        """What a store writes, or what an update with `op` combines, on this device."""
+        condition, partial_op = self._gate(statement)
+        if condition is None:
+            return value
+        return tirx.if_then_else(condition, value, neutral_element(op or partial_op, value.dtype))
+
+    def started(self, statement: Statement, value: tirx.PrimExpr) -> tirx.PrimExpr:
+        """A value in which 0 stands in for maxima that are still the lowest value: nothing counts yet of such a row,
+        and the lowest value can't be taken from itself. The first device has what the whole kernel has."""
+        for split, reduction in self._splits:
+            for state in reduction.states:
+                if statement in state.guarded:
+                    value = _replace_loads(value, state.guarded[statement], split.is_first)
+        return value
+
+    def tile_op(self, statement: Statement, call: tirx.Stmt, target: tirx.Call) -> tirx.Stmt:
+        """A tile operation into the region `target`: a plain update is left out on the other devices, what does not
+        build on the target's content is a fill there."""
+        condition, op = self._gate(statement)
+        if condition is None:
+            return call
+        if statement.op is not None and not statement.fresh:
+            return tirx.IfThenElse(condition, call, None)
+        fill = tile_op("fill", target, neutral_element(op, statement.target.buffer.dtype))
+        return tirx.IfThenElse(condition, call, fill)
+
+    def _gate(self, statement: Statement) -> tuple[tirx.PrimExpr | None, str]:
+        """Whether this device is the one that counts, None if all do; and what completes the partial value."""
+        condition, op = None, ""
+        for split, reduction in self._splits:
+            if statement in reduction.gated:
+                op = reduction.partial[self._ranges.of(statement.target)]
+                condition = split.is_first if condition is None else tirx.And(condition, split.is_first)
+        return condition, op
+
+
+def _replace_loads(value: tirx.PrimExpr, loads: Sequence[tirx.BufferLoad], is_first: tirx.PrimExpr) -> tirx.PrimExpr:
+    def replace(load: tirx.BufferLoad) -> tirx.PrimExpr | None:
+        if not any(same_expression(load, other) for other in loads):
+            return None
+        lowest = neutral_element("max", load.dtype)
+        return tirx.Select(tirx.And(tirx.Not(is_first), load == lowest), tirx.const(0, load.dtype), load)
+
+    return tirx.stmt_functor.ir_transform(tirx.Evaluate(value), replace, None, ["tirx.BufferLoad"]).value
+
+
+_FILL_VALUE = 1
+_GEMM_SIZES = slice(5, 8)
+
+
+@dataclass(frozen=True, eq=False)
+class LocalTileOps:
+    """Makes a kernel's tile operations those of one device."""
+
+    kernel: Kernel
+    shrink: Shrink
+    values: ValueRewriter
+    masks: PaddingMasks
+    once: CountedOnce
+
+    def local(self, statement: Statement) -> tirx.Stmt:
+        """The statement's tile operation, with what masks its padding and makes it count once.
+
+        Raises `Blocked` (rules.factors) where padding can't be masked."""
+        record = statement.tile_op
+        assert record is not None
+        if isinstance(record, tile_ops.Atomic) and not isinstance(record.value, tile_ops.Region):
+            return self._value_atomic(statement, record)
+        destination = len(record.sources)
+        args = list(statement.node.value.args)
+        for position, access in enumerate((*statement.reads[:destination], statement.target)):
+            args[position] = self._region(args[position], access, statement)
+        if isinstance(record, tile_ops.Fill):
+            args[_FILL_VALUE] = self.values.rewrite(args[_FILL_VALUE])
+        elif isinstance(record, tile_ops.Gemm):
+            args[_GEMM_SIZES] = [self.shrink.extent(loop.var) for loop in statement.loops[-3:]]
+        call = self.once.tile_op(statement, with_args(statement.node, args), args[destination])
+        body = sequence([*self.masks.loops(statement), call])
+        body = self.masks.skipped(statement, body, args[destination])
+        zero = tile_op("fill", args[destination], neutral_element("sum", statement.target.buffer.dtype))
+        return guarded(body, self.values.owned(statement), zero)
+
+    def _value_atomic(self, statement: Statement, record: tile_ops.Atomic) -> tirx.Stmt:
+        """An atomic that combines the same value into every element of a region, or into one that is pointed at."""
+        args = list(statement.node.value.args)
+        is_region = statement.node.value.op.name.startswith("tl.tileop")
+        value_at, target_at = (0, 1) if is_region else (1, 0)
+        value = self.masks.value(statement, self.values.rewrite(args[value_at]))
+        args[value_at] = self.once.value(statement, value, record.reduction)
+        if is_region:
+            args[target_at] = self._region(args[target_at], statement.target, statement)
+        else:
+            pointer = args[target_at]
+            buffer = self.shrink.buffer(statement.target.buffer)
+            load = tirx.BufferLoad(buffer, self.values.indices(statement.target))
+            args[target_at] = call_like(pointer, [load, *pointer.args[1:]])
+        return with_args(statement.node, args)
+
+    def _region(self, call: tirx.Call, access: Access, statement: Statement) -> tirx.Call:
+        """The region over the tile: shrunken extents, detached dims at global coordinates."""
+        _, mode, *extents = call.args
+        element = statement.element_dims(access)
+        zero = {var: tirx.IntImm("int32", 0) for var in element.values()}
+        substitute, simplify = tirx.stmt_functor.substitute, self.kernel.analyzer.simplify
+        mins = [simplify(substitute(i, zero)) for i in self.values.indices(access)]
+        extents = [self.shrink.extents.get(element.get(d), e) for d, e in enumerate(extents)]
+        return region_call(self.shrink.buffer(access.buffer), mins, extents, int(mode))

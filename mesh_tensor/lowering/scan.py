@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from mesh_tensor.base.reductions import neutral
-from mesh_tensor.rules.kernel.best_of import Best
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
-from mesh_tensor.rules.kernel.scans import Carried, Scan
+from mesh_tensor.rules.kernel.scans import Best, Carried, Scan
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.stated import Stated
 from mesh_tensor.rules.kernel.statements import OWN_ATTR, RESUMED, Statement, body_statements

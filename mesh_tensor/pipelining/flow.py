@@ -8,8 +8,7 @@ from typing import Any
 
 from tvm import ir, relax
 
-from mesh_tensor.annotations.names import check_module, relax_function, unique_names
-from mesh_tensor.annotations.parameters import with_flat_parameters
+from mesh_tensor.annotations.names import check_module, relax_function, unique_names, with_flat_parameters
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.errors import refuse
 

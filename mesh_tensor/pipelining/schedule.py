@@ -1,7 +1,10 @@
-"""Schedule: which fragment every mesh runs, in which order. Pure data."""
+"""Schedule: which fragment every mesh runs, in which order. Pure data; read from torch.distributed.pipelining's CSV:
+a row per rank, a cell per action."""
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -78,7 +81,6 @@ class Schedule:
     @classmethod
     def from_csv(cls, text: str, name: str = "csv") -> Schedule:
         """Of what torch.distributed.pipelining writes: a row per rank. Sends, receives, FSDP are left out."""
-        from .schedule_csv import read
 
         return read(text, name)
 
@@ -141,3 +143,32 @@ def _is_count(value: object) -> bool:
 def _counted(number: int, noun: str) -> str:
     plural = "es" if noun.endswith(("sh", "ch")) else "s"
     return f"{number} {noun}{plural if number != 1 else ''}"
+
+
+_TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")  # a forward and a backward that torch runs as one
+_NOT_COMPUTED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+
+
+def read(text: str, name: str) -> Schedule:
+    """The schedule of a CSV; what is sent and gathered follows from it, so cells that say so are left out."""
+    rows: list[tuple[Action, ...]] = []
+    problems: list[str] = []
+    for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
+        row: list[Action] = []
+        for column, cell in enumerate(cells, start=1):
+            try:
+                row += [Action.parse(part) for part in _parts(cell)]
+            except ValueError:
+                problems.append(f"{shown(cell)} in row {line}, cell {column}, is no action")
+        rows.append(tuple(row))
+    if problems:
+        refuse(problems, where=f"schedule {name!r}", fix="a cell is stage, kind and microbatch, as in 2F0, or empty")
+    return Schedule(name, tuple(rows))
+
+
+def _parts(cell: str) -> list[str]:
+    cell = cell.strip()
+    if not cell or _NOT_COMPUTED.fullmatch(cell):
+        return []
+    together = _TOGETHER.fullmatch(cell)
+    return together[1].split(";") if together else [cell]

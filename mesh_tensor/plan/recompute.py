@@ -14,12 +14,12 @@ from typing import Any
 from tvm import relax
 
 from mesh_tensor.annotations.names import source_names
+from mesh_tensor.base.dtypes import itemsize
 from mesh_tensor.base.errors import refuse
 
 from .decide import node_flops
 from .gradient import Joint
 from .ir import Graph, Node, Value, leaves, nodes_before
-from .recompute_cut import bytes_kept, least_kept
 
 FULL, SELECTIVE, AUTO = "full", "selective", "auto"
 _LAYER = re.compile(r"(.*?)\.?\b(\d+)$")  # "blocks.0": the first of the layers "blocks"
@@ -152,3 +152,68 @@ class Again(Mapping[Value, relax.Expr]):
             for old, new in zip(node.outputs, outputs, strict=True):
                 self._made[old] = env[new]
                 self.copies[old.name] = new.name
+
+
+_FIRST, _SECOND = "first", "second"
+_STEPS = 12  # halvings of what computing a byte again costs, in bytes kept
+
+
+def bytes_kept(graph: Graph, taken: Collection[Value], again: Collection[Value]) -> int:
+    """The bytes that are kept where the values `again` are computed again, for a backward part that takes `taken`."""
+    made = {value: node for node in graph.nodes for value in node.outputs}
+    kept, seen, todo = 0, set[Value](), [value for value in taken if value in made]
+    while todo:
+        value = todo.pop()
+        if value in seen or value not in made:
+            continue
+        seen.add(value)
+        if value in again:
+            todo += made[value].inputs
+        else:
+            kept += _bytes(value)
+    return kept
+
+
+def least_kept(graph: Graph, taken: Collection[Value], may: Collection[Value], limit: int | None) -> set[Value]:
+    """Of the values `may` those that are computed again for a backward part that takes `taken`: so few of them that at
+    most `limit` bytes are kept; where that can't be, or there is no limit, those with which the fewest are."""
+    least = _cut(graph, taken, may, 0.0)
+    if limit is None or bytes_kept(graph, taken, least) > limit:
+        return least
+    if bytes_kept(graph, taken, ()) <= limit:
+        return set()
+    low, high = 0.0, 8.0
+    for _ in range(_STEPS):
+        price = (low + high) / 2
+        found = _cut(graph, taken, may, price)
+        if bytes_kept(graph, taken, found) > limit:
+            high = price
+        else:
+            low, least = price, found
+    return least
+
+
+def _cut(graph: Graph, taken: Collection[Value], may: Collection[Value], price: float) -> set[Value]:
+    """The values that are computed again, if what that reads and writes costs `price` per byte."""
+    import networkx
+
+    net: Any = networkx.DiGraph()
+    net.add_edge(_FIRST, _SECOND, capacity=0)
+    made = {value for node in graph.nodes for value in node.outputs}
+    for node in graph.nodes:
+        touched = sum(map(_bytes, {*node.inputs, *node.outputs}))
+        for value in node.outputs:
+            net.add_edge((value, 0), (value, 1), capacity=_bytes(value))
+            net.add_edge(_FIRST, (value, 0), **({"capacity": round(price * touched)} if value in may else {}))
+            for source in node.inputs:
+                if source in made:
+                    net.add_edge((source, 1), (value, 0))
+    for value in taken:
+        if value in made:
+            net.add_edge((value, 1), _SECOND)
+    _, (_, second) = networkx.minimum_cut(net, _FIRST, _SECOND)
+    return {value for value in made if (value, 0) in second}
+
+
+def _bytes(value: Value) -> int:
+    return value.type.elements * itemsize(value.type.dtype)

@@ -26,8 +26,7 @@ from mesh_tensor.rules.operator.rule import InnerReduction, OpRule
 from mesh_tensor.tir.linear import vars_of
 
 from .ir import Node
-from .tir_atoms import plain_dims
-from .tir_groups import divides_groups, in_groups, with_compound_dims
+from .tir_atoms import divides_groups, in_groups, plain_dims, with_compound_dims
 from .tir_nests import loaded
 
 Sizes = Mapping[tirx.Var, int]  # of symbols

@@ -11,8 +11,7 @@ from tvm import relax, tirx
 from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.lowering.local_calls import inputs_of, outputs_of, scopes_of
-from mesh_tensor.lowering.tile_calls import TileCalls
+from mesh_tensor.lowering.local_calls import TileCalls, inputs_of, outputs_of, scopes_of
 from mesh_tensor.plan.atoms import made_plain, plain_sharding
 from mesh_tensor.plan.explicit import Change, ExplicitGraph, Form, Run, Step, forms_in
 from mesh_tensor.plan.ir import Scope, leaves
@@ -21,12 +20,11 @@ from mesh_tensor.rules.operator.call import OpCall, operator_name, tensor_type
 from mesh_tensor.rules.operator.index import LOOK_UPS
 
 from .buckets import bucketed
-from .early_starts import early_starts
 from .fuse import fused
 from .in_place import with_updates_in_place
 from .kernel_steps import KernelSteps, is_kernel
 from .lifetimes import with_lifetimes
-from .overlap import with_overlap
+from .overlap import early_starts, with_overlap
 from .program import Parameter, Program, Value, bytes_moved
 from .steps import CollectiveStep, OpStep
 from .steps import Step as ProgramStep

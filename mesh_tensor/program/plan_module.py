@@ -13,7 +13,7 @@ from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.base.sub_axes import Refinement
-from mesh_tensor.lowering.tile_calls import TileCalls
+from mesh_tensor.lowering.local_calls import TileCalls
 from mesh_tensor.plan.atoms import Atoms, Sizes, find_atoms
 from mesh_tensor.plan.expansions import expand
 from mesh_tensor.plan.explicit import ExplicitGraph, forms_in

@@ -55,7 +55,8 @@ class ModuleSignature:
     def bind(self, weights: Mapping[str, Any], args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
         """Every parameter's tensor: those that are no weights come from `args`, in order, or by name, their own or that
         which they had where the module comes from."""
-        given = {**weights, **self.passed(weights, args, named)}
+        is_whole = not weights and not args and named.keys() == self._own
+        given = named if is_whole else {**weights, **self.passed(weights, args, named)}
         return {p.name: given[p.name] for p in self.params}
 
     def passed(self, weights: Mapping[str, Any], args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 
 from mesh_tensor.program.in_place import Overwritten
 
-from .finite import not_finite, within
+from .elementwise import not_finite, within
 
 # Per value of a program: its valid parts on the devices of this process. Per storage: all tiles of this process.
 Parts = Callable[[str], Iterable[torch.Tensor]]

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import tvm_ffi
 from tvm import ir, relax, tirx
 
-from mesh_tensor.annotations.names import check_module
-from mesh_tensor.annotations.parameters import flat_arguments, with_flat_parameters
+from mesh_tensor.annotations.names import check_module, flat_arguments, with_flat_parameters
 from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse
+from mesh_tensor.base.recent import Recent
 from mesh_tensor.rules.operator.call import OpCall, op_call, plain, tensor_infos
 from mesh_tensor.rules.operator.known_sizes import with_known_sizes
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype, torch_tensor
 from mesh_tensor.targets.tir_functions import tir_function
-from mesh_tensor.targets.torch_ops import torch_function
+from mesh_tensor.targets.torch_ops import typed, untyped_function
 
 from .ambient import full_precision, undisturbed
 from .module_inputs import ModuleSignature, bound
+from .plain_tensors import why_not_plain
+from .sequential_lines import Recorded, Recorder, memory_of
 
 Value = Any  # a tensor, a tuple of values, or what a shape, a number or a string is in Relax
 _NOT_RUN = {
@@ -33,6 +37,8 @@ _NOT_RUN = {
     "invoke_pure_closure": "closures are not supported",
 }
 _NOT_TORCH = (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError, ZeroDivisionError)
+_FAILS = (MeshTensorError, *_NOT_TORCH)
+_CALLS = 16  # of a module, for operands of other shapes, that are known
 
 
 @undisturbed
@@ -60,29 +66,73 @@ def run_sequential(
     >>> run_sequential(mod, {"x": torch.ones(2, 4), "w": torch.ones(4, 3)})
     """
     check_module(mod, "run_sequential")
-    if not any(var.name_hint == function and isinstance(f, relax.Function) for var, f in mod.functions_items()):
-        known = [var.name_hint for var, f in mod.functions_items() if isinstance(f, relax.Function)]
-        refuse(f"the module has no Relax function {function!r}", fix=f"it has {listing(known)}")
-    mod = with_flat_parameters(mod, function)
-    tensors = _arguments(mod, inputs, function)
-    device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-    with torch.no_grad(), torch.device(device), full_precision():
-        runner = _Runner(mod, device)
-        owned = {t.untyped_storage().data_ptr() for t in tensors}
-        result = runner.call(function, tensors)
-        owned |= {t.untyped_storage().data_ptr() for t in runner.constants.values()}
-        return _map(result, lambda t: t.clone() if t.untyped_storage().data_ptr() in owned else t)
+    known = _KNOWN.get(mod)
+    if known is None or not known.is_of(mod):
+        known = _KNOWN[mod] = _Known(mod)
+    return known.result(inputs, function)
 
 
-def _arguments(mod: ir.IRModule, inputs: Any, function: str) -> list[torch.Tensor]:
-    """The function's arguments in order, checked."""
-    signature = ModuleSignature(mod, function)
+class _Known:
+    """What is known of a module: its functions' parameters, and what was recorded of calls of them."""
+
+    def __init__(self, mod: ir.IRModule) -> None:
+        self._mod, self._functions = mod.clone(), mod.functions
+        self._taken: dict[str, tuple[ir.IRModule, relax.Function, ModuleSignature]] = {}
+        self._recorded: Recent[tuple, Recorded] = Recent(_CALLS)
+
+    def is_of(self, mod: ir.IRModule) -> bool:
+        """Whether the module has the functions that it had: a map that somebody else has, too, is not written."""
+        return self._functions.same_as(mod.functions)
+
+    def result(self, inputs: Any, function: str) -> Any:
+        """The result of a function of the module."""
+        mod, func, signature = self._function(function)
+        given = _arguments(func, signature, inputs)
+        tensors = list(given.values())
+        key = (function, *[(type(t), getattr(t, "shape", None), getattr(t, "dtype", None)) for t in tensors])
+        recorded = self._recorded.get(key)
+        if recorded is None or any(map(why_not_plain, tensors)):
+            signature.check(given)
+        device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+        on_device = nullcontext() if device.type == "cpu" else device
+        with torch.no_grad(), on_device, full_precision():
+            if recorded is not None and recorded.device == device:
+                with suppress(*_FAILS):  # interpreting it says where
+                    return _apart(recorded(tensors), {*map(memory_of, tensors), *recorded.made_once})
+            tensors = [tensor.detach() for tensor in tensors]
+            runner = _Runner(mod, device, Recorder(tensors))
+            result = runner.call(function, tensors)
+            recorded = runner.recorder.recorded(result, device)
+            if recorded is None:
+                return _apart(result, {*map(memory_of, tensors), *map(memory_of, runner.constants.values())})
+            self._recorded.put(key, recorded)
+            return _apart(result, recorded.made_once)
+
+    def _function(self, function: str) -> tuple[ir.IRModule, relax.Function, ModuleSignature]:
+        """The module with flat parameters, the function, and its."""
+        if function not in self._taken:
+            known = [var.name_hint for var, func in self._mod.functions_items() if isinstance(func, relax.Function)]
+            if function not in known:
+                refuse(f"the module has no Relax function {function!r}", fix=f"it has {listing(known)}")
+            mod = with_flat_parameters(self._mod, function)
+            self._taken[function] = mod, mod[function], ModuleSignature(mod, function)
+        return self._taken[function]
+
+
+_KNOWN: WeakKeyDictionary[ir.IRModule, _Known] = WeakKeyDictionary()
+
+
+def _apart(result: Value, known: Collection[int]) -> Value:
+    """The result in memory that is none of what is known."""
+    return _map(result, lambda tensor: tensor.clone() if memory_of(tensor) in known else tensor)
+
+
+def _arguments(func: relax.Function, signature: ModuleSignature, inputs: Any) -> dict[str, torch.Tensor]:
+    """The function's arguments by parameter, in order."""
     args, named = ((), inputs) if isinstance(inputs, Mapping) else (tuple(flat_arguments(inputs)), {})
-    weights = {} if len(args) == len(signature.params) else _weights(mod[function])
+    weights = {} if len(args or named) == len(signature.params) else _weights(func)
     kept = {name: value for name, value in weights.items() if name not in named}
-    given = {name: _tensor(value) for name, value in signature.bind(kept, args, named).items()}
-    signature.check(given)
-    return list(given.values())
+    return {name: _tensor(value) for name, value in signature.bind(kept, args, named).items()}
 
 
 def _weights(func: relax.Function) -> dict[str, Any]:
@@ -108,8 +158,8 @@ def _map(value: Value, change: Callable[[torch.Tensor], torch.Tensor]) -> Value:
 class _Runner:
     """Runs the functions of one module."""
 
-    def __init__(self, mod: ir.IRModule, device: torch.device) -> None:
-        self.mod, self.device = mod, device
+    def __init__(self, mod: ir.IRModule, device: torch.device, recorder: Recorder) -> None:
+        self.mod, self.device, self.recorder = mod, device, recorder
         self.constants: dict[relax.Constant, torch.Tensor] = {}
         self._sized: dict[tuple[Any, ...], relax.Function] = {}
 
@@ -121,7 +171,7 @@ class _Runner:
     def constant(self, constant: relax.Constant) -> torch.Tensor:
         """A constant's tensor."""
         if constant not in self.constants:
-            self.constants[constant] = _tensor(constant.data).to(self.device)
+            self.constants[constant] = self.recorder.constant(_tensor(constant.data).to(self.device))
         return self.constants[constant]
 
     def _with_sizes(self, function: str, args: Sequence[Value]) -> relax.Function:
@@ -180,6 +230,7 @@ class _Frame:
                 self._refuse(name, f"R.match_cast to {wanted} of a {tuple(tensor.shape)} {tensor.dtype}")
 
     def _if(self, expr: relax.If, name: str) -> Value:
+        self._runner.recorder.depends_on_data()
         return self.run(expr.true_branch if bool(self.run(expr.cond, name)) else expr.false_branch, name)
 
     def _call(self, expr: relax.Call, name: str) -> Value:
@@ -205,8 +256,8 @@ class _Frame:
             if isinstance(expr, relax.Constant):
                 return self._runner.constant(expr)
             call = op_call(expr)
-            function = self._tir_function(call) if op == "call_tir" else torch_function(call)
-            results = function(*tensors)
+            function = self._tir_function(call) if op == "call_tir" else untyped_function(call)
+            results = typed(function, [torch_dtype(out.dtype) for out in call.outputs])(*tensors)
         except MeshTensorError as error:
             raise MeshTensorError(f"{error}\n  binding: {self._function}.{name}") from None
         except _NOT_TORCH as error:
@@ -214,6 +265,7 @@ class _Frame:
         found = [TensorType(tuple(r.shape), dtype_name(r.dtype)) for r in results]
         if found != list(call.outputs):
             self._refuse(name, f"R.{op} gave {found}, but its type says {list(call.outputs)}")
+        self._runner.recorder.called(function, tensors, results)
         return _like(expr.struct_info, iter(results))
 
     def _tir_function(self, call: OpCall) -> Callable[..., tuple[torch.Tensor, ...]]:
@@ -222,6 +274,7 @@ class _Frame:
 
     def _assert(self, expr: relax.Call, name: str) -> Value:
         condition, *rest = expr.args
+        self._runner.recorder.depends_on_data()
         holds = plain(condition) if isinstance(condition, relax.PrimValue) else self.run(condition, name)
         if not bool(holds):
             self._refuse(name, "R.assert_op failed", str(rest[0].value) if rest else "")

@@ -22,8 +22,7 @@ from mesh_tensor.program.program import Program
 from .page import page
 from .pipelines import PipelineSimulation, simulate_pipeline
 from .streams import RUN, WAIT, Events, critical, play
-from .summary import Group, groups, table, why
-from .trace import trace
+from .summary import Group, groups, table, trace, why
 
 
 def simulate(what: Any, machine: Machine | str | None = None) -> Simulation | PipelineSimulation:

@@ -91,6 +91,8 @@ class _Writer:
         self.source, self.numbers = ["def run(held):"], [0, 0]
         for self._number, line in enumerate(lines):
             self._write(line)
+        if not lines:
+            self._add("pass")
 
     def _write(self, line: Line) -> None:
         call = line.call

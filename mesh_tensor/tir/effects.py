@@ -1,11 +1,13 @@
-"""What an expression or a statement may do besides computing a value."""
+"""What an expression or a statement may do besides computing a value; which of it asks what thread runs it."""
 
 from __future__ import annotations
 
 from tvm import ir, tirx
 
+from mesh_tensor.base.errors import refuse
+
 from .intrinsics import INTRINSICS
-from .nodes import loads, nodes
+from .nodes import function_name, loads, nodes
 
 
 def _ops(namespace: str, names: str) -> frozenset[str]:
@@ -24,8 +26,10 @@ HINT_ATTRS = frozenset(("threadblock_swizzle_pattern", "tl.min_blocks_per_sm"))
 #: What takes an element for the place that it is at.
 POINTERS = frozenset(("tl.access_ptr", "tirx.address_of", "tirx.tvm_access_ptr"))
 #: What leaves a loop, an iteration or the kernel: what stands behind or before it in the loop may not run.
-_LEAVES_LOOP = frozenset(("tl.loop_break", "tirx.break_loop", "tirx.continue_loop"))
-_LEAVES_KERNEL = frozenset(("tirx.ret", "tirx.thread_return"))
+LEAVES_ITERATION = frozenset(("tirx.continue_loop",))
+LEAVES_KERNEL = frozenset(("tirx.ret", "tirx.thread_return"))
+_BREAKS = frozenset(("tl.loop_break", "tirx.break_loop"))
+_LEAVES_LOOP = LEAVES_ITERATION | _BREAKS
 _WRITES = 2  # the bit in the access modes of tl.region and tl.access_ptr
 
 
@@ -50,21 +54,36 @@ def side_effect(stmt: tirx.Stmt) -> str | None:
 
 def leaves_kernel(stmt: tirx.Stmt) -> bool:
     """Whether there is a return in a statement."""
-    return any(name in _LEAVES_KERNEL for name in _op_names(stmt))
+    return any(name in LEAVES_KERNEL for name in _op_names(stmt))
 
 
-def leaves_loop(loop: tirx.For) -> bool:
+def leaves_loop(loop: tirx.For | tirx.While) -> bool:
     """Whether iterations of the loop, or what is left of one, may be skipped."""
     if not any(name in _LEAVES_LOOP for name in _op_names(loop.body)):
         return False
-    inner: list[tirx.Stmt] = []
+    return any(name in _LEAVES_LOOP for name in _op_names(_without_loops(loop.body)))
 
+
+def is_break(stmt: tirx.Stmt) -> bool:
+    """Whether the statement leaves the loop around it for good."""
+    return isinstance(stmt, tirx.Evaluate) and op_name(stmt.value) in _BREAKS
+
+
+def break_conditions(loop: tirx.For | tirx.While) -> list[tirx.PrimExpr]:
+    """The conditions under which a loop is left for good, of what it loads itself."""
+    bound = {bind.var: bind.value for bind in nodes(loop.body, tirx.Bind)}
+    own = nodes(_without_loops(loop.body), tirx.IfThenElse)
+    found = [branch.condition for branch in own if any(map(is_break, nodes(branch, tirx.Evaluate)))]
+    for _ in bound:
+        found = [tirx.stmt_functor.substitute(condition, bound) for condition in found]
+    return found
+
+
+def _without_loops(body: tirx.Stmt) -> tirx.Stmt:
     def hide(node: tirx.Stmt) -> tirx.Stmt | None:
-        inner.append(node)
         return tirx.Evaluate(0)
 
-    own = tirx.stmt_functor.ir_transform(loop.body, hide, None, ["tirx.For", "tirx.While"])
-    return any(name in _LEAVES_LOOP for name in _op_names(own))
+    return tirx.stmt_functor.ir_transform(body, hide, None, ["tirx.For", "tirx.While"])
 
 
 def _op_names(stmt: tirx.Stmt) -> list[str]:
@@ -112,7 +131,7 @@ def _expressions(stmt: tirx.Stmt) -> list[tirx.PrimExpr]:
         return [stmt.value, *stmt.indices]
     if isinstance(stmt, tirx.Bind):
         return [stmt.value]
-    if isinstance(stmt, tirx.IfThenElse):
+    if isinstance(stmt, (tirx.IfThenElse, tirx.While)):
         return [stmt.condition]
     return [stmt.min, stmt.extent] if isinstance(stmt, tirx.For) else []
 
@@ -125,3 +144,20 @@ def op_name(expr: object) -> str:
 def changes_nothing(stmt: tirx.Stmt) -> bool:
     """Whether the statement is a barrier or a hint: the same values are computed without it."""
     return isinstance(stmt, tirx.Evaluate) and op_name(stmt.value) in NO_EFFECT
+
+
+#: Where a thread index that an author did not name comes from, and the way out.
+FROM = "from T.get_thread_binding or the like"
+FIX = 'write it with T.Parallel, T.copy and T.reduce_*, or use target="cuda"'
+
+
+def refuse_thread_groups(func: tirx.PrimFunc, target: str) -> None:
+    """Refuse a kernel whose author gives groups of threads different work."""
+    found = [attr for attr in nodes(func.body, tirx.AttrStmt) if attr.attr_key == "warp_specialize"]
+    if found:
+        refuse(
+            f"`with T.ws(...)` gives groups of threads different work ({len(found)} times), by their thread index",
+            where=f"kernel {function_name(func)!r}, target {target!r}",
+            why="a block of the grid runs as one thread there",
+            fix="leave that to TileLang: T.Pipelined with copies and T.gemm in it, without T.ws; or use target='cuda'",
+        )

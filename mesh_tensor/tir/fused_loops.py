@@ -1,15 +1,17 @@
-"""Grid loops that walk two dims at once: `bz` with `b = bz // heads` and `h = bz % heads`.
+"""Loops that walk two dims at once: a grid's `bz` with `b = bz // heads` and `h = bz % heads`.
 
 For analysis and rewriting such a loop becomes the two loops that it stands for, so that each dim has a loop of its own;
-`fuse` puts them together again, over whatever extents they have by then.
+`fuse` puts those of a grid together again, over whatever extents they have by then.
 """
 
 from __future__ import annotations
 
 from tvm import tirx
 
+from .effects import op_name
 from .nodes import nodes
 from .ranges import loop_ranges, loops_in
+from .rewrite import call_like
 
 #: Marks the outer one of two loops that `unfuse` made; the value is the fused loop's thread binding.
 MARK = "mesh_tensor.fused"
@@ -18,17 +20,17 @@ _ARITHMETIC = [
 ]
 
 
-def unfuse(func: tirx.PrimFunc, *, alone: bool = False) -> tirx.PrimFunc:
+def unfuse(func: tirx.PrimFunc, *, alone: bool = False, within: bool = False) -> tirx.PrimFunc:
     """Split every grid loop of `func` that is only used as `v // c` and `v % c`, with a constant c that divides its
     extent, or in indices that come to that: `(v * 16 + i) // 64` is `v // 4` where i is below 16. With `alone`, also
-    those that are used on their own besides."""
+    those that are used on their own besides; with `within`, also loops within the grid."""
     body = func.body
     if not nodes(body, tirx.FloorDiv, tirx.FloorMod):
         return func
-    for loop in _grid_loops(body):
-        split = _split_loop(body, loop.loop_var, alone)
+    for loop in _loops(body, within):
+        split = _split_loop(body, loop.loop_var, alone, within)
         if split is None and _divides(loop):
-            split = _split_loop(_simplified(body), loop.loop_var, alone)
+            split = _split_loop(_simplified(body), loop.loop_var, alone, within)
         body = body if split is None else split
     return func if body.same_as(func.body) else func.with_body(body)
 
@@ -38,17 +40,25 @@ def fuse(body: tirx.Stmt) -> tirx.Stmt:
     return tirx.stmt_functor.ir_transform(body, None, _join, ["tirx.For"])
 
 
-def _grid_loops(body: tirx.Stmt) -> list[tirx.For]:
-    return [loop for loop in nodes(body, tirx.For) if loop.thread_binding is not None]
+def _loops(body: tirx.Stmt, within: bool) -> list[tirx.For]:
+    """The loops of the grid and, if asked for, those `within` that only count."""
+    return [
+        loop for loop in nodes(body, tirx.For) if loop.thread_binding is not None or (within and _only_counts(loop))
+    ]
 
 
-def _split_loop(body: tirx.Stmt, var: tirx.Var, alone: bool) -> tirx.Stmt | None:
+def _only_counts(loop: tirx.For) -> bool:
+    from_zero = isinstance(loop.min, tirx.IntImm) and int(loop.min) == 0
+    return from_zero and not loop.annotations and loop.step is None
+
+
+def _split_loop(body: tirx.Stmt, var: tirx.Var, alone: bool, within: bool) -> tirx.Stmt | None:
     """The body with two loops in place of that of `var`, or None if its variable is used otherwise."""
-    part = next(_part(loop) for loop in _grid_loops(body) if loop.loop_var.same_as(var))
+    part = next(_part(loop) for loop in _loops(body, within) if loop.loop_var.same_as(var))
     if part is None:
         return None
     split = _replace_loop(body, var, part, alone)
-    return None if any(loop.loop_var.same_as(var) for loop in _grid_loops(split)) else split
+    return None if any(loop.loop_var.same_as(var) for loop in _loops(split, within)) else split
 
 
 def _divides(loop: tirx.For) -> bool:
@@ -100,9 +110,45 @@ def _split(loop: tirx.For, part: int, alone: bool) -> tirx.Stmt | None:
     if not alone and any(var.same_as(used) for used in nodes(body, tirx.Var)):
         return None
     body = tirx.stmt_functor.substitute(body, {var: high * part + low})
+    if loop.thread_binding is None:
+        inner = tirx.For(low, 0, part, loop.kind, _by_cases(body, low, part))
+        return tirx.For(high, 0, int(loop.extent) // part, loop.kind, inner)
     inner = tirx.For(low, 0, part, tirx.ForKind.SERIAL, body)
     marks = {**dict(loop.annotations), MARK: loop.thread_binding}
     return tirx.For(high, 0, int(loop.extent) // part, tirx.ForKind.SERIAL, inner, None, marks)
+
+
+def _by_cases(body: tirx.Stmt, low: tirx.Var, part: int) -> tirx.Stmt:
+    """The body, in which `low` is the number that it is where a condition leaves it one: of pairs, the first of two
+    is at 2 * j, and where it is not the first, at 2 * j + 1."""
+
+    def known(condition: tirx.PrimExpr) -> tuple[int | None, int | None]:
+        """What the variable is where the condition holds, and where it does not."""
+        if isinstance(condition, tirx.NE):
+            return known(tirx.EQ(condition.a, condition.b))[::-1]
+        compared = isinstance(condition, tirx.EQ) and low.same_as(condition.a) and isinstance(condition.b, tirx.IntImm)
+        if not compared or not 0 <= int(condition.b) < part:
+            return None, None
+        return int(condition.b), 1 - int(condition.b) if part == 2 else None
+
+    def at(value: int | None, node: tirx.PrimExpr | tirx.Stmt | None) -> tirx.PrimExpr | tirx.Stmt | None:
+        return node if value is None or node is None else tirx.stmt_functor.substitute(node, {low: value})
+
+    def told_apart(node: tirx.Call | tirx.IfThenElse) -> tirx.Call | tirx.IfThenElse | None:
+        if isinstance(node, tirx.Call) and op_name(node) != "tirx.if_then_else":
+            return None
+        condition, *cases = (
+            node.args if isinstance(node, tirx.Call) else (node.condition, node.then_case, node.else_case)
+        )
+        values = known(condition)
+        if values == (None, None):
+            return None
+        then, otherwise = map(at, values, cases)
+        if isinstance(node, tirx.Call):
+            return call_like(node, [condition, then, otherwise])
+        return tirx.IfThenElse(condition, then, otherwise)
+
+    return tirx.stmt_functor.ir_transform(body, None, told_apart, ["tirx.Call", "tirx.IfThenElse"])
 
 
 def _join(node: tirx.For) -> tirx.Stmt | None:

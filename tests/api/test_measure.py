@@ -7,7 +7,8 @@ import torch
 from tvm import relax
 
 import mesh_tensor as mt
-from mesh_tensor.api import measure, probes
+from mesh_tensor.api import machine as measure
+from mesh_tensor.api import probes
 
 
 def test_chains_tell_steps_from_calls():

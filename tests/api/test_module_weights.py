@@ -125,3 +125,66 @@ def test_donated_weights_of_an_exported_program_are_let_go():
     del model
     torch.testing.assert_close(run(x), expected)
     assert given() is None
+
+
+@pytest.mark.parametrize("mesh", [{"x": 1}, {"x": 2}], ids=str)
+@pytest.mark.parametrize("rows", [None, torch.export.Dim("rows", min=1, max=64)])
+def test_weights_are_those_when_the_module_was_distributed(mesh, rows):
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)).eval()
+    x = torch.randn(4, 4)
+    module = mt.from_torch(torch.export.export(model, (x,), dynamic_shapes=({0: rows},)), buffers=True)
+    write(model)
+    expected = model(x).detach()
+    run = mt.distribute_module(module, mesh, {"0.weight": {"x": 0}, "1.running_var": {"x": 0}})
+    write(model)
+    torch.testing.assert_close(run(x), expected)
+    write(model)
+    torch.testing.assert_close(run(x), expected)
+    state, loaded = model.state_dict(), model(x).detach()
+    run.load_state_dict(state)
+    write(model)
+    torch.testing.assert_close(run(x), loaded)
+
+
+def test_constants_that_were_written_since_the_import():
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)).eval()
+    module = mt.from_torch(torch.export.export(model, (torch.randn(4, 4),)))
+    write(model)
+    with pytest.raises(mt.MeshTensorError) as error:
+        mt.distribute_module(module, {"x": 2}, {})
+    for text in ("'1.running_mean', '1.running_var' were written since the import", "buffers=True"):
+        assert text in str(error.value)
+
+
+def test_state_is_that_when_the_module_was_distributed():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(4))
+
+        def forward(self, x):
+            self.seen.add_(x)
+            return self.seen * 2
+
+    model = Counts()
+    module = mt.from_torch(torch.export.export(model, (torch.ones(4),)))
+    run = mt.distribute_module(module, {"x": 2}, {"seen": {"x": 0}})
+    model.seen.fill_(5)
+    assert run(torch.ones(4)).tolist() == [2.0] * 4
+    run.reset_state()
+    assert run(torch.ones(4)).tolist() == [2.0] * 4
+
+
+def test_training_starts_from_what_there_was_when_the_step_was_distributed():
+    model, x, y = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), torch.randn(2, 4)
+    step = mt.training_step(model, F.mse_loss, (x, y), optimizer="sgd", lr=0.1)
+    run, expected = mt.distribute_module(step, {"x": 2}, {"0.weight": {"x": 0}}), F.mse_loss(model(x), y).detach()
+    write(model)
+    torch.testing.assert_close(run(x, y), expected)
+
+
+def write(model):
+    """Other values, in the same memory."""
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.mul_(2).add_(1)

@@ -68,7 +68,7 @@ def doubling():
 def few(monkeypatch):
     """Caches of three sizes."""
     for name in (
-        "api.virtual_kernel",
+        "api.compiled",
         "program.symbolic",
         "api.mesh_module",
         "api.module_plans",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import mesh_tensor
-from mesh_tensor.base.tvm_check import check_tvm
+from mesh_tensor.base.environment import check_tvm
 
 ROOT = Path(mesh_tensor.__file__).resolve().parent.parent
 

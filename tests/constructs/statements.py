@@ -179,6 +179,18 @@ def _left() -> Any:
     return left
 
 
+def _left_in_a_loop() -> Any:
+    @T.prim_func
+    def left(X: T.Tensor((12, 4), "float32"), Y: T.Tensor((12, 4), "float32")):
+        with T.Kernel(12, threads=32) as bx:
+            for j in T.serial(4):
+                if X[bx, j] > 5.0:
+                    T.thread_return()
+                Y[bx, j] = X[bx, j]
+
+    return left
+
+
 def _two_kernels() -> Any:
     @T.prim_func
     def two(X: T.Tensor((12, 4), "float32"), Y: T.Tensor((12, 4), "float32")):
@@ -237,9 +249,9 @@ ROWS_OF_STATEMENTS = (
         ),
     ),
     Row(
-        "loops with a step, `while`, `break`, `continue`",
+        "loops with a step, `while`, `break`, `continue`, a return before the rest of a program",
         "understood",
-        "no axis splits what is accessed inside",
+        "every device runs them for what it has; a dim is whole if a loop that may be left walks it, or it says when",
         names="While loop_break break_loop continue_loop",
         ops="tl.loop_break tirx.break_loop tirx.continue_loop",
         nodes="While",
@@ -248,6 +260,7 @@ ROWS_OF_STATEMENTS = (
             Example("while", _while, (X, SEVENS), _plus_one),
             Example("break", _broken, (X, SEVENS), lambda x, y: np.concatenate([x[:8] + 1, y[8:]])),
             Example("continue", _continued, (X, SEVENS), lambda x, y: np.where(x[:, :1] > 0, y, x + 1)),
+            Example("return", _left, (X, SEVENS), lambda x, y: np.concatenate([x[:6], y[6:]])),
         ),
     ),
     Row(
@@ -289,12 +302,12 @@ ROWS_OF_STATEMENTS = (
         examples=(Example("reports", _reports, (X,), _plus_one),),
     ),
     Row(
-        "leaving a program early",
+        "leaving a program in a loop",
         "refused",
         "T.thread_return can't run on a CPU",
         names="thread_return ret",
         ops="tirx.thread_return tirx.ret",
-        examples=(Example("thread_return", _left, (X, SEVENS), targets=("c",)),),
+        examples=(Example("thread_return", _left_in_a_loop, (X, SEVENS), targets=("c",)),),
     ),
     Row(
         "several kernels in one function",

@@ -4,7 +4,7 @@ import pytest
 from tvm import ir, tirx
 
 import mesh_tensor as mt
-from mesh_tensor.lowering.collectives import NAMES, collective_block, register
+from mesh_tensor.lowering.lower import NAMES, collective_block, register
 from mesh_tensor.redistribution.plan import Move
 from mesh_tensor.tir.tile_position import CALLED
 

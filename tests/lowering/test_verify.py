@@ -34,7 +34,7 @@ def test_the_environment_asks_for_it(monkeypatch, value, on):
 
 def test_lowering_checks_every_stage_and_building_the_program(monkeypatch):
     seen = []
-    monkeypatch.setattr("mesh_tensor.lowering.verify_stages.raise_on", lambda problems, what: seen.append(what))
+    monkeypatch.setattr("mesh_tensor.lowering.pipeline.raise_on", lambda problems, what: seen.append(what))
     monkeypatch.setattr("mesh_tensor.program.verify.verify_program", lambda program: seen.append(program.name))
     build_program(lowered(matmul(32, 32, 32), {"x": 2}, K_SPLIT))
     stages = ["Annotated", "Ruled", "Part", "Parts", "LocalParts", "Lowered"]

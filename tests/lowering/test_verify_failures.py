@@ -6,8 +6,8 @@ import pytest
 import tilelang.language as T
 
 import mesh_tensor as mt
-from mesh_tensor.lowering.collectives import collective_block
 from mesh_tensor.lowering.layouts import Collective, LocalKernel
+from mesh_tensor.lowering.lower import collective_block
 from mesh_tensor.lowering.verify import VerificationError, verify_local, verify_lowered
 from mesh_tensor.program.builder import build_program
 from mesh_tensor.program.steps import AllocStep, FreeStep, KernelStep

@@ -11,7 +11,7 @@ _NEEDED_BY_TORCHVISION = ("nms", "qnms")
 
 def architectures() -> list[Architecture]:
     """Those of the libraries that are installed (the extra `models`)."""
-    _declare_torchvision()
+    declare_torchvision()
     from .diffusers_models import DIFFUSERS
     from .timm_models import TIMM
     from .torchvision_models import TORCHVISION
@@ -20,7 +20,7 @@ def architectures() -> list[Architecture]:
     return [*TRANSFORMERS, *TIMM, *TORCHVISION, *DIFFUSERS]
 
 
-def _declare_torchvision() -> None:
+def declare_torchvision() -> None:
     """torchvision's own operators, as far as importing it takes: where it was built for CUDA and torch was not, they
     don't load. No model of the table uses them."""
     library = torch.library.Library("torchvision", "FRAGMENT")

@@ -11,6 +11,8 @@ import transformers
 
 import mesh_tensor as mt
 
+from .catalogue import declare_torchvision
+
 _TOKENS = {"vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _SMALL = {
     "hidden_size": 32,
@@ -37,6 +39,14 @@ _CONV1D = {
     "keys_*": {"x": 1},
     "values_*": {"x": 1},
 }
+_DENSE = {
+    **{f"*.{name}_proj.*": {"x": 0} for name in "qkv"},
+    "*.dense.weight": {"x": 1},
+    "*.fc1.*": {"x": 0},
+    "*.fc2.weight": {"x": 1},
+    "keys_*": {"x": 1},
+    "values_*": {"x": 1},
+}
 _EXPERTS = {"*.experts.*": {"x": 0}, **_HEADS}
 #: By name: class, what its configuration is given, and Megatron's layout.
 DECODERS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, int]]]] = {
@@ -46,6 +56,14 @@ DECODERS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, int]]]] = {
     "mistral": ("Mistral", {**_SMALL, "sliding_window": 7}, _GATED),
     "qwen2": ("Qwen2", _SMALL, _GATED),
     "phi3": ("Phi3", {**_SMALL, "num_key_value_heads": 4}, {"keys_*": {"x": 1}, "values_*": {"x": 1}}),
+    "gemma": ("Gemma", {**_SMALL, "head_dim": 8}, _GATED),
+    "phi": ("Phi", {**_SMALL, "num_key_value_heads": 4}, _DENSE),
+    "qwen2_sliding": (
+        "Qwen2",
+        {**_SMALL, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+        _GATED,
+    ),
+    "qwen3": ("Qwen3", {**_SMALL, "head_dim": 8}, _GATED),
     "gemma2": ("Gemma2", {**_SMALL, "head_dim": 8, "sliding_window": 7}, _GATED),
 }
 _MESHES = ({"x": 2}, {"x": 3}, {"x": 2, "y": 2})
@@ -54,6 +72,7 @@ _NEW = 12
 
 def main() -> int:
     """Print a line per decoder and mesh; 1 if tokens differ."""
+    declare_torchvision()
     wrong = 0
     for name in sys.argv[1:] or DECODERS:
         for line, right in check(name):

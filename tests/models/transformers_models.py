@@ -72,7 +72,7 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "diffllama": {},
     "ernie4_5": {},
     "exaone4": {},
-    "falcon": {},
+    "falcon": {"head_dim": _UNSET},
     "falcon_mamba": {},
     "gemma": {},
     "gemma2": {},
@@ -98,7 +98,7 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "mistral": {},
     "mixtral": {},
     "mpt": {"n_heads": 4, "n_layers": 2},
-    "nemotron": {},
+    "nemotron": {"num_key_value_heads": 2},
     "olmo": {},
     "olmo2": {},
     "olmoe": {},
@@ -185,7 +185,7 @@ _IMAGE = {"image_size": 32, "patch_size": 8, "num_labels": 10}
 # Image models: from a model's type to its images' size, and what makes it small.
 _IMAGES: dict[str, tuple[int, dict[str, Any]]] = {
     "beit": (32, _IMAGE),
-    "bit": (64, {"depths": [1, 1], "hidden_sizes": [32, 64], "embedding_size": 16}),
+    "bit": (64, {"depths": [1, 1], "hidden_sizes": [32, 64], "embedding_size": 32}),
     "convnext": (32, {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}),
     "convnextv2": (32, {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}),
     "deit": (32, _IMAGE),

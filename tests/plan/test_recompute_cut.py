@@ -8,7 +8,7 @@ from tvm import relax
 
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.plan.reader import read_graph
-from mesh_tensor.plan.recompute_cut import bytes_kept, least_kept
+from mesh_tensor.plan.recompute import bytes_kept, least_kept
 
 
 def _graph(rng):

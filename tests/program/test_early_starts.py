@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import mesh_tensor as mt
-from mesh_tensor.program.early_starts import early_starts
 from mesh_tensor.program.lifetimes import with_lifetimes
-from mesh_tensor.program.overlap import with_overlap
+from mesh_tensor.program.overlap import early_starts, with_overlap
 from mesh_tensor.program.steps import KernelStep
 from mesh_tensor.program.verify import verify_program
 from mesh_tensor.runtime.virtual.launch import Launch

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mesh_tensor.runtime.finite import not_finite
+from mesh_tensor.runtime.elementwise import not_finite
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2])

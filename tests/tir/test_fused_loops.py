@@ -49,3 +49,16 @@ def test_both_dims_can_be_split(shardings, extra):
     x, factor = torch.randn(4, 5, 6), torch.randn(5)
     expected = x * factor[:, None] + (torch.arange(20.0).reshape(4, 5, 1) if extra else 0)
     torch.testing.assert_close(mt.compile(func, target="interpret", poison=True)(x, factor), expected)
+
+
+def test_loops_within_the_grid_are_split_if_asked_for():
+    @T.prim_func
+    def doubled(X: T.Tensor((4, 6), "float32"), Y: T.Tensor((4, 12), "float32")):
+        with T.Kernel(4, threads=32) as b:
+            for j in T.Parallel(12):
+                Y[b, j] = T.if_then_else(j % 2 == 0, X[b, j // 2], -X[b, j // 2])
+
+    assert unfuse(doubled, alone=True).same_as(doubled)
+    script = unfuse(doubled, alone=True, within=True).script()
+    assert "for j_div, j_mod in T.grid(6, 2)" in script or "for j_div in T.parallel(6)" in script
+    assert "//" not in script

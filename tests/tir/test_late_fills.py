@@ -5,7 +5,7 @@ import tilelang.language as T
 import torch
 from tvm import ir, tirx
 
-from mesh_tensor.tir.late_fills import with_early_fills
+from mesh_tensor.rules.kernel.normalize import with_early_fills
 from tests.lowering.support import assert_right, lowered, nodes, outline
 
 

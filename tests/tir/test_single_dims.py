@@ -5,7 +5,7 @@ import tilelang.language as T
 import torch
 from tvm import ir
 
-from mesh_tensor.tir.single_dims import with_plain_single_dims
+from mesh_tensor.rules.kernel.normalize import with_plain_single_dims
 from tests.lowering.support import assert_right, lowered, outline
 
 

@@ -1,7 +1,7 @@
 """Blocks at computed places: `tile // 8 % rows * 64`, `(blocks - 1 - k) * 64`, loops that start where the row does.
 
 Such an index walks its dim in an order that nobody follows. Where it is proved to be a block of the dim, the
-statements around it go into a loop over all blocks of which one iteration does something (tir.one_iteration): that
+statements around it go into a loop over all blocks of which one iteration does something (tir.short_loops): that
 changes nothing, and the loop walks the dim in order, so an axis can split it. The local kernel then skips the blocks of
 other devices.
 """
@@ -17,9 +17,9 @@ from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name
 from mesh_tensor.tir.enumeration import holds_always
 from mesh_tensor.tir.linear import Linear, linear_form, vars_of
 from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.one_iteration import one_iteration
 from mesh_tensor.tir.ranges import loop_ranges
 from mesh_tensor.tir.rewrite import with_other_dims
+from mesh_tensor.tir.short_loops import one_iteration
 from mesh_tensor.tir.user_reports import prints
 
 from .coverage import why_not_covered

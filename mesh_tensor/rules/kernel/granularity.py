@@ -11,6 +11,7 @@ different lengths, both are taken apart. The rest of the compiler sees plain dim
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -76,6 +77,14 @@ def refined(func: tirx.PrimFunc, whole: Sequence[Dim]) -> Iterator[Refined]:
     if left_views(func) or prints(func.body):
         return
     func = unfuse(func, alone=True)
+    yield from _taken_apart(func, whole)
+    within = unfuse(func, alone=True, within=True)
+    if not within.same_as(func):
+        yield from _taken_apart(within, whole)
+
+
+def _taken_apart(func: tirx.PrimFunc, whole: Sequence[Dim]) -> Iterator[Refined]:
+    """The kernel in the ways in which its dims can be taken apart, its loops as they are."""
     kernel = read_kernel(func)
     tried: list[Groups] = [{}]
     for found in (_groups(kernel, whole), _blocks(kernel, whole)):
@@ -101,7 +110,16 @@ def _groups(kernel: Kernel, whole: Sequence[Dim]) -> dict[Dim, int]:
                 groups.setdefault(fine, set()).add(ratio)
     if any(len(ratios) > 1 for ratios in groups.values()):
         return {}
-    return {**_chunks(kernel, whole, walked), **{dim: ratio for dim, (ratio,) in groups.items()}}
+    found = {dim: ratio for dim, (ratio,) in groups.items()}
+    return {**_strides(kernel, whole, walked), **_chunks(kernel, whole, walked), **found}
+
+
+def _strides(kernel: Kernel, whole: Sequence[Dim], walked: Mapping[Dim, list[Linear]]) -> dict[Dim, int]:
+    """The dims that are walked in steps only; one iteration may take several places: `x[2 * k] + x[2 * k + 1]`."""
+    steps = {
+        dim: math.gcd(*(step for form in walked[dim] for step in form.terms.values())) for dim in whole if dim in walked
+    }
+    return {dim: step for dim, step in steps.items() if step > 1 and _size(kernel, dim)}
 
 
 def _chunks(kernel: Kernel, whole: Sequence[Dim], walked: Mapping[Dim, list[Linear]]) -> dict[Dim, int]:

@@ -36,10 +36,15 @@ class LiveRange:
         for level in zip(*stacks, strict=False):
             if any(loop is not level[0] for loop in level) or level[0].var in self.carried:
                 break
-            if level[0].kind == "parallel":
+            if level[0].kind == "parallel" and self._indexed_by(level[0].var):
                 break
             common.append(level[0])
         return common
+
+    def _indexed_by(self, var: tirx.Var) -> bool:
+        """Whether the iterations of a loop have elements of their own, rather than all of them the same ones."""
+        forms = (form for _, access in (*self.reads, *self.writes) for form in access.forms)
+        return any(form is None or var in form.terms for form in forms)
 
 
 #: The loop variables that what a live range holds may depend on.

@@ -2,24 +2,27 @@
 
 Index bindings are inlined; regions have constant extents where they can; accesses through views become accesses to what
 they are views of; compound operations become what they are made of; grid loops that walk two dims at once become two
-loops, and so do loops that do something every n iterations; loops that end early go on, and do nothing; what a print is
-made of becomes one statement; rows on chip that nothing depends on go.
+loops, and so do loops that do something every n iterations; loops that end early go on, and do nothing; iterations and
+programs that are given up become conditions; what a print is made of becomes one statement; rows on chip that nothing
+depends on go.
 """
 
 from __future__ import annotations
 
-from tvm import arith, tirx
+from collections import Counter
+
+from tvm import arith, ir, tirx
 
 from mesh_tensor.tir.compound_ops import parts_of
-from mesh_tensor.tir.effects import op_name
+from mesh_tensor.tir.early_exits import without_early_exits
+from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name
 from mesh_tensor.tir.fused_loops import unfuse
 from mesh_tensor.tir.intervals import with_intervals
-from mesh_tensor.tir.late_fills import with_early_fills
 from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.reducers import without_reducers
-from mesh_tensor.tir.rewrite import call_like, sequence
+from mesh_tensor.tir.rewrite import call_like, loop_like, sequence, with_indices
 from mesh_tensor.tir.short_loops import lengthen
-from mesh_tensor.tir.single_dims import with_plain_single_dims
+from mesh_tensor.tir.tile_ops import Fill, Region, parse_tile_op
 from mesh_tensor.tir.tile_position import as_helper
 from mesh_tensor.tir.user_reports import mark_prints
 from mesh_tensor.tir.views import resolve_views
@@ -33,6 +36,7 @@ def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
     Raises:
         MeshTensorError: a buffer is in no memory that is known, or a view is not understood.
     """
+    func = without_early_exits(func)
     body = tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"])
     func = without_reducers(func if body.same_as(func.body) else func.with_body(body))
     func = _with_plain_extents(with_plain_single_dims(_inline_bindings(func)))
@@ -85,3 +89,92 @@ def _without_noops(body: tirx.Stmt) -> tirx.Stmt:
         return None if len(kept) == len(node.seq) else sequence(kept)
 
     return tirx.stmt_functor.ir_transform(body, None, clean, ["tirx.SeqStmt"])
+
+
+def with_plain_single_dims(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """`KV[b, head // 16]` of one head is `KV[b, 0]` where there are 16: the loop over heads walks no dim of it. Where
+    blocks start is left: a block of 16 rows walks the only one, too."""
+    analyzer, loops = arith.Analyzer(), list(nodes(func.body, tirx.For))
+    times = Counter(loop.loop_var for loop in loops)
+    for loop in loops:
+        if times[loop.loop_var] == 1:
+            analyzer.bind(loop.loop_var, ir.Range.from_min_extent(loop.min, loop.extent))
+
+    blocks = {c.args[0]: list(c.args[2:]) for c in nodes(func.body, tirx.Call) if op_name(c) == "tl.region"}
+
+    def plain(node: tirx.BufferLoad | tirx.BufferStore) -> tirx.BufferLoad | tirx.BufferStore | None:
+        if node.predicate is not None:
+            return None
+        extents = blocks.get(node, [tirx.IntImm("int32", 1)] * len(node.indices))
+        places = zip(node.indices, node.buffer.shape, extents, strict=True)
+        indices = [_plain(i, size, analyzer) if _is_one(extent) else i for i, size, extent in places]
+        if all(new.same_as(old) for new, old in zip(indices, node.indices, strict=True)):
+            return None
+        return with_indices(node, indices)
+
+    body = tirx.stmt_functor.ir_transform(func.body, None, plain, ["tirx.BufferLoad", "tirx.BufferStore"])
+    return func if body.same_as(func.body) else func.with_body(body)
+
+
+def _plain(index: tirx.PrimExpr, size: tirx.PrimExpr, analyzer: arith.Analyzer) -> tirx.PrimExpr:
+    is_single = _is_one(size) and not isinstance(index, (tirx.IntImm, tirx.Ramp))
+    return tirx.IntImm(index.dtype, 0) if is_single and analyzer.can_prove_equal(index, 0) else index
+
+
+def _is_one(size: tirx.PrimExpr) -> bool:
+    return isinstance(size, tirx.IntImm) and int(size) == 1
+
+
+def with_early_fills(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The same kernel, in which loops that find a buffer filled, and leave it filled, fill it themselves."""
+    if not any(_filled(stmt) for stmt in nodes(func.body, tirx.Evaluate)):
+        return func
+
+    def rotated(node: tirx.SeqStmt) -> tirx.Stmt | None:
+        made: list[tirx.Stmt] = []
+        for stmt in node.seq:
+            made += _rotated(stmt, made) if isinstance(stmt, tirx.For) else [stmt]
+        return None if len(made) == len(node.seq) else sequence(made)
+
+    body = tirx.stmt_functor.ir_transform(func.body, None, rotated, ["tirx.SeqStmt"])
+    return func if body.same_as(func.body) else func.with_body(body)
+
+
+def _rotated(loop: tirx.For, before: list[tirx.Stmt]) -> list[tirx.Stmt]:
+    """The loop, with its last fills at the start and behind it, where what stands before it ends with them, too."""
+    if not isinstance(loop.body, tirx.SeqStmt) or leaves_loop(loop) or leaves_kernel(loop):
+        return [loop]
+    stmts, fills = list(loop.body.seq), list[tirx.Stmt]()
+    for fill in [stmt for stmt in stmts if _filled(stmt)]:
+        buffer = _filled(fill)
+        since = _last_use(before, buffer)
+        if _last_use(stmts, buffer) is fill and since is not None and ir.structural_equal(since, fill):
+            stmts.remove(fill)
+            fills.append(fill)
+    if not fills:
+        return [loop]
+    return [loop_like(loop, loop.extent, sequence([*fills, *stmts]), start=loop.min), *fills]
+
+
+def _filled(stmt: tirx.Stmt) -> tirx.Buffer | None:
+    """The buffer on chip all of which the statement fills with a constant."""
+    record = parse_tile_op(stmt) if isinstance(stmt, tirx.Evaluate) else None
+    if not isinstance(record, Fill) or isinstance(record.value, Region) or record.dst.buffer.scope() == "global":
+        return None
+    if nodes(tirx.Evaluate(record.value), tirx.Var, tirx.BufferLoad):
+        return None
+    starts = all(isinstance(low, tirx.IntImm) and int(low) == 0 for low in record.dst.mins)
+    ends = all(ir.structural_equal(e, s) for e, s in zip(record.dst.extents, record.dst.buffer.shape, strict=True))
+    return record.dst.buffer if starts and ends else None
+
+
+def _last_use(stmts: list[tirx.Stmt], buffer: tirx.Buffer) -> tirx.Stmt | None:
+    """The last statement that may read or write the buffer's memory, through views, too."""
+    return next((stmt for stmt in reversed(stmts) if _uses(stmt, buffer)), None)
+
+
+def _uses(stmt: tirx.Stmt, buffer: tirx.Buffer) -> bool:
+    accesses = nodes(stmt, tirx.BufferLoad, tirx.BufferStore)
+    return any(a.buffer.data.same_as(buffer.data) for a in accesses) or any(
+        var.same_as(buffer.data) for var in nodes(stmt, tirx.Var)
+    )

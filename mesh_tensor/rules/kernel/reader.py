@@ -73,6 +73,13 @@ def _find_grid(func: tirx.PrimFunc) -> tuple[tuple[Loop, ...], tirx.SBlock, dict
             )
 
 
+def _until_left(loop: tirx.For | tirx.While, extent: tirx.PrimExpr) -> tirx.PrimExpr:
+    """How far a loop goes: what may leave it is a part of that."""
+    for condition in effects.break_conditions(loop):
+        extent = tirx.if_then_else(condition, tirx.IntImm(extent.dtype, 0), extent)
+    return extent
+
+
 def _is_thread_index(value: tirx.PrimExpr) -> bool:
     return effects.op_name(value) == "tl.launch_thread_idx"
 
@@ -108,6 +115,8 @@ class _Reader:
     def _visit(self, stmt: tirx.Stmt) -> list:
         if isinstance(stmt, tirx.SeqStmt):
             return [node for child in stmt.seq for node in self._visit(child)]
+        if effects.is_break(stmt):
+            return [self._add(self.statement(stmt))]
         effect = effects.side_effect(stmt) or self._view_in(stmt) or _vector(stmt)
         if effect is not None:
             if isinstance(stmt, tirx.Bind):
@@ -115,6 +124,8 @@ class _Reader:
             return [self._add(self._opaque(stmt, effect))]
         if isinstance(stmt, tirx.For):
             return [self._visit_loop(stmt)]
+        if isinstance(stmt, tirx.While):
+            return [self._visit_while(stmt)]
         if isinstance(stmt, tirx.IfThenElse):
             return [self._visit_if(stmt)]
         if isinstance(stmt, tirx.BufferStore):
@@ -140,14 +151,30 @@ class _Reader:
         if stmt.step is not None and not _is_const(stmt.step, 1):
             return self._add(self._opaque(stmt, f"a loop with step {stmt.step}"))
         kind = "serial" if stmt.kind in (tirx.ForKind.SERIAL, tirx.ForKind.UNROLLED) else "parallel"
-        loop = Loop(stmt.loop_var, stmt.min, stmt.extent, kind, stmt)
+        loop = Loop(stmt.loop_var, stmt.min, _until_left(stmt, stmt.extent), kind, stmt)
+        return ("loop", loop, self._visit_body(stmt, loop))
+
+    def _visit_while(self, stmt: tirx.While) -> tuple:
+        """A loop that nothing counts: before every iteration a statement reads the condition, which is one of what the
+        iteration does, too."""
+        trips = _until_left(stmt, tirx.Cast("int32", stmt.condition))
+        loop = Loop(tirx.Var("while", "int32"), tirx.IntImm("int32", 0), trips, "serial", None)
+        self.loops.append(loop)
+        test = self._add(self._read_only(tirx.Evaluate(stmt.condition), stmt.condition))
+        self.loops.pop()
+        self.conditions.append(stmt.condition)
+        body = self._visit_body(stmt, loop)
+        self.conditions.pop()
+        return ("loop", loop, [test, *body])
+
+    def _visit_body(self, stmt: tirx.For | tirx.While, loop: Loop) -> list:
         self.loops.append(loop)
         first = len(self.statements)
         tree = self._visit(stmt.body)
         self.loops.pop()
         if effects.leaves_loop(stmt):
             self._may_be_skipped(self.statements[first:])
-        return ("loop", loop, tree)
+        return tree
 
     def _visit_if(self, stmt: tirx.IfThenElse) -> tuple:
         self.conditions.append(stmt.condition)

@@ -21,7 +21,8 @@ from mesh_tensor.tir.nodes import loads, same_expression
 @dataclass(eq=False)
 class Loop:
     """One loop variable. `kind` is grid, serial (unrolled too), parallel (T.Parallel, vectorized) or tile (an element
-    loop of a tile operation). `node` is the TIR loop, None for tile loops."""
+    loop of a tile operation). `node` is the TIR loop, None for tile loops and for `while`, of which nothing counts the
+    iterations: the extent is its condition, so that whoever asks what it depends on is told."""
 
     var: tirx.Var
     min: tirx.PrimExpr

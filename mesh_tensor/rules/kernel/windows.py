@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 from tvm import tirx
@@ -58,7 +59,7 @@ def _read_from(
         if found is None or (wraps and not _wraps(access, dim) and not (_is_coordinate(found) and size == factor.size)):
             return None
         slopes.add(found[0])
-        reaches[found[1]] = None
+        reaches[_nearest(found[1], size) if _wraps(access, dim) else found[1]] = None
     if len(slopes) != 1:
         return None
     (slope,) = slopes
@@ -69,6 +70,13 @@ def _wraps(access: Access, dim: int) -> bool:
     """Whether a position past the dim's end is one at its start."""
     index = access.indices[dim]
     return isinstance(index, tirx.FloorMod) and isinstance(index.b, tirx.IntImm) and index.b == access.buffer.shape[dim]
+
+
+def _nearest(reach: Reach, size: int) -> Reach:
+    """The same positions of a dim that goes around, as near to where they are read from as may be: of 8, 7 on is 1
+    back."""
+    around = (reach.low + reach.high + size) // (2 * size) * size if size else 0
+    return replace(reach, low=reach.low - around, high=reach.high - around)
 
 
 def _is_coordinate(found: tuple[Fraction, Reach]) -> bool:

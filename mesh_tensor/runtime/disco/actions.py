@@ -16,8 +16,7 @@ import tvm_ffi
 from mesh_tensor.base.mesh import Mesh
 
 from . import collectives
-from .peers import HOST, WorkerPeers
-from .tensors import as_tvm
+from .peers import HOST, WorkerPeers, as_tvm
 
 ACT = "mesh_tensor.api.disco.act"
 

@@ -23,8 +23,7 @@ from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import find_target
 from mesh_tensor.targets.torch_ops import local_operators, torch_function
 
-from .peers import WorkerPeers
-from .tensors import apart, as_torch, as_tvm
+from .peers import WorkerPeers, apart, as_torch, as_tvm
 
 _REDUCTIONS = {0: "sum", 1: "prod", 2: "min", 3: "max"}  # as TVM numbers them
 

@@ -5,11 +5,14 @@ several workers may be threads of one process."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import tvm_ffi
 
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import Recent
@@ -113,3 +116,23 @@ def _from_first(shape: Shape, dst: Sharding, rank: int) -> Delivery:
         return Delivery((rank,), (), False)
     box = tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))
     return Delivery((rank,), (Piece(tuple(slice(0, e) for e in extent), ((0, box),)),), False)
+
+
+def as_torch(tensor: Any) -> torch.Tensor:
+    """A torch tensor on the memory of a TVM tensor on the CPU."""
+    return torch.from_dlpack(tensor)
+
+
+def as_tvm(tensor: torch.Tensor) -> Any:
+    """A TVM tensor on the memory of a torch tensor, which stays alive with it."""
+    tensor = tensor.detach().contiguous()
+    if not tensor.numel():  # TVM has strides of its own for these, and takes others for gaps
+        strides = [math.prod(tensor.shape[dim + 1 :]) for dim in range(tensor.ndim)]
+        tensor = tensor.as_strided(tensor.shape, strides)
+    return tvm_ffi.from_dlpack(tensor)
+
+
+def apart(results: tuple[torch.Tensor, ...], operands: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The results, none in the memory of an operand: the virtual machine uses that again as soon as nobody reads it."""
+    taken = {operand.untyped_storage().data_ptr() for operand in operands}
+    return tuple(r.clone() if r.untyped_storage().data_ptr() in taken else r for r in results)

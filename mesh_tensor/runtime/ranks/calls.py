@@ -22,8 +22,7 @@ import torch
 
 from mesh_tensor.base.errors import refuse
 
-from .lane import AGREEMENT, Lane
-from .wire import Board, Wire
+from .lane import AGREEMENT, Board, Lane, Wire
 
 _REPORT_AFTER = 0.3  # seconds of waiting until a rank says what it is doing
 _PAUSE = 0.01

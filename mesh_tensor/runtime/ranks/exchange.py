@@ -18,9 +18,8 @@ from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.runtime.elementwise import Combine, clone, fill
 from mesh_tensor.runtime.reshard import Delivery, Piece, Region, part
 
-from .carriers import Wait, carrier, section
+from .carriers import Receipt, Sections, Span, Wait, carrier, region_shape, region_size, section, sections
 from .ranks import Group
-from .sections import Receipt, Sections, Span, region_shape, region_size, sections
 
 # Bytes: what goes to everybody is sent from where it lies, one all-to-all per peer.
 _ROTATE_FROM = CPU.tuning.rotate_from

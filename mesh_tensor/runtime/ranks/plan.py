@@ -17,10 +17,10 @@ from mesh_tensor.redistribution.plan import plan_moves
 from mesh_tensor.runtime.elementwise import fill
 from mesh_tensor.runtime.reshard import Delivery, Piece, reshard_of
 
+from .carriers import region_size
 from .chunked import ChunkedAllReduce
 from .exchange import Exchange, TileTypes
 from .ranks import Group
-from .sections import region_size
 
 # Bytes to send: from here on an all-reduce goes chunk by chunk instead of tile to everybody.
 _IN_CHUNKS_FROM = CPU.tuning.chunked_from

@@ -20,9 +20,9 @@ from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 
 from .calls import Calls
+from .lane import GlooWire, StoreBoard, said_timeout
 from .rates import machine_of, place_here
 from .watch import end_watch, watch
-from .wire import GlooWire, StoreBoard, said_timeout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

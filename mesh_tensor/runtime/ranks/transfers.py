@@ -19,9 +19,9 @@ from mesh_tensor.redistribution.transfer import SMALL, TransferPlan
 
 from .calls import Calls, indented
 from .dtensor import lies_like_torch
+from .lane import Work
 from .parts import Part
 from .ranks import Ranks, ranks_of
-from .wire import Work
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -14,9 +14,20 @@ from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.intrinsics import INTRINSICS
 
-from .exprs import BINARY, COMPARISON, const, map_children
-from .intrinsics import BITWISE, EXACT, FLOAT_FUNCTIONS, LIBM, PREFETCH, float_function
-from .reports import NOTES, REPORT
+from .exprs import (
+    BINARY,
+    BITWISE,
+    COMPARISON,
+    EXACT,
+    FLOAT_FUNCTIONS,
+    LIBM,
+    NOTES,
+    PREFETCH,
+    REPORT,
+    const,
+    float_function,
+    map_children,
+)
 
 _FLOAT8 = ("float8_e4m3", "float8_e4m3fn", "float8_e5m2")
 _LOW = ("float16", "bfloat16", *_FLOAT8)

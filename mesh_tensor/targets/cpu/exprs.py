@@ -1,4 +1,5 @@
-"""Small helpers over TIR expressions and statements, shared by the passes for the CPU."""
+"""Small helpers over TIR expressions and statements, shared by the passes for the CPU: what values are combined with,
+how calls are spelled in C (`csrc/mesh_tensor_cpu.h`), and how prints and assertions note their numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tvm import tirx
 
+from mesh_tensor.base.dtypes import is_float
+from mesh_tensor.base.reductions import reduction
+from mesh_tensor.tir.intrinsics import INTRINSICS
 from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.user_reports import report_of
 
 BINARY = (
     tirx.Add,
@@ -93,3 +98,66 @@ def loop_nest(loops: Sequence[LoopRange], body: tirx.Stmt) -> tirx.Stmt:
 def temporary(name: str, dtype: str, shape: Sequence[int] = (1,)) -> tirx.Buffer:
     """A new buffer of a kernel's own."""
     return tirx.decl_buffer(list(shape), dtype, name, scope="local")
+
+
+def combine(op: str, total: tirx.PrimExpr, value: tirx.PrimExpr) -> tirx.PrimExpr:
+    """`total op value`, as the reductions, scans and atomics of that name do it."""
+    record = reduction(op)
+    return getattr(tirx, record.tir)(total, _abs(value) if record.magnitudes else value)
+
+
+def _abs(value: tirx.PrimExpr) -> tirx.PrimExpr:
+    zero = const(0, value.dtype)
+    if "int" not in value.dtype:
+        return tirx.Call(value.dtype, "tirx.fabs", [value])
+    return value if value.dtype.startswith("u") else tirx.Select(tirx.GE(value, zero), value, tirx.Sub(zero, value))
+
+
+FLOAT_FUNCTIONS = {op: intrinsic.c for op, intrinsic in INTRINSICS.items() if intrinsic.c is not None}
+"""Operators on floats, by the name of the C function without `mt_` and its dtype."""
+
+EXACT = frozenset(
+    ("ceil", "copysign", "fabs", "floor", "fmod", "isfinite", "isinf", "isnan", "max", "min", "nearbyint", "round")
+    + ("trunc",)
+)
+"""Functions whose result, for 16-bit arguments, needs no rounding."""
+
+VECTORISED = frozenset(
+    ("ceil", "copysign", "erf", "exp", "exp2", "fabs", "floor", "fma", "max", "min", "nearbyint", "rcp", "rsqrt")
+    + ("sigmoid", "sqrt", "tanh", "trunc")
+)
+"""Functions that leave a loop over float32 one that compilers vectorise."""
+
+LIBM = frozenset({"expf", "exp", "logf", "log", "sqrtf", "sqrt", "tanhf", "tanh", "erff", "erf", "powf", "pow"})
+"""What a kernel may call with T.call_extern."""
+
+PREFETCH = "mt_prefetch_"
+"""How the functions are called that ask for memory before it is needed; a dtype follows."""
+
+BITWISE = frozenset(
+    f"tirx.{name}" for name in ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "shift_left", "shift_right")
+)
+
+
+def float_function(op: str, dtype: str) -> str | None:
+    """The C function for the operator `op` on arguments of `dtype`, or None if there is none."""
+    name = FLOAT_FUNCTIONS.get(op)
+    return f"mt_{name}_{dtype}" if name is not None and dtype in ("float32", "float64") else None
+
+
+#: The function that reports (in C it takes the number of the report), and those that note a number.
+REPORT = "mt_report"
+NOTES = {"int64": "mt_note_int64", "float64": "mt_note_float64"}
+
+
+def report_statements(call: tirx.Call, rewrite: Callable[[tirx.PrimExpr], tirx.PrimExpr]) -> list[tirx.Stmt]:
+    """The statements that report what a print or an assertion says; `rewrite` is applied to its numbers."""
+    report, numbers = report_of(call)
+    notes = [_note(rewrite(number)) for number in numbers]
+    return [*notes, tirx.Evaluate(tirx.call_extern("void", REPORT, report.encode()))]
+
+
+def _note(number: tirx.PrimExpr) -> tirx.Stmt:
+    dtype = "float64" if is_float(number.dtype) else "int64"
+    wide = number if number.dtype == dtype else tirx.Cast(dtype, number)
+    return tirx.Evaluate(tirx.call_extern("void", NOTES[dtype], wide))

@@ -18,8 +18,7 @@ from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.nodes import loads, nodes
 
-from .exprs import is_pure_index, seq
-from .intrinsics import FLOAT_FUNCTIONS, VECTORISED
+from .exprs import FLOAT_FUNCTIONS, VECTORISED, is_pure_index, seq
 from .reduce import is_total
 
 _LONG_ROW = CPU.tuning.long_row

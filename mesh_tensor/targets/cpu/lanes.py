@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform, substitute
 
-from .exprs import const, loop_nest, seq
+from .exprs import PREFETCH, const, loop_nest, seq
 from .fuse import MemoryAccess, accesses, contiguous, statements
-from .intrinsics import PREFETCH
 from .reduce import LANES, is_total
 
 _PREFETCHED = ("float16", "bfloat16", "float32", "float64")

@@ -11,8 +11,8 @@ from mesh_tensor.tir.constants import neutral_element
 from mesh_tensor.tir.tile_ops import Reduce
 
 from .bounds import Bounds
-from .combine import accumulator_dtype, combine
-from .exprs import all_of, cast, const, if_then, loop_nest, seq, temporary
+from .dtypes import compute_dtype
+from .exprs import all_of, cast, combine, const, if_then, loop_nest, seq, temporary
 
 LANES = CPU.tuning.totals
 """How many totals a reduction along the last dim keeps: a power of 2."""
@@ -36,7 +36,7 @@ class ReduceLoops:
 
     def __init__(self, op: Reduce, bounds: Bounds, load: Callable[..., tirx.PrimExpr]) -> None:
         self._op, self._bounds, self._load = op, bounds, load
-        self._dtype = accumulator_dtype(op.dst.buffer.dtype)
+        self._dtype = compute_dtype(op.dst.buffer.dtype)
         extents = op.src.extents
         self._vars: list[tirx.PrimExpr] = [tirx.Var(f"i{d}", "int32") for d in range(len(extents))]
         for var, extent in zip(self._vars, extents, strict=True):

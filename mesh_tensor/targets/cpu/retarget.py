@@ -17,19 +17,16 @@ from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.tir.compound_ops import parts_of
-from mesh_tensor.tir.effects import changes_nothing, op_name
+from mesh_tensor.tir.effects import FIX, FROM, changes_nothing, op_name, refuse_thread_groups
 from mesh_tensor.tir.nodes import function_name
-from mesh_tensor.tir.thread_index import FIX, FROM, refuse_thread_groups
 from mesh_tensor.tir.tile_ops import Region, TileOp, parse_tile_op
 from mesh_tensor.tir.user_reports import assert_call, is_print, print_call, without_thread_tests
 
 from .bounds import Bounds
-from .exprs import all_of, const, if_then, is_pure_index, map_children, seq
+from .exprs import all_of, const, if_then, is_pure_index, map_children, report_statements, seq
 from .fuse import fuse_loops
 from .lanes import step_by_lanes
-from .previous import update_before_use
-from .reports import report_statements
-from .tile_ops import TileOps
+from .tile_ops import TileOps, update_before_use
 
 _IN_LOOP = {name: name for name in ("tirx.break_loop", "tirx.continue_loop")} | {"tl.loop_break": "tirx.break_loop"}
 

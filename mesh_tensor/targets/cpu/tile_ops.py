@@ -12,12 +12,37 @@ from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.tir.constants import neutral_element
+from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.memory import strides_of
-from mesh_tensor.tir.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Region, Scan, TileOp, Transpose, deeper
+from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.tile_ops import (
+    Atomic,
+    Copy,
+    Fill,
+    Gemm,
+    Reduce,
+    Region,
+    Scan,
+    TileOp,
+    Transpose,
+    deeper,
+    parse_previous,
+)
 
 from .bounds import Bounds
-from .combine import accumulator_dtype, combine
-from .exprs import LoopRange, all_of, cast, const, if_then, loop_nest, seq, temporary
+from .dtypes import compute_dtype
+from .exprs import (
+    LoopRange,
+    all_of,
+    cast,
+    combine,
+    const,
+    if_then,
+    loop_nest,
+    map_children,
+    seq,
+    temporary,
+)
 from .reduce import ReduceLoops
 
 
@@ -155,7 +180,7 @@ class TileOps:
         place: list[tirx.PrimExpr] = list(variables)
         if op.reverse:
             place[op.dim] = along - 1 - variables[op.dim]
-        dtype = accumulator_dtype(op.dst.buffer.dtype)
+        dtype = compute_dtype(op.dst.buffer.dtype)
         total = temporary("total", dtype)
         src = [start + at for start, at in zip(op.src.mins, place, strict=True)]
         dst = [start + at for start, at in zip(op.dst.mins, place, strict=True)]
@@ -208,3 +233,51 @@ def _with_long_extents(region: Region, base: Region) -> Region:
 
 def _describe(region: Region) -> str:
     return f"'{region.buffer.name}' ({', '.join(str(e) for e in region.extents)})"
+
+
+def update_before_use(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The kernel with the old values of atomics in variables. Those that are not always computed, such as one in an arm
+    of `T.if_then_else`, stay."""
+    kinds = [f"tirx.{kind}" for kind in ("BufferStore", "Bind", "Evaluate", "IfThenElse")]
+    return func.with_body(tirx.stmt_functor.ir_transform(func.body, None, _hoisted, kinds))
+
+
+def _hoisted(stmt: tirx.Stmt) -> tirx.Stmt | None:
+    before: list[tirx.Stmt] = []
+
+    def taken(expr: tirx.PrimExpr) -> tirx.PrimExpr:
+        return _taken(expr, before)
+
+    new = _REBUILD[type(stmt)](stmt, taken)
+    alone = isinstance(new, tirx.Evaluate) and isinstance(new.value, tirx.Var)
+    return seq(before if alone else [*before, new]) if before else None
+
+
+_REBUILD: dict[type, Callable[..., tirx.Stmt]] = {
+    tirx.BufferStore: lambda s, f: tirx.BufferStore(s.buffer, f(s.value), [f(index) for index in s.indices]),
+    tirx.Bind: lambda s, f: tirx.Bind(s.var, f(s.value)),
+    tirx.Evaluate: lambda s, f: tirx.Evaluate(f(s.value)) if parse_previous(s.value) else s,
+    tirx.IfThenElse: lambda s, f: tirx.IfThenElse(f(s.condition), s.then_case, s.else_case),
+}
+
+
+def _taken(expr: tirx.PrimExpr, before: list[tirx.Stmt]) -> tirx.PrimExpr:
+    """The expression with the atomics in it replaced by variables, which `before` sets."""
+    atomic = parse_previous(expr)
+    if atomic is not None:
+        return _previous(atomic, before)
+    if isinstance(expr, (tirx.And, tirx.Or, tirx.Select, tirx.Let)) or op_name(expr) == "tirx.if_then_else":
+        return expr
+    if not any(parse_previous(call) for call in nodes(expr, tirx.Call)):
+        return expr
+    return map_children(expr, lambda child: _taken(child, before))
+
+
+def _previous(atomic: Atomic, before: list[tirx.Stmt]) -> tirx.PrimExpr:
+    assert isinstance(atomic.value, tirx.PrimExpr)
+    place = tirx.BufferLoad(atomic.dst.buffer, [_taken(index, before) for index in atomic.dst.mins])
+    value = cast(_taken(atomic.value, before), place.dtype)
+    previous = tirx.Var("previous", place.dtype)
+    before.append(tirx.Bind(previous, place))
+    before.append(tirx.BufferStore(place.buffer, combine(atomic.reduction, previous, value), place.indices))
+    return previous

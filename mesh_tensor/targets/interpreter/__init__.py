@@ -1,6 +1,6 @@
 """An interpreter of TileLang kernels: numpy instead of generated code, as the oracle that is independent of it."""
 
-from .numerics import poisoned
+from .intrinsics import poisoned
 from .run import interpret
 
 __all__ = ["interpret", "poisoned"]

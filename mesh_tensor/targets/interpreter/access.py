@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from tvm import tirx
 
-from .affine import AffineReader
+from .independence import AffineReader
 from .memory import gather, inside, scatter
 from .scope import MASK, Action, Code, Frame, Lane, Scope, constant
 

@@ -15,8 +15,7 @@ from mesh_tensor.tir.intrinsics import INTRINSICS
 from mesh_tensor.tir.tile_ops import Atomic, parse_previous
 
 from .access import BufferAccess
-from .intrinsics import FUNCTIONS, rounded_once, trunc_div, trunc_mod
-from .numerics import FLOAT8, UFUNCS, convert, is_float
+from .intrinsics import FLOAT8, FUNCTIONS, UFUNCS, convert, is_float, rounded_once, trunc_div, trunc_mod
 from .scope import MASK, Code, Frame, Scope, constant
 
 

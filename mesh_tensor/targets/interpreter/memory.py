@@ -13,7 +13,7 @@ import numpy as np
 
 from mesh_tensor.base.errors import MeshTensorError
 
-from .numerics import assign
+from .intrinsics import assign
 from .scope import Storage
 
 Indices = Sequence[Any]

@@ -12,8 +12,8 @@ from tvm import tirx
 
 from mesh_tensor.base.dtypes import numpy_dtype
 from mesh_tensor.base.errors import MeshTensorError
+from mesh_tensor.tir.effects import refuse_thread_groups
 from mesh_tensor.tir.nodes import function_name
-from mesh_tensor.tir.thread_index import refuse_thread_groups
 
 from .expressions import compile_expr
 from .scope import Action, Frame, Scope

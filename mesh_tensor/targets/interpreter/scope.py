@@ -21,7 +21,7 @@ from tvm.tirx.stmt_functor import substitute
 
 from mesh_tensor.base.dtypes import numpy_dtype
 from mesh_tensor.base.errors import MeshTensorError, refuse
-from mesh_tensor.tir.thread_index import FIX, FROM
+from mesh_tensor.tir.effects import FIX, FROM
 
 Frame = list[Any]
 Action = Callable[[Frame], None]

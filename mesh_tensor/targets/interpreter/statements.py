@@ -25,8 +25,8 @@ from .access import BufferAccess
 from .control import Break, Continue, Return, in_turn, jump, nothing, until
 from .expressions import compile_expr, under_mask
 from .independence import lanes_of
+from .intrinsics import UFUNCS, convert, poisoned
 from .nest import is_element_update
-from .numerics import UFUNCS, convert, poisoned
 from .scope import MASK, Action, Code, Frame, Lane, Scope, constant
 from .tiles import compile_tile_op
 

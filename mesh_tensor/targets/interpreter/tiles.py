@@ -15,8 +15,8 @@ from mesh_tensor.base.reductions import neutral, reduction
 from mesh_tensor.tir.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Region, Scan, TileOp, Transpose, deeper
 
 from .expressions import compile_expr
+from .intrinsics import UFUNCS, assign, convert, wide
 from .memory import box_view, read_box, write_box
-from .numerics import UFUNCS, assign, convert, wide
 from .scope import Action, Code, Frame, Scope, Storage, constant
 
 

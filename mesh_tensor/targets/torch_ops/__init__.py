@@ -6,20 +6,16 @@ from . import (  # noqa: F401  (they fill the table)
     create,
     dropout,
     elementwise,
-    fft,
     index,
     linear_algebra,
     nn,
-    order,
-    padding,
     reduce,
-    resize,
     scatter,
     shape,
     update,
     vjp,
 )
-from .table import ALWAYS_NEW, Valid, has_torch_function, local_operators, torch_function, untyped_function
+from .table import ALWAYS_NEW, Valid, has_torch_function, local_operators, torch_function, typed, untyped_function
 from .vjp import can_be_recorded, recorded
 
 __all__ = [
@@ -30,5 +26,6 @@ __all__ = [
     "has_torch_function",
     "local_operators",
     "torch_function",
+    "typed",
     "untyped_function",
 ]

@@ -1,4 +1,4 @@
-"""Operators of torch's own: each call is one of torch's."""
+"""Operators of torch's own: each call is one of torch's. Fourier transforms of pairs of floats."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from mesh_tensor.rules.operator.aten import ATEN, arguments_of
 from mesh_tensor.rules.operator.call import OpCall
+from mesh_tensor.rules.operator.fft import FFT, fft_arguments
 from mesh_tensor.targets.dtypes import torch_dtype
 
 from .table import Function, torch_op
@@ -37,3 +38,18 @@ def _filled(value: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
     if "dtype" in value:
         return torch_dtype(value["dtype"])
     return {key: _filled(item, tensors) for key, item in value.items()}
+
+
+@torch_op(FFT)
+def _fft(call: OpCall) -> Function:
+    """By torch's own, of complex numbers."""
+    kind, dims, normalization, option = fft_arguments(call)
+    transform = getattr(torch.ops.aten, f"_fft_{kind}").default
+    option = option if kind == "c2r" else bool(option)
+
+    def fft(x: torch.Tensor) -> torch.Tensor:
+        given = x if kind == "r2c" else torch.view_as_complex(x.contiguous())
+        made = transform(given, dims, normalization, option)
+        return made if kind == "c2r" else torch.view_as_real(made)
+
+    return fft

@@ -126,7 +126,7 @@ def torch_function(
     >>> torch_function(op_call(relax.op.matmul(x, w)))(torch.ones(4, 8), torch.ones(8, 2))[0].shape
     torch.Size([4, 2])
     """
-    return _typed(untyped_function(call, mesh, rank, valid), [torch_dtype(out.dtype) for out in call.outputs])
+    return typed(untyped_function(call, mesh, rank, valid), [torch_dtype(out.dtype) for out in call.outputs])
 
 
 def untyped_function(
@@ -168,7 +168,7 @@ def operands(call: OpCall) -> list[Any]:
     return [None if tensor_infos(arg.struct_info) else next(literals) for arg in call.expr.args]
 
 
-def _typed(function: Function, dtypes: list[torch.dtype]) -> Callable[..., tuple[torch.Tensor, ...]]:
+def typed(function: Function, dtypes: list[torch.dtype]) -> Callable[..., tuple[torch.Tensor, ...]]:
     """`function` with its results in a tuple, in these dtypes."""
     if len(dtypes) == 1:
         (only,) = dtypes

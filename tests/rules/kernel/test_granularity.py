@@ -356,3 +356,62 @@ def test_dims_that_are_no_whole_blocks_are_not_taken_apart():
     func = mt.annotate(main, {"x": 2}, {"D": {"x": 0}, "F": {"x": 0}})
     result = mt.compile(func, target="interpret")(b, d, f)
     assert result.tolist() == [0, 0, 2, 3]
+
+
+def upsampled(rows=4, width=6):
+    @T.prim_func
+    def kernel(X: T.Tensor((rows, width), "float32"), Y: T.Tensor((rows, 2 * width), "float32")):
+        with T.Kernel(rows, threads=32) as b:
+            for j in T.Parallel(2 * width):
+                Y[b, j] = X[b, j // 2]
+
+    return kernel
+
+
+def rotated_pairs(rows=4, width=6):
+    """Each element with its neighbour, turned by the pair's angle."""
+
+    @T.prim_func
+    def kernel(
+        X: T.Tensor((rows, 2 * width)), C: T.Tensor((width,)), S: T.Tensor((width,)), Y: T.Tensor((rows, 2 * width))
+    ):
+        with T.Kernel(rows, threads=32) as b:
+            for j in T.Parallel(2 * width):
+                Y[b, j] = T.if_then_else(
+                    j % 2 == 0,
+                    X[b, j] * C[j // 2] - X[b, j + 1] * S[j // 2],
+                    X[b, j] * C[j // 2] + X[b, j - 1] * S[j // 2],
+                )
+
+    return kernel
+
+
+def products_of_pairs(rows=4, width=6):
+    @T.prim_func
+    def kernel(X: T.Tensor((rows, 2 * width), "float32"), Y: T.Tensor((rows,), "float32")):
+        with T.Kernel(1, threads=32):
+            total = T.alloc_fragment((rows,), "float32")
+            T.clear(total)
+            for k in T.serial(0, 2 * width, 2):
+                for i in T.Parallel(rows):
+                    total[i] += X[i, k] * X[i, k + 1]
+            T.copy(total, Y)
+
+    return kernel
+
+
+def test_loops_in_a_program_that_walk_groups():
+    x, y = torch.randn(4, 6), torch.randn(4, 12)
+    cos, sin = torch.randn(6), torch.randn(6)
+    even, odd = y[:, ::2], y[:, 1::2]
+    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).reshape(4, 12)
+    everywhere = {"X": {"x": 1}, "Y": {"x": 1}}
+    for func, layouts, given, expected, sent in (
+        (upsampled(), everywhere, [x], x.repeat_interleave(2, 1), []),
+        (rotated_pairs(), {**everywhere, "C": {"x": 0}, "S": {"x": 0}}, [y, cos, sin], turned, []),
+        (products_of_pairs(), {"X": {"x": 1}}, [y], (even * odd).sum(1), ["all_reduce(Y, sum, x)"]),
+    ):
+        with machine(1):
+            for devices in (2, 3):
+                assert outline(lowered(func, {"x": devices}, layouts))[1:] == sent
+            check(func, given, expected, [{"x": 3}, {"x": 4}, {"x": 2, "y": 2}])

@@ -41,6 +41,24 @@ def test_scopes_are_the_loops_that_a_range_lives_in():
     assert [loop.var.name for loop in c[2].scope] == ["bx", "by"]
 
 
+def test_a_variable_of_its_own_in_every_parallel_iteration():
+    """A buffer with an element per iteration lives in all of them; a variable in one."""
+
+    @T.macro
+    def body(A, B, a, b, bx):
+        for i in T.Parallel(8):
+            total = T.alloc_var("float32")
+            total = 0.0
+            for j in T.serial(48):
+                total += a[i, j]
+            b[i] = total
+
+    func = on_rows(body)
+    (total,), (b,) = ranges_of(func, "total"), ranges_of(func, "b")
+    assert [loop.var.name for loop in total[2].scope] == ["bx", "i"]
+    assert [loop.var.name for loop in b[2].scope] == ["bx"]
+
+
 def test_a_reused_buffer_has_two_ranges():
     @T.macro
     def body(A, B, a, b, bx):

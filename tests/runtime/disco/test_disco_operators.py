@@ -11,7 +11,7 @@ from tvm import ir, relax
 
 import mesh_tensor as mt
 from mesh_tensor.runtime.disco.disco_module import BY_TVM, _low_precision
-from mesh_tensor.runtime.disco.tensors import as_torch, as_tvm
+from mesh_tensor.runtime.disco.peers import as_torch, as_tvm
 from tests.rules.operator.cases import CASES
 
 _CHOSEN = {case.call().name: case for case in CASES.values() if not _low_precision(case.call().expr)}

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from mesh_tensor import Mesh, MeshTensor, distribute
-from mesh_tensor.runtime.virtual.torch_functions import ELEMENTWISE
+from mesh_tensor.runtime.virtual.mesh_arithmetic import ELEMENTWISE
 
 MESH = Mesh({"x": 2, "y": 3})
 LAYOUTS = [{}, {"x": 0}, {"x": 0, "y": 1}, {"x": 1, "y": 1}]

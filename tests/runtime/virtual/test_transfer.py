@@ -9,7 +9,7 @@ import torch
 import mesh_tensor as mt
 from mesh_tensor import Mesh, MeshTensorError, Sharding
 from mesh_tensor.redistribution.transfer import TransferPlan
-from mesh_tensor.runtime.virtual.transfer import run_transfer
+from mesh_tensor.runtime.virtual.mesh_tensor import run_transfer
 
 MESHES = [
     Mesh(axes) for axes in ({"d": 2, "m": 2}, {"d": 3}, {"a": 2, "b": 3}, {"x": 1}, {"x": 4}, {"p": 2, "q": 2, "r": 2})

@@ -6,7 +6,7 @@ import tilelang.language as T
 from tvm import ir, tirx
 
 from mesh_tensor.base.errors import MeshTensorError
-from mesh_tensor.lowering.collectives import register
+from mesh_tensor.lowering.lower import register
 from mesh_tensor.targets.interpreter import interpret, poisoned
 
 
