@@ -81,9 +81,8 @@ def _eager(model: nn.Module, tokens: torch.Tensor, target: torch.Tensor) -> tupl
 def _forget(run: TrainingRun) -> float:
     """What the optimizer keeps stays, and is not counted."""
     _left.clear()
-    return (
-        -sum(t.to_local().nbytes for name, t in run.state_dict().items() if name.startswith("opt.") and t.ndim) / 2**20
-    )
+    kept = [tensor for name, tensor in run.state_dict().items() if name.startswith("opt.") and tensor.ndim]
+    return -sum(tensor.to_local().nbytes for tensor in kept) / 2**20
 
 
 def one_device(clock: Clock) -> dict[str, list[float]]:
