@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import tilelang  # noqa: F401  (brings TVM)
 
 import mesh_tensor as mt
-from mesh_tensor.program.plan_module import plan_module
+from mesh_tensor.program.plan_module import PlanOptions, plan_module
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.steps import CollectiveStep
 
@@ -41,7 +41,7 @@ def planned(case: Case) -> Program:
     """The steps of every device."""
     mesh = mt.Mesh(case.mesh)
     stated = mt.read_module_annotations(mt.annotate_module(case.build(), mesh, case.shardings), "main", mesh)
-    plan = plan_module(stated.module, "main", mesh, stated.annotations, held=case.held, sub_axes=True)
+    plan = plan_module(stated.module, "main", mesh, stated.annotations, PlanOptions(sub_axes=True), held=case.held)
     return plan.made.program
 
 

@@ -23,6 +23,7 @@ from kernels.matmul import batched_matmul, matmul, split_k_matmul
 from kernels.matmul_bias_gelu import matmul_bias_gelu
 from kernels.mlp import mlp_up
 from kernels.neighbourhoods import filter_2d, sliding_attention
+from kernels.paged import paged_attention, staged_histogram
 from kernels.quantized import block_scaled_matmul, dequantize, packed_matmul, promoted_matmul
 from kernels.reduce import reduce_columns, reduce_rows
 from kernels.rms_norm import rms_norm, two_pass_rms_norm
@@ -240,7 +241,7 @@ def _schedules() -> Iterator[PlanCase]:
     yield _case("schedules", backwards_rows, {"M": 4096, "N": 4096, "block": 64}, rows="A0 B0", columns="A1 B1")
     yield _case("schedules", running_sums, {"M": 4096, "N": 1024}, rows="A0 B0")
     causal = {"rows": 4096, "dim": 256, "block": 64}
-    for start in ("row", "zero"):
+    for start in ("row", "zero", "on", "back"):
         yield _case(
             "schedules",
             causal_product,
@@ -302,6 +303,16 @@ def _neighbourhoods() -> Iterator[PlanCase]:
     rows = ("Q0 K0 V0 Out0", "the keys and values just before the tile's", 0, 2 * 512 * 64 * 4)
     yield _case("neighbours", sliding_attention, sliding, rows=rows)
     yield _case("neighbours", sliding_attention, {**sliding, "bounds": True}, rows=rows)
+    pages = {"batch": 8, "heads": 32, "pages": 1024, "table": 128, "dim": 64}
+    yield _case(
+        "neighbours",
+        paged_attention,
+        pages,
+        batch="Q0 pages_of0 lengths0 Out0",
+        pages=("K0 V0", _STATES, 8 * 32 * (64 + 2)),
+    )
+    counted = {"N": 1 << 20, "bins": 4096}
+    yield _case("neighbours", staged_histogram, counted, bins="counts0", elements=("ids0", _PARTIAL, 4096))
     words = {"tokens": 2048, "vocabulary": 65536, "features": 512}
     rows = ("table0", "all devices' rows of the result are summed", 2048 * 512)
     yield _case("neighbours", embedding, words, vocabulary=rows)

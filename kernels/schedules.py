@@ -87,8 +87,10 @@ def running_sums(M, N, block_M=16):
 
 
 def causal_product(rows, dim, block=16, start="row"):
-    """`C = tril(S) @ V` (or `triu`, with `start="row"`): the loop over keys has bounds that depend on the rows."""
+    """`C = tril(S) @ V` (or `triu`, with `start` "row" or "on"): the loop over keys has bounds that depend on the rows;
+    it goes on from the row's block ("on"), or back from it ("back")."""
     blocks = -(-rows // block)
+    upper = start in ("row", "on")
 
     @T.prim_func
     def causal_product_kernel(S: T.Tensor((rows, rows)), V: T.Tensor((rows, dim)), C: T.Tensor((rows, dim))):
@@ -97,12 +99,13 @@ def causal_product(rows, dim, block=16, start="row"):
             V_shared = T.alloc_shared((block, dim), "float32")
             total = T.alloc_fragment((block, dim), "float32")
             first = by if start == "row" else 0
-            last = blocks if start == "row" else by + 1
+            last = blocks - by if start == "on" else blocks if upper else by + 1
             T.clear(total)
-            for k in T.serial(first, last):
+            for step in T.serial(first, last):
+                k = by + step if start == "on" else by - step if start == "back" else step
                 T.copy(S[by * block, k * block], S_shared)
                 for i, j in T.Parallel(block, block):
-                    if start == "row":
+                    if upper:
                         S_shared[i, j] = T.if_then_else(by * block + i <= k * block + j, S_shared[i, j], 0)
                     else:
                         S_shared[i, j] = T.if_then_else(by * block + i >= k * block + j, S_shared[i, j], 0)

@@ -3,8 +3,7 @@
 `__init__.pyi` lists the public names; their modules are imported when they are first used.
 """
 
-from .base.environment import check_cache_folder, check_tvm, check_versions
-from .base.lazy import names_of
+from .base.environment import check_cache_folder, check_tvm, check_versions, names_of
 
 check_versions()
 check_tvm()

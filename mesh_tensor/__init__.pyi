@@ -12,11 +12,11 @@ from .api.compile import MeshKernel, compile
 from .api.custom_op import as_custom_op
 from .api.disco import DiscoModule, DiscoSession, run_on_disco, to_disco
 from .api.generate import generate
-from .api.gradient import gradient
 from .api.machine import Machine
 from .api.mesh_module import MeshModule
 from .api.module import distribute_module
 from .api.module_files import load, save
+from .api.module_gradient import gradient
 from .api.pipeline import Pipeline, pipeline
 from .api.search import search
 from .api.training import TrainingStep, training_step
@@ -28,8 +28,7 @@ from .base.topology import Topology
 from .base.version import __version__
 from .importers import ImportedModule, load_module, save_module
 from .importers.onnx_frontend import from_onnx
-from .importers.torch_frontend import from_torch
-from .importers.transformers_frontend import from_transformers
+from .importers.torch_frontend import from_torch, from_transformers
 from .importers.weight_files import open_weights
 from .lowering import lower
 from .pipelining.schedule import Schedule

@@ -17,6 +17,7 @@ from kernels.grouped_query import (
 )
 from kernels.linear_attention import linear_attention, linear_attention_reference
 from kernels.matmul import matmul_reference
+from kernels.paged import paged_attention, paged_attention_reference, staged_histogram
 from kernels.quantized import (
     block_scaled_matmul,
     block_scaled_matmul_reference,
@@ -52,6 +53,11 @@ _MIXTURES = (
     {"experts": 3, "tokens": 13, "hidden": 10, "model": 7},
 )
 _LENGTHS = ({"batch": 4, "rows": 24, "N": 12}, {"batch": 3, "rows": 13, "N": 7}, {"batch": 1, "rows": 5, "N": 3})
+_PAGES = (
+    {"batch": 2, "heads": 4, "pages": 8, "table": 4, "dim": 8},
+    {"batch": 3, "heads": 2, "pages": 7, "table": 3, "dim": 5},
+    {"batch": 1, "heads": 1, "pages": 3, "table": 2, "dim": 3},
+)
 _ROWS = ({"rows": 48, "dim": 8}, {"rows": 30, "dim": 13}, {"rows": 7, "dim": 3})
 
 
@@ -76,13 +82,12 @@ def _scaled_mean(a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, bias: torch.
     return torch.tanh(a.double() @ b.double() / d.double() + bias.double()).float()
 
 
-def _causal(upper: bool) -> KernelCase:
+def _causal(name: str, start: str) -> KernelCase:
     def reference(s: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        seen = s.double().triu() if upper else s.double().tril()
+        seen = s.double().triu() if start in ("row", "on") else s.double().tril()
         return (seen @ v.double()).float()
 
-    build = partial(schedules.causal_product, block=8, start="row" if upper else "zero")
-    name = "upper_product" if upper else "lower_product"
+    build = partial(schedules.causal_product, block=8, start=start)
     return KernelCase(name, build, reference, _ROWS, tensors(normal("rows rows"), normal("rows dim")), ("C",))
 
 
@@ -216,8 +221,33 @@ INFERENCE_CASES: tuple[KernelCase, ...] = (
     ),
     _product(schedules.hinted_matmul),
     _product(schedules.waves_matmul, programs=5, group=2),
-    _causal(upper=True),
-    _causal(upper=False),
+    _causal("upper_product", "row"),
+    _causal("lower_product", "zero"),
+    _causal("backward_product", "back"),
+    KernelCase(
+        "paged_attention",
+        partial(paged_attention, page=4, skip=True),
+        paged_attention_reference,
+        _PAGES,
+        tensors(
+            normal("batch heads dim"),
+            normal("pages 4 dim"),
+            normal("pages 4 dim"),
+            integers("batch table", 0, "pages"),
+            lambda generator, s: torch.randint(1, 4 * s["table"] + 1, (s["batch"],), generator=generator).int(),
+        ),
+        ("Out",),
+    ),
+    KernelCase(
+        "staged_histogram",
+        staged_histogram,
+        lambda ids, counts: counts + torch.bincount(ids, minlength=counts.numel()).int(),
+        ({"N": 48, "bins": 12}, {"N": 37, "bins": 7}, {"N": 5, "bins": 3}),
+        tensors(integers("N", 0, "bins"), integers("bins", 0, 10)),
+        ("counts",),
+        EXACT,
+        inouts=("counts",),
+    ),
     KernelCase(
         "backwards_rows",
         partial(schedules.backwards_rows, block=8),

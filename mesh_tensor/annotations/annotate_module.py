@@ -29,8 +29,7 @@ from .module_annotations import (
     read_module_annotations,
     stated_meshes,
 )
-from .module_meshes import device_mesh, device_meshes, fits, named_mesh, same, with_mesh
-from .named_values import NamedValues
+from .named_values import NamedValues, device_mesh, device_meshes, fits, named_mesh, same, with_mesh
 from .names import (
     SOURCE_NAMES_ATTR,
     Fresh,

@@ -12,9 +12,8 @@ from tvm import tirx
 
 from mesh_tensor.base.errors import MeshTensorError, did_you_mean, listing, refuse, shown
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.base.placement import Partial, Placement, collect, is_list, state
+from mesh_tensor.base.placement import Partial, Placement, collect, is_list, parse_text, state
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.base.sharding_text import parse_text
 
 REQUIRED_KEYS = ("block_shape", "program_id", "sharding")
 KEYS = (*REQUIRED_KEYS, "replicate", "partial")

@@ -23,7 +23,7 @@ from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.rewrite import block_like, over_elements, sequence
 
-from .in_kernel import at_line, keep_quiet
+from .kernel_source import at_line, keep_quiet
 
 _PREFIX = "mesh_tensor_combine:"
 _TRIED = "mesh_tensor_combine_tried"

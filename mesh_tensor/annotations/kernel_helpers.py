@@ -16,8 +16,7 @@ from mesh_tensor.tir.tile_position import axis_index, tile_extent, tile_offset
 
 from .annotate import TILES_ATTR, attributes
 from .annotation import HOW_TO_ANNOTATE, BufferAnnotation, check, init_mesh_tensor_info, metadata_to_attr
-from .block_copy import block_at, check_extents, constant, own_block
-from .in_kernel import at_line, keep_quiet
+from .kernel_source import at_line, block_at, check_extents, constant, keep_quiet, own_block
 
 _DEFAULT_MESH = Mesh({"x": 4, "y": 4})
 

@@ -17,7 +17,7 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.base.sub_axes import Refinement
 
 from .annotation import from_attr
-from .module_meshes import device_meshes, fits, named_mesh, same
+from .named_values import device_meshes, fits, named_mesh, same
 from .names import bindings, check_module, reachable, unique_names, without_layout
 
 HINTS_ATTR = "mesh_tensor_hints"

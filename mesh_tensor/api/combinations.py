@@ -11,16 +11,16 @@ from functools import cached_property
 import numpy as np
 from tvm import tirx
 
+from mesh_tensor.annotations.annotate import specialize, symbols
 from mesh_tensor.annotations.combination import Combination, stated_combinations, with_tried
-from mesh_tensor.annotations.specialize import specialize, symbols
 from mesh_tensor.base.dtypes import is_float, numpy_dtype
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse
 from mesh_tensor.lowering.cut import make_param, part_of
 from mesh_tensor.lowering.original_dims import rule
 from mesh_tensor.lowering.pipeline import read
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
+from mesh_tensor.rules.kernel.scans import Stated
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
-from mesh_tensor.rules.kernel.stated import Stated
 from mesh_tensor.rules.kernel.statements import body_statements
 from mesh_tensor.targets.interpreter import interpret
 from mesh_tensor.tir.grids import grids_of

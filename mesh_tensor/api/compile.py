@@ -21,17 +21,15 @@ from mesh_tensor.program.overlap import check_overlap
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.symbolic import Lower, Programs
 from mesh_tensor.rules.kernel.sharding_rule import sharding_rule
-from mesh_tensor.runtime.ambient import is_plain, plain, undisturbed
-from mesh_tensor.runtime.plain_tensors import refuse_traced
+from mesh_tensor.runtime.ambient import is_plain, plain, refuse_traced, undisturbed
 from mesh_tensor.runtime.ranks import are_current, is_dtensor, ranks_of
 from mesh_tensor.runtime.ranks.dtensor_ports import Transfer
 from mesh_tensor.targets.kernels import find_target
 from mesh_tensor.tir.grids import grids_of
 
 from .backward import Gradients, laid_out_alike
-from .call_forms import OutIdx, call_forms, given_out_idx, in_order, refuse_count
 from .combinations import tried
-from .compiled import Compiled, KernelRunner, VirtualKernel
+from .compiled import Compiled, KernelRunner, OutIdx, VirtualKernel, call_forms, given_out_idx, in_order, refuse_count
 from .rank_kernel import RankKernel
 from .rank_locals import Shapes
 from .signature import Signature

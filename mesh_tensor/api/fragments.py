@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,20 +12,17 @@ from tvm import ir
 
 from mesh_tensor.annotations.annotate_module import annotate_module
 from mesh_tensor.base.collectives import BETWEEN
-from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Partial, Replicate, Sharding
-from mesh_tensor.pipelining.fragments import FragmentFunction, JointStage, fragments_of, gradient_name
-from mesh_tensor.pipelining.stages import FUNCTION, Stage
+from mesh_tensor.pipelining.fragments import FUNCTION, FragmentFunction, JointStage, Stage, fragments_of, gradient_name
 from mesh_tensor.plan.gradient import gradient_function
-from mesh_tensor.program.from_graph import Kernels
+from mesh_tensor.program.plan_module import PlanOptions
 from mesh_tensor.redistribution.transfer import TransferPlan
 from mesh_tensor.runtime.ranks.dtensor import mesh_of
 from mesh_tensor.runtime.virtual.mesh_tensor import ShardingLike
 
 from .mesh_module import MeshModule
-from .module_ports import parameter_layouts, ports_of, result_layouts
-from .module_weights import HeldWeights
+from .module_ports import HeldWeights, parameter_layouts, ports_of, result_layouts
 
 Values = dict[str, Any]  # MeshTensors, or parts on ranks
 Layouts = Mapping[str, ShardingLike]
@@ -114,13 +111,10 @@ class Options:
 
     target: str = "auto"
     strict: bool = False
-    replicate_unknown: bool = False
     poison: bool = False
     recompute: bool = False
     weights: HeldWeights = field(default_factory=lambda: HeldWeights({}))
-    kernels: Kernels = field(default_factory=dict)
-    overlap: str | int = "auto"
-    machine: Machine | None = None
+    plan: PlanOptions = PlanOptions()
 
     def fragment(
         self, kind: str, mod: ir.IRModule, function: str, mesh: Any, layouts: Layouts, ports: FragmentFunction | Stage
@@ -135,12 +129,8 @@ class Options:
             function=function,
             target=self.target,
             strict=self.strict,
-            replicate_unknown=self.replicate_unknown,
-            kernels=self.kernels,
-            check_indices=False,  # whole batches are checked before they are split
             poison=self.poison,
-            overlap=self.overlap,
-            machine=self.machine,
+            options=replace(self.plan, check_indices=False, sub_axes=False),  # whole batches are checked before
         )
         return Fragment(kind, module, tuple(taken), ports.gives)
 

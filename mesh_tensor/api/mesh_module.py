@@ -12,33 +12,26 @@ from tvm import ir
 from mesh_tensor.annotations.annotate_module import read_module_annotations
 from mesh_tensor.annotations.names import flat_arguments, with_flat_parameters
 from mesh_tensor.base.errors import MeshTensorError, refuse
-from mesh_tensor.base.garbage import uncollected
-from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.base.recent import MODULE_SIZES, Recent
-from mesh_tensor.importers.call_form import CallForm
+from mesh_tensor.base.recent import MODULE_SIZES, Recent, uncollected
+from mesh_tensor.importers.imported import CallForm
 from mesh_tensor.program.explain import explain, summary
-from mesh_tensor.program.from_graph import Kernels
-from mesh_tensor.program.plan_module import ModulePlan
+from mesh_tensor.program.plan_module import ModulePlan, PlanOptions
 from mesh_tensor.program.program import Program
 from mesh_tensor.runtime.ambient import full_precision, undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleParam, ModuleSignature, bound, refuse_outside
 from mesh_tensor.runtime.overwriting import Leave
 from mesh_tensor.runtime.ranks import is_dtensor, ranks_of
-from mesh_tensor.runtime.ranks.agree import agree
 from mesh_tensor.runtime.ranks.dtensor import mesh_of
-from mesh_tensor.runtime.ranks.faults import Faults
-from mesh_tensor.runtime.ranks.parts import Part
+from mesh_tensor.runtime.ranks.faults import Faults, agree
 from mesh_tensor.runtime.ranks.ranks import Ranks
+from mesh_tensor.runtime.ranks.redistribution import Part
 from mesh_tensor.targets.kernels import find_target
 
-from .module_launch import ModuleLaunch
+from .module_launch import ModuleLaunch, ModuleState, Recorder, Recording, requires_gradients, state_of
 from .module_plans import ModulePlans
-from .module_ports import Refined
+from .module_ports import HeldWeights, Refined, checked_state, whole
 from .module_ranks import RankModuleLaunch
-from .module_recording import Recorder, Recording, requires_gradients
-from .module_state import ModuleState, state_of
-from .module_weights import HeldWeights, checked_state, whole
 
 T = TypeVar("T")
 AnyLaunch: TypeAlias = "ModuleLaunch | RankModuleLaunch"
@@ -62,19 +55,14 @@ class MeshModule:
         function: str,
         target: str,
         strict: bool,
-        replicate_unknown: bool,
-        kernels: Kernels,
-        check_indices: bool,
         poison: bool,
-        overlap: str | int = "auto",
+        options: PlanOptions,
         donate: bool = False,
         form: CallForm | None = None,
         recorder: Recorder | None = None,
-        sub_axes: bool = False,
-        machine: Machine | None = None,
     ) -> None:
         self._function, self._target, self._form = function, find_target(target), form
-        self._poison, self._checks_indices, self._overlap = poison, check_indices, overlap
+        self._poison, self._options = poison, options
         mod = with_flat_parameters(mod, function)
         self._signature = ModuleSignature(mod, function)
         given = self._signature.weights(weights, self._target.device_type)
@@ -87,19 +75,7 @@ class MeshModule:
         named = mesh_of(mesh) if mesh is self._device_mesh and mesh is not None else mesh
         stated = read_module_annotations(mod, function, None if named is None else Mesh(named), strict=strict)
         self._mod, self.mesh = stated.module, stated.mesh if named is None else Mesh(named)
-        self._plans = ModulePlans(
-            stated,
-            function,
-            self.mesh,
-            self._signature.symbols,
-            strict,
-            replicate_unknown,
-            kernels,
-            overlap,
-            check_indices,
-            sub_axes,
-            machine,
-        )
+        self._plans = ModulePlans(stated, function, self.mesh, self._signature.symbols, strict, options)
         self._launches: Recent[tuple, AnyLaunch] = Recent(MODULE_SIZES)
         self._last_of_parts: RankModuleLaunch | None = None
         self._plan: ModulePlan | None = None
@@ -296,7 +272,7 @@ class MeshModule:
         tensors = {**self._held, **passed} if self._open else passed
         sizes = self._signature.check(tensors, self._target.device_type)
         plan = self._plan = self._planned(sizes)
-        if self._checks_indices:
+        if self._options.check_indices:
             checked, weights = self._looked_up  # what is held stays the same
             is_known = checked is plan and weights is self._weights
             tensors = passed if is_known else {**self._held, **passed}
@@ -403,7 +379,7 @@ class MeshModule:
             if ranks is None:
                 launch = ModuleLaunch(plan, self._target, self._weights, poison=self._poison)
             else:
-                launch = RankModuleLaunch(plan, self._target, ranks, self._weights, self._overlap)
+                launch = RankModuleLaunch(plan, self._target, ranks, self._weights, self._options.overlap)
             self._launches.put(key, launch)
         return launch
 

@@ -13,21 +13,19 @@ from tvm import ir
 
 from mesh_tensor.annotations.names import source_names
 from mesh_tensor.base.errors import MeshTensorError, refuse
-from mesh_tensor.base.garbage import uncollected
 from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.recent import uncollected
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.pipelining.assign import spread
-from mesh_tensor.pipelining.flow import Flow
-from mesh_tensor.pipelining.fragments import trained_values
-from mesh_tensor.pipelining.layers import Layers, find_layers
+from mesh_tensor.pipelining.flow import Flow, Layers, find_layers
+from mesh_tensor.pipelining.fragments import Stage, cut, trained_values
 from mesh_tensor.pipelining.schedule import Schedule
-from mesh_tensor.pipelining.stages import Stage, cut
+from mesh_tensor.program.plan_module import PlanOptions
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound
 from mesh_tensor.searching.choices import DATA, MODEL, Choice
 from mesh_tensor.searching.pieces import Model, Piece, named_schedule
 from mesh_tensor.simulation import PipelineSimulation, Simulation
-from mesh_tensor.simulation.pipeline_memory import held_for_backward, tile_bytes, weights_of
-from mesh_tensor.simulation.pipelines import simulate_pipeline
+from mesh_tensor.simulation.pipelines import held_for_backward, simulate_pipeline, tile_bytes, weights_of
 
 from . import strategies
 from .fragments import Options, StageFragments, training_fragments
@@ -203,9 +201,8 @@ class ModelPieces:
         (layouts,) = stage_layouts(flow, (replace(stage, index=0),), topology, shardings)
         passed = {*self._weights, *trained_values(flow, self._weights)}
         wrt = [name for name in (*stage.params, *stage.takes) if name in passed]
-        here = training_fragments(
-            stage, topology[stage.mesh], layouts, Options("c", recompute=recompute, machine=self._machine), wrt, kinds
-        )
+        options = Options("c", recompute=recompute, plan=PlanOptions(machine=self._machine))
+        here = training_fragments(stage, topology[stage.mesh], layouts, options, wrt, kinds)
         return replace(here, stage=stage, inputs=tuple(name for name in stage.params if name in self.inputs))
 
     def _measured(self, here: StageFragments) -> Piece:

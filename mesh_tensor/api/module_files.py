@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mesh_tensor.annotations.annotate_module import annotate_module
-from mesh_tensor.annotations.stated_elsewhere import Unannotated, without_annotations
+from mesh_tensor.annotations.stated_ties import Unannotated, without_annotations
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse, shown
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
@@ -24,7 +24,7 @@ from mesh_tensor.runtime.ranks.dtensor import from_placements, local_part, mesh_
 
 from .mesh_module import MeshModule
 from .module import distribute_module
-from .module_weights import whole
+from .module_ports import whole
 
 MODULE = "module.json"
 _FILE_BYTES = 2**30  # of whole weights that are in memory at a time

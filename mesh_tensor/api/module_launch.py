@@ -1,27 +1,35 @@
-"""A planned module on a virtual mesh."""
+"""A planned module on a virtual mesh; what it writes, kept there between its calls; and what it asks of whatever
+records its calls for torch.autograd."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from tvm import ir, relax
 
+from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.importers.weight_files import StoredTensor
+from mesh_tensor.plan.ir import STATE_ATTR
 from mesh_tensor.program.in_place import Overwritten
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.runtime.backend import Memory
 from mesh_tensor.runtime.elementwise import not_finite
 from mesh_tensor.runtime.overwriting import Leave, may_overwrite
 from mesh_tensor.runtime.placement import layout_of
+from mesh_tensor.runtime.ranks import is_dtensor
+from mesh_tensor.runtime.ranks.dtensor import local_part
 from mesh_tensor.runtime.virtual.launch import Launch
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
 
-from .module_ports import ModulePort, Refined, constant_tensor, ports_of
-from .module_weights import HeldWeights
+from .module_ports import HeldWeights, ModulePort, Refined, apart, constant_tensor, ports_of, whole
+
+if TYPE_CHECKING:
+    from .mesh_module import AnyLaunch
 
 
 class ModuleLaunch:
@@ -126,3 +134,110 @@ class ModuleLaunch:
 
     def _port(self, parameter: str) -> ModulePort:
         return self._ports[self._inputs[parameter]]
+
+
+class ModuleState(Collection[str]):
+    """Parameters that the results of one call replace in the next one, laid out as the launch that ran last has them.
+
+    first   their values before the first call, by name, in any form that weights have"""
+
+    def __init__(self, first: Mapping[str, Any]) -> None:
+        self.first = dict(first)
+        self._launch: AnyLaunch | None = None
+        self._kept: dict[str, Any] = {}
+
+    def call(self, launch: AnyLaunch, tensors: Mapping[str, Any]) -> Any:
+        """The results that are no state for these tensors; a call that raises leaves the state as it was."""
+        results, new = launch.advance(tensors, self._of(launch))
+        outside = {_memory(part) for tensor in (*tensors.values(), *results) for part in _parts(tensor)}
+        new = {name: _apart(launch, name, tensor, outside) for name, tensor in new.items()}
+        self._launch, self._kept = launch, new
+        return results[0] if len(results) == 1 else results
+
+    def values(self, full: bool) -> dict[str, Any]:
+        """As callers know it: whole, or as MeshTensors (DTensors)."""
+        if self._launch is None:
+            return {name: whole(tensor).clone() if full else tensor for name, tensor in self.first.items()}
+        launch: Any = self._launch
+        return {name: launch.leave(name, tensor, full) for name, tensor in self._kept.items()}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.first
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.first)
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def _of(self, launch: AnyLaunch) -> dict[str, Any]:
+        """The state as this launch takes it."""
+        if self._launch is launch:
+            return self._kept
+        return {name: launch.enter(name, tensor) for name, tensor in self.values(False).items()}
+
+
+def state_of(func: relax.Function, weights: Mapping[str, Any], donated: bool) -> ModuleState:
+    """The state of a module's function, if its parameters are among the weights; without them it is empty: they are
+    passed at every call, and their new values are results. `donated`: nobody else has the tensors.
+
+    Raises:
+        MeshTensorError: some are among the weights, and some are not.
+    """
+    names = list((func.attrs or {}).get(STATE_ATTR, {}))
+    missing = [name for name in names if name not in weights]
+    if not names or len(missing) == len(names):
+        return ModuleState({})
+    if missing:
+        refuse(f"the weights lack {listing(missing)}, which the module writes", fix="give all that it writes, or none")
+    return ModuleState({name: weights[name] if donated else apart(weights[name]) for name in names})
+
+
+def _apart(launch: AnyLaunch, name: str, tensor: Any, outside: set[int]) -> Any:
+    """The state, in memory that no caller has."""
+    if not any(_memory(part) in outside for part in _parts(tensor)):
+        return tensor
+    return launch.enter(name, launch.leave(name, tensor, True)) if isinstance(launch, ModuleLaunch) else tensor.clone()
+
+
+def parts_of(tensor: Any) -> list[torch.Tensor]:
+    """The parts of a tensor in any form that this process has, without padding."""
+    return tensor.parts() if isinstance(tensor, MeshTensor) else [local_part(tensor) if is_dtensor(tensor) else tensor]
+
+
+def _parts(tensor: Any) -> Iterable[torch.Tensor]:
+    if isinstance(tensor, MeshTensor):
+        return tensor.tiles()
+    return [local_part(tensor) if is_dtensor(tensor) else tensor]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class Recording(Protocol):
+    """A module's function of known sizes, as autograd runs it."""
+
+    @property
+    def wanted(self) -> Sequence[str]:
+        """The parameters that get gradients."""
+
+    @property
+    def modules(self) -> Sequence[Any]:
+        """The modules that run then."""
+
+    def __call__(self, tensors: Mapping[str, Any]) -> Any:
+        """What the function returns for these tensors of all its parameters that are no weights."""
+
+
+# Of a module's function on a mesh, where gradients of some parameters are asked for; the weights are constants.
+Recorder = Callable[[ir.IRModule, str, Any, Sequence[str], HeldWeights], Recording]
+
+
+def requires_gradients(given: Sequence[Any]) -> bool:
+    """Whether autograd is to record a call with these. MeshTensors carry no gradients."""
+    return (
+        torch.is_grad_enabled()
+        and any(isinstance(value, torch.Tensor) and value.requires_grad for value in given)
+        and not any(isinstance(value, MeshTensor) for value in given)
+    )

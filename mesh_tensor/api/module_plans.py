@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tvm import ir
 
 from mesh_tensor.annotations.module_annotations import ModuleAnnotations
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.plan.fewer_layers import FewerLayers, fewer_layers
 from mesh_tensor.program.families import PlanFamilies
-from mesh_tensor.program.from_graph import Kernels
-from mesh_tensor.program.plan_module import ModulePlan, plan_module
+from mesh_tensor.program.plan_module import ModulePlan, PlanOptions, plan_module
 from mesh_tensor.runtime.module_inputs import bound
 
 
 @dataclass(frozen=True, eq=False)
 class ModulePlans:
     """How a function of an annotated module is planned for a mesh. `symbols`: its open sizes; `strict`: whether
-    annotations that can't be used together are refused; the others as in `plan_module`."""
+    annotations that can't be used together are refused."""
 
     stated: ModuleAnnotations
     function: str
     mesh: Mesh
     symbols: Sequence[Any]
     strict: bool
-    replicate_unknown: bool
-    kernels: Kernels
-    overlap: str | int
-    check_indices: bool
-    sub_axes: bool
-    machine: Machine | None = None
+    options: PlanOptions
     _known: Recent[tuple, ModulePlan] = field(default_factory=lambda: Recent(MODULE_SIZES))
     _families: dict[frozenset[str], PlanFamilies] = field(default_factory=dict)
 
@@ -89,14 +82,9 @@ class ModulePlans:
             self.function,
             self.stated.mesh,
             self.stated.annotations,
-            replicate_unknown=self.replicate_unknown,
-            kernels=self.kernels,
-            overlap=self.overlap,
-            check_indices=self.check_indices,
+            replace(self.options, sub_axes=self.options.sub_axes and not self.strict and not whole_axes),
             held=held,
             base=self.mesh,
-            sub_axes=self.sub_axes and not self.strict and not whole_axes,
-            machine=self.machine,
         )
         self._check(plan)
         return plan

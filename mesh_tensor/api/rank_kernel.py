@@ -14,11 +14,10 @@ from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.program import Program
-from mesh_tensor.runtime.plain_tensors import fix_of, is_dual, may_be_dual, overlaps
-from mesh_tensor.runtime.ranks.agree import agree, digest_of, program_facts
+from mesh_tensor.runtime.ambient import fix_of, is_dual, may_be_dual, overlaps
 from mesh_tensor.runtime.ranks.dtensor import PART_FIX, from_placements, is_dtensor, lies_like_torch, part_problem
 from mesh_tensor.runtime.ranks.dtensor_ports import enter, leave, transfers
-from mesh_tensor.runtime.ranks.faults import Faults
+from mesh_tensor.runtime.ranks.faults import Faults, agree, digest_of, program_facts
 from mesh_tensor.runtime.ranks.rank_launch import RankLaunch, Tiling, tilings_of
 from mesh_tensor.runtime.ranks.ranks import Ranks, named
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from tvm import tirx
 
-from mesh_tensor.annotations.specialize import evaluate
+from mesh_tensor.annotations.annotate import evaluate
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.runtime.plain_tensors import why_not_plain
+from mesh_tensor.runtime.ambient import why_not_plain
 from mesh_tensor.runtime.ranks.dtensor import is_dtensor
 from mesh_tensor.runtime.ranks.rank_launch import Tiling
 

@@ -20,16 +20,15 @@ from mesh_tensor.base.machine_presets import CPU, machine_code, machine_named
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.plan.ir import Graph
-from mesh_tensor.program.plan_module import read_module
-from mesh_tensor.searching.beam import Beam
+from mesh_tensor.program.plan_module import PlanOptions, read_module
 from mesh_tensor.searching.evaluate import Evaluator, Strategy
-from mesh_tensor.searching.named_dims import NamedDim, named_dims
+from mesh_tensor.searching.named_dims import Beam, NamedDim, named_dims
 from mesh_tensor.simulation import Simulation
 
 from .mesh_module import MeshModule
 from .module import distribute_module
-from .presets import preset_layouts
 from .search_training import TrainingOptions, TrainingPlans, search_training
+from .strategies import preset_layouts
 
 _OBJECTIVES: dict[str, Callable[[Strategy], float]] = {"time": lambda s: s.time, "memory": lambda s: s.memory}
 
@@ -125,7 +124,7 @@ def search(
         )
     if only:
         refuse(f"{', '.join(only)} of a search without a batch", fix="say how many rows a batch has: batch=")
-    graph, atoms = read_module(mod, function, Mesh({"x": 1}), {}, machine=machine)
+    graph, atoms = read_module(mod, function, Mesh({"x": 1}), {}, PlanOptions(machine=machine))
     dims = named_dims(graph, atoms)
     evaluator = Evaluator(graph, atoms, machine)
     if known is not None:

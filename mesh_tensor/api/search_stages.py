@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from mesh_tensor.searching.choices import Choice, Space
+from mesh_tensor.searching.choices import Choice, Part, Question, Space, cut_best
 from mesh_tensor.searching.pieces import Composer, Stage
-from mesh_tensor.searching.stages import Part, Question, cut_best
 
 from .model_pieces import ModelPieces
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from tvm import tirx
 
-from mesh_tensor.annotations.specialize import evaluate, symbols
+from mesh_tensor.annotations.annotate import evaluate, symbols
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.program.program import Program
-from mesh_tensor.runtime.plain_tensors import may_be_dual, why_not_plain
+from mesh_tensor.runtime.ambient import may_be_dual, why_not_plain
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 from mesh_tensor.tir.nodes import function_name

@@ -18,14 +18,11 @@ from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.optimizer import MASTER, is_number
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.plan.recompute import AUTO, FULL, SELECTIVE
-from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME, Kept, training_function
-from mesh_tensor.plan.updates import AnyOptimizer
+from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME, AnyOptimizer, Kept, training_function
 from mesh_tensor.rules.operator.dropout import SEED_NAME
 
-from .training_check import check_gradients, check_loss
-from .training_import import ImportedLoss, Parts, imported_loss, microbatches_of
-from .training_optimizer import Rule, any_optimizer
-from .training_scale import LossScale
+from .training_import import ImportedLoss, Parts, check_gradients, check_loss, imported_loss, microbatches_of
+from .training_optimizer import LossScale, Rule, any_optimizer
 
 Schedule = Callable[[int], float]
 

@@ -1,8 +1,10 @@
-"""An optimizer as a function of torch tensors: how a step of training takes it."""
+"""An optimizer as a function of torch tensors: how a step of training takes it; and LossScale: what the loss is
+multiplied with before gradients are taken, so that small ones survive in 16 bits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from typing import Any
 
@@ -13,7 +15,7 @@ from tvm import relax
 from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.optimizer import Optimizer, is_number
 from mesh_tensor.importers.torch_frontend import from_torch
-from mesh_tensor.plan.updates import AnyOptimizer, WrittenOptimizer
+from mesh_tensor.plan.training import AnyOptimizer, WrittenOptimizer
 from mesh_tensor.targets.dtypes import torch_dtype
 
 Rule = Callable[..., tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
@@ -101,3 +103,51 @@ def _as_tuple(function: relax.Function) -> relax.Function:
     body, result = function.body, relax.TupleStructInfo([function.struct_info.ret])
     inner = relax.SeqExpr(body.blocks, relax.Tuple([body.body]))
     return builder.normalize(relax.Function(function.params, inner, result, function.is_pure, function.attrs))
+
+
+_FIRST, _LARGEST, _INTERVAL = 2.0**16, 2.0**24, 2000  # torch.amp.GradScaler's first scale and interval
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """A scale; a dynamic one is halved by a step whose gradients overflow, which is left out, and doubled after every
+    `interval` steps that do not.
+
+    good   steps without an overflow since it was changed
+
+    >>> LossScale.make("dynamic").after_overflow().value
+    32768.0
+    """
+
+    value: float
+    dynamic: bool = False
+    good: int = 0
+    interval: int = _INTERVAL
+
+    @staticmethod
+    def make(given: object) -> LossScale | None:
+        """What `loss_scale=` says: None, a number above 0, or "dynamic"."""
+        if given is None:
+            return None
+        if given == "dynamic":
+            return LossScale(_FIRST, dynamic=True)
+        if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 < given < float("inf"):
+            return LossScale(float(given))
+        return refuse(f"loss_scale={shown(given)}", fix='use "dynamic", a number above 0, or None')
+
+    @property
+    def can_fall(self) -> bool:
+        """Whether a smaller one is to be tried."""
+        return self.dynamic and self.value > 1.0
+
+    def after_overflow(self) -> LossScale:
+        """The scale of the next step, after one that was left out."""
+        return replace(self, value=max(1.0, self.value / 2), good=0)
+
+    def after_step(self) -> LossScale:
+        """The scale of the next step, after one that was taken."""
+        if not self.dynamic:
+            return self
+        if self.good + 1 < self.interval:
+            return replace(self, good=self.good + 1)
+        return replace(self, value=min(_LARGEST, self.value * 2), good=0)

@@ -18,7 +18,7 @@ from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.elementwise import not_finite, within
 from mesh_tensor.runtime.overwriting import Leave
 
-from .module_state import parts_of
+from .module_launch import parts_of
 from .training import TrainingStep
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@ TVMs. TileLang brings its own; one imported before it crashes the process's next
 
 from __future__ import annotations
 
+import ast
 import atexit
 import importlib.metadata
 import importlib.util
@@ -12,7 +13,9 @@ import shutil
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 CACHE_VARIABLE = "TILELANG_CACHE_DIR"
 _PYTHON = (3, 10)
@@ -126,3 +129,27 @@ def _own_roots() -> list[Path]:
         return []
     package = Path(spec.origin).resolve().parent
     return [package / "3rdparty" / "tvm", package.parent / "3rdparty" / "tvm"]
+
+
+def names_of(package: str, init: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` for the package whose `__init__.py` is the file `init`. What its
+    `__init__.pyi` imports (`from .module import name`, `from .package import module`) is what it has."""
+    homes = dict(_homes(Path(init).with_suffix(".pyi").read_text(encoding="utf-8")))
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
+        home = importlib.import_module(f"{package}.{homes[name] or name}")
+        found: Any = home
+        if homes[name]:  # a name in a module, or a module in a package
+            found = getattr(home, name) if hasattr(home, name) else importlib.import_module(f"{home.__name__}.{name}")
+        vars(sys.modules[package])[name] = found
+        return found
+
+    names = sorted(homes)
+    return get, lambda: sorted({*vars(sys.modules[package]), *names}), names
+
+
+def _homes(stub: str) -> list[tuple[str, str]]:
+    imports = [node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom)]
+    return [(alias.name, node.module or "") for node in imports for alias in node.names]

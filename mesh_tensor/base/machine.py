@@ -246,7 +246,7 @@ class Machine:
 
     def to_text(self) -> str:
         """The machine as JSON, for `from_text`."""
-        from .machine_text import to_text
+        from .machine_presets import to_text
 
         return to_text(self)
 
@@ -257,12 +257,12 @@ class Machine:
         Raises:
             MeshTensorError: it is no JSON, or lists what it doesn't have or can't have.
         """
-        from .machine_text import from_text
+        from .machine_presets import from_text
 
         return from_text(text)
 
     def __str__(self) -> str:
-        from .machine_text import table
+        from .machine_presets import table
 
         return table(self)
 

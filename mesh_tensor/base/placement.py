@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import operator
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -175,3 +177,52 @@ def _in_words(placement: Placement) -> str:
     if isinstance(placement, Shard):
         return f"splits dim {placement.dim}"
     return "is replicated" if isinstance(placement, Replicate) else f"is partial ({placement.op})"
+
+
+_ITEM = re.compile(r"S\[\s*(?P<dim>-?\d+)\s*\]|R|P\[\s*(?P<op>\w+)\s*\]")
+
+
+def parse_text(mesh: Mesh, text: str) -> tuple[dict[str, int | None], dict[str, str]]:
+    """What `text` states: axis -> dim (None: replicated), and axis -> op of the partial ones."""
+    stripped = text.strip()
+    return (parse_dict(stripped), {}) if stripped.startswith("{") else _parse_distir(mesh, stripped)
+
+
+def how_to_write(mesh: Mesh) -> str:
+    """The way out of a text that can't be read."""
+    example = ", ".join(["S[0]", *["R"] * (len(mesh) - 1)])
+    return f'write one placement per mesh axis, as in "{example}", or a dict, as in {{"{mesh.axis_names[0]}": 0}}'
+
+
+def parse_dict(text: str) -> dict[str, Any]:
+    """A Python dict display (JSON's null is None); an axis may be named once."""
+    try:
+        tree = ast.parse(re.sub(r"\bnull\b", "None", text), mode="eval").body
+        pairs = list(zip(tree.keys, tree.values, strict=True)) if isinstance(tree, ast.Dict) else [(None, tree)]
+        items = [(ast.literal_eval(key or "*"), ast.literal_eval(value)) for key, value in pairs]
+    except (ValueError, SyntaxError):
+        refuse(f"can't read the sharding {shown(text)}: it is not a dict")
+    found: dict[str, Any] = {}
+    for axis, dim in items:
+        if axis in found:
+            refuse(f"can't read the sharding {shown(text)}: axis {axis!r} is on two dims, {found[axis]} and {dim}")
+        found[axis] = dim
+    return found
+
+
+def _parse_distir(mesh: Mesh, text: str) -> tuple[dict[str, int | None], dict[str, str]]:
+    items = [item.strip() for item in text.split(",")]
+    bad = [item for item in items if not _ITEM.fullmatch(item)]
+    if bad:
+        refuse(f"can't read the sharding {shown(text)}: {listing(bad)} is none of S[dim], R, P[op]")
+    if len(items) != len(mesh):
+        axes = f"the mesh has {len(mesh)} axes ({listing(mesh.axis_names)})"
+        refuse(f"can't read the sharding {shown(text)}: {axes}, but placements: {len(items)}")
+    sharding: dict[str, int | None] = {}
+    partial: dict[str, str] = {}
+    for axis, item in zip(mesh, items, strict=True):
+        if item.startswith("P"):
+            partial[axis] = item[2:-1].strip()
+        else:
+            sharding[axis] = int(item[2:-1]) if item.startswith("S") else None
+    return sharding, partial

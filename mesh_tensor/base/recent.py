@@ -1,11 +1,14 @@
-"""Recent: what was made for some sizes and may be needed again, for the sizes that were asked for last."""
+"""Recent: what was made for some sizes and may be needed again, for the sizes that were asked for last; and work
+that makes many objects which all stay, without the garbage collector looking at them again and again."""
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
-from typing import Generic, TypeVar
+from functools import wraps
+from typing import Generic, ParamSpec, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -54,3 +57,24 @@ class Recent(Generic[K, V]):
 
     def __iter__(self) -> Iterator[V]:
         return iter(list(self._kept.values()))
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def uncollected(work: Callable[P, R]) -> Callable[P, R]:
+    """`work`, during which cycles are not collected. Of threads that do such work at a time, the first to end turns
+    collection on again, which costs the others time and nothing else."""
+
+    @wraps(work)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not gc.isenabled():
+            return work(*args, **kwargs)
+        gc.disable()
+        try:
+            return work(*args, **kwargs)
+        finally:
+            gc.enable()
+
+    return run

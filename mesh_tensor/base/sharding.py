@@ -15,8 +15,7 @@ from typing import Any
 
 from .errors import MeshTensorError, refuse
 from .mesh import Mesh
-from .placement import Partial, Placement, Replicate, Shard, collect, how_to_state, state
-from .sharding_text import how_to_write, parse_text
+from .placement import Partial, Placement, Replicate, Shard, collect, how_to_state, how_to_write, parse_text, state
 from .window import Window, parse_windows, windows_text
 
 __all__ = ["Partial", "Placement", "Replicate", "Shard", "Sharding", "ceildiv"]

@@ -20,8 +20,7 @@ from mesh_tensor.annotations.names import renamed_parameters
 from mesh_tensor.base.errors import MeshTensorError, refuse
 
 from .imported import ImportedModule, identifiers
-from .onnx_recurrent import CELLS, recurrent_nodes
-from .onnx_sizes import check_sizes, settle_names
+from .onnx_recurrent import CELLS, check_sizes, recurrent_nodes, settle_names
 
 _WHOLE = {6, 7}  # onnx.TensorProto's int32 and int64
 _FEW = 64

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
+from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
 from tvm import relax, tirx
 
 from mesh_tensor.targets.dtypes import dtype_name
@@ -61,3 +63,41 @@ def in_dtype(importer: Any, operand: Any, dtype: str) -> relax.Expr:
     if not isinstance(operand, relax.Expr):
         return relax.const(operand, dtype)
     return operand if operand.struct_info.dtype == dtype else emit(importer, relax.op.astype(operand, dtype))
+
+
+def with_constants(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The program, in which results of parts under `torch.no_grad()` are detached; it stays as it is."""
+    if not any(_forgets(node) for node in program.graph.nodes):
+        return program
+    module = copy.deepcopy(program.graph_module)
+    for node, original in zip(module.graph.nodes, program.graph.nodes, strict=True):
+        node.name = original.name  # copies of some get others, which the signature hasn't
+    for node in list(module.graph.nodes):
+        if _forgets(node):
+            for result in list(node.users):  # its fields
+                _detach(module.graph, result)
+    module.recompile()
+    return torch.export.ExportedProgram(
+        root=module,
+        graph=module.graph,
+        graph_signature=program.graph_signature,
+        state_dict=program.state_dict,
+        range_constraints=program.range_constraints,
+        module_call_graph=program.module_call_graph,
+        example_inputs=program.example_inputs,
+        constants=program.constants,
+        verifiers=program.verifiers,
+    )
+
+
+def _forgets(node: torch.fx.Node) -> bool:
+    return node.target is wrap_with_set_grad_enabled and not node.args[0]
+
+
+def _detach(graph: torch.fx.Graph, result: torch.fx.Node) -> None:
+    if not isinstance(value := result.meta.get("val"), torch.Tensor) or not value.is_floating_point():
+        return
+    with graph.inserting_after(result):
+        detached = graph.call_function(torch.ops.aten.detach.default, (result,))
+    detached.meta = dict(result.meta)
+    result.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)

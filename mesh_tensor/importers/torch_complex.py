@@ -11,7 +11,7 @@ import torch
 from tvm import relax
 
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.rules.operator.fft import fft_call
+from mesh_tensor.rules.operator.linear_algebra import fft_call
 
 from .torch_args import arguments, emit
 

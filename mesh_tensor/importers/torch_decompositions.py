@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
-from .torch_assertions import ASSERTIONS
+from .torch_program import ASSERTIONS
 
 _FAILED = object()
 _ARITHMETIC = frozenset(function for function in vars(operator).values() if callable(function))

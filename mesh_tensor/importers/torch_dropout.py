@@ -18,7 +18,7 @@ from tvm import relax
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.dropout import SEED_NAME, Dropout, dropout_call
-from mesh_tensor.targets.torch_ops.dropout import dropped
+from mesh_tensor.targets.torch_ops.create import dropped
 
 from .torch_args import arguments, emit
 

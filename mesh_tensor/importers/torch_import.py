@@ -14,15 +14,13 @@ from tvm.relax.frontend.torch.exported_program_translator import ExportedProgram
 from mesh_tensor.annotations.annotate_module import SOURCE_NAMES_ATTR
 from mesh_tensor.annotations.names import renamed_parameters
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.base.garbage import uncollected
+from mesh_tensor.base.recent import uncollected
 from mesh_tensor.plan.ir import STATE_ATTR
 from mesh_tensor.targets.dtypes import dtype_name
 
 from .imported import ImportedModule, identifiers, writes
-from .torch_args import emit, with_sizes_as_tensors
-from .torch_assertions import depends_on_data, drop_assertions
+from .torch_args import emit, with_constants, with_sizes_as_tensors
 from .torch_complex import COMPLEX, Pair, is_complex, of_complex
-from .torch_constants import with_constants
 from .torch_decompositions import decomposed
 from .torch_numbers import WITH_NUMBERS
 from .torch_ops import CONVERTERS, KEPT
@@ -31,6 +29,8 @@ from .torch_program import (
     ProgramOfTensors,
     allow_constants,
     check_program,
+    depends_on_data,
+    drop_assertions,
     is_kept_buffer,
     refuse_autocast,
     without_tied,

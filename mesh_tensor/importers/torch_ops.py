@@ -15,9 +15,9 @@ from tvm import relax
 from mesh_tensor.base.errors import refuse
 
 from .torch_args import arguments, emit, in_result_dtype
+from .torch_attention import attention
 from .torch_dropout import converted as dropout
-from .torch_general import GENERAL, GROUPS
-from .torch_indexing import INDEXING, SHAPES
+from .torch_indexing import GENERAL, GROUPS, INDEXING, SHAPES
 from .torch_numbers import NUMBERS, Convert, promoting
 
 _aten = torch.ops.aten
@@ -109,31 +109,6 @@ def gelu(node: torch.fx.Node, importer: Any) -> relax.Expr:
     (x,) = arguments(node, importer, 1)
     by_tanh = node.kwargs.get("approximate", "none") == "tanh"
     return emit(importer, (relax.op.nn.gelu_tanh if by_tanh else relax.op.nn.gelu)(x))
-
-
-def attention(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """scaled_dot_product_attention of (B, H, S, D) tensors as `relax.nn.attention`, which has (B, S, H, D)."""
-    query, key, value, mask, dropout, causal = arguments(
-        node, importer, 3, attn_mask=None, dropout_p=0.0, is_causal=False
-    )
-    if dropout:
-        refuse("dropout in attention is random", fix="export the model in eval mode")
-    ndims = [len(tensor.struct_info.shape) for tensor in (query, key, value)]
-    if ndims != [4, 4, 4]:
-        refuse(f"attention of tensors of {ndims} dims", fix="give it (batch, heads, positions, size) tensors")
-    heads, key_heads = (tensor.struct_info.shape[1] for tensor in (query, key))
-    if node.kwargs.get("enable_gqa", False) and int(heads) != int(key_heads):
-        key, value = (_repeated(importer, tensor, int(heads) // int(key_heads)) for tensor in (key, value))
-    if mask is not None and mask.struct_info.dtype == "bool":
-        # No scalars: TVMScript can't parse the infinite one that it prints.
-        zero, lowest = (relax.const(np.array([value]), query.struct_info.dtype) for value in (0.0, -math.inf))
-        mask = emit(importer, relax.op.where(mask, zero, lowest))
-    if mask is not None and len(mask.struct_info.shape) < 4:
-        mask = emit(importer, relax.op.expand_dims(mask, list(range(4 - len(mask.struct_info.shape)))))
-    operands = [emit(importer, relax.op.permute_dims(tensor, [0, 2, 1, 3])) for tensor in (query, key, value)]
-    scale, mode = node.kwargs.get("scale"), "TopLeft" if causal else None
-    result = emit(importer, relax.op.nn.attention(*operands, bias=mask, scale=scale, causal_mask=mode))
-    return emit(importer, relax.op.permute_dims(result, [0, 2, 1, 3]))
 
 
 def variance(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -293,11 +268,3 @@ def _filled(tensor: Any, value: int, sizes: Any, like: relax.Expr) -> relax.Expr
 def _scaled(importer: Any, value: relax.Expr, factor: Any) -> relax.Expr:
     constant = relax.const(factor, value.struct_info.dtype)
     return value if factor == 1 else emit(importer, relax.op.multiply(value, constant))
-
-
-def _repeated(importer: Any, tensor: relax.Expr, times: int) -> relax.Expr:
-    """Each head `times` times, one after the other."""
-    batch, heads, length, size = tensor.struct_info.shape
-    apart = emit(importer, relax.op.expand_dims(tensor, 2))
-    wide = emit(importer, relax.op.broadcast_to(apart, (batch, heads, times, length, size)))
-    return emit(importer, relax.op.reshape(wide, (batch, heads * times, length, size)))

@@ -1,5 +1,5 @@
-"""What goes in and out of an exported torch program: tensors, buffers that it writes, and what is no tensor. Weights
-under several names are one parameter of the module."""
+"""What goes in and out of an exported torch program: tensors, buffers that it writes, what is no tensor, and what it
+asserts. Weights under several names are one parameter of the module."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torch.export.graph_signature import (
     SymIntArgument,
     TensorArgument,
 )
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from tvm import ir
 
 from mesh_tensor.base.errors import listing, refuse
@@ -220,3 +221,37 @@ def allow_constants() -> None:
     """Add numpy's dtypes of ml_dtypes to those that TileLang lists."""
     for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         dtypes._DTYPE_TO_STR.setdefault(np.dtype(getattr(ml_dtypes, name)), name)
+
+
+ASSERTIONS = {
+    _aten._assert_async.msg,
+    _aten._assert_scalar.default,
+    _aten._assert_tensor_metadata.default,
+    _aten.sym_constrain_range.default,
+    _aten.sym_constrain_range_for_size.default,
+}
+
+
+def drop_assertions(program: torch.export.ExportedProgram) -> None:
+    """Take assertions out of the program's graph, and what is only computed for them."""
+    for node in reversed(program.graph.nodes):
+        unused = node.op == "call_function" and not node.users
+        if node.target in ASSERTIONS or (unused and (_reads_number(node) or not node.is_impure())):
+            program.graph.erase_node(node)
+    program.graph_module.recompile()
+
+
+def depends_on_data(node: torch.fx.Node) -> bool:
+    """Whether the node gives a number, or a tensor of a size, that only data tell."""
+    values = node.meta.get("val")
+    return any(_is_unknown(value) for value in (values if isinstance(values, (tuple, list)) else [values]))
+
+
+def _is_unknown(value: Any) -> bool:
+    if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return bool(free_unbacked_symbols(value))
+    return False
+
+
+def _reads_number(node: torch.fx.Node) -> bool:
+    return node.target is _aten._local_scalar_dense.default

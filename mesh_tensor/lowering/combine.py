@@ -21,9 +21,8 @@ from mesh_tensor.rules.kernel.live_ranges import LiveRange
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import OWN_ATTR, body_statements
 from mesh_tensor.rules.kernel.states import LogSum, ScaledSum, State
-from mesh_tensor.tir.constants import neutral_element
 from mesh_tensor.tir.linear import Linear
-from mesh_tensor.tir.rewrite import fill, over_elements, sequence
+from mesh_tensor.tir.rewrite import fill, neutral_element, over_elements, sequence
 
 from .cut import (
     Workspace,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from tvm import arith, ir, tirx
 
 from mesh_tensor.base.window import Window
+from mesh_tensor.rules.kernel.lookups import without_wrap
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Access, Statement
-from mesh_tensor.rules.kernel.windows import without_wrap
 from mesh_tensor.tir.nodes import loads, nodes
 
 from .splits import Shrink, Split
@@ -73,9 +73,11 @@ class ValueRewriter:
         return self.shrink.windows.get((access.buffer.name, dim)) if is_param else None
 
     def lookup(self, access: Access, dim: int) -> Split | None:
-        """The split of a parameter's dim that is indexed by data."""
-        is_param = bool(self.analysis.lookups) and self.kernel.is_param(access.buffer)
-        factor = self.analysis.lookups.get((access.buffer.name, dim)) if is_param else None
+        """The split of a parameter's dim that is indexed by data, here or wherever it is used."""
+        if access.forms[dim] is not None or not self.kernel.is_param(access.buffer):
+            return None
+        of = access.buffer.name, dim
+        factor = self.analysis.lookups.get(of) or self.analysis.factor_of(*of)
         return None if factor is None else self.splits.get(factor)
 
     def owned(self, statement: Statement) -> list[tirx.PrimExpr]:
@@ -179,14 +181,10 @@ class ValueRewriter:
                 outer, step = form.ordered[0]
                 inner, _ = form.ordered[-1]
                 if split.factor.aligned is not None:
-                    offsets[outer] = outer + _divided(split.offset, step)
+                    offsets[outer] = outer + (split.offset if step == 1 else tirx.floordiv(split.offset, step))
                 else:
                     offsets[inner] = inner + split.offset
         return offsets
-
-
-def _divided(offset: tirx.PrimExpr, step: int) -> tirx.PrimExpr:
-    return offset if step == 1 else tirx.floordiv(offset, step)
 
 
 def _key(access: Access | tirx.BufferLoad) -> tuple:

@@ -12,7 +12,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.recent import Recent
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.atoms import Atoms, made_plain, plain_sharding
-from mesh_tensor.plan.explicit import Cast, Change, Fill, Form, Run, Step
+from mesh_tensor.plan.propagate import Cast, Change, Fill, Form, Run, Step
 from mesh_tensor.rules.operator import LocalCall
 from mesh_tensor.rules.operator.call import OpCall, op_call, tensor_infos
 from mesh_tensor.rules.operator.cost import count_flops

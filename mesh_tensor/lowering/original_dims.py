@@ -42,16 +42,29 @@ def _refined(kernel: Annotated) -> tuple[Refined, Analysis]:
         return made, analysis
     split = [(name, dim) for name, sharding in kernel.asked.items() for dim, axes in enumerate(sharding.dims) if axes]
     whole = {dim for dim in split if analysis.reason_whole(*dim)}
-    around = {dim for dim in whole if analysis.read_from(*dim) is not None}
-    for found in _ways(kernel.func, whole, whole - around) if whole else ():
+    near = {dim for dim in whole if _is_near(kernel, analysis, dim)}
+    for found in _ways(kernel.func, whole, whole - near) if whole else ():
         after = analyse(found.func)
         still = {dim for dim in split if _reason(found, after, dim)}
-        lost = around & still - {dim for dim in still if _reads_windows(found, after, dim)}
+        lost = near & still - {dim for dim in still if _reads_windows(found, after, dim)}
         if still < whole and not lost and _divides(found, after, kernel.asked, kernel.mesh):
             made, analysis, whole = found, after, still
         if not whole:
             break
     return made, _in_windows(made, analysis, kernel)
+
+
+def _is_near(kernel: Annotated, analysis: Analysis, dim: Dim) -> bool:
+    """Whether a dim is read in windows smaller than what the devices on which it is asked to lie lack, by a factor that
+    their axes may split."""
+    if dim not in analysis.windows:
+        return False
+    param, at = dim
+    axes = set(kernel.asked[param].dims[at])
+    factor, reaches = analysis.windows[dim]
+    may_be_split = any(name not in kernel.asked or axes & set(kernel.asked[name].dims[d]) for name, d in factor.dims)
+    devices = math.prod(kernel.mesh.size(axis) for axis in axes)
+    return may_be_split and reaches.margin < reaches.extent - reaches.extent // devices
 
 
 def _in_windows(made: Refined, analysis: Analysis, kernel: Annotated) -> Analysis:

@@ -12,10 +12,18 @@ from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Access, Kernel, Statement
 from mesh_tensor.tir import tile_ops
-from mesh_tensor.tir.constants import neutral_element
 from mesh_tensor.tir.linear import Linear, as_expr
 from mesh_tensor.tir.nodes import same_expression
-from mesh_tensor.tir.rewrite import call_like, guarded, parallel_nest, region_call, sequence, tile_op, with_args
+from mesh_tensor.tir.rewrite import (
+    call_like,
+    guarded,
+    neutral_element,
+    parallel_nest,
+    region_call,
+    sequence,
+    tile_op,
+    with_args,
+)
 
 from .expressions import ValueRewriter
 from .splits import Shrink, Split

@@ -30,7 +30,7 @@ from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.normalize import normalize
 from mesh_tensor.rules.kernel.statements import buffer_params
 from mesh_tensor.tir.grids import grids_of
-from mesh_tensor.tir.nodes import function_name
+from mesh_tensor.tir.nodes import function_name, loads
 
 from .decide import decide, split_at
 from .grids import LoweredGrids, lower_grids
@@ -155,7 +155,8 @@ def _annotated(record: Annotated) -> Iterator[str]:
 
 
 def _ruled(record: Ruled) -> Iterator[str]:
-    """Every access to a parameter is explained by a factor, or its dim is marked as needing replication."""
+    """Every access to a parameter is explained by a factor, or by data where the statement walks none, or its dim is
+    marked as needing replication."""
     analysis = record.analysis
     owners: dict[tuple[str, int], str] = {}
     for factor in analysis.factors:
@@ -169,7 +170,13 @@ def _ruled(record: Ruled) -> Iterator[str]:
             for at in range(len(access.indices)) if analysis.kernel.is_param(access.buffer) else ():
                 if (name, at) in analysis.lookups:
                     continue
-                if analysis.coordinates.of_access(access, at) is None and analysis.reason_whole(name, at) is None:
+                if (
+                    analysis.coordinates.of_access(access, at) is not None
+                    or analysis.reason_whole(name, at) is not None
+                ):
+                    continue
+                elsewhere = analysis.factor_of(name, at) in analysis.coordinates.of_statement(statement)
+                if elsewhere or not loads(access.indices[at]):
                     yield f"{name} dim {at} can be split, but index {access.indices[at]} walks no factor"
 
 

@@ -19,15 +19,14 @@ from tvm import tirx
 from mesh_tensor.base.reductions import neutral
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
-from mesh_tensor.rules.kernel.scans import Best, Carried, Scan
+from mesh_tensor.rules.kernel.scans import Best, Carried, Scan, Stated
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
-from mesh_tensor.rules.kernel.stated import Stated
 from mesh_tensor.rules.kernel.statements import OWN_ATTR, RESUMED, Statement, body_statements
-from mesh_tensor.tir.constants import constant
 from mesh_tensor.tir.effects import changes_nothing
 from mesh_tensor.tir.linear import vars_of
 from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.rewrite import (
+    constant,
     exchange_buffers,
     fill,
     loop_like,

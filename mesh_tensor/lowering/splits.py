@@ -12,8 +12,7 @@ from tvm import arith, tirx
 
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.rules.kernel.coverage import with_whole_tiles
-from mesh_tensor.rules.kernel.factors import Blocked, Factor, tile_extent
+from mesh_tensor.rules.kernel.factors import Blocked, Factor, tile_extent, with_whole_tiles
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.tir.linear import Linear
 from mesh_tensor.tir.nodes import nodes

@@ -13,7 +13,7 @@ from mesh_tensor.annotations.annotate import TILES_ATTR
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.one_kernel import Assignment
-from mesh_tensor.rules.kernel.coverage import why_not_covered
+from mesh_tensor.rules.kernel.factors import why_not_covered
 from mesh_tensor.rules.kernel.reader import read_kernel
 from mesh_tensor.rules.kernel.statements import Access, Kernel, Statement, buffer_params
 from mesh_tensor.tir.linear import Linear, vars_of

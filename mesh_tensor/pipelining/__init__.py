@@ -1,8 +1,7 @@
 """Pipelines: stages of a model on several meshes, and the order in which their fragments run."""
 
-from .check import Held, check_schedule, peaks
+from .check import Dependencies, Held, check_schedule, peaks
 from .clock import Event, Timeline, timeline
-from .dependencies import Dependencies
 from .orders import SCHEDULES
 from .schedule import KINDS, Action, Schedule
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ..base.errors import refuse, shown
+from mesh_tensor.base.errors import refuse, shown
 
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 _TEXT = re.compile(r"(\d+)([FBIW])(\d+)")

@@ -23,12 +23,11 @@ from mesh_tensor.rules.operator import OpRule
 from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.dropout import DROPOUT
 
-from .batch_kinds import Fixed, Kind, Mean, Mixed, Rows, Sum, result_kinds
-from .batch_writer import PartsWriter, Total
+from .batch_kinds import Fixed, Kind, Mean, Mixed, PartsWriter, Rows, Sum, Total, result_kinds
 from .gradient import depending_on
 from .ir import Graph, Node, Value, leaves
-from .node_rules import node_rules
 from .reader import read_graph
+from .tir_rule import node_rules
 from .tir_stages import expand_kernels
 
 _SAME_NUMBER = ("reshape", "astype", "squeeze", "expand_dims", "broadcast_to", "full", "full_like", "mean", "sum")

@@ -20,7 +20,7 @@ from mesh_tensor.base.placement import Replicate, Shard
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.operator.cost import class_of
 
-from .explicit import Change, ExplicitGraph, Form, Run, Step
+from .propagate import Change, ExplicitGraph, Form, Run, Step
 
 _ALL_GATHER = BETWEEN[Shard, Replicate].name
 _AGAIN = CPU.tuning.products_ahead  # products after which what was gathered is still there

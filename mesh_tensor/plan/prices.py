@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from mesh_tensor.base.collective_time import collective_time
+from mesh_tensor.base.collectives import collective_time
 from mesh_tensor.base.dtypes import dtype_bits, itemsize
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU

@@ -10,8 +10,15 @@ from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.annotations.names import relax_functions
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.rules.operator.call import OpCall, op_call, op_name, tensor_infos, tensor_type, tensor_types
-from mesh_tensor.rules.operator.known_sizes import with_known_sizes
+from mesh_tensor.rules.operator.call import (
+    OpCall,
+    op_call,
+    op_name,
+    tensor_infos,
+    tensor_type,
+    tensor_types,
+    with_known_sizes,
+)
 
 from .ir import ANNOTATE, STATE_ATTR, Graph, Node, Scope, Tree, Value, leaves
 

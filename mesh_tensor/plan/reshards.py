@@ -17,11 +17,10 @@ from mesh_tensor.rules.operator.call import operator_name
 from .atoms import Atoms, NodeRule
 from .carry import find_carried, left_by, taken_of, widened_values
 from .decide import Decider, Decision, fits, operand_layouts, result_layout
-from .explicit import Cast, Change, ExplicitGraph, Fill, Form, Run, Step, forms_in
 from .ir import Graph, Node, Scope, Value, map_tree
 from .owners import Pending, look_up_of, owner_made, row_factor
 from .prices import bytes_moved, node_flops
-from .propagate import Layouts
+from .propagate import Cast, Change, ExplicitGraph, Fill, Form, Layouts, Run, Step, forms_in
 
 
 def insert_reshards(graph: Graph, atoms: Atoms, layouts: Layouts) -> ExplicitGraph:
@@ -146,7 +145,7 @@ class _Writer:
         if value in self._carried:
             return
         wanted = self._layouts.of[value]
-        if form.sharding != wanted and (form.sharding.partial or self._is_stated(value)):
+        if form.sharding != wanted and (form.sharding.partial or (value in self._graph.annotations)):
             reason = f"{node.where} ({node.call.name}) " + (
                 "leaves it partial" if form.sharding.partial else "makes it so"
             )
@@ -155,9 +154,6 @@ class _Writer:
             narrow = self._form(value, form.sharding)
             self._made.steps.append(Cast(form, narrow, node.scopes))
             self._forms[value] = [narrow]
-
-    def _is_stated(self, value: Value) -> bool:
-        return value in self._graph.annotations
 
     def _change(self, src: Form, wanted: Sharding, scopes: tuple[Scope, ...], reason: str) -> Form:
         """The moves of the cheapest redistribution, each a step."""

@@ -1,4 +1,5 @@
-"""The OpRule of a node whose operator is a kernel: from the kernel's own sharding rule."""
+"""The rule of every node of a Graph: that of its operator; or, where that is a kernel, the OpRule that follows from
+the kernel's own sharding rule."""
 
 from __future__ import annotations
 
@@ -15,17 +16,19 @@ from tvm.tirx.stmt_functor import substitute
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.window import Reaches
+from mesh_tensor.rules.kernel.coordinates import detached_indices, without_loads
 from mesh_tensor.rules.kernel.factors import Factor
-from mesh_tensor.rules.kernel.index_values import detached_indices, without_loads
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
 from mesh_tensor.rules.kernel.normalize import normalize
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
 from mesh_tensor.rules.kernel.statements import Statement
 from mesh_tensor.rules.kernel.workspaces import workspace_dims
-from mesh_tensor.rules.operator.rule import InnerReduction, OpRule
+from mesh_tensor.rules.operator import OpRule, has_rule, rule_of
+from mesh_tensor.rules.operator.call import operator_name
+from mesh_tensor.rules.operator.rule import InnerReduction, whole_rule
 from mesh_tensor.tir.linear import vars_of
 
-from .ir import Node
+from .ir import ANNOTATE, Graph, Node
 from .tir_atoms import divides_groups, in_groups, plain_dims, with_compound_dims
 from .tir_nests import loaded
 
@@ -256,3 +259,42 @@ def _degrees(expr: tirx.PrimExpr, operands: list[tirx.Buffer]) -> frozenset[int]
     if isinstance(expr, tirx.Select) and _FREE in _degrees(expr.condition, operands):
         return _degrees(expr.true_value, operands) & _degrees(expr.false_value, operands)
     return frozenset()
+
+
+def node_rules(graph: Graph, *, replicate_unknown: bool) -> dict[Node, OpRule]:
+    """The rule of every node; alike calls have one.
+
+    Raises:
+        MeshTensorError: an operator has no rule, and is not to be taken as one that needs everything whole.
+    """
+    known: dict[tuple, OpRule] = {}
+    rules = {}
+    for node in graph.nodes:
+        if node.kernel is not None:
+            rules[node] = kernel_rule(node, graph.mesh)
+            continue
+        kind = (ANNOTATE, node.call.inputs[0]) if node.is_annotation else node.call.kind
+        rule = known.get(kind)
+        if rule is None:
+            rule = known[kind] = _rule(node, replicate_unknown)
+        rules[node] = rule
+    return rules
+
+
+def _rule(node: Node, replicate_unknown: bool) -> OpRule:
+    if node.is_annotation:
+        return OpRule((_dims(node),), (_dims(node),), moves=True)
+    if node.call.name == "call_tir_inplace":
+        refuse(
+            "R.call_tir_inplace can't be distributed",
+            where=node.where,
+            why="it overwrites its operands",
+            fix="use R.call_tir, whose results are new tensors",
+        )
+    if replicate_unknown and not has_rule(operator_name(node.call)):
+        return whole_rule(node.call)
+    return rule_of(node.call, node.where)
+
+
+def _dims(node: Node) -> tuple[str, ...]:
+    return tuple(f"d{dim}" for dim in range(node.call.inputs[0].ndim))

@@ -14,9 +14,8 @@ from functools import lru_cache
 from tvm import arith, ir, relax, tirx
 from tvm.ir import Range
 
-from mesh_tensor.annotations.annotate import TILES_ATTR
+from mesh_tensor.annotations.annotate import TILES_ATTR, sized
 from mesh_tensor.annotations.names import Fresh
-from mesh_tensor.annotations.specialize import sized
 from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.rules.kernel.statements import body_statements

@@ -20,8 +20,7 @@ from itertools import accumulate
 
 from tvm import relax
 
-from mesh_tensor.base.collective_time import reach
-from mesh_tensor.base.collectives import BETWEEN
+from mesh_tensor.base.collectives import BETWEEN, reach
 from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh

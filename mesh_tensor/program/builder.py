@@ -16,14 +16,12 @@ from mesh_tensor.lowering.layouts import Collective, LocalKernel, LocalView, Ten
 from mesh_tensor.lowering.pipeline import KernelLowering
 from mesh_tensor.lowering.slabs import Slabs
 from mesh_tensor.lowering.verify import other_tiles
-from mesh_tensor.rules.kernel.cost import flops_function
+from mesh_tensor.rules.kernel.cost import flops_function, size_function
 from mesh_tensor.rules.kernel.factor_derivation import Dim
-from mesh_tensor.tir.sizes import size_function
 
-from .lifetimes import with_lifetimes
 from .program import Parameter, Program, Value, bytes_moved
 from .steps import CollectiveStep, KernelStep, Step
-from .verify import checked
+from .verify import checked, with_lifetimes
 
 _A_BUG = "the kernel was made local wrongly: a bug of mesh_tensor, which ends here and not in wrong numbers"
 

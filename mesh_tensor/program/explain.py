@@ -10,9 +10,9 @@ from typing import Any
 from mesh_tensor.base.decisions import Decisions, columns
 from mesh_tensor.rules.operator.call import operator_name
 
-from .lifetimes import peak_bytes
 from .program import Parameter, Program
 from .steps import CollectiveStep, KernelStep, OpStep, Step, WaitStep, of_kinds
+from .verify import peak_bytes
 
 _MOST_NAMES = 8
 
@@ -170,15 +170,11 @@ def _collectives(program: Program, homes: Sequence[str]) -> list[tuple[str, ...]
     for step, home in zip(program.steps, homes, strict=True):
         if isinstance(step, CollectiveStep):
             words = f"{step.kind}{f'({step.op})' if step.op else ''}"
-            key = (words, _kind(home), ", ".join(step.axes), _kind_of_reason(step.reason))
+            reason = re.sub(r"(?<=[A-Za-z_])\d+", "*", step.reason)  # without the numbers of values
+            key = (words, _kind(home), ", ".join(step.axes), reason)
             rows.setdefault(key, []).append(step.bytes)
     head = ("collective", "in", "over", "how many", "bytes received", "because")
     made = [
         (words, kind, axes, str(len(sizes)), f"{sum(sizes):,}", why) for (words, kind, axes, why), sizes in rows.items()
     ]
     return [head, *made]
-
-
-def _kind_of_reason(reason: str) -> str:
-    """A reason without the numbers of values."""
-    return re.sub(r"(?<=[A-Za-z_])\d+", "*", reason)

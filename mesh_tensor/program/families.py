@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 from mesh_tensor.base.errors import MeshTensorError
-from mesh_tensor.base.recent import MODULE_SIZES, Recent
+from mesh_tensor.base.recent import MODULE_SIZES, Recent, uncollected
 from mesh_tensor.plan.fewer_layers import FewerLayers
 from mesh_tensor.plan.index_checks import IndexCheck
 from mesh_tensor.rules.operator.call import Structure
@@ -42,6 +42,7 @@ class PlanFamilies:
         self._is_whole = False  # the small modules don't tell
         self._known: Recent[Hashable, _Family | _None] = Recent(MODULE_SIZES)
 
+    @uncollected
     def of(self, sizes: Sizes) -> ModulePlan:
         """The plan for these sizes.
 

@@ -13,9 +13,9 @@ from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.lowering.local_calls import TileCalls, inputs_of, outputs_of, scopes_of
 from mesh_tensor.plan.atoms import made_plain, plain_sharding
-from mesh_tensor.plan.explicit import Change, ExplicitGraph, Form, Run, Step, forms_in
 from mesh_tensor.plan.ir import Scope, leaves
 from mesh_tensor.plan.prices import bytes_moved as received_bytes
+from mesh_tensor.plan.propagate import Change, ExplicitGraph, Form, Run, Step, forms_in
 from mesh_tensor.rules.operator.call import OpCall, operator_name, tensor_type
 from mesh_tensor.rules.operator.index import LOOK_UPS
 
@@ -23,12 +23,11 @@ from .buckets import bucketed
 from .fuse import fused
 from .in_place import with_updates_in_place
 from .kernel_steps import KernelSteps, is_kernel
-from .lifetimes import with_lifetimes
 from .overlap import early_starts, with_overlap
 from .program import Parameter, Program, Value, bytes_moved
 from .steps import CollectiveStep, OpStep
 from .steps import Step as ProgramStep
-from .verify import checked
+from .verify import checked, with_lifetimes
 
 
 @dataclass(frozen=True, eq=False)

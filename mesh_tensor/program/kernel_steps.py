@@ -17,7 +17,7 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.lowering.local_calls import packed
 from mesh_tensor.lowering.pipeline import lower_kernel
 from mesh_tensor.plan.atoms import Atoms, plain_sharding
-from mesh_tensor.plan.explicit import Form, Run
+from mesh_tensor.plan.propagate import Form, Run
 from mesh_tensor.plan.tir_atoms import plain_dims, taken_apart
 from mesh_tensor.plan.tir_rule import analysed
 from mesh_tensor.rules.kernel.factor_derivation import Dim

@@ -27,11 +27,10 @@ from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.cost import class_of
 from mesh_tensor.rules.operator.update import UPDATE
 
-from .lifetimes import with_lifetimes
 from .overlap_sites import COUNTS, Sent, Site, Sites, Work, choose, slab_steps
 from .program import Program, Value
 from .steps import CollectiveStep, KernelStep, OpStep, Step, WaitStep
-from .verify import checked
+from .verify import checked, with_lifetimes
 
 _MOST = 64
 

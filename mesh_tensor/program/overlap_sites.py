@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mesh_tensor.base.collective_time import collective_time
+from mesh_tensor.base.collectives import collective_time
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.lowering.slabs import Bounds, SlabKernel, Slabs

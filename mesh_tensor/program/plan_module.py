@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tvm import ir
 
-from mesh_tensor.base.garbage import uncollected
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.recent import uncollected
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.base.sub_axes import Refinement
 from mesh_tensor.lowering.local_calls import TileCalls
 from mesh_tensor.plan.atoms import Atoms, Sizes, find_atoms
-from mesh_tensor.plan.expansions import expand
-from mesh_tensor.plan.explicit import ExplicitGraph, forms_in
+from mesh_tensor.plan.expansions import expand, refined_annotations, refinements, regroup_sums, with_merged_dims
 from mesh_tensor.plan.gathers import gathered_first
 from mesh_tensor.plan.index_checks import IndexCheck, index_checks
 from mesh_tensor.plan.interleave import interleave
 from mesh_tensor.plan.ir import Graph, Interleaved, leaves
-from mesh_tensor.plan.merged_dims import with_merged_dims
-from mesh_tensor.plan.node_rules import node_rules
 from mesh_tensor.plan.prices import prices_on
-from mesh_tensor.plan.propagate import Layouts, propagate
+from mesh_tensor.plan.propagate import ExplicitGraph, Layouts, forms_in, propagate
 from mesh_tensor.plan.reader import Annotations, read_graph
 from mesh_tensor.plan.reshards import cost_of, insert_reshards
 from mesh_tensor.plan.slices import joined_slices, parts_side_by_side, sliced_splits
-from mesh_tensor.plan.sub_axes import refined_annotations, refinements
-from mesh_tensor.plan.sums import regroup_sums
+from mesh_tensor.plan.tir_rule import node_rules
 from mesh_tensor.plan.tir_stages import expand_kernels
 
 from .from_graph import Kernels, ModuleProgram, to_program
@@ -110,105 +106,82 @@ class ModulePlan:
         return self.stages().explicit
 
 
+@dataclass(frozen=True)
+class PlanOptions:
+    """How functions are planned, on whatever mesh. `replicate_unknown`: operators without a rule run on whole tensors;
+    `kernels`, `overlap`: see `to_program`; `check_indices`: elements that are looked up are checked; `sub_axes`: plans
+    may take axes apart where that takes less. `machine`: what takes less is what does on it; None: on this project's
+    CPU ranks."""
+
+    replicate_unknown: bool = False
+    kernels: Kernels = field(default_factory=dict)
+    overlap: str | int = "auto"
+    check_indices: bool = True
+    machine: Machine | None = None
+    sub_axes: bool = False
+
+    def atoms(self, graph: Graph) -> Atoms:
+        """What the dims of a graph's values are made of."""
+        return find_atoms(graph, node_rules(graph, replicate_unknown=self.replicate_unknown))
+
+
 def plan_module(
     mod: ir.IRModule,
     function: str,
     mesh: Mesh,
     annotations: Annotations,
+    options: PlanOptions = PlanOptions(),
     *,
-    replicate_unknown: bool = False,
-    kernels: Kernels | None = None,
-    overlap: str | int = "auto",
-    check_indices: bool = True,
     held: Collection[str] = (),
     base: Mesh | None = None,
-    sub_axes: bool = False,
-    machine: Machine | None = None,
 ) -> ModulePlan:
     """Plan a function of known sizes. `held`: parameters that are laid out once, so that they may be stored in another
     order than the caller's (`graph.stored` of the plan). `base`: the caller's mesh, if annotations are for one in which
-    axes of it are taken apart. `sub_axes`: the plan may take axes apart where that takes less.
-    `machine`: what takes less is what does on it; None: on this project's CPU ranks.
+    axes of it are taken apart.
 
     Raises:
         MeshTensorError: an operator has no rule (and `replicate_unknown` is not set), a size is symbolic, ...
     """
-    options = _Options(replicate_unknown, kernels, overlap, check_indices, held, machine)
-    plan = options.plan(mod, function, mesh, annotations)
+
+    def planned(mesh: Mesh, annotations: Annotations) -> ModulePlan:
+        graph, atoms = read_module(mod, function, mesh, annotations, options)
+        if (made := interleave(graph, atoms, held)) is not None:
+            graph, atoms = made, options.atoms(made)
+        return plan_graph(graph, atoms, options)
+
+    plan = planned(mesh, annotations)
     if base is not None and base != mesh:
         return replace(plan, base=base)
-    found = refinements(plan.graph, plan.atoms) if sub_axes else []
-    others = [options.plan(mod, function, made.mesh, refined_annotations(annotations, made)) for made in found]
+    found = refinements(plan.graph, plan.atoms) if options.sub_axes else []
+    others = [planned(made.mesh, refined_annotations(annotations, made)) for made in found]
     return replace(min([plan, *others], key=lambda tried: cost_of(tried.explicit)), base=mesh)
-
-
-@dataclass(frozen=True)
-class _Options:
-    """How functions are planned, on whatever mesh."""
-
-    replicate_unknown: bool
-    kernels: Kernels | None
-    overlap: str | int
-    check_indices: bool
-    held: Collection[str]
-    machine: Machine | None
-
-    def plan(self, mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotations) -> ModulePlan:
-        """The plan on a mesh that the annotations are for."""
-        unknown = self.replicate_unknown
-        graph, atoms = read_module(mod, function, mesh, annotations, replicate_unknown=unknown, machine=self.machine)
-        if (made := interleave(graph, atoms, self.held)) is not None:
-            graph, atoms = made, find_atoms(made, node_rules(made, replicate_unknown=unknown))
-        return plan_graph(
-            graph,
-            atoms,
-            replicate_unknown=unknown,
-            kernels=self.kernels,
-            overlap=self.overlap,
-            check_indices=self.check_indices,
-        )
 
 
 @uncollected
 def read_module(
-    mod: ir.IRModule,
-    function: str,
-    mesh: Mesh,
-    annotations: Annotations,
-    *,
-    replicate_unknown: bool = False,
-    machine: Machine | None = None,
+    mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotations, options: PlanOptions = PlanOptions()
 ) -> tuple[Graph, Atoms]:
     """A function of known sizes as a graph that is planned for a machine, and the atoms of its values; these are the
     same for all meshes, annotations and machines."""
-    graph = replace(read_graph(mod, function, mesh, annotations), prices=prices_on(mesh, machine))
+    graph = replace(read_graph(mod, function, mesh, annotations), prices=prices_on(mesh, options.machine))
     expand_kernels(graph)
     graph = joined_slices(parts_side_by_side(graph))
-    atoms = find_atoms(graph, node_rules(graph, replicate_unknown=replicate_unknown))
+    atoms = options.atoms(graph)
     if (made := with_merged_dims(graph, atoms)) is not None:
-        graph, atoms = made, find_atoms(made, node_rules(made, replicate_unknown=replicate_unknown))
+        graph, atoms = made, options.atoms(made)
     return graph, atoms
 
 
 @uncollected
-def plan_graph(
-    graph: Graph,
-    atoms: Atoms,
-    *,
-    replicate_unknown: bool = False,
-    kernels: Kernels | None = None,
-    overlap: str | int = "auto",
-    check_indices: bool = True,
-) -> ModulePlan:
+def plan_graph(graph: Graph, atoms: Atoms, options: PlanOptions = PlanOptions()) -> ModulePlan:
     """Plan what was read, for the graph's mesh and annotations."""
-    graph, atoms, layouts, explicit = _laid_out(graph, atoms, replicate_unknown)
+    graph, atoms, layouts, explicit = _laid_out(graph, atoms, options)
     if (sliced := sliced_splits(graph, atoms, layouts)) is not None:
-        others = find_atoms(sliced, node_rules(sliced, replicate_unknown=replicate_unknown))
-        other = _laid_out(sliced, others, replicate_unknown)
+        other = _laid_out(sliced, options.atoms(sliced), options)
         if cost_of(other[-1]) < cost_of(explicit):
             graph, atoms, layouts, explicit = other
     explicit, calls = gathered_first(explicit), TileCalls(atoms)
-    made = to_program(explicit, calls, kernels or {}, overlap, check_indices=check_indices)
+    made = to_program(explicit, calls, options.kernels, options.overlap, check_indices=options.check_indices)
     stages = Stages(graph, atoms, layouts, explicit, calls, made)
     forms = dict.fromkeys([*explicit.params, *forms_in(explicit.result)])
     stored = graph.stored
@@ -219,11 +192,11 @@ def plan_graph(
     return ModulePlan(made, tuple(ports), params, state, index_checks(graph), graph.mesh, lambda: stages)
 
 
-def _laid_out(graph: Graph, atoms: Atoms, replicate_unknown: bool) -> tuple[Graph, Atoms, Layouts, ExplicitGraph]:
+def _laid_out(graph: Graph, atoms: Atoms, options: PlanOptions) -> tuple[Graph, Atoms, Layouts, ExplicitGraph]:
     """The graph as it is best written for the layouts of its values, these, and every change of layout."""
     layouts = propagate(graph, atoms)
     for rewrite in (expand, regroup_sums):
         if (rewritten := rewrite(graph, atoms, layouts)) is not None:
-            graph, atoms = rewritten, find_atoms(rewritten, node_rules(rewritten, replicate_unknown=replicate_unknown))
+            graph, atoms = rewritten, options.atoms(rewritten)
             layouts = propagate(graph, atoms)
     return graph, atoms, layouts, insert_reshards(graph, atoms, layouts)

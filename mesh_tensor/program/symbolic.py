@@ -18,8 +18,7 @@ from typing import Protocol
 
 from tvm import tirx
 
-from mesh_tensor.annotations.annotate import read_annotations
-from mesh_tensor.annotations.specialize import specialize
+from mesh_tensor.annotations.annotate import read_annotations, specialize
 from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent

@@ -14,7 +14,7 @@ from mesh_tensor.base.errors import did_you_mean, listing, refuse
 from mesh_tensor.plan.index_checks import IndexCheck
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 
-from .plain_tensors import fix_of, why_not_plain
+from .ambient import fix_of, why_not_plain
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,13 @@ from mesh_tensor.annotations.names import check_module, flat_arguments, with_fla
 from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse
 from mesh_tensor.base.recent import Recent
-from mesh_tensor.rules.operator.call import OpCall, op_call, plain, tensor_infos
-from mesh_tensor.rules.operator.known_sizes import with_known_sizes
+from mesh_tensor.rules.operator.call import OpCall, op_call, plain, tensor_infos, with_known_sizes
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype, torch_tensor
-from mesh_tensor.targets.tir_functions import tir_function
+from mesh_tensor.targets.kernels import tir_function
 from mesh_tensor.targets.torch_ops import typed, untyped_function
 
-from .ambient import full_precision, undisturbed
+from .ambient import full_precision, undisturbed, why_not_plain
 from .module_inputs import ModuleSignature, bound
-from .plain_tensors import why_not_plain
 from .sequential_lines import Recorded, Recorder, memory_of
 
 Value = Any  # a tensor, a tuple of values, or what a shape, a number or a string is in Relax

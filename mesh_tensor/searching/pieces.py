@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mesh_tensor.base.collective_time import collective_time
-from mesh_tensor.base.collectives import BETWEEN, CollectiveKind
+from mesh_tensor.base.collectives import BETWEEN, CollectiveKind, collective_time
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.placement import Partial, Replicate, Shard
 from mesh_tensor.pipelining.check import Held, peaks

@@ -15,14 +15,12 @@ from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU, machine_named
 from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.program.builder import lower_to_program
-from mesh_tensor.program.cost import COMPUTE
-from mesh_tensor.program.lifetimes import held_bytes
 from mesh_tensor.program.program import Program
+from mesh_tensor.program.verify import held_bytes
 
-from .page import page
 from .pipelines import PipelineSimulation, simulate_pipeline
-from .streams import RUN, WAIT, Events, critical, play
-from .summary import Group, groups, table, trace, why
+from .streams import COMPUTE, RUN, WAIT, Events, critical, play
+from .summary import Group, groups, page, table, trace, why
 
 
 def simulate(what: Any, machine: Machine | str | None = None) -> Simulation | PipelineSimulation:

@@ -1,5 +1,8 @@
-"""The streams of a device: one for what it computes, one per kind of link. Every device of a Program runs the same
-steps, so one of them, the busiest at each step, stands for all: what is simulated doesn't grow with the mesh.
+"""The streams of a device: one for what it computes, one per kind of link; and what steps cost on a Machine: seconds on
+the stream that they keep busy.
+
+Every device of a Program runs the same steps, so one of them, the busiest at each step, stands for all: what is
+simulated doesn't grow with the mesh.
 
 A step starts when its stream is free. A collective that is waited for at once holds the device up; one that only
 starts takes from what the device computes the share of its time that the machine says, until it is waited for.
@@ -7,13 +10,18 @@ starts takes from what the device computes the share of its time that the machin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from mesh_tensor.base.machine import Machine
-from mesh_tensor.program.cost import COMPUTE, NOTHING, StepCost, StepCosts
+from mesh_tensor.base.collectives import collective_time, reach
+from mesh_tensor.base.machine import Machine, Work
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, WaitStep
+from mesh_tensor.rules.operator.call import operator_name
+from mesh_tensor.rules.operator.cost import operator_work, touched_bytes
+from mesh_tensor.rules.operator.vjp import VJP, vjp_of
 
 RUN, SEND, START, WAIT = range(4)
 
@@ -126,3 +134,94 @@ def critical(events: Sequence[Event], ends: Sequence[float], busy: float) -> lis
         number = max(before[number], key=lambda each: (ends[each], each))
         path.append(number)
     return path[::-1]
+
+
+COMPUTE = -1  # the stream of the device itself; others are numbers of the machine's links
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """`seconds` on a `stream`, most of them because of what `bound` says: start, flops, memory, or a link's name.
+    `nbytes` are read and written, or received. `kind` is what steps are grouped by."""
+
+    kind: str
+    stream: int
+    seconds: float
+    bound: str
+    flops: int = 0
+    nbytes: int = 0
+
+
+NOTHING = StepCost("wait", COMPUTE, 0.0, "start")  # what waits, and memory that comes and goes, cost by themselves
+
+
+class StepCosts:
+    """What each kind of step costs, of a program; calls that are alike are priced once."""
+
+    def __init__(self, program: Program, machine: Machine) -> None:
+        machine.check_holds(program.mesh.num_devices, str(program.mesh))
+        self._program, self._machine = program, machine
+        self._known: dict[tuple, StepCost] = {}
+        self._apart: dict[str, frozenset[str]] = {}  # value -> axes along which devices have it in other memory
+
+    def kernel(self, step: KernelStep) -> StepCost:
+        """Its operations, on the dtype of its first tile, or all of its tiles once."""
+        values = [self._program.values[name] for name in step.args]
+        self._apart |= dict.fromkeys(step.writes, frozenset(self._program.mesh))
+        nbytes = sum(value.tile_bytes for value in values)
+        dtype = values[0].dtype if values else "float32"
+        work = self._machine.work(step.flops, nbytes, dtype, f"kernel {step.name}", "kernel", "product")
+        rounds = self._rounds(self._program.mesh.num_devices)
+        seconds = self._machine.in_turn(work, rounds, self._program.mesh.num_devices)
+        return StepCost(f"kernel {step.name}", COMPUTE, seconds, work.bound, step.flops, nbytes)
+
+    def op(self, step: OpStep) -> StepCost:
+        """Its operations, or its operands and results once; views of operands move nothing."""
+        copied = any(name in step.whole for name in step.results)
+        apart = self._differ((*step.args, *step.results))
+        self._apart |= dict.fromkeys(step.results, apart)
+        different = math.prod(self._program.mesh.size(axis) for axis in apart)
+        key = (step.call.name, step.call.inputs, step.call.outputs, step.flops, copied, different)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._priced(step, copied, self._rounds(different))
+        return found
+
+    def collective(self, step: CollectiveStep) -> StepCost:
+        """What is sent over links; what only changes on the device, its tiles once."""
+        mesh, machine = self._program.mesh, self._machine
+        seconds = collective_time(machine, step.kind, step.bytes, mesh, step.axes)
+        name = f"{step.kind} over {', '.join(step.axes)}"
+        self._apart[step.dst] = self._differ((step.src, step.dst))
+        if seconds:
+            self._apart[step.dst] = (frozenset(mesh) - set(step.axes)) | self._split(step.dst)
+            groups = reach(machine, mesh, step.axes)
+            bound = groups.link.name if step.bytes / groups.rate > seconds / 2 else "start"
+            rounds = self._rounds(mesh.num_devices)
+            return StepCost(name, groups.level, seconds * rounds, bound, 0, step.bytes)
+        nbytes = sum(self._program.values[name].tile_bytes for name in (step.src, step.dst))
+        work = Work(machine.launch, 0.0, nbytes / machine.memory_rate(nbytes))
+        return StepCost(name, COMPUTE, work.seconds, work.bound, 0, nbytes)
+
+    def _priced(self, step: OpStep, copied: bool, rounds: int) -> StepCost:
+        work, name = operator_work(step.call, self._machine, copied), operator_name(step.call)
+        if name == VJP:
+            name = f"gradient of {operator_name(vjp_of(step.call).calls[-1][0])}"
+        nbytes = touched_bytes(step.call) if work.memory else 0
+        seconds = self._machine.in_turn(work, rounds, self._program.mesh.num_devices)
+        return StepCost(name, COMPUTE, seconds, work.bound, step.flops if work.flops else 0, nbytes)
+
+    def _rounds(self, devices: int) -> int:
+        """How often the processors go round that so many devices share."""
+        processors = self._machine.processors
+        return 1 if processors is None else math.ceil(devices / processors)
+
+    def _differ(self, names: Iterable[str]) -> frozenset[str]:
+        """The axes along which devices have tensors of their own of these values. What is sent differs between all
+        groups, even where it is equal."""
+        return frozenset().union(*(self._apart.get(name) or self._split(name) for name in names))
+
+    def _split(self, name: str) -> frozenset[str]:
+        """The axes along which a value's layout differs."""
+        layout = self._program.values[name].sharding
+        return frozenset(axis for axes in layout.dims for axis in axes) | {axis for axis, _ in layout.partial}

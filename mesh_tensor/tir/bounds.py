@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from tvm import arith, ir, tirx
 
 from .effects import op_name
+from .nodes import loads
 
 _STRENGTHS = (arith.ProofStrength.DEFAULT, arith.ProofStrength.SYMBOLIC_BOUND)
 
@@ -14,7 +15,8 @@ _STRENGTHS = (arith.ProofStrength.DEFAULT, arith.ProofStrength.SYMBOLIC_BOUND)
 def accesses_outside(func: tirx.PrimFunc, unchecked: Collection[tuple[str, int]] = ()) -> list[str]:
     """The direct accesses to `func`'s parameters that are not provably inside, one line each.
 
-    Tile operations are left out, as TileLang guards their regions; so are the (parameter, dim) in `unchecked`."""
+    Tile operations are left out, as TileLang guards their regions; so are the (parameter, dim) in `unchecked`, and
+    places that data name."""
     walk = _Walk(func, frozenset(unchecked))
     walk.stmt(func.body)
     return list(dict.fromkeys(walk.problems))
@@ -84,7 +86,7 @@ class _Walk:
         if buffer not in self.params:
             return
         for dim, (index, size) in enumerate(zip(indices, buffer.shape, strict=True)):
-            if (buffer.name, dim) in self.unchecked:
+            if (buffer.name, dim) in self.unchecked or loads(index):
                 continue
             if not (self.proves(index >= 0) and self.proves(index < size)):
                 self.problems.append(f"{buffer.name} dim {dim} is accessed at {index}, which may lie outside 0..{size}")

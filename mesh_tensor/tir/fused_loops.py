@@ -9,8 +9,8 @@ from __future__ import annotations
 from tvm import tirx
 
 from .effects import op_name
+from .linear import loop_ranges, loops_in
 from .nodes import nodes
-from .ranges import loop_ranges, loops_in
 from .rewrite import call_like
 
 #: Marks the outer one of two loops that `unfuse` made; the value is the fused loop's thread binding.

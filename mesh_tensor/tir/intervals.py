@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from tvm import arith, tirx
 
 from .effects import leaves_kernel, leaves_loop
-from .enumeration import holds_always
+from .linear import holds_always
 from .nodes import nodes
 from .rewrite import sequence
 

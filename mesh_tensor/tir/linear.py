@@ -1,13 +1,16 @@
-"""Integer linear forms of loop variables: `4*by + i`, the shape in which index expressions are compared."""
+"""Integer linear forms of loop variables: `4*by + i`, the shape in which index expressions are compared; what is
+known of loop variables and sizes; and facts that are proved by trying all of their values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tvm import tirx
+import numpy as np
+from tvm import arith, ir, tirx
 
+from .effects import op_name
 from .nodes import nodes
 
 
@@ -100,3 +103,119 @@ def as_expr(form: Linear) -> tirx.PrimExpr:
         term = var if coefficient == 1 else var * coefficient
         total = term if total is None else total + term
     return tirx.IntImm("int32", 0) if total is None else total
+
+
+def loops_in(body: tirx.Stmt) -> list[tirx.For]:
+    """The loops of a body, outer ones before those in them."""
+    return nodes(body, tirx.For)[::-1]
+
+
+def loop_ranges(body: tirx.Stmt, buffers: Iterable[tirx.Buffer] = ()) -> arith.Analyzer:
+    """An analyzer that knows the range of every loop's and every block's variables, and that the sizes of `buffers` are
+    not negative."""
+    analyzer = arith.Analyzer()
+    for buffer in buffers:
+        for size in buffer.shape:
+            if isinstance(size, tirx.Var):
+                analyzer.update(size, arith.ConstIntBound(0, arith.ConstIntBound.POS_INF), True)
+    for var, ranges in _ranges(body).items():
+        if all(ir.structural_equal(ranges[0], other) for other in ranges):
+            analyzer.bind(var, ranges[0], True)
+    return analyzer
+
+
+def _ranges(body: tirx.Stmt) -> dict[tirx.Var, list[ir.Range]]:
+    """The ranges of the loops' and the blocks' variables: several, where loops share one."""
+    found: dict[tirx.Var, list[ir.Range]] = {}
+    for loop in loops_in(body):
+        found.setdefault(loop.loop_var, []).append(ir.Range.from_min_extent(loop.min, loop.extent))
+    for iter_var in (iter_var for block in nodes(body, tirx.SBlock) for iter_var in block.iter_vars):
+        found.setdefault(iter_var.var, []).append(iter_var.dom)
+    return found
+
+
+_MOST_POINTS = 1 << 20
+
+Values = Mapping[tirx.Var, np.ndarray]
+
+
+def _truncated(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b))
+
+
+_BINARY: dict[type, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    tirx.Add: np.add,
+    tirx.Sub: np.subtract,
+    tirx.Mul: np.multiply,
+    tirx.FloorDiv: np.floor_divide,
+    tirx.FloorMod: np.mod,
+    tirx.Div: _truncated,
+    tirx.Mod: np.fmod,
+    tirx.Min: np.minimum,
+    tirx.Max: np.maximum,
+    tirx.LT: np.less,
+    tirx.LE: np.less_equal,
+    tirx.GT: np.greater,
+    tirx.GE: np.greater_equal,
+    tirx.EQ: np.equal,
+    tirx.NE: np.not_equal,
+    tirx.And: np.logical_and,
+    tirx.Or: np.logical_or,
+}
+
+
+_DIVISIONS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
+
+
+class Unknown(Exception):
+    """An expression that is not evaluated: it reads memory, or has symbols."""
+
+
+def holds_always(
+    fact: tirx.PrimExpr, loops: Sequence[tuple[tirx.Var, tirx.PrimExpr, tirx.PrimExpr]], given: Sequence[tirx.PrimExpr]
+) -> bool:
+    """Whether the fact holds for all values of the loops' variables (variable, start, extent; outer ones first, whose
+    variables may be in the bounds of inner ones) for which all that is `given` does. False if that is not known; what
+    is given and can't be evaluated is left out."""
+    values: dict[tirx.Var, np.ndarray] = {}
+    count = 1
+    try:
+        for var, start, extent in loops:
+            low = np.broadcast_to(_evaluated(start, values), (count,))
+            lengths = np.maximum(np.broadcast_to(_evaluated(extent, values), (count,)), 0)
+            if int(lengths.sum()) > _MOST_POINTS:
+                return False
+            at = np.repeat(np.arange(count), lengths)
+            values = {other: array[at] for other, array in values.items()}
+            values[var] = low[at] + np.arange(len(at)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            count = len(at)
+        true = np.broadcast_to(_evaluated(fact, values), (count,))
+    except Unknown:
+        return False
+    for condition in given:
+        try:
+            true = true | ~np.broadcast_to(_evaluated(condition, values), (count,)).astype(bool)
+        except Unknown:
+            continue
+    return bool(np.all(true))
+
+
+def _evaluated(expr: tirx.PrimExpr, values: Values) -> np.ndarray:
+    if isinstance(expr, (int, tirx.IntImm)):
+        return np.asarray(int(expr), np.int64)
+    if isinstance(expr, tirx.Var) and expr in values:
+        return values[expr]
+    if isinstance(expr, tirx.Cast) and expr.dtype in ("int32", "int64"):
+        return _evaluated(expr.value, values)
+    if isinstance(expr, tirx.Not):
+        return np.logical_not(_evaluated(expr.a, values))
+    if type(expr) in _BINARY:
+        a, b = _evaluated(expr.a, values), _evaluated(expr.b, values)
+        if isinstance(expr, _DIVISIONS) and not np.all(b):
+            raise Unknown
+        return _BINARY[type(expr)](a, b)
+    if isinstance(expr, tirx.Select) or op_name(expr) in ("tirx.if_then_else", "tirx.likely"):
+        parts = [expr.condition, expr.true_value, expr.false_value] if isinstance(expr, tirx.Select) else expr.args
+        found = [_evaluated(part, values) for part in parts]
+        return found[0] if len(found) == 1 else np.where(found[0].astype(bool), *found[1:])
+    raise Unknown

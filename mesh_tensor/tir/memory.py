@@ -13,8 +13,8 @@ from tvm import DataType, arith, tirx
 
 from mesh_tensor.base.errors import refuse
 
+from .linear import loop_ranges
 from .nodes import function_name, nodes
-from .ranges import loop_ranges
 
 _MOST_ELEMENTS = 2**31 - 1
 _NAMING = (tirx.BufferLoad, tirx.BufferStore, tirx.DeclBuffer, tirx.AllocBuffer, tirx.SBlock, tirx.Var)

@@ -15,8 +15,8 @@ from functools import reduce
 from tvm import arith, tirx
 
 from .effects import leaves_loop
+from .linear import loop_ranges, loops_in
 from .nodes import nodes
-from .ranges import loop_ranges, loops_in
 
 #: Marks a loop that `lengthen` made.
 MARK = "mesh_tensor.short"

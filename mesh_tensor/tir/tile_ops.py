@@ -108,8 +108,16 @@ class TileOp(ABC):
             Unmatched: the regions do not pair up, or that is not known."""
 
 
+class _OfOneSource(TileOp, ABC):
+    src: Region
+
+    @property
+    def sources(self) -> tuple[Region, ...]:
+        return (self.src,)
+
+
 @dataclass(frozen=True)
-class Copy(TileOp):
+class Copy(_OfOneSource):
     """`dst[...] = cast(src[...])`. Dims of extent 1 are dropped on both sides, the others pair up in order. What lies
     outside `src`'s buffer reads as 0; what lies outside `dst`'s buffer is not written."""
 
@@ -117,10 +125,6 @@ class Copy(TileOp):
     dst: Region
     value = reduction = None
     clears = False
-
-    @property
-    def sources(self) -> tuple[Region, ...]:
-        return (self.src,)
 
     def elements(self, equal: Equal) -> list[Element]:
         return _paired(self.src, self.dst, equal)
@@ -172,7 +176,7 @@ class Gemm(TileOp):
 
 
 @dataclass(frozen=True)
-class Reduce(TileOp):
+class Reduce(_OfOneSource):
     """Reduce `src` over `dim` into `dst` (that dim is dropped in `dst`, or has extent 1) by one of base.reductions.
     `clears`: `dst` starts at the neutral element, else at its content."""
 
@@ -183,10 +187,6 @@ class Reduce(TileOp):
     clears: bool
     value = None
     flops = 1
-
-    @property
-    def sources(self) -> tuple[Region, ...]:
-        return (self.src,)
 
     def elements(self, equal: Equal) -> list[Element]:
         extents = self.src.extents
@@ -222,7 +222,7 @@ class Atomic(TileOp):
 
 
 @dataclass(frozen=True)
-class Scan(TileOp):
+class Scan(_OfOneSource):
     """Cumulative `reduction` (sum, max) of `src` along `dim` into `dst`; from the far end if `reverse`."""
 
     src: Region
@@ -232,10 +232,6 @@ class Scan(TileOp):
     reverse: bool
     value = None
     clears = False
-
-    @property
-    def sources(self) -> tuple[Region, ...]:
-        return (self.src,)
 
     @property
     def in_order(self) -> int:  # type: ignore[override]
@@ -249,17 +245,13 @@ class Scan(TileOp):
 
 
 @dataclass(frozen=True)
-class Transpose(TileOp):
+class Transpose(_OfOneSource):
     """`dst[j, i] = src[i, j]` over the last two dims."""
 
     src: Region
     dst: Region
     value = reduction = None
     clears = False
-
-    @property
-    def sources(self) -> tuple[Region, ...]:
-        return (self.src,)
 
     def elements(self, equal: Equal) -> list[Element]:
         *outer, rows, columns = range(len(self.src.extents))

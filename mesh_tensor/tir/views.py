@@ -14,9 +14,9 @@ from tvm import arith, ir, tirx
 
 from . import tile_ops
 from .effects import POINTERS, op_name
+from .linear import loop_ranges
 from .memory import Memory, elements, find_memories, has_equal_bits, is_compact, memories, strides_of
 from .nodes import nodes
-from .ranges import loop_ranges
 from .rewrite import block_like, call_like, guarded, parallel_nest, sequence, with_args, with_body
 from .tile_ops import Atomic, Copy, Fill, Region
 from .view_map import ViewMap

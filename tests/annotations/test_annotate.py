@@ -9,7 +9,8 @@ import tvm
 from tvm import tirx
 
 import mesh_tensor as mt
-from mesh_tensor.annotations.annotate import INFO_ATTR, BufferAnnotation, read_annotations
+from mesh_tensor.annotations.annotate import INFO_ATTR, read_annotations
+from mesh_tensor.annotations.annotation import BufferAnnotation
 
 from .kernels import bare, matmul_by_hand, matmul_by_helpers, state
 

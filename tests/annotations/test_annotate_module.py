@@ -9,7 +9,7 @@ from tvm.script.parser import ir as I
 from tvm.script.parser import relax as R
 
 import mesh_tensor as mt
-from mesh_tensor.annotations import module_meshes as meshes
+from mesh_tensor.annotations import named_values as meshes
 from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.annotations.names import variables
 from tests.plan.seed_modules import MLP, NESTED

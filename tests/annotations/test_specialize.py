@@ -5,8 +5,7 @@ import tilelang.language as T
 import torch
 
 import mesh_tensor as mt
-from mesh_tensor.annotations.annotate import annotate, read_annotations
-from mesh_tensor.annotations.specialize import evaluate, specialize, symbols
+from mesh_tensor.annotations.annotate import annotate, evaluate, read_annotations, specialize, symbols
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.targets.interpreter import interpret
 

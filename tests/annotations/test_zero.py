@@ -2,7 +2,7 @@
 
 import pytest
 
-from mesh_tensor.annotations.zero import small_ones, with_axes, zero_layouts
+from mesh_tensor.api.module import small_ones, with_axes, zero_layouts
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 import mesh_tensor as mt
 from mesh_tensor import strategies
-from mesh_tensor.program.lifetimes import peak_bytes
 from mesh_tensor.program.steps import CollectiveStep
+from mesh_tensor.program.verify import peak_bytes
 
 DATA = {"x": {"data": 0}, "target": {"data": 0}}
 

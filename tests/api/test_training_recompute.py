@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mesh_tensor as mt
-from mesh_tensor.program.lifetimes import peak_bytes
+from mesh_tensor.program.verify import peak_bytes
 
 LAYERS = 3
 

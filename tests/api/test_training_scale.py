@@ -1,6 +1,6 @@
 """The loss scale of the next step."""
 
-from mesh_tensor.api.training_scale import LossScale
+from mesh_tensor.api.training_optimizer import LossScale
 
 
 def test_grows_after_an_interval_and_halves_after_an_overflow():

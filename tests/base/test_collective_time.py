@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mesh_tensor.base.collective_time import collective_time, reach
+from mesh_tensor.base.collectives import collective_time, reach
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.machine import Link, Machine, Memory
 from mesh_tensor.base.mesh import Mesh

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from mesh_tensor.base.garbage import uncollected
+from mesh_tensor.base.recent import uncollected
 
 
 def test_collection_is_off_for_the_work_only():

@@ -9,8 +9,7 @@ import mesh_tensor as mt
 from mesh_tensor.lowering.pipeline import lower_kernel
 from mesh_tensor.targets.cpu.build import c_source
 from mesh_tensor.targets.interpreter.run import _compiled
-from mesh_tensor.tir.effects import NO_EFFECT, side_effect
-from mesh_tensor.tir.intrinsics import INTRINSICS
+from mesh_tensor.tir.effects import INTRINSICS, NO_EFFECT, side_effect
 from tests.lowering.support import local_kernels
 
 from .table import TABLE

@@ -56,9 +56,11 @@ def test_operator_that_can_not_be_converted():
     assert "in inner.1" in text
 
 
-def test_attention_of_other_rank():
-    text = refused(Call(lambda x: nn.functional.scaled_dot_product_attention(x, x, x)), torch.randn(4, 4))
-    assert "attention of tensors of [2, 2, 2] dims" in text
+def test_attention_of_other_ranks():
+    text = refused(Call(lambda x: nn.functional.scaled_dot_product_attention(x[None], x, x)), torch.randn(4, 4))
+    assert "attention of tensors of [3, 2, 2] dims" in text
+    assert "with batches and heads [[1], [], []]" in text
+    assert "expand them to (batch, heads, positions, size) tensors" in text
 
 
 def test_results_of_another_type():

@@ -59,6 +59,7 @@ MASK[:, 0] = True
         ({"scale": 0.3}, 4),
         ({"is_causal": True, "enable_gqa": True}, 2),
         ({"attn_mask": MASK}, 4),
+        ({"attn_mask": torch.rand(2, 1, 6, 1)}, 4),
         ({"attn_mask": torch.rand(4, 6, 6)}, 4),
     ],
 )
@@ -67,6 +68,37 @@ def test_attention_stays_one_operator(options, key_heads):
     k, v = torch.randn(2, key_heads, 6, 8), torch.randn(2, key_heads, 6, 8)
     module = check(Attention(**options), q, k, v)
     assert len([name for name in operators(module) if name.startswith("relax.nn.attention")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "mask"),
+    [
+        ((), (5, 7)),
+        ((3,), (5, 7)),
+        ((3,), (3, 1, 7)),
+        ((1,), (1, 7)),
+        ((2, 3, 4), (5, 7)),
+        ((2, 3, 4), (4, 5, 7)),
+        ((2, 3, 4), (3, 1, 5, 7)),
+        ((2, 3, 4), (2, 1, 4, 5, 7)),
+        ((2, 3, 4), (1, 1, 1, 5, 1)),
+        ((2, 1, 3, 4), (1, 1, 1, 4, 5, 7)),
+    ],
+)
+def test_attention_with_other_batch_dims(batch, mask):
+    q, k, v = torch.randn(*batch, 5, 8), torch.randn(*batch, 7, 8), torch.randn(*batch, 7, 6)
+    module = check(Attention(attn_mask=torch.rand(mask)), q, k, v)
+    assert len([name for name in operators(module) if name.startswith("relax.nn.attention")]) == 1
+
+
+@pytest.mark.parametrize("batches", [((2, 4), (2, 1), (2, 1)), ((1, 4), (3, 4), (1, 1)), ((1,), (2,), (2,))])
+def test_attention_that_broadcasts(batches):
+    check(Attention(attn_mask=torch.rand(5, 5)), *(torch.randn(*batch, 5, 8) for batch in batches))
+
+
+def test_grouped_attention_with_two_batch_dims():
+    q, k, v = torch.randn(2, 3, 4, 5, 8), torch.randn(2, 3, 2, 5, 8), torch.randn(2, 3, 2, 5, 8)
+    check(Attention(is_causal=True, enable_gqa=True), q, k, v)
 
 
 class Call(nn.Module):

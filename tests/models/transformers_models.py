@@ -185,7 +185,7 @@ _IMAGE = {"image_size": 32, "patch_size": 8, "num_labels": 10}
 # Image models: from a model's type to its images' size, and what makes it small.
 _IMAGES: dict[str, tuple[int, dict[str, Any]]] = {
     "beit": (32, _IMAGE),
-    "bit": (64, {"depths": [1, 1], "hidden_sizes": [32, 64], "embedding_size": 32}),
+    "bit": (64, {"num_groups": 4, "depths": [1, 1], "hidden_sizes": [32, 64], "embedding_size": 32}),
     "convnext": (32, {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}),
     "convnextv2": (32, {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}),
     "deit": (32, _IMAGE),

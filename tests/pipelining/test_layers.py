@@ -6,8 +6,7 @@ from torch import nn
 
 import mesh_tensor as mt
 from kernels.models import gpt2, mlp
-from mesh_tensor.pipelining.flow import Flow
-from mesh_tensor.pipelining.layers import find_layers
+from mesh_tensor.pipelining.flow import Flow, find_layers
 
 
 def flow_of(model, *example):

@@ -2,8 +2,8 @@
 
 import xml.etree.ElementTree as xml
 
+from mesh_tensor.api.pipeline.explain import svg, terminal
 from mesh_tensor.pipelining import Schedule
-from mesh_tensor.pipelining.picture import svg, terminal
 
 SVG = "{http://www.w3.org/2000/svg}"
 

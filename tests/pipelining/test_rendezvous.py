@@ -4,8 +4,8 @@ import pytest
 
 from mesh_tensor import MeshTensorError
 from mesh_tensor.pipelining import SCHEDULES, Schedule
+from mesh_tensor.pipelining.clock import hangs
 from mesh_tensor.pipelining.orders import make
-from mesh_tensor.pipelining.rendezvous import hangs
 
 SIZES = [(p, m) for p in (2, 3, 4, 6) for m in (2 * p, 3 * p)]
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import mesh_tensor as mt
 from mesh_tensor.base.machine import Link
 from mesh_tensor.base.machine_presets import CPU
-from mesh_tensor.program.lifetimes import peak_bytes
+from mesh_tensor.program.verify import peak_bytes
 
 DATA = {"x": {"data": 0}, "target": {"data": 0}}
 TENSOR = {"up.weight": {"model": 0}, "up.bias": {"model": 0}, "down.weight": {"model": 1}}

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import mesh_tensor as mt
-from mesh_tensor.program.lifetimes import peak_bytes
 from mesh_tensor.program.steps import OpStep
+from mesh_tensor.program.verify import peak_bytes
 from mesh_tensor.rules.operator.update import UPDATE_IN_PLACE
 
 DATA = {"x": {"data": 0}, "target": {"data": 0}}

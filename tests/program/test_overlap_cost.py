@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mesh_tensor.base.collective_time import collective_time
+from mesh_tensor.base.collectives import collective_time
 from mesh_tensor.base.machine import Link, Machine, Memory
 from mesh_tensor.base.machine_presets import CPU, CPU_TO_SPARE
 from mesh_tensor.base.mesh import Mesh

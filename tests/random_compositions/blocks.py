@@ -28,7 +28,7 @@ def block(scene: Scene, over: str, neutral: str = "0.0") -> str:
     dim = scene.dims["k"]
     copied = scene.chance(20)
     if copied:
-        name = scene.param("A", [scene.dims[d].size for d in dims], dims)
+        name = scene.param("A", [scene.dims[d].size for d in dims], dims, scene.pick(("float32", "float32", "float16")))
         scene.emit(f"T.copy({name}[{', '.join(scene.start(d) for d in dims)}], {x})")
     lines_before = len(scene.lines)
     text = scene.element(x, dims) if copied else value(scene, dims)
@@ -62,7 +62,7 @@ def reduced(scene: Scene, op: str, x: str, out: str, over: str, clear: bool) -> 
 
 def filled(scene: Scene, buffer: str, dims: str) -> None:
     if scene.chance(30):
-        name = scene.param("A", [scene.dims[d].size for d in dims], dims)
+        name = scene.param("A", [scene.dims[d].size for d in dims], dims, scene.dtype_of(buffer))
         scene.emit(f"T.copy({name}[{', '.join(scene.start(d) for d in dims)}], {buffer})")
         return
     text = value(scene, dims)

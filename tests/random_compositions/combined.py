@@ -38,11 +38,12 @@ def integers(scene: Scene, over: str) -> Carried:
 def product(scene: Scene, over: str) -> Carried:
     """`acc[m, n] += a[m, k] @ b[k, n]`."""
     acc = scene.buffer("acc", "mn")
+    dtype = scene.pick(("float32", "float32", "float16"))
 
     def step() -> None:
         operands = []
         for dims in ("mk", "kn"):
-            operands.append(scene.buffer("p", dims, scope="shared"))
+            operands.append(scene.buffer("p", dims, dtype, scope="shared"))
             filled(scene, operands[-1], dims)
         scene.emit(f"T.gemm({operands[0]}, {operands[1]}, {acc})")
 

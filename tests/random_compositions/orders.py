@@ -30,6 +30,9 @@ LOOPS = (
     "causal",
     "from the row on",
     "rotated from the row",
+    "back from the row",
+    "on from the row",
+    "named by a table",
 )
 
 
@@ -145,6 +148,14 @@ def walk(scene: Scene, dim: str) -> Iterator[str]:
         )
     elif kind == "rotated from the row" and row:
         place = f"(({var} + {row}) % {blocks})"
+    elif kind == "back from the row" and row:
+        place, headers = f"({row} - {var})", [f"for {var} in T.serial({row} + 1)", f"if {row} - {var} < {blocks}"]
+    elif kind == "on from the row" and row:
+        place, headers = f"({row} + {var})", [f"for {var} in T.serial(T.max({blocks} - {row}, 0))"]
+    elif kind == "named by a table":
+        length = scene.number(1, blocks + 1)
+        names = scene.param("blocks", [length], ["t"], "int32", below=blocks)
+        place, headers = f"{names}[{var}]", [f"for {var} in T.serial({length})"]
     scene.places[dim] = place
     with scene.block(*headers):
         yield kind

@@ -26,6 +26,8 @@ READS = (
     "staged window",
 )
 
+NARROW = ("float16", "float16", "int8", "uint8", "int16")
+
 
 def value(scene: Scene, dims: str, depth: int = 1) -> str:
     """A float32 of what is read at a position of the open dims."""
@@ -121,8 +123,10 @@ def _read(scene: Scene, dims: str) -> str:
         index = f"{size - 1} - ({at})"
     elif kind == "staged window":
         return _staged(scene, dim, shift)
-    name = scene.param("A", [length if d == dim else scene.dims[d].size for d in around], around)
+    dtype = scene.pick(NARROW) if scene.chance(15) else "float32"
+    name = scene.param("A", [length if d == dim else scene.dims[d].size for d in around], around, dtype)
     text = f"{name}[{', '.join(index if d == dim else scene.at(d) for d in around)}]"
+    text = text if dtype == "float32" else f'T.cast({text}, "float32")'
     return f"T.if_then_else({guard}, {text}, 0.0)" if guard else text
 
 

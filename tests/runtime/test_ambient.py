@@ -9,8 +9,7 @@ from tvm import relax
 import mesh_tensor as mt
 from kernels.matmul import matmul
 from mesh_tensor.runtime.ambient import full_precision
-from mesh_tensor.runtime.elementwise import copy
-from mesh_tensor.runtime.threads import DeviceThreads, device_threads
+from mesh_tensor.runtime.elementwise import DeviceThreads, copy, device_threads
 from tests.plan.modules import function
 
 from .ambient_states import STATES, TRANSFORMS, within

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from mesh_tensor.runtime.threads import DeviceThreads, cores, device_threads
+from mesh_tensor.runtime.elementwise import DeviceThreads, cores, device_threads
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -7,9 +7,8 @@ from torch import nn
 import mesh_tensor as mt
 from kernels.models import gpt2
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.program.plan_module import read_module
-from mesh_tensor.searching.depth import repeated, shortened
-from mesh_tensor.searching.evaluate import Evaluator
+from mesh_tensor.program.plan_module import PlanOptions, read_module
+from mesh_tensor.searching.evaluate import Evaluator, repeated, shortened
 from mesh_tensor.searching.named_dims import named_dims
 
 MESH = Mesh({"x": 2, "y": 2})
@@ -18,7 +17,7 @@ H100 = mt.Machine.preset("h100")
 
 def read(model, *example):
     module = mt.from_torch(torch.export.export(model.eval(), example), check=False)
-    return read_module(module.mod, "main", Mesh({"x": 1}), {}, machine=H100)
+    return read_module(module.mod, "main", Mesh({"x": 1}), {}, PlanOptions(machine=H100))
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mesh_tensor.searching.stages import Part, Question, cut_best
+from mesh_tensor.searching.choices import Part, Question, cut_best
 
 
 def everything(question, parts=(), layers=None, devices=None):

@@ -6,10 +6,10 @@ import torch
 from tvm import ir, tirx
 
 import mesh_tensor as mt
-from mesh_tensor.targets.cpu.bounds import Bounds
+from mesh_tensor.targets.cpu.exprs import Bounds
 from mesh_tensor.targets.cpu.tile_ops import TileOps
 from mesh_tensor.targets.interpreter.tiles import _BUILDERS
-from mesh_tensor.tir.intrinsics import INTRINSICS
+from mesh_tensor.tir.effects import INTRINSICS
 from mesh_tensor.tir.tile_ops import Copy, Fill, Gemm, Reduce, Region, TileOp, Transpose, Unmatched
 
 OPERANDS = {"fma": 3, "atan2": 2, "copysign": 2, "fmod": 2, "hypot": 2, "nextafter": 2, "pow": 2, "max": 2, "min": 2}

@@ -7,7 +7,7 @@ import tilelang  # noqa: F401  (brings the tvm below)
 from tvm import tirx
 
 from mesh_tensor.base.reductions import REDUCTIONS, neutral
-from mesh_tensor.tir.constants import constant, neutral_element, number
+from mesh_tensor.tir.rewrite import constant, neutral_element, number
 
 DTYPES = ["float64", "float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2"]
 DTYPES += ["int8", "uint8", "int32", "uint32", "int64", "bool"]

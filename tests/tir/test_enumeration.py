@@ -3,7 +3,7 @@
 import pytest
 from tvm import tirx
 
-from mesh_tensor.tir.enumeration import holds_always
+from mesh_tensor.tir.linear import holds_always
 
 ROW, COLUMN, N = (tirx.Var(name, "int32") for name in "ijn")
 LOOPS = [(ROW, tirx.IntImm("int32", 0), tirx.IntImm("int32", 6)), (COLUMN, ROW, 7 - ROW)]

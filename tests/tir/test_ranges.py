@@ -2,7 +2,7 @@
 
 from tvm import tirx
 
-from mesh_tensor.tir.ranges import loop_ranges
+from mesh_tensor.tir.linear import loop_ranges
 
 
 def loop(var, extent):

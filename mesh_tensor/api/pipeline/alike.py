@@ -12,8 +12,7 @@ from mesh_tensor.annotations.annotation import from_attr
 from mesh_tensor.annotations.module_annotations import HINTS_ATTR
 from mesh_tensor.annotations.names import relax_function, variables
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.pipelining.fragments import gradient_name
-from mesh_tensor.pipelining.stages import FUNCTION, Stage
+from mesh_tensor.pipelining.fragments import FUNCTION, Stage, gradient_name
 
 from ..fragments import Fragment, StageFragments
 

@@ -14,7 +14,7 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.redistribution.transfer import TransferPlan
 from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.ranks.lane import Work
-from mesh_tensor.runtime.ranks.parts import Part, part_of, rank_layout
+from mesh_tensor.runtime.ranks.redistribution import Part, part_of, rank_layout
 from mesh_tensor.runtime.ranks.transfers import Arrival, RankTopology, rank_transfer
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute, of_tiles, transfer
 

@@ -16,6 +16,7 @@ from mesh_tensor.base.topology import Topology
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.pipelining.flow import Flow
 from mesh_tensor.pipelining.schedule import Schedule
+from mesh_tensor.program.plan_module import PlanOptions
 from mesh_tensor.runtime.ambient import undisturbed
 
 from ..fragments import Options
@@ -92,7 +93,10 @@ def pipeline(
         )
     mod, given = (model.mod, model.params) if isinstance(model, ImportedModule) else (model, {})
     on = machine_named(machine)
-    flow, options = Flow(mod, function), Options(target, strict, replicate_unknown, poison, recompute, machine=on)
+    flow, options = (
+        Flow(mod, function),
+        Options(target, strict, poison, recompute, plan=PlanOptions(replicate_unknown, machine=on)),
+    )
     made = Pipeline(flow, topology, given if weights is None else weights, train, options, ranks)
     made._machine = on or CPU
     stages, kinds = without_memory(stages, memory or {})

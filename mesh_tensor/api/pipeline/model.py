@@ -15,25 +15,22 @@ from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.base.topology import Topology
-from mesh_tensor.pipelining.annotated import annotated_stages, annotated_topology
-from mesh_tensor.pipelining.assign import assign
+from mesh_tensor.pipelining.assign import annotated_stages, annotated_topology, assign
+from mesh_tensor.pipelining.balance import check_pipeline, place
+from mesh_tensor.pipelining.clock import hangs
 from mesh_tensor.pipelining.flow import Flow
-from mesh_tensor.pipelining.fragments import trained_values
-from mesh_tensor.pipelining.place import check_pipeline, place
-from mesh_tensor.pipelining.rendezvous import hangs
+from mesh_tensor.pipelining.fragments import Stage, cut, trained_values
 from mesh_tensor.pipelining.schedule import Schedule
-from mesh_tensor.pipelining.stages import Stage, cut
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound, refuse_outside
 from mesh_tensor.runtime.ranks.transfers import RankTopology
 
 from ..fragments import Options, StageFragments, Values, training_fragments
 from .alike import AlikeStages
-from .batch import rows_of, split_batch
 from .carriers import Mailbox, RankCarrier
 from .explain import explain_pipeline
 from .ranks import RankRuns, message_numbers
-from .results import Results, results_of
+from .results import Results, results_of, rows_of, split_batch
 from .rows import Microbatch, Row, run_rows
 from .stated import named_stages, stage_layouts, trained_weights
 from .weights import Rule, StageWeights, norm_of

@@ -12,7 +12,7 @@ import torch
 from mesh_tensor.base.errors import MeshTensorError, refuse, words_of
 from mesh_tensor.pipelining.fragments import gradient_name
 from mesh_tensor.pipelining.schedule import Action, Schedule
-from mesh_tensor.runtime.memory_kinds import PutAway, fetched, put_away
+from mesh_tensor.runtime.backend import PutAway, fetched, put_away
 
 from ..fragments import StageFragments, Values
 from .carriers import Carrier, Mailbox, Stopped

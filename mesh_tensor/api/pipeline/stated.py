@@ -14,9 +14,8 @@ from mesh_tensor.base.topology import Topology
 from mesh_tensor.pipelining.assign import NamedStage, stages_by_mesh
 from mesh_tensor.pipelining.balance import balanced_stages
 from mesh_tensor.pipelining.flow import Flow
-from mesh_tensor.pipelining.fragments import saved_name
-from mesh_tensor.pipelining.stages import FUNCTION, Stage
-from mesh_tensor.runtime.memory_kinds import checked_kind
+from mesh_tensor.pipelining.fragments import FUNCTION, Stage, saved_name
+from mesh_tensor.runtime.backend import checked_kind
 
 _STAGES = (
     'give {"m0": ["embed", "blocks.0"], "m1": [...]}: per mesh the values (of submodules, or bindings) that it '

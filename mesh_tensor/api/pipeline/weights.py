@@ -9,10 +9,9 @@ import torch
 
 from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.pipelining.fragments import gradient_name
-from mesh_tensor.pipelining.stages import Stage
+from mesh_tensor.pipelining.fragments import Stage, gradient_name
 from mesh_tensor.runtime.elementwise import not_finite
-from mesh_tensor.runtime.ranks.parts import Part
+from mesh_tensor.runtime.ranks.redistribution import Part
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 
 from ..fragments import StageFragments, Values

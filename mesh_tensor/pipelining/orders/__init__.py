@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...base.errors import did_you_mean, listing, refuse, shown
+from mesh_tensor.base.errors import did_you_mean, listing, refuse, shown
+
 from ..schedule import Schedule
-from . import flush, one_f_one_b, v_shaped
-from .lanes import Rows
+from . import one_way, v_shaped
+from .one_way import Rows
 
 
 @dataclass(frozen=True)
@@ -27,23 +28,23 @@ class Order:
 
 # name: the order; `also` are the names that torch.distributed.pipelining and Shardy's MPMD give it.
 SCHEDULES: dict[str, Order] = {
-    "gpipe": Order(flush.gpipe, any_chunks=True),
-    "1f1b": Order(one_f_one_b.one_f_one_b),
-    "interleaved": Order(one_f_one_b.interleaved, 2, any_chunks=True, also=("Interleaved1F1B",), in_rounds=True),
-    "looped-bfs": Order(flush.looped_bfs, 2, any_chunks=True, also=("bfs",)),
+    "gpipe": Order(one_way.gpipe, any_chunks=True),
+    "1f1b": Order(one_way.one_f_one_b),
+    "interleaved": Order(one_way.interleaved, 2, any_chunks=True, also=("Interleaved1F1B",), in_rounds=True),
+    "looped-bfs": Order(one_way.looped_bfs, 2, any_chunks=True, also=("bfs",)),
     "zb-h1": Order(
-        one_f_one_b.zb_h1,
+        one_way.zb_h1,
         any_chunks=True,
         also=("ZeroBubbleH1", "InterleavedZeroBubble", "zb1p"),
         in_rounds=True,
     ),
-    "zb-h2": Order(one_f_one_b.zb_h2, also=("ZeroBubbleH2", "ZeroBubbleH2ZeroTxLatency")),
+    "zb-h2": Order(one_way.zb_h2, also=("ZeroBubbleH2", "ZeroBubbleH2ZeroTxLatency")),
     "zbv": Order(v_shaped.zbv, 2, also=("ZBVZeroBubble", "zb-v")),
     "dualpipev": Order(v_shaped.dualpipev, 2, fills_twice=True),
-    "circular": Order(flush.circular, any_chunks=True),
-    "circular-reversed": Order(flush.circular_reversed, any_chunks=True, also=("CircularWithReversedBackward",)),
-    "gpipe-last-1f1b": Order(flush.gpipe_last_1f1b, also=("GPipeBut1F1BForLastMesh",)),
-    "forward": Order(flush.forward, any_chunks=True, also=("forward-only", "inference")),
+    "circular": Order(one_way.circular, any_chunks=True),
+    "circular-reversed": Order(one_way.circular_reversed, any_chunks=True, also=("CircularWithReversedBackward",)),
+    "gpipe-last-1f1b": Order(one_way.gpipe_last_1f1b, also=("GPipeBut1F1BForLastMesh",)),
+    "forward": Order(one_way.forward, any_chunks=True, also=("forward-only", "inference")),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from ..schedule import Action
-from .lanes import Lane, Rows
+from .one_way import Lane, Rows
 
 
 def zbv(meshes: int, microbatches: int, chunks: int) -> Rows:

@@ -1,11 +1,15 @@
-"""Gradients of operators that work element by element."""
+"""Gradients of operators that work element by element, that move elements, and of reductions and scans along dims."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from tvm import relax
+
+from mesh_tensor.rules.operator.shifts import cuts_of
 
 from .table import Backward, Gradient, differentiated, gradient, shape_of, stops, zeros
 
@@ -109,3 +113,143 @@ def step(b: Backward) -> Sequence[Gradient]:
 @gradient("builtin.stop_lift_params", "grad.end_checkpoint", "grad.start_checkpoint", "hint_on_device", "to_vdevice")
 def identity(b: Backward) -> Sequence[Gradient]:
     return [b.d]
+
+
+@gradient("sum", "mean")
+def total(b: Backward) -> Sequence[Gradient]:
+    """Every element has the gradient of its sum; of a mean, its share."""
+    d = b.typed(b.d, 0)
+    if b.call.name == "mean":
+        count = math.prod(b.call.inputs[0].shape[axis] for axis in _axes(b))
+        d = b.emit(op.divide(d, b.number(count)))
+    return [_spread(b, d)]
+
+
+@gradient("max", "min")
+def extreme(b: Backward) -> Sequence[Gradient]:
+    """Those elements that are the maximum have equal shares."""
+    x, dtype, keep = b.operands[0], b.call.inputs[0].dtype, list(_axes(b))
+    hit = b.emit(op.astype(b.emit(op.equal(x, _spread(b, b.results[0]))), dtype))
+    count = b.emit(op.sum(hit, keep, True))
+    share = b.emit(op.divide(_kept(b, b.d), count))
+    return [b.emit(op.multiply(hit, b.emit(op.broadcast_to(share, b.call.inputs[0].shape))))]
+
+
+@gradient("collapse_sum_to")
+def collapse_sum(b: Backward) -> Sequence[Gradient]:
+    return [b.emit(op.broadcast_to(b.d, b.call.inputs[0].shape))]
+
+
+@gradient("collapse_sum_like")
+def collapse_sum_like(b: Backward) -> Sequence[Gradient]:
+    return [*collapse_sum(b), None]
+
+
+@gradient("nn.softmax")
+def softmax(b: Backward) -> Sequence[Gradient]:
+    """y * (d - the sum of y * d)."""
+    y, axis = b.results[0], b.call.axis(b.call.attr("axis"))
+    total = b.emit(op.sum(b.emit(op.multiply(b.d, y)), axis, True))
+    return [b.emit(op.multiply(y, b.emit(op.subtract(b.d, total))))]
+
+
+@gradient("nn.log_softmax")
+def log_softmax(b: Backward) -> Sequence[Gradient]:
+    """d - exp(y) * the sum of d."""
+    axis = b.call.axis(b.call.attr("axis"))
+    total = b.emit(op.sum(b.d, axis, True))
+    return [b.emit(op.subtract(b.d, b.emit(op.multiply(b.emit(op.exp(b.results[0])), total))))]
+
+
+def _axes(b: Backward) -> tuple[int, ...]:
+    return b.call.axes(b.call.attr("axis"))
+
+
+def _kept(b: Backward, result: relax.Expr) -> relax.Expr:
+    """A result, with the dims that were reduced as dims of size 1."""
+    axes = _axes(b)
+    shape = tuple(1 if d in axes else size for d, size in enumerate(b.call.inputs[0].shape))
+    return result if shape_of(result) == shape else b.emit(op.reshape(result, shape))
+
+
+def _spread(b: Backward, result: relax.Expr) -> relax.Expr:
+    """A result at every element that it was made of."""
+    shape = b.call.inputs[0].shape
+    result = _kept(b, result)
+    return result if shape_of(result) == shape else b.emit(op.broadcast_to(result, shape))
+
+
+# Their rules keep dims whole where parts can't be combined by adding.
+gradient("prod", "variance", "std", "median", "cumsum", "cumprod", "sort", "topk")(differentiated)
+
+
+@gradient("reshape", "flatten", "nn.batch_flatten", "expand_dims", "squeeze")
+def reshape(b: Backward) -> Sequence[Gradient]:
+    return [b.emit(op.reshape(b.d, b.call.inputs[0].shape))]
+
+
+@gradient("permute_dims")
+def permute_dims(b: Backward) -> Sequence[Gradient]:
+    ndim = b.call.inputs[0].ndim
+    order = b.call.axes(b.call.attr("axes") or tuple(range(ndim))[::-1])
+    return [b.emit(op.permute_dims(b.d, [order.index(dim) for dim in range(ndim)]))]
+
+
+@gradient("broadcast_to")
+def broadcast_to(b: Backward) -> Sequence[Gradient]:
+    return [b.summed(b.d, 0)]
+
+
+@gradient("concat")
+def concat(b: Backward) -> Sequence[Gradient]:
+    axis = b.call.attr("axis")
+    if axis is None:
+        return differentiated(b)
+    axis = b.call.axis(axis)
+    ends = list(accumulate(tensor.shape[axis] for tensor in b.call.inputs))
+    return _fields(b, op.split(b.d, ends[:-1], axis)) if len(ends) > 1 else [b.d]
+
+
+@gradient("stack")
+def stack(b: Backward) -> Sequence[Gradient]:
+    axis, count = b.call.attr("axis", 0) % b.call.outputs[0].ndim, len(b.call.inputs)
+    parts = _fields(b, op.split(b.d, list(range(1, count)), axis)) if count > 1 else [b.d]
+    return [b.emit(op.reshape(part, b.call.inputs[0].shape)) for part in parts]
+
+
+def _fields(b: Backward, parts: relax.Expr) -> list[relax.Expr]:
+    made = b.emit(parts)
+    return [b.emit(relax.TupleGetItem(made, n)) for n in range(len(made.struct_info.fields))]
+
+
+@gradient("split")
+def split(b: Backward) -> Sequence[Gradient]:
+    """The parts' gradients side by side; what no part was made of is zero."""
+    axis = b.call.axis(b.call.attr("axis", 0))
+    parts = [b.emit(zeros(out)) if seed is None else seed for seed, out in zip(b.seeds, b.call.outputs, strict=True)]
+    whole = b.call.inputs[0].shape
+    left = whole[axis] - sum(out.shape[axis] for out in b.call.outputs)
+    if left:
+        rest = b.call.inputs[0]._replace(shape=(*whole[:axis], left, *whole[axis + 1 :]))
+        parts.append(b.emit(zeros(rest)))
+    return [parts[0] if len(parts) == 1 else b.emit(op.concat(parts, axis))]
+
+
+@gradient("strided_slice")
+def strided_slice(b: Backward) -> Sequence[Gradient]:
+    """Around what was taken is zero."""
+    cuts, shape = cuts_of(b.call), b.call.inputs[0].shape
+    steps = any(cut.step != 1 and len(cut) > 1 for cut in cuts.values())
+    if steps or any(not 0 < len(cut) == b.call.outputs[0].shape[d] for d, cut in cuts.items()):
+        return differentiated(b)
+    taken = [(cuts.get(d, range(size)), size) for d, size in enumerate(shape)]
+    widths = [width for cut, size in taken for width in (cut.start, size - cut.start - len(cut))]
+    return [b.emit(op.nn.pad(b.d, widths)) if any(widths) else b.d]
+
+
+@gradient("flip")
+def flip(b: Backward) -> Sequence[Gradient]:
+    return [b.emit(op.flip(b.d, b.call.attr("axis")))]
+
+
+gradient("slice_scatter", "repeat", "tile", "meshgrid", "nn.pad", "nn.pixel_shuffle", "tril", "triu")(differentiated)

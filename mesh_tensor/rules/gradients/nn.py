@@ -10,8 +10,7 @@ from tvm import relax
 
 from mesh_tensor.rules.operator.aten import ATEN
 from mesh_tensor.rules.operator.dropout import DROPOUT, dropout_call, dropout_of
-from mesh_tensor.rules.operator.fft import FFT
-from mesh_tensor.rules.operator.linear_algebra import GROUPED
+from mesh_tensor.rules.operator.linear_algebra import FFT, GROUPED
 
 from .table import Backward, Gradient, differentiated, gradient, zeros
 

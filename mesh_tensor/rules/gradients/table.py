@@ -11,7 +11,7 @@ from tvm import relax
 from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.call import OpCall, operator_name, tensor_infos
-from mesh_tensor.rules.operator.table import rule_of
+from mesh_tensor.rules.operator.rule import rule_of
 from mesh_tensor.rules.operator.vjp import vjp_call
 
 Gradient: TypeAlias = Any  # an expression, or None

@@ -71,7 +71,7 @@ class Distance:
             else:
                 opaque.append((term, Fraction(count)))
         for var, share in shares.items():
-            bounds = Interval(Fraction(0), Fraction(0)) if not share else self._simple(var)
+            bounds = Interval(Fraction(0), Fraction(0)) if not share else self._loop(var, Fraction(0))
             if bounds is None:
                 return None
             total += bounds.scaled(share)
@@ -158,9 +158,6 @@ class Distance:
         simplify = self._analyzer.simplify
         first, last = (self.bounds(simplify(end), slope) for end in (loop.min, loop.min + loop.extent - 1))
         return None if first is None or last is None else Interval(first.low, max(first.low, last.high))
-
-    def _simple(self, var: tirx.Var) -> Interval | None:
-        return self._loop(var, Fraction(0))
 
     def _is_simple(self, var: tirx.Var) -> bool:
         loop = self._loops.get(var)

@@ -1,31 +1,31 @@
-"""Blocks at computed places: `tile // 8 % rows * 64`, `(blocks - 1 - k) * 64`, loops that start where the row does.
+"""Blocks at computed places: `tile // 8 % rows * 64`, `(blocks - 1 - k) * 64`, loops that start where the row does,
+pages that a table names.
 
 Such an index walks its dim in an order that nobody follows. Where it is proved to be a block of the dim, the
 statements around it go into a loop over all blocks of which one iteration does something (tir.short_loops): that
 changes nothing, and the loop walks the dim in order, so an axis can split it. The local kernel then skips the blocks of
-other devices.
+other devices. Of a place that is loaded nothing is proved: one that is no block counts as the nearest, of which what is
+copied is 0, as T.copy reads what lies outside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tvm import arith, tirx
+from tvm import arith, ir, tirx
 
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name
-from mesh_tensor.tir.enumeration import holds_always
-from mesh_tensor.tir.linear import Linear, linear_form, vars_of
-from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.ranges import loop_ranges
-from mesh_tensor.tir.rewrite import with_other_dims
+from mesh_tensor.tir.linear import Linear, holds_always, linear_form, loop_ranges, vars_of
+from mesh_tensor.tir.nodes import loads, nodes
+from mesh_tensor.tir.rewrite import region_call, tile_op, with_other_dims
 from mesh_tensor.tir.short_loops import one_iteration
 from mesh_tensor.tir.user_reports import prints
 
-from .coverage import why_not_covered
 from .factor_derivation import Dim
+from .factors import why_not_covered
 from .reader import read_kernel
-from .statements import Access, Kernel, Loop, Statement
+from .statements import Access, Kernel, Loop, Statement, without_binds
 
 _MOST = 16
 
@@ -38,7 +38,8 @@ def in_order(func: tirx.PrimFunc, whole: Sequence[Dim]) -> tirx.PrimFunc | None:
     made, tried = func, set[Dim]()
     for _ in range(_MOST):
         kernel = read_kernel(made)
-        places = list(_Places(kernel, loop_ranges(made.body)).of([dim for dim in whole if dim not in tried]))
+        found = _Places(kernel, loop_ranges(made.body), whole).all()
+        places = [(dim, place) for dim, place in found if dim not in tried]
         if not places:
             break
         dim, place = places[0]
@@ -53,31 +54,64 @@ def in_order(func: tirx.PrimFunc, whole: Sequence[Dim]) -> tirx.PrimFunc | None:
 @dataclass(frozen=True, eq=False)
 class _Place:
     """A block's place: the `number` of a block that is `block` long, of `count` in the dim, computed of the variables
-    of `loops`; the innermost of these is the one that it is computed in."""
+    of `loops`; the innermost of these is the one that it is computed in. `is_loaded`: it is read from memory.
+    `on_chip`: it is one of a buffer on chip, in which nothing may be outside."""
 
     number: tirx.PrimExpr
     block: int
     count: int
     loops: tuple[Loop, ...]
+    is_loaded: bool
+    on_chip: bool = False
+
+    @property
+    def may_be_outside(self) -> bool:
+        return self.is_loaded and not self.on_chip
+
+    @property
+    def nearest(self) -> tirx.PrimExpr:
+        """The number of a block: `number`, if that is one."""
+        return tirx.max(tirx.min(self.number, self.count - 1), 0) if self.may_be_outside else self.number
 
 
 @dataclass(frozen=True, eq=False)
 class _Places:
-    """Finds places in a kernel, of which an analyzer knows the loops' ranges."""
+    """Finds places in a kernel, of which an analyzer knows the loops' ranges, that the dims in `whole` are accessed
+    at."""
 
     kernel: Kernel
     analyzer: arith.Analyzer
+    whole: Sequence[Dim]
 
-    def of(self, dims: Sequence[Dim]) -> Iterator[tuple[Dim, _Place]]:
+    def all(self) -> Iterator[tuple[Dim, _Place]]:
         """The dims that are accessed at computed places, with these."""
         for statement in self.kernel.statements:
             for access in () if statement.unknown else statement.accesses:
                 for dim, (index, form) in enumerate(zip(access.indices, access.forms, strict=True)):
-                    name = str(access.buffer.name)
-                    if (name, dim) in dims and self.kernel.is_param(access.buffer):
+                    place = None
+                    if not self.kernel.is_param(access.buffer):
+                        place = self._on_chip(statement, access, dim, index)
+                    elif (access.buffer.name, dim) in self.whole:
                         place = self._place(statement, access, dim, index, form)
-                        if place is not None:
-                            yield (name, dim), place
+                    if place is not None:
+                        yield (str(access.buffer.name), dim), place
+
+    def _on_chip(self, statement: Statement, access: Access, dim: int, index: tirx.PrimExpr) -> _Place | None:
+        """An element at a loaded place of a buffer that may hold all of a dim, as bins of a histogram."""
+        size, index = access.buffer.shape[dim], without_binds(index, self.kernel)
+        used, read = vars_of([index], {}), loads(index)
+        loops = tuple(loop for loop in statement.loops if loop.kind != "tile")
+        if not used or not read or not used <= {loop.var for loop in loops} or not isinstance(size, tirx.IntImm):
+            return None
+        if not any(ir.structural_equal(self.kernel.params[name].shape[at], size) for name, at in self.whole):
+            return None
+        last = max(n for n, loop in enumerate(loops) if loop.var in used)
+        while loops[last].kind == "parallel" and last + 1 < len(loops):
+            last += 1
+        inside = [s for s in self.kernel.statements if loops[last] in s.loops]
+        if any(s.writes(load.buffer) for s in inside for load in read):
+            return None
+        return _Place(index, 1, int(size), loops[: last + 1], True, on_chip=True)
 
     def _place(
         self, statement: Statement, access: Access, dim: int, index: tirx.PrimExpr, form: Linear | None
@@ -86,19 +120,20 @@ class _Places:
         if not isinstance(size, tirx.IntImm) or why_not_covered(form, size, statement, self.analyzer) is None:
             return None
         inner = [loop for loop in statement.loops if loop.kind in ("tile", "parallel")]
+        index = without_binds(index, self.kernel)
         start = tirx.stmt_functor.substitute(index, {loop.var: tirx.IntImm(loop.var.dtype, 0) for loop in inner})
         block = _block(linear_form(self.analyzer.simplify(index - start), {}), inner)
-        used = vars_of([start], self.kernel.binds)
+        used = vars_of([start], {})
         loops = tuple(loop for loop in statement.loops if loop.kind in ("grid", "serial"))
         if block is None or not used or not used <= {loop.var for loop in loops}:
             return None
-        if vars_of([start], {}) != used or nodes(tirx.Evaluate(start), tirx.BufferLoad):
+        if not all(self.kernel.keeps(load.buffer) for load in loads(start)):
             return None
         if not self.analyzer.can_prove_equal(tirx.floormod(start, block), 0):
             return None
         last = max(n for n, loop in enumerate(loops) if loop.var in used)
         number = self.analyzer.simplify(tirx.floordiv(start, block))
-        return _Place(number, block, -(-int(size) // block), loops[: last + 1])
+        return _Place(number, block, -(-int(size) // block), loops[: last + 1], bool(loads(start)))
 
 
 def _block(form: Linear | None, inner: Sequence[Loop]) -> int | None:
@@ -122,18 +157,18 @@ def _walked(func: tirx.PrimFunc, kernel: Kernel, place: _Place) -> tirx.PrimFunc
     if leaves_kernel(body) or leaves_loop(tirx.For(inside.var, 0, 1, tirx.ForKind.SERIAL, body)):
         return None
     conditions = list[tirx.PrimExpr]()
-    while isinstance(body, tirx.IfThenElse) and body.else_case is None:
-        conditions.append(body.condition)
-        body = body.then_case
+    while (guard := _only_guard(body)) is not None:
+        conditions.append(guard.condition)
+        body = guard.then_case
     bounds = [(loop.var, loop.min, loop.extent) for loop in place.loops]
     is_block = tirx.And(place.number >= 0, place.number < place.count)
-    if not holds_always(is_block, bounds, conditions):
+    if not place.is_loaded and not holds_always(is_block, bounds, conditions):
         return None
     var = tirx.Var("block", place.number.dtype)
-    new = _in_blocks(body, place, var, loop_ranges(func.body))
+    new = _in_blocks(body, kernel, place, var, loop_ranges(func.body))
     if new is None:
         return None
-    chosen = one_iteration(var, place.count, place.number, new)
+    chosen = one_iteration(var, place.count, place.nearest, new)
 
     def exchange(node: tirx.Stmt) -> tirx.Stmt | None:
         return chosen if node.same_as(body) else None
@@ -142,9 +177,19 @@ def _walked(func: tirx.PrimFunc, kernel: Kernel, place: _Place) -> tirx.PrimFunc
     return None if changed.same_as(func.body) else func.with_body(changed)
 
 
-def _in_blocks(body: tirx.Stmt, place: _Place, var: tirx.Var, analyzer: arith.Analyzer) -> tirx.Stmt | None:
-    """The statement, whose accesses at the place are at the block of this variable."""
-    loads = nodes(body, tirx.BufferLoad, tirx.BufferStore)
+def _only_guard(body: tirx.Stmt) -> tirx.IfThenElse | None:
+    """The condition under which all of a statement runs, but for what binds variables before it."""
+    *before, last = body.seq if isinstance(body, tirx.SeqStmt) else [body]
+    alone = isinstance(last, tirx.IfThenElse) and last.else_case is None
+    return last if alone and all(isinstance(stmt, tirx.Bind) for stmt in before) else None
+
+
+def _in_blocks(
+    body: tirx.Stmt, kernel: Kernel, place: _Place, var: tirx.Var, analyzer: arith.Analyzer
+) -> tirx.Stmt | None:
+    """The statement, whose accesses at the place are at the block of this variable; None if one that may lie outside
+    is none of a copy or a store."""
+    accesses = nodes(body, tirx.BufferLoad, tirx.BufferStore)
     regions = [call for call in nodes(body, tirx.Call) if op_name(call) == "tl.region"]
     lengths = [*(loop.extent for loop in nodes(body, tirx.For)), *(n for call in regions for n in call.args[2:])]
     blocks = {place.block, 1, *(int(n) for n in lengths if isinstance(n, tirx.IntImm))}
@@ -154,6 +199,10 @@ def _in_blocks(body: tirx.Stmt, place: _Place, var: tirx.Var, analyzer: arith.An
     def replaced(low: tirx.PrimExpr) -> tirx.PrimExpr:
         if isinstance(low, tirx.IntImm):
             return low
+        plain = without_binds(low, kernel) if place.is_loaded else low
+        if place.is_loaded and not loads(plain):
+            return low
+        low = plain
         start = analyzer.simplify(tirx.stmt_functor.substitute(low, inner))
         if vars_of([start], {}) == used:
             for block in blocks:
@@ -164,4 +213,39 @@ def _in_blocks(body: tirx.Stmt, place: _Place, var: tirx.Var, analyzer: arith.An
     def placed(_: tirx.Buffer, mins: Sequence, extents: Sequence) -> tuple[list, list]:
         return [replaced(low) for low in mins], [*extents]
 
-    return with_other_dims(body, {load.buffer: load.buffer for load in loads}, placed)
+    def is_there(access: tirx.BufferLoad | tirx.BufferStore) -> bool:
+        return any(not replaced(low).same_as(low) for low in access.indices)
+
+    if place.may_be_outside:
+        body = _outside_is_zero(body, place, is_there)
+    elif place.on_chip and any(kernel.is_param(access.buffer) and is_there(access) for access in accesses):
+        return None
+    return None if body is None else with_other_dims(body, {of.buffer: of.buffer for of in accesses}, placed)
+
+
+def _outside_is_zero(
+    body: tirx.Stmt, place: _Place, is_there: Callable[[tirx.BufferLoad | tirx.BufferStore], bool]
+) -> tirx.Stmt | None:
+    """The statement, in which what copies and stores read at a place that is no block is 0; None if others use it."""
+    inside, seen = tirx.EQ(place.number, place.nearest), list[tirx.BufferLoad]()
+
+    def zero(load: tirx.BufferLoad) -> tirx.PrimExpr | None:
+        if not is_there(load):
+            return None
+        seen.append(load)
+        return tirx.if_then_else(inside, load, tirx.const(0, load.dtype))
+
+    def with_zeros(stmt: tirx.Evaluate | tirx.BufferStore) -> tirx.Stmt | None:
+        if isinstance(stmt, tirx.BufferStore):
+            value = tirx.stmt_functor.ir_transform(tirx.Evaluate(stmt.value), None, zero, ["tirx.BufferLoad"]).value
+            return tirx.BufferStore(stmt.buffer, value, stmt.indices)
+        if op_name(stmt.value) != "tl.tileop.copy" or not is_there(stmt.value.args[0].args[0]):
+            return None
+        seen.append(stmt.value.args[0].args[0])
+        load, _, *extents = stmt.value.args[1].args
+        zeros = tile_op("fill", region_call(load.buffer, load.indices, extents, 2), tirx.const(0, load.buffer.dtype))
+        return tirx.SeqStmt([stmt, tirx.IfThenElse(tirx.Not(inside), zeros, None)])
+
+    new = tirx.stmt_functor.ir_transform(body, None, with_zeros, ["tirx.Evaluate", "tirx.BufferStore"])
+    uses = [access for access in nodes(body, tirx.BufferLoad, tirx.BufferStore) if is_there(access)]
+    return new if len(uses) == len(seen) else None

@@ -1,4 +1,5 @@
-"""The coordinates of a kernel: where, in which factors, its statements and its on-chip buffers lie."""
+"""The coordinates of a kernel: where, in which factors, its statements and its on-chip buffers lie; and loop
+variables that are used as values."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from functools import cached_property
 
 from tvm import tirx
 
-from mesh_tensor.tir.linear import Linear
+from mesh_tensor.tir.linear import Linear, vars_of
+from mesh_tensor.tir.nodes import loads
+from mesh_tensor.tir.tile_position import text_of
 
 from .factor_derivation import Derivation, Dim, Node, derive
 from .factors import Factor
@@ -114,3 +117,53 @@ class Coordinates:
                 if form.terms and all(self.kernel.loops[v].kind != "tile" for v in form.terms):
                     inner.setdefault(form.ordered[-1][0], form)
         return found
+
+
+def why_whole_blocks(
+    statement: Statement, form: Linear | None, factor: Factor, kernel: Kernel, coordinates: Coordinates
+) -> str | None:
+    """Why tiles of the factor have to be whole blocks for what the statement computes, None if they need not.
+
+    `form` is the statement's coordinate in the factor, None if it has none."""
+    for expr in [*statement.values, *statement.bounds, *detached_indices(statement, coordinates)]:
+        used = vars_of([expr], kernel.binds) & factor.roles.keys()
+        if used and not (form is not None and _depends_on_coordinate_only(expr, used, form, kernel)):
+            names = ", ".join(sorted(v.name for v in used))
+            return f"{names} is used as a value in {text_of(expr)}"
+    return None
+
+
+def detached_indices(statement: Statement, coordinates: Coordinates) -> list[tirx.PrimExpr]:
+    """The indices into parameters' dims that are needed whole: a device's are those of the whole tensor."""
+    return [
+        index
+        for access in statement.accesses
+        if coordinates.ranges.of(access).is_param
+        for dim, index in enumerate(access.indices)
+        if coordinates.of_access(access, dim) is None
+    ]
+
+
+def _depends_on_coordinate_only(expr: tirx.PrimExpr, used: set[tirx.Var], form: Linear, kernel: Kernel) -> bool:
+    """expr(v + 1, i - coefficient) == expr(v, i) for every outer loop v and the innermost loop i."""
+    *outer, (inner, coefficient) = form.ordered
+    if coefficient != 1 or not used <= set(form.terms) or inner not in used:
+        return False
+    skeleton = without_loads(expr)
+    for var, step in outer:
+        shifted = tirx.stmt_functor.substitute(skeleton, {var: var + 1, inner: inner - step})
+        if not kernel.analyzer.can_prove_equal(shifted, skeleton):
+            return False
+    return True
+
+
+def without_loads(expr: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The expression with every load replaced by a fresh variable: their indices are looked at as accesses."""
+    if not loads(expr):
+        return expr
+
+    def replace(node: object) -> object:
+        return tirx.Var("loaded", node.dtype) if isinstance(node, tirx.BufferLoad) else None
+
+    body = tirx.stmt_functor.ir_transform(tirx.Evaluate(expr), None, replace, ["tirx.BufferLoad"])
+    return body.value

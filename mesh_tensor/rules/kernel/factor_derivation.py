@@ -18,8 +18,8 @@ from tvm import tirx
 
 from mesh_tensor.tir.linear import Linear
 
-from .coverage import why_not_covered
-from .factors import Factor
+from .data_indices import beside_walks
+from .factors import Factor, why_not_covered
 from .live_ranges import LiveRange, LiveRanges
 from .statements import Access, Kernel, Statement
 
@@ -182,7 +182,7 @@ class _Round:
                     if statement.unknown
                     else why_not_covered(form, access.buffer.shape[dim], statement, self._kernel.analyzer)
                 )
-                if problem:
+                if problem and not beside_walks(self._kernel, statement, access, dim):
                     self._detach(access, dim, f"index {access.indices[dim]}: {problem}")
 
     def _walked(self, statement: Statement) -> list[_Walked]:
@@ -198,20 +198,26 @@ class _Round:
 
     def _join(self, statement: Statement, walked: Sequence[_Walked]) -> bool:
         """Join factors whose dims the statement touches at one coordinate; detach or block what disagrees."""
-        self._check_opaque(statement)
+        self._check_opaque(statement, [self._root(other.factor) for other in walked])
         changed = False
         for position, current in enumerate(walked):
             for earlier in walked[:position]:
                 changed |= self._relate(current, earlier)
         return changed
 
-    def _check_opaque(self, statement: Statement) -> None:
-        """An on-chip dim that has a factor may not be used at an index that is no linear form."""
+    def _check_opaque(self, statement: Statement, walked: Sequence[_Class]) -> None:
+        """An on-chip dim that has a factor may not be used at an index that is no linear form; nor a parameter's in a
+        statement that walks the factor: it is not where the index says."""
         for access in statement.accesses:
+            live_range = self._ranges.of(access)
             for dim, form in enumerate(access.forms):
-                entry = self._types.get((self._ranges.of(access), dim))
-                if entry is not None and form is None:
+                entry = self._types.get((live_range, dim))
+                if entry is None or form is not None:
+                    continue
+                if not live_range.is_param:
                     self._block(entry[0], f"{access.buffer.name} dim {dim} is indexed by {access.indices[dim]}")
+                elif self._root(entry[0]) in walked:
+                    self._detach(access, dim, f"index {access.indices[dim]}: it is data")
 
     def _relate(self, a: _Walked, b: _Walked) -> bool:
         """What one statement's walking two dims says of their factors; returns whether they became one."""

@@ -1,4 +1,5 @@
-"""What a factor is: one iteration dimension of a kernel, and why it may not be split."""
+"""What a factor is: one iteration dimension of a kernel, and why it may not be split; and whether a nest of loops
+walks a dim from end to end."""
 
 from __future__ import annotations
 
@@ -7,7 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tvm import tirx
+from tvm import arith, tirx
+
+from mesh_tensor.tir.linear import Linear
+from mesh_tensor.tir.tile_position import as_helper
+
+from .statements import Loop, Statement
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,3 +52,60 @@ def tile_extent(size: Any, parts: list[int]) -> Any:
         if n != 1:
             size = -(-int(size) // n) if isinstance(size, (int, tirx.IntImm)) else tirx.floordiv(size + (n - 1), n)
     return size
+
+
+def why_not_covered(
+    form: Linear | None, size: tirx.PrimExpr, statement: Statement, analyzer: arith.Analyzer
+) -> str | None:
+    """Why `form`, over the statement's loops, is not each of 0 .. size-1 exactly once; None if it is.
+
+    The last block may reach past the end."""
+    if form is None:
+        return "it is no sum of loop variables and constants"
+    if not form.terms:
+        return "it is the same in every iteration"
+    loops = {loop.var: loop for loop in statement.loops}
+    if any(var not in loops for var in form.terms):
+        return "it uses a variable that is no loop's"
+    if any(coefficient < 0 for coefficient in form.terms.values()):
+        return "it is reversed"
+    if form.const != 0:
+        return "it is shifted"
+    below = 1
+    *inner, outer = form.ordered[::-1]
+    for var, coefficient in (*inner, outer):
+        loop = loops[var]
+        if not analyzer.can_prove_equal(loop.min, 0):
+            return f"loop {var} does not start at 0"
+        if coefficient != below:
+            return f"loop {var} steps by {coefficient} where blocks are {below} long"
+        if var is not outer[0]:
+            if not isinstance(loop.extent, tirx.IntImm):
+                return f"loop {var} has no constant extent"
+            below = coefficient * int(loop.extent)
+    return _outer_covers(*outer, loops[outer[0]], size, analyzer)
+
+
+def _outer_covers(
+    var: tirx.Var, coefficient: int, loop: Loop, size: tirx.PrimExpr, analyzer: arith.Analyzer
+) -> str | None:
+    extent = with_whole_tiles(loop.extent)
+    if analyzer.can_prove_equal(extent * coefficient, size):
+        return None
+    if analyzer.can_prove_equal(extent, tirx.floordiv(size + (coefficient - 1), coefficient)):
+        return None
+    if coefficient == 1 and loop.kind == "tile" and analyzer.can_prove(extent >= size):
+        return None
+    return f"loop {var} of {extent} blocks of {coefficient} does not walk a dim of {size}"
+
+
+def with_whole_tiles(extent: tirx.PrimExpr) -> tirx.PrimExpr:
+    """How far a loop goes on a device whose tiles are full: it need not go further than what is valid."""
+
+    def widen(node: tirx.Call) -> tirx.PrimExpr | None:
+        helper = as_helper(node)
+        return None if helper is None or not helper.is_extent else helper.tile
+
+    if isinstance(extent, tirx.IntImm):
+        return extent
+    return tirx.stmt_functor.ir_transform(tirx.Evaluate(extent), None, widen, ["tirx.Call"]).value

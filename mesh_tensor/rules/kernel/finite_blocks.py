@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from tvm import tirx
 
 from mesh_tensor.base.dtypes import is_float
-from mesh_tensor.tir.constants import number
 from mesh_tensor.tir.effects import op_name
-from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.nodes import loads, nodes, same_expression
+from mesh_tensor.tir.rewrite import number
 from mesh_tensor.tir.tile_ops import Fill, Gemm, Reduce
 
 from .iterations import Iteration
 from .live_ranges import LiveRange
-from .statements import Access, Statement
+from .statements import Access, Kernel, Statement
 
 _FINITE = (tirx.Var, tirx.BufferLoad, tirx.Cast, tirx.Add, tirx.Sub, tirx.Mul, tirx.Min, tirx.Max, tirx.Select)
 _FINITE_OPS = frozenset(f"tirx.{name}" for name in ("if_then_else", "tanh", "sigmoid", "exp", "exp2", "fabs"))
@@ -75,15 +75,33 @@ def _chosen(iteration: Iteration, expr: tirx.PrimExpr, statement: Statement) -> 
         return
     condition, then, otherwise = expr.args
     analyzer = iteration.kernel.analyzer
-    known = [c for c in statement.conditions if not nodes(tirx.Evaluate(c), tirx.BufferLoad)]
+    known = [c for c in statement.conditions if not loads(c)]
     inside: tirx.PrimExpr = tirx.const(True, "bool")
     for loop in statement.loops:
         inside = tirx.And(inside, tirx.And(loop.var >= loop.min, loop.var < loop.min + loop.extent))
-    with analyzer.constraint_scope(tirx.all(inside, *known)):
-        certain = analyzer.can_prove(condition)
+    given, wanted = _without_loads([tirx.all(inside, *known), condition], iteration.kernel)
+    with analyzer.constraint_scope(given):
+        certain = analyzer.can_prove(wanted)
     yield from _chosen(iteration, then, statement)
     if not certain:
         yield from _chosen(iteration, otherwise, statement)
+
+
+def _without_loads(exprs: Sequence[tirx.PrimExpr], kernel: Kernel) -> list[tirx.PrimExpr]:
+    """The expressions with a variable for each element that they load of parameters that nothing writes."""
+    named = list[tuple[tirx.BufferLoad, tirx.Var]]()
+
+    def name(load: tirx.BufferLoad) -> tirx.Var | None:
+        if not kernel.keeps(load.buffer):
+            return None
+        known = next((var for other, var in named if same_expression(other, load)), None)
+        if known is None:
+            known = tirx.Var(load.buffer.name, load.dtype)
+            named.append((load, known))
+        return known
+
+    plain = [tirx.stmt_functor.ir_transform(tirx.Evaluate(e), None, name, ["tirx.BufferLoad"]) for e in exprs]
+    return [stmt.value for stmt in plain]
 
 
 def _finite(values: Sequence[tirx.PrimExpr]) -> bool:

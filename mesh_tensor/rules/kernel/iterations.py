@@ -12,18 +12,16 @@ from functools import reduce
 from tvm import tirx
 
 from mesh_tensor.base.reductions import neutral
-from mesh_tensor.tir.constants import number
 from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.linear import vars_of
 from mesh_tensor.tir.nodes import loads
+from mesh_tensor.tir.rewrite import number
 from mesh_tensor.tir.tile_ops import Copy, Gemm, Reduce
 
 from .coordinates import Coordinates
-from .coverage import why_not_covered
-from .factors import Factor
+from .factors import Factor, why_not_covered
 from .live_ranges import LiveRange
 from .padding import ANYTHING, ZERO, Content, Padding
-from .state_places import moved, stored
 from .state_values import (
     Atom,
     Level,
@@ -33,7 +31,9 @@ from .state_values import (
     independent,
     logarithm,
     maximum,
+    moved,
     plus,
+    stored,
     times,
 )
 from .statements import Access, Kernel, Loop, Statement, is_load_of

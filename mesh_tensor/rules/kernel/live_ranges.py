@@ -211,12 +211,13 @@ def overwrites_all(statement: Statement, kernel: Kernel) -> bool:
 def _unconditional(statement: Statement, index_vars: set[tirx.Var], kernel: Kernel) -> bool:
     """No condition around the store may change from one of its own indices to the next, so it covers all or (in a
     branch) nothing."""
-    used = [var for condition in statement.conditions for var in nodes(condition, tirx.Var)]
-    if any(var in index_vars or var in kernel.binds for var in used):
-        return False
     nest = {loop.var for loop in statement.loops if loop.var in index_vars and loop.kind != "tile"}
+    inside = [s for s in kernel.statements if nest & s.vars]
+    bound = {s.node.var for s in inside if isinstance(s.node, tirx.Bind)}
+    used = [var for condition in statement.conditions for var in nodes(condition, tirx.Var)]
+    if any(var in index_vars or var in bound for var in used):
+        return False
     loaded = {load.buffer for condition in statement.conditions for load in loads(condition)}
-    inside = (s for s in kernel.statements if nest & {loop.var for loop in s.loops})
     return not any(s.writes(buffer) for s in inside for buffer in loaded)
 
 

@@ -7,23 +7,26 @@ where it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from tvm import tirx
 
-from mesh_tensor.base.reductions import REDUCTIONS
-from mesh_tensor.tir import tile_ops
-from mesh_tensor.tir.linear import vars_of
-from mesh_tensor.tir.nodes import loads, same_expression
+from mesh_tensor.base.window import Reach, Reaches
+from mesh_tensor.tir.linear import Linear, vars_of
+from mesh_tensor.tir.short_loops import running
 
+from .bounded_indices import Distance
 from .coordinates import Coordinates
+from .data_indices import is_bound_to_loads, is_loaded, only_writes, takes_one
 from .factor_derivation import Dim
 from .factors import Factor
 from .partial_values import PartialValues
 from .reader import known_uses
 from .reductions import Reduction
-from .statements import Access, Kernel, Statement
+from .statements import Access, Kernel, Loop, Statement
 
 Uses = Sequence[tuple[Statement, Access]]
 
@@ -54,8 +57,8 @@ def lookup(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> Lookup |
     if not uses:
         return None
     if any(access is statement.write for statement, access in uses):
-        return Lookup(place, factor, Reduction()) if all(_only_writes(s, a) for s, a in uses) else None
-    if not all(_takes_one(statement, access, dim) for statement, access in uses):
+        return Lookup(place, factor, Reduction()) if all(only_writes(s, a) for s, a in uses) else None
+    if not all(takes_one(statement, access, dim) for statement, access in uses):
         return None
     reduction = _reduction(kernel, coordinates, factor, uses)
     return None if reduction is None else Lookup(place, factor, reduction)
@@ -66,40 +69,7 @@ def _is_indexed_by_data(kernel: Kernel, buffer: tirx.Buffer, dim: int) -> bool:
     uses = known_uses(kernel, buffer)
     if not uses or buffer.dtype == "bool":
         return False
-    return all(_is_loaded(access.indices[dim], kernel) and dim not in s.element_dims(access) for s, access in uses)
-
-
-def _is_loaded(index: tirx.PrimExpr, kernel: Kernel) -> bool:
-    """Whether an index reads memory; what a variable is bound to was read before, and may have changed since."""
-    return bool(loads(index)) and not vars_of([index], {}) & kernel.binds.keys()
-
-
-def _only_writes(statement: Statement, access: Access) -> bool:
-    """Whether the statement is a store, or an atomic update of one element, and nothing is made of what was there."""
-    if access is not statement.write:
-        return False
-    if statement.tile_op is None:
-        return isinstance(statement.node, tirx.BufferStore)
-    return isinstance(statement.tile_op, tile_ops.Atomic) and not statement.tile_op.dst.long_dims
-
-
-def _takes_one(statement: Statement, access: Access, dim: int) -> bool:
-    """Whether what the statement stores is made of one row of the dim, and nothing else in it depends on the table."""
-    if statement.write is None or statement.target.buffer.dtype == "bool":
-        return False
-    if isinstance(statement.tile_op, tile_ops.Copy):
-        return access in statement.reads[:1]
-    if not isinstance(statement.node, tirx.BufferStore) or statement.op not in (None, *REDUCTIONS):
-        return False
-    loops = [e for loop in statement.loops for e in (loop.min, loop.extent) if isinstance(e, tirx.PrimExpr)]
-    elsewhere = [*statement.conditions, *loops, *statement.target.indices]
-    if any(load.buffer.same_as(access.buffer) for expr in elsewhere for load in loads(expr)):
-        return False
-    mine = [load for load in loads(statement.values[0]) if load.buffer.same_as(access.buffer)]
-    nested = [inner for load in loads(statement.values[0]) for index in load.indices for inner in loads(index)]
-    if not mine or any(inner.buffer.same_as(access.buffer) for inner in nested):
-        return False
-    return all(same_expression(load.indices[dim], mine[0].indices[dim]) for load in mine)
+    return all(is_loaded(kernel, s, access, dim) or is_bound_to_loads(kernel, s, access, dim) for s, access in uses)
 
 
 def _reduction(kernel: Kernel, coordinates: Coordinates, factor: Factor, uses: Uses) -> Reduction | None:
@@ -120,3 +90,98 @@ def _reduction(kernel: Kernel, coordinates: Coordinates, factor: Factor, uses: U
 
 def _once(uses: Uses) -> Iterator[Statement]:
     yield from dict.fromkeys(statement for statement, _ in uses)
+
+
+def find_windows(kernel: Kernel, coordinates: Coordinates) -> dict[Dim, tuple[Factor, Reaches]]:
+    """The windows in which dims are read. Only of parameters that nothing writes: what neighbours hold is exchanged
+    before the kernel runs."""
+    found = {}
+    for param, dim in coordinates.detached:
+        is_written = any(statement.writes(kernel.params[param]) for statement in kernel.statements)
+        accesses = [] if is_written else known_uses(kernel, kernel.params[param])
+        factors = coordinates.factors if accesses and _is_sized(kernel, param, dim) else ()
+        reads = [(factor, reaches) for factor in factors if (reaches := _read_from(kernel, factor, accesses, dim))]
+        if reads:
+            found[(param, dim)] = min(reads, key=lambda read: read[1].margin)
+    return found
+
+
+def without_wrap(index: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The position before it comes in from the other end."""
+    return index.a if isinstance(index, tirx.FloorMod) else index
+
+
+def _is_sized(kernel: Kernel, param: str, dim: int) -> bool:
+    return isinstance(kernel.params[param].shape[dim], tirx.IntImm)
+
+
+def _read_from(
+    kernel: Kernel, factor: Factor, accesses: Sequence[tuple[Statement, Access]], dim: int
+) -> Reaches | None:
+    """The windows in which the accesses read the dim from positions of the factor, if they are bounded and alike."""
+    if factor.blocked is not None or not isinstance(factor.size, tirx.IntImm):
+        return None
+    wraps = any(_wraps(access, dim) for _, access in accesses)
+    reaches, slopes, size = dict[Reach, None](), set[Fraction](), 0
+    for statement, access in accesses:
+        index, size = access.indices[dim], int(access.buffer.shape[dim])
+        found = _reach(kernel, factor, without_wrap(index) if wraps else index, statement)
+        if found is None or (wraps and not _wraps(access, dim) and not (_is_coordinate(found) and size == factor.size)):
+            return None
+        slopes.add(found[0])
+        reaches[_nearest(found[1], size) if _wraps(access, dim) else found[1]] = None
+    if len(slopes) != 1:
+        return None
+    (slope,) = slopes
+    return Reaches(factor.name, size, slope.numerator, slope.denominator, tuple(reaches), wraps)
+
+
+def _wraps(access: Access, dim: int) -> bool:
+    """Whether a position past the dim's end is one at its start."""
+    index = access.indices[dim]
+    return isinstance(index, tirx.FloorMod) and isinstance(index.b, tirx.IntImm) and index.b == access.buffer.shape[dim]
+
+
+def _nearest(reach: Reach, size: int) -> Reach:
+    """The same positions of a dim that goes around, as near to where they are read from as may be: of 8, 7 on is 1
+    back."""
+    around = (reach.low + reach.high + size) // (2 * size) * size if size else 0
+    return replace(reach, low=reach.low - around, high=reach.high - around)
+
+
+def _is_coordinate(found: tuple[Fraction, Reach]) -> bool:
+    return found == (Fraction(1), Reach(0, 0, 1))
+
+
+def _reach(kernel: Kernel, factor: Factor, index: tirx.PrimExpr, statement: Statement) -> tuple[Fraction, Reach] | None:
+    """The slope in which an index follows the factor, and how far it is from there."""
+    loops = {loop.var: _running(loop) for loop in statement.loops}
+    if _mentioned(index, loops, kernel).isdisjoint(factor.roles):
+        return None
+    terms = {loop.var: factor.roles[loop.var] for loop in statement.loops if loop.var in factor.roles}
+    form = Linear(terms)
+    distance = Distance(form, int(factor.size) - 1, loops, kernel.analyzer)
+    found = distance.best(index)
+    if found is None:
+        return None
+    slope, bounds = found
+    low = math.ceil(bounds.low) if slope.denominator == 1 else math.floor(bounds.low)
+    high = math.floor(bounds.high) if slope.denominator == 1 else math.ceil(bounds.high)
+    return slope, Reach(low, high, min(terms.values()))
+
+
+def _running(loop: Loop) -> Loop:
+    """The iterations of a loop that do something."""
+    found = None if loop.node is None else running(loop.node)
+    return loop if found is None else Loop(loop.var, found[0], found[1] - found[0], loop.kind, loop.node)
+
+
+def _mentioned(index: tirx.PrimExpr, loops: Mapping[tirx.Var, Loop], kernel: Kernel) -> set[tirx.Var]:
+    """The loops' variables that an index depends on, by way of the bounds of loops, too."""
+    todo, found = [index], set[tirx.Var]()
+    while todo:
+        for var in vars_of([todo.pop()], kernel.binds) - found:
+            found.add(var)
+            if var in loops:
+                todo += [e for e in (loops[var].min, loops[var].extent) if not isinstance(e, (int, tirx.IntImm))]
+    return found

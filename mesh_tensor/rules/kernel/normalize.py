@@ -13,13 +13,12 @@ from collections import Counter
 
 from tvm import arith, ir, tirx
 
-from mesh_tensor.tir.compound_ops import parts_of
 from mesh_tensor.tir.early_exits import without_early_exits
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name
 from mesh_tensor.tir.fused_loops import unfuse
 from mesh_tensor.tir.intervals import with_intervals
 from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.reducers import without_reducers
+from mesh_tensor.tir.reducers import parts_of, without_reducers
 from mesh_tensor.tir.rewrite import call_like, loop_like, sequence, with_indices
 from mesh_tensor.tir.short_loops import lengthen
 from mesh_tensor.tir.tile_ops import Fill, Region, parse_tile_op

@@ -16,8 +16,8 @@ from tvm import ir, tirx
 
 from mesh_tensor.base.reductions import neutral, reduction
 from mesh_tensor.tir import tile_ops
-from mesh_tensor.tir.constants import number
 from mesh_tensor.tir.linear import Linear, as_expr
+from mesh_tensor.tir.rewrite import number
 from mesh_tensor.tir.tile_position import with_bounds
 
 from .coordinates import Coordinates

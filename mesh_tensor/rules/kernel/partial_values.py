@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tvm import tirx
 
 from mesh_tensor.base.reductions import neutral, reduction
-from mesh_tensor.tir.constants import number
+from mesh_tensor.tir.rewrite import number
 
 from .coordinates import Coordinates
 from .factors import Factor

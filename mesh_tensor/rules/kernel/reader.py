@@ -19,11 +19,11 @@ from .statements import (
     Kernel,
     Loop,
     Statement,
+    TileReader,
     body_statements,
     buffer_params,
     split_update,
 )
-from .tile_reader import TileReader
 
 
 def read_kernel(func: tirx.PrimFunc) -> Kernel:
@@ -148,7 +148,7 @@ class _Reader:
         return [self._add(self._opaque(stmt, type(stmt).__name__))]
 
     def _visit_loop(self, stmt: tirx.For) -> tuple | Statement:
-        if stmt.step is not None and not _is_const(stmt.step, 1):
+        if stmt.step is not None and not (isinstance(stmt.step, (int, tirx.IntImm)) and int(stmt.step) == 1):
             return self._add(self._opaque(stmt, f"a loop with step {stmt.step}"))
         kind = "serial" if stmt.kind in (tirx.ForKind.SERIAL, tirx.ForKind.UNROLLED) else "parallel"
         loop = Loop(stmt.loop_var, stmt.min, _until_left(stmt, stmt.extent), kind, stmt)
@@ -337,7 +337,3 @@ def _is_plain(stmt: tirx.SBlockRealize) -> bool:
     block = stmt.block
     always = isinstance(stmt.predicate, tirx.IntImm) and bool(stmt.predicate.value)
     return always and not len(block.iter_vars) and not len(block.match_buffers) and block.init is None
-
-
-def _is_const(expr: object, value: int) -> bool:
-    return isinstance(expr, (int, tirx.IntImm)) and int(expr) == value

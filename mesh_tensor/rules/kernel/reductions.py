@@ -17,9 +17,8 @@ from mesh_tensor.base.reductions import reduction
 from mesh_tensor.tir.linear import Linear, vars_of
 from mesh_tensor.tir.tile_position import text_of
 
-from .coordinates import Coordinates
+from .coordinates import Coordinates, why_whole_blocks, without_loads
 from .factors import Factor
-from .index_values import why_whole_blocks, without_loads
 from .live_ranges import LiveRange, Taints
 from .padding import padding_is_neutral, takes_whole_blocks
 from .partial_values import PartialValues, keeps_partial
@@ -147,6 +146,7 @@ class _Judgement:
             if form is not None:
                 self._align(why_whole_blocks(statement, form, self.factor, self.kernel, self.coordinates))
                 yield from self._write(statement, form)
+            yield from self._lookup(statement, form)
         if problem := self.partial.follow():
             yield problem
         self._find_lanes()
@@ -226,7 +226,7 @@ class _Judgement:
                         self.lanes[live_range] = None
                 elif computed and access is not statement.write and self._is_staged(live_range, computed):
                     self._align(f"{access.buffer.name} dim {dim} is indexed by positions in a block, {text_of(index)}")
-                elif computed or (access is statement.write and self._depends(index)):
+                elif computed or (access is statement.write and bool(vars_of([index], self.kernel.binds) & self.vars)):
                     yield f"{access.buffer.name} dim {dim} is indexed by {text_of(index)}, which depends on the block"
 
     def _is_staged(self, live_range: LiveRange, computed: set[tirx.Var]) -> bool:
@@ -234,9 +234,6 @@ class _Judgement:
         on whole blocks, a device does what it would do on the whole tensor."""
         walked = (self.coordinates.of_statement(statement) for statement, _ in live_range.writes)
         return not computed & self._block_loops and not any(self.factor in places for places in walked)
-
-    def _depends(self, index: tirx.PrimExpr) -> bool:
-        return bool(vars_of([index], self.kernel.binds) & self.vars)
 
     @cached_property
     def _block_loops(self) -> set[tirx.Var]:
@@ -267,6 +264,20 @@ class _Judgement:
                 if statement.op is None
                 else f"{describe(statement)} starts anew in every block of it and keeps the last block's value only"
             )
+
+    def _lookup(self, statement: Statement, form: Linear | None) -> Iterator[str]:
+        """What data say of a dim of the factor is there on one device: what a statement makes of it is partial."""
+        found = [
+            access
+            for access in statement.accesses
+            for dim, index in enumerate(access.forms)
+            if index is None and self._range(access).is_param and (access.buffer.name, dim) in self.factor.dims
+        ]
+        if found and form is not None:
+            yield f"{describe(statement)} walks it, and takes of {found[0].buffer.name} what data say"
+        takes = any(access is not statement.write for access in found)
+        if takes and (problem := self.partial.add(statement, statement.op or "sum", ())):
+            yield problem
 
     def _starts_anew(self, statement: Statement, form: Linear, scope: set[tirx.Var]) -> bool:
         """Whether some loop of the coordinate gives the target a new start in every iteration, and only the last

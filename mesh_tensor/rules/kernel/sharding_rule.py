@@ -19,13 +19,12 @@ from .factor_derivation import Dim
 from .factors import Factor
 from .granularity import Refined
 from .live_ranges import LiveRanges, Taints, find_taints
-from .lookups import candidates, lookup
+from .lookups import candidates, find_windows, lookup
 from .normalize import normalize
 from .padding import is_inside
 from .reader import read_kernel
 from .reductions import Reduction, judge
 from .statements import Access, Kernel, Statement
-from .windows import find_windows
 
 _PARALLEL_NAMES = {1: ("m",), 2: ("m", "n"), 3: ("b", "m", "n"), 4: ("b", "h", "m", "n")}
 _REDUCED_NAMES = ("k", "l", "r", "s")

@@ -6,16 +6,18 @@ kind "tile"). Everything that follows - live ranges, factors, reductions - looks
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from tvm import arith, tirx
 
-from mesh_tensor.base.reductions import REDUCTIONS
+from mesh_tensor.base.reductions import REDUCTIONS, reduction
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.effects import is_hint, op_name
 from mesh_tensor.tir.linear import Linear, vars_of
 from mesh_tensor.tir.nodes import loads, same_expression
+from mesh_tensor.tir.tile_ops import Region, TileOp
 
 
 @dataclass(eq=False)
@@ -134,6 +136,10 @@ class Kernel:
     def is_param(self, buffer: tirx.Buffer) -> bool:
         return any(buffer.same_as(param) for param in self.params.values())
 
+    def keeps(self, buffer: tirx.Buffer) -> bool:
+        """Whether it is a parameter that nothing writes."""
+        return self.is_param(buffer) and not any(s.writes(buffer) for s in self.statements)
+
     def uses(self, buffer: tirx.Buffer, since: int = 0) -> bool:
         """Whether a statement accesses the buffer, or may, from the top-level statement `since` on."""
         return any(
@@ -208,6 +214,13 @@ def mentions(expr: tirx.PrimExpr, buffer: tirx.Buffer) -> bool:
     return any(load.buffer.same_as(buffer) for load in loads(expr))
 
 
+def without_binds(expr: tirx.PrimExpr, kernel: Kernel) -> tirx.PrimExpr:
+    """The expression, with what its variables are bound to in their places."""
+    while bound := {var: kernel.binds[var] for var in vars_of([expr], {}) if var in kernel.binds}:
+        expr = tirx.stmt_functor.substitute(expr, bound)
+    return expr
+
+
 def used_vars(statement: Statement, kernel: Kernel) -> set[tirx.Var]:
     """Every loop variable that the statement's values, conditions, loop bounds or indices mention."""
     indices = [i for access in statement.accesses for i in access.indices]
@@ -219,3 +232,60 @@ def describe(statement: Statement) -> str:
     if statement.tile_op is not None:
         return f"T.{type(statement.tile_op).__name__.lower()} into {statement.target.buffer.name}"
     return "a statement" if statement.write is None else f"the store to {statement.write.buffer.name}"
+
+
+class StatementMaker(Protocol):
+    """What a tile operation needs of the kernel around it."""
+
+    analyzer: arith.Analyzer
+
+    def access(self, buffer: tirx.Buffer, indices: Sequence[tirx.PrimExpr]) -> Access: ...
+
+    def loads(self, nodes: Sequence[Any]) -> tuple[Access, ...]: ...
+
+    def statement(self, node: tirx.Stmt, **parts: Any) -> Statement: ...
+
+
+class TileReader:
+    """Turns one tile operation into one statement."""
+
+    def __init__(self, reader: StatementMaker, stmt: tirx.Evaluate):
+        self.reader, self.stmt = reader, stmt
+
+    def read(self, record: TileOp) -> Statement:
+        """The statement.
+
+        Raises:
+            Unmatched: the operation's regions do not pair up."""
+        elements = record.elements(self.reader.analyzer.can_prove_equal)
+        zero = tirx.IntImm("int32", 0)
+        loops = [Loop(tirx.Var(f"t{n}", "int32"), zero, e.extent, "tile", None) for n, e in enumerate(elements)]
+        whole = record.in_order
+        write, *reads = (
+            self._at(
+                region, {e.dims[n]: loop.var for e, loop in zip(elements, loops, strict=True) if n in e.dims}, whole
+            )
+            for n, region in enumerate((record.dst, *record.sources))
+        )
+        values = () if record.value is None or record.sources else (record.value,)
+        mins = [index for access in (write, *reads) for index in access.indices]
+        return self.reader.statement(
+            self.stmt,
+            write=write,
+            reads=(*reads, *self.reader.loads(values), *self.reader.loads(mins)),
+            values=values,
+            extra=loops,
+            tile_op=record,
+            op=None if record.reduction is None or whole is not None else reduction(record.reduction).completed_by,
+            fresh=record.clears,
+        )
+
+    def _at(self, region: Region, element: dict[int, tirx.Var], whole: int | None) -> Access:
+        """The access to a region's elements; the index into a dim that is needed whole stands for all of it."""
+        indices = [low + element[d] if d in element else low for d, low in enumerate(region.mins)]
+        access = self.reader.access(region.buffer, indices)
+        return access if whole is None else replace(access, forms=_without(access.forms, whole))
+
+
+def _without(forms: tuple[Linear | None, ...], dim: int) -> tuple[Linear | None, ...]:
+    return (*forms[:dim], None, *forms[dim + 1 :])

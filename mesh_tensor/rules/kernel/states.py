@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from mesh_tensor.tir.constants import number
 from mesh_tensor.tir.linear import Linear
+from mesh_tensor.tir.rewrite import number
 
 from .coordinates import Coordinates
 from .factors import Factor

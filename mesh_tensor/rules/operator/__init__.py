@@ -5,22 +5,18 @@ from mesh_tensor.base.dtypes import TensorType
 from . import (  # noqa: F401  (they fill the table)
     aten,
     conv,
-    create,
     dropout,
     elementwise,
-    fft,
     index,
     linear_algebra,
     narrowed,
     nn,
-    reduce,
     shape,
     shifts,
     update,
     vjp,
 )
 from .call import OpCall
-from .rule import Dim, LocalCall, OpRule
-from .table import has_rule, rule_of
+from .rule import Dim, LocalCall, OpRule, has_rule, rule_of
 
 __all__ = ["Dim", "LocalCall", "OpCall", "OpRule", "TensorType", "has_rule", "rule_of"]

@@ -14,9 +14,8 @@ from tvm import relax
 
 from .call import OpCall
 from .elementwise import broadcast_dims, dims_of
-from .rule import Dim, LocalCall, OpRule
+from .rule import Dim, LocalCall, OpRule, rule
 from .shifts import made_factor, moved
-from .table import rule
 
 Dims = tuple[Dim, ...]
 _ALL = (frozenset({0}),)

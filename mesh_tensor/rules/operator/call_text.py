@@ -19,7 +19,7 @@ from mesh_tensor.base.dtypes import TensorType, is_float
 from mesh_tensor.base.errors import MeshTensorError, refuse
 
 from .call import plain, tensor_infos
-from .table import has_rule
+from .rule import has_rule
 
 _LARGEST = 64  # elements of a constant in a text
 _ATTRS = re.compile(r"relax\.attrs\.\w+")

@@ -13,8 +13,7 @@ from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.window import Reach, Reaches
 
 from .call import OpCall
-from .rule import Dim, LocalCall, OpRule
-from .table import rule, whole_rule
+from .rule import Dim, LocalCall, OpRule, rule, whole_rule
 
 _SPATIAL = "DHW"
 _EACH = (frozenset({0}), frozenset({1}))

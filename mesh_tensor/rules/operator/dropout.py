@@ -19,8 +19,7 @@ from mesh_tensor.base.errors import refuse
 from .call import OpCall, tensor_type
 from .call_text import dumps, info_of, loads
 from .elementwise import dims_of
-from .rule import LocalCall, OpRule
-from .table import rule
+from .rule import LocalCall, OpRule, rule
 
 DROPOUT = "mesh.dropout"
 SEED = TensorType((), "int64")

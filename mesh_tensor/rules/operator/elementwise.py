@@ -1,12 +1,13 @@
-"""Rules of operators that work element by element."""
+"""Rules of operators that work element by element, that make tensors, or that keep a part of one."""
 
 from __future__ import annotations
+
+from tvm import relax
 
 from mesh_tensor.base.dtypes import is_float
 
 from .call import OpCall, tensor_infos
-from .rule import Dim, OpRule
-from .table import rule
+from .rule import Dim, OpRule, rule, whole_rule
 
 _UNARY = (
     "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh erf exp floor isfinite isinf isnan log logical_not"
@@ -81,3 +82,34 @@ def _linear(call: OpCall) -> tuple[frozenset[int], ...]:
         for arguments in _LINEAR.get(call.name, ())
         if arguments <= set(tensors)
     )
+
+
+@rule("full")
+def full(call: OpCall) -> OpRule:
+    out = call.outputs[0]
+    return OpRule(((),), (dims_of(out.ndim),), localize=lambda c: relax.op.full(c.out_tiles[0], c.args[0], out.dtype))
+
+
+@rule("zeros", "ones")
+def constant(call: OpCall) -> OpRule:
+    out = call.outputs[0]
+    make = relax.op.zeros if call.name == "zeros" else relax.op.ones
+    return OpRule((), (dims_of(out.ndim),), localize=lambda c: make(c.out_tiles[0], out.dtype))
+
+
+@rule("full_like", "zeros_like", "ones_like")
+def like(call: OpCall) -> OpRule:
+    dims = dims_of(call.outputs[0].ndim)
+    return OpRule((dims, *((),) * (len(call.inputs) - 1)), (dims,))
+
+
+@rule("tril", "triu")
+def triangle(call: OpCall) -> OpRule:
+    """Of every matrix of the last two dims, which are whole."""
+    dims = (*dims_of(call.inputs[0].ndim - 2), None, None)
+    return OpRule((dims,), (dims,), linear=(frozenset({0}),))
+
+
+@rule("arange", "eye", "eye_like", "hamming_window", "size")
+def whole(call: OpCall) -> OpRule:
+    return whole_rule(call)

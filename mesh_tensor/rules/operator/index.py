@@ -8,8 +8,7 @@ from tvm import relax
 
 from .call import OpCall
 from .elementwise import broadcast_dims, dims_of
-from .rule import Dim, LocalCall, OpRule
-from .table import rule, whole_rule
+from .rule import Dim, LocalCall, OpRule, rule, whole_rule
 
 _FIRST = (frozenset({0}),)
 # Operators whose second operand, or all after the first, are looked up in dims of the first one.

@@ -1,15 +1,22 @@
-"""Rules of matrix products, and the names of those that are several of Relax's operators at once."""
+"""Rules of matrix products, and the names of those that are several of Relax's operators at once; and of `mesh.fft`:
+Fourier transforms of complex numbers as pairs of floats, the last dim.
+
+`R.call_pure_packed("mesh.fft", x, "[kind, dims, normalization, option]")`, the arguments of torch's `aten._fft_<kind>`:
+`c2c` (option: forwards), `r2c` (of floats; option: half of the spectrum), `c2r` (to floats; option: the last dim's
+size).
+"""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Sequence
 
 from tvm import relax
 
 from .call import OpCall
 from .elementwise import broadcast_dims, dims_of
-from .rule import LocalCall, OpRule
-from .table import rule, whole_rule
+from .rule import Dim, LocalCall, OpRule, rule, whole_rule
 
 _EACH = (frozenset({0}), frozenset({1}))
 LINEAR, MATMUL_ADD = "fused.linear", "fused.matmul_add"
@@ -97,3 +104,36 @@ def einsum(call: OpCall) -> OpRule:
 def _contraction(local: LocalCall) -> relax.Expr:
     args = [relax.op.astype(arg, "float32") for arg in local.args] if local.wide else list(local.args)
     return relax.op.einsum(args, local.call.attr("subscripts"))
+
+
+FFT = "mesh.fft"
+
+
+def fft_call(
+    x: relax.Expr, kind: str, dims: Sequence[int], normalization: int, option: int, shape: Sequence[int]
+) -> relax.Call:
+    """A transform along `dims`, counted from the front; the result has this shape."""
+    text = relax.StringImm(json.dumps([kind, list(dims), normalization, option]))
+    return relax.op.call_pure_packed(FFT, x, text, sinfo_args=[relax.TensorStructInfo(shape, x.struct_info.dtype)])
+
+
+def fft_arguments(call: OpCall) -> tuple[str, list[int], int, int]:
+    """The kind, the dims, the normalization and the option."""
+    kind, dims, normalization, option = json.loads(call.literals[-1])
+    return kind, dims, normalization, option
+
+
+@rule(FFT)
+def fft(call: OpCall) -> OpRule:
+    """All dims but those that are transformed are independent."""
+    kind, dims, _, _ = fft_arguments(call)
+    count = call.inputs[0].ndim - (kind != "r2c")
+    kept: tuple[Dim, ...] = tuple(None if d in dims else f"d{d}" for d in range(count))
+    pair: tuple[Dim, ...] = (None,)
+    given, made = (kept + pair * (kind != "r2c"), kept + pair * (kind != "c2r"))
+    return OpRule((given,), (made,), linear=(frozenset({0}),), localize=_local)
+
+
+def _local(local: LocalCall) -> relax.Expr:
+    info = relax.TensorStructInfo(local.out_tiles[0], local.dtypes[0])
+    return relax.op.call_pure_packed(FFT, *local.args, local.call.expr.args[-1], sinfo_args=[info])

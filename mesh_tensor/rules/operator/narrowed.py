@@ -14,8 +14,7 @@ from mesh_tensor.base.errors import refuse
 from .call import OpCall, tensor_type
 from .call_text import info_of
 from .elementwise import dims_of
-from .rule import LocalCall, OpRule
-from .table import rule
+from .rule import LocalCall, OpRule, rule
 
 NARROWED = "mesh.narrowed"
 

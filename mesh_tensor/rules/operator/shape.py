@@ -9,8 +9,7 @@ from tvm import relax
 
 from .call import OpCall
 from .elementwise import broadcast_dims, dims_of
-from .rule import Dim, LocalCall, OpRule
-from .table import rule, whole_rule
+from .rule import Dim, LocalCall, OpRule, rule, whole_rule
 
 _ALL = (frozenset({0}),)
 

@@ -12,8 +12,7 @@ from mesh_tensor.base.window import Reach, Reaches
 
 from .call import OpCall
 from .elementwise import dims_of
-from .rule import Dim, LocalCall, Localizer, OpRule
-from .table import rule, whole_rule
+from .rule import Dim, LocalCall, Localizer, OpRule, rule, whole_rule
 
 #: Puts tiles side by side that are as long as the result's, each with its elements where they stand there.
 JOIN = "mesh.local_join"

@@ -19,8 +19,7 @@ from mesh_tensor.base.optimizer import MASTER, Optimizer
 from .call import OpCall, tensor_type
 from .call_text import dumps, info_of, loads
 from .elementwise import dims_of
-from .rule import LocalCall, OpRule
-from .table import rule
+from .rule import LocalCall, OpRule, rule
 
 UPDATE = "mesh.update"
 UPDATE_IN_PLACE = "fused.update_in_place"  # the same, whose results have the memory of the parameter and its slots

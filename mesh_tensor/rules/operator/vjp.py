@@ -23,8 +23,7 @@ from mesh_tensor.base.errors import MeshTensorError, refuse
 
 from .call import OpCall, op_call
 from .call_text import dumps, expression_text, info_of, loads, read_expression, type_of, type_text
-from .rule import Dim, LocalCall, OpRule, atoms_of
-from .table import rule, rule_of
+from .rule import Dim, LocalCall, OpRule, atoms_of, rule, rule_of
 
 VJP = "mesh.vjp"
 _LEAST_EPSILON = 1e-12  # its third power of an inverse root is finite in float32

@@ -20,8 +20,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 
 from . import actions
-from .peers import HOST, as_torch, as_tvm
-from .processes import POOL, WorkerProcesses
+from .peers import HOST, POOL, WorkerProcesses, as_torch, as_tvm
 
 _GRACE = 3.0  # seconds for workers to find out that another one failed
 _PAUSE = 2e-4  # seconds by which looks for answers get further apart, ...

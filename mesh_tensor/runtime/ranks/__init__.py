@@ -13,8 +13,7 @@ from .dtensor import (
     to_placements,
 )
 from .ranks import are_current, named, ranks_of
-from .redistribution import redistribute
-from .resume import resume
+from .redistribution import redistribute, resume
 
 __all__ = [
     "are_current",

@@ -20,14 +20,12 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.placement import of_torch
 from mesh_tensor.base.reductions import PARTIAL_OPS
 from mesh_tensor.base.sharding import Placement, Replicate, Shard, Sharding, ceildiv
-from mesh_tensor.runtime.ambient import undisturbed
+from mesh_tensor.runtime.ambient import undisturbed, why_not_plain
 from mesh_tensor.runtime.placement import layout_of
-from mesh_tensor.runtime.plain_tensors import why_not_plain
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, of_tiles
 
-from .agree import agree, digest_of
 from .carriers import MOVED
-from .faults import Faults
+from .faults import Faults, agree, digest_of
 from .ranks import Ranks, named, ranks_of
 
 if TYPE_CHECKING:

@@ -6,16 +6,23 @@ nothing has ended, hangs, or is somewhere else.
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import re
-from collections.abc import Sequence
+import struct
+from collections.abc import Mapping, Sequence
+from importlib import metadata
 from typing import Any, NoReturn
+
+from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.steps import Step
 
 from .calls import Calls, begin_alike, indented
-from .lane import Lane
+from .lane import AGREEMENT, Lane
 from .ranks import Ranks
 
 _SILENT = "has ended, hangs, or is not in this collective"
@@ -102,3 +109,147 @@ def _reason(error: BaseException) -> str:
     """What an error says, on one line, without where in gloo's source that was and gloo's advice."""
     line = (str(error).strip().splitlines() or [""])[0]
     return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", line).split(" This is typically caused by", 1)[0]
+
+
+_SUMMARY = struct.Struct(">32sQ")  # of what a rank has to say: its digest, and its length
+
+
+def program_facts(program: Program, target: str, overlap: str | int) -> dict[str, str]:
+    """All of a program that has to be the same on every rank, by topic, as text."""
+    values = program.values.values()
+    steps = [f"{step.words}: {step.uses}, {step.writes}" for step in program.steps]
+    ops = [str(step.call.expr) for step in program.ops]
+    kernels = [_text(step.func) for step in program.kernels]
+    return {
+        "version of mesh_tensor": _version(),
+        "kernel": program.name,
+        "mesh": str(program.mesh),
+        "shapes": ", ".join(f"{value.name} {value.shape}" for value in values),
+        "dtypes": ", ".join(f"{value.name} {value.dtype}" for value in values),
+        "layouts": ", ".join(f"{value.name} '{value.sharding}'" for value in values),
+        "target": target,
+        "overlap": str(overlap),
+        "steps": f"digest {_digest(chr(10).join([*steps, *ops, *kernels]))[:12]}",
+    }
+
+
+def agree(ranks: Ranks, faults: Faults, facts: Mapping[str, str], refusal: str = "", fix: str = "") -> None:
+    """Return if all ranks have the same facts; else raise the same MeshTensorError on all of them.
+
+    A rank that can't run the call takes part with its `refusal`: it returns, the others raise. `fix` adds to the way
+    out. Ranks that talk for the first time do so over their own group, which notices at once that a rank has ended."""
+    lane = ranks.calls.lane()
+    lane.run(AGREEMENT)
+    try:
+        met = ranks.meet()
+        gather = ranks.calls.gather if met else ranks.say
+        if not met:
+            facts = {**facts, "ranks of the mesh": str([ranks.place(rank) for rank in range(ranks.mesh.num_devices)])}
+        mine = json.dumps([dict(facts), refusal]).encode()
+        summary = _SUMMARY.pack(hashlib.sha256(mine).digest(), len(mine))
+        summaries = [_SUMMARY.unpack(words) for words in gather(summary)]
+        if met and len({digest for digest, _ in summaries}) == 1 and not refusal:
+            return
+        longest = max(length for _, length in summaries)
+        everything = [json.loads(words) for words in gather(mine.ljust(longest))]
+    except RuntimeError as error:
+        faults.blame(error, f"the agreement on what to run{_asked(facts)}", range(ranks.mesh.num_devices))
+    lane.said = True  # all have heard
+    if refusal:
+        return
+    by_rank = dict(sorted((ranks.place(rank), found) for rank, found in enumerate(everything)))
+    refused = [f"rank {rank} refused the call: {_facts_in(text)}" for rank, (_, text) in by_rank.items() if text]
+    refuse(
+        refused
+        or _differences({rank: found for rank, (found, _) in by_rank.items()})
+        or "ranks call on different meshes of the same ranks",
+        where=f"call of kernel {facts.get('kernel', '')!r} on {ranks.mesh}",
+        why="all ranks of a mesh have to run the same steps",
+        fix=f"compile the same kernel on every rank, and pass tensors of the same global shapes and dtypes{fix}",
+    )
+
+
+def anywhere(ranks: Ranks, faults: Faults, flags: Sequence[bool]) -> list[bool]:
+    """Flag by flag, whether it is set on any rank. Part of a call that all ranks make."""
+    try:
+        found = ranks.calls.gather(bytes(flags))
+    except RuntimeError as error:
+        faults.blame(error, "the ranks' flags", range(ranks.mesh.num_devices))
+    return [any(column) for column in zip(*found, strict=True)]
+
+
+def settle(ranks: Ranks, faults: Faults, words: str) -> dict[int, str]:
+    """What each rank has to say, by its number, if any has. Part of a call that all ranks make."""
+    sent = words.encode()
+    try:
+        sizes = [int.from_bytes(said, "little") for said in ranks.calls.gather(len(sent).to_bytes(8, "little"))]
+        texts = ranks.calls.gather(sent.ljust(max(sizes))) if any(sizes) else []
+    except RuntimeError as error:
+        faults.blame(error, "what each rank says of its part", range(ranks.mesh.num_devices))
+    said = {
+        ranks.place(rank): text[:size].decode() for rank, (text, size) in enumerate(zip(texts, sizes, strict=False))
+    }
+    return {rank: said[rank] for rank in sorted(said) if said[rank]}
+
+
+def heard_by_all(ranks: Ranks) -> None:
+    """All ranks are about to raise the same, and nothing is under way: they can go on with the next call."""
+    lane = ranks.calls.lane()
+    lane.said, lane.opened = True, 0
+
+
+def digest_of(facts: Mapping[str, str]) -> int:
+    """A number that tells what is sent for one run from what is sent for another."""
+    return int(_digest(json.dumps(dict(facts), sort_keys=True))[:8], 16)
+
+
+def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """Per topic on which ranks differ: who has what."""
+    found = []
+    for topic in dict.fromkeys(topic for mine in facts.values() for topic in mine):
+        ranks_with: dict[str, list[int]] = {}
+        for rank, mine in facts.items():
+            ranks_with.setdefault(mine.get(topic, "none"), []).append(rank)
+        if len(ranks_with) > 1:
+            sides = [f"{_named(ranks)}: {_short(text)}" for text, ranks in ranks_with.items()]
+            found.append(f"{topic} differ between ranks: {'; '.join(sides)}")
+    return found
+
+
+def _facts_in(refusal: str) -> str:
+    """What was wrong, of a MeshTensorError's message, on one line."""
+    lines = [line.strip() for line in refusal.splitlines()]
+    end = next((i for i, line in enumerate(lines) if line.startswith(("where: ", "why: ", "fix: "))), len(lines))
+    facts = lines[:end] if end < 2 else lines[1:end]
+    return "; ".join(fact.removeprefix("- ") for fact in facts)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 300 else f"digest {_digest(text)[:12]}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _asked(facts: Mapping[str, str]) -> str:
+    """What a rank is about to run, for those that are not."""
+    asked = [facts[topic] for topic in ("shapes", "layouts of the arguments", "redistributions") if facts.get(topic)]
+    return f" ({_short('; '.join(asked))})" if asked else ""
+
+
+@functools.lru_cache(maxsize=256)
+def _text(func: tirx.PrimFunc) -> str:
+    return func.script(show_meta=True)
+
+
+@functools.cache
+def _version() -> str:
+    try:
+        return metadata.version("mesh-tensor")
+    except metadata.PackageNotFoundError:
+        return "not installed"

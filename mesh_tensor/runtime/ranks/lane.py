@@ -1,5 +1,5 @@
-"""Lane: the calls of one thread on a mesh, and the tags of what they send. Wire: what brings tagged bytes from one
-rank of a mesh to another."""
+"""Lane: the calls of one thread on a mesh, and the tags of what they send. Wire: what brings tagged bytes from one rank
+of a mesh to another, and how fast. The watch: one thread that looks again and again whether a call waits too long."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ import contextlib
 import json
 import math
 import os
+import socket
 import threading
+import time
 from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.machine_presets import CPU, CPU_TO_SPARE
 
 if TYPE_CHECKING:
     from .calls import Calls
+
 
 _MASK = (1 << 30) - 1
 _ODD = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35  # spread what is added to a tag over all its bits
@@ -201,3 +208,66 @@ def said_timeout() -> timedelta | None:
             fix="set it to a number like 60, or leave it out: then it is the default process group's timeout",
         )
     return timedelta(seconds=seconds)
+
+
+_TICK = 0.05  # seconds between two looks
+_watched: WeakSet[Calls] = WeakSet()
+_lock = threading.Lock()
+_stop = threading.Event()
+_thread: list[threading.Thread] = []
+
+
+def watch(calls: Calls) -> None:
+    """Look after these calls, too, for as long as they are there."""
+    with _lock:
+        _watched.add(calls)
+        if not (_thread and _thread[0].is_alive()):
+            _stop.clear()
+            _thread[:] = [threading.Thread(target=_run, name="mesh_tensor watch", daemon=True)]
+            _thread[0].start()
+
+
+def end_watch() -> None:
+    """Watch no longer; return when the thread has ended."""
+    with _lock:
+        _stop.set()
+        ending = list(_thread)
+        _thread.clear()
+    for thread in ending:
+        thread.join(5)
+
+
+def _run() -> None:
+    while not _stop.wait(_TICK):
+        with _lock:
+            watched = list(_watched)
+            if not watched:
+                _thread.clear()
+                return
+        for calls in watched:
+            calls.watch(time.monotonic())
+        del watched
+
+
+def place_here() -> bytes:
+    """This process's host and cores, for the other ranks."""
+    return json.dumps([socket.gethostname(), _cores()]).encode()
+
+
+def machine_of(places: Sequence[bytes]) -> Machine:
+    """The machine that CPU ranks are, of which each says its `place_here`."""
+    return CPU_TO_SPARE if _to_spare([json.loads(words) for words in places]) else CPU
+
+
+def _cores() -> list[int]:
+    """The cores that this process may use."""
+    everything = range(os.cpu_count() or 1)
+    return sorted(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else everything)
+
+
+def _to_spare(places: list[tuple[str, list[int]]]) -> bool:
+    """Whether every rank has two cores; `places` are the ranks' hosts, and the cores that each may use there."""
+    on_host: dict[str, list[list[int]]] = {}
+    for host, cores in places:
+        on_host.setdefault(host, []).append(cores)
+    return all(len(set().union(*ranks)) >= 2 * len(ranks) and min(map(len, ranks)) >= 2 for ranks in on_host.values())

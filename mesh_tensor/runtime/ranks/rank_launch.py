@@ -17,10 +17,10 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.program.program import Parameter, Program, Value
 from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step, WaitStep
 from mesh_tensor.program.verify import verify_collective
+from mesh_tensor.runtime.ambient import mark_written
 from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of
 from mesh_tensor.runtime.elementwise import clone, copy, fill
 from mesh_tensor.runtime.overwriting import copied
-from mesh_tensor.runtime.plain_tensors import mark_written
 from mesh_tensor.runtime.reshard import reshard_of
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 from mesh_tensor.targets.kernels import Target

@@ -20,9 +20,7 @@ from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 
 from .calls import Calls
-from .lane import GlooWire, StoreBoard, said_timeout
-from .rates import machine_of, place_here
-from .watch import end_watch, watch
+from .lane import GlooWire, StoreBoard, end_watch, machine_of, place_here, said_timeout, watch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -1,20 +1,23 @@
-"""redistribute: a tensor in another layout: MeshTensors in this process, DTensors on the ranks that hold them."""
+"""redistribute: a tensor in another layout: MeshTensors in this process, DTensors on the ranks that hold them. resume:
+ranks whose calls on a mesh have failed begin again."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.runtime.ambient import undisturbed
-from mesh_tensor.runtime.plain_tensors import why_not_plain
+from mesh_tensor.base.topology import Topology
+from mesh_tensor.runtime.ambient import undisturbed, why_not_plain
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, ShardingLike, as_sharding
 
-from .agree import agree, digest_of
 from .dtensor import (
     PART_FIX,
     as_dtensor,
@@ -26,14 +29,16 @@ from .dtensor import (
     mesh_of,
     moved_by_torch,
     part_problem,
+    to_placements,
 )
-from .faults import Faults
+from .faults import Faults, agree, digest_of
 from .lane import Lane
 from .plan import RankRedistribution
 from .rank_launch import Tiling
-from .ranks import Ranks, ranks_of
+from .ranks import Ranks, known_on, ranks_of
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
@@ -133,3 +138,83 @@ class _Changes:
 @lru_cache(maxsize=64)
 def _changes_on(ranks: Ranks, lane: Lane) -> _Changes:
     return _Changes(ranks, lane)
+
+
+@dataclass(eq=False, slots=True)  # not frozen: that would take most of the time of what every action makes
+class Part:
+    """This rank's part of a tensor of `shape` that lies in a layout which DTensors have."""
+
+    local: torch.Tensor
+    layout: Sharding
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensor's dtype."""
+        return self.local.dtype
+
+    def dtensor(self, device_mesh: DeviceMesh) -> DTensor:
+        """The DTensor of which it is a part."""
+        return as_dtensor(self.local, device_mesh, self.layout, self.shape)
+
+    def laid(self, layout: Sharding, device_mesh: DeviceMesh) -> Part:
+        """The part of the tensor in another layout: itself, where it lies so. All ranks of the mesh have to ask."""
+        if layout is self.layout or layout == self.layout or to_placements(layout) == to_placements(self.layout):
+            return self
+        return part_of(redistribute(self.dtensor(device_mesh), layout))
+
+
+def part_of(tensor: DTensor) -> Part:
+    """This rank's part of a DTensor."""
+    layout = from_placements(mesh_of(tensor.device_mesh), tensor.ndim, tensor.placements)
+    return Part(local_part(tensor), layout, tuple(tensor.shape))
+
+
+def rank_layout(layout: Sharding, shape: Sequence[int]) -> Sharding:
+    """The layout, or replicated where DTensors don't have it; of equal ones always the same object."""
+    return one_of(layout if lies_like_torch(layout, shape) else Sharding.of(layout.mesh, layout.ndim, {}))
+
+
+@lru_cache(maxsize=4096)
+def one_of(layout: Sharding) -> Sharding:
+    """The first of the layouts that are equal to this one."""
+    return layout
+
+
+def resume(mesh: Mesh | Mapping[str, int] | DeviceMesh | Topology) -> None:
+    """Make a mesh usable again on whose ranks a call has failed. All ranks have to call it, when none of them is in a
+    call on the mesh; it returns when all have.
+
+    What was under way is dropped, connections are new, and kernels agree anew on what to run. Values that a failed call
+    was updating in place are as that call left them.
+
+    Args:
+        mesh: the mesh of the kernels, or the DeviceMesh that they ran on; of a pipeline its topology.
+
+    Raises:
+        MeshTensorError: nothing ever ran on the mesh, or some rank doesn't call it in time.
+    """
+    given: Any = mesh
+    if isinstance(mesh, Topology):
+        found = _of_topology(mesh)
+    else:
+        found = known_on(None, given) if type(mesh).__name__ == "DeviceMesh" else known_on(Mesh(given), None)
+    if not found:
+        refuse(
+            "there is nothing to resume",
+            where=str(mesh),
+            why="no call has run on ranks of this mesh",
+            fix="pass the mesh of the kernels, or the DeviceMesh that they are called on; where the first call on it"
+            " has failed, destroy the process group and initialize it again, or start all ranks again",
+        )
+    for ranks in found:
+        ranks.calls.resume()
+
+
+def _of_topology(topology: Topology) -> list[Ranks]:
+    """All ranks as one mesh first, over which pipelines run, then the meshes that this rank is in."""
+    found = known_on(Mesh({"ranks": topology.num_devices}), None)
+    for name in topology:
+        places = list(topology.devices(name))
+        found += [ranks for ranks in known_on(topology[name], None) if list(ranks.calls.places) == places]
+    return list(dict.fromkeys(found))

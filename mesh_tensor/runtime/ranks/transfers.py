@@ -20,8 +20,8 @@ from mesh_tensor.redistribution.transfer import SMALL, TransferPlan
 from .calls import Calls, indented
 from .dtensor import lies_like_torch
 from .lane import Work
-from .parts import Part
 from .ranks import Ranks, ranks_of
+from .redistribution import Part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

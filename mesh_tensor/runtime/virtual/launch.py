@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from mesh_tensor.program.program import Parameter, Program
+from mesh_tensor.runtime.ambient import mark_written, overlaps
 from mesh_tensor.runtime.backend import Memory
 from mesh_tensor.runtime.elementwise import clone, copy
 from mesh_tensor.runtime.overwriting import copied
 from mesh_tensor.runtime.placement import Layout, Tiles
-from mesh_tensor.runtime.plain_tensors import mark_written, overlaps
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
 from mesh_tensor.targets.op_steps import has_own_memory

@@ -14,10 +14,9 @@ from typing import Any, NoReturn
 import torch
 
 from mesh_tensor.base.errors import refuse, shown
-from mesh_tensor.runtime.ambient import undisturbed
+from mesh_tensor.runtime.ambient import undisturbed, why_not_plain
 from mesh_tensor.runtime.elementwise import copy, each, fill
 from mesh_tensor.runtime.placement import Layout, Tiles, layout_of
-from mesh_tensor.runtime.plain_tensors import why_not_plain
 from mesh_tensor.targets.tile_memory import empty_tile
 
 _OPERANDS = "use numbers, and MeshTensors of one layout: mt.distribute(tensor, mesh, sharding) makes one"

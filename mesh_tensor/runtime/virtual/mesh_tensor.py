@@ -15,10 +15,9 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.redistribution.plan import RedistributionPlan
 from mesh_tensor.redistribution.transfer import SMALL, TransferPlan
-from mesh_tensor.runtime.ambient import undisturbed
+from mesh_tensor.runtime.ambient import undisturbed, why_not_plain
 from mesh_tensor.runtime.elementwise import copy
 from mesh_tensor.runtime.placement import Layout, layout_of
-from mesh_tensor.runtime.plain_tensors import why_not_plain
 from mesh_tensor.runtime.reshard import reshard_of
 from mesh_tensor.targets.dtypes import dtype_name
 

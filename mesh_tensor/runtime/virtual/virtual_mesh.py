@@ -14,10 +14,9 @@ from mesh_tensor.program.program import Program, Value
 from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step, WaitStep
 from mesh_tensor.program.verify import verify_collective
 from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of
-from mesh_tensor.runtime.elementwise import clone
+from mesh_tensor.runtime.elementwise import clone, device_threads
 from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.reshard import Tiles, reshard_of
-from mesh_tensor.runtime.threads import device_threads
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
 from mesh_tensor.targets.op_steps import Section, differs_by_rank, in_sections, recorded_pairs, tile_functions

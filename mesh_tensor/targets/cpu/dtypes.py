@@ -11,8 +11,7 @@ from tvm import ir, tirx
 
 from mesh_tensor.base.dtypes import extreme, numpy_dtype
 from mesh_tensor.base.errors import listing, refuse
-from mesh_tensor.tir.effects import op_name
-from mesh_tensor.tir.intrinsics import INTRINSICS
+from mesh_tensor.tir.effects import INTRINSICS, op_name
 
 from .exprs import (
     BINARY,

@@ -19,8 +19,7 @@ from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.rewrite import block_like
 from mesh_tensor.tir.tile_ops import Copy, Gemm, Region, TileOp, parse_tile_op
 
-from .bounds import Bounds
-from .exprs import is_pure_index, seq
+from .exprs import Bounds, is_pure_index, seq
 
 
 def gemms_in_place(func: tirx.PrimFunc) -> tirx.PrimFunc:

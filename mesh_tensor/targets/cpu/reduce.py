@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 
 from mesh_tensor.base.machine_presets import CPU
-from mesh_tensor.tir.constants import neutral_element
+from mesh_tensor.tir.rewrite import neutral_element
 from mesh_tensor.tir.tile_ops import Reduce
 
-from .bounds import Bounds
 from .dtypes import compute_dtype
-from .exprs import all_of, cast, combine, const, if_then, loop_nest, seq, temporary
+from .exprs import Bounds, all_of, cast, combine, const, if_then, loop_nest, seq, temporary
 
 LANES = CPU.tuning.totals
 """How many totals a reduction along the last dim keeps: a power of 2."""

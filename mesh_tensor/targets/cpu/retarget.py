@@ -16,14 +16,13 @@ from typing import Any, NoReturn
 from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.tir.compound_ops import parts_of
 from mesh_tensor.tir.effects import FIX, FROM, changes_nothing, op_name, refuse_thread_groups
 from mesh_tensor.tir.nodes import function_name
+from mesh_tensor.tir.reducers import parts_of
 from mesh_tensor.tir.tile_ops import Region, TileOp, parse_tile_op
 from mesh_tensor.tir.user_reports import assert_call, is_print, print_call, without_thread_tests
 
-from .bounds import Bounds
-from .exprs import all_of, const, if_then, is_pure_index, map_children, report_statements, seq
+from .exprs import Bounds, all_of, const, if_then, is_pure_index, map_children, report_statements, seq
 from .fuse import fuse_loops
 from .lanes import step_by_lanes
 from .tile_ops import TileOps, update_before_use
@@ -202,7 +201,7 @@ class _Retarget:
         if parts is not None:
             return self._stmt(parts)
         return self._refuse(
-            f"{_spelling(name) or type(stmt.value).__name__} can't run on a CPU",
+            f"{('T.' + name.rpartition('.')[2] if name else '') or type(stmt.value).__name__} can't run on a CPU",
             "it is no tile operation that the re-targeting pass knows",
             'write it with loops, T.copy and stores, or use target="cuda"',
         )
@@ -274,7 +273,3 @@ def _is_grid(stmt: tirx.Stmt) -> bool:
 
 def _always(predicate: object) -> bool:
     return isinstance(predicate, tirx.IntImm) and predicate.value == 1
-
-
-def _spelling(name: str) -> str:
-    return "T." + name.rpartition(".")[2] if name else ""

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.tir.constants import neutral_element
 from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.memory import strides_of
 from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.rewrite import neutral_element
 from mesh_tensor.tir.tile_ops import (
     Atomic,
     Copy,
@@ -29,9 +29,9 @@ from mesh_tensor.tir.tile_ops import (
     parse_previous,
 )
 
-from .bounds import Bounds
 from .dtypes import compute_dtype
 from .exprs import (
+    Bounds,
     LoopRange,
     all_of,
     cast,

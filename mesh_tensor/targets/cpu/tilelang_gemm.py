@@ -15,7 +15,7 @@ from tvm.target import Target
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.tir.memory import strides_of
 
-from .compiler import NO_RED_ZONE
+from .build import NO_RED_ZONE
 from .exprs import cast
 
 _FOLDER = Path(__file__).parent / "csrc"

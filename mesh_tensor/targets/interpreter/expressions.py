@@ -11,7 +11,7 @@ from tvm import ir, tirx
 
 from mesh_tensor.base.dtypes import numpy_dtype
 from mesh_tensor.base.errors import MeshTensorError
-from mesh_tensor.tir.intrinsics import INTRINSICS
+from mesh_tensor.tir.effects import INTRINSICS
 from mesh_tensor.tir.tile_ops import Atomic, parse_previous
 
 from .access import BufferAccess

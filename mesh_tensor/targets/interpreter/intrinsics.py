@@ -13,7 +13,7 @@ import torch
 
 from mesh_tensor.base.dtypes import extreme, numpy_dtype, poison_value
 from mesh_tensor.base.reductions import REDUCTIONS
-from mesh_tensor.tir.intrinsics import INTRINSICS
+from mesh_tensor.tir.effects import INTRINSICS
 
 Function = Callable[..., Any]
 

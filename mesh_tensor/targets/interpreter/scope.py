@@ -1,4 +1,5 @@
-"""What the names of a function mean while it is compiled into closures.
+"""What the names of a function mean while it is compiled into closures; and sequences of actions, which may leave
+loops early.
 
 A compiled closure takes a *frame*: a list with one slot per variable and buffer, made anew for every run, so that one
 compiled function can run in several threads. Slot MASK holds which lanes are active (None: all).
@@ -178,3 +179,53 @@ def _view(
         raise MeshTensorError(f"{name} has {reach} elements of {dtype}, more than {array.nbytes} bytes hold")
     flat = array.reshape(-1).view(np.uint8)[: reach * dtype.itemsize].view(dtype)
     return np.lib.stride_tricks.as_strided(flat, shape, [step * dtype.itemsize for step in steps])
+
+
+class Break(Exception):
+    """Leaves the innermost loop."""
+
+
+class Continue(Exception):
+    """Goes on with the innermost loop's next iteration."""
+
+
+class Return(Exception):
+    """Ends the program."""
+
+
+def in_turn(actions: Sequence[Action]) -> Action:
+    """The actions, one after the other."""
+    if len(actions) == 1:
+        return actions[0]
+
+    def run(frame: Frame) -> None:
+        for action in actions:
+            action(frame)
+
+    return run
+
+
+def nothing(frame: Frame) -> None:
+    """The action of statements without effect."""
+
+
+def jump(signal: type[Exception], scope: Scope) -> Action:
+    """An action that raises `signal`, for the loop around it to catch."""
+    scope.jumps = True
+
+    def run(frame: Frame) -> None:
+        raise signal
+
+    return run
+
+
+def until(signal: type[Exception], action: Action) -> Action:
+    """`action`, which ends without more ado when `signal` is raised."""
+
+    def run(frame: Frame) -> None:
+        try:
+            action(frame)
+        except signal:
+            return
+
+    return run

@@ -15,19 +15,33 @@ from tvm import tirx
 from mesh_tensor.base.dtypes import numpy_dtype
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.targets.reports import tell
-from mesh_tensor.tir.compound_ops import parts_of
 from mesh_tensor.tir.effects import changes_nothing, op_name
 from mesh_tensor.tir.nodes import loads
+from mesh_tensor.tir.reducers import parts_of
 from mesh_tensor.tir.tile_ops import Atomic, parse_previous, parse_tile_op
 from mesh_tensor.tir.user_reports import assert_call, is_print, print_call, report_of, without_thread_tests
 
 from .access import BufferAccess
-from .control import Break, Continue, Return, in_turn, jump, nothing, until
 from .expressions import compile_expr, under_mask
 from .independence import lanes_of
 from .intrinsics import UFUNCS, convert, poisoned
 from .nest import is_element_update
-from .scope import MASK, Action, Code, Frame, Lane, Scope, constant
+from .scope import (
+    MASK,
+    Action,
+    Break,
+    Code,
+    Continue,
+    Frame,
+    Lane,
+    Return,
+    Scope,
+    constant,
+    in_turn,
+    jump,
+    nothing,
+    until,
+)
 from .tiles import compile_tile_op
 
 _JUMPS = {

@@ -14,9 +14,9 @@ from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.reductions import neutral, reduction
 from mesh_tensor.tir.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Region, Scan, TileOp, Transpose, deeper
 
+from .access import box_view, read_box, write_box
 from .expressions import compile_expr
 from .intrinsics import UFUNCS, assign, convert, wide
-from .memory import box_view, read_box, write_box
 from .scope import Action, Code, Frame, Scope, Storage, constant
 
 

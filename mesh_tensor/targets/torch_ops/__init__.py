@@ -1,10 +1,8 @@
 """Relax operators as torch functions: one table, its entries by family."""
 
 from . import (  # noqa: F401  (they fill the table)
-    aten,
     conv,
     create,
-    dropout,
     elementwise,
     index,
     linear_algebra,

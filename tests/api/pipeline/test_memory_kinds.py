@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mesh_tensor as mt
-from mesh_tensor.runtime import memory_kinds
+from mesh_tensor.runtime import backend as memory_kinds
 from tests.api.pipeline.models import chain
 
 TOPOLOGY = {"m0": {"d": 2}, "m1": {"d": 1}}

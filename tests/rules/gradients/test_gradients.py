@@ -13,7 +13,7 @@ from mesh_tensor.plan.gradient import gradient_function
 from mesh_tensor.rules.gradients import has_gradient, stops_gradients
 from mesh_tensor.rules.operator import rule_of
 from mesh_tensor.rules.operator.call import op_call, operator_name
-from mesh_tensor.rules.operator.table import _RULES as rules
+from mesh_tensor.rules.operator.rule import _RULES as rules
 from mesh_tensor.rules.operator.vjp import VJP
 from mesh_tensor.runtime.sequential import run_sequential
 from mesh_tensor.targets.torch_ops import torch_function

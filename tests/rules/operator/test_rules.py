@@ -9,7 +9,7 @@ from tvm import relax
 
 from mesh_tensor.rules.operator import OpRule, rule_of
 from mesh_tensor.rules.operator.call import op_call, operator_name
-from mesh_tensor.rules.operator.table import _RULES as rules
+from mesh_tensor.rules.operator.rule import _RULES as rules
 from mesh_tensor.targets.torch_ops import torch_function
 from mesh_tensor.targets.torch_ops.table import _MAKERS as torch_functions
 

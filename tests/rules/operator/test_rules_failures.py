@@ -9,7 +9,7 @@ from tvm import relax, tirx
 from mesh_tensor import MeshTensorError
 from mesh_tensor.rules.operator import OpRule, has_rule, rule_of
 from mesh_tensor.rules.operator.call import op_call
-from mesh_tensor.rules.operator.table import _check, whole_rule
+from mesh_tensor.rules.operator.rule import _check, whole_rule
 
 op = relax.op
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import mesh_tensor as mt
 from kernels.matmul import matmul
-from mesh_tensor.runtime.ranks import agree
+from mesh_tensor.runtime.ranks import faults
 from mesh_tensor.runtime.ranks.ranks import ranks_of
 
 from .fault_bodies import assert_usable, k_split
@@ -32,7 +32,7 @@ def different_dtypes(rank):
 def different_versions(rank):
     """Rank 1 runs another mesh_tensor."""
     if rank == 1:
-        agree._version = lambda: "99.0"
+        faults._version = lambda: "99.0"
     return first_call(matmul_kernel())
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import distribute_tensor
 from mesh_tensor import Mesh, Partial, Replicate, Shard, Sharding, annotate
 from mesh_tensor import compile as compile_kernel
 from mesh_tensor.runtime.placement import layout_of
-from mesh_tensor.runtime.ranks import chunked, exchange, plan, ranks_of
+from mesh_tensor.runtime.ranks import exchange, plan, ranks_of
 from mesh_tensor.runtime.ranks.plan import plan_exchange
 from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.reshard import reshard_of
@@ -93,7 +93,7 @@ def all_dtypes_and_ops(rank: int, sizes: dict[str, int]) -> None:
 def large_ones(rank: int, sizes: dict[str, int]) -> None:
     """All-reduces by chunks, gathers without packing: chosen for large tensors, forced here on small ones."""
     plan._IN_CHUNKS_FROM = exchange._ROTATE_FROM = 0
-    chunked.SEGMENT = 24  # bytes: several segments, the last one shorter
+    plan.SEGMENT = 24  # bytes: several segments, the last one shorter
     all_pairs(rank, sizes)
     ranks = in_a_call(ranks_of(Mesh(sizes), None, "cpu"))
     for dtype in (torch.float16, torch.int16, torch.uint32):

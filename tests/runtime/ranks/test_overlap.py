@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from mesh_tensor.runtime.ranks.rates import _to_spare
+from mesh_tensor.runtime.ranks.lane import _to_spare
 
 from . import overlap_bodies as bodies
 from .launcher import run

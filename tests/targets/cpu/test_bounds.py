@@ -4,7 +4,7 @@ import tilelang.language as T
 import torch
 from tvm import tirx
 
-from mesh_tensor.targets.cpu.bounds import Bounds
+from mesh_tensor.targets.cpu.exprs import Bounds
 from mesh_tensor.targets.cpu.kernel import compile_for_cpu
 from mesh_tensor.tir.nodes import nodes
 

@@ -15,9 +15,9 @@ import torch
 
 from mesh_tensor.base.environment import CACHE_VARIABLE
 from mesh_tensor.targets.cpu import build as cpu_build
+from mesh_tensor.targets.cpu import build as cpu_compiler
 from mesh_tensor.targets.cpu import cache as cpu_cache
-from mesh_tensor.targets.cpu import compiler as cpu_compiler
-from mesh_tensor.targets.cpu.compiler import compiler_stamp
+from mesh_tensor.targets.cpu.build import compiler_stamp
 from mesh_tensor.targets.cpu.kernel import compile_for_cpu
 from tests.corrupt.mutations import mutated_bytes
 

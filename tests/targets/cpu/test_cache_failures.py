@@ -62,7 +62,7 @@ def test_a_full_cache(tmp_path, monkeypatch, fresh):
 
 
 def full_below(folder):
-    from mesh_tensor.targets.cpu.compiler import compile_library
+    from mesh_tensor.targets.cpu.build import compile_library
 
     def build(source, library):
         if folder in library.parents:

@@ -8,7 +8,7 @@ import tilelang.language as T
 import torch
 
 from mesh_tensor.targets.cpu import build as cpu_build
-from mesh_tensor.targets.cpu import compiler as cpu_compiler
+from mesh_tensor.targets.cpu import build as cpu_compiler
 
 SIZES = range(1, 101)
 

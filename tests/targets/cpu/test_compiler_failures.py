@@ -9,7 +9,7 @@ import pytest
 
 import mesh_tensor as mt
 from mesh_tensor.base.environment import CACHE_VARIABLE
-from mesh_tensor.targets.cpu import compiler as cpu_compiler
+from mesh_tensor.targets.cpu import build as cpu_compiler
 from mesh_tensor.targets.cpu.kernel import compile_for_cpu
 
 from .kernels import dynamic_scale

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from tvm import relax
 
-from mesh_tensor.rules.operator.fft import fft_call
-from mesh_tensor.rules.operator.linear_algebra import grouped_call
+from mesh_tensor.rules.operator.linear_algebra import fft_call, grouped_call
 
 from .cases import Case, assert_same, by_table, by_tvm, i, t
 

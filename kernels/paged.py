@@ -1,0 +1,95 @@
+"""Kernels that go where data says: attention to keys and values in pages, which a table names for every sequence; a
+histogram that is staged on chip."""
+
+import math
+
+import tilelang.language as T
+import torch
+
+
+def paged_attention(batch, heads, pages, table, dim, page=16, skip=False, dtype="float32"):
+    """The newest token's attention to the first `lengths[b]` positions of sequence b, whose keys and values are in
+    pages; `skip`: pages whose number is negative are left out."""
+    scale = math.log2(math.e) / math.sqrt(dim)
+
+    @T.prim_func
+    def paged_attention_kernel(
+        Q: T.Tensor((batch, heads, dim), dtype),
+        K: T.Tensor((pages, page, dim), dtype),
+        V: T.Tensor((pages, page, dim), dtype),
+        pages_of: T.Tensor((batch, table), "int32"),
+        lengths: T.Tensor((batch,), "int32"),
+        Out: T.Tensor((batch, heads, dim), dtype),
+    ):
+        with T.Kernel(batch, threads=128) as bz:
+            Q_shared = T.alloc_shared((heads, dim), dtype)
+            K_shared = T.alloc_shared((page, dim), dtype)
+            V_shared = T.alloc_shared((page, dim), dtype)
+            scores = T.alloc_fragment((heads, page), "float32")
+            out = T.alloc_fragment((heads, dim), "float32")
+            largest = T.alloc_fragment((heads,), "float32")
+            before = T.alloc_fragment((heads,), "float32")
+            rescale = T.alloc_fragment((heads,), "float32")
+            total = T.alloc_fragment((heads,), "float32")
+            sums = T.alloc_fragment((heads,), "float32")
+            T.copy(Q[bz, 0, 0], Q_shared)
+            T.clear(out)
+            T.clear(sums)
+            T.fill(largest, -T.infinity("float32"))
+            for k in T.Pipelined(T.ceildiv(lengths[bz], page), num_stages=2):
+                number = pages_of[bz, k]
+                if number >= 0 or not skip:
+                    T.copy(K[number, 0, 0], K_shared)
+                    T.clear(scores)
+                    T.gemm(Q_shared, K_shared, scores, transpose_B=True)
+                    for i, j in T.Parallel(heads, page):
+                        scores[i, j] = T.if_then_else(k * page + j < lengths[bz], scores[i, j], -T.infinity("float32"))
+                    T.copy(largest, before)
+                    T.reduce_max(scores, largest, dim=1, clear=False)
+                    for i in T.Parallel(heads):
+                        rescale[i] = T.exp2((before[i] - largest[i]) * scale)
+                    for i, j in T.Parallel(heads, page):
+                        scores[i, j] = T.exp2((scores[i, j] - largest[i]) * scale)
+                    T.reduce_sum(scores, total, dim=1)
+                    for i in T.Parallel(heads):
+                        sums[i] = sums[i] * rescale[i] + total[i]
+                    for i, j in T.Parallel(heads, dim):
+                        out[i, j] *= rescale[i]
+                    T.copy(V[number, 0, 0], V_shared)
+                    T.gemm(scores, V_shared, out)
+            for i, j in T.Parallel(heads, dim):
+                Out[bz, i, j] = out[i, j] / sums[i]
+
+    return paged_attention_kernel
+
+
+def paged_attention_reference(q, k, v, pages_of, lengths):
+    """The same with the pages of every sequence put together, in float64; a page that there is not is 0."""
+    rows = []
+    for query, numbers, length in zip(q.double(), pages_of, lengths, strict=True):
+        there = [n if 0 <= n < len(k) else None for n in numbers.tolist()]
+        keys, values = (
+            torch.cat([x.new_zeros(x.shape[1:]) if n is None else x[n] for n in there]).double()[:length]
+            for x in (k, v)
+        )
+        weights = (query @ keys.T / math.sqrt(q.shape[-1])).softmax(-1)
+        rows.append(weights @ values)
+    return torch.stack(rows).to(q.dtype)
+
+
+def staged_histogram(N, bins, parts=4):
+    """`counts[ids[n]] += 1`: every program counts its part on chip, and adds that to the result."""
+    length = -(-N // parts)
+
+    @T.prim_func
+    def staged_histogram_kernel(ids: T.Tensor((N,), "int32"), counts: T.Tensor((bins,), "int32")):
+        with T.Kernel(parts, threads=128) as bx:
+            own = T.alloc_shared((bins,), "int32")
+            T.clear(own)
+            for i in T.Parallel(length):
+                if bx * length + i < N:
+                    T.atomic_add(own[ids[bx * length + i]], 1)
+            for j in T.Parallel(bins):
+                T.atomic_add(counts[j], own[j])
+
+    return staged_histogram_kernel

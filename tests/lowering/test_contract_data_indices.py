@@ -1,0 +1,180 @@
+"""Clause 9: dims that loops walk and that data index besides, as the scores of which one is the label's."""
+
+import pytest
+import tilelang.language as T
+import torch
+import torch.nn.functional as F
+
+import mesh_tensor as mt
+from tests.other_machines import machine
+
+from .every_layout import check
+from .support import lowered, outline
+
+MESHES = [{"x": 3}, {"x": 2, "y": 2}]
+
+
+@pytest.fixture(autouse=True)
+def _no_start():
+    """Collectives start at once, so that small tensors are split."""
+    with machine(1):
+        yield
+
+
+def cross_entropy(rows=8, classes=12):
+    """The loss of each row with a label, by the label's own score, and its gradient."""
+
+    @T.prim_func
+    def kernel(
+        L: T.Tensor((rows, classes), "float32"),
+        Label: T.Tensor((rows,), "int32"),
+        Loss: T.Tensor((rows,), "float32"),
+        D: T.Tensor((rows, classes), "float32"),
+    ):
+        with T.Kernel(rows // 4, threads=32) as b:
+            scores = T.alloc_fragment((4, classes), "float32")
+            largest, total = T.alloc_fragment((4,), "float32"), T.alloc_fragment((4,), "float32")
+            T.copy(L[b * 4, 0], scores)
+            T.reduce_max(scores, largest, dim=1)
+            for i, j in T.Parallel(4, classes):
+                scores[i, j] = T.exp(scores[i, j] - largest[i])
+            T.reduce_sum(scores, total, dim=1)
+            for i in T.Parallel(4):
+                Loss[b * 4 + i] = T.if_then_else(
+                    Label[b * 4 + i] >= 0,
+                    T.log(total[i]) + largest[i] - L[b * 4 + i, T.max(Label[b * 4 + i], 0)],
+                    0.0,
+                )
+            for i, j in T.Parallel(4, classes):
+                D[b * 4 + i, j] = T.if_then_else(
+                    Label[b * 4 + i] >= 0, T.exp(L[b * 4 + i, j] - largest[i]) / total[i], 0.0
+                )
+            for i in T.Parallel(4):
+                if Label[b * 4 + i] >= 0:
+                    D[b * 4 + i, Label[b * 4 + i]] = D[b * 4 + i, Label[b * 4 + i]] - 1.0
+
+    return kernel
+
+
+def test_classes_that_are_split_take_three_numbers_a_row():
+    made = lowered(cross_entropy(), {"x": 2}, {"L": {"x": 1}, "D": {"x": 1}}, strict=True)
+    reduced = [step for step in outline(made) if step.startswith("all_reduce")]
+    assert len(reduced) == 3
+    assert not [step for step in outline(made) if step.startswith("all_gather")]
+
+
+def test_cross_entropy_in_every_layout():
+    scores = torch.randn(8, 12, requires_grad=True)
+    labels = torch.tensor([3, -1, 0, 11, 5, -1, 7, 7], dtype=torch.int32)
+    loss = F.cross_entropy(scores, labels.long(), ignore_index=-1, reduction="none")
+    loss.sum().backward()
+    check(cross_entropy(), [scores.detach(), labels], (loss.detach(), scores.grad), MESHES)
+
+
+def test_a_table_that_is_looked_up_and_measured():
+    """Rows that ids name, and the length of every row: with rows split, what was looked up is summed."""
+
+    @T.prim_func
+    def kernel(E: T.Tensor((12, 6)), Id: T.Tensor((5,), "int32"), Y: T.Tensor((5, 6)), N: T.Tensor((12,))):
+        with T.Kernel(1, threads=32):
+            for i, j in T.Parallel(5, 6):
+                Y[i, j] = E[Id[i], j] * 2.0
+            total = T.alloc_fragment((12,), "float32")
+            T.clear(total)
+            for j in T.serial(6):
+                for i in T.Parallel(12):
+                    total[i] += E[i, j] * E[i, j]
+            T.copy(total, N)
+
+    table, ids = torch.randn(12, 6), torch.randint(0, 12, (5,), dtype=torch.int32)
+    check(kernel, [table, ids], (table[ids.long()] * 2, (table * table).sum(1)), MESHES)
+    steps = outline(lowered(kernel, {"x": 3}, {"E": {"x": 0}, "N": {"x": 0}}, strict=True))
+    assert steps == ["kernel(E, Id, Y, N)", "all_reduce(Y, sum, x)"]
+
+
+def test_bins_that_start_at_zero():
+    @T.prim_func
+    def kernel(V: T.Tensor((20,), "int32"), H: T.Tensor((12,), "int32"), Twice: T.Tensor((12,), "int32")):
+        with T.Kernel(1, threads=32):
+            for i in T.Parallel(12):
+                H[i] = 0
+            for i in T.serial(20):
+                T.atomic_add(H[V[i]], 1)
+            for i in T.Parallel(12):
+                Twice[i] = H[i] * 2
+
+    values = torch.randint(0, 12, (20,), dtype=torch.int32)
+    counts = values.bincount(minlength=12).int()
+    check(kernel, [values], (counts, counts * 2), MESHES)
+    steps = outline(lowered(kernel, {"x": 3}, {"H": {"x": 0}, "Twice": {"x": 0}}, strict=True))
+    assert steps == ["kernel(V, H, Twice)"]
+
+
+def permuted():
+    """What is written goes where data say, from where the loop is."""
+
+    @T.prim_func
+    def kernel(P: T.Tensor((12,), "int32"), A: T.Tensor((12,), "float32"), Z: T.Tensor((12,), "float32")):
+        with T.Kernel(1, threads=32):
+            for i in T.Parallel(12):
+                Z[i] = A[i]
+            for i in T.serial(12):
+                Z[P[i]] += A[i]
+
+    return kernel, lambda p, a: a.clone().index_add_(0, p, a)
+
+
+def taken():
+    """What is read comes from where data say, to where the loop is."""
+
+    @T.prim_func
+    def kernel(P: T.Tensor((12,), "int32"), A: T.Tensor((12,), "float32"), Z: T.Tensor((12,), "float32")):
+        with T.Kernel(12, threads=32) as i:
+            Z[i] = A[i]
+            Z[i] = Z[i] + A[P[i]]
+
+    return kernel, lambda p, a: a + a[p]
+
+
+def taken_in_a_loop_over_it():
+    """What data say is taken once for every place of the dim itself."""
+
+    @T.prim_func
+    def kernel(P: T.Tensor((12,), "int32"), A: T.Tensor((12,), "float32"), Z: T.Tensor((12,), "float32")):
+        with T.Kernel(1, threads=32):
+            total = T.alloc_fragment((12,), "float32")
+            T.clear(total)
+            for i in T.serial(12):
+                total[0] += A[i]
+                for q in T.serial(12):
+                    total[q] += A[P[q]]
+            T.copy(total, Z)
+
+    return kernel, lambda p, a: 12 * a[p] + torch.cat([a.sum()[None], torch.zeros(11)])
+
+
+@pytest.mark.parametrize("case", [permuted, taken, taken_in_a_loop_over_it])
+def test_a_statement_that_walks_the_dim_is_not_where_data_say(case):
+    func, reference = case()
+    places, values = torch.randint(0, 12, (12,), dtype=torch.int32), torch.randn(12)
+    check(func, [places, values], reference(places.long(), values), [*MESHES, {"x": 4}])
+
+
+def test_a_maximum_with_what_was_looked_up():
+    """A running maximum is no sum of what one device has."""
+
+    @T.prim_func
+    def kernel(L: T.Tensor((8, 12)), Label: T.Tensor((8,), "int32"), M: T.Tensor((8,)), Y: T.Tensor((8,))):
+        with T.Kernel(8, threads=32) as b:
+            largest = T.alloc_var("float32")
+            largest = -1e30
+            for j in T.serial(12):
+                largest = T.max(largest, L[b, j])
+            M[b] = largest
+            Y[b] = T.max(largest, L[b, Label[b]] * 2.0)
+
+    scores, labels = torch.randn(8, 12), torch.randint(0, 12, (8,), dtype=torch.int32)
+    largest = scores.amax(1)
+    expected = largest, torch.maximum(largest, 2 * scores[torch.arange(8), labels.long()])
+    check(kernel, [scores, labels], expected, MESHES)
+    assert mt.sharding_rule(kernel).factors["m"] == "parallel"

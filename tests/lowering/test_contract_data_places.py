@@ -1,0 +1,241 @@
+"""Places that data names: pages of a table, bins on chip, slots that are bound to variables."""
+
+import pytest
+import tilelang.language as T
+import torch
+
+from kernels.paged import paged_attention, paged_attention_reference, staged_histogram
+from tests.other_machines import machine
+
+from .every_layout import check
+from .support import assert_right, lowered, only_kernel, outline, run, text
+
+PAGES = {"K": {"x": 0}, "V": {"x": 0}}
+TABLES = {
+    "inside": torch.tensor([[0, 6, 2], [5, 5, 1], [3, 4, 0]]).int(),
+    "outside": torch.tensor([[0, -1, 7], [6, -9, 100], [2, 4, -3]]).int(),
+}
+LENGTHS = torch.tensor([12, 5, 8]).int()
+
+
+def attention_inputs(table):
+    return [torch.randn(3, 2, 5), torch.randn(7, 4, 5), torch.randn(7, 4, 5), table, LENGTHS]
+
+
+@pytest.mark.parametrize(("table", "devices"), [("inside", 2), ("outside", 3)])
+def test_pages(table, devices):
+    """7 pages on 2 or 3 devices; what is no page is 0, on one of them."""
+    func, inputs = paged_attention(3, 2, 7, 3, 5, page=4), attention_inputs(TABLES[table])
+    steps = outline(lowered(func, {"x": devices}, PAGES, strict=True))
+    assert not [step for step in steps if step.startswith("all_gather(K")]
+    assert_right(func, {"x": devices}, PAGES, inputs, paged_attention_reference, rtol=1e-5, atol=1e-5)
+
+
+def test_a_device_walks_its_own_pages():
+    local = text(lowered(paged_attention(3, 2, 8, 3, 5, page=4), {"x": 2}, PAGES, strict=True).steps[0].func)
+    assert "7), 0) - x * 4 >= 0 and" in local
+    assert "one_iteration" not in local
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_bins_on_chip(devices):
+    ids, counts = torch.randint(0, 7, (37,)).int(), torch.randint(0, 9, (7,)).int()
+    func, bins = staged_histogram(37, 7), {"counts": {"x": 0}}
+    assert outline(lowered(func, {"x": devices}, bins, strict=True)) == ["kernel(ids, counts)"]
+    expected = counts + torch.bincount(ids, minlength=7).int()
+    assert torch.equal(run(func, {"x": devices}, bins, ids, counts), expected)
+
+
+def gathered(body, name="K"):
+    """What `body` makes, for every row, of the pages that a table names."""
+
+    @T.prim_func
+    def kernel(K: T.Tensor((7, 4, 5), "float32"), table: T.Tensor((3, 3), "int32"), Y: T.Tensor((3, 4, 5), "float32")):
+        with T.Kernel(3, threads=32) as bx:
+            page = T.alloc_shared((4, 5), "float32")
+            total = T.alloc_fragment((4, 5), "float32")
+            T.clear(total)
+            for k in T.serial(3):
+                body(K, table, page, total, bx, k)
+            T.copy(total, Y[bx, 0, 0])
+
+    return kernel
+
+
+def pages(k, table):
+    """The pages that the table names: 0 where there is none."""
+    inside = (table >= 0) & (table < 7)
+    return k[table.clamp(0, 6).long()] * inside[..., None, None]
+
+
+@T.macro
+def largest(K, table, page, total, bx, k):
+    T.copy(K[table[bx, k], 0, 0], page)
+    for i, j in T.Parallel(4, 5):
+        total[i, j] = T.max(total[i, j], page[i, j] - 1.0)
+
+
+@T.macro
+def under_a_condition(K, table, page, total, bx, k):
+    number = table[bx, k]
+    if number >= 0 and number < 7:
+        T.copy(K[number, 0, 0], page)
+        for i, j in T.Parallel(4, 5):
+            total[i, j] = T.max(total[i, j], page[i, j] - 1.0)
+
+
+@T.macro
+def by_elements(K, table, page, total, bx, k):
+    number = table[bx, k]
+    for i, j in T.Parallel(4, 5):
+        total[i, j] = T.max(total[i, j], K[number, i, j] * number)
+
+
+@T.macro
+def the_last(K, table, page, total, bx, k):
+    T.copy(K[table[bx, k], 0, 0], page)
+    for i, j in T.Parallel(4, 5):
+        total[i, j] = page[i, j]
+
+
+@T.macro
+def and_the_next(K, table, page, total, bx, k):
+    T.copy(K[table[bx, k], 0, 0], page)
+    for i, j in T.Parallel(4, 5):
+        total[i, j] = T.max(total[i, j], page[i, j] - K[table[bx, (k + 1) % 3], i, j])
+
+
+def _largest(k, table):
+    return (pages(k, table) - 1).amax(1).clamp(min=0)
+
+
+def _seen(k, table):
+    inside = ((table >= 0) & (table < 7))[..., None, None]
+    return torch.where(inside, pages(k, table) - 1, -torch.inf).amax(1).clamp(min=0)
+
+
+def _products(k, table):
+    return (pages(k, table) * table[..., None, None]).amax(1).clamp(min=0)
+
+
+@pytest.mark.parametrize(
+    ("body", "reference"),
+    [(largest, _largest), (under_a_condition, _seen), (by_elements, _products)],
+    ids=["copied", "under a condition", "loaded"],
+)
+def test_what_is_made_of_pages(body, reference):
+    k, table = torch.randn(7, 4, 5), TABLES["outside"]
+    with machine(1):
+        steps = outline(lowered(gathered(body), {"x": 2}, {"K": {"x": 0}}))
+        assert steps == ["kernel(K, table, Y)", "all_reduce(Y, max, x)"]
+        check(gathered(body), [k, table], reference(k, table), [{"x": 3}])
+
+
+def test_pages_are_gathered_where_parts_can_not_be_combined():
+    k, table = torch.randn(7, 4, 5), TABLES["outside"]
+    assert "all_gather(K, dim 0, x)" in outline(lowered(gathered(and_the_next), {"x": 2}, {"K": {"x": 0}}))
+    expected = (pages(k, table) - pages(k, table.roll(-1, 1))).amax(1).clamp(min=0)
+    check(gathered(and_the_next), [k, table], expected, [{"x": 2}])
+    check(gathered(the_last), [k, table], pages(k, table)[:, -1], [{"x": 2}])
+
+
+def counted(body):
+    """What `body` makes, on chip, of numbers that say where."""
+
+    @T.prim_func
+    def kernel(ids: T.Tensor((20,), "int32"), C: T.Tensor((7,), "float32"), out: T.Tensor((20,), "float32")):
+        with T.Kernel(1, threads=32):
+            own = T.alloc_shared((7,), "float32")
+            some = T.alloc_shared((5,), "int32")
+            T.clear(own)
+            T.clear(out)
+            for block in T.serial(4):
+                T.copy(ids[block * 5], some)
+                body(own, some, out, block)
+            T.copy(own, C)
+
+    return kernel
+
+
+@T.macro
+def staged(own, some, out, block):
+    for i in T.serial(5):
+        own[some[i]] += 1.0
+
+
+@T.macro
+def last_one(own, some, out, block):
+    for i in T.serial(5):
+        own[some[i]] = T.cast(block * 5 + i, "float32")
+
+
+@T.macro
+def neighbours_too(own, some, out, block):
+    for i in T.serial(5):
+        own[some[i]] += 1.0
+        own[(some[i] + 1) % 7] -= 0.5
+
+
+@T.macro
+def ranks(own, some, out, block):
+    for i in T.serial(5):
+        out[block * 5 + i] = own[some[i]]
+        own[some[i]] += 1.0
+
+
+@T.macro
+def changing_places(own, some, out, block):
+    for i in T.serial(5):
+        some[i] = (some[i] + 1) % 7
+        own[some[i]] += 1.0
+
+
+def _reference(name, ids):
+    own, seen = torch.zeros(7), torch.zeros(20)
+    for at, number in enumerate(ids.tolist()):
+        seen[at] = own[number] if name == "ranks" else 0
+        if name == "changing places":
+            number = (number + 1) % 7
+        own[number] = at if name == "last one" else own[number] + 1
+        if name == "neighbours too":
+            own[(number + 1) % 7] -= 0.5
+    return own, seen
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "is_split"),
+    [
+        ("staged", staged, True),
+        ("last one", last_one, True),
+        ("neighbours too", neighbours_too, False),
+        ("ranks", ranks, False),
+        ("changing places", changing_places, False),
+    ],
+)
+def test_bins_that_are_updated(name, body, is_split):
+    ids = torch.randint(0, 7, (20,)).int()
+    func = counted(body)
+    assert ("slice(C" in " ".join(outline(lowered(func, {"x": 2}, {"C": {"x": 0}})))) != is_split
+    got = run(func, {"x": 2}, {"C": {"x": 0}}, ids)
+    for value, expected in zip(got, _reference(name, ids), strict=True):
+        torch.testing.assert_close(value, expected)
+    check(func, [ids], list(_reference(name, ids)), [{"x": 3}])
+
+
+def test_slots_that_are_bound_to_a_variable():
+    """A cache's row that lies elsewhere is the other device's."""
+
+    @T.prim_func
+    def kernel(new: T.Tensor((6, 5), "float32"), slots: T.Tensor((6,), "int32"), cache: T.Tensor((7, 2, 5), "float32")):
+        with T.Kernel(6, threads=32) as t:
+            slot = slots[t]
+            if slot >= 0:
+                for j in T.Parallel(5):
+                    cache[slot // 2, slot % 2, j] = new[t, j]
+
+    new, slots, cache = torch.randn(6, 5), torch.tensor([3, 13, -1, 0, 8, 7]).int(), torch.randn(7, 2, 5)
+    expected = cache.clone().flatten(0, 1)
+    expected[slots[slots >= 0].long()] = new[slots >= 0]
+    rows = {"cache": {"x": 0}}
+    assert only_kernel(lowered(kernel, {"x": 2}, rows, strict=True)) is not None
+    torch.testing.assert_close(run(kernel, {"x": 2}, rows, new, slots, cache), expected.view(7, 2, 5))
