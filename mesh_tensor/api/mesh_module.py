@@ -20,6 +20,7 @@ from mesh_tensor.program.plan_module import ModulePlan, PlanOptions
 from mesh_tensor.program.program import Program
 from mesh_tensor.runtime.ambient import full_precision, undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleParam, ModuleSignature, bound, refuse_outside
+from mesh_tensor.runtime.overwriting import Leave
 from mesh_tensor.runtime.ranks import is_dtensor, ranks_of
 from mesh_tensor.runtime.ranks.dtensor import mesh_of
 from mesh_tensor.runtime.ranks.faults import Faults, agree
@@ -187,12 +188,13 @@ class MeshModule:
 
     @undisturbed
     def step(
-        self, tensors: Mapping[str, Any], state: Mapping[str, Any], watched: Collection[str] = ()
+        self, tensors: Mapping[str, Any], state: Mapping[str, Any], watched: Collection[str], leave: Leave
     ) -> tuple[Any, dict[str, Any], list[str]]:
         """The function's first result for these tensors; what replaces `state` (of `as_state`) in the next call; and
-        the names of the `watched` that hold NaN or infinity then, alike on all ranks."""
+        the names of the `watched` that hold NaN or infinity then, alike on all ranks. With `leave` it may be in the
+        memory of `state`, and is finite then."""
         return self._run(
-            tensors.values(), lambda: dict(tensors), lambda launch, given: launch.step(given, state, watched)
+            tensors.values(), lambda: dict(tensors), lambda launch, given: launch.step(given, state, watched, leave)
         )
 
     @undisturbed

@@ -12,13 +12,16 @@ import torch
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.importers.weight_files import StoredTensor
+from mesh_tensor.program.in_place import Overwritten
 from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.plan_module import ModulePlan
+from mesh_tensor.runtime.backend import Memory
 from mesh_tensor.runtime.elementwise import not_finite
+from mesh_tensor.runtime.overwriting import Leave, may_overwrite
 from mesh_tensor.runtime.ranks import is_dtensor, redistribute
 from mesh_tensor.runtime.ranks.dtensor import as_dtensor, lies_like_torch, local_part, to_placements
 from mesh_tensor.runtime.ranks.faults import Faults, agree, anywhere, digest_of, program_facts
-from mesh_tensor.runtime.ranks.rank_launch import RankLaunch, Tiling
+from mesh_tensor.runtime.ranks.rank_launch import RankLaunch, Tiling, tiling_of
 from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.ranks.redistribution import Part, one_of, rank_layout
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
@@ -157,11 +160,24 @@ class RankModuleLaunch:
         return self._leave(self._ports[self._inputs[name]], local, not full)
 
     def step(
-        self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor], watched: Collection[str]
+        self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor], watched: Collection[str], leave: Leave
     ) -> tuple[Any, dict[str, torch.Tensor], list[str]]:
         """As `ModuleLaunch.step`, of this rank's parts; what is not finite is the same on all ranks."""
-        made, kept = self._advanced(tensors, state)
+        values, others = self.plan.made.program.values, [self._result[0], *map(self.plan.state.get, watched)]
+        rest = [name for name in others if values[name].storage not in self._overwritten.storages]
+
+        def may(memory: Memory) -> bool:
+            def parts(name: str) -> list[torch.Tensor]:
+                return [tiling_of(values[name], self.ranks.rank).valid(memory.held[values[name].storage])]
+
+            sure = leave.given and may_overwrite(self._overwritten, rest, parts, lambda name: [memory.held[name]])
+            leave.used = not anywhere(self.ranks, self._faults, [not sure])[0]
+            return leave.used
+
+        made, kept = self._advanced(tensors, state, may)
         loss = self._tree(self._result[0], made, False)
+        if leave.used:
+            return loss, kept, []
         bad = not_finite({name: (kept[name],) for name in watched})
         found = anywhere(self.ranks, self._faults, [name in bad for name in watched])
         return loss, kept, [name for name, is_bad in zip(watched, found, strict=True) if is_bad]
@@ -170,18 +186,25 @@ class RankModuleLaunch:
         self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor]
     ) -> tuple[tuple[Any, ...], dict[str, torch.Tensor]]:
         """As `ModuleLaunch.advance`, of this rank's parts."""
-        made, kept = self._advanced(tensors, state)
+        made, kept = self._advanced(tensors, state, None)
         as_dtensors = any(is_dtensor(tensor) for tensor in tensors.values())
         return self._tree(self._result[: len(self._result) - len(kept)], made, as_dtensors), kept
 
+    @cached_property
+    def _overwritten(self) -> Overwritten:
+        return Overwritten.of(self.plan.made.program)
+
     def _advanced(
-        self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor]
+        self,
+        tensors: Mapping[str, Any],
+        state: Mapping[str, torch.Tensor],
+        leave: Callable[[Memory], bool] | None,
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """All values, and what replaces the state."""
         known = {**self._held, **{self._inputs[name]: tensor for name, tensor in state.items()}}
         known |= {self._inputs[name]: self._enter(name, tensor) for name, tensor in tensors.items()}
         self.lane.run(self._digest)
-        made = {**known, **self._run(known, {})}
+        made = {**known, **self._run(known, {}, leave=leave)}
         return made, {name: made[result] for name, result in self.plan.state.items()}
 
     def _weight(self, name: str, weights: HeldWeights) -> torch.Tensor:

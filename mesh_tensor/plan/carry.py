@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.sharding import Partial, Sharding
 from mesh_tensor.rules.operator.call import operator_name
+from mesh_tensor.rules.operator.narrowed import NARROWED
 from mesh_tensor.rules.operator.update import UPDATE
 
 from .atoms import Atoms, NodeRule
@@ -27,7 +28,8 @@ def find_carried(
     """The values that are handed on partial, each with a layout that says over which axes; and the decisions, of which
     some are others so that pending sums meet (see `_meeting`)."""
     uses = graph.uses()
-    widened = widened_values(graph, uses)
+    asked = {node.outputs[0] for node in graph.nodes if operator_name(node.call) == NARROWED}
+    widened = widened_values(graph, uses) | asked  # narrow sums that are added as they are, because somebody asked
     meeting = _meeting(graph, atoms, decisions, uses, widened, layouts.order)
     while True:
         tried = {**decisions, **meeting}
@@ -91,7 +93,7 @@ def _is_added(
     """Whether what the node gives is added to other pending sums, or is a gradient that an optimizer takes: there it is
     in the parameter's layout, and nothing but the optimizer waits for it."""
     users = [user for user, _ in uses.get(node.outputs[0], ())]
-    if any(operator_name(user.call) == UPDATE for user in users):
+    if any(operator_name(user.call) in (UPDATE, NARROWED) for user in users):
         return True
     return len(users) == 1 and (users[0] in found or _adds(users[0], atoms.rules[users[0]]))
 
@@ -229,7 +231,7 @@ def _keeps_wide(node: Node, widened: Collection[Value]) -> bool:
 
 
 def _widens(node: Node) -> bool:
-    """Whether the node makes float32 of fewer bits."""
-    return (
+    """Whether the node makes float32 of fewer bits, or is asked to add up what it is given with fewer."""
+    return operator_name(node.call) == NARROWED or (
         node.call.name == "astype" and node.inputs[0].type.dtype in NARROW and node.outputs[0].type.dtype == "float32"
     )

@@ -1,5 +1,6 @@
-"""Operators that torch has as one: products with a transposed matrix, and with a bias, and the gradient of a softmax.
-What lies between them is never made, unless others use it. A transpose that undoes another is what that was made of.
+"""Operators that torch has as one: products with a transposed matrix, and with a bias, and the gradients of a softmax
+and of its logarithm. What lies between them is never made, unless others use it. A transpose that undoes another is
+what that was made of.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.rules.operator.call import OpCall
 from mesh_tensor.rules.operator.linear_algebra import LINEAR, MATMUL_ADD
-from mesh_tensor.rules.operator.nn import SOFTMAX_GRADIENT
+from mesh_tensor.rules.operator.nn import LOG_SOFTMAX_BACKWARD, SOFTMAX_GRADIENT
 
 from .program import Value
 from .steps import OpStep, Step
@@ -53,6 +54,7 @@ class _Fuser:
                 if not self._undone(step, number):
                     step = self._with_bias(self._transposed(step, number), number, made)
                     step = self._softmax_gradient(step, number, made)
+                    step = self._log_softmax_backward(step, number, made)
                     self._made |= dict.fromkeys(step.results, _Made(step, number))
             made.append(step)
         return self._used(made)
@@ -129,6 +131,40 @@ class _Fuser:
         made of stays."""
         alone = all(self._uses[each.step.results[0]] == 1 and self._follows(each, number) for each in inner)
         return alone and all(self._stays(name, inner[0].at, number) for name in sources)
+
+    def _log_softmax_backward(self, step: OpStep, number: int, made: list[Step | None]) -> OpStep:
+        """d - exp(y) * (the sum of d along an axis), as one."""
+        if not _is_plain(step, "subtract") or len(step.args) != 2 or self._uses[step.args[1]] != 1:
+            return step
+        product = self._maker(step.args[1], "multiply")
+        if product is None or len(product.step.args) != 2:
+            return step
+        power, total = (self._maker(n, by) for n, by in zip(product.step.args, ("exp", "sum"), strict=True))
+        if power is None or total is None or not self._is_log_softmax_backward(step, product, power, total, number):
+            return step
+        (out,) = step.call.outputs
+        for inner in (product, power, total):
+            made[inner.at], self._uses[inner.step.results[0]] = None, 0
+        self._uses[step.args[0]] -= 1
+        call = OpCall(LOG_SOFTMAX_BACKWARD, total.step.call.expr, (out, out), (out,))
+        flops = step.flops + product.step.flops + power.step.flops + total.step.flops
+        return replace(step, call=call, args=(step.args[0], power.step.args[0]), flops=flops)
+
+    def _is_log_softmax_backward(self, step: OpStep, product: _Made, power: _Made, total: _Made, number: int) -> bool:
+        (out,), along = step.call.outputs, total.step.call
+        alike = {step.call.inputs[0], *product.step.call.outputs, *power.step.call.inputs, *along.inputs}
+        axis = along.attr("axis")
+        return (
+            alike == {out}
+            and out.dtype in ("float32", "float64")
+            and total.step.args == step.args[:1]
+            and bool(along.attr("keepdims"))
+            and axis is not None
+            and len(along.axes(axis)) == 1
+            and all(self._uses[name] == 1 for name in product.step.args)
+            and self._follows(power, number)
+            and self._follows(total, number)
+        )
 
     def _follows(self, inner: _Made, number: int) -> bool:
         """Whether there are only operators between the two steps."""

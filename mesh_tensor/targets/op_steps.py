@@ -76,7 +76,7 @@ class Section:
         dropped: list[str] = []
         now = peak = 0
         for line in self._lines:
-            new = {name: sizes[name] for name in line.results if name not in made}
+            new = {name: sizes[name] for name in line.results if name not in made and name not in line.args}
             made |= new
             now += sum(new.values())
             peak = max(peak, now)

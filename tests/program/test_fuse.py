@@ -135,3 +135,31 @@ def test_gradients_of_weights_come_in_the_order_of_the_weight():
         nn.functional.mse_loss(expected(x), y).backward()
         torch.optim.SGD(expected.parameters(), lr=1e-3).step()
         torch.testing.assert_close(run.state_dict()["weight"], expected.weight.detach())
+
+
+class Scored(nn.Module):
+    """log_softmax of a product, of which the gradient is taken along `dim`."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.dim, self.layer = dim, nn.Linear(6, 9)
+
+    def forward(self, x, target):
+        return (torch.log_softmax(self.layer(x), self.dim) * target).sum()
+
+
+@pytest.mark.parametrize("dim", [-1, 1, 0])
+@pytest.mark.parametrize("split", [{}, {"layer.weight": {"m": 0}, "layer.bias": {"m": 0}}, {"x": {"m": 0}}])
+def test_gradient_of_log_softmax(dim, split):
+    """One operator, unless what is summed is split."""
+    torch.manual_seed(0)
+    model, x, target = Scored(dim), torch.randn(4, 5, 6), torch.randn(4, 5, 9)
+    module = mt.gradient(mt.from_torch(torch.export.export(model, (x, target))))
+    run = mt.distribute_module(module.mod, {"m": 3}, split, weights=module.params, poison=True)
+    _, found = run(x, target)
+    expected = torch.autograd.grad(model(x, target), list(model.parameters()))
+    for gradient, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-5)
+    along = {0: "x", 2: "layer.weight"}.get(dim % 3)
+    names = [step.call.name for step in run.program.ops]
+    assert ("fused.log_softmax_backward" in names) == (along not in split)

@@ -11,6 +11,7 @@ from . import (  # noqa: F401  (they fill the table)
     linear_algebra,
     loops,
     manual,
+    narrowed,
     nn,
     shape,
     shifts,

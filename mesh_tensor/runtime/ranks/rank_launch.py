@@ -21,6 +21,7 @@ from mesh_tensor.runtime.ambient import mark_written
 from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of
 from mesh_tensor.runtime.elementwise import clone, copy, fill
 from mesh_tensor.runtime.loops import LoopAction, LoopTiles
+from mesh_tensor.runtime.overwriting import copied
 from mesh_tensor.runtime.reshard import reshard_of
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 from mesh_tensor.targets.kernels import Target
@@ -115,19 +116,31 @@ class RankLaunch:
         self._changes: Recent[tuple, RankRedistribution] = Recent(KERNEL_SIZES)
 
     def __call__(
-        self, locals_: Mapping[str, torch.Tensor | None], scalars: Mapping[str, int | float], entangled: bool = False
+        self,
+        locals_: Mapping[str, torch.Tensor | None],
+        scalars: Mapping[str, int | float],
+        entangled: bool = False,
+        leave: Callable[[Memory], bool] | None = None,
     ) -> dict[str, torch.Tensor]:
         """The valid parts of the written parameters. `locals_` has this rank's part of every parameter, as a valid
         part or a whole tile, or None where there is nothing to come in. What is given for an output is written;
-        `entangled`: only when all steps are done, because it may overlap with an input."""
+        `entangled`: only when all steps are done, because it may overlap with an input. `leave` says, before a step
+        overwrites inputs, whether these may be those that were given, instead of copies."""
         memory = Memory(dict(scalars))
         for port in self._ports:
             given = locals_.get(port.name)
             if port.input is not None:
-                memory.held[port.input_storage] = self._enter(port, given)
+                own = not port.fresh or leave is not None
+                ready = given is not None and own and port.input.serves(given)
+                memory.held[port.input_storage] = given if ready else self._enter(port, given)
             elif given is not None and not entangled and port.output is not None and port.output.serves(given):
                 memory.held[port.output_storage] = given
-        self._backend.run(memory)
+
+        def before_overwriting() -> None:
+            if leave is not None and not leave(memory):
+                memory.held |= copied([port.input_storage for port in self._ports if port.fresh], memory.held)
+
+        self._backend.run(memory, before_overwriting)
         results, written = {}, []
         for port in self._ports:
             if port.output is not None:
@@ -211,6 +224,9 @@ def _tiling(shape: tuple[int, ...], dtype: str, sharding: Sharding, rank: int) -
     return Tiling(shape, torch_dtype(dtype), sharding, rank)
 
 
+FailedAt = Callable[[Exception], Step]
+
+
 class RankBackend:
     """Runs `program` for one device of its mesh: the Backend of one rank. Memory is one tile per storage, and what is
     kept for another program, or by one (`carried`), under its name."""
@@ -229,19 +245,26 @@ class RankBackend:
         self.device = target.device()
         self._target, self._ranks, self._faults, self._poison = target, ranks, faults, poison
         self._records = {**recorded_pairs(program), **(carried or {})}
-        self._actions = [
-            (at, action) for run in in_sections(program.steps) for at, action in [self._run(run)] if action is not None
-        ]
+        first, last = program.steps[: program.overwrites_from], program.steps[program.overwrites_from :]
+        self._first, self._last = self._actions(first), self._actions(last)
 
-    def run(self, memory: Memory) -> None:
+    def run(self, memory: Memory, before_overwriting: Callable[[], None] = lambda: None) -> None:
         """Run all steps, in order, on the storages that `memory` holds."""
-        for failed_at, action in self._actions:
+        self._act(self._first, memory)
+        before_overwriting()
+        self._act(self._last, memory)
+
+    def _act(self, actions: Sequence[tuple[FailedAt, Action]], memory: Memory) -> None:
+        for failed_at, action in actions:
             try:
                 action(memory)
             except Exception as error:
                 self._faults.explain(error, self.program, failed_at(error))
 
-    def _run(self, run: Sequence[Step]) -> tuple[Callable[[Exception], Step], Action | None]:
+    def _actions(self, steps: Sequence[Step]) -> list[tuple[FailedAt, Action]]:
+        return [(at, action) for run in in_sections(steps) for at, action in [self._run(run)] if action is not None]
+
+    def _run(self, run: Sequence[Step]) -> tuple[FailedAt, Action | None]:
         """What steps that follow each other are here, and which of them raised an error."""
         first = run[0]
         if not isinstance(first, OpStep):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.call import OpCall
-from mesh_tensor.rules.operator.nn import SOFTMAX_GRADIENT
+from mesh_tensor.rules.operator.nn import LOG_SOFTMAX_BACKWARD, SOFTMAX_GRADIENT
 
 from ..dtypes import torch_dtype
 from .table import Function, torch_op
@@ -27,6 +27,12 @@ def _softmax_gradient(call: OpCall) -> Function:
     """Of the gradient of a softmax, and the softmax; the attributes are those of the sum in it."""
     (dim,), dtype = call.axes(call.attr("axis")), torch_dtype(call.outputs[0].dtype)
     return lambda d, y: torch.ops.aten._softmax_backward_data(d, y, dim, dtype)
+
+
+@torch_op(LOG_SOFTMAX_BACKWARD)
+def _log_softmax_backward(call: OpCall) -> Function:
+    (dim,), dtype = call.axes(call.attr("axis")), torch_dtype(call.outputs[0].dtype)
+    return lambda gradient, result: torch.ops.aten._log_softmax_backward_data(gradient, result, dim, dtype)
 
 
 @torch_op("nn.layer_norm")
