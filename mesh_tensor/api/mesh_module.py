@@ -29,7 +29,7 @@ from mesh_tensor.runtime.ranks.redistribution import Part
 from mesh_tensor.targets.kernels import find_target
 from mesh_tensor.targets.op_steps import Records
 
-from .module_launch import ModuleLaunch, ModuleState, Recorder, Recording, requires_gradients, state_of
+from .module_launch import ModuleLaunch, ModuleState, Recorder, Recording, kept_apart, requires_gradients, state_of
 from .module_plans import ModulePlans
 from .module_ports import HeldWeights, Refined, checked_state, whole
 from .module_ranks import RankModuleLaunch
@@ -202,7 +202,8 @@ class MeshModule:
         """Tensors for parameters, laid out as the program takes them; they share no memory with those given."""
 
         def enter(launch: AnyLaunch, given: Mapping[str, Any]) -> dict[str, Any]:
-            return {name: launch.enter(name, tensor) for name, tensor in given.items()}
+            entered = {name: launch.enter(name, tensor) for name, tensor in given.items()}
+            return kept_apart(launch, entered, given.values())
 
         return self._run(tensors.values(), lambda: dict(tensors), enter)
 

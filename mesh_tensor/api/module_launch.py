@@ -149,8 +149,7 @@ class ModuleState(Collection[str]):
     def call(self, launch: AnyLaunch, tensors: Mapping[str, Any]) -> Any:
         """The results that are no state for these tensors; a call that raises leaves the state as it was."""
         results, new = launch.advance(tensors, self._of(launch))
-        outside = {_memory(part) for tensor in (*tensors.values(), *results) for part in _parts(tensor)}
-        new = {name: _apart(launch, name, tensor, outside) for name, tensor in new.items()}
+        new = kept_apart(launch, new, (*tensors.values(), *results))
         self._launch, self._kept = launch, new
         return results[0] if len(results) == 1 else results
 
@@ -193,6 +192,12 @@ def state_of(func: relax.Function, weights: Mapping[str, Any], donated: bool) ->
     return ModuleState({name: weights[name] if donated else apart(weights[name]) for name in names})
 
 
+def kept_apart(launch: AnyLaunch, state: Mapping[str, Any], others: Iterable[Any]) -> dict[str, Any]:
+    """The state as the launch takes it, in memory that none of the others, which callers have, has."""
+    outside = {_memory(part) for tensor in others for part in _parts(tensor)}
+    return {name: _apart(launch, name, tensor, outside) for name, tensor in state.items()}
+
+
 def _apart(launch: AnyLaunch, name: str, tensor: Any, outside: set[int]) -> Any:
     """The state, in memory that no caller has."""
     if not any(_memory(part) in outside for part in _parts(tensor)):
@@ -208,7 +213,7 @@ def parts_of(tensor: Any) -> list[torch.Tensor]:
 def _parts(tensor: Any) -> Iterable[torch.Tensor]:
     if isinstance(tensor, MeshTensor):
         return tensor.tiles()
-    return [local_part(tensor) if is_dtensor(tensor) else tensor]
+    return [] if isinstance(tensor, StoredTensor) else [local_part(tensor) if is_dtensor(tensor) else tensor]
 
 
 def _memory(tensor: torch.Tensor) -> int:

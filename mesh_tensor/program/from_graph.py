@@ -118,7 +118,8 @@ class _Programmer:
             *(Parameter(name, None, name) for name in computed),
         )
         results = dict(zip(leaves(graph.result), forms_in(explicit.result), strict=True))
-        forms = {form.value: form.name for form in explicit.params}
+        returned = {form.name for form in forms_in(explicit.result)}
+        forms = {form.value: form.name for form in explicit.params if form.name not in returned}
         state = {forms[replaced]: results[result].name for result, replaced in graph.state.items() if replaced in forms}
         lasting = self._finished(steps, parameters, {} if graph.loops else state)
         bulk = checked(Program(graph.name, graph.mesh, parameters, self._values, lasting, self._decided))

@@ -11,6 +11,7 @@ slots that no other step needs; those whose results something else takes (as col
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -34,12 +35,15 @@ def with_updates_in_place(
     replaces: dict[str, list[str]] = {}
     for old, new in state.items():
         replaces.setdefault(new, []).append(old)
+    updates = [step for step in steps if isinstance(step, OpStep) and operator_name(step.call) == UPDATE]
+    taken = Counter(values[name].storage for step in updates for name in step.args)
     first: list[Step] = []
     last: list[Step] = []
     stored: dict[str, Value] = {}
     for step in steps:
         pairs = _replaced(step)
-        if pairs and all(replaces.get(new) == [old] and _fit(values, uses, old, new) for old, new in pairs):
+        alone = all(taken[values[old].storage] == 1 for old, _ in pairs)
+        if pairs and alone and all(replaces.get(new) == [old] and _fit(values, uses, old, new) for old, new in pairs):
             assert isinstance(step, OpStep)
             call = OpCall(UPDATE_IN_PLACE, step.call.expr, step.call.inputs, step.call.outputs)
             last.append(replace(step, call=call))
@@ -76,7 +80,8 @@ class Overwritten:
 
     storages   what is overwritten
     norms      by the name of a value, how large its norm may be on a device
-    kept       the storages of all else that callers bring or get: what shares memory with them must not be overwritten
+    kept       the storages of all else that callers bring or get, and that updates take: what shares memory with them
+               must not be overwritten
     """
 
     storages: tuple[str, ...]
@@ -88,14 +93,16 @@ class Overwritten:
         """That of the updates in place."""
         storages: dict[str, None] = {}
         norms: dict[str, float] = {}
+        taken = set[str]()
         for step in program.ops:
             if step.call.name != UPDATE_IN_PLACE:
                 continue
             optimizer, count = optimizer_of(step.call)
             storages |= dict.fromkeys(program.values[name].storage for name in step.results)
             slots = step.args[2 : 2 + count]
+            taken |= {program.values[name].storage for name in step.args}
             norms |= {step.args[0]: PARAMETER_NORM, step.args[1]: GRADIENT_NORM}
             norms |= dict.fromkeys(step.args[3 + count :], SCALE_NORM)
             norms |= {slots[n]: SLOT_NORM for n, slot in enumerate(optimizer.slots) if slot in GROWING}
-        kept = sorted((program.inputs | program.outputs).difference(storages))
+        kept = sorted((program.inputs | program.outputs | taken).difference(storages))
         return Overwritten(tuple(storages), norms, tuple(kept))

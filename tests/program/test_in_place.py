@@ -116,6 +116,44 @@ def test_what_a_caller_has_is_not_overwritten():
         assert torch.equal(tensor.full() if isinstance(tensor, mt.MeshTensor) else tensor, kept[name]), name
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_was_loaded_is_not_overwritten(zero, devices):
+    """Neither what a caller has nor the state of the run that it came from, which goes on as it would have."""
+    step, x, y = _step(zero=zero)
+    runs = [mt.distribute_module(step, {"data": devices}, DATA) for _ in range(2)]
+    for _ in range(2):
+        runs[0](x, y)
+    taken = runs[0].state_dict(full=False)
+    kept = {name: (t.full() if isinstance(t, mt.MeshTensor) else t).clone() for name, t in taken.items()}
+    runs[1].load_state_dict(taken)
+    losses = [runs[1](x, y) for _ in range(3)]
+    for name, tensor in runs[0].state_dict().items():
+        assert torch.equal(tensor, kept[name]), name
+    runs[0].load_state_dict(taken)
+    assert [runs[0](x, y) for _ in range(3)] == losses
+    for name, tensor in taken.items():
+        assert torch.equal(tensor.full() if isinstance(tensor, mt.MeshTensor) else tensor, kept[name]), name
+
+
+class OwnLoss(nn.Module):
+    """A parameter that is the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.loss = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x, target):
+        return self.loss
+
+
+def test_a_loss_that_is_a_parameter():
+    step = mt.training_step(OwnLoss(), None, (torch.randn(4), torch.randn(4)), optimizer="sgd", lr=0.1, check=False)
+    run = mt.distribute_module(step, {"data": 2}, {})
+    assert not _in_place(run)
+    assert [run(torch.randn(4), torch.randn(4)).item() for _ in range(3)] == pytest.approx([1.5, 1.4, 1.3])
+
+
 def test_a_buffer_that_is_the_old_weight():
     model = Remembers()
     expected, optimizer = copy.deepcopy(model), None

@@ -97,4 +97,10 @@ def load(rank, size, folder):
     checkpoint.load(state, checkpoint_id=folder)
     run.load_state_dict(state)
     assert run.steps == 3
-    return run(x, y).item()
+    kept = {name: tensor.to_local().clone() for name, tensor in state.items() if isinstance(tensor, DTensor)}
+    losses = [run(x, y).item() for _ in range(3)]
+    for name, local in kept.items():
+        assert torch.equal(state[name].to_local(), local), name  # which is not overwritten
+    run.load_state_dict(state)
+    assert [run(x, y).item() for _ in range(3)] == losses
+    return losses[0]
