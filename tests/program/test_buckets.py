@@ -94,3 +94,13 @@ def test_what_is_held_is_what_the_run_measures():
     run(x, y)
     (launch,) = run._module._launches
     assert launch._run.peak_bytes == peak_bytes(run.program)
+
+
+def test_buckets_of_devices_that_compute_the_same():
+    """Each has its own, on which the collective works in place."""
+    torch.manual_seed(0)
+    model, x, y = MLP(), torch.randn(12, 12), torch.randint(0, 6, (12,))
+    step = mt.training_step(model, F.cross_entropy, (x, y), accumulate=2, optimizer="sgd", check=False)
+    run = mt.distribute_module(step, {"data": 2, "model": 2}, DATA)
+    assert any(one.src.startswith("bucket") and one.bytes for one in run.program.collectives)
+    torch.testing.assert_close(run(x, y), F.cross_entropy(model(x), y).detach())

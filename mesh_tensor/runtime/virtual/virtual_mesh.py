@@ -90,7 +90,7 @@ class VirtualMesh:
 
     def op(self, step: OpStep) -> Action:
         """All devices call the operator; those whose operands are the same tensors call it once and share the
-        results."""
+        results, unless these are written again."""
         by_rank = tile_functions(step, self.program, range(self.program.mesh.num_devices), self._target)
         names = [self.program.values[name].storage for name in step.args]
         results = [self.program.values[name].storage for name in step.results]
@@ -99,7 +99,9 @@ class VirtualMesh:
         # Devices with equal operands share results, but the padding of each is its own. What looks at where the device
         # stands makes its padding on purpose.
         poison = self._poison and not differs_by_rank(step)
-        alike = not differs_by_rank(step) and not poison
+        # What a later step works on in place, as collectives do on buckets, each device has for itself.
+        last = all(self.program.last_writes.get(name, step) is step for name in results)
+        alike = not differs_by_rank(step) and not poison and last
 
         def action(memory: Memory) -> None:
             operands = list(zip(*(memory.held[name] for name in names), strict=True)) or [()] * len(by_rank)
