@@ -1,5 +1,5 @@
 """Kernels of which every position reads a window of its neighbourhood: a convolution of one channel, sums on a plane
-that goes around, larger pictures, and attention to the positions just before; and one of which each has its own loop."""
+that goes around, larger pictures, and attention to the positions just before; one of which each has its own loop."""
 
 import tilelang.language as T
 import torch

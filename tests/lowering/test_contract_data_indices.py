@@ -141,3 +141,48 @@ def test_a_maximum_with_what_was_looked_up():
     expected = largest, torch.maximum(largest, 2 * scores[torch.arange(8), labels.long()])
     check(kernel, [scores, labels], expected, MESHES)
     assert mt.sharding_rule(kernel).factors["m"] == "parallel"
+
+
+def test_what_variables_are_bound_to_is_looked_up_where_it_is_used():
+    """`s = L[b, label]` before the statements that use it; rows that an id names, which is bound, too."""
+
+    @T.prim_func
+    def kernel(L: T.Tensor((8, 12)), Label: T.Tensor((8,), "int32"), M: T.Tensor((8,)), Y: T.Tensor((8,))):
+        with T.Kernel(8, threads=32) as b:
+            label = Label[b]
+            largest = T.alloc_var("float32")
+            largest = -1e30
+            for j in T.serial(12):
+                largest = T.max(largest, L[b, j])
+            M[b] = largest
+            s = L[b, label]
+            if label > 3:
+                Y[b] = s - largest
+            else:
+                Y[b] = s * s
+
+    scores, labels = torch.randn(8, 12), torch.randint(0, 12, (8,), dtype=torch.int32)
+    largest, own = scores.amax(1), scores[torch.arange(8), labels.long()]
+    check(kernel, [scores, labels], (largest, torch.where(labels > 3, own - largest, own * own)), MESHES)
+    assert str(mt.sharding_rule(kernel)) == "L[m, k], Label[m] -> M[m], Y[m]; m parallel; k max, sum"
+
+
+def test_what_is_bound_is_not_read_again_where_it_is_written():
+    @T.prim_func
+    def kernel(E: T.Tensor((12,)), Id: T.Tensor((5,), "int32"), Y: T.Tensor((5,))):
+        with T.Kernel(1, threads=32):
+            for i in T.serial(5):
+                at = Id[i]
+                before = E[at]
+                E[at] = before + 1.0
+                Y[i] = before
+
+    values, ids = torch.randn(12), torch.tensor([3, 3, 1, 3, 0], dtype=torch.int32)
+    after, seen = values.clone(), torch.zeros(5)
+    for i, at in enumerate(ids.tolist()):
+        seen[i] = after[at]
+        after[at] += 1
+    for mesh in MESHES:
+        for layouts in ({"E": {"x": 0}}, {"E": {"x": 0}, "Y": {"x": 0}}, {"Id": {"x": 0}, "Y": {"x": 0}}):
+            made = mt.compile(mt.annotate(kernel, mesh, layouts), target="interpret", poison=True)
+            torch.testing.assert_close(made(values.clone(), ids, torch.zeros(5)), (after, seen))
