@@ -3,8 +3,8 @@ parallelism, from "Reducing Activation Recomputation in Large Transformer Models
 
 Everything is one set of constants, the preset `a100`. Of iterations only the layers are simulated, without
 recomputation and sequence parallelism: what table 5 has beside that are embeddings, the loss, the optimizer, transfers
-between stages, and what is recomputed of attention. The gradient of a softmax is four operators here, and one fused
-kernel there.
+between stages, and what is recomputed of attention. Biases, dropouts and sums are operators of their own here, and
+fused kernels there.
 
 python -m benchmarks.bench_published
 """

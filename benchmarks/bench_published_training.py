@@ -2,7 +2,8 @@
 put together as its configuration says, with one set of constants per kind of GPU, the presets.
 
 - "Efficient Large-Scale Language Model Training on GPU Clusters" (arXiv 2104.04473), table 1, A100. Microbatches and
-  stages per mesh are those of Megatron-LM's examples/sc21/run_table_1.sh.
+  stages per mesh are those of Megatron-LM's examples/sc21/run_table_1.sh. Its table 2: the same beside ZeRO-3.
+- The choices of table 1 beside all others that there are on as many GPUs: whether a search finds them.
 - "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), table 5, full recomputation, A100.
 - DLPerf's GPT report (Oneflow-Inc/DLPerf, reports/GPT/dlperf_gpt_test_report_210512.md), V100: 18 configurations,
   Megatron-LM's sequences per second; microbatches and heads from its Megatron-LM/README.md.
@@ -15,16 +16,18 @@ python -m benchmarks.bench_published_training
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 
 from tilelang import tvm
 
 import mesh_tensor as mt
-from mesh_tensor.api.model_pieces import ModelPieces, Shape
+from mesh_tensor.api.model_pieces import ModelPieces, Shape, between
+from mesh_tensor.pipelining.check import Held, peaks
 from mesh_tensor.searching.choices import MODEL, Choice
-from mesh_tensor.searching.pieces import Composer, Model
+from mesh_tensor.searching.pieces import Composer, Model, named_schedule
 
 from ._timing import header, table
 from .bench_published import LAYOUTS, POSITIONS, _layer, half_precision
@@ -34,6 +37,7 @@ relax = tvm.relax
 ops = relax.op
 VOCABULARY = 51200
 STATES = 2  # of Adam
+_FLOAT16 = 4  # bytes: float32 stands for it
 
 
 @dataclass(frozen=True)
@@ -51,13 +55,14 @@ class Step:
     microbatch: int
     batch: int
     seconds: float
+    zero: int = 0
 
     @property
     def choice(self) -> Choice:
         """As a search would have it."""
         count = self.batch // self.data // self.microbatch
         schedule = "interleaved" if self.chunks > 1 else "1f1b"
-        return Choice(self.data, self.model, self.meshes, count, schedule, self.chunks, recompute=True)
+        return Choice(self.data, self.model, self.meshes, count, schedule, self.chunks, self.zero, recompute=True)
 
 
 def ptdp() -> list[Step]:
@@ -74,14 +79,43 @@ def ptdp() -> list[Step]:
         ("529.6B", 128, 20480, 105, 8, 35, 2520, 2520, 163, 1, 3),
         ("1008B", 160, 25600, 128, 8, 64, 3072, 3072, 163, 1, 1),
     )
-    found = []
-    for name, heads, width, layers, model, meshes, gpus, batch, rate, microbatch, chunks in rows:
-        flops = 96 * batch * POSITIONS * layers * width**2
-        flops *= 1 + POSITIONS / (6 * width) + VOCABULARY / (16 * layers * width)
-        seconds = flops / (gpus * rate * 1e12)
-        data = gpus // model // meshes
-        found.append(Step(name, width, heads, layers, data, model, meshes, chunks, microbatch, batch, seconds))
-    return found
+    return [_at_rate(*row) for row in rows]
+
+
+def beside_zero() -> list[Step]:
+    """2104.04473, table 2: GPUs, batch, rows of a microbatch, Tflop/s per GPU. Stages are taken to be one per mesh."""
+    small, large = (96, 12288, 96), (128, 20480, 105)
+    rows = (
+        ("ZeRO-3", small, 1, 1, 384, 1536, 144, 4), ("ZeRO-3", small, 1, 1, 768, 1536, 88, 2),
+        ("ZeRO-3", small, 1, 1, 1536, 1536, 44, 1), ("ZeRO-3", large, 1, 1, 640, 2560, 138, 4),
+        ("ZeRO-3", large, 1, 1, 1120, 2240, 98, 2), ("ZeRO-3", large, 1, 1, 2240, 2240, 48, 1),
+        ("PTD", small, 8, 12, 384, 1536, 153, 1), ("PTD", small, 8, 12, 768, 1536, 149, 1),
+        ("PTD", small, 8, 12, 1536, 1536, 141, 1), ("PTD", large, 8, 35, 560, 2240, 171, 1),
+        ("PTD", large, 8, 35, 1120, 2240, 167, 1), ("PTD", large, 8, 35, 2240, 2240, 159, 1),
+    )  # fmt: skip
+    names = {small: "174.6B", large: "529.6B"}
+    made = [_at_rate(f"{kind}, {names[size]}", *size, *rest, 1) for kind, size, *rest in rows]
+    return [replace(step, zero=3 * step.name.startswith("ZeRO")) for step in made]
+
+
+def _at_rate(
+    name: str,
+    heads: int,
+    width: int,
+    layers: int,
+    model: int,
+    meshes: int,
+    gpus: int,
+    batch: int,
+    rate: float,
+    microbatch: int,
+    chunks: int,
+) -> Step:
+    """A step at so many Tflop/s per GPU, of the operations of the paper's equation 3."""
+    flops = 96 * batch * POSITIONS * layers * width**2
+    flops *= 1 + POSITIONS / (6 * width) + VOCABULARY / (16 * layers * width)
+    seconds, data = flops / (gpus * rate * 1e12), gpus // model // meshes
+    return Step(name, width, heads, layers, data, model, meshes, chunks, microbatch, batch, seconds)
 
 
 def recomputed() -> list[Step]:
@@ -157,17 +191,72 @@ def layouts() -> Mapping[str, Mapping[str, int]]:
 _KNOWN: dict[tuple, Model] = {}
 
 
-def simulated(step: Step, machine: mt.Machine) -> float:
-    """Seconds of a step."""
+def pieces_of(step: Step, machine: mt.Machine) -> Model:
+    """The pieces of a step's model, for a device's rows of a microbatch."""
     key = (step.microbatch, step.width, step.heads, step.model, machine.name)
     if key not in _KNOWN:
         mod = gpt(step.microbatch, step.width, step.heads)
         inputs = ("tokens", "mask", "drop1", "drop2", "wanted")
         pieces = ModelPieces(mod, "main", inputs, machine, layouts() if step.model > 1 else {})
         _KNOWN[key] = pieces.model(Shape(step.microbatch, step.model, False))
-    model = replace(_KNOWN[key], layers=step.layers)
-    composer = Composer(machine, STATES)
+    return replace(_KNOWN[key], layers=step.layers)
+
+
+def simulated(step: Step, machine: mt.Machine) -> float:
+    """Seconds of a step."""
+    model, composer = pieces_of(step, machine), Composer(machine, STATES)
     return composer.seconds(step.choice, [model] * step.choice.meshes, model.cut(step.choice.stages))
+
+
+def all_ways(step: Step, machine: mt.Machine) -> list[tuple[float, Choice]]:
+    """What all ways to train a step's model on as many GPUs take that fit into memory, the fastest first: those that
+    Megatron-LM has, with as many layers on every stage."""
+    gpus, found = step.data * step.model * step.meshes, []
+    for model in (1, 2, 4, 8):
+        few, many = (pieces_of(replace(step, model=model, microbatch=rows), machine) for rows in (1, 16))
+        for meshes, chunks in product(range(1, step.layers + 1), (1, 2, 3)):
+            data = gpus // model // meshes
+            whole = data * model * meshes == gpus and step.layers % (meshes * chunks) == 0 and step.batch % data == 0
+            if not whole or (meshes == 1 and chunks > 1):
+                continue
+            for rows in (n for n in (1, 2, 4, 8, 16) if step.batch // data % n == 0):
+                each = replace(step, data=data, model=model, meshes=meshes, chunks=chunks, microbatch=rows)
+                if chunks > 1 and each.choice.microbatches % meshes:
+                    continue
+                pieces = between(few, many, 1, 16, rows)
+                layers = (step.layers // (meshes * chunks),) * (meshes * chunks)
+                if checkpointed(each, pieces, layers) <= machine.main_memory.size:
+                    seconds = Composer(machine, STATES).seconds(each.choice, [pieces] * meshes, layers)
+                    found.append((seconds, each.choice))
+    return sorted(found)
+
+
+def checkpointed(step: Step, pieces: Model, layers: Sequence[int]) -> float:
+    """The bytes of the GPU that holds most, with checkpoints before every layer, as Megatron-LM has them: 18 bytes per
+    weight, what enters the layers of all microbatches that are on their way, and one layer's backward."""
+    schedule = named_schedule(*step.choice.order)
+    entering = _FLOAT16 * step.microbatch * POSITIONS * step.width
+    held = peaks(schedule, {stage: Held(count * entering) for stage, count in enumerate(layers)})
+    most = 0.0
+    for mesh, kept in enumerate(held):
+        mine = [stage for stage in range(len(layers)) if schedule.mesh_of[stage] == mesh]
+        around = (pieces.before.elements if 0 in mine else 0) + (
+            pieces.after.elements if len(layers) - 1 in mine else 0
+        )
+        elements = around + pieces.layer.elements * sum(layers[stage] for stage in mine)
+        most = max(most, kept + 18 * _FLOAT16 // 2 * elements)
+    return most + max(piece.kept + piece.working for piece in (pieces.before, pieces.layer, pieces.after))
+
+
+def ranked(steps: Iterable[Step], machine: mt.Machine) -> Iterator[list[str]]:
+    """A row per step: the published choice beside the fastest one, by simulated time."""
+    for step in steps:
+        ways = all_ways(step, machine)
+        own = next((number for number, (_, choice) in enumerate(ways) if choice == step.choice), None)
+        place = (
+            ["-", "doesn't fit"] if own is None else [f"{own + 1} of {len(ways)}", f"{ways[own][0] / ways[0][0]:.3f}"]
+        )
+        yield [step.name, str(step.choice), *place, str(ways[0][1])]
 
 
 def compared(steps: list[Step], machine: mt.Machine) -> tuple[list[list[str]], str]:
@@ -187,8 +276,12 @@ def compared(steps: list[Step], machine: mt.Machine) -> tuple[list[list[str]], s
 if __name__ == "__main__":
     print(header("Steps of training beside published measurements"))
     tables = [("2104.04473, table 1", ptdp(), "a100"), ("2205.05198, table 5", recomputed(), "a100")]
-    for title, steps, preset in [*tables, ("DLPerf, GPT", dlperf(), "v100")]:
+    tables += [("2104.04473, table 2", beside_zero(), "a100"), ("DLPerf, GPT", dlperf(), "v100")]
+    for title, steps, preset in tables:
         rows, summary = compared(steps, half_precision(preset))
         print(f"{title}\n")
         print(table(["model", "configuration", "published, s", "simulated, s", "error"], rows))
         print(f"{summary}\n")
+    print("2104.04473, table 1: the choices beside all others\n")
+    found = list(ranked(ptdp(), half_precision("a100")))
+    print(table(["model", "published choice", "place", "time over the fastest", "fastest"], found))

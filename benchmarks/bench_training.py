@@ -4,12 +4,15 @@ ranks beside DistributedDataParallel, parallelize_module and fully_shard.
 python -m benchmarks.bench_training [cpu]
 
 `cpu`: not seconds, but CPU time of a rank with all of its threads, which other work on the machine changes less. Peaks
-are of the process, above what it has when the models are there, each in ranks of its own.
+are of the process, each in ranks of its own, above what it has once a step was taken and nothing is left of it but the
+parameters: what is kept for them, gradients, activations, and what is sent.
 """
 
 from __future__ import annotations
 
 import copy
+import ctypes
+import gc
 import re
 import sys
 import time
@@ -24,6 +27,8 @@ from torch.nn import functional as F
 import mesh_tensor as mt
 from kernels.models import gpt2
 from mesh_tensor import strategies
+from mesh_tensor.api.training_run import TrainingRun
+from mesh_tensor.targets.tile_memory import _left
 
 from ._ranks import on_ranks
 from ._timing import Row, Run, header, interleaved, row, seconds, table, verdicts
@@ -53,7 +58,11 @@ def _case(zero: int = 0) -> tuple[nn.Module, torch.Tensor, torch.Tensor, mt.Trai
     return model, tokens, target, mt.training_step(model, _loss, (tokens, target), check=False, zero=zero)
 
 
-def _eager(model: nn.Module, tokens: torch.Tensor, target: torch.Tensor) -> Run:
+# Forgets what is left of steps but the parameters; what it can't forget it gives as a number of MB, below 0.
+Forget = Callable[[], float]
+
+
+def _eager(model: nn.Module, tokens: torch.Tensor, target: torch.Tensor) -> tuple[Run, Forget]:
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
@@ -61,14 +70,26 @@ def _eager(model: nn.Module, tokens: torch.Tensor, target: torch.Tensor) -> Run:
         _loss(model(tokens), target).backward()
         optimizer.step()
 
-    return step
+    def forget() -> float:
+        optimizer.zero_grad()
+        optimizer.state.clear()
+        return 0.0
+
+    return step, forget
+
+
+def _forget(run: TrainingRun) -> float:
+    """What the optimizer keeps stays, and is not counted."""
+    _left.clear()
+    kept = [tensor for name, tensor in run.state_dict().items() if name.startswith("opt.") and tensor.ndim]
+    return -sum(tensor.to_local().nbytes for tensor in kept) / 2**20
 
 
 def one_device(clock: Clock) -> dict[str, list[float]]:
     """Seconds of a step per round."""
     model, tokens, target, step = _case()
     run = mt.distribute_module(step, {"data": 1})
-    runs = {OURS: lambda: run(tokens, target), "eager": _eager(copy.deepcopy(model).train(), tokens, target)}
+    runs = {OURS: lambda: run(tokens, target), "eager": _eager(copy.deepcopy(model).train(), tokens, target)[0]}
     return interleaved(runs, rounds=ROUNDS, clock=clock)
 
 
@@ -109,13 +130,13 @@ PEERS: dict[str, tuple[Callable[[nn.Module], nn.Module], str, int, float]] = {
 }
 
 
-def _runs(peer: str, which: tuple[str, ...]) -> dict[str, Run]:
+def _runs(peer: str, which: tuple[str, ...]) -> dict[str, tuple[Run, Forget]]:
     """A step of ours, and the peer's, on this rank."""
     from torch.distributed.device_mesh import init_device_mesh
 
     lay_out, axis, zero, _ = PEERS[peer]
     model, tokens, target, step = _case(zero)
-    runs: dict[str, Run] = {}
+    runs: dict[str, tuple[Run, Forget]] = {}
     if peer in which:
         size = CONFIG.batch // (2 if axis == "data" else 1)
         part = slice(dist.get_rank() * size if axis == "data" else 0, None)
@@ -124,7 +145,7 @@ def _runs(peer: str, which: tuple[str, ...]) -> dict[str, Run]:
     if OURS in which:
         layout = strategies.data_parallel(step) if axis == "data" else gpt2.tensor_parallel(CONFIG, axis)
         run = mt.distribute_module(step, init_device_mesh("cpu", (2,), mesh_dim_names=(axis,)), layout)
-        runs[OURS] = lambda: run(tokens, target)
+        runs[OURS] = lambda: run(tokens, target), lambda: _forget(run)
     return runs
 
 
@@ -135,13 +156,18 @@ def two_ranks(peer: str, clock: Clock) -> dict[str, list[float]]:
         dist.barrier()
         return clock(run, calls)
 
-    return interleaved(_runs(peer, (OURS, peer)), rounds=ROUNDS, clock=timed)
+    runs = {name: run for name, (run, _) in _runs(peer, (OURS, peer)).items()}
+    return interleaved(runs, rounds=ROUNDS, clock=timed)
 
 
 def peak(peer: str, who: str) -> float:
-    """MB that this rank's process has at most in a step, above what it has before the state is laid out."""
-    (run,) = _runs(peer, (who,)).values()
-    before = _memory("VmRSS")
+    """MB that this rank's process has at most in a step beyond its parameters."""
+    ((run, forget),) = _runs(peer, (who,)).values()
+    run()
+    left = forget()
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    before = _memory("VmRSS") + left
     for _ in range(3):
         run()
     Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten

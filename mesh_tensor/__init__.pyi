@@ -1,11 +1,13 @@
 # The public names, and where each is: `mesh_tensor/__init__.py` imports a module when the first of its names is used.
 
 from . import lowering
+from .annotations import comm
 from .annotations.annotate import annotate
 from .annotations.annotate_module import annotate_module
 from .annotations.annotation import init_mesh_tensor_info
 from .annotations.combination import combine
 from .annotations.kernel_helpers import mesh_tensor_functions
+from .annotations.manual import manual_computation
 from .annotations.module_annotations import ModuleAnnotations, read_module_annotations
 from .api import strategies
 from .api.compile import MeshKernel, compile
@@ -70,6 +72,7 @@ __all__ = [
     "annotate_module",
     "as_custom_op",
     "combine",
+    "comm",
     "compile",
     "distribute",
     "distribute_module",
@@ -85,6 +88,7 @@ __all__ = [
     "load_module",
     "lower",
     "lowering",
+    "manual_computation",
     "mesh_tensor_functions",
     "open_weights",
     "pipeline",

@@ -1,5 +1,5 @@
 """Random kernels, compositions of what the planner knows, kernels over tiles, programs, modules, loops, training,
-corrupt files and calls on ranks until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`.
+pipelines, corrupt files and calls on ranks until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`.
 
 Every number is one of each; `python -m tests.fuzz --seed N --cases 1 --of modules` runs one again. What is wrong is
 made smaller and printed as source with its mesh and shardings. The exit status is 1 if anything was wrong.
@@ -26,6 +26,8 @@ from . import parsed_once
 from . import random_loops as loops
 from . import random_training as training
 from .adversarial_protocol import check as ranks
+from .api.pipeline import random_models as pipeline_models
+from .api.pipeline import test_random_models as pipelines
 from .corrupt import check as files
 from .random_kernels import check as kernels
 from .random_kernels import check_tiles as tiles
@@ -43,11 +45,17 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "modules": make_module_case,
     "loops": loops.make_loop_case,
     "training": training.make_training_case,
+    "pipelines": pipeline_models.make_case,
     "files": int,
     "ranks": ranks.make_sequence,
 }
 KINDS = tuple(MAKERS)
-_OWN: dict[str, Callable[[Any], Any]] = {"ranks": ranks.run, "training": training.run, "loops": loops.run}
+_OWN: dict[str, Callable[[Any], Any]] = {
+    "ranks": ranks.run,
+    "training": training.run,
+    "loops": loops.run,
+    "pipelines": pipelines.run,
+}
 
 
 def fuzz(options: argparse.Namespace) -> Counter:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
+from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.plan import prices
 
-# Operations while a byte is received, and bytes while a collective starts.
-_MACHINES = (
-    (prices._FLOPS_PER_BYTE, prices._BYTES_PER_START),
-    (prices._FLOPS_PER_BYTE, 0),
-    (1e-6, prices._BYTES_PER_START),
-)
+AT_ONCE = replace(CPU, name="collectives start at once", links=[replace(link, start=0.0) for link in CPU.links])
+SLOW_WORK = replace(CPU, name="operations count", flops={dtype: rate / 1e8 for dtype, rate in CPU.flops.items()})
+_MACHINES = (CPU, AT_ONCE, SLOW_WORK)
 
 
 @contextmanager
-def machine(number: int) -> Iterator[None]:
+def planned_for(machine: Machine) -> Iterator[None]:
+    """What is planned in it is planned for the machine, where nothing else is said."""
+    with patch.object(prices, "PRICES", prices.Prices(machine)):
+        yield
+
+
+def machine(number: int) -> AbstractContextManager[None]:
     """What is planned in it is planned for one of three machines: this one, one on which collectives start at once, and
     one on which operations are all that counts."""
-    flops, start = _MACHINES[number % len(_MACHINES)]
-    with patch.multiple(prices, _FLOPS_PER_BYTE=flops, _BYTES_PER_START=start):
-        yield
+    return planned_for(_MACHINES[number % len(_MACHINES)])

@@ -1,23 +1,24 @@
 """annotate_module: state how values of a Relax module lie on a mesh, by name.
 
 Stated in TVM's own terms as far as they go: `R.dist.annotate_sharding` calls, the mesh in the module's global infos.
-What TVM has no words for (partial values, open dims, replicated axes, priorities, groups, barriers) is in the function
-attribute `mesh_tensor_hints`, from the name that such a call binds to a dict with "partial", "open", "replicated",
-"priority", "later", "group", "barrier". Axis names: see `meshes`.
+What TVM has no words for (partial values, the order of axes in a dim, open dims, replicated axes, priorities, groups,
+barriers) is in the function attribute `mesh_tensor_hints`, from the name that such a call binds to a dict with
+"partial", "order", "open", "replicated", "priority", "later", "group", "barrier". Axis names: see `meshes`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from tvm import ir, relax
 from tvm.relax.distributed import DeviceMesh, Placement, PlacementSpec
 
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.base.placement import Placement as MeshPlacement
+from mesh_tensor.base.sharding import Shard, Sharding
 from mesh_tensor.base.sub_axes import Refinement
 
 from .annotation import check, complete, from_attr, is_int
@@ -73,9 +74,9 @@ def annotate_module(
             pattern of these, "*.fc.weight" or a compiled regular expression, over which names prevail. A layout is a
             dict from axes to dims, a list or a text with one placement per axis ([mt.Shard(0), mt.Replicate()],
             "S[0], R"), an `mt.Sharding`, or {"sharding": ..., "partial": {axis: op}}. An axis that is left out is
-            replicated. In dicts, a part of an axis is named as in Shardy: of an axis x of 8 devices, {"x:(1)4": 0,
-            "x:(4)2": 1} has 4 along dim 0 and 2 along dim 1; the module is then annotated for the mesh in which these
-            are axes.
+            replicated. {("y", "x"): 0} has y and x on dim 0, y major, whatever the mesh's order. In dicts, a part
+            of an axis is named as in Shardy: of an axis x of 8 devices, {"x:(1)4": 0, "x:(4)2": 1} has 4 along dim 0
+            and 2 along dim 1; the module is then annotated for the mesh in which these are axes.
         function: where unqualified names are looked up.
         open: names of annotated values whose remaining axes propagation may use; a dict from names to dims: on these.
             Axes that a layout's dict maps to None, or names under "replicate", stay replicated.
@@ -269,8 +270,14 @@ def _placement(sharding: Sharding) -> Placement:
     return Placement([PlacementSpec.replica() if dim is None else PlacementSpec.sharding(dim) for dim in dims])
 
 
+def _is_later(placement: MeshPlacement) -> TypeGuard[Shard]:
+    """Whether an axis comes later in its dim than in the mesh."""
+    return isinstance(placement, Shard) and placement.minor > 0
+
+
 def _hints(annotation: Annotation) -> dict[str, Any]:
     said: dict[str, Any] = {"partial": dict(annotation.sharding.partial), "open": annotation.open}
+    said["order"] = {axis: p.minor for axis, p in annotation.sharding.placements().items() if _is_later(p)}
     said |= {"priority": annotation.priority, "later": dict(annotation.later)}
     said |= {"replicated": list(annotation.replicated), "group": annotation.group, "barrier": annotation.barrier}
     return {what: value for what, value in said.items() if value}

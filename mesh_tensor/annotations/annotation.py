@@ -12,7 +12,7 @@ from tvm import tirx
 
 from mesh_tensor.base.errors import MeshTensorError, did_you_mean, listing, refuse, shown
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.base.placement import Partial, Placement, collect, is_list, parse_text, state
+from mesh_tensor.base.placement import Partial, Placement, Shard, collect, is_list, parse_text, state
 from mesh_tensor.base.sharding import Sharding
 
 REQUIRED_KEYS = ("block_shape", "program_id", "sharding")
@@ -90,16 +90,20 @@ def _is_metadata(mesh: Mesh, stated: Any) -> bool:
     if not isinstance(stated, Mapping):
         return False
     keys = [key for key in stated if key not in mesh]
-    misspelt = [key for key in keys if not is_int(stated[key]) and did_you_mean(key, KEYS)]
+    named = [key for key in keys if isinstance(key, str)]
+    misspelt = [key for key in named if not is_int(stated[key]) and did_you_mean(key, KEYS)]
     return any(key in KEYS for key in keys) or len(misspelt) == len(stated) > 0
 
 
 def metadata_to_attr(metadata: Mapping[str, Any], annotation: BufferAnnotation) -> dict[str, Any]:
     """A deep copy of checked metadata as an attribute, with the sharding as a dict, whatever its form was."""
     sharding = metadata["sharding"]
-    if isinstance(sharding, Mapping) and all(dim is None or is_int(dim) for dim in sharding.values()):
+    plain = isinstance(sharding, Mapping) and all(isinstance(axis, str) for axis in sharding)
+    if plain and all(dim is None or is_int(dim) for dim in sharding.values()):
         return {key: to_attr(value) for key, value in metadata.items()}
-    canonical = {"sharding": annotation.sharding.as_dict(), "partial": dict(annotation.sharding.partial)}
+    stated = annotation.sharding  # a dict has no order of axes: the text has
+    whole: Any = stated.as_dict() if stated.is_in_mesh_order else Sharding(stated.mesh, stated.ndim, stated.dims).text()
+    canonical = {"sharding": whole, "partial": dict(stated.partial)}
     return {key: to_attr(value) for key, value in {**metadata, **canonical}.items()}
 
 
@@ -192,9 +196,11 @@ def _placements(mesh: Mesh, ndim: int, metadata: Mapping[str, Any]) -> tuple[dic
     return by_axis, problems + wrong
 
 
-def _of_sharding(mesh: Mesh, ndim: int, sharding: Sharding) -> tuple[dict[str, int], dict[str, str]]:
+def _of_sharding(mesh: Mesh, ndim: int, sharding: Sharding) -> tuple[dict[str, Placement], dict[str, str]]:
     if sharding.mesh != mesh:
         refuse(f"the sharding '{sharding}' is for {sharding.mesh}, not {mesh}")
     if sharding.ndim != ndim:
         refuse(f"the sharding '{sharding}' is for {sharding.ndim} dims, but the buffer has {ndim}")
-    return sharding.as_dict(), dict(sharding.partial)
+    placements = sharding.placements().items()
+    split: dict[str, Placement] = {axis: p for axis, p in placements if isinstance(p, Shard)}
+    return split, dict(sharding.partial)

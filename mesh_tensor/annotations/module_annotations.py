@@ -55,6 +55,10 @@ class Annotation:
         stated = self.sharding.as_dict() or self.sharding.partial or self.replicated
         return not stated and not any(self.keeps(dim) for dim in range(self.sharding.ndim))
 
+    def states(self, axis: str) -> bool:
+        """Whether it says what an axis does with the value, but for replicating it."""
+        return self.sharding.dim_of(axis) is not None or self.sharding.partial_op(axis) is not None
+
     def priority_of(self, axis: str) -> int:
         """When the layout is heard along an axis."""
         return self.priority + dict(self.later).get(axis, 0)
@@ -219,8 +223,9 @@ class _Layouts:
         self, ndim: int, dims: tuple[int | None, ...], hints: Mapping[str, Any]
     ) -> tuple[Annotation | None, list[str]]:
         mesh = self._mesh
+        order = {str(axis): int(minor) for axis, minor in dict(hints.get("order", {})).items()}
         stated: list[tuple[str, MeshPlacement]] = [
-            (axis, Shard(dim)) for axis, dim in zip(mesh, dims, strict=True) if dim is not None
+            (axis, Shard(dim, order.get(axis, 0))) for axis, dim in zip(mesh, dims, strict=True) if dim is not None
         ]
         stated += [(axis, Partial(op)) for axis, op in dict(hints.get("partial", {})).items()]
         by_axis, wrong = collect(mesh, ndim, stated)

@@ -12,6 +12,7 @@ from tvm import ir, relax
 from mesh_tensor.base.errors import listing, refuse
 
 from .annotation import from_attr
+from .manual import body_of, is_manual
 
 # A function attribute that an importer sets: the source's name of a parameter -> the module's.
 SOURCE_NAMES_ATTR = "mesh_tensor_names"
@@ -82,11 +83,19 @@ def reachable(mod: ir.IRModule, name: str) -> dict[str, relax.Function]:
     functions, found, todo = relax_functions(mod), {name: relax_function(mod, name)}, [name]
     while todo and len(found) < len(functions):
         for binding in bindings(found[todo.pop()]):
-            op = binding.value.op if isinstance(binding.value, relax.Call) else None
-            if isinstance(op, ir.GlobalVar) and op.name_hint in functions and op.name_hint not in found:
-                found[op.name_hint] = functions[op.name_hint]
-                todo.append(op.name_hint)
+            called = _callee(binding.value)
+            if called in functions and called not in found:
+                found[called] = functions[called]
+                todo.append(called)
     return found
+
+
+def _callee(value: relax.Expr) -> str:
+    """The function that an expression calls, if it does."""
+    if is_manual(value):
+        return body_of(value)
+    is_call = isinstance(value, relax.Call) and isinstance(value.op, ir.GlobalVar)
+    return str(value.op.name_hint) if is_call else ""
 
 
 def bindings(func: relax.Function) -> list[relax.Binding]:

@@ -138,7 +138,10 @@ def stated_replicated(refinement: Refinement, layout: Any) -> tuple[str, ...]:
     if not isinstance(layout, Mapping):
         return ()
     inner = layout.get("sharding")
-    found = [name for name, dim in (inner if isinstance(inner, Mapping) else layout).items() if dim is None]
+    by_axis = inner if isinstance(inner, Mapping) else layout
+    found = [
+        name for key, dim in by_axis.items() if dim is None for name in (key if isinstance(key, tuple) else (key,))
+    ]
     listed = layout.get(_LISTED, ())
     found += [listed] if isinstance(listed, str) else listed or ()
     return refinement.mesh.in_order(axis for name in found for axis in refinement.axes(name) if axis in refinement.mesh)
@@ -149,7 +152,8 @@ def _names(layout: Any) -> Iterator[Any]:
     layout = _read(layout)
     if not isinstance(layout, Mapping):
         return
-    yield from layout
+    for key in layout:
+        yield from key if isinstance(key, tuple) else (key,)
     for key in _INNER:
         yield from _names(layout.get(key))
     listed = layout.get(_LISTED, ())

@@ -18,6 +18,7 @@ from mesh_tensor.annotations.annotate import INFO_ATTR, annotate, read_annotatio
 from mesh_tensor.annotations.kernel_source import check_kernel
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.errors import listing, refuse
+from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.runtime.ranks import gradient_like, is_dtensor
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 
@@ -42,9 +43,8 @@ def laid_out_alike(func: tirx.PrimFunc, backward: Any) -> tirx.PrimFunc:
     names = [str(backward.buffer_map[var].name) for var in backward.params if var in backward.buffer_map]
     known = {str(buffer.name) for buffer in func.buffer_map.values()}
     bases = {name: name if name in known else name.removeprefix(_PREFIX) for name in names}
-    return annotate(
-        backward, mesh, {name: stated[base].sharding.as_dict() for name, base in bases.items() if base in stated}
-    )
+    layouts = {name: stated[base].sharding for name, base in bases.items() if base in stated}
+    return annotate(backward, mesh, {name: Sharding(mesh, one.ndim, one.dims) for name, one in layouts.items()})
 
 
 class Gradients:

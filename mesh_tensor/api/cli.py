@@ -15,6 +15,7 @@ from mesh_tensor.base.errors import MeshTensorError, did_you_mean, listing, refu
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.simulation import simulate
 
+from .found import FoundKernel
 from .machine import Machine
 from .search import search
 
@@ -45,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 
     made = commands.add_parser("search", help="which layouts take least, or how a module is trained best")
     made.add_argument(
-        "what", metavar="FILE:NAME", help="a Python file, and a module in it, or a function that gives one"
+        "what", metavar="FILE:NAME", help="a Python file, and a module or kernel in it, or a function that gives one"
     )
     made.add_argument("--devices", type=int, required=True)
     made.add_argument("--machine", default="cpu", help=machine)
@@ -89,6 +90,8 @@ def _search(options: argparse.Namespace) -> None:
     found = search(module, options.devices, _machine(options.machine), **limits, **given)
     _say(f"{found}\n\n{found.code()}")
     if options.save is not None:
+        if isinstance(found, FoundKernel):
+            refuse("a search over a kernel's layouts is not saved", fix="leave out --save: it takes seconds")
         found.save(options.save)
     if options.page is not None:
         found.simulation().page(options.page)

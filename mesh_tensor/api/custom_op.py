@@ -125,7 +125,8 @@ def _over(call: _Call, device_mesh: Any) -> Callable[..., Any]:
         if not lies_like_torch(value.sharding, value.shape):
             refuse(
                 f"no DTensor lies like {value.name!r}: {value.shape} as '{value.sharding}'",
-                why="several axes split a dim that they don't divide, which torch does differently",
+                why="several axes split a dim that they don't divide, or not in the mesh's order: torch does that "
+                "differently",
                 fix="annotate it otherwise, or call the kernel itself",
             )
     wanted = [to_placements(value.sharding) for value in inputs]

@@ -20,6 +20,7 @@ from mesh_tensor.program.plan_module import PlanOptions
 from mesh_tensor.redistribution.transfer import TransferPlan
 from mesh_tensor.runtime.ranks.dtensor import mesh_of
 from mesh_tensor.runtime.virtual.mesh_tensor import ShardingLike
+from mesh_tensor.targets.op_steps import Record, carried_pairs
 
 from .mesh_module import MeshModule
 from .module_ports import HeldWeights, parameter_layouts, ports_of, result_layouts
@@ -36,6 +37,12 @@ class Fragment:
     module: MeshModule
     takes: tuple[str, ...]
     gives: tuple[str, ...]
+
+    @cached_property
+    def own(self) -> dict[str, str]:
+        """The program's own names of what it takes, and of what it gives and doesn't take."""
+        made = self.module.plan.made
+        return dict(zip(self.gives, made.result, strict=True)) | dict(zip(self.takes, made.inputs, strict=True))
 
     @cached_property
     def layouts(self) -> dict[str, Sharding]:
@@ -87,6 +94,11 @@ class StageFragments:
         return frozenset(name for fragment in self.fragments.values() for name in fragment.gives)
 
     @cached_property
+    def taken(self) -> frozenset[str]:
+        """What fragments take."""
+        return frozenset(name for fragment in self.fragments.values() for name in fragment.takes)
+
+    @cached_property
     def later(self) -> dict[str, frozenset[str]]:
         """What is still needed after an action of a kind: after F by backwards, after I by W."""
         kinds = {"F": "BIW", "I": "W", "B": "", "W": ""}
@@ -107,7 +119,8 @@ class StageFragments:
 @dataclass(frozen=True)
 class Options:
     """How fragments are made, as `distribute_module` takes it; `recompute`: backwards run their forward again;
-    `weights`: values that fragments take and callers don't pass."""
+    `weights`: values that fragments take and callers don't pass; `carries`: what torch keeps in a forward for gradients
+    is carried to the backward (see `MeshModule.carry`)."""
 
     target: str = "auto"
     strict: bool = False
@@ -115,6 +128,7 @@ class Options:
     recompute: bool = False
     weights: HeldWeights = field(default_factory=lambda: HeldWeights({}))
     plan: PlanOptions = PlanOptions()
+    carries: bool = False
 
     def fragment(
         self, kind: str, mod: ir.IRModule, function: str, mesh: Any, layouts: Layouts, ports: FragmentFunction | Stage
@@ -156,7 +170,7 @@ def training_fragments(
     for those of weights, which may be left to be reduced. What follows from the parameters `constant` is not saved.
     """
     module = annotate_module(stage.module, mesh, layouts, FUNCTION) if layouts else stage.module
-    joint = gradient_function(module, FUNCTION, list(wrt), seeded=True) if wrt else None
+    joint = gradient_function(module, FUNCTION, list(wrt), seeded=True, optional=stage.takes) if wrt else None
     if joint is None:  # nothing to train here, and nothing before it
         return forward_fragments(stage, mesh, layouts, options)
     functions = fragments_of(JointStage(stage, joint, tuple(wrt), tuple(constant)), options.recompute)
@@ -175,7 +189,25 @@ def training_fragments(
                 fragment = other
         made[kind] = fragment
         known = {**fragment.layouts, **known}
+    if options.carries:
+        _carry(made)
     return StageFragments(stage, mesh, made, known)
+
+
+def _carry(fragments: Mapping[str, Fragment]) -> None:
+    """Let the forward keep what it computes beside results for the first backward of a microbatch: B, or I, or W
+    where there is no I."""
+    forward = fragments["F"]
+    found: dict[str, Record] = {}
+    for later in [fragments[kind] for kind in ("B", "I" if "I" in fragments else "W") if kind in fragments]:
+        same = {own: forward.own[name] for name, own in later.own.items() if name in forward.own}
+        keeps, takes = carried_pairs(forward.module.program, later.module.program, same)
+        alike = set[str]()
+        for name, record in keeps.items():  # who wants other gradients than B computes it again
+            if found.setdefault(name, record).gradient.call.kind == record.gradient.call.kind:
+                alike.add(record.name)
+        later.module.carry({name: record for name, record in takes.items() if record.name in alike})
+    forward.module.carry(found)
 
 
 def _parameters(function: FragmentFunction) -> set[str]:

@@ -20,12 +20,14 @@ from mesh_tensor.program.plan_module import ModulePlan, PlanOptions
 from mesh_tensor.program.program import Program
 from mesh_tensor.runtime.ambient import full_precision, undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleParam, ModuleSignature, bound, refuse_outside
+from mesh_tensor.runtime.overwriting import Leave
 from mesh_tensor.runtime.ranks import is_dtensor, ranks_of
 from mesh_tensor.runtime.ranks.dtensor import mesh_of
 from mesh_tensor.runtime.ranks.faults import Faults, agree
 from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.ranks.redistribution import Part
 from mesh_tensor.targets.kernels import find_target
+from mesh_tensor.targets.op_steps import Records
 
 from .module_launch import ModuleLaunch, ModuleState, Recorder, Recording, requires_gradients, state_of
 from .module_plans import ModulePlans
@@ -77,6 +79,7 @@ class MeshModule:
         self._plans = ModulePlans(stated, function, self.mesh, self._signature.symbols, strict, options)
         self._launches: Recent[tuple, AnyLaunch] = Recent(MODULE_SIZES)
         self._last_of_parts: RankModuleLaunch | None = None
+        self._carried: Records = {}
         self._plan: ModulePlan | None = None
         self._open = self._signature.is_open(given)
         self._looked_up: tuple[ModulePlan | None, HeldWeights | None] = None, None
@@ -166,9 +169,14 @@ class MeshModule:
         use = self._state.call if self._state else _call_alike
         return self._run(args, lambda: self._signature.passed(self._held, args, {}), use)
 
-    def call_parts(self, parts: Sequence[Part], device_mesh: Any) -> list[Part]:
+    def carry(self, records: Records) -> None:
+        """From now on what torch keeps in these steps is carried to another module, or from one, by `call_parts`."""
+        self._carried = records
+
+    def call_parts(self, parts: Sequence[Part], device_mesh: Any, kept: dict[str, Any] | None = None) -> list[Part]:
         """A call with this rank's parts of all parameters, in order: nothing is checked, and nothing is said of how
-        torch computes. The function has known sizes, returns a tuple of tensors, and has no weights here."""
+        torch computes. The function has known sizes, returns a tuple of tensors, and has no weights here. `kept` has
+        what is carried to this call (see `carry`), and gets what is carried from it."""
         launch = self._last_of_parts
         ranks = launch.ranks if launch else ranks_of(self.mesh, device_mesh, self._target.device_type)
         with ranks.calls.lane() as lane:
@@ -176,16 +184,17 @@ class MeshModule:
                 made = self._launch({}, ranks)
                 assert isinstance(made, RankModuleLaunch)
                 launch = self._last_of_parts = made
-            return launch.parts(parts)
+            return launch.parts(parts, kept)
 
     @undisturbed
     def step(
-        self, tensors: Mapping[str, Any], state: Mapping[str, Any], watched: Collection[str] = ()
+        self, tensors: Mapping[str, Any], state: Mapping[str, Any], watched: Collection[str], leave: Leave
     ) -> tuple[Any, dict[str, Any], list[str]]:
         """The function's first result for these tensors; what replaces `state` (of `as_state`) in the next call; and
-        the names of the `watched` that hold NaN or infinity then, alike on all ranks."""
+        the names of the `watched` that hold NaN or infinity then, alike on all ranks. With `leave` it may be in the
+        memory of `state`, and is finite then."""
         return self._run(
-            tensors.values(), lambda: dict(tensors), lambda launch, given: launch.step(given, state, watched)
+            tensors.values(), lambda: dict(tensors), lambda launch, given: launch.step(given, state, watched, leave)
         )
 
     @undisturbed
@@ -377,7 +386,8 @@ class MeshModule:
             if ranks is None:
                 launch = ModuleLaunch(plan, self._target, self._weights, poison=self._poison)
             else:
-                launch = RankModuleLaunch(plan, self._target, ranks, self._weights, self._options.overlap)
+                overlap = self._options.overlap
+                launch = RankModuleLaunch(plan, self._target, ranks, self._weights, overlap, self._carried)
             self._launches.put(key, launch)
         return launch
 

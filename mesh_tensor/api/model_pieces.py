@@ -150,7 +150,7 @@ class ModelPieces:
         low = self._planned(replace(shape, rows=below))
         if below == shape.rows:
             return low
-        return _between(low, self._planned(replace(shape, rows=below * _STEP)), below, below * _STEP, shape.rows)
+        return between(low, self._planned(replace(shape, rows=below * _STEP)), below, below * _STEP, shape.rows)
 
     @uncollected
     def _planned(self, shape: Shape) -> Model:
@@ -261,7 +261,7 @@ def _whole_bytes(here: StageFragments, names: Iterable[str]) -> int:
     return sum(math.prod(here.types[name][0]) * here.types[name][1].itemsize for name in names)
 
 
-def _between(low: Model, high: Model, below: int, above: int, rows: int) -> Model:
+def between(low: Model, high: Model, below: int, above: int, rows: int) -> Model:
     """What has rows between two that are known; affine in them."""
     share = (rows - below) / (above - below)
 

@@ -4,6 +4,7 @@ records its calls for torch.autograd."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -12,12 +13,17 @@ from tvm import ir, relax
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.importers.weight_files import StoredTensor
 from mesh_tensor.plan.ir import STATE_ATTR
+from mesh_tensor.program.in_place import Overwritten
 from mesh_tensor.program.plan_module import ModulePlan
+from mesh_tensor.runtime.backend import Memory
 from mesh_tensor.runtime.elementwise import not_finite
+from mesh_tensor.runtime.overwriting import Leave, may_overwrite
+from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.ranks import is_dtensor
 from mesh_tensor.runtime.ranks.dtensor import local_part
 from mesh_tensor.runtime.virtual.launch import Launch
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
+from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
 
 from .module_ports import HeldWeights, ModulePort, Refined, apart, constant_tensor, ports_of, whole
@@ -71,28 +77,49 @@ class ModuleLaunch:
         tensors: Mapping[str, torch.Tensor | MeshTensor],
         state: Mapping[str, MeshTensor],
         watched: Collection[str],
+        leave: Leave,
     ) -> tuple[Any, dict[str, MeshTensor], list[str]]:
         """The first result, whole, for these tensors and this state (of parameters, by name); the state that comes
-        out, of which nothing else has the memory; and what of the `watched` state is not finite then."""
-        known, made = self._advanced(tensors, state)
-        bad = not_finite({name: made[name].parts() for name in watched})
+        out, of which nothing else has the memory; and what of the `watched` state is not finite then. With `leave` it
+        may be in the memory of `state`, and is finite then."""
+        values, others = self.plan.made.program.values, [self._result[0], *map(self.plan.state.get, watched)]
+        rest = [name for name in others if values[name].storage not in self._overwritten.storages]
+
+        def may(memory: Memory) -> bool:
+            def parts(name: str) -> list[torch.Tensor]:
+                value = values[name]
+                layout = layout_of(value.shape, torch_dtype(value.dtype), value.sharding)
+                return layout.parts(memory.held[value.storage])
+
+            leave.used = leave.given and may_overwrite(self._overwritten, rest, parts, memory.held.__getitem__)
+            return leave.used
+
+        known, made = self._advanced(tensors, state, may)
+        bad = [] if leave.used else not_finite({name: made[name].parts() for name in watched})
         return self._tree(self._result[0], known, False), made, bad
 
     def advance(
         self, tensors: Mapping[str, torch.Tensor | MeshTensor], state: Mapping[str, MeshTensor]
     ) -> tuple[tuple[Any, ...], dict[str, MeshTensor]]:
         """As a call, with this state; the results that are no state, and the state that comes out."""
-        known, made = self._advanced(tensors, state)
+        known, made = self._advanced(tensors, state, None)
         as_mesh_tensors = any(isinstance(tensor, MeshTensor) for tensor in tensors.values())
         return self._tree(self._result[: len(self._result) - len(made)], known, as_mesh_tensors), made
 
+    @cached_property
+    def _overwritten(self) -> Overwritten:
+        return Overwritten.of(self.plan.made.program)
+
     def _advanced(
-        self, tensors: Mapping[str, torch.Tensor | MeshTensor], state: Mapping[str, MeshTensor]
+        self,
+        tensors: Mapping[str, torch.Tensor | MeshTensor],
+        state: Mapping[str, MeshTensor],
+        leave: Callable[[Memory], bool] | None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """All values, and what replaces the state."""
         given = {self._inputs[name]: self._port(name).refine(tensor) for name, tensor in tensors.items()}
         given |= {self._inputs[name]: tensor for name, tensor in state.items()}
-        known = {**self._held, **given, **self._run(given, {}, as_mesh_tensors=True)}
+        known = {**self._held, **given, **self._run(given, {}, as_mesh_tensors=True, leave=leave)}
         return known, {name: known[result] for name, result in self.plan.state.items()}
 
     def _tree(self, names: Any, values: Mapping[str, Any], as_mesh_tensors: bool) -> Any:
@@ -171,6 +198,11 @@ def _apart(launch: AnyLaunch, name: str, tensor: Any, outside: set[int]) -> Any:
     if not any(_memory(part) in outside for part in _parts(tensor)):
         return tensor
     return launch.enter(name, launch.leave(name, tensor, True)) if isinstance(launch, ModuleLaunch) else tensor.clone()
+
+
+def parts_of(tensor: Any) -> list[torch.Tensor]:
+    """The parts of a tensor in any form that this process has, without padding."""
+    return tensor.parts() if isinstance(tensor, MeshTensor) else [local_part(tensor) if is_dtensor(tensor) else tensor]
 
 
 def _parts(tensor: Any) -> Iterable[torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -12,17 +12,21 @@ import torch
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.importers.weight_files import StoredTensor
+from mesh_tensor.program.in_place import Overwritten
 from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.plan_module import ModulePlan
+from mesh_tensor.runtime.backend import Memory
 from mesh_tensor.runtime.elementwise import not_finite
+from mesh_tensor.runtime.overwriting import Leave, may_overwrite
 from mesh_tensor.runtime.ranks import is_dtensor, redistribute
 from mesh_tensor.runtime.ranks.dtensor import as_dtensor, lies_like_torch, local_part, to_placements
 from mesh_tensor.runtime.ranks.faults import Faults, agree, anywhere, digest_of, program_facts
-from mesh_tensor.runtime.ranks.rank_launch import RankLaunch, Tiling
+from mesh_tensor.runtime.ranks.rank_launch import RankLaunch, Tiling, tiling_of
 from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.ranks.redistribution import Part, one_of, rank_layout
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import Target
+from mesh_tensor.targets.op_steps import Records
 
 from .module_ports import HeldWeights, ModulePort, Refined, constant_tensor, ports_of
 
@@ -31,7 +35,13 @@ class RankModuleLaunch:
     """A plan, ready to run on `ranks`, as one thread calls it. Every rank has to make the same calls."""
 
     def __init__(
-        self, plan: ModulePlan, target: Target, ranks: Ranks, weights: HeldWeights, overlap: str | int
+        self,
+        plan: ModulePlan,
+        target: Target,
+        ranks: Ranks,
+        weights: HeldWeights,
+        overlap: str | int,
+        carried: Records | None = None,
     ) -> None:
         self.plan, self.ranks, self.lane = plan, ranks, ranks.calls.lane()
         made = plan.made
@@ -41,7 +51,7 @@ class RankModuleLaunch:
         self._digest = digest_of(facts)
         self.lane.run(self._digest)
         program = with_overlap_on(ranks.machine, made.program) if overlap == "auto" else made.program
-        self._run, self._result = RankLaunch(program, target, ranks, faults), made.result
+        self._run, self._result = RankLaunch(program, target, ranks, faults, carried=carried), made.result
         self._ports = {port.name: port for port in ports_of(plan)}
         self._inputs = dict(zip(plan.params, made.inputs, strict=True))
         values = made.program.values
@@ -58,23 +68,58 @@ class RankModuleLaunch:
         as_dtensors = any(is_dtensor(tensor) for tensor in tensors.values())
         return self._tree(self._result, {**known, **made}, as_dtensors)
 
-    def parts(self, given: Sequence[Part]) -> list[Part]:
+    def parts(self, given: Sequence[Part], kept: dict[str, Any] | None = None) -> list[Part]:
         """What the function returns, as this rank's parts, for those of its parameters, in their order. Every
-        rank has to make the same calls."""
-        known = dict(self._held)
-        for name, enter, part in zip(self._inputs.values(), self._entries, given, strict=True):
-            known[name] = enter(part)
+        rank has to make the same calls. `kept`: as RankLaunch takes it."""
+        held = {storage: tile() for storage, tile in self._fixed}
+        for (storage, tiling, enter), part in zip(self._entries, given, strict=True):
+            tile = part.tile
+            held[storage] = enter(part) if tile is None or part.tiling is not tiling else tile
         self.lane.run(self._digest)
-        made = {**known, **self._run(known, {})}
-        return [leave(made[name]) for name, leave in self._exits]
+        self._run.on_tiles(held, kept)
+        return [leave(held[storage]) for storage, leave in self._exits]
 
     @cached_property
-    def _entries(self) -> list[Callable[[Part], torch.Tensor]]:
-        return [self._entry(name) for name in self._inputs]
+    def _fixed(self) -> list[tuple[str, Callable[[], torch.Tensor]]]:
+        """Per storage of what nobody passes: its tile. What is only a result has the storage of its name."""
+        ports, found = self._run.ports, list[tuple[str, Callable[[], torch.Tensor]]]()
+        for name, local in self._held.items():
+            if name in ports:
+                found.append((ports[name].input_storage, partial(self._run.entered, name, local)))
+            else:
+                found.append((name, partial(torch.Tensor.detach, local)))
+        return found
+
+    @cached_property
+    def _entries(self) -> list[tuple[str, Tiling | None, Callable[[Part], torch.Tensor]]]:
+        """Per parameter: its storage; how it lies there, if a part may lie so; and from a part to its tile."""
+        return [self._tiled(name, own) for name, own in self._inputs.items()]
+
+    def _tiled(self, parameter: str, own: str) -> tuple[str, Tiling | None, Callable[[Part], torch.Tensor]]:
+        enter, port = self._entry(parameter), self._run.ports.get(own)
+        if port is None or port.input is None:  # a result of the module is all that it is used for
+            return own, None, enter
+        tiling = None if port.fresh else port.input
+
+        def tile(part: Part) -> torch.Tensor:
+            made = self._run.entered(own, enter(part))
+            if tiling is not None and made.data_ptr() == part.local.data_ptr():
+                part.tiling, part.tile = tiling, made
+            return made
+
+        return port.input_storage, tiling, tile
 
     @cached_property
     def _exits(self) -> list[tuple[str, Callable[[torch.Tensor], Part]]]:
-        return [(name, self._exit(self._ports[name])) for name in self._result]
+        """Per result: its storage, and from what is there to a part."""
+        return [self._left(name) for name in self._result]
+
+    def _left(self, name: str) -> tuple[str, Callable[[torch.Tensor], Part]]:
+        leave, port = self._exit(self._ports[name]), self._run.ports.get(name)
+        if port is None:
+            return name, leave
+        valid = port.tiling.valid if port.output is None else port.output.valid
+        return port.output_storage or port.input_storage, lambda tile: leave(valid(tile))
 
     def _entry(self, parameter: str) -> Callable[[Part], torch.Tensor]:
         """From this rank's part of a parameter to what the program takes."""
@@ -115,11 +160,24 @@ class RankModuleLaunch:
         return self._leave(self._ports[self._inputs[name]], local, not full)
 
     def step(
-        self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor], watched: Collection[str]
+        self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor], watched: Collection[str], leave: Leave
     ) -> tuple[Any, dict[str, torch.Tensor], list[str]]:
         """As `ModuleLaunch.step`, of this rank's parts; what is not finite is the same on all ranks."""
-        made, kept = self._advanced(tensors, state)
+        values, others = self.plan.made.program.values, [self._result[0], *map(self.plan.state.get, watched)]
+        rest = [name for name in others if values[name].storage not in self._overwritten.storages]
+
+        def may(memory: Memory) -> bool:
+            def parts(name: str) -> list[torch.Tensor]:
+                return [tiling_of(values[name], self.ranks.rank).valid(memory.held[values[name].storage])]
+
+            sure = leave.given and may_overwrite(self._overwritten, rest, parts, lambda name: [memory.held[name]])
+            leave.used = not anywhere(self.ranks, self._faults, [not sure])[0]
+            return leave.used
+
+        made, kept = self._advanced(tensors, state, may)
         loss = self._tree(self._result[0], made, False)
+        if leave.used:
+            return loss, kept, []
         bad = not_finite({name: (kept[name],) for name in watched})
         found = anywhere(self.ranks, self._faults, [name in bad for name in watched])
         return loss, kept, [name for name, is_bad in zip(watched, found, strict=True) if is_bad]
@@ -128,18 +186,25 @@ class RankModuleLaunch:
         self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor]
     ) -> tuple[tuple[Any, ...], dict[str, torch.Tensor]]:
         """As `ModuleLaunch.advance`, of this rank's parts."""
-        made, kept = self._advanced(tensors, state)
+        made, kept = self._advanced(tensors, state, None)
         as_dtensors = any(is_dtensor(tensor) for tensor in tensors.values())
         return self._tree(self._result[: len(self._result) - len(kept)], made, as_dtensors), kept
 
+    @cached_property
+    def _overwritten(self) -> Overwritten:
+        return Overwritten.of(self.plan.made.program)
+
     def _advanced(
-        self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor]
+        self,
+        tensors: Mapping[str, Any],
+        state: Mapping[str, torch.Tensor],
+        leave: Callable[[Memory], bool] | None,
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """All values, and what replaces the state."""
         known = {**self._held, **{self._inputs[name]: tensor for name, tensor in state.items()}}
         known |= {self._inputs[name]: self._enter(name, tensor) for name, tensor in tensors.items()}
         self.lane.run(self._digest)
-        made = {**known, **self._run(known, {})}
+        made = {**known, **self._run(known, {}, leave=leave)}
         return made, {name: made[result] for name, result in self.plan.state.items()}
 
     def _weight(self, name: str, weights: HeldWeights) -> torch.Tensor:

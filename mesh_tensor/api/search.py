@@ -1,32 +1,28 @@
-"""search: the layouts of a module's parameters that take least on a machine."""
+"""search: the layouts of a module's parameters, or of a kernel's buffers, that take least on a machine."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tvm import ir
+from tvm import ir, tirx
 
-from mesh_tensor.annotations.annotate_module import annotate_module
+from mesh_tensor.annotations.kernel_source import check_kernel
 from mesh_tensor.annotations.names import check_module, relax_function, with_flat_parameters
-from mesh_tensor.base.decisions import columns
 from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.machine import Machine
-from mesh_tensor.base.machine_presets import CPU, machine_code, machine_named
+from mesh_tensor.base.machine_presets import CPU, machine_named
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.plan.ir import Graph
-from mesh_tensor.program.plan_module import PlanOptions, read_module
-from mesh_tensor.searching.evaluate import Evaluator, Strategy
-from mesh_tensor.searching.named_dims import Beam, NamedDim, named_dims
-from mesh_tensor.simulation import Simulation
+from mesh_tensor.searching.evaluate import Evaluator, KernelEvaluator, Strategy
+from mesh_tensor.searching.named_dims import Beam, Rank, kernel_dims, named_dims
+from mesh_tensor.simulation.simulate import check_sizes_known
 
-from .mesh_module import MeshModule
-from .module import distribute_module
+from .found import Found, FoundKernel
 from .search_training import TrainingOptions, TrainingPlans, search_training
 from .strategies import preset_layouts
 
@@ -34,7 +30,7 @@ _OBJECTIVES: dict[str, Callable[[Strategy], float]] = {"time": lambda s: s.time,
 
 
 def search(
-    module: ir.IRModule | ImportedModule,
+    module: ir.IRModule | ImportedModule | tirx.PrimFunc,
     devices: int,
     machine: Machine | str | None = None,
     *,
@@ -52,7 +48,7 @@ def search(
     progress: Callable[[int, int], None] | None = None,
     uneven: bool = False,
     **only: Sequence[Any],
-) -> Found | TrainingPlans:
+) -> Found | FoundKernel | TrainingPlans:
     """Search how the parameters of a module are laid out best; or, with `batch`, how a model is trained best. Nothing
     is run. Deterministic, unless it is out of time.
 
@@ -63,7 +59,9 @@ def search(
     best ones are planned in full.
 
     Args:
-        module: a Relax module of known sizes, or what `from_torch` gives.
+        module: a Relax module of known sizes, or what `from_torch` gives; or a kernel of known sizes, whose buffers may
+            lie in any way: what it takes to bring them there doesn't count, and nothing but meshes, width, objective,
+            memory_limit and seconds does.
         devices: how many there are.
         machine: what they are, or a preset's name; None: this project's CPU ranks.
         objective: what counts: "time" or "memory". The other one decides between equals.
@@ -83,19 +81,30 @@ def search(
             or sizes of the `model` axis.
 
     Returns:
-        What was found, the best first: layouts (`Found`), or ways to train (`TrainingPlans`).
+        What was found, the best first: layouts (`Found`, `FoundKernel`), or ways to train (`TrainingPlans`).
 
     Raises:
         MeshTensorError: nothing fits into memory (it says what would), or there is nothing to search.
     """
-    mod = module.mod if isinstance(module, ImportedModule) else module
-    check_module(mod, "search")
-    mod = with_flat_parameters(mod, function)
-    relax_function(mod, function)
     machine = machine_named(machine) or CPU
     _check(devices, objective, width)
     machine.check_holds(devices, "the search")
     limit = machine.main_memory.size if memory_limit is None else memory_limit
+    tried = [Mesh(mesh) for mesh in meshes] if meshes is not None else _meshes(devices)
+    if isinstance(module, tirx.PrimFunc):
+        if batch is not None or known is not None or only:
+            given = {"batch": batch, "known": known, **only}
+            names = ", ".join(name for name, value in given.items() if value is not None)
+            refuse(f"{names} of a search over a kernel", fix="search a module that calls it")
+        kernel = check_kernel(module)
+        end, rank = time.monotonic() + seconds, _rank(objective, limit)
+        made = _search_kernel(kernel, tried, machine, rank, width, end)
+        _check_fits(made.strategies, limit, machine, tried)
+        return made
+    mod = module.mod if isinstance(module, ImportedModule) else module
+    check_module(mod, "search")
+    mod = with_flat_parameters(mod, function)
+    relax_function(mod, function)
     if batch is not None:
         imported = module if isinstance(module, ImportedModule) else ImportedModule(mod, {})
         taken = [p.name_hint for p in relax_function(mod, function).params if p.name_hint not in imported.params]
@@ -124,15 +133,14 @@ def search(
         )
     if only:
         refuse(f"{', '.join(only)} of a search without a batch", fix="say how many rows a batch has: batch=")
-    graph, atoms = read_module(mod, function, Mesh({"x": 1}), {}, PlanOptions(machine=machine))
-    dims = named_dims(graph, atoms)
-    evaluator = Evaluator(graph, atoms, machine)
+    evaluator = Evaluator(mod, function, machine)
+    dims = named_dims(evaluator.graph, evaluator.atoms)
+    asked = _question(evaluator.graph, machine, function)
     if known is not None:
-        evaluator.learn(_read(known, _question(graph, machine, function)))
+        evaluator.learn(_read(known, asked))
     rank = _rank(objective, limit)
     end = time.monotonic() + seconds
     found: list[Strategy] = []
-    tried = [Mesh(mesh) for mesh in meshes] if meshes is not None else _meshes(devices)
     for mesh in tried:
         presets = [evaluator.strategy(mesh, layouts) for layouts in preset_layouts(module, function, mesh)]
         found += [strategy for strategy in presets if strategy is not None]
@@ -140,81 +148,32 @@ def search(
     if not found:
         refuse("no layout of the module can be planned", where=f"function {function!r}", fix="see mt.distribute_module")
     found = _best_in_full(sorted(dict.fromkeys(found), key=rank), evaluator, rank)
+    _check_fits(found, limit, machine, tried)
+    return Found(module, function, machine, tuple(dims), tuple(found), evaluator.planned, asked)
+
+
+def _search_kernel(
+    func: tirx.PrimFunc, tried: Sequence[Mesh], machine: Machine, rank: Rank, width: int, end: float
+) -> FoundKernel:
+    check_sizes_known(func)
+    evaluator, dims, found = KernelEvaluator(func, machine), kernel_dims(func), list[Strategy]()
+    for mesh in tried:
+        found += Beam(evaluator, dims, rank, width).run(mesh, lambda: time.monotonic() > end)
+    if not found:
+        refuse("no layout of the kernel's buffers can be planned", fix="see what mt.compile says of one")
+    found = sorted(dict.fromkeys(found), key=rank)
+    return FoundKernel(func, machine, tuple(dims), tuple(found), evaluator.planned)
+
+
+def _check_fits(found: Sequence[Strategy], limit: int, machine: Machine, tried: Sequence[Mesh]) -> None:
     least = min(strategy.memory for strategy in found)
     if least > limit:
         refuse(
             f"no strategy fits into {limit:,} bytes per device",
-            where=f"{devices} devices of machine {machine.name!r}",
+            where=f"{max(mesh.num_devices for mesh in tried)} devices of machine {machine.name!r}",
             why=f"the smallest that was found needs {least:,}",
             fix="take more devices, or a machine with more memory",
         )
-    asked = _question(graph, machine, function)
-    return Found(module, function, machine, tuple(dims), tuple(found), evaluator.planned, asked)
-
-
-@dataclass(frozen=True, eq=False)
-class Found:
-    """What a search found: `strategies`, the best first, over the module's named `dims`; `planned` were looked at."""
-
-    module: ir.IRModule | ImportedModule = field(repr=False)
-    function: str
-    machine: Machine
-    dims: tuple[NamedDim, ...]
-    strategies: tuple[Strategy, ...] = field(repr=False)
-    planned: int
-    _asked: Mapping[str, str] = field(repr=False, default_factory=dict)
-
-    @property
-    def best(self) -> Strategy:
-        """The first one."""
-        return self.strategies[0]
-
-    def distribute(self, strategy: Strategy | None = None, **options: Any) -> MeshModule:
-        """The module on a mesh, laid out as the best strategy says, or this one; the options of `distribute_module`."""
-        chosen = strategy or self.best
-        mod = self.module
-        if isinstance(mod, ImportedModule):
-            options = {"weights": mod.params, **options}
-            mod = mod.mod
-        options = {"function": self.function, "machine": self.machine, **options}
-        return distribute_module(_annotated(mod, chosen, self.function), chosen.mesh, **options)
-
-    def simulation(self, strategy: Strategy | None = None) -> Simulation:
-        """The best strategy, or this one, simulated in full."""
-        return Simulation(self.distribute(strategy).program, self.machine)
-
-    def code(self, strategy: Strategy | None = None) -> str:
-        """The strategy as Python that annotates the module; its last line is how to run that."""
-        chosen = strategy or self.best
-        lines = [f"    {name!r}: {layout}," for name, layout in chosen.shardings.items()]
-        opened = f"open={list(chosen.shardings)!r}, function={self.function!r}"
-        run = f"# run = mt.distribute_module(mod, machine={machine_code(self.machine)}, weights=...)"
-        return "\n".join(
-            [f"mod = mt.annotate_module(mod, {dict(chosen.mesh.shape)}, {{", *lines, f"}}, {opened})", run]
-        )
-
-    def save(self, path: str | Path) -> None:
-        """Write what was found, so that `mt.search(..., known=path)` goes on from it."""
-        rows = [{**asdict(each), "mesh": dict(each.mesh.shape)} for each in self.strategies]
-        Path(path).write_text(json.dumps({**self._asked, "strategies": rows}), encoding="utf-8")
-
-    def pareto(self) -> list[Strategy]:
-        """The strategies than which no other one takes less time and less memory, the fastest first."""
-        front: list[Strategy] = []
-        for strategy in sorted(self.strategies, key=lambda s: (s.time, s.memory)):
-            if not front or strategy.memory < front[-1].memory:
-                front.append(strategy)
-        return front
-
-    def __str__(self) -> str:
-        rows: list[tuple[object, ...]] = [("mesh", "time, ms", "memory, MiB", "received, MiB", "layouts")]
-        for strategy in self.strategies[:10]:
-            layouts = strategy.shardings
-            words = ", ".join(f"{name} {layout}" for name, layout in list(layouts.items())[:4])
-            more = f" and {len(layouts) - 4} more" if len(layouts) > 4 else ""
-            sizes = f"{strategy.memory / 2**20:.2f}", f"{strategy.received / 2**20:.2f}"
-            rows.append((dict(strategy.mesh.shape), f"{strategy.time * 1e3:.4g}", *sizes, words + more))
-        return "\n".join([f"{len(self.strategies)} strategies on {self.machine.name}", *columns(rows)])
 
 
 def _question(graph: Graph, machine: Machine, function: str) -> dict[str, str]:
@@ -247,13 +206,6 @@ def _best_in_full(found: list[Strategy], evaluator: Evaluator, rank: Callable[[S
         first = evaluator.in_full(found[0])
         found = sorted([*([] if first is None else [first]), *found[1:]], key=rank)
     return found
-
-
-def _annotated(mod: ir.IRModule, strategy: Strategy, function: str) -> ir.IRModule:
-    mod = with_flat_parameters(mod, function)
-    if not strategy.shardings:
-        return mod
-    return annotate_module(mod, strategy.mesh, strategy.shardings, function, open=list(strategy.shardings))
 
 
 def _rank(objective: str, limit: int) -> Callable[[Strategy], tuple]:

@@ -13,6 +13,7 @@ from tvm import ir
 
 from mesh_tensor.annotations.named_values import NamedValues
 from mesh_tensor.annotations.names import source_names
+from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.optimizer import MASTER, is_number
 from mesh_tensor.importers import ImportedModule
@@ -86,6 +87,7 @@ def training_step(
     loss_scale: float | str | None = None,
     seed: int = 0,
     recompute: str | int | Sequence[str] | None = None,
+    reduce_dtype: str | torch.dtype | None = None,
     check: bool = True,
     **options: Any,
 ) -> TrainingStep:
@@ -113,6 +115,8 @@ def training_step(
             Results are the same bits.
         seed: what the model's dropouts drop follows from it, the number of the step, and where it stands in the whole
             tensor.
+        reduce_dtype: in which devices add up their parts of gradients: "bfloat16" or "float16" sends half as much, and
+            rounds every gradient; None: float32 at least.
         check: compare a step on the example inputs with torch.autograd.
         options: of the optimizer: lr, betas, eps, weight_decay, momentum, nesterov.
 
@@ -129,7 +133,8 @@ def training_step(
     if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
         refuse(f"clip_norm={shown(clip_norm)}", fix="use the largest norm that gradients may have, a number above 0")
     made = any_optimizer(optimizer, options)
-    asked = _Asked(made, zero, clip_norm, schedule, LossScale.make(loss_scale), _checked_seed(seed), recompute)
+    scale, dtype = LossScale.make(loss_scale), _narrow(reduce_dtype)
+    asked = _Asked(made, zero, clip_norm, schedule, scale, _checked_seed(seed), recompute, dtype)
     if isinstance(model, ImportedModule):
         if accumulate != 1:
             refuse("accumulate= of a module that was imported", fix="pass the torch model: it is imported for a part")
@@ -157,6 +162,15 @@ class _Asked:
     loss_scale: LossScale | None
     seed: int
     recompute: str | int | Sequence[str] | None
+    reduce_dtype: str | None
+
+
+def _narrow(dtype: object) -> str | None:
+    """What gradients are added up in, if in less than float32."""
+    name = str(dtype).removeprefix("torch.")
+    if dtype is not None and name not in (*NARROW, "float32"):
+        refuse(f"reduce_dtype={shown(dtype)}", fix=f"use {listing(list(NARROW))}, or leave it out: float32")
+    return name if name in NARROW else None
 
 
 def _checked_seed(seed: object) -> int:
@@ -184,6 +198,7 @@ def _step(found: ImportedLoss, model: Any, asked: _Asked, parts: Parts | None = 
         scaled=asked.loss_scale is not None,
         microbatches=None if parts is None else parts.named(module.mod["main"]),
         recompute=_recomputed(module.mod, asked.recompute),
+        reduce_dtype=asked.reduce_dtype,
     )
     mod, kept = made.mod, made.kept
     state = {mine.parameter: module.params[mine.parameter] for mine in kept} | found.buffers

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from mesh_tensor.base.errors import did_you_mean, listing, refuse, shown
-from mesh_tensor.base.optimizer import IMPLIED, is_number
+from mesh_tensor.base.optimizer import IMPLIED, MOST_LR, SLOT_NORM, is_number
 from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Program
 from mesh_tensor.rules.operator.dropout import SEED_NAME
 from mesh_tensor.runtime.ambient import undisturbed
-from mesh_tensor.runtime.elementwise import not_finite
+from mesh_tensor.runtime.elementwise import not_finite, within
+from mesh_tensor.runtime.overwriting import Leave
 
+from .module_launch import parts_of
 from .training import TrainingStep
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ class TrainingRun:
         self._scale = step.loss_scale
         self._step, self._module = step, module
         self._state: dict[str, Any] | None = None
+        self._bounded, self._lost = False, ""  # whether the state may be overwritten; why there is none any more
         self._first = {name: tensor.clone() for name, tensor in step.state.items()}  # which their owner may write
         slots = [(mine.slots, slot) for mine in step.kept for slot in mine.slots]
         implied = {mine[slot] for mine, slot in slots if IMPLIED.get(slot) in mine}
@@ -61,7 +64,7 @@ class TrainingRun:
             tensors[SEED_NAME] = self._step.dropout_seed(self.steps)
         if self._scale is not None:
             tensors[LOSS_SCALE_NAME] = torch.tensor(self._scale.value, dtype=torch.float32)
-        loss, state, bad = self._module.step(tensors, self._kept, self._watched)
+        loss, state, bad, overwritten = self._advanced(tensors)
         is_finite = bool(torch.isfinite(loss))
         if bad and is_finite and self._scale is not None and self._scale.can_fall:
             self._scale = self._scale.after_overflow()
@@ -70,10 +73,22 @@ class TrainingRun:
         if bad or not is_finite:
             self._refuse(loss, bad)
         self._state = state
+        self._bounded = overwritten or self._is_bounded(state)
         self.steps += 1
         if self._scale is not None:
             self._scale = self._scale.after_step()
         return loss
+
+    def _advanced(self, tensors: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, Any], list[str], bool]:
+        """The loss; the state after the step, and what of it is not finite; whether it is where the old state was."""
+        state = self._kept
+        leave = Leave(self._bounded and float(tensors[NUMBERS_NAME][0]) <= MOST_LR)
+        try:
+            return *self._module.step(tensors, state, self._watched, leave), leave.used
+        except BaseException as error:
+            if leave.used:
+                self._lost = f"step {self.steps + 1} ended in {type(error).__name__}"
+            raise
 
     @property
     def loss_scale(self) -> float | None:
@@ -110,6 +125,7 @@ class TrainingRun:
                have to ask)
         """
         made = {**self._step.fixed, **self._module.whole_state(self._kept, full)}
+        self._bounded = False  # the caller may have the very memory, which must not be overwritten then
         tensors = {theirs: made[ours] for theirs, ours in self._step.names.items()}
         return {**tensors, **self._counts()}
 
@@ -145,15 +161,35 @@ class TrainingRun:
                 problems, where="the state to load", fix="load what state_dict() of the same model and optimizer gave"
             )
         kept = self._module.as_state({names[name]: state[name] for name in names})
-        self._state, self.steps = kept, int(numbers[STEP] or 0)
+        self._state, self.steps, self._lost = kept, int(numbers[STEP] or 0), ""
+        self._bounded = self._is_bounded(kept)
         if self._scale is not None and self._scale.dynamic:
             self._scale = replace(self._scale, value=numbers[LOSS_SCALE] or 1.0, good=int(numbers[GOOD_STEPS] or 0))
 
     @property
     def _kept(self) -> dict[str, Any]:
+        if self._lost:
+            refuse(
+                "the state is lost",
+                where="a training run",
+                why=f"{self._lost} while parameters were overwritten",
+                fix="load_state_dict() of a state that was saved before",
+            )
         if self._state is None:
             self._state, self._first = self._module.as_state(self._first), {}
+            self._bounded = self._is_bounded(self._state)
         return self._state
+
+    def _is_bounded(self, state: Mapping[str, Any]) -> bool:
+        """Whether what the optimizer keeps is such that new state is finite, as `Optimizer.stays_finite` says."""
+        kept: dict[str, list[torch.Tensor]] = {slot: [] for mine in self._step.kept for slot in mine.slots}
+        for mine in self._step.kept:
+            for slot, name in mine.slots.items():
+                kept[slot] += parts_of(state[name])
+        positive = [part for slot in IMPLIED.values() for part in kept.get(slot, [])]
+        return within([part for parts in kept.values() for part in parts], SLOT_NORM) and all(
+            bool((part >= 0).all()) for part in positive
+        )
 
     @property
     def plan(self) -> ModulePlan:

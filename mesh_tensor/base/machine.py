@@ -102,7 +102,7 @@ class Tuning:
 class Machine:
     """Equal devices, and what connects them.
 
-    flops      per dtype, operations of the units that multiply matrices
+    flops      per dtype, operations of the units that multiply matrices; "float8" stands for all formats of 8 bits
     memory     levels, the nearest first; the last one is where tensors live
     links      levels, the innermost first
     launch     seconds from one kernel or operator to the next that no work hides
@@ -111,7 +111,7 @@ class Machine:
     devices    how many there are (None: as many as a mesh has)
     processors how many of them work at the same time, where they share processors (None: all)
     turn       where devices take turns on a processor: seconds from one step to the next that no call takes
-    start      ... and what a call's start is there, as a multiple of that on one device alone
+    start      ... and what `launch` is there, as a multiple of that on one device alone
     price      of a device, per hour
     classes    operators that reach another share of the rates, by operator or by class of operators
 
@@ -152,8 +152,11 @@ class Machine:
         return hash((self.name, self.memory, self.links))
 
     def peak(self, dtype: str) -> float:
-        """Operations per second on `dtype`; integers and booleans count as float32."""
+        """Operations per second on `dtype`, or on all formats of its size (`float8`); integers and booleans count as
+        float32."""
         wanted = dtype if is_float(dtype) else "float32"
+        if wanted not in self.flops:
+            wanted = wanted.partition("_")[0]
         if wanted not in self.flops:
             refuse(
                 f"no rate of operations on {dtype}",
@@ -199,7 +202,7 @@ class Machine:
         """Seconds of a call that processors make for so many of a mesh's devices one after the other."""
         if self.processors is None or devices == 1:
             return work.seconds * rounds
-        return self.turn + rounds * (work.start * self.start + max(work.flops, work.memory))
+        return self.turn + rounds * (work.seconds + self.launch * (self.start - 1))
 
     @property
     def flops_per_byte(self) -> float:

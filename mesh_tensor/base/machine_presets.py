@@ -17,17 +17,19 @@ from typing import Any
 from .errors import did_you_mean, listing, refuse, shown
 from .machine import Link, Machine, Memory, Roofline, Tuning, unknown_names
 
+_CONVERTED = ("float16", "float8", "float6", "float4")  # what processors compute in float32
+
 # What CPU ranks do, measured on 2 cores of an AMD EPYC (Zen 5), one thread and one core per rank. Plans are made for
 # it where nothing else is asked for, so it is the same on every rank whatever that runs on.
 CPU = Machine(
     name="gloo with a core per rank",
-    flops={"float32": 1e11, "float64": 4.2e10, "bfloat16": 4.2e11, "float16": 2.4e9},
+    flops={"float32": 1e11, "float64": 4.2e10, "bfloat16": 4.2e11, **dict.fromkeys(_CONVERTED, 2.4e9)},
     memory=(Memory(2 << 20, 7.5e10), Memory(8 << 30, 3.2e10)),
     links=(Link("gloo", None, rate=1.5625e9, start=1.28e-4),),
     launch=5e-6,
     busy=1.0,
     sources={
-        "flops": "torch.mm, one thread: GFLOP/s 97 in float32, 42 in float64, 430 in bfloat16, 2 in float16",
+        "flops": "torch.mm, one thread: GFLOP/s 97 in float32, 42 in float64, 430 in bfloat16, 2 in float16 and less",
         "memory": "torch.add, one thread: 71 to 98 GB/s up to 3 MB, 30 to 35 GB/s from 12 MB on",
         "links": "exchanges of 2 ranks, medians: 100 to 150 us for 4 KB, 1.2 to 1.5 GB/s from 1 MB on",
         "busy": "torch.mm beside an all-to-all of 1 to 16 MB takes as long as one after the other, or longer",
@@ -66,7 +68,7 @@ def _nvidia(name: str, flops: dict[str, float], memory: Memory, nvlink: float, n
 
 
 def _h100() -> Machine:
-    rates = {"bfloat16": 989e12, "float16": 989e12, "float8_e4m3": 1979e12, "float8_e5m2": 1979e12}
+    rates = {"bfloat16": 989e12, "float16": 989e12, "float8": 1979e12}
     rates |= {"float32": 67e12, "float64": 67e12}
     sheet = "NVIDIA H100 SXM5 80GB data sheet; ConnectX-7, 400 Gb/s per GPU"
     return _nvidia("h100", rates, Memory(80 * 10**9, 3.35e12), 450e9, 50e9, sheet)
@@ -114,7 +116,7 @@ def _laptop() -> Machine:
         CPU,
         name="laptop",
         memory=(Memory(1 << 20, 6e10), Memory(16 << 30, 1.2e10)),
-        flops={"float32": 6e10, "float64": 3e10, "bfloat16": 3e10, "float16": 2e9},
+        flops={"float32": 6e10, "float64": 3e10, "bfloat16": 3e10, **dict.fromkeys(_CONVERTED, 2e9)},
         sources={"all": "an estimate: a core with 256-bit vectors at 3 GHz, memory shared by the cores"},
     )
 

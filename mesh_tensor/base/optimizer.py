@@ -12,6 +12,9 @@ from .errors import did_you_mean, listing, refuse, shown
 MASTER = "master"
 # Slots that are finite wherever another one is: a mean of gradients, where that of their squares is.
 IMPLIED = {"exp_avg": "exp_avg_sq"}
+GROWING = {"momentum_buffer"}  # slots that are no means
+# Norms from which an optimizer that `stays_finite` makes finite numbers in float32, times what it multiplies them with.
+PARAMETER_NORM, GRADIENT_NORM, SCALE_NORM, SLOT_NORM, MOST_LR = 2.0**60, 2.0**30, 2.0**10, 2.0**40, 2.0**10
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,23 @@ class Optimizer:
     def slots(self) -> tuple[str, ...]:
         """What is kept per parameter, in its shape; zero at first."""
         return OPTIMIZERS[self.name][0]
+
+    @property
+    def stays_finite(self) -> bool:
+        """Whether it makes finite numbers of parameters, gradients, scales and a learning rate within the norms above,
+        and of slots that were once: means of gradients are no larger than these (2**40), those of squares than 2**80,
+        so that a mean over a root with `eps` is at most 2**100. A momentum buffer has to be looked at every time."""
+        betas = self.options.get("betas")
+        return (
+            all(beta <= 1 - 2.0**-20 for beta in (betas if isinstance(betas, tuple) else ()))
+            and self._number("eps", 1.0) >= 2.0**-40
+            and max(self._number("weight_decay", 0.0), self._number("momentum", 0.0)) <= 2.0**10
+        )
+
+    def _number(self, option: str, default: float) -> float:
+        value = self.options.get(option, default)
+        assert isinstance(value, (int, float))
+        return value
 
     def numbers(self, step: int, lr: float) -> tuple[float, ...]:
         """The numbers of step 1, 2, ...: the learning rate; where there are betas, 1 - beta1^step and the root of

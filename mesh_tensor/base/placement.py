@@ -18,12 +18,14 @@ _OPS_OF_TORCH = {theirs: ours for ours, theirs in PARTIAL_OPS.items()}
 
 @dataclass(frozen=True)
 class Shard:
-    """The axis splits dim `dim` of the tensor."""
+    """The axis splits dim `dim` of the tensor. Of the axes that split one dim, those with a lower `minor` are major; of
+    equals, the mesh's order says."""
 
     dim: int
+    minor: int = 0
 
     def __str__(self) -> str:
-        return f"S[{self.dim}]"
+        return f"S[{self.dim}:{self.minor}]" if self.minor else f"S[{self.dim}]"
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ def state(mesh: Mesh, ndim: int, sharding: Any, replicate: Any, partial: Any) ->
     problems: list[str] = []
     if is_list(sharding):
         sharding, problems = _by_axis(mesh, sharding)
-    stated = [(axis, _stated(value)) for axis, value in _items(sharding, "sharding", problems)]
+    stated = [one for key, value in _items(sharding, "sharding", problems) for one in _one_or_more(key, value)]
+    problems += _unordered(sharding)
     if replicate is not None and not isinstance(replicate, Iterable):
         problems.append(f"`replicate` is {shown(replicate)}, which is not a tuple of axis names")
         replicate = ()
@@ -121,6 +124,29 @@ def _items(value: Any, what: str, problems: list[str]) -> list[tuple[str, Any]]:
     return list(value.items())
 
 
+def _one_or_more(key: Any, value: Any) -> list[tuple[str, Placement]]:
+    """What is stated of an axis, or of a tuple of axes that split one dim, the first one major."""
+    if not isinstance(key, tuple):
+        return [(key, _stated(value))]
+    placement = _stated(value)
+    if not isinstance(placement, Shard):
+        return [(axis, placement) for axis in key]
+    return [(axis, Shard(placement.dim, minor)) for minor, axis in enumerate(key)]
+
+
+def _unordered(sharding: Any) -> list[str]:
+    """The dims of which a dict says the order of some axes, but not where others go."""
+    if not isinstance(sharding, Mapping) or not any(isinstance(key, tuple) for key in sharding):
+        return []
+    dims = [value for value in sharding.values() if isinstance(value, int)]
+    facts = (key for key, dim in sharding.items() if isinstance(key, tuple) and isinstance(dim, int))
+    return [
+        f"{shown(key)} split dim {sharding[key]} in that order, and other axes split it as well"
+        for key in facts
+        if dims.count(sharding[key]) > 1
+    ]
+
+
 def _by_axis(mesh: Mesh, placements: Sequence[Any]) -> tuple[dict[str, Any], list[str]]:
     """The dict form of a list of placements, and what is wrong with the list."""
     axes = [value for value in placements if isinstance(value, str)]
@@ -163,7 +189,7 @@ def _normal(axis: str, placement: Placement, ndim: int) -> Placement:
         refuse(f"axis {axis!r} is given dim {shown(placement.dim)}; an axis splits one dim, which is an int, or None")
     if not -ndim <= dim < ndim:
         refuse(f"axis {axis!r} splits dim {dim}, but there are {ndim} dims")
-    return Shard(dim % ndim)
+    return Shard(dim % ndim, placement.minor)
 
 
 def _as_int(value: Any) -> int | None:
@@ -175,15 +201,15 @@ def _as_int(value: Any) -> int | None:
 
 def _in_words(placement: Placement) -> str:
     if isinstance(placement, Shard):
-        return f"splits dim {placement.dim}"
+        return f"splits dim {placement.dim}" + (f" ({placement.minor})" if placement.minor else "")
     return "is replicated" if isinstance(placement, Replicate) else f"is partial ({placement.op})"
 
 
-_ITEM = re.compile(r"S\[\s*(?P<dim>-?\d+)\s*\]|R|P\[\s*(?P<op>\w+)\s*\]")
+_ITEM = re.compile(r"S\[\s*(?P<dim>-?\d+)\s*(:\s*(?P<minor>\d+)\s*)?\]|R|P\[\s*(?P<op>\w+)\s*\]")
 
 
-def parse_text(mesh: Mesh, text: str) -> tuple[dict[str, int | None], dict[str, str]]:
-    """What `text` states: axis -> dim (None: replicated), and axis -> op of the partial ones."""
+def parse_text(mesh: Mesh, text: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """What `text` states: axis -> dim or Shard (None: replicated), and axis -> op of the partial ones."""
     stripped = text.strip()
     return (parse_dict(stripped), {}) if stripped.startswith("{") else _parse_distir(mesh, stripped)
 
@@ -210,7 +236,7 @@ def parse_dict(text: str) -> dict[str, Any]:
     return found
 
 
-def _parse_distir(mesh: Mesh, text: str) -> tuple[dict[str, int | None], dict[str, str]]:
+def _parse_distir(mesh: Mesh, text: str) -> tuple[dict[str, Any], dict[str, str]]:
     items = [item.strip() for item in text.split(",")]
     bad = [item for item in items if not _ITEM.fullmatch(item)]
     if bad:
@@ -218,11 +244,12 @@ def _parse_distir(mesh: Mesh, text: str) -> tuple[dict[str, int | None], dict[st
     if len(items) != len(mesh):
         axes = f"the mesh has {len(mesh)} axes ({listing(mesh.axis_names)})"
         refuse(f"can't read the sharding {shown(text)}: {axes}, but placements: {len(items)}")
-    sharding: dict[str, int | None] = {}
+    sharding: dict[str, Any] = {}
     partial: dict[str, str] = {}
     for axis, item in zip(mesh, items, strict=True):
         if item.startswith("P"):
             partial[axis] = item[2:-1].strip()
         else:
-            sharding[axis] = int(item[2:-1]) if item.startswith("S") else None
+            dim, _, minor = item[2:-1].partition(":")
+            sharding[axis] = None if item == "R" else Shard(int(dim), int(minor)) if minor else int(dim)
     return sharding, partial

@@ -1,7 +1,8 @@
 """Sharding: how a tensor lies on a mesh, and which part of it each device holds.
 
-Per mesh axis a placement: `Shard(dim)`, `Replicate()` or `Partial(op)`. Several axes may split one dim; then each axis,
-in mesh order, splits the tile that the axes before it leave, so a collective over one axis stays within a parent tile.
+Per mesh axis a placement: `Shard(dim)`, `Replicate()` or `Partial(op)`. Several axes may split one dim; then each axis
+splits the tile that those before it leave, in mesh order unless another order is stated: `{("y", "x"): 0}` has y major.
+A collective over the last ones stays within a parent tile.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["Partial", "Placement", "Replicate", "Shard", "Sharding", "ceildiv"]
 class Sharding:
     """How a tensor of `ndim` dims lies on `mesh`. Canonical: equal layouts are equal objects by value and hash.
 
-    `dims` has, per dim, the axes that split it (mesh order, major first); `partial` has (axis, op) in mesh order; all
+    `dims` has, per dim, the axes that split it, major first; `partial` has (axis, op) in mesh order; all
     other axes replicate. `windows`: the dims of which devices hold windows instead of tiles; only what a kernel or an
     operator reads lies so, never what users state.
 
@@ -42,7 +43,8 @@ class Sharding:
 
     def __post_init__(self) -> None:
         mesh = Mesh(self.mesh)
-        stated: list[tuple[str, Placement]] = [(a, Shard(d)) for d, axes in enumerate(self.dims) for a in axes]
+        dims_of = enumerate(self.dims)
+        stated: list[tuple[str, Placement]] = [(a, Shard(d, n)) for d, axes in dims_of for n, a in enumerate(axes)]
         stated += [(axis, Partial(op)) for axis, op in self.partial]
         by_axis, problems = collect(mesh, self.ndim, stated)
         if len(self.dims) != self.ndim:
@@ -54,6 +56,7 @@ class Sharding:
         for name, value in (("mesh", mesh), ("dims", dims), ("partial", partial), ("windows", windows)):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_hash", hash((mesh, self.ndim, dims, partial, windows)))
+        object.__setattr__(self, "_minors", _minors(mesh, dims))
         object.__setattr__(self, "_shards", tuple(math.prod(mesh.size(axis) for axis in axes) for axes in dims))
 
     def __hash__(self) -> int:
@@ -135,7 +138,7 @@ class Sharding:
         """What `axis` does with the tensor."""
         dim, op = self.dim_of(axis), self.partial_op(axis)
         if dim is not None:
-            return Shard(dim)
+            return Shard(dim, self._minors.get(axis, 0))  # type: ignore[attr-defined]  # set above
         return Replicate() if op is None else Partial(op)
 
     def placements(self) -> dict[str, Placement]:
@@ -178,6 +181,11 @@ class Sharding:
         made = Sharding(self.mesh, self.ndim, self.dims, self.partial, tuple(windows))
         assert all(made.dims[dim] for dim, _ in made.windows), made
         return made
+
+    @property
+    def is_in_mesh_order(self) -> bool:
+        """Whether all axes that split one dim do so in the order of the mesh."""
+        return not self._minors  # type: ignore[attr-defined]  # set above
 
     @property
     def plain(self) -> Sharding:
@@ -245,16 +253,29 @@ class Sharding:
 def _canonical(
     mesh: Mesh, ndim: int, by_axis: Mapping[str, Placement]
 ) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, str], ...]]:
-    """`dims` and `partial` of a Sharding, in mesh order."""
-    dims: list[list[str]] = [[] for _ in range(ndim)]
+    """`dims` and `partial` of a Sharding."""
+    dims: list[list[tuple[int, int, str]]] = [[] for _ in range(ndim)]
     partial = []
-    for axis in mesh:
+    for place, axis in enumerate(mesh):
         placement = by_axis.get(axis)
         if isinstance(placement, Shard):
-            dims[placement.dim].append(axis)
+            dims[placement.dim].append((placement.minor, place, axis))
         elif isinstance(placement, Partial):
             partial.append((axis, placement.op))
-    return tuple(map(tuple, dims)), tuple(partial)
+    return tuple(tuple([axis for _, _, axis in sorted(axes)]) for axes in dims), tuple(partial)
+
+
+def _minors(mesh: Mesh, dims: Sequence[Sequence[str]]) -> dict[str, int]:
+    """The `minor` of the axes that are not in mesh order: one more wherever the order goes back."""
+    found: dict[str, int] = {}
+    for axes in dims:
+        if len(axes) > 1:
+            places, minor = [mesh.axis_names.index(axis) for axis in axes], 0
+            for axis, before, place in zip(axes[1:], places, places[1:], strict=False):
+                minor += place < before
+                if minor:
+                    found[axis] = minor
+    return found
 
 
 @lru_cache(maxsize=4096)

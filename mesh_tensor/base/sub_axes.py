@@ -101,6 +101,9 @@ class Refinement:
         """
         made: dict[Any, Any] = {}
         for name, value in by_axis.items():
+            if isinstance(name, tuple):  # axes in that order
+                made[tuple(part for axis in name for part in self.axes(axis))] = value
+                continue
             for axis in self.axes(name) if isinstance(name, str) else (name,):
                 if axis in made:
                     refuse(

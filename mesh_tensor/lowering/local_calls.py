@@ -93,7 +93,7 @@ def _run(step: Run, atoms: Atoms, tiles: Sequence[relax.Expr]) -> relax.Expr:
 def _contiguous(form: Form, atoms: Atoms) -> Sharding:
     """How the form's own dims are split, of those that are split in contiguous tiles; the others count as whole."""
     dims = atoms.of[form.value]
-    layout = plain_sharding(made_plain(form.sharding, dims), dims)
+    layout = plain_sharding(made_plain(atoms.on_device(form.value, form.sharding), dims), dims)
     assert layout is not None
     return layout
 

@@ -16,9 +16,11 @@ from functools import cached_property
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.base.window import Reaches
 from mesh_tensor.rules.operator import OpRule
+from mesh_tensor.rules.operator.manual import factor_of
 from mesh_tensor.rules.operator.rule import Dim, InnerReduction, atoms_of
 
 from .ir import Graph, Node, Value
+from .varying import Axes, varying
 from .wiring import Sizes, Wiring, settle
 
 # The factor of every atom of a tensor; None: needed (or made) whole.
@@ -32,7 +34,8 @@ class NodeRule:
     `even`: factors that axes have to divide, because tiles are to be contiguous parts of a dim that has more atoms.
     `blocks`: of how many of a factor's elements a block is made, `first`: how many the first tile has to hold.
     `inner`: what is reduced inside a kernel.
-    `windows`: (operand, atom) -> what is read of it from where a factor is; it is None in `inputs`."""
+    `windows`: (operand, atom) -> what is read of it from where a factor is; it is None in `inputs`.
+    `fixed`: what axes split, whatever it takes: the devices of a manual computation."""
 
     rule: OpRule
     inputs: tuple[AtomFactors, ...]
@@ -45,6 +48,7 @@ class NodeRule:
     inner: tuple[InnerReduction, ...] = ()
     first: Mapping[str, int] = field(default_factory=dict)
     windows: Mapping[tuple[int, int], Reaches] = field(default_factory=dict)
+    fixed: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def followed(self) -> tuple[AtomFactors, ...]:
@@ -60,19 +64,22 @@ class NodeRule:
 
 @dataclass(frozen=True, eq=False)
 class Atoms:
-    """Per value the atoms of each of its dims, per node its refined rule."""
+    """Per value the atoms of each of its dims, per node its refined rule. `devices`: the axes along which every device
+    has a value of its own, in a manual computation; each is an atom before those of the dims."""
 
     of: dict[Value, tuple[Sizes, ...]]
     rules: dict[Node, NodeRule]
+    devices: Mapping[Value, Axes] = field(default_factory=dict)
 
     def shape(self, value: Value) -> Sizes:
-        """The value's shape with every dim taken apart."""
+        """The value's shape with every dim taken apart, after its devices."""
         return self._shapes[value]
 
     @cached_property
     def _shapes(self) -> dict[Value, Sizes]:
         flat = {dims: tuple(size for dim in dims for size in dim) for dims in set(self.of.values())}
-        return {value: flat[dims] for value, dims in self.of.items()}
+        shapes = {value: flat[dims] for value, dims in self.of.items()}
+        return shapes | {value: (*(n for _, n in axes), *shapes[value]) for value, axes in self.devices.items()}
 
     @cached_property
     def hindered(self) -> frozenset[tuple[Value, int]]:
@@ -99,24 +106,36 @@ class Atoms:
 
     def positions(self, value: Value, dim: int) -> range:
         """Where the atoms of a dim stand in `shape`."""
-        start = sum(len(atoms) for atoms in self.of[value][:dim])
+        start = len(self.devices.get(value, ())) + sum(len(atoms) for atoms in self.of[value][:dim])
         return range(start, start + len(self.of[value][dim]))
 
     def merge(self, value: Value, tile: Sizes) -> Sizes:
         """The shape with its dims whole again, of a tile of that refined shape."""
         return tuple(math.prod(tile[p] for p in self.positions(value, d)) for d in range(value.type.ndim))
 
+    def on_device(self, value: Value, sharding: Sharding) -> Sharding:
+        """How the value of a device lies over the atoms of its dims, for a layout over all atoms."""
+        count = len(self.devices.get(value, ()))
+        if not count:
+            return sharding
+        windows = [(dim - count, window) for dim, window in sharding.windows]
+        return Sharding(sharding.mesh, sharding.ndim - count, sharding.dims[count:], sharding.partial, tuple(windows))
+
 
 def find_atoms(graph: Graph, rules: dict[Node, OpRule]) -> Atoms:
     """The coarsest atoms on which every operator's compound dims are made of whole factors."""
     wiring = Wiring(graph, rules)
     broken = settle(wiring.classes, wiring.compounds)
-    of = wiring.atoms()
-    return Atoms(of, _refined(rules, of, wiring, broken))
+    of, devices = wiring.atoms(), varying(graph)
+    return Atoms(of, _refined(rules, of, wiring, broken, devices), devices)
 
 
 def _refined(
-    rules: dict[Node, OpRule], of: dict[Value, tuple[Sizes, ...]], wiring: Wiring, broken: dict[Node, set[str]]
+    rules: dict[Node, OpRule],
+    of: dict[Value, tuple[Sizes, ...]],
+    wiring: Wiring,
+    broken: dict[Node, set[str]],
+    devices: Mapping[Value, Axes],
 ) -> dict[Node, NodeRule]:
     """The rules over atoms. Nodes with one rule and the same atoms share theirs."""
     known: dict[tuple, NodeRule] = {}
@@ -124,10 +143,11 @@ def _refined(
     for node, rule in rules.items():
         whole = frozenset(broken.get(node, ()))
         tensors = tuple([of[value] for value in (*node.inputs, *node.outputs)])
-        key = (id(rule), tensors, wiring.atoms_in_compounds(node, rule), whole)
+        axes = tuple([devices.get(value, ()) for value in (*node.inputs, *node.outputs)]) if devices else ()
+        key = (id(rule), tensors, wiring.atoms_in_compounds(node, rule), whole, axes)
         made = known.get(key)
         if made is None:
-            made = known[key] = _Refinement(node, rule, wiring.factor_atoms(node, rule), whole).refine(of)
+            made = known[key] = _Refinement(node, rule, wiring.factor_atoms(node, rule), whole, devices).refine(of)
         refined[node] = made
     return refined
 
@@ -162,8 +182,10 @@ def made_plain(sharding: Sharding, dims: tuple[Sizes, ...]) -> Sharding:
 class _Refinement:
     """A rule over atoms, in the making."""
 
-    def __init__(self, node: Node, rule: OpRule, atoms: dict[str, Sizes], broken: frozenset[str]) -> None:
-        self._node, self._rule, self._atoms = node, rule, atoms
+    def __init__(
+        self, node: Node, rule: OpRule, atoms: dict[str, Sizes], broken: frozenset[str], devices: Mapping[Value, Axes]
+    ) -> None:
+        self._node, self._rule, self._atoms, self._devices = node, rule, atoms, devices
         self._whole = {*rule.unsplit, *broken}
         self._base: dict[str, str] = {}
         self._sizes: dict[str, int] = {}
@@ -173,8 +195,8 @@ class _Refinement:
     def refine(self, of: dict[Value, tuple[Sizes, ...]]) -> NodeRule:
         """The rule over atoms: what some tensor of the operator has to have whole is whole in all of them."""
         node, rule = self._node, self._rule
-        inputs = [self._tensor(dims, of[value]) for value, dims in zip(node.inputs, rule.inputs, strict=True)]
-        outputs = [self._tensor(dims, of[value]) for value, dims in zip(node.outputs, rule.outputs, strict=True)]
+        inputs = [self._tensor(dims, of, value) for value, dims in zip(node.inputs, rule.inputs, strict=True)]
+        outputs = [self._tensor(dims, of, value) for value, dims in zip(node.outputs, rule.outputs, strict=True)]
         inputs, outputs = ([self._as_alike(names) for names in tensors] for tensors in (inputs, outputs))
         read = self._windows(of)
         sizes = {name: size for name, size in self._sizes.items() if not self._is_whole(name)}
@@ -186,7 +208,9 @@ class _Refinement:
         partial = tuple([{name: ops[b] for name in sizes if (b := self._base[name]) in ops} for ops in rule.partial])
         partial = partial or (reduced,) * len(outputs)
         first = {self._first(name): self._block(name, size) for name, size in rule.first.items()}
-        return NodeRule(rule, *tensors, sizes, reduced, partial, frozenset(self._even), blocks, inner, first, windows)
+        axes = {axis: factor_of(axis) for v in (*node.inputs, *node.outputs) for axis, _ in self._devices.get(v, ())}
+        even = frozenset(self._even)
+        return NodeRule(rule, *tensors, sizes, reduced, partial, even, blocks, inner, first, windows, axes)
 
     def _as_alike(self, names: list[str | None]) -> list[str | None]:
         """The atoms of a tensor; that of a factor which is like another one is the other's first, of which axes have to
@@ -212,7 +236,8 @@ class _Refinement:
             along = reaches.along_first(first, math.prod(self._sizes[name] for name in minor)) if minor else reaches
             kernel = self._node.kernel is not None
             if along is not None and len(dims[dim]) == 1 and first and not (kernel and minor):
-                found[(operand, sum(map(len, dims[:dim])))] = along
+                before = len(self._devices.get(self._node.inputs[operand], ()))
+                found[(operand, before + sum(map(len, dims[:dim])))] = along
                 self._minor.update(minor)
             elif not kernel:
                 self._whole.add(reaches.factor)
@@ -230,9 +255,12 @@ class _Refinement:
         rest = math.prod(self._atoms.get(factor, ())[1:])
         return size // math.gcd(size, rest)
 
-    def _tensor(self, dims: tuple[Dim, ...], all_atoms: tuple[Sizes, ...]) -> list[str | None]:
-        result: list[str | None] = []
-        for dim, atoms in zip(dims, all_atoms, strict=True):
+    def _tensor(self, dims: tuple[Dim, ...], of: dict[Value, tuple[Sizes, ...]], value: Value) -> list[str | None]:
+        devices = {factor_of(axis): count for axis, count in self._devices.get(value, ())}
+        self._sizes |= devices
+        self._base |= {name: name for name in devices}
+        result: list[str | None] = list(devices)
+        for dim, atoms in zip(dims, of[value], strict=True):
             factors = atoms_of(dim)
             names = [name for factor in factors for name in self._pieces(factor, alone=len(factors) == 1)]
             if len(names) == len(atoms):

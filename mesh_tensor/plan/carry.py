@@ -10,10 +10,11 @@ from collections.abc import Collection, Iterator, Mapping
 from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.sharding import Partial, Sharding
 from mesh_tensor.rules.operator.call import operator_name
+from mesh_tensor.rules.operator.narrowed import NARROWED
 from mesh_tensor.rules.operator.update import UPDATE
 
 from .atoms import Atoms, NodeRule
-from .decide import Decision, operand_layouts, result_layout
+from .decide import Decision, Order, operand_layouts, result_layout
 from .ir import Graph, Node, Value, leaves
 from .owners import Pending, kept, owner_made, taken_by_owners
 from .propagate import Layouts
@@ -27,8 +28,9 @@ def find_carried(
     """The values that are handed on partial, each with a layout that says over which axes; and the decisions, of which
     some are others so that pending sums meet (see `_meeting`)."""
     uses = graph.uses()
-    widened = widened_values(graph, uses)
-    meeting = _meeting(graph, atoms, decisions, uses, widened)
+    asked = {node.outputs[0] for node in graph.nodes if operator_name(node.call) == NARROWED}
+    widened = widened_values(graph, uses) | asked  # narrow sums that are added as they are, because somebody asked
+    meeting = _meeting(graph, atoms, decisions, uses, widened, layouts.order)
     while True:
         tried = {**decisions, **meeting}
         pending = _carried(graph, atoms, tried, uses, widened)
@@ -50,6 +52,7 @@ def _meeting(
     decisions: Mapping[Node, Decision],
     uses: Mapping[Value, list[tuple[Node, int]]],
     widened: Collection[Value],
+    order: Order,
 ) -> dict[Node, Decision]:
     """Other decisions for nodes that add several pending sums, which nothing else takes, and for those that only move
     elements on the way there: the axes that these are pending over split nothing there, so that one sum is reduced
@@ -62,10 +65,11 @@ def _meeting(
         (only,) = parts if len(parts) == 1 else ((),)
         split = {axis: factor for axis, factor in decision.split.items() if axis not in dict(only)}
         joins = _adds(node, rule) or _moves(node, rule)
+        joins = joins and not rule.fixed.keys() & dict(only)
         if only and split != decision.split and joins and all(len(uses[v]) == 1 for v in node.inputs):
-            needed = operand_layouts(graph.mesh, rule, split)
+            needed = operand_layouts(graph.mesh, rule, split, order)
             results = zip(rule.outputs, rule.partial, strict=True)
-            produced = tuple(result_layout(graph.mesh, factors, split, ops) for factors, ops in results)
+            produced = tuple(result_layout(graph.mesh, factors, split, ops, order) for factors, ops in results)
             decision = found[node] = Decision(split, split, needed, produced)
         taken = taken_of(node, atoms, {node: decision}, pending)
         for value, left in left_by(node, rule, decision, taken, pending):
@@ -89,7 +93,7 @@ def _is_added(
     """Whether what the node gives is added to other pending sums, or is a gradient that an optimizer takes: there it is
     in the parameter's layout, and nothing but the optimizer waits for it."""
     users = [user for user, _ in uses.get(node.outputs[0], ())]
-    if any(operator_name(user.call) == UPDATE for user in users):
+    if any(operator_name(user.call) in (UPDATE, NARROWED) for user in users):
         return True
     return len(users) == 1 and (users[0] in found or _adds(users[0], atoms.rules[users[0]]))
 
@@ -227,7 +231,7 @@ def _keeps_wide(node: Node, widened: Collection[Value]) -> bool:
 
 
 def _widens(node: Node) -> bool:
-    """Whether the node makes float32 of fewer bits."""
-    return (
+    """Whether the node makes float32 of fewer bits, or is asked to add up what it is given with fewer."""
+    return operator_name(node.call) == NARROWED or (
         node.call.name == "astype" and node.inputs[0].type.dtype in NARROW and node.outputs[0].type.dtype == "float32"
     )

@@ -22,6 +22,7 @@ from .propagate import Layouts
 from .spread import tensors_of
 
 Split = Mapping[str, str | None]  # axis -> factor
+Order = Mapping[str, int]  # axis -> which comes first of those that split one factor, as in Shard
 
 
 @dataclass(frozen=True)
@@ -132,9 +133,10 @@ class Decider:
             wanted = next((factor for factor in found if factor is not None), None)
             if wanted is not None and fits(rule, {**after, axis: wanted}, self._mesh):
                 after[axis] = wanted
-        needed = operand_layouts(self._mesh, rule, split)
+        order = self._layouts.order
+        needed = operand_layouts(self._mesh, rule, split, order)
         results = zip(rule.outputs, rule.partial, strict=True)
-        produced = tuple([result_layout(self._mesh, factors, after, ops) for factors, ops in results])
+        produced = tuple([result_layout(self._mesh, factors, after, ops, order) for factors, ops in results])
         return Decision(split, after, needed, produced)
 
     def _splits(self, rule: NodeRule, tensors: list[_Tensor]) -> Iterator[dict[str, str]]:
@@ -144,7 +146,8 @@ class Decider:
         for axis in self._mesh:
             found = [t.factors[p] for t in reversed(tensors) if (p := t.layout.dim_of(axis)) is not None]
             free = list(dict.fromkeys([*(f for f in found if f is not None), None]))
-            choices.append([self._fixed[axis]] if axis in self._fixed else free)
+            fixed = rule.fixed if axis in rule.fixed else self._fixed
+            choices.append([fixed[axis]] if axis in fixed else free)
         for combination in product(*choices):
             split = {a: f for a, f in zip(self._mesh, combination, strict=True) if f is not None}
             if fits(rule, split, self._mesh):
@@ -157,43 +160,45 @@ class Decider:
             return 0
         if inner.op == "scan":
             devices = math.prod(self._mesh.size(axis) for axis in over)
-            kept = _places((None, *inner.dims), decision.split)
+            kept = _places((None, *inner.dims), decision.split, {})
             places = ({**kept, **dict.fromkeys(over, Shard(0))}, kept)
             each, all_of = (Sharding.of(self._mesh, len(inner.dims) + 1, place) for place in places)
             return self._prices.change((devices, *inner.shape), inner.dtype, each, all_of)
         partial: dict[str, Placement] = {axis: Partial(inner.op) for axis in over}
-        src = _places(inner.dims, decision.split) | partial
-        dst = _places(inner.dims, decision.after if inner.ends else decision.split)
+        src = _places(inner.dims, decision.split, {}) | partial
+        dst = _places(inner.dims, decision.after if inner.ends else decision.split, {})
         layouts = [Sharding.of(self._mesh, len(inner.dims), places) for places in (src, dst)]
         return self._prices.change(inner.shape, inner.dtype, *layouts)
 
 
-def _places(factors: AtomFactors, split: Split) -> dict[str, Placement]:
-    return {axis: Shard(factors.index(f)) for axis, f in split.items() if f in factors}
+def _places(factors: AtomFactors, split: Split, order: Order) -> dict[str, Placement]:
+    return {axis: Shard(factors.index(f), order.get(axis, 0)) for axis, f in split.items() if f in factors}
 
 
-def operand_layouts(mesh: Mesh, rule: NodeRule, split: Split) -> tuple[Sharding, ...]:
-    """How the operands have to lie."""
-    layouts = [Sharding.of(mesh, len(factors), _places(factors, split)) for factors in rule.inputs]
+def operand_layouts(mesh: Mesh, rule: NodeRule, split: Split, order: Order) -> tuple[Sharding, ...]:
+    """How the operands have to lie. `order`: of axes that split one factor, as in Shard."""
+    layouts = [Sharding.of(mesh, len(factors), _places(factors, split, order)) for factors in rule.inputs]
     for (operand, position), reaches in rule.windows.items():
-        layouts[operand] = with_window(layouts[operand], position, reaches, rule.sizes[reaches.factor], split)
+        layouts[operand] = with_window(layouts[operand], position, reaches, rule.sizes[reaches.factor], split, order)
     return tuple(layouts)
 
 
-def with_window(layout: Sharding, dim: int, reaches: Reaches, size: int, split: Mapping[str, Any]) -> Sharding:
+def with_window(
+    layout: Sharding, dim: int, reaches: Reaches, size: int, split: Mapping[str, Any], order: Order
+) -> Sharding:
     """The layout, in which the axes that split the factor (of `size`) split a dim into what is read of it from there;
     the layout itself, with the dim whole, where that is as much, or they split another dim."""
     axes = [axis for axis, factor in split.items() if factor == reaches.factor and layout.mesh.size(axis) > 1]
     window = reaches.window(size, [layout.mesh.size(axis) for axis in axes])
     if not axes or window is None or any(layout.dim_of(axis) is not None for axis in axes):
         return layout
-    places = layout.placements() | {axis: Shard(dim) for axis in axes}
+    places = layout.placements() | {axis: Shard(dim, order.get(axis, 0)) for axis in axes}
     return Sharding.of(layout.mesh, layout.ndim, places).with_windows([*layout.windows, (dim, window)])
 
 
-def result_layout(mesh: Mesh, factors: AtomFactors, split: Split, partial: Mapping[str, str]) -> Sharding:
+def result_layout(mesh: Mesh, factors: AtomFactors, split: Split, partial: Mapping[str, str], order: Order) -> Sharding:
     """How a result with these factors comes out, where `partial` has the ops that complete it."""
-    places = _places(factors, split)
+    places = _places(factors, split, order)
     for axis, factor in split.items():
         if axis not in places and factor is not None and factor in partial:
             places[axis] = Partial(partial[factor])
@@ -212,7 +217,8 @@ def _leaving(src: Sharding, dst: Sharding) -> int:
 
 def fits(rule: NodeRule, split: Mapping[str, str], mesh: Mesh) -> bool:
     """Whether axes may split factors so."""
-    return _one_op(rule, split) and _is_even(rule, split, mesh) and _has_blocks(rule, split, mesh)
+    fixed = all(split.get(axis) == factor for axis, factor in rule.fixed.items())
+    return fixed and _one_op(rule, split) and _is_even(rule, split, mesh) and _has_blocks(rule, split, mesh)
 
 
 def _one_op(rule: NodeRule, split: Split) -> bool:

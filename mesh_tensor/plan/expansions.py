@@ -124,7 +124,7 @@ def refinements(graph: Graph, atoms: Atoms) -> list[Refinement]:
         for axis, dim in annotation.sharding.as_dict().items():
             size, first = graph.mesh.size(axis), shape[atoms.positions(value, dim)[0]]
             major = math.gcd(size, first)
-            if len(atoms.of[value][dim]) > 1 and 1 < major < size:
+            if len(atoms.of[value][dim]) > 1 and 1 < major < size and axis not in graph.manual:
                 names = [f"{axis}:(1){major}"]
                 found[Refinement.by_names(graph.mesh, names)] = None
     return list(found)[:_MOST]

@@ -14,6 +14,7 @@ from typing import Any
 
 from tvm import ir, relax
 
+from mesh_tensor.annotations.manual import is_manual
 from mesh_tensor.annotations.names import relax_function
 from mesh_tensor.rules.operator.call import Structure, op_name
 
@@ -26,11 +27,12 @@ _WHOLE = (relax.Constant, relax.ShapeExpr, relax.PrimValue, relax.StringImm, rel
 
 @dataclass(frozen=True, eq=False)
 class FewerLayers:
-    """`module` has fewer of the function's layers; `stands`: per variable of the whole function, which of the small one
-    stands for it (itself, if it is there)."""
+    """`module` has fewer of the function's `layers`; `stands`: per variable of the whole function, which of the small
+    one stands for it (itself, if it is there)."""
 
     module: ir.IRModule
     stands: Mapping[str, str]
+    layers: int
 
 
 def fewer_layers(
@@ -155,7 +157,8 @@ def _kind(value: relax.Expr, refs: list[relax.Var]) -> tuple:
     if isinstance(value, _WHOLE):
         return "as it is", Structure(value)
     name = _called(value)
-    if not isinstance(value, relax.Call) or not isinstance(value.op, ir.Op) or name.startswith("call_tir"):
+    is_operator = isinstance(value, relax.Call) and isinstance(value.op, ir.Op) and not name.startswith("call_tir")
+    if not is_operator or is_manual(value):
         raise _NotAlikeError
     attrs = None if value.attrs is None else Structure(value.attrs)
     infos = tuple([Structure(info) for info in value.sinfo_args[:]])
@@ -250,7 +253,8 @@ class _Writer:
             small = small.with_attr(STATE_ATTR, self._state(state, numbers))
         made = ir.IRModule({ir.GlobalVar(function): small}, attrs=mod.attrs, global_infos=mod.global_infos)
         whole = (*self._read.given, *self._read.numbers)
-        return FewerLayers(made, {var.name_hint: self._vars.get(var, var).name_hint for var in whole})
+        stands = {var.name_hint: self._vars.get(var, var).name_hint for var in whole}
+        return FewerLayers(made, stands, self._layers.count)
 
     @staticmethod
     def _need(holds: bool) -> None:

@@ -8,7 +8,7 @@ next one, and the gradients of its inputs are what it hands to the one before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -56,12 +56,19 @@ class Joint:
 
 
 def gradient_function(
-    mod: ir.IRModule, function: str, wrt: Sequence[str], *, loss: int = 0, seeded: bool = False
+    mod: ir.IRModule,
+    function: str,
+    wrt: Sequence[str],
+    *,
+    loss: int = 0,
+    seeded: bool = False,
+    optional: Collection[str] = (),
 ) -> ir.IRModule:
     """The module whose `function` returns (what it returned, the gradients of the parameters `wrt`, as a tuple).
 
     loss     which of the function's results is differentiated: a number
     seeded   the gradients of all its results of floats are parameters, after the function's own, instead
+    optional the parameters whose gradients may be zero
 
     Raises:
         MeshTensorError: the result is no number, a parameter is not there, holds no floats or has no influence on the
@@ -79,6 +86,10 @@ def gradient_function(
         seeds[value] = joint.writer.emit(_one(value), SEED)
     values = _parameters(joint.graph, wrt, function)
     reverse(joint, seeds, values)
+    for value in values:
+        if value.name in optional and value not in joint.gradients:
+            zeros = relax.op.zeros(value.type.shape, value.type.dtype)
+            joint.gradients[value] = joint.writer.emit(zeros, f"d_{value.name}_none")
     made = gradients_made(joint, values, mod, function)
     return joint.writer.module(mod, function, joint, relax.Tuple([joint.result, relax.Tuple(made)]))
 

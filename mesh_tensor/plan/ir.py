@@ -119,7 +119,8 @@ class Loop:
 class Graph:
     """`nodes` in an order in which they can run; `result` is what the function returns. `state`: results that lie as
     the parameter that they replace in the next call. `stored`: parameters that are in another order than the
-    caller's. `prices`: what plans of it are priced by. `loops`: by the scope that their nodes stand in."""
+    caller's. `prices`: what plans of it are priced by. `loops`: by the scope that their nodes stand in. `manual`: the
+    axes of manual computations."""
 
     name: str
     mesh: Mesh
@@ -131,6 +132,7 @@ class Graph:
     stored: dict[Value, Interleaved] = field(default_factory=dict)
     prices: Prices = PRICES
     loops: dict[Scope, Loop] = field(default_factory=dict)
+    manual: frozenset[str] = frozenset()
 
     def values(self) -> list[Value]:
         """Every value once: parameters, then constants and results in order of appearance."""

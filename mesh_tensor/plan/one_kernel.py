@@ -239,7 +239,7 @@ class KernelDecision:
         split = {axis: factor.name for axis, factor in assignment.axes.items() if factor is not None}
         for (name, dim), (factor, reaches) in self.analysis.windows.items():
             if name == param and (name, dim) not in self.banned:
-                layout = with_window(layout, dim, reaches, int(factor.size), split)
+                layout = with_window(layout, dim, reaches, int(factor.size), split, {})
         return layout
 
     def _whole_dims(self, assignment: Assignment) -> dict[tuple[str, int], str]:

@@ -21,16 +21,19 @@ from mesh_tensor.rules.operator.rule import OpRule, atoms_of
 from .atoms import Atoms
 from .ir import Graph, Node, Scope, Value, leaves
 from .spread import Conflict, Spread, refine_sharding
+from .varying import at_the_edge
 
 _ROOM = -(2**63)  # before what is left over of any value
 
 
 @dataclass(eq=False)
 class Layouts:
-    """The layout of every value, over the value's atoms, and the conflicts that were met."""
+    """The layout of every value, over the value's atoms, and the conflicts that were met. `order`: of axes that split
+    one atom, as in Shard, where none is stated."""
 
     of: dict[Value, Sharding]
     conflicts: list[Conflict] = field(default_factory=list)
+    order: Mapping[str, int] = field(default_factory=dict)
 
 
 def propagate(graph: Graph, atoms: Atoms) -> Layouts:
@@ -38,14 +41,18 @@ def propagate(graph: Graph, atoms: Atoms) -> Layouts:
     spread = Spread(graph, atoms)
     for value, annotation in graph.annotations.items():
         spread.state(value, annotation)
+    for value, axes in at_the_edge(graph, atoms.devices).items():
+        spread.start(value, axes)
+    spread.run()
     for starting in _turns(graph, stored_axes(graph, atoms), spread.places):
         for value, axes in starting.items():
             spread.start(value, axes)
         spread.run()
-    layouts = _layouts(graph, atoms, spread)
+    order = _order(graph)
+    layouts = _layouts(graph, atoms, spread, order)
     layouts |= {result: layouts[replaced] for result, replaced in graph.state.items()}
     layouts |= _stated_partial(graph, layouts)
-    return Layouts(layouts, list(dict.fromkeys(spread.conflicts())))
+    return Layouts(layouts, list(dict.fromkeys(spread.conflicts())), order)
 
 
 def _turns(
@@ -83,15 +90,26 @@ def _stated_partial(graph: Graph, layouts: Mapping[Value, Sharding]) -> dict[Val
     return {value: layout for value, layout in found.items() if value not in results}
 
 
-def _layouts(graph: Graph, atoms: Atoms, spread: Spread) -> dict[Value, Sharding]:
+def _order(graph: Graph) -> dict[str, int]:
+    """The order of axes that is stated first, where one is stated that is not the mesh's."""
+    for annotation in graph.annotations.values():
+        placements = annotation.sharding.placements().items()
+        if found := {axis: p.minor for axis, p in placements if isinstance(p, Shard) and p.minor}:
+            return found
+    return {}
+
+
+def _layouts(graph: Graph, atoms: Atoms, spread: Spread, order: Mapping[str, int]) -> dict[Value, Sharding]:
     """Of every value: what splits its atoms, and what it was stated to be partial over."""
     layouts: dict[Value, Sharding] = {}
     known: dict[tuple, Sharding] = {}
     for value, places in spread.places.items():
         partial = graph.annotations[value].sharding.partial if value in graph.annotations else ()
-        key = (len(atoms.shape(value)), tuple(places.items()), partial)
+        minors = spread.minors.get(value, {})
+        found = tuple([(axis, place, minors.get(axis, order.get(axis, 0))) for axis, place in places.items()])
+        key = (len(atoms.shape(value)), found, partial)
         if key not in known:
-            split: dict[str, Placement] = {axis: Shard(place) for axis, place in places.items()}
+            split: dict[str, Placement] = {axis: Shard(place, minor) for axis, place, minor in found}
             known[key] = Sharding.of(graph.mesh, key[0], split | {axis: Partial(op) for axis, op in partial})
         layouts[value] = known[key]
     return layouts

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tvm import ir, relax, tirx
 
+from mesh_tensor.annotations.manual import Manual, is_manual, manual_text
 from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.annotations.names import relax_functions
+from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator.call import (
@@ -22,7 +24,9 @@ from mesh_tensor.rules.operator.call import (
 
 from .ir import ANNOTATE, STATE_ATTR, Graph, Loop, Node, Scope, Tree, Value, leaves
 from .loop_reader import LoopReader
-from .loops import Recursion, recursion_of
+from .loops import Recursion, recursion_of, refuse_in_manual
+from .manual import Devices, Region, check_types, comm_in, is_collective
+from .varying import Axes, node_axes
 
 # (function name, variable name) -> what was stated for it
 Annotations = Mapping[tuple[str, str], Annotation]
@@ -36,11 +40,12 @@ def read_graph(mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotat
         MeshTensorError: the function is missing or recursive, a size is symbolic, or an expression is no operator,
             call, tuple or If.
     """
-    reader = _Reader(mod, annotations, loops)
+    reader = _Reader(mod, mesh, annotations, loops)
     func = reader.function(function)
     params = [reader.parameter(function, var) for var in func.params[:]]
     body = reader.body(function, func, params, ())
-    graph = Graph(function, mesh, params, reader.nodes, body, reader.annotations, _state(func, params, body))
+    state, manual = _state(func, params, body), frozenset(reader.manual)
+    graph = Graph(function, mesh, params, reader.nodes, body, reader.annotations, state, manual=manual)
     if reader.loops:
         graph.loops, graph.nodes = reader.loops, _taken(graph)
     _check_groups(graph)
@@ -82,10 +87,12 @@ def _state(func: relax.Function, params: list[Value], body: Tree) -> dict[Value,
 
 
 class _Reader:
-    def __init__(self, mod: ir.IRModule, annotations: Annotations, with_loops: bool) -> None:
-        self.nodes: list[Node] = []
+    def __init__(self, mod: ir.IRModule, mesh: Mesh, annotations: Annotations, with_loops: bool) -> None:
+        self.mesh, self.nodes = mesh, list[Node]()
         self.loops: dict[Scope, Loop] = {}
         self.with_loops = with_loops
+        self.varying: dict[Value, Axes] = {}
+        self.manual: set[str] = set()  # axes
         self.annotations: dict[Value, Annotation] = {}
         self._mod, self._stated = mod, annotations
         self._functions = relax_functions(mod)
@@ -107,14 +114,21 @@ class _Reader:
         self.note(function, name, value)
         return value
 
-    def body(self, function: str, func: relax.Function, args: Sequence[Tree], scopes: tuple[Scope, ...]) -> Tree:
+    def body(
+        self,
+        function: str,
+        func: relax.Function,
+        args: Sequence[Tree],
+        scopes: tuple[Scope, ...],
+        region: Region | None = None,
+    ) -> Tree:
         """The nodes of a function's body on `args`, and what it returns."""
-        return _Body(self, function, dict(zip(func.params[:], args, strict=True)), scopes).expression(func.body)
+        env = dict(zip(func.params[:], args, strict=True))
+        return _Body(self, function, env, scopes, region).expression(func.body)
 
-    def enter(self, var: ir.GlobalVar, args: list[Tree], scopes: tuple[Scope, ...]) -> Tree:
+    def enter(self, name: str, args: list[Tree], scopes: tuple[Scope, ...], region: Region | None = None) -> Tree:
         """The nodes of a call of a module's function."""
-        name = var.name_hint
-        func = self._sized(self.function(name), args)
+        func = self.sized(self.function(name), args)
         if any(scope.function == name for scope in scopes):
             refuse(
                 f"function {name!r} calls itself",
@@ -127,10 +141,12 @@ class _Reader:
         if func not in self._recursions:
             self._recursions[func] = recursion_of(name, func)
         if (recursion := self._recursions[func]) is not None:
+            if region is not None:
+                refuse_in_manual(name)
             return LoopReader(self, name, recursion, scopes, scope).read(args)
-        return self.body(name, func, args, (*scopes, scope))
+        return self.body(name, func, args, (*scopes, scope), region)
 
-    def _sized(self, func: relax.Function, args: list[Tree]) -> relax.Function:
+    def sized(self, func: relax.Function, args: Sequence[Tree]) -> relax.Function:
         """The function with the sizes that its arguments bring in place of its symbols."""
         sizes: dict[tirx.Var, int] = {}
         for param, arg in zip(func.params, args, strict=True):
@@ -146,7 +162,7 @@ class _Reader:
 
     def bindings(self, function: str, env: dict[relax.Var, Tree], scopes: tuple[Scope, ...]) -> _Body:
         """What reads bindings of a function where variables are these values."""
-        return _Body(self, function, env, scopes)
+        return _Body(self, function, env, scopes, None)
 
     def kernel(self, var: relax.Expr) -> tirx.PrimFunc:
         """The TIR function that a call_tir names."""
@@ -159,11 +175,21 @@ class _Reader:
         return self._constants[constant]
 
     def add(
-        self, call: OpCall, inputs: list[Value], function: str, name: str, scopes: tuple[Scope, ...], kernel=None
+        self,
+        call: OpCall,
+        inputs: list[Value],
+        function: str,
+        name: str,
+        scopes: tuple[Scope, ...],
+        kernel: tirx.PrimFunc | None = None,
+        *,
+        note: bool = True,
     ) -> list[Value]:
         outputs = [Value(self._unique(name), out) for out in call.outputs]
         self.nodes.append(Node(call, tuple(inputs), tuple(outputs), scopes, f"{function}.{name}", kernel))
-        if len(outputs) == 1:
+        if axes := node_axes(self.nodes[-1], self.varying, self.mesh):
+            self.varying |= dict.fromkeys(outputs, axes)
+        if len(outputs) == 1 and note:
             self.note(function, name, outputs[0])
         return outputs
 
@@ -179,6 +205,14 @@ class _Reader:
         """What was stated for a variable is stated of this value."""
         stated = self._stated.get((function, name))
         if stated is not None:
+            manual = [axis for axis, _ in self.varying.get(value, ()) if stated.states(axis)]
+            if manual:
+                refuse(
+                    [f"{name!r} is annotated along {axis!r}, which is manual there" for axis in manual],
+                    where=f"{function}.{name}",
+                    why="every device has a value of its own along it",
+                    fix="state what the other axes do, or annotate it outside of the manual computation",
+                )
             self.annotations[value] = stated
 
     def _unique(self, name: str) -> str:
@@ -189,8 +223,16 @@ class _Reader:
 class _Body:
     """One function's bindings."""
 
-    def __init__(self, reader: _Reader, function: str, env: dict[relax.Var, Tree], scopes: tuple[Scope, ...]) -> None:
+    def __init__(
+        self,
+        reader: _Reader,
+        function: str,
+        env: dict[relax.Var, Tree],
+        scopes: tuple[Scope, ...],
+        region: Region | None,
+    ) -> None:
         self._reader, self._function, self.env, self._scopes = reader, function, env, scopes
+        self._region = region
 
     def expression(self, expr: relax.Expr, name: str = "result") -> Tree:
         """What an expression is; its operators become nodes."""
@@ -253,6 +295,8 @@ class _Body:
             return self._function_call(expr.op, expr.args[:], name)
         if isinstance(expr.struct_info, relax.ShapeStructInfo) and expr.struct_info.values is not None:
             return ()  # a shape of known sizes: who takes it has them from its type
+        if (special := _special(expr)) is not None:
+            return special(self, expr, name)
         expr, called = with_known_sizes(expr, f"{self._function}.{name}"), op_name(expr.op)
         if isinstance(expr, relax.Constant):
             return self._reader.constant(expr)
@@ -270,7 +314,65 @@ class _Body:
                 where=f"{self._function}.{name}",
                 fix="call operators and functions of the module by name",
             )
-        return self._reader.enter(op, [self.expression(arg, name) for arg in args], self._scopes)
+        return self._reader.enter(
+            op.name_hint, [self.expression(arg, name) for arg in args], self._scopes, self._region
+        )
+
+    def manual(self, expr: relax.Call, name: str) -> Tree:
+        """What a manual computation gives: its function on tiles."""
+        where = f"{self._function}.{name}"
+        for scope in self._scopes:
+            if scope in self._reader.loops:
+                refuse_in_manual(scope.function)
+        args = [self.expression(arg, name) for arg in expr.args[1:-1]]
+        results = tensor_types(expr.struct_info, where)
+        given = [arg for arg in args if isinstance(arg, Value)]
+        if len(given) < len(args):
+            refuse("a manual computation takes tensors, no tuples", where=where, fix="pass their fields")
+        ndims = [value.type.ndim for value in given], [one.ndim for one in results]
+        stated = Manual.parse(manual_text(expr), *ndims, where)
+        region = Region.inside(self._region, stated.axes, self._reader.mesh, where)
+        self._reader.manual.update(region.axes)
+        devices = self._devices(name)
+        pairs = enumerate(zip(given, stated.inputs, strict=True))
+        tiles = [devices.tile(value, one, f"{where}: operand {n}, {value.name!r},") for n, (value, one) in pairs]
+        taken = self._reader.sized(self._reader.function(stated.body), tiles).params[:]
+        check_types(f"{where}: {stated.body!r} takes", [one.type for one in tiles], _types(taken, where))
+        made = leaves(self._reader.enter(stated.body, list(tiles), self._scopes, region))
+        if len(made) != len(results):
+            refuse(f"{stated.body!r} gives {len(made)} tensors, but the call says {len(results)}", where=where)
+        ends = enumerate(zip(made, stated.outputs, strict=True))
+        wholes = [devices.whole(value, one, f"{where}: result {n}") for n, (value, one) in ends]
+        check_types(f"{where}: the call says", [one.type for one in wholes], results)
+        return tuple(wholes) if isinstance(expr.struct_info, relax.TupleStructInfo) else wholes[0]
+
+    def collective(self, expr: relax.Call, name: str) -> Tree:
+        """What a collective of a manual computation gives."""
+        where = f"{self._function}.{name}"
+        comm = comm_in(self._region, expr, self._reader.mesh, where)
+        devices = self._devices(name)
+        if comm.kind == "axis_index":
+            made = devices.index(comm.axes)
+        else:
+            (value,) = [
+                leaf for arg in expr.args[:] if tensor_infos(arg.struct_info) for leaf in self._values(arg, name)
+            ]
+            made = devices.run(comm, value, where)
+        check_types(f"{where}: the call says", [made.type], tensor_types(expr.struct_info, where))
+        return made
+
+    def _values(self, arg: relax.Expr, name: str) -> list[Value]:
+        return leaves(self.expression(arg, name))
+
+    def _devices(self, name: str) -> Devices:
+        """What manual computations do, bound to a name."""
+
+        def emit(make: Callable[..., relax.Expr], values: Sequence[Value]) -> Value:
+            call = op_call(relax.BlockBuilder().normalize(make(*(value.variable() for value in values))))
+            (made,) = self._reader.add(call, list(values), self._function, name, self._scopes, note=False)
+            return made
+
+        return Devices(self._reader.mesh, emit, self._reader.constant, self._reader.varying)
 
     def _operands(self, args: list[relax.Expr], name: str) -> list[Value]:
         """The tensors among a call's arguments; a variable of the module's always has some."""
@@ -302,6 +404,17 @@ class _Body:
         stand_ins = [v.variable() for v in operands]
         call = relax.BlockBuilder().normalize(relax.op.where(*stand_ins))
         return self._reader.add(op_call(call), operands, self._function, name, self._scopes)[0]
+
+
+def _special(expr: relax.Call) -> Callable[[_Body, relax.Call, str], Tree] | None:
+    """How a call is read that is no operator."""
+    if is_manual(expr):
+        return _Body.manual
+    return _Body.collective if is_collective(expr) else None
+
+
+def _types(params: Sequence[relax.Var], where: str) -> list[TensorType]:
+    return [one for param in params for one in tensor_types(param.struct_info, where)]
 
 
 # By kind of expression: how it is read, given the name of what it is bound to.

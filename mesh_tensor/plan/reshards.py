@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mesh_tensor.base.dtypes import NARROW
+from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Partial, Replicate, Sharding, ceildiv
 from mesh_tensor.redistribution.plan import plan_moves
 from mesh_tensor.rules.operator.call import operator_name
@@ -44,16 +45,17 @@ def cost_of(made: ExplicitGraph) -> int:
             change = prices.change(made.atoms.shape(src.value), src.dtype, src.sharding, dst.sharding)
             cost += change * times(step.scopes)
         elif isinstance(step, Run) and not step.node.mark:
-            cost += prices.work(step.node, _largest_part(step, made)) * times(step.node.scopes)
+            largest = largest_part(step.node, step.split, made.atoms.rules[step.node], made.graph.mesh)
+            cost += prices.work(step.node, largest) * times(step.node.scopes)
     return cost
 
 
-def _largest_part(step: Run, made: ExplicitGraph) -> int:
+def largest_part(node: Node, split: Mapping[str, str], rule: NodeRule, mesh: Mesh) -> int:
     """What the device computes of a node that has the largest tiles."""
-    flops, sizes, mesh = node_flops(step.node), made.atoms.rules[step.node].sizes, made.graph.mesh
-    for factor in dict.fromkeys(step.split.values()):
-        tile = size = max(sizes.get(factor, 1), 1)
-        for axis in [axis for axis, other in step.split.items() if other == factor]:
+    flops = node_flops(node)
+    for factor in dict.fromkeys(split.values()):
+        tile = size = max(rule.sizes.get(factor, 1), 1)
+        for axis in [axis for axis, other in split.items() if other == factor]:
             tile = ceildiv(tile, mesh.size(axis))
         flops = flops * tile // size
     return flops
@@ -360,8 +362,8 @@ def _other(
     if split == decision.split or not fits(rule, split, mesh):
         return decision
     results = zip(rule.outputs, rule.partial, strict=True)
-    produced = tuple([result_layout(mesh, factors, split, ops) for factors, ops in results])
-    return Decision(split, split, operand_layouts(mesh, rule, split), produced)
+    produced = tuple([result_layout(mesh, factors, split, ops, layouts.order) for factors, ops in results])
+    return Decision(split, split, operand_layouts(mesh, rule, split, layouts.order), produced)
 
 
 def _trim(graph: Graph, found: dict[Node, Decision], less: set[Node]) -> None:

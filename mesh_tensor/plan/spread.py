@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.base.sharding import Shard, Sharding
 
 from .atoms import AtomFactors, Atoms, NodeRule
 from .ir import Graph, Node, Value
@@ -39,7 +39,8 @@ class _Site(NamedTuple):
     """A node, its operands and then its results (each with its atoms' factors), and where the results begin.
     `repeated`: operands that are repeated along dims which another operand has beside all of theirs: a bias, a mask.
     `around`: atoms of parameters that are read around a factor's place: whole they need no margins. `read`: the factors
-    from which windows are read. `blocked`: the ways, back or not, in which nothing spreads through the node."""
+    from which windows are read. `blocked`: the ways, back or not, in which nothing spreads through the node. `fixed`:
+    the factors that axes split, whatever reaches the node."""
 
     node: Node
     tensors: tuple[tuple[Value, AtomFactors], ...]
@@ -49,6 +50,7 @@ class _Site(NamedTuple):
     around: frozenset[tuple[Value, int]]
     read: frozenset[str]
     blocked: frozenset[bool]
+    fixed: Mapping[str, str]
 
 
 class Spread:
@@ -59,12 +61,17 @@ class Spread:
 
     def __init__(self, graph: Graph, atoms: Atoms) -> None:
         self._atoms, self._mesh = atoms, graph.mesh
-        self.places: dict[Value, dict[str, int]] = {value: {} for value in graph.values()}
+        devices = atoms.devices
+        self.places: dict[Value, dict[str, int]] = {
+            value: {axis: place for place, (axis, _) in enumerate(devices.get(value, ()))} for value in graph.values()
+        }
         self._group: dict[Value, list[Value]] = {}
         for members in graph.alike():
             shared: dict[str, int] = {}
             self._group |= dict.fromkeys(members, members)
             self.places |= dict.fromkeys(members, shared)  # one dict: they lie alike
+        #: As in Shard, of the axes that a layout is stated for; of values that lie alike, one dict.
+        self.minors: dict[Value, dict[str, int]] = {}
         self._closed: dict[Value, frozenset[str]] = {}
         self._kept: dict[Value, frozenset[int]] = {}  # atoms that nothing else splits
         self._rank = {value: (-value.type.elements, order) for order, value in enumerate(self.places)}
@@ -83,7 +90,8 @@ class Spread:
             stated = graph.annotations.get(node.outputs[0]) if node.is_annotation else None
             blocked = stated.blocked if stated is not None else frozenset()
             windows = frozenset([reaches.factor for reaches in rule.windows.values()])
-            site = _Site(node, tensors, len(node.inputs), rule.reduced, repeated[id(rule)], around, windows, blocked)
+            tied = repeated[id(rule)]
+            site = _Site(node, tensors, len(node.inputs), rule.reduced, tied, around, windows, blocked, rule.fixed)
             self._sites.append(site)
             for index, (value, _) in enumerate(site.tensors):
                 self._touching.setdefault(value, []).append((number, index))
@@ -102,6 +110,10 @@ class Spread:
             self._closed[member] = self._closed.get(member, frozenset()) | closed
             self._kept[member] = self._kept.get(member, frozenset()) | kept
         self.places[value].update(places)
+        for axis, placement in annotation.sharding.placements().items():
+            if isinstance(placement, Shard):
+                for member in self._members(value):
+                    self.minors.setdefault(member, {})[axis] = placement.minor
 
     def start(self, value: Value, axes: Collection[str]) -> None:
         """The stated layout of a value starts to spread along these axes."""
@@ -157,7 +169,9 @@ class Spread:
         if back in site.blocked:
             return
         factor = self._factor_at(*site.tensors[index], axis)
-        if factor is None or self._factor.setdefault((number, axis), factor) != factor:
+        if factor is None or site.fixed.get(axis, factor) != factor:
+            return
+        if self._factor.setdefault((number, axis), factor) != factor:
             return
         for value, factors in site.tensors[: site.results] if back else site.tensors[site.results :]:
             if factor in factors and axis not in self.places[value] and axis not in self._closed.get(value, ()):
@@ -218,7 +232,7 @@ def refine_sharding(sharding: Sharding, value: Value, atoms: Atoms) -> dict[str,
     places: dict[str, int] = {}
     shape = atoms.shape(value)
     taken = dict.fromkeys(range(len(shape)), 1)
-    for axis, dim in sharding.as_dict().items():
+    for axis, dim in [(axis, dim) for dim, axes in enumerate(sharding.dims) for axis in axes]:
         parts = sharding.mesh.size(axis)
         positions = atoms.positions(value, dim)
         even = [p for p in positions if shape[p] % (taken[p] * parts) == 0]

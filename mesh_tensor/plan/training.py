@@ -15,6 +15,7 @@ from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.optimizer import Optimizer
 from mesh_tensor.rules.operator.call_text import info_of
+from mesh_tensor.rules.operator.narrowed import narrowed_call
 from mesh_tensor.rules.operator.update import NUMBERS, slots_of, update_call
 
 from .accumulate import Accumulated, Microbatches, Recompute, Seed, accumulated
@@ -57,6 +58,7 @@ def training_function(
     scaled: bool = False,
     microbatches: Microbatches | None = None,
     recompute: str | int | Sequence[str] = (),
+    reduce_dtype: str | None = None,
 ) -> TrainingFunction:
     """The module whose `function` takes, after what is no parameter to be trained, the numbers of a step, the
     parameters, what is kept for each, and the buffers; and returns the loss, then what is new of these, in the same
@@ -66,6 +68,7 @@ def training_function(
     scaled        what gradients are taken of is the loss times a number, which comes after the numbers of the step
     microbatches  the function is that of one of these
     recompute     what the backward part computes again (see `computed_again`)
+    reduce_dtype  what devices add up their parts of gradients in; None: in float32 at least
 
     Raises:
         MeshTensorError: as `gradient_function`, and as `accumulated`.
@@ -77,6 +80,9 @@ def training_function(
     again = partial(computed_again, recompute=recompute, func=func, taken=taken)
     found = _gradients(mod, function, parameters, buffers, microbatches, partial(_seed, loss_scale), again)
     joint, gradients = found.joint, found.gradients
+    if reduce_dtype is not None:
+        narrow = {name: narrowed_call(gradient, reduce_dtype) for name, gradient in gradients.items()}
+        gradients = {name: joint.writer.emit(call, f"d_{name}") for name, call in narrow.items()}
     writer, graph = joint.writer, joint.graph
     values = {value.name: value for value in graph.params if value.name in parameters}
     scale = _scale(writer.emit, list(gradients.values()), clip_norm, loss_scale)

@@ -78,6 +78,10 @@ class Wiring:
                 for (tensor, dim), factors in ties.compounds:
                     self.compounds.append(_Compound(node, starts[tensor] + dim, [(f, numbers[f]) for f in factors]))
 
+        for node, rule in rules.items():
+            for factor in rule.devices:
+                classes.keep(self._factors(node, rule)[factor])
+
     def atoms(self) -> dict[Value, tuple[Sizes, ...]]:
         """Of each value the atoms of each dim; what is equal is one object."""
         known: dict[tuple[Sizes, ...], tuple[Sizes, ...]] = {}
@@ -116,6 +120,7 @@ class _Classes:
         self._parent: list[int] = []
         self._size: list[int] = []
         self._cuts: list[frozenset[int]] = []
+        self._kept: set[int] = set()
 
     def add(self, sizes: Sequence[int]) -> int:
         """New sets, of one dim or factor each, of these sizes. They are numbered on from what is given."""
@@ -134,6 +139,10 @@ class _Classes:
         a, b = self.find(a), self.find(b)
         self._parent[b] = a
 
+    def keep(self, index: int) -> None:
+        """Never cut a set."""
+        self._kept.add(self.find(index))
+
     def size(self, index: int) -> int:
         return self._size[self.find(index)]
 
@@ -148,6 +157,8 @@ class _Classes:
         if any(low == 0 or high % low for low, high in zip(chain, chain[1:], strict=False)):
             return None
         changed = together != self._cuts[index]
+        if changed and index in self._kept:
+            return None
         self._cuts[index] = together
         return changed
 

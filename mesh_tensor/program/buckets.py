@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from tvm import relax
@@ -105,6 +105,8 @@ class _Buckets:
             or dst.slab
         ):
             return None
+        if not (src.sharding.is_in_mesh_order and dst.sharding.is_in_mesh_order):
+            return None  # a bucket's parts are in the mesh's order
         if not {src.storage, dst.storage} <= self._written_once or not _lies_in_parts(step, src, dst):
             return None
         return _Way(step.kind, step.axes, step.op, src.dtype)
@@ -144,6 +146,8 @@ class _Buckets:
         elements = sum(sizes) * max(rows, kind.after(group))
         src = self._flat(bucket.way, kind.src(bucket.way.op), group, elements)
         dst = self._flat(bucket.way, kind.dst, group, elements)
+        if bucket.way.kind == _ALL_REDUCE:  # nobody else has a bucket
+            dst = self._added[dst.name] = replace(dst, storage=src.storage)
         self._result.append(_step(_joined(rows, sizes, src.dtype), [v.name for v in before], [src.name]))
         names = ", ".join(member.src for member in bucket.members[:3]) + (", ..." if len(before) > 3 else "")
         reason = f"{len(before)} together ({names}): {first.reason}"

@@ -10,11 +10,10 @@ from typing import Any
 from tvm import relax, tirx
 
 from mesh_tensor.base.decisions import Decisions
-from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.lowering.local_calls import TileCalls, inputs_of, outputs_of, scopes_of
 from mesh_tensor.plan.atoms import made_plain, plain_sharding
-from mesh_tensor.plan.ir import Scope
+from mesh_tensor.plan.ir import Scope, leaves
 from mesh_tensor.plan.prices import bytes_moved as received_bytes
 from mesh_tensor.plan.propagate import Change, ExplicitGraph, Form, Run, Step, forms_in
 from mesh_tensor.rules.operator.call import OpCall, operator_name, tensor_type
@@ -22,6 +21,7 @@ from mesh_tensor.rules.operator.index import LOOK_UPS
 
 from .buckets import bucketed
 from .fuse import fused
+from .in_place import with_updates_in_place
 from .kernel_steps import KernelSteps, is_kernel
 from .loop_steps import Loops, carried_forms
 from .overlap import early_starts, with_overlap
@@ -108,7 +108,7 @@ class _Programmer:
         pieces = tuple(self._pieces(explicit.steps, 0))
         steps: Sequence[ProgramStep] = [step for piece in pieces for step in piece.steps]
         if graph.state and overlap == "auto":
-            steps, added = bucketed(steps, self._values, graph.mesh, graph.prices.machine or CPU)
+            steps, added = bucketed(steps, self._values, graph.mesh, graph.prices.machine)
             self._values |= added
         inputs = tuple(form.name for form in explicit.params)
         given = {*inputs, *self._constants}
@@ -117,7 +117,10 @@ class _Programmer:
             *(Parameter(name, name, None) for name in (*inputs, *self._constants)),
             *(Parameter(name, None, name) for name in computed),
         )
-        lasting = self._finished(steps, parameters)
+        results = dict(zip(leaves(graph.result), forms_in(explicit.result), strict=True))
+        forms = {form.value: form.name for form in explicit.params}
+        state = {forms[replaced]: results[result].name for result, replaced in graph.state.items() if replaced in forms}
+        lasting = self._finished(steps, parameters, {} if graph.loops else state)
         bulk = checked(Program(graph.name, graph.mesh, parameters, self._values, lasting, self._decided))
         program = bulk if overlap == "auto" else with_overlap(bulk, overlap)
         return ModuleProgram(program, inputs, self._constants, names_of(explicit.result), pieces, self._tiles)
@@ -166,12 +169,17 @@ class _Programmer:
             self._tiles[form.name] = self._calls.info(form)
         return self._values[form.name]
 
-    def _finished(self, steps: Sequence[ProgramStep], parameters: Sequence[Parameter]) -> tuple[ProgramStep, ...]:
-        """The steps with operators taken together, collectives that start early, and memory that comes and goes."""
+    def _finished(
+        self, steps: Sequence[ProgramStep], parameters: Sequence[Parameter], state: Mapping[str, str] | None = None
+    ) -> tuple[ProgramStep, ...]:
+        """The steps with operators taken together, collectives that start early, and memory that comes and goes.
+        `state`: parameters, with the results that replace them, which may be in their memory."""
         if self._fuse:
             lasting = {name for p in parameters for name in (p.input, p.output) if name is not None}
             steps = fused(steps, self._values, lasting)
         ordered = early_starts(steps, self._values) if self._overlap == "auto" else steps
+        ordered, stored = with_updates_in_place(ordered, self._values, state or {})
+        self._values |= stored
         return with_lifetimes(ordered, self._values, parameters)
 
     def _pieces(self, steps: Sequence[Step], depth: int) -> Iterator[Piece]:

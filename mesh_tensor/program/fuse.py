@@ -1,5 +1,6 @@
-"""Operators that torch has as one: products with a transposed matrix, and with a bias. What lies between them is never
-made, unless others use it. A transpose that undoes another is what that was made of.
+"""Operators that torch has as one: products with a transposed matrix, and with a bias, and the gradients of a softmax
+and of its logarithm. What lies between them is never made, unless others use it. A transpose that undoes another is
+what that was made of.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.rules.operator.call import OpCall
 from mesh_tensor.rules.operator.linear_algebra import LINEAR, MATMUL_ADD
+from mesh_tensor.rules.operator.nn import LOG_SOFTMAX_BACKWARD, SOFTMAX_GRADIENT
 
 from .program import Value
 from .steps import OpStep, Step
@@ -51,6 +53,8 @@ class _Fuser:
                 step = replace(step, args=tuple([self._same.get(name, name) for name in step.args]))
                 if not self._undone(step, number):
                     step = self._with_bias(self._transposed(step, number), number, made)
+                    step = self._softmax_gradient(step, number, made)
+                    step = self._log_softmax_backward(step, number, made)
                     self._made |= dict.fromkeys(step.results, _Made(step, number))
             made.append(step)
         return self._used(made)
@@ -98,6 +102,69 @@ class _Fuser:
                 args = (*product.step.args, step.args[1 - position])
                 return replace(step, call=call, args=args, flops=step.flops + product.step.flops)
         return step
+
+    def _softmax_gradient(self, step: OpStep, number: int, made: list[Step | None]) -> OpStep:
+        """y * (d - the sum of d * y along one dim), as one."""
+        if not _is_plain(step, "multiply") or len(step.args) != 2:
+            return step
+        for y, rest in (step.args, step.args[::-1]):
+            less = self._maker(rest, "subtract")
+            if less is None or len(less.step.args) != 2:
+                continue
+            d, total = less.step.args
+            summed = self._maker(total, "sum")
+            parts = None if summed is None else self._maker(summed.step.args[0], "multiply")
+            if summed is None or parts is None or sorted(parts.step.args) != sorted((d, y)):
+                continue
+            inner = (parts, summed, less)
+            if _is_softmax(step.call, summed.step.call, parts.step.call) and self._are_within(inner, (d, y), number):
+                for each in inner:
+                    made[each.at] = None
+                    self._uses[each.step.results[0]] = 0
+                call = OpCall(SOFTMAX_GRADIENT, summed.step.call.expr, step.call.inputs, step.call.outputs)
+                flops = step.flops + sum(each.step.flops for each in inner)
+                return replace(step, call=call, args=(d, y), flops=flops)
+        return step
+
+    def _are_within(self, inner: Sequence[_Made], sources: Sequence[str], number: int) -> bool:
+        """Whether the steps run among operators alone up to that one, what they make is used once, and what they are
+        made of stays."""
+        alone = all(self._uses[each.step.results[0]] == 1 and self._follows(each, number) for each in inner)
+        return alone and all(self._stays(name, inner[0].at, number) for name in sources)
+
+    def _log_softmax_backward(self, step: OpStep, number: int, made: list[Step | None]) -> OpStep:
+        """d - exp(y) * (the sum of d along an axis), as one."""
+        if not _is_plain(step, "subtract") or len(step.args) != 2 or self._uses[step.args[1]] != 1:
+            return step
+        product = self._maker(step.args[1], "multiply")
+        if product is None or len(product.step.args) != 2:
+            return step
+        power, total = (self._maker(n, by) for n, by in zip(product.step.args, ("exp", "sum"), strict=True))
+        if power is None or total is None or not self._is_log_softmax_backward(step, product, power, total, number):
+            return step
+        (out,) = step.call.outputs
+        for inner in (product, power, total):
+            made[inner.at], self._uses[inner.step.results[0]] = None, 0
+        self._uses[step.args[0]] -= 1
+        call = OpCall(LOG_SOFTMAX_BACKWARD, total.step.call.expr, (out, out), (out,))
+        flops = step.flops + product.step.flops + power.step.flops + total.step.flops
+        return replace(step, call=call, args=(step.args[0], power.step.args[0]), flops=flops)
+
+    def _is_log_softmax_backward(self, step: OpStep, product: _Made, power: _Made, total: _Made, number: int) -> bool:
+        (out,), along = step.call.outputs, total.step.call
+        alike = {step.call.inputs[0], *product.step.call.outputs, *power.step.call.inputs, *along.inputs}
+        axis = along.attr("axis")
+        return (
+            alike == {out}
+            and out.dtype in ("float32", "float64")
+            and total.step.args == step.args[:1]
+            and bool(along.attr("keepdims"))
+            and axis is not None
+            and len(along.axes(axis)) == 1
+            and all(self._uses[name] == 1 for name in product.step.args)
+            and self._follows(power, number)
+            and self._follows(total, number)
+        )
 
     def _follows(self, inner: _Made, number: int) -> bool:
         """Whether there are only operators between the two steps."""
@@ -149,6 +216,13 @@ class _Fuser:
 
 def _is_plain(step: OpStep, operator: str) -> bool:
     return step.call.name == operator and step.kernel is None and not step.checked
+
+
+def _is_softmax(product: OpCall, total: OpCall, parts: OpCall) -> bool:
+    """Whether all is in one shape of one dtype that torch sums in, and the sum goes along one dim, and keeps it."""
+    types = {*product.inputs, *product.outputs, *parts.inputs, *parts.outputs}
+    one = len(types) == 1 and types.pop().dtype in ("float32", "float64")
+    return one and total.attr("keepdims") and len(total.axes(total.attr("axis"))) == 1
 
 
 def _is_linear(call: OpCall) -> bool:

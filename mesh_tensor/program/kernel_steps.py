@@ -12,6 +12,7 @@ from tvm import relax, tirx
 
 from mesh_tensor.annotations.annotate import annotate
 from mesh_tensor.base.dtypes import is_float
+from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.lowering.local_calls import packed
@@ -50,7 +51,8 @@ def kernel_program(step: Run, atoms: Atoms) -> Program:
         apart = [factor is not None and (name, d) in plain_places for d, factor in enumerate(factors)]
         sizes.append(tuple(dim if a else (math.prod(dim),) for a, dim in zip(apart, dims, strict=True)))
         parts = [[(n,) for n in dim] if a else [dim] for a, dim in zip(apart, dims, strict=True)]
-        plain = plain_sharding(form.sharding, tuple(part for dim in parts for part in dim))
+        own = atoms.on_device(form.value, form.sharding)
+        plain = plain_sharding(own, tuple(part for dim in parts for part in dim))
         assert plain is not None, f"{step.node.where}: the tiles of {form.name} are no contiguous parts"
         layouts.append(Sharding(plain.mesh, plain.ndim, plain.dims) if carried else plain)
         for axis, factor in step.split.items():
@@ -90,9 +92,21 @@ class KernelSteps:
     def __init__(self, step: Run, atoms: Atoms, values: dict[str, Value]) -> None:
         self._step, self._atoms, self._values = step, atoms, values
         self._program = kernel_program(step, atoms)
+        self._check_devices()
         self._prefix = step.outputs[0].name
         self._names: dict[str, str] = {}
         self._storages: dict[str, str] = {}
+
+    def _check_devices(self) -> None:
+        """What the kernel takes for the same on devices may not be, in a manual computation: they exchange nothing."""
+        step, moves = self._step, self._program.collectives
+        forms = [form.value for form in (*step.inputs, *step.outputs) if form.value in self._atoms.devices]
+        if forms and moves:
+            refuse(
+                [f"{move.words} is needed in its middle" for move in moves],
+                where=f"{step.node.where}, a kernel in a manual computation",
+                fix="replicate its operands over the axes that are not manual, or make these manual, too",
+            )
 
     def steps(self) -> Iterator[Step]:
         """Kernels and collectives; and around them what makes one dim of several atoms, and the dtype of wide parts."""

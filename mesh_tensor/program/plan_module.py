@@ -16,6 +16,7 @@ from mesh_tensor.base.sub_axes import Refinement
 from mesh_tensor.lowering.local_calls import TileCalls
 from mesh_tensor.plan.atoms import Atoms, Sizes, find_atoms
 from mesh_tensor.plan.expansions import expand, refined_annotations, refinements, regroup_sums, with_merged_dims
+from mesh_tensor.plan.gathers import gathered_first
 from mesh_tensor.plan.index_checks import IndexCheck, index_checks
 from mesh_tensor.plan.interleave import interleave
 from mesh_tensor.plan.ir import Graph, Interleaved, leaves
@@ -186,7 +187,7 @@ def plan_graph(graph: Graph, atoms: Atoms, options: PlanOptions = PlanOptions())
         other = _laid_out(sliced, options.atoms(sliced), options)
         if cost_of(other[-1]) < cost_of(explicit):
             graph, atoms, layouts, explicit = other
-    calls = TileCalls(atoms)
+    explicit, calls = gathered_first(explicit), TileCalls(atoms)
     made = to_program(explicit, calls, options.kernels, options.overlap, check_indices=options.check_indices)
     stages = Stages(graph, atoms, layouts, explicit, calls, made)
     forms = dict.fromkeys([*explicit.params, *forms_in(explicit.result)])

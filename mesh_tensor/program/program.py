@@ -139,6 +139,13 @@ class Program:
         """Storage -> the last step that writes it; storages that nothing writes are not there."""
         return {self.values[name].storage: step for step in self.steps for name in step.writes}
 
+    @cached_property
+    def overwrites_from(self) -> int:
+        """The number of the first step that writes memory which callers bring; of all steps if none does."""
+        inputs = self.inputs
+        writing = (n for n, step in enumerate(self.steps) if any(self.values[w].storage in inputs for w in step.writes))
+        return next(writing, len(self.steps))
+
     def mean(self, meanings: Meanings[T]) -> list[T]:
         """The meaning of every step, in order."""
         return [step.mean(meanings) for step in self.steps]

@@ -14,7 +14,7 @@ from mesh_tensor.base.collectives import BETWEEN, COLLECTIVES
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.sharding import Partial, Placement, Replicate, Shard, Sharding
 
-from .search import PARTIAL, WHOLE, Search, State, boxes_of, exchange, halo, received
+from .search import ORDER, PARTIAL, WHOLE, Search, State, boxes_of, dim_at, exchange, halo, place_of, received
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _planned(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> tuple[Move
     names, moves, before = src.mesh.axis_names, [], src
     for edge in edges:
         axes = tuple(names[axis] for axis in edge.axes)
-        before = _apply(before, axes, tuple(edge.after[axis] for axis in edge.axes))
+        before = _apply(before, axes, edge.after)
         reduced = op if COLLECTIVES[edge.kind].reduces else None
         moves.append(Move(edge.kind, axes, before, reduced, edge.src_dim, edge.dst_dim))
     if joining:
@@ -165,13 +165,16 @@ def illegal_move(src: Sharding, move: Move) -> list[str]:
     found += [
         f"axis {axis} changes from {src.placement(axis)} to {after.placement(axis)}"
         for axis in src.mesh
-        if axis not in move.axes and src.placement(axis) != after.placement(axis)
+        if axis not in move.axes and _alone(src.placement(axis)) != _alone(after.placement(axis))
     ]
+    for place, (mine, its) in enumerate(zip(src.dims, after.dims, strict=True)):
+        if [axis for axis in mine if axis not in move.axes] != [axis for axis in its if axis not in move.axes]:
+            found.append(f"dim {place} is split by {mine} before, and by {its} after it")
     if kind.is_direct:
         return found + _illegal_direct_move(src, move)
     expected = kind.placements(move.op, move.src_dim, move.dst_dim)
     for axis in move.axes:
-        before, now = src.placement(axis), after.placement(axis)
+        before, now = _alone(src.placement(axis)), _alone(after.placement(axis))
         if (before, now) != expected:
             found.append(f"axis {axis} goes from {before} to {now}, and not from {expected[0]} to {expected[1]}")
     for layout, dim in ((src, move.src_dim), (after, move.dst_dim)):
@@ -193,11 +196,25 @@ def _illegal_direct_move(src: Sharding, move: Move) -> list[str]:
 def _state(sharding: Sharding, whole: Collection[str] = ()) -> State:
     """The search's state; the axes `whole` count as replicated."""
     return tuple(
-        p.dim if isinstance(p, Shard) else WHOLE if isinstance(p, Replicate) or axis in whole else PARTIAL
+        place_of(p.dim, p.minor)
+        if isinstance(p, Shard)
+        else WHOLE
+        if isinstance(p, Replicate) or axis in whole
+        else PARTIAL
         for axis, p in sharding.placements().items()
     )
 
 
-def _apply(before: Sharding, axes: tuple[str, ...], places: tuple[int, ...]) -> Sharding:
-    new: dict[str, Placement] = {a: Replicate() if p == WHOLE else Shard(p) for a, p in zip(axes, places, strict=True)}
+def _apply(before: Sharding, axes: tuple[str, ...], after: State) -> Sharding:
+    new: dict[str, Placement] = {}
+    for axis, place in zip(before.mesh, after, strict=True):
+        if place >= 0:
+            new[axis] = Shard(dim_at(place), place // ORDER)
+        elif axis in axes:
+            new[axis] = Replicate()
     return Sharding.of(before.mesh, before.ndim, before.placements() | new)
+
+
+def _alone(placement: Placement) -> Placement:
+    """What an axis does, whatever splits the dim before it."""
+    return Shard(placement.dim) if isinstance(placement, Shard) else placement

@@ -1,6 +1,7 @@
 """The search for the cheapest way from one layout to another: A* over placements, with single collectives as edges.
 
 A state has one number per axis: d where the axis splits dim d, WHOLE where it replicates, PARTIAL where it is partial.
+Where axes don't split a dim in mesh order, those that come later there have d + n * ORDER (see `place_of`).
 What the search minimises, in this order: the elements that the busiest device receives, the collectives (an exchange
 counts as two: it involves more devices than any of them), the messages, the steps. So no plan moves more than another
 that it could have found, whatever the sizes.
@@ -23,6 +24,7 @@ from mesh_tensor.base.placement import Partial, Placement, Replicate, Shard
 from mesh_tensor.base.window import Window
 
 WHOLE, PARTIAL = -1, -2
+ORDER = 1 << 16
 
 Cost = tuple[int, int, int, int]  # elements received, collectives, messages, steps
 Windows = tuple[tuple[int, Window], ...]  # by dim
@@ -130,7 +132,18 @@ def boxes_of(mesh: Mesh, shape: tuple[int, ...], windows: Windows = ()) -> Boxes
 @lru_cache(maxsize=1 << 14)
 def axes_on(state: State, dim: int) -> tuple[int, ...]:
     """The axes that split `dim`, major first."""
-    return tuple(axis for axis, place in enumerate(state) if place == dim)
+    found = [(place // ORDER, axis) for axis, place in enumerate(state) if place >= 0 and place % ORDER == dim]
+    return tuple([axis for _, axis in sorted(found)])
+
+
+def place_of(dim: int, minor: int) -> int:
+    """The number of an axis that splits a dim, as in Shard."""
+    return dim + minor * ORDER
+
+
+def dim_at(place: int) -> int:
+    """The dim of a place; WHOLE and PARTIAL stay."""
+    return place % ORDER if place >= 0 else place
 
 
 def received(boxes: Boxes, kind: str, before: State, after: State, axes: Sequence[int]) -> int:
@@ -146,7 +159,10 @@ class Search:
         self._moved = [axis for axis, place in enumerate(start) if place != goal[axis]]
         self._summed = [axis for axis in self._moved if start[axis] == PARTIAL]
         dims = self._dims()
-        self._choices = {a: {start[a], goal[a], WHOLE, *(dims if a in self._summed else ())} for a in self._moved}
+        self._ends_at = tuple(map(dim_at, goal))
+        self._choices = {
+            a: {dim_at(start[a]), self._ends_at[a], WHOLE, *(dims if a in self._summed else ())} for a in self._moved
+        }
         fixed = [boxes.sizes[a] for a, place in enumerate(start) if place == goal[a] == WHOLE]
         self._values = math.prod(boxes.shape) * math.prod(fixed)  # along fixed axes everything is done again
         self._ends = int(boxes.volumes(goal).sum())
@@ -157,7 +173,7 @@ class Search:
         """The dims that partial values may be scattered on: those that are split before or after, and the longest of
         the others."""
         shape = self._boxes.shape
-        used = {place for place in (*self._start, *self._goal) if place >= 0}
+        used = {dim_at(place) for place in (*self._start, *self._goal) if place >= 0}
         others = sorted(set(range(len(shape))) - used, key=lambda dim: -shape[dim])
         return sorted(used | set(others[:1]))
 
@@ -217,27 +233,39 @@ class Search:
         blocked = []
         for axis in summed:
             for dim in sorted(self._choices[axis] - {WHOLE, PARTIAL}):
-                free = _innermost(_with(state, (axis,), dim), dim, (axis,))
+                free = self._fits(state, (axis,), dim)
                 if free:
-                    yield _edge(state, (axis,), dim)
-                if self._goal[axis] == dim and (not free or dim in self._uneven):
+                    yield self._joined(state, (axis,), dim)
+                if self._ends_at[axis] == dim and (not free or dim in self._uneven):
                     blocked.append(axis)
         for dim in range(len(self._boxes.shape)):
-            together = [axis for axis in summed if self._goal[axis] == dim]
+            together = [axis for axis in summed if self._ends_at[axis] == dim]
             for axes in _subsets(together, at_least=2):
-                if _innermost(_with(state, axes, dim), dim, axes):
-                    yield _edge(state, axes, dim)
+                if self._fits(state, axes, dim):
+                    yield self._joined(state, axes, dim)
         several = tuple(sorted({*ending_whole, *blocked}))
         whole = [ending_whole, *((axis,) for axis in blocked), several, tuple(summed)]
         for axes in dict.fromkeys(axes for axes in whole if axes):
-            yield _edge(state, axes, WHOLE)
+            yield _edge(state, axes, _with(state, axes, WHOLE))
 
     def _slices(self, state: State) -> Iterator[Edge]:
         for dim in range(len(self._boxes.shape)):
-            joining = [axis for axis in self._moved if state[axis] == WHOLE and self._goal[axis] == dim]
+            joining = [axis for axis in self._moved if state[axis] == WHOLE and self._ends_at[axis] == dim]
             for axes in _subsets(joining):
-                if _innermost(_with(state, axes, dim), dim, axes):
-                    yield _edge(state, axes, dim)
+                if self._fits(state, axes, dim):
+                    yield self._joined(state, axes, dim)
+
+    def _joined(self, state: State, axes: tuple[int, ...], dim: int) -> Edge:
+        """Axes go over to a dim: where they end there, to the place that they have in its order."""
+        return _edge(state, axes, self._after(state, axes, dim))
+
+    def _fits(self, state: State, axes: tuple[int, ...], dim: int) -> bool:
+        """Whether axes are the innermost of a dim when they go over to it."""
+        return axes_on(self._after(state, axes, dim), dim)[-len(axes) :] == axes
+
+    def _after(self, state: State, axes: tuple[int, ...], dim: int) -> State:
+        places = {axis: self._goal[axis] if self._ends_at[axis] == dim else dim for axis in axes}
+        return _settled(tuple([places.get(axis, place) for axis, place in enumerate(state)]))
 
     def _from_dims(self, state: State) -> Iterator[Edge]:
         """What the innermost axes of a dim can do: leave it, or go over to another."""
@@ -247,11 +275,11 @@ class Search:
                 axes = there[-count:]
                 if axes[0] not in self._choices:
                     break
-                yield _edge(state, axes, WHOLE)
+                yield _edge(state, axes, _with(state, axes, WHOLE))
                 common = set.intersection(*(self._choices[axis] for axis in axes))
                 for other in sorted(common - {dim, WHOLE, PARTIAL}):
-                    if _innermost(_with(state, axes, other), other, axes):
-                        yield _edge(state, axes, other)
+                    if self._fits(state, axes, other):
+                        yield self._joined(state, axes, other)
 
 
 def exchange(boxes: Boxes, before: State, after: State) -> Edge:
@@ -273,12 +301,12 @@ def halo(before: State, after: State, windows: Windows) -> Edge:
     return Edge("halo", tuple(sorted(changed | split)), after)
 
 
-def _edge(state: State, axes: tuple[int, ...], place: int) -> Edge:
-    """`axes`, which are alike in `state`, go over to `place`."""
-    before = state[axes[0]]
-    kind = BETWEEN[_placement(before), _placement(place)]
-    src_dim, dst_dim = (there if there >= 0 else None for there in (before, place))
-    return Edge(kind.name, axes, _with(state, axes, place), src_dim, dst_dim)
+def _edge(state: State, axes: tuple[int, ...], after: State) -> Edge:
+    """`axes`, which split one dim, or do another same thing, go over to the same in `after`."""
+    before, now = state[axes[0]], after[axes[0]]
+    kind = BETWEEN[_placement(before), _placement(now)]
+    src_dim, dst_dim = (dim_at(there) if there >= 0 else None for there in (before, now))
+    return Edge(kind.name, axes, after, src_dim, dst_dim)
 
 
 def _placement(place: int) -> type[Placement]:
@@ -290,11 +318,21 @@ def _subsets(axes: list[int], at_least: int = 1) -> Iterator[tuple[int, ...]]:
 
 
 def _with(state: State, axes: Sequence[int], place: int) -> State:
-    return tuple(place if axis in axes else old for axis, old in enumerate(state))
+    return _settled(tuple(place if axis in axes else old for axis, old in enumerate(state)))
 
 
-def _innermost(state: State, dim: int, axes: tuple[int, ...]) -> bool:
-    return axes_on(state, dim)[-len(axes) :] == axes
+@lru_cache(maxsize=1 << 14)
+def _settled(state: State) -> State:
+    """The state in the one form that it has."""
+    if all(place < ORDER for place in state):
+        return state
+    made = list(state)
+    for dim in {dim_at(place) for place in state if place >= 0}:
+        minor, before = 0, -1
+        for axis in axes_on(state, dim):
+            minor += axis < before
+            made[axis], before = place_of(dim, minor), axis
+    return tuple(made)
 
 
 def _sum(a: Cost, b: Cost) -> Cost:

@@ -87,8 +87,9 @@ class Backend(Meanings[Action | None], Protocol):
 
     program: Program
 
-    def run(self, memory: Memory) -> None:
-        """Run all steps on a memory that holds the inputs' storages (and outputs', where the caller has them)."""
+    def run(self, memory: Memory, before_overwriting: Callable[[], None] = lambda: None) -> None:
+        """Run all steps on a memory that holds the inputs' storages (and outputs', where the caller has them).
+        `before_overwriting` is called before the first one that writes an input's (`Program.overwrites_from`)."""
 
 
 DEVICE, PINNED_HOST = KINDS = ("device", "pinned_host")
@@ -126,6 +127,11 @@ def fetched(value: Any, moved: Moved) -> Any:
         return value
     device = value.device
     return moved(value.value, lambda tensor: tensor.to(device, non_blocking=True, copy=True))
+
+
+def plain(value: Any) -> Any:
+    """A value as it lies over the mesh, in whatever memory."""
+    return value.value if isinstance(value, PutAway) else value
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -172,6 +172,11 @@ def not_finite(parts: Mapping[str, Iterable[torch.Tensor]]) -> list[str]:
     return list(dict.fromkeys(name for name, part in suspects if not bool(part.isfinite().all())))
 
 
+def within(tensors: Iterable[torch.Tensor], norm: float) -> bool:
+    """Whether the norm of the tensors together is at most `norm`; it is not where one holds NaN or infinity."""
+    return bool(torch.nn.utils.get_total_norm(list(tensors)) <= norm)
+
+
 def _total(part: torch.Tensor) -> torch.Tensor:
     return (part if part.itemsize > 2 else part.float()).sum().double()
 

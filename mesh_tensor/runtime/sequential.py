@@ -12,17 +12,21 @@ import torch
 import tvm_ffi
 from tvm import ir, relax, tirx
 
+from mesh_tensor.annotations.comm import Comm, comm_of
+from mesh_tensor.annotations.manual import Manual, is_manual, manual_text
 from mesh_tensor.annotations.names import check_module, flat_arguments, with_flat_parameters
 from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse
+from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import Recent
-from mesh_tensor.plan.loops import Recursion, recursion_of
+from mesh_tensor.plan.loops import Recursion, recursion_of, refuse_in_manual
 from mesh_tensor.rules.operator.call import OpCall, op_call, plain, tensor_infos, with_known_sizes
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype, torch_tensor
 from mesh_tensor.targets.kernels import tir_function
 from mesh_tensor.targets.torch_ops import typed, untyped_function
 
 from .ambient import full_precision, undisturbed, why_not_plain
+from .each_device import EachDevice, chosen, collective, index, on_each, tiles, whole
 from .module_inputs import ModuleSignature, bound
 from .sequential_lines import Recorded, Recorder, memory_of
 
@@ -163,15 +167,17 @@ class _Runner:
         self._sized: dict[tuple[Any, ...], relax.Function] = {}
         self._recursions: dict[relax.Function, Recursion | None] = {}
 
-    def call(self, function: str, args: Sequence[Value]) -> Value:
-        """The result of a Relax function of the module."""
+    def call(self, function: str, args: Sequence[Value], axes: Mesh | None = None) -> Value:
+        """The result of a Relax function of the module; in a manual computation over these axes, if there is one."""
         func = self._with_sizes(function, args)
         if func not in self._recursions:
             self._recursions[func] = recursion_of(function, func)
         found = self._recursions[func]
+        if found is not None and axes is not None:
+            refuse_in_manual(function)
         while found is not None:  # step after step: Python has room for few calls within calls
             self.recorder.depends_on_data()
-            frame = _Frame(self, function, dict(zip(func.params, args, strict=True)))
+            frame = _Frame(self, function, dict(zip(func.params, args, strict=True)), None)
             frame.bind(found.head)
             if bool(frame.run(found.condition)) is not found.goes_on:
                 return frame.run(found.ending)
@@ -181,7 +187,7 @@ class _Runner:
             if func not in self._recursions:
                 self._recursions[func] = recursion_of(function, func)
             found = self._recursions[func]
-        return _Frame(self, function, dict(zip(func.params, args, strict=True))).run(func.body)
+        return _Frame(self, function, dict(zip(func.params, args, strict=True)), axes).run(func.body)
 
     def constant(self, constant: relax.Constant) -> torch.Tensor:
         """A constant's tensor."""
@@ -191,7 +197,7 @@ class _Runner:
 
     def _with_sizes(self, function: str, args: Sequence[Value]) -> relax.Function:
         """The function with the sizes that its arguments bring in place of its symbols."""
-        key = (function, *(tuple(arg.shape) if isinstance(arg, torch.Tensor) else None for arg in args))
+        key = (function, *(tuple(a.shape) if isinstance(a, (torch.Tensor, EachDevice)) else None for a in args))
         if key not in self._sized:
             sizes: dict[tirx.Var, int] = {}
             for param, arg in zip(self.mod[function].params, args, strict=True):
@@ -207,8 +213,8 @@ class _Runner:
 class _Frame:
     """One call of a Relax function: its variables' values, kept until their last use."""
 
-    def __init__(self, runner: _Runner, function: str, values: dict[relax.Var, Value]) -> None:
-        self._runner, self._function, self._values = runner, function, values
+    def __init__(self, runner: _Runner, function: str, values: dict[relax.Var, Value], axes: Mesh | None) -> None:
+        self._runner, self._function, self._values, self._axes = runner, function, values, axes
         self._ends_here = set(values)  # what the next sequence may drop: its own variables and, the first one, these
         self._sizes: dict[tirx.Var, int] = {}  # of the symbols that R.match_cast makes
 
@@ -255,14 +261,22 @@ class _Frame:
 
     def _if(self, expr: relax.If, name: str) -> Value:
         self._runner.recorder.depends_on_data()
-        return self.run(expr.true_branch if bool(self.run(expr.cond, name)) else expr.false_branch, name)
+        cond = self.run(expr.cond, name)
+        if isinstance(cond, EachDevice):
+            branches = [self.run(branch, name) for branch in (expr.true_branch, expr.false_branch)]
+            return chosen(cond, *branches)
+        return self.run(expr.true_branch if bool(cond) else expr.false_branch, name)
 
     def _call(self, expr: relax.Call, name: str) -> Value:
         if isinstance(expr.op, ir.GlobalVar):
-            return self._runner.call(expr.op.name_hint, [self.run(arg, name) for arg in expr.args])
+            return self._runner.call(expr.op.name_hint, [self.run(arg, name) for arg in expr.args], self._axes)
         if not isinstance(expr.op, ir.Op):
             self._refuse(name, f"a call of {expr.op}", "closures and local functions are not supported")
+        if is_manual(expr):
+            return self._manual(expr, name)
         op = expr.op.name.removeprefix("relax.")
+        if self._axes is not None and (comm := comm_of(_packed(expr) or op, expr, self._axes, outer=False)):
+            return self._collective(comm, expr, name)
         if op in _NOT_RUN:
             self._refuse(name, f"R.{op} can't be run", _NOT_RUN[op])
         if op == "assert_op":
@@ -281,7 +295,7 @@ class _Frame:
                 return self._runner.constant(expr)
             call = op_call(expr)
             function = self._tir_function(call) if op == "call_tir" else untyped_function(call)
-            results = typed(function, [torch_dtype(out.dtype) for out in call.outputs])(*tensors)
+            results = on_each(typed(function, [torch_dtype(out.dtype) for out in call.outputs]), tensors)
         except MeshTensorError as error:
             raise MeshTensorError(f"{error}\n  binding: {self._function}.{name}") from None
         except _NOT_TORCH as error:
@@ -291,6 +305,28 @@ class _Frame:
             self._refuse(name, f"R.{op} gave {found}, but its type says {list(call.outputs)}")
         self._runner.recorder.called(function, tensors, results)
         return _like(expr.struct_info, iter(results))
+
+    def _manual(self, expr: relax.Call, name: str) -> Value:
+        """A function on the tiles of every device."""
+        self._runner.recorder.depends_on_data()
+        where, args = f"binding {self._function}.{name}", [self.run(arg, name) for arg in expr.args[1:-1]]
+        infos = tensor_infos(expr.struct_info)
+        stated = Manual.parse(manual_text(expr), [len(a.shape) for a in args], [i.ndim for i in infos], where)
+        outer = self._axes
+        mesh = Mesh({**(outer.shape if outer is not None else {}), **stated.axes.shape})
+        mine = [tiles(arg, layout, mesh, where) for arg, layout in zip(args, stated.inputs, strict=True)]
+        made = _leaves(self._runner.call(stated.body, mine, mesh))
+        ends = zip(made, stated.outputs, strict=True)
+        return _like(expr.struct_info, iter([whole(one, layout, outer, where) for one, layout in ends]))
+
+    def _collective(self, comm: Comm, expr: relax.Call, name: str) -> Value:
+        """What devices have after a collective."""
+        assert self._axes is not None
+        values = [self.run(arg, name) for arg in expr.args if tensor_infos(arg.struct_info)]
+        comm.shape(values[0].shape if values else (), f"binding {self._function}.{name}")
+        if comm.kind == "axis_index":
+            return index(comm, self._axes, self._runner.device)
+        return collective(comm, values[0], self._axes)
 
     def _tir_function(self, call: OpCall) -> Callable[..., tuple[torch.Tensor, ...]]:
         numbers = plain(call.expr.args[2]) if len(call.expr.args) > 2 else ()
@@ -327,6 +363,11 @@ class _Frame:
     }
 
 
+def _packed(expr: relax.Call) -> str:
+    first = expr.args[0] if expr.args else None
+    return str(first.global_symbol) if isinstance(first, relax.ExternFunc) else ""
+
+
 def _last_uses(bindings: Sequence[relax.Binding], body: relax.Expr) -> list[list[relax.Var]]:
     """Per binding, the variables that nothing after it uses."""
     used = set(relax.analysis.all_vars(body))
@@ -349,10 +390,10 @@ def _sized(expr: relax.Call, sizes: Mapping[tirx.Var, int]) -> relax.Call:
     return func.body.blocks[0].bindings[0].value
 
 
-def _leaves(value: Value) -> list[torch.Tensor]:
+def _leaves(value: Value) -> list[Any]:
     if isinstance(value, tuple):
         return [leaf for item in value for leaf in _leaves(item)]
-    return [value] if isinstance(value, torch.Tensor) else []
+    return [value] if isinstance(value, (torch.Tensor, EachDevice)) else []
 
 
 def _like(info: relax.StructInfo, results: Any) -> Value:

@@ -35,6 +35,8 @@ class Recorder:
         self, function: Callable[..., Any], operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
     ) -> None:
         """The function has given these results, in a sequence, for these operands."""
+        if not self._is_fixed:
+            return
         args = tuple([self._names[id(tensor)] for tensor in operands])
         made = tuple([self._named(tensor) for tensor in results])
         takes, gives = (tuple([tuple(tensor.shape) for tensor in tensors]) for tensors in (operands, results))
@@ -43,7 +45,7 @@ class Recorder:
         self._lines.append(Line(call, args, made))
 
     def depends_on_data(self) -> None:
-        """What is called next depends on what tensors hold."""
+        """What is called next depends on what tensors hold, or is for one device after the other."""
         self._is_fixed = False
 
     def recorded(self, result: Any, device: torch.device) -> Recorded | None:

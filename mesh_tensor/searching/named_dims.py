@@ -1,4 +1,4 @@
-"""Named dims: classes of dims, over a whole module, that an operator splits alike; and beam search over colourings:
+"""Named dims: classes of dims, over a whole module or kernel, that are split alike; and beam search over colourings:
 which of them every mesh axis splits.
 
 Dims of parameters that the rules of operators index by one factor are one class. Layers of a model are alike: classes
@@ -13,12 +13,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from tvm import tirx
+
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.plan.atoms import Atoms
 from mesh_tensor.plan.ir import Graph, Value
 from mesh_tensor.plan.spread import tensors_of
+from mesh_tensor.rules.kernel.sharding_rule import sharding_rule
 
-from .evaluate import Evaluator, Layouts, Strategy
+from .evaluate import Evaluator, KernelEvaluator, Layouts, Strategy
 
 Place = tuple[Value, int]  # a value, and the position of one of its atoms
 
@@ -54,6 +57,20 @@ def named_dims(graph: Graph, atoms: Atoms) -> list[NamedDim]:
         made.append((-elements, NamedDim("", size, named, len(groups))))
     made.sort(key=lambda each: (each[0], each[1].dims))
     return [NamedDim(f"d{number}", dim.size, dim.dims, dim.layers) for number, (_, dim) in enumerate(made)]
+
+
+def kernel_dims(func: tirx.PrimFunc) -> list[NamedDim]:
+    """The named dims of a kernel: those of its factors, which dims of several buffers follow, and then every dim of a
+    result by itself, which may come in other parts than it is computed in. Dims that are needed whole are none."""
+    rule, shapes = sharding_rule(func), {buffer.name: buffer.shape for buffer in func.buffer_map.values()}
+    found: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    for name, factors in {**rule.inputs, **rule.outputs}.items():
+        for dim, factor in enumerate(factors):
+            if factor is not None and not rule.factors[factor].startswith("whole"):
+                found[factor].append((name, dim))
+    groups = [*found.items(), *((f"{n} {d}", [(n, d)]) for n, dims in rule.outputs.items() for d in range(len(dims)))]
+    sized = ((name, int(shapes[dims[0][0]][dims[0][1]]), tuple(dims)) for name, dims in groups)
+    return [NamedDim(name, size, dims, 1) for name, size, dims in sized if size > 1]
 
 
 def _classes(graph: Graph, atoms: Atoms) -> list[list[Place]]:
@@ -101,7 +118,9 @@ class Beam:
     """The `width` best colourings of a mesh at a time, each with one more dim coloured in every way. It ends where that
     gives nothing better twice in a row, or when `stop` says so."""
 
-    def __init__(self, evaluator: Evaluator, dims: Sequence[NamedDim], rank: Rank, width: int) -> None:
+    def __init__(
+        self, evaluator: Evaluator | KernelEvaluator, dims: Sequence[NamedDim], rank: Rank, width: int
+    ) -> None:
         self._evaluator, self._dims, self._rank, self._width = evaluator, dims, rank, width
 
     def run(self, mesh: Mesh, stop: Callable[[], bool]) -> Iterator[Strategy]:

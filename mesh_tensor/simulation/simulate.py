@@ -45,12 +45,7 @@ def simulate(what: Any, machine: Machine | str | None = None) -> Simulation | Pi
 
 def _program_of(what: Any, machine: Machine) -> Program:
     if isinstance(what, tirx.PrimFunc):
-        sizes = [size for buffer in what.buffer_map.values() for size in buffer.shape]
-        if symbols := [str(size) for size in sizes if not isinstance(size, tirx.IntImm)]:
-            refuse(
-                f"a kernel with symbolic dims can't be simulated: {', '.join(dict.fromkeys(symbols))}",
-                fix="give them sizes (mt.simulate takes a compiled kernel after a call, too)",
-            )
+        check_sizes_known(what)
         return lower_to_program(what, machine=machine)
     program = what if isinstance(what, Program) else getattr(what, "program", None)
     if not isinstance(program, Program):
@@ -59,6 +54,16 @@ def _program_of(what: Any, machine: Machine) -> Program:
             fix="pass an annotated kernel, what mt.compile or mt.distribute_module gave, or its .program",
         )
     return program
+
+
+def check_sizes_known(func: tirx.PrimFunc) -> None:
+    """Refuse a kernel whose buffers have dims of unknown sizes."""
+    sizes = [size for buffer in func.buffer_map.values() for size in buffer.shape]
+    if symbols := [str(size) for size in sizes if not isinstance(size, tirx.IntImm)]:
+        refuse(
+            f"a kernel with symbolic dims can't be simulated: {', '.join(dict.fromkeys(symbols))}",
+            fix="give them sizes (mt.simulate takes a compiled kernel after a call, too)",
+        )
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,21 @@ simulated doesn't grow with the mesh.
 
 A step starts when its stream is free. A collective that is waited for at once holds the device up; one that only
 starts takes from what the device computes the share of its time that the machine says, until it is waited for.
+
+A step is priced for the busiest device. Kernels and operators keep the device's own stream busy, collectives that of
+the outermost link that they cross. What a step reads comes from the nearest memory that holds all that was touched
+since it was touched last.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mesh_tensor.base.collectives import collective_time, reach
+from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.machine import Machine, Work
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, WaitStep
@@ -176,6 +181,8 @@ class StepCosts:
         self._program, self._machine = program, machine
         self._known: dict[tuple, StepCost] = {}
         self._apart: dict[str, frozenset[str]] = {}  # value -> axes along which devices have it in other memory
+        self._all = sum(value.tile_bytes for value in program.stored.values())
+        self._now, self._touched = self._all, dict[str, int]()  # bytes touched so far, and when a value was, at last
 
     def kernel(self, step: KernelStep) -> StepCost:
         """Its operations, on the dtype of its first tile, or all of its tiles once."""
@@ -185,6 +192,8 @@ class StepCosts:
         dtype = values[0].dtype if values else "float32"
         work = self._machine.work(step.flops, nbytes, dtype, f"kernel {step.name}", "kernel", "product")
         rounds = self._rounds(self._program.mesh.num_devices)
+        work = self._from(work, self._levels(step.args, nbytes), [value.tile_bytes for value in values], nbytes)
+        self._touch(step.args, rounds)
         seconds = self._machine.in_turn(work, rounds, self._program.mesh.num_devices)
         return StepCost(f"kernel {step.name}", COMPUTE, seconds, work.bound, step.flops, nbytes)
 
@@ -194,10 +203,17 @@ class StepCosts:
         apart = self._differ((*step.args, *step.results))
         self._apart |= dict.fromkeys(step.results, apart)
         different = math.prod(self._program.mesh.size(axis) for axis in apart)
-        key = (step.call.name, step.call.inputs, step.call.outputs, step.flops, copied, different)
+        rounds = self._rounds(different)
+        levels = self._levels(step.args, touched_bytes(step.call))
+        key = (step.call.name, step.call.inputs, step.call.outputs, step.flops, copied, different, levels)
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = self._priced(step, copied, self._rounds(different))
+            found = self._known[key] = self._priced(step, copied, rounds, levels)
+        if found.nbytes:
+            self._touch((*step.args, *step.results), rounds)
+        else:  # views
+            last = max((self._touched.get(name, 0) for name in step.args), default=0)
+            self._touched |= dict.fromkeys(step.results, last)
         return found
 
     def collective(self, step: CollectiveStep) -> StepCost:
@@ -206,6 +222,7 @@ class StepCosts:
         seconds = collective_time(machine, step.kind, step.bytes, mesh, step.axes)
         name = f"{step.kind} over {', '.join(step.axes)}"
         self._apart[step.dst] = self._differ((step.src, step.dst))
+        self._touch((step.src, step.dst), self._rounds(mesh.num_devices))
         if seconds:
             self._apart[step.dst] = (frozenset(mesh) - set(step.axes)) | self._split(step.dst)
             groups = reach(machine, mesh, step.axes)
@@ -216,13 +233,39 @@ class StepCosts:
         work = Work(machine.launch, 0.0, nbytes / machine.memory_rate(nbytes))
         return StepCost(name, COMPUTE, work.seconds, work.bound, 0, nbytes)
 
-    def _priced(self, step: OpStep, copied: bool, rounds: int) -> StepCost:
+    def _priced(self, step: OpStep, copied: bool, rounds: int, levels: tuple[int, ...]) -> StepCost:
         work, name = operator_work(step.call, self._machine, copied), operator_name(step.call)
+        sizes = [tensor.elements * dtype_bits(tensor.dtype) // 8 for tensor in step.call.inputs]
+        work = self._from(work, levels, sizes, touched_bytes(step.call))
         if name == VJP:
             name = f"gradient of {operator_name(vjp_of(step.call).calls[-1][0])}"
         nbytes = touched_bytes(step.call) if work.memory else 0
         seconds = self._machine.in_turn(work, rounds, self._program.mesh.num_devices)
         return StepCost(name, COMPUTE, seconds, work.bound, step.flops if work.flops else 0, nbytes)
+
+    def _levels(self, names: Iterable[str], nbytes: int) -> tuple[int, ...]:
+        """Per value of a step that touches so many bytes: the number of the memory that it is in."""
+        last = len(self._machine.memory) - 1
+        if not last:
+            return ()
+        sizes = [level.size for level in self._machine.memory[:-1]]
+        between = (max(nbytes, self._now - self._touched.get(name, 0)) for name in names)
+        return tuple([next((n for n, size in enumerate(sizes) if each <= size), last) for each in between])
+
+    def _from(self, work: Work, levels: tuple[int, ...], sizes: Sequence[int], nbytes: int) -> Work:
+        """The work, for values of these sizes that come from memory of these levels, instead of that of `nbytes`."""
+        if not levels or not nbytes:
+            return work
+        near = self._machine.memory_rate(nbytes)
+        pairs = zip(sizes, levels, strict=True)
+        longer = sum(size * (near / self._machine.memory[level].rate - 1) for size, level in pairs)
+        return replace(work, memory=work.memory * (1 + longer / nbytes))
+
+    def _touch(self, names: Iterable[str], rounds: int) -> None:
+        """A step of so many rounds goes through the values."""
+        names = tuple(dict.fromkeys(names))
+        self._now += rounds * sum(self._program.values[name].tile_bytes for name in names)
+        self._touched |= dict.fromkeys(names, self._now)
 
     def _rounds(self, devices: int) -> int:
         """How often the processors go round that so many devices share."""

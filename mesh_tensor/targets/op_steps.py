@@ -11,7 +11,7 @@ from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.recent import Recent
-from mesh_tensor.program.program import Program
+from mesh_tensor.program.program import Program, Value
 from mesh_tensor.program.steps import FreeStep, OpStep, Step
 from mesh_tensor.rules.operator import OpCall
 from mesh_tensor.rules.operator.call import operator_name
@@ -20,7 +20,7 @@ from mesh_tensor.rules.operator.vjp import VJP, vjp_of
 from .dtypes import torch_dtype
 from .kernels import Target
 from .straight_line import Line, Shape, StraightLine, TileCall
-from .torch_ops import ALWAYS_NEW, Valid, can_be_recorded, recorded, untyped_function
+from .torch_ops import ALWAYS_NEW, Valid, can_be_recorded, keeps_alike, recorded, untyped_function
 
 TileFunction = Callable[..., list[torch.Tensor]]
 Shapes = tuple[Shape, ...]
@@ -49,7 +49,7 @@ class Section:
         target: Target,
         *,
         listed: bool = False,
-        records: Mapping[OpStep, Record] | None = None,
+        records: Records | None = None,
     ) -> None:
         self.steps = tuple(step for step in steps if isinstance(step, OpStep))
         stored = {name: program.values[name].storage for step in self.steps for name in step.uses}
@@ -58,7 +58,7 @@ class Section:
             call = _tile_call(step, program, rank, target)
             names = [tuple(stored[name] for name in group) for group in (step.args, step.results)]
             line = Line(call, names[0], names[1], ends)
-            record = None if records is None else records.get(step)
+            record = None if records is None else records.get(step.results[0])
             lines.append(line if record is None else record.line(step, line))
         self._line, self._lines = StraightLine(lines, listed=listed), lines
 
@@ -76,7 +76,7 @@ class Section:
         dropped: list[str] = []
         now = peak = 0
         for line in self._lines:
-            new = {name: sizes[name] for name in line.results if name not in made}
+            new = {name: sizes[name] for name in line.results if name not in made and name not in line.args}
             made |= new
             now += sum(new.values())
             peak = max(peak, now)
@@ -122,27 +122,66 @@ class Record:
     def line(self, step: OpStep, line: Line) -> Line:
         """The line of one of the two steps, which keeps it, or takes it."""
         made = recorded(self.gradient.call, line.call.function)
-        if step is self.gradient:
+        if operator_name(step.call) == VJP:
             return replace(line, call=replace(line.call, function=made.backward), kept=self.name)
         return replace(line, call=replace(line.call, function=made.forward), keeps=self.name)
 
 
-def recorded_pairs(program: Program) -> dict[OpStep, Record]:
+#: Records of a program's steps, by their first results.
+Records = Mapping[str, Record]
+
+
+def recorded_pairs(program: Program) -> dict[str, Record]:
     """Operators and their gradients, of the same operands, between which torch can keep something."""
     known: dict[tuple[str, tuple[str, ...]], OpStep] = {}
-    records: dict[OpStep, Record] = {}
+    records: dict[str, Record] = {}
     for step in program.ops:
-        if step.kernel is not None or step.checked:
-            continue
-        if operator_name(step.call) != VJP:
+        if operator_name(step.call) != VJP and _is_plain(step):
             known.setdefault((step.call.name, step.args), step)
-        elif can_be_recorded(step.call):
-            stated = vjp_of(step.call)
-            forward, operands = stated.forward, dict(zip(stated.given, step.args, strict=False))
-            first = known.get((forward.name, tuple(operands[number] for number in range(len(operands)))))
-            if first is not None and first not in records and first.call.kind == forward.kind:
-                records[first] = records[step] = Record(f"kept of {step.results[0]}", step)
+        elif (first := _differentiated(step, known, {})) is not None and first.results[0] not in records:
+            records[first.results[0]] = records[step.results[0]] = Record(f"kept of {step.results[0]}", step)
     return records
+
+
+def carried_pairs(forward: Program, backward: Program, same: Mapping[str, str]) -> tuple[Records, Records]:
+    """The same between two programs: for the one that has the operators, and the one that has the gradients. `same` has
+    the values that the latter takes, by name, with what they are in the former."""
+    known = {(step.call.name, step.args): step for step in reversed(forward.ops) if _is_plain(step)}
+    ones: dict[str, Record] = {}
+    others: dict[str, Record] = {}
+    for step in backward.ops:
+        first = _differentiated(step, known, same)
+        if first is None or first.results[0] in ones or not keeps_alike(step.call):
+            continue
+        operands = zip(first.args, step.args, strict=False)
+        if all(_lie_alike(forward.values[one], backward.values[other]) for one, other in operands):
+            ones[first.results[0]] = others[step.results[0]] = Record(f"kept of {first.results[0]}", step)
+    return ones, others
+
+
+def _is_plain(step: OpStep) -> bool:
+    return step.kernel is None and not step.checked
+
+
+def _differentiated(
+    step: OpStep, known: Mapping[tuple[str, tuple[str, ...]], OpStep], same: Mapping[str, str]
+) -> OpStep | None:
+    """The step whose gradients this one computes, of these."""
+    if operator_name(step.call) != VJP or not _is_plain(step) or not can_be_recorded(step.call):
+        return None
+    stated = vjp_of(step.call)
+    forward, operands = stated.forward, dict(zip(stated.given, step.args, strict=False))
+    names = tuple([same.get(operands[number], operands[number]) for number in range(len(operands))])
+    first = known.get((forward.name, names))
+    return first if first is not None and first.call.kind == forward.kind else None
+
+
+def _lie_alike(one: Value, other: Value) -> bool:
+    """Whether two values of several programs lie alike, without padding."""
+    ranks = range(one.sharding.mesh.num_devices)
+    return (one.shape, one.dtype, one.sharding) == (other.shape, other.dtype, other.sharding) and all(
+        tuple(one.sharding.valid_extent(one.shape, rank)) == tuple(one.tile_shape) for rank in ranks
+    )
 
 
 def _with_ends(steps: Sequence[Step]) -> list[tuple[OpStep, tuple[str, ...]]]:

@@ -57,7 +57,21 @@ def test_two_axes_on_one_dim_go_in_mesh_order():
     sharding = Sharding.make(MESH, 2, {"y": 1, "x": 1})
     assert sharding.axes_of(1) == ("x", "y")
     assert sharding.num_shards(1) == 6
-    assert sharding == Sharding(MESH, 2, ((), ("y", "x")))
+    assert sharding == Sharding(MESH, 2, ((), ("x", "y"))) == Sharding.make(MESH, 2, {("x", "y"): 1})
+    assert sharding.is_in_mesh_order
+
+
+def test_another_order_of_axes():
+    sharding = Sharding.make(MESH, 2, {("y", "x"): 1})
+    assert sharding.axes_of(1) == ("y", "x")
+    assert sharding == Sharding(MESH, 2, ((), ("y", "x"))) != Sharding.make(MESH, 2, {"x": 1, "y": 1})
+    assert str(sharding) == "S[1:1], S[1]"
+    assert Sharding.parse(MESH, 2, str(sharding)) == Sharding.parse(MESH, 2, '{("y", "x"): 1}') == sharding
+    assert Sharding.of(MESH, 2, sharding.placements()) == pickle.loads(pickle.dumps(sharding)) == sharding
+    assert not sharding.is_in_mesh_order
+    assert sharding.tile_steps(1, 12) == (("y", 4), ("x", 2))
+    assert [sharding.tile_offset((1, 12), rank)[1] for rank in range(6)] == [0, 4, 8, 2, 6, 10]
+    assert sharding.with_replicate("y") == Sharding.make(MESH, 2, {"x": 1})
 
 
 def test_partial():

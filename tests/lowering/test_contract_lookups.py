@@ -1,16 +1,14 @@
 """Clause 9: tables that are indexed by data, and results that are scattered into, with their rows split: every device
 does what falls into its tile."""
 
-from unittest.mock import patch
-
 import pytest
 import tilelang.language as T
 import torch
 
 import mesh_tensor as mt
 from kernels.embedding import embedding
-from mesh_tensor.plan import prices
 from tests.kernels.adversarial.neighbours import histogram, scatter_rows
+from tests.other_machines import AT_ONCE, planned_for
 
 from .support import assert_right, lowered, outline
 
@@ -23,7 +21,7 @@ SPLIT = {"ids": {"x": 0}, "table": {"x": 0}, "out": {"x": 0}}
 @pytest.fixture(autouse=True)
 def _no_start():
     """Collectives start at once, so that small tables are worth it."""
-    with patch.object(prices, "_BYTES_PER_START", 0):
+    with planned_for(AT_ONCE):
         yield
 
 

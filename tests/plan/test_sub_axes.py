@@ -1,6 +1,7 @@
 """Sub-axes: an axis splits two factors, because users state so or because that takes less."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from tvm import relax
 
 import mesh_tensor as mt
 from kernels.models import llama
-from mesh_tensor.plan import prices
+from tests.other_machines import AT_ONCE, planned_for
 
 from .modules import function, kinds, layouts, planned
 
@@ -114,14 +115,14 @@ def test_a_module_annotated_for_the_whole_axis_is_not_annotated_for_parts():
 
 
 @pytest.mark.parametrize("mesh", [{"m": 8}, {"d": 2, "m": 8}])
-def test_more_devices_than_key_heads(mesh, monkeypatch):
+def test_more_devices_than_key_heads(mesh):
     """Four key heads on eight devices: pairs of devices split the queries of one."""
-    monkeypatch.setattr(prices, "_BYTES_PER_START", 0)
-    monkeypatch.setattr(prices, "_FLOPS_PER_BYTE", 1)
+    slow = replace(AT_ONCE, flops={dtype: rate / AT_ONCE.flops_per_byte for dtype, rate in AT_ONCE.flops.items()})
     config = llama.Config(vocabulary=32, width=64, hidden=128, heads=16, key_heads=4, layers=1, batch=2, positions=8)
     model, inputs = llama.build(config).eval(), llama.example_inputs(config)
     made = mt.from_torch(torch.export.export(model, inputs), check=False)
-    run = mt.distribute_module(made.mod, mesh, llama.tensor_parallel(config, "m"), weights=made.params, poison=True)
+    with planned_for(slow):
+        run = mt.distribute_module(made.mod, mesh, llama.tensor_parallel(config, "m"), weights=made.params, poison=True)
     assert {"m:(1)4", "m:(4)2"} <= set(run.plan.graph.mesh)
     with torch.no_grad():
         torch.testing.assert_close(run(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)

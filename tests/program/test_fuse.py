@@ -51,6 +51,19 @@ class Cases(nn.Module):
     def undone_result(self, x, w, b):
         return x.permute(2, 0, 1).permute(1, 2, 0)
 
+    def gradient_of_a_softmax(self, x, w, b):
+        y = torch.softmax(x, 1)
+        return (x - (x * y).sum(1, keepdim=True)) * y
+
+    def another_sum(self, x, w, b):
+        y = torch.softmax(x, 1)
+        return (x - (x * x).sum(1, keepdim=True)) * y
+
+    def a_part_of_it_used_twice(self, x, w, b):
+        y = torch.softmax(x, 1)
+        parts = x * y
+        return y * (x - parts.sum(1, keepdim=True)), parts
+
     def two_products(self, x, w, b):
         return x @ w + x @ w.t()
 
@@ -60,15 +73,19 @@ FUSED = {
     "transposed_without_a_bias": ["fused.linear"],
     "bias_first": ["fused.matmul_add"],
     "bias_of_rows": ["matmul", "add"],
-    "product_used_twice": ["matmul", "add"],
-    "transpose_used_twice": ["permute_dims", "fused.linear", "add"],
+    "product_used_twice": ["matmul", "add", "multiply"],
+    "transpose_used_twice": ["permute_dims", "fused.linear", "multiply", "add"],
     "transpose_that_is_a_result": ["permute_dims", "fused.linear"],
     "undone": ["nn.relu", "add"],
     "not_undone": ["nn.relu", "permute_dims", "permute_dims"],
     "undone_result": ["permute_dims", "permute_dims"],
+    "gradient_of_a_softmax": ["fused.softmax_gradient"],
+    "another_sum": ["multiply", "multiply"],
+    "a_part_of_it_used_twice": ["multiply", "multiply"],
     "two_products": ["matmul", "fused.linear", "add"],
 }
-SHOWN = {"fused.linear", "fused.matmul_add", "matmul", "add", "permute_dims", "nn.relu"}
+SHOWN = {"fused.linear", "fused.matmul_add", "fused.softmax_gradient", "matmul", "add", "permute_dims", "nn.relu"}
+SHOWN |= {"multiply"}
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -118,3 +135,31 @@ def test_gradients_of_weights_come_in_the_order_of_the_weight():
         nn.functional.mse_loss(expected(x), y).backward()
         torch.optim.SGD(expected.parameters(), lr=1e-3).step()
         torch.testing.assert_close(run.state_dict()["weight"], expected.weight.detach())
+
+
+class Scored(nn.Module):
+    """log_softmax of a product, of which the gradient is taken along `dim`."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.dim, self.layer = dim, nn.Linear(6, 9)
+
+    def forward(self, x, target):
+        return (torch.log_softmax(self.layer(x), self.dim) * target).sum()
+
+
+@pytest.mark.parametrize("dim", [-1, 1, 0])
+@pytest.mark.parametrize("split", [{}, {"layer.weight": {"m": 0}, "layer.bias": {"m": 0}}, {"x": {"m": 0}}])
+def test_gradient_of_log_softmax(dim, split):
+    """One operator, unless what is summed is split."""
+    torch.manual_seed(0)
+    model, x, target = Scored(dim), torch.randn(4, 5, 6), torch.randn(4, 5, 9)
+    module = mt.gradient(mt.from_torch(torch.export.export(model, (x, target))))
+    run = mt.distribute_module(module.mod, {"m": 3}, split, weights=module.params, poison=True)
+    _, found = run(x, target)
+    expected = torch.autograd.grad(model(x, target), list(model.parameters()))
+    for gradient, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-5)
+    along = {0: "x", 2: "layer.weight"}.get(dim % 3)
+    names = [step.call.name for step in run.program.ops]
+    assert ("fused.log_softmax_backward" in names) == (along not in split)

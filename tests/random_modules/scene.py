@@ -47,12 +47,14 @@ class Function:
 
 @dataclass
 class Shared:
-    """What all functions of a module have in common. `favourites`: operators that it has more of than others."""
+    """What all functions of a module have in common. `favourites`: operators that it has more of than others. `mesh`:
+    the one that manual computations are written for."""
 
     random: Random
     sizes: tuple[int, ...]
     whole: bool
     favourites: frozenset[str]
+    mesh: dict[str, int]
     texts: list[str] = field(default_factory=list)
     functions: list[Function] = field(default_factory=list)
     count: int = 0
@@ -71,6 +73,7 @@ class Scene:
         self.conditions: list[str] = []
         self.indent = 0
         self.may_branch = True
+        self.devices: tuple[str, ...] = ()  # the manual axes
         self.focus: Value | None = None  # what the next operator shall take
         self.summed: list[dict[str, int]] = []  # dims, by value, that are summed over together
 

@@ -27,7 +27,8 @@ def make_case(number: int) -> Case:
     """The case with this number."""
     random = Random(number)
     favourites = frozenset(op.__name__ for op in random.sample(list(OPERATORS), 3))
-    shared = Shared(random, random.choice(_SIZES), random.random() < 0.5, favourites)
+    mesh = dict(zip("xyz", random.choice(_MESHES), strict=False))
+    shared = Shared(random, random.choice(_SIZES), random.random() < 0.5, favourites, mesh)
     scene = Scene(shared, "main")
     for _ in range(scene.number(1, 2)):
         scene.parameter(scene.shape(1, 3), scene.pick(("float32",) * 8 + ("float16", "int32")))
@@ -38,7 +39,6 @@ def make_case(number: int) -> Case:
     text, results = _result(scene)
     params = [f'{p.name}: R.Tensor({p.shape}, "{p.dtype}")' for p in scene.params]
     shared.texts.append(function_text("@R.function", "main", params, scene, text))
-    mesh = dict(zip("xyz", random.choice(_MESHES), strict=False))
     shardings = _shardings(scene, mesh)
     names = [p.name for p in scene.params]
     groups, barriers = _ties(scene, shardings)
@@ -55,7 +55,7 @@ def make_case(number: int) -> Case:
         spread={p.name: _dims(random, len(p.shape), mesh) for p in scene.params if random.random() < 0.5}
         if random.random() < 0.2
         else {},
-        typed=_may_be_typed("".join(shared.texts)) and ":(" not in str(shardings) and random.random() < 0.7,
+        typed=_may_be_typed("".join(shared.texts)) and _can_be_typed(shardings) and random.random() < 0.7,
         whole=shared.whole,
         exact=tuple(i for i, value in enumerate(results) if value.whole),
         seed=number,
@@ -108,6 +108,8 @@ def _stated(random: Random, value: Param | Value, mesh: dict[str, int]) -> objec
     if form < 0.15:
         return ", ".join(f"S[{dims[axis]}]" if axis in dims else "R" for axis in mesh)
     free = [axis for axis in mesh if axis not in dims]
+    if form > 0.7 and len(dims) > len({*dims.values()}):
+        return _in_another_order(random, dims)
     if form > 0.8:
         return _in_parts(random, dims, len(value.shape), mesh)
     if form < 0.22 and free and value.dtype in FLOATS:
@@ -135,6 +137,14 @@ def _ties(scene: Scene, shardings: dict[str, object]) -> tuple[dict[str, tuple[s
     return groups, barriers
 
 
+def _in_another_order(random: Random, dims: dict[str, int]) -> dict[object, int]:
+    """The layout, with the axes that split one dim in any order."""
+    by_dim: dict[int, list[str]] = {}
+    for axis, dim in dims.items():
+        by_dim.setdefault(dim, []).append(axis)
+    return {tuple(random.sample(axes, len(axes))) if len(axes) > 1 else axes[0]: dim for dim, axes in by_dim.items()}
+
+
 def _in_parts(random: Random, dims: dict[str, int], ndim: int, mesh: dict[str, int]) -> dict[str, int]:
     """The layout, with axes that have parts of two devices or more taken apart."""
     stated: dict[str, int] = {}
@@ -147,6 +157,11 @@ def _in_parts(random: Random, dims: dict[str, int], ndim: int, mesh: dict[str, i
         parts = {f"{axis}:(1){major}": dim, f"{axis}:({major}){minor}": random.randrange(ndim)}
         stated |= dict(random.sample(list(parts.items()), random.choice((1, 2, 2))))
     return stated
+
+
+def _can_be_typed(shardings: dict[str, object]) -> bool:
+    """Whether TVM has words for the layouts: no parts of axes, no order of theirs."""
+    return ":(" not in str(shardings) and "('" not in str(shardings)
 
 
 def _may_be_typed(text: str) -> bool:

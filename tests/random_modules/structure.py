@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from . import elementwise, moves, reductions, windows
+from . import elementwise, manual, moves, reductions, windows
 from .scene import Function, Scene, Value
 
 Emit = Callable[[Scene], None]
@@ -41,6 +41,7 @@ OPERATORS: dict[Emit, int] = {
     reductions.along: 2,
     reductions.normalize: 2,
     reductions.made: 1,
+    manual.collective: 4,
 }
 
 
@@ -52,6 +53,8 @@ def emit(scene: Scene) -> None:
         branch(scene)
     elif scene.chance(3):
         pair(scene)
+    elif scene.chance(4):
+        manual.computation(scene, emit, function_text)
     else:
         weights = [weight * (4 if op.__name__ in scene.shared.favourites else 1) for op, weight in OPERATORS.items()]
         scene.random.choices(list(OPERATORS), weights)[0](scene)

@@ -34,6 +34,22 @@ def check(shape, src, dst):
     assert total <= gather_everything(shape, src), f"{shape}, {src} -> {dst}"
 
 
+def _orders(layout):
+    """The layout with the axes of every dim in every order."""
+    for dims in itertools.product(*(itertools.permutations(axes) for axes in layout.dims)):
+        yield Sharding(layout.mesh, layout.ndim, dims, layout.partial)
+
+
+@pytest.mark.parametrize(("mesh", "every"), [(MESHES[2], 1), (MESHES[3], 1), (EIGHT, 997)], ids=str)
+@pytest.mark.parametrize("shape", [(12, 8), (7, 3)], ids=str)
+def test_orders_of_axes(mesh, every, shape):
+    found = [one for layout in layouts(mesh, len(shape)) for one in _orders(layout)]
+    assert len(set(found)) == len(found)
+    pairs = [(src, dst) for src in found for dst in found if not (src.is_in_mesh_order and dst.is_in_mesh_order)]
+    for src, dst in pairs[::every]:
+        check(shape, src, dst)
+
+
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_pair_of_layouts(mesh, shape):

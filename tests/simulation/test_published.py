@@ -8,11 +8,10 @@ from mesh_tensor.base.machine import Machine
 
 
 def test_a_layer_of_a_22b_model_on_eight_a100():
-    """2205.05198, table 4: 7.7 ms forward, 11.9 ms backward. There, one kernel goes backwards through the softmax; here
-    it is four operators, whose passes over the attention's weights take 1.5 ms more."""
+    """2205.05198, table 4: 7.7 ms forward, 11.9 ms backward."""
     forward, backward = layer_seconds(MODELS[0], half_precision())
     assert forward * 1e3 == pytest.approx(FORWARD, rel=0.1)
-    assert backward * 1e3 == pytest.approx(BACKWARD + 1.5, rel=0.1)
+    assert backward * 1e3 == pytest.approx(BACKWARD, rel=0.1)
 
 
 def test_more_than_half_of_the_peak_and_not_more_than_there_is():
@@ -24,7 +23,7 @@ def test_more_than_half_of_the_peak_and_not_more_than_there_is():
     assert 0.4 < share < 0.7
 
 
-@pytest.mark.parametrize("step", [ptdp()[0], ptdp()[5], recomputed()[1], dlperf()[1]], ids=lambda step: step.name)
+@pytest.mark.parametrize("step", [ptdp()[0], ptdp()[5], recomputed()[1], dlperf()[5]], ids=lambda step: step.name)
 def test_steps_of_training(step):
     """2104.04473, table 1; 2205.05198, table 5; DLPerf's report."""
     preset = "v100" if step in dlperf() else "a100"

@@ -47,8 +47,9 @@ class Carrier(ABC):
         """A value that another stage hands over, once it is there."""
 
     @abstractmethod
-    def run(self, fragment: Fragment, values: Sequence[Any]) -> Sequence[Any]:
-        """What a fragment makes of values of its mesh."""
+    def run(self, fragment: Fragment, values: Sequence[Any], kept: dict[str, Any]) -> Sequence[Any]:
+        """What a fragment makes of values of its mesh. `kept` has what torch kept of an earlier one of its stage and
+        microbatch, and gets what it keeps of this one."""
 
     @abstractmethod
     def add(self, one: Any, other: Any) -> Any:
@@ -59,8 +60,9 @@ class Carrier(ABC):
         """A value in another layout on its mesh."""
 
     @abstractmethod
-    def widened(self, value: Any, dtype: torch.dtype) -> Any:
-        """A copy of a value in a dtype that may be wider."""
+    def widened(self, value: Any, dtype: torch.dtype, own: bool) -> Any:
+        """A value in a dtype that may be wider, of which nobody else has the memory. `own`: nobody has that of the
+        value."""
 
     @abstractmethod
     def accumulate(self, totals: Sequence[Any], values: Sequence[Any]) -> Sequence[Any]:
@@ -125,7 +127,7 @@ class Mailbox(Carrier):
                 raise Stopped
             return self._there.pop(key)
 
-    def run(self, fragment: Fragment, values: Sequence[MeshTensor]) -> Sequence[MeshTensor]:
+    def run(self, fragment: Fragment, values: Sequence[MeshTensor], kept: dict[str, Any]) -> Sequence[MeshTensor]:
         return fragment.module.call_alike(*values)
 
     def add(self, one: MeshTensor, other: MeshTensor) -> MeshTensor:
@@ -134,7 +136,7 @@ class Mailbox(Carrier):
     def laid(self, value: MeshTensor, layout: Sharding) -> MeshTensor:
         return value.redistribute(layout)
 
-    def widened(self, value: MeshTensor, dtype: torch.dtype) -> MeshTensor:
+    def widened(self, value: MeshTensor, dtype: torch.dtype, own: bool) -> MeshTensor:
         return _tile_by_tile(lambda tile: tile.to(dtype) + 0, value)
 
     def cast(self, value: MeshTensor, dtype: torch.dtype) -> MeshTensor:
@@ -200,8 +202,8 @@ class RankCarrier(Carrier):
         plan, dtype = _route(there, here, name), here.types[name][1]
         self._coming[key] = self._ranks.expect(plan, dtype, there.stage.mesh, self._numbers[key])
 
-    def run(self, fragment: Fragment, values: Sequence[Part]) -> Sequence[Part]:
-        return fragment.module.call_parts(values, self._ranks.mine)
+    def run(self, fragment: Fragment, values: Sequence[Part], kept: dict[str, Any]) -> Sequence[Part]:
+        return fragment.module.call_parts(values, self._ranks.mine, kept)
 
     def add(self, one: Part, other: Part) -> Part:
         return replace(one, local=one.local + other.laid(one.layout, self._ranks.mine).local)
@@ -209,8 +211,9 @@ class RankCarrier(Carrier):
     def laid(self, value: Part, layout: Sharding) -> Part:
         return value.laid(rank_layout(layout, value.shape), self._ranks.mine)
 
-    def widened(self, value: Part, dtype: torch.dtype) -> Part:
-        return replace(value, local=value.local.to(dtype) + 0)  # + 0 copies, and makes -0.0 what it is everywhere
+    def widened(self, value: Part, dtype: torch.dtype, own: bool) -> Part:
+        local = value.local.to(dtype)  # + 0 makes -0.0 what it is everywhere
+        return replace(value, local=local.add_(0) if own or local is not value.local else local + 0)
 
     def cast(self, value: Part, dtype: torch.dtype) -> Part:
         return replace(value, local=value.local.to(dtype))

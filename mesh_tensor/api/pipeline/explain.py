@@ -108,7 +108,10 @@ def _schedule(schedule: Schedule, seconds: Mapping[tuple[int, str], float], take
 
 def _memory(stages: Sequence[StageFragments], memory: Mapping[str, str]) -> Iterator[str]:
     for here in stages:
-        for name in sorted(here.later["F"] & memory.keys()):
+        weights = {*here.stage.params} - {*here.inputs}
+        for name in sorted(weights & memory.keys()):
+            yield f"stage {here.stage.index} has the weight {name!r} in memory of kind {memory[name]!r}"
+        for name in sorted((here.later["F"] - weights) & memory.keys()):
             yield f"stage {here.stage.index} holds {name.removeprefix('saved.')!r} in memory of kind {memory[name]!r}"
 
 

@@ -73,7 +73,8 @@ def pipeline(
         target, strict, replicate_unknown, check_indices, poison: as in `distribute_module`.
         recompute: save nothing of a forward but what its stage takes; backwards run it again.
         memory: the kind of memory, "device" or "pinned_host", in which stages hold values for their backwards, by name
-            (of submodules, or bindings); also stated as {name: "m0@pinned_host"} in `stages`. On a CPU all are one.
+            (of submodules, or bindings), and weights while no action takes them; of values also stated as
+            {name: "m0@pinned_host"} in `stages`. On a CPU all are one.
         limit: microbatches that a mesh may hold at a time, or one number per mesh.
         ranks: run on the ranks of torch.distributed, rank i as device i of the topology. All ranks make the same calls,
             with the same whole batches; what the function returns is the same on all of them.
@@ -93,15 +94,14 @@ def pipeline(
         )
     mod, given = (model.mod, model.params) if isinstance(model, ImportedModule) else (model, {})
     on = machine_named(machine)
-    flow, options = (
-        Flow(mod, function),
-        Options(target, strict, poison, recompute, plan=PlanOptions(replicate_unknown, machine=on)),
-    )
+    flow = Flow(mod, function)
+    stages, kinds = without_memory(stages, memory or {})
+    planned = PlanOptions(replicate_unknown, machine=on)
+    options = Options(target, strict, poison, recompute, plan=planned, carries=ranks and not kinds)
     made = Pipeline(flow, topology, given if weights is None else weights, train, options, ranks)
     made._machine = on or CPU
-    stages, kinds = without_memory(stages, memory or {})
     made._read_results(microbatches, reduction, per_microbatch)
-    made.memory = held_memory(flow, kinds)
+    made.memory |= held_memory(flow, kinds, made.inputs)
     made._cut(stages, shardings or {}, schedule or ("1f1b" if train else "forward"), limit)
     made._checks_indices = check_indices
     return made

@@ -44,7 +44,7 @@ class Pipeline:
     topology, schedule, stages   what runs where, and when
     inputs, trained              parameters: those of a call, and those whose gradients are computed
     peak_bytes                   per mesh: what it held for backwards at most in the last call
-    memory                       the kinds of memory in which values are held for backwards, where one is stated
+    memory                       the kinds of memory of weights, and of values held for backwards, where one is stated
     peak_microbatches            per mesh: the same in microbatches of its stages
     """
 
@@ -66,13 +66,13 @@ class Pipeline:
         self._runs = RankRuns(RankTopology(self.topology), flow.function) if ranks else None
         self._plans: Recent[tuple[int, ...], tuple[StageFragments, ...]] = Recent(MODULE_SIZES)
         carrier = Mailbox() if self._runs is None else RankCarrier(self._runs.ranks, {})
-        self._weights = StageWeights(self._whole, carrier, self._runs)
+        self.memory: dict[str, str] = {}
+        self._weights = StageWeights(self._whole, carrier, self._runs, self.memory)
         self._gradients: dict[int, Values] = {}
         self._checks_indices, self._ran = True, False
         self._machine: Machine = CPU
         self._results, self._alike = Results(flow), AlikeStages()
         self.microbatches = 1
-        self.memory: dict[str, str] = {}
         self.peak_bytes = dict.fromkeys(self.topology, 0)
         self.peak_microbatches = dict.fromkeys(self.topology, 0)
 
@@ -153,14 +153,14 @@ class Pipeline:
         carrier = RankCarrier(self._runs.ranks, numbers)
         row = Row(carrier, self._weights.of, microbatches, self._loss, self.memory)
         self._runs.row(self.schedule, row)
-        self._runs.finish(carrier)
+        self._runs.finish(self.schedule, carrier)
         self._note(self._runs.ranks.name, row)
         self._gradients = row.gradients
         results = [(name, i) for name in dict.fromkeys(self._flow.results) for i in range(self.microbatches)]
         made = {key: carrier.whole(value) for key, value in row.results.items()}
         home = {name: stage for stage in self.stages for name in stage.results}
         like = {(name, i): microbatches[i].stages[home[name].index].types[name] for name, i in results}
-        owners = {key: home[key[0]].mesh for key in results}
+        owners = {key: home[key[0]] for key in results}
         return self._result(self._runs.share(made, owners, like, len(numbers)), microbatches)
 
     @property

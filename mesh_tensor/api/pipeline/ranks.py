@@ -73,7 +73,7 @@ class RankRuns:
 
     def _actions(self, lane: Lane, row_of_mesh: Sequence[Action], row: Row) -> None:
         for number, action in enumerate(row_of_mesh, 1):
-            lane.doing = f"{action}, {action.name} of stage {action.stage} on mesh {self.ranks.name!r}"
+            lane.doing = self._doing(action)
             try:
                 for following in row_of_mesh[number : number + 1]:
                     row.expect(following)
@@ -86,12 +86,16 @@ class RankRuns:
                     self.blame(error, lane.doing)
                 fail(self.ranks.name, action, error)
 
-    def finish(self, carrier: RankCarrier) -> None:
+    def _doing(self, action: Action) -> str:
+        return f"{action}, {action.name} of stage {action.stage} on mesh {self.ranks.name!r}"
+
+    def finish(self, schedule: Schedule, carrier: RankCarrier) -> None:
         """Wait until others have what this rank sent."""
         try:
             carrier.finish()
         except NeverCame as error:
-            self.blame(error, "the end of the run, where others take what this rank sent")
+            last = schedule.rows[self.ranks.topology.names.index(self.ranks.name)][-1]
+            self.blame(error, f"the end of the run, after {self._doing(last)}, where others take what this rank sent")
 
     def settle(self, bad: Sequence[str], error: Exception | None, where: str) -> list[str]:
         """What is bad on any rank, if none raised an error in a part of a call in which nothing was exchanged; else all
@@ -116,16 +120,19 @@ class RankRuns:
         """Find out why something never came, and raise it."""
         self._faults.blame(error, doing, range(self.ranks.topology.num_devices))
 
-    def share(self, values: Mapping[Any, Any], owners: Mapping[Any, str], like: Mapping[Any, Any], start: int) -> dict:
-        """Whole tensors that each mesh has some of, on all ranks. `like` is shape and dtype; messages from `start`."""
+    def share(
+        self, values: Mapping[Any, Any], owners: Mapping[Any, Stage], like: Mapping[Any, Any], start: int
+    ) -> dict:
+        """Whole tensors that stages have, on all ranks: by name and microbatch, or stage. `like` is shape and dtype;
+        messages from `start`."""
         made = {}
-        for number, (name, owner) in enumerate(owners.items(), start):
-            shape, dtype = like[name]
+        for number, (key, owner) in enumerate(owners.items(), start):
+            shape, dtype = like[key]
             blank = torch.empty(shape, dtype=dtype, device="meta")
             try:
-                made[name] = self.ranks.share(values.get(name), owner, number, blank)
+                made[key] = self.ranks.share(values.get(key), owner.mesh, number, blank)
             except NeverCame as error:
-                self.blame(error, f"sharing {name!r} of mesh {owner!r}")
+                self.blame(error, f"sharing {key[0]!r} of stage {owner.index} on mesh {owner.mesh!r}")
         return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -44,6 +45,7 @@ class Row:
         self._carrier, self._weights, self._microbatches, self._loss = carrier, weights, microbatches, loss
         self._memory = memory or {}
         self._held: dict[tuple[int, int], Values] = {}
+        self._kept: dict[tuple[int, int], dict[str, Any]] = {}  # what torch keeps for its gradients, by the place
         self._sizes: dict[tuple[int, int], int] = {}
         self._bytes = 0
         self.results: dict[tuple[str, int], Any] = {}
@@ -72,7 +74,7 @@ class Row:
         held = {name: self._carrier.place(here, name, tensor) for name, tensor in given.items()}
         for name, there in _awaited(here, part.stages, "F"):
             held[name] = self._carrier.take(here, there, name, microbatch)
-        made = self._run(here, "F", held)
+        made = self._run(here, action, held)
         self.results |= {(name, microbatch): made[name] for name in stage.results}
         for name in stage.gives:
             for there in part.stages:
@@ -81,6 +83,8 @@ class Row:
         if later := here.later["F"]:
             left = {k: v for k, v in {**held, **made}.items() if k in later}
             self._held[stage.index, microbatch] = self._put_away(left) if self._memory else left
+        else:
+            self._kept.pop((stage.index, microbatch), None)
 
     def backward(self, here: StageFragments, action: Action) -> None:
         """B, I or W: gradients of later stages are taken; those of weights are added up, the others handed on."""
@@ -93,14 +97,15 @@ class Row:
                     held[name] = self._seed(here, name, action.microbatch)
             if self._memory:
                 held |= {name: fetched(held[name], self._carrier.moved) for name in fragment.takes if name in held}
-            made = self._run(here, action.kind, held)
+            made = self._run(here, action, held)
             held |= made
-            self._deliver(here, made, action.microbatch)
+            self._deliver(here, made, held, action.microbatch)
         later = here.later[action.kind]
         for name in [name for name in held if name not in later]:
             del held[name]
         if not held:
             self._held.pop(place, None)
+            self._kept.pop(place, None)
 
     def _put_away(self, held: Values) -> Values:
         """What is held, in the memory that is stated for it."""
@@ -110,14 +115,16 @@ class Row:
             kept[name] = put_away(held[name], tile.device, self._memory[name], self._carrier.moved)
         return kept
 
-    def _run(self, here: StageFragments, kind: str, held: Values) -> Values:
+    def _run(self, here: StageFragments, action: Action, held: Values) -> Values:
         """What a fragment makes of weights, and of what is held."""
-        fragment, weights = here.fragments[kind], self._weights[here.stage.index]
-        values = [held[name] if name in held else weights[name] for name in fragment.takes]
-        return dict(zip(fragment.gives, self._carrier.run(fragment, values), strict=True))
+        fragment, weights, carrier = here.fragments[action.kind], self._weights[here.stage.index], self._carrier
+        values = [held[name] if name in held else fetched(weights[name], carrier.moved) for name in fragment.takes]
+        kept = self._kept.setdefault((action.stage, action.microbatch), {})
+        return dict(zip(fragment.gives, carrier.run(fragment, values, kept), strict=True))
 
-    def _deliver(self, here: StageFragments, made: Values, microbatch: int) -> None:
-        """Hand gradients of what the stage took to those who made it; add up those of weights."""
+    def _deliver(self, here: StageFragments, made: Values, held: Values, microbatch: int) -> None:
+        """Hand gradients of what the stage took to those who made it; add up those of weights. `held` has all that is
+        held now."""
         stage, of_weights = here.stage, {}
         for name, value in made.items():
             of = here.valued.get(name, "")
@@ -125,18 +132,26 @@ class Row:
                 of_weights[of] = value
             elif of in stage.takes:
                 there = self._microbatches[microbatch].stages[stage.takes[of]]
-                self._carrier.hand(here, there, name, value, microbatch)
-        self._add_up(here, of_weights)
+                if name in there.taken:
+                    self._carrier.hand(here, there, name, value, microbatch)
+        self._add_up(here, of_weights, held)
 
-    def _add_up(self, here: StageFragments, of_weights: Values) -> None:
+    def _add_up(self, here: StageFragments, of_weights: Values, held: Values) -> None:
         """Add a microbatch's gradients to the weights'. Parts of a sum stay parts until the end, if all microbatches'
         are."""
         carrier, sums = self._carrier, self.gradients.setdefault(here.stage.index, {})
+        users = Counter[int]()
+        if of_weights.keys() - sums.keys():
+            there = (*held.values(), *self._weights[here.stage.index].values())
+            users.update(
+                _storage(tile) for value in there if not isinstance(value, PutAway) for tile in carrier.tiles(value)
+            )
         pairs: dict[str, tuple[Any, Any]] = {}
         for weight, value in of_weights.items():
             total = sums.get(weight)
             if total is None:
-                sums[weight] = carrier.widened(value, torch.promote_types(value.dtype, torch.float32))
+                own = all(users[_storage(tile)] == 1 and _is_all(tile) for tile in carrier.tiles(value))
+                sums[weight] = carrier.widened(value, torch.promote_types(value.dtype, torch.float32), own)
                 continue
             one, other = carrier.layout(total), carrier.layout(value)
             if one is not other and one != other:
@@ -172,11 +187,21 @@ class Row:
         """What is held for backwards now, against the most there was; a stage and microbatch changed."""
         held = {k: v for k, v in self._held.get(place, {}).items() if not isinstance(v, PutAway)}
         tiles = {t.data_ptr(): t.nbytes for value in held.values() for t in self._carrier.tiles(value)}
+        tiles |= {t.data_ptr(): t.nbytes for kept in self._kept.get(place, {}).values() for t in kept}
         self._bytes += sum(tiles.values()) - self._sizes.pop(place, 0)
         if held:
             self._sizes[place] = sum(tiles.values())
         self.peak_bytes = max(self.peak_bytes, self._bytes)
         self.peak_microbatches = max(self.peak_microbatches, len(self._held))
+
+
+def _storage(tile: torch.Tensor) -> int:
+    return tile.untyped_storage().data_ptr()
+
+
+def _is_all(tile: torch.Tensor) -> bool:
+    """Whether a tensor is all of its memory."""
+    return tile.is_contiguous() and tile.untyped_storage().nbytes() == tile.nbytes
 
 
 def _takers(here: StageFragments, stages: Sequence[StageFragments], value: str) -> Iterator[StageFragments]:

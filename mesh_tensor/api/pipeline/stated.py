@@ -21,7 +21,10 @@ _STAGES = (
     'give {"m0": ["embed", "blocks.0"], "m1": [...]}: per mesh the values (of submodules, or bindings) that it '
     'computes; {"embed": ("m0", 0), ...}; the values after which to cut, as ["blocks.1"]; or a number of stages'
 )
-_MEMORY = 'give {name: "pinned_host"}: values that stages compute (of submodules, or bindings), and hold for backwards'
+_MEMORY = (
+    'give {name: "pinned_host"}: weights, or values that stages compute (of submodules, or bindings), and hold for '
+    "backwards"
+)
 _LAYOUTS = "give {mesh: {name: layout}}, or {name: layout} for all meshes; layouts as annotate_module takes them"
 
 
@@ -54,13 +57,16 @@ def without_memory(stages: Any, memory: Mapping[str, str]) -> tuple[Any, dict[st
     return stated, {name: checked_kind(kind, repr(name)) for name, kind in kinds.items()}
 
 
-def held_memory(flow: Flow, memory: Mapping[str, str]) -> dict[str, str]:
-    """Memory kinds by the names under which stages hold values for backwards."""
+def held_memory(flow: Flow, memory: Mapping[str, str], inputs: Sequence[str]) -> dict[str, str]:
+    """Memory kinds by the names under which stages hold values for backwards, and by those of weights. `inputs` are the
+    parameters that are none."""
     meant, problems = NamedValues(flow.mod, flow.function).meant_by(memory)
     found: dict[str, str] = {}
     for name, (function, value), _ in meant:
-        if function != flow.function or value not in flow.bindings:
-            what = "a parameter, which stays on its devices" if value in flow.params else f"inside of {function!r}"
+        if function == flow.function and value in flow.params and value not in inputs:
+            found[value] = memory[name]
+        elif function != flow.function or value not in flow.bindings:
+            what = "an input, which comes with every batch" if value in flow.params else f"inside of {function!r}"
             problems += [] if is_pattern(name) else [f"{name!r} is {what}"]
         else:
             found |= dict.fromkeys((value, saved_name(value)), memory[name])

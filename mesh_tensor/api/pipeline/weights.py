@@ -10,6 +10,7 @@ import torch
 from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.pipelining.fragments import Stage, gradient_name
+from mesh_tensor.runtime.backend import fetched, plain, put_away
 from mesh_tensor.runtime.elementwise import not_finite
 from mesh_tensor.runtime.ranks.redistribution import Part
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
@@ -24,10 +25,13 @@ Place = tuple[str, int]  # a weight, a stage that has it
 
 
 class StageWeights:
-    """What every stage of this process holds of the weights; `whole` are the tensors that they were made of."""
+    """What every stage of this process holds of the weights; `whole` are the tensors that they were made of. `memory`
+    has the kinds of memory of those that are in another one than the devices' while nothing computes with them."""
 
-    def __init__(self, whole: Mapping[str, torch.Tensor], carrier: Carrier, runs: RankRuns | None) -> None:
-        self.whole, self._carrier, self._runs = whole, carrier, runs
+    def __init__(
+        self, whole: Mapping[str, torch.Tensor], carrier: Carrier, runs: RankRuns | None, memory: Mapping[str, str]
+    ) -> None:
+        self.whole, self._carrier, self._runs, self._memory = whole, carrier, runs, memory
         self.of: dict[int, Values] = {}
         self.layouts: dict[int, Mapping[str, Sharding]] = {}
         self._homes: dict[int, StageFragments] = {}
@@ -41,8 +45,19 @@ class StageWeights:
         names = [name for name in stage.params if name in self.whole]
         self.layouts[stage.index] = {name: here.layouts[name] for name in names}
         if self._runs is None or self._runs.ranks.name == stage.mesh:
-            self.of[stage.index] = {name: self._carrier.place(here, name, self.whole[name]) for name in names}
+            placed = {name: self._carrier.place(here, name, self.whole[name]) for name in names}
+            self.of[stage.index] = {name: self._put_away(name, value) for name, value in placed.items()}
             self._homes[stage.index] = here
+
+    def _put_away(self, name: str, value: Any) -> Any:
+        """A weight in the memory that is stated for it."""
+        if name not in self._memory:
+            return value
+        tile = next(iter(self._carrier.tiles(value)))
+        return put_away(value, tile.device, self._memory[name], self._carrier.moved)
+
+    def _fetched(self, value: Any) -> Any:
+        return fetched(value, self._carrier.moved)
 
     def gathered(
         self,
@@ -64,9 +79,10 @@ class StageWeights:
 
         if self._runs is None:
             check()
-            return {place: self._carrier.whole(value) for place, value in own().items() if place[0] in names}
+            there = {place: value for place, value in own().items() if place[0] in names}
+            return {place: self._carrier.whole(self._fetched(value)) for place, value in there.items()}
         keys = [(name, stage.index) for stage in stages for name in stage.params if name in names]
-        owners = {key: stages[key[1]].mesh for key in keys}
+        owners = {key: stages[key[1]] for key in keys}
         wide = what == "gradients"
         types = {
             name: torch.promote_types(t.dtype, torch.float32) if wide else t.dtype for name, t in self.whole.items()
@@ -79,7 +95,7 @@ class StageWeights:
             return {what: ", ".join(names)}, None
 
         def share(_: None) -> dict[Place, torch.Tensor]:
-            whole = {key: self._carrier.whole(value) for key, value in own().items() if key in owners}
+            whole = {key: self._carrier.whole(self._fetched(value)) for key, value in own().items() if key in owners}
             return runs.share(whole, owners, like, 0)
 
         return runs.call(prepare, share)
@@ -100,10 +116,9 @@ class StageWeights:
                     doing = f"update of a pipeline, the rule on weight {name!r} of stage {stage}"
                     state = states[name, stage] = _copied(self._states.get((name, stage), {}))
                     made[name, stage] = self._ruled(rule, stage, name, sums.get(name, gradient), state, scale)
-                    if not_finite({name: _parts(made[name, stage])}) and not not_finite(
-                        {name: _parts(self.of[stage][name])}
-                    ):
-                        bad.append(name)
+                    if not_finite({name: _parts(made[name, stage])}):
+                        before = _parts(self._fetched(self.of[stage][name]))
+                        bad += [] if not_finite({name: before}) else [name]
         except Exception as raised:
             if self._runs is None:
                 raise
@@ -112,13 +127,13 @@ class StageWeights:
         kept = {(name, stage): self._as_laid_out(stage, name, new) for (name, stage), new in made.items()}
         self._states.update(states)
         for (name, stage), value in kept.items():
-            self.of[stage][name] = value
+            self.of[stage][name] = self._put_away(name, value)
 
     def _ruled(self, rule: Rule, stage: int, name: str, gradient: Any, state: dict[str, Any], scale: float) -> Any:
         """What the rule makes of a weight. What it gets is its own: nothing is changed where it writes into that."""
         if isinstance(gradient, torch.Tensor):
             gradient = self._carrier.place(self._homes[stage], gradient_name(name), gradient)
-        old, grad = self._carrier.shown(self.of[stage][name]), self._carrier.shown(gradient)
+        old, grad = self._carrier.shown(self._fetched(self.of[stage][name])), self._carrier.shown(gradient)
         new = rule(old, grad if scale == 1.0 else grad * scale, state)
         if type(new) is not type(old) or new.shape != old.shape:
             refuse(
@@ -130,9 +145,9 @@ class StageWeights:
 
     def _as_laid_out(self, stage: int, name: str, new: Any) -> Any:
         """A new weight in the layout and the dtype that it has in the stage. On ranks, all of the mesh have to ask."""
-        old = self.of[stage][name]
-        made = self._carrier.laid(self._carrier.kept(new), self._carrier.layout(old))
-        return made if made.dtype == old.dtype else self._carrier.cast(made, old.dtype)
+        dtype = self.whole[name].dtype
+        made = self._carrier.laid(self._carrier.kept(new), self._carrier.layout(plain(self.of[stage][name])))
+        return made if made.dtype == dtype else self._carrier.cast(made, dtype)
 
     def _refuse_bad(self, bad: Sequence[str], error: Exception | None, doing: str) -> None:
         """Refuse an update after which these weights would not be finite, on all ranks if on any; raise there, too,

@@ -10,6 +10,8 @@ from . import (  # noqa: F401  (they fill the table)
     index,
     linear_algebra,
     loops,
+    manual,
+    narrowed,
     nn,
     shape,
     shifts,

@@ -7,7 +7,7 @@ which {"tensor": n} stands for the n-th tensor and {"dtype": "float32"} for a dt
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tvm import relax
@@ -197,9 +197,13 @@ def _roll(local: LocalCall) -> relax.Expr:
     left = {int(f[1:]): shift for f, shift in shifts.items() if local.layouts[0].window(int(f[1:])) is None}
     if not left:
         return relax.op.reshape(local.args[0], local.out_tiles[0])
-    info = relax.TensorStructInfo(local.out_tiles[0], local.dtypes[0])
-    text = arguments_text([{"tensor": 0}, list(left.values()), list(left)], {})
-    return relax.op.call_pure_packed("aten.roll.default", *local.args, relax.StringImm(text), sinfo_args=[info])
+    return roll_call(local.args[0], left, relax.TensorStructInfo(local.out_tiles[0], local.dtypes[0]))
+
+
+def roll_call(x: relax.Expr, shifts: Mapping[int, int], info: relax.TensorStructInfo) -> relax.Call:
+    """A tensor of that type, rolled by so much along each of some dims."""
+    text = arguments_text([{"tensor": 0}, list(shifts.values()), list(shifts)], {})
+    return relax.op.call_pure_packed("aten.roll.default", x, relax.StringImm(text), sinfo_args=[info])
 
 
 @_rule("aten._cdist_forward.default")

@@ -9,6 +9,7 @@ from mesh_tensor.base.machine import Machine, Work
 
 from .call import OpCall, operator_name
 from .linear_algebra import LINEAR, MATMUL_ADD
+from .nn import LOG_SOFTMAX_BACKWARD, SOFTMAX_GRADIENT
 from .vjp import VJP, vjp_of
 
 # Classes of operators by what bounds their time; what is not here works element by element.
@@ -25,7 +26,8 @@ _CLASSES = {
     )
     + tuple(f"nn.conv{dims}d{ending}" for dims in (1, 2, 3) for ending in ("", "_transpose")),
     "view": ("reshape", "flatten", "nn.batch_flatten", "expand_dims", "squeeze", "permute_dims", "broadcast_to")
-    + ("loop.row", "strided_slice", "split", "aten.diagonal.default", "aten.unfold.default", "wrap_param"),
+    + ("loop.row", "strided_slice", "split", "aten.diagonal.default", "aten.unfold.default", "wrap_param")
+    + ("mesh.per_device", "mesh.all_devices"),
     "move": ("concat", "stack", "repeat", "tile", "flip", "nn.pad", "nn.pixel_shuffle", "meshgrid", "slice_scatter")
     + (
         "take",
@@ -43,7 +45,8 @@ _CLASSES = {
     ),
     "reduce": ("sum", "mean", "max", "min", "prod", "variance", "std", "argmax", "argmin", "cumsum", "cumprod")
     + ("nn.softmax", "nn.log_softmax", "nn.layer_norm", "nn.rms_norm", "nn.group_norm", "nn.instance_norm")
-    + ("collapse_sum_to", "collapse_sum_like", "nn.cross_entropy_with_logits", "nn.nll_loss"),
+    + (SOFTMAX_GRADIENT, LOG_SOFTMAX_BACKWARD, "nn.cross_entropy_with_logits", "nn.nll_loss")
+    + ("collapse_sum_to", "collapse_sum_like"),
 }
 _CLASS_OF = {name: kind for kind, names in _CLASSES.items() for name in names}
 
@@ -70,8 +73,6 @@ def count_flops(call: OpCall) -> int:
     if call.name.startswith("nn.attention"):
         batch, queries, heads, size = call.inputs[0].shape
         return 4 * batch * heads * queries * call.inputs[1].shape[1] * size
-    if operator_name(call) == VJP:  # once more, and twice that backwards
-        return 3 * sum(count_flops(of) for of, _ in vjp_of(call).calls)
     return max((math.prod(tensor.shape) for tensor in (*call.inputs, *call.outputs)), default=0)
 
 

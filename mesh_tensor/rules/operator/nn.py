@@ -13,6 +13,8 @@ from .call import OpCall
 from .elementwise import dims_of
 from .rule import Dim, LocalCall, OpRule, rule, whole_rule
 
+LOG_SOFTMAX_BACKWARD = "fused.log_softmax_backward"  # of a gradient and log_softmax's result, along the axis of a sum
+
 
 @rule("nn.layer_norm", "nn.rms_norm")
 def normalize(call: OpCall) -> OpRule:
@@ -104,6 +106,7 @@ def attention(call: OpCall) -> OpRule:
     )
 
 
+SOFTMAX_GRADIENT = "fused.softmax_gradient"
 _OPS = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "prod": "prod"}
 
 

@@ -100,6 +100,7 @@ class OpRule:
     blocks            factor -> size of its blocks, where the tiles of all devices have to be whole blocks.
     first             factor -> how much of it the first tile has to hold, where the axes split it.
     inner             what is reduced inside a kernel, in the order in which it is.
+    devices           factors of devices: an axis of that size splits each, and nothing takes it apart.
     moves             the op only moves elements: results pending with any op pass through.
     localize          how the call looks on tiles; None: the same call on the tiles.
 
@@ -122,6 +123,7 @@ class OpRule:
     first: Mapping[str, int] = field(default_factory=dict)
     inner: tuple[InnerReduction, ...] = ()
     masks: bool = False
+    devices: frozenset[str] = frozenset()
     localize: Localizer | None = None
 
 
@@ -197,7 +199,14 @@ def _check(call: OpCall, made: OpRule) -> None:
     """Every dim has its Dim, a factor has one size, and what devices make of their parts of it is known."""
     sizes = dict(made.sizes)
     kept = set.intersection(*(_factors([dims]) for dims in made.outputs))
-    lost = _factors(made.inputs) - _factors(made.outputs) - set(made.reduced) - made.unsplit - {*made.alike.values()}
+    lost = (
+        _factors(made.inputs)
+        - _factors(made.outputs)
+        - set(made.reduced)
+        - made.unsplit
+        - {*made.alike.values()}
+        - made.devices
+    )
     assert not lost, f"the rule of {call.name} does not say what becomes of {sorted(lost)}"
     assert not kept & set(made.reduced), (
         f"the rule of {call.name} reduces {sorted(made.reduced)}, which all results have"

@@ -22,6 +22,7 @@ from .elementwise import dims_of
 from .rule import LocalCall, OpRule, rule
 
 UPDATE = "mesh.update"
+UPDATE_IN_PLACE = "fused.update_in_place"  # the same, whose results have the memory of the parameter and its slots
 NUMBERS = TensorType((4,), "float64")
 
 

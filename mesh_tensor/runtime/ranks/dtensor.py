@@ -46,6 +46,12 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 @lru_cache(maxsize=1024)
 def to_placements(sharding: Sharding) -> tuple[Any, ...]:
     """The placements of a DTensor that lies as `sharding` says, one per mesh axis."""
+    if not sharding.is_in_mesh_order:
+        refuse(
+            f"a DTensor has no placements for '{sharding}'",
+            why="in public placements of torch, axes split a dim in the mesh's order",
+            fix=f"ask for another layout, such as '{major_only(sharding)}', or use a mesh with its axes in that order",
+        )
     return tuple(map(_torch_placement, sharding.placements().values()))
 
 
@@ -64,7 +70,10 @@ def _sharding_of(mesh: Mesh, ndim: int, placements: tuple[Any, ...]) -> Sharding
 
 def lies_like_torch(sharding: Sharding, shape: Sequence[int]) -> bool:
     """Whether a DTensor with the same placements has the same parts on all devices. Torch splits what the device has
-    over the next axis, we split the tile: that differs where several axes split a dim that they don't divide."""
+    over the next axis, we split the tile: that differs where several axes split a dim that they don't divide. Another
+    order of axes than the mesh's it has no public placements for."""
+    if not sharding.is_in_mesh_order:
+        return False
     for dim, axes in enumerate(sharding.dims):
         if len(axes) > 1 and shape[dim] % sharding.num_shards(dim):
             sizes = [sharding.mesh.size(axis) for axis in axes]
@@ -188,7 +197,8 @@ def to_dtensor(tensor: MeshTensor, device_mesh: DeviceMesh | None = None) -> DTe
         axes = [axes for axes in sharding.dims if len(axes) > 1]
         refuse(
             f"a DTensor has no placements for {tensor}",
-            why=f"{listing(axes[0])} split a dim of a size that they don't divide, and torch splits it differently",
+            why=f"{listing(axes[0])} split a dim of a size that they don't divide, or not in mesh order; "
+            "torch splits it differently",
             fix=f"redistribute it first, for example to '{major_only(sharding)}'",
         )
     return as_dtensor(tensor.tile(ranks.rank).clone(), ranks.device_mesh, sharding, tensor.shape)

@@ -21,10 +21,11 @@ from mesh_tensor.runtime.ambient import mark_written
 from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of
 from mesh_tensor.runtime.elementwise import clone, copy, fill
 from mesh_tensor.runtime.loops import LoopAction, LoopTiles
+from mesh_tensor.runtime.overwriting import copied
 from mesh_tensor.runtime.reshard import reshard_of
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 from mesh_tensor.targets.kernels import Target
-from mesh_tensor.targets.op_steps import Section, in_sections, recorded_pairs
+from mesh_tensor.targets.op_steps import Records, Section, in_sections, recorded_pairs
 from mesh_tensor.targets.tile_memory import empty_tile
 
 from .faults import Faults
@@ -93,10 +94,21 @@ class _RankPort:
 class RankLaunch:
     """A program, made ready for one rank."""
 
-    def __init__(self, program: Program, target: Target, ranks: Ranks, faults: Faults, *, poison: bool = False) -> None:
+    def __init__(
+        self,
+        program: Program,
+        target: Target,
+        ranks: Ranks,
+        faults: Faults,
+        *,
+        poison: bool = False,
+        carried: Records | None = None,
+    ) -> None:
+        """`carried`: what torch keeps in this program for another one, or in that for this one."""
         self.program, self.ranks = program, ranks
         self._faults, self._poison = faults, poison
-        self._backend = RankBackend(program, target, ranks, faults, poison=poison)
+        self._backend = RankBackend(program, target, ranks, faults, poison=poison, carried=carried)
+        self._carried = frozenset(record.name for record in (carried or {}).values())
         self._ports = [self._port(parameter) for parameter in program.parameters]
         self.ports = {port.name: port for port in self._ports}
         self.tilings = {port.name: port.tiling for port in self._ports}
@@ -104,20 +116,31 @@ class RankLaunch:
         self._changes: Recent[tuple, RankRedistribution] = Recent(KERNEL_SIZES)
 
     def __call__(
-        self, locals_: Mapping[str, torch.Tensor | None], scalars: Mapping[str, int | float], entangled: bool = False
+        self,
+        locals_: Mapping[str, torch.Tensor | None],
+        scalars: Mapping[str, int | float],
+        entangled: bool = False,
+        leave: Callable[[Memory], bool] | None = None,
     ) -> dict[str, torch.Tensor]:
         """The valid parts of the written parameters. `locals_` has this rank's part of every parameter, as a valid
         part or a whole tile, or None where there is nothing to come in. What is given for an output is written;
-        `entangled`: only when all steps are done, because it may overlap with an input."""
+        `entangled`: only when all steps are done, because it may overlap with an input. `leave` says, before a step
+        overwrites inputs, whether these may be those that were given, instead of copies."""
         memory = Memory(dict(scalars))
         for port in self._ports:
             given = locals_.get(port.name)
             if port.input is not None:
-                ready = given is not None and not port.fresh and port.input.serves(given)
+                own = not port.fresh or leave is not None
+                ready = given is not None and own and port.input.serves(given)
                 memory.held[port.input_storage] = given if ready else self._enter(port, given)
             elif given is not None and not entangled and port.output is not None and port.output.serves(given):
                 memory.held[port.output_storage] = given
-        self._backend.run(memory)
+
+        def before_overwriting() -> None:
+            if leave is not None and not leave(memory):
+                memory.held |= copied([port.input_storage for port in self._ports if port.fresh], memory.held)
+
+        self._backend.run(memory, before_overwriting)
         results, written = {}, []
         for port in self._ports:
             if port.output is not None:
@@ -128,6 +151,22 @@ class RankLaunch:
                 written += [] if given is None else [given]
         mark_written(written)
         return results
+
+    def on_tiles(self, held: dict[str, torch.Tensor], kept: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+        """Run on tiles of the inputs, by storage, as `entered` gives them; what the storages hold afterwards. `kept`
+        has what was carried to this program, and gets what is carried from it."""
+        memory = Memory({})
+        memory.held = held
+        if kept:
+            held.update((name, kept.pop(name)) for name in self._carried & kept.keys())
+        self._backend.run(memory)
+        if kept is not None:
+            kept.update((name, held[name]) for name in self._carried & held.keys())
+        return held
+
+    def entered(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """This rank's part of an input as its tile: of memory of its own, where the steps write to it."""
+        return self._enter(self.ports[name], local)
 
     def change(self, tiling: Tiling, to: Sharding, tile: torch.Tensor) -> torch.Tensor:
         """The tile in another layout. All ranks have to ask."""
@@ -148,6 +187,8 @@ class RankLaunch:
 
     def _enter(self, port: _RankPort, given: torch.Tensor | None) -> torch.Tensor:
         assert port.input is not None
+        if given is not None and not port.fresh and port.input.serves(given):
+            return given
         if given is None:
             return torch.zeros(port.input.tile_shape, dtype=port.input.dtype, device=self._backend.device)
         tile = port.input.tile(given, self._poison)
@@ -183,27 +224,47 @@ def _tiling(shape: tuple[int, ...], dtype: str, sharding: Sharding, rank: int) -
     return Tiling(shape, torch_dtype(dtype), sharding, rank)
 
 
-class RankBackend:
-    """Runs `program` for one device of its mesh: the Backend of one rank. Memory is one tile per storage."""
+FailedAt = Callable[[Exception], Step]
 
-    def __init__(self, program: Program, target: Target, ranks: Ranks, faults: Faults, *, poison: bool = False) -> None:
+
+class RankBackend:
+    """Runs `program` for one device of its mesh: the Backend of one rank. Memory is one tile per storage, and what is
+    kept for another program, or by one (`carried`), under its name."""
+
+    def __init__(
+        self,
+        program: Program,
+        target: Target,
+        ranks: Ranks,
+        faults: Faults,
+        *,
+        poison: bool = False,
+        carried: Records | None = None,
+    ) -> None:
         self.program = program
         self.device = target.device()
         self._target, self._ranks, self._faults, self._poison = target, ranks, faults, poison
-        self._records = recorded_pairs(program)
-        self._actions = [
-            (at, action) for run in in_sections(program.steps) for at, action in [self._run(run)] if action is not None
-        ]
+        self._records = {**recorded_pairs(program), **(carried or {})}
+        first, last = program.steps[: program.overwrites_from], program.steps[program.overwrites_from :]
+        self._first, self._last = self._actions(first), self._actions(last)
 
-    def run(self, memory: Memory) -> None:
+    def run(self, memory: Memory, before_overwriting: Callable[[], None] = lambda: None) -> None:
         """Run all steps, in order, on the storages that `memory` holds."""
-        for failed_at, action in self._actions:
+        self._act(self._first, memory)
+        before_overwriting()
+        self._act(self._last, memory)
+
+    def _act(self, actions: Sequence[tuple[FailedAt, Action]], memory: Memory) -> None:
+        for failed_at, action in actions:
             try:
                 action(memory)
             except Exception as error:
                 self._faults.explain(error, self.program, failed_at(error))
 
-    def _run(self, run: Sequence[Step]) -> tuple[Callable[[Exception], Step], Action | None]:
+    def _actions(self, steps: Sequence[Step]) -> list[tuple[FailedAt, Action]]:
+        return [(at, action) for run in in_sections(steps) for at, action in [self._run(run)] if action is not None]
+
+    def _run(self, run: Sequence[Step]) -> tuple[FailedAt, Action | None]:
         """What steps that follow each other are here, and which of them raised an error."""
         first = run[0]
         if not isinstance(first, OpStep):

@@ -4,7 +4,7 @@ ranks whose calls on a mesh have failed begin again."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -142,11 +142,14 @@ def _changes_on(ranks: Ranks, lane: Lane) -> _Changes:
 
 @dataclass(eq=False, slots=True)  # not frozen: that would take most of the time of what every action makes
 class Part:
-    """This rank's part of a tensor of `shape` that lies in a layout which DTensors have."""
+    """This rank's part of a tensor of `shape` that lies in a layout which DTensors have. `tile`: the same memory, as
+    the program takes it that asked last, for values that lie as `tiling` says."""
 
     local: torch.Tensor
     layout: Sharding
     shape: tuple[int, ...]
+    tiling: Any = field(default=None, init=False)
+    tile: torch.Tensor | None = field(default=None, init=False)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,9 +162,14 @@ class Part:
 
     def laid(self, layout: Sharding, device_mesh: DeviceMesh) -> Part:
         """The part of the tensor in another layout: itself, where it lies so. All ranks of the mesh have to ask."""
-        if layout is self.layout or layout == self.layout or to_placements(layout) == to_placements(self.layout):
+        if layout is self.layout or layout == self.layout or self._is_named(layout):
             return self
         return part_of(redistribute(self.dtensor(device_mesh), layout))
+
+    def _is_named(self, layout: Sharding) -> bool:
+        """Whether torch has the same placements for both."""
+        ordered = layout.is_in_mesh_order and self.layout.is_in_mesh_order
+        return ordered and to_placements(layout) == to_placements(self.layout)
 
 
 def part_of(tensor: DTensor) -> Part:

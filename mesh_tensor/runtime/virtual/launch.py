@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from mesh_tensor.program.program import Parameter, Program
 from mesh_tensor.runtime.ambient import mark_written, overlaps
 from mesh_tensor.runtime.backend import Memory
 from mesh_tensor.runtime.elementwise import clone, copy
+from mesh_tensor.runtime.overwriting import copied
 from mesh_tensor.runtime.placement import Layout, Tiles
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
@@ -70,11 +71,13 @@ class Launch:
         *,
         as_mesh_tensors: bool = False,
         entangled: bool = False,
+        leave: Callable[[Memory], bool] | None = None,
     ) -> dict[str, AnyTensor]:
         """The written parameters after the run. `tensors` has an entry for every parameter that is read and not fixed:
         what is only written, and is None or not there, is a new tensor. All are checked already, and contiguous.
         `entangled`: some of them may overlap in memory, so that results go to memory of their own first.
-        `as_mesh_tensors`: results are MeshTensors."""
+        `as_mesh_tensors`: results are MeshTensors. `leave` says, before a step overwrites MeshTensors, whether these
+        may be those that were given, instead of copies."""
         memory = Memory(dict(scalars), self._first)
         apart = not entangled
         direct = apart and not as_mesh_tensors
@@ -82,14 +85,19 @@ class Launch:
             tensor = tensors.get(port.name)
             tensor = self._fixed.get(port.name) if tensor is None else tensor
             if tensor is not None:
-                self._hold(memory, port, tensor, direct, apart)
+                self._hold(memory, port, tensor, direct, apart, leave is not None)
         targets = {}
         for port in self._exits:
             assert port.output is not None
             tensor = targets[port.name] = self._target(port, tensors.get(port.name), as_mesh_tensors)
             if not port.in_place and not port.comes_made:
                 memory.hold(port.output_storage, self._room(port, tensor, direct), port.output.tile_bytes)
-        self._mesh.run(memory)
+
+        def before_overwriting() -> None:
+            if leave is not None and not leave(memory):
+                memory.held |= copied([port.input_storage for port in self._ports if port.overwritten], memory.held)
+
+        self._mesh.run(memory, before_overwriting)
         self.peak_bytes = max(self.peak_bytes, memory.peak_bytes)
         left = {
             port.name: _leave(port, memory.held[port.output_storage], targets[port.name], as_mesh_tensors)
@@ -110,27 +118,27 @@ class Launch:
         layouts = [(port.name, port.input or port.output) for port in self._ports]
         return [(name, layout.shape, layout.dtype) for name, layout in layouts if layout is not None]
 
-    def _hold(self, memory: Memory, port: _VirtualPort, tensor: AnyTensor, direct: bool, apart: bool) -> None:
+    def _hold(
+        self, memory: Memory, port: _VirtualPort, tensor: AnyTensor, direct: bool, apart: bool, own: bool = False
+    ) -> None:
         assert port.input is not None
-        memory.hold(port.input_storage, self._enter(port, tensor, direct, apart), port.input.tile_bytes)
+        memory.hold(port.input_storage, self._enter(port, tensor, direct, apart, own), port.input.tile_bytes)
 
-    def _enter(self, port: _VirtualPort, tensor: AnyTensor, direct: bool, apart: bool) -> Tiles:
+    def _enter(self, port: _VirtualPort, tensor: AnyTensor, direct: bool, apart: bool, own: bool) -> Tiles:
         assert port.input is not None
         if isinstance(tensor, MeshTensor):
             here = tensor if tensor.layout is port.input else tensor.redistribute(port.input.sharding)
             tiles = list(here.tiles())
-            if port.overwritten and not (port.in_place and apart and _all_differ(tiles)):
+            if port.overwritten and not ((own or (port.in_place and apart)) and _all_differ(tiles)):
                 return [clone(tile) for tile in tiles]
             return tiles
         borrow = not port.overwritten or (port.in_place and direct)
         return port.input.spread(tensor, borrow=borrow, share=not port.overwritten, poison=self._poison)
 
     def _target(self, port: _VirtualPort, tensor: AnyTensor | None, as_mesh_tensors: bool) -> AnyTensor | None:
-        """What the result is to end up in; None where it is a new MeshTensor, or what an operator has made."""
-        if tensor is not None or as_mesh_tensors or port.comes_new:
-            return tensor
-        assert port.output is not None
-        return torch.empty(port.output.shape, dtype=port.output.dtype, device=self._mesh.device)
+        """What the result is to end up in; None where it is a new MeshTensor, or operators make it: then its memory is
+        taken when it is there."""
+        return tensor if tensor is not None or as_mesh_tensors or port.comes_made else _new(port, self._mesh.device)
 
     def _room(self, port: _VirtualPort, target: AnyTensor | None, direct: bool) -> Tiles:
         """Tiles for an output that does not start as an input."""
@@ -161,8 +169,15 @@ def _all_differ(tiles: Tiles) -> bool:
     return len({tile.data_ptr() for tile in tiles}) == len(tiles)
 
 
+def _new(port: _VirtualPort, device: torch.device) -> torch.Tensor:
+    assert port.output is not None
+    return torch.empty(port.output.shape, dtype=port.output.dtype, device=device)
+
+
 def _leave(port: _VirtualPort, tiles: Tiles, target: AnyTensor | None, as_mesh_tensors: bool) -> AnyTensor:
     assert port.output is not None
+    if target is None and not as_mesh_tensors and not port.comes_new:
+        target = _new(port, tiles[0].device)
     if isinstance(target, MeshTensor):
         made = of_tiles(tiles, port.output).redistribute(target.sharding)
         for tile, result in zip(target.tiles(), made.tiles(), strict=True):

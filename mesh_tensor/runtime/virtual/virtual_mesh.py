@@ -36,13 +36,20 @@ class VirtualMesh:
         _check_storages(program)
         self._records = recorded_pairs(program)
         alone = program.mesh.num_devices == 1 and not poison
-        runs = in_sections(program.steps) if alone else ((step,) for step in program.steps)
-        self._actions = [action for run in runs if (action := self._run(run)) is not None]
+        first, last = program.steps[: program.overwrites_from], program.steps[program.overwrites_from :]
+        self._first, self._last = self._actions(first, alone), self._actions(last, alone)
 
-    def run(self, memory: Memory) -> None:
+    def run(self, memory: Memory, before_overwriting: Callable[[], None] = lambda: None) -> None:
         """Run all steps, in order, on the storages that `memory` holds."""
-        for action in self._actions:
+        for action in self._first:
             action(memory)
+        before_overwriting()
+        for action in self._last:
+            action(memory)
+
+    def _actions(self, steps: Sequence[Step], alone: bool) -> list[Action]:
+        runs = in_sections(steps) if alone else ((step,) for step in steps)
+        return [action for run in runs if (action := self._run(run)) is not None]
 
     def _run(self, run: Sequence[Step]) -> Action | None:
         """What steps that follow each other are here; several are OpSteps of a mesh's only device."""

@@ -14,12 +14,13 @@ from . import (  # noqa: F401  (they fill the table)
     vjp,
 )
 from .table import ALWAYS_NEW, Valid, has_torch_function, local_operators, torch_function, typed, untyped_function
-from .vjp import can_be_recorded, recorded
+from .vjp import can_be_recorded, keeps_alike, recorded
 
 __all__ = [
     "ALWAYS_NEW",
     "Valid",
     "can_be_recorded",
+    "keeps_alike",
     "recorded",
     "has_torch_function",
     "local_operators",

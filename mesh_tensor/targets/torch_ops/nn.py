@@ -7,7 +7,9 @@ import torch.nn.functional as F
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.call import OpCall
+from mesh_tensor.rules.operator.nn import LOG_SOFTMAX_BACKWARD, SOFTMAX_GRADIENT
 
+from ..dtypes import torch_dtype
 from .table import Function, torch_op
 
 Tensor = torch.Tensor
@@ -18,6 +20,19 @@ def _softmax(call: OpCall) -> Function:
     dim = call.attr("axis")
     function = torch.softmax if call.name == "nn.softmax" else torch.log_softmax
     return lambda x: function(x, dim)
+
+
+@torch_op(SOFTMAX_GRADIENT)
+def _softmax_gradient(call: OpCall) -> Function:
+    """Of the gradient of a softmax, and the softmax; the attributes are those of the sum in it."""
+    (dim,), dtype = call.axes(call.attr("axis")), torch_dtype(call.outputs[0].dtype)
+    return lambda d, y: torch.ops.aten._softmax_backward_data(d, y, dim, dtype)
+
+
+@torch_op(LOG_SOFTMAX_BACKWARD)
+def _log_softmax_backward(call: OpCall) -> Function:
+    (dim,), dtype = call.axes(call.attr("axis")), torch_dtype(call.outputs[0].dtype)
+    return lambda gradient, result: torch.ops.aten._log_softmax_backward_data(gradient, result, dim, dtype)
 
 
 @torch_op("nn.layer_norm")
@@ -69,6 +84,8 @@ def _group_norm(call: OpCall) -> Function:
     grouped = (*data.shape[:channel], *parts, *data.shape[channel + 1 :])
     dims = (channel + 1, *(dim + (dim > channel) for dim in call.axes(call.attr("axes"))))
     weights = (*parts, *([1] * (data.ndim - channel - 1)))
+    if _is_plain(call, channel) and dims == tuple(range(2, data.ndim + 1)):
+        return lambda x, gamma, beta: F.group_norm(x, groups, gamma if scale else None, beta if center else None, eps)
 
     def group_norm(x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
         normal = _normalized(x.reshape(grouped), dims, eps)
@@ -98,6 +115,12 @@ def _batch_norm(call: OpCall) -> Function:
     scale, center, training = call.attr("scale"), call.attr("center"), call.attr("training")
     dims = tuple(dim for dim in range(call.inputs[0].ndim) if dim != channel)
     along = _along((channel,), call.inputs[0].ndim)
+    if _is_plain(call, channel) and not training:
+        return lambda x, gamma, beta, mean, var: (
+            F.batch_norm(x, mean, var, gamma if scale else None, beta if center else None, eps=eps),
+            mean,
+            var,
+        )
 
     def batch_norm(x: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, ...]:
         used_mean, used_var = mean, var
@@ -109,6 +132,12 @@ def _batch_norm(call: OpCall) -> Function:
         return _affine(normal, along(gamma), along(beta), scale, center), mean, var
 
     return batch_norm
+
+
+def _is_plain(call: OpCall, channel: int) -> bool:
+    """Whether channels are the second dim, and all is of one dtype, in which torch itself computes."""
+    dtypes = {tensor.dtype for tensor in (*call.inputs, *call.outputs)}
+    return channel == 1 and len(dtypes) == 1 and dtypes <= {"float32", "float64"}
 
 
 def _along(dims: tuple[int, ...], ndim: int) -> Function:

@@ -17,6 +17,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator.call import OpCall, operator_name, tensor_infos
 from mesh_tensor.rules.operator.linear_algebra import LINEAR, MATMUL_ADD
+from mesh_tensor.rules.operator.nn import LOG_SOFTMAX_BACKWARD, SOFTMAX_GRADIENT
 from mesh_tensor.targets.dtypes import torch_dtype
 
 Function = Callable[..., Any]
@@ -54,7 +55,8 @@ class Place:
 # Operators whose results are never views of operands, whatever the call.
 ALWAYS_NEW = {
     *("matmul", "divide", "floor_divide", "mod", "floor_mod", "nn.softmax", "nn.log_softmax", "nn.layer_norm"),
-    *(LINEAR, MATMUL_ADD, "nn.rms_norm", "nn.conv1d", "nn.conv2d", "nn.conv3d"),
+    *(LINEAR, MATMUL_ADD, SOFTMAX_GRADIENT, LOG_SOFTMAX_BACKWARD),
+    *("nn.rms_norm", "nn.conv1d", "nn.conv2d", "nn.conv3d"),
 }
 
 PlacedMaker = Callable[[OpCall, Place], Function]

@@ -1,4 +1,4 @@
-"""`mesh.update`: the formulas of torch.optim, on one parameter."""
+"""`mesh.update`: the formulas of torch.optim, on one parameter; `mesh.narrowed`."""
 
 from __future__ import annotations
 
@@ -8,42 +8,60 @@ from typing import Any
 import torch
 
 from mesh_tensor.rules.operator import OpCall
-from mesh_tensor.rules.operator.update import UPDATE, optimizer_of, slots_of
+from mesh_tensor.rules.operator.narrowed import NARROWED
+from mesh_tensor.rules.operator.update import UPDATE, UPDATE_IN_PLACE, optimizer_of, slots_of
 
+from ..dtypes import torch_dtype
 from ..tile_memory import empty_tile
 from .table import Function, torch_op
 
 Tensor = torch.Tensor
-# (parameter, gradient, slots, learning rate, number of the step from 1 on): the new parameter, the new slots
-Step = Callable[[Tensor, Tensor, list[Tensor], float, float], tuple[Tensor, list[Tensor]]]
+# (parameter, gradient, slots, learning rate, number of the step from 1 on): the parameter and its slots become new
+Step = Callable[[Tensor, Tensor, list[Tensor], float, float], None]
 
 
 @torch_op(UPDATE)
 def _update(call: OpCall) -> Function:
     """The parameter's value in float32, where it is kept, is what is updated."""
+    in_place, count = _update_in_place(call), optimizer_of(call)[1]
+
+    def update(parameter: Tensor, gradient: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        return in_place(_copy(parameter), gradient, *map(_copy, rest[:count]), *rest[count:])
+
+    return update
+
+
+@torch_op(UPDATE_IN_PLACE)
+def _update_in_place(call: OpCall) -> Function:
+    """As `_update`, in the memory of the parameter and its slots."""
     optimizer, count = optimizer_of(call)
-    dtype = call.inputs[0].dtype
-    kept = len(slots_of(optimizer, dtype)) > len(optimizer.slots)
+    kept = len(slots_of(optimizer, call.inputs[0].dtype)) > len(optimizer.slots)
     step = _STEPS[optimizer.name](optimizer.options)
 
     def update(parameter: Tensor, gradient: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         slots, (numbers, *scale) = list(rest[:count]), rest[count:]
-        value = slots.pop() if kept else parameter
+        value = slots[-1] if kept else parameter
         gradient = gradient.to(value.dtype)
         if scale:  # of gradients one of which is NaN; that one says so itself
             gradient = gradient * scale[0].to(value.dtype).nan_to_num(nan=1.0)
         lr, *_, number = numbers.tolist()
-        value, slots = step(value, gradient, slots, lr, number)
-        return (value.to(parameter.dtype), *slots, *([value] if kept else []))
+        step(value, gradient, slots, lr, number)
+        return (parameter.copy_(value) if kept else parameter, *slots)
 
     return update
+
+
+@torch_op(NARROWED)
+def _narrowed(call: OpCall) -> Function:
+    dtype = torch_dtype(call.outputs[0].dtype)
+    return lambda gradient: gradient.to(dtype)
 
 
 def _sgd(options: Any) -> Step:
     decay = options["weight_decay"]
 
-    def step(p: Tensor, g: Tensor, slots: list[Tensor], lr: float, _: float) -> tuple[Tensor, list[Tensor]]:
-        return torch.add(p, _decayed(g, p, decay), alpha=-lr, out=_like(p)), []
+    def step(p: Tensor, g: Tensor, slots: list[Tensor], lr: float, _: float) -> None:
+        p.add_(_decayed(g, p, decay), alpha=-lr)
 
     return step
 
@@ -51,11 +69,10 @@ def _sgd(options: Any) -> Step:
 def _momentum(options: Any) -> Step:
     decay, momentum, nesterov = options["weight_decay"], options["momentum"], options["nesterov"]
 
-    def step(p: Tensor, g: Tensor, slots: list[Tensor], lr: float, _: float) -> tuple[Tensor, list[Tensor]]:
+    def step(p: Tensor, g: Tensor, slots: list[Tensor], lr: float, _: float) -> None:
         g = _decayed(g, p, decay)
-        moved = torch.mul(slots[0], momentum, out=_like(g)).add_(g)
-        along = torch.add(g, moved, alpha=momentum, out=_like(g)) if nesterov else moved
-        return torch.add(p, along, alpha=-lr, out=_like(p)), [moved]
+        moved = slots[0].mul_(momentum).add_(g)
+        p.add_(torch.add(g, moved, alpha=momentum, out=_like(g)) if nesterov else moved, alpha=-lr)
 
     return step
 
@@ -66,14 +83,12 @@ def _adam(fused: Callable[..., None]) -> Callable[[Any], Step]:
     def make(options: Any) -> Step:
         (first, second), decay, eps = options["betas"], options["weight_decay"], options["eps"]
 
-        def step(p: Tensor, g: Tensor, slots: list[Tensor], lr: float, number: float) -> tuple[Tensor, list[Tensor]]:
-            new, mean, square = (_like(tensor).copy_(tensor) for tensor in (p, *slots))
+        def step(p: Tensor, g: Tensor, slots: list[Tensor], lr: float, number: float) -> None:
             count = torch.tensor(number, dtype=torch.float32, device=p.device)
             fused(
-                [new], [g.contiguous()], [mean], [square], [], [count],
+                [p], [g.contiguous()], [slots[0]], [slots[1]], [], [count],
                 lr=lr, beta1=first, beta2=second, weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
             )  # fmt: skip
-            return new, [mean, square]
 
         return step
 
@@ -83,16 +98,20 @@ def _adam(fused: Callable[..., None]) -> Callable[[Any], Step]:
 def _lion(options: Any) -> Step:
     (first, second), decay = options["betas"], options["weight_decay"]
 
-    def step(p: Tensor, g: Tensor, slots: list[Tensor], lr: float, _: float) -> tuple[Tensor, list[Tensor]]:
+    def step(p: Tensor, g: Tensor, slots: list[Tensor], lr: float, _: float) -> None:
         direction = torch.lerp(slots[0], g, 1 - first, out=_like(g)).sign_()
-        moved = torch.lerp(slots[0], g, 1 - second, out=_like(g))
-        return torch.mul(p, 1 - lr * decay, out=_like(p)).add_(direction, alpha=-lr), [moved]
+        slots[0].lerp_(g, 1 - second)
+        p.mul_(1 - lr * decay).add_(direction, alpha=-lr)
 
     return step
 
 
+def _copy(tensor: Tensor) -> Tensor:
+    return _like(tensor).copy_(tensor)
+
+
 def _like(tensor: Tensor) -> Tensor:
-    """Memory for a result: what the state of an earlier step has left, where it is large."""
+    """Memory for a result: what an earlier step has left, where it is large."""
     return empty_tile(tensor.shape, tensor.dtype, tensor.device)
 
 

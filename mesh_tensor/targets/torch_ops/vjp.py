@@ -144,6 +144,11 @@ def can_be_recorded(call: OpCall) -> bool:
     return len(stated.calls) == 1 and stated.calls[0][0].name in _RECORDED and len(stated.given) == len(stated.operands)
 
 
+def keeps_alike(call: OpCall) -> bool:
+    """Whether what is kept of the operator's call doesn't depend on which gradients are wanted."""
+    return vjp_of(call).forward.name in _HALVES and _of_halves(call, Place()) is not None
+
+
 def _of_halves(call: OpCall, place: Place) -> Function | None:
     """The gradients, by torch's own functions, where nothing of the operator's call was kept."""
     stated = vjp_of(call)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from torch.nn import functional as F
 from tvm import relax
 
@@ -74,6 +74,11 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[..., Any], Callable[..., Any]]]
         ("words",),
         lambda x, ids, w: op.add(x, op.take(w, ids, 0)),
         lambda x, ids, w: x + w[ids],
+    ),
+    "masked": (  # takes where an earlier value is positive, as integers, in place of that
+        (),
+        lambda x, bits: op.multiply(x, op.add(op.astype(bits, "float32"), relax.const(0.5))),
+        lambda x, bits: x * (bits + 0.5),
     ),
     "bias": (("vector",), lambda x, _, b: op.add(x, b), lambda x, _, b: x + b),
     "matmul": (("matrix",), lambda x, _, w: op.matmul(x, w), lambda x, _, w: x @ w),
@@ -170,10 +175,16 @@ def built(model: Model) -> Built:
             if model.tokens:
                 x = builder.emit(op.take(params["table"], x, 0), "embedded")
             values = [x]
+            masks = {earlier for kind, _, earlier in model.operators if kind == "masked"}
+            bits: dict[int, relax.Var] = {}  # made where their value is, and sent as integers
             for i, (kind, number, earlier) in enumerate(model.operators):
+                if i in masks:
+                    bits[i] = builder.emit(op.astype(op.greater(values[i], relax.const(0.0)), "int64"), f"bits{i}")
                 taken, by_relax, _ = KINDS[kind]
                 given = [params[f"{shape}{number + n}"] for n, shape in enumerate(taken)]
-                beside_it = params["ids"] if kind == "lookup" else values[earlier]
+                beside_it = (
+                    params["ids"] if kind == "lookup" else bits[earlier] if kind == "masked" else values[earlier]
+                )
                 expr = builder.normalize(by_relax(values[-1], beside_it, *given))
                 values.append(builder.emit(expr, f"v{i}"))
             loss = LOSSES[model.loss][1](values[-1], *([params[beside]] if beside else []))
@@ -191,7 +202,9 @@ def built(model: Model) -> Built:
         values = [x]
         for kind, number, earlier in model.operators:
             given = [leaves[f"{shape}{number + n}"] for n, shape in enumerate(KINDS[kind][0])]
-            values.append(KINDS[kind][2](values[-1], inputs["ids"] if kind == "lookup" else values[earlier], *given))
+            beside_it = inputs["ids"] if kind == "lookup" else values[earlier]
+            beside_it = (beside_it > 0).long() if kind == "masked" else beside_it
+            values.append(KINDS[kind][2](values[-1], beside_it, *given))
         results = [LOSSES[model.loss][2](values[-1], *([inputs[beside]] if beside else []))]
         if model.penalty is not None:
             results[0] = results[0] + values[model.penalty].mean() * 0.5
@@ -204,23 +217,25 @@ def built(model: Model) -> Built:
     return Built(builder.get(), weights, tuple(f"v{i}" for i in range(len(model.operators))), by_torch)
 
 
-@st.composite
-def models(draw: Any, count: int) -> Model:
+def _model(random: Random, count: int) -> Model:
     """A model that can be cut into so many stages."""
-    width, rows = draw(st.sampled_from([2, 3, 4, 5])), draw(st.integers(1, 3))
-    kinds = st.sampled_from([*KINDS, "linear", "matmul", "linear", "norm"])
-    size = draw(st.integers(count + 1, count + 5))
-    operators = [(draw(kinds), draw(st.integers(0, 2)), draw(st.integers(0, i))) for i in range(size)]
-    operators[draw(st.integers(0, size - 1))] = ("matmul", 0, 0)
-    loss = draw(st.sampled_from(list(LOSSES)))
-    extras = draw(st.lists(st.sampled_from(["rows"] if loss == "sum" else ["rows", "mean"]), unique=True, max_size=2))
-    penalty = draw(st.none() if loss == "sum" else st.sampled_from([None, None, *range(size + 1)]))
-    return Model(width, rows, draw(st.booleans()), tuple(operators), loss, tuple(extras), penalty, draw(st.booleans()))
+    width, rows = random.choice([2, 3, 4, 5]), random.randint(1, 3)
+    kinds = [*KINDS, "linear", "matmul", "linear", "norm"]
+    size = random.randint(count + 1, count + 5)
+    operators = [(random.choice(kinds), random.randint(0, 2), random.randint(0, i)) for i in range(size)]
+    operators[random.randint(0, size - 1)] = ("matmul", 0, 0)
+    loss = random.choice(list(LOSSES))
+    known = ["rows"] if loss == "sum" else ["rows", "mean"]
+    extras = random.sample(known, random.randint(0, len(known)))
+    penalty = None if loss == "sum" else random.choice([None, None, *range(size + 1)])
+    return Model(
+        width, rows, random.random() < 0.5, tuple(operators), loss, tuple(extras), penalty, random.random() < 0.5
+    )
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and how it is run. `frozen`: which of its weights are not trained."""
+    """A model, and how it is run. `frozen`: which of its weights are not trained; `memory`: kinds of memory by name."""
 
     model: Model
     meshes: tuple[Any, ...]
@@ -231,48 +246,51 @@ class Case:
     recompute: bool
     frozen: tuple[str, ...]
     max_norm: float | None
+    memory: dict[str, str]
+    poison: bool
 
 
-@st.composite
-def _layouts(draw: Any, model: Model, meshes: list[dict[str, int]]) -> dict[str, dict[str, Any]]:
+def _layouts(random: Random, model: Model, meshes: list[dict[str, int]]) -> dict[str, dict[str, Any]]:
     """Layouts of inputs, weights (split as in tensor parallelism, or as in ZeRO over the rows' axis) and values."""
     found: dict[str, dict[str, Any]] = {}
     for i, mesh in enumerate(meshes):
         stated: dict[str, Any] = {}
         for name, shape in _weights_of(model).items():
-            axis = draw(st.sampled_from([None, None, *mesh]))
+            axis = random.choice([None, None, *mesh])
             if axis is not None:
-                stated[name] = {axis: draw(st.integers(0, len(shape) - 1))}
+                stated[name] = {axis: random.randint(0, len(shape) - 1)}
         for name in ("x", "y", "labels", "mask"):
-            axis = draw(st.sampled_from([None, *mesh]))
+            axis = random.choice([None, *mesh])
             if axis is not None and (name == "x" or name == LOSSES[model.loss][0]):
                 stated[name] = {axis: 0}
-        value, axis = draw(st.integers(0, len(model.operators) - 1)), draw(st.sampled_from([None, *mesh]))
+        value, axis = random.randint(0, len(model.operators) - 1), random.choice([None, *mesh])
         if axis is not None:
-            stated[f"v{value}"] = {axis: draw(st.integers(0, 2))}
+            stated[f"v{value}"] = {axis: random.randint(0, 2)}
         found[f"m{i}"] = {f"{name}*": layout for name, layout in stated.items()}  # for those that the mesh has
     return found
 
 
-@st.composite
-def cases(draw: Any) -> Case:
-    """A model, a topology, cuts, layouts per mesh, a schedule, and what is trained."""
-    meshes, chunks = draw(st.lists(st.sampled_from(MESHES), min_size=1, max_size=3)), draw(st.integers(1, 2))
+def make_case(number: int) -> Case:
+    """The case with this number: a model, a topology, cuts, layouts per mesh, a schedule, what is trained, and what is
+    in which memory."""
+    random = Random(f"pipeline {number}")
+    meshes, chunks = random.choices(MESHES, k=random.randint(1, 3)), random.randint(1, 2)
     count = len(meshes) * chunks
-    model = draw(models(count))
-    last = len(model.operators) - 2
-    cuts = sorted(draw(st.lists(st.integers(0, last), min_size=count - 1, max_size=count - 1, unique=True)))
+    model = _model(random, count)
+    weights = sorted(_weights_of(model))
+    cuts = sorted(random.sample(range(len(model.operators) - 1), count - 1))
     fitting = [name for name in TRAINING if SCHEDULES[name].any_chunks or SCHEDULES[name].chunks == chunks]
-    microbatches = draw(st.sampled_from([1, 2, 3, 4, len(meshes), 2 * len(meshes)]))
-    frozen = draw(st.lists(st.sampled_from(sorted(_weights_of(model))), max_size=1))
+    held = [*(f"v{i}" for i in range(len(model.operators))), *weights]
     return Case(
         model,
         tuple(meshes),
         tuple(cuts),
-        draw(_layouts(model, meshes)),
-        draw(st.sampled_from(fitting)),
-        microbatches,
-        draw(st.booleans()),
-        tuple(frozen),
-        draw(st.sampled_from([None, 0.1])),
+        _layouts(random, model, meshes),
+        random.choice(fitting),
+        random.choice([1, 2, 3, 4, len(meshes), 2 * len(meshes)]),
+        random.random() < 0.5,
+        tuple(random.sample(weights, random.randint(0, 1))),
+        random.choice([None, 0.1]),
+        dict.fromkeys(random.sample(held, random.choice([0, 0, 1, 3])), "pinned_host"),
+        random.random() < 0.3,
     )

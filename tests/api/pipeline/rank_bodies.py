@@ -61,6 +61,56 @@ def same_as_virtual(rank: int) -> dict[str, float]:
     return found
 
 
+class Attends(torch.nn.Module):
+    """Two layers of a norm and causal attention, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(8) for _ in range(2))
+        self.projs = torch.nn.ModuleList(torch.nn.Linear(8, 24) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """(rows, 6, 8) twice -> a number."""
+        for norm, proj in zip(self.norms, self.projs, strict=True):
+            q, k, v = proj(norm(x)).view(-1, 6, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+            z = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + z.transpose(1, 2).reshape(-1, 6, 8)
+        return torch.nn.functional.mse_loss(x, y)
+
+
+def keeps(rank: int) -> dict[str, list[str]]:
+    """What torch keeps of norms and attention from a forward to its backward changes no bit: what was carried."""
+    from mesh_tensor.api.pipeline.carriers import RankCarrier
+
+    torch.manual_seed(0)
+    example = torch.randn(2, 6, 8), torch.randn(2, 6, 8)
+    module = mt.from_torch(torch.export.export(Attends(), example))
+    inputs, found, call = (torch.randn(8, 6, 8), torch.randn(8, 6, 8)), {}, RankCarrier.run
+    for schedule in ("1f1b", "zb-h1"):
+        virtual, run = (
+            mt.pipeline(
+                module, TOPOLOGY, {"m0": ["projs.0"], "m1": ["projs.1"]}, {"x": {"d": 0}, "y": {"d": 0}},
+                microbatches=4, schedule=schedule, train=True, ranks=ranks,
+            )
+            for ranks in (False, True)
+        )  # fmt: skip
+        names = found[schedule] = list[str]()
+
+        def noting(carrier: Any, fragment: Any, values: Any, kept: dict[str, Any], names: list[str] = names) -> Any:
+            before, made = len(kept), call(carrier, fragment, values, kept)
+            names.append(f"{fragment.kind} {len(kept) - before:+}")
+            return made
+
+        RankCarrier.run = noting  # type: ignore[method-assign]
+        loss = run(*inputs)
+        RankCarrier.run = call  # type: ignore[method-assign]
+        assert torch.equal(loss, virtual(*inputs))
+        got, wanted = run.gradients(), virtual.gradients()
+        assert got.keys() == wanted.keys()
+        assert all(torch.equal(got[name], wanted[name]) for name in got), schedule
+    return found
+
+
 def same_or_refused(rank: int) -> tuple[dict[str, float], str]:
     """`same_as_virtual`, then another schedule on one rank."""
     found = same_as_virtual(rank)
@@ -145,6 +195,7 @@ def on_four(rank: int) -> dict[str, Any]:
     """All for four ranks after which they go on, then what ends them."""
     return {
         "same or refused": same_or_refused(rank),
+        "keeps": keeps(rank),
         "not finite": not_finite_on_one_mesh(rank),
         "raises in an action": raises_in_an_action(rank),
     }

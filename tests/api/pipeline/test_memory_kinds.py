@@ -39,10 +39,40 @@ def test_what_is_held_on_the_host(other_memory, monkeypatch):
     assert "stage 0 holds 'layer0' in memory of kind 'pinned_host'" in run.explain()
 
 
+@pytest.mark.parametrize("other_memory", [False, True])
+def test_weights_on_the_host(other_memory, monkeypatch):
+    """They are copied to the device for every action that takes them, and come back when they are updated."""
+    copies = []
+    to_host = memory_kinds._to_host
+    monkeypatch.setattr(memory_kinds, "_to_host", lambda tensor: copies.append(tensor) or to_host(tensor))
+    if other_memory:
+        monkeypatch.setattr(memory_kinds, "_is_host", lambda device: False)
+    plain = made(["layer1"])
+    run = made(["layer1"], memory={"w0": "pinned_host", "w2": "pinned_host", "w1": "device"})
+    assert "stage 0 has the weight 'w0' in memory of kind 'pinned_host'" in run.explain()
+    x, y = torch.randn(12, 6), torch.randn(12, 6)
+    count = sum(stage.params.count(name) for stage in run.stages for name in ("w0", "w2"))
+    for step in range(2):
+        assert torch.equal(run(x, y), plain(x, y))
+        wanted = plain.gradients()
+        assert all(torch.equal(gradient, wanted[name]) for name, gradient in run.gradients().items())
+        away = {name for held in run._weights.of.values() for name, value in held.items() if _is_away(value)}
+        assert away == ({"w0", "w2"} if other_memory else set())
+        assert len(copies) == (count * (step + 1) if other_memory else 0)
+        for each in (run, plain):
+            each.update(lambda weight, gradient, state: weight - 0.1 * gradient, max_norm=0.5)
+        weights = plain.weights()
+        assert all(torch.equal(weight, weights[name]) for name, weight in run.weights().items())
+
+
+def _is_away(value):
+    return isinstance(value, memory_kinds.PutAway)
+
+
 def test_memory_that_there_is_not():
     with pytest.raises(mt.MeshTensorError, match=r"'layer1' is in memory of kind 'pinned'; did you mean 'pinned_host'"):
         made({"layer1": "m0@pinned", "layer3": "m1"})
-    with pytest.raises(mt.MeshTensorError, match=r"'w0' is a parameter, which stays on its devices"):
-        made(["layer1"], memory={"w0": "pinned_host"})
+    with pytest.raises(mt.MeshTensorError, match=r"'x' is an input, which comes with every batch"):
+        made(["layer1"], memory={"x": "pinned_host"})
     with pytest.raises(mt.MeshTensorError, match="memory='pinned_host'"):
         made(["layer1"], memory="pinned_host")

@@ -33,6 +33,16 @@ def test_ranks_give_the_bits_of_the_virtual_topology_and_refuse_another_schedule
         assert "rank 1: zb-h1" in message
 
 
+def test_what_torch_keeps_goes_from_forward_to_backward(on_four):
+    """Of norms and attention, once per microbatch; nothing is left."""
+    for number, each in enumerate(on_four):
+        first = number < 2
+        for schedule, later in (("1f1b", "B"), ("zb-h1", "W" if first else "I")):
+            names, count = each["keeps"][schedule], 1 if first else 2
+            assert names.count(f"F +{count}") == names.count(f"{later} -{count}") == 4, names
+            assert names.count("W +0") == (4 if later == "I" else 0), names
+
+
 def test_meshes_of_different_sizes_and_tied_weights(on_three):
     losses = [each["uneven"] for each in on_three]
     assert losses == [losses[0]] * 3

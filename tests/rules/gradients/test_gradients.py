@@ -28,7 +28,7 @@ CONSTANT = (
     " greater_equal hamming_window isfinite isinf isnan left_shift less less_equal logical_and logical_not logical_or"
     " logical_xor not_equal one_hot ones right_shift size zeros quantize dequantize"
     " aten._embedding_bag_forward_only.default aten.heaviside.default aten.histc.default aten.nextafter.default"
-    " aten.searchsorted.Tensor nn.dropout mesh.joined_parts mesh.merge_dims mesh.update"
+    " aten.searchsorted.Tensor nn.dropout mesh.joined_parts mesh.merge_dims mesh.narrowed mesh.update"
 )
 
 

@@ -167,7 +167,7 @@ class _Run:
         layouts = [self._layout(dims) for dims in self.rule.inputs]
         sizes, split = factor_sizes(self.call, self.rule), {axis: factor for factor, axis in self.axes.items()}
         for (operand, dim), reaches in self.rule.windows.items():
-            layouts[operand] = with_window(layouts[operand], dim, reaches, sizes[reaches.factor], split)
+            layouts[operand] = with_window(layouts[operand], dim, reaches, sizes[reaches.factor], split, {})
         return layouts
 
     def _layout(self, dims: Sequence[Dim]) -> Sharding:

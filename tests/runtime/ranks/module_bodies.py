@@ -15,6 +15,8 @@ from tests.plan.loop_modules import LOOPS, looped
 from tests.plan.seed_modules import NESTED
 from tests.plan.test_loops import Halving
 from tests.plan.test_loops import data as loop_data
+from tests.plan.test_manual import Nested
+from tests.plan.test_order_of_axes import mlp
 from tests.plan.test_sub_axes import product
 from tests.program import test_families
 from tests.random_modules.build import build
@@ -62,6 +64,31 @@ def sub_axes(rank, size):
             made = run(*given)
             assert made.device_mesh == device_mesh
             _same_bits([made.full_tensor()], [virtual(*inputs)], 0)
+
+
+def order_and_manual(rank, sizes):
+    """Axes in another order than the mesh's, and manual computations: bit for bit as on the virtual mesh; DTensors come
+    and go in torch's layouts."""
+    device_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("x", "y"))
+    mesh = dict(zip("xy", sizes, strict=True))
+    torch.manual_seed(0)
+    cases = [
+        (mlp(), {"x": {("y", "x"): 0}}, (torch.randn(12, 12), torch.randn(12, 6))),
+        (mlp(), {"x": {("y", "x"): 0}, "lv1": {("x", "y"): 0}}, (torch.randn(12, 12), torch.randn(12, 6))),
+        (Nested, {"x": {"y": 0}}, (torch.randn(8, 4),)),
+    ]
+    for mod, layouts, inputs in cases:
+        virtual = mt.distribute_module(mod, mesh, layouts)
+        run = mt.distribute_module(mod, device_mesh, layouts)
+        _same_bits([run(*inputs)], [virtual(*inputs)], 0)
+        for placements in ([Replicate(), Replicate()], [Shard(0), Shard(0)], [Shard(1), Shard(0)]):
+            given = [distribute_tensor(tensor, device_mesh, placements) for tensor in inputs]
+            _same_bits([run(*given).full_tensor()], [virtual(*inputs)], 0)
+    tensor = distribute_tensor(torch.randn(12, 4), device_mesh, [Shard(0), Shard(0)])
+    try:
+        mt.redistribute(tensor, {("y", "x"): 0})
+    except mt.MeshTensorError as error:
+        return str(error)
 
 
 def _sub_axes():

@@ -41,3 +41,9 @@ def test_other_sizes():
 
 def test_parts_of_an_axis():
     run(partial(bodies.sub_axes, size=4), 4)
+
+
+def test_order_of_axes_and_manual_computations():
+    for refusal in run(partial(bodies.order_and_manual, sizes=(2, 2)), 4):
+        assert "a DTensor has no placements for 'S[0:1], S[0]'" in refusal
+        assert "in the mesh's order" in refusal

@@ -1,0 +1,163 @@
+"""What searches over layouts found: strategies, the best first, of a module or of a kernel."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tvm import ir, tirx
+
+from mesh_tensor.annotations.annotate import annotate
+from mesh_tensor.annotations.annotate_module import annotate_module
+from mesh_tensor.annotations.names import with_flat_parameters
+from mesh_tensor.base.decisions import columns
+from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.machine_presets import machine_code
+from mesh_tensor.importers import ImportedModule
+from mesh_tensor.plan.reshards import cost_of
+from mesh_tensor.program.plan_module import PlanOptions, read_module
+from mesh_tensor.searching.evaluate import Strategy
+from mesh_tensor.searching.exact import exact_price
+from mesh_tensor.searching.named_dims import NamedDim
+from mesh_tensor.simulation import Simulation
+
+from .compile import MeshKernel, compile
+from .mesh_module import MeshModule
+from .module import distribute_module
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a search found: `strategies`, the best first, over the module's named `dims`; `planned` were looked at."""
+
+    module: ir.IRModule | ImportedModule = field(repr=False)
+    function: str
+    machine: Machine
+    dims: tuple[NamedDim, ...]
+    strategies: tuple[Strategy, ...] = field(repr=False)
+    planned: int
+    _asked: Mapping[str, str] = field(repr=False, default_factory=dict)
+
+    @property
+    def best(self) -> Strategy:
+        """The first one."""
+        return self.strategies[0]
+
+    def distribute(self, strategy: Strategy | None = None, **options: Any) -> MeshModule:
+        """The module on a mesh, laid out as the best strategy says, or this one; the options of `distribute_module`."""
+        chosen = strategy or self.best
+        mod = self.module
+        if isinstance(mod, ImportedModule):
+            options = {"weights": mod.params, **options}
+            mod = mod.mod
+        options = {"function": self.function, "machine": self.machine, **options}
+        return distribute_module(annotated(mod, chosen, self.function), chosen.mesh, **options)
+
+    def simulation(self, strategy: Strategy | None = None) -> Simulation:
+        """The best strategy, or this one, simulated in full."""
+        return Simulation(self.distribute(strategy).program, self.machine)
+
+    def over_exact(self, strategy: Strategy | None = None, seconds: float = 60.0) -> float:
+        """What the best strategy, or this one, takes by the planner's prices, over the least that any plan takes on its
+        mesh, as an integer program finds it (with the extra `exact`): 1 is best. For a block of a model, no more.
+
+        Raises:
+            MeshTensorError: there is no solver, or it found nothing in time.
+        """
+        chosen = strategy or self.best
+        mod = with_flat_parameters(
+            self.module.mod if isinstance(self.module, ImportedModule) else self.module, self.function
+        )
+        graph, atoms = read_module(mod, self.function, chosen.mesh, {}, PlanOptions(machine=self.machine))
+        plan = self.distribute(chosen).plan
+        return cost_of(plan.explicit) / max(1, exact_price(graph, atoms, seconds).price)
+
+    def code(self, strategy: Strategy | None = None) -> str:
+        """The strategy as Python that annotates the module; its last line is how to run that."""
+        chosen = strategy or self.best
+        lines = [f"    {name!r}: {layout}," for name, layout in chosen.shardings.items()]
+        opened = f"open={list(chosen.shardings)!r}, function={self.function!r}"
+        run = f"# run = mt.distribute_module(mod, machine={machine_code(self.machine)}, weights=...)"
+        return "\n".join(
+            [f"mod = mt.annotate_module(mod, {dict(chosen.mesh.shape)}, {{", *lines, f"}}, {opened})", run]
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write what was found, so that `mt.search(..., known=path)` goes on from it."""
+        rows = [{**asdict(each), "mesh": dict(each.mesh.shape)} for each in self.strategies]
+        Path(path).write_text(json.dumps({**self._asked, "strategies": rows}), encoding="utf-8")
+
+    def pareto(self) -> list[Strategy]:
+        """The strategies than which no other one takes less time and less memory, the fastest first."""
+        front: list[Strategy] = []
+        for strategy in sorted(self.strategies, key=lambda s: (s.time, s.memory)):
+            if not front or strategy.memory < front[-1].memory:
+                front.append(strategy)
+        return front
+
+    def __str__(self) -> str:
+        return strategies_table(self.strategies, self.machine)
+
+
+@dataclass(frozen=True, eq=False)
+class FoundKernel:
+    """What a search over a kernel's buffers found: `strategies`, the best first; buffers that they don't name lie whole
+    on every device. `dims` are what was split, `planned` were looked at."""
+
+    kernel: tirx.PrimFunc = field(repr=False)
+    machine: Machine
+    dims: tuple[NamedDim, ...]
+    strategies: tuple[Strategy, ...] = field(repr=False)
+    planned: int
+
+    @property
+    def best(self) -> Strategy:
+        """The first one."""
+        return self.strategies[0]
+
+    def annotated(self, strategy: Strategy | None = None) -> tirx.PrimFunc:
+        """The kernel with the layouts of the best strategy, or of this one."""
+        chosen = strategy or self.best
+        whole = {buffer.name: dict[str, int]() for buffer in self.kernel.buffer_map.values()}
+        return annotate(self.kernel, chosen.mesh, whole | chosen.shardings)
+
+    def compile(self, strategy: Strategy | None = None, **options: Any) -> MeshKernel:
+        """The same, compiled; the options of `mt.compile`."""
+        return compile(self.annotated(strategy), **{"machine": self.machine, **options})
+
+    def simulation(self, strategy: Strategy | None = None) -> Simulation:
+        """The best strategy, or this one, simulated."""
+        return Simulation(self.compile(strategy).program, self.machine)
+
+    def code(self, strategy: Strategy | None = None) -> str:
+        """The strategy as Python that annotates the kernel; its last line is how to run that."""
+        chosen = strategy or self.best
+        names = [buffer.name for buffer in self.kernel.buffer_map.values()]
+        lines = [f"    {name!r}: {chosen.shardings.get(name, {})}," for name in names]
+        run = f"# run = mt.compile(kernel, machine={machine_code(self.machine)})"
+        return "\n".join([f"kernel = mt.annotate(kernel, {dict(chosen.mesh.shape)}, {{", *lines, "})", run])
+
+    def __str__(self) -> str:
+        return strategies_table(self.strategies, self.machine)
+
+
+def strategies_table(strategies: tuple[Strategy, ...], machine: Machine) -> str:
+    """The ten best."""
+    rows: list[tuple[object, ...]] = [("mesh", "time, ms", "memory, MiB", "received, MiB", "layouts")]
+    for strategy in strategies[:10]:
+        layouts = strategy.shardings
+        words = ", ".join(f"{name} {layout}" for name, layout in list(layouts.items())[:4])
+        more = f" and {len(layouts) - 4} more" if len(layouts) > 4 else ""
+        sizes = f"{strategy.memory / 2**20:.2f}", f"{strategy.received / 2**20:.2f}"
+        rows.append((dict(strategy.mesh.shape), f"{strategy.time * 1e3:.4g}", *sizes, words + more))
+    return "\n".join([f"{len(strategies)} strategies on {machine.name}", *columns(rows)])
+
+
+def annotated(mod: ir.IRModule, strategy: Strategy, function: str) -> ir.IRModule:
+    mod = with_flat_parameters(mod, function)
+    if not strategy.shardings:
+        return mod
+    return annotate_module(mod, strategy.mesh, strategy.shardings, function, open=list(strategy.shardings))

@@ -1,0 +1,51 @@
+"""Overwriting what callers bring: not before it is known that nothing can fail, and that the results are finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from mesh_tensor.program.in_place import Overwritten
+
+from .elementwise import not_finite, within
+
+# Per value of a program: its valid parts on the devices of this process. Per storage: all tiles of this process.
+Parts = Callable[[str], Iterable[torch.Tensor]]
+
+
+@dataclass
+class Leave:
+    """Leave to overwrite tensors that a caller brings: whether it is `given`, and whether it was `used`, so that they
+    are no longer what they were, whatever happens then."""
+
+    given: bool = False
+    used: bool = False
+
+
+def may_overwrite(overwritten: Overwritten, others: Iterable[str], parts: Parts, tiles: Parts) -> bool:
+    """Whether all that is made in place will be finite, as the values `others` are, and nobody else has that memory."""
+    by_norm: dict[float, list[torch.Tensor]] = {}
+    for name, norm in overwritten.norms.items():
+        by_norm.setdefault(norm, []).extend(parts(name))
+    if not overwritten.storages or not all(within(tensors, norm) for norm, tensors in by_norm.items()):
+        return False
+    if not_finite({name: parts(name) for name in others}):
+        return False
+    written = [_memory(tile) for storage in overwritten.storages for tile in tiles(storage)]
+    kept = {_memory(tile) for storage in overwritten.kept for tile in tiles(storage)}
+    return len(set(written)) == len(written) and kept.isdisjoint(written)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.numel() else id(tensor)
+
+
+def copied(storages: Iterable[str], held: Mapping[str, object]) -> dict[str, object]:
+    """Copies of what is held, of one tile or of a list of tiles."""
+    return {s: _copy(held[s]) for s in storages}
+
+
+def _copy(local: object) -> object:
+    return [tile.clone() for tile in local] if isinstance(local, list) else local.clone()  # type: ignore[attr-defined]
