@@ -186,3 +186,81 @@ def test_what_is_bound_is_not_read_again_where_it_is_written():
         for layouts in ({"E": {"x": 0}}, {"E": {"x": 0}, "Y": {"x": 0}}, {"Id": {"x": 0}, "Y": {"x": 0}}):
             made = mt.compile(mt.annotate(kernel, mesh, layouts), target="interpret", poison=True)
             torch.testing.assert_close(made(values.clone(), ids, torch.zeros(5)), (after, seen))
+
+
+def test_rows_of_two_tables_may_be_on_different_devices():
+    @T.prim_func
+    def kernel(
+        L: T.Tensor((6, 12)),
+        M: T.Tensor((6, 12)),
+        First: T.Tensor((6,), "int32"),
+        Second: T.Tensor((6,), "int32"),
+        Y: T.Tensor((6,)),
+        D: T.Tensor((6, 12)),
+    ):
+        with T.Kernel(6, threads=32) as b:
+            for j in T.Parallel(12):
+                D[b, j] = L[b, j] + M[b, j]
+            Y[b] = L[b, First[b]] * M[b, Second[b]]
+
+    tables, (first, second) = torch.randn(2, 6, 12), torch.randint(0, 12, (2, 6), dtype=torch.int32)
+    taken = [table[torch.arange(6), at.long()] for table, at in zip(tables, (first, second), strict=True)]
+    check(kernel, [*tables, first, second], (taken[0] * taken[1], tables.sum(0)), [{"x": 2}, {"x": 3}])
+
+
+def written_at_another_place():
+    @T.prim_func
+    def kernel(L: T.Tensor((6, 12)), P: T.Tensor((6,), "int32"), Q: T.Tensor((6,), "int32"), D: T.Tensor((6, 12))):
+        with T.Kernel(6, threads=32) as b:
+            for j in T.Parallel(12):
+                D[b, j] = L[b, j]
+            D[b, Q[b]] = L[b, P[b]]
+
+    return kernel, lambda x, p, q: x.scatter(1, q, x.gather(1, p))
+
+
+def written_later():
+    @T.prim_func
+    def kernel(L: T.Tensor((6, 12)), P: T.Tensor((6,), "int32"), Q: T.Tensor((6,), "int32"), D: T.Tensor((6, 12))):
+        with T.Kernel(6, threads=32) as b:
+            taken = T.alloc_var("float32")
+            for j in T.Parallel(12):
+                D[b, j] = L[b, j]
+            taken = L[b, P[b]]
+            D[b, Q[b]] = taken
+
+    return kernel, lambda x, p, q: x.scatter(1, q, x.gather(1, p))
+
+
+def written_at_the_same_place():
+    @T.prim_func
+    def kernel(L: T.Tensor((6, 12)), P: T.Tensor((6,), "int32"), Q: T.Tensor((6,), "int32"), D: T.Tensor((6, 12))):
+        with T.Kernel(6, threads=32) as b:
+            for j in T.Parallel(12):
+                D[b, j] = L[b, j]
+            D[b, P[b]] += L[b, P[b]] * 3.0
+
+    return kernel, lambda x, p, q: x.scatter_add(1, p, 3 * x.gather(1, p))
+
+
+def the_sum_written():
+    @T.prim_func
+    def kernel(L: T.Tensor((6, 12)), P: T.Tensor((6,), "int32"), Q: T.Tensor((6,), "int32"), D: T.Tensor((6, 12))):
+        with T.Kernel(6, threads=32) as b:
+            total = T.alloc_var("float32")
+            total = 0.0
+            for j in T.serial(12):
+                total += L[b, j]
+            for j in T.Parallel(12):
+                D[b, j] = L[b, j]
+            T.atomic_add(D[b, Q[b]], total)
+
+    return kernel, lambda x, p, q: x.scatter_add(1, q, x.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("case", [written_at_another_place, written_later, written_at_the_same_place, the_sum_written])
+def test_what_is_written_where_data_say_is_whole_there(case):
+    """One device has the place: it needs all of the value, not its own part."""
+    func, reference = case()
+    table, (p, q) = torch.randn(6, 12), torch.randint(0, 12, (2, 6), dtype=torch.int32)
+    check(func, [table, p, q], reference(table, p.long()[:, None], q.long()[:, None]), [{"x": 2}, {"x": 3}])
