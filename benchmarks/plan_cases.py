@@ -12,6 +12,7 @@ from tvm import tirx
 from kernels.catalogue.case import KernelFactory
 from kernels.combined import delta_rule, largest_of_rows, one_pass_variance
 from kernels.convolution import convolution_2d
+from kernels.cross_entropy import labelled_cross_entropy
 from kernels.elementwise import activation_chain, add_bias, vector_add
 from kernels.embedding import embedding
 from kernels.flash_attention import flash_attention
@@ -22,7 +23,7 @@ from kernels.linear_attention import linear_attention
 from kernels.matmul import batched_matmul, matmul, split_k_matmul
 from kernels.matmul_bias_gelu import matmul_bias_gelu
 from kernels.mlp import mlp_up
-from kernels.neighbourhoods import filter_2d, sliding_attention
+from kernels.neighbourhoods import escape_times, filter_2d, periodic_neighbours, sliding_attention, upsample
 from kernels.paged import paged_attention, staged_histogram
 from kernels.quantized import block_scaled_matmul, dequantize, packed_matmul, promoted_matmul
 from kernels.reduce import reduce_columns, reduce_rows
@@ -299,6 +300,21 @@ def _neighbourhoods() -> Iterator[PlanCase]:
     margin = "2 rows of the next tile, and one as tiles of 2050 rows are longer than those of 2048"
     image = {"height": _BIG + 2, "width": _BIG + 2}
     yield _case("neighbours", filter_2d, image, rows=("A0 out0", margin, 0, 3 * (_BIG + 2) * 4))
+    plane = {"height": _BIG, "width": _BIG}
+    around = "the rows, or columns, at both ends of the tile"
+    yield _case(
+        "neighbours",
+        periodic_neighbours,
+        plane,
+        rows=("A0 out0", around, 0, 2 * _BIG * 4),
+        columns=("A1 out1", around, 0, 2 * _BIG * 4),
+    )
+    yield _case("neighbours", upsample, plane, rows="A0 out0", columns="A1 out1")
+    yield _case("neighbours", escape_times, plane, rows="C0 out0", columns="C1 out1")
+    numbers = "of every row a maximum, a sum and the label's score are reduced"
+    classes = ("logits1 d_logits1", numbers, 3 * 4096)
+    rows = "logits0 labels0 loss0 d_logits0"
+    yield _case("neighbours", labelled_cross_entropy, {"rows": 4096, "classes": 65536}, rows=rows, classes=classes)
     sliding = {"seq": 16384, "dim": 64, "window": 512}
     rows = ("Q0 K0 V0 Out0", "the keys and values just before the tile's", 0, 2 * 512 * 64 * 4)
     yield _case("neighbours", sliding_attention, sliding, rows=rows)

@@ -1,5 +1,5 @@
-"""Kernels of which every position reads a window of its neighbourhood: a convolution of one channel, and attention to
-the positions just before."""
+"""Kernels of which every position reads a window of its neighbourhood: a convolution of one channel, sums on a plane
+that goes around, larger pictures, and attention to the positions just before; one of which each has its own loop."""
 
 import tilelang.language as T
 import torch
@@ -82,3 +82,79 @@ def sliding_attention_reference(q, k, v, window):
     behind = torch.arange(len(q))[:, None] - torch.arange(len(q))[None]
     scores = (q.double() @ k.double().T).masked_fill((behind < 0) | (behind >= window), -torch.inf)
     return (scores.softmax(-1) @ v.double()).float()
+
+
+def periodic_neighbours(height, width):
+    """The sum of the eight neighbours of every place, on a plane that goes around in both dims."""
+
+    @T.prim_func
+    def periodic_neighbours_kernel(A: T.Tensor((height, width), "float32"), out: T.Tensor((height, width), "float32")):
+        with T.Kernel(height, threads=128) as y:
+            for x in T.Parallel(width):
+                total = T.alloc_var("float32")
+                total = -A[y, x]
+                for r in T.serial(3):
+                    for c in T.serial(3):
+                        total += A[(y + r + height - 1) % height, (x + c - 1) % width]
+                out[y, x] = total
+
+    return periodic_neighbours_kernel
+
+
+def periodic_neighbours_reference(a):
+    """What moves by one in each direction, added up."""
+    moves = [(r, c) for r in (-1, 0, 1) for c in (-1, 0, 1) if (r, c) != (0, 0)]
+    return torch.stack([a.roll(move, (0, 1)) for move in moves]).sum(0)
+
+
+def upsample(height, width, factor=2):
+    """Every element `factor` times in both dims, as `F.interpolate` does by default."""
+
+    @T.prim_func
+    def upsample_kernel(
+        A: T.Tensor((height, width), "float32"), out: T.Tensor((height * factor, width * factor), "float32")
+    ):
+        with T.Kernel(height * factor, threads=128) as y:
+            for x in T.Parallel(width * factor):
+                out[y, x] = A[y // factor, x // factor]
+
+    return upsample_kernel
+
+
+def upsample_reference(a, factor=2):
+    """torch's, of one picture."""
+    return F.interpolate(a[None, None], scale_factor=factor)[0, 0]
+
+
+def escape_times(height, width, most=20):
+    """How often z * z + c stays within a circle of radius 2, for the complex number c of every place."""
+
+    @T.prim_func
+    def escape_times_kernel(C: T.Tensor((height, width, 2), "float32"), out: T.Tensor((height, width), "int32")):
+        with T.Kernel(height, threads=128) as row:
+            for j in T.Parallel(width):
+                x, y, old = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
+                count = T.alloc_var("int32")
+                x = 0.0
+                y = 0.0
+                count = 0
+                while T.And(count < most, x * x + y * y < 4.0):
+                    old = x
+                    x = x * x - y * y + C[row, j, 0]
+                    y = 2.0 * old * y + C[row, j, 1]
+                    count = count + 1
+                out[row, j] = count
+
+    return escape_times_kernel
+
+
+def escape_times_reference(c, most=20):
+    """The same of all places at once."""
+    x, y = torch.zeros_like(c[..., 0]), torch.zeros_like(c[..., 0])
+    count = torch.zeros(c.shape[:2], dtype=torch.int32)
+    for _ in range(most):
+        inside = x * x + y * y < 4
+        following = x * x - y * y + c[..., 0], 2 * x * y + c[..., 1]
+        x, y = torch.where(inside, following[0], x), torch.where(inside, following[1], y)
+        count += inside
+    return count

@@ -2,9 +2,23 @@
 
 from functools import partial
 
-from kernels.neighbourhoods import filter_2d, filter_2d_reference, sliding_attention, sliding_attention_reference
+from kernels.cross_entropy import labelled_cross_entropy, labelled_cross_entropy_reference
+from kernels.neighbourhoods import (
+    escape_times,
+    escape_times_reference,
+    filter_2d,
+    filter_2d_reference,
+    periodic_neighbours,
+    periodic_neighbours_reference,
+    sliding_attention,
+    sliding_attention_reference,
+    upsample,
+    upsample_reference,
+)
 
-from .case import KernelCase, normal, tensors
+from .case import EXACT, KernelCase, integers, normal, tensors, uniform
+
+_PLANES = ({"height": 8, "width": 12}, {"height": 7, "width": 5}, {"height": 3, "width": 4})
 
 NEIGHBOURHOOD_CASES = (
     KernelCase(
@@ -22,5 +36,31 @@ NEIGHBOURHOOD_CASES = (
         ({"seq": 48}, {"seq": 28}, {"seq": 5}),
         tensors(normal("seq 8"), normal("seq 8"), normal("seq 8")),
         ("Out",),
+    ),
+    KernelCase(
+        "periodic_neighbours",
+        periodic_neighbours,
+        periodic_neighbours_reference,
+        _PLANES,
+        tensors(normal("height width")),
+        ("out",),
+    ),
+    KernelCase("upsample", upsample, upsample_reference, _PLANES, tensors(normal("height width")), ("out",), EXACT),
+    KernelCase(
+        "escape_times",
+        escape_times,
+        escape_times_reference,
+        _PLANES,
+        tensors(uniform("height width 2", -2.0, 1.0)),
+        ("out",),
+        EXACT,
+    ),
+    KernelCase(
+        "labelled_cross_entropy",
+        labelled_cross_entropy,
+        labelled_cross_entropy_reference,
+        ({"rows": 16, "classes": 12}, {"rows": 8, "classes": 13}, {"rows": 4, "classes": 3}),
+        tensors(normal("rows classes"), integers("rows", -1, "classes")),
+        ("loss", "d_logits"),
     ),
 )

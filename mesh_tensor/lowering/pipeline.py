@@ -28,7 +28,7 @@ from mesh_tensor.plan.prices import prices_on
 from mesh_tensor.plan.tir_rule import Sizes
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.normalize import normalize
-from mesh_tensor.rules.kernel.statements import buffer_params
+from mesh_tensor.rules.kernel.statements import buffer_params, without_binds
 from mesh_tensor.tir.grids import grids_of
 from mesh_tensor.tir.nodes import function_name, loads
 
@@ -176,7 +176,7 @@ def _ruled(record: Ruled) -> Iterator[str]:
                 ):
                     continue
                 elsewhere = analysis.factor_of(name, at) in analysis.coordinates.of_statement(statement)
-                if elsewhere or not loads(access.indices[at]):
+                if elsewhere or not loads(without_binds(access.indices[at], analysis.kernel)):
                     yield f"{name} dim {at} can be split, but index {access.indices[at]} walks no factor"
 
 

@@ -226,7 +226,8 @@ class _Frame:
         return self._refuse(name, f"{type(expr).__name__} can't be run", "closures and the like are not supported")
 
     def bind(self, bindings: Sequence[relax.Binding]) -> None:
-        """Run bindings; what they make is kept."""
+        """Run bindings; what they make is kept, and what there was."""
+        self._ends_here = set()
         for binding in bindings:
             value = self.run(binding.value, binding.var.name_hint)
             if isinstance(binding, relax.MatchCast):

@@ -28,6 +28,7 @@ class _Walk:
         self.unchecked = unchecked
         self.analyzer = arith.Analyzer()
         self.problems: list[str] = []
+        self.data: set[tirx.Var] = set()  # bound to what is loaded
 
     def stmt(self, stmt: tirx.Stmt) -> None:
         if isinstance(stmt, tirx.SeqStmt):
@@ -55,6 +56,8 @@ class _Walk:
             self.exprs(stmt.value, *stmt.indices)
         elif isinstance(stmt, (tirx.Evaluate, tirx.Bind)):
             self.exprs(stmt.value)
+            if isinstance(stmt, tirx.Bind) and self.is_data(stmt.value):
+                self.data.add(stmt.var)
         elif isinstance(stmt, (tirx.AttrStmt, tirx.While)):
             self.exprs(stmt.value if isinstance(stmt, tirx.AttrStmt) else stmt.condition)
             self.stmt(stmt.body)
@@ -79,6 +82,10 @@ class _Walk:
                 self.access(expr.buffer, expr.indices)
             self.exprs(*_operands(expr))
 
+    def is_data(self, expr: tirx.PrimExpr) -> bool:
+        """Whether an expression is made of what is loaded."""
+        return bool(loads(expr)) or not self.data.isdisjoint(tirx.analysis.undefined_vars(expr))
+
     def proves(self, condition: tirx.PrimExpr) -> bool:
         return any(self.analyzer.can_prove(condition, strength) for strength in _STRENGTHS)
 
@@ -86,7 +93,7 @@ class _Walk:
         if buffer not in self.params:
             return
         for dim, (index, size) in enumerate(zip(indices, buffer.shape, strict=True)):
-            if (buffer.name, dim) in self.unchecked or loads(index):
+            if (buffer.name, dim) in self.unchecked or self.is_data(index):
                 continue
             if not (self.proves(index >= 0) and self.proves(index < size)):
                 self.problems.append(f"{buffer.name} dim {dim} is accessed at {index}, which may lie outside 0..{size}")

@@ -3,9 +3,9 @@
 import pytest
 import tilelang.language as T
 import torch
-import torch.nn.functional as F
 
 import mesh_tensor as mt
+from kernels.cross_entropy import labelled_cross_entropy, labelled_cross_entropy_reference
 from tests.other_machines import machine
 
 from .every_layout import check
@@ -21,54 +21,17 @@ def _no_start():
         yield
 
 
-def cross_entropy(rows=8, classes=12):
-    """The loss of each row with a label, by the label's own score, and its gradient."""
-
-    @T.prim_func
-    def kernel(
-        L: T.Tensor((rows, classes), "float32"),
-        Label: T.Tensor((rows,), "int32"),
-        Loss: T.Tensor((rows,), "float32"),
-        D: T.Tensor((rows, classes), "float32"),
-    ):
-        with T.Kernel(rows // 4, threads=32) as b:
-            scores = T.alloc_fragment((4, classes), "float32")
-            largest, total = T.alloc_fragment((4,), "float32"), T.alloc_fragment((4,), "float32")
-            T.copy(L[b * 4, 0], scores)
-            T.reduce_max(scores, largest, dim=1)
-            for i, j in T.Parallel(4, classes):
-                scores[i, j] = T.exp(scores[i, j] - largest[i])
-            T.reduce_sum(scores, total, dim=1)
-            for i in T.Parallel(4):
-                Loss[b * 4 + i] = T.if_then_else(
-                    Label[b * 4 + i] >= 0,
-                    T.log(total[i]) + largest[i] - L[b * 4 + i, T.max(Label[b * 4 + i], 0)],
-                    0.0,
-                )
-            for i, j in T.Parallel(4, classes):
-                D[b * 4 + i, j] = T.if_then_else(
-                    Label[b * 4 + i] >= 0, T.exp(L[b * 4 + i, j] - largest[i]) / total[i], 0.0
-                )
-            for i in T.Parallel(4):
-                if Label[b * 4 + i] >= 0:
-                    D[b * 4 + i, Label[b * 4 + i]] = D[b * 4 + i, Label[b * 4 + i]] - 1.0
-
-    return kernel
-
-
 def test_classes_that_are_split_take_three_numbers_a_row():
-    made = lowered(cross_entropy(), {"x": 2}, {"L": {"x": 1}, "D": {"x": 1}}, strict=True)
+    made = lowered(labelled_cross_entropy(8, 12), {"x": 2}, {"logits": {"x": 1}, "d_logits": {"x": 1}}, strict=True)
     reduced = [step for step in outline(made) if step.startswith("all_reduce")]
     assert len(reduced) == 3
     assert not [step for step in outline(made) if step.startswith("all_gather")]
 
 
 def test_cross_entropy_in_every_layout():
-    scores = torch.randn(8, 12, requires_grad=True)
-    labels = torch.tensor([3, -1, 0, 11, 5, -1, 7, 7], dtype=torch.int32)
-    loss = F.cross_entropy(scores, labels.long(), ignore_index=-1, reduction="none")
-    loss.sum().backward()
-    check(cross_entropy(), [scores.detach(), labels], (loss.detach(), scores.grad), MESHES)
+    scores, labels = torch.randn(8, 12), torch.tensor([3, -1, 0, 11, 5, -1, 7, 7], dtype=torch.int32)
+    expected = labelled_cross_entropy_reference(scores, labels)
+    check(labelled_cross_entropy(8, 12), [scores, labels], expected, MESHES)
 
 
 def test_a_table_that_is_looked_up_and_measured():
@@ -178,3 +141,126 @@ def test_a_maximum_with_what_was_looked_up():
     expected = largest, torch.maximum(largest, 2 * scores[torch.arange(8), labels.long()])
     check(kernel, [scores, labels], expected, MESHES)
     assert mt.sharding_rule(kernel).factors["m"] == "parallel"
+
+
+def test_what_variables_are_bound_to_is_looked_up_where_it_is_used():
+    """`s = L[b, label]` before the statements that use it; rows that an id names, which is bound, too."""
+
+    @T.prim_func
+    def kernel(L: T.Tensor((8, 12)), Label: T.Tensor((8,), "int32"), M: T.Tensor((8,)), Y: T.Tensor((8,))):
+        with T.Kernel(8, threads=32) as b:
+            label = Label[b]
+            largest = T.alloc_var("float32")
+            largest = -1e30
+            for j in T.serial(12):
+                largest = T.max(largest, L[b, j])
+            M[b] = largest
+            s = L[b, label]
+            if label > 3:
+                Y[b] = s - largest
+            else:
+                Y[b] = s * s
+
+    scores, labels = torch.randn(8, 12), torch.randint(0, 12, (8,), dtype=torch.int32)
+    largest, own = scores.amax(1), scores[torch.arange(8), labels.long()]
+    check(kernel, [scores, labels], (largest, torch.where(labels > 3, own - largest, own * own)), MESHES)
+    assert str(mt.sharding_rule(kernel)) == "L[m, k], Label[m] -> M[m], Y[m]; m parallel; k max, sum"
+
+
+def test_what_is_bound_is_not_read_again_where_it_is_written():
+    @T.prim_func
+    def kernel(E: T.Tensor((12,)), Id: T.Tensor((5,), "int32"), Y: T.Tensor((5,))):
+        with T.Kernel(1, threads=32):
+            for i in T.serial(5):
+                at = Id[i]
+                before = E[at]
+                E[at] = before + 1.0
+                Y[i] = before
+
+    values, ids = torch.randn(12), torch.tensor([3, 3, 1, 3, 0], dtype=torch.int32)
+    after, seen = values.clone(), torch.zeros(5)
+    for i, at in enumerate(ids.tolist()):
+        seen[i] = after[at]
+        after[at] += 1
+    for mesh in MESHES:
+        for layouts in ({"E": {"x": 0}}, {"E": {"x": 0}, "Y": {"x": 0}}, {"Id": {"x": 0}, "Y": {"x": 0}}):
+            made = mt.compile(mt.annotate(kernel, mesh, layouts), target="interpret", poison=True)
+            torch.testing.assert_close(made(values.clone(), ids, torch.zeros(5)), (after, seen))
+
+
+def test_rows_of_two_tables_may_be_on_different_devices():
+    @T.prim_func
+    def kernel(
+        L: T.Tensor((6, 12)),
+        M: T.Tensor((6, 12)),
+        First: T.Tensor((6,), "int32"),
+        Second: T.Tensor((6,), "int32"),
+        Y: T.Tensor((6,)),
+        D: T.Tensor((6, 12)),
+    ):
+        with T.Kernel(6, threads=32) as b:
+            for j in T.Parallel(12):
+                D[b, j] = L[b, j] + M[b, j]
+            Y[b] = L[b, First[b]] * M[b, Second[b]]
+
+    tables, (first, second) = torch.randn(2, 6, 12), torch.randint(0, 12, (2, 6), dtype=torch.int32)
+    taken = [table[torch.arange(6), at.long()] for table, at in zip(tables, (first, second), strict=True)]
+    check(kernel, [*tables, first, second], (taken[0] * taken[1], tables.sum(0)), [{"x": 2}, {"x": 3}])
+
+
+def written_at_another_place():
+    @T.prim_func
+    def kernel(L: T.Tensor((6, 12)), P: T.Tensor((6,), "int32"), Q: T.Tensor((6,), "int32"), D: T.Tensor((6, 12))):
+        with T.Kernel(6, threads=32) as b:
+            for j in T.Parallel(12):
+                D[b, j] = L[b, j]
+            D[b, Q[b]] = L[b, P[b]]
+
+    return kernel, lambda x, p, q: x.scatter(1, q, x.gather(1, p))
+
+
+def written_later():
+    @T.prim_func
+    def kernel(L: T.Tensor((6, 12)), P: T.Tensor((6,), "int32"), Q: T.Tensor((6,), "int32"), D: T.Tensor((6, 12))):
+        with T.Kernel(6, threads=32) as b:
+            taken = T.alloc_var("float32")
+            for j in T.Parallel(12):
+                D[b, j] = L[b, j]
+            taken = L[b, P[b]]
+            D[b, Q[b]] = taken
+
+    return kernel, lambda x, p, q: x.scatter(1, q, x.gather(1, p))
+
+
+def written_at_the_same_place():
+    @T.prim_func
+    def kernel(L: T.Tensor((6, 12)), P: T.Tensor((6,), "int32"), Q: T.Tensor((6,), "int32"), D: T.Tensor((6, 12))):
+        with T.Kernel(6, threads=32) as b:
+            for j in T.Parallel(12):
+                D[b, j] = L[b, j]
+            D[b, P[b]] += L[b, P[b]] * 3.0
+
+    return kernel, lambda x, p, q: x.scatter_add(1, p, 3 * x.gather(1, p))
+
+
+def the_sum_written():
+    @T.prim_func
+    def kernel(L: T.Tensor((6, 12)), P: T.Tensor((6,), "int32"), Q: T.Tensor((6,), "int32"), D: T.Tensor((6, 12))):
+        with T.Kernel(6, threads=32) as b:
+            total = T.alloc_var("float32")
+            total = 0.0
+            for j in T.serial(12):
+                total += L[b, j]
+            for j in T.Parallel(12):
+                D[b, j] = L[b, j]
+            T.atomic_add(D[b, Q[b]], total)
+
+    return kernel, lambda x, p, q: x.scatter_add(1, q, x.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("case", [written_at_another_place, written_later, written_at_the_same_place, the_sum_written])
+def test_what_is_written_where_data_say_is_whole_there(case):
+    """One device has the place: it needs all of the value, not its own part."""
+    func, reference = case()
+    table, (p, q) = torch.randn(6, 12), torch.randint(0, 12, (2, 6), dtype=torch.int32)
+    check(func, [table, p, q], reference(table, p.long()[:, None], q.long()[:, None]), [{"x": 2}, {"x": 3}])

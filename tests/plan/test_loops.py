@@ -179,6 +179,22 @@ def test_deep_recursion_runs_in_one_frame():
     assert made[2].shape == (2500, 6, 4)
 
 
+def test_branches_in_a_step():
+    """A branch is the last to use what is carried, but for the next step."""
+    lines = ["c = R.less(n, R.const(5, 'int64'))", "if c:", "    up = R.greater(R.sum(x), R.const(0.0, 'float32'))"]
+    lines += ["    if up:", "        y = R.subtract(R.tanh(x), R.const(0.5, 'float32'))", "        z = R.add(y, x)"]
+    lines += ["    else:", "        y = R.add(x, R.astype(n, 'float32'))", "        z = R.add(y, x)"]
+    lines += ["    r = cls.f(R.multiply(z, x), R.add(n, R.const(1, 'int64')))", "else:", "    r = x", "return r"]
+    mod, x = recursive(*lines), torch.rand(4, 4) * 0.2
+    expected = x
+    for n in range(5):
+        bent = expected.tanh() - 0.5 if expected.sum() > 0 else expected + n
+        expected = (bent + expected) * expected
+    torch.testing.assert_close(mt.run_sequential(mod, [x, torch.tensor(0)]), expected)
+    run = mt.distribute_module(mod, {"x": 2}, {"x": {"x": 0}}, poison=True)
+    torch.testing.assert_close(run(x, torch.tensor(0)), expected)
+
+
 def recursive(*lines, more=""):
     """A module whose function `f(x, n)` has this body."""
     text = "\n".join(

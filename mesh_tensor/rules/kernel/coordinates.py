@@ -65,6 +65,11 @@ class Coordinates:
         """Whether one of the access's indices walks the factor."""
         return any(place is not None and place[0] is factor for place in self._accesses[access])
 
+    def lies_in(self, access: Access, factor: Factor) -> bool:
+        """Whether what is accessed lies on one device where the factor is split: an index walks it, or data say one."""
+        dims = [(access.buffer.name, dim) for dim in range(len(access.indices))]
+        return self.walks(access, factor) or (self.ranges.of(access).is_param and not set(dims).isdisjoint(factor.dims))
+
     def around(self, statement: Statement, factor: Factor) -> Linear | None:
         """The coordinate in the factor that the loops around a statement make, if they are a nest over it."""
         inner = self._loop_forms[factor]

@@ -33,7 +33,8 @@ def is_bound_to_loads(kernel: Kernel, statement: Statement, access: Access, dim:
 def beside_walks(kernel: Kernel, statement: Statement, access: Access, dim: int) -> bool:
     """Whether a dim that loops walk elsewhere is indexed by data here, in a statement that each device can run for what
     its tile has: what is looked up goes into one place; of what is written, nothing is read here."""
-    if not is_loaded(kernel, statement, access, dim) or access.buffer.dtype == "bool":
+    place = kernel, statement, access, dim
+    if access.buffer.dtype == "bool" or not (is_loaded(*place) or is_bound_to_loads(*place)):
         return False
     uses = known_uses(kernel, access.buffer)
     if not any(form.terms for _, other in uses if (form := other.forms[dim]) is not None):

@@ -10,14 +10,15 @@ depends on go.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set
 
 from tvm import arith, ir, tirx
 
 from mesh_tensor.tir.early_exits import without_early_exits
-from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name
+from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name, pointers, written
 from mesh_tensor.tir.fused_loops import unfuse
 from mesh_tensor.tir.intervals import with_intervals
-from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.nodes import loads, nodes
 from mesh_tensor.tir.reducers import parts_of, without_reducers
 from mesh_tensor.tir.rewrite import call_like, loop_like, sequence, with_indices
 from mesh_tensor.tir.short_loops import lengthen
@@ -58,10 +59,15 @@ def _with_plain_extents(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def _inline_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Inline `x = by * 64 + i` bindings that load nothing."""
+    """Inline `x = by * 64 + i` bindings that load nothing, and `x = scores[i, label[i]]` that look up what nothing
+    writes."""
     bound: dict[tirx.Var, tirx.PrimExpr] = {}
-    for bind in nodes(func.body, tirx.Bind):
-        if _is_index(bind.value):
+    binds = nodes(func.body, tirx.Bind)
+    loaded = {bind.var for bind in binds if nodes(bind.value, tirx.BufferLoad)}
+    changed, pointed = {*written(func.body)}, pointers(func.body)
+    kept = {b for b in func.buffer_map.values() if b not in changed and b.data not in pointed}
+    for bind in binds:
+        if _is_index(bind.value) or _is_lookup(bind.value, kept, loaded):
             bound[bind.var] = tirx.stmt_functor.substitute(bind.value, bound)
     if not bound:
         return func
@@ -80,6 +86,14 @@ def _is_index(value: tirx.PrimExpr) -> bool:
         return False
     calls = [call for call in nodes(value, tirx.Call) if op_name(call) != "tirx.if_then_else"]
     return not nodes(value, tirx.BufferLoad) and all(as_helper(call) is not None for call in calls)
+
+
+def _is_lookup(value: tirx.PrimExpr, kept: Set[tirx.Buffer], loaded: Set[tirx.Var]) -> bool:
+    """Whether a value loads what data say of parameters that nothing writes."""
+    read = loads(value)
+    places = [index for load in read for index in load.indices]
+    by_data = any(loads(index) or not loaded.isdisjoint(tirx.analysis.undefined_vars(index)) for index in places)
+    return by_data and all(load.buffer in kept for load in read)
 
 
 def _without_noops(body: tirx.Stmt) -> tirx.Stmt:

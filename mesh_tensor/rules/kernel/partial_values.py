@@ -138,7 +138,7 @@ class PartialValues:
         if (
             is_plain
             and keeps_partial(statement, access, partial.op)
-            and not self._coordinates.walks(statement.target, self._factor)
+            and not self._coordinates.lies_in(statement.target, self._factor)
         ):
             return self._pass_on(statement, partial)
         self._uses.append((statement, live_range))

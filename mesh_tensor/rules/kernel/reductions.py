@@ -15,6 +15,7 @@ from tvm import tirx
 
 from mesh_tensor.base.reductions import reduction
 from mesh_tensor.tir.linear import Linear, vars_of
+from mesh_tensor.tir.nodes import same_expression
 from mesh_tensor.tir.tile_position import text_of
 
 from .coordinates import Coordinates, why_whole_blocks, without_loads
@@ -268,15 +269,17 @@ class _Judgement:
     def _lookup(self, statement: Statement, form: Linear | None) -> Iterator[str]:
         """What data say of a dim of the factor is there on one device: what a statement makes of it is partial."""
         found = [
-            access
+            (access, access.indices[dim])
             for access in statement.accesses
             for dim, index in enumerate(access.forms)
             if index is None and self._range(access).is_param and (access.buffer.name, dim) in self.factor.dims
         ]
         if found and form is not None:
-            yield f"{describe(statement)} walks it, and takes of {found[0].buffer.name} what data say"
-        takes = any(access is not statement.write for access in found)
-        if takes and (problem := self.partial.add(statement, statement.op or "sum", ())):
+            yield f"{describe(statement)} walks it, and takes of {found[0][0].buffer.name} what data say"
+        if any(not same_expression(place, found[0][1]) for _, place in found):
+            yield f"{describe(statement)} is at {len(found)} places of it that data say, maybe of several devices"
+        is_whole = any(access is statement.write for access, _ in found)
+        if found and not is_whole and (problem := self.partial.add(statement, statement.op or "sum", ())):
             yield problem
 
     def _starts_anew(self, statement: Statement, form: Linear, scope: set[tirx.Var]) -> bool:

@@ -7,6 +7,7 @@ import tilelang.language as T
 import torch
 
 import mesh_tensor as mt
+from kernels.neighbourhoods import upsample, upsample_reference
 from kernels.quantized import dequantize, dequantize_reference, packed_matmul, packed_matmul_reference
 from tests.lowering.every_layout import check
 from tests.lowering.support import lowered, outline, run
@@ -358,16 +359,6 @@ def test_dims_that_are_no_whole_blocks_are_not_taken_apart():
     assert result.tolist() == [0, 0, 2, 3]
 
 
-def upsampled(rows=4, width=6):
-    @T.prim_func
-    def kernel(X: T.Tensor((rows, width), "float32"), Y: T.Tensor((rows, 2 * width), "float32")):
-        with T.Kernel(rows, threads=32) as b:
-            for j in T.Parallel(2 * width):
-                Y[b, j] = X[b, j // 2]
-
-    return kernel
-
-
 def rotated_pairs(rows=4, width=6):
     """Each element with its neighbour, turned by the pair's angle."""
 
@@ -407,7 +398,7 @@ def test_loops_in_a_program_that_walk_groups():
     turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).reshape(4, 12)
     everywhere = {"X": {"x": 1}, "Y": {"x": 1}}
     for func, layouts, given, expected, sent in (
-        (upsampled(), everywhere, [x], x.repeat_interleave(2, 1), []),
+        (upsample(4, 6), {"A": {"x": 1}, "out": {"x": 1}}, [x], upsample_reference(x), []),
         (rotated_pairs(), {**everywhere, "C": {"x": 0}, "S": {"x": 0}}, [y, cos, sin], turned, []),
         (products_of_pairs(), {"X": {"x": 1}}, [y], (even * odd).sum(1), ["all_reduce(Y, sum, x)"]),
     ):
