@@ -131,11 +131,11 @@ def _layout(chosen, mesh, shape):
 
 
 def run(case: LoopCase) -> Outcome:
-    """The loop with poison in its padding, beside its steps one by one."""
+    """The loop, mostly with poison in its padding, beside its steps one by one."""
     generator = torch.Generator().manual_seed(case.number)
     given = [torch.randn(shape, generator=generator) for shape in (*case.loop.carried, *case.loop.kept)]
     try:
-        distributed = mt.distribute_module(case.looped, case.mesh, poison=True)
+        distributed = mt.distribute_module(case.looped, case.mesh, poison=case.number % 4 != 1)
         counts = [step.count for step in distributed.program.loops]
         assert counts == [None if case.by_data else STEPS], f"loops of {counts} steps"
         expected = mt.run_sequential(case.plain, given)

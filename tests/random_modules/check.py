@@ -59,15 +59,15 @@ def _run(case: Case, look: bool) -> Outcome:
 
 
 def distribute(case: Case, module: ir.IRModule, data: dict[str, torch.Tensor]) -> mt.MeshModule:
-    """The module on the case's mesh, with its weights."""
+    """The module on the case's mesh, with its weights; mostly poisoned. Without, devices share what they make alike."""
     weights = {name: data[name] for name in case.weights}
-    shardings = case.shardings
+    shardings, poison = case.shardings, case.seed % 4 != 1
     stated = typed(case) if case.typed and not _more_said(case) else None
     if stated is not None:
-        return mt.distribute_module(stated, case.mesh, weights=weights, poison=True)
+        return mt.distribute_module(stated, case.mesh, weights=weights, poison=poison)
     said = {"open": case.open, "priority": case.priority, "groups": case.groups, "barriers": case.barriers}
     module = mt.annotate_module(module, case.mesh, shardings, **said)
-    return mt.distribute_module(module, case.mesh, weights=weights, poison=True)
+    return mt.distribute_module(module, case.mesh, weights=weights, poison=poison)
 
 
 def _more_said(case: Case) -> bool:
