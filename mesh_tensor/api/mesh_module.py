@@ -387,8 +387,8 @@ class MeshModule:
             if ranks is None:
                 launch = ModuleLaunch(plan, self._target, self._weights, poison=self._poison)
             else:
-                overlap = self._options.overlap
-                launch = RankModuleLaunch(plan, self._target, ranks, self._weights, overlap, self._carried)
+                made_for = plan, self._target, ranks, self._weights, self._options.overlap, self._carried
+                launch = RankModuleLaunch(*made_for, settled=self._device_mesh is not None)
             self._launches.put(key, launch)
         return launch
 

@@ -203,6 +203,7 @@ class HeldWeights(Mapping[str, Any]):
     lost by that. `donated`: nobody else has the tensors."""
 
     def __init__(self, given: Mapping[str, Any], donated: bool = False) -> None:
+        self.donated = donated
         self._held = dict(given) if donated else {name: apart(tensor) for name, tensor in given.items()}
         self._names = tuple(given)
         self._laid: dict[str, Recent[tuple, Any]] = {name: Recent(_LAYOUTS) for name in given}
@@ -212,7 +213,7 @@ class HeldWeights(Mapping[str, Any]):
         """These tensors of those that were given; what is laid out for one module is, for others that were given it."""
         if not isinstance(given, HeldWeights):
             return HeldWeights(tensors, donated)
-        made = HeldWeights({})
+        made = HeldWeights({}, given.donated)
         made._held, made._laid, made._names = given._held, given._laid, tuple(tensors)
         return made
 

@@ -42,8 +42,13 @@ class RankModuleLaunch:
         weights: HeldWeights,
         overlap: str | int,
         carried: Records | None = None,
+        *,
+        settled: bool = True,
     ) -> None:
+        """`settled`: the module was made for this DeviceMesh. One that was not may go on with other process groups, so
+        weights stay whole beside what is laid out of them, unless they were given away."""
         self.plan, self.ranks, self.lane = plan, ranks, ranks.calls.lane()
+        self._settled = settled
         made = plan.made
         self._faults = faults = Faults(ranks, made.program.name)
         facts = program_facts(made.program, target.name, overlap)
@@ -215,7 +220,8 @@ class RankModuleLaunch:
         def lay_out(port: ModulePort, tensor: Any) -> tuple[torch.Tensor, Any]:
             part = self._enter(name, tensor.full() if isinstance(tensor, (MeshTensor, Refined)) else tensor, keep=True)
             plain = port.plain
-            if isinstance(tensor, StoredTensor) or plain is None or not lies_like_torch(plain, port.shape):
+            stays = isinstance(tensor, StoredTensor) or not (self._settled or weights.donated)
+            if stays or plain is None or not lies_like_torch(plain, port.shape):
                 return part, None
             merged = part.reshape(self._merged(port, port.sharding))
             return part, as_dtensor(merged, self.ranks.device_mesh, plain, port.shape)

@@ -27,6 +27,9 @@ class Shard:
     def __str__(self) -> str:
         return f"S[{self.dim}:{self.minor}]" if self.minor else f"S[{self.dim}]"
 
+    def __repr__(self) -> str:
+        return f"Shard(dim={self.dim}, minor={self.minor})" if self.minor else f"Shard(dim={self.dim})"
+
 
 @dataclass(frozen=True)
 class Replicate:

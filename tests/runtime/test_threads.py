@@ -71,7 +71,7 @@ def test_closed_threads_end_and_new_ones_start():
 def test_python_ends_while_a_helper_is_busy():
     script = """if True:
         import time, torch
-        from mesh_tensor.runtime import threads
+        from mesh_tensor.runtime import elementwise as threads
         pool = threads.device_threads()
         pool._start(1)
         tensor = torch.ones(1 << 26)

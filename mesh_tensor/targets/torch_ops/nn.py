@@ -115,14 +115,11 @@ def _batch_norm(call: OpCall) -> Function:
     scale, center, training = call.attr("scale"), call.attr("center"), call.attr("training")
     dims = tuple(dim for dim in range(call.inputs[0].ndim) if dim != channel)
     along = _along((channel,), call.inputs[0].ndim)
-    if _is_plain(call, channel) and not training:
-        return lambda x, gamma, beta, mean, var: (
-            F.batch_norm(x, mean, var, gamma if scale else None, beta if center else None, eps=eps),
-            mean,
-            var,
-        )
+    as_torch = _is_plain(call, channel) and not training
 
     def batch_norm(x: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, ...]:
+        if as_torch and not (mean.requires_grad or var.requires_grad):  # torch has no gradients of these
+            return F.batch_norm(x, mean, var, gamma if scale else None, beta if center else None, eps=eps), mean, var
         used_mean, used_var = mean, var
         if training:
             used_var, used_mean = torch.var_mean(x, dims, correction=0)

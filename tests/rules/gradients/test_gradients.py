@@ -174,4 +174,6 @@ def test_in_16_bits(name):
 
 def test_every_operator_has_a_gradient_or_is_known_to_have_none():
     without = {name for name in rules if not has_gradient(name) and not stops_gradients(name) and name != VJP}
-    assert without == set(CONSTANT.split())
+    unrolled = {name for name in rules if name.startswith("loop.")}  # tests/plan/test_loops.py
+    manual = {"mesh.per_device", "mesh.all_devices"}  # tests/plan/test_manual.py
+    assert without - unrolled == set(CONSTANT.split()) | manual

@@ -10,7 +10,7 @@ from .launcher import run
 
 @pytest.mark.parametrize(("sizes", "least"), [((2,), 15), ((2, 2), 8)])
 def test_random_modules(sizes, least):
-    ran = run(partial(bodies.random_modules, sizes=sizes, numbers=range(80)), 2 if sizes == (2,) else 4)
+    ran = run(partial(bodies.random_modules, sizes=sizes, numbers=range(120)), 2 if sizes == (2,) else 4)
     assert min(ran) >= least
 
 
