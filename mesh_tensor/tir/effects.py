@@ -80,7 +80,12 @@ def break_conditions(loop: tirx.For | tirx.While) -> list[tirx.PrimExpr]:
     """The conditions under which a loop is left for good, of what it loads itself."""
     bound = {bind.var: bind.value for bind in nodes(loop.body, tirx.Bind)}
     own = nodes(_without_loops(loop.body), tirx.IfThenElse)
-    found = [branch.condition for branch in own if any(map(is_break, nodes(branch, tirx.Evaluate)))]
+    left = [(branch, [n for n in nodes(branch, tirx.Evaluate) if is_break(n)]) for branch in own]
+    found = [branch.condition for branch, breaks in left if breaks]
+    guarded = [n for _, breaks in left for n in breaks]
+    always = any(is_break(n) and n not in guarded for n in nodes(_without_loops(loop.body), tirx.Evaluate))
+    if always and isinstance(loop, tirx.For):  # in the first iteration, which is no number that could be proved
+        found.append(loop.loop_var >= loop.min)
     for _ in bound:
         found = [tirx.stmt_functor.substitute(condition, bound) for condition in found]
     return found

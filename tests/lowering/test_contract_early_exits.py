@@ -169,3 +169,15 @@ def test_what_depends_on_where_a_loop_was_left_is_not_split():
     factors = mt.sharding_rule(kernel).factors
     assert factors["m"] == "parallel"
     assert all(kind.startswith("whole") for name, kind in factors.items() if name != "m")
+
+
+def test_a_loop_that_is_always_left():
+    @T.prim_func
+    def kernel(A: T.Tensor((9,)), C: T.Tensor((9,))):
+        with T.Kernel(1, threads=32):
+            for i in T.serial(9):
+                C[i] = A[i]
+                T.loop_break()
+
+    a = torch.randn(9)
+    check(kernel, [a], torch.where(torch.arange(9) < 1, a, 0))
