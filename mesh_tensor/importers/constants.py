@@ -61,9 +61,10 @@ class Constants:
                 why="buffers that nothing writes became constants when the model was imported",
                 fix=_FIX,
             )
-        if donate:
-            for name in there if isinstance(weights, MutableMapping) else ():
+        if donate and isinstance(weights, MutableMapping):
+            for name in there:
                 del weights[name]
+        if donate:
             return weights
         return {name: weights[name] for name in weights if name not in there}
 
