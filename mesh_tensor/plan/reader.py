@@ -24,7 +24,7 @@ from mesh_tensor.rules.operator.call import (
 
 from .ir import ANNOTATE, STATE_ATTR, Graph, Loop, Node, Scope, Tree, Value, leaves
 from .loop_reader import LoopReader
-from .loops import Recursion, recursion_of, refuse_in_manual
+from .loops import Recursion, recursion_of
 from .manual import Devices, Region, check_types, comm_in, is_collective
 from .varying import Axes, node_axes
 
@@ -141,9 +141,7 @@ class _Reader:
         if func not in self._recursions:
             self._recursions[func] = recursion_of(name, func)
         if (recursion := self._recursions[func]) is not None:
-            if region is not None:
-                refuse_in_manual(name)
-            return LoopReader(self, name, recursion, scopes, scope).read(args)
+            return LoopReader(self, name, recursion, scopes, scope, region).read(args)
         return self.body(name, func, args, (*scopes, scope), region)
 
     def sized(self, func: relax.Function, args: Sequence[Tree]) -> relax.Function:
@@ -160,9 +158,30 @@ class _Reader:
             self._known_sizes[key] = func.bind_symbolic_vars(sizes)
         return self._known_sizes[key]
 
-    def bindings(self, function: str, env: dict[relax.Var, Tree], scopes: tuple[Scope, ...]) -> _Body:
+    def bindings(
+        self, function: str, env: dict[relax.Var, Tree], scopes: tuple[Scope, ...], region: Region | None
+    ) -> _Body:
         """What reads bindings of a function where variables are these values."""
-        return _Body(self, function, env, scopes, None)
+        return _Body(self, function, env, scopes, region)
+
+    def devices(self, function: str, name: str, scopes: tuple[Scope, ...]) -> Devices:
+        """What manual computations do, bound to a name."""
+
+        def emit(make: Callable[..., relax.Expr], values: Sequence[Value]) -> Value:
+            call = op_call(relax.BlockBuilder().normalize(make(*(value.variable() for value in values))))
+            (made,) = self.add(call, list(values), function, name, scopes, note=False)
+            return made
+
+        return Devices(self.mesh, emit, self.constant, self.varying)
+
+    def tried(self, read: Callable[[], Tree | None]) -> Tree | None:
+        """What reads something; where it gives None, as if it had not been read."""
+        count, notes, names, sites = len(self.nodes), dict(self.annotations), dict(self._names), self._sites
+        loops = dict(self.loops)
+        if (made := read()) is None:
+            del self.nodes[count:]
+            self.annotations, self._names, self._sites, self.loops = notes, names, sites, loops
+        return made
 
     def kernel(self, var: relax.Expr) -> tirx.PrimFunc:
         """The TIR function that a call_tir names."""
@@ -321,9 +340,6 @@ class _Body:
     def manual(self, expr: relax.Call, name: str) -> Tree:
         """What a manual computation gives: its function on tiles."""
         where = f"{self._function}.{name}"
-        for scope in self._scopes:
-            if scope in self._reader.loops:
-                refuse_in_manual(scope.function)
         args = [self.expression(arg, name) for arg in expr.args[1:-1]]
         results = tensor_types(expr.struct_info, where)
         given = [arg for arg in args if isinstance(arg, Value)]
@@ -333,7 +349,7 @@ class _Body:
         stated = Manual.parse(manual_text(expr), *ndims, where)
         region = Region.inside(self._region, stated.axes, self._reader.mesh, where)
         self._reader.manual.update(region.axes)
-        devices = self._devices(name)
+        devices = self._reader.devices(self._function, name, self._scopes)
         pairs = enumerate(zip(given, stated.inputs, strict=True))
         tiles = [devices.tile(value, one, f"{where}: operand {n}, {value.name!r},") for n, (value, one) in pairs]
         taken = self._reader.sized(self._reader.function(stated.body), tiles).params[:]
@@ -350,7 +366,7 @@ class _Body:
         """What a collective of a manual computation gives."""
         where = f"{self._function}.{name}"
         comm = comm_in(self._region, expr, self._reader.mesh, where)
-        devices = self._devices(name)
+        devices = self._reader.devices(self._function, name, self._scopes)
         if comm.kind == "axis_index":
             made = devices.index(comm.axes)
         else:
@@ -363,16 +379,6 @@ class _Body:
 
     def _values(self, arg: relax.Expr, name: str) -> list[Value]:
         return leaves(self.expression(arg, name))
-
-    def _devices(self, name: str) -> Devices:
-        """What manual computations do, bound to a name."""
-
-        def emit(make: Callable[..., relax.Expr], values: Sequence[Value]) -> Value:
-            call = op_call(relax.BlockBuilder().normalize(make(*(value.variable() for value in values))))
-            (made,) = self._reader.add(call, list(values), self._function, name, self._scopes, note=False)
-            return made
-
-        return Devices(self._reader.mesh, emit, self._reader.constant, self._reader.varying)
 
     def _operands(self, args: list[relax.Expr], name: str) -> list[Value]:
         """The tensors among a call's arguments; a variable of the module's always has some."""
