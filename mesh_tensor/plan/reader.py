@@ -20,6 +20,7 @@ from mesh_tensor.rules.operator.call import (
     tensor_type,
     tensor_types,
     with_known_sizes,
+    with_said_sizes,
 )
 
 from .ir import ANNOTATE, STATE_ATTR, Graph, Loop, Node, Scope, Tree, Value, leaves
@@ -284,14 +285,15 @@ class _Body:
 
     def sequence(self, expr: relax.SeqExpr, name: str) -> Tree:
         """What it ends with, after its bindings."""
-        for block in expr.blocks[:]:
-            for binding in block.bindings[:]:
-                self.bind(binding)
+        bindings = [binding for block in expr.blocks[:] for binding in block.bindings[:]]
+        casts = {b.value: b.struct_info for b in bindings if isinstance(b, relax.MatchCast)}
+        for binding in bindings:
+            self.bind(binding, casts.get(binding.var, casts.get(binding.value)) if casts else None)
         return self.expression(expr.body, name)
 
-    def bind(self, binding: relax.Binding) -> None:
-        """Read a binding."""
-        self.env[binding.var] = self.expression(binding.value, binding.var.name_hint)
+    def bind(self, binding: relax.Binding, cast: relax.StructInfo | None = None) -> None:
+        """Read a binding; `cast`: the type that the module says its value has."""
+        self.env[binding.var] = self.expression(with_said_sizes(binding.value, cast), binding.var.name_hint)
         if isinstance(binding, relax.MatchCast):
             self._check_cast(binding)
 

@@ -20,7 +20,7 @@ from mesh_tensor.base.errors import MeshTensorError, listing, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import Recent
 from mesh_tensor.plan.loops import Recursion, recursion_of
-from mesh_tensor.rules.operator.call import OpCall, op_call, plain, tensor_infos, with_known_sizes
+from mesh_tensor.rules.operator.call import SIZED_BY_DATA, OpCall, op_call, plain, tensor_infos, with_known_sizes
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype, torch_tensor
 from mesh_tensor.targets.kernels import tir_function
 from mesh_tensor.targets.torch_ops import typed, untyped_function
@@ -288,6 +288,8 @@ class _Frame:
             leaf for arg in expr.args if tensor_infos(arg.struct_info) for leaf in _leaves(self.run(arg, name))
         ]  # fmt: skip
         try:
+            if op in SIZED_BY_DATA:
+                return self._sized_by_data(expr, op, tensors)
             expr = with_known_sizes(_sized(expr, self._sizes) if self._sizes else expr, f"{self._function}.{name}")
             if isinstance(expr, relax.Constant):
                 return self._runner.constant(expr)
@@ -302,6 +304,19 @@ class _Frame:
         if found != list(call.outputs):
             self._refuse(name, f"R.{op} gave {found}, but its type says {list(call.outputs)}")
         self._runner.recorder.called(function, tensors, results)
+        return _like(expr.struct_info, iter(results))
+
+    def _sized_by_data(self, expr: relax.Call, op: str, tensors: Sequence[Any]) -> Value:
+        """What the data says."""
+        self._runner.recorder.depends_on_data()
+        types = tuple([TensorType(tuple(tensor.shape), dtype_name(tensor.dtype)) for tensor in tensors])
+        function = untyped_function(OpCall(op, expr, types, ()))
+
+        def run(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            made = function(*operands)
+            return made if isinstance(made, tuple) else (made,)
+
+        results = on_each(run, tensors)
         return _like(expr.struct_info, iter(results))
 
     def _manual(self, expr: relax.Call, name: str) -> Value:
