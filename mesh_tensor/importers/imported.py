@@ -190,8 +190,18 @@ def form_of(program: torch.export.ExportedProgram) -> CallForm:
     """The form of a program."""
     specs, spec = program.graph_signature, program.call_spec
     given = [spec.arg for spec in specs.input_specs if spec.kind == InputKind.USER_INPUT]
-    made = [spec.arg for spec in specs.output_specs if spec.kind == OutputKind.USER_OUTPUT]
-    return CallForm(spec.in_spec, spec.out_spec, _constants(given), _constants(made))
+    made = [spec.arg for spec in specs.output_specs if spec.kind in (OutputKind.USER_OUTPUT, *JOINT)]
+    results = pytree.tree_structure((0,) * len(made)) if is_joint(program) else spec.out_spec
+    return CallForm(spec.in_spec, results, _constants(given), _constants(made))
+
+
+#: What a program of forward and backward gives: the loss, and gradients.
+JOINT = (OutputKind.LOSS_OUTPUT, OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT)
+
+
+def is_joint(program: torch.export.ExportedProgram) -> bool:
+    """Whether the program gives a loss and gradients."""
+    return any(spec.kind in JOINT for spec in program.graph_signature.output_specs)
 
 
 def _constants(leaves: Sequence[Any]) -> dict[int, Any]:

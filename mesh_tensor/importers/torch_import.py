@@ -20,6 +20,7 @@ from mesh_tensor.targets.dtypes import dtype_name
 
 from .imported import ImportedModule, identifiers, writes
 from .torch_args import emit, with_constants, with_sizes_as_tensors
+from .torch_backward import forget_saved
 from .torch_complex import COMPLEX, Pair, is_complex, of_complex
 from .torch_decompositions import LOOPS as LOOP_OPERATORS
 from .torch_decompositions import decomposed
@@ -55,6 +56,7 @@ def import_torch(program: torch.export.ExportedProgram, buffers: bool) -> Import
             refuse("torch can't take the program apart into operators", why=str(error), fix=_FIX)
     check_program(program)
     drop_assertions(program)
+    forget_saved(program)
     allow_constants()
     importer.begin(program)
     mod = importer.from_exported_program(
