@@ -28,14 +28,15 @@ _NOTHING = 1e-4
 class ImportedModule:
     """A module that was made elsewhere: `mod` takes its weights as parameters, after its inputs; `params` are the
     weights, by parameter name; `names` is from names that values had before to the module's. `state`: weights that a
-    call writes; their new values are the function's last results. `buffers`: weights that no training changes.
-    `form`: what the model takes and gives. `constants`: its buffers that are no weights."""
+    call writes; their new values are the function's last results. `buffers`: weights that no training changes;
+    `frozen`: parameters that require no gradient. `form`: what the model takes and gives. `constants`: its buffers that are no weights."""
 
     mod: ir.IRModule
     params: dict[str, torch.Tensor]
     names: dict[str, str] = field(default_factory=dict)
     state: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
     form: CallForm | None = None
     constants: Constants = field(default_factory=Constants)
 
