@@ -29,7 +29,8 @@ class ImportedModule:
     """A module that was made elsewhere: `mod` takes its weights as parameters, after its inputs; `params` are the
     weights, by parameter name; `names` is from names that values had before to the module's. `state`: weights that a
     call writes; their new values are the function's last results. `buffers`: weights that no training changes;
-    `frozen`: parameters that require no gradient. `form`: what the model takes and gives. `constants`: its buffers that are no weights."""
+    `frozen`: parameters that require no gradient. `form`: what the model takes and gives.
+    `constants`: its buffers that are no weights."""
 
     mod: ir.IRModule
     params: dict[str, torch.Tensor]
