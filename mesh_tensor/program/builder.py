@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from tvm import tirx
@@ -130,13 +130,15 @@ def _constant(step: Step) -> SizedStep:
 
 
 def _kernel_function(symbols: Sequence[tirx.Var], step: KernelStep) -> SizedStep:
-    flops, parameters = flops_function(step.func, symbols), _size_parameters(step, symbols)
+    parameters = _size_parameters(step, symbols)
+
+    @cache
+    def counts() -> Callable[[Sequence[int]], int]:
+        return flops_function(step.func, symbols)
 
     def sized(values: Mapping[str, Value], sizes: Sequence[int]) -> Step:
         own = tuple([sizes[position] for position in parameters])
-        return KernelStep(
-            step.name, step.func, step.args, step.axes, step.writes, flops(sizes), step.scalars, own, step.slabs
-        )
+        return replace(step, counted=lambda: counts()(sizes), sizes=own)
 
     return sized
 
