@@ -18,7 +18,8 @@ from mesh_tensor.base.recent import uncollected
 from mesh_tensor.plan.ir import STATE_ATTR
 from mesh_tensor.targets.dtypes import dtype_name
 
-from .imported import ImportedModule, identifiers, writes
+from .constants import Constants, writes
+from .imported import ImportedModule, identifiers
 from .torch_args import emit, with_constants, with_sizes_as_tensors
 from .torch_complex import COMPLEX, Pair, is_complex, of_complex
 from .torch_decompositions import LOOPS as LOOP_OPERATORS
@@ -230,12 +231,14 @@ def _named(mod: ir.IRModule, program: torch.export.ExportedProgram, importer: An
     params = {names[target]: values[target].detach() for target in names}
     fixed = tuple(names[target] for spec in specs if is_kept_buffer(spec) and (target := str(spec.target)) in names)
     used = {node.name for node in program.graph.find_nodes(op="placeholder") if node.users}
-    constants = {
+    copied = {
         target: (values[target], writes(values[target]))
         for spec in specs
         if spec.kind in CONSTANTS and spec.arg.name in used - weights.keys() and (target := str(spec.target)) in values
     }
     unwritten = tuple(name for name in fixed if name not in state)
+    unread = {str(spec.target) for spec in specs if is_kept_buffer(spec)} - names.keys() - copied.keys()
+    constants = Constants(copied, frozenset(unread))
     return ImportedModule(mod, params, every, state, unwritten, constants=constants)
 
 

@@ -13,7 +13,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.call import OpCall, op_call
 from mesh_tensor.rules.operator.loops import loop_call
 
-from .ir import Loop, Scope, Tree, Value, leaves, map_tree
+from .ir import GraphLoop, Scope, Tree, Value, leaves, map_tree
 from .loops import Counter, Recursion, number_of, used_in
 
 _MOST_STEPS = 4096  # that are unrolled
@@ -35,7 +35,7 @@ class Bindings(Protocol):
 class Reader(Protocol):
     """What reads functions into a graph."""
 
-    loops: dict[Scope, Loop]
+    loops: dict[Scope, GraphLoop]
     with_loops: bool
 
     def bindings(self, function: str, env: dict[relax.Var, Tree], scopes: Scopes) -> Bindings:
@@ -102,7 +102,7 @@ class LoopReader:
         entered: dict[Value, Value] = {}
         where = f"{self._name} (call {self._scope.site})"
         count = None if counter is None else counter.last - counter.first
-        self._reader.loops[self._scope] = Loop(count, entered, where)
+        self._reader.loops[self._scope] = GraphLoop(count, entered, where)
         if counter is None:
             self._test(trees, inner)
         again, put = self._step(trees, inner, rows, counter)
