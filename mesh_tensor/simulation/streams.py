@@ -24,6 +24,7 @@ from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.machine import Machine, Work
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, WaitStep
+from mesh_tensor.rules.kernel.cost import has_products
 from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.cost import operator_work, touched_bytes
 from mesh_tensor.rules.operator.vjp import VJP, vjp_of
@@ -190,7 +191,8 @@ class StepCosts:
         self._apart |= dict.fromkeys(step.writes, frozenset(self._program.mesh))
         nbytes = sum(value.tile_bytes for value in values)
         dtype = values[0].dtype if values else "float32"
-        work = self._machine.work(step.flops, nbytes, dtype, f"kernel {step.name}", "kernel", "product")
+        rows = () if has_products(step.func) else ("kernel rows",)
+        work = self._machine.work(step.flops, nbytes, dtype, f"kernel {step.name}", *rows, "kernel", "product")
         rounds = self._rounds(self._program.mesh.num_devices)
         work = self._from(work, self._levels(step.args, nbytes), [value.tile_bytes for value in values], nbytes)
         self._touch(step.args, rounds)
@@ -234,7 +236,8 @@ class StepCosts:
         return StepCost(name, COMPUTE, work.seconds, work.bound, 0, nbytes)
 
     def _priced(self, step: OpStep, copied: bool, rounds: int, levels: tuple[int, ...]) -> StepCost:
-        work, name = operator_work(step.call, self._machine, copied), operator_name(step.call)
+        again = self._machine.processors is not None and self._program.mesh.num_devices > 1
+        work, name = operator_work(step.call, self._machine, copied, again), operator_name(step.call)
         sizes = [tensor.elements * dtype_bits(tensor.dtype) // 8 for tensor in step.call.inputs]
         work = self._from(work, levels, sizes, touched_bytes(step.call))
         if name == VJP:
