@@ -11,24 +11,19 @@ from mesh_tensor.annotations.manual import Manual, is_manual, manual_text
 from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.rules.operator.call import OpCall, op_call, tensor_infos, tensor_types
+from mesh_tensor.rules.operator.call import tensor_infos, tensor_types
 
-from .ir import GraphLoop, Scope, Tree, Value, leaves
-from .loops import refuse_in_manual
+from .ir import Scope, Tree, Value, leaves
 from .manual import Devices, Region, check_types, comm_in
-from .varying import Axes
 
 Scopes = tuple[Scope, ...]
 
 
 class Reader(Protocol):
-    """What reads functions into a graph. `manual`: the axes of manual computations; `varying`: along which axes devices
-    have values of their own."""
+    """What reads functions into a graph. `manual`: the axes of manual computations."""
 
     mesh: Mesh
-    loops: dict[Scope, GraphLoop]
     manual: set[str]
-    varying: dict[Value, Axes]
 
     def function(self, name: str) -> relax.Function:
         """A function of the module."""
@@ -39,13 +34,8 @@ class Reader(Protocol):
     def enter(self, name: str, args: list[Tree], scopes: Scopes, region: Region | None = None) -> Tree:
         """The nodes of a call."""
 
-    def constant(self, constant: relax.Constant) -> Value:
-        """The value of a constant."""
-
-    def add(
-        self, call: OpCall, inputs: list[Value], function: str, name: str, scopes: Scopes, *, note: bool = True
-    ) -> list[Value]:
-        """A node."""
+    def devices(self, function: str, name: str, scopes: Scopes) -> Devices:
+        """What manual computations do, bound to a name."""
 
 
 class ManualReader:
@@ -73,9 +63,6 @@ class ManualReader:
     def _manual(self, expr: relax.Call, name: str) -> Tree:
         """What a manual computation gives: its function on tiles."""
         where = f"{self._function}.{name}"
-        for scope in self._scopes:
-            if scope in self._reader.loops:
-                refuse_in_manual(scope.function)
         args = [self._expression(arg, name) for arg in expr.args[1:-1]]
         results = tensor_types(expr.struct_info, where)
         given = [arg for arg in args if isinstance(arg, Value)]
@@ -85,7 +72,7 @@ class ManualReader:
         stated = Manual.parse(manual_text(expr), *ndims, where)
         region = Region.inside(self._region, stated.axes, self._reader.mesh, where)
         self._reader.manual.update(region.axes)
-        devices = self._devices(name)
+        devices = self._reader.devices(self._function, name, self._scopes)
         pairs = enumerate(zip(given, stated.inputs, strict=True))
         tiles = [devices.tile(value, one, f"{where}: operand {n}, {value.name!r},") for n, (value, one) in pairs]
         taken = self._reader.sized(self._reader.function(stated.body), tiles).params[:]
@@ -102,7 +89,7 @@ class ManualReader:
         """What a collective of a manual computation gives."""
         where = f"{self._function}.{name}"
         comm = comm_in(self._region, expr, self._reader.mesh, where)
-        devices = self._devices(name)
+        devices = self._reader.devices(self._function, name, self._scopes)
         if comm.kind == "axis_index":
             made = devices.index(comm.axes)
         else:
@@ -115,16 +102,6 @@ class ManualReader:
 
     def _values(self, arg: relax.Expr, name: str) -> list[Value]:
         return leaves(self._expression(arg, name))
-
-    def _devices(self, name: str) -> Devices:
-        """What manual computations do, bound to a name."""
-
-        def emit(make: Callable[..., relax.Expr], values: Sequence[Value]) -> Value:
-            call = op_call(relax.BlockBuilder().normalize(make(*(value.variable() for value in values))))
-            (made,) = self._reader.add(call, list(values), self._function, name, self._scopes, note=False)
-            return made
-
-        return Devices(self._reader.mesh, emit, self._reader.constant, self._reader.varying)
 
 
 def _types(params: Sequence[relax.Var], where: str) -> list[TensorType]:

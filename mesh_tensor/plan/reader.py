@@ -19,12 +19,13 @@ from mesh_tensor.rules.operator.call import (
     tensor_type,
     tensor_types,
     with_known_sizes,
+    with_said_sizes,
 )
 
 from .ir import ANNOTATE, STATE_ATTR, Graph, GraphLoop, Node, Scope, Tree, Value, leaves
 from .loop_reader import LoopReader
-from .loops import Recursion, recursion_of, refuse_in_manual
-from .manual import Region, is_collective
+from .loops import Recursion, recursion_of
+from .manual import Devices, Region, is_collective
 from .manual_reader import ManualReader
 from .varying import Axes, node_axes
 
@@ -141,9 +142,7 @@ class _Reader:
         if func not in self._recursions:
             self._recursions[func] = recursion_of(name, func)
         if (recursion := self._recursions[func]) is not None:
-            if region is not None:
-                refuse_in_manual(name)
-            return LoopReader(self, name, recursion, scopes, scope).read(args)
+            return LoopReader(self, name, recursion, scopes, scope, region).read(args)
         return self.body(name, func, args, (*scopes, scope), region)
 
     def sized(self, func: relax.Function, args: Sequence[Tree]) -> relax.Function:
@@ -160,9 +159,30 @@ class _Reader:
             self._known_sizes[key] = func.bind_symbolic_vars(sizes)
         return self._known_sizes[key]
 
-    def bindings(self, function: str, env: dict[relax.Var, Tree], scopes: tuple[Scope, ...]) -> _Body:
+    def bindings(
+        self, function: str, env: dict[relax.Var, Tree], scopes: tuple[Scope, ...], region: Region | None
+    ) -> _Body:
         """What reads bindings of a function where variables are these values."""
-        return _Body(self, function, env, scopes, None)
+        return _Body(self, function, env, scopes, region)
+
+    def devices(self, function: str, name: str, scopes: tuple[Scope, ...]) -> Devices:
+        """What manual computations do, bound to a name."""
+
+        def emit(make: Callable[..., relax.Expr], values: Sequence[Value]) -> Value:
+            call = op_call(relax.BlockBuilder().normalize(make(*(value.variable() for value in values))))
+            (made,) = self.add(call, list(values), function, name, scopes, note=False)
+            return made
+
+        return Devices(self.mesh, emit, self.constant, self.varying)
+
+    def tried(self, read: Callable[[], Tree | None]) -> Tree | None:
+        """What reads something; where it gives None, as if it had not been read."""
+        count, notes, names, sites = len(self.nodes), dict(self.annotations), dict(self._names), self._sites
+        loops = dict(self.loops)
+        if (made := read()) is None:
+            del self.nodes[count:]
+            self.annotations, self._names, self._sites, self.loops = notes, names, sites, loops
+        return made
 
     def kernel(self, var: relax.Expr) -> tirx.PrimFunc:
         """The TIR function that a call_tir names."""
@@ -265,14 +285,15 @@ class _Body:
 
     def sequence(self, expr: relax.SeqExpr, name: str) -> Tree:
         """What it ends with, after its bindings."""
-        for block in expr.blocks[:]:
-            for binding in block.bindings[:]:
-                self.bind(binding)
+        bindings = [binding for block in expr.blocks[:] for binding in block.bindings[:]]
+        casts = {b.value: b.struct_info for b in bindings if isinstance(b, relax.MatchCast)}
+        for binding in bindings:
+            self.bind(binding, casts.get(binding.var, casts.get(binding.value)) if casts else None)
         return self.expression(expr.body, name)
 
-    def bind(self, binding: relax.Binding) -> None:
-        """Read a binding."""
-        self.env[binding.var] = self.expression(binding.value, binding.var.name_hint)
+    def bind(self, binding: relax.Binding, cast: relax.StructInfo | None = None) -> None:
+        """Read a binding; `cast`: the type that the module says its value has."""
+        self.env[binding.var] = self.expression(with_said_sizes(binding.value, cast), binding.var.name_hint)
         if isinstance(binding, relax.MatchCast):
             self._check_cast(binding)
 

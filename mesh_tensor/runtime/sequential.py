@@ -19,14 +19,14 @@ from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import Recent
-from mesh_tensor.plan.loops import Recursion, recursion_of, refuse_in_manual
-from mesh_tensor.rules.operator.call import OpCall, op_call, plain, tensor_infos, with_known_sizes
+from mesh_tensor.plan.loops import Recursion, recursion_of
+from mesh_tensor.rules.operator.call import SIZED_BY_DATA, OpCall, op_call, plain, tensor_infos, with_known_sizes
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype, torch_tensor
 from mesh_tensor.targets.kernels import tir_function
 from mesh_tensor.targets.torch_ops import typed, untyped_function
 
 from .ambient import full_precision, undisturbed, why_not_plain
-from .each_device import EachDevice, chosen, collective, index, on_each, tiles, whole
+from .each_device import EachDevice, chosen, collective, index, on_each, same_on_all, tiles, whole
 from .module_inputs import ModuleSignature, bound
 from .sequential_lines import Recorded, Recorder, memory_of
 
@@ -173,13 +173,11 @@ class _Runner:
         if func not in self._recursions:
             self._recursions[func] = recursion_of(function, func)
         found = self._recursions[func]
-        if found is not None and axes is not None:
-            refuse_in_manual(function)
         while found is not None:  # step after step: Python has room for few calls within calls
             self.recorder.depends_on_data()
-            frame = _Frame(self, function, dict(zip(func.params, args, strict=True)), None)
+            frame = _Frame(self, function, dict(zip(func.params, args, strict=True)), axes)
             frame.bind(found.head)
-            if bool(frame.run(found.condition)) is not found.goes_on:
+            if same_on_all(frame.run(found.condition), function) is not found.goes_on:
                 return frame.run(found.ending)
             frame.bind(found.body)
             args = [frame.run(expr) for expr in found.again]
@@ -290,6 +288,8 @@ class _Frame:
             leaf for arg in expr.args if tensor_infos(arg.struct_info) for leaf in _leaves(self.run(arg, name))
         ]  # fmt: skip
         try:
+            if op in SIZED_BY_DATA:
+                return self._sized_by_data(expr, op, tensors)
             expr = with_known_sizes(_sized(expr, self._sizes) if self._sizes else expr, f"{self._function}.{name}")
             if isinstance(expr, relax.Constant):
                 return self._runner.constant(expr)
@@ -304,6 +304,19 @@ class _Frame:
         if found != list(call.outputs):
             self._refuse(name, f"R.{op} gave {found}, but its type says {list(call.outputs)}")
         self._runner.recorder.called(function, tensors, results)
+        return _like(expr.struct_info, iter(results))
+
+    def _sized_by_data(self, expr: relax.Call, op: str, tensors: Sequence[Any]) -> RelaxValue:
+        """What the data says."""
+        self._runner.recorder.depends_on_data()
+        types = tuple([TensorType(tuple(tensor.shape), dtype_name(tensor.dtype)) for tensor in tensors])
+        function = untyped_function(OpCall(op, expr, types, ()))
+
+        def run(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            made = function(*operands)
+            return made if isinstance(made, tuple) else (made,)
+
+        results = on_each(run, tensors)
         return _like(expr.struct_info, iter(results))
 
     def _manual(self, expr: relax.Call, name: str) -> RelaxValue:
