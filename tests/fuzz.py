@@ -45,7 +45,7 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "modules": make_module_case,
     "loops": loops.make_loop_case,
     "training": training.make_training_case,
-    "pipelines": pipeline_models.make_case,
+    "pipelines": pipeline_models.make_fuzz_case,
     "files": int,
     "ranks": ranks.make_sequence,
 }

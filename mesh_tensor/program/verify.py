@@ -3,7 +3,7 @@ and when memory comes to life and ends, and how much there is at most."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from mesh_tensor.lowering.verify import collectives_in, enabled, leftovers, raise_on
@@ -141,6 +141,16 @@ def with_lifetimes(
         result.append(step)
         result += [FreeStep(storage) for storage in uses[index] if last[storage] == index and storage not in lasting]
     return tuple(result)
+
+
+def with_ends(steps: Sequence[Step], values: Mapping[str, Stored], storages: Collection[str]) -> tuple[Step, ...]:
+    """`steps`, and these storages, which callers brought, are freed after their last use."""
+    last = {values[name].storage: index for index, step in enumerate(steps) for name in step.uses}
+    ends: dict[int, list[Step]] = {}
+    for storage in storages:
+        if storage in last:
+            ends.setdefault(last[storage], []).append(FreeStep(storage))
+    return tuple(each for index, step in enumerate(steps) for each in (step, *ends.get(index, ())))
 
 
 def held_bytes(program: Program) -> list[int]:

@@ -110,7 +110,7 @@ class Pipeline:
     def __call__(self, *batch: torch.Tensor, **named: torch.Tensor) -> Any:
         if self._runs is None:
             return self._run(self._prepared(batch, named))
-        self._ran = False  # gradients are those of a call that all ranks made, or there are none
+        self._forget()  # gradients are those of a call that all ranks made, or there are none
         made = self._runs.call(lambda: self._facts(self._prepared(batch, named)), self._run_on_ranks)
         self._ran = True
         return made
@@ -137,7 +137,7 @@ class Pipeline:
 
     def _run(self, microbatches: list[Microbatch]) -> Any:
         mailbox = Mailbox()
-        self._ran = False
+        self._forget()
         rows = [Row(mailbox, self._weights.of, microbatches, self._loss, self.memory) for _ in self.topology]
         run_rows(self.schedule, rows, self.topology.names, mailbox)
         for name, row in zip(self.topology, rows, strict=True):
@@ -218,6 +218,10 @@ class Pipeline:
         """The trained weights that several stages have."""
         count = Counter(name for stage in self.stages for name in stage.params)
         return {name for name in self.trained if count[name] > 1}
+
+    def _forget(self) -> None:
+        """There are no gradients until a call has ended, which may use their memory."""
+        self._ran, self._gradients = False, {}
 
     def _check_ran(self) -> None:
         """Refuse where there are no gradients of a whole call."""
