@@ -21,6 +21,7 @@ from mesh_tensor.pipelining.clock import hangs
 from mesh_tensor.pipelining.flow import Flow
 from mesh_tensor.pipelining.fragments import Stage, cut, trained_values
 from mesh_tensor.pipelining.schedule import Schedule
+from mesh_tensor.plan.ir import STATE_ATTR
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound, refuse_outside
 from mesh_tensor.runtime.ranks.transfers import RankTopology
@@ -60,6 +61,7 @@ class Pipeline:
         self._flow, self._options = flow, options
         self._signature = ModuleSignature(flow.mod, flow.function)
         self._whole = self._signature.weights(weights, "cpu")
+        self._refuse_written()
         self.trained = trained_weights(flow, self._whole, train)
         self.inputs = tuple(name for name in flow.params if name not in self._whole)
         self.topology = annotated_topology(flow) if topology is None else Topology(topology)
@@ -75,6 +77,18 @@ class Pipeline:
         self.microbatches = 1
         self.peak_bytes = dict.fromkeys(self.topology, 0)
         self.peak_microbatches = dict.fromkeys(self.topology, 0)
+
+    def _refuse_written(self) -> None:
+        """Refuse a model that writes weights, as running statistics: nothing hands them on between microbatches."""
+        written = [name for name in (self._flow.func.attrs or {}).get(STATE_ATTR, {}) if name in self._whole]
+        if written:
+            refuse(
+                [f"the model writes {self._signature.names[name][0]!r}" for name in written],
+                where=f"pipeline of {self._flow.function!r}",
+                why="what is written is not kept from microbatch to microbatch, nor from call to call",
+                fix="export it in eval mode, or without what it writes: for batch norms, track_running_stats=False and "
+                "per_microbatch=[their names]",
+            )
 
     def _read_results(self, microbatches: int, reduction: str | None, per_microbatch: Sequence[str]) -> None:
         """Find out how microbatches make the results of a batch."""
