@@ -6,6 +6,7 @@ from .annotations.annotate import annotate
 from .annotations.annotate_module import annotate_module
 from .annotations.annotation import init_mesh_tensor_info
 from .annotations.combination import combine
+from .annotations.experts import experts
 from .annotations.kernel_helpers import mesh_tensor_functions
 from .annotations.manual import manual_computation
 from .annotations.module_annotations import ModuleAnnotations, read_module_annotations
@@ -76,6 +77,7 @@ __all__ = [
     "compile",
     "distribute",
     "distribute_module",
+    "experts",
     "from_dtensor",
     "from_onnx",
     "from_placements",

@@ -16,7 +16,7 @@ from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import machine_named
 from mesh_tensor.lowering.pipeline import KernelLowering
-from mesh_tensor.program.builder import Lowering
+from mesh_tensor.program.from_kernel import Lowering
 from mesh_tensor.program.overlap import check_overlap
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.symbolic import Lower, Programs

@@ -26,7 +26,7 @@ from .mesh_module import MeshModule
 from .module_ports import HeldWeights, parameter_layouts, ports_of, result_layouts
 
 Values = dict[str, Any]  # MeshTensors, or parts on ranks
-Layouts = Mapping[str, ShardingLike]
+ParameterLayouts = Mapping[str, ShardingLike]
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +146,13 @@ class Options:
     carries: bool = False
 
     def fragment(
-        self, kind: str, mod: ir.IRModule, function: str, mesh: Any, layouts: Layouts, ports: FragmentFunction | Stage
+        self,
+        kind: str,
+        mod: ir.IRModule,
+        function: str,
+        mesh: Any,
+        layouts: ParameterLayouts,
+        ports: FragmentFunction | Stage,
     ) -> Fragment:
         """A function of a module as a fragment."""
         taken = (*ports.params, *ports.takes) if isinstance(ports, Stage) else ports.takes
@@ -164,7 +170,7 @@ class Options:
         return Fragment(kind, module, tuple(taken), ports.gives)
 
 
-def forward_fragments(stage: Stage, mesh: Mesh, layouts: Layouts, options: Options) -> StageFragments:
+def forward_fragments(stage: Stage, mesh: Mesh, layouts: ParameterLayouts, options: Options) -> StageFragments:
     """A stage that only runs forwards."""
     made = options.fragment("F", stage.module, FUNCTION, mesh, layouts, stage)
     return StageFragments(stage, mesh, {"F": made}, made.layouts)
@@ -173,7 +179,7 @@ def forward_fragments(stage: Stage, mesh: Mesh, layouts: Layouts, options: Optio
 def training_fragments(
     stage: Stage,
     mesh: Any,
-    layouts: Layouts,
+    layouts: ParameterLayouts,
     options: Options,
     wrt: Sequence[str],
     kinds: Iterable[str],

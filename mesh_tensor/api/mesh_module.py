@@ -14,6 +14,7 @@ from mesh_tensor.annotations.names import flat_arguments, with_flat_parameters
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent, uncollected
+from mesh_tensor.importers.constants import Constants
 from mesh_tensor.importers.imported import CallForm
 from mesh_tensor.program.explain import explain, summary
 from mesh_tensor.program.plan_module import ModulePlan, PlanOptions
@@ -60,9 +61,11 @@ class MeshModule:
         options: PlanOptions,
         donate: bool = False,
         form: CallForm | None = None,
+        constants: Constants | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self._function, self._target, self._form = function, find_target(target), form
+        self._constants = constants or Constants()
         self._poison, self._options = poison, options
         mod = with_flat_parameters(mod, function)
         self._signature = ModuleSignature(mod, function)
@@ -113,7 +116,8 @@ class MeshModule:
 
         def new() -> dict[str, Any]:
             held = {**self._weights, **self._state.values(False)}
-            return checked_state(self._signature, held, state, self._target.device_type, strict)
+            new = self._constants.left_out(state, whole)
+            return checked_state(self._signature, held, new, self._target.device_type, strict)
 
         given = state.values() if isinstance(state, Mapping) else ()
         made = self.on_all_ranks("weights to load", lambda _: new(), given)

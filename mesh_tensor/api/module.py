@@ -20,6 +20,7 @@ from mesh_tensor.base.machine_presets import CPU, machine_named
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Shard, Sharding
 from mesh_tensor.importers import ImportedModule
+from mesh_tensor.importers.constants import Constants
 from mesh_tensor.program.from_graph import Kernels
 from mesh_tensor.program.overlap import check_overlap
 from mesh_tensor.program.plan_module import PlanOptions
@@ -30,6 +31,7 @@ from mesh_tensor.runtime.virtual.mesh_tensor import ShardingLike
 from .fragments import Options
 from .mesh_module import MeshModule
 from .module_gradient import RecordedModule
+from .module_ports import whole
 from .training import TrainingStep
 from .training_run import TrainingRun
 
@@ -88,10 +90,11 @@ def distribute_module(
     Raises:
         MeshTensorError: what was asked for can't be done; the message names the binding and the operator.
     """
-    form = None
+    form, constants = None, Constants()
     if isinstance(mod, ImportedModule):
-        mod.check_unwritten()
-        mod, form, weights = mod.mod, mod.form, mod.params if weights is None else weights
+        mod.constants.check_unwritten()
+        weights = mod.params if weights is None else mod.constants.left_out(weights, whole, donate)
+        mod, form, constants = mod.mod, mod.form, mod.constants
     step, given = (mod, _step_module(mod, mesh, shardings, priority)) if isinstance(mod, TrainingStep) else (None, mod)
     check_module(given, "distribute_module")
     if kernels and not (isinstance(kernels, Mapping) and all(callable(made) for made in kernels.values())):
@@ -120,6 +123,7 @@ def distribute_module(
         options=options,
         donate=donate,
         form=form,
+        constants=constants,
         recorder=None if step else partial(RecordedModule, options=Options(target, poison=poison, plan=options)),
     )
     return made if step is None else TrainingRun(step, made)

@@ -17,6 +17,8 @@ from tvm import ir
 from mesh_tensor.annotations.names import Fresh
 from mesh_tensor.base.errors import listing, refuse, shown
 
+from .constants import Constants
+
 # Results that are smaller throughout are compared as if they were this large: what is zero but for rounding, as the
 # mean of what comes after a batch norm, has no scale of its own.
 _NOTHING = 1e-4
@@ -27,8 +29,7 @@ class ImportedModule:
     """A module that was made elsewhere: `mod` takes its weights as parameters, after its inputs; `params` are the
     weights, by parameter name; `names` is from names that values had before to the module's. `state`: weights that a
     call writes; their new values are the function's last results. `buffers`: weights that no training changes.
-    `form`: what the model takes and gives. `constants`: what became constants of it, by its names, each with the
-    number of times that it had been written then."""
+    `form`: what the model takes and gives. `constants`: its buffers that are no weights."""
 
     mod: ir.IRModule
     params: dict[str, torch.Tensor]
@@ -36,27 +37,7 @@ class ImportedModule:
     state: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     form: CallForm | None = None
-    constants: Mapping[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
-
-    def check_unwritten(self) -> None:
-        """Weights are the model's own tensors, and constants are copies: refuse one without the other.
-
-        Raises:
-            MeshTensorError: what became a constant was written since.
-        """
-        changed = [name for name, (tensor, times) in self.constants.items() if writes(tensor) != times]
-        if changed:
-            refuse(
-                f"the model's {listing(changed)} {'was' if len(changed) == 1 else 'were'} written since the import",
-                where="the imported module",
-                why="the module has what was there then as constants, and the model's weights as they are now",
-                fix="import the model again, or its buffers as weights: mt.from_torch(program, buffers=True)",
-            )
-
-
-def writes(tensor: torch.Tensor) -> int:
-    """How often torch has written the tensor's memory; 0 where it does not count."""
-    return 0 if tensor.is_inference() else tensor._version
+    constants: Constants = field(default_factory=Constants)
 
 
 def identifiers(names: list[str], taken: list[str]) -> dict[str, str]:

@@ -21,12 +21,12 @@ from mesh_tensor.annotations.names import check_module
 from mesh_tensor.base.errors import listing, refuse, shown
 
 from .saved_json import BadModule, checked, parse
-from .saved_probe import Form, tried
+from .saved_probe import FileForm, tried
 
 #: Of the header that save_module writes, under the key `mesh_tensor`.
 FORMAT = 1
 _HEADER, _CHECKSUM = "mesh_tensor", "sha256"
-_EXTENSIONS: dict[str, Form] = {".json": "json", ".py": "tvmscript", ".txt": "tvmscript", ".tvmscript": "tvmscript"}
+_EXTENSIONS: dict[str, FileForm] = {".json": "json", ".py": "tvmscript", ".txt": "tvmscript", ".tvmscript": "tvmscript"}
 _FIX = "save it with mt.save_module(mod, path), or with another TVM from 0.20 on as tvm.ir.save_json(mod)"
 
 
@@ -53,7 +53,7 @@ def save_module(mod: ir.IRModule, path: str | os.PathLike[str]) -> None:
         refuse(f"{str(path)!r} can't be written", why=str(error), fix="choose another folder")
 
 
-def load_module(path: str | os.PathLike[str], *, format: Form | None = None, trusted: bool = False) -> ir.IRModule:
+def load_module(path: str | os.PathLike[str], *, format: FileForm | None = None, trusted: bool = False) -> ir.IRModule:
     """The module in a file: JSON (`mt.save_module`, or `tvm.ir.save_json` of tilelang's TVM or of apache-tvm 0.25), or
     TVMScript text (`mod.script(show_meta=True)`, or as a person writes it: one class or function, without its imports).
 
@@ -99,7 +99,7 @@ def _checked_path(path: object, what: str) -> Path:
     return Path(path)
 
 
-def _format_of(path: Path, given: str | None) -> Form:
+def _format_of(path: Path, given: str | None) -> FileForm:
     known = listing(sorted(set(_EXTENSIONS.values())))
     if given is None:
         if path.suffix not in _EXTENSIONS:

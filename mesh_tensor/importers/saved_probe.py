@@ -20,7 +20,7 @@ import tvm.script
 from tvm import ir, relax, tirx
 from tvm.ir import diagnostics
 
-Form = Literal["json", "tvmscript"]
+FileForm = Literal["json", "tvmscript"]
 #: Seconds that a module may take to be loaded, walked through and printed.
 PATIENCE = 120
 _START = "import sys; sys.path[:] = {path!r}; from mesh_tensor.importers.saved_probe import serve; serve()"
@@ -37,7 +37,7 @@ class Answer:
     text: str = ""
 
 
-def tried(form: Form, text: str) -> Answer:
+def tried(form: FileForm, text: str) -> Answer:
     """What happens when TVM loads, prints and verifies the module in `text`, in a process of its own."""
     request = json.dumps([form, text]).encode()
     with _LOCK:
@@ -51,7 +51,7 @@ def tried(form: Form, text: str) -> Answer:
     return Answer("the process that tries it can't be kept alive")
 
 
-def look_through(form: Form, text: str) -> Answer:
+def look_through(form: FileForm, text: str) -> Answer:
     """The same in this process."""
     loaded = ir.load_json(text) if form == "json" else tvm.script.from_source(text)
     if isinstance(loaded, (relax.Function, tirx.PrimFunc)):
@@ -86,7 +86,7 @@ def serve() -> None:
         _write(answers, json.dumps([answer.problem, answer.text]).encode())
 
 
-def _in_child(form: Form, text: str) -> Answer:
+def _in_child(form: FileForm, text: str) -> Answer:
     """What `look_through` says in a child, or what ended it."""
     here, there = os.pipe()
     child = os.fork()
@@ -113,7 +113,7 @@ def _told(diagnostic: diagnostics.Diagnostic) -> str:
     return f"line {diagnostic.span.line}: {' '.join(diagnostic.message.split())}"
 
 
-def _answer(form: Form, text: str, there: int) -> None:
+def _answer(form: FileForm, text: str, there: int) -> None:
     signal.alarm(PATIENCE)
     told: list[str] = []  # what the parser prints, in place of saying it in what it raises
     diagnostics.override_renderer(lambda context: told.extend(map(_told, context.diagnostics)))

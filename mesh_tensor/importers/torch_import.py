@@ -18,7 +18,8 @@ from mesh_tensor.base.recent import uncollected
 from mesh_tensor.plan.ir import STATE_ATTR
 from mesh_tensor.targets.dtypes import dtype_name
 
-from .imported import ImportedModule, identifiers, writes
+from .constants import Constants, writes
+from .imported import ImportedModule, identifiers
 from .torch_args import emit, with_constants, with_sizes_as_tensors
 from .torch_complex import COMPLEX, Pair, is_complex, of_complex
 from .torch_decompositions import LOOPS as LOOP_OPERATORS
@@ -155,16 +156,20 @@ class _Importer(ExportedProgramImporter):
         problems = [f"{_op(node)} is not known ({_where(node)})" for node in unknown]
         problems += [f"{_op(node)} is random ({_where(node)})" for node in random]
         if problems:
-            ways_out = list(dict.fromkeys(_WAYS_OUT[_name(node)] for node in unknown if _name(node) in _WAYS_OUT))
+            keys = [_name(node) if _name(node) in _WAYS_OUT else _namespace(node) for node in unknown]
+            ways_out = list(dict.fromkeys(_WAYS_OUT[key] for key in keys if key in _WAYS_OUT))
             fix = "; ".join(ways_out) or _FIX
             refuse(list(dict.fromkeys(problems)), where="the exported program", fix=fix)
 
 
 _NAMESPACES = ("aten", "prims", "transformers", "mesh_tensor_import")
-# Control flow that is no part of a graph.
+# Control flow that is no part of a graph, and by namespace what one device of several does.
 _WAYS_OUT = {
     "cond": "compute both branches and take one of their results by torch.where, or decide in Python before the export",
     "scan": "give scan a body of operators that write nothing",
+    # an exported program knows groups by number, and one device's sizes
+    "_c10d_functional": "export the model of whole tensors, without collectives, and state how tensors lie: the"
+    " collectives follow; or write the collectives by hand with mt.manual_computation and mt.comm",
     "while_loop": "give while_loop a condition and a body of operators that write nothing, on tensors",
 }
 _FIX = "write this part of the model with other operators, or export it in eval mode if it is for training only"
@@ -230,12 +235,14 @@ def _named(mod: ir.IRModule, program: torch.export.ExportedProgram, importer: An
     params = {names[target]: values[target].detach() for target in names}
     fixed = tuple(names[target] for spec in specs if is_kept_buffer(spec) and (target := str(spec.target)) in names)
     used = {node.name for node in program.graph.find_nodes(op="placeholder") if node.users}
-    constants = {
+    copied = {
         target: (values[target], writes(values[target]))
         for spec in specs
         if spec.kind in CONSTANTS and spec.arg.name in used - weights.keys() and (target := str(spec.target)) in values
     }
     unwritten = tuple(name for name in fixed if name not in state)
+    unread = {str(spec.target) for spec in specs if is_kept_buffer(spec)} - names.keys() - copied.keys()
+    constants = Constants(copied, frozenset(unread))
     return ImportedModule(mod, params, every, state, unwritten, constants=constants)
 
 
@@ -284,7 +291,11 @@ def _refused(node: torch.fx.Node) -> None:
 
 def _is_known_namespace(node: torch.fx.Node) -> bool:
     """Operators are known by name; others' that are called as one of torch's are not meant."""
-    return getattr(node.target, "namespace", "aten") in _NAMESPACES or node.target in LOOP_OPERATORS
+    return _namespace(node) in _NAMESPACES or node.target in LOOP_OPERATORS
+
+
+def _namespace(node: torch.fx.Node) -> str:
+    return getattr(node.target, "namespace", "aten")
 
 
 def _op(node: torch.fx.Node) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tvm import tirx
@@ -122,7 +122,7 @@ class _Together:
                 storage = storages.setdefault(tensor.storage, self._fresh(tensor.storage))
                 names[old] = self._fresh(old)
                 self.tensors[names[old]] = replace(tensor, name=names[old], storage=storage)
-        self.steps += [_renamed(step, names) for step in lowered.steps]
+        self.steps += [step.renamed(names) for step in lowered.steps]
         for param, given, left in lowered.parameters:
             if given is not None and param not in self.current:
                 self.inputs[param] = self.current[param] = names[given]
@@ -137,10 +137,3 @@ class _Together:
             count += 1
             fresh = f"{name.split('.')[0]}.{count}"
         return fresh
-
-
-def _renamed(step: LocalKernel | Collective, names: Mapping[str, str]) -> LocalKernel | Collective:
-    if isinstance(step, Collective):
-        return replace(step, src=names[step.src], dst=names[step.dst])
-    args, writes = tuple(names[arg] for arg in step.args), tuple(names[arg] for arg in step.writes)
-    return replace(step, args=args, writes=writes)

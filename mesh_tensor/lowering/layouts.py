@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm import tirx
 
@@ -17,7 +17,7 @@ from mesh_tensor.plan.one_kernel import Assignment
 from mesh_tensor.redistribution.plan import Move, plan_moves
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Factor, tile_extent
-from mesh_tensor.rules.kernel.sharding_rule import Analysis, ShardingRule, rule_of
+from mesh_tensor.rules.kernel.sharding_rule import Analysis, ShardingRule, sharding_rule_of
 from mesh_tensor.rules.kernel.statements import buffer_params
 
 from .original_dims import with_original_dims
@@ -57,6 +57,18 @@ class LocalKernel:
     written_locally: bool = False
     refined: bool = False
 
+    makes = ()
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """The tensors that it reads and writes."""
+        return self.args
+
+    def renamed(self, names: Mapping[str, str]) -> LocalKernel:
+        """The same on tensors of other names."""
+        args, writes = tuple(names[arg] for arg in self.args), tuple(names[arg] for arg in self.writes)
+        return replace(self, args=args, writes=writes)
+
 
 @dataclass(frozen=True, eq=False)
 class Collective:
@@ -66,6 +78,17 @@ class Collective:
     src: str
     dst: str
     reason: str
+
+    axes = makes = ()
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """The tensors that it reads and writes."""
+        return (self.src, self.dst)
+
+    def renamed(self, names: Mapping[str, str]) -> Collective:
+        """The same on tensors of other names."""
+        return replace(self, src=names[self.src], dst=names[self.dst])
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +105,11 @@ class LocalView(ABC):
     steps: tuple[LocalKernel | Collective, ...]
     asked: Mapping[str, Sharding]
     kept: frozenset[str]
+
+    @property
+    def kernels(self) -> tuple[LocalKernel, ...]:
+        """The steps that run kernels."""
+        return tuple(step for step in self.steps if isinstance(step, LocalKernel))
 
     @abstractmethod
     def decisions(self) -> Decisions:
@@ -121,7 +149,7 @@ def explicit(local: LocalParts) -> Lowered:
         kernel.asked,
         frozenset(p for p in analysis.kernel.params if analysis.only_kept(p)),
         func,
-        rule_of(analysis, ruled.refined),
+        sharding_rule_of(analysis, ruled.refined),
         cut.decided,
         cut.decided.whole,
         kernel.reading,

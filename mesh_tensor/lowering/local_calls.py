@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import tvm
 from tvm import relax
@@ -12,7 +13,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.recent import Recent
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.atoms import Atoms, made_plain, plain_sharding
-from mesh_tensor.plan.propagate import Cast, Change, Fill, Form, Run, Step
+from mesh_tensor.plan.explicit import Cast, Change, ExplicitStep, Fill, Form, Run
 from mesh_tensor.rules.operator import LocalCall
 from mesh_tensor.rules.operator.call import OpCall, op_call, tensor_infos
 from mesh_tensor.rules.operator.cost import count_flops
@@ -28,20 +29,9 @@ def tile_info(form: Form, atoms: Atoms) -> relax.TensorStructInfo:
     return relax.TensorStructInfo(tile_shape(form, atoms), form.dtype)
 
 
-def local_call(step: Step, atoms: Atoms, tiles: Sequence[relax.Expr]) -> relax.Expr:
+def local_call(step: ExplicitStep, atoms: Atoms, tiles: Sequence[relax.Expr]) -> relax.Expr:
     """The expression that makes the step's results of its operands' tiles, given in order."""
-    if isinstance(step, Run):
-        return _run(step, atoms, tiles)
-    (tile,) = tiles
-    if isinstance(step, Cast):
-        return relax.op.astype(tile, step.dst.dtype)
-    refined = relax.ShapeExpr(atoms.shape(step.src.value))
-    layout = relax.StringImm(step.src.sharding.text())
-    if isinstance(step, Fill):
-        args = [refined, layout, relax.ShapeExpr(step.dims), relax.StringImm(step.op)]
-        return packed("mesh.fill_padding", [tile, *args], tile_info(step.dst, atoms))
-    args = [refined, layout, relax.StringImm(step.dst.sharding.text()), relax.StringImm(", ".join(step.move.axes))]
-    return packed(f"mesh.{step.move.kind}", [tile, *args], tile_info(step.dst, atoms))
+    return _CALLS[type(step)](step, atoms, tiles)
 
 
 def check_tile(form: Form, info: relax.StructInfo, atoms: Atoms) -> None:
@@ -60,21 +50,6 @@ def packed(name: str, args: list[relax.Expr], info: relax.StructInfo) -> relax.C
     return relax.op.call_pure_packed(name, *args, sinfo_args=[info])
 
 
-def outputs_of(step: Step) -> tuple[Form, ...]:
-    """The forms that a step makes."""
-    return step.outputs if isinstance(step, Run) else (step.dst,)
-
-
-def inputs_of(step: Step) -> tuple[Form, ...]:
-    """The forms that a step takes."""
-    return step.inputs if isinstance(step, Run) else (step.src,)
-
-
-def scopes_of(step: Step) -> tuple:
-    """The calls that a step stands in."""
-    return step.node.scopes if isinstance(step, Run) else step.scopes
-
-
 def _run(step: Run, atoms: Atoms, tiles: Sequence[relax.Expr]) -> relax.Expr:
     node, rule = step.node, atoms.rules[step.node].rule
     local = LocalCall(
@@ -88,6 +63,33 @@ def _run(step: Run, atoms: Atoms, tiles: Sequence[relax.Expr]) -> relax.Expr:
         out_dtypes=tuple(form.dtype for form in step.outputs),
     )
     return rule.localize(local) if rule.localize else local.again()
+
+
+def _cast(step: Cast, atoms: Atoms, tiles: Sequence[relax.Expr]) -> relax.Expr:
+    return relax.op.astype(tiles[0], step.dst.dtype)
+
+
+def _fill(step: Fill, atoms: Atoms, tiles: Sequence[relax.Expr]) -> relax.Expr:
+    args = [*_lying(step.src, atoms), relax.ShapeExpr(step.dims), relax.StringImm(step.op)]
+    return packed("mesh.fill_padding", [*tiles, *args], tile_info(step.dst, atoms))
+
+
+def _change(step: Change, atoms: Atoms, tiles: Sequence[relax.Expr]) -> relax.Expr:
+    after = [relax.StringImm(step.dst.sharding.text()), relax.StringImm(", ".join(step.move.axes))]
+    return packed(f"mesh.{step.move.kind}", [*tiles, *_lying(step.src, atoms), *after], tile_info(step.dst, atoms))
+
+
+def _lying(form: Form, atoms: Atoms) -> list[relax.Expr]:
+    """Which shape a form has, and how it lies."""
+    return [relax.ShapeExpr(atoms.shape(form.value)), relax.StringImm(form.sharding.text())]
+
+
+_CALLS: dict[type, Callable[[Any, Atoms, Sequence[relax.Expr]], relax.Expr]] = {
+    Run: _run,
+    Cast: _cast,
+    Fill: _fill,
+    Change: _change,
+}
 
 
 def _contiguous(form: Form, atoms: Atoms) -> Sharding:
@@ -120,17 +122,17 @@ class TileCalls:
         self._atoms = atoms
         self._builder = relax.BlockBuilder()
         self._infos: dict[tuple, relax.TensorStructInfo] = {}
-        self._of: dict[Step, tuple[TileCall, ...]] = {}
+        self._of: dict[ExplicitStep, tuple[TileCall, ...]] = {}
 
-    def of(self, step: Step) -> tuple[TileCall, ...]:
+    def of(self, step: ExplicitStep) -> tuple[TileCall, ...]:
         """The calls that a step, which runs no kernel, is made of; the last one gives its results.
 
         Raises:
             MeshTensorError: TVM infers another tile than was decided.
         """
         if step not in self._of:
-            layouts = tuple(self._layout(form) for form in (*inputs_of(step), *outputs_of(step)))
-            key = (type(step), _particulars(step), layouts)
+            layouts = tuple(self._layout(form) for form in (*step.inputs, *step.outputs))
+            key = (type(step), step.kind, layouts)
             self._of[step] = _KNOWN.made(key, lambda: self._make(step))
         return self._of[step]
 
@@ -144,25 +146,16 @@ class TileCalls:
     def _layout(self, form: Form) -> tuple:
         return self._atoms.of[form.value], form.sharding, form.dtype
 
-    def _make(self, step: Step) -> tuple[TileCall, ...]:
-        stand_ins = [relax.Var(f"tile{i}", self.info(form)) for i, form in enumerate(inputs_of(step))]
+    def _make(self, step: ExplicitStep) -> tuple[TileCall, ...]:
+        stand_ins = [relax.Var(f"tile{i}", self.info(form)) for i, form in enumerate(step.inputs)]
         self._builder._begin_binding_block()
         self._builder.emit(local_call(step, self._atoms, stand_ins))
         bindings = list(self._builder._end_block().bindings)
         numbers = {var: number for number, var in enumerate([*stand_ins, *(binding.var for binding in bindings)])}
         infos = tensor_infos(bindings[-1].var.struct_info)
-        for form, info in zip(outputs_of(step), infos, strict=True):
+        for form, info in zip(step.outputs, infos, strict=True):
             check_tile(form, info, self._atoms)
         return tuple(_tile_call(op_call(binding.value), numbers) for binding in bindings)
-
-
-def _particulars(step: Step) -> tuple:
-    """All of a step that its calls depend on, but for the layouts of its operands and results."""
-    if isinstance(step, Run):
-        return step.node.call.kind
-    if isinstance(step, Change):
-        return step.move.kind, step.move.axes
-    return (step.dims, step.op) if isinstance(step, Fill) else ()
 
 
 def _tile_call(call: OpCall, numbers: dict[relax.Var, int]) -> TileCall:

@@ -26,7 +26,7 @@ from mesh_tensor.tir.intervals import join
 from mesh_tensor.tir.linear import as_expr, vars_of
 from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.rewrite import block_like, guarded, loop_like, neutral_element, replace_block
-from mesh_tensor.tir.short_loops import collapse, shorten
+from mesh_tensor.tir.short_loops import shorten
 from mesh_tensor.tir.tile_position import resolve
 from mesh_tensor.tir.user_reports import assert_call, is_print
 
@@ -126,7 +126,7 @@ class _Localizer:
         body = self._visit(root.body)
         allocs = [self.shrink.buffer(b) for b in root.alloc_buffers]
         block = block_like(root, body, allocs, annotations=self._annotations(root))
-        new_body = join(collapse(shorten(fuse(replace_block(func.body, block, self.shrink.extents)))))
+        new_body = join(shorten(fuse(replace_block(func.body, block, self.shrink.extents))))
         new_body = resolve(new_body, self.device.__getitem__)
         buffer_map = {p: self.shrink.buffer(b) for p, b in func.buffer_map.items()}
         axes = self.device.mentioned_in(new_body)

@@ -3,6 +3,9 @@ person reads it. Collectives are registered operators in the `mesh.` namespace, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import tvm_ffi
 from tvm import ir, s_tir, tirx, transform
 
@@ -17,7 +20,7 @@ from mesh_tensor.tir.views import declared
 
 from .cut import make_param
 from .grids import LoweredGrids
-from .layouts import LocalKernel, Tensor
+from .layouts import Collective, LocalKernel, Tensor
 from .pipeline import Lowered, lower_kernel
 from .splits import coordinate_var
 
@@ -74,7 +77,7 @@ class _Assembler:
         self.axes = {
             axis: coordinate_var(axis)
             for axis in lowered.mesh.axis_names
-            if any(isinstance(s, LocalKernel) and axis in s.axes for s in lowered.steps)
+            if any(axis in kernel.axes for kernel in lowered.kernels)
         }
 
     def run(self) -> tirx.PrimFunc:
@@ -93,7 +96,8 @@ class _Assembler:
             if tensor.storage not in owned and tensor.storage not in self.buffers:
                 self._declare(tensor, tensor.storage.replace(".", "_"))
                 workspaces.append(self.buffers[tensor.storage])
-        body = sequence([self._step(step) for step in lowered.steps])
+        kinds: dict[type, Callable[[Any], tirx.Stmt]] = {LocalKernel: self._kernel, Collective: self._collective}
+        body = sequence([kinds[type(step)](step) for step in lowered.steps])
         root = tirx.SBlock([], [], [], "root", body, None, workspaces)
         realize = tirx.SBlockRealize([], tirx.const(True, "bool"), root)
         sizes = self._sizes()
@@ -110,10 +114,11 @@ class _Assembler:
     def _buffer(self, tensor: str) -> tirx.Buffer:
         return self.buffers[self.lowered.tensors[tensor].storage]
 
-    def _step(self, step) -> tirx.Stmt:
-        if not isinstance(step, LocalKernel):
-            before = self.lowered.tensors[step.src].sharding
-            return collective_block(step.move, self._buffer(step.src), self._buffer(step.dst), before)
+    def _collective(self, step: Collective) -> tirx.Stmt:
+        before = self.lowered.tensors[step.src].sharding
+        return collective_block(step.move, self._buffer(step.src), self._buffer(step.dst), before)
+
+    def _kernel(self, step: LocalKernel) -> tirx.Stmt:
         func = s_tir.renew_defs(declared(step.func))  # kernels share variables, one function may not
         kernel = func.body.block.body if isinstance(func.body, tirx.SBlockRealize) else func.body
         tensors = [p for p in func.params if p in func.buffer_map]

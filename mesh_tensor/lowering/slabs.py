@@ -22,7 +22,7 @@ from .layouts import LocalKernel
 from .localize import localize
 from .splits import DeviceCoordinates, Split
 
-Bounds = tuple[int, int]
+SlabBounds = tuple[int, int]
 #: The kernel of a slab, and the axes whose coordinates it takes.
 SlabKernel = tuple[tirx.PrimFunc, tuple[str, ...]]
 
@@ -77,7 +77,7 @@ class Slabs:
                 return f"{name} is dim {dim} of {self.param(position)}: its slabs don't lie in one piece"
         return None
 
-    def bounds(self, factor: Factor, count: int) -> list[Bounds]:
+    def bounds(self, factor: Factor, count: int) -> list[SlabBounds]:
         """Where at most `count` slabs of the tiles start and end along the factor: one if there is nothing to split."""
         size = self.size(factor)
         unit = factor.block
@@ -93,7 +93,7 @@ class Slabs:
         split = self._split(factor)
         return int(factor.size if split is None else split.tile)
 
-    def kernels(self, factor: Factor, bounds: Sequence[Bounds]) -> list[SlabKernel]:
+    def kernels(self, factor: Factor, bounds: Sequence[SlabBounds]) -> list[SlabKernel]:
         """Per slab, the kernel and the axes whose coordinates it takes. Slabs for which the same code serves have one.
 
         Raises `Blocked` (rules.factors) where the kernel can't be written so."""

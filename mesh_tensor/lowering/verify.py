@@ -10,7 +10,8 @@ MESH_TENSOR_VERIFY=1 in the environment, every lowering checks itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from tvm import arith, tirx
 
@@ -75,9 +76,8 @@ def verify_lowered(lowered: Lowered) -> None:
     Raises:
         VerificationError: lists what is wrong with it.
     """
-    for step in lowered.steps:
-        if isinstance(step, LocalKernel):
-            verify_local(step, lowered.mesh)
+    for kernel in lowered.kernels:
+        verify_local(kernel, lowered.mesh)
     raise_on(explicit_problems(lowered), f"lowered kernel {lowered.name}")
 
 
@@ -148,9 +148,12 @@ class _Chain:
 
     def problems(self) -> list[str]:
         found: list[str] = []
+        kinds: dict[type, Callable[[Any], Iterator[str]]] = {
+            LocalKernel: self._kernel,
+            Collective: self._collective,
+        }
         for number, step in enumerate(self.lowered.steps):
-            facts = self._kernel(step) if isinstance(step, LocalKernel) else self._collective(step)
-            found += [f"step {number}: {fact}" for fact in facts]
+            found += [f"step {number}: {fact}" for fact in kinds[type(step)](step)]
         return found
 
     def final(self, name: str) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from operator import eq
 from typing import Any
 
 from tvm import ir, relax
@@ -18,6 +19,8 @@ from tvm import ir, relax
 from mesh_tensor.annotations.names import check_module, relax_function, unique_names, with_flat_parameters
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.plan.repeats import UnknownKindError, kind_of, stretches
+from mesh_tensor.rules.operator.call import Structure
 
 
 class Flow:
@@ -142,35 +145,23 @@ def _marks(flow: Flow, names: Sequence[str]) -> list[int]:
 
 
 def _mark(binding: relax.Binding) -> tuple:
-    value = binding.value
-    if isinstance(value, relax.Call):
-        name = getattr(value.op, "name", None) or getattr(value.op, "name_hint", str(value.op))
-        attrs = 0 if value.attrs is None else ir.structural_hash(value.attrs)
-        return (name, attrs, tuple(map(_operand, value.args)), str(binding.var.struct_info))
-    if isinstance(value, relax.TupleGetItem):
-        return ("field", value.index, str(binding.var.struct_info))
-    return (type(value).__name__, ir.structural_hash(value, map_free_vars=True))
-
-
-def _operand(expr: relax.Expr) -> object:
-    if isinstance(expr, relax.Constant):
-        return ir.structural_hash(expr)
-    return str(expr.struct_info) if isinstance(expr, relax.Var) else str(expr)
+    """What a binding computes, on what types."""
+    value, refs = binding.value, list[relax.Var]()
+    try:
+        kind = kind_of(value, refs)
+    except UnknownKindError:
+        return type(value).__name__, ir.structural_hash(value, map_free_vars=True)
+    return kind, *[Structure(var.struct_info) for var in (*refs, binding.var)]
 
 
 def _repeats(marks: Sequence[int]) -> list[tuple[int, int, int]]:
     """(period, start, end) of stretches in which every mark is that of one period earlier; a few of the longest."""
-    found = []
-    for period in range(1, len(marks) // 2 + 1):
-        start = length = 0
-        for at in range(period, len(marks) + 1):
-            if at < len(marks) and marks[at] == marks[at - period]:
-                length += 1
-                continue
-            if length >= period:
-                start = at - length - period
-                found.append((period, start, at))
-            length = 0
+    found = [
+        (period, start, start + size + period)
+        for period in range(1, len(marks) // 2 + 1)
+        for start, size in stretches(map(eq, marks, marks[period:]))
+        if size >= period
+    ]
     return sorted(found, key=lambda each: (each[1] - each[2], each[0]))[:4]
 
 

@@ -21,7 +21,7 @@ from .prices import PRICES, Prices, node_flops
 from .propagate import Layouts
 from .spread import tensors_of
 
-Split = Mapping[str, str | None]  # axis -> factor
+AxisFactors = Mapping[str, str | None]  # axis -> factor
 Order = Mapping[str, int]  # axis -> which comes first of those that split one factor, as in Shard
 
 
@@ -62,7 +62,7 @@ class Decider:
         layouts: Layouts,
         *,
         free: Collection[Value] = (),
-        fixed: Split | None = None,
+        fixed: AxisFactors | None = None,
         in_place: bool = False,
         nodes: Collection[Node] = (),
         prices: Prices = PRICES,
@@ -171,11 +171,11 @@ class Decider:
         return self._prices.change(inner.shape, inner.dtype, *layouts)
 
 
-def _places(factors: AtomFactors, split: Split, order: Order) -> dict[str, Placement]:
+def _places(factors: AtomFactors, split: AxisFactors, order: Order) -> dict[str, Placement]:
     return {axis: Shard(factors.index(f), order.get(axis, 0)) for axis, f in split.items() if f in factors}
 
 
-def operand_layouts(mesh: Mesh, rule: NodeRule, split: Split, order: Order) -> tuple[Sharding, ...]:
+def operand_layouts(mesh: Mesh, rule: NodeRule, split: AxisFactors, order: Order) -> tuple[Sharding, ...]:
     """How the operands have to lie. `order`: of axes that split one factor, as in Shard."""
     layouts = [Sharding.of(mesh, len(factors), _places(factors, split, order)) for factors in rule.inputs]
     for (operand, position), reaches in rule.windows.items():
@@ -196,7 +196,9 @@ def with_window(
     return Sharding.of(layout.mesh, layout.ndim, places).with_windows([*layout.windows, (dim, window)])
 
 
-def result_layout(mesh: Mesh, factors: AtomFactors, split: Split, partial: Mapping[str, str], order: Order) -> Sharding:
+def result_layout(
+    mesh: Mesh, factors: AtomFactors, split: AxisFactors, partial: Mapping[str, str], order: Order
+) -> Sharding:
     """How a result with these factors comes out, where `partial` has the ops that complete it."""
     places = _places(factors, split, order)
     for axis, factor in split.items():
@@ -221,18 +223,18 @@ def fits(rule: NodeRule, split: Mapping[str, str], mesh: Mesh) -> bool:
     return fixed and _one_op(rule, split) and _is_even(rule, split, mesh) and _has_blocks(rule, split, mesh)
 
 
-def _one_op(rule: NodeRule, split: Split) -> bool:
+def _one_op(rule: NodeRule, split: AxisFactors) -> bool:
     """A result can't be pending with two different ops."""
     return all(len({ops[f] for f in split.values() if f is not None and f in ops}) < 2 for ops in rule.partial)
 
 
-def _is_even(rule: NodeRule, split: Split, mesh: Mesh) -> bool:
+def _is_even(rule: NodeRule, split: AxisFactors, mesh: Mesh) -> bool:
     """Axes divide the factors that they have to divide."""
     parts = {f: math.prod(mesh.size(a) for a, other in split.items() if other == f) for f in rule.even}
     return all(rule.sizes[factor] % count == 0 for factor, count in parts.items() if factor in rule.sizes)
 
 
-def _has_blocks(rule: NodeRule, split: Split, mesh: Mesh) -> bool:
+def _has_blocks(rule: NodeRule, split: AxisFactors, mesh: Mesh) -> bool:
     """Tiles are whole blocks where they have to be, and the first one holds what it has to."""
     for factor, least in rule.first.items():
         parts = math.prod(mesh.size(axis) for axis, other in split.items() if other == factor)

@@ -16,13 +16,13 @@ from tvm import ir, relax
 
 from mesh_tensor.annotations.manual import is_manual
 from mesh_tensor.annotations.names import relax_function
-from mesh_tensor.rules.operator.call import Structure, op_name
+from mesh_tensor.rules.operator.call import Structure
 
 from .ir import ANNOTATE, REDISTRIBUTE, STATE_ATTR
 from .reader import Annotations
+from .repeats import UnknownKindError, called, kind_of, stretches
 
 _LONGEST = 2048  # bindings of a layer
-_WHOLE = (relax.Constant, relax.ShapeExpr, relax.PrimValue, relax.StringImm, relax.DataTypeImm, relax.ExternFunc)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ def fewer_layers(
         if layers is None or layers.count <= copies:
             return None
         return _Writer(read, layers, copies).written(mod, function)
-    except _NotAlikeError:
+    except (_NotAlikeError, UnknownKindError):
         return None
 
 
@@ -105,8 +105,9 @@ class _Function:
         var, value = binding.var, binding.value
         info = Structure(var.struct_info), self._stated(var)
         refs: list[relax.Var] = []
-        kind = (*info, _kind(value, refs))
-        if _called(value) in (ANNOTATE, REDISTRIBUTE) and refs[0] in self.given:
+        _check(value)
+        kind = (*info, kind_of(value, refs))
+        if called(value) in (ANNOTATE, REDISTRIBUTE) and refs[0] in self.given:
             self.given[var], self.source[var] = (*kind, self.given[refs[0]]), refs[0]
             return
         known = tuple([self.given.get(ref) for ref in refs])
@@ -137,32 +138,12 @@ class _Function:
         return found
 
 
-def _called(value: relax.Expr) -> str:
-    return op_name(value.op) if isinstance(value, relax.Call) else ""
-
-
-def _kind(value: relax.Expr, refs: list[relax.Var]) -> tuple:
-    """All of an expression but its operands, which are added to `refs`.
-
-    Raises:
-        _NotAlikeError: it is no operator on tensors, tuple or field.
-    """
-    if isinstance(value, relax.Var):
-        refs.append(value)
-        return ("operand",)
-    if isinstance(value, relax.Tuple):
-        return ("tuple", *[_kind(one, refs) for one in value.fields])
-    if isinstance(value, relax.TupleGetItem):
-        return "field", int(value.index), _kind(value.tuple_value, refs)
-    if isinstance(value, _WHOLE):
-        return "as it is", Structure(value)
-    name = _called(value)
-    is_operator = isinstance(value, relax.Call) and isinstance(value.op, ir.Op) and not name.startswith("call_tir")
-    if not is_operator or is_manual(value):
+def _check(value: relax.Expr) -> None:
+    """It is no call but of an operator on tensors."""
+    if isinstance(value, relax.Call) and (not called(value) or called(value).startswith("call_tir")):
         raise _NotAlikeError
-    attrs = None if value.attrs is None else Structure(value.attrs)
-    infos = tuple([Structure(info) for info in value.sinfo_args[:]])
-    return name, attrs, infos, *[_kind(arg, refs) for arg in value.args[:]]
+    if is_manual(value):
+        raise _NotAlikeError
 
 
 def _found(read: _Function) -> _Layers | None:
@@ -172,24 +153,17 @@ def _found(read: _Function) -> _Layers | None:
     middle, best = len(kinds) // 2, None
     for length in range(1, min(_LONGEST, len(kinds) - middle)):
         if kinds[middle] == kinds[middle + length]:
-            start, alike = _longest(read.computed, kinds, length)
+            start, alike = max(_alike(read.computed, kinds, length), key=lambda each: each[1])
             count = alike // length + 1
             if count > 1 and (best is None or (count - 1) * length > (best.count - 1) * best.length):
                 best = _Layers(start, length, count)
     return best
 
 
-def _longest(computed: Sequence[_Computed], kinds: Sequence[int], length: int) -> tuple[int, int]:
-    """Where the longest run of bindings starts that are as those `length` after them, and how long it is."""
-    best = start = size = 0
-    for here in range(len(kinds) - length):
-        if kinds[here] == kinds[here + length] and _same_places(computed[here], computed[here + length], length):
-            size += 1
-            if size > best:
-                best, start = size, here - size + 1
-        else:
-            size = 0
-    return start, best
+def _alike(computed: Sequence[_Computed], kinds: Sequence[int], length: int) -> list[tuple[int, int]]:
+    """Where bindings start that are as those `length` after them, and how many they are."""
+    pairs = zip(kinds, kinds[length:], computed, computed[length:], strict=False)
+    return [*stretches(a == b and _same_places(one, other, length) for a, b, one, other in pairs), (0, 0)]
 
 
 def _same_places(one: _Computed, other: _Computed, length: int) -> bool:
@@ -320,5 +294,5 @@ def _typed(expr: relax.Expr, info: relax.StructInfo) -> relax.Expr:
 
 def _variables(value: relax.Expr) -> Iterator[relax.Var]:
     refs: list[relax.Var] = []
-    _kind(value, refs)
+    kind_of(value, refs)
     yield from refs

@@ -20,7 +20,7 @@ from mesh_tensor.base.placement import Replicate, Shard
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.operator.cost import class_of
 
-from .propagate import Change, ExplicitGraph, Form, Run, Step
+from .explicit import Change, ExplicitGraph, ExplicitStep, Form, Run
 
 _ALL_GATHER = BETWEEN[Shard, Replicate].name
 _AGAIN = CPU.tuning.products_ahead  # products after which what was gathered is still there
@@ -36,20 +36,20 @@ class _Swaps:
         self._transposes = {
             step.outputs[0]: step
             for step in made.steps
-            if isinstance(step, Run) and step.node.call.name == "permute_dims"
+            if step.node is not None and step.node.call.name == "permute_dims"
         }
         self._known: dict[tuple[Form, Sharding], tuple[int, Form]] = {}  # when it was gathered, and as what
         self._products = 0
-        forms = [form for step in made.steps for form in (step.outputs if isinstance(step, Run) else (step.dst,))]
+        forms = [form for step in made.steps for form in step.outputs]
         self._names = {f.name for f in (*made.params, *made.constants, *forms)} | {v.name for v in made.graph.values()}
         self.steps = [new for step in made.steps for new in self._swapped(step)]
 
-    def _swapped(self, step: Step) -> Iterator[Step]:
+    def _swapped(self, step: ExplicitStep) -> Iterator[ExplicitStep]:
         """The step, or the gather of what was transposed, then the transposes."""
-        if isinstance(step, Run):
+        if step.node is not None:
             self._products += class_of(step.node.call.name) == "product"
         source = self._transposed(step)
-        if source is None or not isinstance(step, Change):
+        if source is None or step.move is None:
             yield step
             return
         (dim,) = {p.dim for axis in step.move.axes if isinstance(p := source.sharding.placement(axis), Shard)}
@@ -60,7 +60,7 @@ class _Swaps:
         if whole is None or self._products - at > _AGAIN:
             whole = Form(self._name(source), source.value, sharding, source.dtype)
             move = replace(step.move, after=sharding, src_dim=dim)
-            yield from self._swapped(Change(move, source, whole, step.scopes, step.reason))
+            yield from self._swapped(Change(source, whole, step.scopes, move, step.reason))
             self._known[source, sharding] = self._products, whole
         run = self._transposes[step.src]
         split = {axis: factor for axis, factor in run.split.items() if axis not in step.move.axes}
@@ -73,9 +73,9 @@ class _Swaps:
         self._names.add(name)
         return name
 
-    def _transposed(self, step: Step) -> Form | None:
+    def _transposed(self, step: ExplicitStep) -> Form | None:
         """What is gathered after it was transposed, if it lies so that it can be before."""
-        if not isinstance(step, Change) or step.move.kind != _ALL_GATHER or step.src not in self._transposes:
+        if step.move is None or step.move.kind != _ALL_GATHER or step.src not in self._transposes:
             return None
         (source,) = self._transposes[step.src].inputs
         placements = {source.sharding.placement(axis) for axis in step.move.axes}

@@ -98,7 +98,7 @@ class Interleaved:
 
 
 @dataclass(frozen=True, eq=False)
-class Loop:
+class GraphLoop:
     """A part of a graph that runs several times: the nodes that stand in its scope. Nodes that mark it say what enters
     it before, what it begins the next time with, which rows it gives, and, in a scope of its own, whether it goes on.
 
@@ -131,7 +131,7 @@ class Graph:
     state: dict[Value, Value] = field(default_factory=dict)
     stored: dict[Value, Interleaved] = field(default_factory=dict)
     prices: Prices = PRICES
-    loops: dict[Scope, Loop] = field(default_factory=dict)
+    loops: dict[Scope, GraphLoop] = field(default_factory=dict)
     manual: frozenset[str] = frozenset()
 
     def values(self) -> list[Value]:

@@ -3,7 +3,7 @@ steps one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,8 +13,10 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.call import OpCall, op_call
 from mesh_tensor.rules.operator.loops import loop_call
 
-from .ir import Loop, Scope, Tree, Value, leaves, map_tree
+from .ir import GraphLoop, Scope, Tree, Value, leaves, map_tree
 from .loops import Counter, Recursion, number_of, used_in
+from .manual import Devices, Region
+from .varying import Axes
 
 _MOST_STEPS = 4096  # that are unrolled
 Scopes = tuple[Scope, ...]
@@ -35,11 +37,18 @@ class Bindings(Protocol):
 class Reader(Protocol):
     """What reads functions into a graph."""
 
-    loops: dict[Scope, Loop]
+    loops: dict[Scope, GraphLoop]
     with_loops: bool
+    varying: dict[Value, Axes]
 
-    def bindings(self, function: str, env: dict[relax.Var, Tree], scopes: Scopes) -> Bindings:
+    def bindings(self, function: str, env: dict[relax.Var, Tree], scopes: Scopes, region: Region | None) -> Bindings:
         """What reads bindings where variables are these values."""
+
+    def devices(self, function: str, name: str, scopes: Scopes) -> Devices:
+        """What manual computations do."""
+
+    def tried(self, read: Callable[[], Tree | None]) -> Tree | None:
+        """What reads something; where it gives None, as if it had not been read."""
 
     def constant(self, constant: relax.Constant) -> Value:
         """The value of a constant."""
@@ -65,11 +74,18 @@ _NO_ROWS = _Rows({}, {}, frozenset())
 
 
 class LoopReader:
-    """Reads a call of the function `name`, which stands in the scopes `outer`, as a loop of the scope `scope`."""
+    """Reads a call of the function `name`, which stands in the scopes `outer`, as a loop of the scope `scope`; in a
+    manual computation, `region` is that.
 
-    def __init__(self, reader: Reader, name: str, found: Recursion, outer: Scopes, scope: Scope) -> None:
+    There devices may have values of their own. What is carried is so along the same axes before every step and after
+    it: the fewest that this takes, found by reading the loop until it does."""
+
+    def __init__(
+        self, reader: Reader, name: str, found: Recursion, outer: Scopes, scope: Scope, region: Region | None
+    ) -> None:
         self._reader, self._name, self._found = reader, name, found
-        self._outer, self._scope = outer, scope
+        self._outer, self._scope, self._region = outer, scope, region
+        self._own: dict[tuple[int, int], set[str]] = {}  # the axes of what is carried: parameter, which of its tensors
 
     def read(self, args: Sequence[Tree]) -> Tree:
         """What the call gives.
@@ -82,7 +98,9 @@ class LoopReader:
         counter = found.counter([number_of(arg.data) if isinstance(arg, Value) else None for arg in args])
         steps = _MOST_STEPS + 1 if counter is None else counter.last - counter.first
         if loops and (counter is None or steps > 1):
-            return self._looped(args, counter)
+            while (made := self._reader.tried(lambda: self._looped(args, counter))) is None:
+                pass  # with more axes
+            return made
         if counter is None or steps > _MOST_STEPS:
             refuse(
                 f"function {self._name!r} calls itself {'as long as data says' if counter is None else steps} times",
@@ -91,21 +109,20 @@ class LoopReader:
             )
         return self._unrolled(args, counter)
 
-    def _looped(self, args: Sequence[Tree], counter: Counter | None) -> Tree:
-        """A loop of the graph."""
+    def _looped(self, args: Sequence[Tree], counter: Counter | None) -> Tree | None:
+        """A loop of the graph; None if its steps make more values of devices' own than were known of."""
         found, inner = self._found, (*self._outer, self._scope)
         rows = _NO_ROWS if counter is None else self._rows(counter)
-        trees = [
-            arg if n in found.kept or n in rows.put else self._entered(found.params[n].name_hint, arg)
-            for n, arg in enumerate(args)
-        ]
+        trees = [arg if n in found.kept or n in rows.put else self._entered(n, arg) for n, arg in enumerate(args)]
         entered: dict[Value, Value] = {}
         where = f"{self._name} (call {self._scope.site})"
         count = None if counter is None else counter.last - counter.first
-        self._reader.loops[self._scope] = Loop(count, entered, where)
+        self._reader.loops[self._scope] = GraphLoop(count, entered, where)
         if counter is None:
             self._test(trees, inner)
         again, put = self._step(trees, inner, rows, counter)
+        if self._more_own(trees, again):
+            return None
         ends = list(args)
         for n, (before, after) in enumerate(zip(trees, again, strict=True)):
             if n in put:
@@ -113,17 +130,37 @@ class LoopReader:
                 assert isinstance(value, Value)
                 ends[n] = self._mark("stack", put[n], inner, value.name, value.type.shape)
             elif n not in found.kept:
-                ends[n] = self._next(before, after, inner, entered)
+                ends[n] = self._next(n, before, after, inner, entered)
         return self._ending(ends)
 
-    def _entered(self, name: str, arg: Tree) -> Tree:
+    def _more_own(self, before: Sequence[Tree], after: Sequence[Tree]) -> bool:
+        """Whether a step hands on what devices have of their own along more axes than they had; these are noted."""
+        more = False
+        for n, (was, became) in enumerate(zip(before, after, strict=True)):
+            for m, (mine, its) in enumerate(zip(leaves(was), leaves(became), strict=False)):
+                new = self._axes(its) - self._axes(mine) if n not in self._found.kept else set()
+                self._own.setdefault((n, m), self._axes(mine)).update(new)
+                more = more or bool(new)
+        return more
+
+    def _axes(self, value: Value) -> set[str]:
+        return {axis for axis, _ in self._reader.varying.get(value, ())}
+
+    def _apart(self, number: int, tree: Tree, scopes: Scopes, name: str) -> Tree:
+        """What is carried in this parameter: along its axes, every device has its own."""
+        devices, places = self._reader.devices(self._name, name, scopes), iter(range(len(leaves(tree))))
+        return map_tree(tree, lambda value: devices.apart(value, [*self._own.get((number, next(places)), ())]))
+
+    def _entered(self, number: int, arg: Tree) -> Tree:
         """What carried values are in the loop."""
+        name = self._found.params[number].name_hint
+        arg = self._apart(number, arg, self._outer, name)
         inner = map_tree(arg, lambda value: self._mark("enter", value, self._outer, name))
         if isinstance(inner, Value):
             self._reader.note(self._name, name, inner)
         return inner
 
-    def _next(self, before: Tree, after: Tree, scopes: Scopes, entered: dict[Value, Value]) -> Tree:
+    def _next(self, number: int, before: Tree, after: Tree, scopes: Scopes, entered: dict[Value, Value]) -> Tree:
         """What carried values are in the end."""
         mine, its = leaves(before), leaves(after)
         if [value.type for value in mine] != [value.type for value in its]:
@@ -133,6 +170,7 @@ class LoopReader:
                 why="a loop is planned once, for all its steps",
                 fix="keep shapes and dtypes the same from step to step",
             )
+        its = leaves(self._apart(number, after, scopes, self._found.params[number].name_hint))
         ends = [self._mark("next", value, scopes, value.name) for value in its]
         entered.update(zip(ends, mine, strict=True))
         rest = iter(ends)
@@ -141,7 +179,7 @@ class LoopReader:
     def _test(self, trees: Sequence[Tree], inner: Scopes) -> None:
         """What says whether there is a next step."""
         found = self._found
-        read = self._reader.bindings(self._name, self._env(trees), inner)
+        read = self._reader.bindings(self._name, self._env(trees), inner, self._region)
         for binding in found.head:
             read.bind(binding)
         holds = read.expression(found.condition)
@@ -149,6 +187,13 @@ class LoopReader:
             refuse(
                 f"what says whether function {self._name!r} calls itself is {holds!r}, no bool without dims",
                 fix="reduce it to one bool: R.any, R.all, or a comparison of numbers",
+            )
+        if axes := self._axes(holds):
+            refuse(
+                [f"devices along {axis!r} may have different values of what says whether it does" for axis in axes],
+                where=f"function {self._name!r}, which calls itself in a manual computation",
+                why="devices go on together, for their collectives",
+                fix='combine them: mt.comm.all_reduce(goes_on, axes, "max"), of an integer',
             )
         if not found.goes_on:
             holds = self._add(relax.op.logical_not(holds.variable()), [holds], inner, "goes_on")
@@ -208,7 +253,7 @@ class LoopReader:
     def _reading(self, trees: Sequence[Tree], scopes: Scopes, exprs: Sequence[relax.Expr]) -> Bindings:
         """What reads bindings; those of the head are read, if any of these expressions takes what they make."""
         found = self._found
-        read = self._reader.bindings(self._name, self._env(trees), scopes)
+        read = self._reader.bindings(self._name, self._env(trees), scopes, self._region)
         if any(used_in(found.head, expr) for expr in exprs):
             for binding in found.head:
                 read.bind(binding)

@@ -20,11 +20,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 from tvm import ir, relax
 
-from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.call import op_name, plain
 
 
@@ -215,16 +214,3 @@ def used_in(bindings: Sequence[relax.Binding], expr: relax.Expr) -> set[relax.Va
     """The variables that an expression takes from outside, of those that the bindings make."""
     free = relax.analysis.free_vars(expr)
     return {binding.var for binding in bindings if any(binding.var.same_as(var) for var in free)}
-
-
-def refuse_in_manual(name: str) -> NoReturn:
-    """Refuse a loop in a manual computation, or one around it: how devices go on together is not known there.
-
-    Raises:
-        MeshTensorError: always.
-    """
-    refuse(
-        f"function {name!r} calls itself, in a manual computation or around one",
-        why="devices that have values of their own do not go on together",
-        fix="write the steps one after the other, or the manual computation as operators on whole tensors",
-    )

@@ -173,6 +173,13 @@ class Devices:
         run: Callable[[Comm, Value], Value] = getattr(self, comm.kind)  # a method for each
         return run(comm, value)
 
+    def apart(self, value: Value, axes: Sequence[str]) -> Value:
+        """The same value, which every device along these axes then has of its own."""
+        shared = self._mesh.in_order([a for a in axes if a not in dict(self._varying.get(value, ()))])
+        if not shared:
+            return value
+        return self._per_device(self._exposed(value, shared), {axis: place for place, axis in enumerate(shared)})
+
     def index(self, axes: Mesh) -> Value:
         """Which device of the group it is."""
         numbers = numpy.arange(axes.num_devices, dtype="int64").reshape(tuple(axes.shape.values()))

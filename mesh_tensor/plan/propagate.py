@@ -1,5 +1,4 @@
-"""Propagation: a layout for every value of a Graph, from those that were stated. ExplicitGraph: every layout change
-is a step of its own, nothing is implied.
+"""Propagation: a layout for every value of a Graph, from those that were stated.
 
 Annotations of lower priority are heard first; of these, layouts of activations before those that say where weights are
 stored (see `stored`), and axes that a dim's first atom has room for before others, those of larger tensors
@@ -10,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.sharding import Partial, Placement, Shard, Sharding
-from mesh_tensor.redistribution.plan import Move
 from mesh_tensor.rules.operator.rule import OpRule, atoms_of
 
 from .atoms import Atoms
-from .ir import Graph, Node, Scope, Value, leaves
+from .ir import Graph, Value, leaves
 from .spread import Conflict, Spread, refine_sharding
 from .varying import at_the_edge
 
@@ -165,76 +162,3 @@ def _lead(rule: OpRule, position: int) -> tuple[int, int, int]:
     factors = {factor for dim in rule.inputs[position] for factor in atoms_of(dim)}
     made = {factor for result in rule.outputs for dim in result for factor in atoms_of(dim)}
     return len(made & factors), -len(factors.intersection(rule.reduced)), -position
-
-
-@dataclass(frozen=True, eq=False)
-class Form:
-    """A value in one layout (over its atoms), which may be partial. `dtype` is wider than the value's while the parts
-    of a low-precision sum wait to be added."""
-
-    name: str
-    value: Value
-    sharding: Sharding
-    dtype: str
-
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """Devices run a node on its operands' forms. `split`: axis -> factor."""
-
-    node: Node
-    inputs: tuple[Form, ...]
-    outputs: tuple[Form, ...]
-    split: dict[str, str]
-
-
-@dataclass(frozen=True, eq=False)
-class Change:
-    """One collective of a redistribution, or a slice: `src` becomes `dst`. It stands in the scopes of whoever asked."""
-
-    move: Move
-    src: Form
-    dst: Form
-    scopes: tuple[Scope, ...]
-    reason: str
-
-
-@dataclass(frozen=True, eq=False)
-class Fill:
-    """`dst` is `src` with its padding along `dims` (atoms) set to what is neutral for `op`."""
-
-    src: Form
-    dst: Form
-    dims: tuple[int, ...]
-    op: str
-    scopes: tuple[Scope, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Cast:
-    """`dst` is `src` in the value's own dtype again."""
-
-    src: Form
-    dst: Form
-    scopes: tuple[Scope, ...]
-
-
-Step = Run | Change | Fill | Cast
-
-
-@dataclass(eq=False)
-class ExplicitGraph:
-    """The steps of every device. `params` and `result` are forms in the layouts that values have at the boundary."""
-
-    graph: Graph
-    atoms: Atoms
-    layouts: Layouts
-    params: list[Form] = field(default_factory=list)
-    constants: list[Form] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    result: Any = ()
-
-
-def forms_in(tree: Any) -> list[Form]:
-    """The forms of a tree, in order."""
-    return [tree] if isinstance(tree, Form) else [form for item in tree for form in forms_in(item)]

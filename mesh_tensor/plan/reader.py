@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tvm import ir, relax, tirx
 
-from mesh_tensor.annotations.manual import Manual, is_manual, manual_text
+from mesh_tensor.annotations.manual import is_manual
 from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.annotations.names import relax_functions
-from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator.call import (
@@ -20,12 +19,14 @@ from mesh_tensor.rules.operator.call import (
     tensor_type,
     tensor_types,
     with_known_sizes,
+    with_said_sizes,
 )
 
-from .ir import ANNOTATE, STATE_ATTR, Graph, Loop, Node, Scope, Tree, Value, leaves
+from .ir import ANNOTATE, STATE_ATTR, Graph, GraphLoop, Node, Scope, Tree, Value, leaves
 from .loop_reader import LoopReader
-from .loops import Recursion, recursion_of, refuse_in_manual
-from .manual import Devices, Region, check_types, comm_in, is_collective
+from .loops import Recursion, recursion_of
+from .manual import Devices, Region, is_collective
+from .manual_reader import ManualReader
 from .varying import Axes, node_axes
 
 # (function name, variable name) -> what was stated for it
@@ -89,7 +90,7 @@ def _state(func: relax.Function, params: list[Value], body: Tree) -> dict[Value,
 class _Reader:
     def __init__(self, mod: ir.IRModule, mesh: Mesh, annotations: Annotations, with_loops: bool) -> None:
         self.mesh, self.nodes = mesh, list[Node]()
-        self.loops: dict[Scope, Loop] = {}
+        self.loops: dict[Scope, GraphLoop] = {}
         self.with_loops = with_loops
         self.varying: dict[Value, Axes] = {}
         self.manual: set[str] = set()  # axes
@@ -141,9 +142,7 @@ class _Reader:
         if func not in self._recursions:
             self._recursions[func] = recursion_of(name, func)
         if (recursion := self._recursions[func]) is not None:
-            if region is not None:
-                refuse_in_manual(name)
-            return LoopReader(self, name, recursion, scopes, scope).read(args)
+            return LoopReader(self, name, recursion, scopes, scope, region).read(args)
         return self.body(name, func, args, (*scopes, scope), region)
 
     def sized(self, func: relax.Function, args: Sequence[Tree]) -> relax.Function:
@@ -160,9 +159,30 @@ class _Reader:
             self._known_sizes[key] = func.bind_symbolic_vars(sizes)
         return self._known_sizes[key]
 
-    def bindings(self, function: str, env: dict[relax.Var, Tree], scopes: tuple[Scope, ...]) -> _Body:
+    def bindings(
+        self, function: str, env: dict[relax.Var, Tree], scopes: tuple[Scope, ...], region: Region | None
+    ) -> _Body:
         """What reads bindings of a function where variables are these values."""
-        return _Body(self, function, env, scopes, None)
+        return _Body(self, function, env, scopes, region)
+
+    def devices(self, function: str, name: str, scopes: tuple[Scope, ...]) -> Devices:
+        """What manual computations do, bound to a name."""
+
+        def emit(make: Callable[..., relax.Expr], values: Sequence[Value]) -> Value:
+            call = op_call(relax.BlockBuilder().normalize(make(*(value.variable() for value in values))))
+            (made,) = self.add(call, list(values), function, name, scopes, note=False)
+            return made
+
+        return Devices(self.mesh, emit, self.constant, self.varying)
+
+    def tried(self, read: Callable[[], Tree | None]) -> Tree | None:
+        """What reads something; where it gives None, as if it had not been read."""
+        count, notes, names, sites = len(self.nodes), dict(self.annotations), dict(self._names), self._sites
+        loops = dict(self.loops)
+        if (made := read()) is None:
+            del self.nodes[count:]
+            self.annotations, self._names, self._sites, self.loops = notes, names, sites, loops
+        return made
 
     def kernel(self, var: relax.Expr) -> tirx.PrimFunc:
         """The TIR function that a call_tir names."""
@@ -265,14 +285,15 @@ class _Body:
 
     def sequence(self, expr: relax.SeqExpr, name: str) -> Tree:
         """What it ends with, after its bindings."""
-        for block in expr.blocks[:]:
-            for binding in block.bindings[:]:
-                self.bind(binding)
+        bindings = [binding for block in expr.blocks[:] for binding in block.bindings[:]]
+        casts = {b.value: b.struct_info for b in bindings if isinstance(b, relax.MatchCast)}
+        for binding in bindings:
+            self.bind(binding, casts.get(binding.var, casts.get(binding.value)) if casts else None)
         return self.expression(expr.body, name)
 
-    def bind(self, binding: relax.Binding) -> None:
-        """Read a binding."""
-        self.env[binding.var] = self.expression(binding.value, binding.var.name_hint)
+    def bind(self, binding: relax.Binding, cast: relax.StructInfo | None = None) -> None:
+        """Read a binding; `cast`: the type that the module says its value has."""
+        self.env[binding.var] = self.expression(with_said_sizes(binding.value, cast), binding.var.name_hint)
         if isinstance(binding, relax.MatchCast):
             self._check_cast(binding)
 
@@ -295,8 +316,9 @@ class _Body:
             return self._function_call(expr.op, expr.args[:], name)
         if isinstance(expr.struct_info, relax.ShapeStructInfo) and expr.struct_info.values is not None:
             return ()  # a shape of known sizes: who takes it has them from its type
-        if (special := _special(expr)) is not None:
-            return special(self, expr, name)
+        if is_manual(expr) or is_collective(expr):
+            reader = ManualReader(self._reader, self._function, self._scopes, self._region, self.expression)
+            return reader.read(expr, name)
         expr, called = with_known_sizes(expr, f"{self._function}.{name}"), op_name(expr.op)
         if isinstance(expr, relax.Constant):
             return self._reader.constant(expr)
@@ -317,62 +339,6 @@ class _Body:
         return self._reader.enter(
             op.name_hint, [self.expression(arg, name) for arg in args], self._scopes, self._region
         )
-
-    def manual(self, expr: relax.Call, name: str) -> Tree:
-        """What a manual computation gives: its function on tiles."""
-        where = f"{self._function}.{name}"
-        for scope in self._scopes:
-            if scope in self._reader.loops:
-                refuse_in_manual(scope.function)
-        args = [self.expression(arg, name) for arg in expr.args[1:-1]]
-        results = tensor_types(expr.struct_info, where)
-        given = [arg for arg in args if isinstance(arg, Value)]
-        if len(given) < len(args):
-            refuse("a manual computation takes tensors, no tuples", where=where, fix="pass their fields")
-        ndims = [value.type.ndim for value in given], [one.ndim for one in results]
-        stated = Manual.parse(manual_text(expr), *ndims, where)
-        region = Region.inside(self._region, stated.axes, self._reader.mesh, where)
-        self._reader.manual.update(region.axes)
-        devices = self._devices(name)
-        pairs = enumerate(zip(given, stated.inputs, strict=True))
-        tiles = [devices.tile(value, one, f"{where}: operand {n}, {value.name!r},") for n, (value, one) in pairs]
-        taken = self._reader.sized(self._reader.function(stated.body), tiles).params[:]
-        check_types(f"{where}: {stated.body!r} takes", [one.type for one in tiles], _types(taken, where))
-        made = leaves(self._reader.enter(stated.body, list(tiles), self._scopes, region))
-        if len(made) != len(results):
-            refuse(f"{stated.body!r} gives {len(made)} tensors, but the call says {len(results)}", where=where)
-        ends = enumerate(zip(made, stated.outputs, strict=True))
-        wholes = [devices.whole(value, one, f"{where}: result {n}") for n, (value, one) in ends]
-        check_types(f"{where}: the call says", [one.type for one in wholes], results)
-        return tuple(wholes) if isinstance(expr.struct_info, relax.TupleStructInfo) else wholes[0]
-
-    def collective(self, expr: relax.Call, name: str) -> Tree:
-        """What a collective of a manual computation gives."""
-        where = f"{self._function}.{name}"
-        comm = comm_in(self._region, expr, self._reader.mesh, where)
-        devices = self._devices(name)
-        if comm.kind == "axis_index":
-            made = devices.index(comm.axes)
-        else:
-            (value,) = [
-                leaf for arg in expr.args[:] if tensor_infos(arg.struct_info) for leaf in self._values(arg, name)
-            ]
-            made = devices.run(comm, value, where)
-        check_types(f"{where}: the call says", [made.type], tensor_types(expr.struct_info, where))
-        return made
-
-    def _values(self, arg: relax.Expr, name: str) -> list[Value]:
-        return leaves(self.expression(arg, name))
-
-    def _devices(self, name: str) -> Devices:
-        """What manual computations do, bound to a name."""
-
-        def emit(make: Callable[..., relax.Expr], values: Sequence[Value]) -> Value:
-            call = op_call(relax.BlockBuilder().normalize(make(*(value.variable() for value in values))))
-            (made,) = self._reader.add(call, list(values), self._function, name, self._scopes, note=False)
-            return made
-
-        return Devices(self._reader.mesh, emit, self._reader.constant, self._reader.varying)
 
     def _operands(self, args: list[relax.Expr], name: str) -> list[Value]:
         """The tensors among a call's arguments; a variable of the module's always has some."""
@@ -404,17 +370,6 @@ class _Body:
         stand_ins = [v.variable() for v in operands]
         call = relax.BlockBuilder().normalize(relax.op.where(*stand_ins))
         return self._reader.add(op_call(call), operands, self._function, name, self._scopes)[0]
-
-
-def _special(expr: relax.Call) -> Callable[[_Body, relax.Call, str], Tree] | None:
-    """How a call is read that is no operator."""
-    if is_manual(expr):
-        return _Body.manual
-    return _Body.collective if is_collective(expr) else None
-
-
-def _types(params: Sequence[relax.Var], where: str) -> list[TensorType]:
-    return [one for param in params for one in tensor_types(param.struct_info, where)]
 
 
 # By kind of expression: how it is read, given the name of what it is bound to.

@@ -19,10 +19,11 @@ from mesh_tensor.rules.operator.call import operator_name
 from .atoms import Atoms, NodeRule
 from .carry import find_carried, left_by, taken_of, widened_values
 from .decide import Decider, Decision, fits, operand_layouts, result_layout
+from .explicit import Cast, Change, ExplicitGraph, ExplicitStep, Fill, Form, Run, forms_in
 from .ir import Graph, Node, Scope, Value, map_tree
 from .owners import Pending, look_up_of, owner_made, row_factor
 from .prices import bytes_moved, node_flops
-from .propagate import Cast, Change, ExplicitGraph, Fill, Form, Layouts, Run, Step, forms_in
+from .propagate import Layouts
 
 
 def insert_reshards(graph: Graph, atoms: Atoms, layouts: Layouts) -> ExplicitGraph:
@@ -40,13 +41,13 @@ def cost_of(made: ExplicitGraph) -> int:
     prices, times = made.graph.prices, made.graph.times
     cost = 0
     for step in made.steps:
-        if isinstance(step, Change):
+        if step.move is not None:
             src, dst = step.src, step.dst
             change = prices.change(made.atoms.shape(src.value), src.dtype, src.sharding, dst.sharding)
             cost += change * times(step.scopes)
-        elif isinstance(step, Run) and not step.node.mark:
+        elif step.node is not None and not step.mark:
             largest = largest_part(step.node, step.split, made.atoms.rules[step.node], made.graph.mesh)
-            cost += prices.work(step.node, largest) * times(step.node.scopes)
+            cost += prices.work(step.node, largest) * times(step.scopes)
     return cost
 
 
@@ -240,7 +241,7 @@ class _Writer:
         form = src
         for move in plan_moves(src.sharding, wanted, self._atoms.shape(src.value)):
             after = self._form(src.value, move.after, form.dtype, inside=self._inside.get(src, 0))
-            self._add(Change(move, form, after, scopes, reason))
+            self._add(Change(form, after, scopes, move, reason))
             form = after
         return form
 
@@ -262,7 +263,7 @@ class _Writer:
         if key not in self._fills:
             inside = self._inside.get(form, 0)
             filled = self._fills[key] = self._form(form.value, form.sharding, form.dtype, keep=False, inside=inside)
-            self._add(Fill(form, filled, tuple(dims), op, node.scopes))
+            self._add(Fill(form, filled, node.scopes, tuple(dims), op))
         return self._fills[key]
 
     def _form(
@@ -288,18 +289,14 @@ class _Writer:
         return name
 
 
-def _needed(made: ExplicitGraph) -> list[Step]:
+def _needed(made: ExplicitGraph) -> list[ExplicitStep]:
     """The steps without changes of layout that nobody takes: of a result that settled, where its users took it as it
     came."""
-    taken, kept = set(forms_in(made.result)), list[Step]()
+    taken, kept = set(forms_in(made.result)), list[ExplicitStep]()
     for step in reversed(made.steps):
-        if isinstance(step, Run):
+        if step.node is not None or not taken.isdisjoint(step.outputs):
             taken.update(step.inputs)
-        elif step.dst not in taken:
-            continue
-        else:
-            taken.add(step.src)
-        kept.append(step)
+            kept.append(step)
     return kept[::-1]
 
 

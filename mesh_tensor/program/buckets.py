@@ -26,10 +26,12 @@ from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.placement import Partial, Placement, Replicate, Shard
 from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.redistribution.plan import Move
 from mesh_tensor.rules.operator.call import OpCall, op_call
 from mesh_tensor.rules.operator.call_text import info_of
 
-from .program import Value, bytes_moved
+from .builder import collective_step
+from .program import Value
 from .steps import CollectiveStep, OpStep, Step
 
 _STARTS = 30  # as long as so many of its starts take, a bucket is on its way
@@ -79,13 +81,13 @@ class _Buckets:
         """All of the steps."""
         for step in self._steps:
             self._send_what_is_needed(step)
-            way = self._way(step)
-            if way is None or not isinstance(step, CollectiveStep):
+            member, way = step.starts, self._way(step.starts)
+            if member is None or way is None:
                 self._result.append(step)
                 continue
             bucket = self._open.setdefault(way, _Bucket(way))
-            bucket.members.append(step)
-            bucket.bytes += self._values[step.src].tile_bytes
+            bucket.members.append(member)
+            bucket.bytes += self._values[member.src].tile_bytes
             if bucket.bytes >= self._most(way):
                 self._send(bucket)
         for bucket in list(self._open.values()):
@@ -93,9 +95,9 @@ class _Buckets:
         self._result += self._sent
         return self._result, self._added
 
-    def _way(self, step: Step) -> _Way | None:
-        """How a step's tensor goes, if it may go with others."""
-        if not isinstance(step, CollectiveStep) or step.kind not in _KINDS or not step.bytes:
+    def _way(self, step: CollectiveStep | None) -> _Way | None:
+        """How a collective's tensor goes, if it may go with others."""
+        if step is None or step.kind not in _KINDS or not step.bytes:
             return None
         src, dst = self._values[step.src], self._values[step.dst]
         if (
@@ -152,11 +154,9 @@ class _Buckets:
         names = ", ".join(member.src for member in bucket.members[:3]) + (", ..." if len(before) > 3 else "")
         reason = f"{len(before)} together ({names}): {first.reason}"
         dims = [p.dim if isinstance(p, Shard) else None for p in (kind.src(bucket.way.op), kind.dst)]
-        nbytes = bytes_moved(bucket.way.kind, src, dst, bucket.way.axes)
         way = bucket.way
-        self._result.append(
-            CollectiveStep(way.kind, src.name, dst.name, way.axes, way.op, dims[0], dims[1], nbytes, reason)
-        )
+        move = Move(way.kind, way.axes, dst.sharding, way.op, *dims)
+        self._result.append(collective_step(move, src, dst, reason))
         rows = kind.after(group)
         sizes = [math.prod(value.tile_shape) // rows for value in after]
         self._sent.append(_step(_parted(rows, sizes, dst.dtype), [dst.name], [v.name for v in after]))

@@ -1,155 +1,69 @@
-"""From a kernel in local view to the Program that every device runs."""
+"""What the Programs of kernels (from_kernel) and of modules (from_graph) are built with: steps that change layouts, and
+when memory comes to life and ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol, TypeVar
 
-from tvm import tirx
+from mesh_tensor.redistribution.plan import Move
 
-from mesh_tensor.base.decisions import Decisions
-from mesh_tensor.base.errors import MeshTensorError, refuse
-from mesh_tensor.base.machine import Machine
-from mesh_tensor.lowering.layouts import Collective, LocalKernel, LocalView, Tensor
-from mesh_tensor.lowering.pipeline import KernelLowering
-from mesh_tensor.lowering.slabs import Slabs
-from mesh_tensor.lowering.verify import other_tiles
-from mesh_tensor.rules.kernel.cost import flops_function, size_function
-from mesh_tensor.rules.kernel.factor_derivation import Dim
-
-from .program import Parameter, Program, Value, bytes_moved
-from .steps import CollectiveStep, KernelStep, Step
-from .verify import checked, with_lifetimes
-
-_A_BUG = "the kernel was made local wrongly: a bug of mesh_tensor, which ends here and not in wrong numbers"
-
-SplitDims = tuple[tuple[str, Dim], ...]  # axis, a dim that the factor which it splits walks
-SizedStep = Callable[[Mapping[str, Value], Sequence[int]], Step]  # from the values and the symbols' sizes
+from .program import Parameter, Value, bytes_received
+from .steps import AllocStep, CollectiveStep, FreeStep, Step
 
 
-def lower_to_program(
-    func: tirx.PrimFunc, strict: bool = False, view: str = "auto", machine: Machine | None = None
-) -> Program:
-    """Lower an annotated kernel without symbolic sizes to the Program that every device runs, planned for a machine.
+class Lasting(Protocol):
+    """A step, or what becomes one: the values that it uses, and of these what comes in memory of its own."""
 
-    Raises:
-        MeshTensorError: the kernel can't be lowered (see `lower`), or a size is symbolic.
-    """
-    return Lowering(KernelLowering(view, machine), strict)(func).sized(())
+    @property
+    def uses(self) -> tuple[str, ...]: ...
 
-
-@dataclass(frozen=True)
-class Lowering:
-    """Makes Programs of annotated kernels: each is lowered, and its symbols stay open."""
-
-    lowering: KernelLowering
-    strict: bool
-
-    def __call__(
-        self, func: tirx.PrimFunc, symbols: Sequence[tirx.Var] = (), split: SplitDims | None = None
-    ) -> OpenProgram:
-        """The Program of a kernel, with that split, or with the one that costs least."""
-        return OpenProgram(self.lowering(func, self.strict, split), symbols)
-
-    def splits(self, func: tirx.PrimFunc) -> Callable[[Mapping[tirx.Var, int]], SplitDims]:
-        """What costs least, by the sizes of symbols."""
-        return self.lowering.splits(func, self.strict)
+    @property
+    def makes(self) -> tuple[str, ...]: ...
 
 
-def build_program(local: LocalView) -> Program:
-    """The Program of a kernel in local view: its kernels and collectives, and when memory lives."""
-    return OpenProgram(local).sized(())
+T = TypeVar("T", bound=Lasting)
 
 
-class OpenProgram:
-    """The Program of a kernel in local view, whose `symbols` are still open: `sized` fills them in, and does no more.
+class Stored(Protocol):
+    """What lies in a storage: a value, or what becomes one."""
 
-    Raises:
-        MeshTensorError: there are other symbols in the shapes of its tensors.
-    """
-
-    def __init__(self, local: LocalView, symbols: Sequence[tirx.Var] = ()) -> None:
-        self._name, self._mesh, self._decisions = local.name, local.mesh, local.decisions
-        self._values = {name: _value_function(tensor, symbols) for name, tensor in local.tensors.items()}
-        self._parameters = tuple(Parameter(*names, names[0] in local.kept) for names in local.parameters)
-        steps = [_step(step, local, closed=not symbols) for step in local.steps]
-        kinds: dict[type, Callable[[Any], SizedStep]] = {
-            KernelStep: partial(_kernel_function, symbols),
-            CollectiveStep: _collective_function,
-        }
-        lasting = with_lifetimes(steps, local.tensors, self._parameters)
-        self._steps = [kinds.get(type(step), _constant)(step) for step in lasting]
-
-    def sized(self, sizes: Sequence[int], decided: Callable[[], Decisions] | None = None) -> Program:
-        """The Program for the symbols' sizes, in their order. `decided` gives what was decided for just these, if
-        that is not what was for all."""
-        values = {name: value(sizes) for name, value in self._values.items()}
-        steps = tuple([step(values, sizes) for step in self._steps])
-        return checked(Program(self._name, self._mesh, self._parameters, values, steps, decided or self._decisions))
+    @property
+    def storage(self) -> str: ...
 
 
-def _value_function(tensor: Tensor, symbols: Sequence[tirx.Var]) -> Callable[[Sequence[int]], Value]:
-    """From the values of the symbols to the tensor's Value: the same one where its shape has no symbols."""
-    try:
-        dims = [size_function(size, symbols) for size in tensor.shape]
-    except MeshTensorError:
-        refuse(
-            f"tensor {tensor.name!r} has the symbolic shape {tuple(tensor.shape)}",
-            why="a Program has sizes",
-            fix="specialize the kernel to sizes first (compile does at the first call)",
-        )
-
-    def value(sizes: Sequence[int]) -> Value:
-        shape = tuple([dim(sizes) for dim in dims])
-        return Value(tensor.name, shape, tensor.dtype, tensor.sharding, tensor.storage)
-
-    if all(isinstance(size, (int, tirx.IntImm)) for size in tensor.shape):
-        constant = value(())
-        return lambda sizes: constant
-    return value
+def collective_step(move: Move, src: Value, dst: Value, reason: str) -> CollectiveStep:
+    """The step that moves `src` into `dst`, with the bytes that it takes."""
+    size = bytes_received(move.kind, src, dst, move.axes)
+    return CollectiveStep(move.kind, src.name, dst.name, move.axes, move.op, move.src_dim, move.dst_dim, size, reason)
 
 
-def _step(step: LocalKernel | Collective, local: LocalView, closed: bool) -> Step:
-    """The step, without what depends on sizes; with slabs only where there are no open ones."""
-    if isinstance(step, LocalKernel):
-        name = str(step.func.attrs["global_symbol"])
-        if problems := list(other_tiles(step, local.tensors)):
-            refuse(
-                "; ".join(problems), where=f"local kernel {name}", why=_A_BUG, fix="split fewer of the kernel's dims"
-            )
-        scalars, slabs = tuple(v.name for v in local.scalars), Slabs(step, local.mesh) if closed else None
-        return KernelStep(name, step.func, step.args, step.axes, step.writes, 0, scalars, slabs=slabs)
-    move = step.move
-    return CollectiveStep(move.kind, step.src, step.dst, move.axes, move.op, move.src_dim, move.dst_dim, 0, step.reason)
+def with_lifetimes(
+    steps: Sequence[T], values: Mapping[str, Stored], parameters: Sequence[Parameter]
+) -> tuple[T | AllocStep | FreeStep, ...]:
+    """`steps`, and each storage is allocated before its first use, and workspaces are freed after their last."""
+    kept = {values[p.input].storage for p in parameters if p.input is not None}
+    outputs = {values[p.output].storage for p in parameters if p.output is not None}
+    uses = [dict.fromkeys(values[name].storage for name in step.uses) for step in steps]
+    last = {storage: index for index, storages in enumerate(uses) for storage in storages}
+    lasting = kept | outputs
+    alive = set(kept)
+    result: list[T | AllocStep | FreeStep] = []
+    for index, step in enumerate(steps):
+        new = [storage for storage in uses[index] if storage not in alive]
+        alive.update(new)
+        made = {values[name].storage for name in step.makes}
+        result += [AllocStep(storage) for storage in new if storage not in made]
+        result.append(step)
+        result += [FreeStep(storage) for storage in uses[index] if last[storage] == index and storage not in lasting]
+    return tuple(result)
 
 
-def _constant(step: Step) -> SizedStep:
-    return lambda values, sizes: step
-
-
-def _kernel_function(symbols: Sequence[tirx.Var], step: KernelStep) -> SizedStep:
-    flops, parameters = flops_function(step.func, symbols), _size_parameters(step, symbols)
-
-    def sized(values: Mapping[str, Value], sizes: Sequence[int]) -> Step:
-        own = tuple([sizes[position] for position in parameters])
-        return KernelStep(
-            step.name, step.func, step.args, step.axes, step.writes, flops(sizes), step.scalars, own, step.slabs
-        )
-
-    return sized
-
-
-def _collective_function(step: CollectiveStep) -> SizedStep:
-    def sized(values: Mapping[str, Value], sizes: Sequence[int]) -> Step:
-        return replace(step, bytes=bytes_moved(step.kind, values[step.src], values[step.dst], step.axes))
-
-    return sized
-
-
-def _size_parameters(step: KernelStep, symbols: Sequence[tirx.Var]) -> tuple[int, ...]:
-    """Which of the symbols the kernel takes between its own parameters and the coordinates."""
-    params = step.func.params
-    names = params[len(step.args) + len(step.scalars) : len(params) - len(step.axes)]
-    return tuple(next(i for i, symbol in enumerate(symbols) if symbol.same_as(name)) for name in names)
+def with_ends(steps: Sequence[Step], values: Mapping[str, Stored], storages: Collection[str]) -> tuple[Step, ...]:
+    """`steps`, and these storages, which callers brought, are freed after their last use."""
+    last = {values[name].storage: index for index, step in enumerate(steps) for name in step.uses}
+    ends: dict[int, list[Step]] = {}
+    for storage in storages:
+        if storage in last:
+            ends.setdefault(last[storage], []).append(FreeStep(storage))
+    return tuple(each for index, step in enumerate(steps) for each in (step, *ends.get(index, ())))

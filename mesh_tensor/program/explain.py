@@ -153,8 +153,8 @@ def _homes(steps: Sequence[Step], places: Mapping[str, str]) -> list[str]:
         found.append(home)
     made, of_value = [], dict[str, str]()
     for step, home in zip(steps, reversed(found), strict=True):
-        if isinstance(step, CollectiveStep) and step.op is not None:
-            home = of_value.get(step.src, home)
+        if step.starts is not None and step.starts.op is not None:
+            home = of_value.get(step.starts.src, home)
         of_value |= dict.fromkeys(step.writes, home)
         made.append(home)
     return made
@@ -184,7 +184,7 @@ def _collectives(program: Program, homes: Sequence[str]) -> list[tuple[str, ...]
     """A row per kind of collective and layer."""
     rows: dict[tuple[str, ...], list[int]] = {}
     for outer, home in zip(program.steps, homes, strict=True):
-        for step, times in _collectives_of(outer):
+        for step, times in outer.sends:
             words = f"{step.kind}{f'({step.op})' if step.op else ''}"
             reason = re.sub(r"(?<=[A-Za-z_])\d+", "*", step.reason)  # without the numbers of values
             key = (words, _kind(home), ", ".join(step.axes), reason)
@@ -194,12 +194,3 @@ def _collectives(program: Program, homes: Sequence[str]) -> list[tuple[str, ...]
         (words, kind, axes, str(len(sizes)), f"{sum(sizes):,}", why) for (words, kind, axes, why), sizes in rows.items()
     ]
     return [head, *made]
-
-
-def _collectives_of(step: Step, times: int = 1) -> Iterator[tuple[CollectiveStep, int]]:
-    """The collectives that a step is, or runs, and how often."""
-    if isinstance(step, CollectiveStep):
-        yield step, times
-    elif isinstance(step, LoopStep):
-        for inner in step.inner:
-            yield from _collectives_of(inner, times * (step.count or 1))

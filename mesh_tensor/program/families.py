@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.recent import MODULE_SIZES, Recent, uncollected
@@ -24,8 +24,9 @@ from mesh_tensor.rules.operator.call import Structure
 from .from_graph import ModuleProgram, names_in
 from .plan_module import ModulePlan, Port, Stages
 from .program import Program, Value
-from .steps import AllocStep, CollectiveStep, FreeStep, OpStep, Step, WaitStep
+from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, Step, WaitStep
 
+T = TypeVar("T")
 Sizes = tuple[int, ...]
 
 
@@ -101,18 +102,36 @@ def _outline(plan: ModulePlan) -> Hashable:
     values = tuple([(v.name, len(v.shape), v.dtype, v.sharding, v.storage, v.slab) for v in program.values.values()])
     ports = tuple([(p.name, p.dtype, tuple(map(len, p.dims)), p.sharding, p.order) for p in plan.ports])
     checks = tuple([(check.parameter, check.where) for check in plan.index_checks])
-    steps = tuple([_outline_of(step) for step in program.steps])
+    steps = tuple(program.mean(_Outline()))
     made = plan.made.inputs, tuple(plan.made.constants), plan.made.result
     return program.mesh, program.parameters, values, ports, plan.params, tuple(plan.state.items()), checks, steps, made
 
 
-def _outline_of(step: Step) -> Hashable:
-    if isinstance(step, OpStep):
+class _Outline:
+    """All of a step that is the same for all sizes of a family."""
+
+    def kernel(self, step: KernelStep | LoopStep) -> Hashable:
+        """What it is called, and what it uses: families have no kernels or loops."""
+        return step.words, step.uses
+
+    loop = kernel
+
+    def op(self, step: OpStep) -> Hashable:
+        """All but shapes."""
         whole = tuple([name in step.whole for name in step.results])
         return step.call.name, step.args, step.results, whole, step.where, step.kernel is None, step.checked
-    if isinstance(step, (CollectiveStep, WaitStep)):
+
+    def collective(self, step: CollectiveStep | WaitStep) -> Hashable:
+        """All but bytes."""
         return type(step), _way(step.collective), step.collective.src, step.collective.dst, step.collective.wait
-    return step if isinstance(step, (AllocStep, FreeStep)) else (step.words, step.uses)
+
+    wait = collective
+
+    def alloc(self, step: AllocStep | FreeStep) -> Hashable:
+        """The step itself."""
+        return step
+
+    free = alloc
 
 
 def _way(step: CollectiveStep) -> tuple:
@@ -235,20 +254,20 @@ class _Matcher:
         self._whole, self._small, self._stands = whole, small, stands
         self._values: dict[str, str] = {}
         self._same: dict[tuple[str, str], None] = {}
-        self._ops: dict[tuple[str, int], int] = {}
+        self._ops: dict[tuple[str, int], tuple[int, OpStep]] = {}
         self._collectives: dict[str, int] = {}
         self._counts: Counter[str] = Counter()
-        for number, step in enumerate(small.made.program.steps):
-            if isinstance(step, OpStep):
-                self._ops[self._place(step.where)] = number
-            elif isinstance(step, CollectiveStep):
-                self._collectives[step.dst] = number
+        numbers = {id(step): number for number, step in enumerate(small.made.program.steps)}
+        for op in small.made.program.ops:
+            self._ops[self._place(op.where)] = numbers[id(op)], op
+        for collective in small.made.program.collectives:
+            self._collectives[collective.dst] = numbers[id(collective)]
         self._counts.clear()
 
     def family(self) -> _Family:
         whole, small = self._whole, self._small
         self._need(whole.mesh == small.mesh and whole.base == small.base)
-        steps = tuple([self._step(step) for step in whole.made.program.steps])
+        steps = tuple(whole.made.program.mean(self))
         for name in (*whole.made.program.values, *names_in(whole.made.result)):
             self._values.setdefault(name, self._name(name))
         self._check_values()
@@ -258,31 +277,38 @@ class _Matcher:
             self._need(replace(small.ports[number], name=port.name) == port)
         return _Family(whole, small, steps, self._values, ports, self._checks(), tuple(self._same))
 
-    def _step(self, step: Step) -> int | None:
-        if isinstance(step, OpStep):
-            return self._op(step)
-        if isinstance(step, (CollectiveStep, WaitStep)):
-            return self._collective(step)
-        self._need(isinstance(step, (AllocStep, FreeStep)))
+    def kernel(self, step: KernelStep | LoopStep) -> int | None:
+        """Kernels plan for their sizes by themselves, and loops are no layers."""
+        raise _DiffersError
+
+    loop = kernel
+
+    def alloc(self, step: AllocStep | FreeStep) -> int | None:
+        """It says nothing of sizes."""
         return None
 
-    def _op(self, step: OpStep) -> int:
+    free = alloc
+
+    def op(self, step: OpStep) -> int | None:
+        """The number of the operator that is alike."""
         prefix, _, name = step.where.rpartition(".")
         place = f"{prefix}.{self._name(name)}" if prefix else self._name(name)
         self._counts[step.where] += 1
-        number = self._found(self._ops, (place, self._counts[step.where]))
-        other = self._small.made.program.steps[number]
-        self._need(isinstance(other, OpStep) and _alike(step, other))
+        number, other = self._found(self._ops, (place, self._counts[step.where]))
+        self._need(_alike(step, other))
         self._pair(step.uses, other.uses)
         return number
 
-    def _collective(self, step: CollectiveStep | WaitStep) -> int:
+    def collective(self, step: CollectiveStep | WaitStep) -> int | None:
+        """The number of the collective that is alike, or whose end is."""
         mine = step.collective
         number = self._found(self._collectives, self._name(mine.dst))
         its = self._small.made.program.steps[number].collective
         self._need(its is not None and (_way(mine), mine.bytes) == (_way(its), its.bytes))
         self._pair(mine.uses, () if its is None else its.uses)
         return number
+
+    wait = collective
 
     def _place(self, where: str) -> tuple[str, int]:
         self._counts[where] += 1
@@ -325,7 +351,7 @@ class _Matcher:
             found.append(self._found(numbers, (self._name(check.parameter), place, check.size, check.lowest)))
         return tuple(found)
 
-    def _found(self, numbers: Mapping[Any, int], key: Any) -> int:
+    def _found(self, numbers: Mapping[Any, T], key: Any) -> T:
         self._need(key in numbers)
         return numbers[key]
 

@@ -9,26 +9,24 @@ from typing import Any
 
 from tvm import relax, tirx
 
-from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.lowering.local_calls import TileCalls, inputs_of, outputs_of, scopes_of
-from mesh_tensor.plan.atoms import made_plain, plain_sharding
+from mesh_tensor.lowering.local_calls import TileCalls
+from mesh_tensor.plan.explicit import Change, ExplicitGraph, ExplicitStep, Form, Run, forms_in
 from mesh_tensor.plan.ir import Scope, leaves
-from mesh_tensor.plan.prices import bytes_moved as received_bytes
-from mesh_tensor.plan.propagate import Change, ExplicitGraph, Form, Run, Step, forms_in
 from mesh_tensor.rules.operator.call import OpCall, operator_name, tensor_type
 from mesh_tensor.rules.operator.index import LOOK_UPS
 
 from .buckets import bucketed
+from .builder import collective_step, with_lifetimes
 from .fuse import fused
 from .in_place import with_updates_in_place
-from .kernel_steps import KernelSteps, is_kernel
+from .kernel_steps import KernelSteps
 from .loop_steps import Loops, carried_forms
+from .module_decisions import module_decisions
 from .overlap import early_starts, with_overlap
-from .program import Parameter, Program, Value, bytes_moved
-from .steps import CollectiveStep, OpStep
-from .steps import Step as ProgramStep
-from .verify import checked, with_lifetimes
+from .program import Parameter, Program, Value
+from .steps import OpStep, Step
+from .verify import checked
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +37,7 @@ class Piece:
     scopes: tuple[Scope, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    steps: tuple[ProgramStep, ...]
+    steps: tuple[Step, ...]
 
 
 @dataclass(frozen=True)
@@ -94,9 +92,10 @@ class _Programmer:
         self._tiles: dict[str, relax.TensorStructInfo] = {}
         self._known_kernels: dict[OpCall, tirx.PrimFunc | None] = {}
         self._constants: dict[str, relax.Constant] = {}
-        read = [step for step in explicit.steps if isinstance(step, Change) or is_kernel(step)]
-        self._in_one_piece = {*forms_in(explicit.result), *(form for step in read for form in inputs_of(step))}
+        read = [step for step in explicit.steps if step.move is not None or step.runs_kernel]
+        self._in_one_piece = {*forms_in(explicit.result), *(form for step in read for form in step.inputs)}
         self._in_one_piece.update(carried_forms(explicit.steps))
+        self._kinds: dict[type, Callable[[Any], Iterator[Step]]] = {Run: self._run, Change: self._change}
         self._loops = Loops(explicit.graph, self._values, self._finished)
 
     def made(self, overlap: str | int) -> ModuleProgram:
@@ -106,7 +105,7 @@ class _Programmer:
         self._constants |= {form.name: form.value.data for form in explicit.constants if form.value.data is not None}
         self._overlap = overlap
         pieces = tuple(self._pieces(explicit.steps, 0))
-        steps: Sequence[ProgramStep] = [step for piece in pieces for step in piece.steps]
+        steps: Sequence[Step] = [step for piece in pieces for step in piece.steps]
         if graph.state and overlap == "auto":
             steps, added = bucketed(steps, self._values, graph.mesh, graph.prices.machine)
             self._values |= added
@@ -122,45 +121,11 @@ class _Programmer:
         forms = {form.value: form.name for form in explicit.params if form.name not in returned}
         state = {forms[replaced]: results[result].name for result, replaced in graph.state.items() if replaced in forms}
         lasting = self._finished(steps, parameters, {} if graph.loops else state)
-        bulk = checked(Program(graph.name, graph.mesh, parameters, self._values, lasting, self._decided))
+        bulk = checked(
+            Program(graph.name, graph.mesh, parameters, self._values, lasting, partial(module_decisions, explicit))
+        )
         program = bulk if overlap == "auto" else with_overlap(bulk, overlap)
         return ModuleProgram(program, inputs, self._constants, names_of(explicit.result), pieces, self._tiles)
-
-    def _decided(self) -> Decisions:
-        explicit, graph = self._explicit, self._explicit.graph
-        one = len(graph.annotations) == 1
-        title = "an annotation that can't be used as stated" if one else "annotations that meet"
-        conflicts = [f"  {conflict}" for conflict in explicit.layouts.conflicts]
-        head = (f"module function {graph.name} on {graph.mesh}",)
-        asked = self._asked()
-        orders = [f"  {v.name}: {o.parts} parts of {o.sections} along dim {o.dim}" for v, o in graph.stored.items()]
-        found = ((title, conflicts), ("weights that are stored in another order", orders))
-        sections = tuple((name, *lines) for name, lines in found if lines)
-        boundary = list(self._gathered_at_the_boundary())
-        notes = (("gathered where it comes, or goes, in tiles", *boundary),) if boundary else ()
-        return Decisions(head, sections, notes, tuple(form.name for form in explicit.params), asked)
-
-    def _asked(self) -> dict[str, Sharding]:
-        """What was stated of parameters, over their own dims."""
-        graph = self._explicit.graph
-        stated = {value: annotation.sharding for value, annotation in graph.annotations.items()}
-        for node in graph.nodes:
-            if node.is_annotation and node.outputs[0] in stated:
-                stated.setdefault(node.inputs[0], stated[node.outputs[0]])
-        return {form.name: stated[form.value] for form in self._explicit.params if form.value in stated}
-
-    def _gathered_at_the_boundary(self) -> Iterator[str]:
-        """What is gathered of arguments and results that come and go in tiles, because what the program splits is no
-        dim of theirs."""
-        explicit, stored = self._explicit, self._explicit.graph.stored
-        for form in dict.fromkeys((*explicit.params, *forms_in(explicit.result))):
-            dims, shape = self._atoms.of[form.value], self._atoms.shape(form.value)
-            if form.value not in stored and plain_sharding(form.sharding, dims) is None:
-                whole = Sharding.of(form.sharding.mesh, len(shape), {})
-                nameable = whole if form in explicit.params else made_plain(form.sharding, dims)
-                received = received_bytes(shape, form.dtype, form.sharding, nameable)
-                why = f"{form.sharding} of {shape} is no layout of {form.value.type.shape}"
-                yield f"  {form.name}: {received:,} bytes ({why})"
 
     def _value(self, form: Form) -> Value:
         """A value's shape is over its atoms, like its layout."""
@@ -171,8 +136,8 @@ class _Programmer:
         return self._values[form.name]
 
     def _finished(
-        self, steps: Sequence[ProgramStep], parameters: Sequence[Parameter], state: Mapping[str, str] | None = None
-    ) -> tuple[ProgramStep, ...]:
+        self, steps: Sequence[Step], parameters: Sequence[Parameter], state: Mapping[str, str] | None = None
+    ) -> tuple[Step, ...]:
         """The steps with operators taken together, collectives that start early, and memory that comes and goes.
         `state`: parameters, with the results that replace them, which may be in their memory."""
         if self._fuse:
@@ -183,55 +148,53 @@ class _Programmer:
         self._values |= stored
         return with_lifetimes(ordered, self._values, parameters)
 
-    def _pieces(self, steps: Sequence[Step], depth: int) -> Iterator[Piece]:
+    def _pieces(self, steps: Sequence[ExplicitStep], depth: int) -> Iterator[Piece]:
         """The parts of a plan that stand in so many loops; a loop is one."""
         for scope, group in self._loops.groups(steps, depth):
             if scope is None:
                 yield from (self._piece(step) for step in group if not self._enters(step))
                 continue
             for step in group:
-                for form in outputs_of(step):
+                for form in step.outputs:
                     self._value(form)
             loop = self._loops.step(scope, group, partial(self._inner_steps, depth=depth + 1))
-            outer = scopes_of(group[0])
+            outer = group[0].scopes
             yield Piece(outer[: outer.index(scope)], loop.reads, loop.writes, (loop,))
 
-    def _inner_steps(self, steps: Sequence[Step], depth: int) -> list[ProgramStep]:
+    def _inner_steps(self, steps: Sequence[ExplicitStep], depth: int) -> list[Step]:
         return [made for piece in self._pieces(steps, depth) for made in piece.steps]
 
-    def _enters(self, step: Step) -> bool:
+    def _enters(self, step: ExplicitStep) -> bool:
         """Whether the step says what a loop begins with: nothing is done there."""
-        if not isinstance(step, Run) or step.node.mark != "loop.enter":
+        if step.mark != "loop.enter":
             return False
         for form in (*step.inputs, *step.outputs):
             self._value(form)
         self._loops.enter(step)
         return True
 
-    def _piece(self, step: Step) -> Piece:
-        steps = tuple(self._steps(step))
-        return Piece(scopes_of(step), _names(inputs_of(step)), _names(outputs_of(step)), steps)
-
-    def _steps(self, step: Step) -> Iterator[ProgramStep]:
-        """A step; where an operator is several on tiles, each of them."""
-        forms = outputs_of(step)
-        for form in forms:
+    def _piece(self, step: ExplicitStep) -> Piece:
+        for form in step.outputs:
             self._value(form)
-        if isinstance(step, Change):
-            yield self._collective(step)
-            return
-        if isinstance(step, Run) and is_kernel(step):
-            yield from KernelSteps(step, self._atoms, self._values).steps()
-            return
-        where = step.node.where if isinstance(step, Run) else forms[0].name
-        whole = frozenset(form.name for form in forms if form in self._in_one_piece)
-        tiles, calls = [form.name for form in inputs_of(step)], self._calls.of(step)
+        steps = tuple(self._kinds.get(type(step), self._ops)(step))
+        return Piece(step.scopes, _names(step.inputs), _names(step.outputs), steps)
+
+    def _run(self, step: Run) -> Iterator[Step]:
+        return KernelSteps(step, self._atoms, self._values).steps() if step.runs_kernel else self._ops(step)
+
+    def _change(self, step: Change) -> Iterator[Step]:
+        yield collective_step(step.move, self._value(step.src), self._value(step.dst), step.reason)
+
+    def _ops(self, step: ExplicitStep) -> Iterator[Step]:
+        """An operator; where it is several on tiles, each of them."""
+        whole = frozenset(form.name for form in step.outputs if form in self._in_one_piece)
+        tiles, calls = [form.name for form in step.inputs], self._calls.of(step)
         for made in calls:
             operands = tuple(tiles[o] if isinstance(o, int) else self._constant(o) for o in made.operands)
-            results = tuple(form.name for form in forms) if made is calls[-1] else (self._inner(made.call),)
+            results = _names(step.outputs) if made is calls[-1] else (self._inner(made.call),)
             tiles += results
             kernel, checked = self._kernel(made.call), self._check_indices and operator_name(made.call) in LOOK_UPS
-            yield OpStep(made.call, operands, results, whole, made.flops, where, kernel, checked)
+            yield OpStep(made.call, operands, results, whole, made.flops, step.where, kernel, checked)
 
     def _kernel(self, call: OpCall) -> tirx.PrimFunc | None:
         if call.name not in self._kernels:
@@ -256,13 +219,6 @@ class _Programmer:
 
     def _add_whole(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
         self._values[name] = Value(name, shape, dtype, Sharding.of(self._explicit.graph.mesh, len(shape), {}), name)
-
-    def _collective(self, step: Change) -> CollectiveStep:
-        move, src, dst = step.move, self._value(step.src), self._value(step.dst)
-        size = bytes_moved(move.kind, src, dst, move.axes)
-        return CollectiveStep(
-            move.kind, src.name, dst.name, move.axes, move.op, move.src_dim, move.dst_dim, size, step.reason
-        )
 
 
 def _names(forms: Iterable[Form]) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from mesh_tensor.rules.operator.call import OpCall, operator_name
 from mesh_tensor.rules.operator.update import UPDATE, UPDATE_IN_PLACE, optimizer_of
 
 from .program import Program, Value
-from .steps import OpStep, Step
+from .steps import OpStep, Step, only
 
 
 def with_updates_in_place(
@@ -35,28 +35,23 @@ def with_updates_in_place(
     replaces: dict[str, list[str]] = {}
     for old, new in state.items():
         replaces.setdefault(new, []).append(old)
-    updates = [step for step in steps if isinstance(step, OpStep) and operator_name(step.call) == UPDATE]
+    updates = [step for step in only(steps, OpStep) if operator_name(step.call) == UPDATE]
     taken = Counter(values[name].storage for step in updates for name in step.args)
-    first: list[Step] = []
-    last: list[Step] = []
+    last: dict[int, Step] = {}
     stored: dict[str, Value] = {}
-    for step in steps:
+    for step in updates:
         pairs = _replaced(step)
         alone = all(taken[values[old].storage] == 1 for old, _ in pairs)
         if pairs and alone and all(replaces.get(new) == [old] and _fit(values, uses, old, new) for old, new in pairs):
-            assert isinstance(step, OpStep)
             call = OpCall(UPDATE_IN_PLACE, step.call.expr, step.call.inputs, step.call.outputs)
-            last.append(replace(step, call=call))
+            last[id(step)] = replace(step, call=call)
             stored |= {new: replace(values[new], storage=values[old].storage) for old, new in pairs}
-        else:
-            first.append(step)
-    return (first + last, stored) if last else (steps, {})
+    first = [step for step in steps if id(step) not in last]
+    return ([*first, *last.values()], stored) if last else (steps, {})
 
 
-def _replaced(step: Step) -> list[tuple[str, str]]:
-    """What an update replaces, and by what; nothing of other steps, and where its results are not sure to be finite."""
-    if not isinstance(step, OpStep) or operator_name(step.call) != UPDATE:
-        return []
+def _replaced(step: OpStep) -> list[tuple[str, str]]:
+    """What an update replaces, and by what; nothing where its results are not sure to be finite."""
     optimizer, count = optimizer_of(step.call)
     if not optimizer.stays_finite or step.call.inputs[0].dtype == "float16":
         return []

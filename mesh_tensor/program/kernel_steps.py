@@ -18,20 +18,15 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.lowering.local_calls import packed
 from mesh_tensor.lowering.pipeline import lower_kernel
 from mesh_tensor.plan.atoms import Atoms, plain_sharding
-from mesh_tensor.plan.propagate import Form, Run
+from mesh_tensor.plan.explicit import Form, Run
 from mesh_tensor.plan.tir_atoms import plain_dims, taken_apart
 from mesh_tensor.plan.tir_rule import analysed
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.operator.call import op_call
 
-from .builder import build_program
+from .from_kernel import build_program
 from .program import Program, Value
 from .steps import CollectiveStep, KernelStep, OpStep, Step, of_kinds
-
-
-def is_kernel(step: object) -> bool:
-    """Whether a step runs a kernel."""
-    return isinstance(step, Run) and step.node.kernel is not None
 
 
 def kernel_program(step: Run, atoms: Atoms) -> Program:

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TypeGuard
 
-from mesh_tensor.lowering.local_calls import scopes_of
+from mesh_tensor.plan.explicit import ExplicitStep, Form
 from mesh_tensor.plan.ir import Graph, Scope
 from mesh_tensor.plan.ir import Value as GraphValue
-from mesh_tensor.plan.propagate import Form, Run, Step
 
 from .program import Parameter, Program, Value
-from .steps import Carried, LoopStep
-from .steps import Step as ProgramStep
+from .steps import Carried, LoopStep, Step
 
 # The steps of a part of the plan as those of a program: made quick, and with lifetimes.
-Finish = Callable[[Sequence[ProgramStep], Sequence[Parameter]], tuple[ProgramStep, ...]]
+Finish = Callable[[Sequence[Step], Sequence[Parameter]], tuple[Step, ...]]
 
 
 @dataclass(eq=False)
@@ -29,7 +26,7 @@ class Loops:
     finish: Finish
     entered: dict[GraphValue, tuple[str, str]] = field(default_factory=dict)
 
-    def groups(self, steps: Sequence[Step], depth: int) -> Iterator[tuple[Scope | None, list[Step]]]:
+    def groups(self, steps: Sequence[ExplicitStep], depth: int) -> Iterator[tuple[Scope | None, list[ExplicitStep]]]:
         """The steps cut into those of loops that stand in `depth` others, and what is between them."""
         if not self.graph.loops:
             yield None, list(steps)
@@ -37,16 +34,16 @@ class Loops:
         for scope, group in groupby(steps, lambda step: self._scope(step, depth)):
             yield scope, list(group)
 
-    def _scope(self, step: Step, depth: int) -> Scope | None:
-        found = [scope for scope in scopes_of(step) if scope in self.graph.loops]
+    def _scope(self, step: ExplicitStep, depth: int) -> Scope | None:
+        found = [scope for scope in step.scopes if scope in self.graph.loops]
         return found[depth] if len(found) > depth else None
 
-    def enter(self, step: Run) -> None:
+    def enter(self, step: ExplicitStep) -> None:
         """Note what a loop begins with."""
-        self.entered[step.node.outputs[0]] = step.inputs[0].name, step.outputs[0].name
+        self.entered[step.outputs[0].value] = step.inputs[0].name, step.outputs[0].name
 
     def step(
-        self, scope: Scope, steps: Sequence[Step], made: Callable[[Sequence[Step]], Sequence[ProgramStep]]
+        self, scope: Scope, steps: Sequence[ExplicitStep], made: Callable[[Sequence[ExplicitStep]], Sequence[Step]]
     ) -> LoopStep:
         """A loop's step; `made` gives the steps of a program that stand for those of the plan."""
         loop = self.graph.loops[scope]
@@ -54,9 +51,9 @@ class Loops:
         carried, stacked, goes_on, tested = [], [], "", 0
         for run in ends:
             src, dst = run.inputs[0].name, run.outputs[0].name
-            if run.node.mark == "loop.next":
-                carried.append(Carried(*self.entered[loop.entered[run.node.outputs[0]]], src, dst))
-            elif run.node.mark == "loop.stack":
+            if run.mark == "loop.next":
+                carried.append(Carried(*self.entered[loop.entered[run.outputs[0].value]], src, dst))
+            elif run.mark == "loop.stack":
                 stacked.append((src, dst))
             else:
                 goes_on, tested = src, steps.index(run)
@@ -67,7 +64,7 @@ class Loops:
         test = None if not goes_on else self._program(f"{loop.where}: test", made(before), [goes_on])
         return LoopStep(body, loop.count, test, goes_on, tuple(carried), tuple(stacked), loop.where)
 
-    def _program(self, name: str, steps: Sequence[ProgramStep], results: Iterable[str]) -> Program:
+    def _program(self, name: str, steps: Sequence[Step], results: Iterable[str]) -> Program:
         """A program that makes these results."""
         written = {name for step in steps for name in step.writes}
         named = [*(name for step in steps for name in step.uses), *results]
@@ -82,16 +79,16 @@ class Loops:
         return Program(name, self.graph.mesh, tuple(parameters), {n: self.values[n] for n in known}, lasting)
 
 
-def _ends(step: Step, scope: Scope) -> TypeGuard[Run]:
+def _ends(step: ExplicitStep, scope: Scope) -> bool:
     """Whether the step is where something leaves the loop, or a time of it."""
-    return isinstance(step, Run) and step.node.mark in _ENDS and step.node.scopes[-1] == scope
+    return step.mark in _ENDS and step.scopes[-1] == scope
 
 
 _ENDS = ("loop.next", "loop.stack", "loop.test")
 
 
-def carried_forms(steps: Iterable[Step]) -> Iterator[Form]:
+def carried_forms(steps: Iterable[ExplicitStep]) -> Iterator[Form]:
     """What goes into loops, and from one time to the next."""
     for step in steps:
-        if isinstance(step, Run) and step.node.mark:
+        if step.mark:
             yield from step.inputs

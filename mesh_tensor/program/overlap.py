@@ -23,14 +23,12 @@ from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.rules.kernel.factors import Blocked
-from mesh_tensor.rules.operator.call import operator_name
-from mesh_tensor.rules.operator.cost import class_of
-from mesh_tensor.rules.operator.update import UPDATE
 
+from .builder import with_lifetimes
 from .overlap_sites import COUNTS, Sent, Site, Sites, Work, choose, slab_steps
 from .program import Program, Value
-from .steps import CollectiveStep, KernelStep, LoopStep, OpStep, Step, WaitStep
-from .verify import checked, with_lifetimes
+from .steps import CollectiveStep, Step, WaitStep
+from .verify import checked
 
 _MOST = 64
 
@@ -117,7 +115,7 @@ def _in_bulk(program: Program) -> list[Step]:
         if collective is None:
             just_made = step.writes if step.uses else just_made
             result += [step] if step.uses else []
-        elif collective not in placed and (collective is not step or collective.wait or collective.src in just_made):
+        elif collective not in placed and (step.starts is None or collective.wait or collective.src in just_made):
             placed.add(collective)
             result.append(replace(collective, wait=True))
     return result
@@ -223,13 +221,13 @@ def early_starts(steps: Sequence[Step], values: Mapping[str, Value]) -> Sequence
     waits: dict[int, list[WaitStep]] = {}
     moved: set[int] = set()
     for index, step in enumerate(steps):
-        collective, end = step.collective, index + 1
-        if collective is step and collective.wait and COLLECTIVES[collective.kind].sends:
+        collective, end = step.starts, index + 1
+        if collective is not None and collective.wait and COLLECTIVES[collective.kind].sends:
             src, dst = stored[collective.src], stored[collective.dst]
             later = range(end, len(steps))
             first_use = next((i for i in later if dst in uses[i] or src in writes[i]), len(steps))
             start = _earliest(steps, max(written.get(src, 0), used.get(dst, 0)), index)
-            if any(_takes_long(between) for between in steps[start:first_use]):
+            if any(between.is_long for between in steps[start:first_use]):
                 started, end = replace(collective, wait=False), first_use
                 moved.add(index)
                 before.setdefault(start, []).append(started)
@@ -256,13 +254,6 @@ def _here(starts: list[CollectiveStep], waits: list[WaitStep], stored: Mapping[s
 def _earliest(steps: Sequence[Step], ready: int, index: int) -> int:
     """From where a collective may start: not before it is ready, nor before too many products."""
     start, products = index, 0
-    while start > ready and (products := products + _takes_long(steps[start - 1])) <= _AHEAD:
+    while start > ready and (products := products + steps[start - 1].is_long) <= _AHEAD:
         start -= 1
     return start
-
-
-def _takes_long(step: Step) -> bool:
-    """Whether it takes long enough to hide a collective behind it."""
-    if isinstance(step, OpStep):
-        return class_of(step.call.name) == "product" or operator_name(step.call) == UPDATE
-    return isinstance(step, (KernelStep, LoopStep))

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from mesh_tensor.base.collectives import collective_time
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.lowering.slabs import Bounds, SlabKernel, Slabs
+from mesh_tensor.lowering.slabs import SlabBounds, SlabKernel, Slabs
 from mesh_tensor.rules.kernel.cost import count_flops
 from mesh_tensor.rules.kernel.factors import Factor
 
-from .program import Slab, Value, bytes_moved
+from .program import Slab, Value, bytes_received
 from .steps import CollectiveStep, KernelStep, Step, WaitStep
 
 COUNTS = (2, 4, 8)
@@ -160,7 +160,7 @@ def predict(work: Work, machine: Machine, count: int) -> float:
 
 
 def slab_steps(
-    site: Site, bounds: Sequence[Bounds], kernels: Sequence[SlabKernel], values: Mapping[str, Value]
+    site: Site, bounds: Sequence[SlabBounds], kernels: Sequence[SlabKernel], values: Mapping[str, Value]
 ) -> tuple[list[Step], dict[str, Value]]:
     """The steps of a site, per slab one of `bounds` and `kernels`, and the slabs of the program's `values`.
 
@@ -187,7 +187,7 @@ class _Slabs:
         self._step, self._values = site.step, values
         self._dims = {site.step.args[position]: dim for position, dim in site.slabs.dims(site.factor).items()}
 
-    def kernel(self, index: int, bound: Bounds, kernel: SlabKernel) -> KernelStep:
+    def kernel(self, index: int, bound: SlabBounds, kernel: SlabKernel) -> KernelStep:
         """The call on one slab."""
         step, (func, axes) = self._step, kernel
         slabs = {name: self._slab(name, dim, bound) for name, dim in self._dims.items()}
@@ -202,13 +202,13 @@ class _Slabs:
             slabs=None,
         )
 
-    def collective(self, step: CollectiveStep, at_kernel: str, bound: Bounds) -> CollectiveStep:
+    def collective(self, step: CollectiveStep, at_kernel: str, bound: SlabBounds) -> CollectiveStep:
         """The start of the collective of one slab; the kernel's value that it is about is `at_kernel`."""
         src, dst = (self._slab(name, self._dims[at_kernel], bound) for name in (step.src, step.dst))
-        size = bytes_moved(step.kind, self.made[src], self.made[dst], step.axes)
+        size = bytes_received(step.kind, self.made[src], self.made[dst], step.axes)
         return replace(step, src=src, dst=dst, bytes=size, wait=False)
 
-    def _slab(self, name: str, dim: int, bound: Bounds) -> str:
+    def _slab(self, name: str, dim: int, bound: SlabBounds) -> str:
         """The slab of a value, which is a value: as long as the slabs of all devices that split the dim."""
         whole, (start, stop) = self._values[name], bound
         made = f"{name}[{', '.join([*([':'] * dim), f'{start}:{stop}'])}]"

@@ -16,12 +16,13 @@ from mesh_tensor.base.sub_axes import Refinement
 from mesh_tensor.lowering.local_calls import TileCalls
 from mesh_tensor.plan.atoms import Atoms, Sizes, find_atoms
 from mesh_tensor.plan.expansions import expand, refined_annotations, refinements, regroup_sums, with_merged_dims
+from mesh_tensor.plan.explicit import ExplicitGraph, forms_in
 from mesh_tensor.plan.gathers import gathered_first
 from mesh_tensor.plan.index_checks import IndexCheck, index_checks
 from mesh_tensor.plan.interleave import interleave
 from mesh_tensor.plan.ir import Graph, Interleaved, leaves
 from mesh_tensor.plan.prices import prices_on
-from mesh_tensor.plan.propagate import ExplicitGraph, Layouts, forms_in, propagate
+from mesh_tensor.plan.propagate import Layouts, propagate
 from mesh_tensor.plan.reader import Annotations, read_graph
 from mesh_tensor.plan.reshards import cost_of, insert_reshards
 from mesh_tensor.plan.slices import joined_slices, parts_side_by_side, sliced_splits

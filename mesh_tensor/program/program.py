@@ -18,7 +18,7 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.redistribution.plan import elements_received
 
-from .steps import CollectiveStep, KernelStep, LoopStep, Meanings, OpStep, Step
+from .steps import CollectiveStep, KernelStep, LoopStep, Meanings, OpStep, Step, only
 
 T = TypeVar("T")
 
@@ -91,22 +91,22 @@ class Program:
     @cached_property
     def kernels(self) -> tuple[KernelStep, ...]:
         """The steps that run local kernels."""
-        return tuple(step for step in self.steps if isinstance(step, KernelStep))
+        return only(self.steps, KernelStep)
 
     @cached_property
     def ops(self) -> tuple[OpStep, ...]:
         """The steps that call operators."""
-        return tuple(step for step in self.steps if isinstance(step, OpStep))
+        return only(self.steps, OpStep)
 
     @cached_property
     def collectives(self) -> tuple[CollectiveStep, ...]:
         """The steps that run collectives, or start them."""
-        return tuple(step for step in self.steps if isinstance(step, CollectiveStep))
+        return only(self.steps, CollectiveStep)
 
     @cached_property
     def loops(self) -> tuple[LoopStep, ...]:
         """The steps that run others several times."""
-        return tuple(step for step in self.steps if isinstance(step, LoopStep))
+        return only(self.steps, LoopStep)
 
     @cached_property
     def parts(self) -> tuple[Program, ...]:
@@ -151,7 +151,7 @@ class Program:
         return [step.mean(meanings) for step in self.steps]
 
 
-def bytes_moved(kind: str, src: Value, dst: Value, axes: tuple[str, ...]) -> int:
+def bytes_received(kind: str, src: Value, dst: Value, axes: tuple[str, ...]) -> int:
     """What the busiest device of a collective receives, with the usual ring algorithms; at even sizes all devices send
     and receive as much."""
     elements = elements_received(kind, src.shape, src.sharding, dst.sharding, axes)

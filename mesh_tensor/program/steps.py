@@ -6,13 +6,19 @@ Whatever its kind, a step says
     writes      the values that it makes or changes
     uses        all of these, each once
     makes       of what it writes, what comes in memory of its own: no AllocStep comes before it
+    needs       of what it reads, what something has to have made before
+    begins      the storages whose memory comes to life here, and nothing is in it yet
+    ends        the storages whose memory is given back
     collective  the collective that it starts or waits for, if it does
+    starts      the collective that it starts, if it does
+    sends       the collectives that it starts, with how often it does
+    is_long     whether a collective may hide behind it
     flops       the floating-point operations that a device does
     bytes       what the busiest device receives
     words       what it does, for people
     mean        what it means to somebody who has Meanings for all kinds
 
-Who cares for some kinds only takes `Program.kernels`, `ops` and `collectives`, or `of_kinds` with a table.
+Who cares for some kinds only takes `Program.kernels`, `ops`, `collectives` and `loops`, or `of_kinds` with a table.
 """
 
 from __future__ import annotations
@@ -25,9 +31,13 @@ from tvm import tirx
 
 from mesh_tensor.lowering.slabs import Slabs
 from mesh_tensor.rules.operator import OpCall
+from mesh_tensor.rules.operator.call import operator_name
+from mesh_tensor.rules.operator.cost import class_of
+from mesh_tensor.rules.operator.update import UPDATE
 
 T = TypeVar("T")
 Meaning_co = TypeVar("Meaning_co", covariant=True)
+Sends = tuple[tuple["CollectiveStep", int], ...]
 
 
 class Meanings(Protocol[Meaning_co]):
@@ -71,9 +81,10 @@ class KernelStep:
     sizes: tuple[int, ...] = ()
     slabs: Slabs | None = field(default=None, compare=False, repr=False)
 
-    makes = ()
-    collective = None
+    makes = needs = begins = ends = sends = ()
+    collective = starts = None
     bytes = 0
+    is_long = True
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -108,12 +119,19 @@ class OpStep:
     kernel: tirx.PrimFunc | None = None
     checked: bool = False
 
-    collective = None
+    begins = ends = sends = ()
+    collective = starts = None
     bytes = 0
+
+    @property
+    def is_long(self) -> bool:
+        return class_of(self.call.name) == "product" or operator_name(self.call) == UPDATE
 
     @property
     def reads(self) -> tuple[str, ...]:
         return self.args
+
+    needs = reads
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -155,12 +173,15 @@ class CollectiveStep:
     reason: str
     wait: bool = True
 
-    makes = ()
+    makes = begins = ends = ()
     flops = 0
+    is_long = False
 
     @property
     def reads(self) -> tuple[str, ...]:
         return (self.src,)
+
+    needs = reads
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -171,8 +192,14 @@ class CollectiveStep:
         return (self.src, self.dst)
 
     @property
-    def collective(self) -> CollectiveStep:
+    def starts(self) -> CollectiveStep:
         return self
+
+    collective = starts
+
+    @property
+    def sends(self) -> Sends:
+        return ((self, 1),)
 
     @property
     def words(self) -> str:
@@ -218,7 +245,9 @@ class LoopStep:
     stacked: tuple[tuple[str, str], ...]
     where: str
 
-    collective = None
+    begins = ends = ()
+    collective = starts = None
+    is_long = True
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -227,6 +256,8 @@ class LoopStep:
         taken = [name for body in (self.body, self.test) if body is not None for name in body.takes]
         names = [*(each.first for each in self.carried), *(name for name in taken if name not in inner)]
         return tuple(dict.fromkeys(names))
+
+    needs = reads
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -256,6 +287,11 @@ class LoopStep:
         return (self.count or 1) * sum(step.bytes for step in self.inner)
 
     @property
+    def sends(self) -> Sends:
+        """Of all times; of one, where data says how many there are."""
+        return tuple([(each, n * (self.count or 1)) for step in self.inner for each, n in step.sends])
+
+    @property
     def times(self) -> str:
         """How often its steps are run, in words."""
         return "as long as it says" if self.count is None else f"{self.count} times"
@@ -274,13 +310,16 @@ class WaitStep:
 
     collective: CollectiveStep
 
-    makes = ()
-    flops = 0
-    bytes = 0
+    makes = begins = ends = sends = ()
+    starts = None
+    flops = bytes = 0
+    is_long = False
 
     @property
     def reads(self) -> tuple[str, ...]:
         return self.collective.reads
+
+    needs = reads
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -304,14 +343,21 @@ class _MemoryStep:
 
     storage: str
 
-    reads = writes = uses = makes = ()
-    collective = None
+    reads = writes = uses = makes = needs = sends = ()
+    collective = starts = None
     flops = bytes = 0
+    is_long = False
 
 
 @dataclass(frozen=True)
 class AllocStep(_MemoryStep):
     """The memory of a workspace or an output comes to life here."""
+
+    ends = ()
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        return (self.storage,)
 
     @property
     def words(self) -> str:
@@ -325,6 +371,12 @@ class AllocStep(_MemoryStep):
 class FreeStep(_MemoryStep):
     """Nothing uses this workspace any more."""
 
+    begins = ()
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        return (self.storage,)
+
     @property
     def words(self) -> str:
         return f"the end of the memory for {self.storage}"
@@ -334,6 +386,14 @@ class FreeStep(_MemoryStep):
 
 
 Step = KernelStep | OpStep | CollectiveStep | LoopStep | WaitStep | AllocStep | FreeStep
+
+
+K = TypeVar("K", bound=Step)
+
+
+def only(steps: Iterable[Step], kind: type[K]) -> tuple[K, ...]:
+    """The steps of one kind, in their order."""
+    return tuple([step for step in steps if isinstance(step, kind)])
 
 
 def of_kinds(steps: Iterable[Step], table: Mapping[Any, Callable[[Any], T]]) -> list[T]:

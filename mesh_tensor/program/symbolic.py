@@ -25,7 +25,7 @@ from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.plan.tir_rule import Sizes
 from mesh_tensor.tir.nodes import nodes
 
-from .builder import SplitDims
+from .from_kernel import SplitDims
 from .overlap import with_overlap
 from .program import Program
 

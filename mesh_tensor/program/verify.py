@@ -1,15 +1,14 @@
 """What has to hold of a Program: kernels without collectives, memory that lives while it is used, values that exist;
-and when memory comes to life and ends, and how much there is at most."""
+and how much memory there is at most."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator
 
 from mesh_tensor.lowering.verify import collectives_in, enabled, leftovers, raise_on
 from mesh_tensor.redistribution.plan import Move, illegal_move
 
-from .program import Parameter, Program, Value
+from .program import Program, Value
 from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, Step
 
 
@@ -63,15 +62,12 @@ def _lifetimes(program: Program) -> list[str]:
     found: list[str] = []
     alive, lasting = set(program.inputs), program.inputs | program.outputs
     for number, step in enumerate(program.steps):
-        if isinstance(step, AllocStep):
-            if step.storage in alive:
-                found.append(f"step {number}: {step.storage} is allocated, but is already there")
-            alive.add(step.storage)
-        elif isinstance(step, FreeStep):
-            if step.storage not in alive or step.storage in lasting:
-                found.append(f"step {number}: {step.storage} is freed, but is no workspace that is there")
-            alive.discard(step.storage)
-        alive |= {program.values[name].storage for name in step.makes}
+        there = [storage for storage in step.begins if storage in alive]
+        found += [f"step {number}: {storage} is allocated, but is already there" for storage in there]
+        lost = [storage for storage in step.ends if storage not in alive or storage in lasting]
+        found += [f"step {number}: {storage} is freed, but is no workspace that is there" for storage in lost]
+        alive.difference_update(step.ends)
+        alive.update(step.begins, (program.values[name].storage for name in step.makes))
         gone = {program.values[name].storage for name in step.uses} - alive
         found += [f"step {number}: {storage} is used while it has no memory" for storage in sorted(gone)]
     found += [f"workspace {storage} is never freed" for storage in sorted(alive - lasting)]
@@ -80,10 +76,10 @@ def _lifetimes(program: Program) -> list[str]:
 
 
 def _unmade(program: Program) -> Iterator[str]:
-    """What steps read is there by then. (Kernels may read what they write.)"""
+    """What steps read is there by then."""
     made = set(program.inputs)
     for number, step in enumerate(program.steps):
-        for name in () if isinstance(step, KernelStep) else step.reads:
+        for name in step.needs:
             if program.values[name].storage not in made:
                 yield f"step {number}: {name} is read before anything makes it"
         made |= {program.values[name].storage for name in step.writes}
@@ -94,15 +90,15 @@ def _waits(program: Program) -> list[str]:
     found: list[str] = []
     pending: dict[str, CollectiveStep] = {}
     for number, step in enumerate(program.steps):
-        collective = step.collective
-        if collective is not None and collective is not step:
+        collective, begun = step.collective, step.starts
+        if collective is not None and begun is None:
             if pending.pop(collective.dst, None) != collective:
                 found.append(f"step {number}: nothing that makes {collective.dst} was started")
             continue
         for started in pending.values():
             found += [f"step {number}: {fact}" for fact in _too_early(program, step, started)]
-        if collective is not None and not collective.wait:
-            pending[collective.dst] = collective
+        if begun is not None and not begun.wait:
+            pending[begun.dst] = begun
     return [*found, *(f"{name} is never waited for" for name in pending)]
 
 
@@ -113,44 +109,6 @@ def _too_early(program: Program, step: Step, started: CollectiveStep) -> Iterato
             yield f"{name} is used before {started.kind} has made {started.dst}"
         elif name in step.writes and values[name].overlaps(values[started.src]):
             yield f"{name} is written while {started.kind} reads {started.src}"
-
-
-class Stored(Protocol):
-    """What lies in a storage."""
-
-    @property
-    def storage(self) -> str: ...
-
-
-def with_lifetimes(
-    steps: Sequence[Step], values: Mapping[str, Stored], parameters: Sequence[Parameter]
-) -> tuple[Step, ...]:
-    """`steps`, and each storage is allocated before its first use, and workspaces are freed after their last."""
-    kept = {values[p.input].storage for p in parameters if p.input is not None}
-    outputs = {values[p.output].storage for p in parameters if p.output is not None}
-    uses = [dict.fromkeys(values[name].storage for name in step.uses) for step in steps]
-    last = {storage: index for index, storages in enumerate(uses) for storage in storages}
-    lasting = kept | outputs
-    alive = set(kept)
-    result: list[Step] = []
-    for index, step in enumerate(steps):
-        new = [storage for storage in uses[index] if storage not in alive]
-        alive.update(new)
-        made = {values[name].storage for name in step.makes}
-        result += [AllocStep(storage) for storage in new if storage not in made]
-        result.append(step)
-        result += [FreeStep(storage) for storage in uses[index] if last[storage] == index and storage not in lasting]
-    return tuple(result)
-
-
-def with_ends(steps: Sequence[Step], values: Mapping[str, Stored], storages: Collection[str]) -> tuple[Step, ...]:
-    """`steps`, and these storages, which callers brought, are freed after their last use."""
-    last = {values[name].storage: index for index, step in enumerate(steps) for name in step.uses}
-    ends: dict[int, list[Step]] = {}
-    for storage in storages:
-        if storage in last:
-            ends.setdefault(last[storage], []).append(FreeStep(storage))
-    return tuple(each for index, step in enumerate(steps) for each in (step, *ends.get(index, ())))
 
 
 def held_bytes(program: Program) -> list[int]:

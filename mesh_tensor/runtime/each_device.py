@@ -118,6 +118,20 @@ def chosen(cond: EachDevice, then: Any, other: Any) -> Any:
     return EachDevice(cond.mesh, tuple(_of(then if flag else other, at) for flag, at in places))
 
 
+def same_on_all(value: Local, function: str) -> bool:
+    """Whether what says that a function calls itself is true; all devices have to say so, or none."""
+    if not isinstance(value, EachDevice):
+        return bool(value)
+    said = set(map(bool, value.tensors))
+    if len(said) > 1:
+        refuse(
+            f"some devices have function {function!r} call itself, others don't",
+            why="devices go on together, for their collectives",
+            fix='combine what says so: mt.comm.all_reduce(goes_on, axes, "max"), of an integer',
+        )
+    return said.pop()
+
+
 def _of(value: Local, at: dict[str, int]) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value

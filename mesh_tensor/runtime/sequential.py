@@ -19,18 +19,18 @@ from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import Recent
-from mesh_tensor.plan.loops import Recursion, recursion_of, refuse_in_manual
-from mesh_tensor.rules.operator.call import OpCall, op_call, plain, tensor_infos, with_known_sizes
+from mesh_tensor.plan.loops import Recursion, recursion_of
+from mesh_tensor.rules.operator.call import SIZED_BY_DATA, OpCall, op_call, plain, tensor_infos, with_known_sizes
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype, torch_tensor
 from mesh_tensor.targets.kernels import tir_function
 from mesh_tensor.targets.torch_ops import typed, untyped_function
 
 from .ambient import full_precision, undisturbed, why_not_plain
-from .each_device import EachDevice, chosen, collective, index, on_each, tiles, whole
+from .each_device import EachDevice, chosen, collective, index, on_each, same_on_all, tiles, whole
 from .module_inputs import ModuleSignature, bound
 from .sequential_lines import Recorded, Recorder, memory_of
 
-Value = Any  # a tensor, a tuple of values, or what a shape, a number or a string is in Relax
+RelaxValue = Any  # a tensor, a tuple of values, or what a shape, a number or a string is in Relax
 _NOT_RUN = {
     "call_dps_packed": "packed functions are not known here",
     "call_tir_inplace": "it overwrites its operands",
@@ -125,7 +125,7 @@ class _Known:
 _KNOWN: WeakKeyDictionary[ir.IRModule, _Known] = WeakKeyDictionary()
 
 
-def _apart(result: Value, known: Collection[int]) -> Value:
+def _apart(result: RelaxValue, known: Collection[int]) -> RelaxValue:
     """The result in memory that is none of what is known."""
     return _map(result, lambda tensor: tensor.clone() if memory_of(tensor) in known else tensor)
 
@@ -152,7 +152,7 @@ def _tensor(value: Any) -> Any:
     return torch_tensor(value) if isinstance(value, tvm_ffi.Tensor) else value
 
 
-def _map(value: Value, change: Callable[[torch.Tensor], torch.Tensor]) -> Value:
+def _map(value: RelaxValue, change: Callable[[torch.Tensor], torch.Tensor]) -> RelaxValue:
     if isinstance(value, tuple):
         return tuple(_map(item, change) for item in value)
     return change(value) if isinstance(value, torch.Tensor) else value
@@ -167,19 +167,17 @@ class _Runner:
         self._sized: dict[tuple[Any, ...], relax.Function] = {}
         self._recursions: dict[relax.Function, Recursion | None] = {}
 
-    def call(self, function: str, args: Sequence[Value], axes: Mesh | None = None) -> Value:
+    def call(self, function: str, args: Sequence[RelaxValue], axes: Mesh | None = None) -> RelaxValue:
         """The result of a Relax function of the module; in a manual computation over these axes, if there is one."""
         func = self._with_sizes(function, args)
         if func not in self._recursions:
             self._recursions[func] = recursion_of(function, func)
         found = self._recursions[func]
-        if found is not None and axes is not None:
-            refuse_in_manual(function)
         while found is not None:  # step after step: Python has room for few calls within calls
             self.recorder.depends_on_data()
-            frame = _Frame(self, function, dict(zip(func.params, args, strict=True)), None)
+            frame = _Frame(self, function, dict(zip(func.params, args, strict=True)), axes)
             frame.bind(found.head)
-            if bool(frame.run(found.condition)) is not found.goes_on:
+            if same_on_all(frame.run(found.condition), function) is not found.goes_on:
                 return frame.run(found.ending)
             frame.bind(found.body)
             args = [frame.run(expr) for expr in found.again]
@@ -195,7 +193,7 @@ class _Runner:
             self.constants[constant] = self.recorder.constant(_tensor(constant.data).to(self.device))
         return self.constants[constant]
 
-    def _with_sizes(self, function: str, args: Sequence[Value]) -> relax.Function:
+    def _with_sizes(self, function: str, args: Sequence[RelaxValue]) -> relax.Function:
         """The function with the sizes that its arguments bring in place of its symbols."""
         key = (function, *(tuple(a.shape) if isinstance(a, (torch.Tensor, EachDevice)) else None for a in args))
         if key not in self._sized:
@@ -213,12 +211,12 @@ class _Runner:
 class _Frame:
     """One call of a Relax function: its variables' values, kept until their last use."""
 
-    def __init__(self, runner: _Runner, function: str, values: dict[relax.Var, Value], axes: Mesh | None) -> None:
+    def __init__(self, runner: _Runner, function: str, values: dict[relax.Var, RelaxValue], axes: Mesh | None) -> None:
         self._runner, self._function, self._values, self._axes = runner, function, values, axes
         self._ends_here = set(values)  # what the next sequence may drop: its own variables and, the first one, these
         self._sizes: dict[tirx.Var, int] = {}  # of the symbols that R.match_cast makes
 
-    def run(self, expr: relax.Expr, name: str = "result") -> Value:
+    def run(self, expr: relax.Expr, name: str = "result") -> RelaxValue:
         """The value of an expression that is bound to `name`."""
         for kind, evaluate in self._KINDS.items():
             if isinstance(expr, kind):
@@ -234,7 +232,7 @@ class _Frame:
                 self._match(binding.var.name_hint, value, binding.struct_info)
             self._values[binding.var] = value
 
-    def _sequence(self, expr: relax.SeqExpr, _: str) -> Value:
+    def _sequence(self, expr: relax.SeqExpr, _: str) -> RelaxValue:
         bindings = [binding for block in expr.blocks for binding in block.bindings]
         mine = self._ends_here | {binding.var for binding in bindings}
         self._ends_here = set()
@@ -248,7 +246,7 @@ class _Frame:
                 self._values.pop(var, None)
         return self.run(expr.body)
 
-    def _match(self, name: str, value: Value, info: relax.StructInfo) -> None:
+    def _match(self, name: str, value: RelaxValue, info: relax.StructInfo) -> None:
         """R.match_cast: the value has to be what it is said to be."""
         for wanted, tensor in zip(tensor_infos(info), _leaves(value), strict=True):
             sizes = plain(wanted.shape) if isinstance(wanted.shape, relax.ShapeExpr) else None
@@ -259,7 +257,7 @@ class _Frame:
             if wrong:
                 self._refuse(name, f"R.match_cast to {wanted} of a {tuple(tensor.shape)} {tensor.dtype}")
 
-    def _if(self, expr: relax.If, name: str) -> Value:
+    def _if(self, expr: relax.If, name: str) -> RelaxValue:
         self._runner.recorder.depends_on_data()
         cond = self.run(expr.cond, name)
         if isinstance(cond, EachDevice):
@@ -267,7 +265,7 @@ class _Frame:
             return chosen(cond, *branches)
         return self.run(expr.true_branch if bool(cond) else expr.false_branch, name)
 
-    def _call(self, expr: relax.Call, name: str) -> Value:
+    def _call(self, expr: relax.Call, name: str) -> RelaxValue:
         if isinstance(expr.op, ir.GlobalVar):
             return self._runner.call(expr.op.name_hint, [self.run(arg, name) for arg in expr.args], self._axes)
         if not isinstance(expr.op, ir.Op):
@@ -285,11 +283,13 @@ class _Frame:
             return expr.struct_info  # a shape or a number: what is known of it is in its type
         return self._operator(expr, op, name)
 
-    def _operator(self, expr: relax.Call, op: str, name: str) -> Value:
+    def _operator(self, expr: relax.Call, op: str, name: str) -> RelaxValue:
         tensors = [
             leaf for arg in expr.args if tensor_infos(arg.struct_info) for leaf in _leaves(self.run(arg, name))
         ]  # fmt: skip
         try:
+            if op in SIZED_BY_DATA:
+                return self._sized_by_data(expr, op, tensors)
             expr = with_known_sizes(_sized(expr, self._sizes) if self._sizes else expr, f"{self._function}.{name}")
             if isinstance(expr, relax.Constant):
                 return self._runner.constant(expr)
@@ -306,7 +306,20 @@ class _Frame:
         self._runner.recorder.called(function, tensors, results)
         return _like(expr.struct_info, iter(results))
 
-    def _manual(self, expr: relax.Call, name: str) -> Value:
+    def _sized_by_data(self, expr: relax.Call, op: str, tensors: Sequence[Any]) -> RelaxValue:
+        """What the data says."""
+        self._runner.recorder.depends_on_data()
+        types = tuple([TensorType(tuple(tensor.shape), dtype_name(tensor.dtype)) for tensor in tensors])
+        function = untyped_function(OpCall(op, expr, types, ()))
+
+        def run(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            made = function(*operands)
+            return made if isinstance(made, tuple) else (made,)
+
+        results = on_each(run, tensors)
+        return _like(expr.struct_info, iter(results))
+
+    def _manual(self, expr: relax.Call, name: str) -> RelaxValue:
         """A function on the tiles of every device."""
         self._runner.recorder.depends_on_data()
         where, args = f"binding {self._function}.{name}", [self.run(arg, name) for arg in expr.args[1:-1]]
@@ -319,7 +332,7 @@ class _Frame:
         ends = zip(made, stated.outputs, strict=True)
         return _like(expr.struct_info, iter([whole(one, layout, outer, where) for one, layout in ends]))
 
-    def _collective(self, comm: Comm, expr: relax.Call, name: str) -> Value:
+    def _collective(self, comm: Comm, expr: relax.Call, name: str) -> RelaxValue:
         """What devices have after a collective."""
         assert self._axes is not None
         values = [self.run(arg, name) for arg in expr.args if tensor_infos(arg.struct_info)]
@@ -332,7 +345,7 @@ class _Frame:
         numbers = plain(call.expr.args[2]) if len(call.expr.args) > 2 else ()
         return tir_function(self._runner.mod[call.expr.args[0]], call.inputs, call.outputs, numbers)
 
-    def _assert(self, expr: relax.Call, name: str) -> Value:
+    def _assert(self, expr: relax.Call, name: str) -> RelaxValue:
         condition, *rest = expr.args
         self._runner.recorder.depends_on_data()
         holds = plain(condition) if isinstance(condition, relax.PrimValue) else self.run(condition, name)
@@ -348,7 +361,7 @@ class _Frame:
             fix="write it with operators, R.call_tir, calls of the module's functions, tuples and If",
         )
 
-    _KINDS: dict[type, Callable[[_Frame, Any, str], Value]] = {
+    _KINDS: dict[type, Callable[[_Frame, Any, str], RelaxValue]] = {
         relax.SeqExpr: _sequence,
         relax.Var: lambda self, var, _: self._values[var],
         relax.Constant: lambda self, constant, _: self._runner.constant(constant),
@@ -390,13 +403,13 @@ def _sized(expr: relax.Call, sizes: Mapping[tirx.Var, int]) -> relax.Call:
     return func.body.blocks[0].bindings[0].value
 
 
-def _leaves(value: Value) -> list[Any]:
+def _leaves(value: RelaxValue) -> list[Any]:
     if isinstance(value, tuple):
         return [leaf for item in value for leaf in _leaves(item)]
     return [value] if isinstance(value, (torch.Tensor, EachDevice)) else []
 
 
-def _like(info: relax.StructInfo, results: Any) -> Value:
+def _like(info: relax.StructInfo, results: Any) -> RelaxValue:
     """The results in the form of the type: tuples in tuples."""
     if isinstance(info, relax.TupleStructInfo):
         return tuple(_like(field, results) for field in info.fields)

@@ -19,7 +19,7 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import uncollected
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.fewer_layers import fewer_layers
-from mesh_tensor.program.builder import lower_to_program
+from mesh_tensor.program.from_kernel import lower_to_program
 from mesh_tensor.program.plan_module import PlanOptions, plan_graph, read_module
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.verify import peak_bytes

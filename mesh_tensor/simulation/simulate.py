@@ -14,7 +14,7 @@ from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU, machine_named
 from mesh_tensor.pipelining.schedule import Schedule
-from mesh_tensor.program.builder import lower_to_program
+from mesh_tensor.program.from_kernel import lower_to_program
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.verify import held_bytes
 

@@ -12,7 +12,7 @@ from tvm import tirx
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.recent import Recent
 from mesh_tensor.program.program import Program, Value
-from mesh_tensor.program.steps import FreeStep, OpStep, Step
+from mesh_tensor.program.steps import OpStep, Step, only
 from mesh_tensor.rules.operator import OpCall
 from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.vjp import VJP, vjp_of
@@ -51,7 +51,7 @@ class Section:
         listed: bool = False,
         records: Records | None = None,
     ) -> None:
-        self.steps = tuple(step for step in steps if isinstance(step, OpStep))
+        self.steps = only(steps, OpStep)
         stored = {name: program.values[name].storage for step in self.steps for name in step.uses}
         lines: list[Line] = []
         for step, ends in _with_ends(steps):
@@ -101,7 +101,7 @@ def in_sections(steps: Sequence[Step]) -> Iterator[tuple[Step, ...]]:
     step of another kind."""
     run: list[Step] = []
     for step in steps:
-        if not isinstance(step, OpStep) and not (run and isinstance(step, FreeStep)):
+        if not isinstance(step, OpStep) and not (run and step.ends):
             if run:
                 yield tuple(run)
             run = []
@@ -190,8 +190,8 @@ def _with_ends(steps: Sequence[Step]) -> list[tuple[OpStep, tuple[str, ...]]]:
     for step in steps:
         if isinstance(step, OpStep):
             made.append((step, []))
-        elif isinstance(step, FreeStep):
-            made[-1][1].append(step.storage)
+        else:
+            made[-1][1].extend(step.ends)
     return [(step, tuple(ends)) for step, ends in made]
 
 

@@ -4,7 +4,7 @@
 For analysis and rewriting the first become loops over all that any block needs, with a condition around the body, so
 that they walk a dim from end to end; `shorten` makes bounds of the conditions again, over whatever extent the loop
 has by then. Where `place` is proved to be always one of them, the second around `body` changes nothing, and gives an
-index that is computed in a way that nobody understands a loop variable of its own. `collapse` undoes it: over
+index that is computed in a way that nobody understands a loop variable of its own. `shorten` undoes that, too: over
 whatever part of the iterations is left by then, the body runs if `place` is among them.
 """
 
@@ -38,8 +38,9 @@ def lengthen(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def shorten(body: tirx.Stmt) -> tirx.Stmt:
-    """Undo `lengthen`."""
-    return tirx.stmt_functor.ir_transform(body, None, _short, ["tirx.For"])
+    """Undo `lengthen` and `one_iteration`, as far as loops are still what these made: only iterations that do something
+    are left."""
+    return _collapsed(tirx.stmt_functor.ir_transform(body, None, _short, ["tirx.For"]))
 
 
 def _is_short(loop: tirx.For) -> bool:
@@ -131,15 +132,20 @@ def one_iteration(var: tirx.Var, extent: int, place: tirx.PrimExpr, body: tirx.S
     return tirx.For(var, 0, extent, tirx.ForKind.SERIAL, only, None, {ONE_ITERATION_MARK: 1})
 
 
-def collapse(body: tirx.Stmt) -> tirx.Stmt:
-    """Without such loops, as far as they are still what they were made."""
-    if not any(ONE_ITERATION_MARK in loop.annotations for loop in nodes(body, tirx.For)):
+def is_one_iteration(loop: tirx.For) -> bool:
+    """Whether `one_iteration` made the loop."""
+    return ONE_ITERATION_MARK in loop.annotations
+
+
+def _collapsed(body: tirx.Stmt) -> tirx.Stmt:
+    """Without loops of which one iteration does something."""
+    if not any(map(is_one_iteration, nodes(body, tirx.For))):
         return body
     analyzer = loop_ranges(body)
 
     def direct(loop: tirx.For) -> tirx.Stmt | None:
         only = loop.body
-        if ONE_ITERATION_MARK not in loop.annotations or not isinstance(only, tirx.IfThenElse):
+        if not is_one_iteration(loop) or not isinstance(only, tirx.IfThenElse):
             return None
         place = _solved(loop.loop_var, only.condition, analyzer)
         if place is None:

@@ -114,6 +114,26 @@ def test_what_depends_on_data(function, named):
     assert "use torch.where instead of indexing by masks, and tensors instead of numbers" in text
 
 
+COLLECTIVES = {
+    "all_reduce": ("sum", "0"),
+    "all_gather_into_tensor": (2, "0"),
+    "reduce_scatter_tensor": ("sum", 2, "0"),
+    "all_to_all_single": ([2, 2], [2, 2], "0"),
+    "broadcast": (0, "0"),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives_of_torch(name):
+    """What one device of several does is no program of whole tensors: nothing is left out silently."""
+    ops = torch.ops._c10d_functional
+    text = refused(Call(lambda x: ops.wait_tensor(getattr(ops, name)(x, *COLLECTIVES[name]))), torch.randn(4, 4))
+    assert f"torch operator _c10d_functional.{name}.default is not known" in text
+    assert "torch operator _c10d_functional.wait_tensor.default is not known" in text
+    assert "state how tensors lie: the collectives follow" in text
+    assert "mt.manual_computation" in text
+
+
 def test_sizes_as_inputs():
     class Power(nn.Module):
         def forward(self, x, exponent):

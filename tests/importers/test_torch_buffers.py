@@ -71,6 +71,31 @@ def test_they_are_constants_unless_asked_for(made):
     assert not module.buffers
 
 
+def test_a_state_dict_with_what_became_constants():
+    """Buffers that are as they were are passed over; weights of others come with other buffers."""
+    model, other = Model().eval(), Model().eval()
+    module = mt.from_torch(torch.export.export(model, (X,)))
+    state = model.state_dict()
+    run = mt.distribute_module(module, {"x": 2}, {"conv.weight": {"x": 0}}, weights=state, donate=True)
+    assert not state
+    torch.testing.assert_close(run(X), model(X).detach(), rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        model.conv.weight.mul_(2)
+    run.load_state_dict({f"module.{name}": tensor for name, tensor in model.state_dict().items()})
+    torch.testing.assert_close(run(X), model(X).detach(), rtol=1e-5, atol=1e-5)
+    message = (
+        "'table', 'places', 'norm.running_mean', 'norm.running_var' have other values than the module's constants\n"
+        "  where: weights of an imported module\n"
+        "  why: buffers that nothing writes became constants when the model was imported\n"
+        "  fix: import the model again, or its buffers as weights: mt.from_torch(program, buffers=True)"
+    )
+    for refused in (run.load_state_dict, lambda weights: mt.distribute_module(module, {"x": 2}, weights=weights)):
+        with pytest.raises(mt.MeshTensorError) as raised:
+            refused(other.state_dict())
+        assert str(raised.value) == message
+    torch.testing.assert_close(run(X), model(X).detach(), rtol=1e-5, atol=1e-5)
+
+
 def test_they_are_not_trained():
     class Loss(nn.Module):
         def __init__(self):

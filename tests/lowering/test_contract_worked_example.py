@@ -6,7 +6,7 @@ import torch
 from tvm import ir
 
 import mesh_tensor as mt
-from mesh_tensor.program.builder import lower_to_program
+from mesh_tensor.program.from_kernel import lower_to_program
 from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep
 
 from .kernels import gelu, matmul

@@ -7,7 +7,7 @@ from tvm import tirx
 import mesh_tensor as mt
 from mesh_tensor import Mesh, Sharding
 from mesh_tensor.lowering.layouts import plan_for
-from mesh_tensor.program.builder import lower_to_program
+from mesh_tensor.program.from_kernel import lower_to_program
 from mesh_tensor.program.steps import CollectiveStep
 from mesh_tensor.redistribution.plan import plan_moves
 

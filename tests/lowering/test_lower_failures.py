@@ -29,7 +29,7 @@ def test_symbolic_sizes_have_no_program():
             for i in T.Parallel(8):
                 B[bx * 8 + i] = A[bx * 8 + i] + 1.0
 
-    from mesh_tensor.program.builder import lower_to_program
+    from mesh_tensor.program.from_kernel import lower_to_program
 
     with pytest.raises(mt.MeshTensorError) as error:
         lower_to_program(mt.annotate(kernel, {"x": 2}, {"A": {"x": 0}}))

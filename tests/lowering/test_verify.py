@@ -4,7 +4,7 @@ import pytest
 
 from kernels.catalogue import CASES
 from mesh_tensor.lowering import verify
-from mesh_tensor.program.builder import build_program
+from mesh_tensor.program.from_kernel import build_program
 from mesh_tensor.program.verify import verify_program
 
 from .kernels import matmul

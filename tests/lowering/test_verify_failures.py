@@ -9,7 +9,7 @@ import mesh_tensor as mt
 from mesh_tensor.lowering.layouts import Collective, LocalKernel
 from mesh_tensor.lowering.lower import collective_block
 from mesh_tensor.lowering.verify import VerificationError, verify_local, verify_lowered
-from mesh_tensor.program.builder import build_program
+from mesh_tensor.program.from_kernel import build_program
 from mesh_tensor.program.steps import AllocStep, FreeStep, KernelStep
 from mesh_tensor.program.verify import verify_program
 from mesh_tensor.redistribution.plan import Move, illegal_move

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from tvm import ir, relax
+from tvm import relax
 from tvm.script.parser import ir as I
 from tvm.script.parser import relax as R
 
 import mesh_tensor as mt
 
-from .loop_modules import Loop, looped
 from .test_manual import Nested, manual_module
 
 op, comm = relax.op, mt.comm
@@ -119,38 +118,3 @@ def test_what_is_stated():
 def test_gradients_and_searches():
     mod = rows(out={"x": 0})
     refused(lambda: mt.search(mod, devices=2), "searches and pipelines", "take none")
-
-
-LOOP = ("function 'loop' calls itself, in a manual computation or around one", "one after the other")
-
-
-def test_a_loop_inside():
-    mod = looped(Loop([(4, 4)], [], [], lambda b, i, carried, kept: ([b.emit(op.tanh(carried[0]))], [])), 3)
-    builder, whole = relax.BlockBuilder(mod), relax.Var("x", relax.TensorStructInfo((8, 4), "float32"))
-    tile = relax.Var("t", relax.TensorStructInfo((4, 4), "float32"))
-    with builder.function("body", [tile], private=True):
-        made = builder.emit(relax.Call(mod.get_global_var("main"), [tile]))
-        builder.emit_func_output(builder.emit(relax.TupleGetItem(made, 0)))
-    body = builder.get().get_global_var("body")
-    with builder.function("outer", [whole]):
-        call = mt.manual_computation(body, [whole], mt.Mesh({"x": 2}), [{"x": 0}], {"x": 0})
-        builder.emit_func_output(builder.emit(call))
-    mod = builder.get()
-    refused(lambda: mt.distribute_module(mod, {"x": 2}, {}, function="outer"), *LOOP)
-    refused(lambda: mt.run_sequential(mod, [torch.randn(8, 4)], "outer"), *LOOP)
-
-
-def test_a_loop_around():
-    """One device after the other runs it, as each step is a whole one."""
-    tiled, name = rows()["body"], ir.GlobalVar("body")
-    relax.expr._update_struct_info(name, tiled.struct_info)
-
-    def step(builder, _, carried, kept):
-        call = mt.manual_computation(name, carried, mt.Mesh({"x": 2}), [{"x": 0}], {"x": 0})
-        return [builder.emit(call)], []
-
-    mod = looped(Loop([(8, 4)], [], [], step), 3)
-    mod[name] = tiled
-    refused(distributed(mod, {"x": 2}), *LOOP)
-    x = torch.randn(8, 4)
-    torch.testing.assert_close(mt.run_sequential(mod, [x])[0], -x)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import mesh_tensor as mt
+from mesh_tensor.program.builder import with_lifetimes
 from mesh_tensor.program.overlap import early_starts, with_overlap
 from mesh_tensor.program.steps import KernelStep
-from mesh_tensor.program.verify import verify_program, with_lifetimes
+from mesh_tensor.program.verify import verify_program
 from mesh_tensor.runtime.virtual.launch import Launch
 from mesh_tensor.targets.kernels import find_target
 from tests.runtime.programs import add_one_kernel, collective, program, value

@@ -3,7 +3,7 @@
 import mesh_tensor as mt
 from kernels.matmul import matmul
 from mesh_tensor.base.machine_presets import CPU, CPU_TO_SPARE
-from mesh_tensor.program.builder import lower_to_program
+from mesh_tensor.program.from_kernel import lower_to_program
 from mesh_tensor.program.overlap import overlapped
 from mesh_tensor.program.steps import CollectiveStep, KernelStep, WaitStep
 from tests.runtime.programs import matmul_k_split

@@ -2,7 +2,7 @@
 
 import mesh_tensor as mt
 from kernels.matmul import batched_matmul
-from mesh_tensor.program.builder import lower_to_program
+from mesh_tensor.program.from_kernel import lower_to_program
 from mesh_tensor.program.overlap import overlapped
 from mesh_tensor.program.steps import CollectiveStep, KernelStep
 

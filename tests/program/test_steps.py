@@ -6,7 +6,7 @@ from tvm import relax
 import mesh_tensor as mt
 from kernels.matmul import matmul, split_k_matmul
 from kernels.softmax import softmax
-from mesh_tensor.program.builder import lower_to_program
+from mesh_tensor.program.from_kernel import lower_to_program
 from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, WaitStep, of_kinds
 from mesh_tensor.rules.operator.call import op_call
 

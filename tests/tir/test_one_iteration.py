@@ -4,7 +4,7 @@ import tilelang.language as T
 from tvm import ir, tirx
 
 from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.short_loops import ONE_ITERATION_MARK, collapse, one_iteration
+from mesh_tensor.tir.short_loops import ONE_ITERATION_MARK, is_one_iteration, one_iteration, shorten
 
 
 def _store(at):
@@ -19,9 +19,9 @@ def _outer(var, body, extent=4):
 def test_all_iterations_are_there():
     k, v = tirx.Var("k", "int32"), tirx.Var("v", "int32")
     loop = one_iteration(v, 4, 3 - k, _store(v * 8))
-    assert ONE_ITERATION_MARK in loop.annotations
-    (store,) = nodes(collapse(_outer(k, loop)), tirx.BufferStore)
-    assert not nodes(collapse(_outer(k, loop)), tirx.IfThenElse)
+    assert is_one_iteration(loop)
+    (store,) = nodes(shorten(_outer(k, loop)), tirx.BufferStore)
+    assert not nodes(shorten(_outer(k, loop)), tirx.IfThenElse)
     assert ir.structural_equal(store.indices[0], (3 - k) * 8, map_free_vars=False)
 
 
@@ -30,7 +30,7 @@ def test_some_iterations_are_left():
     only = one_iteration(v, 4, k, _store(v * 8)).body
     shifted = tirx.IfThenElse(tirx.EQ(v + x * 2, k), only.then_case, None)
     loop = tirx.For(v, 0, 2, tirx.ForKind.SERIAL, shifted, None, {ONE_ITERATION_MARK: 1})
-    (condition,) = nodes(collapse(_outer(k, loop)), tirx.IfThenElse)
+    (condition,) = nodes(shorten(_outer(k, loop)), tirx.IfThenElse)
     assert ir.structural_equal(condition.condition, tirx.And(k - x * 2 >= 0, k - x * 2 < 2))
 
 
@@ -40,7 +40,7 @@ def test_what_was_changed_otherwise_stays():
         loop = tirx.For(
             v, 0, 4, tirx.ForKind.SERIAL, tirx.IfThenElse(condition, _store(v), None), None, {ONE_ITERATION_MARK: 1}
         )
-        assert ir.structural_equal(collapse(_outer(k, loop)), _outer(k, loop))
+        assert ir.structural_equal(shorten(_outer(k, loop)), _outer(k, loop))
 
 
 def test_kernels_without_such_loops_stay_the_same():
@@ -50,4 +50,4 @@ def test_kernels_without_such_loops_stay_the_same():
             for i in T.Parallel(4):
                 A[bx * 4 + i] = 0.0
 
-    assert collapse(kernel.body).same_as(kernel.body)
+    assert shorten(kernel.body).same_as(kernel.body)

@@ -13,7 +13,7 @@ from tvm import ir, tirx
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.short_loops import ONE_ITERATION_MARK
+from mesh_tensor.tir.short_loops import is_one_iteration
 
 from .reader import read_kernel
 from .statements import Statement
@@ -84,9 +84,7 @@ def _flops_function(statements: Iterable[Statement], symbols: Sequence[tirx.Var]
     terms = []
     for statement in statements:
         if each := _flops(statement):
-            loops = [
-                loop for loop in statement.loops if loop.node is None or ONE_ITERATION_MARK not in loop.node.annotations
-            ]
+            loops = [loop for loop in statement.loops if loop.node is None or not is_one_iteration(loop.node)]
             extents = [loop.extent for loop in loops if is_size(loop.extent, symbols)]
             terms.append((each, [size_function(extent, symbols) for extent in extents]))
     return lambda values: sum(each * math.prod(extent(values) for extent in extents) for each, extents in terms)

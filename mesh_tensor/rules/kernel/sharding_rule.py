@@ -155,10 +155,10 @@ def sharding_rule(prim_func: tirx.PrimFunc) -> ShardingRule:
     Raises:
         MeshTensorError: the function is not one TileLang kernel.
     """
-    return rule_of(analyse(normalize(check_kernel(prim_func))))
+    return sharding_rule_of(analyse(normalize(check_kernel(prim_func))))
 
 
-def rule_of(analysis: Analysis, made: Refined | None = None) -> ShardingRule:
+def sharding_rule_of(analysis: Analysis, made: Refined | None = None) -> ShardingRule:
     """What an analysis found, as the rule that users see; a dim that was taken apart is the product of its factors,
     `(h g)`."""
     inputs, outputs = {}, {}

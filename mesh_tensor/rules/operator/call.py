@@ -179,9 +179,9 @@ def _has_tensor(arg: relax.Expr) -> bool:
 
 # Operators whose results are as large as the data says, and what does that in known sizes.
 SIZED_BY_DATA = {
-    "dynamic_strided_slice": "use R.strided_slice, or R.take with as many indices as there are to be",
-    "nonzero": "use R.where with a mask of the tensor's own shape",
-    "unique": "use R.sort and compare neighbours, or compute it before the module is called",
+    "dynamic_strided_slice": "R.strided_slice, or R.take with as many indices as there are to be",
+    "nonzero": "R.where with a mask of the tensor's own shape",
+    "unique": "R.sort and compare neighbours, or compute it before the module is called",
 }
 
 
@@ -199,7 +199,7 @@ def with_known_sizes(expr: relax.Call, where: str) -> relax.Expr:
                 f"how large the result of R.{name} is depends on the data",
                 where=f"{where} = {expr}",
                 why="layouts are decided for sizes that are known ahead",
-                fix=SIZED_BY_DATA[name],
+                fix=f"say how large it is, by an R.match_cast to known sizes, or use {SIZED_BY_DATA[name]}",
             )
         return expr
     known = [_known_shape(arg) for arg in expr.args]
@@ -211,6 +211,24 @@ def with_known_sizes(expr: relax.Call, where: str) -> relax.Expr:
     made = relax.Call(expr.op, args, expr.attrs, expr.sinfo_args)
     relax.expr._update_struct_info(made, expr.struct_info)
     return made
+
+
+def with_said_sizes(expr: relax.Expr, cast: relax.StructInfo | None) -> relax.Expr:
+    """A call whose result is as large as its data says, as one of `mesh.` of the type to which the module casts it, if
+    that says how large it is; else the expression itself."""
+    if cast is None or not isinstance(expr, relax.Call) or op_name(expr.op) not in SIZED_BY_DATA:
+        return expr
+    found, said = tensor_infos(expr.struct_info), tensor_infos(cast)
+    pairs = zip(found, said, strict=False)
+    if len(found) != len(said) or not all(a.ndim == b.ndim and a.dtype == b.dtype and is_known(b) for a, b in pairs):
+        return expr
+    made = relax.op.call_pure_packed(f"mesh.{op_name(expr.op)}", *expr.args, sinfo_args=[cast])
+    return relax.BlockBuilder().normalize(made)
+
+
+def is_known(info: relax.TensorStructInfo) -> bool:
+    """Whether all sizes are numbers."""
+    return isinstance(info.shape, relax.ShapeExpr) and all(isinstance(n, tirx.IntImm) for n in info.shape.values)
 
 
 def _known_shape(arg: relax.Expr) -> list[tirx.PrimExpr] | None:

@@ -26,6 +26,9 @@ LOOK_UPS = frozenset(
 )
 
 
+rule("mesh.dynamic_strided_slice", "mesh.nonzero", "mesh.unique")(whole_rule)  # of sizes that are stated
+
+
 @rule("take")
 def take(call: OpCall) -> OpRule:
     """Where the table's rows are split, each device takes what it has, and 0 for the rest."""

@@ -10,7 +10,7 @@ from tvm import ir, relax, tirx
 from mesh_tensor.base.collectives import COLLECTIVES
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.lowering.local_calls import packed, tile_info
-from mesh_tensor.plan.propagate import Form
+from mesh_tensor.plan.explicit import Form
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.rules.operator.call import plain, tensor_infos
 from mesh_tensor.targets.torch_ops import has_torch_function, local_operators

@@ -15,9 +15,10 @@ import torch
 from mesh_tensor.base.dtypes import ALIGNMENT, poison_value
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.program.builder import with_ends
 from mesh_tensor.program.program import Parameter, Program, Value
 from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, Step, WaitStep
-from mesh_tensor.program.verify import verify_collective, with_ends
+from mesh_tensor.program.verify import verify_collective
 from mesh_tensor.runtime.ambient import mark_written
 from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of
 from mesh_tensor.runtime.elementwise import clone, copy, fill

@@ -26,7 +26,7 @@ _STACK_BYTES = CPU.tuning.stack
 
 
 @dataclass(frozen=True)
-class Workspace:
+class Scratch:
     """A buffer of the kernel's own that is large, or shared by all programs: it becomes a parameter."""
 
     name: str
@@ -43,7 +43,7 @@ class CKernel:
     func: tirx.PrimFunc
     params: tuple[tirx.Var, ...]
     sizes: tuple[tirx.Var, ...]
-    workspaces: tuple[Workspace, ...]
+    workspaces: tuple[Scratch, ...]
     gemms: tuple[str, ...]
     reports: tuple[str, ...]
 
@@ -59,7 +59,7 @@ class _Legalize:
         self._expr = LegalExpr(self._flat, function_name(func))
         self._pointers: dict[tirx.Var, tirx.Var] = {}
         self._flat_buffers: dict[tirx.Buffer, tirx.Buffer] = {}
-        self._workspaces: list[tuple[tirx.Var, Workspace]] = []
+        self._workspaces: list[tuple[tirx.Var, Scratch]] = []
         self._table: dict[type, Callable[..., tirx.Stmt | None]] = {
             tirx.SeqStmt: lambda s: _sequence([self._stmt(child) for child in s.seq]),
             tirx.For: self._for,
@@ -126,7 +126,7 @@ class _Legalize:
             return tirx.AllocBuffer(
                 tirx.decl_buffer([size], dtype, buffer.name, self._pointer(buffer.data, buffer.dtype))
             )
-        workspace = Workspace(f"mt_block{len(self._workspaces)}_{buffer.name}", dtype, size)
+        workspace = Scratch(f"mt_block{len(self._workspaces)}_{buffer.name}", dtype, size)
         pointer = tirx.Var(workspace.name, pointer_type(dtype))
         self._pointers[buffer.data] = pointer
         self._workspaces.append((pointer, workspace))

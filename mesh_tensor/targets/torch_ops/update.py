@@ -17,7 +17,7 @@ from .table import Function, torch_op
 
 Tensor = torch.Tensor
 # (parameter, gradient, slots, learning rate, number of the step from 1 on): the parameter and its slots become new
-Step = Callable[[Tensor, Tensor, list[Tensor], float, float], None]
+Update = Callable[[Tensor, Tensor, list[Tensor], float, float], None]
 
 
 @torch_op(UPDATE)
@@ -57,7 +57,7 @@ def _narrowed(call: OpCall) -> Function:
     return lambda gradient: gradient.to(dtype)
 
 
-def _sgd(options: Any) -> Step:
+def _sgd(options: Any) -> Update:
     decay = options["weight_decay"]
 
     def step(p: Tensor, g: Tensor, slots: list[Tensor], lr: float, _: float) -> None:
@@ -66,7 +66,7 @@ def _sgd(options: Any) -> Step:
     return step
 
 
-def _momentum(options: Any) -> Step:
+def _momentum(options: Any) -> Update:
     decay, momentum, nesterov = options["weight_decay"], options["momentum"], options["nesterov"]
 
     def step(p: Tensor, g: Tensor, slots: list[Tensor], lr: float, _: float) -> None:
@@ -77,10 +77,10 @@ def _momentum(options: Any) -> Step:
     return step
 
 
-def _adam(fused: Callable[..., None]) -> Callable[[Any], Step]:
+def _adam(fused: Callable[..., None]) -> Callable[[Any], Update]:
     """By torch's kernel, which reads and writes each element once."""
 
-    def make(options: Any) -> Step:
+    def make(options: Any) -> Update:
         (first, second), decay, eps = options["betas"], options["weight_decay"], options["eps"]
 
         def step(p: Tensor, g: Tensor, slots: list[Tensor], lr: float, number: float) -> None:
@@ -95,7 +95,7 @@ def _adam(fused: Callable[..., None]) -> Callable[[Any], Step]:
     return make
 
 
-def _lion(options: Any) -> Step:
+def _lion(options: Any) -> Update:
     (first, second), decay = options["betas"], options["weight_decay"]
 
     def step(p: Tensor, g: Tensor, slots: list[Tensor], lr: float, _: float) -> None:
@@ -119,7 +119,7 @@ def _decayed(g: Tensor, p: Tensor, decay: float) -> Tensor:
     return torch.add(g, p, alpha=decay, out=_like(g)) if decay else g
 
 
-_STEPS: dict[str, Callable[[Any], Step]] = {
+_STEPS: dict[str, Callable[[Any], Update]] = {
     "sgd": _sgd,
     "momentum": _momentum,
     "adam": _adam(torch._fused_adam_),

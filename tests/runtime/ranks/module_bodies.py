@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 
 import mesh_tensor as mt
 from kernels.models import gpt2
+from tests.annotations import test_experts
 from tests.api.test_module_state import Cache
 from tests.plan import test_shifts
 from tests.plan.loop_modules import LOOPS, looped
@@ -84,6 +85,10 @@ def order_and_manual(rank, sizes):
         for placements in ([Replicate(), Replicate()], [Shard(0), Shard(0)], [Shard(1), Shard(0)]):
             given = [distribute_tensor(tensor, device_mesh, placements) for tensor in inputs]
             _same_bits([run(*given).full_tensor()], [virtual(*inputs)], 0)
+    mod = test_experts.module(16, 8, mesh, room=2)  # a loop in one, as long as data says
+    inputs = test_experts.inputs(16, 8, torch.tensor([0, 0, 0, 5, 7, -1, 1, 2] * 2))
+    virtual, run = (mt.distribute_module(mod, where, {"up": {"x": 0, "y": 0}}) for where in (mesh, device_mesh))
+    _same_bits([run(*inputs)], [virtual(*inputs)], 0)
     tensor = distribute_tensor(torch.randn(12, 4), device_mesh, [Shard(0), Shard(0)])
     try:
         mt.redistribute(tensor, {("y", "x"): 0})

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import mesh_tensor as mt
 from kernels.matmul import matmul
-from mesh_tensor.program.builder import lower_to_program
+from mesh_tensor.program.from_kernel import lower_to_program
 from mesh_tensor.program.overlap import overlapped
 from mesh_tensor.runtime.ranks import ranks_of
 from mesh_tensor.runtime.ranks.carriers import Messages

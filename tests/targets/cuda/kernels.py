@@ -16,7 +16,7 @@ from kernels.matmul_bias_gelu import matmul_bias_gelu
 from kernels.mlp import mlp_down, mlp_up
 from kernels.rms_norm import rms_norm
 from kernels.softmax import softmax
-from mesh_tensor.program.builder import lower_to_program
+from mesh_tensor.program.from_kernel import lower_to_program
 from mesh_tensor.program.steps import KernelStep
 from mesh_tensor.targets.cuda.kernel import cuda_binary
 

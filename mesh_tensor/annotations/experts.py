@@ -1,0 +1,266 @@
+"""Rows that go to the devices of their experts and back, none dropped: a manual computation with a loop in it.
+
+How many rows every expert gets is known when it runs; shapes are known before. So rows go in rounds: in each one, every
+device sends at most `room` rows to each other one, and there are as many rounds as the fullest way takes. With rows
+that are spread evenly that is one; if all rows of all devices go to one expert, it is rows / room.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import ir, relax
+
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.mesh import Mesh
+
+from . import comm
+from .manual import manual_computation
+
+op = relax.op
+Emit = Callable[[relax.Expr], relax.Var]
+_INT = "int64"
+_SLACK = 1.25  # of the rows that go one way, over those of an even spread
+
+
+def experts(
+    builder: relax.BlockBuilder,
+    body: ir.GlobalVar,
+    rows: relax.Expr,
+    chosen: relax.Expr,
+    weights: Sequence[relax.Expr],
+    mesh: Mesh | Mapping[str, int],
+    *,
+    axes: Iterable[str] | None = None,
+    tokens: Iterable[str] = (),
+    room: int | None = None,
+) -> relax.Call:
+    """What experts make of rows, each of the expert that it chose, to be bound by the builder. Experts are split over
+    `axes`, rows over these and `tokens`; rows go to their experts and back by all-to-alls, and none is dropped.
+
+    Args:
+        builder: a BlockBuilder, to whose module functions are added.
+        body: the function of one device's experts: of rows (r, ...) sorted by expert, as many as a symbol says, the
+            ends (experts, int32) of their groups, and the device's part of each weight; it gives (r, ...), row by row.
+            Rows after the last end are 0, and what is made of them is not used.
+            `R.call_pure_packed("mesh.grouped_matmul", rows, w, ends)` multiplies groups by matrices (experts, in, out).
+        rows: (T, ...), of known sizes.
+        chosen: (T,), the expert of each row: a whole number; rows of which it is none are 0 in the result.
+        weights: (experts, ...) each.
+        mesh: the mesh.
+        axes: those over which experts are split; all that are not in `tokens`, by default.
+        tokens: further axes that split rows.
+        room: how many rows one device sends to another in a round: 1.25 x an even spread, by default.
+
+    Raises:
+        MeshTensorError: sizes are not known, or axes do not divide rows or experts.
+    """
+    way = _Way.of(body, rows, chosen, weights, Mesh(mesh), axes, tuple(tokens), room)
+    tiles = [_tile(info, count) for info, count in zip(way.infos, way.counts, strict=True)]
+    loop = builder.add_func(_function(lambda _, *params: params[2], way.carried(tiles)), "experts_round")
+    builder.update_func(loop, _function(lambda b, *params: _round(b, way, body, loop, params), way.carried(tiles)))
+    on_device = _function(lambda b, *params: _on_device(b, way, loop, params), tiles)
+    both = (*way.axes, *way.tokens)
+    layouts = [dict.fromkeys(both, 0)] * 2 + [dict.fromkeys(way.axes, 0)] * len(weights)
+    called = builder.add_func(on_device, "experts_on_device")
+    return manual_computation(called, [rows, chosen, *weights], way.mesh, layouts, layouts[0], axes=both)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How rows go: over the axes of experts, and those of tokens alone. `infos`: of rows, choices and weights;
+    `result`: of one device's body."""
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    tokens: tuple[str, ...]
+    infos: tuple[relax.TensorStructInfo, ...]
+    result: relax.TensorStructInfo
+    room: int
+
+    @staticmethod
+    def of(
+        body: ir.GlobalVar,
+        rows: relax.Expr,
+        chosen: relax.Expr,
+        weights: Sequence[relax.Expr],
+        mesh: Mesh,
+        axes: Iterable[str] | None,
+        tokens: tuple[str, ...],
+        room: int | None,
+    ) -> _Way:
+        """What these say."""
+        split = mesh.in_order([axis for axis in mesh if axis not in tokens] if axes is None else axes)
+        given = [arg if arg.struct_info_ is not None else relax.BlockBuilder().normalize(arg) for arg in (rows, chosen)]
+        infos = tuple([arg.struct_info for arg in (*given, *weights)])
+        made = _Way(mesh, split, tokens, infos, body.struct_info.ret, 0)
+        made.check(body.name_hint)
+        even = made.rows_of_device * _SLACK / math.prod(map(mesh.size, split))
+        room = max(1, min(math.ceil(even), made.rows_of_device)) if room is None else room
+        if room < 1:
+            refuse(f"room is {room}: nothing would ever be sent", where="mt.experts", fix="state at least 1 row")
+        return _Way(mesh, split, tokens, infos, body.struct_info.ret, room)
+
+    def check(self, name: str) -> None:
+        """Refuse what has no known sizes, or does not fit."""
+        problems = [
+            f"operand {n} is {info}" if n < len(self.infos) else f"the result is {info}"
+            for n, info in enumerate((*self.infos, self.result))
+            if not isinstance(info, relax.TensorStructInfo) or not _known(info, first=n < len(self.infos))
+        ]
+        problems = problems or [
+            f"dim 0 of operand {n} has {_sizes(info)[0]} elements, for {count} devices"
+            for n, (info, count) in enumerate(zip(self.infos, self.counts, strict=True))
+            if not info.ndim or _sizes(info)[0] % count
+        ]
+        if not problems and len({_sizes(info)[0] for info in self.infos[2:]}) != 1:
+            problems.append("weights have other numbers of experts, or there are none")
+        if not problems and (_sizes(self.infos[0])[:1] != _sizes(self.infos[1]) or "int" not in self.infos[1].dtype):
+            problems.append(f"choices are {self.infos[1]}, not one whole number for each row of {self.infos[0]}")
+        if problems:
+            refuse(
+                problems, where=f"mt.experts of {name!r}", fix="pad rows to a number that axes divide; fix the sizes"
+            )
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The parts that each operand is in."""
+        experts = math.prod(map(self.mesh.size, self.axes))
+        rows = experts * math.prod(map(self.mesh.size, self.tokens))
+        return (rows, rows, *(experts for _ in self.infos[2:]))
+
+    @property
+    def rows_of_device(self) -> int:
+        return _sizes(self.infos[0])[0] // self.counts[0]
+
+    @property
+    def experts_of_device(self) -> int:
+        return _sizes(self.infos[2])[0] // self.devices
+
+    @property
+    def devices(self) -> int:
+        """Those that experts are split over."""
+        return math.prod(map(self.mesh.size, self.axes))
+
+    @property
+    def group(self) -> Mesh:
+        """Those that exchange rows."""
+        return Mesh({axis: self.mesh.size(axis) for axis in self.axes})
+
+    @property
+    def everybody(self) -> Mesh:
+        """Those that go on together."""
+        both = {*self.axes, *self.tokens}
+        return Mesh({axis: self.mesh.size(axis) for axis in self.mesh if axis in both})
+
+    def carried(self, tiles: Sequence[relax.TensorStructInfo]) -> list[relax.TensorStructInfo]:
+        """What a round takes: its number, the rows of the fullest way, results; rows, where they go, how many go there
+        before them, which expert of that device it is; weights."""
+        number, each = relax.TensorStructInfo((), _INT), relax.TensorStructInfo(_sizes(tiles[1]), _INT)
+        made = relax.TensorStructInfo((_sizes(tiles[0])[0], *_sizes(self.result)[1:]), self.result.dtype)
+        return [number, number, made, tiles[0], each, each, each, *tiles[2:]]
+
+
+def _on_device(b: relax.BlockBuilder, way: _Way, loop: ir.GlobalVar, params: Sequence[relax.Var]) -> relax.Expr:
+    """Where the rows of a device go, and the rounds."""
+    emit: Emit = b.emit
+    rows, chosen, *weights = params
+    place = emit(op.astype(chosen, _INT))
+    held = relax.const(way.experts_of_device, _INT)
+    target = emit(op.floor_divide(place, held))
+    local = emit(op.subtract(place, emit(op.multiply(target, held))))
+    numbers = emit(op.arange(0, way.devices, 1, _INT))
+    goes = emit(op.astype(emit(op.equal(emit(op.expand_dims(target, 1)), numbers)), _INT))
+    so_far = emit(op.multiply(emit(op.cumsum(goes, 0)), goes))
+    rank = emit(op.subtract(emit(op.sum(so_far, 1)), relax.const(1, _INT)))
+    fullest = emit(op.max(emit(op.sum(goes, 0))))
+    fullest = emit(comm.all_reduce(fullest, way.everybody, "max"))
+    info = loop.struct_info.ret
+    blank = emit(op.zeros(info.shape, info.dtype))
+    return emit(relax.Call(loop, [relax.const(0, _INT), fullest, blank, rows, target, rank, local, *weights]))
+
+
+def _round(
+    b: relax.BlockBuilder, way: _Way, body: ir.GlobalVar, loop: ir.GlobalVar, params: Sequence[relax.Var]
+) -> relax.Expr:
+    """One round, and the next ones."""
+    number, fullest, made, rows, target, rank, local, *weights = params
+    room = relax.const(way.room, _INT)
+    more = b.emit(op.less(b.emit(op.multiply(number, room)), fullest))
+    b._begin_binding_block()
+    goes, slot = _slots(b.emit, way, number, target, rank)
+    answers = _answers(b.emit, way, body, slot, rows, local, weights)
+    ndim = answers.struct_info.ndim
+    there = b.emit(op.reshape(goes, (way.rows_of_device, *(1 for _ in range(ndim - 1)))))
+    new = b.emit(op.where(there, b.emit(op.take(answers, slot, axis=0)), made))
+    following = b.emit(op.add(number, relax.const(1, _INT)))
+    again = b.emit(relax.Call(loop, [following, fullest, new, rows, target, rank, local, *weights]))
+    block = b._end_block()
+    return b.emit(relax.If(more, relax.SeqExpr([block], again), relax.SeqExpr([], made)))
+
+
+def _slots(emit: Emit, way: _Way, number: relax.Var, target: relax.Var, rank: relax.Var) -> tuple[relax.Var, relax.Var]:
+    """Which rows go in this round, and the places where they are sent from; that after the last, of all others."""
+    room = relax.const(way.room, _INT)
+    goes = emit(op.equal(emit(op.floor_divide(rank, room)), number))
+    first = emit(op.multiply(emit(op.subtract(target, number)), room))
+    slot = emit(op.where(goes, emit(op.add(first, rank)), relax.const(way.devices * way.room, _INT)))
+    return goes, slot
+
+
+def _answers(
+    emit: Emit,
+    way: _Way,
+    body: ir.GlobalVar,
+    slot: relax.Var,
+    rows: relax.Var,
+    local: relax.Var,
+    weights: Sequence[relax.Var],
+) -> relax.Var:
+    """What came back for every place, and 0 after them."""
+    places, held = way.devices * way.room, way.experts_of_device
+    there = emit(op.reshape(slot, (way.rows_of_device, 1)))
+
+    def sent(values: relax.Var, blank: Any) -> relax.Var:
+        info = values.struct_info
+        empty = op.full((places + 1, *_sizes(info)[1:]), relax.const(blank, info.dtype), info.dtype)
+        put = emit(op.scatter_nd(emit(empty), there, values, "update"))
+        full = emit(op.strided_slice(put, [0], [0], [places]))
+        return emit(comm.all_to_all(full, way.group, 0, 0))
+
+    mine, whose = sent(rows, 0), sent(local, held)
+    order = emit(op.argsort(whose, 0, False, _INT))
+    experts_here = emit(op.reshape(emit(op.arange(0, held, 1, _INT)), (held, 1)))
+    before = emit(op.astype(emit(op.less_equal(whose, experts_here)), "int32"))
+    ends = emit(op.sum(before, 1))
+    ran = emit(relax.Call(body, [emit(op.take(mine, order, axis=0)), ends, *weights]))
+    back = emit(op.take(ran, emit(op.argsort(order, 0, False, _INT)), axis=0))
+    back = emit(comm.all_to_all(back, way.group, 0, 0))
+    info = back.struct_info
+    return emit(op.concat([back, emit(op.zeros((1, *_sizes(info)[1:]), info.dtype))], 0))
+
+
+def _function(write: Callable[..., relax.Expr], infos: Sequence[relax.TensorStructInfo]) -> relax.Function:
+    builder, params = relax.BlockBuilder(), [relax.Var(f"p{n}", info) for n, info in enumerate(infos)]
+    with builder.function("made", params, private=True):
+        builder.emit_func_output(write(builder, *params))
+    return builder.get()["made"]
+
+
+def _tile(info: relax.TensorStructInfo, count: int) -> relax.TensorStructInfo:
+    first, *rest = _sizes(info)
+    return relax.TensorStructInfo((first // count, *rest), info.dtype)
+
+
+def _known(info: relax.TensorStructInfo, *, first: bool) -> bool:
+    """Whether all sizes are known; also that of the first dim, or of all others."""
+    return isinstance(info.shape, relax.ShapeExpr) and all(
+        hasattr(size, "value") for size in info.shape.values[0 if first else 1 :]
+    )
+
+
+def _sizes(info: relax.TensorStructInfo) -> tuple[int, ...]:
+    return tuple(int(size) if hasattr(size, "value") else -1 for size in info.shape.values)

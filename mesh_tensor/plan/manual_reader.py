@@ -1,0 +1,108 @@
+"""ManualReader: the nodes of a manual computation, and of the collectives in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from tvm import relax
+
+from mesh_tensor.annotations.manual import Manual, is_manual, manual_text
+from mesh_tensor.base.dtypes import TensorType
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.rules.operator.call import tensor_infos, tensor_types
+
+from .ir import Scope, Tree, Value, leaves
+from .manual import Devices, Region, check_types, comm_in
+
+Scopes = tuple[Scope, ...]
+
+
+class Reader(Protocol):
+    """What reads functions into a graph. `manual`: the axes of manual computations."""
+
+    mesh: Mesh
+    manual: set[str]
+
+    def function(self, name: str) -> relax.Function:
+        """A function of the module."""
+
+    def sized(self, func: relax.Function, args: Sequence[Tree]) -> relax.Function:
+        """The function with the sizes that its arguments bring."""
+
+    def enter(self, name: str, args: list[Tree], scopes: Scopes, region: Region | None = None) -> Tree:
+        """The nodes of a call."""
+
+    def devices(self, function: str, name: str, scopes: Scopes) -> Devices:
+        """What manual computations do, bound to a name."""
+
+
+class ManualReader:
+    """Reads what is bound in `function`, in these scopes and this region; `expression` reads what calls take."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        function: str,
+        scopes: Scopes,
+        region: Region | None,
+        expression: Callable[[relax.Expr, str], Tree],
+    ) -> None:
+        self._reader, self._function, self._scopes = reader, function, scopes
+        self._region, self._expression = region, expression
+
+    def read(self, expr: relax.Call, name: str) -> Tree:
+        """What a manual computation gives, or a collective in one.
+
+        Raises:
+            MeshTensorError: axes, tiles or groups are not as they have to be, or a collective stands outside of one.
+        """
+        return self._manual(expr, name) if is_manual(expr) else self._collective(expr, name)
+
+    def _manual(self, expr: relax.Call, name: str) -> Tree:
+        """What a manual computation gives: its function on tiles."""
+        where = f"{self._function}.{name}"
+        args = [self._expression(arg, name) for arg in expr.args[1:-1]]
+        results = tensor_types(expr.struct_info, where)
+        given = [arg for arg in args if isinstance(arg, Value)]
+        if len(given) < len(args):
+            refuse("a manual computation takes tensors, no tuples", where=where, fix="pass their fields")
+        ndims = [value.type.ndim for value in given], [one.ndim for one in results]
+        stated = Manual.parse(manual_text(expr), *ndims, where)
+        region = Region.inside(self._region, stated.axes, self._reader.mesh, where)
+        self._reader.manual.update(region.axes)
+        devices = self._reader.devices(self._function, name, self._scopes)
+        pairs = enumerate(zip(given, stated.inputs, strict=True))
+        tiles = [devices.tile(value, one, f"{where}: operand {n}, {value.name!r},") for n, (value, one) in pairs]
+        taken = self._reader.sized(self._reader.function(stated.body), tiles).params[:]
+        check_types(f"{where}: {stated.body!r} takes", [one.type for one in tiles], _types(taken, where))
+        made = leaves(self._reader.enter(stated.body, list(tiles), self._scopes, region))
+        if len(made) != len(results):
+            refuse(f"{stated.body!r} gives {len(made)} tensors, but the call says {len(results)}", where=where)
+        ends = enumerate(zip(made, stated.outputs, strict=True))
+        wholes = [devices.whole(value, one, f"{where}: result {n}") for n, (value, one) in ends]
+        check_types(f"{where}: the call says", [one.type for one in wholes], results)
+        return tuple(wholes) if isinstance(expr.struct_info, relax.TupleStructInfo) else wholes[0]
+
+    def _collective(self, expr: relax.Call, name: str) -> Tree:
+        """What a collective of a manual computation gives."""
+        where = f"{self._function}.{name}"
+        comm = comm_in(self._region, expr, self._reader.mesh, where)
+        devices = self._reader.devices(self._function, name, self._scopes)
+        if comm.kind == "axis_index":
+            made = devices.index(comm.axes)
+        else:
+            (value,) = [
+                leaf for arg in expr.args[:] if tensor_infos(arg.struct_info) for leaf in self._values(arg, name)
+            ]
+            made = devices.run(comm, value, where)
+        check_types(f"{where}: the call says", [made.type], tensor_types(expr.struct_info, where))
+        return made
+
+    def _values(self, arg: relax.Expr, name: str) -> list[Value]:
+        return leaves(self._expression(arg, name))
+
+
+def _types(params: Sequence[relax.Var], where: str) -> list[TensorType]:
+    return [one for param in params for one in tensor_types(param.struct_info, where)]
