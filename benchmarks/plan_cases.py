@@ -48,6 +48,7 @@ from kernels.sparse import (
     padded_grouped_matmul,
     scaled_grouped_matmul,
 )
+from kernels.statistics import nearest_points, row_norms, row_statistics
 from kernels.transpose import transpose
 
 Dims = Mapping[str, int | None]
@@ -274,6 +275,14 @@ def _combined() -> Iterator[PlanCase]:
     said = "the states of parts of rows are combined as the kernel's author says: those of all are gathered"
     yield _case("carried", one_pass_variance, rows, rows="A0 V0", columns=("A1", said, 0, 0, 3 * 2048))
     yield _case("carried", largest_of_rows, rows, rows="A0 V0 W0", columns=("A1", said, 0, 0, 2 * 3 * 2048))
+    said = "the sums, extremes, places and counts of parts of rows: those of all are gathered"
+    parts = ("A1", said, 0, 0, 5 * 2048)
+    yield _case("carried", row_statistics, {"M": 2048, "N": 8192}, rows="A0 Sum0 Low0 High0 At0 Above0", columns=parts)
+    said = "what is nearest on each device, and which it is: those of all are gathered"
+    points = ("Q0", said, 0, 0, 2 * 4096)
+    yield _case("carried", nearest_points, {"M": 4096, "N": 65536}, rows="P0 D0 At0", points=points)
+    said = "the sum of each row, that an iteration keeps to itself"
+    yield _case("carried", row_norms, {"M": 2048, "N": 8192}, rows="A0 B0", columns=("A1 B1", said, 2048))
     delta = {"length": 4096, "heads": 16, "dim": 64}
     state = 2 * 16 * 64 * 64
     yield _case(

@@ -44,6 +44,7 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "programs": make_program_case,
     "modules": make_module_case,
     "loops": loops.make_loop_case,
+    "manual_loops": int,
     "training": training.make_training_case,
     "pipelines": pipeline_models.make_fuzz_case,
     "files": int,
@@ -54,6 +55,7 @@ _OWN: dict[str, Callable[[Any], Any]] = {
     "ranks": ranks.run,
     "training": training.run,
     "loops": loops.run,
+    "manual_loops": loops.run_manual,
     "pipelines": pipelines.run,
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from tvm import ir, relax
@@ -91,6 +91,81 @@ def random_loop(number: int) -> Loop:
         return [pick(shape) for shape in carried], [pick(shape) for shape in given]
 
     return Loop(carried, KEPT, given, step)
+
+
+def manual_loop(number: int) -> tuple[ir.IRModule, dict[str, int]]:
+    """A manual computation over x: a random loop on tiles, with collectives, of which devices have what they have of
+    their own or all the same; and the axes."""
+    chosen, loop = random.Random(number), random_loop(number)
+    seed, count = chosen.random(), chosen.choice([2, 3])
+    axes, shapes = {"x": count}, [*loop.carried, *loop.kept]
+
+    def step(bb, at, values, kept):
+        inner = random.Random(seed)
+        given = [_sent(bb, inner, axes, value) if inner.random() < 0.6 else value for value in (*values, *kept)]
+        made, rows = loop.step(bb, at, given[: len(values)], given[len(values) :])
+        return [_sent(bb, inner, axes, value) if inner.random() < 0.4 else value for value in made], rows
+
+    ins = [{"x": chosen.randrange(len(s))} if chosen.random() < 0.6 else {} for s in shapes]
+    mod = looped(replace(loop, step=step), STEPS)
+    builder = relax.BlockBuilder(mod)
+    body = mod.get_global_var("main")
+    results = mod["main"].ret_struct_info.fields
+    outs = [{"x": chosen.randrange(result.ndim)} for result in results]
+    wholes = [mt.Sharding.make(mt.Mesh(axes), len(s), one) for s, one in zip(shapes, ins, strict=True)]
+    infos = [
+        relax.TensorStructInfo([n * one.num_shards(d) for d, n in enumerate(s)], "float32")
+        for s, one in zip(shapes, wholes, strict=True)
+    ]
+    params = [relax.Var(f"w{n}", info) for n, info in enumerate(infos)]
+    with builder.function("outer", params):
+        builder.emit_func_output(builder.emit(mt.manual_computation(body, params, axes, ins, outs)))
+    return builder.get(), axes
+
+
+def _sent(bb, inner, axes, value):
+    """What devices have of a value after a collective, of its own shape."""
+    comm, shape, count = mt.comm, _shape(value), axes["x"]
+    even = [dim for dim, size in enumerate(shape) if size % count == 0]
+    kind = inner.choice(["sum", "max", "avg", "ring", "root", "all_to_all", "gathered", "scattered", "place"])
+    if kind in ("sum", "max", "avg"):
+        return bb.emit(comm.all_reduce(value, axes, kind))
+    if kind == "ring":
+        return bb.emit(comm.permute(value, axes, [(n, (n + 1) % count) for n in range(count)]))
+    if kind == "root":
+        return bb.emit(comm.broadcast(value, axes, inner.randrange(count)))
+    if kind == "place":
+        place = bb.emit(op.astype(bb.emit(comm.axis_index(axes)), "float32"))
+        return bb.emit(op.add(value, place))
+    if not even:
+        return value
+    dim = inner.choice(even)
+    if kind == "all_to_all":
+        return bb.emit(comm.all_to_all(value, axes, dim, dim))
+    if kind == "gathered":
+        part = bb.emit(op.strided_slice(value, [dim], [0], [shape[dim] // count]))
+        return bb.emit(comm.all_gather(part, axes, dim))
+    return bb.emit(comm.all_gather(bb.emit(comm.reduce_scatter(value, axes, dim)), axes, dim))
+
+
+def run_manual(number: int) -> Outcome:
+    """The loop on tiles, mostly with poison, beside every device's own."""
+    generator = torch.Generator().manual_seed(number)
+    try:
+        mod, axes = manual_loop(number)
+        func, chosen = mod["outer"], random.Random(number + 1)
+        given = [torch.randn(_shape(param), generator=generator) for param in func.params]
+        mesh = axes if chosen.random() < 0.6 else {**axes, "y": 2}
+        layouts = {p.name_hint: _layout(chosen, mesh, _shape(p)) for p in func.params if chosen.random() < 0.3}
+        layouts = {name: at for name, at in layouts.items() if at}
+        run = mt.distribute_module(mod, mesh, layouts, function="outer", poison=number % 4 != 1)
+        expected = mt.run_sequential(mod, given, "outer")
+        torch.testing.assert_close(run(*given), expected, rtol=2e-4, atol=2e-4)
+    except mt.MeshTensorError as error:
+        return Outcome("refused", str(error))
+    except Exception:  # a crash is neither right nor refused, whatever its class
+        return Outcome("wrong", traceback.format_exc())
+    return RIGHT
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,13 @@
 """The Python of README.md and of the pages named below runs as it stands."""
 
+import ast
 import re
 import runpy
 from pathlib import Path
 
 import pytest
+
+import mesh_tensor as mt
 
 ROOT = Path(__file__).parent.parent
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -30,6 +33,17 @@ def test_code_blocks_run(page, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)  # what a page writes
     runpy.run_path(str(script))
     assert "all_reduce" in capsys.readouterr().out
+
+
+def test_code_blocks_name_what_there_is():
+    """Those that can't run here (`py`: they need files or ranks), and those for who changes the code, too."""
+    unknown = []
+    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")]:
+        for code in (code for language, code in CODE.findall(page.read_text()) if language in ("py", "python")):
+            names = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute)]
+            used = {node.attr for node in names if isinstance(node.value, ast.Name) and node.value.id == "mt"}
+            unknown += [f"{page.name}: mt.{name}" for name in used if not hasattr(mt, name)]
+    assert not unknown
 
 
 def test_links_lead_somewhere():

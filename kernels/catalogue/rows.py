@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from kernels import reduce
+from kernels import reduce, statistics
 from kernels.combined import (
     largest_of_rows,
     largest_of_rows_reference,
@@ -131,4 +131,24 @@ COMBINED_CASES = (
         "largest_of_rows", largest_of_rows, largest_of_rows_reference, MN, tensors(normal("M N")), ("V", "W"), EXACT
     ),
 )
-ROW_CASES = (*SOFTMAX_CASES, *NORM_CASES, *REDUCE_CASES, *COMBINED_CASES)
+
+STATISTICS_CASES = (
+    KernelCase(
+        "row_statistics",
+        statistics.row_statistics,
+        statistics.row_statistics_reference,
+        MN,
+        tensors(normal("M N")),
+        ("Sum", "Low", "High", "At", "Above"),
+    ),
+    KernelCase(
+        "nearest_points",
+        statistics.nearest_points,
+        statistics.nearest_points_reference,
+        MN,
+        tensors(normal("M 3"), normal("N 3")),
+        ("D", "At"),
+    ),
+    KernelCase("row_norms", statistics.row_norms, statistics.row_norms_reference, MN, tensors(normal("M N")), ("B",)),
+)
+ROW_CASES = (*SOFTMAX_CASES, *NORM_CASES, *REDUCE_CASES, *COMBINED_CASES, *STATISTICS_CASES)

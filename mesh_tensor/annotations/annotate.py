@@ -40,11 +40,22 @@ def annotate(
 ) -> tirx.PrimFunc:
     """`prim_func` with the layout of its parameters stated from outside, for a kernel that must not be edited.
 
-    `shardings` goes from the name of a parameter's buffer to how it lies on the mesh: `{"x": 0, "y": 1}`, one placement
-    per axis as in `[mt.Shard(0), mt.Replicate()]`, a Sharding, its text `"S[0], R"`, or a metadata dict that may leave
-    out what it doesn't state, as `{"sharding": {"x": 0}, "partial": {"y": "sum"}}`. What the kernel stated before is
-    replaced; `prim_func` itself stays as it is. Of a @tilelang.jit function, the kernel for `sizes` is taken: what its
-    `get_tir` takes, by name."""
+    Args:
+        prim_func: the kernel over whole tensors, or a @tilelang.jit function.
+        mesh: the mesh, or a dict from the names of its axes to their sizes.
+        shardings: from the name of a parameter's buffer to how it lies on the mesh: `{"x": 0, "y": 1}` (axis to dim),
+            one placement per axis as in `[mt.Shard(0), mt.Replicate()]`, a Sharding, its text `"S[0], R"`, or a
+            metadata dict that may leave out what it doesn't state:
+            `{"sharding": {"x": 0}, "partial": {"y": "sum"}}`.
+        sizes: of a @tilelang.jit function, what its `get_tir` takes, by name: the kernel for these is taken.
+
+    Returns:
+        The kernel with these layouts; what it stated before is replaced. `prim_func` itself stays as it is.
+
+    Raises:
+        MeshTensorError: names all that is wrong: buffers that are no parameters, dims and axes that there are not, axes
+            that are stated twice.
+    """
     check_order_of_arguments(mesh, shardings)
     mesh, prim_func = Mesh(mesh), of_jit(prim_func, sizes)
     buffers = {buffer.name: buffer for buffer in _parameters(prim_func)}

@@ -36,6 +36,13 @@ def mesh_tensor_functions(mesh_shape: Mapping[str, int] | Mesh = _DEFAULT_MESH) 
 
     which share what the first one stored, per buffer.
 
+    Args:
+        mesh_shape: the mesh, or a dict from the names of its axes to their sizes.
+
+    Raises:
+        MeshTensorError: here, the mesh is none; from each of the helpers, what is wrong in its call, and in which line
+            of the kernel. It is a ValueError, too.
+
     >>> sorted(mesh_tensor_functions({"x": 2}))[1:5]
     ['get_tile_extent', 'get_tile_offset', 'get_tile_shape', 'init_mesh_tensor_info']
     """

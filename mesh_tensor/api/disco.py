@@ -22,7 +22,11 @@ from .module_ports import ports_of
 
 def to_disco(module: MeshModule) -> ir.IRModule:
     """What every worker of a Disco session runs: the local module, and `worker_func`, which takes whole tensors on
-    worker 0 and brings every worker its tiles. It is built with `relax.build` like any other."""
+    worker 0 and brings every worker its tiles. It is built with `relax.build` like any other.
+
+    Raises:
+        MeshTensorError: `module` is no MeshModule, has a function `worker_func`, or TVM can't build it for the CPU.
+    """
     _check(module, "to_disco")
     return to_disco_module(module.plan_as_passed())[0]
 
@@ -102,7 +106,17 @@ class DiscoModule:
 
 def run_on_disco(module: MeshModule, *args: Any, threads: bool = False, timeout: float = 60.0, **named: Any) -> Any:
     """What `module` returns for global torch tensors, run once on Disco workers that are started for it. DiscoModule
-    keeps them for more calls."""
+    keeps them for more calls.
+
+    Args:
+        module: a module on a mesh, as `distribute_module` makes them.
+        args, named: global tensors, as the module takes them.
+        threads: the workers are threads of this process, not processes of their own.
+        timeout: seconds after which workers that don't answer are given up.
+
+    Raises:
+        MeshTensorError: the tensors do not fit, TVM can't build the module, or a worker fails.
+    """
     with DiscoModule(module, threads=threads, timeout=timeout) as run:
         return run(*args, **named)
 

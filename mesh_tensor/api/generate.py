@@ -4,14 +4,15 @@ one that is drawn by a generator that counts."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from mesh_tensor.base.errors import refuse, shown
+from mesh_tensor.base.errors import did_you_mean, listing, refuse, shown
 from mesh_tensor.runtime.ambient import undisturbed
 
 from .mesh_module import MeshModule
@@ -24,12 +25,16 @@ def generate(
     max_new_tokens: int,
     *,
     attention_mask: torch.Tensor | None = None,
-    temperature: float = 0.0,
+    do_sample: bool | None = None,
+    temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    min_new_tokens: int = 0,
     seed: int = 0,
-    eos_token_id: int | Sequence[int] | None = None,
+    eos_token_id: int | Sequence[int] | torch.Tensor | None = None,
     pad_token_id: int | None = None,
+    **others: Any,
 ) -> torch.Tensor:
     """Prompts and the tokens that follow: the prompts in one call of `run`, then each token in one.
 
@@ -42,11 +47,18 @@ def generate(
         max_new_tokens: how many tokens follow at most; fewer if all rows have ended.
         attention_mask: 1 where `ids` are tokens and 0 before, where they are padding, of the same shape; None: all
             are tokens. Shorter prompts are padded on their left.
-        temperature: logits are divided by this; 0 takes the likeliest token.
+        do_sample: whether tokens are drawn; None: if a temperature above 0 is given. A temperature that says
+            otherwise is refused.
+        temperature: logits are divided by this; 0 takes the likeliest token; None: 1 where tokens are drawn.
         top_k, top_p: draw from the most likely tokens only: so many, or as few as make that probability.
+        repetition_penalty: positive logits of tokens that a row has are divided by this, negative ones multiplied; as
+            in transformers, padding counts as a token that the row has.
+        min_new_tokens: no row ends before so many new tokens.
         seed: tokens that are drawn are a function of seed, row and position, on any mesh.
         eos_token_id: the token, or tokens, that end a row.
         pad_token_id: what follows the end of a row; None: the first of `eos_token_id`.
+        others: none: arguments that transformers' `generate` has beside these are refused by name. A model's
+            `generation_config` is not looked at, either.
 
     Returns:
         (rows, positions + new tokens) ids: those given, and what follows.
@@ -55,7 +67,10 @@ def generate(
         MeshTensorError: arguments that don't fit, all named, more tokens than the module has room for, or ranks
             that found different tokens.
     """
-    sampling, ends = Sampling(temperature, top_k, top_p, seed), _ends(eos_token_id)
+    _refuse_unknown(others)
+    temperature = _temperature(do_sample, temperature)
+    sampling = Sampling(temperature, top_k, top_p, seed, repetition_penalty, min_new_tokens)
+    ends = _ends(eos_token_id)
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask
     pad = pad_token_id if pad_token_id is not None else next(iter(ends), 0)
     batch, length = _room(run, ids, mask, max_new_tokens)
@@ -96,6 +111,7 @@ class _Drawn:
                 positions = positions[:, -1:] + 1
             logits = self.run(made[-1], columns, positions, torch.tensor(filled))
             filled += made[-1].shape[1]
+            logits = self.sampling.adjusted(logits, torch.cat(made, dim=1), number, self.ends)
             tokens = torch.where(ended, self.pad, self.sampling.tokens(logits, number, first).cpu())
             _same_on_ranks(self.run, f"token {number}", tokens)
             made.append(tokens[:, None])
@@ -105,8 +121,31 @@ class _Drawn:
         return torch.cat(made, dim=1)[:count]
 
 
-def _ends(tokens: int | Sequence[int] | None) -> tuple[int, ...]:
-    return () if tokens is None else (tokens,) if isinstance(tokens, int) else tuple(tokens)
+def _refuse_unknown(others: Mapping[str, Any]) -> None:
+    known = [name for name in inspect.signature(generate).parameters if name not in ("run", "ids", "others")]
+    if problems := [f"there is no argument {name!r}{did_you_mean(name, known)}" for name in others]:
+        refuse(problems, where="generate", fix=f"leave them out; it takes {listing(known)}")
+
+
+def _temperature(do_sample: bool | None, temperature: float | None) -> float:
+    """What logits are divided by; 0 if nothing is drawn."""
+    if temperature is None:
+        return 1.0 if do_sample else 0.0
+    if do_sample is not None and bool(do_sample) != (temperature != 0):
+        refuse(
+            f"do_sample is {do_sample} and the temperature is {shown(temperature)}",
+            where="how tokens are drawn",
+            fix="give one of them: at a temperature of 0 the likeliest token is taken, else tokens are drawn",
+        )
+    return temperature
+
+
+def _ends(tokens: Any) -> tuple[int, ...]:
+    found = tokens.tolist() if isinstance(tokens, torch.Tensor) else tokens
+    found = () if found is None else tuple(found) if isinstance(found, Iterable) else (found,)
+    if not all(type(token) is int for token in found):
+        refuse(f"eos_token_id is {shown(tokens)}", where="generate", fix="pass a token, or several: whole numbers")
+    return found
 
 
 def _room(run: MeshModule, ids: Any, mask: Any, new: int) -> tuple[int, int]:
@@ -161,8 +200,9 @@ def _same_on_ranks(run: MeshModule, what: str, *found: Any) -> None:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn from logits: these over `temperature`, of them the `top_k` largest, of these the fewest
-    that make `top_p` of the probability. With a temperature of 0, the largest (of equals the first).
+    """How tokens are drawn from logits, once they are `adjusted`: these over `temperature`, of them the `top_k`
+    largest, of these the fewest that make `top_p` of the probability. With a temperature of 0, the largest (of equals
+    the first).
 
     A token is a function of its logits, `seed`, its row, and its number in the row: no call depends on another."""
 
@@ -170,9 +210,15 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
         problems = []
+        if not 0 < self.repetition_penalty < float("inf"):
+            problems.append(f"repetition_penalty is {shown(self.repetition_penalty)}, but it has to be above 0")
+        if not (isinstance(self.min_new_tokens, int) and self.min_new_tokens >= 0):
+            problems.append(f"min_new_tokens is {shown(self.min_new_tokens)}, but it has to be a number of tokens")
         if not 0 <= self.temperature < float("inf"):
             problems.append(f"temperature is {shown(self.temperature)}, but it has to be finite and at least 0")
         if self.top_k is not None and not (isinstance(self.top_k, int) and self.top_k >= 1):
@@ -185,6 +231,19 @@ class Sampling:
             problems.append("top_k and top_p say what is drawn from, but at a temperature of 0 nothing is drawn")
         if problems:
             refuse(problems, where="how tokens are drawn", fix="pass temperature=1.0 to draw, 0 for the likeliest")
+
+    def adjusted(self, logits: torch.Tensor, made: torch.Tensor, number: int, ends: Sequence[int]) -> torch.Tensor:
+        """The logits (batch, vocabulary) of the `number`th new token, after the ids `made` (batch, positions): those of
+        tokens that a row has are nearer to the others, and none of `ends` comes too early."""
+        if self.repetition_penalty != 1:
+            logits, made = logits.to(torch.float32), made.to(logits.device)
+            known = logits.gather(1, made)
+            known = torch.where(known < 0, known * self.repetition_penalty, known / self.repetition_penalty)
+            logits = logits.scatter(1, made, known)
+        if number < self.min_new_tokens and ends:
+            ids = torch.arange(logits.shape[1], device=logits.device)
+            logits = logits.masked_fill(torch.isin(ids, torch.tensor(ends, device=logits.device)), -torch.inf)
+        return logits
 
     def tokens(self, logits: torch.Tensor, number: int, first: int = 0) -> torch.Tensor:
         """The next token of each row of the logits (batch, vocabulary), the `number`th of those drawn in it. Rows are
@@ -207,6 +266,7 @@ class Sampling:
         are kept."""
         scaled = (logits - logits.max()) / self.temperature
         order = np.argsort(-scaled, kind="stable")
+        order = order[np.isfinite(scaled[order])]
         if self.top_k is not None and self.top_k < len(order):
             order = order[scaled[order] >= scaled[order[self.top_k - 1]]]
         weights = np.exp(scaled[order])

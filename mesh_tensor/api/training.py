@@ -21,7 +21,15 @@ from mesh_tensor.plan.recompute import AUTO, FULL, SELECTIVE
 from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME, AnyOptimizer, Kept, training_function
 from mesh_tensor.rules.operator.dropout import SEED_NAME
 
-from .training_import import ImportedLoss, Parts, check_gradients, check_loss, imported_loss, microbatches_of
+from .training_import import (
+    ImportedLoss,
+    Parts,
+    check_gradients,
+    check_loss,
+    imported_loss,
+    microbatches_of,
+    microbatches_of_module,
+)
 from .training_optimizer import LossScale, Rule, any_optimizer
 
 Schedule = Callable[[int], float]
@@ -105,7 +113,7 @@ def training_step(
         clip_norm: the norm of all gradients together is not larger than this.
         schedule: from the number of the step (0, 1, ...) to what the learning rate is multiplied with.
         accumulate: into how many microbatches the batch is taken apart. They are gone through one after the other; the
-            loss and the gradients are those of the whole batch.
+            loss and the gradients are those of the whole batch. A module that was imported is one of a microbatch.
         loss_scale: what the loss is multiplied with before gradients are taken, which are divided by it again: a
             number, or "dynamic", which leaves out steps whose gradients overflow and goes on with a smaller one.
         recompute: what the backward pass computes again instead of keeping it: "full", all but the results of layers;
@@ -136,13 +144,12 @@ def training_step(
     scale, dtype = LossScale.make(loss_scale), _narrow(reduce_dtype)
     asked = _Asked(made, zero, clip_norm, schedule, scale, _checked_seed(seed), recompute, dtype)
     if isinstance(model, ImportedModule):
-        if accumulate != 1:
-            refuse("accumulate= of a module that was imported", fix="pass the torch model: it is imported for a part")
-        return _step(ImportedLoss(model, {name: model.params[name] for name in model.state}), model, asked)
+        parts = None if accumulate == 1 else microbatches_of_module(model, accumulate)
+        return _step(ImportedLoss(model, {name: model.params[name] for name in model.state}), asked, parts)
     batch = tuple(inputs)
     parts = None if accumulate == 1 else microbatches_of(batch, accumulate)
     with imported_loss(model, loss, batch if parts is None else parts.first) as found:
-        step = _step(found, model, asked, parts)
+        step = _step(found, asked, parts)
         if check and found.loss is not None:
             given = (*(batch if parts is None else parts.first), *found.given)
             check_gradients(model, given, found.loss, found.module, [mine.parameter for mine in step.kept])
@@ -179,7 +186,7 @@ def _checked_seed(seed: object) -> int:
     return seed
 
 
-def _step(found: ImportedLoss, model: Any, asked: _Asked, parts: Parts | None = None) -> TrainingStep:
+def _step(found: ImportedLoss, asked: _Asked, parts: Parts | None = None) -> TrainingStep:
     module = found.module
     written = [name for name, ours in module.names.items() if ours in found.buffers]
     if parts is not None and found.buffers:
@@ -191,7 +198,7 @@ def _step(found: ImportedLoss, model: Any, asked: _Asked, parts: Parts | None = 
     made = training_function(
         module.mod,
         "main",
-        _trained(module, model),
+        _trained(module),
         asked.optimizer,
         asked.clip_norm,
         list(found.buffers),
@@ -251,14 +258,10 @@ def _recomputed(mod: ir.IRModule, recompute: str | int | Sequence[str] | None) -
     return [value for value in found if value not in inner or value in wanted]
 
 
-def _trained(module: ImportedModule, model: Any) -> list[str]:
-    """The parameters that are trained, by name: of a torch model those that require a gradient."""
-    kept = {*module.state, *module.buffers}
+def _trained(module: ImportedModule) -> list[str]:
+    """The parameters that are trained, by name: those that require a gradient."""
+    kept = {*module.state, *module.buffers, *module.frozen}
     names = [n for n, tensor in module.params.items() if tensor.is_floating_point() and n not in kept]
-    if isinstance(model, nn.Module):
-        fixed = {n for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        fixed_here = {module.names[name] for name in fixed if name in module.names}
-        names = [name for name in names if name not in fixed_here]
     if not names:
         refuse("the model has no parameter to train", fix="some parameter has to require a gradient")
     return names

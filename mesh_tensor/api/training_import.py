@@ -147,7 +147,7 @@ def _renamed(module: ImportedModule, names: list[str]) -> ImportedModule:
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """`count` microbatches; `first`: the inputs of one; `rows`: per input whether it has rows."""
+    """`count` microbatches; `first`: the inputs of one, of a model of torch; `rows`: per input whether it has rows."""
 
     count: int
     first: tuple[torch.Tensor, ...]
@@ -156,7 +156,9 @@ class Parts:
     def named(self, function: relax.Function) -> Microbatches:
         """By the names that the inputs have as the function's first parameters."""
         names = [param.name_hint for param in function.params[: len(self.rows)]]
-        return Microbatches(self.count, tuple(n for n, has in zip(names, self.rows, strict=True) if has))
+        # Numbers that sums are divided by are constants: the batch's loss in torch tells, where there is one.
+        quotients = "sum" if self.first else None
+        return Microbatches(self.count, tuple(n for n, has in zip(names, self.rows, strict=True) if has), quotients)
 
 
 def microbatches_of(inputs: tuple[torch.Tensor, ...], count: object) -> Parts:
@@ -175,8 +177,24 @@ def microbatches_of(inputs: tuple[torch.Tensor, ...], count: object) -> Parts:
     return Parts(count, tuple(t[::count].contiguous() if has else t for t, has in zip(inputs, rows, strict=True)), rows)
 
 
+def microbatches_of_module(module: ImportedModule, count: object) -> Parts:
+    """`count` microbatches, each of the size that the module was imported with. Inputs as long as the first one have
+    rows, all others are the same for all."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        refuse(f"accumulate={shown(count)}", fix="use a number of microbatches, from 1 on")
+    params = module.mod["main"].params
+    shapes = [tuple(param.struct_info.shape or ()) for param in params if param.name_hint not in module.params]
+    rows = next((shape[0] for shape in shapes if shape), None)
+    if not hasattr(rows, "value"):
+        refuse(
+            f"accumulate={count} of a module whose inputs have {'no rows' if rows is None else f'{rows} rows'}",
+            fix="import it for one microbatch, of known size",
+        )
+    return Parts(count, (), tuple(bool(shape) and hasattr(shape[0], "value") and shape[0] == rows for shape in shapes))
+
+
 _TOLERANCE = 1e-3  # of the largest element of all gradients, or of the loss
-_NARROW_TOLERANCE = 5e-2  # of a loss in 16 bits
+_NARROW_TOLERANCE = 5e-2  # in 16 bits
 
 
 @undisturbed
@@ -197,8 +215,9 @@ def check_gradients(
     problems = []
     for name, ours, wanted in zip(trained, found, expected, strict=True):
         wanted = torch.zeros_like(ours) if wanted is None else wanted
+        tolerance = _TOLERANCE if wanted.itemsize > 2 else _NARROW_TOLERANCE
         off = float((ours.double() - wanted.double()).abs().max()) if ours.numel() else 0.0
-        if not off <= _TOLERANCE * scale:
+        if not off <= tolerance * scale:
             problems.append(f"the gradient of {name!r} differs by {off:.2g}, where the largest of all is {scale:.2g}")
     if problems:
         refuse(

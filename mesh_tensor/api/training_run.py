@@ -16,7 +16,7 @@ from mesh_tensor.program.program import Program
 from mesh_tensor.rules.operator.dropout import SEED_NAME
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.elementwise import not_finite, within
-from mesh_tensor.runtime.overwriting import Leave
+from mesh_tensor.runtime.overwriting import Leave, finishing
 
 from .module_launch import parts_of
 from .training import TrainingStep
@@ -64,7 +64,19 @@ class TrainingRun:
             tensors[SEED_NAME] = self._step.dropout_seed(self.steps)
         if self._scale is not None:
             tensors[LOSS_SCALE_NAME] = torch.tensor(self._scale.value, dtype=torch.float32)
-        loss, state, bad, overwritten = self._advanced(tensors)
+        state = self._kept
+        leave = Leave(self._bounded and float(tensors[NUMBERS_NAME][0]) <= MOST_LR)
+        with finishing(leave):
+            return self._stepped(tensors, state, leave)
+
+    def _stepped(self, tensors: Mapping[str, Any], state: dict[str, Any], leave: Leave) -> torch.Tensor:
+        """The loss, after the step from this state; with `leave` the new state may be where the old one was."""
+        try:
+            loss, state, bad = self._module.step(tensors, state, self._watched, leave)
+        except BaseException as error:
+            if leave.used:
+                self._lost = f"step {self.steps + 1} ended in {type(error).__name__}"
+            raise
         is_finite = bool(torch.isfinite(loss))
         if bad and is_finite and self._scale is not None and self._scale.can_fall:
             self._scale = self._scale.after_overflow()
@@ -73,22 +85,11 @@ class TrainingRun:
         if bad or not is_finite:
             self._refuse(loss, bad)
         self._state = state
-        self._bounded = overwritten or self._is_bounded(state)
+        self._bounded = leave.used or self._is_bounded(state)
         self.steps += 1
         if self._scale is not None:
             self._scale = self._scale.after_step()
         return loss
-
-    def _advanced(self, tensors: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, Any], list[str], bool]:
-        """The loss; the state after the step, and what of it is not finite; whether it is where the old state was."""
-        state = self._kept
-        leave = Leave(self._bounded and float(tensors[NUMBERS_NAME][0]) <= MOST_LR)
-        try:
-            return *self._module.step(tensors, state, self._watched, leave), leave.used
-        except BaseException as error:
-            if leave.used:
-                self._lost = f"step {self.steps + 1} ended in {type(error).__name__}"
-            raise
 
     @property
     def loss_scale(self) -> float | None:

@@ -28,14 +28,16 @@ _NOTHING = 1e-4
 class ImportedModule:
     """A module that was made elsewhere: `mod` takes its weights as parameters, after its inputs; `params` are the
     weights, by parameter name; `names` is from names that values had before to the module's. `state`: weights that a
-    call writes; their new values are the function's last results. `buffers`: weights that no training changes.
-    `form`: what the model takes and gives. `constants`: its buffers that are no weights."""
+    call writes; their new values are the function's last results. `buffers`: weights that no training changes;
+    `frozen`: parameters that require no gradient. `form`: what the model takes and gives.
+    `constants`: its buffers that are no weights."""
 
     mod: ir.IRModule
     params: dict[str, torch.Tensor]
     names: dict[str, str] = field(default_factory=dict)
     state: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
     form: CallForm | None = None
     constants: Constants = field(default_factory=Constants)
 
@@ -171,8 +173,18 @@ def form_of(program: torch.export.ExportedProgram) -> CallForm:
     """The form of a program."""
     specs, spec = program.graph_signature, program.call_spec
     given = [spec.arg for spec in specs.input_specs if spec.kind == InputKind.USER_INPUT]
-    made = [spec.arg for spec in specs.output_specs if spec.kind == OutputKind.USER_OUTPUT]
-    return CallForm(spec.in_spec, spec.out_spec, _constants(given), _constants(made))
+    made = [spec.arg for spec in specs.output_specs if spec.kind in (OutputKind.USER_OUTPUT, *JOINT)]
+    results = pytree.tree_structure((0,) * len(made)) if is_joint(program) else spec.out_spec
+    return CallForm(spec.in_spec, results, _constants(given), _constants(made))
+
+
+#: What a program of forward and backward gives: the loss, and gradients.
+JOINT = (OutputKind.LOSS_OUTPUT, OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT)
+
+
+def is_joint(program: torch.export.ExportedProgram) -> bool:
+    """Whether the program gives a loss and gradients."""
+    return any(spec.kind in JOINT for spec in program.graph_signature.output_specs)
 
 
 def _constants(leaves: Sequence[Any]) -> dict[int, Any]:

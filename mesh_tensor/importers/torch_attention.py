@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,19 +33,59 @@ def attention(node: torch.fx.Node, importer: Any) -> relax.Expr:
     heads, key_heads = (tensor.struct_info.shape[1] for tensor in (query, key))
     if grouped and int(heads) != int(key_heads):
         key, value = (_repeated(importer, tensor, int(heads) // int(key_heads)) for tensor in (key, value))
-    if mask is not None and mask.struct_info.dtype == "bool":
-        # No scalars: TVMScript can't parse the infinite one that it prints.
-        zero, lowest = (relax.const(np.array([value]), query.struct_info.dtype) for value in (0.0, -math.inf))
-        mask = emit(importer, relax.op.where(mask, zero, lowest))
-    if mask is not None:
-        mask = _mask_of_four(importer, mask, meant[:-2], key.struct_info.shape[2])
-    operands = [emit(importer, relax.op.permute_dims(tensor, [0, 2, 1, 3])) for tensor in (query, key, value)]
-    scale, mode = node.kwargs.get("scale"), "TopLeft" if causal else None
-    result = emit(importer, relax.op.nn.attention(*operands, bias=mask, scale=scale, causal_mask=mode))
-    result = emit(importer, relax.op.permute_dims(result, [0, 2, 1, 3]))
+    bias = None if mask is None else _bias(importer, mask, query, meant[:-2], key.struct_info.shape[2])
+    operands = [heads_last(importer, tensor) for tensor in (query, key, value)]
+    scale = node.kwargs.get("scale")
+    result = heads_last(importer, emit(importer, _attention(operands, bias, scale, causal)))
     if len(meant) == _DIMS:
         return result
     return emit(importer, relax.op.reshape(result, [*meant[:-1], result.struct_info.shape[3]]))
+
+
+def flash_attention(node: torch.fx.Node, importer: Any) -> tuple[relax.Expr, None]:
+    """What attention on a CPU is in a graph with its backward; the logarithms of sums are not computed."""
+    if any(user.args[1] == 1 for user in node.users):
+        refuse("the logarithms of attention's sums are taken", fix="take the result of attention alone")
+    *operands, dropout, causal = arguments(node, importer, 3, dropout_p=0.0, is_causal=False)
+    return heads_last(importer, emit(importer, flash_expression(node, importer, operands, causal, dropout))), None
+
+
+def flash_expression(
+    node: torch.fx.Node, importer: Any, operands: Sequence[relax.Expr], causal: bool, dropout: Any
+) -> relax.Expr:
+    """Attention of (B, H, S, D) tensors, as (B, S, H, D); mask and scale are the node's."""
+    if dropout:
+        refuse("dropout in attention is random", fix="export the model in eval mode")
+    bias, turned = bias_of(node, importer, operands), [heads_last(importer, tensor) for tensor in operands]
+    return _attention(turned, bias, node.kwargs.get("scale"), causal)
+
+
+def bias_of(node: torch.fx.Node, importer: Any, operands: Sequence[relax.Expr]) -> relax.Expr | None:
+    """What is added to the products of (B, H, S, D) tensors."""
+    query, key, _ = operands
+    if node.kwargs.get("attn_mask") is None:
+        return None
+    mask = importer.env[node.kwargs["attn_mask"]]
+    return _bias(importer, mask, query, list(query.struct_info.shape[:2]), key.struct_info.shape[2])
+
+
+def heads_last(importer: Any, tensor: relax.Expr) -> relax.Expr:
+    """Positions before heads, or the other way around."""
+    return emit(importer, relax.op.permute_dims(tensor, [0, 2, 1, 3]))
+
+
+def _attention(operands: Sequence[relax.Expr], bias: Any, scale: Any, causal: bool) -> relax.Expr:
+    mode = "TopLeft" if causal else None
+    return relax.op.nn.attention(*operands, bias=bias, scale=scale, causal_mask=mode)
+
+
+def _bias(importer: Any, mask: relax.Expr, query: relax.Expr, batch: list[Any], columns: Any) -> relax.Expr:
+    """A mask as what is added to products."""
+    if mask.struct_info.dtype == "bool":
+        # No scalars: TVMScript can't parse the infinite one that it prints.
+        zero, lowest = (relax.const(np.array([value]), query.struct_info.dtype) for value in (0.0, -math.inf))
+        mask = emit(importer, relax.op.where(mask, zero, lowest))
+    return _mask_of_four(importer, mask, batch, columns)
 
 
 def _batches(shapes: list[tuple[Any, ...]], grouped: bool) -> list[list[Any]]:

@@ -51,8 +51,9 @@ def decomposed(
     if (made := _Decomposition(program, ops, kept, known).made()) is not None:
         return made
     program = program.run_decompositions(table)
-    loops = any(node.target in LOOPS for node in program.graph.nodes)
-    return (_Decomposition(program, ops, kept, known).made() if loops else None) or program
+    # What torch's own way leaves: loops, and operators that are made of others in two ways.
+    left = any(node.target in LOOPS or node.target in ops for node in program.graph.nodes)
+    return (_Decomposition(program, ops, kept, known).made() if left else None) or program
 
 
 class _Decomposition:

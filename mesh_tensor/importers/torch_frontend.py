@@ -17,7 +17,7 @@ from mesh_tensor.runtime.sequential import run_sequential
 from .imported import ImportedModule, form_of, refuse_differences
 from .torch_dropout import counted
 from .torch_import import import_torch
-from .torch_program import operators
+from .torch_program import operators, results_of
 
 
 def from_torch(program: torch.export.ExportedProgram, *, check: bool = True, buffers: bool = False) -> ImportedModule:
@@ -59,7 +59,7 @@ def _check(module: ImportedModule, program: torch.export.ExportedProgram) -> Non
     given = _tensors((args, kwargs))
     with torch.no_grad(), _unwritten(program, module):
         first = {name: module.params[name].clone() for name in module.state}
-        expected = [result.clone() for result in _tensors(program.module()(*args, **kwargs))]
+        expected = [result.clone() for result in _tensors(results_of(program, args, kwargs))]
         expected += [module.params[name].clone() for name in module.state]
     with torch.no_grad():
         results = run_sequential(module.mod, [*given, *{**module.params, **first}.values()])

@@ -21,6 +21,7 @@ from mesh_tensor.targets.dtypes import dtype_name
 from .constants import Constants, writes
 from .imported import ImportedModule, identifiers
 from .torch_args import emit, with_constants, with_sizes_as_tensors
+from .torch_backward import forget_saved
 from .torch_complex import COMPLEX, Pair, is_complex, of_complex
 from .torch_decompositions import LOOPS as LOOP_OPERATORS
 from .torch_decompositions import decomposed
@@ -56,6 +57,7 @@ def import_torch(program: torch.export.ExportedProgram, buffers: bool) -> Import
             refuse("torch can't take the program apart into operators", why=str(error), fix=_FIX)
     check_program(program)
     drop_assertions(program)
+    forget_saved(program)
     allow_constants()
     importer.begin(program)
     mod = importer.from_exported_program(
@@ -233,6 +235,8 @@ def _named(mod: ir.IRModule, program: torch.export.ExportedProgram, importer: An
     state = tuple(names[buffer.target] for buffer in written)
     mod.update_func(mod.get_global_var("main"), _with_attributes(func, every, state))
     params = {names[target]: values[target].detach() for target in names}
+    parameters = {str(spec.target) for spec in specs if spec.kind == InputKind.PARAMETER}
+    frozen = tuple(names[target] for target in names if target in parameters and not values[target].requires_grad)
     fixed = tuple(names[target] for spec in specs if is_kept_buffer(spec) and (target := str(spec.target)) in names)
     used = {node.name for node in program.graph.find_nodes(op="placeholder") if node.users}
     copied = {
@@ -243,7 +247,7 @@ def _named(mod: ir.IRModule, program: torch.export.ExportedProgram, importer: An
     unwritten = tuple(name for name in fixed if name not in state)
     unread = {str(spec.target) for spec in specs if is_kept_buffer(spec)} - names.keys() - copied.keys()
     constants = Constants(copied, frozenset(unread))
-    return ImportedModule(mod, params, every, state, unwritten, constants=constants)
+    return ImportedModule(mod, params, every, state, unwritten, frozen, constants=constants)
 
 
 def _with_attributes(func: relax.Function, names: dict[str, str], state: tuple[str, ...]) -> relax.Function:

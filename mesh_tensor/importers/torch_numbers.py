@@ -122,6 +122,17 @@ def is_zero(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return emit(importer, relax.op.equal(x, relax.const(0, x.struct_info.dtype)))
 
 
+def counted(node: torch.fx.Node, importer: Any) -> Any:
+    """Numbers one step apart. Of steps down TVM makes too many: these are steps up, turned round."""
+    start, _, step = arguments(node, importer, 2, step=1)
+    (count,), dtype = node.meta["val"].shape, result_dtype(node)
+    if not (all(isinstance(number, int) for number in (start, step, count)) and step < 0 and dtype.startswith("int")):
+        return of_tvm(node, importer)
+    steps = emit(importer, relax.op.arange(0, count, 1, dtype))
+    moved = emit(importer, relax.op.multiply(steps, relax.const(step, dtype)))
+    return emit(importer, relax.op.add(moved, relax.const(start, dtype)))
+
+
 def nothing(node: torch.fx.Node, importer: Any) -> None:
     """What torch asserts about values has no result."""
 
@@ -180,6 +191,7 @@ NUMBERS: dict[str, Convert] = {
     "any.default": any_true,
     "any.dim": any_true,
     "any.dims": any_true,
+    "arange.start_step": counted,
     "atan2.default": of_two(relax.op.atan2),
     "clamp.default": clamp,
     "clamp.Tensor": clamp,
@@ -190,6 +202,7 @@ NUMBERS: dict[str, Convert] = {
     "div.Tensor": of_two(relax.op.divide),
     "div.Tensor_mode": divide_rounded,
     "floordiv": _of_sizes(operator.floordiv),
+    "logical_and.default": _of_bools(relax.op.logical_and),
     "logical_not.default": is_zero,
     "logical_or.default": _of_bools(relax.op.logical_or),
     "logical_xor.default": _of_bools(relax.op.logical_xor),

@@ -16,6 +16,7 @@ from mesh_tensor.base.errors import refuse
 
 from .torch_args import arguments, emit, in_result_dtype
 from .torch_attention import attention
+from .torch_backward import BACKWARD, KEPT_BACKWARD
 from .torch_dropout import converted as dropout
 from .torch_indexing import GENERAL, GROUPS, INDEXING, SHAPES
 from .torch_numbers import NUMBERS, Convert, promoting
@@ -36,6 +37,7 @@ KEPT = (
     _aten.max_pool2d.default,
     _aten.detach.default,
     _aten.roll.default,
+    *KEPT_BACKWARD,
 )
 
 
@@ -224,6 +226,7 @@ def batch_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
 
 CONVERTERS: dict[str, Convert] = {
     **GENERAL,
+    **BACKWARD,
     **GROUPS,
     **INDEXING,
     **NUMBERS,

@@ -3,7 +3,7 @@ asserts. Weights under several names are one parameter of the module."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -22,14 +22,17 @@ from torch.export.graph_signature import (
     TensorArgument,
 )
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
 from tvm import ir
 
 from mesh_tensor.base.errors import listing, refuse
 
+from .imported import JOINT, is_joint
+
 CONSTANTS = {InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
 _INPUTS = {InputKind.USER_INPUT, InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
 _WRITTEN = {OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION}
-_RESULTS = {OutputKind.USER_OUTPUT, *_WRITTEN}
+_RESULTS = {OutputKind.USER_OUTPUT, *_WRITTEN, *JOINT}
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,3 +258,18 @@ def _is_unknown(value: Any) -> bool:
 
 def _reads_number(node: torch.fx.Node) -> bool:
     return node.target is _aten._local_scalar_dense.default
+
+
+def results_of(program: torch.export.ExportedProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What torch computes for these arguments, in the order of the program; buffers that it writes are written."""
+    if not is_joint(program):
+        return pytree.tree_leaves(program.module()(*args, **kwargs))
+    values, given = {**program.state_dict, **program.constants}, iter(pytree.tree_leaves((args, kwargs)))
+    taken = [
+        next(given) if spec.kind == InputKind.USER_INPUT else values[str(spec.target)]
+        for spec in program.graph_signature.input_specs
+    ]
+    made, written = torch.fx.Interpreter(program.graph_module).run(*taken), written_buffers(program)
+    for buffer, new in zip(written, made, strict=False):
+        values[buffer.target].copy_(new)
+    return list(made[len(written) :])

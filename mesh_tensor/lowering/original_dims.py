@@ -13,9 +13,11 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.one_kernel import Assignment
 from mesh_tensor.rules.kernel.computed_places import in_order
+from mesh_tensor.rules.kernel.distribution import distributed
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.granularity import Refined, refined
+from mesh_tensor.rules.kernel.reader import read_kernel
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
 from mesh_tensor.tir.rewrite import reshaped, with_other_dims
 
@@ -79,7 +81,7 @@ def _in_windows(made: Refined, analysis: Analysis, kernel: Annotated) -> Analysi
         near |= dict.fromkeys(beside if results else (), (kernel.mesh.size(axis), results))
     if not near:
         return analysis
-    after = analyse(made.func, sorted(near))
+    after = analyse(made.func, tuple(sorted(near)))
     smaller = [
         dim
         for dim, (devices, results) in near.items()
@@ -98,6 +100,10 @@ def _ways(func: tirx.PrimFunc, whole: Collection[Dim], computed: Collection[Dim]
     if ordered is not None:
         yield Refined(ordered, {})
         yield from refined(ordered, dims)
+    apart = distributed(read_kernel(func))
+    if apart is not None:
+        yield Refined(apart, {})
+        yield from refined(apart, dims)
 
 
 def _of_own_dims(made: Refined, windows: Mapping[Dim, Read]) -> dict[Dim, Read]:

@@ -200,7 +200,7 @@ class _Resumer:
                 zero = tirx.const(0, held.dtype)
                 before = tirx.Select(before == zero, zero, before * self.scales[part].load(at))
             mine = tirx.BufferLoad(total, at)
-            return tirx.BufferStore(held, tirx.max(before, mine) if part.op == "max" else before + mine, at)
+            return tirx.BufferStore(held, _FOLDS[part.op](before, mine), at)
 
         return over_elements(held, fold)
 
@@ -277,6 +277,10 @@ class _Resumer:
         found = [(scale, part, s) for part, scale in self.scales.items() for s in part.scaled if s.node in here]
         self.multiplied |= {statement for _, _, statement in found}
         return [scale.multiplied(statement, part.scaled[statement]) for scale, part, statement in found]
+
+
+#: How what a device makes of nothing goes into what it takes over.
+_FOLDS = {"sum": tirx.Add, "max": tirx.Max, "min": tirx.Min}
 
 
 @dataclass(frozen=True, eq=False)

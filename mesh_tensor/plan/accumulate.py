@@ -31,10 +31,11 @@ Recompute = Callable[[Graph], set[Value]]
 @dataclass(frozen=True)
 class Microbatches:
     """`count` of them: the n-th has every `count`-th row of the batch, from the n-th on. `inputs`: the parameters that
-    have rows, which are their first dim."""
+    have rows, which are their first dim. `quotients`: as of `batch_parts`."""
 
     count: int
     inputs: tuple[str, ...]
+    quotients: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +61,9 @@ def accumulated(
         MeshTensorError: as `gradient_function`; or the loss is neither a sum nor a mean over rows.
     """
     mod, _ = readable(mod, function)
-    # numbers that sums are divided by are taken as constants: whether they are is seen by the batch's loss in torch
-    found = batch_parts(mod, function, batches.inputs, trained, quotients="sum", through_stops=False, own_seeds=True)
+    found = batch_parts(
+        mod, function, batches.inputs, trained, quotients=batches.quotients, through_stops=False, own_seeds=True
+    )
     kind = _kind_of_loss(found, function)
     graph = read_graph(found.mod, function, Mesh({"none": 1}), {})
     wrt = [value for value in graph.params if value.name in trained]

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from tvm import ir, relax
+from tvm import ir, relax, tirx
 
 from mesh_tensor.annotations.manual import is_manual
 from mesh_tensor.annotations.names import relax_function
@@ -69,7 +70,7 @@ class _Computed:
     """A binding: `kind` is equal for those that differ in nothing but their operands. `refs`: per operand the number of
     the binding that computes it, or the variable of a parameter, or of one with a layout stated for it."""
 
-    binding: relax.VarBinding
+    binding: relax.Binding
     kind: tuple
     refs: tuple[int | relax.Var, ...]
 
@@ -100,10 +101,12 @@ class _Function:
             raise _NotAlikeError
 
     def _add(self, binding: relax.Binding) -> None:
-        if not isinstance(binding, relax.VarBinding):
-            raise _NotAlikeError
         var, value = binding.var, binding.value
-        info = Structure(var.struct_info), self._stated(var)
+        info = type(binding), Structure(var.struct_info), self._stated(var)
+        if isinstance(binding, relax.MatchCast) and not self._symbols.issuperset(
+            relax.analysis.definable_tir_vars_in_struct_info(binding.struct_info)
+        ):
+            raise _NotAlikeError  # it makes a symbol
         refs: list[relax.Var] = []
         _check(value)
         kind = (*info, kind_of(value, refs))
@@ -114,6 +117,12 @@ class _Function:
         found = tuple([ref if ref in self.given else self.numbers[ref] for ref in refs])
         self.numbers[var] = len(self.computed)
         self.computed.append(_Computed(binding, (*kind, known), found))
+
+    @cached_property
+    def _symbols(self) -> set[tirx.Var]:
+        """Those that parameters define."""
+        find = relax.analysis.definable_tir_vars_in_struct_info
+        return {symbol for var in self.func.params[:] for symbol in find(var.struct_info)}
 
     def _stated(self, var: relax.Var) -> Any:
         return self.annotations.get((self.name, var.name_hint))
@@ -243,7 +252,7 @@ class _Writer:
         for binding in block.bindings[:]:
             if self._is_there(binding.var):
                 value = _on(binding.value, lambda var: self._vars.get(var, var))
-                kept.append(relax.VarBinding(binding.var, value))
+                kept.append(_bound(binding, value))
         return type(block)(kept) if kept else None
 
     def _fields(self, fields: Sequence[relax.Var]) -> relax.Tuple:
@@ -264,6 +273,13 @@ class _Writer:
             if made.setdefault(param.name_hint, numbers[place]) != numbers[place]:
                 raise _NotAlikeError
         return made
+
+
+def _bound(binding: relax.Binding, value: relax.Expr) -> relax.Binding:
+    """The binding, of another value of its type."""
+    if isinstance(binding, relax.MatchCast):
+        return relax.MatchCast(binding.var, value, binding.struct_info)
+    return relax.VarBinding(binding.var, value)
 
 
 def _symbols(func: relax.Function) -> set[str]:

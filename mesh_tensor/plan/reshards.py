@@ -183,7 +183,9 @@ class _Writer:
         if node.mark == "loop.stack":
             row = self._layouts.of[src]
             wanted = Sharding(row.mesh, row.ndim, row.dims)
-            made = Sharding(row.mesh, len(self._atoms.shape(dst)), ((),) * len(self._atoms.of[dst][0]) + row.dims)
+            own = len(self._atoms.devices.get(src, ()))
+            steps: tuple[tuple[str, ...], ...] = ((),) * len(self._atoms.of[dst][0])
+            made = Sharding(row.mesh, len(self._atoms.shape(dst)), row.dims[:own] + steps + row.dims[own:])
         form = self.obtain(src, wanted, node.scopes, f"{node.where} is carried so by a loop")
         end = self._form(dst, made, inside=depth + 1 if node.mark == "loop.enter" else depth - 1)
         self._made.steps.append(Run(node, (form,), (end,), {}))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
 
@@ -22,6 +26,31 @@ class Leave:
 
     given: bool = False
     used: bool = False
+
+
+@contextmanager
+def finishing(leave: Leave) -> Iterator[None]:
+    """What runs within is interrupted (Ctrl-C, SIGINT) as ever until leave was used: then after it has finished, or by
+    a second interruption. Interruptions reach a process's main thread alone."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    waiting: list[tuple[int, FrameType | None]] = []
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        if leave.used and not waiting:
+            waiting.append((number, frame))
+        else:
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    for number, frame in waiting:
+        before(number, frame)
 
 
 def may_overwrite(overwritten: Overwritten, others: Iterable[str], parts: Parts, tiles: Parts) -> bool:

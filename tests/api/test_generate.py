@@ -98,6 +98,50 @@ def test_drawn_tokens_are_the_same_on_any_mesh(made, runs, options):
         assert torch.equal(mt.generate(run, ids, 6, attention_mask=mask, **options), expected)
 
 
+def penalised(model, ids, mask, count, penalty, least, end, sampling=GREEDY):
+    """As `alone`, of logits that are changed one by one; each row up to its end."""
+    made = []
+    wide = llama.Llama(CONFIG).eval()
+    wide.load_state_dict(model.state_dict())
+    for row, (mine, real) in enumerate(zip(ids, mask, strict=True)):
+        tokens = mine[real.bool()].tolist()
+        for number in range(count):
+            with torch.no_grad():
+                logits = wide(torch.tensor([tokens]))[0, -1].tolist()
+            for token in {*mine.tolist(), *tokens}:
+                logits[token] *= penalty if logits[token] < 0 else 1 / penalty
+            if number < least:
+                logits[end] = -torch.inf
+            rows = torch.zeros(row + 1, len(logits))
+            rows[row] = torch.tensor(logits)
+            tokens.append(int(sampling.tokens(rows, number)[row]))
+            if tokens[-1] == end:
+                break
+        made.append(tokens[int(real.sum()) :])
+    return made
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 5}], ids=str)
+def test_repetitions_cost_and_rows_do_not_end_early(made, runs, options):
+    ids, mask = prompts()
+    free = mt.generate(runs["two"], ids, 6, attention_mask=mask, **options)
+    end = int(free[0, 5])  # the first row would end at once
+    expected = penalised(made[0], ids, mask, 6, 1.5, 2, end, Sampling(**options))
+    assert min(len(row) for row in expected) >= 3
+    assert any(set(row) != set(f[5:].tolist()) for row, f in zip(expected, free, strict=True))
+    said = {"repetition_penalty": 1.5, "min_new_tokens": 2, "eos_token_id": torch.tensor([end]), "pad_token_id": 0}
+    found = mt.generate(runs["square"], ids, 6, attention_mask=mask, do_sample=bool(options), **said, **options)
+    for row, tokens in zip(expected, found[:, 5:].tolist(), strict=True):
+        assert tokens == row + [0] * (len(tokens) - len(row))
+
+
+def test_drawing_at_no_stated_temperature(runs):
+    """As transformers does: at 1."""
+    ids, mask = prompts()
+    found = mt.generate(runs["two"], ids, 4, attention_mask=mask, do_sample=True, seed=2)
+    assert torch.equal(found, mt.generate(runs["two"], ids, 4, attention_mask=mask, temperature=1.0, seed=2))
+
+
 def test_the_longest_prompt_and_the_shortest(made, runs):
     for size, new in ((20, 1), (1, 20), (17, 4), (4, 0)):
         ids = torch.randint(1, CONFIG.vocabulary, (3, size), generator=torch.Generator().manual_seed(size))

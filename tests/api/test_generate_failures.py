@@ -30,6 +30,15 @@ def run():
         ({"attention_mask": torch.ones(2, 4)}, r"Tensor \(2, 3\) and Tensor \(2, 4\)"),
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"top_k": 3}, "at a temperature of 0 nothing is drawn"),
+        (
+            {"num_beams": 4, "topk": 3},
+            "(?s)no argument 'num_beams'.*no argument 'topk'; did you mean 'top_k'.*'min_new",
+        ),
+        ({"do_sample": True, "temperature": 0.0}, "do_sample is True and the temperature is 0.0"),
+        ({"do_sample": False, "temperature": 0.7}, "do_sample is False and the temperature is 0.7"),
+        ({"repetition_penalty": 0.0, "min_new_tokens": -1}, "(?s)repetition_penalty is 0.0.*min_new_tokens is -1"),
+        ({"eos_token_id": "2"}, "eos_token_id is '2'"),
+        ({"eos_token_id": [2, 2.5]}, r"eos_token_id is \[2, 2.5\]"),
         ({"temperature": 1.0, "top_k": 0, "top_p": 1.5, "seed": -2}, "(?s)top_k is 0.*top_p is 1.5.*the seed is -2"),
     ],
 )

@@ -305,7 +305,7 @@ def test_state_that_is_infinite_from_the_start_may_stay_so():
 def test_half_precision_keeps_a_wide_value():
     model, x, y = _case()
     model, x = model.bfloat16(), x.bfloat16()
-    step = mt.training_step(model, F.cross_entropy, (x, y), optimizer="sgd", lr=1e-4, check=False)
+    step = mt.training_step(model, F.cross_entropy, (x, y), optimizer="sgd", lr=1e-4)
     run = mt.distribute_module(step, {"data": 2}, DATA)
     first = run.state_dict()
     for _ in range(3):
@@ -317,7 +317,8 @@ def test_half_precision_keeps_a_wide_value():
     assert torch.equal(last["up.weight"], last["opt.master.up.weight"].bfloat16())
 
 
-def test_frozen_parameters_and_tied_weights():
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_frozen_parameters_and_tied_weights(is_imported):
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -325,12 +326,16 @@ def test_frozen_parameters_and_tied_weights():
             self.out = nn.Linear(5, 7, bias=False)
             self.out.weight = self.table.weight
 
-        def forward(self, ids):
-            return self.out(torch.tanh(self.table(ids) * self.scale))
+        def forward(self, ids, target=None):
+            made = self.out(torch.tanh(self.table(ids) * self.scale))
+            return made if target is None else F.cross_entropy(made, target)
 
     torch.manual_seed(1)
     model, ids, y = Tied(), torch.randint(0, 7, (8,)), torch.randint(0, 7, (8,))
-    step = mt.training_step(model, F.cross_entropy, (ids, y), optimizer="sgd", lr=0.5)
+    if is_imported:
+        step = mt.training_step(mt.from_torch(torch.export.export(model, (ids, y))), None, optimizer="sgd", lr=0.5)
+    else:
+        step = mt.training_step(model, F.cross_entropy, (ids, y), optimizer="sgd", lr=0.5)
     run = mt.distribute_module(step, {"data": 2}, {"ids": {"data": 0}, "target": {"data": 0}}, poison=True)
     theirs = copy.deepcopy(model)
     optimizer = torch.optim.SGD([theirs.table.weight], lr=0.5)

@@ -94,6 +94,40 @@ def test_losses(name):
     _assert_trains(mt.distribute_module(step, {"data": 2}, DATA, poison=True), model, loss, batch)
 
 
+class WithLoss(nn.Module):
+    def __init__(self, model, loss):
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, x, target):
+        return self.loss(self.model(x), target)
+
+
+def imported(model, loss, batch):
+    return mt.from_torch(torch.export.export(WithLoss(model, loss), batch))
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("name", ["mean", "mean of the labels that count", "by hand"])
+def test_modules_that_were_imported_for_a_microbatch(name, zero):
+    torch.manual_seed(0)
+    loss, target = LOSSES[name]
+    model, batch = MLP(), (torch.randn(12, 12), target())
+    module = imported(model, loss, tuple(t[:4] for t in batch))
+    step = mt.training_step(module, None, optimizer="sgd", lr=0.05, accumulate=3, zero=zero)
+    run = mt.distribute_module(step, {"data": 2}, DATA, poison=True)
+    theirs = WithLoss(model, loss)
+    _assert_trains(run, theirs, None, batch)
+
+
+def test_modules_whose_loss_may_divide_by_the_size_of_a_microbatch():
+    module = imported(MLP(), lambda o, t: (o - t).square().sum() / o.shape[0], (torch.randn(4, 12), torch.randn(4, 8)))
+    with pytest.raises(mt.MeshTensorError, match="divides a sum by 4, which may be a constant"):
+        mt.training_step(module, None, accumulate=3)
+    with pytest.raises(mt.MeshTensorError, match=r"accumulate=0(.|\n)*from 1 on"):
+        mt.training_step(module, None, accumulate=0)
+
+
 @pytest.mark.parametrize(
     ("mesh", "layout", "zero"),
     [

@@ -95,6 +95,8 @@ def test_keys_and_values_are_written_where_positions_say():
         lambda x: (x.abs() >> 1, x << 2),
         lambda x: 2.0**x,
         lambda x: (x > 0).logical_or(x),
+        lambda x: ((x > 0).logical_and(x), x.logical_and(x + 1), x.float().logical_and(x)),
+        lambda x: (x + torch.arange(9, -7, -2), x[:, :3] + torch.arange(1, -5, -2, dtype=torch.int32)),
         lambda x: torch.atan2(x.float(), x.float() + 0.5),
         lambda x: x.float().min(1),
         lambda x: x.float().cumsum(1).sort(1, descending=True),

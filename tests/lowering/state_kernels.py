@@ -9,10 +9,23 @@ SCALE = math.log2(math.e)
 LOWEST = {"infinity": -math.inf, "finite": -(2.0**30)}
 
 
-def online(rows, columns, width, *, wrong=None, start="infinity", base="exp2", masked=0, block=8, row_block=4):
+def online(
+    rows,
+    columns,
+    width,
+    *,
+    wrong=None,
+    start="infinity",
+    base="exp2",
+    masked=0,
+    guarded=False,
+    block=8,
+    row_block=4,
+):
     """`Out = softmax(X) @ V`, `L = logsumexp(X)` by rows, in one pass over blocks of columns.
 
-    `masked`: the first columns of the first half of the rows don't count. `wrong`: what is not as it should be."""
+    `masked`: the first columns of the first half of the rows don't count; `guarded`: what doesn't is left out of sums.
+    `wrong`: what is not as it should be."""
     lowest = LOWEST[start]
 
     def power(x):
@@ -65,7 +78,14 @@ def online(rows, columns, width, *, wrong=None, start="infinity", base="exp2", m
                     else:
                         rescale[i] = power(before[i] - m[i])
                 for i, j in T.Parallel(row_block, block):
-                    x[i, j] = power(x[i, j] - (before[i] if wrong == "the maximum of before" else m[i]))
+                    if wrong == "left out by what came before":
+                        x[i, j] = T.if_then_else(m[i] > 1.0, power(x[i, j] - m[i]), 0.0)
+                    elif wrong == "counts where it is left out":
+                        x[i, j] = T.if_then_else((ko * block + j) % 3 > 0, power(x[i, j] - m[i]), 1.0)
+                    elif guarded:
+                        x[i, j] = T.if_then_else(x[i, j] > -100.0, power(x[i, j] - m[i]), 0.0)
+                    else:
+                        x[i, j] = power(x[i, j] - (before[i] if wrong == "the maximum of before" else m[i]))
                 T.reduce_sum(x, part, dim=1)
                 for i in T.Parallel(row_block):
                     if wrong == "squares of blocks":
@@ -119,6 +139,8 @@ WRONG = (
     "leaves early",
     "state is stored",
     "weights are stored",
+    "left out by what came before",
+    "counts where it is left out",
 )
 
 

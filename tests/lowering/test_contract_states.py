@@ -77,11 +77,13 @@ def test_online_softmax(mesh, size, start, base):
 
 
 @pytest.mark.parametrize("start", ["infinity", "finite"])
-@pytest.mark.parametrize("masked", [1, 8, 13, 32, 48, 64])
-def test_masked_rows_are_what_they_are_on_one_device(masked, start):
+@pytest.mark.parametrize(
+    ("masked", "guarded"), [*((n, False) for n in (1, 8, 13, 32, 48, 64)), *((n, True) for n in (13, 48, 64))]
+)
+def test_masked_rows_are_what_they_are_on_one_device(masked, guarded, start):
     """NaN where the first block of a row holds nothing, too."""
     x, v = torch.randn(8, 64), torch.randn(64, 16)
-    func = online(8, 64, 16, masked=masked, start=start)
+    func = online(8, 64, 16, masked=masked, guarded=guarded, start=start)
     kernel = compiled(func, {"x": 4}, columns("x"))
     assert "all_gather" not in kernel.explain()
     close(kernel(x, v), alone(func, x, v))

@@ -34,7 +34,7 @@ _MODELS = {
 
 
 def _made(name: str, shape: tuple[int, ...]) -> Made:
-    options = {"image_size": shape[-1], "num_layers": 2} if name.startswith("vit") else {}
+    options = {"image_size": shape[-1]} if name.startswith("vit") else {}
     if name == "googlenet":
         options = {"init_weights": True, "aux_logits": False}
     if name.startswith(("fcn", "deeplab", "lraspp")):

@@ -88,7 +88,7 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "granite": {},
     "granitemoe": {},
     "helium": {},
-    "hunyuan_v1_dense": {},
+    "hunyuan_v1_dense": {"head_dim": 8},
     "jamba": {"mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "jetmoe": {"kv_channels": 8},
     "llama": {},
@@ -134,10 +134,16 @@ _ENCODERS: dict[str, dict[str, Any]] = {
     "distilbert": {"dim": 32, "hidden_dim": 64, "n_heads": 4, "n_layers": 2},
     "electra": {},
     "ernie": {},
-    "esm": {},
+    "esm": {"vocab_size": 99},
     "flaubert": {"emb_dim": 32, "n_heads": 4, "n_layers": 2},
     "fnet": {},
-    "funnel": {"num_hidden_layers": _UNSET, "block_sizes": [1, 1], "d_head": 8, "d_inner": 64},
+    "funnel": {
+        "architectures": ["FunnelModel"],
+        "num_hidden_layers": _UNSET,
+        "block_sizes": [1, 1],
+        "d_head": 8,
+        "d_inner": 64,
+    },
     "ibert": {},
     "longformer": {"attention_window": 8},
     "megatron-bert": {},
@@ -213,7 +219,15 @@ _IMAGES: dict[str, tuple[int, dict[str, Any]]] = {
     "mobilevit": (64, {"image_size": 64}),
     "mobilevitv2": (64, {"image_size": 64}),
     "poolformer": (64, {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}),
-    "pvt_v2": (64, {"image_size": 64, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}),
+    "pvt_v2": (
+        64,
+        {
+            "image_size": 64,
+            "hidden_sizes": [8, 16, 24, 32],
+            "depths": [1, 1, 1, 1],
+            "num_attention_heads": [1, 2, 3, 4],
+        },
+    ),
     "regnet": (64, {"hidden_sizes": [16, 32], "depths": [1, 1], "embedding_size": 16, "groups_width": 8}),
     "resnet": (64, {"hidden_sizes": [16, 32], "depths": [1, 1], "embedding_size": 16}),
     "segformer": (64, {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 2, 4]}),
@@ -255,7 +269,8 @@ def _encoder(kind: str, options: dict[str, Any]) -> Made:
 
 def _pair(kind: str, options: dict[str, Any]) -> Made:
     model = transformers.AutoModelForSeq2SeqLM.from_config(_config(kind, decoder_start_token_id=2, **options))
-    return model, {"input_ids": ids(), "decoder_input_ids": ids(length=6)}
+    tokens = {"input_ids": ids(), "decoder_input_ids": ids(length=6)}
+    return model, tokens | ({"attention_mask": torch.ones(4, 12, dtype=torch.long)} if kind == "longt5" else {})
 
 
 def _image(kind: str, size: int, options: dict[str, Any]) -> Made:

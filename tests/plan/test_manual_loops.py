@@ -5,6 +5,8 @@ import torch
 from tvm import ir, relax
 
 import mesh_tensor as mt
+from tests import random_loops
+from tests.random_modules.check import RIGHT
 
 from .loop_modules import Loop, looped
 from .test_manual import manual_module
@@ -56,6 +58,13 @@ def ring(b, i, carried, kept):
 
 def summed(b, i, carried, kept):
     return [b.emit(op.tanh(b.emit(comm.all_reduce(b.emit(op.matmul(carried[0], kept[0])), X))))], []
+
+
+@pytest.mark.parametrize("number", [6, 7, 8, 12, 13])
+def test_random_loops(number):
+    """`python -m tests.fuzz --of manual_loops` makes more of them. The rows of 8 and 12 once stood in their devices'
+    place."""
+    assert random_loops.run_manual(number) == RIGHT
 
 
 def test_a_ring():

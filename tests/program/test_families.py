@@ -59,7 +59,7 @@ class Tower:
         builder, info = relax.BlockBuilder(), relax.TensorStructInfo((self.batch, self.places, 8), "float32")
         self._params = {"x": (x := relax.Var("x", info))}
         with builder.testing_scope(def_vars=[self.batch, self.places]):
-            self.emit = builder.emit
+            self.emit, self.cast = builder.emit, builder.match_cast
             builder._begin_dataflow_block()
             values = [x]
             for number in range(COUNT):
@@ -183,6 +183,13 @@ def alike(tower, values, number):
     return tower.emit(op.add(made, tower.emit(op.divide(values[-1], tower.param("all", 8)))))
 
 
+def cast(tower, values, number):
+    """Rows of a table, for as many places as there are: the module says that there are so many."""
+    rows = tower.emit(op.strided_slice(tower.param("table", 8, 8), [0], [0], [tower.places]))
+    rows = tower.cast(rows, relax.TensorStructInfo((tower.places, 8), "float32"))
+    return tower.emit(op.add(product(tower, values[-1], tower.param(f"w{number}", 8, 8)), rows))
+
+
 def in_torch(layer, x, weights, give):
     values = [x]
     for number in range(COUNT):
@@ -194,6 +201,8 @@ def in_torch(layer, x, weights, give):
             made = made + made.mean(number % 2, keepdim=True)
         elif layer is dense:
             made = made + values[max(0, number - 1)] + values[0]
+        elif layer is cast:
+            made = made + weights["table"][: x.shape[1]]
         elif layer is alike:
             made = made + values[-1] / weights["all"]
         values.append(made)
@@ -201,8 +210,8 @@ def in_torch(layer, x, weights, give):
 
 
 GIVEN = {"last": lambda xs: xs[-1], "all": lambda xs: xs[1:], "some": lambda xs: [xs[-1], xs[0], xs[2], xs[-1]]}
-ODD = {"constants": constants, "axes": axes, "shared": shared, "dense": dense, "alike": alike}
-ARE_ALIKE = {"alike", "axes", "dense"}  # two and two layers of axes
+ODD = {"constants": constants, "axes": axes, "shared": shared, "dense": dense, "alike": alike, "cast": cast}
+ARE_ALIKE = {"alike", "axes", "dense", "cast"}  # two and two layers of axes
 
 
 @pytest.mark.parametrize("given", list(GIVEN))
@@ -221,6 +230,18 @@ def test_layers_that_are_alike_or_not(planned, name, given):
             same_as_new(run)
         is_alike = name in ARE_ALIKE and not (name == "axes" and shardings == one)
         assert (planned["small"] > before) == is_alike
+
+
+def test_rows_that_a_table_lacks(planned):
+    """What the module says of every layer's rows is checked for each size, also where few layers are planned."""
+    tower = Tower(cast)
+    run = mt.distribute_module(tower.mod, {"x": 2}, {"x": {"x": 0}}, weights=tower.weights)
+    for places in (6, 5, 7):
+        x = torch.randn(2, places, 8)
+        torch.testing.assert_close(run(x), in_torch(cast, x, tower.weights, GIVEN["last"]), rtol=2e-4, atol=2e-5)
+    assert planned == {"whole": 1, "small": 3}
+    with pytest.raises(mt.MeshTensorError, match=r"is \[8, 8\] float32, but the module says it is \[9, 8\]"):
+        run(torch.randn(2, 9, 8))
 
 
 def test_state_of_layers(planned):

@@ -1,6 +1,7 @@
 """Updates in place: which steps overwrite state, when, and that it is not overwritten where it must not be."""
 
 import copy
+import signal
 
 import pytest
 import torch
@@ -187,6 +188,45 @@ def test_large_numbers_go_the_other_way(large):
         run(x, y)
     for name, tensor in run.state_dict().items():
         assert torch.equal(tensor, state[name]), name
+
+
+def test_an_interruption_waits_for_the_update(monkeypatch):
+    step, x, y = _step()
+    run, other = (mt.distribute_module(step, {"data": 2}, DATA) for _ in range(2))
+    for one in (run, other):
+        one(x, y)
+    mesh = next(iter(run._module._launches))._run._mesh
+    first, *rest = mesh._last
+    before, advance = signal.getsignal(signal.SIGINT), run._module.step
+
+    def interrupted(action):
+        def act(*args):
+            signal.raise_signal(signal.SIGINT)
+            return action(*args)
+
+        return act
+
+    monkeypatch.setattr(run._module, "step", interrupted(advance))
+    with pytest.raises(KeyboardInterrupt):  # at once: nothing was overwritten
+        run(x, y)
+    monkeypatch.setattr(run._module, "step", advance)
+    assert run.steps == 1
+    monkeypatch.setattr(mesh, "_last", [first, interrupted(rest[0]), *rest[1:]])
+    with pytest.raises(KeyboardInterrupt):  # after the step
+        run(x, y)
+    monkeypatch.setattr(mesh, "_last", [first, *rest])
+    assert signal.getsignal(signal.SIGINT) is before
+    other(x, y)
+    expected = other.state_dict()
+    assert run.steps == other.steps == 2
+    for name, tensor in run.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    run(x, y)  # on a copy
+    monkeypatch.setattr(mesh, "_last", [first, interrupted(interrupted(rest[0])), *rest[1:]])
+    with pytest.raises(KeyboardInterrupt):  # the second one does not wait
+        run(x, y)
+    with pytest.raises(mt.MeshTensorError, match="the state is lost"):
+        run(x, y)
 
 
 def test_an_end_while_state_is_overwritten(monkeypatch):

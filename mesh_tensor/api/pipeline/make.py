@@ -92,6 +92,12 @@ def pipeline(
             f"train=True would train the buffers {listing(list(model.buffers))}",
             fix="name the weights that are trained (train=[...]), or import the model without its buffers",
         )
+    if train is True and isinstance(model, ImportedModule) and model.frozen:
+        refuse(
+            f"train=True would train {listing(list(model.frozen))}",
+            why="they require no gradient",
+            fix="name the weights that are trained (train=[...])",
+        )
     mod, given = (model.mod, model.params) if isinstance(model, ImportedModule) else (model, {})
     on = machine_named(machine)
     flow = Flow(mod, function)

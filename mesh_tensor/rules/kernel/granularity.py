@@ -136,7 +136,7 @@ def _steps(kernel: Kernel, forms: Sequence[Linear]) -> set[tuple[tirx.Var, int]]
     for form in forms:
         (outer, step), *inner = form.ordered
         reach = sum(c * (int(e) - 1) for v, c in inner if isinstance(e := kernel.loops[v].extent, tirx.IntImm))
-        fits = not form.const and reach < step and all(v in kernel.loops for v, _ in form.ordered)
+        fits = 0 <= form.const < step - reach and all(v in kernel.loops for v, _ in form.ordered)
         fits = fits and all(isinstance(kernel.loops[v].extent, tirx.IntImm) for v, _ in inner)
         found.append({(outer, step)} if fits and step > 1 else set())
     return set.intersection(*found)

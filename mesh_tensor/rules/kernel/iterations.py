@@ -49,7 +49,6 @@ _BINARY: dict[type, _Binary] = {
 }
 _POWERS = {"tirx.exp": math.e, "tirx.exp2": 2.0, "tirx.exp10": 10.0}
 _LOGARITHMS = {"tirx.log": math.e, "tirx.log2": 2.0, "tirx.log10": 10.0}
-_CHOICES = ("tirx.if_then_else",)
 _MINUS_INFINITY = Content(-math.inf)
 
 
@@ -255,7 +254,19 @@ class Iteration:
                 return logarithm(inside, _LOGARITHMS[name])
         if isinstance(expr, tirx.Div):
             return self._quotient(expr, statement)
-        return self._independent(expr, statement)
+        return self._kept(expr, statement) or self._independent(expr, statement)
+
+    def _kept(self, expr: tirx.PrimExpr, statement: Statement) -> Value | None:
+        """What is kept where a condition that depends on no earlier iteration says so, and 0 elsewhere: that, times
+        1 or 0. None if it is anything else, or depends on no earlier iteration itself."""
+        condition, *values = chosen(expr) or [None]
+        known = [self._expr(value, statement) for value in values]
+        kept = [value for value in known if value is not None and value.number != 0]
+        if len(kept) != 1 or None in known or kept[0].part is not None:
+            return None
+        says = self._independent(condition, statement)
+        made = None if says is None else times(says, kept[0])
+        return None if made is None else made.past(self._chosen(expr, statement))
 
     def _keeps_its_value(self, var: tirx.Var) -> bool:
         """Whether a variable was bound to loads of what nothing here writes: they are the same where it is used."""
@@ -324,12 +335,10 @@ class Iteration:
 
     def _chosen(self, expr: tirx.PrimExpr, statement: Statement) -> Content:
         """What an expression is past the end, if its conditions say so."""
-        if isinstance(expr, tirx.Select):
-            condition, then, otherwise = expr.condition, expr.true_value, expr.false_value
-        elif op_name(expr) in _CHOICES:
-            condition, then, otherwise = expr.args
-        else:
+        choice = chosen(expr)
+        if choice is None:
             return ANYTHING
+        condition, then, otherwise = choice
         truth = self._padding.truth(condition, statement)
         values = [
             self._expr(e, statement) for e, wanted in ((then, True), (otherwise, False)) if truth is not (not wanted)
@@ -387,6 +396,13 @@ class Iteration:
                 inner = of(a).carried & self._inner - {v for form in a.forms if form is not None for v in form.terms}
                 if inner & shared and not (first is second and first.op in ("sum", "max")):
                     yield of(a)
+
+
+def chosen(expr: tirx.PrimExpr) -> list[tirx.PrimExpr] | None:
+    """The condition of a choice, what it is where that holds, and what elsewhere; None if it is no choice."""
+    if isinstance(expr, tirx.Select):
+        return [expr.condition, expr.true_value, expr.false_value]
+    return list(expr.args) if op_name(expr) == "tirx.if_then_else" else None
 
 
 def _shared_conditions(body: Sequence[Statement]) -> tuple[tirx.PrimExpr, ...]:

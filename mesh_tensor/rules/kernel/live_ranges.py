@@ -59,9 +59,13 @@ class LiveRanges:
         self._of_access: dict[int, int] = {}
         self._buffers: list[tirx.Buffer] = []
         self._carried: list[set[tirx.Var]] = []
+        self._kept: list[tuple[tirx.Var, int, int]] = []
         self._kernel = kernel
         self._param_ids = {buffer: self._new(buffer) for buffer in kernel.params.values()}
         self._walk(kernel.tree, {})
+        for var, before, inside in self._kept:
+            if self._find(before) == self._find(inside):
+                self._carried[self._find(inside)].add(var)
         self._ranges = self._collect()
 
     def of(self, access: Access) -> LiveRange:
@@ -136,6 +140,9 @@ class LiveRanges:
         _, loop, tree = node
         before = {buffer: set(ids) for buffer, ids in env.items()}
         exposed, killed = self._walk(tree, env)
+        for buffer, ids in before.items():
+            # what some iterations leave as it was, and others do not
+            self._kept += [(loop.var, old, new) for old in ids & env[buffer] for new in env[buffer] - ids]
         for buffer in exposed & set(env):
             root = self._union(before.get(buffer, set()) | env[buffer])
             env[buffer] = {root}

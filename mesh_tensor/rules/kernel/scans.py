@@ -18,20 +18,20 @@ from mesh_tensor.tir.nodes import same_expression
 
 from .coordinates import Coordinates
 from .factors import Factor
-from .iterations import Iteration
+from .iterations import Iteration, chosen
 from .live_ranges import LiveRange
 from .padding import takes_whole_blocks
 from .state_values import Atom, Level, Part, Value
 from .statements import RESUMED, Kernel, Loop, Statement, describe, is_load_of, mentions, same_indices
-from .states import carrying_loops, changed_in, is_in_place
+from .states import carrying_loops, changed_in, is_in_place, is_plain
 
 _ONE = Part(Level.FIXED, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
 class Carried:
-    """A live range that is carried. `op`: what adds to it, `sum` or `max`, or replaces it, `best`, or `stated` by the
-    author. `scaled`: statements that scale what was there before, each with the factor."""
+    """A live range that is carried. `op`: what adds to it (`sum`, `max`, `min`), or replaces it, `best`, or `stated`
+    by the author. `scaled`: statements that scale what was there before, each with the factor."""
 
     held: LiveRange
     op: str
@@ -70,27 +70,48 @@ def find_scan(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> Scan 
     """The scan over a factor, None if it is none: one loop that carries, all of what it carries is such a state, and
     whatever else it leaves belongs to a position."""
     loops = carrying_loops(kernel, coordinates, factor)
-    if len(loops) != 1 or not takes_whole_blocks(kernel, factor):
+    loop = next((loop for loop in loops if all(loop.var in s.vars for s in kernel.statements if _in(s, loops))), None)
+    if loop is None or not takes_whole_blocks(kernel, factor):
         return None
-    (loop,) = loops
     body = [s for s in kernel.statements if loop.var in s.vars]
     if any(s.unknown or s.may_be_skipped for s in body) or kernel.loops[loop.var].node is None:
         return None
     if any(x.kind != "grid" for x in body[0].loops[: body[0].loops.index(loop)]):
         return None
     ranges = [r for r in coordinates.ranges.all if not r.is_param and loop.var in changed_in(r)]
-    if any(changed_in(r) & factor.roles.keys() != {loop.var} for r in ranges):
-        return None
     iteration = Iteration(kernel, coordinates, factor, loop, ordered=True)
     groups = {
         r: Carried(r, "best", {}, best) for best in find_best(iteration, ranges) for r in (best.best, *best.along)
     }
+    groups |= {r: Carried(r, op, {}) for r in ranges if r not in groups and (op := _plain(iteration, r))}
+    inner = [r for r in ranges if changed_in(r) & factor.roles.keys() != {loop.var}]
+    if inner and not (_walks_its_blocks(body, loop, coordinates, factor) and groups.keys() >= set(inner)):
+        return None
     groups |= {r: Carried(r, "stated", {}, None, one) for one in find_stated(iteration, ranges) for r in one.held}
     found = [groups[r] if r in groups else _carried(iteration, r) for r in ranges]
     known = [part for part in found if part is not None]
     if len(known) < len(found) or any(True for _ in _left_behind(kernel, coordinates, factor, loop, ranges)):
         return None
     return Scan(loop, body[0].top, tuple(known), frozenset(body))
+
+
+def _in(statement: Statement, loops: Sequence[Loop]) -> bool:
+    return any(loop in statement.loops for loop in loops)
+
+
+def _walks_its_blocks(body: Sequence[Statement], loop: Loop, coordinates: Coordinates, factor: Factor) -> bool:
+    """Whether all that an iteration does along the factor is in the iteration's own block of it."""
+    forms = (coordinates.of_statement(statement).get(factor) for statement in body)
+    return all(loop.var in form.terms for form in forms if form is not None)
+
+
+def _plain(iteration: Iteration, live_range: LiveRange) -> str | None:
+    """The operation with which a loop combines more into a live range, where it does nothing else with it, and what it
+    combines depends on no earlier iteration."""
+    inside = [s for s, _ in live_range.writes if iteration.loop.var in s.vars]
+    op = inside[0].op if is_plain(live_range, iteration.loop.var) else None
+    free = all(iteration.uses.get(s, {}).keys() <= {live_range} for s in inside)
+    return op if op in ("sum", "max", "min") and free and all(map(iteration.runs_alike, inside)) else None
 
 
 def _left_behind(
@@ -172,6 +193,10 @@ def _coefficient(expr: tirx.PrimExpr, store: tirx.BufferStore) -> tirx.PrimExpr 
         a, b = (expr.a, expr.b) if mentions(expr.a, store.buffer) else (expr.b, expr.a)
         inside = None if mentions(b, store.buffer) else _coefficient(a, store)
         return None if inside is None else inside * b
+    choice = chosen(expr)
+    if choice is not None and not mentions(choice[0], store.buffer):
+        then, otherwise = (_coefficient(value, store) for value in choice[1:])
+        return None if then is None or otherwise is None else tirx.if_then_else(choice[0], then, otherwise)
     return None
 
 

@@ -100,12 +100,12 @@ def carrying_loops(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> 
     """The factor's own loops that carry something on chip: those that carry more than plain reductions, if any does."""
     ranges = [r for r in coordinates.ranges.all if not r.is_param]
     carried = {var for r in ranges for var in changed_in(r)}
-    more = {var for r in ranges for var in changed_in(r) if not _is_plain(r, var)}
+    more = {var for r in ranges for var in changed_in(r) if not is_plain(r, var)}
     loops = [kernel.loops[var] for var in factor.roles if var in carried and kernel.loops[var].kind == "serial"]
     return [loop for loop in loops if loop.var in more] or loops
 
 
-def _is_plain(live_range: LiveRange, var: tirx.Var) -> bool:
+def is_plain(live_range: LiveRange, var: tirx.Var) -> bool:
     """Whether all that a loop does with a live range is to combine more into it, with one operation."""
     ops = {None if s.fresh else s.op for s, _ in live_range.writes if var in s.vars}
     return len(ops) == 1 and None not in ops and not any(var in s.vars for s, _ in live_range.reads)

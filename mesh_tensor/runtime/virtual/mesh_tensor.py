@@ -144,11 +144,19 @@ class MeshTensor(Arithmetic):
 
 @undisturbed
 def distribute(tensor: torch.Tensor, mesh: Mesh | Mapping[str, int], sharding: ShardingLike) -> MeshTensor:
-    """`tensor` as tiles on the devices of `mesh`: `sharding` is a dict from axis to dim, a list of one placement
-    per axis, a text or a Sharding.
+    """`tensor` as tiles on the devices of `mesh`.
 
     The tiles are copies. Where an axis is partial, the device at its coordinate 0 holds the value and the others the
-    neutral element of its op."""
+    neutral element of its op.
+
+    Args:
+        tensor: a global tensor that requires no gradient.
+        mesh: the mesh, or a dict from the names of its axes to their sizes.
+        sharding: a dict from axis to dim, a list of one placement per axis, a text or a Sharding.
+
+    Raises:
+        MeshTensorError: `tensor` is no plain tensor, or the sharding doesn't fit it.
+    """
     if not isinstance(tensor, torch.Tensor):
         refuse(f"distribute takes a torch tensor, not {type(tensor).__name__}", fix="wrap it with torch.as_tensor")
     if problem := why_not_plain(tensor):
@@ -163,6 +171,9 @@ def plan_redistribution(
 ) -> RedistributionPlan:
     """How `redistribute` brings a tensor of global `shape` and `dtype` from layout `src` to `dst`, a dict from axis to
     dim, a text or a Sharding. `print` shows the steps with the bytes that a device receives.
+
+    Raises:
+        MeshTensorError: `src` is no Sharding, or `dst` is no layout of as many dims on its mesh.
 
     >>> mesh = Mesh({"x": 4})
     >>> print(plan_redistribution((64, 64), torch.float32, Sharding.make(mesh, 2, {"x": 0}), {"x": 1}))
@@ -214,7 +225,11 @@ def plan_transfer(
     small: int = SMALL,
 ) -> TransferPlan:
     """How `transfer` brings a tensor of global `shape` and `dtype` from layout `src` to `sharding` on `mesh`; `print`
-    shows it. Up to `small` bytes it is sent to all who need it, larger ones cross once."""
+    shows it. Up to `small` bytes it is sent to all who need it, larger ones cross once.
+
+    Raises:
+        MeshTensorError: the sharding does not fit the mesh or the shape.
+    """
     dst = as_sharding(Mesh(mesh), len(shape), sharding)
     return TransferPlan.make(shape, str(dtype).removeprefix("torch."), dtype.itemsize, src, dst, small)
 
@@ -222,6 +237,9 @@ def plan_transfer(
 @undisturbed
 def transfer(tensor: MeshTensor, mesh: Mesh | Mapping[str, int], sharding: ShardingLike) -> MeshTensor:
     """The tensor in a layout on another mesh: the same bits, in memory of their own.
+
+    Raises:
+        MeshTensorError: the sharding does not fit the mesh or the tensor.
 
     >>> from mesh_tensor.runtime.virtual.mesh_tensor import distribute
     >>> there = transfer(distribute(torch.arange(6), {"x": 2}, {"x": 0}), {"y": 3}, {"y": 0})

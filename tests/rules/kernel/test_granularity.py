@@ -406,3 +406,42 @@ def test_loops_in_a_program_that_walk_groups():
             for devices in (2, 3):
                 assert outline(lowered(func, {"x": devices}, layouts))[1:] == sent
             check(func, given, expected, [{"x": 3}, {"x": 4}, {"x": 2, "y": 2}])
+
+
+def halves_of_chunks(first=0):
+    """`Y` of the second half of every chunk of 8 takes the mean of the first half, and has what it was in that.
+    `first`: where in its chunk a half starts; with 4 more, the second is the next chunk's."""
+
+    @T.prim_func
+    def kernel(X: T.Tensor((32, 4)), Y: T.Tensor((32, 4))):
+        with T.Kernel(4, threads=32) as b:
+            low = T.alloc_shared((4, 4), "float32")
+            high = T.alloc_shared((4, 4), "float32")
+            mean = T.alloc_fragment((4,), "float32")
+            start = b * 8
+            T.copy(X[start, 0], low)
+            T.clear(high)
+            if start + 4 + first < 32:
+                T.copy(X[start + 4 + first, 0], high)
+            T.reduce_sum(low, mean, dim=0)
+            for i, j in T.Parallel(4, 4):
+                high[i, j] -= mean[j] / 4.0
+            T.copy(low, Y[start, 0])
+            T.copy(high, Y[start + 4, 0])
+
+    return kernel
+
+
+def halves_of_chunks_reference(x, first=0):
+    chunks = x.view(4, 8, 4)
+    high = chunks[:, 4:] if not first else torch.cat([chunks[1:, :4], torch.zeros(1, 4, 4)])
+    return torch.cat([chunks[:, :4], high - chunks[:, :4].mean(1, keepdim=True)], 1).reshape(32, 4)
+
+
+@pytest.mark.parametrize(("devices", "first"), [(2, 0), (4, 0), (3, 0), (2, 4), (8, 0)])
+def test_parts_of_chunks(devices, first):
+    """Nothing moves where devices have whole chunks and all of a chunk's parts are its own."""
+    x, func, split = torch.randn(32, 4), halves_of_chunks(first), {"X": {"x": 0}, "Y": {"x": 0}}
+    moved = outline(lowered(func, {"x": devices}, split)) != ["kernel(X, Y)"]
+    assert moved is (devices in (3, 8) or first == 4)
+    torch.testing.assert_close(run(func, {"x": devices}, split, x), halves_of_chunks_reference(x, first))
