@@ -300,7 +300,7 @@ class _LoopExtents:
 
     def _within(self, var: tirx.Var, extent: tirx.PrimExpr) -> tirx.PrimExpr:
         """A loop that carries a state in order, or position by position, ends with what is valid: nothing is taken over
-        from padding. So does one that takes the maximum of a block alone from its elements: a block of padding has none."""
+        from padding. So does one that takes the maximum of a block alone from its elements: padding has none."""
         for split in self._splits:
             reduction = self._analysis.reductions[split.factor]
             loops = [state.loop for state in reduction.states if state.takes_blocks]

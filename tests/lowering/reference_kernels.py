@@ -1,21 +1,21 @@
-"""Kernels whose loops over columns scale sums to the maximum of the block that came last; and what such a number may not
-be used for."""
+"""Kernels whose loops over columns scale sums to the maximum of the last block; and what that may not be used for."""
 
 import tilelang.language as T
 
 
-def last_block(rows, columns, width, *, wrong=None, masked=None, skips=False, block=8, row_block=4, start=-float("inf")):
+def last_block(rows, columns, width, *, wrong=None, masked=None, skips=False, block=8, start=-float("inf")):
     """`Out = softmax(X) @ V`, `L = logsumexp(X)` by rows.
 
-    `masked`: these columns don't count, nor, with `skips`, blocks of which `S` says so. `wrong`: what is done with the
+    `masked`: these columns don't count, nor, with `skips`, blocks that are not in `S`. `wrong`: what is done with the
     state that depends on which block was the last."""
     first, last = masked or (0, 0)
+    row_block = 4
 
     @T.prim_func
     def last_block_kernel(
         X: T.Tensor((rows, columns), "float32"),
         V: T.Tensor((columns, width), "float32"),
-        S: T.Tensor((rows // row_block,), "int32"),
+        S: T.Tensor((rows // row_block, T.ceildiv(columns, block)), "bool"),
         Out: T.Tensor((rows, width), "float32"),
         L: T.Tensor((rows,), "float32"),
     ):
@@ -32,7 +32,7 @@ def last_block(rows, columns, width, *, wrong=None, masked=None, skips=False, bl
             T.clear(total)
             T.clear(acc)
             for ko in T.serial(T.ceildiv(columns, block)):
-                if not skips or ko != S[bx]:
+                if not skips or S[bx, ko]:
                     T.copy(X[bx * row_block, ko * block], x)
                     T.copy(V[ko * block, 0], v)
                     for i, j in T.Parallel(row_block, block):

@@ -74,7 +74,8 @@ class Iteration:
     statements whose value depends on earlier iterations, or that add up positions; `adds`: of those that combine
     positions, whether what lies past the dim's end changes nothing. `common`: the conditions that all of them have.
     `uses`: what statements read that may depend on earlier iterations. `guarded`: loads of running maxima that
-    powers take down. With `left`, what the loop leaves, it is the statements after the loop that are followed."""
+    powers take down. With `named`, maxima that are taken anew at every position, and are carried to the next, are
+    atoms, too. With `left`, what the loop leaves, it is the statements after the loop that are followed."""
 
     def __init__(
         self,
@@ -84,9 +85,10 @@ class Iteration:
         loop: Loop,
         *,
         ordered: bool = False,
+        named: bool = False,
         left: Mapping[LiveRange, Value] | None = None,
     ):
-        self.ordered, self.is_after = ordered, left is not None
+        self.ordered, self.named, self.is_after = ordered, named, left is not None
         self.kernel, self.coordinates, self.factor, self.loop = kernel, coordinates, factor, loop
         self.body = [s for s in kernel.statements if loop.var in s.vars]
         self.by_position = factor.roles.keys() & {x.var for s in self.body for x in s.loops} == {loop.var}
@@ -143,12 +145,18 @@ class Iteration:
             return
         target = self.coordinates.ranges.of(statement.write)
         value = None if self.leaves_some(statement) or target in self._mixed else self._made(statement)
+        if value is not None and self._is_named(value, statement, target):
+            value = _block_maximum(statement)
         left = None if value is None else stored(value, statement.target.forms)
         if statement.conditions != self.common:
             left = self._either(left, statement, target)
         self.env[target] = left
         if left is not None and not self._is_free(target):
             self.depends.add(statement)
+
+    def _is_named(self, value: Value, statement: Statement, target: LiveRange) -> bool:
+        own = self.named and self.by_position and statement.op == "max" and _is_point(value)
+        return own and self.loop.var in target.carried
 
     def _either(self, left: Value | None, statement: Statement, target: LiveRange) -> Value | None:
         """What is there after a statement that may not have run."""

@@ -5,15 +5,15 @@ A loop that keeps a running maximum m, and sums whose terms are powers of what i
     m' = max(m, block);  l' = l * exp(m - m') + sum(exp(x - m'));  acc' = acc * exp(m - m') + exp(x - m') @ V
 
 leaves, whatever it started from, `l = sum(exp(x)) * exp(-m)`. Two such states are combined by the larger maximum, to
-which both sums are scaled. That may as well be the maximum of the last block alone, if it cancels in all that is made of
-the state after the loop (`references`). One iteration is followed symbolically (`iterations`) and has to leave exactly that; what
-does not is no state.
+which both sums are scaled. m' may as well be the maximum of the last block alone, where it cancels in what is made of
+the state after the loop (`references`). One iteration is followed symbolically (`iterations`) and has to leave exactly
+that; what does not is no state.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -100,7 +100,8 @@ class State:
 
 def find_states(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> tuple[State, ...]:
     """The states of a factor's loops; none where a loop carries anything else."""
-    found = [_state(kernel, coordinates, factor, loop) for loop in carrying_loops(kernel, coordinates, factor)]
+    loops = carrying_loops(kernel, coordinates, factor)
+    found = [next(filter(None, _states(kernel, coordinates, factor, loop)), None) for loop in loops]
     known = tuple(state for state in found if state is not None)
     return known if len(known) == len(found) else ()
 
@@ -125,8 +126,14 @@ def changed_in(live_range: LiveRange) -> set[tirx.Var]:
     return {var for var in live_range.carried if any(var in s.vars for s, _ in live_range.writes)}
 
 
-def _state(kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop) -> State | None:
+def _states(kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop) -> Iterator[State | None]:
     iteration = Iteration(kernel, coordinates, factor, loop)
+    yield _state(kernel, coordinates, factor, loop, iteration)
+    if iteration.by_position:
+        yield _state(kernel, coordinates, factor, loop, Iteration(kernel, coordinates, factor, loop, named=True))
+
+
+def _state(kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop, iteration: Iteration) -> State | None:
     carried = [r for r in coordinates.ranges.all if not r.is_param and loop.var in changed_in(r)]
     if any(changed_in(r) & factor.roles.keys() != {loop.var} for r in carried):
         return None
