@@ -260,7 +260,9 @@ def _combined() -> Iterator[PlanCase]:
     yield _case("carried", flash_attention, _ATTENTION, keys=("K2 V2", _STATES, state))
     yield _case("carried", grouped_decode, _DECODE, keys=("K1 V1", _STATES, _DECODE_STATES))
     sparse = {"batch": 1, "heads": 4, "seq": 256, "keys": 8192, "dim": 64}
-    yield _case("carried", block_sparse_attention, sparse, keys=("K2 V2", _STATES, 4 * 256 * (64 + 2)))
+    for of in ("all", "last"):
+        options = {**sparse, "largest_of": of}
+        yield _case("carried", block_sparse_attention, options, keys=("K2 V2", _STATES, 4 * 256 * (64 + 2)))
     yield _case("carried", split_decode, _DECODE, keys=("K1 V1 lse2 partial2", _STATES, _DECODE_STATES))
     linear = {"batch": 4, "heads": 16, "length": 4096, "key_dim": 64, "value_dim": 64, "chunk": 64}
     for decay in (None, 0.99):

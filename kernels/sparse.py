@@ -186,10 +186,20 @@ def scaled_grouped_matmul_reference(a, b, group_of, scale, block=16):
 
 
 def block_sparse_attention(
-    batch, heads, seq, dim, block=64, causal=False, behind=0, keys=None, lowest=None, dtype="float32"
+    batch,
+    heads,
+    seq,
+    dim,
+    block=64,
+    causal=False,
+    behind=0,
+    keys=None,
+    lowest=None,
+    dtype="float32",
+    largest_of="all",
 ):
     """Attention over the blocks of keys that a mask names for every block of queries; with `causal`, a query sees keys
-    up to so many `behind` it. `lowest`: what maxima are at least."""
+    up to so many `behind` it. `lowest`: what maxima are at least; `largest_of`: they are of all blocks, or the last."""
     scale = math.log2(math.e) / math.sqrt(dim)
     keys = keys or seq
     blocks = keys // block
@@ -233,8 +243,9 @@ def block_sparse_attention(
                     T.copy(largest, before)
                     T.fill(largest, -T.infinity("float32"))
                     T.reduce_max(scores, largest, dim=1, clear=False)
-                    for i in T.Parallel(block):
-                        largest[i] = T.max(largest[i], before[i])
+                    if largest_of == "all":
+                        for i in T.Parallel(block):
+                            largest[i] = T.max(largest[i], before[i])
                     if lowest is not None:
                         for i in T.Parallel(block):
                             largest[i] = T.max(largest[i], lowest)

@@ -113,9 +113,9 @@ class _Combiner:
         before = body_statements(analysis.kernel.root.body)[: self.at]
         stmts = [*(s for s in before if s not in idle), *(w.save() for w in (*left, *one))]
         made = part_of(analysis, stmts, [*left, *one])
-        logs = {part.held for part in self.logs}
+        largest_of_own = {part.held for part in self.logs} | {part.of.held for part in self.sums if part.of.of_block}
         names = {**analysis.kernel.own, **{w.buffer.name: "" for w in one}}
-        names |= {w.buffer.name: "max" for held, w in largest.items() if held in logs}
+        names |= {w.buffer.name: "max" for held, w in largest.items() if held in largest_of_own}
         spread = {r: with_leading_dim(workspace, self.devices, self.step) for r, workspace in own.items()}
         return made.with_attr(OWN_ATTR, names), spread
 
@@ -158,7 +158,12 @@ class _Combiner:
         def element(at: Sequence[tirx.PrimExpr]) -> tirx.PrimExpr:
             row = [_expr(form, at) for form in part.place]
             mine, largest = tirx.BufferLoad(own[part.of.held], row), tirx.BufferLoad(part.of.held.buffer, row)
-            return tirx.BufferLoad(own[part.held], list(at)) * _power_of_2(part.rate, mine - _finite(largest))
+            apart, value = mine - _finite(largest), tirx.BufferLoad(own[part.held], list(at))
+            if not part.of.of_block:
+                return value * _power_of_2(part.rate, apart)
+            # relative to one block's maximum, a sum may be as large as the power is small
+            half = _power_of_2(part.rate / 2, apart)
+            return value * half * half
 
         return element
 

@@ -300,11 +300,10 @@ class _LoopExtents:
 
     def _within(self, var: tirx.Var, extent: tirx.PrimExpr) -> tirx.PrimExpr:
         """A loop that carries a state in order, or position by position, ends with what is valid: nothing is taken over
-        from padding. So does one that carries a logarithm: a block of padding has no maximum that could be taken from
-        its elements."""
+        from padding. So does one that takes the maximum of a block alone from its elements: padding has none."""
         for split in self._splits:
             reduction = self._analysis.reductions[split.factor]
-            loops = [state.loop for state in reduction.states if state.logs or state.by_position]
+            loops = [state.loop for state in reduction.states if state.takes_blocks]
             loops += [] if reduction.scan is None else [reduction.scan.loop]
             if any(loop.var.same_as(var) for loop in loops) and not split.even:
                 step = split.factor.roles[var]

@@ -60,8 +60,6 @@ def online(
                         lowest,
                     )
                 T.copy(m, before)
-                if wrong == "no maximum with before":
-                    T.fill(m, lowest)
                 T.reduce_max(x, m, dim=1, clear=False)
                 if wrong == "maximum of two times":
                     for i in T.Parallel(row_block):
@@ -123,7 +121,6 @@ def online(
 
 
 WRONG = (
-    "no maximum with before",
     "maximum of two times",
     "no rescale",
     "another rate",

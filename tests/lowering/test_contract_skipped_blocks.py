@@ -23,9 +23,10 @@ def tensors(share=0.4):
     return [q, k, v, mask]
 
 
+@pytest.mark.parametrize("largest_of", ["all", "last"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_skipped_blocks_are_combined(causal):
-    func = block_sparse_attention(**SIZES, causal=causal)
+def test_skipped_blocks_are_combined(causal, largest_of):
+    func = block_sparse_attention(**SIZES, causal=causal, largest_of=largest_of)
     steps = outline(lowered(func, {"x": 2}, KEYS, strict=True))
     assert [step.split("(")[0] for step in steps if "all_" in step] == ["all_reduce"] * 3
     q, k, v, mask = tensors()
@@ -36,9 +37,10 @@ def test_skipped_blocks_are_combined(causal):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def test_rows_that_a_block_masks_whole_are_what_they_are_on_one_device():
+@pytest.mark.parametrize("largest_of", ["all", "last"])
+def test_rows_that_a_block_masks_whole_are_what_they_are_on_one_device(largest_of):
     """A row of which the first block that counts is masked whole is NaN from there on, on whichever device that is."""
-    func = block_sparse_attention(**SIZES, causal=True, behind=1)
+    func = block_sparse_attention(**SIZES, causal=True, behind=1, largest_of=largest_of)
     inputs = tensors(share=0.6)
     expected = run(func, {"x": 1}, {"K": {}, "V": {}}, *inputs)
     assert expected.isnan().any()

@@ -6,7 +6,7 @@ What is not understood is `None` and stays so; whoever asks decides whether it m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 
 from tvm import tirx
@@ -29,7 +29,9 @@ from .state_values import (
     constant,
     exponential,
     independent,
+    inverse,
     logarithm,
+    logarithm_of_power,
     maximum,
     moved,
     plus,
@@ -72,21 +74,36 @@ class Iteration:
     statements whose value depends on earlier iterations, or that add up positions; `adds`: of those that combine
     positions, whether what lies past the dim's end changes nothing. `common`: the conditions that all of them have.
     `uses`: what statements read that may depend on earlier iterations. `guarded`: loads of running maxima that
-    powers take down."""
+    powers take down. With `named`, maxima that are taken anew at every position, and are carried to the next, are
+    atoms, too. With `left`, what the loop leaves, it is the statements after the loop that are followed."""
 
-    def __init__(self, kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop, *, ordered: bool = False):
-        self.ordered = ordered
+    def __init__(
+        self,
+        kernel: Kernel,
+        coordinates: Coordinates,
+        factor: Factor,
+        loop: Loop,
+        *,
+        ordered: bool = False,
+        named: bool = False,
+        left: Mapping[LiveRange, Value] | None = None,
+    ):
+        self.ordered, self.named, self.is_after = ordered, named, left is not None
         self.kernel, self.coordinates, self.factor, self.loop = kernel, coordinates, factor, loop
         self.body = [s for s in kernel.statements if loop.var in s.vars]
         self.by_position = factor.roles.keys() & {x.var for s in self.body for x in s.loops} == {loop.var}
         self.env: dict[LiveRange, Value | None] = {}
+        self._inner = {x.var for s in self.body for x in s.loops[s.loops.index(loop) + 1 :]}
+        if left is not None:
+            self.body = [s for s in kernel.statements if s.top > self.body[0].top]
+            self.env |= left
+            self._inner = {x.var for s in self.body for x in s.loops if x.kind != "grid"}
         self.depends: set[Statement] = set()
         self.uses: dict[Statement, dict[LiveRange, None]] = {}
         self.adds: dict[Statement, bool] = {}
         self.guarded: dict[Statement, tuple[tirx.BufferLoad, ...]] = {}
         self._padding = Padding(kernel, coordinates, factor, past_the_end=True)
         self._written = {coordinates.ranges.of(s.write) for s in self.body if s.write is not None}
-        self._inner = {x.var for s in self.body for x in s.loops[s.loops.index(loop) + 1 :]}
         self._mixed = set(self._out_of_step())
         self.common = _shared_conditions(self.body)
         for statement in self.body:
@@ -121,18 +138,25 @@ class Iteration:
         builds = statement.op is not None and not statement.fresh and statement.write is not None
         for access in (*statement.reads, *([statement.target] if builds else [])):
             live_range = self.coordinates.ranges.of(access)
-            if not live_range.is_param and live_range in self._written and not self._is_free(live_range):
+            known = live_range in self._written or live_range in self.env
+            if not live_range.is_param and known and not self._is_free(live_range):
                 self.uses.setdefault(statement, {})[live_range] = None
         if statement.write is None or self.coordinates.ranges.of(statement.write).is_param:
             return
         target = self.coordinates.ranges.of(statement.write)
         value = None if self.leaves_some(statement) or target in self._mixed else self._made(statement)
+        if value is not None and self._is_named(value, statement, target):
+            value = _block_maximum(statement)
         left = None if value is None else stored(value, statement.target.forms)
         if statement.conditions != self.common:
             left = self._either(left, statement, target)
         self.env[target] = left
         if left is not None and not self._is_free(target):
             self.depends.add(statement)
+
+    def _is_named(self, value: Value, statement: Statement, target: LiveRange) -> bool:
+        own = self.named and self.by_position and statement.op == "max" and _is_point(value)
+        return own and self.loop.var in target.carried
 
     def _either(self, left: Value | None, statement: Statement, target: LiveRange) -> Value | None:
         """What is there after a statement that may not have run."""
@@ -251,7 +275,8 @@ class Iteration:
         if name in _LOGARITHMS:
             inside = self._expr(expr.args[0], statement)
             if inside is not None and inside.part is None:
-                return logarithm(inside, _LOGARITHMS[name])
+                of_power = logarithm_of_power(inside, _LOGARITHMS[name]) if self.is_after else None
+                return of_power or logarithm(inside, _LOGARITHMS[name])
         if isinstance(expr, tirx.Div):
             return self._quotient(expr, statement)
         return self._kept(expr, statement) or self._independent(expr, statement)
@@ -313,6 +338,9 @@ class Iteration:
 
     def _quotient(self, expr: tirx.Div, statement: Statement) -> Value | None:
         a, b = self._expr(expr.a, statement), self._expr(expr.b, statement)
+        over = None if b is None or not self.is_after else inverse(b)
+        if a is not None and over is not None:
+            return times(a, over)
         if a is None or b is None or b.part is None or b.part.level is not Level.FIXED:
             return self._independent(expr, statement)
         by = constant(1 / b.number) if b.number else independent(Level.FIXED)
@@ -407,7 +435,7 @@ def chosen(expr: tirx.PrimExpr) -> list[tirx.PrimExpr] | None:
 
 def _shared_conditions(body: Sequence[Statement]) -> tuple[tirx.PrimExpr, ...]:
     """The conditions that all statements of a loop start with."""
-    shared = body[0].conditions
+    shared = body[0].conditions if body else ()
     for statement in body:
         same = [a.same_as(b) for a, b in zip(shared, statement.conditions, strict=False)]
         shared = shared[: same.index(False) if False in same else len(same)]

@@ -139,6 +139,10 @@ class _Judgement:
         yield from self._mixed_ranges()
         yield from self._leaks()
         yield from self._out_of_order()
+        for state in self.states:
+            for running in state.maxima:
+                if running.of_block:
+                    self._align(f"{running.held.buffer.name} is the maximum of one block")
         forms = {s: self._coordinate(s) for s in self.kernel.statements}
         for statement, form in forms.items():
             if statement.unknown:

@@ -82,6 +82,8 @@ Terms = Mapping[Factor, Part]
 
 _PLAIN: Factor = (frozenset(), None)
 
+_FIXED = Part(Level.FIXED)
+
 
 def power(rates: Mapping[Atom, float]) -> Power:
     """The exponent with these rates; what cancels is not in it."""
@@ -207,6 +209,26 @@ def exponential(value: Value, base: float) -> Value | None:
     rates = {atom: rate * math.log2(base) for atom, rate in value.atoms.items()}
     number = None if part.number is None or math.isinf(part.number) else base**part.number
     return Value({}, {(power(rates), None): Part(part.level, number)})
+
+
+def inverse(value: Value) -> Value | None:
+    """1 over a power, times something that is the same at all positions; None for anything else."""
+    rates = _rates(value)
+    return None if rates is None else Value({}, {(power({a: -rate for a, rate in rates.items()}), None): _FIXED})
+
+
+def logarithm_of_power(value: Value, base: float) -> Value | None:
+    """The logarithm of a power, times something that is the same at all positions; None for anything else."""
+    rates = _rates(value)
+    return None if rates is None else Value({a: rate / math.log2(base) for a, rate in rates.items()}, {_PLAIN: _FIXED})
+
+
+def _rates(value: Value) -> dict[Atom, float] | None:
+    """The exponent, of what is a single power, times a part."""
+    if value.atoms or value.log is not None or len(value.terms) != 1:
+        return None
+    (((exponent, carried), part),) = value.terms.items()
+    return dict(exponent) if exponent and carried is None and part.level is Level.FIXED else None
 
 
 def logarithm(value: Value, base: float) -> Value | None:

@@ -5,14 +5,15 @@ A loop that keeps a running maximum m, and sums whose terms are powers of what i
     m' = max(m, block);  l' = l * exp(m - m') + sum(exp(x - m'));  acc' = acc * exp(m - m') + exp(x - m') @ V
 
 leaves, whatever it started from, `l = sum(exp(x)) * exp(-m)`. Two such states are combined by the larger maximum, to
-which both sums are scaled. One iteration is followed symbolically (`iterations`) and has to leave exactly that; what
-does not is no state.
+which both sums are scaled. m' may as well be the maximum of the last block alone, where it cancels in what is made of
+the state after the loop (`references`). One iteration is followed symbolically (`iterations`) and has to leave exactly
+that; what does not is no state.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -25,7 +26,8 @@ from .factors import Factor
 from .finite_blocks import has_finite_blocks
 from .iterations import Iteration
 from .live_ranges import LiveRange
-from .state_values import Atom, Level, Part, Terms, Value, add_rates
+from .references import reference, references_cancel, relative
+from .state_values import Atom, Level, Part, Terms, Value, add_rates, independent
 from .statements import Kernel, Loop, Statement
 
 _ONE = Part(Level.FIXED, 1.0)
@@ -33,10 +35,12 @@ _ONE = Part(Level.FIXED, 1.0)
 
 @dataclass(frozen=True, eq=False)
 class RunningMax:
-    """A maximum. `unbounded`: it may start at the lowest value, from which nothing can be taken."""
+    """A maximum. `unbounded`: it may start at the lowest value, from which nothing can be taken. `of_block`: it is that
+    of one block alone, whichever was the last; what comes after the loop makes the same of any other one."""
 
     held: LiveRange
     unbounded: bool
+    of_block: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +88,11 @@ class State:
         return {**dict.fromkeys(largest, "max"), **dict.fromkeys(sums, "sum")}
 
     @property
+    def takes_blocks(self) -> bool:
+        """Whether a block of padding would have no maximum that could be taken from its elements."""
+        return self.by_position or bool(self.logs) or any(running.of_block for running in self.maxima)
+
+    @property
     def scaled(self) -> list[LiveRange]:
         """The parts that can't be combined as they are."""
         return [*(part.held for part in self.sums), *(part.held for part in self.logs)]
@@ -91,7 +100,8 @@ class State:
 
 def find_states(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> tuple[State, ...]:
     """The states of a factor's loops; none where a loop carries anything else."""
-    found = [_state(kernel, coordinates, factor, loop) for loop in carrying_loops(kernel, coordinates, factor)]
+    loops = carrying_loops(kernel, coordinates, factor)
+    found = [next(filter(None, _states(kernel, coordinates, factor, loop)), None) for loop in loops]
     known = tuple(state for state in found if state is not None)
     return known if len(known) == len(found) else ()
 
@@ -116,8 +126,14 @@ def changed_in(live_range: LiveRange) -> set[tirx.Var]:
     return {var for var in live_range.carried if any(var in s.vars for s, _ in live_range.writes)}
 
 
-def _state(kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop) -> State | None:
+def _states(kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop) -> Iterator[State | None]:
     iteration = Iteration(kernel, coordinates, factor, loop)
+    yield _state(kernel, coordinates, factor, loop, iteration)
+    if iteration.by_position:
+        yield _state(kernel, coordinates, factor, loop, Iteration(kernel, coordinates, factor, loop, named=True))
+
+
+def _state(kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop, iteration: Iteration) -> State | None:
     carried = [r for r in coordinates.ranges.all if not r.is_param and loop.var in changed_in(r)]
     if any(changed_in(r) & factor.roles.keys() != {loop.var} for r in carried):
         return None
@@ -132,8 +148,26 @@ def _state(kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop)
     skips = [c for s in explained for c in s.conditions if not _starts_first(c, loop, kernel)]
     if guards and skips and not all(has_finite_blocks(iteration, part.held) for part in made[0]):
         return None
+    if any(running.of_block for running in made[0]) and not _references_cancel(iteration, *made):
+        return None
     neutral, uses = iteration.adds, iteration.uses
     return State(loop, iteration.body[0].top, *made, explained, neutral, uses, guards, iteration.by_position)
+
+
+def _references_cancel(
+    iteration: Iteration,
+    maxima: Sequence[RunningMax],
+    sums: Sequence[ScaledSum],
+    logs: Sequence[LogSum],
+    plain: Sequence[LiveRange],
+) -> bool:
+    """Whether nothing is made of the state that depends on which block's maximum it is relative to."""
+    left = {held: independent(Level.FIXED) for held in (*(log.held for log in logs), *plain)}
+    left |= {m.held: reference(m.held) if m.of_block else independent(Level.FIXED) for m in maxima}
+    for part in sums:
+        known = relative(part.of.held, part.place, part.rate) if part.of.of_block else independent(Level.FIXED)
+        left[part.held] = known
+    return references_cancel(iteration.kernel, iteration.coordinates, iteration.factor, iteration.loop, left)
 
 
 def _stays_inside(
@@ -167,6 +201,7 @@ class _Parts:
         """The parts, None if a live range is none of them."""
         values = {r: self.iteration.value(r) for r in self.carried}
         maxima = {r: RunningMax(r, self._is_unbounded(r)) for r, v in values.items() if self._is_maximum(r, v)}
+        maxima |= {r: RunningMax(r, False, of_block=True) for r, v in values.items() if self._is_of_last_block(r, v)}
         sums, logs, plain = [], [], []
         for live_range, value in values.items():
             if live_range in maxima or value is None:
@@ -197,6 +232,16 @@ class _Parts:
         return ("before", live_range) in atom.key[1] and all(
             key == ("before", live_range) or key[0] in ("block", "fixed") for key in atom.key[1]
         )
+
+    def _is_of_last_block(self, live_range: LiveRange, value: Value | None) -> bool:
+        """Whether the live range holds the maximum of the iteration's block, and starts lower than any."""
+        atom = None if value is None else value.atom
+        if atom is None or atom.key[0] not in ("block", "max") or not is_in_place(atom, live_range):
+            return False
+        keys = atom.key[1] if atom.key[0] == "max" else {atom.key}
+        starts = [s for s, _ in live_range.writes if self.iteration.loop.var not in s.vars]
+        lowest = [number(s.values[0]) if s.values and s.op is None else None for s in starts]
+        return all(key[0] in ("block", "fixed") for key in keys) and bool(starts) and set(lowest) == {-math.inf}
 
     def _sum(
         self, live_range: LiveRange, value: Value, maxima: Mapping[LiveRange, RunningMax]
