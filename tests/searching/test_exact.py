@@ -106,7 +106,8 @@ def test_all_ways_of_a_loop(rows, width):
     made = exact_price(graph, atoms)
     assert made.price == pytest.approx(brute_force(graph, atoms), rel=1e-6)
     whole = cost_of(mt.distribute_module(mod, X, machine="h100").plan.explicit)
-    assert made.price == pytest.approx(whole / 4, rel=1e-6)  # every step of every device on its rows alone
+    # Every step of every device works on its rows alone; nobody splits the count, a number.
+    assert whole / 4 < made.price < whole / 4 * 1.0001
     found = mt.search(mod, 4, "h100x4", meshes=[dict(X.shape)])
     assert found.over_exact() >= 1 - 1e-6
 
