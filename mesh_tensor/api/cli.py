@@ -145,7 +145,16 @@ def _of_user(place: str, run: Callable[[], Any]) -> Any:
 
 def _machine(name: str) -> Machine:
     path = Path(name)
-    return Machine.from_text(path.read_text(encoding="utf-8")) if path.is_file() else Machine.preset(name)
+    if path.is_file():
+        return Machine.from_text(path.read_text(encoding="utf-8"))
+    if path.suffix == ".json" or path.parent != Path():
+        refuse(
+            f"there is no file {name!r}",
+            where="--machine",
+            fix=f"name a file that machine.to_text() wrote, or one of {listing(Machine.presets())}, "
+            "with or without a number of devices: h100x16",
+        )
+    return Machine.preset(name)
 
 
 def _say(text: str) -> None:

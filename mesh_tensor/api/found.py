@@ -71,7 +71,7 @@ class Found:
         mod = with_flat_parameters(
             self.module.mod if isinstance(self.module, ImportedModule) else self.module, self.function
         )
-        graph, atoms = read_module(mod, self.function, chosen.mesh, {}, PlanOptions(machine=self.machine))
+        graph, atoms = read_module(mod, self.function, chosen.mesh, {}, PlanOptions(machine=self.machine), loops=True)
         plan = self.distribute(chosen).plan
         return cost_of(plan.explicit) / max(1, exact_price(graph, atoms, seconds).price)
 

@@ -3,14 +3,15 @@
 more than a block of a model.
 
 Prices are the planner's. Parameters and results may lie in any layout; a constant is everywhere. A value is laid out
-anew once per layout that is needed, from the layout in which it comes, or from one that it has by then.
+anew once per layout that is needed, from the layout in which it comes, or from one that it has by then. What stands in
+a loop is priced as often as the loop runs, and what the loop carries lies alike before every step and after it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -65,12 +66,11 @@ def exact_price(graph: Graph, atoms: Atoms, seconds: float = 60.0) -> Exact:
 def options_of(node: Node, graph: Graph, atoms: Atoms) -> list[Option]:
     """All ways to run a node: every axis splits a factor, or is that of sums that pass through, or neither."""
     rule, mesh, found = atoms.rules[node], graph.mesh, dict[tuple, Option]()
-    if graph.loops:
-        refuse("a module with loops is not searched exactly", fix="search the body of the loop alone")
     if rule.inner:
         refuse(f"{node.where} reduces inside a kernel, which is not searched exactly", fix="search operators alone")
     factors = [f for f in _factors(rule) if f not in rule.rule.unsplit and _completes(rule, f)]
-    for ways in product(*[[None, *factors, *rule.rule.linear] for _ in mesh]):
+    linear = () if node.mark else rule.rule.linear  # nothing is pending of what loops carry
+    for ways in product(*[[None, *factors, *linear] for _ in mesh]):
         split = {axis: way for axis, way in zip(mesh, ways, strict=True) if isinstance(way, str)}
         sums = {axis: way for axis, way in zip(mesh, ways, strict=True) if isinstance(way, frozenset)}
         if any(mesh.size(a) > rule.sizes.get(f, 1) for a, f in split.items()) or not fits(rule, split, mesh):
@@ -81,11 +81,24 @@ def options_of(node: Node, graph: Graph, atoms: Atoms) -> list[Option]:
         ]
         results = zip(rule.outputs, rule.partial, strict=True)
         produced = [_with_sums(result_layout(mesh, factors, split, ops, {}), list(sums)) for factors, ops in results]
-        price = graph.prices.work(node, largest_part(node, split, rule, mesh))
-        key = (*needed, *produced)
+        work = 0 if node.mark else graph.prices.work(node, largest_part(node, split, rule, mesh))
+        price, key = work * graph.times(node.scopes), (*needed, *produced)
         if key not in found or price < found[key].price:
             found[key] = Option(tuple(needed), tuple(produced), price)
     return list(found.values())
+
+
+def change_times(graph: Graph) -> dict[Value, int]:
+    """How often a value that a node gives is laid out anew, if it is: what leaves a loop as often as the loop is run,
+    what is carried in it with every step."""
+    found: dict[Value, int] = {}
+    for node in graph.nodes:
+        leaves_loop = node.mark in ("loop.next", "loop.stack")
+        scopes = node.scopes[:-1] if leaves_loop else node.scopes
+        found |= dict.fromkeys(node.outputs, graph.times(scopes))
+        if node.mark == "loop.next":
+            found[graph.loops[node.scopes[-1]].entered[node.outputs[0]]] = graph.times(node.scopes)
+    return found
 
 
 def _factors(rule: NodeRule) -> list[str]:
@@ -124,7 +137,10 @@ class _Program:
         self._rows: list[tuple[dict[int, float], float, float]] = []
         self._giving: dict[Value, dict[Sharding, list[int]]] = defaultdict(lambda: defaultdict(list))
         self._taking: dict[Value, list[dict[Sharding, list[int]]]] = defaultdict(list)
+        self._times = change_times(graph)
         self._choose_all()
+        for now, _, end in graph.carried():
+            self._same_layout(self._giving[now], self._giving[end])
         for value, takers in self._taking.items():
             self._lay_out(value, takers)
         self.unit = max(1.0, max(self._prices, default=1.0) / 1e3)
@@ -171,18 +187,24 @@ class _Program:
             for column, option in zip(columns, options, strict=True):
                 self._giving[value][option.produced[position]].append(column)
 
+    def _same_layout(self, one: Mapping[Sharding, list[int]], other: Mapping[Sharding, list[int]]) -> None:
+        """Two values come in the same layout, by the options that give them."""
+        for layout in dict.fromkeys([*one, *other]):
+            terms = {**dict.fromkeys(one.get(layout, ()), 1.0), **dict.fromkeys(other.get(layout, ()), -1.0)}
+            self._rows.append((terms, 0.0, 0.0))
+
     def _lay_out(self, value: Value, takers: Sequence[dict[Sharding, list[int]]]) -> None:
         """Every layout that is needed comes from the one that is given, or from another one that there is."""
         given = self._giving[value]
         forms = list(dict.fromkeys([*given, *(layout for asked in takers for layout in asked)]))
         there = {layout: self._column(0) for layout in forms}
         order = {layout: self._column(0, integral=0, upper=len(forms)) for layout in forms}
-        shape, dtype = self._atoms.shape(value), value.type.dtype
+        shape, dtype, times = self._atoms.shape(value), value.type.dtype, self._times.get(value, 1)
         made: dict[Sharding, list[int]] = defaultdict(list)
         for src, dst in product(forms, forms):
             if src == dst or (dst.partial and dst.partial != src.partial):
                 continue
-            column = self._column(self._graph.prices.change(shape, dtype, src, dst))
+            column = self._column(self._graph.prices.change(shape, dtype, src, dst) * times)
             made[dst].append(column)
             self._rows.append(({column: 1.0, there[src]: -1.0}, -math.inf, 0.0))
             most = len(forms) + 1.0

@@ -85,6 +85,8 @@ def test_machines(capsys):
         (["simulate", "{file}:number"], "3 can't be simulated"),
         (["simulate", "{file}:kernel", "--machine", "h100x2"], "has 4 devices, the machine 2"),
         (["simulate", "{file}:kernel", "--machine", "x100"], "there is no machine 'x100'"),
+        (["simulate", "{file}:kernel", "--machine", "foo.json"], "there is no file 'foo.json'"),
+        (["simulate", "{file}:kernel", "--machine", "at/foo"], "or one of 'cpu', 'laptop', 'v100', 'a100', 'h100'"),
         (["search", "{file}:number", "--devices", "2"], "search"),
         (["search", "{file}:model", "--devices", "2", "--memory-limit", "1"], "no strategy fits into 1 bytes"),
     ],
