@@ -152,7 +152,7 @@ def training_step(
         step = _step(found, asked, parts)
         if check and found.loss is not None:
             given = (*(batch if parts is None else parts.first), *found.given)
-            check_gradients(model, given, found.loss, found.module, [mine.parameter for mine in step.kept])
+            check_gradients(model, found, given, [mine.parameter for mine in step.kept])
     if parts is not None:
         check_loss(model, loss, batch, step.mod, step.state | step.fixed, found.seeded)
     return step

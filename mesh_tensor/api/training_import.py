@@ -3,6 +3,7 @@ may come in microbatches."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export.graph_signature import InputKind
+from torch.utils._pytree import tree_map
 from tvm import relax
 
 from mesh_tensor.annotations.names import Fresh, renamed_parameters
@@ -40,12 +42,13 @@ def example_seed() -> torch.Tensor:
 class ImportedLoss:
     """`module` gives the loss, then the new values of `buffers`, its inputs after the batch; these by name. `loss` is
     torch's on the example inputs, for which gradients can be taken. `seeded`: some of the model drops; the module takes
-    a seed after the buffers, and `loss` is that for `example_seed`."""
+    a seed after the buffers, and `loss` is that for `example_seed`. `program`: what the module was imported from."""
 
     module: ImportedModule
     buffers: dict[str, torch.Tensor]
     loss: torch.Tensor | None = None
     seeded: bool = False
+    program: torch.export.ExportedProgram | None = None
 
     @property
     def given(self) -> Tensors:
@@ -122,19 +125,63 @@ def _imported(
     ours = identifiers(list(written), [*taken, *names])
     module = _renamed(module, [*names, *ours.values()])
     module = replace(module, names={**module.names, **ours})
-    return ImportedLoss(module, {ours[name]: kept for name, kept in written.items()}, value, seeded)
+    return ImportedLoss(module, {ours[name]: kept for name, kept in written.items()}, value, seeded, program)
 
 
 def _loss(program: torch.export.ExportedProgram, model: nn.Module, given: Tensors) -> torch.Tensor:
     """What a program gives first, of the model's own parameters, so that gradients can be taken."""
     values = {**program.state_dict, **program.constants, **dict(model.named_parameters(remove_duplicate=False))}
+    return _first_result(torch.fx.Interpreter(program.graph_module), program, values, given)
+
+
+def _first_result(
+    interpreter: torch.fx.Interpreter,
+    program: torch.export.ExportedProgram,
+    values: Mapping[str, Any],
+    given: Sequence[torch.Tensor],
+) -> torch.Tensor:
     inputs = iter(given)
     taken = [
         next(inputs) if spec.kind == InputKind.USER_INPUT else values[str(spec.target)]
         for spec in program.graph_signature.input_specs
     ]
     with torch.enable_grad():
-        return torch.fx.Interpreter(program.graph_module).run(*taken)[0]
+        return interpreter.run(*taken)[0]
+
+
+class _InFloat64(torch.fx.Interpreter):
+    """Takes every conversion to floats as one to float64."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = tree_map(lambda arg: torch.float64 if _is_float(arg) else arg, (args, kwargs))
+        return super().call_function(target, args, kwargs)
+
+
+def _is_float(arg: object) -> bool:
+    return isinstance(arg, torch.dtype) and arg.is_floating_point
+
+
+def _rounded(
+    program: torch.export.ExportedProgram, model: nn.Module, inputs: Tensors, wanted: Sequence[nn.Parameter]
+) -> list[float]:
+    """By how much a program's gradients in torch differ from those in float64; infinite, where there are none."""
+
+    def wide(value: Any) -> Any:
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.detach().double() if is_float else value
+
+    copies = {parameter: wide(parameter).requires_grad_() for parameter in wanted}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    values = {name: wide(value) for name, value in {**program.state_dict, **program.constants}.items()}
+    values |= {name: copies[p] if p in copies else wide(p) for name, p in parameters.items()}
+    made = torch.autograd.grad(_loss(program, model, inputs), wanted, allow_unused=True)
+    try:
+        loss = _first_result(_InFloat64(program.graph_module), program, values, [wide(tensor) for tensor in inputs])
+        exact = torch.autograd.grad(loss, list(copies.values()), allow_unused=True)
+    except (RuntimeError, TypeError):  # parts of it need their own dtypes
+        return [math.inf] * len(wanted)
+    pairs = zip(made, exact, strict=True)
+    return [0.0 if mine is None or wider is None else _largest(mine, wider) for mine, wider in pairs]
 
 
 def _renamed(module: ImportedModule, names: list[str]) -> ImportedModule:
@@ -193,32 +240,42 @@ def microbatches_of_module(module: ImportedModule, count: object) -> Parts:
     return Parts(count, (), tuple(bool(shape) and hasattr(shape[0], "value") and shape[0] == rows for shape in shapes))
 
 
-_TOLERANCE = 1e-3  # of the largest element of all gradients, or of the loss
+_TOLERANCE = 1e-3  # of the largest element of a gradient, or of the loss
 _NARROW_TOLERANCE = 5e-2  # in 16 bits
+_ROUNDING, _NARROW_ROUNDING = 1e-6, 2e-3  # of the largest element of all gradients
+_MORE_ROUNDING = 8.0  # times torch's own
 
 
 @undisturbed
-def check_gradients(
-    model: nn.Module, inputs: Sequence[torch.Tensor], loss: Any, module: ImportedModule, trained: Sequence[str]
-) -> None:
-    """Refuse a module whose gradients on the inputs are not torch's. `loss` is the model's loss for them, in torch.
+def check_gradients(model: nn.Module, found: ImportedLoss, inputs: Tensors, trained: list[str]) -> None:
+    """Refuse a module whose gradients on the inputs are not torch's.
 
-    What is compared with is the scale of all gradients: those that are zero but for rounding say nothing by themselves.
+    Each is compared on its own scale. One that is further off may be zero but for rounding, what is left of larger
+    numbers: it must not be further off than a few times what torch's own is from that in float64, and little on the
+    scale of all gradients.
     """
+    module, loss, program = found.module, found.loss, found.program
+    assert loss is not None
+    assert program is not None
     by_name = dict(model.named_parameters(remove_duplicate=False))
     theirs = {module.names[name]: parameter for name, parameter in by_name.items() if name in module.names}
-    expected = torch.autograd.grad(loss, [theirs[name] for name in trained], allow_unused=True)
+    wanted = [theirs[name] for name in trained]
+    expected = torch.autograd.grad(loss, wanted, allow_unused=True)
     made = gradient_function(module.mod, "main", trained)
-    _, found = run_sequential(made, {**_named(made, inputs), **module.params})
-    sizes = [float(gradient.abs().max()) for gradient in expected if gradient is not None and gradient.numel()]
+    _, ours = run_sequential(made, {**_named(made, inputs), **module.params})
+    gradients = [torch.zeros_like(g) if e is None else e for g, e in zip(ours, expected, strict=True)]
+    off, sizes = [_largest(g, e) for g, e in zip(ours, gradients, strict=True)], [_largest(e) for e in gradients]
+    tolerances = [_TOLERANCE if e.itemsize > 2 else _NARROW_TOLERANCE for e in gradients]
+    is_near = [o <= t * size for o, t, size in zip(off, tolerances, sizes, strict=True)]
+    rounded = _rounded(program, model, inputs, wanted) if not all(is_near) else []
     scale = max(sizes, default=0.0)
     problems = []
-    for name, ours, wanted in zip(trained, found, expected, strict=True):
-        wanted = torch.zeros_like(ours) if wanted is None else wanted
-        tolerance = _TOLERANCE if wanted.itemsize > 2 else _NARROW_TOLERANCE
-        off = float((ours.double() - wanted.double()).abs().max()) if ours.numel() else 0.0
-        if not off <= tolerance * scale:
-            problems.append(f"the gradient of {name!r} differs by {off:.2g}, where the largest of all is {scale:.2g}")
+    for n, name in enumerate(trained if rounded else ()):
+        least = (_ROUNDING if tolerances[n] == _TOLERANCE else _NARROW_ROUNDING) * scale
+        allowed = min(tolerances[n] * scale, max(_MORE_ROUNDING * rounded[n], least))
+        if not (is_near[n] or off[n] <= allowed):
+            size = f"its largest element is {sizes[n]:.2g}, and that of all {scale:.2g}"
+            problems.append(f"the gradient of {name!r} differs by {off[n]:.2g}, where {size}")
     if problems:
         refuse(
             problems,
@@ -226,6 +283,13 @@ def check_gradients(
             why="torch's gradients are others, or not finite",
             fix="train in float32; write the model with other operators; check=False leaves this out",
         )
+
+
+def _largest(tensor: torch.Tensor, other: torch.Tensor | None = None) -> float:
+    """The largest absolute value, or difference."""
+    if not tensor.numel():
+        return 0.0
+    return float((tensor.double() if other is None else tensor.double() - other.double()).abs().max())
 
 
 @undisturbed

@@ -83,6 +83,56 @@ def test_gradients_that_are_not_finite():
     assert "not finite" in message
 
 
+class _Doubled(torch.autograd.Function):
+    """Its gradient is twice that of what it computes, which an export does not tell."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class _Small(nn.Linear):
+    """The gradient of `weight` is little on the scale of that of `bias`."""
+
+    def forward(self, x):
+        small = x @ _Doubled.apply(self.weight).T if self.is_doubled else x @ self.weight.T
+        return self.factor * small + self.bias
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)])
+def test_a_wrong_gradient_of_a_small_scale(dtype, factor):
+    torch.manual_seed(0)
+    model, batch = _Small(4, 3).to(dtype), (torch.randn(6, 4, dtype=dtype), torch.randint(0, 3, (6,)))
+    model.is_doubled, model.factor = False, factor
+    mt.training_step(model, F.cross_entropy, batch)
+    model.is_doubled = True
+    message = _refused(mt.training_step, model, F.cross_entropy, batch)
+    assert "the gradient of 'weight' differs by" in message
+    assert "and that of all" in message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_gradients_that_are_zero_but_for_rounding_are_right(dtype):
+    """That of what all classes have in common, and of the bias before a norm over the batch."""
+
+    class Shifted(nn.Sequential):
+        def __init__(self, *layers):
+            super().__init__(*layers)
+            self.shift = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return super().forward(x) + self.shift
+
+    torch.manual_seed(0)
+    norms = [nn.BatchNorm1d(8)] if dtype == torch.float32 else []
+    model = Shifted(nn.Linear(4, 8), *norms, nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+    mt.training_step(model, F.cross_entropy, (torch.randn(6, 4, dtype=dtype), torch.randint(0, 3, (6,))))
+
+
 def test_zero_without_a_split_batch():
     model, x, y = _model()
     step = mt.training_step(model, F.cross_entropy, (x, y), zero=1)
