@@ -179,7 +179,8 @@ def operand_layouts(mesh: Mesh, rule: NodeRule, split: AxisFactors, order: Order
     """How the operands have to lie. `order`: of axes that split one factor, as in Shard."""
     layouts = [Sharding.of(mesh, len(factors), _places(factors, split, order)) for factors in rule.inputs]
     for (operand, position), reaches in rule.windows.items():
-        layouts[operand] = with_window(layouts[operand], position, reaches, rule.sizes.get(reaches.factor, 1), split, order)
+        size = rule.sizes.get(reaches.factor, 1)
+        layouts[operand] = with_window(layouts[operand], position, reaches, size, split, order)
     return tuple(layouts)
 
 

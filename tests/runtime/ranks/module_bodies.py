@@ -77,11 +77,10 @@ def order_and_manual(rank, sizes):
         (mlp(), {"x": {("y", "x"): 0}}, (torch.randn(12, 12), torch.randn(12, 6))),
         (mlp(), {"x": {("y", "x"): 0}, "lv1": {("x", "y"): 0}}, (torch.randn(12, 12), torch.randn(12, 6))),
         (Nested, {"x": {"y": 0}}, (torch.randn(8, 4),)),
-        (manual_module(lambda emit, t: emit(comm.broadcast(t, mesh, 2)), [(8, 12)], mesh, [{"x": 0, "y": 0}], {}), {})
-        + ((torch.randn(8, 12),),),
-        (manual_module(lambda emit, t: emit(comm.scatter(t, mesh, 1, 3)), [(8, 12)], mesh, [{"x": 0, "y": 0}], both), {})
-        + ((torch.randn(8, 12),),),
     ]
+    for send, out in ((lambda t: comm.broadcast(t, mesh, 2), {}), (lambda t: comm.scatter(t, mesh, 1, 3), both)):
+        mod = manual_module(lambda emit, t, send=send: emit(send(t)), [(8, 12)], mesh, [{"x": 0, "y": 0}], out)
+        cases.append((mod, {}, (torch.randn(8, 12),)))
     for mod, layouts, inputs in cases:
         virtual = mt.distribute_module(mod, mesh, layouts)
         run = mt.distribute_module(mod, device_mesh, layouts)
