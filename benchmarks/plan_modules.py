@@ -151,31 +151,6 @@ class Experts(nn.Module):
         return torch.einsum("gtec,egcd->gtd", send * scores[..., None, None], out)
 
 
-class GatedExperts(nn.Module):
-    """Two experts per token, gate and up in one tensor, as transformers' Mixtral and Qwen have them: rows sorted by
-    expert and multiplied in groups, or tables looked up."""
-
-    def __init__(self, width: int, hidden: int, experts: int, grouped: bool) -> None:
-        super().__init__()
-        self.grouped, self.experts = grouped, experts
-        self.router = nn.Linear(width, experts, bias=False, dtype=torch.bfloat16)
-        self.gate_up = nn.Parameter(torch.randn(experts, width, 2 * hidden, dtype=torch.bfloat16))
-        self.down = nn.Parameter(torch.randn(experts, hidden, width, dtype=torch.bfloat16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(tokens, width) -> the same."""
-        scores, chosen = self.router(x).softmax(-1).topk(2, -1)
-        ids, order = chosen.reshape(-1).sort(stable=True)
-        ends = torch.histc(ids.float(), self.experts, 0, self.experts - 1).cumsum(0, dtype=torch.int32)
-
-        def product(rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-            return torch._grouped_mm(rows, table, offs=ends) if self.grouped else (rows[:, None] @ table[ids])[:, 0]
-
-        gate, up = product(x[order // 2], self.gate_up).chunk(2, -1)
-        out = product(F.silu(gate) * up, self.down) * scores.reshape(-1)[order].unsqueeze(-1)
-        return x + out[order.argsort()].reshape(*x.shape[:1], 2, -1).sum(1)
-
-
 def relax_function(build: Callable[..., relax.Expr], **shapes: tuple[Any, ...]) -> ir.IRModule:
     """A module whose `main` takes tensors of these shapes (the last item may be a dtype), and what `build` makes."""
     variables = []
@@ -406,8 +381,6 @@ def experts() -> list[Case]:
         "weights are gathered: all tokens at all experts' devices are four times the work, and how many go where is not"
         " known ahead",
     )
-    rows = torch.randn(groups * tokens, width, dtype=torch.bfloat16)
-    halved = Hand(reduced(rows.numel(), parts), 1, "experts' parts of the tokens are summed, in float32")
     few = torch.randn(groups, 4, width)
     few_exchanged = Hand(2 * gathered(few.numel(), parts), 3, f"{exchanged.why}; their choices, too")
     return [
@@ -416,17 +389,6 @@ def experts() -> list[Case]:
         Case("experts, all tokens", "EP", build("dense"), {"d": parts}, weights, summed),
         Case("experts, all tokens", "DP x EP", build("dense"), {"d": parts}, both, exchanged),
         Case("experts, looked up", "EP", build("gathered"), {"d": parts}, weights, summed),
-        *(
-            Case(
-                f"gated experts, {'grouped' if grouped else 'looked up'}",
-                "EP",
-                partial(from_model, partial(GatedExperts, width, hidden, count, grouped), rows),
-                {"d": parts},
-                {"gate_up": {"d": 0}, "down": {"d": 0}},
-                halved,
-            )
-            for grouped in (True, False)
-        ),
         Case("experts, looked up", "DP x EP", build("gathered"), {"d": parts}, both, tables),
         Case("experts, looked up by few tokens", "DP x EP", build("gathered", few), {"d": parts}, both, few_exchanged),
     ]
