@@ -177,9 +177,10 @@ class Sharding:
         return self._with(axis, Partial(op))
 
     def with_windows(self, windows: Iterable[tuple[int, Window]]) -> Sharding:
-        """The same, but of these dims, which axes split, devices hold windows."""
+        """The same, but of these dims, which axes split, devices hold windows; or, of dims that none splits, all hold
+        the same one."""
         made = Sharding(self.mesh, self.ndim, self.dims, self.partial, tuple(windows))
-        assert all(made.dims[dim] for dim, _ in made.windows), made
+        assert all(made.dims[dim] or not window.stride for dim, window in made.windows), made
         return made
 
     @property

@@ -84,10 +84,14 @@ class Reach:
     block: int = 1
 
 
+#: In place of a factor: wherever something is, it reads the same.
+EVERYWHERE = ""
+
+
 @dataclass(frozen=True)
 class Reaches:
     """All that something reads of a dim of `extent` elements, from where it is in `factor`. `always`: it has to have a
-    window even where that is as long as the dim."""
+    window even where that is as long as the dim. With the factor EVERYWHERE all devices read the same."""
 
     factor: str
     extent: int

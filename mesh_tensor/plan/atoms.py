@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.base.window import Reaches
+from mesh_tensor.base.window import EVERYWHERE, Reaches
 from mesh_tensor.rules.operator import OpRule
 from mesh_tensor.rules.operator.manual import factor_of
 from mesh_tensor.rules.operator.rule import Dim, InnerReduction, atoms_of
@@ -55,7 +55,7 @@ class NodeRule:
         """Of the operands: also the factors from which windows of an atom are read."""
         if not self.windows:
             return self.inputs
-        read = {place: reaches.factor for place, reaches in self.windows.items()}
+        read = {place: reaches.factor or None for place, reaches in self.windows.items()}
         return tuple(
             tuple(read.get((operand, position), factor) for position, factor in enumerate(factors))
             for operand, factors in enumerate(self.inputs)
@@ -200,7 +200,7 @@ class _Refinement:
         inputs, outputs = ([self._as_alike(names) for names in tensors] for tensors in (inputs, outputs))
         read = self._windows(of)
         sizes = {name: size for name, size in self._sizes.items() if not self._is_whole(name)}
-        windows = {place: reaches for place, reaches in read.items() if reaches.factor in sizes}
+        windows = {place: reaches for place, reaches in read.items() if reaches.factor in {*sizes, EVERYWHERE}}
         reduced = {name: rule.reduced[self._base[name]] for name in sizes if self._base[name] in rule.reduced}
         tensors = self._split(inputs), self._split(outputs)
         blocks = {self._first(name): self._block(name, size) for name, size in rule.blocks.items()}
@@ -232,12 +232,15 @@ class _Refinement:
         found: dict[tuple[int, int], Reaches] = {}
         for (operand, dim), reaches in self._rule.windows.items():
             dims = of[self._node.inputs[operand]]
+            before = len(self._devices.get(self._node.inputs[operand], ())) + sum(map(len, dims[:dim]))
+            if reaches.factor == EVERYWHERE and len(dims[dim]) == 1:
+                found[(operand, before)] = reaches
+                continue
             first, *minor = [name for name, base in self._base.items() if base == reaches.factor] or [""]
             along = reaches.along_first(first, math.prod(self._sizes[name] for name in minor)) if minor else reaches
             kernel = self._node.kernel is not None
             if along is not None and len(dims[dim]) == 1 and first and not (kernel and minor):
-                before = len(self._devices.get(self._node.inputs[operand], ()))
-                found[(operand, before + sum(map(len, dims[:dim])))] = along
+                found[(operand, before)] = along
                 self._minor.update(minor)
             elif not kernel:
                 self._whole.add(reaches.factor)

@@ -166,10 +166,9 @@ def left_by(
                 yield value, owned or Pending(produced.partial)
         return
     waiting = {i: pending[node.inputs[i]] for i in taken}
-    if (owned := taken_by_owners(node, rule, decision, waiting, ())) is None:
-        owned = Pending(waiting[min(taken)].parts, kept(node, rule, waiting))
-    for value in node.outputs:
-        yield value, owned
+    owned = taken_by_owners(node, rule, decision, waiting, ())
+    for value, factors in zip(node.outputs, rule.outputs, strict=True):
+        yield value, owned or Pending(waiting[min(taken)].parts, kept(rule, waiting, factors))
 
 
 def taken_of(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Partial, Placement, Shard, Sharding
-from mesh_tensor.base.window import Reaches
+from mesh_tensor.base.window import EVERYWHERE, Reaches
 from mesh_tensor.rules.operator.rule import InnerReduction
 
 from .atoms import AtomFactors, Atoms, NodeRule
@@ -179,7 +179,8 @@ def operand_layouts(mesh: Mesh, rule: NodeRule, split: AxisFactors, order: Order
     """How the operands have to lie. `order`: of axes that split one factor, as in Shard."""
     layouts = [Sharding.of(mesh, len(factors), _places(factors, split, order)) for factors in rule.inputs]
     for (operand, position), reaches in rule.windows.items():
-        layouts[operand] = with_window(layouts[operand], position, reaches, rule.sizes[reaches.factor], split, order)
+        size = rule.sizes.get(reaches.factor, 1)
+        layouts[operand] = with_window(layouts[operand], position, reaches, size, split, order)
     return tuple(layouts)
 
 
@@ -187,9 +188,12 @@ def with_window(
     layout: Sharding, dim: int, reaches: Reaches, size: int, split: Mapping[str, Any], order: Order
 ) -> Sharding:
     """The layout, in which the axes that split the factor (of `size`) split a dim into what is read of it from there;
-    the layout itself, with the dim whole, where that is as much, or they split another dim."""
+    the layout itself, with the dim whole, where that is as much, or they split another dim. What is the same everywhere
+    is a window however axes split."""
     axes = [axis for axis, factor in split.items() if factor == reaches.factor and layout.mesh.size(axis) > 1]
     window = reaches.window(size, [layout.mesh.size(axis) for axis in axes])
+    if window is not None and reaches.factor == EVERYWHERE:
+        return layout.with_windows([*layout.windows, (dim, window)])
     if not axes or window is None or any(layout.dim_of(axis) is not None for axis in axes):
         return layout
     places = layout.placements() | {axis: Shard(dim, order.get(axis, 0)) for axis in axes}

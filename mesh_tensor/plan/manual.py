@@ -16,7 +16,7 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.operator.aten import roll_call
 from mesh_tensor.rules.operator.call import op_name
-from mesh_tensor.rules.operator.manual import ALL_DEVICES, PER_DEVICE, devices_call
+from mesh_tensor.rules.operator.manual import ALL_DEVICES, PER_DEVICE, devices_call, of_device_call
 
 from .ir import Value
 from .varying import Axes
@@ -236,10 +236,13 @@ class Devices:
         return self._emit(op.where, (there, value, other))
 
     def broadcast(self, comm: Comm, value: Value) -> Value:
-        """Of one device."""
-        exposed = self._exposed(value, comm.axes.axis_names)
-        merged = self._reshaped(exposed, [comm.axes.num_devices, *value.type.shape])
-        return self._reshaped(self._one(merged, comm.root), value.type.shape)
+        """Of one device; where all have the same, what they have."""
+        mine = [axis for axis, _ in self._varying.get(value, ()) if axis in comm.axes]
+        if not mine:
+            return value
+        root = comm.axes.coordinate(comm.root)
+        place = tuple([root[axis] for axis in mine])
+        return self._emit(lambda x: of_device_call(x, place), (self._exposed(value, mine),))
 
     def scatter(self, comm: Comm, value: Value) -> Value:
         """Every device's part of one's."""
@@ -290,10 +293,6 @@ class Devices:
         if made.type.dtype == value.type.dtype:
             return made
         return self._emit(lambda x: op.astype(x, value.type.dtype), (made,))
-
-    def _one(self, value: Value, number: int) -> Value:
-        """One element of the first dim, which stays."""
-        return self._emit(lambda x: op.strided_slice(x, [0], [number], [number + 1]), (value,))
 
     def _turned(self, value: Value, order: Sequence[int]) -> Value:
         if list(order) == list(range(len(order))):

@@ -14,7 +14,7 @@ from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.linear_algebra import GROUPED
 
-from .atoms import NodeRule
+from .atoms import AtomFactors, NodeRule
 from .decide import Decision
 from .ir import Node, Value
 
@@ -119,17 +119,17 @@ def taken_by_owners(
     return Pending(parts, None if places is None else replace(found[0], tokens=places, zero=zero))
 
 
-def kept(node: Node, rule: NodeRule, waiting: Mapping[int, Pending]) -> Owner | None:
-    """The owner of the result of a node that is linear in what waits: that of all that does."""
+def kept(rule: NodeRule, waiting: Mapping[int, Pending], result: AtomFactors) -> Owner | None:
+    """The owner of a result of a node that is linear in what waits: that of all that does."""
     owners = {
         (pending.owner, None if pending.owner is None else _factors(rule.inputs[i], pending.owner.tokens))
         for i, pending in waiting.items()
     }
     named = {(None if owner is None else _key(owner), factors) for owner, factors in owners}
-    if len(named) != 1 or len(node.outputs) != 1:
+    if len(named) != 1:
         return None
     owner, factors = owners.pop()
-    places = None if factors is None else _places(factors, rule.outputs[0])
+    places = None if factors is None else _places(factors, result)
     return None if owner is None or places is None else replace(owner, tokens=places)
 
 

@@ -153,3 +153,47 @@ def test_groups_of_rows_are_summed_once(devices):
     model = Grouped()
     plan = run(model, torch.randn(10, WIDTH), {"e": devices}, split(model), torch.bfloat16)
     assert kinds(plan) == ["all_reduce"]
+
+
+class Gated(nn.Module):
+    """Two experts per token, whose gate and up are one tensor of which `parts` are made along a dim, as in Mixtral and
+    Qwen: rows in groups, or tables looked up."""
+
+    def __init__(self, grouped, dim=-1):
+        super().__init__()
+        self.grouped, self.dim = grouped, dim
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.gate_up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * HIDDEN) / 4)
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN * (2 if dim == 0 else 1), WIDTH) / 4)
+
+    def forward(self, x):
+        scores, chosen = self.router(x).softmax(-1).topk(2, -1)
+        ids, order = chosen.reshape(-1).sort(stable=True)
+        ends = torch.histc(ids.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
+
+        def product(rows, table):
+            return torch._grouped_mm(rows, table, offs=ends) if self.grouped else (rows[:, None] @ table[ids])[:, 0]
+
+        gate, up = product(x[order // 2], self.gate_up).chunk(2, self.dim)
+        hidden = F.silu(gate) * up
+        out = product(hidden if self.dim else hidden.repeat(2, 1), self.down) * scores.reshape(-1)[order].unsqueeze(-1)
+        return x + out[order.argsort()].reshape(-1, 2, WIDTH).sum(1)
+
+
+DTYPES = {True: torch.bfloat16, False: torch.float32}  # as torch multiplies groups
+
+
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "looked up"])
+@pytest.mark.parametrize("devices", [2, 3])
+def test_gate_and_up_in_one_tensor(grouped, devices):
+    model = Gated(grouped)
+    plan = run(model, torch.randn(12, WIDTH), {"e": devices}, split(model), DTYPES[grouped])
+    assert kinds(plan) == ["all_reduce"]
+
+
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "looked up"])
+def test_other_tokens_have_other_owners(grouped):
+    """Parts along the tokens: one token's gate meets another's up, which lies elsewhere."""
+    model = Gated(grouped, dim=0)
+    plan = run(model, torch.randn(12, WIDTH), {"e": 2}, split(model), DTYPES[grouped])
+    assert kinds(plan).count("all_reduce") + kinds(plan).count("all_gather") > 1

@@ -67,8 +67,8 @@ COLLECTIVES = {
         128,
     ),
     "nothing": (lambda t: comm.permute(t, X, []), {"x": 0}, lambda d: d.reshape(8, 16) * 0, 0),
-    "broadcast": (lambda t: comm.broadcast(t, X, 2), {}, lambda d: d[2], 192),
-    "scatter": (lambda t: comm.scatter(t, X, 1, 3), {"x": 1}, lambda d: d[3], 96),
+    "broadcast": (lambda t: comm.broadcast(t, X, 2), {}, lambda d: d[2], 128),
+    "scatter": (lambda t: comm.scatter(t, X, 1, 3), {"x": 1}, lambda d: d[3], 32),
 }
 
 
@@ -81,6 +81,25 @@ def test_collectives(name):
     torch.testing.assert_close(run(x), wanted, rtol=1e-5, atol=1e-5)
     # a result that all devices have may still be in parts, which nobody gathers
     assert sum(step.bytes for step in run.program.collectives) == (0 if name == "gather" else received)
+
+
+@pytest.mark.parametrize("axes", [{"x": 2, "y": 3}, {"y": 3}, {"x": 2}])
+@pytest.mark.parametrize("tiles", [{"x": 1, "y": 0}, {"y": 1}])
+def test_one_device_sends(axes, tiles):
+    """Every other device gets what it needs from that one, once: of a broadcast the whole, of n in all (n - 1) of it;
+    of a scatter its part. Where tiles are the same along an axis, nothing crosses that."""
+    mesh, devices = {"x": 2, "y": 3}, mt.Mesh(axes).num_devices
+    apart = {axis: dim for axis, dim in tiles.items() if axis not in axes}
+    tile = 4 * 12 * 36 // mt.Mesh({axis: mesh[axis] for axis in tiles}).num_devices
+    sent = tile if {*axes} & {*tiles} else 0
+    for root in (0, devices - 1):
+        for kind, out, received in (
+            (lambda t, root=root: comm.broadcast(t, axes, root), apart, sent),
+            (lambda t, root=root: comm.scatter(t, axes, 1, root), apart | dict.fromkeys(axes, 1), sent // devices),
+        ):
+            made = lambda emit, t, kind=kind: emit(op.negative(emit(kind(emit(op.exp(t))))))  # noqa: E731
+            run, _ = check(manual_module(made, [(12, 36)], mesh, [tiles], out), mesh, {}, (12, 36))
+            assert sum(step.bytes for step in run.program.collectives) == received
 
 
 def test_a_collective_of_megatron():

@@ -27,7 +27,7 @@ _CLASSES = {
     + tuple(f"nn.conv{dims}d{ending}" for dims in (1, 2, 3) for ending in ("", "_transpose")),
     "view": ("reshape", "flatten", "nn.batch_flatten", "expand_dims", "squeeze", "permute_dims", "broadcast_to")
     + ("loop.row", "strided_slice", "split", "aten.diagonal.default", "aten.unfold.default", "wrap_param")
-    + ("mesh.per_device", "mesh.all_devices"),
+    + ("mesh.per_device", "mesh.all_devices", "mesh.of_device"),
     "move": ("concat", "stack", "repeat", "tile", "flip", "nn.pad", "nn.pixel_shuffle", "meshgrid", "slice_scatter")
     + (
         "take",

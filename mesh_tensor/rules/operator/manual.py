@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from tvm import relax
 
+from mesh_tensor.base.window import EVERYWHERE, Reach, Reaches
+
 from .call import OpCall
 from .elementwise import dims_of
 from .rule import LocalCall, OpRule, rule
 
 #: Every device takes its own of what lies along the first dims, or what all have is put there; the axes are a text.
 PER_DEVICE, ALL_DEVICES = "mesh.per_device", "mesh.all_devices"
+#: What one device has, of what lies along the first dims.
+OF_DEVICE = "mesh.of_device"
 
 
 def devices_call(name: str, x: relax.Expr, axes: tuple[str, ...], shape: tuple[int, ...]) -> relax.Call:
     """A call of one of the two that gives what devices have in this shape."""
     info = relax.TensorStructInfo(shape, x.struct_info.dtype)
     return relax.op.call_pure_packed(name, x, relax.StringImm(",".join(axes)), sinfo_args=[info])
+
+
+def of_device_call(x: relax.Expr, place: tuple[int, ...]) -> relax.Call:
+    """What the device at this place along the first dims has."""
+    info = relax.TensorStructInfo([int(size) for size in x.struct_info.shape][len(place) :], x.struct_info.dtype)
+    return relax.op.call_pure_packed(OF_DEVICE, x, relax.ShapeExpr(place), sinfo_args=[info])
 
 
 def axes_of(call: OpCall) -> tuple[str, ...]:
@@ -38,6 +48,18 @@ def per_device(call: OpCall) -> OpRule:
 def all_devices(call: OpCall) -> OpRule:
     dims, devices = dims_of(call.inputs[0].ndim), tuple(map(factor_of, axes_of(call)))
     return OpRule((dims,), ((*devices, *dims),), moves=True, devices=frozenset(devices), localize=_to_tile)
+
+
+@rule(OF_DEVICE)
+def of_device(call: OpCall) -> OpRule:
+    """Whoever needs a part of it gets that from the one device: all have the same window of the first dims."""
+    dims, place = dims_of(call.outputs[0].ndim), call.literals[-1]
+    windows = {
+        (0, dim): Reaches(EVERYWHERE, call.inputs[0].shape[dim], 0, 1, (Reach(at, at),), always=True)
+        for dim, at in enumerate(place)
+    }
+    given = (*(None for _ in place), *dims)
+    return OpRule((given,), (dims,), linear=(frozenset({0}),), moves=True, windows=windows, localize=_to_tile)
 
 
 def _to_tile(local: LocalCall) -> relax.Expr:

@@ -16,7 +16,7 @@ from tests.plan.loop_modules import LOOPS, looped
 from tests.plan.seed_modules import NESTED
 from tests.plan.test_loops import Halving
 from tests.plan.test_loops import data as loop_data
-from tests.plan.test_manual import Nested
+from tests.plan.test_manual import Nested, comm, manual_module
 from tests.plan.test_order_of_axes import mlp
 from tests.plan.test_sub_axes import product
 from tests.program import test_families
@@ -71,13 +71,16 @@ def order_and_manual(rank, sizes):
     """Axes in another order than the mesh's, and manual computations: bit for bit as on the virtual mesh; DTensors come
     and go in torch's layouts."""
     device_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("x", "y"))
-    mesh = dict(zip("xy", sizes, strict=True))
+    mesh, both = dict(zip("xy", sizes, strict=True)), {"x": 1, "y": 1}
     torch.manual_seed(0)
     cases = [
         (mlp(), {"x": {("y", "x"): 0}}, (torch.randn(12, 12), torch.randn(12, 6))),
         (mlp(), {"x": {("y", "x"): 0}, "lv1": {("x", "y"): 0}}, (torch.randn(12, 12), torch.randn(12, 6))),
         (Nested, {"x": {"y": 0}}, (torch.randn(8, 4),)),
     ]
+    for send, out in ((lambda t: comm.broadcast(t, mesh, 2), {}), (lambda t: comm.scatter(t, mesh, 1, 3), both)):
+        mod = manual_module(lambda emit, t, send=send: emit(send(t)), [(8, 12)], mesh, [{"x": 0, "y": 0}], out)
+        cases.append((mod, {}, (torch.randn(8, 12),)))
     for mod, layouts, inputs in cases:
         virtual = mt.distribute_module(mod, mesh, layouts)
         run = mt.distribute_module(mod, device_mesh, layouts)
