@@ -197,8 +197,12 @@ class _Resumer:
             before: tirx.PrimExpr = tirx.BufferLoad(held, at)
             if part in self.scales:
                 # 0 stays 0, whatever it is scaled with: a product may be infinite
-                zero = tirx.const(0, held.dtype)
-                before = tirx.Select(before == zero, zero, before * self.scales[part].load(at))
+                zero, scale = tirx.const(0, held.dtype), self.scales[part].load(at)
+                is_zero = before == zero
+                if part.starts_anew:
+                    # Where it is NaN for another reason, so is the device's own
+                    is_zero = tirx.Or(is_zero, tirx.isnan(scale))
+                before = tirx.Select(is_zero, zero, before * scale)
             mine = tirx.BufferLoad(total, at)
             return tirx.BufferStore(held, _FOLDS[part.op](before, mine), at)
 

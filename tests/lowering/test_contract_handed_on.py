@@ -84,6 +84,16 @@ def test_running_states(name, mesh, steps):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("left", [torch.inf, torch.nan])
+def test_a_state_that_starts_anew_knows_nothing_of_what_was_there(left):
+    update, reference, start = UPDATES["starting anew"]
+    x = torch.zeros(8, 4)
+    x[1, :3], x[3, 1], x[5, 2] = left, 1.0, 1.0
+    kernel = compiled(running(8, 4, update, start=start), {"x": 4}, rows("x"))
+    for result, expected in zip(kernel(x), in_order(x, reference, start), strict=True):
+        torch.testing.assert_close(result, expected, equal_nan=True)
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_only_looks_like_it_stays_whole(wrong):
     x = torch.randn(8, 8).abs()

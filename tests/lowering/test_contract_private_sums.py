@@ -71,6 +71,39 @@ def scaled_in_place(X: T.Tensor((ROWS, COLUMNS))):
                 X[b * 3 + i, k] = X[b * 3 + i, k] * T.rsqrt(total)
 
 
+@T.prim_func
+def ends_of_their_own(
+    X: T.Tensor((ROWS, COLUMNS)), Ends: T.Tensor((ROWS,), "int32"), Z: T.Tensor((8,)), Y: T.Tensor((ROWS,))
+):
+    with T.Kernel(2, threads=32) as b:
+        for i in T.Parallel(3):
+            total = T.alloc_var("float32")
+            total = 0.0
+            end = Ends[b * 3 + i]
+            for k in T.serial(COLUMNS):
+                total += X[b * 3 + i, k]
+            for k in T.serial(end):
+                total = total * Z[k]
+            Y[b * 3 + i] = total
+
+
+@T.prim_func
+def shares_under_a_condition(X: T.Tensor((ROWS, COLUMNS)), Y: T.Tensor((ROWS,))):
+    with T.Kernel(2, threads=32) as b:
+        for i in T.Parallel(3):
+            share = T.alloc_var("int32")
+            total = T.alloc_var("float32")
+            if b > 0:
+                share = 100 // b + i
+                total = 0.0
+                for k in T.serial(COLUMNS):
+                    total += X[b * 3 + i, k] * T.cast(share, "float32")
+                Y[b * 3 + i] = total * total
+
+
+SHARES = torch.tensor([0, 0, 0, 100, 101, 102])
+ENDS, Z = torch.tensor([3, 0, 8, 1, 5, 2]).int(), X[0, :1] + torch.arange(8.0)
+PRODUCTS = torch.cat([torch.ones(1), Z.cumprod(0)])[ENDS]
 BOTH = {"X": {"x": 1}, "Y": {"x": 1}}
 
 
@@ -79,9 +112,11 @@ BOTH = {"X": {"x": 1}, "Y": {"x": 1}}
     [
         (row_softmax, [X], [X.softmax(1)], BOTH),
         (squared_sums, [X, torch.zeros(8)], [torch.cat([X.sum(1) ** 2, torch.zeros(2)])], {"X": {"x": 1}}),
+        (ends_of_their_own, [X, ENDS, Z], [X.sum(1) * PRODUCTS], {"X": {"x": 1}}),
+        (shares_under_a_condition, [X, torch.zeros(ROWS)], [(X.sum(1) * SHARES) ** 2], {"X": {"x": 1}}),
         (scaled_in_place, [X.clone()], [X * torch.rsqrt((X * X).sum(1, keepdim=True))], {"X": {"x": 1}}),
     ],
-    ids=["softmax", "under_a_condition", "in_place"],
+    ids=["softmax", "under_a_condition", "ends_of_their_own", "division", "in_place"],
 )
 def test_sums_of_iterations_are_completed(func, inputs, expected, split):
     assert not gathers(func, inputs, expected, split)

@@ -53,6 +53,7 @@ def distributed(kernel: Kernel) -> tirx.PrimFunc | None:
 
 
 _ACCESSES = (tirx.BufferLoad, tirx.BufferStore)
+_DIVISIONS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
 
 
 class _Nest:
@@ -67,6 +68,7 @@ class _Nest:
         self.guard = _guard(body)
         self.body = body if self.guard is None else body.then_case
         self.vars = [loop.loop_var for loop in self.loops]
+        self.bound = [bind.var for bind in nodes(self.body, tirx.Bind)]
         self.expanded: dict[tirx.Buffer | tirx.Var, tirx.Buffer] = {}
 
     def can_be_distributed(self) -> bool:
@@ -104,7 +106,7 @@ class _Nest:
         """Whether the statement is a loop that all iterations of the nest run alike."""
         if not isinstance(stmt, tirx.For) or stmt.kind != tirx.ForKind.SERIAL or leaves_loop(stmt):
             return False
-        return not any(loads(e) or vars_of([e], {}) & set(self.vars) for e in (stmt.min, stmt.extent))
+        return not any(loads(e) or vars_of([e], {}) & {*self.vars, *self.bound} for e in (stmt.min, stmt.extent))
 
     def _leaves(self, body: tirx.Stmt) -> Iterator[tirx.Stmt]:
         for group in self._groups(body):
@@ -134,9 +136,12 @@ class _Nest:
         return body
 
     def _is_private(self, body: tirx.Stmt) -> bool:
-        """Whether statements only set what is an iteration's own, from that: any iteration may do so."""
+        """Whether statements only set what is an iteration's own, from that, and divide by no number that may be zero:
+        any iteration may do so."""
         own = list(self.expanded.values())
         only = all(access.buffer in own for access in nodes(body, *_ACCESSES))
+        by = [quotient.b for quotient in nodes(body, *_DIVISIONS) if not quotient.dtype.startswith(("float", "bfloat"))]
+        only = only and all(isinstance(divisor, tirx.IntImm) for divisor in by)
         return only and all(isinstance(stmt, tirx.BufferStore) for stmt in body_statements(body))
 
     # -- what iterations have of their own -----------------------------------------------------------------------------
@@ -171,8 +176,8 @@ class _Nest:
         dims = zip(*(access.indices for access in accesses), strict=True)
         same = [first for first, *others in dims if all(ir.structural_equal(first, other) for other in others)]
         forms = [form for index in same if (form := linear_form(index, {})) is not None]
-        # in a dim that one of the loops walks, and no other here, each of its iterations has places of its own
-        own = set(self.vars) | {loop.loop_var for loop in nodes(self.body, tirx.For)}
+        # in a dim that one of the loops walks, and nothing else here, each of its iterations has places of its own
+        own = {*self.vars, *self.bound, *(loop.loop_var for loop in nodes(self.body, tirx.For))}
         return all(any(form.terms.keys() & own == {var} for form in forms) for var in self.vars)
 
 

@@ -8,13 +8,14 @@ iterations multiplied, and what it makes of 0. What every device then starts fro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
 
 from mesh_tensor.annotations.combination import Combination, tried_combinations
-from mesh_tensor.tir.nodes import same_expression
+from mesh_tensor.tir.nodes import nodes, same_expression
 
 from .coordinates import Coordinates
 from .factors import Factor
@@ -38,6 +39,11 @@ class Carried:
     scaled: Mapping[Statement, tirx.PrimExpr]
     best: Best | None = None
     stated: Stated | None = None
+
+    @property
+    def starts_anew(self) -> bool:
+        """Whether it may be scaled with NaN, which says that nothing is left of what was there before."""
+        return any(math.isnan(imm.value) for by in self.scaled.values() for imm in nodes(by, tirx.FloatImm))
 
     @property
     def starts_neutral(self) -> bool:
@@ -179,11 +185,12 @@ def _scale(statement: Statement) -> tirx.PrimExpr | None:
 
 
 def _coefficient(expr: tirx.PrimExpr, store: tirx.BufferStore) -> tirx.PrimExpr | None:
-    """Of an expression that is linear in what is stored to; None if it is not said as sums and products."""
+    """Of an expression that is linear in what is stored to; None if it is not said as sums and products. NaN where
+    nothing is left of that: 0 times what may be infinite is something else."""
     if isinstance(expr, tirx.BufferLoad) and expr.buffer.same_as(store.buffer):
         return tirx.const(1.0, expr.dtype)
     if not mentions(expr, store.buffer):
-        return tirx.const(0.0, expr.dtype)
+        return tirx.const(math.nan if expr.dtype.startswith(("float", "bfloat")) else 0, expr.dtype)
     if isinstance(expr, (tirx.Add, tirx.Sub)):
         a, b = _coefficient(expr.a, store), _coefficient(expr.b, store)
         if a is None or b is None or (isinstance(expr, tirx.Sub) and mentions(expr.b, store.buffer)):
