@@ -1,7 +1,8 @@
 """A GPT of 8 layers in 2 stages on two gloo ranks, 8 microbatches, 1F1B: a step to the gradients, beside
-torch.distributed.pipelining's with the same cut; then both stages split over two ranks each, heads and features, as
-torch.distributed.tensor.parallel splits them. Both take turns; each row is there by the clock on the wall, which takes
-as many free cores as there are ranks, and by the CPU time of rank 0's process.
+torch.distributed.pipelining's with the same cut; in 4 stages on four ranks, and in 2 stages per rank, interleaved; then
+both of 2 stages split over two ranks each, heads and features, as torch.distributed.tensor.parallel splits them. Both
+take turns; each row is there by the clock on the wall, which takes as many free cores as there are ranks, and by the
+CPU time of rank 0's process.
 
 python -m benchmarks.bench_pipelines
 """
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
@@ -37,6 +38,8 @@ def rows(rounds: int = 7) -> list[Row]:
     """The comparison, measured."""
     cases = [
         *((f"width {width}", clocks, 0.95) for width, clocks in on_ranks(time_steps, rounds).items()),
+        ("width 128, 4 stages on 4 ranks", on_ranks(time_step, 128, rounds, count=4), None),
+        ("width 128, 4 stages, interleaved", on_ranks(time_step, 128, rounds, 2), None),
         ("width 128, 2-way tensor parallel", on_ranks(time_split, 128, rounds, count=4), None),
     ]
     return [
@@ -59,19 +62,18 @@ class Loss(torch.nn.Module):
 
 
 class Part(torch.nn.Module):
-    """One of torch's two stages: the first layers behind the embeddings, or the last ones and the head."""
+    """One of torch's stages: as many layers as each has, the first behind the embeddings, the last before the head."""
 
-    def __init__(self, model: GPT2, last: bool) -> None:
+    def __init__(self, model: GPT2, number: int, count: int) -> None:
         super().__init__()
-        half = len(model.blocks) // 2
-        self.last = last
-        self.blocks = model.blocks[half:] if last else model.blocks[:half]
-        self.before = torch.nn.ModuleList([] if last else [model.wte, model.wpe])
-        self.after = torch.nn.ModuleList([model.norm, model.head] if last else [])
+        each = LAYERS // count
+        self.blocks = model.blocks[number * each : (number + 1) * each]
+        self.before = torch.nn.ModuleList([] if number else [model.wte, model.wpe])
+        self.after = torch.nn.ModuleList([model.norm, model.head] if number == count - 1 else [])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Tokens to what goes between the stages, or that to logits."""
-        if not self.last:
+        if len(self.before):
             words, places = self.before
             x = words(x) + places(torch.arange(x.shape[1]))
         for layer in [*self.blocks, *self.after]:
@@ -84,19 +86,20 @@ def time_steps(rounds: int) -> dict[int, Clocks]:
     return {width: time_step(width, rounds) for width in WIDTHS}
 
 
-def time_step(width: int, rounds: int) -> Clocks:
-    """On each of two ranks: the loss and the gradients of a batch."""
-    model, rank = _model(width), dist.get_rank()
-    part = Part(model, last=rank == 1)
-    stage = PipelineStage(part, rank, 2, torch.device("cpu"))
-    return _times(model, part, stage, rank, {"d": 1}, {}, rounds)
+def time_step(width: int, rounds: int, chunks: int = 1) -> Clocks:
+    """On each rank, with `chunks` stages: the loss and the gradients of a batch."""
+    model, rank, ranks = _model(width), dist.get_rank(), dist.get_world_size()
+    count = ranks * chunks
+    parts = {number: Part(model, number, count) for number in range(rank, count, ranks)}
+    stages = [PipelineStage(part, number, count, torch.device("cpu")) for number, part in parts.items()]
+    return _times(model, parts, stages, count, [{"d": 1}] * ranks, {}, rounds)
 
 
 def time_split(width: int, rounds: int) -> Clocks:
     """On each of four ranks, two per stage."""
     model, mesh = _model(width), init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "t"))
     number = dist.get_rank() // 2
-    part = Part(copy.deepcopy(model), last=number == 1)
+    part = Part(copy.deepcopy(model), number, 2)
     columns, sums = ColwiseParallel(), RowwiseParallel()
     plan = {"attn.q": columns, "attn.k": columns, "attn.v": columns, "attn.proj": sums, "fc": columns, "proj": sums}
     for block in part.blocks:
@@ -104,7 +107,8 @@ def time_split(width: int, rounds: int) -> Clocks:
         block.attn.heads //= 2
     stage = PipelineStage(part, number, 2, torch.device("cpu"), group=mesh.get_group("stages"))
     columns_of = {f"*.{name}.{kind}": {"t": 0} for name in ("q", "k", "v", "fc") for kind in ("weight", "bias")}
-    return _times(model, part, stage, number, {"t": 2}, {**columns_of, "*.proj.weight": {"t": 1}}, rounds)
+    layouts = {**columns_of, "*.proj.weight": {"t": 1}}
+    return _times(model, {number: part}, [stage], 2, [{"t": 2}] * 2, layouts, rounds)
 
 
 def _model(width: int) -> GPT2:
@@ -112,18 +116,25 @@ def _model(width: int) -> GPT2:
 
 
 def _times(
-    model: GPT2, part: Part, stage: PipelineStage, number: int, mesh: dict[str, int], layouts: dict, rounds: int
+    model: GPT2,
+    parts: dict[int, Part],
+    stages: list[PipelineStage],
+    count: int,
+    meshes: list[dict[str, int]],
+    layouts: dict,
+    rounds: int,
 ) -> Clocks:
-    """By clock the times of both on this rank, in turns, once their losses and gradients agree."""
+    """By clock the times of both on this rank, which has these of `count` stages, in turns, once their losses and
+    gradients agree."""
     tokens, labels = (torch.randint(512, (ROWS * MICROBATCHES, 64)) for _ in range(2))
     module = mt.from_torch(torch.export.export(Loss(model), (tokens[:ROWS], labels[:ROWS])))
     ours = mt.pipeline(
         module,
-        {"m0": mesh, "m1": mesh},
-        {"m0": [f"model.blocks.{LAYERS // 2 - 1}"], "m1": [f"model.blocks.{LAYERS - 1}"]},
+        {f"m{i}": mesh for i, mesh in enumerate(meshes)},
+        [f"model.blocks.{LAYERS * (i + 1) // count - 1}" for i in range(count - 1)],
         layouts,
         microbatches=MICROBATCHES,
-        schedule="1f1b",
+        schedule="1f1b" if len(stages) == 1 else "interleaved",
         train=True,
         ranks=True,
     )
@@ -131,20 +142,27 @@ def _times(
     def loss_of(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
 
-    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of)
+    schedule: Any = (
+        Schedule1F1B(stages[0], MICROBATCHES, loss_fn=loss_of)
+        if len(stages) == 1
+        else ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=loss_of)  # type: ignore[arg-type]
+    )
 
     def theirs() -> list[torch.Tensor]:
-        part.zero_grad()
+        for part in parts.values():
+            part.zero_grad()
         losses: list[torch.Tensor] = []
-        schedule.step(target=labels, losses=losses) if number else schedule.step(tokens)
+        given = [tokens] if 0 in parts else []
+        schedule.step(*given, target=labels, losses=losses) if count - 1 in parts else schedule.step(*given)
         return losses
 
     losses, loss = theirs(), ours(tokens, labels)
-    if number:
+    if count - 1 in parts:
         torch.testing.assert_close(torch.stack(losses).mean().detach(), loss, rtol=1e-4, atol=1e-4)
     gradients = ours.gradients()
-    name = f"model.blocks.{(LAYERS - 1) * number}.fc.weight"
-    found: Any = part.blocks[-1 * number].fc.weight.grad
+    number, part = next(iter(parts.items()))
+    name = f"model.blocks.{LAYERS // count * number}.fc.weight"
+    found: Any = part.blocks[0].fc.weight.grad
     assert found is not None
     whole = found.full_tensor() if hasattr(found, "full_tensor") else found
     torch.testing.assert_close(gradients[module.names[name]], whole, rtol=1e-3, atol=1e-5)

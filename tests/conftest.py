@@ -1,5 +1,6 @@
 """What all tests share: seeds, and how hypothesis looks for examples."""
 
+import gc
 import random
 
 import numpy
@@ -30,6 +31,12 @@ settings.load_profile("ci")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The tests of many random cases, which take longest, start first: no worker waits for another one's in the end."""
     items.sort(key=lambda item: not item.nodeid.startswith("tests/test_random"))
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: no collection of garbage looks at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -46,7 +46,7 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "loops": loops.make_loop_case,
     "manual_loops": int,
     "training": training.make_training_case,
-    "pipelines": pipeline_models.make_case,
+    "pipelines": pipeline_models.make_fuzz_case,
     "files": int,
     "ranks": ranks.make_sequence,
 }

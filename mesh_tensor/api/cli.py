@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import runpy
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
-    except MeshTensorError as error:
+    except (MeshTensorError, OSError) as error:  # the latter of what is read and written
         print(error, file=sys.stderr)  # noqa: T201
         return 1
     return 0
@@ -102,7 +103,10 @@ def _words(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(each) for each in text.split(",")]
+    try:
+        return [int(each) for each in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers, as 1,2 is") from None
 
 
 def _measure(options: argparse.Namespace) -> None:
@@ -116,13 +120,27 @@ def _object(place: str) -> Any:
     path, _, name = place.rpartition(":")
     if not path or not Path(path).is_file():
         refuse(f"there is no file {path or place!r}", fix="write FILE:NAME, as in model.py:run")
-    names = runpy.run_path(path)
+    names = _of_user(path, lambda: runpy.run_path(path))
     if name not in names:
         known = sorted(each for each in names if not each.startswith("_"))
         refuse(f"{path} has no {name!r}{did_you_mean(name, known)}", why=f"it has {listing(known)}")
     found = names[name]
     made = isinstance(found, (tirx.PrimFunc, ir.IRModule, ImportedModule)) or hasattr(found, "program")
-    return found() if callable(found) and not made and not hasattr(found, "schedule") else found
+    return _of_user(place, found) if callable(found) and not made and not hasattr(found, "schedule") else found
+
+
+def _of_user(place: str, run: Callable[[], Any]) -> Any:
+    """What the user's own code gives; what it raises is told with the line that did."""
+    try:
+        return run()
+    except MeshTensorError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        what = "".join(traceback.format_exception_only(error)).strip()
+        refuse(
+            f"{place} fails: {what}", where=f"{last.filename}, line {last.lineno}", fix="it is called without arguments"
+        )
 
 
 def _machine(name: str) -> Machine:

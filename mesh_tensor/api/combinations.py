@@ -23,6 +23,7 @@ from mesh_tensor.rules.kernel.scans import Stated
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import body_statements
 from mesh_tensor.targets.interpreter import interpret
+from mesh_tensor.tir.effects import pointers, written
 from mesh_tensor.tir.grids import grids_of
 from mesh_tensor.tir.nodes import function_name
 from mesh_tensor.tir.rewrite import loop_like, over_elements
@@ -136,7 +137,11 @@ class _Trial:
         names = dict(zip(self.analysis.kernel.params, inputs, strict=True))
         made = [np.zeros([int(s) for s in r.buffer.shape], numpy_dtype(r.buffer.dtype)) for r in self.stated.held]
         buffers = [func.buffer_map[p] for p in func.params if p in func.buffer_map]
-        arrays = [names[b.name].copy() for b in buffers[: len(buffers) - len(made)]]
+        changed, pointed = {*written(func.body)}, pointers(func.body)
+        arrays = [
+            names[b.name].copy() if b in changed or b.data in pointed else names[b.name]
+            for b in buffers[: len(buffers) - len(made)]
+        ]
         try:
             interpret(func, [*arrays, *made, start, end])
         except MeshTensorError:  # data that are indices may lie anywhere

@@ -89,6 +89,16 @@ class StageFragments:
         return {}
 
     @cached_property
+    def held_bytes(self) -> dict[str, int]:
+        """What is held for backwards after an action of a kind, as far as one has run: the same each time."""
+        return {}
+
+    @cached_property
+    def boxes(self) -> dict[str, Any]:
+        """What this rank has of values that are placed, by name, as far as any were."""
+        return {}
+
+    @cached_property
     def given(self) -> frozenset[str]:
         """The values that fragments make."""
         return frozenset(name for fragment in self.fragments.values() for name in fragment.gives)
@@ -104,6 +114,11 @@ class StageFragments:
         kinds = {"F": "BIW", "I": "W", "B": "", "W": ""}
         takes = {kind: fragment.takes for kind, fragment in self.fragments.items()}
         return {done: frozenset(n for kind in left for n in takes.get(kind, ())) for done, left in kinds.items()}
+
+    @cached_property
+    def lasts(self) -> dict[str, frozenset[str]]:
+        """What an action of a kind is the last to take."""
+        return {kind: frozenset(made.takes) - self.later[kind] for kind, made in self.fragments.items()}
 
     @cached_property
     def own(self) -> frozenset[str]:
@@ -197,7 +212,11 @@ def training_fragments(
         known = {**fragment.layouts, **known}
     if options.carries:
         _carry(made)
-    return StageFragments(stage, mesh, made, known)
+    here = StageFragments(stage, mesh, made, known)
+    for kind in made.keys() - {"F"}:
+        last = here.lasts[kind] - here.own
+        made[kind].module.forget([number for number, name in enumerate(made[kind].takes) if name in last])
+    return here
 
 
 def _carry(fragments: Mapping[str, Fragment]) -> None:

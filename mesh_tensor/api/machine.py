@@ -1,15 +1,16 @@
 """Machine.measure: what operators, kernels and changes of layout take on this machine, as a virtual mesh runs them.
 
 Every operator runs in chains of two lengths, so that what a call takes beside its steps falls out of the difference.
-What counts is CPU time, and the least of several runs: others may be using the machine.
+What counts is CPU time, and the least of several runs: others may be using the machine. All chains are gone through
+several times, so that no class is measured only while others are.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import statistics
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,25 +18,17 @@ import torch
 
 from mesh_tensor.base.machine import Link, Machine, Memory, Roofline
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.rules.operator.cost import class_of
 from mesh_tensor.runtime.virtual.mesh_tensor import distribute
 from mesh_tensor.simulation import Simulation
 
 from .module import distribute_module
-from .probes import (
-    PROBES,
-    SIDES,
-    Probe,
-    block,
-    kernel_seconds,
-    least,
-    product,
-    product_kernel,
-    row_kernel,
-    step_time,
-)
+from .probes import PROBES, SIDES, Chain, Probe, block, kernel_rate, least, product, product_kernel, row_kernel
 
 _LARGEST = 1 << 22  # elements: freeing that much once, the C library keeps what is freed later
+_MEMORY = (256, 512, 1024, 2048)  # sides of what is read and written: 256 KiB to 16 MiB each
+_DTYPES = {"float32": 512, "float64": 512, "bfloat16": 512, "float16": 256}  # with sides of products
+_PRODUCTS = (48, 96, 192, 384)  # sides of smaller ones
+_ROUNDS, _ROUND = 3, 0.02  # how often chains are gone through, and seconds of each
 
 
 def measure(seconds: float) -> Machine:
@@ -51,42 +44,53 @@ def measure(seconds: float) -> Machine:
 
 
 def _measured(end: float) -> Machine:
-    small = [step_time(PROBES[0], SIDES[0]) for _ in range(4)]
-    launch, call = (statistics.median(each) for each in zip(*small, strict=True))  # a difference may be far too small
+    one, square = PROBES[0], product(0)
+    small, memory = Chain(one, SIDES[0]), {side: Chain(one, side) for side in _MEMORY}
+    rates = {dtype: Chain(square, side, dtype) for dtype, side in _DTYPES.items()}
+    products = {side: Chain(square, side) for side in _PRODUCTS}
+    chains: dict[str, dict[int, Chain]] = {}
+    made_until = end - 0.4 * (end - time.monotonic())
+    for probe in PROBES:
+        if time.monotonic() < made_until:
+            chains[probe.name] = {side: Chain(probe, side).run(_ROUND) for side in SIDES}
+    needed = (small, *memory.values(), *rates.values(), *products.values())
+    for number in range(_ROUNDS):
+        for chain in (*needed, *(chain for sides in chains.values() for chain in sides.values())):
+            if number == 0 or time.monotonic() < end or chain in needed:
+                chain.run(_ROUND)
+    launch = small.step
     machine = Machine(
         f"virtual mesh on {os.cpu_count()} processors",
-        {dtype: _product_rate(dtype) for dtype in ("float32", "float64", "bfloat16", "float16")},
-        _memory(launch),
+        {dtype: 2 * _DTYPES[dtype] ** 3 / chain.step for dtype, chain in rates.items()},
+        _memory(memory, launch),
         (_link(),),
         launch=launch,
-        call=call,
+        call=small.call,
         busy=1.0,
         processors=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         sources={"all": f"mt.Machine.measure() on {time.strftime('%Y-%m-%d')}, CPU time"},
     )
-    classes = {"product": _product_class(machine), "kernel": _kernel_class(machine)}
+    classes = {"product": _product_class(products, machine), **_kernel_classes(machine)}
     for probe in PROBES:
-        if time.monotonic() < end:
-            classes[probe.name] = _class(probe, machine)
+        if {probe.name, *probe.beside} <= chains.keys():
+            classes[probe.name] = _class(probe, chains, machine)
     if late := [probe.name for probe in PROBES if probe.name not in classes]:
         words = f"not measured, out of time: {', '.join(late)}"
         machine = replace(machine, sources={**machine.sources, "classes": words})
-    return _as_in_programs(replace(machine, classes=classes))
+    view = Roofline(start=launch + classes["view"].start if "view" in classes else launch)
+    return _as_in_programs(replace(machine, classes={**classes, "view": view}))
 
 
 def _as_in_programs(machine: Machine) -> Machine:
-    """Steps of a program are all different: beside their work, they take more than those of a chain of equal ones.
-    Views take as much beside theirs, which is nothing; and what starts other operators grows alike."""
+    """Steps of a program are all different: beside their work, they take more than those of a chain of equal ones."""
     mod = block(8, 16, 8)
     run = distribute_module(mod, {"x": 1}, target="c")
     tensors = [torch.rand(tuple(map(int, p.struct_info.shape))) - 0.5 for p in mod["main"].params]
     took, made = least(partial(run, *tensors), 0.2), Simulation(run.program, machine)
-    views = sum(1 for step in run.program.ops if class_of(step.call.name) == "view")
-    took -= views * machine.launch
     launch = machine.launch + max(0.0, took - made.time) / len(run.program.ops)
     colder = launch / machine.launch
     classes = {name: replace(each, start=each.start * colder) for name, each in machine.classes.items()}
-    return _in_turns(replace(machine, launch=launch, classes={**classes, "view": Roofline(start=launch)}))
+    return _in_turns(replace(machine, launch=launch, classes=classes))
 
 
 def _in_turns(machine: Machine) -> Machine:
@@ -106,51 +110,71 @@ def _in_turns(machine: Machine) -> Machine:
     return replace(machine, start=start, turn=max(0.0, (first - start * two) / max(1.0, turns)))
 
 
-def _memory(launch: float) -> tuple[Memory, ...]:
+def _memory(chains: Mapping[int, Chain], launch: float) -> tuple[Memory, ...]:
     """Rates by the bytes that an element-wise operator touches: those of its caches, and of what lies behind them."""
     levels, rate = [], math.inf
-    for side in (256, 512, 1024, 2048):
+    for side, chain in chains.items():
         nbytes = 8 * side * side
-        rate = min(rate, nbytes / max(1e-9, step_time(PROBES[0], side)[0] - launch))
+        rate = min(rate, nbytes / max(1e-9, chain.step - launch))
         levels.append(Memory(2 * nbytes, rate))
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**34
     return (*levels[:-1], Memory(max(whole, 2 * levels[-1].size), rate))
 
 
-def _product_rate(dtype: str) -> float:
-    side = 256 if dtype == "float16" else 512
-    return 2 * side**3 / step_time(product(side), side, dtype)[0]
+def _product_class(chains: Mapping[int, Chain], machine: Machine) -> Roofline:
+    """What small products take beside their operations, and what they reach of the rate of large ones."""
+    peak = machine.peak("float32")
+    start, share, _ = _fitted([(2 * side**3 / peak, chain.step) for side, chain in chains.items()], machine.launch)
+    return Roofline(start, flops=share)
 
 
-def _product_class(machine: Machine) -> Roofline:
-    """What small products take beside their operations."""
-    step = step_time(product(64), 64)[0]
-    return Roofline(start=max(0.0, step - machine.launch - 2 * 64**3 / machine.peak("float32")))
-
-
-def _kernel_class(machine: Machine) -> Roofline:
-    """What TileLang kernels reach as this project compiles them for a CPU: products, and rows."""
+def _kernel_classes(machine: Machine) -> dict[str, Roofline]:
+    """What TileLang kernels reach as this project compiles them for a CPU: products, and rows, which are bound by
+    what they compute, too."""
     side, a = 512, torch.rand(512, 512)
-    products = kernel_seconds(product_kernel(side), a, a) - machine.call
-    rows = kernel_seconds(row_kernel(side), a) - machine.call
-    flops = 2 * side**3 / machine.peak("float32") / max(1e-9, products)
-    return Roofline(flops=flops, memory=8 * side**2 / machine.memory_rate(8 * side**2) / max(1e-9, rows))
+    peak = machine.peak("float32")
+    products = kernel_rate(product_kernel(side), machine.call, a, a) / peak
+    rows = kernel_rate(row_kernel(side), machine.call, a) / peak
+    return {"kernel": Roofline(flops=products), "kernel rows": Roofline(flops=rows)}
 
 
-def _class(probe: Probe, machine: Machine) -> Roofline:
-    """Its start from a small call, its share of the rates from larger ones."""
-    start = max(0.0, step_time(probe, SIDES[0])[0] - machine.launch)
-    shares = []
-    for side in SIDES[1:]:
-        work = max(1e-9, step_time(probe, side)[0] - machine.launch - start)
-        if probe.flops is not None:
-            shares.append(probe.flops(side) / machine.peak("float32") / work)
-            continue
+def _class(probe: Probe, chains: Mapping[str, Mapping[int, Chain]], machine: Machine) -> Roofline:
+    """What a call takes beside its work, and what share of the rates that reaches: of the memory's, or, where that
+    tells less of how it grows, of the operations', of which there is one per element."""
+    by_flops, by_bytes = [], []
+    for side, chain in chains[probe.name].items():
+        step = max(1e-9, chain.step - sum(chains[other][side].step for other in probe.beside))
         shapes = probe.shapes(side)
-        nbytes = 4 * (sum(math.prod(shape) for shape in shapes) + math.prod(shapes[0]))
-        shares.append(nbytes / machine.memory_rate(nbytes) / work)
-    share = math.prod(shares) ** (1 / len(shares))
-    return Roofline(start, memory=share) if probe.flops is None else Roofline(start, flops=share)
+        nbytes = 4 * (sum(math.prod(shape) for shape in shapes) + math.prod(shapes[0])) * probe.times
+        elements = max(math.prod(shape) for shape in shapes) * probe.times
+        by_bytes.append((nbytes / machine.memory_rate(nbytes), step))
+        by_flops.append(((probe.flops(side) if probe.flops else elements) / machine.peak("float32"), step))
+    (start, flops, off), (other, memory, worse) = (_fitted(rows, machine.launch) for rows in (by_flops, by_bytes))
+    if probe.flops or (memory < 1 and off < worse):
+        return Roofline(start, flops=flops)
+    return Roofline(other, memory=memory)
+
+
+def _fitted(rows: Sequence[tuple[float, float]], launch: float) -> tuple[float, float, float]:
+    """A start, from 0 up, and a share of the rates, of rows of seconds: what the work takes at the rates, and what a
+    step took, in which a launch is. The squares of relative errors are least; and what their sum is."""
+    aa, ab, bb, ac, bc = (
+        sum(x * y for x, y in each)
+        for each in zip(*[_terms(work / step, 1 / step, 1 - launch / step) for work, step in rows], strict=True)
+    )
+    determinant = aa * bb - ab * ab
+    start = (aa * bc - ab * ac) / determinant if determinant else 0.0
+    slope = (bb * ac - ab * bc) / determinant if determinant else 0.0
+    if start < 0 or slope <= 0:
+        start, slope = 0.0, ac / aa
+    if slope <= 0:  # all of it is the launch
+        slope = 1.0
+    return start, 1 / slope, sum(((launch + start + slope * work) / step - 1) ** 2 for work, step in rows)
+
+
+def _terms(work: float, one: float, took: float) -> tuple[tuple[float, float], ...]:
+    """The products of a row's terms that normal equations are sums of."""
+    return (work, work), (work, one), (one, one), (work, took), (one, took)
 
 
 def _link() -> Link:

@@ -83,6 +83,7 @@ class MeshModule:
         self._launches: Recent[tuple, AnyLaunch] = Recent(MODULE_SIZES)
         self._last_of_parts: RankModuleLaunch | None = None
         self._carried: Records = {}
+        self._ends: Collection[int] = ()
         self._plan: ModulePlan | None = None
         self._open = self._signature.is_open(given)
         self._looked_up: tuple[ModulePlan | None, HeldWeights | None] = None, None
@@ -177,10 +178,14 @@ class MeshModule:
         """From now on what torch keeps in these steps is carried to another module, or from one, by `call_parts`."""
         self._carried = records
 
-    def call_parts(self, parts: Sequence[Part], device_mesh: Any, kept: dict[str, Any] | None = None) -> list[Part]:
+    def forget(self, numbers: Collection[int]) -> None:
+        """From now on `call_parts` forgets these parameters, by their numbers, after their last use."""
+        self._ends = numbers
+
+    def call_parts(self, parts: list[Part], device_mesh: Any, kept: dict[str, Any] | None = None) -> list[Part]:
         """A call with this rank's parts of all parameters, in order: nothing is checked, and nothing is said of how
-        torch computes. The function has known sizes, returns a tuple of tensors, and has no weights here. `kept` has
-        what is carried to this call (see `carry`), and gets what is carried from it."""
+        torch computes. The function has known sizes, returns a tuple of tensors, and has no weights here. `parts` is
+        empty afterwards. `kept` has what is carried to this call (see `carry`), and gets what is carried from it."""
         launch = self._last_of_parts
         ranks = launch.ranks if launch else ranks_of(self.mesh, device_mesh, self._target.device_type)
         with ranks.calls.lane() as lane:
@@ -392,7 +397,7 @@ class MeshModule:
                 launch = ModuleLaunch(plan, self._target, self._weights, poison=self._poison)
             else:
                 made_for = plan, self._target, ranks, self._weights, self._options.overlap, self._carried
-                launch = RankModuleLaunch(*made_for, settled=self._device_mesh is not None)
+                launch = RankModuleLaunch(*made_for, settled=self._device_mesh is not None, ends=self._ends)
             self._launches.put(key, launch)
         return launch
 

@@ -11,14 +11,14 @@ from typing import Any
 
 from tvm import ir
 
-from mesh_tensor.annotations.names import source_names
+from mesh_tensor.annotations.names import SOURCE_NAMES_ATTR, source_names
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.recent import uncollected
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.pipelining.assign import spread
 from mesh_tensor.pipelining.flow import Flow, Layers, find_layers
-from mesh_tensor.pipelining.fragments import Stage, cut, trained_values
+from mesh_tensor.pipelining.fragments import Stage, cut, gradient_name, trained_values
 from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.program.plan_module import PlanOptions
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound
@@ -238,8 +238,42 @@ class ModelPieces:
         stages = [replace(each, mesh=topology.names[schedule.mesh_of[each.index]]) for each in cuts]
         shardings = shardings_of(self, choice)
         kinds = "".join({action.kind: None for row in schedule.rows for action in row})
-        made = [self.fragments(flow, each, topology, shardings, kinds, choice.recompute) for each in stages]
+        made: list[StageFragments] = []
+        for stage in stages:
+            ports = [shardings.get(name) for name in ports_of_stage(stage)]
+            same = (
+                renamed(other, stage)
+                for other in made
+                if topology[other.stage.mesh] == topology[stage.mesh]
+                and [shardings.get(name) for name in ports_of_stage(other.stage)] == ports
+                and ir.structural_equal(_unnamed(other.stage.module), _unnamed(stage.module))
+            )
+            found = next(same, None)
+            made.append(found or self.fragments(flow, stage, topology, shardings, kinds, choice.recompute))
         return simulate_pipeline(_Planned(topology, schedule, tuple(made)), self._machine, Simulation), made
+
+
+def ports_of_stage(stage: Stage) -> tuple[str, ...]:
+    """What a stage's function takes and gives, in order."""
+    return (*stage.params, *stage.takes, *stage.gives)
+
+
+def _unnamed(mod: ir.IRModule) -> ir.IRModule:
+    """The module without what its values are called in its source."""
+    return ir.IRModule({name: func.without_attr(SOURCE_NAMES_ATTR) for name, func in mod.functions_items()})
+
+
+def renamed(here: StageFragments, stage: Stage) -> StageFragments:
+    """A stage's fragments as those of another one, which computes the same on values of its own."""
+    names = dict(zip(ports_of_stage(here.stage), ports_of_stage(stage), strict=True))
+    names |= {gradient_name(one): gradient_name(other) for one, other in names.items()}
+
+    def own(values: Iterable[str]) -> tuple[str, ...]:
+        return tuple([names.get(name, name) for name in values])
+
+    made = {kind: replace(f, takes=own(f.takes), gives=own(f.gives)) for kind, f in here.fragments.items()}
+    layouts = {names.get(name, name): layout for name, layout in here.layouts.items()}
+    return replace(here, stage=stage, fragments=made, layouts=layouts, inputs=own(here.inputs))
 
 
 @dataclass(frozen=True, eq=False)

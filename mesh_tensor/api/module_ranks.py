@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -44,9 +44,11 @@ class RankModuleLaunch:
         carried: Records | None = None,
         *,
         settled: bool = True,
+        ends: Collection[int] = (),
     ) -> None:
         """`settled`: the module was made for this DeviceMesh. One that was not may go on with other process groups, so
-        weights stay whole beside what is laid out of them, unless they were given away."""
+        weights stay whole beside what is laid out of them, unless they were given away. `ends`: the numbers of the
+        parameters that `parts` forgets after their last use."""
         self.plan, self.ranks, self.lane = plan, ranks, ranks.calls.lane()
         self._settled = settled
         made = plan.made
@@ -56,7 +58,8 @@ class RankModuleLaunch:
         self._digest = digest_of(facts)
         self.lane.run(self._digest)
         program = with_overlap_on(ranks.machine, made.program) if overlap == "auto" else made.program
-        self._run, self._result = RankLaunch(program, target, ranks, faults, carried=carried), made.result
+        ended = {made.inputs[number] for number in ends} - _names_in(made.result)
+        self._run, self._result = RankLaunch(program, target, ranks, faults, carried=carried, ends=ended), made.result
         self._ports = {port.name: port for port in ports_of(plan)}
         self._inputs = dict(zip(plan.params, made.inputs, strict=True))
         values = made.program.values
@@ -73,13 +76,14 @@ class RankModuleLaunch:
         as_dtensors = any(is_dtensor(tensor) for tensor in tensors.values())
         return self._tree(self._result, {**known, **made}, as_dtensors)
 
-    def parts(self, given: Sequence[Part], kept: dict[str, Any] | None = None) -> list[Part]:
+    def parts(self, given: list[Part], kept: dict[str, Any] | None = None) -> list[Part]:
         """What the function returns, as this rank's parts, for those of its parameters, in their order. Every
-        rank has to make the same calls. `kept`: as RankLaunch takes it."""
+        rank has to make the same calls. `given` is empty afterwards. `kept`: as RankLaunch takes it."""
         held = {storage: tile() for storage, tile in self._fixed}
         for (storage, tiling, enter), part in zip(self._entries, given, strict=True):
-            tile = part.tile
-            held[storage] = enter(part) if tile is None or part.tiling is not tiling else tile
+            tile = part.tile if part.tiling is tiling and (part.is_ready or part.serves()) else None
+            held[storage] = enter(part) if tile is None else tile
+        given.clear()  # or what is forgotten on the way would stay
         self.lane.run(self._digest)
         self._run.on_tiles(held, kept)
         return [leave(held[storage]) for storage, leave in self._exits]
@@ -109,7 +113,7 @@ class RankModuleLaunch:
         def tile(part: Part) -> torch.Tensor:
             made = self._run.entered(own, enter(part))
             if tiling is not None and made.data_ptr() == part.local.data_ptr():
-                part.tiling, part.tile = tiling, made
+                part.entered(made, tiling)
             return made
 
         return port.input_storage, tiling, tile
@@ -120,11 +124,15 @@ class RankModuleLaunch:
         return [self._left(name) for name in self._result]
 
     def _left(self, name: str) -> tuple[str, Callable[[torch.Tensor], Part]]:
-        leave, port = self._exit(self._ports[name]), self._run.ports.get(name)
+        result, port = self._ports[name], self._run.ports.get(name)
+        leave, (_, named), shape = self._exit(result), self._names(result), tuple(result.shape)
+        named = one_of(named)
         if port is None:
-            return name, leave
-        valid = port.tiling.valid if port.output is None else port.output.valid
-        return port.output_storage or port.input_storage, lambda tile: leave(valid(tile))
+            return name, lambda local: Part(leave(local), named, shape)
+        tiling, storage = port.output or port.tiling, port.output_storage or port.input_storage
+        if not self._stays(result):  # all ranks take part
+            return storage, lambda tile: Part(leave(tiling.valid(tile)), named, shape)
+        return storage, lambda tile: Part(None, named, shape, tile, tiling, lambda tile: leave(tiling.valid(tile)))
 
     def _entry(self, parameter: str) -> Callable[[Part], torch.Tensor]:
         """From this rank's part of a parameter to what the program takes."""
@@ -140,19 +148,23 @@ class RankModuleLaunch:
 
         return plain if port.plain is not None and lies_like_torch(port.plain, port.shape) else other
 
-    def _exit(self, port: ModulePort) -> Callable[[torch.Tensor], Part]:
+    def _stays(self, port: ModulePort) -> bool:
+        """Whether a result lies in a layout that DTensors have."""
+        return port.order is None and self._names(port)[0] == port.sharding
+
+    def _exit(self, port: ModulePort) -> Callable[[torch.Tensor], torch.Tensor]:
         """From what the program makes to this rank's part of a result."""
-        nameable, named = self._names(port)
-        named, shape, merged = one_of(named), tuple(port.shape), self._merged(port, nameable)
+        nameable, _ = self._names(port)
+        merged = self._merged(port, nameable)
         if port.order is not None:
-            return lambda local: Part(port.restored(self._changed(port, local, nameable)), named, shape)
+            return lambda local: port.restored(self._changed(port, local, nameable))
         if nameable != port.sharding:
-            return lambda local: Part(self._changed(port, local, nameable).reshape(merged), named, shape)
+            return lambda local: self._changed(port, local, nameable).reshape(merged)
         valid = Tiling(port.refined, port.torch_dtype(), port.sharding, self.ranks.rank).valid_shape
 
-        def leave(local: torch.Tensor) -> Part:
+        def leave(local: torch.Tensor) -> torch.Tensor:
             local = local if local.shape == valid else self._changed(port, local, nameable)
-            return Part(local if local.shape == merged else local.reshape(merged), named, shape)
+            return local if local.shape == merged else local.reshape(merged)
 
         return leave
 
@@ -293,3 +305,8 @@ class RankModuleLaunch:
         offset = port.sharding.tile_offset(port.refined, self.ranks.rank)
         extent = self._valid(port, port.sharding)
         return tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))
+
+
+def _names_in(result: Any) -> set[str]:
+    """The values that a function returns."""
+    return {result} if isinstance(result, str) else {name for item in result for name in _names_in(item)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +13,9 @@ import torch
 from tvm import ir, relax, tirx
 
 from mesh_tensor.annotations.annotate import annotate
+from mesh_tensor.program.steps import KernelStep
 from mesh_tensor.rules.operator.call import op_call
+from mesh_tensor.rules.operator.cost import gradient_class
 from mesh_tensor.rules.operator.vjp import VJP, vjp_call
 
 from .compile import compile
@@ -28,13 +30,21 @@ _ops = relax.op
 
 @dataclass(frozen=True)
 class Probe:
-    """An operator on its own result, and on other operands; `shapes` of all, by the length of a side. `flops`: of what
-    is bound by them."""
+    """An operator on its own result, and on other operands; `shapes` of all, by the length of a side.
+
+    flops    of what is bound by them
+    beside   the probes of the operators that it takes to have one, and that are no part of it
+    times    how often its operands and result count
+    indices  whether the last operand is places along the first dim
+    """
 
     name: str
     emit: Emit
     shapes: Callable[[int], Shapes] = lambda side: [(side, side)]
     flops: Callable[[int], int] | None = None
+    beside: tuple[str, ...] = ()
+    times: int = 1
+    indices: bool = False
 
 
 def _row(side: int) -> Shapes:
@@ -50,61 +60,133 @@ def _heads(side: int) -> Shapes:
 
 
 def _image(side: int) -> Shapes:
-    return [(1, 16, side, side), (16, 16, 3, 3)]
+    return [(1, 16, side // 2, side // 2), (16, 16, 3, 3)]
+
+
+def _convolved(side: int) -> int:
+    return 18 * 256 * (side // 2) ** 2
 
 
 def _channels(side: int) -> Shapes:
     return [(1, 16, side // 4, side // 4), (16,), (16,)]
 
 
+def _rows_of(side: int) -> Shapes:
+    return [(64, side * 4), (64,)]
+
+
+def _emitted(x: relax.Expr) -> relax.Var:
+    """A step of the function that is being made."""
+    return relax.BlockBuilder.current().emit(x)
+
+
 def _gradient(x: relax.Expr, seed: relax.Expr) -> relax.Expr:
     """Of relu, which costs little itself."""
-    call = relax.BlockBuilder().normalize(_ops.nn.relu(x))
-    return vjp_call(op_call(call), [x], {0: seed}, [0])
+    return vjp_call(op_call(relax.BlockBuilder().normalize(_ops.nn.relu(x))), [x], {0: seed}, [0])
 
 
-PROBES = (
-    Probe("elementwise", lambda x: _ops.nn.relu(x)),
-    Probe("add", lambda x, y: _ops.add(x, y), _two),
-    Probe("multiply", lambda x, y: _ops.multiply(x, y), _two),
-    Probe("exp", lambda x: _ops.exp(x)),
-    Probe("tanh", lambda x: _ops.tanh(x)),
-    Probe("sigmoid", lambda x: _ops.sigmoid(x)),
-    Probe("power", lambda x, y: _ops.power(x, y), _two),
-    Probe("divide", lambda x, y: _ops.divide(x, y), _two),
-    Probe("nn.gelu", lambda x: _ops.nn.gelu(x)),
-    Probe("nn.gelu_tanh", lambda x: _ops.nn.gelu_tanh(x)),
-    Probe("nn.silu", lambda x: _ops.nn.silu(x)),
-    Probe("reduce", lambda x: _ops.nn.softmax(x, -1)),
-    Probe("nn.layer_norm", lambda x, g, b: _ops.nn.layer_norm(x, g, b, [1]), _row),
-    Probe("nn.rms_norm", lambda x, g, b: _ops.nn.rms_norm(x, g, [1]), _row),
-    Probe("move", lambda x: _ops.flip(x, 0)),
-    Probe(VJP, lambda x, y: _gradient(x, y), _two),
-    Probe("nn.attention", lambda q, k, v: _ops.nn.attention(q, k, v), _heads, lambda side: 8 * side**3),
-    Probe("nn.conv2d", lambda x, w: _ops.nn.conv2d(x, w, padding=1), _image, lambda side: 18 * side * side * 256),
-    Probe("nn.group_norm", lambda x, g, b: _ops.nn.group_norm(x, g, b, 4, 1, [2, 3]), _channels),
-    Probe("nn.max_pool2d", lambda x: _ops.nn.max_pool2d(x, (3, 3), padding=1), lambda side: _channels(side)[:1]),
-    Probe("take", lambda x: _ops.take(x, relax.const(list(range(8)) * 8, "int64"), 0), lambda side: [(64, side * 4)]),
-)
+def _moved(x: relax.Expr) -> relax.Expr:
+    halves = _emitted(_ops.split(x, 2, 0))
+    return _ops.concat([relax.TupleGetItem(halves, 1), relax.TupleGetItem(halves, 0)], 0)
+
+
+def _attended(q: relax.Expr, k: relax.Expr, v: relax.Expr) -> relax.Expr:
+    return _ops.nn.attention(q, k, v, causal_mask="TopLeft")
+
+
+def _multiply_adds(side: int) -> int:
+    return 8 * side**3
+
+
+def _forward() -> Iterator[Probe]:
+    yield Probe("elementwise", lambda x: _ops.nn.relu(x))
+    yield Probe("view", lambda x: _ops.nn.relu(_emitted(_ops.permute_dims(x))), beside=("elementwise",))
+    yield Probe("add", lambda x, y: _ops.add(x, y), _two)
+    yield Probe("multiply", lambda x, y: _ops.multiply(x, y), _two)
+    yield Probe("exp", lambda x: _ops.exp(x))
+    yield Probe("tanh", lambda x: _ops.tanh(x))
+    yield Probe("sigmoid", lambda x: _ops.sigmoid(x))
+    yield Probe("power", lambda x, y: _ops.power(x, y), _two)
+    yield Probe("divide", lambda x, y: _ops.divide(x, y), _two)
+    yield Probe("nn.gelu", lambda x: _ops.nn.gelu(x))
+    yield Probe("nn.gelu_tanh", lambda x: _ops.nn.gelu_tanh(x))
+    yield Probe("nn.silu", lambda x: _ops.nn.silu(x))
+    yield Probe("reduce", lambda x: _ops.nn.softmax(x, -1))
+    yield Probe("sum", lambda x: _ops.add(x, _emitted(_ops.sum(x, 1, keepdims=True))), beside=("add",))
+    yield Probe("nn.layer_norm", lambda x, g, b: _ops.nn.layer_norm(x, g, b, [1]), _row)
+    yield Probe("nn.rms_norm", lambda x, g, b: _ops.nn.rms_norm(x, g, [1]), _row)
+    yield Probe("move", _moved, beside=("view", "view"))
+    yield Probe(VJP, _gradient, _two, times=2)
+    yield Probe("nn.attention", _attended, _heads, _multiply_adds)
+    yield Probe("nn.conv2d", lambda x, w: _ops.nn.conv2d(x, w, padding=1), _image, _convolved)
+    yield Probe("nn.group_norm", lambda x, g, b: _ops.nn.group_norm(x, g, b, 4, 1, [2, 3]), _channels)
+    yield Probe("nn.max_pool2d", lambda x: _ops.nn.max_pool2d(x, (3, 3), padding=1), lambda side: _channels(side)[:1])
+    yield Probe("take", lambda x, at: _ops.take(x, at, 0), _rows_of, indices=True)
+    yield Probe("gather_elements", lambda x, at: _ops.gather_elements(x, at, 0), _two, indices=True)
+
+
+def _backward(forward: Probe, count: int) -> Probe:
+    """The gradients of the first `count` operands of what a probe applies, which runs before, as in training: its
+    result is the gradient of itself."""
+
+    def emit(*operands: relax.Expr) -> relax.Expr:
+        result = _emitted(forward.emit(*operands))
+        call = op_call(relax.BlockBuilder.current().lookup_binding(result))
+        found = _emitted(vjp_call(call, operands[: len(call.inputs)], {0: result}, range(count)))
+        return found if count == 1 else relax.TupleGetItem(found, 0)
+
+    flops = None if forward.flops is None else lambda side: 3 * forward.flops(side)  # type: ignore[misc]
+    return Probe(gradient_class(forward.name), emit, forward.shapes, flops, (forward.name,), 3, forward.indices)
+
+
+_FORWARD = {probe.name: probe for probe in _forward()}
+_GRADIENTS = {"nn.gelu": 1, "nn.gelu_tanh": 1, "nn.silu": 1, "nn.layer_norm": 3, "nn.rms_norm": 2, "nn.attention": 3}
+_GRADIENTS |= {"take": 1, "gather_elements": 1}
+PROBES = (*_FORWARD.values(), *(_backward(_FORWARD[name], count) for name, count in _GRADIENTS.items()))
 SIDES = (16, 128, 512)  # 1 KiB, 64 KiB and 1 MiB of float32
+
+
+class Chain:
+    """A probe's operator, applied to tensors of a side, in two chains of different lengths: the least that these took
+    so far."""
+
+    def __init__(self, probe: Probe, side: int, dtype: str = "float32") -> None:
+        shapes = probe.shapes(side)
+        dtypes = [dtype] * (len(shapes) - probe.indices) + ["int64"] * probe.indices
+        pairs = zip(shapes, dtypes, strict=True)
+        tensors = [(torch.rand(shape) * 0.5 + 0.5).to(getattr(torch, each)) for shape, each in pairs]
+        modules = [_chain(probe, shapes, dtypes, count) for count in (_SHORT, _LONG)]
+        self._runs = [partial(distribute_module(mod, {"x": 1}, target="c"), *tensors) for mod in modules]
+        self._times = [math.inf, math.inf]
+
+    def run(self, budget: float = 0.06) -> Chain:
+        """Run them again for so many seconds."""
+        self._times = [min(took, least(run, budget)) for took, run in zip(self._times, self._runs, strict=True)]
+        return self
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step."""
+        short, long = self._times
+        return max(1e-9, (long - short) / (_LONG - _SHORT))
+
+    @property
+    def call(self) -> float:
+        """Seconds of a call beside its steps."""
+        return max(0.0, self._times[0] - _SHORT * self.step)
 
 
 def step_time(probe: Probe, side: int, dtype: str = "float32") -> tuple[float, float]:
     """Seconds of a step, and of a call beside its steps."""
-    shapes = probe.shapes(side)
-    tensors = [torch.rand(shape).to(getattr(torch, dtype)) * 0.5 + 0.5 for shape in shapes]
-    times = []
-    for count in (_SHORT, _LONG):
-        run = distribute_module(_chain(probe, shapes, dtype, count), {"x": 1}, target="c")
-        times.append(least(partial(run, *tensors)))
-    step = max(1e-9, (times[1] - times[0]) / (_LONG - _SHORT))
-    return step, max(0.0, times[0] - _SHORT * step)
+    made = Chain(probe, side, dtype).run()
+    return made.step, made.call
 
 
-def _chain(probe: Probe, shapes: Shapes, dtype: str, count: int) -> ir.IRModule:
+def _chain(probe: Probe, shapes: Shapes, dtypes: Sequence[str], count: int) -> ir.IRModule:
     """A function that applies the operator `count` times."""
     builder = relax.BlockBuilder()
-    params = [relax.Var(f"x{i}", relax.TensorStructInfo(shape, dtype)) for i, shape in enumerate(shapes)]
+    infos = [relax.TensorStructInfo(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    params = [relax.Var(f"x{number}", info) for number, info in enumerate(infos)]
     with builder.function("main", params):
         with builder.dataflow():
             value = params[0]
@@ -165,10 +247,11 @@ def _one_block(emit: Callable[[relax.Expr], relax.Var], x: relax.Var, params: di
     return emit(_ops.multiply(z, emit(_ops.divide(emit(_ops.exp(emit(_ops.sigmoid(z)))), emit(_ops.sigmoid(y))))))
 
 
-def kernel_seconds(func: tirx.PrimFunc, *tensors: torch.Tensor) -> float:
-    """A run of a kernel on one device."""
+def kernel_rate(func: tirx.PrimFunc, call: float, *tensors: torch.Tensor) -> float:
+    """Operations per second of a kernel on one device, beside what a call takes."""
     run = compile(annotate(func, {"x": 1}, {}), target="c")
-    return least(partial(run, *tensors))
+    flops = sum(step.flops for step in run.program.steps if isinstance(step, KernelStep))
+    return flops / max(1e-9, least(partial(run, *tensors)) - call)
 
 
 def product_kernel(size: int) -> tirx.PrimFunc:

@@ -194,7 +194,7 @@ def search_training(
         )
     rank = _rank(options.objective)
     plans = _in_full(sorted(found, key=rank), pieces, composer, batch, options)
-    plans.sort(key=rank)
+    plans.sort(key=lambda each: (not each.in_full, rank(each)))  # what is put together may leave something out
     return TrainingPlans(module, options.function, machine, batch, tuple(plans), len(choices), len(sizes), pieces)
 
 

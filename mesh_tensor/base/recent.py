@@ -1,13 +1,15 @@
-"""Recent: what was made for some sizes and may be needed again, for the sizes that were asked for last; and work
-that makes many objects which all stay, without the garbage collector looking at them again and again."""
+"""Recent: what was made for some sizes and may be needed again, for the sizes that were asked for last; what a thread
+made of the same things before; and work that makes many objects which all stay, without the garbage collector looking
+at them again and again."""
 
 from __future__ import annotations
 
 import gc
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Generic, ParamSpec, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -78,3 +80,21 @@ def uncollected(work: Callable[P, R]) -> Callable[P, R]:
             gc.enable()
 
     return run
+
+
+def made_once(most: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """For functions of what can be hashed, whose results nobody changes: each thread keeps the last `most`. TVM's
+    analyzers are in some of them, and are not for two threads at a time."""
+
+    def keeping(work: Callable[P, R]) -> Callable[P, R]:
+        own = threading.local()
+
+        @wraps(work)
+        def kept(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not hasattr(own, "made"):
+                own.made = lru_cache(maxsize=most)(work)
+            return own.made(*args, **kwargs)
+
+        return kept
+
+    return keeping

@@ -81,7 +81,7 @@ def _in_windows(made: Refined, analysis: Analysis, kernel: Annotated) -> Analysi
         near |= dict.fromkeys(beside if results else (), (kernel.mesh.size(axis), results))
     if not near:
         return analysis
-    after = analyse(made.func, sorted(near))
+    after = analyse(made.func, tuple(sorted(near)))
     smaller = [
         dim
         for dim, (devices, results) in near.items()

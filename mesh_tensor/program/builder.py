@@ -3,13 +3,13 @@ when memory comes to life and ends."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from mesh_tensor.redistribution.plan import Move
 
 from .program import Parameter, Value, bytes_received
-from .steps import AllocStep, CollectiveStep, FreeStep
+from .steps import AllocStep, CollectiveStep, FreeStep, Step
 
 
 class Lasting(Protocol):
@@ -57,3 +57,13 @@ def with_lifetimes(
         result.append(step)
         result += [FreeStep(storage) for storage in uses[index] if last[storage] == index and storage not in lasting]
     return tuple(result)
+
+
+def with_ends(steps: Sequence[Step], values: Mapping[str, Stored], storages: Collection[str]) -> tuple[Step, ...]:
+    """`steps`, and these storages, which callers brought, are freed after their last use."""
+    last = {values[name].storage: index for index, step in enumerate(steps) for name in step.uses}
+    ends: dict[int, list[Step]] = {}
+    for storage in storages:
+        if storage in last:
+            ends.setdefault(last[storage], []).append(FreeStep(storage))
+    return tuple(each for index, step in enumerate(steps) for each in (step, *ends.get(index, ())))

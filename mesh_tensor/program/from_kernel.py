@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 from tvm import tirx
@@ -96,11 +97,13 @@ class OpenProgram:
             )
         scalars = tuple(v.name for v in local.scalars)
         slabs = None if self._symbols else Slabs(step, local.mesh)
-        flops, parameters = flops_function(func, self._symbols), self._size_parameters(step)
+        parameters, counts = self._size_parameters(step), cache(partial(flops_function, func, self._symbols))
 
         def sized(values: Mapping[str, Value], sizes: Sequence[int]) -> Step:
             own = tuple([sizes[position] for position in parameters])
-            return KernelStep(name, func, step.args, step.axes, step.writes, flops(sizes), scalars, own, slabs)
+            return KernelStep(
+                name, func, step.args, step.axes, step.writes, lambda: counts()(sizes), scalars, own, slabs
+            )
 
         return sized
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from mesh_tensor.base.collectives import collective_time
 from mesh_tensor.base.machine import Machine
@@ -198,7 +199,7 @@ class _Slabs:
             axes=axes,
             args=tuple(slabs.get(name, name) for name in step.args),
             writes=tuple(slabs[name] for name in step.writes),
-            flops=count_flops(func),
+            counted=partial(count_flops, func),
             slabs=None,
         )
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 from tvm import tirx
@@ -69,14 +70,15 @@ class Meanings(Protocol[Meaning_co]):
 class KernelStep:
     """One device runs `func`: its tensor parameters get the tiles of `args` in order, its scalar ones the kernel's own
     `scalars` (by name) in order, then come the `sizes` that no tile tells, and its last ones get the device's
-    coordinate on each of `axes` (int32). `slabs` says how it may be run in several calls, if that is known."""
+    coordinate on each of `axes` (int32). `slabs` says how it may be run in several calls, if that is known. `counted`:
+    its flops, or what counts them when somebody asks."""
 
     name: str
     func: tirx.PrimFunc
     args: tuple[str, ...]
     axes: tuple[str, ...]
     writes: tuple[str, ...]
-    flops: int
+    counted: int | Callable[[], int] = field(compare=False, repr=False)
     scalars: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
     slabs: Slabs | None = field(default=None, compare=False, repr=False)
@@ -93,6 +95,10 @@ class KernelStep:
     @property
     def uses(self) -> tuple[str, ...]:
         return self.args
+
+    @cached_property
+    def flops(self) -> int:
+        return self.counted if isinstance(self.counted, int) else self.counted()
 
     @property
     def words(self) -> str:

@@ -76,6 +76,13 @@ class Reshard:
 
 
 @lru_cache(maxsize=256)
+def _tiles(shape: tuple[int, ...], layout: Sharding) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """Per device where its tile starts, and how much of it is valid."""
+    ranks = range(layout.mesh.num_devices)
+    return tuple((layout.tile_offset(shape, rank), layout.valid_extent(shape, rank)) for rank in ranks)
+
+
+@lru_cache(maxsize=256)
 def reshard_of(shape: tuple[int, ...], dtype: torch.dtype, src: Sharding, dst: Sharding) -> Reshard:
     """The Reshard of these, planned once."""
     return Reshard(shape, dtype, src, dst)
@@ -130,8 +137,7 @@ def _pieces(shape: tuple[int, ...], src: Sharding, dst: Sharding, rank: int, cha
 def _parts(shape: tuple[int, ...], layout: Sharding, rank: int) -> list[list[tuple[int, int, int]]]:
     """Per dim what the tile of `rank` is made of: where in the tile, and which elements of the tensor (from, to)."""
     found = []
-    tile = zip(layout.tile_offset(shape, rank), layout.valid_extent(shape, rank), strict=True)
-    for dim, (start, extent) in enumerate(tile):
+    for dim, (start, extent) in enumerate(zip(*_tiles(shape, layout)[rank], strict=True)):
         window = layout.window(dim)
         found.append([(0, start, start + extent)] if window is None else window.parts(shape[dim], start))
     return found
@@ -147,7 +153,7 @@ def _pieces_from(
     shape: tuple[int, ...], src: Sharding, dst: Sharding, rank: int, free: list[str]
 ) -> Iterator[tuple[Piece, int]]:
     mesh, at = src.mesh, src.mesh.coordinate(rank)
-    to, extent = dst.tile_offset(shape, rank), dst.valid_extent(shape, rank)
+    to, extent = _tiles(shape, dst)[rank]
     wanted = list(product(*_parts(shape, dst, rank)))
     split = [axis for axis in free if isinstance(src.placement(axis), Shard)]
     summed = [axis for axis, op in src.partial if dst.placement(axis) != Partial(op)]
@@ -155,7 +161,7 @@ def _pieces_from(
     for place in product(*(range(mesh.size(axis)) for axis in split)):
         here = at | dict(zip(split, place, strict=True))
         first = mesh.rank(here | dict.fromkeys(summed, 0))
-        start, size = src.tile_offset(shape, first), src.valid_extent(shape, first)
+        start, size = _tiles(shape, src)[first]
         for box in wanted:
             low = [max(a, b) for (_, a, _), b in zip(box, start, strict=True)]
             high = [min(a, b + n) for (_, _, a), b, n in zip(box, start, size, strict=True)]

@@ -24,6 +24,7 @@ from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.machine import Machine, Work
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, WaitStep
+from mesh_tensor.rules.kernel.cost import has_products
 from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.cost import operator_work, touched_bytes
 from mesh_tensor.rules.operator.vjp import VJP, vjp_of
@@ -43,11 +44,11 @@ class Events:
     """The events of a program's steps, with the cost of each and the number of its step. What takes no time and waits
     for nothing is no event."""
 
-    def __init__(self, program: Program, machine: Machine) -> None:
+    def __init__(self, program: Program, machine: Machine, prices: StepCosts | None = None) -> None:
         self.all: list[Event] = []
         self.costs: list[StepCost] = []
         self.steps: list[int] = []
-        self._prices = StepCosts(program, machine)
+        self._prices = StepCosts(program, machine) if prices is None else prices
         self._started: dict[str, int] = {}
         self._machine, self._number = machine, 0
         for number, step in enumerate(program.steps):
@@ -76,14 +77,19 @@ class Events:
 
     def loop(self, step: LoopStep) -> None:
         """The events of its steps, as often as they are run; once, where only data says how often."""
-        for _ in range(step.count or 1):
-            for body in (step.test, step.body):
-                if isinstance(body, Program):
-                    inner, first = Events(body, self._machine), len(self.all)
-                    moved = [e._replace(which=e.which + first) if e.kind == WAIT else e for e in inner.all]
-                    self.all += moved
-                    self.costs += inner.costs
-                    self.steps += [self._number] * len(moved)
+        bodies = [body for body in (step.test, step.body) if isinstance(body, Program)]
+        prices, known = [self._prices.inside(body) for body in bodies], dict[int, Events]()
+        for turn in range(step.count or 1):
+            for which, body in enumerate(bodies):
+                first = len(self.all)
+                if turn < 2:  # the first time finds what was before it, all others what the last one left
+                    known[which] = Events(body, self._machine, prices[which])
+                inner = known[which]
+                moved = [e._replace(which=e.which + first) if e.kind == WAIT else e for e in inner.all]
+                self.all += moved
+                self.costs += inner.costs
+                self.steps += [self._number] * len(moved)
+        self._prices.after(prices, step.count or 1)
 
     def wait(self, step: WaitStep) -> tuple[Event, StepCost] | None:
         """The device waits, if anything was sent."""
@@ -184,13 +190,30 @@ class StepCosts:
         self._all = sum(value.tile_bytes for value in program.stored.values())
         self._now, self._touched = self._all, dict[str, int]()  # bytes touched so far, and when a value was, at last
 
+    def inside(self, body: Program) -> StepCosts:
+        """Prices of a loop's body: what it takes was touched before it when it was here."""
+        made = StepCosts(body, self._machine)
+        made._now = self._now
+        made._touched = {name: self._touched[name] for name in body.takes if name in self._touched}
+        return made
+
+    def after(self, bodies: Iterable[StepCosts], count: int) -> None:
+        """A loop has run so many times, of which its bodies' prices have seen up to two."""
+        before = self._now
+        for body in bodies:
+            self._now += (body._now - before) // min(2, count) * count
+        for body in bodies:
+            taken = [name for name in body._program.takes if body._touched.get(name, 0) > self._touched.get(name, 0)]
+            self._touched |= dict.fromkeys(taken, self._now)
+
     def kernel(self, step: KernelStep) -> StepCost:
         """Its operations, on the dtype of its first tile, or all of its tiles once."""
         values = [self._program.values[name] for name in step.args]
         self._apart |= dict.fromkeys(step.writes, frozenset(self._program.mesh))
         nbytes = sum(value.tile_bytes for value in values)
         dtype = values[0].dtype if values else "float32"
-        work = self._machine.work(step.flops, nbytes, dtype, f"kernel {step.name}", "kernel", "product")
+        rows = () if has_products(step.func) else ("kernel rows",)
+        work = self._machine.work(step.flops, nbytes, dtype, f"kernel {step.name}", *rows, "kernel", "product")
         rounds = self._rounds(self._program.mesh.num_devices)
         work = self._from(work, self._levels(step.args, nbytes), [value.tile_bytes for value in values], nbytes)
         self._touch(step.args, rounds)
@@ -234,7 +257,8 @@ class StepCosts:
         return StepCost(name, COMPUTE, work.seconds, work.bound, 0, nbytes)
 
     def _priced(self, step: OpStep, copied: bool, rounds: int, levels: tuple[int, ...]) -> StepCost:
-        work, name = operator_work(step.call, self._machine, copied), operator_name(step.call)
+        again = self._machine.processors is not None and self._program.mesh.num_devices > 1
+        work, name = operator_work(step.call, self._machine, copied, again), operator_name(step.call)
         sizes = [tensor.elements * dtype_bits(tensor.dtype) // 8 for tensor in step.call.inputs]
         work = self._from(work, levels, sizes, touched_bytes(step.call))
         if name == VJP:

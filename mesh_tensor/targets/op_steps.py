@@ -32,8 +32,8 @@ _KNOWN: Recent[tuple, TileCall] = Recent(4096)  # of alike calls, as in a model'
 def tile_functions(step: OpStep, program: Program, ranks: Sequence[int], target: Target) -> list[TileFunction]:
     """Per rank the step as a function of the operands' tiles; it gives the results' tiles."""
     if step.checked or differs_by_rank(step):
-        return [_tile_function(step, program, rank, target) for rank in ranks]
-    return [_tile_function(step, program, ranks[0], target)] * len(ranks)
+        return [_Called(step, _tile_call(step, program, rank, target)) for rank in ranks]
+    return [_Called(step, _tile_call(step, program, ranks[0], target))] * len(ranks)
 
 
 class Section:
@@ -195,20 +195,23 @@ def _with_ends(steps: Sequence[Step]) -> list[tuple[OpStep, tuple[str, ...]]]:
     return [(step, tuple(ends)) for step, ends in made]
 
 
-def _tile_function(step: OpStep, program: Program, rank: int, target: Target) -> TileFunction:
-    call = _tile_call(step, program, rank, target)
+@dataclass(slots=True, eq=False)
+class _Called:
+    """A step as a function from tiles to tiles."""
 
-    def run(*operands: torch.Tensor) -> list[torch.Tensor]:
+    step: OpStep
+    call: TileCall
+
+    def __call__(self, *operands: torch.Tensor) -> list[torch.Tensor]:
+        call = self.call
         try:
             made = call.function(*[tile.reshape(shape) for tile, shape in zip(operands, call.takes, strict=True)])
         except (RuntimeError, IndexError) as error:
-            _refuse_failed(step, error)
+            _refuse_failed(self.step, error)
         made = made if isinstance(made, (tuple, list)) else (made,)
         typed = [tile if tile.dtype is dtype else tile.to(dtype) for tile, dtype in zip(made, call.dtypes, strict=True)]
         results = [tile.reshape(shape) for tile, shape in zip(typed, call.gives, strict=True)]
         return [tile.contiguous() if whole else tile for tile, whole in zip(results, call.whole, strict=True)]
-
-    return run
 
 
 def _tile_call(step: OpStep, program: Program, rank: int, target: Target) -> TileCall:

@@ -78,6 +78,8 @@ def is_break(stmt: tirx.Stmt) -> bool:
 
 def break_conditions(loop: tirx.For | tirx.While) -> list[tirx.PrimExpr]:
     """The conditions under which a loop is left for good, of what it loads itself."""
+    if _BREAKS.isdisjoint(_op_names(loop.body)):
+        return []
     bound = {bind.var: bind.value for bind in nodes(loop.body, tirx.Bind)}
     own = nodes(_without_loops(loop.body), tirx.IfThenElse)
     left = [(branch, [n for n in nodes(branch, tirx.Evaluate) if is_break(n)]) for branch in own]

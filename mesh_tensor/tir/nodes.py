@@ -28,8 +28,14 @@ def loads(where: tirx.Stmt | tirx.PrimExpr | int) -> list[tirx.BufferLoad]:
 
 
 def _in_expression(expr: tirx.PrimExpr, kinds: tuple[type, ...]) -> list[Any]:
+    if isinstance(expr, (tirx.Var, tirx.IntImm, tirx.FloatImm)):
+        return [expr] if isinstance(expr, kinds) else []
+    return [node for node in _all_nodes(expr) if isinstance(node, kinds)]
+
+
+def _all_nodes(where: tirx.Stmt | tirx.PrimExpr) -> list[Any]:
     found: list[Any] = []
-    tirx.stmt_functor.post_order_visit(expr, lambda node: found.append(node) if isinstance(node, kinds) else None)
+    tirx.stmt_functor.post_order_visit(where, found.append)
     return found
 
 
@@ -37,14 +43,8 @@ def _in_expression(expr: tirx.PrimExpr, kinds: tuple[type, ...]) -> list[Any]:
 def _by_kind(stmt: tirx.Stmt) -> dict[type, list[tuple[int, Any]]]:
     """All nodes by what they are, each with its place among all."""
     found: dict[type, list[tuple[int, Any]]] = {}
-    count = 0
-
-    def visit(node: object) -> None:
-        nonlocal count
-        count += 1
-        found.setdefault(type(node), []).append((count, node))
-
-    tirx.stmt_functor.post_order_visit(stmt, visit)
+    for entry in enumerate(_all_nodes(stmt)):
+        found.setdefault(type(entry[1]), []).append(entry)
     return found
 
 

@@ -100,3 +100,22 @@ def test_help(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "simulate" in capsys.readouterr().out
+
+
+def test_what_a_file_raises_is_told_with_its_line(file, capsys):
+    for source, told in (
+        ("def loss(x): return x", "missing 1 required positional argument: 'x'"),
+        ("def loss():\n    raise ValueError('mine')", "fails: ValueError: mine"),
+        ("def (", "fails: "),
+    ):
+        file.write_text(source)
+        assert main(["simulate", f"{file}:loss"]) == 1
+        assert told in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_written_and_numbers_that_are_none(file, tmp_path, capsys):
+    assert main(["simulate", f"{file}:kernel", "--page", str(tmp_path)]) == 1
+    assert f"Is a directory: '{tmp_path}'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["search", f"{file}:model", "--devices", "2", "--zero", "a"])
+    assert "'a' is no list of numbers, as 1,2 is" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import mesh_tensor as mt
 from kernels.models import gpt2
+from mesh_tensor.api import model_pieces
 from mesh_tensor.api.search_training import in_full
 from mesh_tensor.base.machine import Link, Memory
 from mesh_tensor.searching.pieces import Composer
@@ -208,3 +209,25 @@ def test_the_front_and_its_picture(found):
     assert not any(p.time < each.time and p.memory < each.memory for p in found.plans for each in front)
     assert "o" in found.picture()
     assert str(found).count("\n") == 11
+
+
+def test_stages_that_compute_alike_are_planned_once(monkeypatch):
+    few = {"zero": [0], "recompute": [False], "sequence": [False], "model": [1], "schedules": ["1f1b"]}
+    found = mt.search(exported(8)[1], 4, CPU, batch=8, finalists=0, microbatches=[4], **few)
+    plan = next(p for p in found.plans if p.choice.meshes == 4 and p.layers[1] == p.layers[2])
+    planned, one = [], type(found.pieces).fragments
+
+    def counted(self, flow, stage, *rest):
+        planned.append(stage.index)
+        return one(self, flow, stage, *rest)
+
+    monkeypatch.setattr(type(found.pieces), "fragments", counted)
+    made = found.simulation(plan)
+    assert planned == [0, 1, 3]
+    monkeypatch.setattr(model_pieces, "renamed", lambda *_: None)  # each is planned for itself
+    each = found.simulation(plan)
+    assert planned == [0, 1, 3, 0, 1, 2, 3]
+    assert (made.time, made.peaks, made.transfers, made.endings) == (
+        each.time, each.peaks, each.transfers, each.endings,
+    )  # fmt: skip
+    assert {key: sim.time for key, sim in made.fragments.items()} == {k: sim.time for k, sim in each.fragments.items()}

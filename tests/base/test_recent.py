@@ -13,7 +13,7 @@ from tvm import relax, tirx
 
 import mesh_tensor as mt
 from mesh_tensor.base import recent
-from mesh_tensor.base.recent import Recent
+from mesh_tensor.base.recent import Recent, made_once
 
 MESH = {"x": 2}
 
@@ -48,6 +48,30 @@ def test_several_threads():
         thread.join()
     assert not wrong
     assert len(kept) <= 3
+
+
+def test_each_thread_makes_its_own_once():
+    made = []
+
+    @made_once(2)
+    def work(number):
+        """What it does."""
+        made.append((number, threading.get_ident()))
+        return [number] if number else 1 // number
+
+    assert (work.__name__, work.__doc__) == ("work", "What it does.")
+    assert work(1) is work(1)
+    elsewhere = threading.Thread(target=work, args=(1,))
+    elsewhere.start()
+    elsewhere.join()
+    assert [number for number, _ in made] == [1, 1]
+    assert len({thread for _, thread in made}) == 2
+    for number in (2, 3, 1):  # 1 made room
+        assert work(number) == [number]
+    for _ in range(2):  # what was refused is tried again
+        with pytest.raises(ZeroDivisionError):
+            work(0)
+    assert [number for number, _ in made] == [1, 1, 2, 3, 1, 0, 0]
 
 
 def doubling():

@@ -32,6 +32,11 @@ UPDATES = {
     "gated": (lambda s, x: x + (x * 0.3) * s, lambda s, x: x + (x * 0.3) * s, -2.0),
     "alternating": (lambda s, x: s * (-0.5) + x, lambda s, x: s * (-0.5) + x, 0.0),
     "maximum": (lambda s, x: T.max(s, x), torch.maximum, 0.25),
+    "starting anew": (
+        lambda s, x: T.if_then_else(x > 0.5, 0.0, s) * 0.5 + x,
+        lambda s, x: torch.where(x > 0.5, 0.0, s) * 0.5 + x,
+        0.75,
+    ),
 }
 
 

@@ -28,7 +28,9 @@ def block(scene: Scene, over: str, neutral: str = "0.0") -> str:
     dim = scene.dims["k"]
     copied = scene.chance(20)
     if copied:
-        name = scene.param("A", [scene.dims[d].size for d in dims], dims, scene.pick(("float32", "float32", "float16")))
+        name = scene.param(
+            "A", [scene.dims[d].size for d in dims], dims, scene.pick(("float32", "float32", "float16", "bfloat16"))
+        )
         scene.emit(f"T.copy({name}[{', '.join(scene.start(d) for d in dims)}], {x})")
     lines_before = len(scene.lines)
     text = scene.element(x, dims) if copied else value(scene, dims)

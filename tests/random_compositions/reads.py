@@ -26,7 +26,7 @@ READS = (
     "staged window",
 )
 
-NARROW = ("float16", "float16", "int8", "uint8", "int16")
+NARROW = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int16")
 
 
 def value(scene: Scene, dims: str, depth: int = 1) -> str:

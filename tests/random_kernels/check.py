@@ -12,6 +12,7 @@ import torch
 
 import mesh_tensor as mt
 from mesh_tensor.targets.interpreter import interpret
+from mesh_tensor.targets.kernels import as_numpy
 from tests.other_machines import machine
 
 from .build import build
@@ -91,14 +92,22 @@ def as_python(case: Case, data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _call(case: Case, kernel: mt.MeshKernel, data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    tensors = {name: torch.from_numpy(array.copy()) for name, array in data.items()}
+    tensors = {name: _tensor(array.copy()) for name, array in data.items()}
     result = kernel(*tensors.values())
     results = result if isinstance(result, tuple) else (result,)
     names = [param.name for param in kernel.program.parameters if param.output is not None]
     for param in case.params:
-        if param.role == "in" and not np.array_equal(tensors[param.name].numpy(), data[param.name]):
+        if param.role == "in" and not np.array_equal(as_numpy(tensors[param.name]), data[param.name]):
             raise AssertionError(f"the input {param.name} was modified")
     return {**data, **{name: tensor.numpy() for name, tensor in zip(names, results, strict=True)}}
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    """On the same memory; also of what numpy has no dtypes of its own for."""
+    known = np.issubdtype(array.dtype, np.number)
+    bits = array if known else array.view(f"uint{8 * array.dtype.itemsize}")
+    tensor = torch.from_numpy(bits)
+    return tensor if known else tensor.view(getattr(torch, str(array.dtype)))
 
 
 def _compare(case: Case, actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> Outcome:

@@ -10,6 +10,7 @@ import mesh_tensor as mt
 from kernels.matmul import matmul
 from kernels.models import gpt2
 from mesh_tensor.base.machine import Link, Machine, Memory
+from tests.plan.loop_modules import Loop, looped, recurrent, unrolled
 
 FAST = Machine(
     "fast",
@@ -167,3 +168,16 @@ def test_a_page_needs_nothing_else(tmp_path):
     assert text.count("<rect") == len(made.steps) == 2
     assert "http" not in text
     assert "all_reduce over x: " in text
+
+
+def test_loops_find_what_their_last_turn_left_in_near_memory():
+    """The first turn's product takes its weights from far away, all later ones as if the turns were written out."""
+    near, wide = replace(FAST, memory=(Memory(20_000, 1e11), Memory(10**12, 1e8))), [(64, 64), (5, 2, 64)]
+    times = []
+    for make in (looped, unrolled):
+        made = mt.simulate(
+            mt.distribute_module(make(Loop([(2, 64)], wide, [(2, 64)], recurrent), 5), {"x": 1}, target="c"), near
+        )
+        times.append([step.end - step.start for step in made.steps if step.kind == "matmul"])
+    assert times[0][0] > 2 * times[0][1]
+    assert times[0] == pytest.approx(times[1])

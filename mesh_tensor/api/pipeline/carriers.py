@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,9 +46,9 @@ class Carrier(ABC):
         """A value that another stage hands over, once it is there."""
 
     @abstractmethod
-    def run(self, fragment: Fragment, values: Sequence[Any], kept: dict[str, Any]) -> Sequence[Any]:
-        """What a fragment makes of values of its mesh. `kept` has what torch kept of an earlier one of its stage and
-        microbatch, and gets what it keeps of this one."""
+    def run(self, fragment: Fragment, values: list[Any], kept: dict[str, Any]) -> Sequence[Any]:
+        """What a fragment makes of values of its mesh, which are forgotten. `kept` has what torch kept of an earlier
+        one of its stage and microbatch, and gets what it keeps of this one."""
 
     @abstractmethod
     def add(self, one: Any, other: Any) -> Any:
@@ -127,7 +126,7 @@ class Mailbox(Carrier):
                 raise Stopped
             return self._there.pop(key)
 
-    def run(self, fragment: Fragment, values: Sequence[MeshTensor], kept: dict[str, Any]) -> Sequence[MeshTensor]:
+    def run(self, fragment: Fragment, values: list[MeshTensor], kept: dict[str, Any]) -> Sequence[MeshTensor]:
         return fragment.module.call_alike(*values)
 
     def add(self, one: MeshTensor, other: MeshTensor) -> MeshTensor:
@@ -174,10 +173,13 @@ class RankCarrier(Carrier):
         self._sent: list[tuple[Work, torch.Tensor]] = []
 
     def place(self, here: StageFragments, name: str, tensor: torch.Tensor) -> Part:
-        layout, shape, rank = rank_layout(here.layouts[name], tensor.shape), tuple(tensor.shape), self._ranks.rank
-        at = zip(layout.tile_offset(shape, rank), layout.valid_extent(shape, rank), strict=True)
-        part = tensor[tuple(slice(start, start + size) for start, size in at)]
-        return Part(part.clone(memory_format=torch.contiguous_format), layout, shape)
+        shape = tuple(tensor.shape)
+        if name not in here.boxes:
+            layout, rank = rank_layout(here.layouts[name], shape), self._ranks.rank
+            at = zip(layout.tile_offset(shape, rank), layout.valid_extent(shape, rank), strict=True)
+            here.boxes[name] = layout, tuple(slice(start, start + size) for start, size in at)
+        layout, box = here.boxes[name]
+        return Part(tensor[box].clone(memory_format=torch.contiguous_format), layout, shape)
 
     def hand(self, here: StageFragments, there: StageFragments, name: str, value: Part, microbatch: int) -> None:
         key = (name, here.stage.index, there.stage.index, microbatch)
@@ -202,40 +204,44 @@ class RankCarrier(Carrier):
         plan, dtype = _route(there, here, name), here.types[name][1]
         self._coming[key] = self._ranks.expect(plan, dtype, there.stage.mesh, self._numbers[key])
 
-    def run(self, fragment: Fragment, values: Sequence[Part], kept: dict[str, Any]) -> Sequence[Part]:
+    def run(self, fragment: Fragment, values: list[Part], kept: dict[str, Any]) -> Sequence[Part]:
         return fragment.module.call_parts(values, self._ranks.mine, kept)
 
     def add(self, one: Part, other: Part) -> Part:
-        return replace(one, local=one.local + other.laid(one.layout, self._ranks.mine).local)
+        return Part(one.local + other.laid(one.layout, self._ranks.mine).local, one.layout, one.shape)
 
     def laid(self, value: Part, layout: Sharding) -> Part:
         return value.laid(rank_layout(layout, value.shape), self._ranks.mine)
 
     def widened(self, value: Part, dtype: torch.dtype, own: bool) -> Part:
-        local = value.local.to(dtype)  # + 0 makes -0.0 what it is everywhere
-        return replace(value, local=local.add_(0) if own or local is not value.local else local + 0)
+        def wide(memory: torch.Tensor) -> torch.Tensor:
+            made = memory.to(dtype)  # + 0 makes -0.0 what it is everywhere
+            return made.add_(0) if own or made is not memory else made + 0
+
+        return value.moved(wide)
 
     def cast(self, value: Part, dtype: torch.dtype) -> Part:
-        return replace(value, local=value.local.to(dtype))
+        return value.moved(lambda memory: memory.to(dtype))
 
     def accumulate(self, totals: Sequence[Part], values: Sequence[Part]) -> Sequence[Part]:
-        torch._foreach_add_([total.local for total in totals], [value.local for value in values])
+        sums, parts = zip(*(total.addable(value) for total, value in zip(totals, values, strict=True)), strict=True)
+        torch._foreach_add_(sums, parts)
         return totals
 
     def layout(self, value: Part) -> Sharding:
         return value.layout
 
     def tiles(self, value: Part) -> Iterable[torch.Tensor]:
-        return (value.local,)
+        return (value.memory,)
 
     def moved(self, value: Part, move: Callable[[torch.Tensor], torch.Tensor]) -> Part:
-        return replace(value, local=move(value.local))
+        return value.moved(move)
 
     def whole(self, value: Part) -> torch.Tensor:
         return value.laid(Sharding.of(value.layout.mesh, value.layout.ndim, {}), self._ranks.mine).local
 
     def shown(self, value: Part) -> Any:
-        return replace(value, local=value.local.clone()).dtensor(self._ranks.mine)
+        return Part(value.local.clone(), value.layout, value.shape).dtensor(self._ranks.mine)
 
     def kept(self, value: Any) -> Part:
         return part_of(value)

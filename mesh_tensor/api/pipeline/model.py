@@ -21,6 +21,7 @@ from mesh_tensor.pipelining.clock import hangs
 from mesh_tensor.pipelining.flow import Flow
 from mesh_tensor.pipelining.fragments import Stage, cut, trained_values
 from mesh_tensor.pipelining.schedule import Schedule
+from mesh_tensor.plan.ir import STATE_ATTR
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound, refuse_outside
 from mesh_tensor.runtime.ranks.transfers import RankTopology
@@ -60,6 +61,7 @@ class Pipeline:
         self._flow, self._options = flow, options
         self._signature = ModuleSignature(flow.mod, flow.function)
         self._whole = self._signature.weights(weights, "cpu")
+        self._refuse_written()
         self.trained = trained_weights(flow, self._whole, train)
         self.inputs = tuple(name for name in flow.params if name not in self._whole)
         self.topology = annotated_topology(flow) if topology is None else Topology(topology)
@@ -75,6 +77,18 @@ class Pipeline:
         self.microbatches = 1
         self.peak_bytes = dict.fromkeys(self.topology, 0)
         self.peak_microbatches = dict.fromkeys(self.topology, 0)
+
+    def _refuse_written(self) -> None:
+        """Refuse a model that writes weights, as running statistics: nothing hands them on between microbatches."""
+        written = [name for name in (self._flow.func.attrs or {}).get(STATE_ATTR, {}) if name in self._whole]
+        if written:
+            refuse(
+                [f"the model writes {self._signature.names[name][0]!r}" for name in written],
+                where=f"pipeline of {self._flow.function!r}",
+                why="what is written is not kept from microbatch to microbatch, nor from call to call",
+                fix="export it in eval mode, or without what it writes: for batch norms, track_running_stats=False and "
+                "per_microbatch=[their names]",
+            )
 
     def _read_results(self, microbatches: int, reduction: str | None, per_microbatch: Sequence[str]) -> None:
         """Find out how microbatches make the results of a batch."""
@@ -110,7 +124,7 @@ class Pipeline:
     def __call__(self, *batch: torch.Tensor, **named: torch.Tensor) -> Any:
         if self._runs is None:
             return self._run(self._prepared(batch, named))
-        self._ran = False  # gradients are those of a call that all ranks made, or there are none
+        self._forget()  # gradients are those of a call that all ranks made, or there are none
         made = self._runs.call(lambda: self._facts(self._prepared(batch, named)), self._run_on_ranks)
         self._ran = True
         return made
@@ -137,7 +151,7 @@ class Pipeline:
 
     def _run(self, microbatches: list[Microbatch]) -> Any:
         mailbox = Mailbox()
-        self._ran = False
+        self._forget()
         rows = [Row(mailbox, self._weights.of, microbatches, self._loss, self.memory) for _ in self.topology]
         run_rows(self.schedule, rows, self.topology.names, mailbox)
         for name, row in zip(self.topology, rows, strict=True):
@@ -218,6 +232,10 @@ class Pipeline:
         """The trained weights that several stages have."""
         count = Counter(name for stage in self.stages for name in stage.params)
         return {name for name in self.trained if count[name] > 1}
+
+    def _forget(self) -> None:
+        """There are no gradients until a call has ended, which may use their memory."""
+        self._ran, self._gradients = False, {}
 
     def _check_ran(self) -> None:
         """Refuse where there are no gradients of a whole call."""

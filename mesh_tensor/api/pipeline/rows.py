@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -57,7 +57,7 @@ class Row:
         """Run one action: take what it needs, compute, hand on what others need."""
         here = self._microbatches[action.microbatch].stages[action.stage]
         _ACTIONS[action.kind](self, here, action)
-        self._count((action.stage, action.microbatch))
+        self._count(here, action)
 
     def expect(self, action: Action) -> None:
         """Make ready for what the next action takes from other meshes."""
@@ -81,7 +81,8 @@ class Row:
                 if there.stage.takes.get(name) == stage.index:
                     self._carrier.hand(here, there, name, made[name], microbatch)
         if later := here.later["F"]:
-            left = {k: v for k, v in {**held, **made}.items() if k in later}
+            known = {**held, **made}
+            left = {name: known[name] for name in later & known.keys()}
             self._held[stage.index, microbatch] = self._put_away(left) if self._memory else left
         else:
             self._kept.pop((stage.index, microbatch), None)
@@ -97,11 +98,13 @@ class Row:
                     held[name] = self._seed(here, name, action.microbatch)
             if self._memory:
                 held |= {name: fetched(held[name], self._carrier.moved) for name in fragment.takes if name in held}
+            sums, known = self.gradients.setdefault(stage.index, {}), frozenset[int]()
+            if any(here.valued.get(name) in here.own - sums.keys() for name in fragment.gives):
+                known = frozenset(self._storages((*held.values(), *weights.values())))
             made = self._run(here, action, held)
             held |= made
-            self._deliver(here, made, held, action.microbatch)
-        later = here.later[action.kind]
-        for name in [name for name in held if name not in later]:
+            self._deliver(here, made, known, action.microbatch)
+        for name in held.keys() - here.later[action.kind]:
             del held[name]
         if not held:
             self._held.pop(place, None)
@@ -116,16 +119,20 @@ class Row:
         return kept
 
     def _run(self, here: StageFragments, action: Action, held: Values) -> Values:
-        """What a fragment makes of weights, and of what is held."""
+        """What a fragment makes of weights, and of what is held; what a backward is the last to take isn't any more."""
         fragment, weights, carrier = here.fragments[action.kind], self._weights[here.stage.index], self._carrier
         values = [held[name] if name in held else fetched(weights[name], carrier.moved) for name in fragment.takes]
+        if action.kind != "F":
+            for name in held.keys() & here.lasts[action.kind]:
+                del held[name]
         kept = self._kept.setdefault((action.stage, action.microbatch), {})
         return dict(zip(fragment.gives, carrier.run(fragment, values, kept), strict=True))
 
-    def _deliver(self, here: StageFragments, made: Values, held: Values, microbatch: int) -> None:
-        """Hand gradients of what the stage took to those who made it; add up those of weights. `held` has all that is
-        held now."""
+    def _deliver(self, here: StageFragments, made: Values, known: Collection[int], microbatch: int) -> None:
+        """Hand gradients of what the stage took to those who made it; add up those of weights. `known`: the storages
+        that there were before, where some weight has no gradient yet."""
         stage, of_weights = here.stage, {}
+        users = Counter(self._storages(made.values())) if known else Counter[int]()
         for name, value in made.items():
             of = here.valued.get(name, "")
             if of in here.own:
@@ -134,24 +141,23 @@ class Row:
                 there = self._microbatches[microbatch].stages[stage.takes[of]]
                 if name in there.taken:
                     self._carrier.hand(here, there, name, value, microbatch)
-        self._add_up(here, of_weights, held)
+        self._add_up(here, of_weights, {storage for storage, count in users.items() if count == 1}.difference(known))
 
-    def _add_up(self, here: StageFragments, of_weights: Values, held: Values) -> None:
+    def _storages(self, values: Iterable[Any]) -> Iterator[int]:
+        """Those of the values' tiles."""
+        tiles = self._carrier.tiles
+        return (_storage(tile) for value in values if not isinstance(value, PutAway) for tile in tiles(value))
+
+    def _add_up(self, here: StageFragments, of_weights: Values, own: Collection[int]) -> None:
         """Add a microbatch's gradients to the weights'. Parts of a sum stay parts until the end, if all microbatches'
-        are."""
-        carrier, sums = self._carrier, self.gradients.setdefault(here.stage.index, {})
-        users = Counter[int]()
-        if of_weights.keys() - sums.keys():
-            there = (*held.values(), *self._weights[here.stage.index].values())
-            users.update(
-                _storage(tile) for value in there if not isinstance(value, PutAway) for tile in carrier.tiles(value)
-            )
+        are. `own`: storages that nothing else has."""
+        carrier, sums = self._carrier, self.gradients[here.stage.index]
         pairs: dict[str, tuple[Any, Any]] = {}
         for weight, value in of_weights.items():
             total = sums.get(weight)
             if total is None:
-                own = all(users[_storage(tile)] == 1 and _is_all(tile) for tile in carrier.tiles(value))
-                sums[weight] = carrier.widened(value, torch.promote_types(value.dtype, torch.float32), own)
+                free = all(_storage(tile) in own and _is_all(tile) for tile in carrier.tiles(value))
+                sums[weight] = carrier.widened(value, torch.promote_types(value.dtype, torch.float32), free)
                 continue
             one, other = carrier.layout(total), carrier.layout(value)
             if one is not other and one != other:
@@ -183,14 +189,18 @@ class Row:
         shape, dtype = here.types[value]
         return carrier.place(here, name, torch.zeros(shape, dtype=dtype))
 
-    def _count(self, place: tuple[int, int]) -> None:
+    def _count(self, here: StageFragments, action: Action) -> None:
         """What is held for backwards now, against the most there was; a stage and microbatch changed."""
-        held = {k: v for k, v in self._held.get(place, {}).items() if not isinstance(v, PutAway)}
-        tiles = {t.data_ptr(): t.nbytes for value in held.values() for t in self._carrier.tiles(value)}
-        tiles |= {t.data_ptr(): t.nbytes for kept in self._kept.get(place, {}).values() for t in kept}
-        self._bytes += sum(tiles.values()) - self._sizes.pop(place, 0)
-        if held:
-            self._sizes[place] = sum(tiles.values())
+        place = action.stage, action.microbatch
+        size = here.held_bytes.get(action.kind)
+        if size is None:
+            held = [value for value in self._held.get(place, {}).values() if not isinstance(value, PutAway)]
+            tiles = {t.data_ptr(): t.nbytes for value in held for t in self._carrier.tiles(value)}
+            tiles |= {t.data_ptr(): t.nbytes for kept in self._kept.get(place, {}).values() for t in kept}
+            size = here.held_bytes[action.kind] = sum(tiles.values())
+        self._bytes += size - self._sizes.pop(place, 0)
+        if size:
+            self._sizes[place] = size
         self.peak_bytes = max(self.peak_bytes, self._bytes)
         self.peak_microbatches = max(self.peak_microbatches, len(self._held))
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from tvm import ir, tirx
@@ -68,6 +69,12 @@ def count_flops(func: tirx.PrimFunc) -> int:
 
     Loops whose extent is no constant count once. Branches count as taken."""
     return flops_of(read_kernel(func).statements)
+
+
+@lru_cache(maxsize=256)
+def has_products(func: tirx.PrimFunc) -> bool:
+    """Whether a kernel multiplies matrices by what machines have for that."""
+    return any(isinstance(c.op, ir.Op) and c.op.name.startswith("tl.tileop.gemm") for c in nodes(func.body, tirx.Call))
 
 
 def flops_of(statements: Iterable[Statement]) -> int:

@@ -259,7 +259,7 @@ class Iteration:
     def _kept(self, expr: tirx.PrimExpr, statement: Statement) -> Value | None:
         """What is kept where a condition that depends on no earlier iteration says so, and 0 elsewhere: that, times
         1 or 0. None if it is anything else, or depends on no earlier iteration itself."""
-        condition, *values = _choice(expr) or [None]
+        condition, *values = chosen(expr) or [None]
         known = [self._expr(value, statement) for value in values]
         kept = [value for value in known if value is not None and value.number != 0]
         if len(kept) != 1 or None in known or kept[0].part is not None:
@@ -335,7 +335,7 @@ class Iteration:
 
     def _chosen(self, expr: tirx.PrimExpr, statement: Statement) -> Content:
         """What an expression is past the end, if its conditions say so."""
-        choice = _choice(expr)
+        choice = chosen(expr)
         if choice is None:
             return ANYTHING
         condition, then, otherwise = choice
@@ -398,7 +398,7 @@ class Iteration:
                     yield of(a)
 
 
-def _choice(expr: tirx.PrimExpr) -> list[tirx.PrimExpr] | None:
+def chosen(expr: tirx.PrimExpr) -> list[tirx.PrimExpr] | None:
     """The condition of a choice, what it is where that holds, and what elsewhere; None if it is no choice."""
     if isinstance(expr, tirx.Select):
         return [expr.condition, expr.true_value, expr.false_value]

@@ -14,6 +14,8 @@ from collections.abc import Set
 
 from tvm import arith, ir, tirx
 
+from mesh_tensor.annotations.annotate import INFO_ATTR, MESH_ATTR
+from mesh_tensor.base.recent import made_once
 from mesh_tensor.tir.early_exits import without_early_exits
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name, pointers, written
 from mesh_tensor.tir.fused_loops import unfuse
@@ -29,14 +31,39 @@ from mesh_tensor.tir.views import resolve_views
 
 from .padded_blocks import narrow
 
+ANALYSES = 32  # of what a kernel is, whatever its layout, that are kept
+
 
 def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The same kernel, in which every index is an expression of loop variables, and no memory goes by two names.
+    """The same kernel, in which every index is an expression of loop variables, and no memory goes by two names; it is
+    not annotated.
 
     Raises:
         MeshTensorError: a buffer is in no memory that is known, or a view is not understood.
     """
-    func = without_early_exits(func)
+    return _normalized(_Source(func.without_attr(INFO_ATTR).without_attr(MESH_ATTR)))
+
+
+class _Source:
+    """A kernel whatever is annotated: annotating it leaves body and parameters as they are."""
+
+    def __init__(self, func: tirx.PrimFunc) -> None:
+        self.func = func
+
+    def __hash__(self) -> int:
+        return hash(self.func.body)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Source):
+            return NotImplemented
+        a, b = self.func, other.func
+        same = a.body.same_as(b.body) and a.params.same_as(b.params) and a.buffer_map.same_as(b.buffer_map)
+        return same and ir.structural_equal(a.attrs, b.attrs) and ir.structural_equal(a.ret_type, b.ret_type)
+
+
+@made_once(ANALYSES)
+def _normalized(source: _Source) -> tirx.PrimFunc:
+    func = without_early_exits(source.func)
     body = tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"])
     func = without_reducers(func if body.same_as(func.body) else func.with_body(body))
     func = _with_plain_extents(with_plain_single_dims(_inline_bindings(func)))

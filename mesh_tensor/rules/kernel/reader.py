@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from tvm import arith, tirx
 
 from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.base.recent import made_once
 from mesh_tensor.tir import effects, tile_ops
 from mesh_tensor.tir.linear import linear_form
 from mesh_tensor.tir.nodes import function_name, loads, nodes
@@ -25,7 +26,10 @@ from .statements import (
     split_update,
 )
 
+_READ = 16  # kernels that several passes ask for
 
+
+@made_once(_READ)
 def read_kernel(func: tirx.PrimFunc) -> Kernel:
     """Flatten `func`, a function with one grid."""
     loops, block, binds = _find_grid(func)

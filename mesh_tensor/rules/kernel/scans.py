@@ -18,7 +18,7 @@ from mesh_tensor.tir.nodes import same_expression
 
 from .coordinates import Coordinates
 from .factors import Factor
-from .iterations import Iteration
+from .iterations import Iteration, chosen
 from .live_ranges import LiveRange
 from .padding import takes_whole_blocks
 from .state_values import Atom, Level, Part, Value
@@ -193,6 +193,10 @@ def _coefficient(expr: tirx.PrimExpr, store: tirx.BufferStore) -> tirx.PrimExpr 
         a, b = (expr.a, expr.b) if mentions(expr.a, store.buffer) else (expr.b, expr.a)
         inside = None if mentions(b, store.buffer) else _coefficient(a, store)
         return None if inside is None else inside * b
+    choice = chosen(expr)
+    if choice is not None and not mentions(choice[0], store.buffer):
+        then, otherwise = (_coefficient(value, store) for value in choice[1:])
+        return None if then is None or otherwise is None else tirx.if_then_else(choice[0], then, otherwise)
     return None
 
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from tvm import tirx
 
 from mesh_tensor.annotations.kernel_source import check_kernel
+from mesh_tensor.base.recent import made_once
 from mesh_tensor.base.window import Reaches
 from mesh_tensor.tir.linear import Linear, vars_of
 from mesh_tensor.tir.nodes import loads
@@ -20,7 +21,7 @@ from .factors import Factor
 from .granularity import Refined
 from .live_ranges import LiveRanges, Taints, find_taints
 from .lookups import candidates, find_windows, lookup
-from .normalize import normalize
+from .normalize import ANALYSES, normalize
 from .padding import is_inside
 from .reader import read_kernel
 from .reductions import Reduction, judge
@@ -115,7 +116,8 @@ def _signature(buffers: dict[str, tuple[str | None, ...]]) -> str:
     return ", ".join(f"{name}[{', '.join(d or '*' for d in dims)}]" for name, dims in buffers.items())
 
 
-def analyse(func: tirx.PrimFunc, in_windows: Sequence[Dim] = ()) -> Analysis:
+@made_once(ANALYSES)
+def analyse(func: tirx.PrimFunc, in_windows: tuple[Dim, ...] = ()) -> Analysis:
     """Analyse a normalized function with one grid. `in_windows`: dims that nothing is to walk, so that windows of them
     may be read."""
     kernel = read_kernel(func)

@@ -101,17 +101,38 @@ def touched_bytes(call: OpCall) -> int:
     return sum(tensor.elements * dtype_bits(tensor.dtype) // 8 for tensor in (*call.inputs, *call.outputs))
 
 
-def operator_work(call: OpCall, machine: Machine, copied: bool = False) -> Work:
+def gradient_class(name: str) -> str:
+    """The class of gradients of an operator, as a Machine may know one."""
+    return f"gradient of {name}"
+
+
+def operator_work(call: OpCall, machine: Machine, copied: bool = False, again: bool = False) -> Work:
     """What a call takes on one device of a machine: its operations, or its operands and results once. Views of operands
-    move nothing, unless they are `copied`. Gradients are the operator once more, and twice its work backwards."""
+    move nothing, unless they are `copied`. Gradients are the operator once more, and twice its work backwards; where
+    the machine knows their class, they are that, with the operator once more where it runs `again`."""
     name = operator_name(call)
     kind = class_of(name)
     if name == VJP:
-        own, parts = machine.roofline(VJP), [operator_work(of, machine, True) for of, _ in vjp_of(call).calls]
+        return _gradient_work(call, machine, again)
+    if kind == "view" and not copied:
+        return Work(machine.roofline("view").start * max(1, len(call.outputs)), 0.0, 0.0)
+    return _on_operands(call, machine, 1, name, "move" if kind == "view" else kind)
+
+
+def _gradient_work(call: OpCall, machine: Machine, again: bool) -> Work:
+    calls = [of for of, _ in vjp_of(call).calls]
+    parts = [operator_work(of, machine, True) for of in calls]
+    classes = [gradient_class(operator_name(of)) for of in calls]
+    if any(each not in machine.classes for each in classes):
+        own = machine.roofline(VJP)
         start = machine.launch + own.start + 3 * sum(part.start - machine.launch for part in parts)
         return Work(start, 3 * sum(p.flops for p in parts), 3 * sum(p.memory for p in parts) / own.memory)
-    if kind == "view" and not copied:
-        return Work(machine.roofline("view").start, 0.0, 0.0)
+    made = [_on_operands(of, machine, 3, each) for of, each in zip(calls, classes, strict=True)]
+    both = [*made, *parts] if again else made
+    return Work(sum(p.start for p in both), sum(p.flops for p in both), sum(p.memory for p in both))
+
+
+def _on_operands(call: OpCall, machine: Machine, times: int, *names: str) -> Work:
+    """So many times a call's operations, or its operands and results, in a class."""
     dtype = next((tensor.dtype for tensor in (*call.inputs, *call.outputs)), "float32")
-    names = (name, "move" if kind == "view" else kind)
-    return machine.work(count_flops(call), touched_bytes(call), dtype, *names)
+    return machine.work(times * count_flops(call), times * touched_bytes(call), dtype, *names)

@@ -4,7 +4,8 @@ collectives over torch.distributed, and what comes out is valid parts."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from mesh_tensor.base.dtypes import ALIGNMENT, poison_value
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.program.builder import with_ends
 from mesh_tensor.program.program import Parameter, Program, Value
 from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, Step, WaitStep
 from mesh_tensor.program.verify import verify_collective
@@ -103,11 +105,13 @@ class RankLaunch:
         *,
         poison: bool = False,
         carried: Records | None = None,
+        ends: Collection[str] = (),
     ) -> None:
-        """`carried`: what torch keeps in this program for another one, or in that for this one."""
+        """`carried`: what torch keeps in this program for another one, or in that for this one. `ends`: inputs that
+        `on_tiles` forgets after their last use."""
         self.program, self.ranks = program, ranks
         self._faults, self._poison = faults, poison
-        self._backend = RankBackend(program, target, ranks, faults, poison=poison, carried=carried)
+        self._backend = RankBackend(program, target, ranks, faults, poison=poison, carried=carried, ends=ends)
         self._carried = frozenset(record.name for record in (carried or {}).values())
         self._ports = [self._port(parameter) for parameter in program.parameters]
         self.ports = {port.name: port for port in self._ports}
@@ -224,6 +228,13 @@ def _tiling(shape: tuple[int, ...], dtype: str, sharding: Sharding, rank: int) -
     return Tiling(shape, torch_dtype(dtype), sharding, rank)
 
 
+def _only_taken(program: Program, names: Collection[str]) -> list[str]:
+    """The storages of these inputs, but for those that are outputs, too."""
+    values, outputs = program.values, {program.values[p.output].storage for p in program.parameters if p.output}
+    taken = [values[p.input].storage for p in program.parameters if p.name in names and p.input]
+    return [storage for storage, count in Counter(taken).items() if count == 1 and storage not in outputs]
+
+
 FailedAt = Callable[[Exception], Step]
 
 
@@ -240,12 +251,15 @@ class RankBackend:
         *,
         poison: bool = False,
         carried: Records | None = None,
+        ends: Collection[str] = (),
     ) -> None:
         self.program = program
         self.device = target.device()
         self._target, self._ranks, self._faults, self._poison = target, ranks, faults, poison
         self._records = {**recorded_pairs(program), **(carried or {})}
         first, last = program.steps[: program.overwrites_from], program.steps[program.overwrites_from :]
+        if ends and not last:
+            first = with_ends(first, program.values, _only_taken(program, ends))
         self._first, self._last = self._actions(first), self._actions(last)
 
     def run(self, memory: Memory, before_overwriting: Callable[[], None] = lambda: None) -> None:

@@ -3,8 +3,7 @@ ranks whose calls on a mesh have failed begin again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -140,21 +139,70 @@ def _changes_on(ranks: Ranks, lane: Lane) -> _Changes:
     return _Changes(ranks, lane)
 
 
-@dataclass(eq=False, slots=True)  # not frozen: that would take most of the time of what every action makes
 class Part:
-    """This rank's part of a tensor of `shape` that lies in a layout which DTensors have. `tile`: the same memory, as
-    the program takes it that asked last, for values that lie as `tiling` says."""
+    """This rank's part of a tensor of `shape` that lies in a layout which DTensors have: as `local`, or as the tile of
+    a program, from which `leave` takes it.
 
-    local: torch.Tensor
-    layout: Sharding
-    shape: tuple[int, ...]
-    tiling: Any = field(default=None, init=False)
-    tile: torch.Tensor | None = field(default=None, init=False)
+    tile      the same memory, as programs take it whose values lie as `tiling` says, if one has asked or made it
+    is_ready  that the tile serves has been looked at
+    """
+
+    __slots__ = ("_leave", "_local", "is_ready", "layout", "shape", "tile", "tiling")
+
+    def __init__(
+        self,
+        local: torch.Tensor | None,
+        layout: Sharding,
+        shape: tuple[int, ...],
+        tile: torch.Tensor | None = None,
+        tiling: Any = None,
+        leave: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        self._local, self.layout, self.shape = local, layout, shape
+        self.tile, self.tiling, self._leave, self.is_ready = tile, tiling, leave, False
+
+    @property
+    def local(self) -> torch.Tensor:
+        """What of the tensor is here."""
+        if self._local is None:
+            assert self._leave is not None
+            assert self.tile is not None
+            self._local = self._leave(self.tile)
+        return self._local
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The same memory, perhaps with padding."""
+        return self.local if self.tile is None else self.tile
+
+    def entered(self, tile: torch.Tensor, tiling: Tiling) -> None:
+        """A program takes the local part's memory as this tile."""
+        self.tile, self.tiling, self.is_ready = tile, tiling, True
+
+    def serves(self) -> bool:
+        """Whether there is a tile that programs can take as it is."""
+        tile, tiling = self.tile, self.tiling
+        self.is_ready = tile is not None and tile.dtype is tiling.dtype and tiling.serves(tile)
+        return self.is_ready
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Part:
+        """The part of a tensor that lies alike in the memory that `move` gives for its own."""
+        if self._local is None:
+            return Part(None, self.layout, self.shape, move(self.memory), self.tiling, self._leave)
+        return Part(move(self._local), self.layout, self.shape)
+
+    def addable(self, other: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is here of both, in the same order: the first as it may be written to."""
+        if self._local is None and self.tiling is other.tiling and other.tile is not None:
+            assert self.tile is not None
+            return self.tile, other.tile
+        local, self.tile, self.tiling = self.local, None, None
+        return local, other.local
 
     @property
     def dtype(self) -> torch.dtype:
         """The tensor's dtype."""
-        return self.local.dtype
+        return self.memory.dtype
 
     def dtensor(self, device_mesh: DeviceMesh) -> DTensor:
         """The DTensor of which it is a part."""

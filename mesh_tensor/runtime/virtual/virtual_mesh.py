@@ -7,6 +7,7 @@ tiles, one per device, per storage.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,11 +17,18 @@ from mesh_tensor.program.verify import verify_collective
 from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of
 from mesh_tensor.runtime.elementwise import clone, device_threads
 from mesh_tensor.runtime.loops import LoopAction, LoopTiles
-from mesh_tensor.runtime.placement import layout_of
+from mesh_tensor.runtime.placement import Layout, layout_of
 from mesh_tensor.runtime.reshard import Tiles, reshard_of
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
-from mesh_tensor.targets.op_steps import Section, differs_by_rank, in_sections, recorded_pairs, tile_functions
+from mesh_tensor.targets.op_steps import (
+    Section,
+    TileFunction,
+    differs_by_rank,
+    in_sections,
+    recorded_pairs,
+    tile_functions,
+)
 
 
 class VirtualMesh:
@@ -91,35 +99,22 @@ class VirtualMesh:
     def op(self, step: OpStep) -> Action:
         """All devices call the operator; those whose operands are the same tensors call it once and share the
         results, unless these are written again."""
-        by_rank = tile_functions(step, self.program, range(self.program.mesh.num_devices), self._target)
-        names = [self.program.values[name].storage for name in step.args]
-        results = [self.program.values[name].storage for name in step.results]
-        sizes = [self.layouts[name].tile_bytes for name in step.results]
-        layouts = [self.layouts[name] for name in step.results]
         # Devices with equal operands share results, but the padding of each is its own. What looks at where the device
         # stands makes its padding on purpose.
-        poison = self._poison and not differs_by_rank(step)
+        differs = differs_by_rank(step)
+        poison = self._poison and not differs
+        stored = self.program.values
+        results = tuple([stored[name].storage for name in step.results])
         # What a later step works on in place, as collectives do on buckets, each device has for itself.
         last = all(self.program.last_writes.get(name, step) is step for name in results)
-        alike = not differs_by_rank(step) and not poison and last
-
-        def action(memory: Memory) -> None:
-            operands = list(zip(*(memory.held[name] for name in names), strict=True)) or [()] * len(by_rank)
-            leaders = _leaders(operands) if alike else list(range(len(operands)))
-            work = sorted(set(leaders))
-            made: dict[int, list[torch.Tensor]] = {}
-
-            def of_device(index: int) -> None:
-                rank = work[index]
-                made[rank] = by_rank[rank](*operands[rank])
-                if poison:
-                    made[rank] = [layout.poisoned(t, rank) for layout, t in zip(layouts, made[rank], strict=True)]
-
-            _run_apart(of_device, len(work))
-            for position, (name, size) in enumerate(zip(results, sizes, strict=True)):
-                memory.hold(name, [made[leader][position] for leader in leaders], size)
-
-        return action
+        return _OpAction(
+            tile_functions(step, self.program, range(self.program.mesh.num_devices), self._target),
+            tuple([stored[name].storage for name in step.args]),
+            results,
+            tuple([self.layouts[name].tile_bytes for name in step.results]),
+            tuple([self.layouts[name] for name in step.results]) if poison else None,
+            alike=not differs and not poison and last,
+        )
 
     def collective(self, step: CollectiveStep) -> Action | None:
         """Tiles change from the layout of `src` to that of `dst`. Devices that end with the same tile share it where
@@ -183,6 +178,37 @@ class VirtualMesh:
     def free(self, step: FreeStep) -> Action:
         """The tiles are forgotten."""
         return lambda memory: memory.drop(step.storage)
+
+
+@dataclass(slots=True, eq=False)
+class _OpAction:
+    """All devices call an operator, each its function of `by_rank`, on the storages `names`; what they make are
+    `results`, of so many bytes each. `poisoned`: the layouts of these, if padding is poisoned; `alike`: devices with
+    the same operands share results. (One object: a plan has thousands, which the garbage collector looks at.)"""
+
+    by_rank: Sequence[TileFunction]
+    names: tuple[str, ...]
+    results: tuple[str, ...]
+    sizes: tuple[int, ...]
+    poisoned: tuple[Layout, ...] | None
+    alike: bool
+
+    def __call__(self, memory: Memory) -> None:
+        by_rank, poisoned = self.by_rank, self.poisoned
+        operands = list(zip(*(memory.held[name] for name in self.names), strict=True)) or [()] * len(by_rank)
+        leaders = _leaders(operands) if self.alike else list(range(len(operands)))
+        work = sorted(set(leaders))
+        made: dict[int, list[torch.Tensor]] = {}
+
+        def of_device(index: int) -> None:
+            rank = work[index]
+            made[rank] = by_rank[rank](*operands[rank])
+            if poisoned is not None:
+                made[rank] = [layout.poisoned(t, rank) for layout, t in zip(poisoned, made[rank], strict=True)]
+
+        _run_apart(of_device, len(work))
+        for position, (name, size) in enumerate(zip(self.results, self.sizes, strict=True)):
+            memory.hold(name, [made[leader][position] for leader in leaders], size)
 
 
 def _parts(value: Value, tiles: Tiles) -> Tiles:

@@ -15,6 +15,10 @@ from mesh_tensor.pipelining import SCHEDULES
 
 op = relax.op
 MESHES = [{"d": 1}, {"d": 2}, {"m": 2}, {"d": 2, "m": 2}, {"d": 3}, {"m": 3, "d": 1}]
+FOUR_DEVICES = [
+    [{"d": 2}, {"m": 2}], [{"d": 2, "m": 2}], [{"d": 3}, {"m": 1}], [{"m": 1}, {"d": 3}],
+    [{"d": 1}, {"d": 2}, {"d": 1}], [{"m": 2}, {"d": 1}, {"d": 1}], [{"d": 1}] * 4,
+]  # fmt: skip
 TRAINING = [name for name in SCHEDULES if name != "forward"]
 POSITIONS, WORDS = 3, 5
 
@@ -248,6 +252,7 @@ class Case:
     max_norm: float | None
     memory: dict[str, str]
     poison: bool
+    ranks: bool = False
 
 
 def _layouts(random: Random, model: Model, meshes: list[dict[str, int]]) -> dict[str, dict[str, Any]]:
@@ -270,11 +275,12 @@ def _layouts(random: Random, model: Model, meshes: list[dict[str, int]]) -> dict
     return found
 
 
-def make_case(number: int) -> Case:
+def make_case(number: int, ranks: bool = False) -> Case:
     """The case with this number: a model, a topology, cuts, layouts per mesh, a schedule, what is trained, and what is
-    in which memory."""
+    in which memory. `ranks`: it is run on four ranks."""
     random = Random(f"pipeline {number}")
     meshes, chunks = random.choices(MESHES, k=random.randint(1, 3)), random.randint(1, 2)
+    meshes = random.choice(FOUR_DEVICES) if ranks else meshes
     count = len(meshes) * chunks
     model = _model(random, count)
     weights = sorted(_weights_of(model))
@@ -293,4 +299,10 @@ def make_case(number: int) -> Case:
         random.choice([None, 0.1]),
         dict.fromkeys(random.sample(held, random.choice([0, 0, 1, 3])), "pinned_host"),
         random.random() < 0.3,
+        ranks,
     )
+
+
+def make_fuzz_case(number: int) -> Case:
+    """Every eighth case is one on ranks."""
+    return make_case(number, ranks=number % 8 == 0)

@@ -1,6 +1,8 @@
 """Random models with their losses on random meshes: results, gradients and a step of the whole model; or refused."""
 
 import traceback
+from collections.abc import Sequence
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -11,6 +13,7 @@ import mesh_tensor as mt
 from mesh_tensor.runtime import backend
 from tests.api.pipeline.random_models import Case, built, inputs_of, make_case
 from tests.random_modules.check import RIGHT, Outcome
+from tests.runtime.ranks.launcher import run as on_ranks
 
 # Schedules have sizes, random names of cuts may not make stages.
 REFUSED = (
@@ -26,12 +29,24 @@ def test_random_models(first: int):
         check(make_case(number))
 
 
+def test_random_models_on_ranks():
+    """In one start of four ranks: as torch has them, and as the virtual topology."""
+    found = on_ranks(partial(check_on_rank, [make_case(number, ranks=True) for number in range(5)]), 4)
+    assert all(refusals == found[0] for refusals in found)
+    assert found[0].count("") >= 3
+
+
+def check_on_rank(cases: Sequence[Case], rank: int) -> list[str]:
+    """On one of the ranks: the refusal of each case, if there is one."""
+    return [check(case) for case in cases]
+
+
 def run(case: Case) -> Outcome:
     """What becomes of a case."""
     torch.manual_seed(0)
     try:
-        refusal = check(case)
-    except Exception:
+        refusal = on_ranks(partial(check_on_rank, [case]), 4)[0][0] if case.ranks else check(case)
+    except (Exception, pytest.fail.Exception):
         return Outcome("wrong", traceback.format_exc())
     return Outcome("refused", refusal) if refusal else RIGHT
 
@@ -43,6 +58,7 @@ def check(case: Case) -> str:
 
 
 def _check(case: Case) -> str:
+    torch.manual_seed(0)
     model = case.model
     made = built(model)
     leaves = {name: (torch.randn(shape) / 2).requires_grad_() for name, shape in made.weights.items()}
@@ -54,8 +70,9 @@ def _check(case: Case) -> str:
         for name, gradient in zip(leaves, gradients, strict=True)
         if gradient is not None and name not in case.frozen
     }
-    try:
-        run = mt.pipeline(
+
+    def pipeline(ranks: bool) -> mt.Pipeline:
+        return mt.pipeline(
             made.module,
             {f"m{i}": mesh for i, mesh in enumerate(case.meshes)},
             [made.names[cut] for cut in case.cuts] or {"m0": [made.names[-1]]},
@@ -68,7 +85,11 @@ def _check(case: Case) -> str:
             recompute=case.recompute,
             memory=case.memory,
             poison=case.poison,
+            ranks=ranks,
         )
+
+    try:
+        run = pipeline(case.ranks)
     except mt.MeshTensorError as error:
         if not any(words in str(error) for words in REFUSED):
             raise
@@ -77,6 +98,8 @@ def _check(case: Case) -> str:
     got = got if isinstance(got, tuple) else (got,)
     for result, by_torch in zip(got, results, strict=True):
         torch.testing.assert_close(result, by_torch.detach(), rtol=1e-4, atol=1e-5)
+    if case.ranks:
+        _check_alike(run, pipeline(False), got, inputs)
     if wanted:
         found = run.gradients()
         assert found.keys() == wanted.keys()
@@ -85,6 +108,19 @@ def _check(case: Case) -> str:
             torch.testing.assert_close(found[name] / scale, gradient / scale, rtol=1e-4, atol=1e-5, msg=name)
         _check_step(run, case, leaves, wanted)
     return ""
+
+
+def _check_alike(run, virtual, got, inputs) -> None:
+    """What ranks make is what the virtual topology makes; products of matrices may differ in the last bit, by where
+    their operands lie in memory."""
+    same = virtual(*inputs.values())
+    pairs = list(zip(got, same if isinstance(same, tuple) else (same,), strict=True))
+    if run.trained:
+        ours, theirs = run.gradients(), virtual.gradients()
+        assert ours.keys() == theirs.keys()
+        pairs += [(ours[name], theirs[name]) for name in ours]
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
 def _check_step(run, case: Case, leaves, wanted) -> None:

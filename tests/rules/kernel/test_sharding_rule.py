@@ -8,6 +8,8 @@ from kernels.catalogue import CASES
 from kernels.elementwise import add, add_bias, vector_add
 from kernels.matmul import batched_matmul, matmul, split_k_matmul
 from kernels.matmul_bias_gelu import matmul_bias_gelu
+from mesh_tensor.rules.kernel.normalize import normalize
+from mesh_tensor.rules.kernel.sharding_rule import analyse
 from tests.kernels.adversarial import ADVERSARIAL_CASES
 
 CASE = {case.name: case for case in (*CASES, *ADVERSARIAL_CASES)}
@@ -161,3 +163,20 @@ def test_what_is_no_single_kernel_is_refused():
         mt.sharding_rule(two)
     assert "'two' is not one TileLang kernel" in str(error.value)
     assert "A rule is of one T.Kernel" in str(error.value)
+
+
+def test_layouts_of_a_kernel_share_its_analysis():
+    func = matmul(64, 64, 64, 16, 16, 16)
+    plain = normalize(func)
+    for mesh, layouts in (({"x": 2}, {"A": {"x": 0}}), ({"x": 2}, {"A": {"x": 1}, "B": {"x": 0}}), ({"y": 3}, {})):
+        annotated = mt.annotate(func, mesh, layouts)
+        assert normalize(annotated).same_as(plain)
+        assert analyse(normalize(annotated)) is analyse(plain)
+    assert {"mesh_tensor_info", "mesh_tensor_mesh"}.isdisjoint(plain.attrs.keys())
+
+
+def test_what_else_is_said_of_a_kernel_counts():
+    func = matmul(64, 64, 64, 16, 16, 16)
+    for other in (func.with_attr("global_symbol", "other"), func.with_attr("said", 1), matmul(64, 64, 64, 16, 16, 16)):
+        assert not normalize(other).same_as(normalize(func))
+    assert normalize(func.with_attr("said", 1)).attrs["said"] == 1

@@ -33,6 +33,8 @@ _context.set_forkserver_preload(
         "torch.export._trace",
         "tests.runtime.ranks.kernel_bodies",
         "tests.runtime.ranks.exchange_bodies",
+        "tests.runtime.ranks.module_bodies",  # the modules that it parses, once for all ranks
+        "tests.runtime.ranks.training_bodies",
     ]
 )
 
