@@ -18,8 +18,9 @@ from mesh_tensor.rules.operator.dropout import SEED_NAME
 
 from .batch_kinds import Kind, Mean, Mixed, Sum
 from .batch_parts import BatchParts, batch_parts
-from .gradient import Joint, Writer, constants_of, gradients_made, loss_of, readable, reverse
+from .gradient import constants_of, gradients_made, loss_of, readable, reverse
 from .ir import Graph, Node, Value, leaves, map_tree, nodes_before
+from .joint import Joint, Writer
 from .reader import read_graph
 from .recompute import Again
 

@@ -8,51 +8,21 @@ next one, and the gradients of its inputs are what it hands to the one before.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 
 from tvm import ir, relax
 
-from mesh_tensor.annotations.annotation import from_attr
-from mesh_tensor.annotations.module_annotations import GRADIENTS_ATTR, HINTS_ATTR
-from mesh_tensor.annotations.names import (
-    SOURCE_NAMES_ATTR,
-    Fresh,
-    reachable,
-    relax_function,
-    source_names,
-    unique_names,
-    variables,
-)
+from mesh_tensor.annotations.names import reachable, relax_function, source_names, unique_names, variables
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.gradients import Backward, gradients_of, stops_gradients
 from mesh_tensor.rules.operator.call import operator_name
-from mesh_tensor.rules.operator.rule import LocalCall
 
-from .ir import Graph, Node, Tree, Value, leaves
+from .ir import Graph, Value, leaves
+from .joint import Joint, Writer
 from .reader import read_graph
-from .turned_products import turned_products
 
 SEED = "seed"  # the gradient of the loss by itself: the first value of the backward part
-
-
-@dataclass(eq=False)
-class Joint:
-    """A function in the making: forward, then backward.
-
-    env         value -> its variable
-    gradients   value -> its gradient's variable, once the reverse pass has been there
-    result      what the function returned, as an expression
-    """
-
-    graph: Graph
-    writer: Writer
-    params: list[relax.Var]
-    env: dict[Value, relax.Expr]
-    result: relax.Expr
-    gradients: dict[Value, relax.Expr] = field(default_factory=dict)
 
 
 def gradient_function(
@@ -249,136 +219,3 @@ def gradients_made(joint: Joint, values: Sequence[Value], mod: ir.IRModule, func
             fix="leave it out of `wrt` (for torch: requires_grad_(False))",
         )
     return [joint.gradients[value] for value in values]
-
-
-class Writer:
-    """Writes a flat function: every binding under a name of its own."""
-
-    def __init__(self, mod: ir.IRModule, graph: Graph) -> None:
-        self._fresh = Fresh([value.name for value in graph.values()])
-        self._builder = relax.BlockBuilder()
-        self._bindings: list[relax.VarBinding] = []
-        self._kernels: dict[ir.GlobalVar, relax.Expr] = {}
-        self._hints: dict[str, dict] = {}
-        self._unused: set[str] = set()
-        self._stated = {
-            (name.name_hint, value): hints
-            for name, func in mod.functions_items()
-            if isinstance(func, relax.Function) and HINTS_ATTR in (func.attrs or {})
-            for value, hints in from_attr(func.attrs[HINTS_ATTR]).items()
-        }
-
-    def parameter(self, name: str, value: Value) -> relax.Var:
-        """A parameter of the type of a value."""
-        return relax.Var(name, value.info)
-
-    def copy(self, value: Value) -> Value:
-        """Another value of the type, under a name of its own."""
-        return Value(self._fresh.name(value.name), value.type)
-
-    def emit(self, expr: relax.Expr, name: str = "d") -> relax.Var:
-        """A variable for the expression."""
-        return self._bind(self._fresh.name(name), self._builder.normalize(expr))
-
-    def again(self, node: Node, env: dict[Value, relax.Expr]) -> None:
-        """The node's call, on the variables of `env`, which then has its results."""
-        expr = node.call.expr
-        if node.is_annotation:
-            made = self._like(node, relax.Call(expr.op, [env[node.inputs[0]]], expr.attrs, expr.sinfo_args))
-            env[node.outputs[0]] = self._bind(node.outputs[0].name, made)
-            self._note(node, node.outputs[0].name)
-            return
-        made = LocalCall(node.call, tuple(env[value] for value in node.inputs), (), (), ()).again()
-        if node.kernel is not None:
-            self._kernels[expr.args[0]] = node.kernel
-        var = self._bind(
-            node.outputs[0].name if len(node.outputs) == 1 else self._fresh.name("results"), self._like(node, made)
-        )
-        if not isinstance(var.struct_info, relax.TupleStructInfo):
-            env[node.outputs[0]] = var
-            return
-        for path, value in zip(_paths(var.struct_info), node.outputs, strict=True):
-            part: relax.Expr = var
-            for index in path:
-                part = relax.TupleGetItem(part, index)
-            env[value] = self._bind(value.name, self._builder.normalize(part))
-
-    def annotated(self, node: Node, gradient: relax.Expr | None) -> relax.Expr | None:
-        """A gradient in the layout that is stated for the value it belongs to; heard after that."""
-        if gradient is None:
-            return None
-        expr = node.call.expr
-        made = self._like(node, relax.Call(expr.op, [gradient], expr.attrs, expr.sinfo_args))
-        var = self._bind(self._fresh.name(f"d_{node.outputs[0].name}"), made)
-        self._note(node, var.name_hint, later=1)
-        return var
-
-    def tree(self, tree: Tree, env: dict[Value, relax.Expr]) -> relax.Expr:
-        """A tree of values as an expression."""
-        return env[tree] if isinstance(tree, Value) else relax.Tuple([self.tree(item, env) for item in tree])
-
-    def module(self, mod: ir.IRModule, function: str, joint: Joint, result: relax.Expr) -> ir.IRModule:
-        """The module of the function that returns `result`, and of the kernels that it calls."""
-        result = self._builder.normalize(result)
-        output = relax.Var(self._fresh.name("gv"), result.struct_info)
-        bindings = turned_products(self._used(result), result)
-        block = relax.DataflowBlock([*bindings, relax.VarBinding(output, result)])
-        body = relax.Function(joint.params, relax.SeqExpr([block], output), output.struct_info)
-        func = self._builder.normalize(body).with_attr("global_symbol", function)
-        names = source_names(relax_function(mod, function))
-        if names:
-            func = func.with_attr(SOURCE_NAMES_ATTR, names)
-        if self._hints:
-            func = func.with_attr(HINTS_ATTR, self._hints)
-        there = {binding.var.name_hint for binding in bindings} | {param.name_hint for param in joint.params}
-        found = {v.name: g.name_hint for v, g in joint.gradients.items() if isinstance(g, relax.Var)}
-        gradients = {value: gradient for value, gradient in found.items() if gradient in there}
-        func = func.with_attr(GRADIENTS_ATTR, gradients)
-        return ir.IRModule({ir.GlobalVar(function): func, **self._kernels}, global_infos=mod.global_infos)
-
-    @contextmanager
-    def only_if_used(self) -> Iterator[None]:
-        """What is written within is left out, unless something takes it."""
-        before = len(self._bindings)
-        yield
-        self._unused.update(binding.var.name_hint for binding in self._bindings[before:])
-
-    def _used(self, result: relax.Expr) -> list[relax.VarBinding]:
-        if not self._unused:
-            return self._bindings
-        taken = {var.name_hint for var in relax.analysis.free_vars(result)}
-        kept = []
-        for binding in reversed(self._bindings):
-            if binding.var.name_hint in self._unused and binding.var.name_hint not in taken:
-                continue
-            taken.update(var.name_hint for var in relax.analysis.free_vars(binding.value))
-            kept.append(binding)
-        return kept[::-1]
-
-    def _bind(self, name: str, expr: relax.Expr) -> relax.Var:
-        var = relax.DataflowVar(name, expr.struct_info)
-        self._bindings.append(relax.VarBinding(var, expr))
-        return var
-
-    def _like(self, node: Node, made: relax.Call) -> relax.Call:
-        relax.expr._update_struct_info(made, node.call.expr.struct_info)
-        return made
-
-    def _note(self, node: Node, name: str, later: int = 0) -> None:
-        """What TVM has no words for in an annotation goes with it, with a priority that is `later`."""
-        function, _, value = node.where.partition(".")
-        hints = dict(self._stated.get((function, value), {}))
-        if later:
-            hints = {key: hint for key, hint in hints.items() if key != "partial"}
-            hints["priority"] = int(hints.get("priority", 0)) + later
-        if hints:
-            self._hints[name] = hints
-
-
-def _paths(info: relax.StructInfo) -> Iterator[tuple[int, ...]]:
-    """Where the tensors in a tuple are."""
-    for index, inner in enumerate(info.fields):
-        if isinstance(inner, relax.TupleStructInfo):
-            yield from ((index, *path) for path in _paths(inner))
-        else:
-            yield (index,)

@@ -18,8 +18,8 @@ from mesh_tensor.base.dtypes import itemsize
 from mesh_tensor.base.errors import refuse
 
 from .decide import node_flops
-from .gradient import Joint
 from .ir import Graph, Node, Value, leaves, nodes_before
+from .joint import Joint
 
 FULL, SELECTIVE, AUTO = "full", "selective", "auto"
 _LAYER = re.compile(r"(.*?)\.?\b(\d+)$")  # "blocks.0": the first of the layers "blocks"

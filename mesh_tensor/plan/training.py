@@ -19,8 +19,9 @@ from mesh_tensor.rules.operator.narrowed import narrowed_call
 from mesh_tensor.rules.operator.update import NUMBERS, slots_of, update_call
 
 from .accumulate import Accumulated, Microbatches, Recompute, Seed, accumulated
-from .gradient import SEED, Writer, forward_part, gradients_made, loss_of, reverse, taken_backward
+from .gradient import SEED, forward_part, gradients_made, loss_of, reverse, taken_backward
 from .ir import STATE_ATTR, Value, leaves
+from .joint import Writer
 from .recompute import AUTO, Again, computed_again
 
 NUMBERS_NAME = "opt_numbers"

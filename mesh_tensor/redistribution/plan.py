@@ -10,11 +10,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mesh_tensor.base.collectives import BETWEEN, COLLECTIVES
+from mesh_tensor.base.collectives import BETWEEN, COLLECTIVES, State
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.sharding import Partial, Placement, Replicate, Shard, Sharding
 
-from .search import ORDER, PARTIAL, WHOLE, Search, State, boxes_of, dim_at, exchange, halo, place_of, received
+from .boxes import ORDER, PARTIAL, WHOLE, boxes_of, dim_at, place_of
+from .search import Search, exchange, halo, received
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from mesh_tensor.program.program import Program
 from mesh_tensor.program.verify import peak_bytes
 from mesh_tensor.simulation.streams import Events, play
 
-Layouts = Mapping[str, Mapping[str, int]]  # parameter -> axis -> dim
+ParameterLayouts = Mapping[str, Mapping[str, int]]  # parameter -> axis -> dim
 NamedLayouts = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]  # the same, in order of names
 
 
@@ -63,7 +63,7 @@ class Evaluator:
         self._known: dict[tuple, Strategy | None] = {}
         self.planned = self.refused = 0
 
-    def strategy(self, mesh: Mesh, layouts: Layouts) -> Strategy | None:
+    def strategy(self, mesh: Mesh, layouts: ParameterLayouts) -> Strategy | None:
         """The strategy with these layouts; None if it can't be planned."""
         named = _named(layouts)
         key = (mesh, named)
@@ -130,7 +130,7 @@ class KernelEvaluator:
         """How many there are."""
         return len(self._known)
 
-    def strategy(self, mesh: Mesh, layouts: Layouts) -> Strategy | None:
+    def strategy(self, mesh: Mesh, layouts: ParameterLayouts) -> Strategy | None:
         """The strategy with these layouts; None if it can't be planned."""
         named = _named(layouts)
         if (mesh, named) not in self._known:
@@ -147,7 +147,7 @@ class KernelEvaluator:
             return None
 
 
-def _named(layouts: Layouts) -> NamedLayouts:
+def _named(layouts: ParameterLayouts) -> NamedLayouts:
     return tuple(sorted((name, tuple(sorted(layout.items()))) for name, layout in layouts.items() if layout))
 
 

@@ -21,7 +21,7 @@ from mesh_tensor.plan.ir import Graph, Value
 from mesh_tensor.plan.spread import tensors_of
 from mesh_tensor.rules.kernel.sharding_rule import sharding_rule
 
-from .evaluate import Evaluator, KernelEvaluator, Layouts, Strategy
+from .evaluate import Evaluator, KernelEvaluator, ParameterLayouts, Strategy
 
 Place = tuple[Value, int]  # a value, and the position of one of its atoms
 
@@ -156,7 +156,7 @@ class Beam:
         return self._evaluator.strategy(mesh, layouts_of(self._dims, colouring))
 
 
-def layouts_of(dims: Sequence[NamedDim], colouring: Colouring) -> Layouts:
+def layouts_of(dims: Sequence[NamedDim], colouring: Colouring) -> ParameterLayouts:
     """The parameters' layouts. Where an axis would split two dims of one, the first named dim has it."""
     layouts: dict[str, dict[str, int]] = {}
     for number, axis in sorted(colouring):

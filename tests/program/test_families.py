@@ -12,7 +12,7 @@ import mesh_tensor as mt
 from kernels.models import gpt2
 from mesh_tensor.api import module_plans
 from mesh_tensor.plan.ir import STATE_ATTR
-from mesh_tensor.program import families
+from mesh_tensor.program import families, family
 
 op = relax.op
 MESHES = [{"x": 3}, {"x": 2, "y": 2}]
@@ -46,7 +46,7 @@ def same_as_new(run):
     for step, other in zip(made.made.program.ops, new.made.program.ops, strict=True):
         assert step.call.kind == other.call.kind
     for name, data in made.made.constants.items():
-        assert families._same_data(data, new.made.constants[name])
+        assert family._same_data(data, new.made.constants[name])
 
 
 class Tower:

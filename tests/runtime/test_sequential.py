@@ -172,7 +172,7 @@ def test_a_tilelang_kernel():
 
 
 def test_values_are_freed_after_their_last_use(monkeypatch):
-    from mesh_tensor.runtime import sequential
+    from mesh_tensor.runtime import sequential_runner
 
     alive: list[weakref.ref] = []
     peak = 0
@@ -184,8 +184,8 @@ def test_values_are_freed_after_their_last_use(monkeypatch):
         peak = max(peak, sum(ref() is not None for ref in alive))
         return result
 
-    original = sequential.untyped_function
-    monkeypatch.setattr(sequential, "untyped_function", lambda call: functools.partial(watched, original(call)))
+    original = sequential_runner.untyped_function
+    monkeypatch.setattr(sequential_runner, "untyped_function", lambda call: functools.partial(watched, original(call)))
     builder = relax.BlockBuilder()
     value = x = relax.Var("x", relax.TensorStructInfo((4,), "float32"))
     with builder.function("main", [x]):

@@ -23,8 +23,8 @@ def module(body, *types, dtype="float32"):
 def interpreted(monkeypatch):
     """How many calls were interpreted."""
     counts = []
-    call = sequential._Runner.call
-    monkeypatch.setattr(sequential._Runner, "call", lambda *args: counts.append(args[1]) or call(*args))
+    call = sequential.Runner.call
+    monkeypatch.setattr(sequential.Runner, "call", lambda *args: counts.append(args[1]) or call(*args))
     return counts
 
 
