@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tvm import ir, relax
+from tvm import ir, relax, tirx
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
@@ -56,10 +56,12 @@ def experts(
         room: how many rows one device sends to another in a round: 1.25 x an even spread, by default.
 
     Raises:
-        MeshTensorError: sizes are not known, or axes do not divide rows or experts.
+        MeshTensorError: sizes are not known, axes do not divide rows or experts or are given twice, or the body is not
+            for what devices have.
     """
     way = _Way.of(body, rows, chosen, weights, Mesh(mesh), axes, tuple(tokens), room)
     tiles = [_tile(info, count) for info, count in zip(way.infos, way.counts, strict=True)]
+    _check_body(body, way, tiles)
     loop = builder.add_func(_function(lambda _, *params: params[2], way.carried(tiles)), "experts_round")
     builder.update_func(loop, _function(lambda b, *params: _round(b, way, body, loop, params), way.carried(tiles)))
     on_device = _function(lambda b, *params: _on_device(b, way, loop, params), tiles)
@@ -100,8 +102,8 @@ class _Way:
         made.check(body.name_hint)
         even = made.rows_of_device * _SLACK / math.prod(map(mesh.size, split))
         room = max(1, min(math.ceil(even), made.rows_of_device)) if room is None else room
-        if room < 1:
-            refuse(f"room is {room}: nothing would ever be sent", where="mt.experts", fix="state at least 1 row")
+        if not isinstance(room, int) or room < 1:
+            refuse(f"room is {room}, no number of rows to send", where="mt.experts", fix="state at least 1 row")
         return _Way(mesh, split, tokens, infos, body.struct_info.ret, room)
 
     def check(self, name: str) -> None:
@@ -111,10 +113,12 @@ class _Way:
             for n, info in enumerate((*self.infos, self.result))
             if not isinstance(info, relax.TensorStructInfo) or not _known(info, first=n < len(self.infos))
         ]
+        problems += [f"axis {axis!r} is one of experts and of tokens" for axis in self.tokens if axis in self.axes]
+        problems += [] if self.axes else ["experts are split over no axis"]
         problems = problems or [
             f"dim 0 of operand {n} has {_sizes(info)[0]} elements, for {count} devices"
             for n, (info, count) in enumerate(zip(self.infos, self.counts, strict=True))
-            if not info.ndim or _sizes(info)[0] % count
+            if not info.ndim or not _sizes(info)[0] or _sizes(info)[0] % count
         ]
         if not problems and len({_sizes(info)[0] for info in self.infos[2:]}) != 1:
             problems.append("weights have other numbers of experts, or there are none")
@@ -162,6 +166,39 @@ class _Way:
         number, each = relax.TensorStructInfo((), _INT), relax.TensorStructInfo(_sizes(tiles[1]), _INT)
         made = relax.TensorStructInfo((_sizes(tiles[0])[0], *_sizes(self.result)[1:]), self.result.dtype)
         return [number, number, made, tiles[0], each, each, each, *tiles[2:]]
+
+
+def _check_body(body: ir.GlobalVar, way: _Way, tiles: Sequence[relax.TensorStructInfo]) -> None:
+    """Refuse a body that is not for the rows and experts of a device, or does not give one row for each."""
+    shapes = [(way.devices * way.room, *_sizes(tiles[0])[1:]), (way.experts_of_device,), *map(_sizes, tiles[2:])]
+    given = list(zip(shapes, [tiles[0].dtype, "int32", *(info.dtype for info in tiles[2:])], strict=True))
+    infos, symbols = list(body.struct_info.params or ()), dict[tirx.Var, int]()
+    problems = [] if len(infos) == len(given) else [f"it has {len(infos)} parameters, not {len(given)}"]
+    for n, (info, (shape, dtype)) in enumerate(zip(infos, given, strict=False)):
+        sizes = info.shape.values if isinstance(info, relax.TensorStructInfo) and info.shape is not None else ()
+        fits = len(sizes) == len(shape) and info.dtype == dtype
+        if not fits or any(_bound(one, size, symbols) != size for one, size in zip(sizes, shape, strict=True)):
+            problems.append(f"parameter {n} is {info}, of what is {dtype}{list(shape)} on a device")
+    if not problems and (not way.result.ndim or not _same(way.result, infos[0])):
+        problems.append(f"it gives {way.result} for rows {infos[0]}")
+    if problems:
+        refuse(
+            problems,
+            where=f"mt.experts of {body.name_hint!r}",
+            fix="take rows (r, ...) of a symbol r, the ends (experts, int32) and parts of weights; give (r, ...)",
+        )
+
+
+def _bound(one: tirx.PrimExpr, size: int, symbols: dict[tirx.Var, int]) -> int | None:
+    """What a size of the body's is: its value, or what its symbol stands for, which this size gives it at first."""
+    if isinstance(one, tirx.IntImm):
+        return int(one)
+    return symbols.setdefault(one, size) if isinstance(one, tirx.Var) else None
+
+
+def _same(made: relax.TensorStructInfo, rows: relax.TensorStructInfo) -> bool:
+    """Whether there are as many of both."""
+    return bool(ir.structural_equal(made.shape.values[0], rows.shape.values[0]))
 
 
 def _on_device(b: relax.BlockBuilder, way: _Way, loop: ir.GlobalVar, params: Sequence[relax.Var]) -> relax.Expr:
@@ -226,7 +263,7 @@ def _answers(
 
     def sent(values: relax.Var, blank: Any) -> relax.Var:
         info = values.struct_info
-        empty = op.full((places + 1, *_sizes(info)[1:]), relax.const(blank, info.dtype), info.dtype)
+        empty = op.full((places + 1, *_sizes(info)[1:]), relax.const(blank, _INT), info.dtype)
         put = emit(op.scatter_nd(emit(empty), there, values, "update"))
         full = emit(op.strided_slice(put, [0], [0], [places]))
         return emit(comm.all_to_all(full, way.group, 0, 0))

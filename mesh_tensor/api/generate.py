@@ -51,8 +51,8 @@ def generate(
             otherwise is refused.
         temperature: logits are divided by this; 0 takes the likeliest token; None: 1 where tokens are drawn.
         top_k, top_p: draw from the most likely tokens only: so many, or as few as make that probability.
-        repetition_penalty: positive logits of tokens that a row has are divided by this, negative ones multiplied; as
-            in transformers, padding counts as a token that the row has.
+        repetition_penalty: positive logits of tokens that a row has are divided by this, negative ones multiplied;
+            padding is no token that it has.
         min_new_tokens: no row ends before so many new tokens.
         seed: tokens that are drawn are a function of seed, row and position, on any mesh.
         eos_token_id: the token, or tokens, that end a row.
@@ -111,7 +111,8 @@ class _Drawn:
                 positions = positions[:, -1:] + 1
             logits = self.run(made[-1], columns, positions, torch.tensor(filled))
             filled += made[-1].shape[1]
-            logits = self.sampling.adjusted(logits, torch.cat(made, dim=1), number, self.ends)
+            has = torch.cat(made, dim=1), columns[:, :filled] == 1
+            logits = self.sampling.adjusted(logits, *has, number, self.ends)
             tokens = torch.where(ended, self.pad, self.sampling.tokens(logits, number, first).cpu())
             _same_on_ranks(self.run, f"token {number}", tokens)
             made.append(tokens[:, None])
@@ -232,14 +233,18 @@ class Sampling:
         if problems:
             refuse(problems, where="how tokens are drawn", fix="pass temperature=1.0 to draw, 0 for the likeliest")
 
-    def adjusted(self, logits: torch.Tensor, made: torch.Tensor, number: int, ends: Sequence[int]) -> torch.Tensor:
-        """The logits (batch, vocabulary) of the `number`th new token, after the ids `made` (batch, positions): those of
-        tokens that a row has are nearer to the others, and none of `ends` comes too early."""
+    def adjusted(
+        self, logits: torch.Tensor, made: torch.Tensor, are: torch.Tensor, number: int, ends: Sequence[int]
+    ) -> torch.Tensor:
+        """The logits (batch, vocabulary) of the `number`th new token, after the ids `made` (batch, positions), of which
+        these `are` tokens: those of tokens that a row has are nearer to the others, and none of `ends` comes too
+        early."""
         if self.repetition_penalty != 1:
-            logits, made = logits.to(torch.float32), made.to(logits.device)
-            known = logits.gather(1, made)
-            known = torch.where(known < 0, known * self.repetition_penalty, known / self.repetition_penalty)
-            logits = logits.scatter(1, made, known)
+            logits, count = logits.to(torch.float32), logits.shape[1]
+            has = torch.zeros(len(logits), count + 1, dtype=torch.bool)  # the last one: padding
+            has = has.scatter_(1, torch.where(are, made, count), True)[:, :count].to(logits.device)
+            nearer = torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
+            logits = torch.where(has, nearer, logits)
         if number < self.min_new_tokens and ends:
             ids = torch.arange(logits.shape[1], device=logits.device)
             logits = logits.masked_fill(torch.isin(ids, torch.tensor(ends, device=logits.device)), -torch.inf)

@@ -66,7 +66,7 @@ def bias_of(node: torch.fx.Node, importer: Any, operands: Sequence[relax.Expr]) 
     if node.kwargs.get("attn_mask") is None:
         return None
     mask = importer.env[node.kwargs["attn_mask"]]
-    return _bias(importer, mask, query, list(query.struct_info.shape[:2]), key.struct_info.shape[2])
+    return _bias(importer, mask, query, list(query.struct_info.shape)[:2], key.struct_info.shape[2])
 
 
 def heads_last(importer: Any, tensor: relax.Expr) -> relax.Expr:

@@ -179,7 +179,8 @@ def _of_results(
 
     seed, query, key, value, out = (in_dtype(importer, tensor, wide) for tensor in (seed, *operands, out))
     size = int(query.struct_info.shape[3])
-    scale = relax.const(node.kwargs.get("scale") or size**-0.5, wide)
+    stated = node.kwargs.get("scale")
+    scale = relax.const(size**-0.5 if stated is None else stated, wide)
     scores = bound(op.multiply(bound(op.matmul(query, turned(key))), scale))
     if (mask := bias_of(node, importer, operands)) is not None:
         scores = bound(op.add(scores, in_dtype(importer, mask, wide)))

@@ -193,8 +193,8 @@ def _leaving(names: Sequence[str], last: Mapping[str, int], cut: int, period: in
 
 
 def _alike(flow: Flow, made: Layers, varying: set[str]) -> bool:
-    """Whether every layer takes what the second one takes and hands on to the next one alone, and the results are of
-    what comes after them."""
+    """Whether every layer takes what the second one takes (the first, one value in place of what that is handed) and
+    hands on to the next one alone, and the results are of what comes after them."""
     inside = {name for layer in made.layers for name in layer}
     if inside & set(flow.results) or not made.before:
         return False
@@ -202,8 +202,10 @@ def _alike(flow: Flow, made: Layers, varying: set[str]) -> bool:
         near = {*layer, *following}
         if any(user in varying and user not in near for name in layer for user in flow.users[name]):
             return False
-    taken = [_taken(flow, layer, before, varying) for before, layer in pairwise(made.layers)]
-    return all(each == taken[0] for each in taken)
+    first, *taken = [_taken(flow, layer, before, varying) for before, layer in pairwise(((), *made.layers))]
+    handed = {mine for mine, other in zip(first, taken[0], strict=True) if other[0] == "before"}
+    same = all(mine == other or mine in handed for mine, other in zip(first, taken[0], strict=True))
+    return len(handed) == 1 and same and all(each == taken[0] for each in taken)
 
 
 def _taken(flow: Flow, layer: Sequence[str], before: Sequence[str], varying: set[str]) -> list[tuple]:
@@ -212,6 +214,17 @@ def _taken(flow: Flow, layer: Sequence[str], before: Sequence[str], varying: set
     places |= {name: ("before", at) for at, name in enumerate(before)}
     found = []
     for name in layer:
-        for value in operands(flow.bindings[name].value):
+        for value in _places(flow.bindings[name].value):
             found.append(places.get(value) or (("outside", value) if value in varying else ("weight",)))
     return found
+
+
+def _places(expr: relax.Expr) -> list[str]:
+    """The variables that an expression takes, by name, for each place in it; where its places are not known, each once:
+    its mark says the rest."""
+    refs = list[relax.Var]()
+    try:
+        kind_of(expr, refs)
+    except UnknownKindError:
+        return operands(expr)
+    return [var.name_hint for var in refs]

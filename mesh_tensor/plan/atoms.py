@@ -35,7 +35,7 @@ class NodeRule:
     `blocks`: of how many of a factor's elements a block is made, `first`: how many the first tile has to hold.
     `inner`: what is reduced inside a kernel.
     `windows`: (operand, atom) -> what is read of it from where a factor is; it is None in `inputs`.
-    `fixed`: what axes split, whatever it takes: the devices of a manual computation."""
+    `fixed`: what axes split, whatever it takes, and nothing else does: the devices of a manual computation."""
 
     rule: OpRule
     inputs: tuple[AtomFactors, ...]
@@ -60,6 +60,12 @@ class NodeRule:
             tuple(read.get((operand, position), factor) for position, factor in enumerate(factors))
             for operand, factors in enumerate(self.inputs)
         )
+
+
+def may_split(fixed: Mapping[str, str], axis: str, factor: str) -> bool:
+    """Whether an axis may split a factor. Devices belong to their own axis: another one would leave some devices with
+    none of what they are to compute with."""
+    return fixed[axis] == factor if axis in fixed else factor not in fixed.values()
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from mesh_tensor.base.sharding import Partial, Placement, Shard, Sharding
 from mesh_tensor.base.window import EVERYWHERE, Reaches
 from mesh_tensor.rules.operator.rule import InnerReduction
 
-from .atoms import AtomFactors, Atoms, NodeRule
+from .atoms import AtomFactors, Atoms, NodeRule, may_split
 from .ir import Node, Value
 from .prices import PRICES, Prices, node_flops
 from .propagate import Layouts
@@ -224,7 +224,8 @@ def _leaving(src: Sharding, dst: Sharding) -> int:
 def fits(rule: NodeRule, split: Mapping[str, str], mesh: Mesh) -> bool:
     """Whether axes may split factors so."""
     fixed = all(split.get(axis) == factor for axis, factor in rule.fixed.items())
-    return fixed and _one_op(rule, split) and _is_even(rule, split, mesh) and _has_blocks(rule, split, mesh)
+    own = all(may_split(rule.fixed, axis, factor) for axis, factor in split.items())
+    return fixed and own and _one_op(rule, split) and _is_even(rule, split, mesh) and _has_blocks(rule, split, mesh)
 
 
 def _one_op(rule: NodeRule, split: AxisFactors) -> bool:

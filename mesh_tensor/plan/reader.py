@@ -178,10 +178,11 @@ class _Reader:
     def tried(self, read: Callable[[], Tree | None]) -> Tree | None:
         """What reads something; where it gives None, as if it had not been read."""
         count, notes, names, sites = len(self.nodes), dict(self.annotations), dict(self._names), self._sites
-        loops = dict(self.loops)
+        loops, constants = dict(self.loops), dict(self._constants)
         if (made := read()) is None:
             del self.nodes[count:]
             self.annotations, self._names, self._sites, self.loops = notes, names, sites, loops
+            self._constants = constants
         return made
 
     def kernel(self, var: relax.Expr) -> tirx.PrimFunc:

@@ -18,7 +18,7 @@ from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Shard, Sharding
 
-from .atoms import AtomFactors, Atoms, NodeRule
+from .atoms import AtomFactors, Atoms, NodeRule, may_split
 from .ir import Graph, Node, Value
 
 
@@ -169,7 +169,7 @@ class Spread:
         if back in site.blocked:
             return
         factor = self._factor_at(*site.tensors[index], axis)
-        if factor is None or site.fixed.get(axis, factor) != factor:
+        if factor is None or not may_split(site.fixed, axis, factor):
             return
         if self._factor.setdefault((number, axis), factor) != factor:
             return

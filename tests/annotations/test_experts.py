@@ -16,7 +16,8 @@ WIDTH, HIDDEN = 4, 6
 def module(rows, count, mesh, **options):
     """main(x, chosen, up, down): an MLP of experts."""
     mesh, builder, many = mt.Mesh(mesh), relax.BlockBuilder(), tirx.Var("r", "int64")
-    held = count // math.prod(mesh.size(axis) for axis in mesh if axis not in options.get("tokens", ()))
+    split = options.get("axes") or [axis for axis in mesh if axis not in options.get("tokens", ())]
+    held = count // math.prod(map(mesh.size, split))
 
     def product(x, w, ends, width):
         return relax.op.call_pure_packed("mesh.grouped_matmul", x, w, ends, sinfo_args=[tensor(many, width)])
@@ -67,7 +68,71 @@ def test_bytes():
 def test_what_does_not_fit():
     refused(lambda: module(18, 8, {"e": 4}), "dim 0 of operand 0 has 18 elements, for 4 devices", "mt.experts of 'mlp'")
     refused(lambda: module(16, 6, {"e": 4}), "dim 0 of operand 2 has 6 elements, for 4 devices")
+    refused(lambda: module(0, 8, {"e": 4}), "dim 0 of operand 0 has 0 elements")
+    refused(lambda: module(16, 8, {"d": 2, "e": 2}, axes=("d", "e"), tokens=("d",)), "axis 'd' is one of experts and")
+    refused(lambda: module(16, 8, {"e": 4}, tokens=("e",)), "experts are split over no axis")
     refused(lambda: module(16, 8, {"e": 4}, room=0), "room is 0")
+    refused(lambda: module(16, 8, {"e": 4}, room=1.5), "room is 1.5")
+
+
+def shifted(*body, make, dtype="float32", mesh=None):
+    """main(x, chosen, shift) on experts that take what `body` says and give what `make` makes of that."""
+    builder, mesh = relax.BlockBuilder(), mt.Mesh(mesh or {"e": 2})
+    params = [relax.Var(f"b{n}", info) for n, info in enumerate(body)]
+    with builder.function("body", params, private=True):
+        builder.emit_func_output(builder.emit(make(*params)))
+    infos = [tensor(8, 3, dtype=dtype), tensor(8, dtype="int32"), tensor(4, 3, dtype=dtype)]
+    x, chosen, shift = [relax.Var(n, info) for n, info in zip(("x", "chosen", "shift"), infos, strict=True)]
+    with builder.function("main", [x, chosen, shift]):
+        called = builder.get().get_global_var("body")
+        made = mt.experts(builder, called, x, chosen, [shift], mesh, axes=("e",))
+        builder.emit_func_output(builder.emit(made))
+    return builder.get()
+
+
+def narrow(x):
+    return relax.op.broadcast_to(relax.op.sum(x, 1, keepdims=True), (MANY, 3))
+
+
+MANY = tirx.Var("r", "int64")
+BODY = tensor(MANY, 3), tensor(2, dtype="int32"), tensor(2, 3)
+WRONG = {
+    "more rows": (BODY, lambda x, ends, w: relax.op.concat([x, x], 0), "it gives R.Tensor((r * 2, 3)"),
+    "rows of experts": (BODY, lambda x, ends, w: relax.op.add(w, w), "it gives R.Tensor((2, 3)"),
+    "no rows": (BODY, lambda x, ends, w: relax.op.sum(x), "it gives R.Tensor(()"),
+    "other ends": ((BODY[0], tensor(2, dtype="int64"), BODY[2]), lambda x, *_: x, "of what is int32[2] on a device"),
+    "all experts": ((*BODY[:2], tensor(4, 3)), lambda x, *_: x, "of what is float32[2, 3] on a device"),
+    "one for both": ((tensor(MANY, MANY), *BODY[1:]), lambda x, *_: narrow(x), "parameter 0 is R.Tensor((r, r)"),
+    "fewer": (BODY[:2], lambda x, ends: x, "it has 2 parameters, not 3"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_bodies_that_do_not_fit(name):
+    body, make, said = WRONG[name]
+    refused(lambda: shifted(*body, make=lambda *params: make(*params)), said, "mt.experts of 'body'")
+
+
+def test_16_bits():
+    body = tensor(MANY, 3, dtype="bfloat16"), BODY[1], tensor(2, 3, dtype="bfloat16")
+    mod = shifted(*body, make=lambda x, ends, w: relax.op.multiply(x, relax.op.sum(w, 0)), dtype="bfloat16")
+    x, shift, chosen = torch.randn(8, 3).bfloat16(), torch.randn(4, 3).bfloat16(), torch.tensor([0, 3, -1, 2] * 2)
+    wanted = torch.where(
+        chosen[:, None] < 0, 0, x * torch.where(chosen[:, None] < 2, shift[:2].sum(0), shift[2:].sum(0))
+    )
+    for made in (
+        mt.distribute_module(mod, {"e": 2}, {})(x, chosen.int(), shift),
+        mt.run_sequential(mod, [x, chosen.int(), shift]),
+    ):
+        torch.testing.assert_close(torch.as_tensor(made), wanted)
+
+
+def test_an_axis_that_is_not_manual():
+    """What it splits does not reach the devices of the other one: some would have none of the rows."""
+    mesh, layout = {"d": 2, "e": 2}, {"chosen": {"d": 0}, "x": {"d": 0}}
+    mod, given = module(16, 8, mesh, axes=("e",)), inputs(16, 8, torch.randint(0, 8, (16,)))
+    run = mt.distribute_module(mod, mesh, layout, poison=True)
+    torch.testing.assert_close(run(*given), expected(*given), rtol=1e-4, atol=1e-5)
 
 
 CASES = {

@@ -76,6 +76,21 @@ def test_a_traced_graph_of_forward_and_backward(name):
         torch.testing.assert_close(tuple(pytree.tree_leaves(made)), expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(3, 5), (2, 1, 3, 5)], ids=str)
+def test_attention_with_a_mask(shape):
+    q, k, v, mask = torch.randn(2, 2, 3, 4), torch.randn(2, 2, 5, 4), torch.randn(2, 2, 5, 4), torch.randn(shape)
+
+    def function(q, k, v, mask):
+        leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+        return torch.autograd.grad(F.scaled_dot_product_attention(*leaves, mask).square().sum(), leaves)
+
+    given = q, k, v, mask
+    module = mt.from_torch(torch.export.export(make_fx(function)(*given), given, strict=False))
+    first = module.mod["main"].params[0].name_hint
+    run = mt.distribute_module(module, {"d": 2}, {first: {"d": 0}}, poison=True)
+    torch.testing.assert_close(run(*given), function(*given), rtol=1e-4, atol=1e-5)
+
+
 def test_products_of_gradients_are_reduced_and_nothing_else():
     model = nn.Sequential(nn.Conv1d(3, 2, 3), nn.GELU(), nn.Flatten(), nn.LayerNorm(12), nn.Linear(12, 5))
     program, *_ = joint(model, torch.randn(3, 3, 8))
@@ -123,7 +138,9 @@ def test_a_backward_by_itself_takes_what_it_is_given():
     _, places = torch.ops.aten.max_pool2d_with_indices(-x, [2, 2])  # those of the smallest
 
     def function(d, q, k, v, out, sums, seed, x, places):
-        attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(d, q, k, v, out, sums, 0.0, True)
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        attended = backward(d, q, k, v, out, sums, 0.0, True)
+        attended = *attended, *backward(d, q, k, v, out, sums, 0.0, True, scale=0.0)
         pooled = torch.ops.aten.max_pool2d_with_indices_backward(seed, x, [2, 2], [2, 2], [0, 0], [1, 1], False, places)
         return *attended, pooled
 

@@ -60,3 +60,26 @@ def test_values_of_all_layers_in_the_result_are_no_layers():
 
 def test_nothing_repeats():
     assert find_layers(flow_of(mlp.build(), *mlp.example_inputs()), ["x"]) is None
+
+
+class Sides(nn.Module):
+    """Layers that put two values side by side, one of them twice: the first, or where it is `odd` the second."""
+
+    def __init__(self, odd):
+        super().__init__()
+        self.layers, self.odd = nn.ModuleList(nn.Linear(8, 8) for _ in odd), odd
+
+    def forward(self, x):
+        x = torch.exp(x)
+        for layer, odd in zip(self.layers, self.odd, strict=True):
+            y = layer(x)
+            z = torch.tanh(y)
+            x = torch.cat([y, z, z if odd else y], 1)[:, 16:]
+        return x.sum()
+
+
+@pytest.mark.parametrize(("odd", "count"), [([0] * 4, 4), ([0, 1, 0, 1], 2), ([0, 0, 0, 1], 3), ([1, 0], None)])
+def test_layers_that_take_a_value_twice(odd, count):
+    """Which of two values a layer takes twice is part of what it computes."""
+    found = find_layers(flow_of(Sides(odd), torch.ones(2, 8)), ["x"])
+    assert (found and found.count) == count

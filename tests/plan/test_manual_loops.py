@@ -5,6 +5,7 @@ import torch
 from tvm import ir, relax
 
 import mesh_tensor as mt
+from mesh_tensor.plan.reader import read_graph
 from tests import random_loops
 from tests.random_modules.check import RIGHT
 
@@ -108,6 +109,24 @@ def test_begins_shared():
         lambda: mt.distribute_module(inside(step, shapes, ins=ins), X, {}, function="outer"),
         "devices along 'x' may have different values of outer.gv1: result 1",
     )
+
+
+def test_constants_of_a_loop_that_is_read_again():
+    """Its values are named once each, those of constants too."""
+    scale = relax.const(3.0, "float32")
+
+    def step(b, i, carried, kept):
+        a, c = carried
+        scaled = b.emit(op.multiply(a, scale))
+        place = b.emit(op.astype(b.emit(comm.axis_index(X)), "float32"))
+        return [b.emit(op.add(scaled, c)), b.emit(op.add(c, place))], []
+
+    shapes = [(4, 4), (2, 4)]
+    mod = inside(step, shapes, ins=[{"x": 0}, {}], outs=[{"x": 0}] * 2)
+    graph = read_graph(mod, "outer", mt.Mesh(X), {}, loops=True)
+    names = [value.name for value in graph.values()]
+    assert len(set(names)) == len(names)
+    run(mod, X, shapes)
 
 
 def test_devices_that_would_not_go_on_together():
