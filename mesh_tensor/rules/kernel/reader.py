@@ -49,7 +49,6 @@ def read_kernel(func: tirx.PrimFunc) -> Kernel:
         tree,
         reader.binds,
         {loop.var: loop for statement in reader.statements for loop in statement.loops} | {x.var: x for x in loops},
-        reader.analyzer,
         {str(name): str(op) for name, op in (func.attrs or {}).get(OWN_ATTR, {}).items()},
     )
 

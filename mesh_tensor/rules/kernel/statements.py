@@ -6,6 +6,7 @@ kind "tile"). Everything that follows - live ranges, factors, reductions - looks
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -130,8 +131,16 @@ class Kernel:
     tree: list
     binds: dict[tirx.Var, tirx.PrimExpr]
     loops: dict[tirx.Var, Loop] = field(default_factory=dict)
-    analyzer: arith.Analyzer = field(default_factory=arith.Analyzer)
     own: Mapping[str, str] = field(default_factory=dict)
+    _of_thread: threading.local = field(default_factory=threading.local)
+
+    @property
+    def analyzer(self) -> arith.Analyzer:
+        """What proves what holds whatever runs. Each thread has its own: another one's may be under a condition."""
+        if not hasattr(self._of_thread, "analyzer"):
+            self._of_thread.analyzer = arith.Analyzer()
+        analyzer: arith.Analyzer = self._of_thread.analyzer
+        return analyzer
 
     def is_param(self, buffer: tirx.Buffer) -> bool:
         return any(buffer.same_as(param) for param in self.params.values())

@@ -1,5 +1,7 @@
 """Kernels as flat lists of statements: what is read, written, combined, and in which loops."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import tilelang.language as T
 
@@ -154,3 +156,12 @@ def test_reading_changes_nothing():
     before = func.script()
     read_kernel(func)
     assert func.script() == before
+
+
+def test_what_a_thread_assumes_is_not_known_to_others():
+    """Kernels that one thread has read may be planned anew, for other sizes, by several."""
+    analyzed = read_kernel(matmul(64, 48, 32, 16, 16, 16))
+    ko = next(loop.var for loop in analyzed.loops.values() if loop.kind == "serial")
+    with analyzed.analyzer.constraint_scope(ko < 5), ThreadPoolExecutor(1) as other:
+        assert analyzed.analyzer.can_prove(ko < 6)
+        assert not other.submit(lambda: analyzed.analyzer.can_prove(ko < 6)).result()
