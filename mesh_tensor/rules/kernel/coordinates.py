@@ -114,12 +114,13 @@ class Coordinates:
 
     @cached_property
     def _loop_forms(self) -> Mapping[Factor, Mapping[tirx.Var, Linear]]:
-        """The coordinates that are made of the kernel's own loops, by their innermost one."""
+        """The coordinates that are made of the kernel's own loops and nothing else, by their innermost one."""
+        own = {var for var, loop in self.kernel.loops.items() if loop.kind != "tile"}
         found: dict[Factor, dict[tirx.Var, Linear]] = {}
         for factor, forms in self.forms.items():
             inner = found[factor] = {}
             for form in forms:
-                if form.terms and all(self.kernel.loops[v].kind != "tile" for v in form.terms):
+                if form.terms and own.issuperset(form.terms):
                     inner.setdefault(form.ordered[-1][0], form)
         return found
 
