@@ -29,6 +29,12 @@ def test_all_sizes_are_right(number, kernel):
         assert outcome.verdict == "right" or allowed, (point, outcome)
 
 
+def test_places_that_symbols_are_part_of():
+    """The other half of a row lies `dim / 2` further on, which is no loop's doing."""
+    point = symbolic_points.SymbolicPoint("rope", ("seq", "heads", "dim"), (2,), 91)
+    assert symbolic_points.run(point).verdict == "right"
+
+
 def compiled(layouts, axes=None, target="interpret", **options):
     """C = A @ B for any sizes."""
     func = matmul(*map(T.dynamic, "MNK"), 16, 16, 16)
