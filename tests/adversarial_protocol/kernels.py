@@ -19,6 +19,7 @@ from tests.runtime.programs import collective, kernel_of, program, value
 
 PART = 4  # elements of A on every rank
 NAMES = ("total", "largest", "gathered", "alone")
+_parsing = threading.Lock()  # Python 3.11 counts the depth of syntax trees for all threads at once
 
 
 class OnPurpose(Exception):
@@ -48,13 +49,14 @@ def compiler(func, poison):
 
 def wide_kernel(name: str, size: int, made: int):
     """A kernel's parameters, for the global view; its body is no one's business."""
+    with _parsing:
 
-    @T.prim_func
-    def kernel(A: T.Tensor((size,), "float32"), C: T.Tensor((made,), "float32")):
-        with T.Kernel(1, threads=128):
-            for i in T.serial(size):
-                if i < made:
-                    C[i] = A[i] + 1.0
+        @T.prim_func
+        def kernel(A: T.Tensor((size,), "float32"), C: T.Tensor((made,), "float32")):
+            with T.Kernel(1, threads=128):
+                for i in T.serial(size):
+                    if i < made:
+                        C[i] = A[i] + 1.0
 
     return kernel.with_attr("global_symbol", name)
 
