@@ -195,6 +195,9 @@ class _Model:
 
     def logits(self) -> torch.Tensor:
         """Of what follows (batch, vocabulary)."""
+        if self._filled:
+            self._columns[:, self._filled] = 1
+            self._positions = self._positions[:, -1:] + 1
         made = self._run(self._next, self._columns, self._positions, torch.tensor(self._filled))
         self._filled = self.ids.shape[1]
         return made
@@ -208,8 +211,6 @@ class _Model:
         """These follow (rows, or the batch)."""
         self._next = tokens[torch.arange(self._batch).clamp(max=len(tokens) - 1)][:, None]
         self.ids = torch.cat([self.ids, self._next], dim=1)
-        self._columns[:, self._filled] = 1
-        self._positions = self._positions[:, -1:] + 1
 
     def go_on_from(self, places: torch.Tensor) -> None:
         """Each row is what the one at its place was. Rows of one prompt take each other's places alone."""
