@@ -180,6 +180,18 @@ def manual_text(call: relax.Call) -> str:
     return str(call.args[-1].value)
 
 
+def axes_of_manual(call: relax.Call) -> dict[str, int]:
+    """The axes of a manual computation, with their sizes.
+
+    Raises:
+        MeshTensorError: it states none.
+    """
+    try:
+        return dict(Mesh(json.loads(manual_text(call))["axes"]).shape)
+    except (ValueError, KeyError, TypeError) as error:
+        return refuse(f"{shown(manual_text(call))} states no manual computation: {error}", fix=_FIX)
+
+
 def body_of(call: relax.Call) -> str:
     """The name of the function that a manual computation runs; "" if it states none."""
     try:

@@ -14,13 +14,14 @@ from tvm import ir, relax
 
 from mesh_tensor.annotations.names import reachable, relax_function, source_names, unique_names, variables
 from mesh_tensor.base.errors import listing, refuse
-from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.gradients import Backward, gradients_of, stops_gradients
 from mesh_tensor.rules.operator.call import operator_name
 
 from .ir import Graph, Value, leaves
 from .joint import Joint, Writer
+from .manual import manual_mesh
 from .reader import read_graph
+from .varying import Axes, varying
 
 SEED = "seed"  # the gradient of the loss by itself: the first value of the backward part
 
@@ -114,7 +115,7 @@ def readable(mod: ir.IRModule, function: str) -> tuple[ir.IRModule, Graph]:
             why="gradients' types would have to say how they lie",
             fix="state layouts by annotate_module, or R.dist.annotate_sharding",
         )
-    return mod, read_graph(mod, function, Mesh({"none": 1}), {})
+    return mod, read_graph(mod, function, manual_mesh(reachable(mod, function).values()), {})
 
 
 def reverse(
@@ -130,12 +131,14 @@ def reverse(
         MeshTensorError: an operator between them has no gradient.
     """
     graph, env, writer = joint.graph, joint.env if known is None else known, joint.writer
-    active = depending_on(graph, wrt)
+    active, own = depending_on(graph, wrt), varying(graph)
     parts: dict[Value, list[relax.Expr]] = {value: [seed] for value, seed in seeds.items()}
     for node in reversed(graph.nodes):
         if not any(value in active and parts.get(value) for value in node.outputs):
             continue
-        found = [_sum(joint, value, parts.pop(value, []), value in active) for value in node.outputs]
+        found = [
+            _sum(joint, value, parts.pop(value, []), own.get(value, ()), value in active) for value in node.outputs
+        ]
         wanted = tuple(value in active for value in node.inputs)
         operands, results = (tuple(env[value] for value in values) for values in (node.inputs, node.outputs))
         if node.is_annotation:
@@ -147,7 +150,7 @@ def reverse(
             if gradient is not None:
                 parts.setdefault(value, []).append(gradient)
     for value in wrt:
-        _sum(joint, value, parts.get(value, []), True)
+        _sum(joint, value, parts.get(value, []), (), True)
 
 
 def is_float(value: Value) -> bool:
@@ -155,13 +158,19 @@ def is_float(value: Value) -> bool:
     return "float" in value.type.dtype
 
 
-def _sum(joint: Joint, value: Value, parts: list[relax.Expr], active: bool) -> relax.Expr | None:
-    """The gradient of a value, of what its uses give; it is known by the value's name then."""
+def _sum(joint: Joint, value: Value, parts: list[relax.Expr], own: Axes, active: bool) -> relax.Expr | None:
+    """The gradient of a value, of what its uses give; it is known by the value's name then. What devices give each for
+    a value that they have in common is added up; `own`: the axes along which they have one of their own."""
     if not parts or not active:
         return None
-    total = parts[0]
-    for part in parts[1:]:
-        total = joint.writer.emit(relax.op.add(total, part), f"d_{value.name}")
+    writer, name = joint.writer, f"d_{value.name}"
+    by_axes: dict[Axes, relax.Expr] = {}
+    for part in parts:
+        over = tuple([axis for axis in writer.own_axes(part) if axis not in own])
+        by_axes[over] = writer.emit(relax.op.add(by_axes[over], part), name) if over in by_axes else part
+    total, *rest = [writer.over_devices(part, over, name) for over, part in by_axes.items()]
+    for part in rest:
+        total = writer.emit(relax.op.add(total, part), name)
     joint.gradients[value] = total
     return total
 

@@ -11,10 +11,13 @@ from tvm import ir, relax
 from mesh_tensor.annotations.annotation import from_attr
 from mesh_tensor.annotations.module_annotations import GRADIENTS_ATTR, HINTS_ATTR
 from mesh_tensor.annotations.names import SOURCE_NAMES_ATTR, Fresh, relax_function, source_names
+from mesh_tensor.rules.operator.call import plain
+from mesh_tensor.rules.operator.manual import ALL_DEVICES, PER_DEVICE, devices_call
 from mesh_tensor.rules.operator.rule import LocalCall
 
 from .ir import Graph, Node, Tree, Value
 from .turned_products import turned_products
+from .varying import Axes
 
 
 @dataclass(eq=False)
@@ -44,6 +47,8 @@ class Writer:
         self._kernels: dict[ir.GlobalVar, relax.Expr] = {}
         self._hints: dict[str, dict] = {}
         self._unused: set[str] = set()
+        self._mesh = graph.mesh
+        self._own: dict[relax.Var, frozenset[str]] = {}  # along which axes devices have their own
         self._stated = {
             (name.name_hint, value): hints
             for name, func in mod.functions_items()
@@ -62,6 +67,19 @@ class Writer:
     def emit(self, expr: relax.Expr, name: str = "d") -> relax.Var:
         """A variable for the expression."""
         return self._bind(self._fresh.name(name), self._builder.normalize(expr))
+
+    def own_axes(self, expr: relax.Expr) -> Axes:
+        """The axes along which devices have an expression's value of their own."""
+        axes = self._axes(expr)
+        return tuple([(axis, self._mesh.size(axis)) for axis in self._mesh.in_order(axes)]) if axes else ()
+
+    def over_devices(self, expr: relax.Expr, axes: Axes, name: str) -> relax.Expr:
+        """The sum of what devices along these axes have."""
+        if not axes:
+            return expr
+        shape = (*(size for _, size in axes), *plain(expr.struct_info.shape))
+        exposed = self.emit(devices_call(ALL_DEVICES, expr, tuple([axis for axis, _ in axes]), shape), name)
+        return self.emit(relax.op.sum(exposed, list(range(len(axes)))), name)
 
     def again(self, node: Node, env: dict[Value, relax.Expr]) -> None:
         """The node's call, on the variables of `env`, which then has its results."""
@@ -140,8 +158,22 @@ class Writer:
 
     def _bind(self, name: str, expr: relax.Expr) -> relax.Var:
         var = relax.DataflowVar(name, expr.struct_info)
+        if axes := self._axes(expr):
+            self._own[var] = axes
         self._bindings.append(relax.VarBinding(var, expr))
         return var
+
+    def _axes(self, expr: relax.Expr) -> frozenset[str]:
+        if isinstance(expr, relax.Var):
+            return self._own.get(expr, frozenset())
+        edge = _edge(expr)
+        if edge is None and not self._own:
+            return frozenset()
+        axes = frozenset().union(*(self._own.get(var, frozenset()) for var in relax.analysis.free_vars(expr)))
+        if edge is None:
+            return axes
+        name, mine = edge
+        return axes | mine if name == PER_DEVICE else axes - mine
 
     def _like(self, node: Node, made: relax.Call) -> relax.Call:
         relax.expr._update_struct_info(made, node.call.expr.struct_info)
@@ -156,6 +188,14 @@ class Writer:
             hints["priority"] = int(hints.get("priority", 0)) + later
         if hints:
             self._hints[name] = hints
+
+
+def _edge(expr: relax.Expr) -> tuple[str, frozenset[str]] | None:
+    """What leads into what devices have of their own or out of it, and its axes, if an expression is that."""
+    if not isinstance(expr, relax.Call) or not expr.args or not isinstance(expr.args[0], relax.ExternFunc):
+        return None
+    name = str(expr.args[0].global_symbol)
+    return (name, frozenset(str(expr.args[-1].value).split(","))) if name in (PER_DEVICE, ALL_DEVICES) else None
 
 
 def _paths(info: relax.StructInfo) -> Iterator[tuple[int, ...]]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tvm import ir, relax, tirx
 
-from mesh_tensor.annotations.manual import is_manual
 from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.annotations.names import relax_functions
 from mesh_tensor.base.errors import listing, refuse
@@ -45,6 +44,12 @@ def read_graph(mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotat
     func = reader.function(function)
     params = [reader.parameter(function, var) for var in func.params[:]]
     body = reader.body(function, func, params, ())
+    if own := {value.name: reader.varying[value] for value in leaves(body) if value in reader.varying}:
+        refuse(
+            [f"devices along {axis!r} may have different values of {name!r}" for name in own for axis, _ in own[name]],
+            where=f"results of {function!r}",
+            fix="reduce or gather them",
+        )
     state, manual = _state(func, params, body), frozenset(reader.manual)
     graph = Graph(function, mesh, params, reader.nodes, body, reader.annotations, state, manual=manual)
     if reader.loops:
@@ -317,7 +322,7 @@ class _Body:
             return self._function_call(expr.op, expr.args[:], name)
         if isinstance(expr.struct_info, relax.ShapeStructInfo) and expr.struct_info.values is not None:
             return ()  # a shape of known sizes: who takes it has them from its type
-        if is_manual(expr) or is_collective(expr):
+        if is_collective(expr):
             reader = ManualReader(self._reader, self._function, self._scopes, self._region, self.expression)
             return reader.read(expr, name)
         expr, called = with_known_sizes(expr, f"{self._function}.{name}"), op_name(expr.op)
