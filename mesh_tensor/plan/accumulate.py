@@ -65,7 +65,7 @@ def accumulated(
         mod, function, batches.inputs, trained, quotients=batches.quotients, through_stops=False, own_seeds=True
     )
     kind = _kind_of_loss(found, function)
-    graph = read_graph(found.mod, function, read.mesh, {})
+    graph = read_graph(found.mod, function, read.mesh, {}, experts=False)
     wrt = [value for value in graph.params if value.name in trained]
     writer = Writer(found.mod, graph)
     copies = [graph, *(_copy(graph, writer) for _ in range(1, batches.count))]

@@ -8,10 +8,13 @@ next one, and the gradients of its inputs are what it hands to the one before.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
-from tvm import ir, relax
+from tvm import ir, relax, tirx
 
+from mesh_tensor.annotations.experts import experts_backward
+from mesh_tensor.annotations.manual import MANUAL, Manual, manual_text
 from mesh_tensor.annotations.names import reachable, relax_function, source_names, unique_names, variables
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.rules.gradients import Backward, gradients_of, stops_gradients
@@ -115,7 +118,7 @@ def readable(mod: ir.IRModule, function: str) -> tuple[ir.IRModule, Graph]:
             why="gradients' types would have to say how they lie",
             fix="state layouts by annotate_module, or R.dist.annotate_sharding",
         )
-    return mod, read_graph(mod, function, manual_mesh(reachable(mod, function).values()), {})
+    return mod, read_graph(mod, function, manual_mesh(reachable(mod, function).values()), {}, experts=False)
 
 
 def reverse(
@@ -145,12 +148,36 @@ def reverse(
             made = [writer.annotated(node, found[0])]
         else:
             backward = Backward(node.call, operands, results, tuple(found), wanted, writer.emit)
-            made = gradients_of(backward, node.where)
+            is_experts = operator_name(node.call) == MANUAL
+            made = _experts(backward, writer, node.where) if is_experts else gradients_of(backward, node.where)
         for value, gradient in zip(node.inputs, made, strict=True):
             if gradient is not None:
                 parts.setdefault(value, []).append(gradient)
     for value in wrt:
         _sum(joint, value, parts.get(value, []), (), True)
+
+
+def _experts(b: Backward, writer: Writer, where: str) -> list[relax.Expr | None]:
+    """The gradients of what `mt.experts` takes: experts' devices make them, row by row and weight by weight."""
+    ndims = [one.ndim for one in b.call.inputs], [one.ndim for one in b.call.outputs]
+    stated = Manual.parse(manual_text(b.call.expr), *ndims, where)
+    assert stated.experts is not None
+    mod, body = unique_names(writer.functions.get()), stated.experts.body
+    many = stated.experts.room * math.prod(map(stated.axes.size, stated.experts.axes))
+    func = mod[body]
+    rows, _, *weights = func.params
+    if isinstance(symbol := rows.struct_info.shape.values[0], tirx.Var):
+        sized = func.bind_symbolic_vars({symbol: many})
+        mod = ir.IRModule({var: sized if var.name_hint == body else one for var, one in mod.functions_items()})
+    summed = [n for n, is_wanted in enumerate(b.wanted[2:]) if is_wanted]
+    names = [rows.name_hint, *(weights[n].name_hint for n in summed)]
+    made = gradient_function(mod, body, names, seeded=True, optional=names)[body]
+    backward = writer.functions.add_func(made.without_attr("global_symbol"), f"{body}_backward")
+    call = experts_backward(writer.functions, backward, stated, b.operands, b.d, summed)
+    results = b.emit(call)
+    d_rows, *d_weights = [b.emit(relax.TupleGetItem(results, n)) for n in range(len(names))]
+    found = dict(zip(summed, d_weights, strict=True))
+    return [d_rows if b.wanted[0] else None, None, *(found.get(n) for n in range(len(weights)))]
 
 
 def is_float(value: Value) -> bool:

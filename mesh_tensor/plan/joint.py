@@ -10,7 +10,7 @@ from tvm import ir, relax
 
 from mesh_tensor.annotations.annotation import from_attr
 from mesh_tensor.annotations.module_annotations import GRADIENTS_ATTR, HINTS_ATTR
-from mesh_tensor.annotations.names import SOURCE_NAMES_ATTR, Fresh, relax_function, source_names
+from mesh_tensor.annotations.names import SOURCE_NAMES_ATTR, Fresh, reachable, relax_function, source_names
 from mesh_tensor.rules.operator.call import plain
 from mesh_tensor.rules.operator.manual import ALL_DEVICES, PER_DEVICE, devices_call
 from mesh_tensor.rules.operator.rule import LocalCall
@@ -42,7 +42,7 @@ class Writer:
 
     def __init__(self, mod: ir.IRModule, graph: Graph) -> None:
         self._fresh = Fresh([value.name for value in graph.values()])
-        self._builder = relax.BlockBuilder()
+        self.functions = relax.BlockBuilder(mod)  # what is called by name, and more that is written
         self._bindings: list[relax.VarBinding] = []
         self._kernels: dict[ir.GlobalVar, relax.Expr] = {}
         self._hints: dict[str, dict] = {}
@@ -66,7 +66,7 @@ class Writer:
 
     def emit(self, expr: relax.Expr, name: str = "d") -> relax.Var:
         """A variable for the expression."""
-        return self._bind(self._fresh.name(name), self._builder.normalize(expr))
+        return self._bind(self._fresh.name(name), self.functions.normalize(expr))
 
     def own_axes(self, expr: relax.Expr) -> Axes:
         """The axes along which devices have an expression's value of their own."""
@@ -102,7 +102,7 @@ class Writer:
             part: relax.Expr = var
             for index in path:
                 part = relax.TupleGetItem(part, index)
-            env[value] = self._bind(value.name, self._builder.normalize(part))
+            env[value] = self._bind(value.name, self.functions.normalize(part))
 
     def annotated(self, node: Node, gradient: relax.Expr | None) -> relax.Expr | None:
         """A gradient in the layout that is stated for the value it belongs to; heard after that."""
@@ -120,12 +120,12 @@ class Writer:
 
     def module(self, mod: ir.IRModule, function: str, joint: Joint, result: relax.Expr) -> ir.IRModule:
         """The module of the function that returns `result`, and of the kernels that it calls."""
-        result = self._builder.normalize(result)
+        result = self.functions.normalize(result)
         output = relax.Var(self._fresh.name("gv"), result.struct_info)
         bindings = turned_products(self._used(result), result)
         block = relax.DataflowBlock([*bindings, relax.VarBinding(output, result)])
         body = relax.Function(joint.params, relax.SeqExpr([block], output), output.struct_info)
-        func = self._builder.normalize(body).with_attr("global_symbol", function)
+        func = self.functions.normalize(body).with_attr("global_symbol", function)
         names = source_names(relax_function(mod, function))
         if names:
             func = func.with_attr(SOURCE_NAMES_ATTR, names)
@@ -135,7 +135,16 @@ class Writer:
         found = {v.name: g.name_hint for v, g in joint.gradients.items() if isinstance(g, relax.Var)}
         gradients = {value: gradient for value, gradient in found.items() if gradient in there}
         func = func.with_attr(GRADIENTS_ATTR, gradients)
-        return ir.IRModule({ir.GlobalVar(function): func, **self._kernels}, global_infos=mod.global_infos)
+        return ir.IRModule(
+            {ir.GlobalVar(function): func, **self._called(func, function), **self._kernels},
+            global_infos=mod.global_infos,
+        )
+
+    def _called(self, func: relax.Function, function: str) -> dict[ir.GlobalVar, relax.Function]:
+        """The functions that a function calls by name."""
+        there = {var: one for var, one in self.functions.get().functions_items() if var.name_hint != function}
+        names = reachable(ir.IRModule({**there, ir.GlobalVar(function): func}), function)
+        return {var: one for var, one in there.items() if var.name_hint in names}
 
     @contextmanager
     def only_if_used(self) -> Iterator[None]:
