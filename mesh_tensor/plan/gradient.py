@@ -9,7 +9,7 @@ next one, and the gradients of its inputs are what it hands to the one before.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from tvm import ir, relax, tirx
 
@@ -19,6 +19,7 @@ from mesh_tensor.annotations.names import reachable, relax_function, source_name
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.rules.gradients import Backward, gradients_of, stops_gradients
 from mesh_tensor.rules.operator.call import operator_name
+from mesh_tensor.rules.operator.manual import ALL_DEVICES, PER_DEVICE, devices_call
 
 from .ir import Graph, Value, leaves
 from .joint import Joint, Writer
@@ -59,13 +60,38 @@ def gradient_function(
         value = loss_of(results, loss, function)
         seeds[value] = joint.writer.emit(_one(value), SEED)
     values = _parameters(joint.graph, wrt, function)
-    reverse(joint, seeds, values)
+    reverse(joint, seeds, values, _Kept(joint) if seeded else None)
     for value in values:
         if value.name in optional and value not in joint.gradients:
             zeros = relax.op.zeros(value.type.shape, value.type.dtype)
             joint.gradients[value] = joint.writer.emit(zeros, f"d_{value.name}_none")
     made = gradients_made(joint, values, mod, function)
     return joint.writer.module(mod, function, joint, relax.Tuple([joint.result, relax.Tuple(made)]))
+
+
+class _Kept(Mapping[Value, relax.Expr]):
+    """A function's values as a backward part of its own has them: what devices have of their own lies along a dim of
+    devices on its way there, since no function takes or gives values of one device."""
+
+    def __init__(self, joint: Joint) -> None:
+        self._joint, self._made = joint, dict[Value, relax.Expr]()
+
+    def __getitem__(self, value: Value) -> relax.Expr:
+        known, writer = self._joint.env[value], self._joint.writer
+        if value.data is not None or not (axes := writer.own_axes(known)):
+            return known
+        if value not in self._made:
+            names = tuple([axis for axis, _ in axes])
+            shape = (*(size for _, size in axes), *value.type.shape)
+            kept = writer.emit(devices_call(ALL_DEVICES, known, names, shape), f"{value.name}_kept")
+            self._made[value] = writer.emit(devices_call(PER_DEVICE, kept, names, value.type.shape), value.name)
+        return self._made[value]
+
+    def __iter__(self) -> Iterator[Value]:
+        return iter(self._joint.env)
+
+    def __len__(self) -> int:
+        return len(self._joint.env)
 
 
 def taken_backward(mod: ir.IRModule, function: str, wrt: Sequence[str]) -> set[str]:

@@ -52,8 +52,8 @@ class Region:
             refuse(
                 problems,
                 where=f"{where}, a manual computation",
-                why="its axes are those of the mesh that it is distributed over; searches and pipelines, which lay a "
-                "module out anew, take none",
+                why="its axes are those of the mesh that it is distributed over; searches, pipelines and microbatches, "
+                "which lay a module out anew, take none",
                 fix=f"use axes of {mesh}, each once",
             )
         return Region(axes, around | {*axes})
@@ -102,6 +102,11 @@ def axes_in(value: relax.Expr) -> dict[str, int]:
 def is_edge(call: relax.Call) -> bool:
     """Whether a call leads into what devices have of their own, or out of it."""
     return _name(call) in (PER_DEVICE, ALL_DEVICES)
+
+
+def leaves_devices(call: relax.Call) -> bool:
+    """Whether a call puts what devices have of their own along dims."""
+    return _name(call) == ALL_DEVICES
 
 
 def is_collective(call: relax.Call) -> bool:

@@ -148,6 +148,19 @@ def test_random_programs(seed):
     assert sum(check_random(3 * seed + n) for n in range(3)) > 1
 
 
+@pytest.mark.parametrize("seed", [0, 2])
+def test_calls_that_torch_records(seed):
+    """The backward is a module of its own, to which what devices have of their own is handed."""
+    rng = random.Random(seed)
+    mesh = rng.choice(MESHES)
+    devices = Devices(rng, mesh)
+    mod = manual_module(devices.body, [(SIZE, SIZE)] * 2, mesh, [devices.layout, devices.weight], {})
+    given = [torch.rand(SIZE, SIZE, requires_grad=True) for _ in range(2)]
+    ways = devices.reference, mt.distribute_module(mod, mesh, {})
+    theirs, mine = [torch.autograd.grad(way(*given), given, allow_unused=True) for way in ways]
+    torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+
+
 def test_bytes():
     """The gradient of all-gather is a reduce-scatter (an all-to-all and a sum take as much), of reduce-scatter an
     all-gather: a product as Megatron splits it with sequences takes as much back as there (and x is gathered again
