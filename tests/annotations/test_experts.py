@@ -63,6 +63,7 @@ def test_bytes():
     (loop,), rows, numbers = run.program.loops, 3 * 5 * WIDTH * 4, 3 * 5 * 8
     assert [step.bytes for step in loop.inner if step.collective] == [rows, numbers, rows]
     assert loop.count is None
+    assert f"data says how often these loops run, of which one time is counted: {loop.where}" in run.explain()
 
 
 def test_what_does_not_fit():
