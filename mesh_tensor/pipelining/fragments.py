@@ -16,6 +16,7 @@ from mesh_tensor.annotations.annotation import from_attr
 from mesh_tensor.annotations.module_annotations import HINTS_ATTR
 from mesh_tensor.annotations.names import SOURCE_NAMES_ATTR, source_names
 from mesh_tensor.base.errors import listing, refuse
+from mesh_tensor.plan.manual import leaves_devices
 
 from .assign import Stages
 from .flow import Flow
@@ -96,7 +97,7 @@ class _Fragments:
         moving = [name for name in flow.params if name in held or name not in self.stage.params]
         varying = flow.below([name for name in moving if name not in self.constant])
         used = flow.above(flow.results)
-        self.forward = self._with_fields(flow.above(self.gives.values()), used)
+        self.forward = self._with_kept(self._with_fields(flow.above(self.gives.values()), used))
         self.inputs = self._with_fields(flow.above(self.of_inputs.values()) - self.forward, used)
         self.weights = flow.above(self.of_weights.values()) - self.forward - self.inputs
         again = self.forward if self.recompute else self.forward - varying
@@ -110,6 +111,11 @@ class _Fragments:
             if name in used and isinstance(binding.value, relax.TupleGetItem) and self.flow.operands[name][0] in mine:
                 mine.add(name)
         return mine
+
+    def _with_kept(self, mine: set[str]) -> set[str]:
+        """The bindings with what the backward takes of what devices have of their own, along a dim of devices."""
+        ends = [n for n, b in self.flow.bindings.items() if isinstance(b.value, relax.Call) and leaves_devices(b.value)]
+        return mine | {name for name in ends if set(self.flow.operands[name]) <= mine}
 
     def _with(self, mine: set[str], again: set[str]) -> set[str]:
         """The bindings with those of `again` that they need."""
