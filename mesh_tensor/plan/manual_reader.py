@@ -3,41 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tvm import relax
 
 from mesh_tensor.annotations.manual import Manual, is_manual, manual_text
 from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator.call import tensor_infos, tensor_types
 
-from .ir import Scope, Tree, Value, leaves
-from .manual import Devices, Region, check_types, comm_in, is_edge
-from .varying import Axes
+from .ir import Scopes, Tree, Value, leaves
+from .manual import Region, check_types, comm_in, is_edge
 
-Scopes = tuple[Scope, ...]
-
-
-class Reader(Protocol):
-    """What reads functions into a graph. `manual`: the axes of manual computations."""
-
-    mesh: Mesh
-    manual: set[str]
-    varying: dict[Value, Axes]
-
-    def function(self, name: str) -> relax.Function:
-        """A function of the module."""
-
-    def sized(self, func: relax.Function, args: Sequence[Tree]) -> relax.Function:
-        """The function with the sizes that its arguments bring."""
-
-    def enter(self, name: str, args: list[Tree], scopes: Scopes, region: Region | None = None) -> Tree:
-        """The nodes of a call."""
-
-    def devices(self, function: str, name: str, scopes: Scopes) -> Devices:
-        """What manual computations do, bound to a name."""
+if TYPE_CHECKING:
+    from .reader import GraphReader
 
 
 class ManualReader:
@@ -45,7 +24,7 @@ class ManualReader:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: GraphReader,
         function: str,
         scopes: Scopes,
         region: Region | None,
