@@ -16,6 +16,7 @@ from tvm import arith, ir, tirx
 
 from mesh_tensor.annotations.annotate import INFO_ATTR, MESH_ATTR
 from mesh_tensor.base.recent import made_once
+from mesh_tensor.tir.backward_loops import forward
 from mesh_tensor.tir.early_exits import without_early_exits
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name, pointers, written
 from mesh_tensor.tir.fused_loops import unfuse
@@ -68,7 +69,7 @@ def _normalized(source: _Source) -> tirx.PrimFunc:
     func = without_reducers(func if body.same_as(func.body) else func.with_body(body))
     func = _with_plain_extents(with_plain_single_dims(_inline_bindings(func)))
     func = with_early_fills(with_intervals(func))
-    return narrow(lengthen(unfuse(resolve_views(mark_prints(func)))))
+    return narrow(lengthen(forward(unfuse(resolve_views(mark_prints(func))))))
 
 
 def _with_plain_extents(func: tirx.PrimFunc) -> tirx.PrimFunc:

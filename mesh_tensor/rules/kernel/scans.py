@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from mesh_tensor.annotations.combination import Combination, tried_combinations
+from mesh_tensor.tir.backward_loops import is_backward
 from mesh_tensor.tir.nodes import nodes, same_expression
 
 from .coordinates import Coordinates
@@ -286,6 +287,8 @@ class Stated:
 
 def find_stated(iteration: Iteration, carried: Sequence[LiveRange]) -> list[Stated]:
     """The groups of carried live ranges that were stated, and whose update depends on no other carried ones."""
+    if is_backward(iteration.loop.node):
+        return []  # it is tried in order
     found = []
     for combination in tried_combinations(iteration.kernel.root):
         groups = [[r for r in carried if r.buffer.name == name] for name in combination.names]
