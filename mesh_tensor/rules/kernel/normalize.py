@@ -17,13 +17,14 @@ from tvm import arith, ir, tirx
 from mesh_tensor.annotations.annotate import INFO_ATTR, MESH_ATTR
 from mesh_tensor.base.recent import made_once
 from mesh_tensor.tir.backward_loops import forward
+from mesh_tensor.tir.bound_values import with_values_in_place
 from mesh_tensor.tir.early_exits import without_early_exits
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name, pointers, written
 from mesh_tensor.tir.fused_loops import unfuse
 from mesh_tensor.tir.intervals import with_intervals
 from mesh_tensor.tir.nodes import loads, nodes
 from mesh_tensor.tir.reducers import parts_of, without_reducers
-from mesh_tensor.tir.rewrite import call_like, loop_like, sequence, with_indices
+from mesh_tensor.tir.rewrite import call_like, loop_like, number, sequence, with_indices
 from mesh_tensor.tir.short_loops import lengthen
 from mesh_tensor.tir.tile_ops import Fill, Region, parse_tile_op
 from mesh_tensor.tir.tile_position import as_helper
@@ -67,7 +68,8 @@ def _normalized(source: _Source) -> tirx.PrimFunc:
     func = without_early_exits(source.func)
     body = tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"])
     func = without_reducers(func if body.same_as(func.body) else func.with_body(body))
-    func = _with_plain_extents(with_plain_single_dims(_inline_bindings(func)))
+    func = with_values_in_place(_inline_bindings(func))
+    func = _with_plain_extents(with_plain_single_dims(func))
     func = with_early_fills(with_intervals(func))
     return narrow(lengthen(forward(unfuse(resolve_views(mark_prints(func))))))
 
@@ -87,7 +89,7 @@ def _with_plain_extents(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def _inline_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Inline `x = by * 64 + i` bindings that load nothing, and `x = scores[i, label[i]]` that look up what nothing
+    """Inline `x = by * 64 + i` bindings that load nothing, numbers, and `x = scores[i, label[i]]` that look up what nothing
     writes."""
     bound: dict[tirx.Var, tirx.PrimExpr] = {}
     binds = nodes(func.body, tirx.Bind)
@@ -95,7 +97,7 @@ def _inline_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:
     changed, pointed = {*written(func.body)}, pointers(func.body)
     kept = {b for b in func.buffer_map.values() if b not in changed and b.data not in pointed}
     for bind in binds:
-        if _is_index(bind.value) or _is_lookup(bind.value, kept, loaded):
+        if number(bind.value) is not None or _is_index(bind.value) or _is_lookup(bind.value, kept, loaded):
             bound[bind.var] = tirx.stmt_functor.substitute(bind.value, bound)
     if not bound:
         return func
