@@ -1,4 +1,4 @@
-"""Values that are bound to a variable and used in one statement of the same nest: `gain = x[j] * 2; s[j] = s[j] + gain`.
+"""Values that are bound to a variable and used in one statement of the same nest: `gain = x[j] * 2; s[j] += gain`.
 
 For analysis they go where they are used, so that a statement says all that it computes. That changes nothing if what
 they load is not written in between.

@@ -89,8 +89,8 @@ def _with_plain_extents(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def _inline_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Inline `x = by * 64 + i` bindings that load nothing, numbers, and `x = scores[i, label[i]]` that look up what nothing
-    writes."""
+    """Inline numbers, `x = by * 64 + i` bindings that load nothing, and `x = scores[i, label[i]]` that look up what
+    nothing writes."""
     bound: dict[tirx.Var, tirx.PrimExpr] = {}
     binds = nodes(func.body, tirx.Bind)
     loaded = {bind.var for bind in binds if nodes(bind.value, tirx.BufferLoad)}
