@@ -15,6 +15,7 @@ from collections.abc import Set
 from tvm import arith, ir, tirx
 
 from mesh_tensor.annotations.annotate import INFO_ATTR, MESH_ATTR
+from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.recent import made_once
 from mesh_tensor.tir.backward_loops import forward
 from mesh_tensor.tir.bound_values import with_values_in_place
@@ -22,12 +23,13 @@ from mesh_tensor.tir.early_exits import without_early_exits
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name, pointers, written
 from mesh_tensor.tir.fused_loops import unfuse
 from mesh_tensor.tir.intervals import with_intervals
-from mesh_tensor.tir.nodes import loads, nodes
+from mesh_tensor.tir.linear import loop_ranges
+from mesh_tensor.tir.nodes import function_name, loads, nodes
 from mesh_tensor.tir.reducers import parts_of, without_reducers
 from mesh_tensor.tir.rewrite import call_like, loop_like, number, sequence, with_indices
 from mesh_tensor.tir.short_loops import lengthen
 from mesh_tensor.tir.tile_ops import Fill, Region, parse_tile_op
-from mesh_tensor.tir.tile_position import as_helper
+from mesh_tensor.tir.tile_position import as_helper, text_of
 from mesh_tensor.tir.user_reports import mark_prints
 from mesh_tensor.tir.views import resolve_views
 
@@ -41,7 +43,7 @@ def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
     not annotated.
 
     Raises:
-        MeshTensorError: a buffer is in no memory that is known, or a view is not understood.
+        MeshTensorError: a buffer is in no memory that is known, a view is not understood, or integers are divided by 0.
     """
     return _normalized(_Source(func.without_attr(INFO_ATTR).without_attr(MESH_ATTR)))
 
@@ -65,6 +67,7 @@ class _Source:
 
 @made_once(ANALYSES)
 def _normalized(source: _Source) -> tirx.PrimFunc:
+    _refuse_division_by_0(source.func)
     func = without_early_exits(source.func)
     body = tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"])
     func = without_reducers(func if body.same_as(func.body) else func.with_body(body))
@@ -72,6 +75,23 @@ def _normalized(source: _Source) -> tirx.PrimFunc:
     func = _with_plain_extents(with_plain_single_dims(func))
     func = with_early_fills(with_intervals(func))
     return narrow(lengthen(forward(unfuse(resolve_views(mark_prints(func))))))
+
+
+def _refuse_division_by_0(func: tirx.PrimFunc) -> None:
+    """Refuse integers that are divided by what is always 0, such as the variable of a grid dim that is 1 long."""
+    divisions = nodes(func.body, tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
+    whole = [expr for expr in divisions if expr.dtype.startswith(("int", "uint")) and not nodes(expr.b, tirx.Call)]
+    if not whole:
+        return
+    analyzer = loop_ranges(func.body)
+    for expr in whole:
+        bound = analyzer.const_int_bound(expr.b)
+        if bound.min_value == bound.max_value == 0:
+            refuse(
+                f"{text_of(expr)} divides by {text_of(expr.b)}, which is always 0",
+                where=f"kernel {function_name(func)!r}",
+                fix="divide by something else, or make the loop that counts it longer",
+            )
 
 
 def _with_plain_extents(func: tirx.PrimFunc) -> tirx.PrimFunc:
