@@ -19,13 +19,14 @@ from kernels.flash_attention import flash_attention
 from kernels.gemv import gemv, gevm
 from kernels.grouped_query import grouped_decode, grouped_key_gradient, split_decode
 from kernels.layer_norm import layer_norm
-from kernels.linear_attention import linear_attention
+from kernels.linear_attention import linear_attention, value_gradient
 from kernels.matmul import batched_matmul, matmul, split_k_matmul
 from kernels.matmul_bias_gelu import matmul_bias_gelu
 from kernels.mlp import mlp_up
 from kernels.neighbourhoods import escape_times, filter_2d, periodic_neighbours, sliding_attention, upsample
 from kernels.paged import paged_attention, staged_histogram
 from kernels.quantized import block_scaled_matmul, dequantize, packed_matmul, promoted_matmul
+from kernels.recurrences import advantages
 from kernels.reduce import reduce_columns, reduce_rows
 from kernels.rms_norm import rms_norm, two_pass_rms_norm
 from kernels.rope import rope
@@ -113,6 +114,7 @@ _DECODE = {"batch": 8, "heads": 32, "groups": 8, "seq": 4096, "dim": 64}
 _DECODE_HEADS = "Q1 K2 V2 Out1"
 _STATES = "the states of online softmax (maximum, sum, output) of every query are combined, not the keys gathered"
 _HANDED_ON = "every device starts from what those before it come to: the states of all are gathered"
+_HANDED_BACK = "every device starts from what those after it come to: the states of all are gathered"
 _DECODE_STATES = 8 * 32 * (64 + 2)
 
 
@@ -273,6 +275,21 @@ def _combined() -> Iterator[PlanCase]:
             heads="Q2 K2 V2 Out2 H1",
             sequence=("Q1 K1 V1 Out1", _HANDED_ON, 0, 0, 4 * 16 * (64 * 64 + (decay is not None))),
         )
+    yield _case(
+        "carried",
+        value_gradient,
+        linear,
+        heads="Q2 K2 dOut2 dV2",
+        sequence=("Q1 K1 dOut1 dV1", _HANDED_BACK, 0, 0, 4 * 16 * 64 * 64),
+    )
+    margin = "the first row of the next tile; the states of all and what is left of them"
+    yield _case(
+        "carried",
+        advantages,
+        {"steps": 2048, "width": 4096},
+        columns="R1 V1 ends1 A1",
+        steps=("R0 V0 ends0 A0", margin, 0, 4096 * 4, 2 * 4096),
+    )
     rows = {"M": 2048, "N": 8192, "block_M": 16, "block_N": 64}
     said = "the states of parts of rows are combined as the kernel's author says: those of all are gathered"
     yield _case("carried", one_pass_variance, rows, rows="A0 V0", columns=("A1", said, 0, 0, 3 * 2048))

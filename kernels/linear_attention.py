@@ -59,3 +59,47 @@ def linear_attention_reference(q, k, v, decay=None):
     left = (rate ** (q.shape[2] - 1 - at).double())[:, None]
     out = (((q @ k.mT) * weights) @ v).transpose(1, 2)
     return out.float().contiguous(), ((k * left).mT @ v).float()
+
+
+def value_gradient(batch, heads, length, key_dim, value_dim, chunk=16):
+    """`dV[t] = sum over s >= t of (Q[s] . K[t]) * dOut[s]`, that of linear attention, from the last chunk to the first:
+    what the future comes to is one matrix per head."""
+    chunks = length // chunk
+
+    @T.prim_func
+    def value_gradient_kernel(
+        Q: T.Tensor((batch, length, heads, key_dim), "float32"),
+        K: T.Tensor((batch, length, heads, key_dim), "float32"),
+        dOut: T.Tensor((batch, length, heads, value_dim), "float32"),
+        dV: T.Tensor((batch, length, heads, value_dim), "float32"),
+    ):
+        with T.Kernel(heads, batch, threads=128) as (bh, bb):
+            q = T.alloc_shared((chunk, key_dim), "float32")
+            k = T.alloc_shared((chunk, key_dim), "float32")
+            d_out = T.alloc_shared((chunk, value_dim), "float32")
+            scores = T.alloc_fragment((chunk, chunk), "float32")
+            d_v = T.alloc_fragment((chunk, value_dim), "float32")
+            state = T.alloc_fragment((key_dim, value_dim), "float32")
+            after = T.alloc_shared((key_dim, value_dim), "float32")
+            T.clear(state)
+            for step in T.Pipelined(chunks, num_stages=1):
+                start = (chunks - 1 - step) * chunk
+                T.copy(Q[bb, start : start + chunk, bh, 0:key_dim], q)
+                T.copy(K[bb, start : start + chunk, bh, 0:key_dim], k)
+                T.copy(dOut[bb, start : start + chunk, bh, 0:value_dim], d_out)
+                T.gemm(k, q, scores, transpose_B=True, clear_accum=True)
+                for i, j in T.Parallel(chunk, chunk):
+                    scores[i, j] = T.if_then_else(i <= j, scores[i, j], 0.0)
+                T.copy(state, after)
+                T.gemm(scores, d_out, d_v, clear_accum=True)
+                T.gemm(k, after, d_v)
+                T.gemm(q, d_out, state, transpose_A=True)
+                T.copy(d_v, dV[bb, start : start + chunk, bh, 0:value_dim])
+
+    return value_gradient_kernel
+
+
+def value_gradient_reference(q, k, d_out):
+    """In float64, with the whole matrix of scores."""
+    q, k, d_out = (t.double().transpose(1, 2) for t in (q, k, d_out))
+    return ((q @ k.mT).tril().mT @ d_out).transpose(1, 2).float().contiguous()

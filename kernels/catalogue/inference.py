@@ -15,7 +15,12 @@ from kernels.grouped_query import (
     split_decode,
     split_decode_reference,
 )
-from kernels.linear_attention import linear_attention, linear_attention_reference
+from kernels.linear_attention import (
+    linear_attention,
+    linear_attention_reference,
+    value_gradient,
+    value_gradient_reference,
+)
 from kernels.matmul import matmul_reference
 from kernels.paged import paged_attention, paged_attention_reference, staged_histogram
 from kernels.quantized import (
@@ -26,6 +31,7 @@ from kernels.quantized import (
     packed_matmul,
     packed_matmul_reference,
 )
+from kernels.recurrences import advantages, advantages_reference
 
 from .case import EXACT, FLOAT32, KernelCase, KernelFactory, Maker, Sizes, integers, normal, tensors, uniform
 from .sizes import MN, MNK
@@ -138,6 +144,26 @@ INFERENCE_CASES: tuple[KernelCase, ...] = (
             ("Out", "H"),
         )
         for name, decay in (("linear_attention", None), ("retention", 0.75))
+    ),
+    KernelCase(
+        "value_gradient",
+        partial(value_gradient, chunk=4),
+        value_gradient_reference,
+        _SEQUENCES,
+        tensors(
+            normal("batch length heads key_dim"),
+            normal("batch length heads key_dim"),
+            normal("batch length heads value_dim"),
+        ),
+        ("dV",),
+    ),
+    KernelCase(
+        "advantages",
+        partial(advantages, block=8),
+        advantages_reference,
+        ({"steps": 16, "width": 16}, {"steps": 13, "width": 11}, {"steps": 1, "width": 2}),
+        tensors(normal("steps width"), normal("steps width"), integers("steps width", 0, 2)),
+        ("A",),
     ),
     KernelCase(
         "expert_mlp",

@@ -20,6 +20,7 @@ from mesh_tensor.rules.kernel.padded_blocks import widen
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import RESUMED, Access, Statement, split_update
 from mesh_tensor.tir import tile_ops
+from mesh_tensor.tir.backward_loops import backward
 from mesh_tensor.tir.effects import changes_nothing, op_name
 from mesh_tensor.tir.fused_loops import fuse
 from mesh_tensor.tir.intervals import join
@@ -126,7 +127,7 @@ class _Localizer:
         body = self._visit(root.body)
         allocs = [self.shrink.buffer(b) for b in root.alloc_buffers]
         block = block_like(root, body, allocs, annotations=self._annotations(root))
-        new_body = join(shorten(fuse(replace_block(func.body, block, self.shrink.extents))))
+        new_body = join(backward(shorten(fuse(replace_block(func.body, block, self.shrink.extents)))))
         new_body = resolve(new_body, self.device.__getitem__)
         buffer_map = {p: self.shrink.buffer(b) for p, b in func.buffer_map.items()}
         axes = self.device.mentioned_in(new_body)

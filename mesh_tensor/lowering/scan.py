@@ -22,6 +22,8 @@ from mesh_tensor.rules.kernel.live_ranges import LiveRange
 from mesh_tensor.rules.kernel.scans import Best, Carried, Scan, Stated
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import OWN_ATTR, RESUMED, Statement, body_statements
+from mesh_tensor.tir.backward_loops import MARK as BACKWARD
+from mesh_tensor.tir.backward_loops import is_backward
 from mesh_tensor.tir.effects import changes_nothing
 from mesh_tensor.tir.linear import vars_of
 from mesh_tensor.tir.nodes import nodes
@@ -177,7 +179,8 @@ class _Resumer:
             combined, needed = self._combined(stated, chips)
             body.append(combined)
             beside += needed
-        stmts.append(tirx.For(self.device, 0, self.devices, tirx.ForKind.SERIAL, sequence(body)))
+        marks = {BACKWARD: True} if is_backward(self.scan.loop.node) else None
+        stmts.append(tirx.For(self.device, 0, self.devices, tirx.ForKind.SERIAL, sequence(body), None, marks))
         stmts += [workspace.save() for workspace in ends.values()]
         used = [w.all for w in (*named.values(), *scales.values(), *starts.values())]
         return part_of(self.analysis, stmts, [*used, *ends.values()], beside)

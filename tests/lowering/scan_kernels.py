@@ -4,8 +4,9 @@ import tilelang.language as T
 import torch
 
 
-def running(steps, width, update, *, start=0.0, block=4):
-    """`Y[t] = state` after `state = update(state, X[t])` for all t in order, in columns; `E`: the state in the end."""
+def running(steps, width, update, *, start=0.0, block=4, back=False):
+    """`Y[t] = state` after `state = update(state, X[t])` for all t in order, or from the last one `back`, in columns;
+    `E`: the state in the end."""
 
     @T.prim_func
     def running_kernel(
@@ -17,7 +18,8 @@ def running(steps, width, update, *, start=0.0, block=4):
             x = T.alloc_fragment((block,), "float32")
             state = T.alloc_fragment((block,), "float32")
             T.fill(state, start)
-            for t in T.serial(steps):
+            for step in T.serial(steps):
+                t = steps - 1 - step if back else step
                 T.copy(X[t, bx * block], x)
                 for i in T.Parallel(block):
                     state[i] = update(state[i], x[i])

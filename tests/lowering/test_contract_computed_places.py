@@ -79,11 +79,27 @@ def test_a_loop_from_the_row_on_stays_inside_its_tile():
         check(kernel, [a], torch.stack([a[row, 2 * row :].sum() for row in range(3)]), [{"x": 2}])
 
 
+def rotated_rows(M, block=4):
+    """`B = A`, from the third block of rows on, and the first two in the end."""
+    blocks = -(-M // block)
+
+    @T.prim_func
+    def rotated(A: T.Tensor((M, 8), "float32"), B: T.Tensor((M, 8), "float32")):
+        with T.Kernel(1, threads=32):
+            for step in T.serial(blocks):
+                T.copy(
+                    A[(step + 2) % blocks * block : (step + 2) % blocks * block + block, :],
+                    B[(step + 2) % blocks * block, 0],
+                )
+
+    return rotated
+
+
 def test_the_local_kernel_skips_blocks():
     rows = {"A": {"x": 0}, "B": {"x": 0}}
-    local = text(only_kernel(lowered(backwards_rows(32, 8, 4), {"x": 2}, rows)))
-    assert "if 7 - step - x * 4 >= 0 and 7 - step - x * 4 < 4:" in local
-    assert "A[(7 - step - x * 4) * 4, bx * 4]" in local
+    local = text(only_kernel(lowered(rotated_rows(32), {"x": 2}, rows)))
+    assert "if (step + 2) % 8 - x * 4 >= 0 and (step + 2) % 8 - x * 4 < 4:" in local
+    assert "A[((step + 2) % 8 - x * 4) * 4, 0]" in local
     whole = text(only_kernel(lowered(reversed_grid_scale(32, 8, 4), {"x": 2}, {"A": {"x": 1}, "B": {"x": 1}})))
     assert "one_iteration" not in whole
     assert "A[(7 - by) * 4, bx * 4]" in whole or "A[28 - by * 4, bx * 4]" in whole
@@ -92,8 +108,18 @@ def test_the_local_kernel_skips_blocks():
 def test_tiles_that_are_no_whole_blocks_are_gathered():
     x = torch.randn(13, 8)
     rows = {"A": {"x": 0}, "B": {"x": 0}}
-    assert "all_gather(A, dim 0, x)" in outline(lowered(backwards_rows(13, 8, 4), {"x": 2}, rows))
-    torch.testing.assert_close(run(backwards_rows(13, 8, 4), {"x": 2}, rows, x), 2 * x)
+    assert "all_gather(A, dim 0, x)" in outline(lowered(rotated_rows(13), {"x": 2}, rows))
+    torch.testing.assert_close(run(rotated_rows(13), {"x": 2}, rows, x), x)
+
+
+@pytest.mark.parametrize("M", [13, 32])
+def test_blocks_from_the_last_to_the_first_are_those_of_the_tile(M):
+    x, rows = torch.randn(M, 8), {"A": {"x": 0}, "B": {"x": 0}}
+    made = lowered(backwards_rows(M, 8, 4), {"x": 2}, rows, strict=True)
+    assert outline(made) == ["kernel(A, B)"]
+    assert "for step in range(4):" in text(only_kernel(made)) or M == 13
+    assert "mesh_tensor." not in text(only_kernel(made))
+    torch.testing.assert_close(run(backwards_rows(M, 8, 4), {"x": 2}, rows, x), 2 * x)
 
 
 N, BLOCK = 30, 4

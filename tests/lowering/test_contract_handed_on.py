@@ -84,6 +84,72 @@ def test_running_states(name, mesh, steps):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize(("mesh", "steps"), [({"x": 3}, 7), ({"x": 2, "y": 2}, 9)])
+def test_running_states_from_the_last_position_to_the_first(name, mesh, steps):
+    update, reference, start = UPDATES[name]
+    x = torch.randn(steps, 8)
+    kernel = compiled(running(steps, 8, update, start=start, back=True), mesh, rows(*mesh))
+    assert "gather                 X" not in kernel.explain()
+    found, end = in_order(x.flip(0), reference, start)
+    for result, expected in zip(kernel(x), (found.flip(0), end), strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_of_equal_maxima_from_the_end_the_last_one_wins():
+    @T.prim_func
+    def kernel(A: T.Tensor((10, 4), "float32"), At: T.Tensor((4,), "int32"), On: T.Tensor((10, 4), "int32")):
+        with T.Kernel(1, threads=32):
+            best, where = T.alloc_fragment((4,), "float32"), T.alloc_fragment((4,), "int32")
+            T.fill(best, -T.infinity("float32"))
+            T.fill(where, -1)
+            for step in T.serial(10):
+                for j in T.Parallel(4):
+                    if A[9 - step, j] > best[j]:
+                        best[j] = A[9 - step, j]
+                        where[j] = 9 - step
+                T.copy(where, On[9 - step, 0])
+            T.copy(where, At)
+
+    a = torch.randint(0, 3, (10, 4)).float()
+    made = compiled(kernel, {"x": 3}, {"A": {"x": 0}, "On": {"x": 0}})
+    assert "scan" in made.explain()
+    assert "A.1" not in made.explain()
+    places, on_the_way = made(a)
+    expected = torch.stack([9 - a[at:].flip(0).argmax(0) for at in range(10)])
+    firsts = torch.stack(
+        [
+            torch.tensor([max(t for t in range(at, 10) if a[t, j] == a[at:, j].max()) for j in range(4)])
+            for at in range(10)
+        ]
+    )
+    assert torch.equal(expected, firsts), "argmax takes the first of equals"
+    assert torch.equal(on_the_way.long(), firsts)
+    assert torch.equal(places.long(), firsts[0])
+
+
+def test_what_authors_state_of_loops_that_go_back_is_not_gone_by():
+    """It was tried on loops that go forwards."""
+
+    def larger(before, after):
+        return (T.max(before[0], after[0]),)
+
+    @T.prim_func
+    def kernel(A: T.Tensor((8, 4), "float32"), B: T.Tensor((4,), "float32")):
+        with T.Kernel(1, threads=32):
+            state = T.alloc_fragment((4,), "float32")
+            mt.combine(state=(state,), with_=larger)
+            T.fill(state, 0.0)
+            for step in T.serial(8):
+                for j in T.Parallel(4):
+                    state[j] = T.if_then_else(
+                        state[j] * state[j] > 0.25, T.max(state[j], A[7 - step, j]), A[7 - step, j]
+                    )
+            T.copy(state, B)
+
+    assert "state_total" not in compiled(kernel, {"x": 2}, {"A": {"x": 0}}).explain()
+
+
 @pytest.mark.parametrize("left", [torch.inf, torch.nan])
 def test_a_state_that_starts_anew_knows_nothing_of_what_was_there(left):
     update, reference, start = UPDATES["starting anew"]

@@ -42,3 +42,22 @@ def test_an_unknown_view():
     message = refused(mt.annotate(scale(32, 16), {"x": 2}, {"A": {"x": 0}}), view="sideways")
     assert "view 'sideways' is unknown" in message
     assert "auto, global, local" in message
+
+
+@pytest.mark.parametrize("kind", ["quotient", "index"])
+def test_integers_that_are_divided_by_0(kind):
+    """bx is always 0: there is one program of it."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((8, 8), "float32"), B: T.Tensor((8, 8), "float32")):
+        with T.Kernel(1, 8, threads=32) as (bx, by):
+            for j in T.serial(8):
+                if kind == "quotient":
+                    B[by, j] = A[by, j] * T.cast(8 // bx, "float32")
+                else:
+                    B[by, j] = A[by % bx, j]
+
+    message = refused(mt.annotate(kernel, mt.Mesh({"x": 2}), {"A": {"x": 0}}))
+    assert ("8 // bx" if kind == "quotient" else "by % bx") in message
+    assert "divides by bx, which is always 0" in message
+    assert "kernel 'kernel'" in message

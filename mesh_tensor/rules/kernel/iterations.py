@@ -176,7 +176,9 @@ class Iteration:
         if statement.unknown or statement.may_be_skipped:
             return True
         seen: set[tirx.Var] = set()
-        for form, size in zip(write.forms, write.buffer.shape, strict=True):
+        for dim, (form, size) in enumerate(zip(write.forms, write.buffer.shape, strict=True)):
+            if form is None and self._goes_along(statement, dim):
+                continue
             if form is None or form.terms.keys() & seen:
                 return True
             seen |= form.terms.keys()
@@ -184,6 +186,14 @@ class Iteration:
             if not is_all and why_not_covered(form, size, statement, self.kernel.analyzer):
                 return True
         return not seen <= self._inner
+
+    def _goes_along(self, statement: Statement, dim: int) -> bool:
+        """Whether the statement goes along all of its target's dim, element by element, in an iteration of its own."""
+        record = statement.tile_op
+        if not self.ordered or record is None or record.in_order != dim:
+            return False
+        prove = self.kernel.analyzer.can_prove_equal
+        return prove(record.dst.mins[dim], 0) and prove(record.dst.extents[dim], statement.target.buffer.shape[dim])
 
     def _made(self, statement: Statement) -> StateValue | None:
         """What the statement leaves in an element of its target."""
@@ -263,7 +273,7 @@ class Iteration:
             return constant(float(known))
         if isinstance(expr, tirx.BufferLoad):
             return self._load(self._access(expr, statement))
-        if isinstance(expr, tirx.Var) and self._keeps_its_value(expr):
+        if isinstance(expr, tirx.Var) and self.keeps_its_value(expr):
             return self._expr(self.kernel.binds[expr], statement)
         if isinstance(expr, tirx.Cast) and expr.dtype.startswith(("float", "bfloat")):
             return self._expr(expr.value, statement)
@@ -293,9 +303,10 @@ class Iteration:
         made = None if says is None else times(says, kept[0])
         return None if made is None else made.past(self._chosen(expr, statement))
 
-    def _keeps_its_value(self, var: tirx.Var) -> bool:
-        """Whether a variable was bound to loads of what nothing here writes: they are the same where it is used."""
-        found = loads(self.kernel.binds[var]) if var in self.kernel.binds else []
+    def keeps_its_value(self, var: tirx.Var) -> bool:
+        """Whether a variable was bound to loads of what nothing here writes, directly or by way of others: they are the
+        same where it is used."""
+        found = self._all_loads(self.kernel.binds[var]) if var in self.kernel.binds else []
         written = [live_range.buffer for live_range in self._written]
         return bool(found) and not any(load.buffer.same_as(buffer) for load in found for buffer in written)
 
@@ -350,10 +361,11 @@ class Iteration:
     def _independent(self, expr: tirx.PrimExpr, statement: Statement) -> StateValue | None:
         """A function of what depends on no earlier iteration."""
         level = Level.POINT if vars_of([expr], self.kernel.binds) & self._moving else Level.FIXED
-        bound = [n for n in vars_of([expr], {}) if n in self.kernel.binds]
-        if any(loads(self.kernel.binds[var]) and not self._keeps_its_value(var) for var in bound):
+        binds = self.kernel.binds
+        bound = [n for n in vars_of([expr], {}) if n in binds and self._all_loads(binds[n])]
+        if not all(map(self.keeps_its_value, bound)):
             return None
-        for load in [*loads(expr), *(load for var in bound for load in loads(self.kernel.binds[var]))]:
+        for load in self._all_loads(expr):
             value = self._load(self._access(load, statement))
             part = None if value is None else value.part
             if part is None or part.level is Level.SUM:
@@ -387,13 +399,15 @@ class Iteration:
         forms = [form for form in access.forms if form is not None]
         if live_range in self.env:
             value = self.env[live_range]
+            if self.ordered and self._is_free(live_range) and not any(map(self._all_loads, access.indices)):
+                return value
             complete = value is not None and len(forms) == len(access.forms)
             return moved(value, forms) if complete and value is not None else None
         if live_range in self._written:
             if live_range.is_param or self.loop.var not in live_range.carried or len(forms) < len(access.forms):
                 return None
             return StateValue({Atom.make(("before", live_range), forms): 1.0})
-        if any(loads(index) for index in access.indices):
+        if any(map(self._all_loads, access.indices)):
             return None
         if self.coordinates.walks(access, self.factor):
             return independent(Level.POINT, self._padding.content(live_range))

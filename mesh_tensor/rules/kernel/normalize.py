@@ -15,17 +15,21 @@ from collections.abc import Set
 from tvm import arith, ir, tirx
 
 from mesh_tensor.annotations.annotate import INFO_ATTR, MESH_ATTR
+from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.recent import made_once
+from mesh_tensor.tir.backward_loops import forward
+from mesh_tensor.tir.bound_values import with_values_in_place
 from mesh_tensor.tir.early_exits import without_early_exits
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name, pointers, written
 from mesh_tensor.tir.fused_loops import unfuse
 from mesh_tensor.tir.intervals import with_intervals
-from mesh_tensor.tir.nodes import loads, nodes
+from mesh_tensor.tir.linear import loop_ranges
+from mesh_tensor.tir.nodes import function_name, loads, nodes
 from mesh_tensor.tir.reducers import parts_of, without_reducers
-from mesh_tensor.tir.rewrite import call_like, loop_like, sequence, with_indices
+from mesh_tensor.tir.rewrite import call_like, loop_like, number, sequence, with_indices
 from mesh_tensor.tir.short_loops import lengthen
 from mesh_tensor.tir.tile_ops import Fill, Region, parse_tile_op
-from mesh_tensor.tir.tile_position import as_helper
+from mesh_tensor.tir.tile_position import as_helper, text_of
 from mesh_tensor.tir.user_reports import mark_prints
 from mesh_tensor.tir.views import resolve_views
 
@@ -39,7 +43,7 @@ def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
     not annotated.
 
     Raises:
-        MeshTensorError: a buffer is in no memory that is known, or a view is not understood.
+        MeshTensorError: a buffer is in no memory that is known, a view is not understood, or integers are divided by 0.
     """
     return _normalized(_Source(func.without_attr(INFO_ATTR).without_attr(MESH_ATTR)))
 
@@ -63,12 +67,31 @@ class _Source:
 
 @made_once(ANALYSES)
 def _normalized(source: _Source) -> tirx.PrimFunc:
+    _refuse_division_by_0(source.func)
     func = without_early_exits(source.func)
     body = tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"])
     func = without_reducers(func if body.same_as(func.body) else func.with_body(body))
-    func = _with_plain_extents(with_plain_single_dims(_inline_bindings(func)))
+    func = with_values_in_place(_inline_bindings(func))
+    func = _with_plain_extents(with_plain_single_dims(func))
     func = with_early_fills(with_intervals(func))
-    return narrow(lengthen(unfuse(resolve_views(mark_prints(func)))))
+    return narrow(lengthen(forward(unfuse(resolve_views(mark_prints(func))))))
+
+
+def _refuse_division_by_0(func: tirx.PrimFunc) -> None:
+    """Refuse integers that are divided by what is always 0, such as the variable of a grid dim that is 1 long."""
+    divisions = nodes(func.body, tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
+    whole = [expr for expr in divisions if expr.dtype.startswith(("int", "uint")) and not nodes(expr.b, tirx.Call)]
+    if not whole:
+        return
+    analyzer = loop_ranges(func.body)
+    for expr in whole:
+        bound = analyzer.const_int_bound(expr.b)
+        if bound.min_value == bound.max_value == 0:
+            refuse(
+                f"{text_of(expr)} divides by {text_of(expr.b)}, which is always 0",
+                where=f"kernel {function_name(func)!r}",
+                fix="divide by something else, or make the loop that counts it longer",
+            )
 
 
 def _with_plain_extents(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -86,15 +109,15 @@ def _with_plain_extents(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def _inline_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Inline `x = by * 64 + i` bindings that load nothing, and `x = scores[i, label[i]]` that look up what nothing
-    writes."""
+    """Inline numbers, `x = by * 64 + i` bindings that load nothing, and `x = scores[i, label[i]]` that look up what
+    nothing writes."""
     bound: dict[tirx.Var, tirx.PrimExpr] = {}
     binds = nodes(func.body, tirx.Bind)
     loaded = {bind.var for bind in binds if nodes(bind.value, tirx.BufferLoad)}
     changed, pointed = {*written(func.body)}, pointers(func.body)
     kept = {b for b in func.buffer_map.values() if b not in changed and b.data not in pointed}
     for bind in binds:
-        if _is_index(bind.value) or _is_lookup(bind.value, kept, loaded):
+        if number(bind.value) is not None or _is_index(bind.value) or _is_lookup(bind.value, kept, loaded):
             bound[bind.var] = tirx.stmt_functor.substitute(bind.value, bound)
     if not bound:
         return func

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from mesh_tensor.annotations.combination import Combination, tried_combinations
+from mesh_tensor.tir.backward_loops import is_backward
 from mesh_tensor.tir.nodes import nodes, same_expression
 
 from .coordinates import Coordinates
@@ -23,7 +24,7 @@ from .iterations import Iteration, chosen
 from .live_ranges import LiveRange
 from .padding import takes_whole_blocks
 from .state_values import Atom, Level, Part, StateValue
-from .statements import RESUMED, Kernel, Loop, Statement, describe, is_load_of, mentions, same_indices
+from .statements import RESUMED, Kernel, Loop, Statement, describe, is_load_of, mentions, same_indices, without_binds
 from .states import carrying_loops, changed_in, is_in_place, is_plain
 
 _ONE = Part(Level.FIXED, 1.0)
@@ -154,9 +155,15 @@ def _carried(iteration: Iteration, live_range: LiveRange) -> Carried | None:
     if not is_resumed and all(s.op == "prod" and not s.fresh for s in updates):
         # Alone, what such an update makes of 0 would be read as a product, which devices start from 1.
         return None
-    scaled = {s: factor for s in updates if (factor := _scale(s)) is not None}
+    scaled = {s: _with_kept_values(scale, iteration) for s in updates if (scale := _scale(s)) is not None}
     known = all(s in scaled or _adds(s) for s in updates) and all(_is_alone(s, scaled[s], iteration) for s in scaled)
     return Carried(live_range, "sum", scaled) if known else None
+
+
+def _with_kept_values(scale: tirx.PrimExpr, iteration: Iteration) -> tirx.PrimExpr:
+    """The scale, with what its variables are bound to if that is the same wherever they are used."""
+    kept = all(map(iteration.keeps_its_value, set(tirx.analysis.undefined_vars(scale)) & iteration.kernel.binds.keys()))
+    return without_binds(scale, iteration.kernel) if kept else scale
 
 
 def _rate(value: StateValue, live_range: LiveRange) -> Part | None:
@@ -215,6 +222,9 @@ def _is_alone(statement: Statement, scale: tirx.PrimExpr, iteration: Iteration) 
     if any(x.var not in indexed for x in inner):
         return False
     nest = {x.var for x in inner}
+    bound = [s.node.var for s in iteration.body if isinstance(s.node, tirx.Bind) and nest & s.vars]
+    if any(var.same_as(used) for var in bound for used in tirx.analysis.undefined_vars(scale)):
+        return False
     written = [s.write.buffer for s in iteration.body if s.write is not None and nest & s.vars]
     return not any(mentions(scale, buffer) for buffer in written)
 
@@ -286,6 +296,8 @@ class Stated:
 
 def find_stated(iteration: Iteration, carried: Sequence[LiveRange]) -> list[Stated]:
     """The groups of carried live ranges that were stated, and whose update depends on no other carried ones."""
+    if is_backward(iteration.loop.node):
+        return []  # it is tried in order
     found = []
     for combination in tried_combinations(iteration.kernel.root):
         groups = [[r for r in carried if r.buffer.name == name] for name in combination.names]

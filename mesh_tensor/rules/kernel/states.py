@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from mesh_tensor.tir.backward_loops import is_backward
 from mesh_tensor.tir.linear import Linear
 from mesh_tensor.tir.rewrite import number
 
@@ -101,6 +102,8 @@ class State:
 def find_states(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> tuple[State, ...]:
     """The states of a factor's loops; none where a loop carries anything else."""
     loops = carrying_loops(kernel, coordinates, factor)
+    if any(is_backward(loop.node) for loop in loops):
+        return ()  # the first block is the last device's
     found = [next(filter(None, _states(kernel, coordinates, factor, loop)), None) for loop in loops]
     known = tuple(state for state in found if state is not None)
     return known if len(known) == len(found) else ()
