@@ -131,7 +131,7 @@ class RankRuns:
     ) -> dict:
         """Whole tensors that stages have, on all ranks: by name and microbatch, or stage. `like` is shape and dtype;
         messages from `start`; tensors of at most `together` bytes go with others of their stage."""
-        made = {}
+        made: dict[Any, torch.Tensor] = {}
         for number, keys in enumerate(_messages(owners, like, together), start):
             (first, *_), owner, dtype = keys, owners[keys[0]], like[keys[0]][1]
             sizes = [math.prod(like[key][0]) for key in keys]
