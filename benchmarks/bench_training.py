@@ -78,11 +78,17 @@ def _eager(model: nn.Module, tokens: torch.Tensor, target: torch.Tensor) -> tupl
     return step, forget
 
 
-def _forget(run: TrainingRun) -> float:
-    """What the optimizer keeps stays, and is not counted."""
-    _left.clear()
+def _forgetting(run: TrainingRun) -> Forget:
+    """What the optimizer keeps stays, and is not counted. Its size is asked for now: the step after `state_dict`, whose
+    memory the caller may have, overwrites nothing, and takes memory that no other does."""
     kept = [tensor for name, tensor in run.state_dict().items() if name.startswith("opt.") and tensor.ndim]
-    return -sum(tensor.to_local().nbytes for tensor in kept) / 2**20
+    nbytes = sum(tensor.to_local().nbytes for tensor in kept)
+
+    def forget() -> float:
+        _left.clear()
+        return -nbytes / 2**20
+
+    return forget
 
 
 def one_device(clock: Clock) -> dict[str, list[float]]:
@@ -145,7 +151,7 @@ def _runs(peer: str, which: tuple[str, ...]) -> dict[str, tuple[Run, Forget]]:
     if OURS in which:
         layout = strategies.data_parallel(step) if axis == "data" else gpt2.tensor_parallel(CONFIG, axis)
         run = mt.distribute_module(step, init_device_mesh("cpu", (2,), mesh_dim_names=(axis,)), layout)
-        runs[OURS] = lambda: run(tokens, target), lambda: _forget(run)
+        runs[OURS] = lambda: run(tokens, target), _forgetting(run)
     return runs
 
 

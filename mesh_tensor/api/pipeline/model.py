@@ -37,6 +37,8 @@ from .rows import Microbatch, Row, run_rows
 from .stated import named_stages, stage_layouts, trained_weights
 from .weights import Rule, StageWeights, norm_of
 
+_SMALL = 4096  # bytes: sending less takes as long as starting to send
+
 
 class Pipeline:
     """A model on several meshes: takes whole batches, splits them, and runs its schedule; a thread per mesh.
@@ -179,7 +181,8 @@ class Pipeline:
         home = {name: stage for stage in self.stages for name in stage.results}
         like = {(name, i): microbatches[i].stages[home[name].index].types[name] for name, i in results}
         owners = {key: home[key[0]] for key in results}
-        result = self._result(self._runs.share(made, owners, like, len(numbers)), microbatches)
+        shared = self._runs.share(made, owners, like, len(numbers), together=_SMALL)
+        result = self._result(shared, microbatches)
         if self._flow.state:
             self._runs.settle([], None, "state of a pipeline")  # of all stages, or of none
             self._weights.advance(row.state)

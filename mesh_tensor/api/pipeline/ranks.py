@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -125,19 +126,39 @@ class RankRuns:
         self._faults.blame(error, doing, range(self.ranks.topology.num_devices))
 
     def share(
-        self, values: Mapping[Any, Any], owners: Mapping[Any, Stage], like: Mapping[Any, Any], start: int
+        self,
+        values: Mapping[Any, Any],
+        owners: Mapping[Any, Stage],
+        like: Mapping[Any, Any],
+        start: int,
+        together: int = 0,
     ) -> dict:
         """Whole tensors that stages have, on all ranks: by name and microbatch, or stage. `like` is shape and dtype;
-        messages from `start`."""
-        made = {}
-        for number, (key, owner) in enumerate(owners.items(), start):
-            shape, dtype = like[key]
-            blank = torch.empty(shape, dtype=dtype, device="meta")
+        messages from `start`; tensors of at most `together` bytes go with others of their stage."""
+        made: dict[Any, torch.Tensor] = {}
+        for number, keys in enumerate(_messages(owners, like, together), start):
+            (first, *_), owner, dtype = keys, owners[keys[0]], like[keys[0]][1]
+            sizes = [math.prod(like[key][0]) for key in keys]
+            there = [values[key] for key in keys if key in values]
+            joint = torch.cat([value.reshape(-1) for value in there]) if len(there) > 1 else next(iter(there), None)
+            blank = torch.empty(sum(sizes) if len(keys) > 1 else like[first][0], dtype=dtype, device="meta")
             try:
-                made[key] = self.ranks.share(values.get(key), owner.mesh, number, blank)
+                found = self.ranks.share(joint, owner.mesh, number, blank)
             except NeverCame as error:
-                self.blame(error, f"sharing {key[0]!r} of stage {owner.index} on mesh {owner.mesh!r}")
+                self.blame(error, f"sharing {first[0]!r} of stage {owner.index} on mesh {owner.mesh!r}")
+            parts = [found] if len(keys) == 1 else [part.clone() for part in found.split(sizes)]
+            made |= {key: part.view(like[key][0]) for key, part in zip(keys, there or parts, strict=True)}
         return made
+
+
+def _messages(owners: Mapping[Any, Stage], like: Mapping[Any, Any], most: int) -> list[list[Any]]:
+    """The values by message: those of a stage and a dtype that have at most so many bytes go in one."""
+    messages: dict[Any, list[Any]] = {}
+    for key, owner in owners.items():
+        shape, dtype = like[key]
+        is_small = math.prod(shape) * dtype.itemsize <= most
+        messages.setdefault((owner.index, dtype) if is_small else key, []).append(key)
+    return list(messages.values())
 
 
 def message_numbers(stages: Sequence[Stage], microbatches: int) -> dict[Key, int]:
