@@ -14,7 +14,8 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator.call import tensor_infos, tensor_types
 
 from .ir import Scope, Tree, Value, leaves
-from .manual import Devices, Region, check_types, comm_in
+from .manual import Devices, Region, check_types, comm_in, is_edge
+from .varying import Axes
 
 Scopes = tuple[Scope, ...]
 
@@ -24,6 +25,7 @@ class Reader(Protocol):
 
     mesh: Mesh
     manual: set[str]
+    varying: dict[Value, Axes]
 
     def function(self, name: str) -> relax.Function:
         """A function of the module."""
@@ -58,7 +60,18 @@ class ManualReader:
         Raises:
             MeshTensorError: axes, tiles or groups are not as they have to be, or a collective stands outside of one.
         """
-        return self._manual(expr, name) if is_manual(expr) else self._collective(expr, name)
+        if is_manual(expr):
+            return self._manual(expr, name)
+        return self._edge(expr, name) if is_edge(expr) else self._collective(expr, name)
+
+    def _edge(self, expr: relax.Call, name: str) -> Tree:
+        """What leads into what devices have of their own, or out of it."""
+        where = f"{self._function}.{name}"
+        (value,) = self._values(expr.args[1], name)
+        made = self._reader.devices(self._function, name, self._scopes).edge(expr, value, where)
+        self._reader.manual.update(axis for one in (value, made) for axis, _ in self._reader.varying.get(one, ()))
+        check_types(f"{where}: the call says", [made.type], tensor_types(expr.struct_info, where))
+        return made
 
     def _manual(self, expr: relax.Call, name: str) -> Tree:
         """What a manual computation gives: its function on tiles."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tvm import ir, relax, tirx
 
-from mesh_tensor.annotations.manual import is_manual
+from mesh_tensor.annotations.manual import experts_of, is_manual
 from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.annotations.names import relax_functions
 from mesh_tensor.base.errors import listing, refuse
@@ -33,18 +33,33 @@ from .varying import Axes, node_axes
 Annotations = Mapping[tuple[str, str], Annotation]
 
 
-def read_graph(mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotations, *, loops: bool = False) -> Graph:
+def read_graph(
+    mod: ir.IRModule,
+    function: str,
+    mesh: Mesh,
+    annotations: Annotations,
+    *,
+    loops: bool = False,
+    experts: bool = True,
+) -> Graph:
     """The Graph of a function of `mod`, with all calls of other Relax functions entered. `loops`: those that end by
-    calling themselves are loops of the graph; else their steps are unrolled.
+    calling themselves are loops of the graph; else their steps are unrolled. `experts`: those of `mt.experts` are, too;
+    else each is one node.
 
     Raises:
         MeshTensorError: the function is missing or recursive, a size is symbolic, or an expression is no operator,
             call, tuple or If.
     """
-    reader = _Reader(mod, mesh, annotations, loops)
+    reader = _Reader(mod, mesh, annotations, loops, experts)
     func = reader.function(function)
     params = [reader.parameter(function, var) for var in func.params[:]]
     body = reader.body(function, func, params, ())
+    if own := {value.name: reader.varying[value] for value in leaves(body) if value in reader.varying}:
+        refuse(
+            [f"devices along {axis!r} may have different values of {name!r}" for name in own for axis, _ in own[name]],
+            where=f"results of {function!r}",
+            fix="reduce or gather them",
+        )
     state, manual = _state(func, params, body), frozenset(reader.manual)
     graph = Graph(function, mesh, params, reader.nodes, body, reader.annotations, state, manual=manual)
     if reader.loops:
@@ -88,10 +103,10 @@ def _state(func: relax.Function, params: list[Value], body: Tree) -> dict[Value,
 
 
 class _Reader:
-    def __init__(self, mod: ir.IRModule, mesh: Mesh, annotations: Annotations, with_loops: bool) -> None:
+    def __init__(self, mod: ir.IRModule, mesh: Mesh, annotations: Annotations, with_loops: bool, experts: bool) -> None:
         self.mesh, self.nodes = mesh, list[Node]()
         self.loops: dict[Scope, GraphLoop] = {}
-        self.with_loops = with_loops
+        self.with_loops, self.experts = with_loops, experts
         self.varying: dict[Value, Axes] = {}
         self.manual: set[str] = set()  # axes
         self.annotations: dict[Value, Annotation] = {}
@@ -317,7 +332,7 @@ class _Body:
             return self._function_call(expr.op, expr.args[:], name)
         if isinstance(expr.struct_info, relax.ShapeStructInfo) and expr.struct_info.values is not None:
             return ()  # a shape of known sizes: who takes it has them from its type
-        if is_manual(expr) or is_collective(expr):
+        if is_collective(expr) and (self._reader.experts or not is_manual(expr) or experts_of(expr) is None):
             reader = ManualReader(self._reader, self._function, self._scopes, self._region, self.expression)
             return reader.read(expr, name)
         expr, called = with_known_sizes(expr, f"{self._function}.{name}"), op_name(expr.op)
