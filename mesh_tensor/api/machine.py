@@ -20,9 +20,23 @@ from mesh_tensor.base.machine import Link, Machine, Memory, Roofline
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.runtime.virtual.mesh_tensor import distribute
 from mesh_tensor.simulation import Simulation
+from mesh_tensor.simulation.pipelines import simulate_pipeline
 
 from .module import distribute_module
-from .probes import PROBES, SIDES, Chain, Probe, block, kernel_rate, least, product, product_kernel, row_kernel
+from .pipeline import pipeline
+from .probes import (
+    PROBES,
+    SIDES,
+    Chain,
+    Probe,
+    block,
+    kernel_rate,
+    least,
+    perceptrons,
+    product,
+    product_kernel,
+    row_kernel,
+)
 
 _LARGEST = 1 << 22  # elements: freeing that much once, the C library keeps what is freed later
 _MEMORY = (256, 512, 1024, 2048)  # sides of what is read and written: 256 KiB to 16 MiB each
@@ -107,7 +121,18 @@ def _in_turns(machine: Machine) -> Machine:
         rows.append((turns, starts, max(0.0, least(partial(run, *tensors), 0.2) - made)))
     (turns, two, first), (_, four, second) = rows
     start = max(1.0, (second - first) / max(1e-9, four - two))
-    return replace(machine, start=start, turn=max(0.0, (first - start * two) / max(1.0, turns)))
+    return _in_actions(replace(machine, start=start, turn=max(0.0, (first - start * two) / max(1.0, turns))))
+
+
+def _in_actions(machine: Machine) -> Machine:
+    """What a small model's training takes as a pipeline beside what its fragments and transfers do, per action."""
+    mod, weights = perceptrons(8, 32, 8)
+    meshes = {"first": {"x": 1}, "second": {"x": 1}}
+    run = pipeline(mod, meshes, 2, microbatches=4, train=True, reduction="sum", weights=weights, target="c")
+    took = least(partial(run, torch.rand(4 * 8, 32)), 0.4)
+    actions = sum(map(len, run.schedule.rows))
+    made = simulate_pipeline(run, replace(machine, processors=1), Simulation).time
+    return replace(machine, action=max(0.0, took - made) / actions)
 
 
 def _memory(chains: Mapping[int, Chain], launch: float) -> tuple[Memory, ...]:

@@ -247,6 +247,22 @@ def _one_block(emit: Callable[[relax.Expr], relax.Var], x: relax.Var, params: di
     return emit(_ops.multiply(z, emit(_ops.divide(emit(_ops.exp(emit(_ops.sigmoid(z)))), emit(_ops.sigmoid(y))))))
 
 
+def perceptrons(rows: int, width: int, count: int) -> tuple[ir.IRModule, dict[str, torch.Tensor]]:
+    """The sum of what so many layers make of `x`, each a product and its activation; and their weights."""
+    builder = relax.BlockBuilder()
+    names = [f"w{number}" for number in range(count)]
+    x = relax.Var("x", relax.TensorStructInfo((rows, width), "float32"))
+    params = [relax.Var(name, relax.TensorStructInfo((width, width), "float32")) for name in names]
+    with builder.function("main", [x, *params]):
+        with builder.dataflow():
+            value = x
+            for weight in params:
+                value = builder.emit(_ops.nn.relu(builder.emit(_ops.matmul(value, weight))))
+            result = builder.emit_output(builder.emit(_ops.sum(value)))
+        builder.emit_func_output(result)
+    return builder.get(), {name: torch.rand(width, width) / width for name in names}
+
+
 def kernel_rate(func: tirx.PrimFunc, call: float, *tensors: torch.Tensor) -> float:
     """Operations per second of a kernel on one device, beside what a call takes."""
     run = compile(annotate(func, {"x": 1}, {}), target="c")

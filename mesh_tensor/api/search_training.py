@@ -14,6 +14,7 @@ from mesh_tensor.base.decisions import columns
 from mesh_tensor.base.errors import did_you_mean, refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import machine_code
+from mesh_tensor.base.recent import uncollected
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.pipelining.orders import SCHEDULES
 from mesh_tensor.searching.choices import DATA, Choice, Part, Space, runs_halves
@@ -164,6 +165,7 @@ class TrainingOptions:
     uneven: bool = False
 
 
+@uncollected
 def search_training(
     module: ImportedModule, devices: int, machine: Machine, batch: int, options: TrainingOptions
 ) -> TrainingPlans:

@@ -112,6 +112,7 @@ class Machine:
     processors how many of them work at the same time, where they share processors (None: all)
     turn       where devices take turns on a processor: seconds from one step to the next that no call takes
     start      ... and what `launch` is there, as a multiple of that on one device alone
+    action     of a pipeline: seconds of an action beside its fragment's run, as threads wait for each other's values
     price      of a device, per hour
     classes    operators that reach another share of the rates, by operator or by class of operators
 
@@ -132,6 +133,7 @@ class Machine:
     processors: int | None = None
     turn: float = 0.0
     start: float = 1.0
+    action: float = 0.0
     price: float | None = None
     classes: Mapping[str, Roofline] = field(default_factory=dict)
     tuning: Tuning = field(default_factory=Tuning)
@@ -197,6 +199,10 @@ class Machine:
         roofline = self.roofline(*names)
         computing = flops / (self.peak(dtype) * roofline.flops)
         return Work(self.launch + roofline.start, computing, nbytes / (self.memory_rate(nbytes) * roofline.memory))
+
+    def rounds(self, devices: int) -> int:
+        """How often the processors go round that so many devices share."""
+        return 1 if self.processors is None else math.ceil(devices / self.processors)
 
     def in_turn(self, work: Work, rounds: int, devices: int) -> float:
         """Seconds of a call that processors make for so many of a mesh's devices one after the other."""
@@ -292,7 +298,7 @@ def _problems(machine: Machine) -> Iterable[str]:
     yield from _from_zero(
         {"launch": machine.launch, "call": machine.call, "busy": machine.busy, "price": machine.price or 0.0}
     )
-    yield from _from_zero({"turn": machine.turn, "start": machine.start})
+    yield from _from_zero({"turn": machine.turn, "start": machine.start, "action": machine.action})
     if isinstance(machine.busy, (int, float)) and machine.busy > 1:
         yield f"busy is {machine.busy}, a share"
     counts = {"devices": machine.devices, "processors": machine.processors}

@@ -14,6 +14,7 @@ from mesh_tensor.base.collectives import BETWEEN, collective_time
 from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.placement import Partial, Replicate
+from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.pipelining.check import Held
 from mesh_tensor.pipelining.clock import Timeline, timeline
 from mesh_tensor.pipelining.fragments import gradient_name
@@ -33,6 +34,7 @@ class PipelineSimulation:
     transfers    (stage, stage) -> seconds of what goes from one to the other, for a microbatch
     endings      per mesh: seconds in which gradients are reduced after its last action
     peaks        per mesh: the most bytes that one of its devices holds
+    shared       seconds that all meshes take of processors that they share; 0 where each device has one
     """
 
     machine: Machine
@@ -43,12 +45,14 @@ class PipelineSimulation:
     transfers: Mapping[tuple[int, int], float]
     endings: tuple[float, ...]
     peaks: tuple[int, ...]
+    shared: float = 0.0
 
     @property
     def time(self) -> float:
-        """Seconds, from the first action's start until all gradients are reduced."""
+        """Seconds, from the first action's start until all gradients are reduced; at least what meshes take of
+        processors that they share."""
         ends = [row[-1].end if row else 0.0 for row in self.timeline.rows]
-        return max(end + ending for end, ending in zip(ends, self.endings, strict=True))
+        return max(self.shared, *(end + ending for end, ending in zip(ends, self.endings, strict=True)))
 
     @property
     def peak_bytes(self) -> int:
@@ -123,8 +127,9 @@ def simulate_pipeline(pipe: Any, machine: Machine, simulation: Callable[[Program
     last = {here.stage.index: "W" if "W" in here.fragments else "B" for here in stages}
 
     def cost(action: Action) -> float:
-        added = adding[action.stage] if action.kind == last[action.stage] and action.microbatch else 0.0
-        return added + (made[action.stage, action.kind].time if (action.stage, action.kind) in made else 0.0)
+        added = adding[action.stage][action.microbatch > 0] if action.kind == last[action.stage] else 0.0
+        run = made.get((action.stage, action.kind))
+        return machine.action + added + (0.0 if run is None else run.time)
 
     def delay(source: int, target: int) -> float:
         return transfers.get((source, target), transfers.get((target, source), 0.0))
@@ -135,25 +140,53 @@ def simulate_pipeline(pipe: Any, machine: Machine, simulation: Callable[[Program
     for here in stages:
         ends[pipe.schedule.mesh_of[here.stage.index]] += _reducing(here, machine)
     peaks = pipeline_peaks(pipe.schedule, stages, made, len(ends))
-    names = pipe.topology.names
-    return PipelineSimulation(machine, names, pipe.schedule, clock, made, transfers, tuple(ends), peaks)
+    shared = _shared(pipe, machine, clock, ends, sum(transfers.values()))
+    return PipelineSimulation(
+        machine, pipe.topology.names, pipe.schedule, clock, made, transfers, tuple(ends), peaks, shared
+    )
 
 
-def _adding(here: Any, machine: Machine) -> float:
-    """Seconds in which a microbatch's gradients of a stage's weights are added to those before."""
-    nbytes = 3 * tile_bytes(here, map(gradient_name, summed_gradients(here)), GRADIENT)
-    return nbytes / machine.memory_rate(nbytes)
+def _shared(pipe: Any, machine: Machine, clock: Timeline, endings: Sequence[float], sent: float) -> float:
+    """Seconds that all meshes take of processors that they share, `sent` of them for what every microbatch sends
+    forwards, and its gradients backwards."""
+    if machine.processors is None:
+        return 0.0
+    seconds = sent * pipe.schedule.num_microbatches * (1 + pipe.schedule.has_backward)
+    for mesh, (name, ending) in enumerate(zip(pipe.topology.names, endings, strict=True)):
+        share = min(1.0, pipe.topology[name].num_devices / machine.processors)
+        seconds += (clock.busy(mesh) + ending) * share
+    return seconds
+
+
+def _adding(here: Any, machine: Machine) -> tuple[float, float]:
+    """Seconds in which a microbatch's gradients of a stage's weights are kept, of the first one, and added to those
+    before, of others."""
+    nbytes, starts = 0, 0
+    for name in map(gradient_name, summed_gradients(here)):
+        layout = _as_made(here, name)
+        axes = {axis for axes in layout.dims for axis in axes} | {axis for axis, _ in layout.partial}
+        rounds = machine.rounds(math.prod(here.mesh.size(axis) for axis in axes))
+        nbytes += rounds * tile_bytes(here, [name], GRADIENT)
+        starts += rounds
+    seconds = nbytes / machine.memory_rate(3 * nbytes)
+    started = machine.launch * (min(1, starts) if machine.processors is None else starts)  # else all start as one
+    return started + 2 * seconds, started + 3 * seconds
+
+
+def _as_made(here: Any, name: str) -> Sharding:
+    """How a weight's gradient lies as a backward leaves it."""
+    made = next(each for kind, each in here.fragments.items() if kind != "F" and name in each.gives)
+    return made.layouts[name]
 
 
 def _reducing(here: Any, machine: Machine) -> float:
     """Seconds in which the gradients of a stage's weights are reduced that its backwards leave as parts."""
-    seconds = 0.0
+    seconds, rounds = 0.0, machine.rounds(here.mesh.num_devices)
     for name in map(gradient_name, summed_gradients(here)):
-        made = next(each for kind, each in here.fragments.items() if kind != "F" and name in each.gives)
-        if axes := tuple(axis for axis, _ in made.layouts[name].partial):
+        if axes := tuple(axis for axis, _ in _as_made(here, name).partial):
             group = math.prod(here.mesh.size(axis) for axis in axes)
             received = 2 * (group - 1) / group * tile_bytes(here, [name], GRADIENT)
-            seconds += collective_time(machine, BETWEEN[Partial, Replicate].name, received, here.mesh, axes)
+            seconds += rounds * collective_time(machine, BETWEEN[Partial, Replicate].name, received, here.mesh, axes)
     return seconds
 
 
@@ -169,7 +202,7 @@ def _transfers(stages: Any, here: Any, machine: Machine, devices: int) -> Iterat
         plan = TransferPlan.make(tensor.shape, tensor.dtype, itemsize, *layouts)
         link = machine.link(devices)
         moved = max(plan.busiest()) + plan.before.bytes + plan.after.bytes
-        yield source, link.start + moved / link.rate
+        yield source, (link.start + moved / link.rate) * machine.rounds(here.mesh.num_devices)
 
 
 GRADIENT = 4  # bytes of an element at least: sums are kept in float32

@@ -214,7 +214,7 @@ class StepCosts:
         dtype = values[0].dtype if values else "float32"
         rows = () if has_products(step.func) else ("kernel rows",)
         work = self._machine.work(step.flops, nbytes, dtype, f"kernel {step.name}", *rows, "kernel", "product")
-        rounds = self._rounds(self._program.mesh.num_devices)
+        rounds = self._machine.rounds(self._program.mesh.num_devices)
         work = self._from(work, self._levels(step.args, nbytes), [value.tile_bytes for value in values], nbytes)
         self._touch(step.args, rounds)
         seconds = self._machine.in_turn(work, rounds, self._program.mesh.num_devices)
@@ -226,7 +226,7 @@ class StepCosts:
         apart = self._differ((*step.args, *step.results))
         self._apart |= dict.fromkeys(step.results, apart)
         different = math.prod(self._program.mesh.size(axis) for axis in apart)
-        rounds = self._rounds(different)
+        rounds = self._machine.rounds(different)
         levels = self._levels(step.args, touched_bytes(step.call))
         key = (step.call.name, step.call.inputs, step.call.outputs, step.flops, copied, different, levels)
         found = self._known.get(key)
@@ -245,12 +245,12 @@ class StepCosts:
         seconds = collective_time(machine, step.kind, step.bytes, mesh, step.axes)
         name = f"{step.kind} over {', '.join(step.axes)}"
         self._apart[step.dst] = self._differ((step.src, step.dst))
-        self._touch((step.src, step.dst), self._rounds(mesh.num_devices))
+        self._touch((step.src, step.dst), self._machine.rounds(mesh.num_devices))
         if seconds:
             self._apart[step.dst] = (frozenset(mesh) - set(step.axes)) | self._split(step.dst)
             groups = reach(machine, mesh, step.axes)
             bound = groups.link.name if step.bytes / groups.rate > seconds / 2 else "start"
-            rounds = self._rounds(mesh.num_devices)
+            rounds = self._machine.rounds(mesh.num_devices)
             return StepCost(name, groups.level, seconds * rounds, bound, 0, step.bytes)
         nbytes = sum(self._program.values[name].tile_bytes for name in (step.src, step.dst))
         work = Work(machine.launch, 0.0, nbytes / machine.memory_rate(nbytes))
@@ -290,11 +290,6 @@ class StepCosts:
         names = tuple(dict.fromkeys(names))
         self._now += rounds * sum(self._program.values[name].tile_bytes for name in names)
         self._touched |= dict.fromkeys(names, self._now)
-
-    def _rounds(self, devices: int) -> int:
-        """How often the processors go round that so many devices share."""
-        processors = self._machine.processors
-        return 1 if processors is None else math.ceil(devices / processors)
 
     def _differ(self, names: Iterable[str]) -> frozenset[str]:
         """The axes along which devices have tensors of their own of these values. What is sent differs between all

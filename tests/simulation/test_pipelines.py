@@ -55,6 +55,31 @@ def test_transfers_take_their_links_time(module):
     assert made.time == pytest.approx(made.fragments[0, "F"].time + 1.0 + made.fragments[1, "F"].time)
 
 
+def test_every_action_takes_what_it_takes_beside_its_fragment(module):
+    """One microbatch goes through forwards and backwards of both stages: four actions, one after the other."""
+    plain, slow = (simulated(module, replace(FREE, action=s), 1, train=True) for s in (0.0, 1.0))
+    assert slow.time == pytest.approx(plain.time + 4)
+
+
+def test_meshes_that_share_a_processor_take_turns(module):
+    """On one processor, everything that is done takes its time; with one per device, only the slower mesh does."""
+    apart, shared = (simulated(module, replace(FREE, processors=n), train=True) for n in (4, 1))
+    assert shared.time == pytest.approx(sum(map(shared.timeline.busy, (0, 1))) + sum(shared.endings))
+    assert shared.time > shared.timeline.makespan > apart.time / 2
+    assert apart.time == pytest.approx(apart.timeline.makespan)
+
+
+def test_a_first_microbatch_gradients_are_kept_and_others_added(module):
+    """Both pass over memory: what is kept is read and written, what is added reads two and writes one."""
+    alone, both = (simulated(module, microbatches=n, train=True, schedule="gpipe") for n in (1, 2))
+    (kept,) = [e.end - e.start for e in alone.timeline.rows[1] if e.action.kind == "B"]
+    run = both.fragments[1, "B"].time
+    first, second = (e.end - e.start for e in both.timeline.rows[1] if e.action.kind == "B")
+    assert kept == pytest.approx(first)
+    assert first > run
+    assert (second - run) / (first - run) == pytest.approx(1.5)
+
+
 def test_the_trace_and_the_text(module, tmp_path):
     made = simulated(module, microbatches=3)
     trace = made.trace(tmp_path / "trace.json")
