@@ -338,10 +338,10 @@ class Pipeline:
         shares = [part.share for part in microbatches]
         parts = {name: [made[name, i] for i in range(len(shares))] for name in self._flow.returned}
         values = {name: self._results.merged(name, found, shares) for name, found in parts.items()}
-        made = self._flow.tree(values)
+        results = self._flow.tree(values)
         if self._form is None:
-            return made
-        return self._form.result(made if isinstance(made, tuple) else [made])
+            return results
+        return self._form.result(results if isinstance(results, tuple) else [results])
 
     def explain(self, machine: Machine | str | None = None) -> str:
         """The stages with their costs on a machine (the pipeline's, or another, or a preset's name), what goes between
