@@ -139,9 +139,17 @@ def conv2d(node: torch.fx.Node, importer: Any) -> relax.Expr:
 
 
 def embedding(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """Rows of a table; the ids keep their dims, and don't count from the end."""
-    table, ids = arguments(node, importer, 2)
-    return emit(importer, relax.op.take(table, ids, axis=0, mode="nan"))
+    """Rows of a table; the ids keep their dims, and don't count from the end. The row `padding_idx` is a constant when
+    gradients are taken."""
+    table, ids, padding, by_frequency = arguments(node, importer, 2, padding_idx=-1, scale_grad_by_freq=False)
+    if by_frequency:
+        refuse("an embedding whose gradient is scaled by frequency", fix="make it with scale_grad_by_freq=False")
+    rows = emit(importer, relax.op.take(table, ids, axis=0, mode="nan"))
+    if padding < 0:
+        return rows
+    is_padding = emit(importer, relax.op.equal(ids, relax.const(padding, ids.struct_info.dtype)))
+    fixed = emit(importer, relax.op.grad.no_grad(rows))
+    return emit(importer, relax.op.where(emit(importer, relax.op.expand_dims(is_padding, -1)), fixed, rows))
 
 
 def convolution(node: torch.fx.Node, importer: Any) -> relax.Expr:

@@ -245,3 +245,26 @@ def test_low_precision(function, dtype):
     for result in (mt.run_sequential(module.mod, [x]), run(x)):
         assert result.dtype == dtype
         torch.testing.assert_close(result, expected, rtol=allowed, atol=allowed)
+
+
+@pytest.mark.parametrize("mesh", [{"d": 2}, {"v": 2}])
+def test_the_row_of_padding_has_no_gradient(mesh):
+    """Rows of ids that are padding, also where the table is split by its rows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 4, padding_idx=1), nn.Linear(4, 3))
+    ids, y = torch.randint(8, (4, 5)), torch.randn(4, 5, 3)
+    ids[:, 0] = 1
+    step = mt.training_step(model, nn.functional.mse_loss, (torch.full((4, 5), 3), y), optimizer="sgd", lr=1.0)
+    run = mt.distribute_module(step, mesh, {"0.weight": {"v": 0}} if "v" in mesh else {"0.weight": {}})
+    before = model[0].weight.detach().clone()
+    loss = nn.functional.mse_loss(model(ids), y)
+    loss.backward()
+    torch.testing.assert_close(run(ids, y), loss.detach())
+    assert not model[0].weight.grad[1].any()
+    torch.testing.assert_close(run.state_dict()["0.weight"], before - model[0].weight.grad)
+
+
+def test_an_embedding_whose_gradient_is_scaled_by_frequency():
+    model = nn.Embedding(8, 4, scale_grad_by_freq=True)
+    with pytest.raises(mt.MeshTensorError, match="gradient is scaled by frequency"):
+        mt.from_torch(torch.export.export(model, (torch.randint(8, (3,)),)))

@@ -112,7 +112,7 @@ def pipeline(
     made = Pipeline(
         flow, topology, given if weights is None else constants.left_out(weights, whole), train, options, ranks
     )
-    made._constants = constants
+    made._constants, made._form = constants, model.form if isinstance(model, ImportedModule) else None
     made._machine = on or CPU
     made._read_results(microbatches, reduction, per_microbatch)
     made.memory |= held_memory(flow, kinds, made.inputs)

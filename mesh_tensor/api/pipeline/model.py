@@ -16,6 +16,7 @@ from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.importers.constants import Constants
+from mesh_tensor.importers.imported import CallForm
 from mesh_tensor.pipelining.assign import annotated_stages, annotated_topology, assign
 from mesh_tensor.pipelining.balance import check_pipeline, place
 from mesh_tensor.pipelining.clock import hangs
@@ -78,6 +79,7 @@ class Pipeline:
         self._checks_indices, self._ran = True, False
         self._machine: Machine = CPU
         self._constants = Constants()
+        self._form: CallForm | None = None
         self._results, self._alike = Results(flow), AlikeStages()
         self.microbatches = 1
         self.peak_bytes = dict.fromkeys(self.topology, 0)
@@ -339,7 +341,10 @@ class Pipeline:
         shares = [part.share for part in microbatches]
         parts = {name: [made[name, i] for i in range(len(shares))] for name in self._flow.returned}
         values = {name: self._results.merged(name, found, shares) for name, found in parts.items()}
-        return self._flow.tree(values)
+        results = self._flow.tree(values)
+        if self._form is None:
+            return results
+        return self._form.result(results if isinstance(results, tuple) else [results])
 
     def explain(self, machine: Machine | str | None = None) -> str:
         """The stages with their costs on a machine (the pipeline's, or another, or a preset's name), what goes between

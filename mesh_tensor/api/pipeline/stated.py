@@ -37,7 +37,10 @@ def named_stages(
     if isinstance(stages, Mapping) and stages:
         return stages_by_mesh(flow, stages, topology.names)
     if isinstance(stages, (list, tuple)) and stages and all(isinstance(name, str) for name in stages):
-        return [*(NamedStage((name,)) for name in stages), NamedStage(tuple(dict.fromkeys(flow.returned)))]
+        meant, _ = NamedValues(flow.mod, flow.function).meant_by(stages)
+        before = flow.above(value for _, (_, value), _ in meant)  # results may be made before the last cut
+        last = [name for name in dict.fromkeys(flow.returned) if name not in before]
+        return [*(NamedStage((name,)) for name in stages), NamedStage(tuple(last))]
     return refuse(f"stages={shown(stages)}", fix=_STAGES)
 
 

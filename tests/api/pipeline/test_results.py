@@ -114,6 +114,33 @@ def test_losses_that_microbatches_do_not_make(loss, options, facts):
     assert all(fact in message for fact in facts), message
 
 
+class Structured(nn.Module):
+    """Gives a structure of results, one of which is what is cut at."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        first = self.a(x)
+        second = self.b(first.relu())
+        return {"out": second, "more": (first, {"mean": second.mean()}), "none": None}
+
+
+@pytest.mark.parametrize("stages", [["a"], ["b"], {"m0": ["a"], "m1": ["b"]}])
+def test_results_have_the_structure_of_the_models(stages):
+    """Also where some are made before the last cut."""
+    model, x = Structured(), torch.randn(6, 6)
+    module = mt.from_torch(torch.export.export(model, (torch.randn(2, 6),)))
+    run = mt.pipeline(module, {"m0": {"d": 2}, "m1": {"d": 1}}, stages, {"x": {"d": 0}}, microbatches=3)
+    got, wanted = run(x), model(x)
+    assert got.keys() == wanted.keys()
+    assert got["none"] is None
+    torch.testing.assert_close(got["out"], wanted["out"].detach())
+    torch.testing.assert_close(got["more"][0], wanted["more"][0].detach())
+    torch.testing.assert_close(got["more"][1]["mean"], wanted["more"][1]["mean"].detach())
+
+
 def test_a_batch_norm_is_that_of_each_microbatch_where_that_is_stated():
     model = Classifier(lambda z, y: (z * z).mean(), norm=True)
     module, run = pipeline(model, 4, per_microbatch=["bn"])
