@@ -227,7 +227,7 @@ def _named(mod: ir.IRModule, program: torch.export.ExportedProgram, importer: An
     inputs = [spec.arg.name for spec in specs if spec.kind == InputKind.USER_INPUT]
     names = identifiers(list(kept.values()), inputs)
     new = {old: names[target] for old, target in kept.items()}
-    made = {path: importer.env[node] for path, node in _results(program.graph).items()}
+    made = {path: importer.env[node] for path, node in _results(program).items()}
     made = {path: value.name_hint for path, value in made.items() if isinstance(value, relax.Var)}
     func = renamed_parameters(mod, mod["main"], new)
     every = {**{path: new.get(name, name) for path, name in made.items()}, **names}
@@ -259,11 +259,14 @@ def _with_attributes(func: relax.Function, names: dict[str, str], state: tuple[s
     return func.with_attr(STATE_ATTR, {name: number for number, name in enumerate(state, count)})
 
 
-def _results(graph: torch.fx.Graph) -> dict[str, torch.fx.Node]:
-    """From submodules to the nodes that make what they give, where that is one tensor."""
+def _results(program: torch.export.ExportedProgram) -> dict[str, torch.fx.Node]:
+    """From submodules to the nodes that make what they give, where that is one tensor beside what they write."""
     found: dict[str, set[torch.fx.Node]] = {}
-    for node in graph.nodes:
-        if node.op == "call_function":
+    signature = program.graph_signature
+    written = signature.buffers_to_mutate.keys() - set(signature.user_outputs)
+    for node in program.graph.nodes:
+        is_kept = node.name in written and all(user.op == "output" for user in node.users)
+        if node.op == "call_function" and not is_kept:
             for path in _paths(node) - _inside_all_users(node):
                 found.setdefault(path, set()).add(node)
     again = {path.partition("@")[0] for path in found if "@" in path}

@@ -33,12 +33,14 @@ def gradient_function(
     loss: int = 0,
     seeded: bool = False,
     optional: Collection[str] = (),
+    unseeded: Collection[int] = (),
 ) -> ir.IRModule:
     """The module whose `function` returns (what it returned, the gradients of the parameters `wrt`, as a tuple).
 
     loss     which of the function's results is differentiated: a number
     seeded   the gradients of all its results of floats are parameters, after the function's own, instead
     optional the parameters whose gradients may be zero
+    unseeded numbers of results of floats that nothing is differentiated by: they have no such parameters
 
     Raises:
         MeshTensorError: the result is no number, a parameter is not there, holds no floats or has no influence on the
@@ -48,7 +50,7 @@ def gradient_function(
     results = leaves(joint.graph.result)
     seeds: dict[Value, relax.Expr] = {}
     if seeded:
-        for value in dict.fromkeys(value for value in results if is_float(value)):
+        for value in dict.fromkeys(v for n, v in enumerate(results) if is_float(v) and n not in unseeded):
             seeds[value] = joint.writer.parameter(f"d_{value.name}", value)
             joint.params.append(seeds[value])
     else:
