@@ -94,6 +94,8 @@ def check(name: str) -> list[tuple[str, bool]]:
         warnings.simplefilter("ignore")
         options = {"attention_mask": mask, "max_new_tokens": _NEW, "pad_token_id": 0}
         expected = model.generate(ids, do_sample=False, eos_token_id=None, **options)
+        beams = {**options, "num_beams": 3, "eos_token_id": list(range(10, 30)), "pad_token_id": 7}
+        best = model.generate(ids, do_sample=False, **beams)
         module = mt.from_transformers(model, 3, 9 + _NEW)
     found = []
     for mesh in _MESHES:
@@ -102,6 +104,8 @@ def check(name: str) -> list[tuple[str, bool]]:
         made = mt.generate(run, ids, _NEW, attention_mask=mask)
         alike, kinds = torch.equal(made, expected), len(made[:, 9:].unique())
         found.append((f"{mesh}: {'the same' if alike else 'OTHER'} tokens, {kinds} different ones", alike))
+        alike = torch.equal(mt.generate(run, ids, **beams), best)
+        found.append((f"{mesh}: {'the same' if alike else 'OTHER'} tokens of 3 beams", alike))
     return found
 
 
