@@ -16,6 +16,7 @@ from mesh_tensor.rules.operator.call import OpCall
 from mesh_tensor.rules.operator.linear_algebra import FFT, GROUPED, LINEAR, MATMUL_ADD, fft_arguments
 from mesh_tensor.targets.dtypes import torch_dtype
 
+from .products import Linear, linear
 from .table import Function, Place, placed_torch_op, same_for_all, torch_op
 
 same_for_all({"outer": torch.outer})
@@ -25,21 +26,29 @@ same_for_all({"outer": torch.outer})
 def _matmul(call: OpCall) -> Function:
     """With an `out_dtype`, the operands are cast to it first."""
     dtype = torch_dtype(call.outputs[0].dtype)
-    if all(torch_dtype(t.dtype) is dtype for t in call.inputs):
+    if not all(torch_dtype(t.dtype) is dtype for t in call.inputs):
+        return lambda a, b: torch.matmul(a.to(dtype), b.to(dtype))
+    if call.inputs[0].ndim < 2 or call.inputs[1].ndim != 2:
         return torch.matmul
-    return lambda a, b: torch.matmul(a.to(dtype), b.to(dtype))
+    product = _product(call)
+    return torch.matmul if product is F.linear else lambda x, matrix: product(x, matrix.t())
 
 
 @torch_op(LINEAR)
 def _linear(call: OpCall) -> Function:
-    return F.linear
+    return _product(call)
 
 
 @torch_op(MATMUL_ADD)
 def _matmul_add(call: OpCall) -> Function:
-    if call.inputs[0].ndim == 2:
-        return lambda x, matrix, bias: torch.addmm(bias, x, matrix)
-    return lambda x, matrix, bias: F.linear(x, matrix.t(), bias)
+    product = _product(call)
+    return lambda x, matrix, bias: product(x, matrix.t(), bias)
+
+
+def _product(call: OpCall) -> Linear:
+    """What multiplies the rows of the first operand with the second one, a matrix."""
+    x, dtype = call.inputs[0], torch_dtype(call.outputs[0].dtype)
+    return linear(math.prod(x.shape[:-1]), x.shape[-1], call.outputs[0].shape[-1], dtype)
 
 
 @torch_op("einsum")
@@ -66,10 +75,14 @@ def _over_rows(call: OpCall) -> Function | None:
     rows = math.prod(shapes[0][:shared])
     first, second = ((rows, math.prod(shape[shared:])) for shape in shapes)
     shape, turned = call.outputs[0].shape, right != "".join(ends)
+    if turned:
+        first, second = second, first
+    multiply = linear(first[1], rows, second[1], torch_dtype(call.outputs[0].dtype))
 
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        a, b = a.reshape(first), b.reshape(second)
-        return (b.t() @ a if turned else a.t() @ b).view(shape)
+        a, b = (b, a) if turned else (a, b)
+        a, b = a.reshape(first).t(), b.reshape(second)
+        return (a @ b if multiply is F.linear else multiply(a, b.t())).view(shape)
 
     return product
 
